@@ -1,10 +1,12 @@
 """Limits of the simulated machine: accesses outside of live allocations of the heap, more blocks than fit."""
 
+import re
+
 import pytest
 import torch
 
 from tests import ranks
-from tests.simulator import extents, litmus
+from tests.simulator import extents, failing, litmus
 
 N = 256
 
@@ -88,6 +90,18 @@ def test_extents_that_differ_at_run_time(way):
     given = ((20 if way == "dynamic" else k) * to, m * source) if "rows" not in text else (k, m)
     kind, told, _ = ranks.launch(1, _unequal, way, k, m)[0].error
     assert kind == "KernelError" and text.format(*given) in told, (kind, told)
+    assert re.search(r" \[extents\.py:\d+, kernel _kernel \(simulated, seed 0, visibility random\)\]$", told), told
+
+
+@pytest.mark.parametrize("statement", failing.WAYS)
+@pytest.mark.sample(5)
+def test_errors_name_the_line_and_the_kernel(statement):
+    error, text = failing.WAYS[statement]
+    kind, told, _ = ranks.launch(1, failing.fail, statement, env={"TSN_TIMEOUT": "2"})[0].error
+    assert kind == error and told.startswith("rank 0: ") and text in told, (kind, told)
+    line = failing.line_of(statement)
+    place = "" if "device_assert" in statement else f"{line}, "  # tilelang's own text has the line
+    assert line in told and f" [{place}kernel failing (simulated, seed 0, visibility random)" in told, told
 
 
 def _clamped():

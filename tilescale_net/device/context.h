@@ -72,7 +72,7 @@ struct ErrorRecord {
   uint64_t bytes;      // the size of the access, or 0
   uint64_t claimed;    // 1 once a thread has begun to fill the record
   uint32_t comparison; // 1 + Compare of the wait that timed out, or 0
-  uint32_t reserved;
+  uint32_t line;       // in the simulator 1 + number of the author's line in the kernel's table; else 0
 };
 static_assert(sizeof(ErrorRecord) == 64, "ErrorRecord is 64 bytes");
 

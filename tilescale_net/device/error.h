@@ -30,6 +30,7 @@ TSN_COLD void fail(const Context* ctx, ErrorKind kind, Operation operation, int 
     r->observed = observed;
     r->bytes = bytes;
     r->comparison = comparison;
+    if constexpr (platform::kDefersRemoteWrites) r->line = platform::line();
     platform::store<Order::release, MemScope::sys>(&r->kind, uint32_t(kind));
   }
   uint32_t* word = reinterpret_cast<uint32_t*>(platform::load_constant(&ctx->abort_word));

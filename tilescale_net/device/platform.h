@@ -116,6 +116,7 @@
 //                                           word = nullptr: for something else than a word of the heap
 //   bool waits_without_a_look()             wait_begins comes before the first look
 //   void wait_ends(), void gives_up()       the same thread goes on, or is about to record a failure
+//   uint32_t line()                         1 + number of the author's line where the thread is, or 0
 //   void range_begins(), void range_ends()  the running thread's ranges for the timeline
 //   void before_ld<Order>()                 a kernel's own load with this order follows, perhaps again and again
 //   void after_ld<O, S>(const void*), before_st<O, S>(const void*)   the same, when it is done, and a store

@@ -168,6 +168,7 @@ void wait_begins(Operation, int, const uint64_t*, uint64_t, uint32_t);
 bool waits_without_a_look();
 void wait_ends();
 void gives_up();
+uint32_t line();
 void range_begins();
 void range_ends();
 template <Order>

@@ -9,6 +9,7 @@ TSN_DEVICE void wait_begins(Operation operation, int pe, const uint64_t* word, u
 }
 TSN_DEVICE bool waits_without_a_look() { return sim::self().scheduled; }
 TSN_DEVICE void wait_ends() { sim::api().trace->wait_ends(); }
+TSN_DEVICE uint32_t line() { return uint32_t(sim::self().site + 1); }
 TSN_DEVICE void gives_up() { sim::api().trace->gives_up(); }
 TSN_DEVICE void range_begins() { sim::api().trace->range_begins(); }
 TSN_DEVICE void range_ends() { sim::api().trace->range_ends(); }

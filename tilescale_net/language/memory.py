@@ -9,7 +9,7 @@ from tvm import tirx
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._arithmetic import int64, product
 from tilescale_net.language._operands import Place, element, operand
-from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
+from tilescale_net.language._primitive import PrimitiveError, as_typed, guarded, primitive
 from tilescale_net.language._values import Number, Scalar, one_of, pe_index, scalar
 
 __all__ = ["benign_race", "ld", "remote", "st"]
@@ -34,7 +34,7 @@ def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
         raise PrimitiveError(f"buf must be a whole tensor; index the view instead of {operand('buf', buf).buffer.name}")
     # Its first element: of a tensor with a pitch the whole has no address of its own as a contiguous place.
     place = operand("buf", tirx.BufferLoad(buf, [0] * len(buf.shape)) if len(buf.shape) else buf)
-    address = OPERATORS["remote"](place.pointer(), pe_index(pe))
+    address = as_typed(OPERATORS["remote"](place.pointer(), pe_index(pe)))
     strides = tuple(place.buffer.strides) or None
     return T.make_tensor_from_addr(address, tuple(place.buffer.shape), place.dtype, strides)
 

@@ -56,7 +56,7 @@ class ErrorRecord(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("claimed", ctypes.c_uint64),
         ("comparison", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("line", ctypes.c_uint32),
     ]
 
 

@@ -65,8 +65,13 @@ def describe(
     heap_base: int,
     timeout_s: float,
     name_of: Callable[[int], str | None] | None = None,
+    argument: str | None = None,
 ) -> errors.TileScaleError | None:
-    """The exception for a record, or None when it is empty; `name_of` names the tensor element at a heap offset."""
+    """The exception for a record, or None when it is empty; `name_of` names the tensor element at a heap offset.
+
+    Args:
+        argument: of the kernel, whose memory holds the record's address, where that is known.
+    """
     kind = record.kind
     if kind == ErrorKind.NO_ERROR:
         return None
@@ -84,7 +89,7 @@ def describe(
     elif kind == ErrorKind.PE_OUT_OF_RANGE:
         text = f"{where} named PE {record.pe}, but there are {size}"
     elif kind == ErrorKind.NOT_SYMMETRIC:
-        text, advice = _outside(record, offset, advice)
+        text, advice = _outside(record, offset, advice, argument)
         text = f"{where} towards PE {record.pe}: {text}"
     elif kind == ErrorKind.BARRIERS_OVERLAP:
         text = f"{where} met another one that was under way"
@@ -95,11 +100,13 @@ def describe(
     return _CLASSES.get(kind, errors.TileScaleError)(f"{text}; {advice}")
 
 
-def _outside(record: ErrorRecord, offset: int | None, advice: str) -> tuple[str, str]:
+def _outside(record: ErrorRecord, offset: int | None, advice: str, argument: str | None) -> tuple[str, str]:
     """What lies outside of the heap. Kernels compute sizes as signed numbers and report them as unsigned ones."""
     nbytes = ctypes.c_int64(record.bytes).value
     if nbytes < 0:
         return f"a size of {nbytes} bytes", "a count that is computed at run time was negative"
     inside = offset is not None and 0 <= offset < (1 << 44)
+    if argument is not None and not inside:
+        return f"argument {argument} is not symmetric", advice
     place = f"heap offset {offset}" if inside else f"address {record.address:#x}"
     return f"{nbytes} bytes at {place} are not in the symmetric heap", advice

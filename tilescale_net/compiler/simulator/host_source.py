@@ -222,7 +222,7 @@ def _arguments(text: str, start: int) -> tuple[list[str], int]:
 
 def _check_views(body: str, pointers: set[str]) -> str:
     """Give pointers made by `tsn::remote` the bounds of the tensor whose counterpart they are."""
-    made = re.compile(r"void\* (\w+) = tsn::remote\(")
+    made = re.compile(r"void\* (\w+) = (?:/\*@(\d+)\*/)?tsn::remote\(")
     match = made.search(body)
     while match:
         name = match.group(1)
@@ -230,6 +230,8 @@ def _check_views(body: str, pointers: set[str]) -> str:
         source = re.fullmatch(r"\(&\((\w+)\[(.*)\]\)\)", arguments[1], re.DOTALL)
         rest = f"{source[1]}.rest({source[2]})" if source and source[1] in pointers else "~0ull"
         call = f"tsn::remote({', '.join(arguments)})"
+        if match[2]:
+            call = f"(tsn::sim::At({match[2]}, true), {call})"
         view = f'tsn::sim::View {name}("{name} (remote view{" of " + source[1] if source else ""})", {call}, {rest})'
         # ((T*)name) is how the generated code writes "elements of that view".
         tail = re.sub(rf"\(\(((?:const )?[\w:]+)\*\){name}\)", rf"{name}.as<\1>()", body[end:])

@@ -124,7 +124,7 @@ class SimulatedFunction:
         timeout = context.timeout_ns * 1e-9 if context else 0.0
         if context and context.n_pes > 1:
             time.sleep(simulator.start_delay(context.my_pe, context.n_pes))
-        failure, message, remark, limits, _ = made.run(
+        failure, message, line, remark, limits, _ = made.run(
             seed=simulator.next_launch_seed(context.my_pe if context else 0),
             stall_seconds=simulator.stall_seconds(timeout),
             stack_bytes=simulator.stack_bytes(),
@@ -133,20 +133,22 @@ class SimulatedFunction:
         )
         if limits:
             _warn_of_limits(self.name, limits)
-        where = f"kernel {self.name} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})"
         # In a job that has been aborted waits return at once: what follows them proves nothing.
         if failure and not (_FAILURES[failure] is errors.DataRace and context and self._aborted(context)):
             rank = f"rank {context.my_pe}: " if context else ""
-            self._give_up(context, _FAILURES[failure](f"{rank}{where}: {message}"))
+            self._give_up(context, _FAILURES[failure](f"{rank}{message} [{self._where(line)}]"))
         if context and context.error:
             record = device_errors.read(context.error)
             world = worlds.at(context.heap_base)
             heap = world.heap.describe if world is not None else None
-            error = device_errors.describe(record, context.my_pe, context.n_pes, context.heap_base, timeout, heap)
+            outside = self._argument_at(record.address, parameters, launch.values)
+            error = device_errors.describe(
+                record, context.my_pe, context.n_pes, context.heap_base, timeout, heap, outside
+            )
             if error is not None:
-                line = self._line_of(record)
+                line = self._lines[record.line - 1] if 0 < record.line <= len(self._lines) else ""
                 known = "".join(f"; {r}" for r in (self._simulator.live_state()["deadlock"], remark) if r)
-                self._give_up(context, type(error)(f"{error} [{line}{where}{known}]"))
+                self._give_up(context, type(error)(f"{error} [{self._where(line)}{known}]"))
             if world is not None:
                 world.check()
 
@@ -155,12 +157,20 @@ class SimulatedFunction:
         aborted = ctypes.c_uint32.from_address(context.abort_word).value if context.abort_word else 0
         return bool(aborted) or (bool(context.error) and device_errors.read(context.error).kind != 0)
 
-    def _line_of(self, record) -> str:
-        """The author's line of the wait in a record."""
-        for wait in self._simulator.live_state()["waits"]:
-            if wait["line"] and (wait["block"], wait["word"]) == (record.block, record.address):
-                return f"{wait['line']}, "
-        return ""
+    def _where(self, line: str) -> str:
+        """The author's line, where it is known, the kernel, and what repeats its schedule."""
+        schedule = f"seed {simulator.seed()}, visibility {simulator.visibility()}"
+        return f"{line}, " * bool(line) + f"kernel {self.name} (simulated, {schedule})"
+
+    @staticmethod
+    def _argument_at(address: int, parameters: Sequence[host_source.Parameter], values: tuple) -> str | None:
+        """The name of the argument whose memory holds an address."""
+        for parameter, value in zip(parameters, values):
+            if parameter.pointer and value is not None:
+                begin = value.tensor.data_ptr()
+                if begin <= address < begin + max(_extent(value.tensor), 1):
+                    return parameter.name
+        return None
 
     def _give_up(self, context, error: errors.TileScaleError) -> None:
         """Raise `error`; in a world, every rank learns of it, and the loss of a peer is the better explanation."""

@@ -12,10 +12,10 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
 from tilescale_net.compiler.ir import op_name, our_calls, typed_name
-from tilescale_net.compiler.operators import OPERATORS
+from tilescale_net.compiler.operators import OPERATORS, PURE
 
-_NUMBERED = {operator.op_name: operator for operator in OPERATORS.values() if operator.result in ("void", "uint64")}
-_NUMBERED["tsn.test"] = OPERATORS["test"]
+# All that can fail or be waited for; what is the same every time cannot.
+_NUMBERED = {operator.op_name: operator for operator in OPERATORS.values() if operator.effect != PURE}
 
 
 def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[tuple[str, str]]:

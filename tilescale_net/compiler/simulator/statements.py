@@ -17,16 +17,23 @@ from tilescale_net.compiler.operators import DEFERRED
 CALL = "tsn_sim_line"  # of device/host/kernel.h
 _LEAVES = ("tirx.BufferStore", "tirx.Evaluate", "tirx.Bind")
 _VISITED = [*_LEAVES, "tirx.For", "tirx.IfThenElse", "tirx.While", "tirx.SeqStmt"]
+_INTRINSICS = ("tl.tileop.", "tl.__ldg", "tl.shfl", "tl.warp_reduce", "tirx.call_extern", "tirx.call_pure_extern")
+_DIVISIONS = (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
 _WHOLE_LOOPS = (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED)
 
 
 def _accesses(node) -> bool:
-    """Whether memory that other threads see is accessed in a statement or an expression, but not by primitives alone."""
+    """Whether a statement or an expression does what can fail or race: it accesses memory that other threads see, but not by
+    primitives alone, divides integers, or calls what checks its arguments.
+    """
     found = []
 
     def look(part):
         shared = isinstance(part, (tirx.BufferLoad, tirx.BufferStore)) and not part.buffer.scope().startswith("local")
-        if shared or op_name(part).startswith("tl.tileop."):
+        divides = (
+            isinstance(part, _DIVISIONS) and "float" not in str(part.dtype) and not isinstance(part.b, tirx.IntImm)
+        )
+        if shared or divides or op_name(part).startswith(_INTRINSICS):
             found.append(part)
 
     post_order_visit(node if isinstance(node, tirx.Stmt) else tirx.Evaluate(node), look)

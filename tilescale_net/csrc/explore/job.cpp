@@ -166,7 +166,8 @@ void Job::after(int rank) {
       gave_up_ = static_cast<int>(i);
   if (gave_up_ >= 0) failure_ = "rank " + std::to_string(gave_up_) + " gave up";
   const std::string name = "rank " + std::to_string(rank) + ": kernel " + r.grid->launch().kernel + ": ";
-  if (r.grid->failure() != sim::Failure::none) failure_ = name + r.grid->message();
+  if (r.grid->failure() != sim::Failure::none)
+    failure_ = name + r.grid->message() + (r.grid->line().empty() ? "" : " [" + r.grid->line() + "]");
   else if (setup_.races && !r.grid->race().empty()) failure_ = name + r.grid->race();
   if (!failure_.empty() || !r.grid->ended()) return;
   Past all;

@@ -41,11 +41,7 @@ std::string difference(const Call& a, const Call& b) {
 } // namespace
 
 std::string Grid::call_of(const Fiber& fiber) const {
-  if (!fiber.announced) return "a barrier that is not part of it";
-  std::string out = primitive_name(fiber.call.operation, fiber.call.scope, launch_.names, fiber.call_line);
-  if (fiber.call_line >= 0 && static_cast<size_t>(fiber.call_line) < launch_.lines.size())
-    out += " (" + launch_.lines[static_cast<size_t>(fiber.call_line)] + ")";
-  return out;
+  return fiber.announced ? latest_call(fiber) : "a barrier that is not part of it";
 }
 
 // The running thread meets another one: both must make the same call, if any.
@@ -66,12 +62,10 @@ void Grid::compare_calls(const Fiber& other) {
 }
 
 std::string Grid::latest_call(const Fiber& fiber) const {
-  std::string out = fiber.call.operation
-                        ? primitive_name(fiber.call.operation, fiber.call.scope, launch_.names, fiber.call_line)
-                        : "its beginning";
-  if (fiber.call.operation && fiber.call_line >= 0 && static_cast<size_t>(fiber.call_line) < launch_.lines.size())
-    out += " (" + launch_.lines[static_cast<size_t>(fiber.call_line)] + ")";
-  return out;
+  if (!fiber.call.operation) return "its beginning";
+  const std::string line = line_of(fiber.call_line);
+  return primitive_name(fiber.call.operation, fiber.call.scope, launch_.names, fiber.call_line) +
+         (line.empty() ? "" : " (" + line + ")");
 }
 
 void Grid::announce(const Call& call) {

@@ -125,6 +125,8 @@ public:
   std::string where(const Fiber& fiber) const;
   Failure failure() const { return failure_; }
   const std::string& message() const { return message_; }
+  // Where the author's code has failed, if one thread's has; else empty.
+  std::string line() const { return line_of(failed_at_); }
   // All ranks wait for each other, as a remark for the error of a wait; else empty.
   std::string deadlock() const { return heap_ ? heap_->deadlock() : ""; }
   // Blocks that could not start while all others waited, as a remark for errors; empty where there were none.
@@ -199,6 +201,7 @@ private:
   void tell_stall(bool waits);
   void check_shared(Block& block);
   void describe_fault();
+  std::string line_of(int number) const;
   std::string block_name(const Block& block) const;
   std::string describe_deadlock() const;
 
@@ -235,6 +238,7 @@ private:
 
   Failure failure_ = Failure::none;
   std::string message_;
+  int failed_at_ = -1; // index of the line
   int fault_signal_ = 0;
   uintptr_t fault_address_ = 0;
 };

@@ -104,6 +104,7 @@ Outcome run(const Launch& launch, size_t stack_bytes) {
   else flush_pending();
   outcome.failure = grid.failure();
   outcome.message = grid.message();
+  outcome.line = grid.line();
   outcome.remark = grid.never_started();
   outcome.limits = grid.limits();
   outcome.switches = grid.switches();

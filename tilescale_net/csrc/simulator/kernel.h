@@ -26,6 +26,7 @@ private:
 struct Outcome {
   Failure failure = Failure::none;
   std::string message;
+  std::string line;   // of the author's, where one thread has failed
   std::string remark; // may explain what the kernel itself reports
   std::string limits; // of the check for races that it has reached
   uint64_t switches = 0;

@@ -25,7 +25,7 @@ bool check_interrupt() {
   return PyErr_CheckSignals() != 0;
 }
 
-// Returns (failure, message, remark, limits, switches); failure is 0 when the grid ran to its end.
+// Returns (failure, message, line, remark, limits, switches); failure is 0 when the grid ran to its end.
 py::tuple run(const sim::BoundLaunch& bound, uint64_t seed, double stall_seconds, size_t stack_bytes, bool races,
               uint64_t heap) {
   sim::Launch launch = bound.launch;
@@ -40,8 +40,8 @@ py::tuple run(const sim::BoundLaunch& bound, uint64_t seed, double stall_seconds
     outcome = sim::run(launch, stack_bytes);
   }
   if (outcome.failure == sim::Failure::interrupted) throw py::error_already_set();
-  return py::make_tuple(static_cast<int>(outcome.failure), outcome.message, outcome.remark, outcome.limits,
-                        outcome.switches);
+  return py::make_tuple(static_cast<int>(outcome.failure), outcome.message, outcome.line, outcome.remark,
+                        outcome.limits, outcome.switches);
 }
 
 void bind_launch(py::module_& m) {

@@ -16,6 +16,11 @@ std::string text(const Index3& i) {
 
 std::string Grid::block_name(const Block& block) const { return "block " + text(block.threads[0].view.block_idx); }
 
+std::string Grid::line_of(int number) const {
+  const bool known = number >= 0 && static_cast<size_t>(number) < launch_.lines.size();
+  return known ? launch_.lines[static_cast<size_t>(number)] : "";
+}
+
 std::string Grid::where(const Fiber& fiber) const {
   return "block " + text(fiber.view.block_idx) + " thread " + text(fiber.view.thread_idx);
 }
@@ -23,6 +28,7 @@ std::string Grid::where(const Fiber& fiber) const {
 void Grid::fail(Failure kind, const std::string& what) {
   failure_ = kind;
   message_ = where(*running_) + ": " + what;
+  failed_at_ = running_->view.site;
   leave();
   __builtin_unreachable();
 }
@@ -38,6 +44,7 @@ void Grid::describe_fault() {
   const Fiber& fiber = *ready_[position_ - 1];
   char what[256];
   failure_ = Failure::out_of_bounds;
+  failed_at_ = fiber.view.site;
   if (fault_signal_ == SIGFPE) {
     failure_ = Failure::kernel;
     snprintf(what, sizeof(what), "integer division by zero");

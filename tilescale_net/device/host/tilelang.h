@@ -2,7 +2,9 @@
 #pragma once
 
 #include "atomics.h"
+#include <algorithm>
 #include <limits>
+#include <string>
 
 namespace tl {
 
@@ -360,6 +362,11 @@ inline void debug_print_msg(const char* message) {
             threadIdx.y, threadIdx.z);
 }
 inline void device_assert_with_msg(bool condition, const char* message) {
-  if (!condition) tsn::sim::api().trap(message);
+  if (condition) return;
+  std::string text = message; // between empty lines; it names the author's line
+  if (!text.empty()) tsn::sim::self().site = -1;
+  text.erase(0, std::min(text.find_first_not_of(" \n"), text.size()));
+  text.erase(text.find_last_not_of(" \n") + 1);
+  tsn::sim::api().trap(("a device-side assertion failed" + (text.empty() ? text : ": " + text)).c_str());
 }
-inline void device_assert(bool condition) { device_assert_with_msg(condition, "a device-side assertion failed"); }
+inline void device_assert(bool condition) { device_assert_with_msg(condition, ""); }
