@@ -9,7 +9,6 @@ import torch.distributed as dist
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import addresses
 from tilescale_net.runtime.groups import StoreGroup
-from tilescale_net.runtime.topology import host_identity
 
 _NOBODY = ("192.0.2.1", "2001:db8::1")  # addresses that no host has: the default route leads there
 
@@ -32,7 +31,7 @@ def group_of(comm) -> StoreGroup:
         if known is comm:
             return group
     rank, size = comm.Get_rank(), comm.Get_size()
-    places = [tuple(place) for place in comm.allgather([host_identity(), socket.gethostname()])]
+    places = [tuple(place) for place in comm.allgather([addresses.network(), socket.gethostname()])]
     store = None
     if rank == 0:
         try:
