@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -57,7 +57,7 @@ def check_chunk(name: str, chunk_bytes: int) -> None:
 class _Constructed(type):
     """Gives back what an object has allocated whose construction fails."""
 
-    def __call__(cls, *args, **named):
+    def __call__(cls, *args: Any, **named: Any) -> Any:
         with heap.attempt():
             return super().__call__(*args, **named)
 
@@ -263,7 +263,8 @@ class Collective(MadeByRanks, metaclass=_Constructed):
 
     def _number(self, describe: str, *arguments) -> int:
         try:
-            return self._agreement.number(describe, *arguments)
+            origin = self._made.origin
+            return self._agreement.number(origin + describe if origin else describe, *arguments)
         except tsn.RankMismatch:
             self._made.settle()
             raise
@@ -315,7 +316,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             Whether no rank has None and all have the same; and the tag of a call, which stands for the places too then.
         """
         # A rank that copies does so wherever its other tensors lie.
-        key = (describe, *arguments, *([None] if None in places else places))
+        key = (self._made.origin, describe, *arguments, *([None] if None in places else places))
         known = self._mapped.get(key)
         if known is None:
             self._made.note(f"{describe}, tensors at places that were not used before", *arguments)

@@ -193,6 +193,7 @@ class DistributedMatmul(Collective):
         held, transposed = self._weight(w, self.k, self.n)
         scales = self._scales(x_scales, w_scales, rows, self.n, travel=travel)
         out = self._result(out, (rows_of_result, self.n), ("x", x), ("w", held), *self._apart(scales))
+        self._made.note("x of shape {} and w of shape {}", x.shape, w.shape)
         return out, held, transposed, scales
 
     def _weight(self, w, k: int, n: int) -> tuple[torch.Tensor, bool]:

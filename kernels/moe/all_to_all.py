@@ -27,6 +27,10 @@ from tilescale_net.runtime.profiling import named
 
 # Objects by what their keys begin with.
 OBJECTS: weakref.WeakValueDictionary[str, AllToAll] = weakref.WeakValueDictionary()
+# Calls as ranks that differ are told of them; a half counts as the whole.
+_LAYER = "{0.num_experts} experts, {0.max_tokens} tokens of a rank at most, hidden {0.hidden}, top_k {0.top_k}, {0.dtype}, {0.mode}"
+_DISPATCH, _DISPATCH_AGAIN = f"dispatch: {_LAYER}", f"dispatch with a handle: {_LAYER}"
+_COMBINES = {call: f"{call}: {_LAYER}" for call in ("combine", "combine_values", "combine with weights")}
 
 
 class AllToAll(Participant):
@@ -293,6 +297,7 @@ class AllToAll(Participant):
         reuses = may_reuse and handle is not None
         if may_reuse and reuses + (topk_idx is not None) + (mask is not None) != 1:
             raise TypeError("AllToAll.dispatch: give either topk_idx, or a mask, or the handle of an earlier dispatch")
+        self._made.note(_DISPATCH_AGAIN if reuses else _DISPATCH, self.config)
         try:
             if handle is not None and not reuses:
                 raise ArgumentError("handle", TypeError(f"{self.config.mode} mode takes topk_idx, and no handle"))
@@ -408,6 +413,8 @@ class AllToAll(Participant):
     ) -> Pending:  # fmt: skip
         """Check and launch; `values` holds the argument of combine_values, of any kind."""
         checks, pair = self._checks, None
+        travels = weights is not None and self.config.mode == "latency"  # ahead of the rows
+        self._made.note(_COMBINES["combine with weights" if travels else call], self.config)
         try:
             checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
             out = checks.combine(y, handle, out, weighted, weights, bias)

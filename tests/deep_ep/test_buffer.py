@@ -279,6 +279,45 @@ def test_buffer(which, nodes):
     ranks.run(3, _program, which, init=False, env=env, timeout=280)
 
 
+def _differ() -> list[str]:
+    """What rank 0 is told where the other one gives an argument otherwise, or makes another call; all are known before."""
+    dist.init_process_group("gloo")
+    group, said, rank = dist.group.WORLD, [], dist.get_rank()
+    x, idx = torch.ones((4, HIDDEN), dtype=torch.bfloat16), torch.tensor([[0, 5, -1]] * 4)
+
+    def dispatch(buffer):
+        *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+        buffer.dispatch(x, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, num_worst_tokens=16)
+
+    for calls in (
+        [lambda b, most=most: b.low_latency_dispatch(x, idx, most, EXPERTS, use_fp8=False) for most in (12, 16)],
+        [lambda b, fp8=fp8: b.low_latency_dispatch(x, idx, 12, EXPERTS, use_fp8=fp8) for fp8 in (False, True)],
+        [dispatch, lambda b: b.low_latency_dispatch(x, idx, 12, EXPERTS, use_fp8=False)],
+    ):
+        buffer = tilescale_net.deep_ep.Buffer(group, 1 << 20, low_latency_mode=True)
+        calls[0](buffer)
+        if len(said) != 0:
+            calls[1](buffer)
+        dist.barrier()
+        begin = time.monotonic()
+        with pytest.raises(tsn.RankMismatch) as raised:
+            calls[rank](buffer)
+        assert time.monotonic() - begin < 30, "this rank has waited for its timeout"
+        said.append(str(raised.value))
+        with pytest.raises(tsn.RankMismatch):
+            tsn.finalize()
+        dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_calls_that_differ(nodes):
+    for sizes, dtypes, kinds in ranks.run(2, _differ, init=False, env={"VIRTUAL_NODES": str(nodes)}):
+        assert "low_latency_dispatch: 6 experts, 12 tokens" in sizes and "6 experts, 16 tokens" in sizes
+        assert "bfloat16" in dtypes and "float8_e4m3fn" in dtypes
+        assert "dispatch: 6 experts, hidden" in kinds and "low_latency_dispatch: 6 experts" in kinds
+
+
 class _Communicator:
     """What mpi4py has, over a store."""
 

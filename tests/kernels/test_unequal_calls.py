@@ -7,11 +7,13 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tilescale_net import ops
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
+from tilescale_net.kernels.moe import AllToAll as Experts
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 
@@ -259,10 +261,14 @@ def _waits(case):
         "new shape": (gather, lambda other: gather(outs[other], parts[other])),
         "pull and push": (scatter, lambda other: scatter(out, x.clone() if other else x)),
         "free": (gather, lambda other: gather.free() if other else gather(outs[0], parts[0])),
+        "another object": (gather, lambda other: scatter(out, x) if other else gather(outs[0], parts[0])),
+        "barrier": (gather, lambda other: tsn.barrier() if other else gather(outs[0], parts[0])),
     }
+    if case.startswith("experts"):
+        calls |= _experts(case)
     op, call = calls[case]
     call(0)
-    if case == "pull and push":
+    if case in ("pull and push", "another object", "experts: halves"):
         call(1)
     tsn.barrier()
     begin = time.monotonic()  # kernels are compiled by now, which takes long on a GPU
@@ -272,9 +278,30 @@ def _waits(case):
         assert time.monotonic() - begin < 30, "this rank has waited for its timeout"
 
 
+def _experts(case) -> dict:
+    """Rank 1 combines, or makes an object of another size, while rank 0 dispatches."""
+    op = Experts(4, 8, 64, 2, mode="latency")
+    rows, weights = torch.ones((8, 64), dtype=torch.bfloat16, device=op.device), torch.ones((8, 2), device=op.device)
+    choices = torch.tensor([[0, 3]] * 8, device=op.device)
+    received = op.dispatch(rows, choices, weights)
+    again = {
+        "experts: halves": lambda: op.combine_recv(op.combine_send(received.x, received.handle)),
+        "experts: sizes": lambda: Experts(4, 16, 64, 2, mode="latency"),
+    }
+    return {case: (op, lambda other: again[case]() if other else op.dispatch(rows, choices, weights))}
+
+
 @pytest.mark.parametrize(
     "case, words",
-    [("new shape", ("[500]", "[3]")), ("pull and push", ("offsets", "copied")), ("free", ("[500]", "free()"))],
+    [
+        ("new shape", ("[500]", "[3]")),
+        ("pull and push", ("offsets", "copied")),
+        ("free", ("[500]", "free()")),
+        ("another object", ("AllGather: x", "ReduceScatter: ")),
+        ("barrier", ("AllGather: x", "tilescale_net.barrier()")),
+        ("experts: halves", ("dispatch: 4 experts", "combine: 4 experts")),
+        ("experts: sizes", ("dispatch: 4 experts, 8 tokens", "max_tokens=16")),
+    ],
 )
 def test_ranks_that_wait_for_each_other(case, words):
     for outcome in ranks.launch(2, _waits, case):
@@ -300,3 +327,35 @@ def _places():
 
 def test_places_of_small_tensors():
     assert ranks.run(2, _places) == [[[3.0]] * 8] * 2
+
+
+class _Hook(Exception):
+    """Raised by a hook in backward."""
+
+
+def _leaves_backward():
+    """A hook ends the backward of rank 1, which goes on with a forward of the same shape."""
+    x, said = torch.ones(8, device=tsn.device(), requires_grad=True), []
+
+    def hook(grad):
+        if tsn.rank() == 1 and not said:
+            said.append("left")
+            raise _Hook
+
+    for _ in range(3):
+        try:
+            y = ops.all_reduce(x) * 1
+            if len(said) == 0 and x.grad is not None:
+                y.register_hook(hook)
+            y.sum().backward()
+            ops.check()
+        except (_Hook, tsn.RankMismatch) as error:
+            said.append(str(error))
+            if tsn.rank() == 0:
+                break
+    return said
+
+
+def test_a_forward_is_not_paired_with_a_backward():
+    of_0, of_1 = ranks.run(2, _leaves_backward)
+    assert "was called with backward: out of shape [8]" in of_0[-1] and "backward" in of_1[-1], (of_0, of_1)

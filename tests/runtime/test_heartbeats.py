@@ -219,7 +219,11 @@ def test_requests_of_a_large_job_whose_calls_wait(size):
     job = Job(size)
     posts, members, logs = Posts(job.store), list(range(size)), []
     for rank in members:
-        logs.append(call_log.CallLog(SimpleNamespace(rank=rank, members=members, era=0, store=posts)))
+        logs.append(
+            call_log.CallLog(
+                SimpleNamespace(rank=rank, members=members, era=0, store=posts, calls=1, last_call="called it")
+            )
+        )
         logs[-1].track("AllGather").note("x of shape {}", 3 if rank == 1 else 4)
     found, most = {}, 0
     for _ in range(5):
@@ -251,3 +255,38 @@ def test_counters_survive_what_strangers_write(secret):
         spoil()
         assert first.count("alarms") == known
         assert first.count_up("alarms") == known + 1 == second.count("alarms") == second.count_up("alarms") - 1
+
+
+def _logs(calls: str) -> list:
+    """Of two ranks that have made calls, a letter each: "0A" is one of rank 0 of object A, "1-" one of the host of rank 1."""
+    posts = Posts(SignedStore(dist.HashStore(), "job", b"secret"))
+    controls = [
+        SimpleNamespace(rank=r, members=[0, 1], era=0, store=posts, calls=5, last_call="called b()") for r in (0, 1)
+    ]
+    logs = [call_log.CallLog(control) for control in controls]
+    tracks = [{name: log.track(name) for name in "AB"} for log in logs]
+    for rank, name in zip(map(int, calls[::2]), calls[1::2]):
+        if name == "-":
+            controls[rank].calls += 1
+        else:
+            tracks[rank][name].note("x of shape {}", len(calls))
+    return logs
+
+
+@pytest.mark.parametrize(
+    "calls, words",
+    [
+        ("0A1A0B1B", None),
+        ("0A0B0A1A", None),  # rank 1 is behind
+        ("0A1B", "rank 1 has not (A: x of shape 4), and rank 1 one that rank 0 has not (B: x of shape 4)"),
+        ("0A1A0A1-", "rank 1 has not (A: x of shape 8), and rank 1 one that rank 0 has not (called b())"),
+        ("0-1A1A", "rank 1 has not (called b()), and rank 1 one that rank 0 has not (A: x of shape 6)"),
+    ],
+)
+def test_ranks_that_wait_in_calls_of_different_objects(calls, words):
+    logs, found = _logs(calls), []
+    for _ in range(8):
+        found += [str(error) for error in (log.difference() for log in logs) if error]
+    assert bool(found) == bool(words) and (not words or any(words in text for text in found)), found
+    logs[0].on_mismatch()
+    assert logs[0].difference() is None  # they may be a call apart then

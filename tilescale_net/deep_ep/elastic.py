@@ -245,6 +245,8 @@ class ElasticBuffer(MadeByRanks):
         words = None if scales is None else scales.shape[-1]
         summed = do_expand or self.num_scaleout_ranks > 1  # before they travel
         combine_dtype = torch.float32 if self._rounds_once and summed else torch.bfloat16
+        again = " with a handle" if known is not None and topk_weights is None else ""
+        self._objects.calls.note("dispatch{}: {} experts, hidden {}, top_k {}, {}", again, num_experts, *sizes[2:])
         op = self._objects.elastic(sizes, num_sms, words, expert_alignment or 1, do_expand, combine_dtype)
         blocks = self._objects.blocks(op, num_sms)
         if known is not None and topk_weights is None:
@@ -305,6 +307,7 @@ class ElasticBuffer(MadeByRanks):
         op = handle._op
         given = x, *biases_of(bias)
         x, *biases = (rows.float() if op.config.combine_dtype == torch.float32 else rows for rows in given)
+        self._objects.calls.note("combine{}: hidden {}", "" if topk_weights is None else " with weights", x.shape[-1])
         blocks = self._objects.blocks(op, num_sms or handle.num_sms)
         if topk_weights is None:
             out = op.combine(x.contiguous(), handle._handle, weighted=False, bias=biases, blocks=blocks)

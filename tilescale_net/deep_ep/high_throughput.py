@@ -101,6 +101,7 @@ def dispatch_again(objects: Objects, x, routing: Routing, num_sms: int):
     objects.order.follow()
     rows, scales = parts(x)
     c = routing.op.config
+    objects.calls.note("dispatch with a handle: hidden {}, {}", rows.shape[1], rows.dtype)
     op = _object(objects, c.num_experts, c.max_tokens, rows, scales, c.top_k, num_sms)
     received = op.dispatch(joined(rows, scales), handle=routing.handle, blocks=objects.blocks(op, num_sms))
     return _results(x, received, routing.rows)
@@ -114,6 +115,7 @@ def dispatch(
     rows, scales = parts(x)
     ranks, experts, tokens = objects.world.size, len(per_expert), len(rows)
     by_choice = topk_idx is not None
+    objects.calls.note("dispatch: {} experts, hidden {}, {}", experts, rows.shape[1], rows.dtype)
     top_k = topk_idx.shape[1] if by_choice else 0
     # Calls without choices use the object of those with.
     objects.top_k = max(top_k, ranks, objects.top_k)
@@ -188,6 +190,7 @@ def combine(objects: Objects, x: torch.Tensor, routing: Routing, topk_weights, b
     """(sums over ranks [tokens, hidden], sums of weights [tokens, top_k] or None)."""
     objects.order.follow()
     op, handle = routing.op, routing.handle
+    objects.calls.note("combine{}: hidden {}", "" if topk_weights is None else " with weights", x.shape[-1])
     how = dict(bias=biases_of(bias), blocks=objects.blocks(op, num_sms))
     if topk_weights is None:
         return op.combine(x.contiguous(), handle, weighted=False, **how), None

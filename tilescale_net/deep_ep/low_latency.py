@@ -13,6 +13,9 @@ from tilescale_net.kernels.moe import Dispatched, Handle
 from tilescale_net.kernels.moe.handle import ReceivedRows
 from tilescale_net.kernels.moe.row_ops import GROUP
 
+_SIZES = "{} experts, {} tokens of a rank at most, hidden {}, top_k {}, {}"
+_DISPATCH, _COMBINE = f"low_latency_dispatch: {_SIZES}", f"low_latency_combine: {_SIZES}"
+
 
 @dataclass
 class Routing:
@@ -118,6 +121,7 @@ def dispatch(
         raise ValueError(f"hidden is {hidden}; with these scales it must be a multiple of {512 if use_ue8m0 else 128}")
     dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
     sizes = num_experts, max_tokens, hidden, topk_idx.shape[1], dtype
+    objects.calls.note(_DISPATCH, *sizes)
 
     def send():
         op = objects.low_latency("dispatch", *sizes)
@@ -165,6 +169,7 @@ def combine(
     """(sums [tokens, hidden], what ends the call or None)."""
     received, masks, members = routing.received, objects.masks, routing.members
     objects.order.follow()
+    objects.calls.note(_COMBINE, *routing.sizes)
     if out is None:
         out = x.new_empty((received.handle.plan.tokens, x.shape[-1]))
 

@@ -58,11 +58,13 @@ class Objects:
 
     Attributes:
         masks: the ranks that are masked.
+        calls: noted by every call, so that ranks that differ learn of it.
         order: of calls on different streams; each call, and each half of one, calls its `follow` first.
         max_tokens, top_k: of the high-throughput object that new routings use; 0 before the first.
     """
 
     def __init__(self, world, shrinks: bool = False):
+        self.calls = world.calls.track("deep_ep")
         self.world, self.masks, self.order = world, Masks(world, shrinks), StreamOrder(world.device)
         self.max_tokens = self.top_k = 0
         self._made: dict[tuple, AllToAll] = {}
@@ -178,3 +180,4 @@ class Objects:
         for world in worlds_made[::-1]:
             if not world.closed:
                 tsn.finalize(world)
+        self.world.calls.drop(self.calls)

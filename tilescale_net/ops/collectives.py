@@ -25,19 +25,21 @@ def _size(name: str) -> int:
     return group_objects.world_of(name).size
 
 
+# `gradient` of an operator: a backward calls it, whose calls and those of a forward are others for the ranks.
+
 # -- all-gather -----------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("tilescale_net::all_gather", mutates_args=())
-def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, group: str, gradient: bool = False) -> torch.Tensor:
     objects = group_objects.in_order(group)
-    objects.calls.note("all_gather of x of shape {} and {}", x.shape, x.dtype)
+    objects.calls.note_operator(gradient, "all_gather of x of shape {} and {}", x.shape, x.dtype)
     (out,) = objects.gathered(x.contiguous())
     return out.view(_gathered(x, objects.world.size)).clone()
 
 
 @compiled_order.register_fake("all_gather")
-def _(x, group):
+def _(x, group, gradient=False):
     return x.new_empty(_gathered(x, _size(group)))
 
 
@@ -46,8 +48,8 @@ def _all_gather_setup(ctx, inputs, output):
 
 
 def _all_gather_gradient(ctx, grad):
-    mine = _ops.reduce_scatter(grad, ctx.group)
-    return (mine.view(()) if ctx.scalar else mine), None
+    mine = _ops.reduce_scatter(grad, ctx.group, True)
+    return (mine.view(()) if ctx.scalar else mine), None, None
 
 
 torch.library.register_autograd("tilescale_net::all_gather", _all_gather_gradient, setup_context=_all_gather_setup)
@@ -76,12 +78,12 @@ def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
 
 
 @torch.library.custom_op("tilescale_net::reduce_scatter", mutates_args=())
-def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, group: str, gradient: bool = False) -> torch.Tensor:
     objects = group_objects.in_order(group)
     ranks, x = objects.world.size, x.contiguous()
     if not x.dim() or x.shape[0] % ranks:
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
-    objects.calls.note("reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
+    objects.calls.note_operator(gradient, "reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
     # To copy x and to pull its parts is faster than to push them from where x lies, at every size.
     there = objects.source(x.shape, x.dtype, x.device)
     out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
@@ -89,7 +91,7 @@ def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @compiled_order.register_fake("reduce_scatter")
-def _(x, group):
+def _(x, group, gradient=False):
     return x.new_empty((x.shape[0] // _size(group), *x.shape[1:]))
 
 
@@ -99,7 +101,7 @@ def _group_setup(ctx, inputs, output):
 
 torch.library.register_autograd(
     "tilescale_net::reduce_scatter",
-    lambda ctx, grad: (_ops.all_gather(grad, ctx.group), None),
+    lambda ctx, grad: (_ops.all_gather(grad, ctx.group, True), None, None),
     setup_context=_group_setup,
 )
 
@@ -128,9 +130,9 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
 
 
 @torch.library.custom_op("tilescale_net::all_reduce", mutates_args=())
-def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, replicated: bool, group: str, gradient: bool = False) -> torch.Tensor:
     objects, x = group_objects.in_order(group), x.contiguous()
-    objects.calls.note("all_reduce of x of shape {} and {}", x.shape, x.dtype)
+    objects.calls.note_operator(gradient, "all_reduce of x of shape {} and {}", x.shape, x.dtype)
     # What is more than a piece is copied as a whole: a kernel for each piece waits for all ranks anew.
     if objects.all_reduce.is_copied_in_pieces(x.nbytes):
         there = objects.source(x.shape, x.dtype, x.device)
@@ -140,16 +142,16 @@ def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
 
 
 @compiled_order.register_fake("all_reduce")
-def _(x, replicated, group):
+def _(x, replicated, group, gradient=False):
     return x.new_empty(x.shape)
 
 
 def _all_reduce_setup(ctx, inputs, output):
-    _, ctx.replicated, ctx.group = inputs
+    _, ctx.replicated, ctx.group, _ = inputs
 
 
 def _all_reduce_gradient(ctx, grad):
-    return grad if ctx.replicated else _ops.all_reduce(grad, False, ctx.group), None, None
+    return grad if ctx.replicated else _ops.all_reduce(grad, False, ctx.group, True), None, None, None
 
 
 torch.library.register_autograd("tilescale_net::all_reduce", _all_reduce_gradient, setup_context=_all_reduce_setup)
@@ -202,8 +204,9 @@ def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -
 
 @torch.library.custom_op("tilescale_net::all_to_all", mutates_args=())
 def _all_to_all(
-    x: torch.Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None, max_rows: int, group: str
-) -> torch.Tensor:
+    x: torch.Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None, max_rows: int, group: str,
+    gradient: bool = False,
+) -> torch.Tensor:  # fmt: skip
     objects, x = group_objects.in_order(group), x.contiguous()
     if (output_splits is None) != (input_splits is None):
         raise ValueError("all_to_all: output_splits and input_splits are given together or not at all")
@@ -211,12 +214,14 @@ def _all_to_all(
         raise ValueError("all_to_all: x is a scalar; it must have rows")
     rows = room = x.shape[0]
     if output_splits is None or input_splits is None:
-        objects.calls.note("all_to_all of x of shape {} and {}", x.shape, x.dtype)
+        objects.calls.note_operator(gradient, "all_to_all of x of shape {} and {}", x.shape, x.dtype)
     else:
         for name, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
             if min(splits, default=0) < 0:
                 raise ValueError(f"all_to_all: {name} is {list(splits)}; a split cannot be negative")
-        objects.calls.note("all_to_all with splits of x of rows of shape {} and {}", x.shape[1:], x.dtype)
+        objects.calls.note_operator(
+            gradient, "all_to_all with splits of x of rows of shape {} and {}", x.shape[1:], x.dtype
+        )
     if output_splits is not None:
         rows = sum(output_splits)
         if max_rows < 0:
@@ -234,17 +239,17 @@ def _all_to_all(
 
 
 @compiled_order.register_fake("all_to_all")
-def _(x, output_splits, input_splits, max_rows, group):
+def _(x, output_splits, input_splits, max_rows, group, gradient=False):
     return x.new_empty(x.shape if output_splits is None else (sum(output_splits), *x.shape[1:]))
 
 
 def _all_to_all_setup(ctx, inputs, output):
-    _, ctx.output_splits, ctx.input_splits, ctx.max_rows, ctx.group = inputs
+    _, ctx.output_splits, ctx.input_splits, ctx.max_rows, ctx.group, _ = inputs
 
 
 def _all_to_all_gradient(ctx, grad):
-    back = _ops.all_to_all(grad, ctx.input_splits, ctx.output_splits, ctx.max_rows, ctx.group)
-    return back, None, None, None, None
+    back = _ops.all_to_all(grad, ctx.input_splits, ctx.output_splits, ctx.max_rows, ctx.group, True)
+    return back, None, None, None, None, None
 
 
 torch.library.register_autograd("tilescale_net::all_to_all", _all_to_all_gradient, setup_context=_all_to_all_setup)

@@ -35,7 +35,9 @@ CLASSES: dict[str, type[FusedMatmul]] = {
 }
 
 
-def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, objects) -> DistributedMatmul | None:
+def _fused(
+    kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, objects, gradient: bool
+) -> DistributedMatmul | None:
     """The object for a call, or None where the product and the collective run one after the other."""
     ranks = objects.world.size
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0]:
@@ -48,8 +50,11 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
         raise ValueError(f"{kind}: x has {x.shape[0]} rows; they must be a multiple of {ranks} ranks")
     check_columns(kind, w)
     rows = x.shape if kind == "all_gather_matmul" else (x.shape[0], w.shape[1])
-    objects.calls.note(
-        f"{kind} of {'x' if kind == 'all_gather_matmul' else 'sums'} of shape {{}} and {{}}", tuple(rows), x.dtype
+    objects.calls.note_operator(
+        gradient,
+        f"{kind} of {'x' if kind == 'all_gather_matmul' else 'sums'} of shape {{}} and {{}}",
+        tuple(rows),
+        x.dtype,
     )
     product = Product(kind, ranks, *x.shape, w.shape[1], x.dtype)
     obstacle = fits(product)
@@ -114,7 +119,7 @@ def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -
 
 def _setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:2])
-    ctx.others = inputs[2:-2]  # all but the scales, which have no gradients
+    ctx.others = inputs[2:-3]  # up to the scales, which have no gradients
 
 
 # -- all-gather, then product -----------------------------------------------------------------------------------------
@@ -128,10 +133,11 @@ def _all_gather_matmul(
     group: str,
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
+    gradient: bool = False,
 ) -> torch.Tensor:
     objects, x = group_objects.in_order(group), x.contiguous()
     scales = _scales("all_gather_matmul", x, w, x_scales, w_scales)
-    op = _fused("all_gather_matmul", x, w, fused, objects)
+    op = _fused("all_gather_matmul", x, w, fused, objects, gradient)
     if op is None:
         if not scales:
             (rows,) = objects.gathered(x)
@@ -147,15 +153,15 @@ def _all_gather_matmul(
 
 
 @compiled_order.register_fake("all_gather_matmul")
-def _(x, w, fused, group, x_scales=None, w_scales=None):
+def _(x, w, fused, group, x_scales=None, w_scales=None, gradient=False):
     return x.new_empty((group_objects.world_of(group).size * x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 
 
 def _all_gather_matmul_gradient(ctx, grad):
     (x, w), (fused, group) = ctx.saved_tensors, ctx.others
-    dx = _ops.matmul_reduce_scatter(grad, w.t(), fused, group) if ctx.needs_input_grad[0] else None
-    dw = torch.mm(_ops.all_gather(x, group).t(), grad) if ctx.needs_input_grad[1] else None
-    return dx, dw, None, None, None, None
+    dx = _ops.matmul_reduce_scatter(grad, w.t(), fused, group, gradient=True) if ctx.needs_input_grad[0] else None
+    dw = torch.mm(_ops.all_gather(x, group, True).t(), grad) if ctx.needs_input_grad[1] else None
+    return dx, dw, None, None, None, None, None
 
 
 torch.library.register_autograd("tilescale_net::all_gather_matmul", _all_gather_matmul_gradient, setup_context=_setup)
@@ -212,29 +218,30 @@ def _matmul_reduce_scatter(
     group: str,
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
+    gradient: bool = False,
 ) -> torch.Tensor:
     objects, x = group_objects.in_order(group), x.contiguous()
     scales = _scales("matmul_reduce_scatter", x, w, x_scales, w_scales)
-    op = _fused("matmul_reduce_scatter", x, w, fused, objects)
+    op = _fused("matmul_reduce_scatter", x, w, fused, objects, gradient)
     if op is not None:
         return op(x, _held(w), **scales)
     there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
     if there is None:
-        return _ops.reduce_scatter(torch_product(x, w, **scales), group)
+        return _ops.reduce_scatter(torch_product(x, w, **scales), group, gradient)
     part = x.new_empty((x.shape[0] // objects.world.size, w.shape[1]), dtype=there.dtype)
     return objects.reduce_scatter(part, torch_product(x, w, **scales, out=there))
 
 
 @compiled_order.register_fake("matmul_reduce_scatter")
-def _(x, w, fused, group, x_scales=None, w_scales=None):
+def _(x, w, fused, group, x_scales=None, w_scales=None, gradient=False):
     return x.new_empty((x.shape[0] // group_objects.world_of(group).size, w.shape[1]), dtype=_result_dtype(x))
 
 
 def _matmul_reduce_scatter_gradient(ctx, grad):
     (x, w), (fused, group) = ctx.saved_tensors, ctx.others
-    dx = _ops.all_gather_matmul(grad, w.t(), fused, group) if ctx.needs_input_grad[0] else None
-    dw = torch.mm(x.t(), _ops.all_gather(grad, group)) if ctx.needs_input_grad[1] else None
-    return dx, dw, None, None, None, None
+    dx = _ops.all_gather_matmul(grad, w.t(), fused, group, gradient=True) if ctx.needs_input_grad[0] else None
+    dw = torch.mm(x.t(), _ops.all_gather(grad, group, True)) if ctx.needs_input_grad[1] else None
+    return dx, dw, None, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -281,10 +288,11 @@ def _matmul_all_reduce(
     group: str,
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
+    gradient: bool = False,
 ) -> torch.Tensor:
     objects, x = group_objects.in_order(group), x.contiguous()
     scales = _scales("matmul_all_reduce", x, w, x_scales, w_scales)
-    op = _fused("matmul_all_reduce", x, w, fused, objects)
+    op = _fused("matmul_all_reduce", x, w, fused, objects, gradient)
     if op is not None:
         return op(x, _held(w), **scales)
     shape, dtype = (x.shape[0], w.shape[1]), _result_dtype(x)
@@ -293,20 +301,20 @@ def _matmul_all_reduce(
         if there is not None:
             torch_product(x, w, **scales, out=there)
             return objects.all_reduce(torch.empty_like(there), there, overwrite_x=True)
-    return _ops.all_reduce(torch_product(x, w, **scales), replicated, group)
+    return _ops.all_reduce(torch_product(x, w, **scales), replicated, group, gradient)
 
 
 @compiled_order.register_fake("matmul_all_reduce")
-def _(x, w, replicated, fused, group, x_scales=None, w_scales=None):
+def _(x, w, replicated, fused, group, x_scales=None, w_scales=None, gradient=False):
     return x.new_empty((x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 
 
 def _matmul_all_reduce_gradient(ctx, grad):
     (x, w), (replicated, _, group) = ctx.saved_tensors, ctx.others
-    grad = grad if replicated else _ops.all_reduce(grad, False, group)
+    grad = grad if replicated else _ops.all_reduce(grad, False, group, True)
     dx = torch.mm(grad, w.t()) if ctx.needs_input_grad[0] else None
     dw = torch.mm(x.t(), grad) if ctx.needs_input_grad[1] else None
-    return dx, dw, None, None, None, None, None
+    return dx, dw, None, None, None, None, None, None
 
 
 torch.library.register_autograd("tilescale_net::matmul_all_reduce", _matmul_all_reduce_gradient, setup_context=_setup)

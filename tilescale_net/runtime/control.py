@@ -46,6 +46,8 @@ class Control:
         job_ranks: the ranks of the group in the job, by their rank in the group. address: see rendezvous.Meeting.
         store: the JobStore of these ranks.
         reason_of: set by the watchdog: () -> str | None, why peers are known to be lost.
+        calls, last_call: how many collective calls this rank has made, and the last one.
+        on_mismatch: called when ranks have made different ones.
         refuse: called first by every collective call; raises in a child made by fork.
         members: ranks that make collective calls; a new list whenever some are left out. left: whether this one was.
         on_loss: called with the error of a collective call that lost a rank; returns the one that ends the world.
@@ -64,14 +66,14 @@ class Control:
         self.size = len(self.job_ranks)
         self.reason_of = None
         self.on_loss: Callable[[TileScaleError], TileScaleError] = lambda error: error
-        self.on_meeting = self.on_met = lambda: None
+        self.on_meeting = self.on_met = self.on_mismatch = lambda: None
         self.on_parted = lambda ranks: None
         self.members: list[int] = list(range(self.size))
         self.left = False
         self.refuse: Callable[[], None] = lambda: None
         self.era, self.lost = 0, set[int]()  # how often lost ranks were given up, and which
         self._outer: list = []  # groups of earlier members
-        self._calls = 0
+        self.calls, self.last_call = 0, ""
         self._one_call = threading.RLock()  # calls of several threads come one after the other
 
     # -- collective calls -------------------------------------------------------------------------------------------
@@ -104,6 +106,7 @@ class Control:
         if len(said) > _RECORD - _HEAD:
             said = said[: _RECORD - _HEAD - 5].decode(errors="ignore").encode() + " …".encode()
         numbers = len(said).to_bytes(8, "little") + len(payload).to_bytes(8, "little")
+        self.last_call = spoken
         record = (digest + numbers + said + payload)[:_RECORD].ljust(_RECORD, b"\0")
         records = self._all_gather(call, record)
         sizes = []
@@ -121,6 +124,7 @@ class Control:
         return [theirs[begin : begin + size] for theirs, size in zip(records, sizes)]
 
     def _raise_mismatch(self, said: bytes, other: int, record: bytes) -> None:
+        self.on_mismatch()
         length = int.from_bytes(record[_DIGEST : _DIGEST + 8], "little")
         theirs = encoding.printable(record[_HEAD : _HEAD + length].decode(errors="replace"))
         mine = encoding.printable(said.decode())
@@ -185,9 +189,9 @@ class Control:
     def _meet_all(self, call: str, start: Callable, *memory) -> None:
         """Carry out what `start` begins, a call of gloo by all members; `memory` is what that reads and writes."""
         self.refuse()
-        self._calls += 1
+        self.calls += 1
         if self.size > 1:
-            word = json.dumps([self._calls, call])
+            word = json.dumps([self.calls, call])
             self.store.post(lambda s: s.set(f"call/{self.rank}", word))
         begin = time.monotonic()
         self.on_meeting()
@@ -270,7 +274,7 @@ class Control:
     def give_up_others(self, members: list[int]) -> None:
         """Only `members` count from here on, and failures so far are over; `connect_members` must come next."""
         self.lost |= set(self.members) - set(members)
-        self.era, self.members, self._calls, self.reason_of = self.era + 1, list(members), 0, None
+        self.era, self.members, self.calls, self.reason_of = self.era + 1, list(members), 0, None
 
     def connect_members(self) -> None:
         """Make collective calls with the members alone from here on.
@@ -312,7 +316,7 @@ class Control:
         behind = []
         for other, (said, step) in enumerate(zip(words, steps)):
             calls, call = last_call(said)
-            if calls < self._calls and other in self.members and other != self.rank:
+            if calls < self.calls and other in self.members and other != self.rank:
                 behind.append(f"rank {other} ({encoding.printable(step) + '; ' if step else ''}last call: {call})")
         if not behind:  # a connection broke: ranks that still live report, the rest is gone
             behind = [f"rank {r} (was not heard of again)" for r in self._unheard()]
@@ -325,7 +329,7 @@ class Control:
 
     def _unheard(self) -> list[int]:
         """Ranks that send no sign of life when a call has failed on all of them."""
-        key = f"failing/{self.era}/{self._calls}"
+        key = f"failing/{self.era}/{self.calls}"
         try:
             self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), _REASON)
             time.sleep(1.0)

@@ -288,13 +288,13 @@ class Heap:
         if size is None:
             return
         self._allocator.release(offset)
+        self._made.pop(offset, None)
         self._memory.on_free(self.base + offset)
         if self._memory.poisons:
             self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
 
     def _note_freed(self, storage: StorageWeakRef, offset: int) -> None:
         self._freed[storage] = offset
-        self._made.pop(offset, None)
         if len(self._freed) >= self._most_freed:
             self._freed = {freed: at for freed, at in self._freed.items() if not freed.expired()}
             self._most_freed = max(_FREED, 2 * len(self._freed))  # so that a free looks at two on average

@@ -74,6 +74,7 @@ class World:
         self.group, self.job_ranks = group, self.control.job_ranks
         self.rank, self.size = self.control.rank, self.control.size
         self.calls = call_log.CallLog(self.control)
+        self.control.on_mismatch = self.calls.on_mismatch
         self.reporter = Reporter(self.control, lambda: state.of_rank(self))
         try:
             if wrong is not None:
