@@ -25,6 +25,7 @@ OWN = "it tells of what this PE has stored to its own memory, not put: a signal 
 NO_ROW = "a rank that refuses sends no row: only signals follow, each of which stands for all earlier ones to its word"
 QUIET = "a rank that refuses has put nothing in this call, and what it put before was quiet"
 
+HOSTS = "nothing writes the source again before the hosts meet in tsn.barrier, which waits for all puts"
 UNREAD = "in the tutorial's program nothing reads these data afterwards, or writes to their source again"
 
 # Needed, and yet not shown.
@@ -34,6 +35,9 @@ OVERTAKEN = (
     "takes much longer than a look"
 )
 
+ATOMICS = "what remote atomics read, write and order is not followed"
+SELDOM = "the task that it orders is taken by its owner in most schedules, and then nobody else reads it"
+
 # Not run.
 ON_GPUS = "the kernel runs beside the product on GPUs alone; the simulator's blocks in `matmul_reducing` do the same"
 FAULTS = "a word that the host reads, of a call that goes wrong: the small runs make none"
@@ -42,7 +46,7 @@ NOTHING_LEFT = "in the simulator the kernel before it has sent all pieces, and t
 NOT_RUN = {ON_GPUS, NOTHING_LEFT, FAULTS}
 HARMLESS = {
     BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET, OWN, NO_ROW, QUIET, UNREAD, TIMED,
-    NUMBERED, BINS,
+    NUMBERED, BINS, HOSTS,
 }  # fmt: skip
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "02": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): LAST},
@@ -52,6 +56,25 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "all_to_all_transposed": {("no sync_threads", 0): BEGINS},
     "all_to_all_uneven": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
     "broadcast": {("no sync_threads", 0): BEGINS},
+    "examples/halo": {("no sync_threads", 0): BEGINS, ("no quiet_block", 0): HOSTS},
+    "examples/histogram": {
+        ("no sync_threads", 0): TILELANG,
+        ("no sync_threads", 1): TILELANG,
+        ("no fence_block", 0): ATOMICS,
+        ("no fence of signal", 0): ATOMICS,
+    },
+    "examples/mailbox": {("no sync_threads", 0): TILELANG},
+    "examples/matmul_atomics": {
+        ("no wait_block", 0): ATOMICS,
+        ("no fence", 0): ATOMICS,
+        ("no sync_threads", 1): ATOMICS,
+    },
+    "examples/stealing": {
+        ("no sync_threads", 0): SELDOM,
+        ("no sync_threads", 1): TILELANG,
+        ("no sync_threads", 3): TILELANG,
+    },
+    "examples/tree": {("no sync_threads", 1): MET, ("no quiet_block", 0): HOSTS},
     "fused/all_gather_matmul": {("no wait", 0): CALL_BEFORE, ("no sync_threads", 0): BEGINS},
     "fused/expert_tiles": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): TILELANG},
     "fused/matmul": {("no wait", 0): STARTS},

@@ -12,7 +12,7 @@ from tilescale_net.runtime import simulator
 SEEDS = range(3)
 ROWS_READ_EARLY, ROWS_REUSED, ROWS_GOT_EARLY, ROWS_GOT_BY_A_WARP = range(4)
 GOT_BY_A_WARP, SENT_BY_A_WARP, REUSED, REUSED_FOR_ALL, TILE_REUSED = range(4, 9)
-COLUMN, VALUES, ODD, NEIGHBOURS, ONTO_ITSELF = range(9, 14)
+COLUMN, VALUES, ODD, NEIGHBOURS, ONTO_ITSELF, FLUSHED = range(9, 15)
 
 
 # Without this tilelang puts a barrier between any two accesses to shared memory by itself.
@@ -120,6 +120,15 @@ def copies(dtype="float32"):
                     m[tx, 4 + tx % 2] = T.cast(1, dtype)
                     m[tx, pe if right == 0 else N.my_pe()] = T.cast(1, dtype)
 
+            if case == FLUSHED:  # begun, and ended or not
+                N.put_block(y[0:64], y[64:128], pe)
+                T.sync_threads()
+                if tx == 0:
+                    ticket = N.flush_async(pe)
+                    if right != 0:
+                        N.flush_wait(ticket)
+                T.sync_threads()
+                y[64 + tx] = T.cast(2, dtype)
             if case == ONTO_ITSELF:
                 N.put_signal_block(y[0:64], y[0:64], N.my_pe(), flag[0], 1)
                 if right != 0:
@@ -159,7 +168,7 @@ def _judge(told_by_ranks):
 
 
 def _copies(dtype):
-    cases = range(COLUMN) if dtype == torch.float32 else range(ROWS_GOT_BY_A_WARP, ONTO_ITSELF + 1)
+    cases = (*range(COLUMN), FLUSHED) if dtype == torch.float32 else range(ROWS_GOT_BY_A_WARP, ONTO_ITSELF + 1)
     tensors = tsn.zeros((16, 16), dtype), tsn.zeros((128,), dtype), *torch.zeros((2, 64), dtype=dtype)
     return _reports(copies(str(dtype).split(".")[1]), cases, *tensors)
 

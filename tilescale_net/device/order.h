@@ -52,15 +52,20 @@ constexpr uint64_t kDirectTickets = ~uint64_t(0) << 32;
 TSN_DEVICE uint64_t flush_async(const Context* ctx, int pe) {
   enter<Scope::thread>(kOpFlush, nullptr, 0, pe);
   const detail::Paths paths(ctx, kOpFlush, pe);
-  if (!paths.proxy) return kDirectTickets + (uint32_t(pe) + 1);
-  if (paths.direct) detail::complete_direct(ctx, pe);
-  return queue_flush(ctx, pe);
+  uint64_t ticket = kDirectTickets + (uint32_t(pe) + 1);
+  if (paths.proxy) {
+    if (paths.direct) detail::complete_direct(ctx, pe);
+    ticket = queue_flush(ctx, pe);
+  }
+  if constexpr (platform::kDefersRemoteWrites) platform::flushed(ticket, false);
+  return ticket;
 }
 
 // Returns when the puts of the flush are complete at their target and their sources can be written again.
 TSN_DEVICE void flush_wait(const Context* ctx, uint64_t ticket) {
   if (ticket < kDirectTickets) queue_wait(ctx, ticket, kOpFlush);
   else detail::complete_direct(ctx, int(uint32_t(ticket) - 1));
+  if constexpr (platform::kDefersRemoteWrites) platform::flushed(ticket, true);
 }
 
 // Both at once. By one thread; pe = -1 means all PEs.

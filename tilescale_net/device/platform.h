@@ -109,6 +109,7 @@
 //   void begin(the same)                    the leader, after it has met
 //   void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp)
 //                                           a signal to a mapped PE follows that was not offered
+//   void flushed(uint64_t ticket, bool ended)   a flush has begun, or ended
 //   void waited(const uint64_t* sig)        a wait or test has seen its signal
 //   void benign_race(const void*, int64_t bytes)   accesses there are meant to race
 //   void wait_begins(Operation, int pe, const uint64_t* word, uint64_t wanted, uint32_t comparison)

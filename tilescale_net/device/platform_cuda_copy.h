@@ -157,6 +157,7 @@ template <class T>
 bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*);
 bool defer_fence(const Context*, int);
 bool defer_quiet(const Context*, int);
+void flushed(uint64_t ticket, bool ended);
 void announce(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp, int64_t,
               int64_t, int64_t);
 void begin(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp, int64_t,

@@ -127,6 +127,7 @@ TSN_DEVICE void begin(Operation operation, Scope scope, const void* dst, const v
 TSN_DEVICE void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp op) {
   sim::api().remote->signalling(sig, pe, value, op == SignalOp::add);
 }
+TSN_DEVICE void flushed(uint64_t ticket, bool ended) { sim::api().remote->flushed(ticket, ended); }
 TSN_DEVICE void benign_race(const void* p, int64_t bytes) { sim::api().remote->benign_race(p, uint64_t(bytes)); }
 TSN_DEVICE void waited(const uint64_t* sig) { sim::api().remote->waited(sig); }
 

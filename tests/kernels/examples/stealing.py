@@ -24,7 +24,7 @@ def stealing():
             tx, me, n = T.get_thread_binding(), N.my_pe(), N.n_pes()
             taken = T.alloc_shared((1,), "int32")
             going = T.alloc_local((1,), "int32")
-            tasks[0, tx] = tasks[0, tx] + call  # the last of the input is made here
+            tasks[TASKS - 1, tx] = tasks[TASKS - 1, tx] + call  # the last of the input is made here
             T.sync_threads()
             if tx < n:
                 N.signal(ready[me], call, tx)
@@ -70,6 +70,6 @@ def small_run(seed):
         head.zero_()
         tsn.barrier()
         kernel(tasks, head, ready, torch.zeros(WIDTH, dtype=torch.int32), results, done, call)
-        given[0] += call
+        given[TASKS - 1] += call
         check(results, given * given)
         tsn.barrier()

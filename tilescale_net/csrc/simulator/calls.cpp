@@ -192,6 +192,12 @@ void Grid::waited(const uint64_t* signal) {
   restamp();
 }
 
+void Grid::flushed(uint64_t ticket, bool ended) {
+  if (!order_) return;
+  order_->flushed(warp_number(*running_), running_->view.lane, ticket, ended);
+  restamp();
+}
+
 void Grid::word(const void* address, WordAccess access, Ordering ordering) {
   if (!order_) return;
   order_->word(warp_number(*running_), running_->view.lane, address, access, ordering);

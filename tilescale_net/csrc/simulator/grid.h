@@ -143,6 +143,7 @@ public:
   void announce(const Call& call);
   void begin(const Call& call);
   void waited(const uint64_t* signal);
+  void flushed(uint64_t ticket, bool ended);
   // The signal is about to be sent, by a put_signal or alone: what it carries.
   bool signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);

@@ -281,9 +281,12 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call) {
     break;
   case kOpFence:
   case kOpQuiet:
-  case kOpFlush:
     cover(event);
     learn(at(actor.warp), lane, completed(event, call.operation == kOpFence ? Part::fenced : Part::done));
+    break;
+  case kOpFlush:
+    cover(event);
+    begun_flushes_[thread_key(event.warp, lane)] = completed(event, Part::done);
     break;
   case kOpWait:
   case kOpTest:
@@ -294,6 +297,21 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call) {
     break;
   }
   return wrong;
+}
+
+void HappensBefore::flushed(uint32_t warp, unsigned lane, uint64_t ticket, bool ended) {
+  if (!follows_ranks_) return;
+  const auto it = flushes_.find(ticket);
+  if (!ended) {
+    // Flushes of the direct path share their ticket.
+    const Known& begun = begun_flushes_[thread_key(warp, lane)];
+    flushes_[ticket] = it == flushes_.end() ? begun : join(it->second, begun);
+    return;
+  }
+  // What a flush of an earlier launch has completed is not kept: all.
+  const Known done =
+      it == flushes_.end() ? std::make_shared<Clock>(Clock{{memory_->all_done(), memory_->own().latest}}) : it->second;
+  learn(at(warp), lane, join(known_to(at(warp), lane), done));
 }
 
 // A wait for a value exactly, of a word that may go on to another value before the wait has seen it; or nothing.

@@ -58,6 +58,8 @@ public:
   void meets_for(const std::vector<uint32_t>& warps, const Call& call, int line);
   void word(uint32_t warp, unsigned lane, const void* address, WordAccess access, Ordering ordering);
   void fenced(uint32_t warp, unsigned lane, MemScope scope);
+  // The flush that the lane has begun last has this ticket; or a flush has ended.
+  void flushed(uint32_t warp, unsigned lane, uint64_t ticket, bool ended);
   // `line`: of the wait.
   void waited(uint32_t warp, unsigned lane, int line, const uint64_t* signal, const Seen& seen);
   // A call begins, in a warp that acts for its scope. Returns what is wrong with it, or nothing.
@@ -237,6 +239,8 @@ private:
   std::array<Joined, 4> joined_; // the latest ones
   size_t next_joined_ = 0;
   std::unordered_map<uint64_t, Beside> beside_;               // by thread_key
+  std::unordered_map<uint64_t, Known> flushes_;               // by ticket: what a thread knows when they have ended
+  std::unordered_map<uint64_t, Known> begun_flushes_;         // by thread_key: the latest
   Known signalled_;                                           // by anyone of this rank
   std::map<std::pair<uint32_t, int>, std::vector<Put>> puts_; // by warp and PE: not covered yet
   std::map<std::pair<uint32_t, int>, uint32_t> put_epochs_;   // by warp and PE: of the latest

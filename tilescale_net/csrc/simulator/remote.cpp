@@ -306,6 +306,7 @@ const RemoteApi kRemoteApi = {
       if (current_grid->signalling(signal, pe, value, add, &message)) current_grid->heap()->send(pe, message);
     },
     defer,
+    [](uint64_t ticket, bool ended) { current_grid->flushed(ticket, ended); },
     fence,
     quiet,
     check,

@@ -11,7 +11,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 9;
+constexpr uint32_t kApiVersion = 10;
 
 struct Index3 {
   unsigned x, y, z;
@@ -197,6 +197,8 @@ struct RemoteApi {
   void (*signalling)(const uint64_t* signal, int pe, uint64_t value, bool add);
   // True: taken over, to be delivered later. False: the caller carries it out now.
   bool (*defer)(const RemoteOperation&);
+  // A flush with this ticket has begun, by the call that was announced last, or ended.
+  void (*flushed)(uint64_t ticket, bool ended);
   void (*fence)(int pe); // -1: all PEs
   void (*quiet)(int pe);
   // Raises OutOfBounds when the range is in the symmetric heap and not in one live allocation.

@@ -31,6 +31,7 @@ inline const Api& api() {
       [](const void*, uint64_t) {},
       [](const uint64_t*, int, uint64_t, bool) {},
       [](const RemoteOperation&) { return false; },
+      [](uint64_t, bool) {},
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
       [](const char*, const void*, uint64_t) {},
