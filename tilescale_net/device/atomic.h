@@ -11,6 +11,7 @@ namespace detail {
 // Where an atomic on the PE goes; null where it cannot, which aborts the job.
 template <class T>
 TSN_DEVICE T* atomic_target(const Context* ctx, T* dst, int pe) {
+  enter<Scope::thread>(kOpAtomic, dst, sizeof(T), pe);
   const PeerAccess access(ctx, pe);
   if (!access.validate<Scope::thread>(kOpAtomic, dst, sizeof(T)) || access.aborted) return nullptr;
   if (access.direct()) return access.translate(dst);

@@ -7,7 +7,7 @@ namespace tsn {
 
 template <Order O, MemScope S, class T>
 TSN_DEVICE T ld(const T* p) {
-  if constexpr (platform::kDefersRemoteWrites) platform::before_ld<O>();
+  if constexpr (platform::kDefersRemoteWrites) platform::before_ld<O>(), platform::reach(p, false);
   const T v = platform::load<O, S>(p);
   if constexpr (platform::kDefersRemoteWrites) platform::after_ld<O, S>(p);
   return v;
@@ -15,7 +15,7 @@ TSN_DEVICE T ld(const T* p) {
 
 template <Order O, MemScope S, class T>
 TSN_DEVICE void st(T* p, typename Value<T>::type v) {
-  if constexpr (platform::kDefersRemoteWrites) platform::before_st<O, S>(p);
+  if constexpr (platform::kDefersRemoteWrites) platform::reach(p, true), platform::before_st<O, S>(p);
   platform::store<O, S>(p, v);
 }
 

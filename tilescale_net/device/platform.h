@@ -102,6 +102,7 @@
 //   bool defer_signal(const Context*, uint64_t* signal, uint64_t* peer_signal, uint64_t value, SignalOp, int pe)
 //   bool defer_atomic<T>(const Context*, AtomicOp, T* dst, T* peer, T value, int pe, T* old)
 //   bool defer_atomic_cas<T>(const Context*, T* dst, T* peer, T compare, T value, int pe, T* old)
+//   void reach(const void* word, bool changes)   a kernel's own load or store of this word follows
 //   bool defer_fence(const Context*, int pe)
 //   bool defer_quiet(const Context*, int pe)
 //   void announce(Operation, Scope, dst, src, bytes, pe, sig, value, SignalOp, rows,

@@ -155,6 +155,7 @@ template <class T>
 bool defer_atomic(const Context*, AtomicOp, T*, T*, T, int, T*);
 template <class T>
 bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*);
+void reach(const void*, bool);
 bool defer_fence(const Context*, int);
 bool defer_quiet(const Context*, int);
 void flushed(uint64_t ticket, bool ended);

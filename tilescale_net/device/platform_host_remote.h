@@ -102,14 +102,43 @@ TSN_DEVICE bool defer_signal(const Context*, uint64_t* signal, uint64_t* peer_si
       {"signal", nullptr, nullptr, nullptr, 0, value, signal, peer_signal, op == SignalOp::add, pe});
 }
 
-// Atomics return what they found, so they happen at once; like a signal, they may overtake every put.
+namespace detail {
+
 template <class T>
-TSN_DEVICE bool defer_atomic(const Context*, AtomicOp, T*, T*, T, int, T*) {
-  return false;
+constexpr sim::Number number_of() {
+  constexpr bool wide = sizeof(T) == 8;
+  if constexpr (T(0.5) != T(0)) return wide ? sim::Number::float64 : sim::Number::float32;
+  if constexpr (T(-1) < T(0)) return wide ? sim::Number::int64 : sim::Number::int32;
+  return wide ? sim::Number::uint64 : sim::Number::uint32;
+}
+
+} // namespace detail
+
+// An access that happens at once, behind what a fence, or the same word, orders before it.
+TSN_DEVICE void reach(const void* word, bool changes) { sim::api().remote->reach(word, changes); }
+
+// An atomic whose result nobody uses happens later, like a signal. Others, and those on this PE's own memory, are done
+// when they return; they may overtake every put all the same.
+template <class T>
+TSN_DEVICE bool defer_atomic(const Context*, AtomicOp op, T* dst, T* peer, T value, int pe, T* old) {
+  if (dst == peer) sim::note_local(peer, sizeof(T), sim::LocalAccess::atomic, nullptr);
+  if (sim::self().uses_result || dst == peer) return reach(peer, true), false;
+  constexpr sim::Number kNumber = detail::number_of<T>();
+  const bool commutes = op == AtomicOp::add && kNumber < sim::Number::float32;
+  sim::RemoteOperation operation{"atomic", nullptr, nullptr, nullptr, 0, detail::bits<WordOf<T>>(value)};
+  operation.signal = reinterpret_cast<uint64_t*>(dst);
+  operation.peer_signal = reinterpret_cast<uint64_t*>(peer);
+  operation.add = commutes;
+  operation.pe = pe;
+  operation.number = kNumber;
+  operation.atomic = uint32_t(op);
+  *old = T(0);
+  return sim::api().remote->defer(operation);
 }
 template <class T>
-TSN_DEVICE bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*) {
-  return false;
+TSN_DEVICE bool defer_atomic_cas(const Context*, T* dst, T* peer, T, T, int, T*) {
+  if (dst == peer) sim::note_local(peer, sizeof(T), sim::LocalAccess::atomic, nullptr);
+  return reach(peer, true), false;
 }
 
 TSN_DEVICE void announce(Operation operation, Scope scope, const void* dst, const void* src, int64_t bytes, int pe,

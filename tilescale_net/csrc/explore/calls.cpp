@@ -147,6 +147,22 @@ void Job::send(sim::Late&& late) {
   made.past = under_way();
 }
 
+void Job::reach(const void* word, bool changes) {
+  const sim::RaceMemory* memory = sim::race_memory(setup_.ranks[static_cast<size_t>(rank_)].heap);
+  const int pe = memory ? memory->owner(word) : -1;
+  if (pe < 0) return;
+  Running& r = ranks_[static_cast<size_t>(rank_)];
+  Process& p = self();
+  p.pe = pe;
+  p.word = word;
+  p.fences = changes ? r.fences[pe] : 0;
+  if (changes) history_.touch(fences_of(rank_, pe), Use::read, under_way());
+  if (!has_reached(p)) pause(Next::reach);
+  for (const Arrived& a : r.arrived[pe])
+    if (a.precedes(p.fences, word)) under_way() = joined(under_way(), a.past);
+  history_.learn(under_way());
+}
+
 void Job::fence(int pe) {
   Process& p = self();
   p.polled.clear();

@@ -85,6 +85,16 @@ bool Job::may_arrive(const Process& p) const {
   return true;
 }
 
+// Whether all that must come before the access that the thread is about to make has arrived.
+bool Job::has_reached(const Process& p) const {
+  const Running& r = ranks_[static_cast<size_t>(p.rank)];
+  const auto list = r.on_the_way.find(p.pe);
+  return list == r.on_the_way.end() || std::none_of(list->second.begin(), list->second.end(), [&](int number) {
+           const Operation& o = *processes_[static_cast<size_t>(number)].operation;
+           return o.fences < p.fences || o.late.operation.peer_signal == p.word;
+         });
+}
+
 // Of the words that it has polled.
 bool Job::has_changed(const Process& p) {
   return std::any_of(p.polled.begin(), p.polled.end(),
@@ -107,6 +117,8 @@ bool Job::may_go(const Process& p) const {
         for (int number : list)
           if (processes_[static_cast<size_t>(number)].operation->sequence < p.sequence) return false;
     return true;
+  case Next::reach:
+    return has_reached(p);
   case Next::arrival:
     return may_arrive(p);
   default:
@@ -188,7 +200,7 @@ void Job::arrive(Process& p, int number) {
   const sim::RemoteOperation& made = o.late.operation;
   std::vector<Arrived>& earlier = r.arrived[made.pe];
   for (const Arrived& a : earlier)
-    if (a.sequence < o.sequence && (a.fences < o.fences || a.signal == made.peer_signal))
+    if (a.sequence < o.sequence && a.precedes(o.fences, made.peer_signal))
       p.past = made.peer_signal ? joined(p.past, a.past) : p.past;
   history_.learn(p.past);
   o.late.each_run(0, made.destination ? static_cast<uint64_t>(made.bytes) : 0,
@@ -200,7 +212,10 @@ void Job::arrive(Process& p, int number) {
                   });
   if (made.destination) o.late.deliver(0, static_cast<uint64_t>(made.bytes));
   if (made.peer_signal) {
-    history_.change(made.peer_signal, made.add ? Change::add : Change::set, made.value, p.past);
+    const bool narrow = made.number != sim::Number::none && sim::bytes_of(made.number) == 4;
+    const Change::Kind kind = made.add ? Change::add : made.number == sim::Number::none ? Change::set : Change::other;
+    if (narrow) history_.touch(address_of(made.peer_signal), 4, made.add ? Use::add : Use::write, p.past);
+    else history_.change(made.peer_signal, kind, made.value, p.past);
     o.late.deliver_signal();
   }
   earlier.push_back({o.sequence, o.fences, made.peer_signal, p.past});

@@ -31,7 +31,6 @@ struct Rank {
 
 struct Setup {
   std::vector<Rank> ranks;
-  uint64_t heap_bytes = 0;
   std::vector<Memory> memory;                        // heaps and tensors, ascending, apart from each other
   std::vector<std::pair<uint64_t, uint64_t>> unseen; // begin and end of what kernels use to give up
   size_t stack_bytes = 0;
@@ -75,11 +74,12 @@ public:
   void touch(const void* address, uint64_t bytes, bool store) override;
   void before_sending(const sim::RemoteOperation& operation) override;
   void send(sim::Late&& late) override;
+  void reach(const void* word, bool changes) override;
   void fence(int pe) override;
   void quiet(int pe) override;
 
 private:
-  enum class Next { start, access, wait, polled, stirred, quiet, arrival };
+  enum class Next { start, access, wait, polled, stirred, quiet, reach, arrival };
   struct Poll {
     const void* address;
     uint64_t bytes, value;
@@ -103,14 +103,17 @@ private:
     Poll looked{};                 // since it polled last
     std::vector<Poll> polled;      // words that hold what it has found there
     int in_vain = 0;               // how often it went on although they still do
-    uint64_t moves = 0, sequence = 0;
+    uint64_t moves = 0, sequence = 0, fences = 0;
     int pe = 0;
+    const void* word = nullptr; // that it is about to access
     int64_t block = 0;
   };
   struct Arrived {
     uint64_t sequence, fences;
     const uint64_t* signal;
     Past past;
+    // Whether what follows so many fences, or accesses the word, comes after it.
+    bool precedes(uint64_t other_fences, const void* word) const { return fences < other_fences || signal == word; }
   };
   struct Running {
     std::unique_ptr<sim::Grid> grid;
@@ -127,6 +130,7 @@ private:
   bool may_go(const Process& p) const;
   static bool has_changed(const Process& p);
   bool may_arrive(const Process& p) const;
+  bool has_reached(const Process& p) const;
   void arrive(Process& p, int number);
   void pause(Next next);
   // After a decision: what the running thread knows when its event has begun.

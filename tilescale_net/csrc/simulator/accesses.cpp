@@ -56,10 +56,13 @@ bool HappensBefore::comes_before(Stamp stamp, uint32_t warp, unsigned lane) {
     return rank_known(known, rank) >= t.epoch || (rank == memory_->me && t.warp == warp) ||
            steps_known(known, rank, t.warp, t.lane ? t.lane - 1 : kEveryLane) >= t.epoch;
   if (t.word != kNoWord && knows(Part::carried, t.warp, t.epoch, t.pe, t.word)) return true;
-  if (t.lane)
-    return knows(Part::done, t.warp, t.epoch, t.pe, kAllLanes) || knows(Part::done, t.warp, t.epoch, t.pe, t.lane);
+  const auto done = [&](uint32_t by, uint64_t lanes) {
+    return knows(Part::done, by, t.epoch, t.pe, lanes) ||
+           (behind_fences_ && rank == memory_->me && knows(Part::fenced, by, t.epoch, t.pe, lanes));
+  };
+  if (t.lane) return done(t.warp, kAllLanes) || done(t.warp, t.lane);
   for (uint32_t i = 0; i < t.warps; ++i)
-    if (!knows(Part::done, t.warp + i, t.epoch, t.pe, 0)) return false;
+    if (!done(t.warp + i, 0)) return false;
   return true;
 }
 
@@ -77,12 +80,15 @@ bool HappensBefore::is_benign(uint64_t first, uint64_t last) const {
 
 void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark,
                          Found* found, bool keep_unordered) {
+  const bool atomic = mark && memory_->is_atomic(mark);
   Stamp before = 0, wrong = 0; // of the latter what is not ordered
   const auto& shadow = of_stores ? memory_->stores(rank) : memory_->loads(rank);
   shadow.each(offset, bytes, mark, site_of(actor), [&](Stamp stamp, Site site, uint64_t begin, uint64_t end) {
     const bool again = stamp == before;
     if (!again && (found || keep_unordered)) wrong = unordered(stamp, actor.warp, actor.lane());
     before = stamp;
+    // Atomic operations do not race with one another, nor with signals, which add to words as well.
+    if (wrong && atomic && (is_signal(wrong) || memory_->is_atomic(wrong))) wrong = 0;
     if (found && wrong) {
       if (again && found->stamp == wrong && found->end == begin) found->end = end;
       else if (!found->stamp && !is_benign(begin, end)) *found = {wrong, of_stores, begin, end, site};
@@ -108,6 +114,7 @@ uint64_t HappensBefore::record(const Actor& actor, const Event& event, uint32_t 
   made.pe = event.pe;
   made.site = memory_->site(name);
   made.replaced = made.n_replaced = 0;
+  made.atomic = event.operation == kOpAtomic;
   __atomic_store_n(&made.number, number, __ATOMIC_RELEASE);
   return number;
 }
@@ -126,6 +133,7 @@ std::string HappensBefore::viewed(const Actor& actor, const void* address, uint6
       const Event event{actor.warp, epoch, pe, actor.line, kOpPut, 0, lane};
       number = record(actor, event, 1, kNoWord, std::string("a store to ") + name, lane + 1);
       note_thread_put(event);
+      direct_epochs_[{actor.warp * 32ull + lane, pe}] = epoch;
     }
     mark = transfer_stamp(memory_->me, Touch::put, number);
   }
@@ -237,6 +245,33 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
   return wrong;
 }
 
+// What has a result is done when it returns, like an access; what has none comes like a put.
+std::string HappensBefore::atomic(const Actor& actor, const Event& event, const Call& call, bool done) {
+  if (!memory_ || call.pe < 0 || call.pe >= memory_->ranks() || !memory_->holds(call.destination)) return "";
+  const uint64_t offset = memory_->offset(call.destination), bytes = static_cast<uint64_t>(call.bytes);
+  if (bytes > memory_->bytes - offset) return ""; // reported elsewhere
+  const bool late = !done && call.pe != memory_->me;
+  if (late) add_put(made_put(event));
+  if (!follows_ranks_) return "";
+  Stamp mark = access_stamp(memory_->me, event.warp, actor.lane(), event.epoch) | kAtomicStamp;
+  const std::string name = primitive_name(event.operation, event.scope, names_, event.line) + line(event.line);
+  if (late) {
+    direct_epochs_[{event.warp * 32ull + actor.lane(), call.pe}] = event.epoch;
+    mark = transfer_stamp(memory_->me, Touch::put, record(actor, event, 1, kNoWord, name, actor.lane() + 1));
+  }
+  Found found;
+  behind_fences_ = true;
+  look(call.pe, true, offset, bytes, actor, mark, &found);
+  look(call.pe, false, offset, bytes, actor, 0, &found);
+  behind_fences_ = false;
+  const bool own = touch_of(found.stamp) == Touch::access && rank_of_stamp(found.stamp) == memory_->me;
+  if (!found.stamp || (own && call.pe == memory_->me)) return ""; // plain accesses of one rank are compared elsewhere
+  return race(actor,
+              name + " of rank " + std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
+                  text(actor.thread) + " to " + pe_text(call.pe) + " changes",
+              found, call.pe, Change::put);
+}
+
 void HappensBefore::note_replaced(Stamp source, Stamp before) {
   Transfer other;
   if (touch_of(before) != Touch::source || rank_of_stamp(before) != memory_->me) return;
@@ -336,9 +371,10 @@ std::string HappensBefore::name_of(const Found& found) const {
     const uint32_t warp = static_cast<uint32_t>(found.stamp >> 8 & 0xffff);
     if (warp == kHostWarp) return "the host of rank " + std::to_string(rank);
     const uint32_t per_block = page.warps_per_block ? page.warps_per_block : 1;
-    return (is_signal(found.stamp) ? "a signal"
-            : found.stores         ? "a store"
-                                   : "a load") +
+    return (is_signal(found.stamp)       ? "a signal"
+            : found.stamp & kAtomicStamp ? "an atomic operation"
+            : found.stores               ? "a store"
+                                         : "a load") +
            of + text(warp / per_block) + " thread " + text(warp % per_block * 32 + lane_of_access(found.stamp) % 32) +
            (found.site ? std::string(" ") + page.names[found.site - 1] : "");
   }
@@ -409,7 +445,8 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
   if (fenced && !t.lane && steps_known(known, rank, t.warp, t.thread % 32) >= t.epoch)
     return "T.sync_warp() or T.sync_threads() is missing between the put, which all lanes make, and N.fence or N.quiet";
   if (steps_known(known, rank, t.warp, t.lane ? t.lane - 1 : kEveryLane) >= t.epoch)
-    return "N.fence(" + std::to_string(t.pe) + ") is missing after the put and before the signal (or use N.put_signal)";
+    return "N.fence(" + std::to_string(t.pe) + ") is missing after the " +
+           (t.atomic ? "atomic operation and before the signal" : "put and before the signal (or use N.put_signal)");
   return "a signal after the put and a fence, and a wait for it, are missing between them" + early_put;
 }
 

@@ -86,7 +86,7 @@ void Grid::begin(const Call& call) {
   if (!order_) return;
   const Actor who = actor();
   running_->put_epoch = call.operation == kOpPutSignal && call.bytes > 0 ? order_->epoch(who.warp) : 0;
-  std::string wrong = order_->begin(who, call);
+  std::string wrong = order_->begin(who, call, running_->view.uses_result);
   restamp();
   if (local_ && wrong.empty()) wrong = copies(call);
   if (race_.empty()) race_ = wrong; // reported at the end: other ranks need the rest of the kernel
@@ -155,6 +155,13 @@ bool Grid::signalling(const uint64_t* signal, int pe, uint64_t value, bool add, 
   out->value = value;
   out->add = add;
   return true;
+}
+
+bool Grid::leaves(const void* word, Message* out) {
+  if (!order_ || !heap_) return false;
+  if (order_->follows_ranks()) return order_->leaves(warp_number(*running_), running_->view.lane, word, out);
+  if (heap_->is_peer_heap(word)) heap_->touch(word);
+  return false;
 }
 
 void Grid::accessed(const void* address, uint64_t bytes, bool store, const char* name) {

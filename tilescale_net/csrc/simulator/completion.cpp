@@ -7,8 +7,7 @@ namespace tsn {
 namespace sim {
 
 namespace {
-constexpr size_t kMaxPuts = 4096;       // puts of a warp to a PE; what comes after them is not looked at
-constexpr size_t kMaxCarried = 1 << 14; // entries of a clock that a signal carries
+constexpr size_t kMaxPuts = 4096; // puts of a warp to a PE; what comes after them is not looked at
 } // namespace
 
 HappensBefore::Put HappensBefore::made_put(const Event& event) {
@@ -104,12 +103,16 @@ const Known& HappensBefore::sent_by(State& state, unsigned lane, int pe) {
   Sent& sent = state.sent[pe];
   const Known& known = known_to(state, lane);
   if (sent.from == known) return sent.sent;
-  auto done = std::make_shared<Clock>();
+  sent = {known, join(known, std::make_shared<Clock>(fenced_puts(known, pe)))};
+  return sent.sent;
+}
+
+Clock HappensBefore::fenced_puts(const Known& known, int pe) const {
+  Clock done;
   for (const auto& [key, epoch] : *known)
     if (part_of(key) == Part::fenced && rank_of(key) == memory_->me && pe_of(key) == pe)
-      done->emplace_back(clock_key(Part::done, memory_->me, warp_of(key), pe, word_of(key)), epoch);
-  sent = {known, join(known, done)};
-  return sent.sent;
+      done.emplace_back(clock_key(Part::done, memory_->me, warp_of(key), pe, word_of(key)), epoch);
+  return done;
 }
 
 Message HappensBefore::message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, uint32_t put_epoch) {

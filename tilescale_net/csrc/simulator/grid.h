@@ -146,6 +146,8 @@ public:
   void flushed(uint64_t ticket, bool ended);
   // The signal is about to be sent, by a put_signal or alone: what it carries.
   bool signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out);
+  // The same for an atomic operation on another rank's word that is to happen later.
+  bool leaves(const void* word, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
   void viewed(const void* address, uint64_t bytes, bool store, const char* name);
   void word(const void* address, WordAccess access, Ordering ordering);

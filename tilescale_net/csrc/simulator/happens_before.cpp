@@ -235,7 +235,7 @@ void HappensBefore::enter_barrier(const Actor& actor, unsigned lane) {
   turn(at(actor.warp), at(actor.warp).known);
 }
 
-std::string HappensBefore::begin(const Actor& actor, const Call& call) {
+std::string HappensBefore::begin(const Actor& actor, const Call& call, bool done) {
   const bool alone = lanes_ && call.scope == 0;
   const unsigned lane = alone ? actor.lane() : kEveryLane;
   Event event{actor.warp, at(actor.warp).epoch, call.pe, actor.line, call.operation, call.scope, lane};
@@ -255,6 +255,9 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call) {
     break;
   case kOpGet:
     wrong = transfer(actor, event, call, 1);
+    break;
+  case kOpAtomic:
+    wrong = atomic(actor, event, call, done);
     break;
   case kOpPutSignal:
     wrong = transfer(actor, event, call, of_block ? warps_per_block_ : 1);

@@ -36,6 +36,7 @@ struct Actor {
 };
 
 constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more warp
+constexpr size_t kMaxCarried = 1 << 14;       // entries of a clock that a signal carries
 
 // The name that authors know: put_block, fence, …
 std::string primitive_name(uint32_t operation, uint32_t scope);
@@ -62,10 +63,13 @@ public:
   void flushed(uint32_t warp, unsigned lane, uint64_t ticket, bool ended);
   // `line`: of the wait.
   void waited(uint32_t warp, unsigned lane, int line, const uint64_t* signal, const Seen& seen);
-  // A call begins, in a warp that acts for its scope. Returns what is wrong with it, or nothing.
-  std::string begin(const Actor& actor, const Call& call);
+  // A call begins, in a warp that acts for its scope; `done`: its result is used, so that it ends when it has taken
+  // effect. Returns what is wrong with it, or nothing.
+  std::string begin(const Actor& actor, const Call& call, bool done);
   // What a signal of this rank carries to the PE; `put_epoch`: of the put_signal that it belongs to, or 0.
   Message message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, uint32_t put_epoch);
+  // What an atomic operation leaves in a word of another rank when it is carried out; false: nothing.
+  bool leaves(uint32_t warp, unsigned lane, const void* word, Message* out);
   // A plain access to this rank's heap. `judge`: say what is wrong with it, which costs more.
   std::string accessed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name,
                        bool judge, Thread& view);
@@ -103,14 +107,14 @@ public:
   const Site* sites() const { return sites_.data(); } // of the kernel's lines, from -1 on
 
 private:
-  struct Sent { // what a signal to a PE carries of `from`
+  struct Sent { // what a signal to a PE, or a word there, carries of `from`
     Known from, sent;
   };
   struct State {
     uint32_t epoch = 0, floor = 0;  // all lanes know what all have done up to the floor
     Known known;                    // to all lanes
     std::unique_ptr<Known[]> lanes; // to each, null: no more than to all
-    std::map<int, Sent> sent;
+    std::map<int, Sent> sent, left;
   };
   struct Event {
     uint32_t warp, epoch;
@@ -176,7 +180,9 @@ private:
   // Ends the warp's epoch; what the lane knows from now on.
   void learn(State& state, unsigned lane, Known known);
   uint64_t thread_key(uint32_t warp, unsigned lane) const { return warp * 64ull + (lanes_ ? lane : kEveryLane); }
-  void release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared);
+  // `shared`: with other ranks; `owner`: that other rank in whose heap the word lies, or -1.
+  void release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared, int owner);
+  Message left_in(uint32_t warp, int owner, const void* address, const Known& known);
   // What a thread that reads a word by other means than a wait may have learnt: everything; or, of a word of this heap,
   // what the threads that changed it may have left in it.
   Known all_told();
@@ -192,6 +198,8 @@ private:
   // Up to which epoch what the warp's lanes have put to the PE, each by itself, comes before a fence.
   uint32_t stores_before(const Event& event, int pe);
   const Known& sent_by(State& state, unsigned lane, int pe);
+  // The puts to the PE that are fenced in `known`, as done ones.
+  Clock fenced_puts(const Known& known, int pe) const;
   std::string use(const Event& event, const Call& call);
   std::string stored_plainly(const Event& event, const uint64_t* word) const;
   std::string passed() const;
@@ -203,6 +211,7 @@ private:
   // A signal changes its word: meanwhile only waits may read it.
   std::string changed_word(const Actor& actor, const Event& event, const Call& call);
   std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
+  std::string atomic(const Actor& actor, const Event& event, const Call& call, bool done);
   std::string got(const Actor& actor, const Event& event, const Call& call, Stamp source);
   // The stamp of a put's source has taken the place of another one, in all of these bytes.
   void note_replaced(Stamp source, Stamp before);
@@ -255,6 +264,10 @@ private:
   std::map<std::pair<uint64_t, int>, uint32_t> lane_epochs_;   // by lane and PE: the same
   std::map<std::pair<uint64_t, int>, std::pair<uint32_t, uint64_t>> view_stores_; // by lane and PE: epoch and number
   std::map<uint64_t, uint64_t> benign_; // ends of ranges of the heap, by their beginnings
+  // By lane and PE: the epoch of the latest store through a view or atomic operation without a result.
+  std::map<std::pair<uint64_t, int>, uint32_t> direct_epochs_;
+  // What is looked at comes after this rank's puts that are fenced, done or not.
+  bool behind_fences_ = false;
 };
 
 // The host of a rank loads from or stores to its heap, at these addresses and sizes. What is wrong, or nothing.

@@ -79,7 +79,7 @@ bool RaceMemory::touched(uint64_t offset) const {
   const uint64_t word = offset / 8 % kTouched;
   if (seen(own().touched[word / 64]) >> word % 64 & 1) return true;
   const Stamp last = seen(stores(me).words[offset / 4]); // a put, a signal, or a store through a view
-  return last >= kParting || (last && rank_of_stamp(last) != me);
+  return last >= kParting || (last && rank_of_stamp(last) != me && !is_atomic(last));
 }
 
 void RaceMemory::peer_range(uint64_t* begin, uint64_t* size) const {
@@ -134,6 +134,12 @@ bool RaceMemory::find(int rank, uint64_t number, Transfer* out) const {
   return seen(there.number) == number;
 }
 
+bool RaceMemory::is_atomic(Stamp stamp) const {
+  Transfer t;
+  if (touch_of(stamp) == Touch::access) return stamp & kAtomicStamp;
+  return touch_of(stamp) == Touch::put && find(rank_of_stamp(stamp), stamp >> 8, &t) && t.atomic;
+}
+
 void RaceMemory::send(int pe, Message message) {
   Page& page = *pages[static_cast<size_t>(pe)];
   const uint64_t turn = __atomic_fetch_add(&page.messages, 1, __ATOMIC_ACQ_REL);
@@ -179,6 +185,10 @@ void RaceMemory::receive(const Known& own_signals) {
       if (sent) any = join(any, sent);
       else if (m.turn != read + 1 || m.word == kAnyWord) learn_all(any);
       else words[m.word].learn(join(everything(), own_signals));
+      continue;
+    }
+    if (m.left) {
+      words[m.word].learn(sent);
       continue;
     }
     Clock own{{steps_key(m.rank, m.warp), m.floor}};

@@ -17,7 +17,8 @@ namespace tsn {
 namespace sim {
 
 // The last access to 4 bytes of a heap: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (1
-// bit), lane (7 bits), epoch (32 bits) of an access, or the number of a transfer. 0: none.
+// bit), lane (6 bits), whether it was atomic (1 bit), epoch (32 bits) of an access, or the number of a transfer. 0:
+// none.
 using Stamp = uint64_t;
 enum class Touch : uint64_t { access, put, source, get };
 
@@ -26,7 +27,7 @@ constexpr Stamp access_stamp(int rank, uint32_t warp, unsigned lane, uint32_t ep
          static_cast<uint64_t>(rank);
 }
 constexpr unsigned lane_of_access(Stamp s) { return static_cast<unsigned>(s >> 25 & 63); }
-constexpr Stamp kSignalStamp = 1ull << 24;
+constexpr Stamp kSignalStamp = 1ull << 24, kAtomicStamp = 1ull << 31;
 constexpr Stamp transfer_stamp(int rank, Touch touch, uint64_t number) {
   return number << 8 | static_cast<uint64_t>(touch) << 6 | static_cast<uint64_t>(rank);
 }
@@ -49,6 +50,7 @@ struct Transfer {
   // done: the number of that one, or 0; and how many have been replaced, one after the other.
   uint64_t replaced;
   uint32_t n_replaced;
+  bool atomic; // an atomic operation without a result
 };
 constexpr uint32_t kMostReplaced = 16; // puts to so many PEs from one source
 
@@ -66,6 +68,7 @@ struct Message {
   uint64_t value;
   bool add;        // value is added to the word; else it is set
   bool everything; // the sender was not followed: it may have known all
+  bool left;       // in a word that is no signal: by an atomic operation or a store with an order
 };
 
 // What a wait shows of its word: that it has come to `value`, or, where `any`, nothing.
@@ -190,6 +193,7 @@ struct RaceMemory {
   uint64_t publish(const Known& known);
   uint32_t site(const std::string& name);
   bool find(int rank, uint64_t number, Transfer* out) const;
+  bool is_atomic(Stamp stamp) const;
   void send(int pe, Message message);
   // Reads what has come since the last time.
   void receive(const Known& own_signals);

@@ -4,6 +4,8 @@
 #include "live_state.h"
 #include "memory.h"
 #include "tilescale_net/csrc/common/address_of.h"
+#include "tilescale_net/device/bits.h"
+#include "tilescale_net/device/types.h"
 
 #include <algorithm>
 #include <chrono>
@@ -15,6 +17,7 @@
 #include <pthread.h>
 #include <string.h>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace tsn {
@@ -35,13 +38,14 @@ struct Pending : Late {
   uint64_t epoch;                                    // fences to this PE before it was issued
   uint64_t sequence;                                 // order of issue
   std::vector<std::pair<uint64_t, uint64_t>> pieces; // offset and size of data still to be delivered
+  bool may_be_held() const { return !pieces.empty() || operation.number != Number::none; }
 };
 
 struct Target {
   std::list<Pending> pending;
   uint64_t epoch = 0;
-  // A signal has overtaken data: data issued before `held_before` stay where they are until then, so that the other
-  // rank, which is another process, finds the time to look.
+  // A signal has overtaken data, or atomic operations: those issued before `held_before` stay where they are until
+  // then, so that the other rank, which is another process, finds the time to look.
   uint64_t held_before = 0;
   SteadyClock::time_point held_until;
 };
@@ -71,6 +75,67 @@ Store& store() {
   return *the_store;
 }
 
+template <class T>
+void carry_out_on(const RemoteOperation& o) {
+  using Word = WordOf<T>;
+  const auto number = [](Word bits) {
+    T out;
+    memcpy(&out, &bits, sizeof out);
+    return out;
+  };
+  const Word operand = static_cast<Word>(o.value);
+  const auto next = [&](Word old) -> Word {
+    const T a = number(old), b = number(operand);
+    T out = b;
+    switch (static_cast<AtomicOp>(o.atomic)) {
+    case AtomicOp::add:
+      if constexpr (!std::is_floating_point<T>::value) return old + operand; // wraps
+      out = a + b;
+      break;
+    case AtomicOp::min:
+      out = b < a ? b : a;
+      break;
+    case AtomicOp::max:
+      out = a < b ? b : a;
+      break;
+    case AtomicOp::and_:
+      return old & operand;
+    case AtomicOp::or_:
+      return old | operand;
+    case AtomicOp::xor_:
+      return old ^ operand;
+    case AtomicOp::exch:
+      return operand;
+    }
+    Word bits;
+    memcpy(&bits, &out, sizeof bits);
+    return bits;
+  };
+  Word* word = reinterpret_cast<Word*>(o.peer_signal);
+  Word old = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(word, &old, next(old), false, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
+  }
+}
+
+void carry_out(const RemoteOperation& o) {
+  switch (o.number) {
+  case Number::int32:
+    return carry_out_on<int32_t>(o);
+  case Number::uint32:
+    return carry_out_on<uint32_t>(o);
+  case Number::int64:
+    return carry_out_on<int64_t>(o);
+  case Number::uint64:
+    return carry_out_on<uint64_t>(o);
+  case Number::float32:
+    return carry_out_on<float>(o);
+  case Number::float64:
+    return carry_out_on<double>(o);
+  case Number::none:
+    return;
+  }
+}
+
 void deliver_piece(Pending& p, size_t i) {
   const auto piece = p.pieces[i];
   p.pieces[i] = p.pieces.back();
@@ -78,12 +143,17 @@ void deliver_piece(Pending& p, size_t i) {
   p.deliver(piece.first, piece.second);
 }
 
+// Whether an earlier operation must be there before one on the word that follows so many fences.
+bool precedes(const Pending& earlier, uint64_t epoch, const void* word) {
+  return earlier.epoch < epoch || earlier.operation.peer_signal == word;
+}
+
 // Whether the signal of `p` may arrive now: its own data, everything fenced before it, and earlier signals to the word.
 bool signal_may_go(const Target& target, const Pending& p) {
   if (!p.pieces.empty()) return false;
   for (const Pending& other : target.pending) {
     if (other.sequence >= p.sequence) break;
-    if (other.epoch < p.epoch || other.operation.peer_signal == p.operation.peer_signal) return false;
+    if (precedes(other, p.epoch, p.operation.peer_signal)) return false;
   }
   return true;
 }
@@ -92,7 +162,7 @@ bool signal_may_go(const Target& target, const Pending& p) {
 void hold(Store& s, Target& target, uint64_t sequence, Random& random) {
   if (!s.holds_left) return;
   for (const Pending& p : target.pending)
-    if (p.sequence < sequence && !p.pieces.empty()) {
+    if (p.sequence < sequence && p.may_be_held()) {
       --s.holds_left;
       target.held_before = sequence;
       target.held_until = SteadyClock::now() + std::chrono::microseconds(500 + random.below(2500));
@@ -131,8 +201,8 @@ bool deliver_step(Store& s, Random& random) {
     if (it == target.pending.end()) it = target.pending.begin();
     Pending& p = *it;
     bool done = false;
+    if (held && p.sequence < target.held_before && p.may_be_held()) continue;
     if (!p.pieces.empty()) {
-      if (held && p.sequence < target.held_before) continue;
       deliver_piece(p, random.below(p.pieces.size()));
       done = p.pieces.empty() && !p.operation.peer_signal;
     } else if (signal_may_go(target, p)) {
@@ -166,6 +236,10 @@ void fail_if(const std::string& wrong, const char* name, int pe) {
 void follow(Late& late) {
   const RemoteOperation& o = late.operation;
   Grid& grid = *current_grid;
+  if (o.number != Number::none) {
+    if (grid.leaves(o.peer_signal, &late.message)) late.memory = grid.heap();
+    return;
+  }
   if (o.peer_signal && grid.signalling(o.signal, o.pe, o.value, o.add, &late.message)) late.memory = grid.heap();
 }
 
@@ -177,7 +251,7 @@ bool defer(const RemoteOperation& o) {
     if (o.destination) fail_if(check_range(address_of(o.destination) + to, bytes), o.name, o.pe);
     if (o.source) fail_if(check_range(address_of(o.source) + from, bytes), o.name, o.pe);
   });
-  if (o.signal) fail_if(check_range(address_of(o.signal), 8), o.name, o.pe);
+  if (o.signal && o.number == Number::none) fail_if(check_range(address_of(o.signal), 8), o.name, o.pe);
   if (o.bytes == 0 && !o.peer_signal) return true; // an empty put leaves nothing to deliver
   follow(p);
   if (scheduler) {
@@ -187,20 +261,15 @@ bool defer(const RemoteOperation& o) {
   }
   Grid& grid = *current_grid;
   Store& s = store();
-  if (s.visibility == Visibility::eager) {
-    if (p.memory) p.memory->send(o.pe, p.message);
-    return false;
-  }
   Random random(grid.random());
   std::lock_guard<std::mutex> lock(s.mutex);
   Target& target = s.targets[o.pe];
-  bool later = s.visibility == Visibility::late || grid.roll_delay();
+  bool later = s.visibility != Visibility::eager && (s.visibility == Visibility::late || grid.roll_delay());
   if (!later && o.peer_signal)
-    for (const Pending& other : target.pending)
-      later = later || other.epoch < target.epoch || other.operation.peer_signal == o.peer_signal;
+    for (const Pending& other : target.pending) later = later || precedes(other, target.epoch, o.peer_signal);
   if (!later) {
     if (o.peer_signal) hold(s, target, s.sequence, random);
-    if (p.memory) p.memory->send(o.pe, p.message);
+    if (p.memory && o.number == Number::none) p.memory->send(o.pe, p.message); // else the access tells by itself
     return false;
   }
   if (target.pending.size() >= kMaxPending) deliver_oldest(target);
@@ -228,6 +297,28 @@ void fence(int pe) {
 void quiet(int pe) {
   if (scheduler) return scheduler->quiet(pe);
   for_targets(pe, deliver_all);
+}
+
+// The distance between the heap of the operation's target and this rank's own.
+uint64_t distance_of(const RemoteOperation& o) {
+  return o.peer_signal ? address_of(o.peer_signal) - address_of(o.signal)
+                       : address_of(o.peer) - address_of(o.destination);
+}
+
+void reach(const void* word, bool changes) {
+  if (scheduler) return scheduler->reach(word, changes);
+  Store& s = store();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  for (auto& entry : s.targets) {
+    Target& target = entry.second;
+    if (target.pending.empty() || !in_heap(address_of(word) - distance_of(target.pending.front().operation))) continue;
+    size_t n = 0, last = 0;
+    for (const Pending& p : target.pending)
+      if (++n; precedes(p, changes ? target.epoch : 0, word)) last = n;
+    for (; last; --last) deliver_oldest(target);
+    Random random(current_grid->random());
+    if (changes) hold(s, target, s.sequence, random);
+  }
 }
 
 void check(const char* name, const void* p, uint64_t bytes) { fail_if(check_range(address_of(p), bytes), name, -1); }
@@ -273,6 +364,7 @@ void Late::deliver(uint64_t at, uint64_t bytes) const {
 void Late::deliver_signal() const {
   const RemoteOperation& o = operation;
   if (memory) memory->send(o.pe, message);
+  if (o.number != Number::none) return carry_out(o);
   if (o.add) __atomic_fetch_add(o.peer_signal, o.value, __ATOMIC_RELEASE);
   else __atomic_store_n(o.peer_signal, o.value, __ATOMIC_RELEASE);
 }
@@ -307,6 +399,7 @@ const RemoteApi kRemoteApi = {
     },
     defer,
     [](uint64_t ticket, bool ended) { current_grid->flushed(ticket, ended); },
+    reach,
     fence,
     quiet,
     check,

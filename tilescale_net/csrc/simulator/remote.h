@@ -7,6 +7,7 @@
 //   - the signal of a put_signal follows all pieces of its own put, and may overtake any other put;
 //   - a signal sent after a fence follows all that was issued to that PE before the fence;
 //   - signals to one word arrive in the order in which they were issued;
+//   - atomic operations without a result are like signals, all others happen at once, behind what those wait for;
 //   - quiet delivers everything.
 // Everything is delivered in the end, also when no kernel runs any more.
 #pragma once

@@ -36,6 +36,8 @@ public:
   // It is about to send something; returns when it may. Then what it sends.
   virtual void before_sending(const RemoteOperation& operation) = 0;
   virtual void send(Late&& late) = 0;
+  // It is about to access a word at once; returns when what must come before has arrived.
+  virtual void reach(const void* word, bool changes) = 0;
   virtual void fence(int pe) = 0;
   virtual void quiet(int pe) = 0;
 };

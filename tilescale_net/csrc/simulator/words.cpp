@@ -42,6 +42,7 @@ void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, Word
   const MemScope scope = static_cast<MemScope>(ordering.scope);
   const bool reads = access != WordAccess::write, writes = access != WordAccess::read;
   bool shared = false; // with other ranks
+  int owner = -1;      // another one
   Known of_others = nothing_known();
   if (memory_) {
     const uint64_t offset = memory_->offset(address);
@@ -49,7 +50,8 @@ void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, Word
     if (offset >= kMailboxBegin && offset < kMailboxEnd) return;
     const bool own = memory_->holds(address), peers = !own && memory_->is_peer_heap(address);
     shared = (own && offset >= kSystemBytes) || peers;
-    if (peers && writes) memory_->touch(address);
+    if (peers) owner = memory_->owner(address);
+    if (peers && writes && !follows_ranks_) memory_->touch(address);
     if (shared && reads && scope == MemScope::sys) of_others = own ? told_by_word(offset) : all_told();
   }
   const uint32_t block = warp / warps_per_block_;
@@ -69,17 +71,22 @@ void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, Word
         beside.found[index_of(fence)] = join(beside.found[index_of(fence)], told(std::min(fence, scope)));
     }
   }
-  if (writes) release(warp, lane, address, ordering, shared);
+  if (writes) release(warp, lane, address, ordering, shared, owner);
   // Polls that learn nothing leave no trace, however many there are.
   if (known != before || (writes && ordering.releases)) learn(state, lane, std::move(known));
 }
 
-void HappensBefore::release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared) {
+void HappensBefore::release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared,
+                            int owner) {
   const MemScope scope = static_cast<MemScope>(ordering.scope);
   const uint32_t block = warp / warps_per_block_;
   const auto tell = [&](const Known& known, const Clock& own, MemScope to) {
     words_[address].learn(known, own, block, to);
-    if (shared && to == MemScope::sys) signalled_ = join(signalled_, known), join_in_place(signalled_, own);
+    if (!shared || to != MemScope::sys) return;
+    signalled_ = join(signalled_, known), join_in_place(signalled_, own);
+    if (owner >= 0 && follows_ranks_)
+      memory_->send(owner,
+                    left_in(warp, owner, address, own.empty() ? known : join(known, std::make_shared<Clock>(own))));
   };
   const State& state = at(warp);
   if (ordering.releases) return tell(known_to(state, lane), own_steps(warp, state, lane), scope);
@@ -96,6 +103,47 @@ void HappensBefore::fenced(uint32_t warp, unsigned lane, MemScope scope) {
   const Known& found = beside.found[index_of(scope)];
   beside.fenced[index_of(scope)] = join(with_own(warp, state, lane), found);
   learn(state, lane, join(known_to(state, lane), found));
+}
+
+bool HappensBefore::leaves(uint32_t warp, unsigned lane, const void* word, Message* out) {
+  const auto it = beside_.find(thread_key(warp, lane));
+  const int owner = memory_->owner(word);
+  if (it == beside_.end() || owner < 0) return false;
+  const Known& known = it->second.fenced[index_of(MemScope::sys)];
+  if (known->empty()) return false;
+  signalled_ = join(signalled_, known);
+  *out = left_in(warp, owner, word, known);
+  return true;
+}
+
+// As in CUDA, the stores through views and the atomic operations that come before are there as well.
+Message HappensBefore::left_in(uint32_t warp, int owner, const void* address, const Known& known) {
+  Sent& left = at(warp).left[owner];
+  if (left.from != known) {
+    auto stores = std::make_shared<Clock>();
+    for (const auto& [by, epoch] : direct_epochs_) {
+      const uint32_t thread_warp = static_cast<uint32_t>(by.first / 32);
+      const unsigned lane = by.first % 32;
+      const uint32_t before = std::min(epoch, steps_known(known, memory_->me, thread_warp, lane));
+      if (before >= first_epoch_)
+        stores->emplace_back(clock_key(Part::done, memory_->me, thread_warp, by.second, lane + 1), before);
+    }
+    for (const auto& [by, epoch] : memory_->thread_epochs)
+      stores->emplace_back(clock_key(Part::done, memory_->me, by.first, by.second, kAllLanes), epoch);
+    std::sort(stores->begin(), stores->end());
+    left = {known, join(join(known, stores), std::make_shared<Clock>(fenced_puts(known, owner)))};
+  }
+  Message out{};
+  out.word = (reinterpret_cast<uint64_t>(address) - memory_->heaps[static_cast<size_t>(owner)]) / 8;
+  out.rank = memory_->me;
+  out.pe = owner;
+  out.left = true;
+  out.everything = left.sent->size() > kMaxCarried;
+  if (!out.everything) {
+    out.entries = static_cast<uint32_t>(left.sent->size());
+    out.at = memory_->publish(left.sent);
+  }
+  return out;
 }
 
 Known HappensBefore::all_told() { return join(memory_->everything(), signalled_); }

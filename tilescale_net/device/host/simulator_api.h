@@ -11,7 +11,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 10;
+constexpr uint32_t kApiVersion = 11;
 
 struct Index3 {
   unsigned x, y, z;
@@ -122,7 +122,13 @@ enum class WarpOp : uint32_t {
 // What a block barrier returns: how many threads passed a non-zero value, whether all or any did, or thread 0's value.
 enum class VoteOp : uint32_t { count, all, any, broadcast };
 
-// One put, put_value or signal, as platform_host.h hands it over; see device/platform.h.
+// What an atomic operation is done on.
+enum class Number : uint32_t { none, int32, uint32, int64, uint64, float32, float64 };
+constexpr uint32_t bytes_of(Number n) {
+  return n == Number::int64 || n == Number::uint64 || n == Number::float64 ? 8 : 4;
+}
+
+// One put, put_value, signal or atomic operation, as platform_host.h hands it over; see device/platform.h.
 struct RemoteOperation {
   const char* name;   // the primitive
   void* destination;  // local symmetric address; null for a bare signal
@@ -136,6 +142,10 @@ struct RemoteOperation {
   int pe;
   // Rows of `bytes / rows` bytes, where the data do not lie in one piece; the distance between two of them.
   int64_t rows = 1, pitch = 0, source_pitch = 0;
+  // An atomic operation on a number of this kind, in the place of a signal: `value` holds the bits of its operand, and
+  // `add` says that the order among others that say so does not matter.
+  Number number = Number::none;
+  uint32_t atomic = 0; // AtomicOp of types.h
 };
 
 // One call of a primitive, as the device functions announce it. Members that a primitive lacks are zero, `pe` is -1
@@ -199,6 +209,9 @@ struct RemoteApi {
   bool (*defer)(const RemoteOperation&);
   // A flush with this ticket has begun, by the call that was announced last, or ended.
   void (*flushed)(uint64_t ticket, bool ended);
+  // The thread is about to load from or change a word of a heap itself, at once: what must come before that is
+  // delivered.
+  void (*reach)(const void* word, bool changes);
   void (*fence)(int pe); // -1: all PEs
   void (*quiet)(int pe);
   // Raises OutOfBounds when the range is in the symmetric heap and not in one live allocation.

@@ -32,6 +32,7 @@ inline const Api& api() {
       [](const uint64_t*, int, uint64_t, bool) {},
       [](const RemoteOperation&) { return false; },
       [](uint64_t, bool) {},
+      [](const void*, bool) {},
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
       [](const char*, const void*, uint64_t) {},
@@ -209,6 +210,7 @@ public:
     self().uses_result = uses_result;
   }
   ~At() {
+    self().uses_result = true; // of calls whose place is not known
     if (*api().trace->traces) api().trace->call_ends();
   }
   At(const At&) = delete;

@@ -1,0 +1,131 @@
+"""Remote atomic operations: what a fence orders before them and after them is there, what none does goes wrong when
+writes come late, and the check for races names it."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tests import ranks
+from tests.simulator.small_programs import ATOMIC, FENCE, LOAD, PUT, TEST, job
+from tests.simulator.test_explore import _every
+from tilescale_net.runtime import simulator
+
+THREADS = 64
+# A fence is missing: between a put and an atomic operation without and with a result, between a put and a store with an
+# order, between atomic operations and their signal; it runs beside them; a wait is missing; an order of two writes is.
+PUT_ADD, PUT_ADD_RESULT, PUT_STORE, SUM, BESIDE, NO_WAIT, SAME_PLACE = CASES = range(7)
+
+
+@tsn.jit
+def one_of_many():
+    """Kernel `(case, right, x, y, word, flag, out)`: sends x to the other rank's y in one of the ways above; out is y then."""
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), case: T.int32, right: T.int32, x: T.Tensor((THREADS,), "float32"),
+        y: T.Tensor((THREADS,), "float32"), word: T.Tensor((1,), "int32"), flag: T.Tensor((1,), "uint64"),
+        out: T.Tensor((THREADS,), "float32"), old: T.Tensor((1,), "int32"),
+    ):  # fmt: skip
+        with T.Kernel(1, threads=THREADS):
+            tx, pe = T.get_thread_binding(), 1 - N.my_pe()
+            if case <= PUT_STORE:
+                N.put_block(y, x, pe)
+                T.sync_threads()
+                if tx == 0:
+                    if right != 0:
+                        N.fence(pe)
+                    if case == PUT_ADD:
+                        N.atomic_add(word[0], 1, pe)
+                    if case == PUT_ADD_RESULT:
+                        old[0] = N.atomic_add(word[0], 1, pe)
+                    if case == PUT_STORE:
+                        there = N.remote(word, pe)
+                        N.st(there[0], 1, sem="release", scope="sys")
+                    while N.ld(word[0], sem="acquire", scope="sys") == 0:
+                        T.evaluate(0)
+                T.sync_threads()
+            else:
+                if case == SAME_PLACE:
+                    N.put_value(y[tx], T.float32(0), pe)
+                    if right != 0:
+                        N.fence(pe)
+                N.atomic_exch(y[tx], x[tx], pe)
+                if case != BESIDE or right != 0:
+                    T.sync_threads()
+                if tx == 0:
+                    if case != SUM or right != 0:
+                        N.fence(pe)
+                    N.signal(flag[0], 1, pe)
+                if case != NO_WAIT or right != 0:
+                    N.wait_block(flag[0], "ge", 1)
+            out[tx] = y[tx]
+
+    return main
+
+
+def _run(cases, seeds, races):
+    """For each case and form: in how many of `seeds` this rank's data were wrong, and what was reported."""
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
+
+    said = []
+    SimulatedFunction._give_up = lambda self, context, error: said.append(str(error))
+    x, y = tsn.zeros((THREADS,)), tsn.zeros((THREADS,))
+    word, flag = tsn.zeros((1,), torch.int32), tsn.zeros((1,), torch.uint64)
+    found, turn = {}, 0
+    for case in cases:
+        for right in (1, 0):
+            wrong, reports = 0, []
+            for seed in seeds:
+                turn += 1
+                x.fill_(turn + 1000.0 * tsn.rank())
+                y.fill_(-1.0)
+                word.zero_(), flag.zero_()
+                out, old = torch.zeros(THREADS), torch.zeros(1, dtype=torch.int32)
+                said.clear()
+                tsn.barrier()
+                with simulator.schedule(seed, "random" if races else "late", races=races):
+                    one_of_many()(case, right, x, y, word, flag, out, old)
+                tsn.barrier()
+                wrong += not (out == turn + 1000.0 * (1 - tsn.rank())).all()
+                reports += said
+            found[case, right] = wrong, reports
+    return found
+
+
+def test_data_in_late_schedules():
+    """With a fence the data are there; without one they are not under some seed."""
+    late = [case for case in CASES if case not in (BESIDE, SAME_PLACE)]
+    found = ranks.run(2, _run, late, range(12), False)
+    for case in late:
+        right, wrong = ([of_rank[case, form][0] for of_rank in found] for form in (1, 0))
+        assert not any(right) and any(wrong), (case, right, wrong)
+
+
+MISSING = {
+    PUT_ADD: "N.put_block (test_atomics.py:", SUM: "is missing after the atomic operation and before the signal",
+    NO_WAIT: "N.atomic_exch (test_atomics.py:", SAME_PLACE: "N.atomic_exch (test_atomics.py:",
+}  # fmt: skip
+
+
+def test_races():
+    found = ranks.run(2, _run, CASES, range(3), True)
+    for case in CASES:
+        right, wrong = ([text for of_rank in found for text in of_rank[case, form][1]] for form in (1, 0))
+        assert not right, (case, right)
+        assert wrong and all(MISSING.get(case, "N.") in text and "test_atomics.py:" in text for text in wrong), (
+            case,
+            wrong,
+        )
+
+
+@pytest.mark.parametrize("order", [(), (FENCE,)])
+def test_every_schedule(order):
+    """A rank that finds the word of an atomic operation changed finds what was fenced before it."""
+    sender = [(PUT, 0, 1, 5), *((what, 0, 1, 0) for what in order), (ATOMIC, 0, 1, 1)]
+    report = _every(
+        job([sender, [(TEST, 0, 0, 1), (LOAD, 0, 0, 0)]], right=lambda out: out[0, 0] != 1 or out[0, 1] == 5),
+        races=False,
+    )
+    assert bool(report.failure) != bool(order) and (report.complete or not order), report
