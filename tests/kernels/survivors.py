@@ -35,7 +35,6 @@ OVERTAKEN = (
     "takes much longer than a look"
 )
 
-ATOMICS = "what remote atomics read, write and order is not followed"
 SELDOM = "the task that it orders is taken by its owner in most schedules, and then nobody else reads it"
 
 # Not run.
@@ -60,15 +59,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "examples/histogram": {
         ("no sync_threads", 0): TILELANG,
         ("no sync_threads", 1): TILELANG,
-        ("no fence_block", 0): ATOMICS,
-        ("no fence of signal", 0): ATOMICS,
     },
     "examples/mailbox": {("no sync_threads", 0): TILELANG},
-    "examples/matmul_atomics": {
-        ("no wait_block", 0): ATOMICS,
-        ("no fence", 0): ATOMICS,
-        ("no sync_threads", 1): ATOMICS,
-    },
     "examples/stealing": {
         ("no sync_threads", 0): SELDOM,
         ("no sync_threads", 1): TILELANG,
