@@ -128,9 +128,79 @@ def _polls(x, y, flag, out, tx, what):
     out[tx] = y[tx]
 
 
+@T.macro
+def _loads(x, y, flag, out, tx, what):
+    """A loop of N.ld with an order, or without one, of a word that the peer stores to."""
+    right, left = (N.my_pe() + 1) % N.n_pes(), (N.my_pe() + N.n_pes() - 1) % N.n_pes()
+    if tx == 0:
+        y[0] = x[0]
+        N.st(N.remote(flag, right)[0], T.uint64(1), sem="release", scope="sys")
+        if what == "relaxed":
+            while N.ld(flag[0]) == T.uint64(0):
+                pass
+            N.fence()
+        else:
+            while N.ld(flag[0], sem="acquire", scope="sys") == T.uint64(0):
+                pass
+        if what != "relaxed":
+            out[0] = N.remote(y, left)[0]
+
+
+@T.macro
+def _counter(x, y, flag, out, tx, what):
+    """A barrier by a counter at rank 0, which everyone adds to and looks at."""
+    if tx == 0:
+        y[0] = x[0]
+        N.fence()
+        N.atomic_add(flag[0], T.uint64(1), 0)
+        while N.ld(N.remote(flag, 0)[0], sem="acquire", scope="sys") < T.cast(
+            N.n_pes() - (1 if what == "number" else 0), "uint64"
+        ):
+            pass
+        out[0] = N.remote(y, (N.my_pe() + N.n_pes() - 1) % N.n_pes())[0]
+
+
+@T.macro
+def _seqlock(x, y, flag, out, tx, what):
+    """Rank 0 writes two numbers between an odd and an even count; the others read until the count is the same before and
+    after, and even."""
+    if tx == 0:
+        if N.my_pe() == 0:
+            N.st(flag[0], T.uint64(1), sem="relaxed", scope="sys")
+            N.fence()
+            N.st(y[0], x[0], sem="release", scope="sys")
+            N.st(y[1], x[0], sem="release", scope="sys")
+            N.st(flag[0], T.uint64(2), sem="release", scope="sys")
+        else:
+            before = T.alloc_var("uint64")
+            after = T.alloc_var("uint64")
+            before = T.uint64(1)
+            after = T.uint64(3)
+            while before != after or before == T.uint64(1):
+                before = N.ld(N.remote(flag, 0)[0], sem="acquire", scope="sys")
+                out[0] = N.ld(N.remote(y, 0)[0], sem="acquire", scope="sys")
+                out[1] = N.ld(N.remote(y, 0)[1], sem="acquire", scope="sys")
+                after = N.ld(N.remote(flag, 0)[0], sem="acquire", scope="sys")
+                if what == "again":
+                    after = before
+
+
+@T.macro
+def _spins(x, y, flag, out, tx, what):
+    """A loop of plain loads, which never sees what another thread writes; or very many decisions."""
+    if tx == 0:
+        if what == "long":
+            for _ in T.serial(1 << 30):
+                N.atomic_add(flag[0], T.uint64(1), N.my_pe())
+        else:
+            while out[1] == T.float32(0):
+                out[0] = out[1]
+
+
 BODIES = {
     "ring": _ring, "put_and_signal": _put_and_signal, "stream": _stream, "barrier": _barrier, "count": _count,
     "turns": _turns, "both_wait": _both_wait, "passes": _passes, "polls": _polls,
+    "loads": _loads, "counter": _counter, "seqlock": _seqlock, "spins": _spins,
 }  # fmt: skip
 
 
@@ -164,9 +234,18 @@ def _all_have_come(out):
     return tsn.rank() != 0 or out[0] == tsn.size()
 
 
+def _one_write(out):
+    return tsn.rank() == 0 or torch.equal(out[0].nan_to_num(), out[1].nan_to_num())
+
+
+def _from_the_left_alone(out):
+    return out[0] == (tsn.rank() - 1) % tsn.size() + 1
+
+
 RIGHT = {
     "ring": _from_the_left, "put_and_signal": _from_the_left, "barrier": _from_the_left, "polls": _from_the_left,
-    "stream": _three_times, "count": _all_have_come,
+    "stream": _three_times, "count": _all_have_come, "seqlock": _one_write, "counter": _from_the_left_alone,
+    "loads": _from_the_left_alone,
 }  # fmt: skip
 
 
@@ -177,17 +256,21 @@ def job(name, what=""):
         x, y, flag, out = tsn.empty((M,)), tsn.empty((M,)), tsn.zeros((2,), torch.uint64), torch.zeros(M)
         x.fill_(tsn.rank() + 1)
         made = kernel(name, what)
-        right = RIGHT.get(name, lambda out: True)
+        right = RIGHT.get(name, lambda out: True) if what != "relaxed" else lambda out: True
         return lambda: made(x, y, flag, out), lambda: right(out)
 
     set_up.__name__ = name
     return set_up
 
 
-ring, put_and_signal, stream, barrier, count, turns, both_wait, passes, polls = map(job, BODIES)
+ring, put_and_signal, stream, barrier, count, turns, both_wait, passes, polls, loads, counter, seqlock, spins = map(
+    job, BODIES
+)
 ring_without_wait = job("ring", "wait")
 put_without_fence = job("put_and_signal", "fence")
 stream_without_credit = job("stream", "credit")
 barrier_without_quiet, barrier_without_barrier = job("barrier", "quiet"), job("barrier", "barrier")
-count_wrong_number = job("count", "number")
+count_wrong_number, counter_wrong_number = job("count", "number"), job("counter", "number")
+loads_relaxed, does_not_end = job("loads", "relaxed"), job("spins", "long")
+seqlock_without_a_second_look = job("seqlock", "again")
 waits_in_wrong_order, waits_by_wrong_comparison = job("both_wait", "order"), job("passes", "comparison")

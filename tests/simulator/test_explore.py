@@ -1,6 +1,7 @@
 """All ranks in one process: every schedule, random ones, and one again."""
 
 import random
+import time
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.simulator.small_programs import (
 )
 from tilescale_net import cli
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.explore import search
+from tilescale_net.explore import reports, search
 from tilescale_net.explore.case import Case, load
 
 HEAP = 2 << 20
@@ -98,9 +99,43 @@ def test_what_polls_is_not_run_in_vain():
     """The third test of an unchanged word comes when it has changed, or when no other thread can go on."""
     polls = [(TEST, 0, 0, 1)] * 4
     report = _every(job([polls, [(SET, 0, 0, 1)]]))
-    assert (report.complete, report.states) == (True, 3), report
+    assert (report.complete, report.states) == (False, 3), report
+    assert report.not_followed[0].startswith("a loop that ends after a number of polls"), report
     report = _every(job([polls, []]))
-    assert (report.complete, report.states) == (True, 1), report
+    assert (report.complete, report.states) == (False, 1), report  # nobody looks whether others could have run
+
+
+@pytest.mark.parametrize("races", [True, False])
+def test_loops_of_loads_are_explored(races):
+    """N.ld with and without an order, a counter that all add to, a sequence lock."""
+    for right in (small_jobs.loads, small_jobs.loads_relaxed, small_jobs.counter, small_jobs.seqlock):
+        report = _every(right, races=races)
+        assert (report.failure, report.complete) == ("", True), (right.__name__, report)
+    for wrong in (small_jobs.counter_wrong_number, small_jobs.seqlock_without_a_second_look):
+        assert _every(wrong, races=races).failure, wrong.__name__
+
+
+def test_the_limit_of_time_bounds_one_schedule_too():
+    began = time.monotonic()
+    report = _every(small_jobs.does_not_end, seconds=1)
+    assert (report.failure, report.complete, report.schedules) == ("", False, 0), report
+    assert report.not_followed == ["what comes after 100000 decisions of a schedule"]
+    report = _every(small_jobs.spins, seconds=1, races=False)
+    assert not report.complete and (not report.failure or "never sees what others write" in report.failure), report
+    assert time.monotonic() - began < 60  # 100,000 decisions alone take minutes
+
+
+def test_what_is_not_followed_without_the_race_detector_is_named():
+    report = _every(small_jobs.ring, races=False)
+    assert not report.complete and report.not_followed == [
+        f"writes to the source of a put in flight (small_jobs.py:{_line_of('N.put_signal_block(y, x, (N.my_pe()')})"
+    ], report
+    assert "not followed: writes to the source" in reports.text(report, "here", 2)
+
+
+def _line_of(text):
+    with open(small_jobs.__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if text in line)
 
 
 def test_a_schedule_can_be_repeated(tmp_path):

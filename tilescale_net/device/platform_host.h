@@ -126,7 +126,7 @@ TSN_DEVICE void store(T* p, T v) {
 // A kernel's own loads of these orders look for what another thread writes: every one of them lets the others run.
 template <Order O>
 TSN_DEVICE void before_ld() {
-  if constexpr (O == Order::acquire || O == Order::volatile_) sim::api().yield(true);
+  if constexpr (O == Order::acquire || O == Order::volatile_) sim::turn_of_others();
 }
 
 // Reports the order, which the access itself does not: load and store also serve the package's own words, which report

@@ -19,6 +19,7 @@ class Report:
         states: final states of memory that differ.
         events: decisions of the longest schedule.
         complete: whether there are no other schedules.
+        not_followed: what kernels did that other schedules may order otherwise, with lines; then it is not complete.
         failure: what was wrong; "" for nothing.
         schedule: of the failure, as `repeat` takes it; `preemptions`: how often it leaves a block that could go on.
         steps: what happens in it.
@@ -37,6 +38,7 @@ class Report:
     preemptions: int = 0
     steps: list[str] = field(default_factory=list)
     seed: int | None = None
+    not_followed: list[str] = field(default_factory=list)
 
 
 def packed(schedule: list[int]) -> str:
@@ -72,7 +74,8 @@ def text(report: Report, where: str, size: int) -> str:
     if not report.failure:
         if report.complete:
             return f"all schedules explored: {report.schedules}, none wrong ({where}, {size} ranks, {took})"
-        return f"{tried}, none wrong, and not all there are ({took})"
+        why = f": not followed: {'; '.join(report.not_followed)}" if report.not_followed else ""
+        return f"{tried}, none wrong, and not all there are ({took}){why}"
     shown = report.steps[-_MOST_STEPS:]
     left_out = [f"  … {len(report.steps) - len(shown)} steps before"] if len(shown) < len(report.steps) else []
     seed = f", seed {report.seed}" if report.seed is not None else ""

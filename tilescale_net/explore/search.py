@@ -64,6 +64,7 @@ def _report(case: Case, found: dict, began: float) -> Report:
     return Report(
         found["schedules"], found["cut"], found["states"], found["events"], found["complete"],
         time.monotonic() - began, _failure(case, found) if found["failure"] else "", preemptions=found["preemptions"],
+        not_followed=found["not_followed"],
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ py::dict told(const explore::Result& r) {
   d["events"] = r.events;
   d["complete"] = r.complete;
   d["failure"] = r.failure;
+  d["not_followed"] = r.not_followed;
   d["gave_up"] = r.gave_up;
   d["seed"] = r.seed;
   d["preemptions"] = r.preemptions;

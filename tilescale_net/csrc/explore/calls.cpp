@@ -43,17 +43,56 @@ void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
     p.granted = nullptr;
     return;
   }
-  pause(Next::access);
+  if (access == sim::WordAccess::read) read_again(p, at, bytes);
+  else pause(Next::access);
   Past& past = under_way();
   if (access == sim::WordAccess::read) history_.touch(where, bytes, Use::read, past);
   else if (bytes == 8) history_.change(static_cast<const uint64_t*>(at), Change::other, 0, past);
   else history_.touch(where, bytes, Use::write, past);
-  p.looked = {};
-  if (access != sim::WordAccess::write) {
-    p.looked = {at, bytes, 0};
-    memcpy(&p.looked.value, at, std::min<uint64_t>(bytes, 8));
+  p.looked = access != sim::WordAccess::write;
+  if (access == sim::WordAccess::read) return;
+  if (access == sim::WordAccess::write) does(p);
+  else p.read.clear(); // it may be a compare and swap that is tried again
+}
+
+// A thread that has found the same in a word again and again is in a loop that polls: it goes on when one of the words
+// that it has read there has changed, or when no other thread can go on.
+void Job::read_again(Process& p, const void* at, uint64_t bytes) {
+  constexpr int kStraight = 2; // reads of a word that are no loop yet
+  const auto known = std::find_if(p.read.begin(), p.read.end(), [&](const Read& read) { return read.address == at; });
+  uint64_t value = 0;
+  memcpy(&value, at, std::min<uint64_t>(bytes, 8));
+  if (known == p.read.end() || known->value != value || known->times < kStraight) {
+    pause(Next::access);
+    uint64_t found = 0;
+    memcpy(&found, at, std::min<uint64_t>(bytes, 8));
+    if (known == p.read.end()) p.read.push_back({at, bytes, found, 1});
+    else if (known->value == found) ++known->times;
+    else *known = {at, bytes, found, 1};
+    return;
   }
-  if (access == sim::WordAccess::write) p.polled.clear();
+  if (loops_.insert(line()).second) new_loop_ = {sim::current_grid->running()->process, line()};
+  pause(Next::polled);
+  p.in_vain = has_changed(p) ? 0 : p.in_vain + 1;
+  for (const Read& read : p.read)
+    for (uint64_t place = address_of(read.address) / 4; place <= (address_of(read.address) + read.bytes - 1) / 4;
+         ++place)
+      history_.touch(place, Use::read, under_way(), false);
+  p.read.clear();
+}
+
+// The thread does something else than to read words.
+void Job::does(Process& p) {
+  p.read.clear();
+  p.looked = false;
+  p.in_vain = 0;
+}
+
+std::string Job::line() const {
+  const sim::Grid& grid = *sim::current_grid;
+  const int site = grid.running()->view.site;
+  const std::vector<std::string>& lines = grid.launch().lines;
+  return site >= 0 && static_cast<size_t>(site) < lines.size() ? " (" + lines[static_cast<size_t>(site)] + ")" : "";
 }
 
 void Job::polls() {
@@ -65,23 +104,8 @@ void Job::polls() {
     p.granted = p.subject.word;
     return;
   }
-  if (!p.looked.address) return pause(Next::stirred);
-  const Poll now = p.looked;
-  p.looked = {};
-  const bool again = std::any_of(p.polled.begin(), p.polled.end(), [&](const Poll& poll) {
-    return poll.address == now.address && poll.value == now.value;
-  });
-  if (!again) {
-    p.polled.push_back(now);
-    return;
-  }
-  pause(Next::polled);
-  p.in_vain = has_changed(p) ? 0 : p.in_vain + 1;
-  for (const Poll& poll : p.polled)
-    for (uint64_t place = address_of(poll.address) / 4; place <= (address_of(poll.address) + poll.bytes - 1) / 4;
-         ++place)
-      history_.touch(place, Use::read, under_way(), false);
-  p.polled.clear();
+  if (p.looked) p.looked = false; // the next read shows whether it found the same
+  else pause(Next::stirred);
 }
 
 void Job::wait_begins(const sim::WaitSubject& subject) {
@@ -117,15 +141,18 @@ void Job::begin(const sim::Call& call) {
 
 void Job::touch(const void* at, uint64_t bytes, bool store) {
   ++ranks_[static_cast<size_t>(rank_)].moves;
-  if (!bytes || !is_seen(address_of(at))) return;
+  if (!bytes) return;
+  if (!is_seen(address_of(at))) {
+    if (!setup_.races) not_followed_.insert("shared memory" + line());
+    return;
+  }
   history_.set_apart(first_ && first_ != sim::current_grid->running());
   history_.touch(address_of(at), bytes, store ? Use::write : Use::read, under_way());
 }
 
 void Job::before_sending(const sim::RemoteOperation& operation) {
   Process& p = self();
-  p.polled.clear();
-  p.looked = {};
+  does(p);
   pause(Next::access);
   Past& past = under_way();
   history_.touch(fences_of(rank_, operation.pe), Use::read, past);
@@ -139,6 +166,14 @@ void Job::send(sim::Late&& late) {
   const int pe = late.operation.pe;
   const std::string name = describes_ ? sim::current_grid->latest_call(*sim::current_grid->running()) : "";
   auto operation = std::make_shared<Operation>(Operation{std::move(late), sequence_++, r.fences[pe], name});
+  // The source is read now.
+  const sim::RemoteOperation& sent = operation->late.operation;
+  operation->late.each_run(0, sent.source ? static_cast<uint64_t>(sent.bytes) : 0,
+                           [&](uint64_t, uint64_t from, uint64_t bytes) {
+                             touch(static_cast<const char*>(sent.source) + from, bytes, false);
+                           });
+  if (!setup_.races && sent.source && sent.bytes)
+    not_followed_.insert("writes to the source of a put in flight" + line());
   r.on_the_way[pe].push_back(static_cast<int>(processes_.size()));
   Process& made = processes_.emplace_back();
   made.rank = rank_;
@@ -165,8 +200,7 @@ void Job::reach(const void* word, bool changes) {
 
 void Job::fence(int pe) {
   Process& p = self();
-  p.polled.clear();
-  p.looked = {};
+  does(p);
   pause(Next::access);
   for (int to = 0; to < static_cast<int>(ranks_.size()); ++to) {
     if (pe != -1 && pe != to) continue;
@@ -177,8 +211,7 @@ void Job::fence(int pe) {
 
 void Job::quiet(int pe) {
   Process& p = self();
-  p.polled.clear();
-  p.looked = {};
+  does(p);
   p.pe = pe;
   p.sequence = sequence_;
   pause(Next::quiet);

@@ -11,6 +11,7 @@ namespace explore {
 
 namespace {
 constexpr size_t kMostEvents = 100000; // of an execution
+constexpr double kStallSeconds = 20;   // of an event
 bool has(const std::vector<int>& list, int value) { return std::binary_search(list.begin(), list.end(), value); }
 } // namespace
 
@@ -27,12 +28,15 @@ std::string Explorer::judge() {
 bool Explorer::at_end(Result& result) {
   const size_t events = path_.size();
   result.failure = job_.failure();
+  result.not_followed.assign(job_.not_followed().begin(), job_.not_followed().end());
   result.gave_up = job_.gave_up();
   const bool blocked = result.failure.empty() && job_.enabled().empty();
   if (blocked && !job_.ended()) result.failure = "deadlock: no thread can go on: " + job_.waits();
   else if (blocked) result.failure = judge();
-  else if (result.failure.empty() && events >= kMostEvents) result.failure = "the job does not end";
-  if (!blocked && result.failure.empty()) return false;
+  const bool too_long = !blocked && result.failure.empty() && events >= kMostEvents;
+  if (too_long)
+    result.not_followed.push_back("what comes after " + std::to_string(kMostEvents) + " decisions of a schedule");
+  if (!blocked && result.failure.empty() && !too_long) return false;
   result.events = std::max<uint64_t>(result.events, events);
   result.states = judged_.size();
   if (result.failure.empty()) return true;
@@ -136,8 +140,8 @@ bool Explorer::go_back() {
 
 Result Explorer::all(const Limits& limits) {
   const auto began = std::chrono::steady_clock::now();
-  const auto over = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() > limits.seconds;
+  const auto left = [&] {
+    return limits.seconds - std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   };
   Result result;
   most_preemptions_ = limits.preemptions;
@@ -145,13 +149,17 @@ Result Explorer::all(const Limits& limits) {
   path_.clear();
   size_t known = 0; // how many events are those of the execution before
   for (bool more = true; more; more = go_back(), known = path_.size()) {
-    if (result.schedules + result.cut >= limits.schedules || over() || interrupted_()) return result;
+    if (result.schedules + result.cut >= limits.schedules || left() <= 0 || interrupted_()) return result;
+    job_.limit_event(std::min(kStallSeconds, std::max(1.0, left())));
     job_.restart(false);
     for (size_t depth = 0;; ++depth) {
       if (depth >= path_.size() && at_end(result)) {
-        ++result.schedules;
+        if (job_.stalled() && left() <= 0) result.failure.clear();
+        else if (depth < kMostEvents || !result.failure.empty()) ++result.schedules;
+        if (depth >= kMostEvents || left() <= 0) return result;
         break;
       }
+      if (depth % 64 == 63 && (left() <= 0 || interrupted_())) return result;
       enter(depth);
       Node& node = path_[depth];
       if (node.chosen < 0) {
@@ -160,6 +168,11 @@ Result Explorer::all(const Limits& limits) {
         break;
       }
       job_.step(node.chosen);
+      if (Job::Loop loop = job_.new_loop(); loop.process >= 0) {
+        std::vector<int> schedule;
+        for (size_t i = 0; i <= depth; ++i) schedule.push_back(path_[i].chosen);
+        loops_.emplace_back(std::move(schedule), std::move(loop));
+      }
       const int event = static_cast<int>(depth);
       const std::vector<Race> races = job_.history().races();
       path_[depth].footprint = job_.history().footprint();
@@ -168,13 +181,24 @@ Result Explorer::all(const Limits& limits) {
     }
     if (!result.failure.empty()) return result;
   }
-  result.complete = limits.preemptions < 0;
+  try_loops(result);
+  result.complete = limits.preemptions < 0 && result.not_followed.empty();
   return result;
+}
+
+void Explorer::try_loops(Result& result) {
+  for (const auto& [schedule, loop] : loops_) {
+    job_.restart(false);
+    for (int process : schedule) job_.step(process);
+    job_.poll_in_vain(loop);
+  }
+  result.not_followed.assign(job_.not_followed().begin(), job_.not_followed().end());
 }
 
 Result Explorer::random(uint64_t first_seed, uint64_t seeds, int depth) {
   Result result;
   uint64_t steps = 50; // of an execution, as far as is known
+  job_.limit_event(kStallSeconds);
   for (uint64_t seed = first_seed; seed < first_seed + seeds; ++seed) {
     if (interrupted_()) return result;
     sim::Random random(seed);
@@ -211,6 +235,7 @@ Result Explorer::repeat(const std::vector<int>& schedule) {
   Result result;
   most_preemptions_ = -1;
   path_.clear();
+  job_.limit_event(kStallSeconds);
   job_.restart(true);
   while (!at_end(result)) {
     Node node;

@@ -22,10 +22,11 @@ struct Result {
   uint64_t states = 0;    // of memory at the end, that differ
   uint64_t events = 0;    // of the longest execution
   bool complete = false;
-  std::string failure; // empty: nothing was wrong
-  int gave_up = -1;    // the rank whose record holds the reason
-  uint64_t seed = 0;   // of the failure
-  int preemptions = 0; // of the failing schedule
+  std::vector<std::string> not_followed; // what executions did that can differ in other ways than those explored
+  std::string failure;                   // empty: nothing was wrong
+  int gave_up = -1;                      // the rank whose record holds the reason
+  uint64_t seed = 0;                     // of the failure
+  int preemptions = 0;                   // of the failing schedule
   std::vector<int> schedule;
   std::vector<std::string> texts;
 };
@@ -63,6 +64,8 @@ private:
   bool go_back();
   // Whether the execution has gone to its end, or to a failure, which it notes.
   bool at_end(Result& result);
+  // Finds out whether loops that poll end by themselves: what they do then, while others could go on, is not explored.
+  void try_loops(Result& result);
   std::string judge();
 
   Job job_;
@@ -70,6 +73,7 @@ private:
   std::function<bool()> interrupted_;
   std::map<uint64_t, std::string> judged_; // by digest of memory
   std::vector<Node> path_;
+  std::vector<std::pair<std::vector<int>, Job::Loop>> loops_; // schedules up to where a loop polls
   int most_preemptions_ = -1;
   bool reduces_ = true;
 };

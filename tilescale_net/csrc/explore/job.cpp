@@ -50,6 +50,7 @@ void Job::end() {
   sequence_ = 0;
   failure_.clear();
   gave_up_ = -1;
+  stalled_ = false;
   sim::scheduler = nullptr;
 }
 
@@ -59,7 +60,9 @@ void Job::launch(int rank, const Past& past) {
   r.fibers.clear();
   r.grid.reset();
   if (r.launch == made_of.launches.size()) return;
-  r.grid = std::make_unique<sim::Grid>(made_of.launches[r.launch++], stacks_);
+  sim::Launch next = made_of.launches[r.launch++];
+  next.stall_seconds = event_seconds_;
+  r.grid = std::make_unique<sim::Grid>(next, stacks_);
   int64_t block = 0;
   for (std::vector<sim::Fiber*>& threads : r.grid->threads_of_blocks()) {
     r.fibers.insert(r.fibers.end(), threads.begin(), threads.end());
@@ -95,10 +98,10 @@ bool Job::has_reached(const Process& p) const {
          });
 }
 
-// Of the words that it has polled.
+// Of the words that it has read.
 bool Job::has_changed(const Process& p) {
-  return std::any_of(p.polled.begin(), p.polled.end(),
-                     [](const Poll& poll) { return word_at(poll.address, poll.bytes) != poll.value; });
+  return std::any_of(p.read.begin(), p.read.end(),
+                     [](const Read& read) { return word_at(read.address, read.bytes) != read.value; });
 }
 
 bool Job::may_go(const Process& p) const {
@@ -170,6 +173,18 @@ void Job::step(int process) {
   after(p.rank);
 }
 
+void Job::poll_in_vain(const Loop& loop) {
+  const Process& p = processes_[static_cast<size_t>(loop.process)];
+  int before = p.in_vain;
+  while (!p.done && p.fiber && p.fiber->state == sim::State::paused && failure_.empty()) {
+    if (p.in_vain >= kMostInVain) return;
+    if (p.in_vain < before || (p.next != Next::polled && p.next != Next::access)) break; // it does something else
+    before = p.in_vain;
+    step(loop.process);
+  }
+  not_followed_.insert("a loop that ends after a number of polls without a change" + loop.line);
+}
+
 // What the event has led to beyond the threads that ran.
 void Job::after(int rank) {
   Running& r = ranks_[static_cast<size_t>(rank)];
@@ -178,14 +193,18 @@ void Job::after(int rank) {
       gave_up_ = static_cast<int>(i);
   if (gave_up_ >= 0) failure_ = "rank " + std::to_string(gave_up_) + " gave up";
   const std::string name = "rank " + std::to_string(rank) + ": kernel " + r.grid->launch().kernel + ": ";
+  stalled_ = r.grid->failure() == sim::Failure::deadlock;
   if (r.grid->failure() != sim::Failure::none)
     failure_ = name + r.grid->message() + (r.grid->line().empty() ? "" : " [" + r.grid->line() + "]");
   else if (setup_.races && !r.grid->race().empty()) failure_ = name + r.grid->race();
   if (!failure_.empty() || !r.grid->ended()) return;
   Past all;
   for (const sim::Fiber* fiber : r.fibers) all = joined(all, fiber->past);
-  for (Process& p : processes_)
-    if (p.rank == rank && !p.operation) p.done = true, p.fiber = nullptr;
+  for (Process& p : processes_) {
+    if (p.rank != rank || p.operation) continue;
+    p.done = true;
+    p.fiber = nullptr;
+  }
   launch(rank, all);
 }
 

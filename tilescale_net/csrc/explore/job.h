@@ -13,7 +13,9 @@
 
 #include <deque>
 #include <map>
+#include <set>
 #include <string>
+#include <utility>
 
 namespace tsn {
 namespace explore {
@@ -34,7 +36,7 @@ struct Setup {
   std::vector<Memory> memory;                        // heaps and tensors, ascending, apart from each other
   std::vector<std::pair<uint64_t, uint64_t>> unseen; // begin and end of what kernels use to give up
   size_t stack_bytes = 0;
-  bool races = true; // what the check for races finds ends an execution
+  bool races = true; // what the race detector finds ends an execution
 };
 
 class Job : public sim::Scheduler {
@@ -51,6 +53,20 @@ public:
   bool ended() const;
   // Which block the process belongs to: rank * 2^32 + block; -1: it is an operation on its way.
   int64_t block_of(int process) const;
+  // A thread that runs for so long without a decision ends the execution.
+  void limit_event(double seconds) { event_seconds_ = seconds; }
+  // Whether it has ended so.
+  bool stalled() const { return stalled_; }
+  struct Loop {
+    int process; // -1: none
+    std::string line;
+  };
+  // A loop that polls at a line where none has before in this exploration; asked after a step.
+  Loop new_loop() { return std::exchange(new_loop_, {-1, ""}); }
+  // Lets the thread poll in vain until its loop ends, which is noted as not followed, or seems not to.
+  void poll_in_vain(const Loop& loop);
+  // What executions so far have done that this exploration does not follow, with lines.
+  const std::set<std::string>& not_followed() const { return not_followed_; }
   // Why the execution cannot go on or be right; empty: nothing is wrong so far.
   const std::string& failure() const { return failure_; }
   // The rank that gave up, whose record holds the reason; -1: none has.
@@ -80,9 +96,10 @@ public:
 
 private:
   enum class Next { start, access, wait, polled, stirred, quiet, reach, arrival };
-  struct Poll {
+  struct Read {
     const void* address;
     uint64_t bytes, value;
+    int times;
   };
   struct Operation { // on its way
     sim::Late late;
@@ -100,9 +117,9 @@ private:
     sim::WaitSubject subject{};
     bool waits = false;
     const void* granted = nullptr; // may be read without another decision
-    Poll looked{};                 // since it polled last
-    std::vector<Poll> polled;      // words that hold what it has found there
-    int in_vain = 0;               // how often it went on although they still do
+    bool looked = false;           // since it polled last
+    std::vector<Read> read;        // words, and what it has found there, since it changed or sent something
+    int in_vain = 0;               // how often it went on although they still hold that
     uint64_t moves = 0, sequence = 0, fences = 0;
     int pe = 0;
     const void* word = nullptr; // that it is about to access
@@ -129,6 +146,9 @@ private:
   void after(int rank);
   bool may_go(const Process& p) const;
   static bool has_changed(const Process& p);
+  void read_again(Process& p, const void* at, uint64_t bytes);
+  void does(Process& p);
+  std::string line() const;
   bool may_arrive(const Process& p) const;
   bool has_reached(const Process& p) const;
   void arrive(Process& p, int number);
@@ -153,6 +173,10 @@ private:
   uint64_t sequence_ = 0;
   std::string failure_;
   int gave_up_ = -1, rank_ = 0;
+  double event_seconds_ = 60;
+  bool stalled_ = false;
+  Loop new_loop_{-1, ""};
+  std::set<std::string> loops_, not_followed_;
   const sim::Fiber* first_ = nullptr; // whose event is under way; null: that of a block or an arrival
   bool describes_ = false;
   std::unique_ptr<sim::FaultGuard> guard_;

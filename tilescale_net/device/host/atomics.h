@@ -142,7 +142,7 @@ TSN_TL_VECTOR(4)
 template <typename T>
 inline T AtomicLoad(T* p, int order = 0) {
   using Word = tsn::WordOf<T>;
-  tsn::sim::api().yield(true); // loads are atomic where another thread is waited for
+  tsn::sim::turn_of_others(); // loads are atomic where another thread is waited for
   tsn::sim::visit_word(p, sizeof(T), tsn::sim::WordAccess::read);
   const T value = tsn_bits<T>(__atomic_load_n(reinterpret_cast<const Word*>(p), __ATOMIC_SEQ_CST));
   tsn::sim::Ordering ordering = tsn::sim::device_ordering(order);

@@ -75,6 +75,7 @@ inline Thread& self() {
 }
 
 inline void maybe_yield() {}
+inline void turn_of_others() { sched_yield(); }
 inline void word_access(const void*, WordAccess, Ordering) {}
 inline void word_found(const void*, Ordering) {}
 inline void fenced(uint32_t) {}
@@ -96,6 +97,11 @@ inline Thread& self() { return *tsn_sim_self; }
 // Gives other threads a turn now and then, by the seed; called around every access that they may observe.
 inline void maybe_yield() {
   if (--self().quantum <= 0) api().yield(false);
+}
+
+// Before a load by which a thread may poll. A scheduler sees by the load itself whether it does.
+inline void turn_of_others() {
+  if (!self().scheduled) api().yield(true);
 }
 
 inline void word_access(const void* address, WordAccess access, Ordering ordering) {
