@@ -122,7 +122,6 @@ def matmul_reducing(
             product.store(shape, group, total, results[1], targets[1], pe, at.row[0], at.column[0])
             sending.announce(done, at.part[0] - 1, at.row[0] // bm, thread)
 
-    # Longer than 120 lines: parameters, and what the warpgroups have in common; the two that multiply name their registers.
     @T.prim_func
     def main(
         ctx: N.Context(),

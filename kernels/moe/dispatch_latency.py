@@ -71,7 +71,6 @@ def dispatch_latency(
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
     scale_capacity, scales_width = T.dynamic("scale_capacity"), s.capacity if column_scales else scale_width
 
-    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),

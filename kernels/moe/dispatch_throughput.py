@@ -228,7 +228,6 @@ def dispatch_throughput(
         T.dynamic(n) for n in ("arrivals", "scale_arrivals", "stages", "scale_stages")
     )
 
-    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),

@@ -158,7 +158,6 @@ def combine_nodes(
         T.dynamic(n) for n in ("slot_rows", "slot_value_rows", "bias_rows", "other_bias_rows")
     )
 
-    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),

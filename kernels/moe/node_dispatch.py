@@ -128,7 +128,6 @@ def dispatch_nodes(
     )
     relays, scale_relays = T.dynamic("relays"), T.dynamic("scale_relays")
 
-    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),

@@ -55,20 +55,25 @@ void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
   else p.read.clear(); // it may be a compare and swap that is tried again
 }
 
-// A thread that has found the same in a word again and again is in a loop that polls: it goes on when one of the words
-// that it has read there has changed, or when no other thread can go on.
+// A thread that has found the same in a word at the same place of the kernel again and again is in a loop that polls:
+// it goes on when one of the words that it has read there has changed, or when no other thread can go on.
 void Job::read_again(Process& p, const void* at, uint64_t bytes) {
-  constexpr int kStraight = 2; // reads of a word that are no loop yet
-  const auto known = std::find_if(p.read.begin(), p.read.end(), [&](const Read& read) { return read.address == at; });
-  uint64_t value = 0;
-  memcpy(&value, at, std::min<uint64_t>(bytes, 8));
-  if (known == p.read.end() || known->value != value || known->times < kStraight) {
+  constexpr int kStraight = 2; // reads of a word at a place that are no loop yet
+  const int site = sim::current_grid->running()->view.site;
+  const auto known = std::find_if(p.read.begin(), p.read.end(),
+                                  [&](const Read& read) { return read.address == at && read.site == site; });
+  if (known == p.read.end() || known->times < kStraight || word_at(at, bytes) != known->value) {
     pause(Next::access);
-    uint64_t found = 0;
-    memcpy(&found, at, std::min<uint64_t>(bytes, 8));
-    if (known == p.read.end()) p.read.push_back({at, bytes, found, 1});
-    else if (known->value == found) ++known->times;
-    else *known = {at, bytes, found, 1};
+    const uint64_t found = word_at(at, bytes);
+    const bool changed = std::any_of(p.read.begin(), p.read.end(), [&](const Read& read) {
+      return read.address == at && read.value != found; // the loop goes on with something new
+    });
+    if (!changed && known != p.read.end()) {
+      ++known->times;
+      return;
+    }
+    if (changed) p.read.clear();
+    p.read.push_back({at, bytes, found, site, 1});
     return;
   }
   if (loops_.insert(line()).second) new_loop_ = {sim::current_grid->running()->process, line()};

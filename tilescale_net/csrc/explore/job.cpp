@@ -12,13 +12,13 @@ namespace {
 
 constexpr int kMostInVain = 64; // polls of a thread while no other can go on
 
+} // namespace
+
 uint64_t word_at(const void* p, uint64_t bytes) {
   uint64_t value = 0;
   memcpy(&value, p, std::min<uint64_t>(bytes, 8));
   return value;
 }
-
-} // namespace
 
 Job::Job(Setup setup) : setup_(std::move(setup)), stacks_(setup_.stack_bytes) {
   for (Memory& m : setup_.memory) {

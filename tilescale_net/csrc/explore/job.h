@@ -20,6 +20,8 @@
 namespace tsn {
 namespace explore {
 
+uint64_t word_at(const void* p, uint64_t bytes); // at most 8 bytes of it
+
 struct Memory { // what an execution may change, as it is at first
   uint64_t address, bytes;
   std::vector<char> first;
@@ -99,7 +101,7 @@ private:
   struct Read {
     const void* address;
     uint64_t bytes, value;
-    int times;
+    int site, times;
   };
   struct Operation { // on its way
     sim::Late late;
