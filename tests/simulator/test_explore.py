@@ -119,7 +119,6 @@ def test_the_limit_of_time_bounds_one_schedule_too():
     began = time.monotonic()
     report = _every(small_jobs.does_not_end, seconds=1)
     assert (report.failure, report.complete, report.schedules) == ("", False, 0), report
-    assert report.not_followed == ["what comes after 100000 decisions of a schedule"]
     report = _every(small_jobs.spins, seconds=1, races=False)
     assert not report.complete and (not report.failure or "never sees what others write" in report.failure), report
     assert time.monotonic() - began < 60  # 100,000 decisions alone take minutes
