@@ -12,6 +12,7 @@ import functools
 import inspect
 from dataclasses import dataclass
 
+from tilelang import tvm
 from tvm import DataType, tirx
 from tvm.tirx.analysis import undefined_vars
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
@@ -152,7 +153,11 @@ def _check_variables(func: tirx.PrimFunc, body: tirx.Stmt) -> None:
             buffer.data,
             *(v for v in (*buffer.shape, *buffer.strides, buffer.elem_offset) if isinstance(v, tirx.Var)),
         ]
-    for variable in undefined_vars(body, known):
+    try:
+        undefined = undefined_vars(body, known)
+    except tvm.error.InternalError:
+        return  # T.Persistent uses the variable of a loop before the loop, which TVM's analysis refuses
+    for variable in undefined:
         users: list[tirx.Stmt] = []
 
         def look(node, variable=variable, users=users):
