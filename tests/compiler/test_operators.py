@@ -53,7 +53,7 @@ def i32(value):
         ("flush_async", (), "tsn.flush_async takes 2 arguments, not 1"),
         ("flush_async", (i32(1), i32(2)), "tsn.flush_async takes 2 arguments, not 3"),
         ("flush_async", (tirx.IntImm("int64", 1),), "argument 'pe' has type int64 instead of int32"),
-        ("wait", ("warp", "about", i32(0), i32(0)), "'about' is not a Compare"),
+        ("wait", ("warp", "about", i32(0), i32(0), i32(0)), "'about' is not a Compare"),
     ],
 )
 def test_bad_calls(name, arguments, message):
