@@ -67,7 +67,7 @@ def _sources(traces, monkeypatch):
     """Other sources, or other modules in the place of the package's own."""
     before = len(_kept())
     with monkeypatch.context() as m:
-        m.setattr(kernel_keys, "_sources", lambda: "another")
+        m.setattr(kernel_keys, "sources", lambda: "another")
         assert traces.of(p2p.push, 64, threads=32)[1] == 1 and len(_kept()) == before + 1
     with monkeypatch.context() as m:
         m.setattr(kernel_keys, "_IMPORTED", 0.0)
