@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tilescale_net.runtime.world import World
 
 _Object = TypeVar("_Object", bound="Collective")
+_Made = TypeVar("_Made")
 
 # Blocks that the simulator runs at once.
 SIMULATOR_BLOCKS = 64
@@ -57,9 +59,16 @@ def check_chunk(name: str, chunk_bytes: int) -> None:
 class _Constructed(type):
     """Gives back what an object has allocated whose construction fails."""
 
-    def __call__(cls, *args: Any, **named: Any) -> Any:
+    # Declared to return the instance, so that type checkers take the arguments from `__init__`.
+    def __call__(cls: type[_Made], *args: Any, **named: Any) -> _Made:
         with heap.attempt():
-            return super().__call__(*args, **named)
+            return type.__call__(cls, *args, **named)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The constructor's: `inspect` would show that of `__call__`."""
+        signature = inspect.signature(inspect.getattr_static(cls, "__init__"))
+        return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=signature.empty)
 
 
 class Collective(MadeByRanks, metaclass=_Constructed):

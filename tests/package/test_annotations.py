@@ -50,6 +50,11 @@ def host_classes(base: type = Collective) -> Iterator[type]:
             yield from host_classes(cls)
 
 
+def test_host_classes_show_the_arguments_of_their_constructors():
+    for cls in host_classes():
+        assert list(inspect.signature(cls).parameters) == list(inspect.signature(cls.__init__).parameters)[1:], cls
+
+
 def test_every_public_signature_is_annotated():
     for module in pkgutil.walk_packages(tilescale_net.kernels.__path__, "tilescale_net.kernels."):
         importlib.import_module(module.name)
