@@ -1,5 +1,6 @@
 """Which GPU a rank gets: what the program has bound or chosen, what it is shown, what the launcher has set."""
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -45,11 +46,18 @@ def test_which_gpu(monkeypatch, count, current, local_rank, of_world, of_group):
 def test_two_ranks_with_one_gpu(shared):
     memory = cuda_memory.CudaMemory.__new__(cuda_memory.CudaMemory)
     memory.ordinal, memory._shared = 0, shared
-    memory._growing = SimpleNamespace(map_peer=lambda pe, pid, name: 4096)
-    memory._rt = SimpleNamespace(cudaDeviceGetPCIBusId=lambda size, ordinal: (0, b"0000:0A:00.0\0"))
-    assert memory.map_peer(1, (7, b"", "0000:0B:00.0")) == 4096
+    block = ctypes.create_string_buffer(1 << 16)  # the heap of the peer
+    memory._growing = SimpleNamespace(map_peer=lambda pe, pid, name: ctypes.addressof(block))
+    memory._rt = SimpleNamespace(
+        cudaDeviceGetPCIBusId=lambda size, ordinal: (0, b"0000:0A:00.0\0"),
+        cudaMemcpyKind=SimpleNamespace(cudaMemcpyDefault=4),
+        cudaMemcpy=lambda to, source, nbytes, kind: (ctypes.memmove(to, source, nbytes), (0,))[1],
+    )
+    word = 77  # by which peers know this heap
+    ctypes.c_uint64.from_buffer(block, cuda_memory._WORD).value = word
+    assert memory.map_peer(1, (7, b"", "0000:0B:00.0", word)) == ctypes.addressof(block)
     if shared:
-        assert memory.map_peer(1, (7, b"", "0000:0A:00.0")) == 4096
+        assert memory.map_peer(1, (7, b"", "0000:0A:00.0", word)) == ctypes.addressof(block)
     else:
         with pytest.raises(ConfigurationError, match="PE 1 has the GPU of this rank, 0000:0A:00.0"):
-            memory.map_peer(1, (7, b"", "0000:0A:00.0"))
+            memory.map_peer(1, (7, b"", "0000:0A:00.0", word))
