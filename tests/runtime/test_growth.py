@@ -105,7 +105,7 @@ def _lost_while_it_grows(turn: int) -> None:
     agree = world.heap._agree
 
     def too_late(call, *arguments, **spoken):
-        if arguments == ("initialised",):
+        if arguments[0].startswith("initialised"):
             os.kill(os.getpid(), signal.SIGKILL)
         agree(call, *arguments, **spoken)
 
