@@ -6,7 +6,7 @@ namespace tsn::launch {
 
 namespace {
 constexpr Py_ssize_t kMostValues = 64;
-}
+} // namespace
 
 Bound::Bound(PyObject* function, PyObject* first, std::vector<std::pair<int, Range>> ranges, PyObject* otherwise)
     : function_(function), first_(first), otherwise_(otherwise), ranges_(std::move(ranges)) {
