@@ -3,19 +3,21 @@
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
+import tilescale_net
+
 MODULES = ("_native", "_simulator")
-_FOLDER = Path(__file__).resolve().parents[1]
 
 
 def lacking() -> str | None:
     """What to do where an extension module is not there for this Python; None where all are. Loads none of them."""
     if all(importlib.util.find_spec(f"tilescale_net.{name}") for name in MODULES):
         return None
+    # Where the import system looks; files of a checkout may be links into another one.
+    folder = tilescale_net.__path__[0]
     return (
-        f"the native part of tilescale_net is not built for Python {sys.version_info[0]}.{sys.version_info[1]} in {_FOLDER}; "
+        f"the native part of tilescale_net is not built for Python {sys.version_info[0]}.{sys.version_info[1]} in {folder}; "
         "run `bash launch.sh --setup-only` or `pip install -e .` in the checkout"
     )
 
