@@ -79,7 +79,10 @@ def test_a_checkout_that_is_not_built(script, tmp_path, monkeypatch):
         os.path.join(ROOT, "tilescale_net"), package, ignore=shutil.ignore_patterns("*.so", "csrc", "kernels")
     )
     done = subprocess.run(
-        [sys.executable, str(package / "launch"), script("")], env=clean_environment(), capture_output=True, text=True
+        [sys.executable, str(package / "launch"), script("import tilescale_net")],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and done.stderr.startswith(f"launch.sh: {said}") and not script.pids(), done
     monkeypatch.setattr(native_part, "MODULES", ("_nowhere",))

@@ -61,7 +61,8 @@ def start(arguments: list[str]) -> int:
     if folder := import_folder(_script(arguments)):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     os.environ.update(private_folder.for_tilelang())
-    if missing := native_part.lacking():
+    imports = _imports_the_package(arguments)
+    if imports and (missing := native_part.lacking()):
         messages.refuse(missing)
     command = [sys.executable, *arguments]
     if environment.srun_starts_ranks():
@@ -71,7 +72,7 @@ def start(arguments: list[str]) -> int:
     gpus = 0 if settings.DEVICE.get() == "simulator" else environment.visible_gpus()
     environment.check_ranks(ranks, gpus)
     shared = environment.job(ranks)
-    forked = not gpus and _imports_the_package(arguments) and forking.preload(shared)
+    forked = not gpus and imports and forking.preload(shared)
     try:
         forking.status = Job(command, ranks, shared, forking.Process if forked else subprocess.Popen).run()
         return forking.status
