@@ -295,6 +295,7 @@ def _differ() -> list[str]:
         [dispatch, lambda b: b.low_latency_dispatch(x, idx, 12, EXPERTS, use_fp8=False)],
     ):
         buffer = tilescale_net.deep_ep.Buffer(group, 1 << 20, low_latency_mode=True)
+        x, idx = x.to(tsn.device()), idx.to(tsn.device())
         calls[0](buffer)
         if len(said) != 0:
             calls[1](buffer)

@@ -180,7 +180,7 @@ def _inputs() -> tuple[torch.Tensor, ...]:
 
 
 def _saved() -> tuple[bytes, bytes]:
-    module, given = _Doubled(), [t.to(tsn.device()) for t in _inputs()]
+    module, given = _Doubled().to(tsn.device()), [t.to(tsn.device()) for t in _inputs()]
     copied = copy.deepcopy(module)
     assert copied.layer is module.layer and copied.gather is module.gather and copied.scale is not module.scale
     whole, program = io.BytesIO(), io.BytesIO()
