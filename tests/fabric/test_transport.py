@@ -245,7 +245,7 @@ def test_what_a_killed_job_has_left_goes_with_the_next(library):
 
 
 @pytest.mark.parametrize("library", [p[1] for p in PROVIDERS if p[2] == "shm"])
-@pytest.mark.skipif(not hosts.possible(), reason="needs root")
+@pytest.mark.skipif(not hosts.possible(), reason="lacks root")
 def test_endpoints_stay_while_processes_of_another_pid_namespace_come_and_go(library):
     """A container that shares /dev/shm does not see the process that owns them."""
     end = End(0, library=library, provider="shm")

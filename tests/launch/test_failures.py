@@ -321,7 +321,7 @@ def test_a_sandbox_that_refuses_pidfd_open(script):
     assert not alive(script.pids())
 
 
-@pytest.mark.skipif(not hosts.possible(), reason="needs root")
+@pytest.mark.skipif(not hosts.possible(), reason="lacks root")
 def test_loopback_that_is_down(script):
     begin = time.monotonic()
     done = _in([lacking.program("unshare", "util-linux"), "--net"], "pass", script("pass"))

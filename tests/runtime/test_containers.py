@@ -29,7 +29,7 @@ def _in_a_container() -> tuple[int, int]:
     return os.getpid(), nodes
 
 
-@pytest.mark.skipif(not hosts.possible(), reason="needs root")
+@pytest.mark.skipif(not hosts.possible(), reason="lacks root")
 def test_containers_are_hosts():
     """Both ranks are process 1: by its number each would take itself for the other."""
     env = {"TSN_FABRIC_INTERFACE": "lo", "TSN_DEVICE": "simulator"}
@@ -70,7 +70,7 @@ def _without_loopback(launched: bool) -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.skipif(not hosts.possible(), reason="needs root")
+@pytest.mark.skipif(not hosts.possible(), reason="lacks root")
 @pytest.mark.parametrize("launched", [False, True], ids=["one rank", "ranks of one host"])
 def test_loopback_that_is_down_is_named(launched):
     assert max(ranks.run(1 + launched, _without_loopback, launched, init=False, env={"TSN_DEVICE": "simulator"})) < 10

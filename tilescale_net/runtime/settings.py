@@ -242,6 +242,12 @@ PYTHON = Setting(
     "launch.sh: interpreter to use as it is; otherwise an active virtual environment, `.venv`, python3 or a new `.venv`",
 )
 VENV = Setting("TSN_VENV", values.text, "", "launch.sh: folder of that virtual environment", "`.venv`")
+CHECKOUT = Setting(
+    "TSN_CHECKOUT",
+    values.text,
+    "",
+    "for scripts around a checkout: its folder; the package does not read it",
+)
 BUILD = Setting("TSN_BUILD", values.flag, True, "launch.sh: 0: never build the native part", "1")
 LIBFABRIC_INCLUDE = Setting(
     "TSN_LIBFABRIC_INCLUDE",
@@ -273,7 +279,7 @@ SECTIONS: dict[str, tuple[Setting, ...]] = {
     "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_RACES, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
     "Launcher and build": (
         *(GPUS, NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, OUTPUT),
-        *(JOB, PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),
+        *(JOB, PYTHON, VENV, CHECKOUT, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),
     ),
     "Tests": (TEST_ORDERING, CHAOS_SEEDS),
 }

@@ -147,7 +147,7 @@ def _on_hosts(seed: int, begun: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not hosts.possible(), reason="needs root: hosts are network namespaces")
+@pytest.mark.skipif(not hosts.possible(), reason="lacks root: hosts are network namespaces")
 @pytest.mark.parametrize("fault", ["kill", "cable"])
 def test_a_host_is_lost(fault, tmp_path):
     begun = str(tmp_path / "begun")
