@@ -133,7 +133,7 @@ class BecomeRank(BaseException):
         status = 1
         try:
             with open(script, "rb") as file:
-                code = compile(file.read(), script, "exec")
+                code = compile(file.read(), script, "exec", dont_inherit=True)
             exec(code, vars(main))
             status = 0
         except SystemExit as end:
