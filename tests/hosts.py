@@ -4,6 +4,7 @@ and PID namespaces. Needs root."""
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -32,12 +33,17 @@ def enter(name: str) -> None:
         raise OSError(ctypes.get_errno(), f"cannot enter host {name}")
     if names := os.environ.get(NAMES):
         file = f"{names}.{name.rpartition('-')[2]}".encode()
-        if (
-            libc.unshare(_NEW_MOUNTS)
-            or libc.mount(None, b"/", None, _PRIVATE, None)
-            or libc.mount(file, b"/etc/hosts", None, _BIND, None)
-        ):
+        if libc.unshare(_NEW_MOUNTS) or _keep_mounts(libc) or libc.mount(file, b"/etc/hosts", None, _BIND, None):
             raise OSError(ctypes.get_errno(), f"host {name} cannot have an /etc/hosts of its own")
+
+
+def _keep_mounts(libc: ctypes.CDLL) -> int:
+    """Let mounts of this process stay in its namespace; other than 0 where that fails.
+
+    The root of a chroot is no mount, and whoever made it has chosen where mounts in it go.
+    """
+    failed = libc.mount(None, b"/", None, _PRIVATE, None)
+    return failed if ctypes.get_errno() != errno.EINVAL else 0
 
 
 def enter_container() -> None:
@@ -48,7 +54,7 @@ def enter_container() -> None:
     if child := os.fork():
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if libc.mount(b"none", b"/", None, _PRIVATE, None) or libc.mount(b"proc", b"/proc", b"proc", 0, None):
+    if _keep_mounts(libc) or libc.mount(b"proc", b"/proc", b"proc", 0, None):
         raise OSError(ctypes.get_errno(), "cannot mount /proc")
 
 

@@ -22,7 +22,7 @@ from tilescale_net.trace import host_calls
 
 # What one rank sends first of every call, bytes: a digest of the whole text, the sizes of what follows here and of a value that
 # follows in another message, the beginning of the text, and a value that has room behind it.
-_RECORD, _DIGEST, _HEAD = 512, 32, 48
+_RECORD, _DIGEST, _HEAD = 1024, 32, 48
 _LARGEST = 64 << 20  # bytes of a value that `gather` takes from a rank
 _REASON = 2.0  # seconds that the watchdog may take longer than gloo to learn why a connection closed
 _LOOK = datetime.timedelta(seconds=0.25)  # between looks, while gloo waits, at whether the call can still finish

@@ -249,7 +249,8 @@ def _many() -> None:
     assert not any(died() for died in made)
     assert len(tsn.world().heap._freed) <= 32
     after = _kept()
-    assert after[1:] == before[1:] and after[0] <= before[0] + 2, (before, after)
+    # A hundred objects: each would leave one mapping or more.
+    assert after[1:] == before[1:] and after[0] <= before[0] + 10, (before, after)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
