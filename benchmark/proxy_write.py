@@ -53,7 +53,7 @@ def parse():
         "--link-gbps", type=positive_float, metavar="G", help="rate of one channel, for BusBW; else measured"
     )
     parser.add_argument("--provider", metavar="NAME", help="libfabric provider (TSN_PROVIDER, else the best one)")
-    text = "pieces in which proxy and bare writer post (TSN_PROXY_CHUNK, else 1M)"
+    text = "pieces in which proxy and bare writer post (TSN_PROXY_CHUNK)"
     parser.add_argument("--chunk", type=byte_count, metavar="SIZE", help=text)
     parser.add_argument("--put", type=byte_count, metavar="SIZE", help="bytes of one descriptor (the whole write)")
     text = "channels of the Multi configurations; 0: one for each NIC near the GPU (2 in the simulator)"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from benchmark.common.environment import is_rank_zero
 from benchmark.common.table import load_baseline
 from tilescale_net.cli.arguments import non_negative_int, positive_float, positive_int, writable_file
-from tilescale_net.runtime import setting
+from tilescale_net.runtime import settings
 
 __all__ = ["non_negative_int", "positive_float", "positive_int"]  # which benchmarks take from here
 
@@ -19,7 +19,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: not a size, or not a whole number of bytes.
     """
-    value = setting.size_of(text)
+    value = settings.size_of(text)
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return int(value)
@@ -51,7 +51,7 @@ def parse_sizes(text: str) -> list[int]:
 def format_bytes(count: int) -> str:
     """The shortest exact form: 2048 is `2K`, 1048576 is `1M`, 1000 is `1000`."""
     for suffix in ("T", "G", "M", "K"):
-        unit = setting.SUFFIXES[suffix]
+        unit = settings.SUFFIXES[suffix]
         if count and count % unit == 0:
             return f"{count // unit}{suffix}"
     return str(count)

@@ -8,7 +8,7 @@ import time
 
 from tilescale_net import _native, fabric
 from tilescale_net.errors import FabricError
-from tilescale_net.runtime import providers
+from tilescale_net.runtime import settings
 
 SYSTEM, BUNDLED = "libfabric.so.1", fabric.bundled_library()
 
@@ -25,7 +25,7 @@ def _providers() -> list[tuple[str, str, str]]:
         for provider in ("tcp", "tcp;ofi_rxm", "shm", "sockets"):
             if provider in offered:
                 found.append((f"{name}-{version}-{provider}", library, provider))
-        found += [(f"{name}-{version}-{own}", library, own) for own in providers.OWN_TRANSPORTS]
+        found += [(f"{name}-{version}-{own}", library, own) for own in settings.OWN_TRANSPORTS]
     return found
 
 

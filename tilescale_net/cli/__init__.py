@@ -71,9 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _settings(args: argparse.Namespace) -> int:
-    from tilescale_net.cli import settings_page
-
-    print(settings_page.page(), end="")
+    print(settings.page(), end="")
     return 0
 
 

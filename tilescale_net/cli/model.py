@@ -201,7 +201,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def _collectives(args: argparse.Namespace, network: Network) -> int:
     """The same of collectives."""
     from tilescale_net.cli import model_collectives
-    from tilescale_net.runtime.setting import parse_bytes
+    from tilescale_net.runtime.settings import parse_bytes
 
     nbytes = parse_bytes(args.bytes, "--bytes")
     found = model_collectives.expectations(nbytes, args.nodes, args.gpus, network, NVLINK)

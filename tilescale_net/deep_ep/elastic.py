@@ -81,7 +81,7 @@ class ElasticBuffer(MadeByRanks):
         allow_multiple_reduction: False: a sum is rounded once. Where rows are summed before they travel, with do_expand and on
             several nodes, they travel in float32 then, which takes twice the time and memory.
         The others change nothing: results never depend on timing, each rank sums its experts' rows before they travel, and
-        TSN_TIMEOUT, 100 seconds by default, limits waits of the host and of the GPU in the place of num_cpu_timeout_secs and
+        TSN_TIMEOUT limits waits of the host and of the GPU in the place of num_cpu_timeout_secs and
         num_gpu_timeout_secs. Rows cross the network once per node.
 
     Attributes:

@@ -9,7 +9,7 @@ import subprocess
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch.messages import refuse, say
 from tilescale_net.runtime import addresses, settings, slurm
-from tilescale_net.runtime.setting import Setting
+from tilescale_net.runtime.settings import Setting
 
 LOADING = settings.MODULE_LOADING.name
 MOST_SIMULATED = 64  # ranks on a machine without a GPU; each is a Python process with torch in it

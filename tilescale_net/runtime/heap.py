@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilescale_net.errors import HeapError, PeerLost
-from tilescale_net.runtime import setting
+from tilescale_net.runtime import settings
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.memory import Memory
 
@@ -207,7 +207,7 @@ class Heap:
     def advice(self, sizes: Sequence[int]) -> str:
         """What to do about tensors of these sizes, for which there is no room."""
         wanted = self.size_to_hold(sizes)
-        if wanted > setting.MOST_BYTES:
+        if wanted > settings.MOST_BYTES:
             return "choose smaller sizes: this is more than any memory holds"
         return f"set TSN_HEAP_SIZE={wanted} (or init(heap_bytes={wanted})) or more"
 

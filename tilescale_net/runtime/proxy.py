@@ -9,7 +9,7 @@ import torch
 
 from tilescale_net import errors, fabric
 from tilescale_net.errors import ConfigurationError, TileScaleError, WaitTimeout
-from tilescale_net.runtime import cpu_lists, settings
+from tilescale_net.runtime import settings
 
 
 def start(world) -> tuple[RunningProxy, int, int]:
@@ -192,7 +192,7 @@ def _cpus(memory) -> list[int]:
     if cpus == "node":
         path = Path(f"/sys/bus/pci/devices/{_pci_address(memory)}/local_cpulist")
         try:
-            cpus = cpu_lists.cpu_list(path.read_text().strip(), str(path))
+            cpus = settings.cpu_list(path.read_text().strip(), str(path))
         except OSError as err:
             raise ConfigurationError(
                 f"TSN_PROXY_CPUS=node: the CPUs near the GPU cannot be read from {path} ({err.strerror}); list them"

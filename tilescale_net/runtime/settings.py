@@ -11,283 +11,433 @@ the native part if that is there.)
 import contextlib
 import difflib
 import logging
+import math
 import os
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import cpu_lists, providers
-from tilescale_net.runtime import setting_values as values
-from tilescale_net.runtime.setting import MOST_BYTES, Setting, parse_bytes
+from tilescale_net.errors import ConfigurationError, FabricError
 
 log = logging.getLogger("tilescale_net")
 
+T = TypeVar("T")
+MOST_BYTES = 1 << 60  # more than any memory holds
+SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """A row of the table of settings.
+
+    Attributes:
+        name: of the environment variable.
+        parse: (text, name) -> value; raises ConfigurationError that names the variable.
+        default: the value where the variable is absent or empty.
+        meaning: one line of markdown for docs/settings.md.
+        shown: the default as the page shows it, where the value alone does not say enough.
+    """
+
+    name: str
+    parse: Callable[[str, str], T]
+    default: T
+    meaning: str
+    shown: str | None = None
+
+    @property
+    def default_text(self) -> str:
+        """The default as markdown."""
+        if self.shown is not None or self.default in (None, "", []):
+            return self.shown or ""
+        if isinstance(self.default, str):
+            return f"`{self.default}`"
+        if isinstance(self.default, int) and self.parse is parse_bytes:
+            return _bytes_text(self.default)
+        return f"{self.default:g}"
+
+    def get(self) -> T:
+        """The value in force. Raises ConfigurationError when the variable's text is not one of its values."""
+        text = os.environ.get(self.name, "").strip()
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ConfigurationError(f"{self.name}={text!r} is not text in UTF-8")
+        return self.parse(text, self.name) if text else self.default
+
+
+def _bytes_text(nbytes: int) -> str:
+    """A whole number of bytes as `parse_bytes` takes it, with the largest suffix that divides it."""
+    suffix, unit = next((s, unit) for s, unit in reversed(SUFFIXES.items()) if nbytes % unit == 0)
+    return f"{nbytes // unit}{suffix}"
+
+
+def size_of(text: str) -> float:
+    """Bytes from text such as `4096`, `64M` or `1.5GiB` (powers of two). Raises ValueError for what is no size."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write bytes with an optional K, M, G or T, e.g. 512M")
+    return float(match.group(1)) * SUFFIXES[match.group(2).upper()]
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Bytes from text such as `4096`, `64M` or `1.5G` (powers of two). Raises ConfigurationError that names `name`."""
+    try:
+        found = size_of(text)
+    except ValueError as err:
+        raise ConfigurationError(f"{name}={err}") from None
+    if found > MOST_BYTES:
+        raise ConfigurationError(f"{name}={text!r} is more than any memory holds")
+    return int(found)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def _text(value: str, name: str) -> str:
+    """Any text."""
+    return value
+
+
+def _chaos(value: str, name: str) -> str:
+    """What csrc/fabric/chaos_options.cpp takes; any text where the native part is not built, and so no network either."""
+    try:
+        from tilescale_net import _native
+    except ImportError:
+        return value
+    try:
+        if value != "off":
+            _native.parse_chaos(value)
+    except FabricError as err:
+        raise ConfigurationError(f"{name}={value!r}: {str(err).removeprefix('chaos: ')}") from None
+    return value
+
+
+def _new_file(value: str, name: str) -> str:
+    """Path of a file that can be written."""
+    folder = os.path.dirname(os.path.abspath(value))
+    if not os.path.isdir(folder):
+        raise ConfigurationError(f"{name}={value}: there is no folder {folder}")
+    if os.path.isdir(value) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{name}={value}: no file can be written there")
+    return value
+
+
+def _words(value: str, name: str) -> list[str]:
+    """Words as a shell splits them."""
+    try:
+        return shlex.split(value)
+    except ValueError as err:
+        raise ConfigurationError(f"{name}={value!r} cannot be split into words ({err})") from None
+
+
+def _number(minimum: float, maximum: float = 1e9) -> Callable[[str, str], float]:
+    """A number within limits."""
+
+    def parse(value: str, name: str) -> float:
+        try:
+            found = float(value)
+        except ValueError:
+            raise ConfigurationError(f"{name}={value!r} is not a number") from None
+        if not math.isfinite(found):
+            raise ConfigurationError(f"{name}={value!r} is not a finite number")
+        if found < minimum:
+            raise ConfigurationError(f"{name}={value} is below the minimum of {minimum:g}")
+        if found > maximum:
+            raise ConfigurationError(f"{name}={value} is above the maximum of {maximum:g}")
+        return found
+
+    return parse
+
+
+def _whole(minimum: int, maximum: int = 1 << 53) -> Callable[[str, str], int]:
+    """A whole number within limits."""
+    within = _number(minimum, maximum)
+
+    def parse(value: str, name: str) -> int:
+        try:
+            found = int(value)
+        except ValueError:
+            raise ConfigurationError(f"{name}={value!r} is not a whole number") from None
+        within(value, name)
+        return found
+
+    return parse
+
+
+def _power_of_two(minimum: int) -> Callable[[str, str], int]:
+    """A power of two."""
+    at_least = _whole(minimum)
+
+    def parse(value: str, name: str) -> int:
+        found = at_least(value, name)
+        if found & (found - 1):
+            raise ConfigurationError(
+                f"{name}={value} is not a power of two; write {1 << found.bit_length()} for example"
+            )
+        return found
+
+    return parse
+
+
+def _one_of(*names: str) -> Callable[[str, str], str]:
+    """One of some words, in either case."""
+
+    def parse(value: str, name: str) -> str:
+        if value.lower() not in names:
+            raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(names)}")
+        return value.lower()
+
+    return parse
+
+
+def _flag(value: str, name: str) -> bool:
+    """0 or 1."""
+    if value not in ("0", "1"):
+        raise ConfigurationError(f"{name}={value!r} is neither 0 nor 1")
+    return value == "1"
+
+
+_CPUS = 1 << 16  # more than any machine has
+
+
+def _cpus(value: str, name: str) -> str | list[int]:
+    """CPUs such as `2,3` or `4-7`, or the word `node`."""
+    if value == "node":
+        return value
+    return cpu_list(value, name)
+
+
+def cpu_list(value: str, name: str) -> list[int]:
+    """CPUs as Linux writes them: `2,3`, `4-7`."""
+    found: list[int] = []
+    try:
+        for part in value.split(","):
+            first, _, last = part.partition("-")
+            some = range(int(first), int(last or first) + 1)
+            if not some or some[-1] >= _CPUS:
+                raise ValueError
+            found += some
+    except ValueError:
+        raise ConfigurationError(f"{name}={value!r} is not a list such as 2,3 or 4-7") from None
+    return found
+
+
+# Of libfabric 1.17 to 2.x. A utility provider stands behind the one that it builds on: `tcp;ofi_rxm`.
+PROVIDERS = (
+    *("bgq", "cxi", "efa", "efa-direct", "gni", "lnx", "lpp", "net", "opx", "psm", "psm2", "psm3", "rstream", "shm"),
+    *("sm2", "sockets", "tcp", "ucx", "udp", "usnic", "verbs"),
+    *("ofi_rxm", "ofi_rxd", "ofi_mrail"),
+)
+
+# Transports that are not libfabric's, by the names that csrc/fabric/factory.cpp has for them.
+OWN_TRANSPORTS: tuple[str, ...] = ()
+
+
+def _provider(value: str, name: str) -> str:
+    """Name of a libfabric provider, or of a transport of our own.
+
+    Whether the libfabric at hand offers it is seen when a network is requested.
+
+    Any name is taken where FI_PROVIDER_PATH gives libfabric further ones.
+    """
+    for part in value.split(";"):
+        if part.lower() not in (*PROVIDERS, *OWN_TRANSPORTS) and not os.environ.get("FI_PROVIDER_PATH"):
+            near = difflib.get_close_matches(part.lower(), PROVIDERS, n=1)
+            advice = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigurationError(f"{name}={value!r}: libfabric has no provider {part!r}{advice}")
+    return value
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
 DEVICE = Setting(
     "TSN_DEVICE",
-    values.one_of("auto", "cuda", "simulator"),
+    _one_of("auto", "cuda", "simulator"),
     "auto",
     "`cuda`, `simulator` or `auto`: a GPU where there is one",
-    "`auto`",
 )
+# Where HEAP_SIZE and HEAP_LIMIT do not say; on a GPU a heap does not grow.
+HEAP_ON_GPU, HEAP_SIMULATED, LIMIT_SIMULATED = 1 << 30, 256 << 20, 4 << 30
 HEAP_SIZE = Setting(
     "TSN_HEAP_SIZE",
     parse_bytes,
     None,
     "bytes of the symmetric heap (K, M, G)",
-    "1G on a GPU, 256M in the simulator",
+    f"{_bytes_text(HEAP_ON_GPU)} on a GPU, {_bytes_text(HEAP_SIMULATED)} in the simulator",
 )
 HEAP_LIMIT = Setting(
     "TSN_HEAP_LIMIT",
     parse_bytes,
     None,
     "bytes to which a full heap grows, for which addresses are reserved (K, M, G); `0`: it does not grow",
-    "4G in the simulator, `0` on a GPU",
+    f"{_bytes_text(LIMIT_SIMULATED)} in the simulator, `0` on a GPU",
 )
 TIMEOUT = Setting(
     "TSN_TIMEOUT",
-    values.number(0.01),
+    _number(0.01),
     100.0,
     "seconds that a device-side wait or a collective call may take; ranks may come that far apart to a call",
-    "100",
 )
 HEARTBEAT_TIMEOUT = Setting(
-    "TSN_HEARTBEAT_TIMEOUT",
-    values.number(1.0),
-    15.0,
-    "seconds of silence after which a rank of another host counts as lost",
-    "15",
+    "TSN_HEARTBEAT_TIMEOUT", _number(1.0), 15.0, "seconds of silence after which a rank of another host counts as lost"
 )
 VIRTUAL_NODES = Setting(
-    "VIRTUAL_NODES",
-    values.whole(1),
-    1,
-    "split the ranks of a host into nodes that talk only through the fabric",
-    "1",
+    "VIRTUAL_NODES", _whole(1), 1, "split the ranks of a host into nodes that talk only through the fabric"
 )
 MODULE_LOADING = Setting(
     "CUDA_MODULE_LOADING",
-    values.text,
+    _text,
     "",
     "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (see docs/proxy.md)",
 )
 NVTX = Setting(
-    "TSN_NVTX",
-    values.flag,
-    False,
-    "1: calls of collectives and of `AllToAll` are NVTX ranges, for Nsight Systems",
-    "0",
+    "TSN_NVTX", _flag, False, "1: calls of collectives and of `AllToAll` are NVTX ranges, for Nsight Systems"
 )
-LIBCUDA = Setting("TSN_LIBCUDA", values.text, "", "the CUDA driver library", "`libcuda.so.1`")
-CACHE_HOME = Setting(
-    "XDG_CACHE_HOME", values.text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`"
-)
+LIBCUDA = Setting("TSN_LIBCUDA", _text, "", "the CUDA driver library", "`libcuda.so.1`")
+CACHE_HOME = Setting("XDG_CACHE_HOME", _text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`")
 TUNED = Setting(
-    "TSN_TUNED",
-    values.flag,
-    True,
-    "`0`: what `tilescale_net.tuning` has found is not used; that of rank 0 counts",
-    "1",
+    "TSN_TUNED", _flag, True, "`0`: what `tilescale_net.tuning` has found is not used; that of rank 0 counts"
 )
 
 TRACE = Setting(
     "TSN_TRACE",
-    values.new_file,
+    _new_file,
     "",
     "file to write a timeline of all ranks to, which ui.perfetto.dev opens; see docs/debugging.md",
 )
 TRACE_EVENTS = Setting(
     "TSN_TRACE_EVENTS",
-    values.whole(16),
+    _whole(16),
     1 << 16,
     "events of 64 bytes that a rank keeps of its host calls, of its kernels and of each proxy thread; the oldest go first",
-    "65536",
 )
 
 LIBFABRIC = Setting(
     "TSN_LIBFABRIC",
-    values.text,
+    _text,
     "",
     "the libfabric to load; without it `/opt/amazon/efa`, the system's and the `mpich` wheel's are tried in turn",
 )
 PROVIDER = Setting(
     "TSN_PROVIDER",
-    providers.provider,
+    _provider,
     "",
     "libfabric provider, such as `efa`, `tcp`, `tcp;ofi_rxm`, `shm`",
     "the best one offered",
 )
 FABRIC_INTERFACE = Setting(
-    "TSN_FABRIC_INTERFACE",
-    values.text,
-    "",
-    "network interfaces or domains, comma-separated",
-    "loopback on one host",
+    "TSN_FABRIC_INTERFACE", _text, "", "network interfaces or domains, comma-separated", "loopback on one host"
 )
-RAILS = Setting("TSN_RAILS", values.whole(0), 0, "endpoints to use; 0: one per NIC near the GPU", "0")
-PROXY_QUEUES = Setting(
-    "TSN_PROXY_QUEUES", values.whole(1), 1, "device queues; operations to a PE use queue PE % queues", "1"
-)
-PROXY_THREADS = Setting("TSN_PROXY_THREADS", values.whole(1), 1, "proxy threads, each with endpoints of its own", "1")
+RAILS = Setting("TSN_RAILS", _whole(0), 0, "endpoints to use; 0: one per NIC near the GPU")
+PROXY_QUEUES = Setting("TSN_PROXY_QUEUES", _whole(1), 1, "device queues; operations to a PE use queue PE % queues")
+PROXY_THREADS = Setting("TSN_PROXY_THREADS", _whole(1), 1, "proxy threads, each with endpoints of its own")
 PROXY_PEER_THREADS = Setting(
     "TSN_PROXY_PEER_THREADS",
-    values.whole(1),
+    _whole(1),
     1,
     "proxy threads that share large puts and gets of one PE, in chunks of at least 64K; the others help its own",
-    "1",
 )
 PROXY_CPUS: Setting[str | list[int]] = Setting(
     "TSN_PROXY_CPUS",
-    cpu_lists.cpus,
+    _cpus,
     [],
     "CPUs that the threads are pinned to, such as `2,3`; `node`: those near the GPU",
     "not pinned",
 )
-PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", values.power_of_two(2), 1024, "descriptors in a queue's ring", "1024")
-PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the chunks that puts travel in", "1M")
+PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", _power_of_two(2), 1024, "descriptors in a queue's ring")
+PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the chunks that puts travel in")
 PROXY_STAGING = Setting(
-    "TSN_PROXY_STAGING",
-    values.flag,
-    False,
-    "1: go through pinned staging memory even where the network reaches the heap",
-    "0",
+    "TSN_PROXY_STAGING", _flag, False, "1: go through pinned staging memory even where the network reaches the heap"
 )
-PROXY_STATS = Setting("TSN_PROXY_STATS", values.flag, False, "1: print the proxy's counters when it stops", "0")
-CHAOS = Setting("TSN_CHAOS", values.chaos, "", "make the network misbehave, see below")
+PROXY_STATS = Setting("TSN_PROXY_STATS", _flag, False, "1: print the proxy's counters when it stops")
+CHAOS = Setting("TSN_CHAOS", _chaos, "", "make the network misbehave, see below")
 
-SIM_SEED = Setting(
-    "TSN_SIM_SEED",
-    values.whole(0),
-    0,
-    "seed of the schedule and of the order in which remote writes arrive",
-    "0",
-)
+SIM_SEED = Setting("TSN_SIM_SEED", _whole(0), 0, "seed of the schedule and of the order in which remote writes arrive")
 SIM_VISIBILITY = Setting(
     "TSN_SIM_VISIBILITY",
-    values.one_of("eager", "late", "random"),
+    _one_of("eager", "late", "random"),
     "random",
     "remote writes arrive at once (`eager`), as late as the memory model allows (`late`), or by lot (`random`)",
-    "`random`",
-)
-SIM_SMS = Setting(
-    "TSN_SIM_SMS",
-    values.whole(1),
-    132,
-    "multiprocessors of the simulated GPU, which bound how many blocks run at a time",
-    "132",
-)
-SIM_STALL = Setting(
-    "TSN_SIM_STALL",
-    values.number(0.1),
-    60.0,
-    "seconds without any progress after which a kernel counts as hanging; at least twice `TSN_TIMEOUT`",
-    "60",
-)
-SIM_STACK = Setting("TSN_SIM_STACK", parse_bytes, 256 << 10, "bytes of stack per simulated thread", "256K")
-SIM_CXXFLAGS: Setting[list[str]] = Setting(
-    "TSN_SIM_CXXFLAGS",
-    values.words,
-    [],
-    "further flags of the host compiler, such as `-g -O0` for a debugger",
 )
 SIM_RACES = Setting(
     "TSN_SIM_RACES",
-    values.flag,
+    _flag,
     False,
     "`1`: follow transfers and signals between ranks, and report accesses that nothing orders (`DataRace`)",
-    "0",
 )
-CXX: Setting[list[str]] = Setting("CXX", values.words, [], "the host compiler", "g++, clang++ or c++")
+SIM_SMS = Setting("TSN_SIM_SMS", _whole(1), 132, "SMs of the simulated GPU, which bound how many blocks run at a time")
+SIM_STALL = Setting(
+    "TSN_SIM_STALL",
+    _number(0.1),
+    60.0,
+    "seconds without any progress after which a kernel counts as hanging; at least twice `TSN_TIMEOUT`",
+)
+SIM_STACK = Setting("TSN_SIM_STACK", parse_bytes, 256 << 10, "bytes of stack per simulated thread")
+SIM_CXXFLAGS: Setting[list[str]] = Setting(
+    "TSN_SIM_CXXFLAGS", _words, [], "further flags of the host compiler, such as `-g -O0` for a debugger"
+)
+CXX: Setting[list[str]] = Setting("CXX", _words, [], "the host compiler", "g++, clang++ or c++")
 
 GPUS = Setting(
     "GPUS",
-    values.whole(1),
+    _whole(1),
     2,
     "ranks on this host: one per GPU, or simulated ones where there is no GPU; `-n` of `tilescale_net run`",
-    "2",
 )
-NODES = Setting("NODES", values.whole(1), 1, "hosts of the job; run the same line on every host", "1")
-NODE_RANK = Setting("NODE_RANK", values.whole(0), 0, "this host's index")
-MASTER_ADDR = Setting("MASTER_ADDR", values.text, "", "name or address of the host where rank 0 listens")
+NODES = Setting("NODES", _whole(1), 1, "hosts of the job; run the same line on every host")
+NODE_RANK = Setting("NODE_RANK", _whole(0), 0, "this host's index")
+MASTER_ADDR = Setting("MASTER_ADDR", _text, "", "name or address of the host where rank 0 listens")
 MASTER_PORT = Setting(
     "MASTER_PORT",
-    values.whole(1, 65535),
+    _whole(1, 65535),
     29500,
-    "the port that rank 0 listens at",
-    "29500; any free one on one host, one of job and step under srun",
+    "the port that rank 0 listens at; without it any free one on one host, and one of job and step under srun",
+)
+OUTPUT = Setting(
+    "TSN_OUTPUT", _one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
 )
 JOB = Setting(
     "TSN_JOB",
-    values.text,
+    _text,
     "",
     "name of the job: equal on all its ranks, and of no other job. A random one (`openssl rand -hex 16`) that only its "
     "ranks know keeps others from acting as a rank, see SECURITY.md",
     "on one host random, by launch.sh; under srun job and step",
 )
-OUTPUT = Setting(
-    "TSN_OUTPUT",
-    values.one_of("all", "first"),
-    "first",
-    "`all`: show the output of all ranks, not only of rank 0",
-)
-STORE = Setting("TSN_STORE", values.text, "", "where the launcher's store is; set by the launcher, not for users")
-STORE_FD = Setting(
-    "TSN_STORE_FD",
-    values.whole(0),
-    0,
-    "file of the store's socket, for rank 0; set by the launcher, not for users",
-)
 PYTHON = Setting(
     "TSN_PYTHON",
-    values.text,
+    _text,
     "",
     "launch.sh: interpreter to use as it is; otherwise an active virtual environment, `.venv`, python3 or a new `.venv`",
 )
-VENV = Setting("TSN_VENV", values.text, "", "launch.sh: folder of that virtual environment", "`.venv`")
-CHECKOUT = Setting(
-    "TSN_CHECKOUT",
-    values.text,
-    "",
-    "for scripts around a checkout: its folder; the package does not read it",
-)
-BUILD = Setting("TSN_BUILD", values.flag, True, "launch.sh: 0: never build the native part", "1")
+VENV = Setting("TSN_VENV", _text, "", "launch.sh: folder of that virtual environment", "`.venv`")
+CHECKOUT = Setting("TSN_CHECKOUT", _text, "", "for scripts around a checkout: its folder; the package does not read it")
+BUILD = Setting("TSN_BUILD", _flag, True, "launch.sh: 0: never build the native part")
 LIBFABRIC_INCLUDE = Setting(
     "TSN_LIBFABRIC_INCLUDE",
-    values.text,
+    _text,
     "",
     "the build: folder that holds `rdma/fabric.h`; `none`: build without the fabric",
     "the compiler's",
 )
+STORE = Setting("TSN_STORE", _text, "", "where the launcher's store is; set by the launcher, not for users")
+STORE_FD = Setting(
+    "TSN_STORE_FD", _whole(0), 0, "file of the store's socket, for rank 0; set by the launcher, not for users", ""
+)
 
 TEST_ORDERING = Setting(
     "TSN_TEST_ORDERING",
-    values.one_of("last_chunk"),
+    _one_of("last_chunk"),
     "",
     "`last_chunk`: order as systems do that trust the last chunk, which is wrong; shows what counting is for",
 )
-CHAOS_SEEDS = Setting(
-    "TSN_CHAOS_SEEDS", values.whole(1), 240, "seeds of the nightly test on networks that misbehave", "240"
-)
+CHAOS_SEEDS = Setting("TSN_CHAOS_SEEDS", _whole(1), 240, "seeds of the nightly test on networks that misbehave")
 
-# The page: titles, and what stands below them.
-SECTIONS: dict[str, tuple[Setting, ...]] = {
-    "": (DEVICE, HEAP_SIZE, HEAP_LIMIT, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, NVTX)
-    + (CACHE_HOME, TUNED)
-    + (TRACE, TRACE_EVENTS),
-    "Network": (
-        *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_PEER_THREADS, PROXY_CPUS),
-        *(PROXY_CAPACITY, PROXY_CHUNK, PROXY_STAGING, PROXY_STATS, CHAOS),
-    ),
-    "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_RACES, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
-    "Launcher and build": (
-        *(GPUS, NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, OUTPUT),
-        *(JOB, PYTHON, VENV, CHECKOUT, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),
-    ),
-    "Tests": (TEST_ORDERING, CHAOS_SEEDS),
-}
-ALL: dict[str, Setting] = {row.name: row for rows in SECTIONS.values() for row in rows}
+ALL: dict[str, Setting] = {row.name: row for row in list(globals().values()) if isinstance(row, Setting)}
 # The launcher's own, which it checks with the words of a launcher; elsewhere other programs may use these names.
 LAUNCHER = ("GPUS", "NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "VIRTUAL_NODES")
 
-# What the launcher sets for its ranks; not to be set by hand. See launch/environment.py.
+# What the launcher sets for its ranks; not to be set by hand.
 HANDED_OVER = ("TSN_STORE", "TSN_STORE_FD")
 
 
@@ -340,7 +490,7 @@ def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     """Size of the symmetric heap in bytes: the argument, else TSN_HEAP_SIZE, else the default; whole 2 MiB pages."""
     name = "heap_bytes"
     if explicit is None:
-        name, explicit = HEAP_SIZE.name, HEAP_SIZE.get() or (1 << 30 if on_gpu else 256 << 20)
+        name, explicit = HEAP_SIZE.name, HEAP_SIZE.get() or (HEAP_ON_GPU if on_gpu else HEAP_SIMULATED)
     if not isinstance(explicit, int | str) or isinstance(explicit, bool):
         raise ConfigurationError(f'{name}={explicit!r} is neither a number of bytes nor text such as "512M"')
     size = parse_bytes(explicit, name) if isinstance(explicit, str) else explicit
@@ -356,7 +506,7 @@ def heap_limit(size: int, on_gpu: bool) -> int:
     """Bytes to which a heap of `size` bytes grows when it is full: TSN_HEAP_LIMIT, or `size` where that is more."""
     limit = HEAP_LIMIT.get()
     if limit is None:
-        limit = 0 if on_gpu else 4 << 30
+        limit = 0 if on_gpu else LIMIT_SIMULATED
     page = 2 << 20
     return max(size, limit // page * page)
 
@@ -374,7 +524,7 @@ def load_kernels_early() -> None:
 
 def _count(name: str, default: int) -> int:
     """A variable of torch's launchers."""
-    return values.whole(0)(os.environ[name], name) if os.environ.get(name) else default
+    return _whole(0)(os.environ[name], name) if os.environ.get(name) else default
 
 
 def device_kind() -> str:
@@ -385,3 +535,67 @@ def device_kind() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "simulator"
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+# The first row of each section, and the section's title.
+SECTIONS = {
+    "TSN_DEVICE": "",
+    "TSN_LIBFABRIC": "Network",
+    "TSN_SIM_SEED": "Simulator",
+    "GPUS": "Launcher and build",
+    "TSN_TEST_ORDERING": "Tests",
+}
+
+HEAD = """# Settings
+Environment variables; a wrong value is an error that names the variable, and so is a name that begins with TSN_ and is none
+of these. All ranks of a job should see the same ones. `python -m tilescale_net settings` prints this page, which is made from the table in
+`tilescale_net/runtime/settings.py`.
+"""
+
+CHAOS_FIELDS = {
+    "seed": "of the random numbers (1)",
+    "reorder": "probability that an operation or an arrival is held back, so that later ones overtake it",
+    "delay_us": "the longest that anything is held back, in microseconds (100)",
+    "split": "probability that a write travels in several pieces, which arrive in any order",
+    "eagain": 'probability that a post is answered with "try again"',
+    "depth": "outstanding operations of an endpoint",
+    "max_write": "bytes of the largest transfer",
+    "imm_bits": "width of immediates (32)",
+    "error": "probability that an operation fails",
+    "error_after": "number of the operation from which on all fail",
+    "error_code": "with which operations fail (5, EIO); 104 (ECONNRESET) is what a process that is gone looks like",
+    "stall_after": "number of the operation from which on nothing moves any more, as with a dead peer",
+}
+
+NOTES = {
+    "Network": "\n".join(
+        [
+            "`TSN_CHAOS=on`, or some of these, comma-separated, such as `seed=7,reorder=0.3,delay_us=200`:",
+            "",
+            "| field | meaning |",
+            "| --- | --- |",
+            *(f"| `{name}` | {text} |" for name, text in CHAOS_FIELDS.items()),
+            "",
+            "`on` stands for `seed=1,reorder=0.3,split=0.2,eagain=0.1`.",
+        ]
+    ),
+    "Simulator": "One seed makes a different schedule of every launch and every rank, and the same ones again in the next run.",
+    "Launcher and build": (
+        "`bash launch.sh script.py` and `python -m tilescale_net run script.py` read the first six; flags of `run` stand for "
+        "most of them. Without them ranks read what torchrun, srun or mpirun set."
+    ),
+}
+
+
+def page() -> str:
+    """docs/settings.md."""
+    lines, note = [HEAD], ""
+    for row in ALL.values():
+        if (title := SECTIONS.get(row.name)) is not None:
+            lines += [*([f"\n{note}"] * bool(note)), *([f"\n## {title}"] * bool(title))]
+            lines += ["| variable | meaning | default |", "| --- | --- | --- |"]
+            note = NOTES.get(title, "")
+        lines.append(f"| `{row.name}` | {row.meaning} | {row.default_text} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
