@@ -127,7 +127,7 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer, 
     import tilescale_net as tsn
     from benchmark.common.moe import FP8, check_combine, check_dispatch
     from tilescale_net.kernels.moe import AllToAll, Tuning
-    from tilescale_net.kernels.moe.reference import dequantise
+    from tilescale_net.kernels.moe.row_ops import dequantise
 
     rank, ranks, mine = tsn.rank(), tsn.size(), everyone[tsn.rank()]
     tokens = len(mine.x)

@@ -115,7 +115,7 @@ class Case:
 
     def _fill(self, received) -> None:
         """Experts that give back what they get."""
-        from tilescale_net.kernels.moe.reference import dequantise
+        from tilescale_net.kernels.moe.row_ops import dequantise
 
         flat, y = received.x.reshape(-1, received.x.shape[-1]), self._y.view(-1, self._y.shape[-1])
         for begin in range(0, len(flat), 4096):
@@ -128,7 +128,7 @@ class Case:
     def _check(self, received) -> None:
         import tilescale_net as tsn
         from benchmark.common.moe import check_combine, check_dispatch
-        from tilescale_net.kernels.moe.reference import dequantise
+        from tilescale_net.kernels.moe.row_ops import dequantise
 
         case, mine, experts = self._case, self._mine, self.op.config.num_experts
         check_dispatch(received, self._everyone, experts, tsn.rank(), case["mode"], case["layout"])

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark.common.measuring import WrongData
-from tilescale_net.kernels.moe.reference import quantise, sum_of_ranks
-from tilescale_net.kernels.moe.row_ops import groups_of
+from tilescale_net.kernels.moe.row_ops import groups_of, quantise, sum_of_ranks
 
 FP8 = torch.float8_e4m3fn
 

@@ -26,8 +26,8 @@ from tilescale_net.kernels.fused.matmul import (
 )
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
+from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.kernels.moe.totals import Totals
 from tilescale_net.runtime.profiling import named
 
 
@@ -56,7 +56,7 @@ def matmul_experts(
     to this kernel. `arrivals` (int64 [1]), `arrived` and `finished` (uint64 [1, tiles + 1], symmetric): see `Tiles`.
     """
     shape = product.Shape(1, capacity, n, k, tile, stages, panel, columns, workers, transposed)
-    (bm, bn, bk), tiles, at = tile, -(-capacity // tile[0]), Totals(ranks, experts)
+    (bm, bn, bk), tiles, at = tile, -(-capacity // tile[0]), PlanOffsets(ranks, experts)
 
     @T.macro
     def copy_right(w, right, s, full, expert, depth, column):
@@ -344,7 +344,7 @@ class ExpertMatmul(FusedMatmul):
         if self.device.type != "cuda" or transposed in self._loaded:
             return
         config = self._moe.config
-        places = Totals(config.ranks, config.local_experts)
+        places = PlanOffsets(config.ranks, config.local_experts)
         none = torch.zeros(places.words, dtype=torch.int32, device=self.device)  # no rows
         for how in (dict(arrived=self._finished), dict(tells=True)):
             self._launch(out, x, held, transposed, scales, none, **how)

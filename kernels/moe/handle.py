@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import torch
 
+from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.kernels.moe.totals import Totals
 
 # Rows, or FP8 rows with their scales.
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -65,13 +65,13 @@ class RoutingPlan:
 
     def counts(self, ranks: int, local_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """int32 [local_experts] rows per expert, [local_experts + 1] their offsets, and [] the rank-major rows; views."""
-        at, t = Totals(ranks, local_experts), self.totals
+        at, t = PlanOffsets(ranks, local_experts), self.totals
         end = at.received_base + ranks
         return t[at.counts : at.counts + local_experts], t[at.offsets : at.offsets + local_experts + 1], t[end]
 
     def refused(self, ranks: int, local_experts: int) -> torch.Tensor:
         """int32 [], not 0 where the dispatch was refused; a view."""
-        return self.totals[Totals(ranks, local_experts).refused]
+        return self.totals[PlanOffsets(ranks, local_experts).refused]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ReceivedRows:
         source_counts: [local experts, ranks] rows of each expert from each rank (int32).
         source_token: [local experts, ranks * max_tokens] of each row of `x` its token at the rank it comes from (int32).
         origin_slot, node_plan: where rows cross the network once per node: [tokens or more, origins] place of a token among
-            the rows that come back from an origin (see `node_layout.py`), or -1, and `node_layout.LatencyNodePlan`; else
+            the rows that come back from an origin (see `layout.py`), or -1, and `layout.LatencyNodePlanOffsets`; else
             empty.
     """
 

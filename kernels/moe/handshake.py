@@ -11,7 +11,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce, report
-from tilescale_net.kernels.moe.wire_layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
+from tilescale_net.kernels.moe.layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
 
 
 class Now(NamedTuple):

@@ -7,22 +7,19 @@ from itertools import product
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
-from tilescale_net.kernels.moe.combine_latency import combine_latency
-from tilescale_net.kernels.moe.combine_latency_steps import parts_of
 from tilescale_net.kernels.moe.config import FP8, Config
-from tilescale_net.kernels.moe.dispatch_latency import dispatch_latency
-from tilescale_net.kernels.moe.exchange_weights import exchange_weights
+from tilescale_net.kernels.moe.empty_calls import refuse_latency
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, ReceivedRows
-from tilescale_net.kernels.moe.latency_messages import Header, Message
+from tilescale_net.kernels.moe.latency_combine import combine_latency, exchange_weights, parts_of
+from tilescale_net.kernels.moe.latency_dispatch import dispatch_latency
 from tilescale_net.kernels.moe.launch import Launch
+from tilescale_net.kernels.moe.layout import NO_FAULT, HeaderLayout, MessageLayout
 from tilescale_net.kernels.moe.mode import Mode, Phase
 from tilescale_net.kernels.moe.plans import Plans
-from tilescale_net.kernels.moe.refusal import refuse_latency
 from tilescale_net.kernels.moe.results import Empty, Vectors
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import stream_key
-from tilescale_net.kernels.moe.wire_layout import NO_FAULT
 
 # What a call gives to a launch, in this order.
 DISPATCH = (
@@ -43,7 +40,7 @@ def parts(config: Config, tuning, proxied: bool) -> tuple[int, int]:
 def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
     """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype)."""
     c, R, M = config, config.ranks, config.max_tokens
-    message, header = Message(c.row_words, c.scale_words, c.top_k), Header(c.local_experts)
+    message, header = MessageLayout(c.row_words, c.scale_words, c.top_k), HeaderLayout(c.local_experts)
     G, payload = groups_of(c.hidden), FP8 if c.quantize_combine else c.combine_dtype
     places, stages = 2 * R * M, 2 * R * M if proxied else 1
     ints, floats, words = torch.int32, torch.float32, torch.uint64

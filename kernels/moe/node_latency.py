@@ -8,20 +8,26 @@ from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe import latency
 from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.handle import ReceivedRows
-from tilescale_net.kernels.moe.latency_messages import Header, Message
+from tilescale_net.kernels.moe.latency_combine import combine_latency_nodes
 from tilescale_net.kernels.moe.launch import Launch
+from tilescale_net.kernels.moe.layout import (
+    Gateways,
+    HeaderLayout,
+    LatencyNodePlanOffsets,
+    MessageLayout,
+    NodeLayout,
+    with_room,
+)
 from tilescale_net.kernels.moe.mode import Phase
-from tilescale_net.kernels.moe.node_combine_latency import combine_latency_nodes
-from tilescale_net.kernels.moe.node_layout import Gateways, LatencyNodePlan, Nodes, with_room
 from tilescale_net.kernels.moe.row_ops import groups_of
 
 _COMBINE = (*latency.COMBINE[:-2], "origin_slot", "tokens", "node_plan")
 
 
-def _carrying(config: Config, tuning, at: Nodes) -> BufferSpecs:
+def _carrying(config: Config, tuning, at: NodeLayout) -> BufferSpecs:
     """Symmetric memory of what a gateway carries for others, which grows with the sources that it serves."""
     c, rows = config, 2 * at.slots * config.max_tokens
-    message = Message(c.row_words, c.scale_words, c.top_k, True)
+    message = MessageLayout(c.row_words, c.scale_words, c.top_k, True)
     payload, cuts = FP8 if c.quantize_combine else c.combine_dtype, latency.parts(c, tuning, True)[1]
     return {
         "dispatch.relayed": ((rows, message.words), torch.int32),
@@ -40,7 +46,7 @@ def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[
         masks: ranks that take part when they are not all, now and later.
     """
     c, R, M, at = config, config.ranks, config.max_tokens, with_room(config.ranks, nodes, masks)
-    message, header = Message(c.row_words, c.scale_words, c.top_k, True), Header(c.local_experts, True)
+    message, header = MessageLayout(c.row_words, c.scale_words, c.top_k, True), HeaderLayout(c.local_experts, True)
     payload, cuts, back = (
         FP8 if c.quantize_combine else c.combine_dtype,
         latency.parts(c, tuning, True)[1],
@@ -62,7 +68,7 @@ def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[
 
 
 class NodeLatencyMode(latency.LatencyMode):
-    """As its base, with gateways between nodes; see node_layout.py."""
+    """As its base, with gateways between nodes; see layout.py."""
 
     dispatch_takes = (*latency.DISPATCH[:-3], "origin_slot", "node_plan", *latency.DISPATCH[-3:])
 
@@ -116,7 +122,7 @@ class NodeLatencyMode(latency.LatencyMode):
 
     def _plan_shapes(self) -> dict:
         c, at = self._c, self._at
-        words = LatencyNodePlan(at, c.max_tokens, c.top_k).words
+        words = LatencyNodePlanOffsets(at, c.max_tokens, c.top_k).words
         return super()._plan_shapes() | {
             "origin_slot": ((c.max_tokens, at.origins), torch.int32),
             "node_plan": ((words,), torch.int32),

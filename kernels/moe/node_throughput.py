@@ -7,17 +7,16 @@ import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe import throughput, throughput_buffers
+from tilescale_net.kernels.moe.combine import combine_nodes
 from tilescale_net.kernels.moe.config import FP8, Config
+from tilescale_net.kernels.moe.dispatch import dispatch_nodes
+from tilescale_net.kernels.moe.empty_calls import refuse_throughput
 from tilescale_net.kernels.moe.handle import RoutingPlan
 from tilescale_net.kernels.moe.launch import Launch
-from tilescale_net.kernels.moe.node_combine import combine_nodes
-from tilescale_net.kernels.moe.node_dispatch import dispatch_nodes
-from tilescale_net.kernels.moe.node_layout import Gateways, NodePlan, Nodes, with_room
-from tilescale_net.kernels.moe.node_routing import plan_nodes
-from tilescale_net.kernels.moe.refusal import refuse_throughput
+from tilescale_net.kernels.moe.layout import Gateways, NodeLayout, NodePlanOffsets, most_sent, with_room
+from tilescale_net.kernels.moe.routing import plan_nodes
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.throughput_buffers import rows_received, shared_rows
-from tilescale_net.kernels.moe.wire_layout import most_sent
 
 # What a call gives to a launch, in this order.
 _NODES = ("tokens", "token_slot", "send_row", "totals", "node_plan")
@@ -25,7 +24,7 @@ _DISPATCH = (*throughput.DISPATCH, "node_plan")
 _COMBINE = (*(name for name in throughput.COMBINE if name != "token_slot"), "node_plan")
 
 
-def _rows(config: Config, at: Nodes) -> dict[str, tuple[int, int, torch.dtype]]:
+def _rows(config: Config, at: NodeLayout) -> dict[str, tuple[int, int, torch.dtype]]:
     """Buffers of rows: "kernel.parameter" -> (rows, columns, dtype). Dispatch and combine share the memory of theirs."""
     c, M = config, config.max_tokens
     payload = FP8 if c.quantize_combine else c.combine_dtype
@@ -49,7 +48,7 @@ def _words(rows: dict[str, tuple[int, int, torch.dtype]], kernel: str) -> int:
     return sum(-(-n * columns * dtype.itemsize // 256) * 64 for n, columns, dtype in found)
 
 
-def _carrying(config: Config, tuning, at: Nodes) -> BufferSpecs:
+def _carrying(config: Config, tuning, at: NodeLayout) -> BufferSpecs:
     """Symmetric memory of what a gateway carries for others, which grows with the sources that it serves."""
     c, M, S = config, config.max_tokens, at.slots
     scales, G, chunks, rows = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk), _rows(c, at)
@@ -96,7 +95,7 @@ def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[
 
 
 class NodeThroughputMode(throughput.ThroughputMode):
-    """As its base, with gateways between nodes; see node_layout.py."""
+    """As its base, with gateways between nodes; see layout.py."""
 
     _shares_rows = True
 
@@ -126,7 +125,7 @@ class NodeThroughputMode(throughput.ThroughputMode):
 
     @property
     def node_plan_words(self) -> int:
-        return NodePlan(self._at, self._c.max_tokens).words
+        return NodePlanOffsets(self._at, self._c.max_tokens).words
 
     def _use_map(self, mask: tuple[bool, ...]) -> None:
         """Let the kernels go by the map of these members."""

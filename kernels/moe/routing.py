@@ -1,24 +1,694 @@
 """The routing plan of a dispatch in throughput mode: which row goes where, agreed before any row moves.
 
 Each rank counts its choices per expert and its rows per rank, and puts these counts to every peer. From the counts of
-all ranks each rank computes the final place of each of its rows at the target: expert by expert, within an expert by source
+all ranks each rank computes the final row of each of its rows at the target: expert by expert, within an expert by source
 rank, then by token. So rows need no second copy, their order does not depend on timing, and a dispatch that does not
-fit somewhere is refused everywhere before anything is sent.
+fit somewhere is rejected everywhere before anything is sent.
 
-Blocks share the tokens in consecutive parts, and the warps of a block share its choices in the same way.
+Blocks share the tokens in consecutive parts, and the warps of a block share its choices in the same way. A choice's number
+is the sum of four: how many of its bin (an expert, or "some choice at rank r") precede it in the part of its warp, in the
+parts of the warps before, in the blocks before, and where the bin begins. The first is found when the choices are
+counted: lanes of a warp look at 32 choices at a time, and at which of them are of the same bin.
+
+`plan_nodes` runs after `plan_routing` where rows cross the network once per node. A block counts the rows to a node, and
+sends this rank's forwarder there, for each of them, its offset among the rows to each rank of that node and its first
+expert-major row there. Then forwarders store what they received. It may be overwritten when the next call has begun: that
+call's plan waits for the counts of every rank first.
 """
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS
-from tilescale_net.kernels.moe import routing_numbers as numbers
-from tilescale_net.kernels.moe import routing_order as order
-from tilescale_net.kernels.moe import routing_steps as steps
+from tilescale_net.kernels.announcement import STATUS_WORDS, report
 from tilescale_net.kernels.moe.handshake import count_for
+from tilescale_net.kernels.moe.layout import (
+    BAD_EXPERT,
+    NO_FAULT,
+    NO_ROOM,
+    CountsLayout,
+    NodeLayout,
+    NodePlanOffsets,
+    NodeTables,
+    PlanOffsets,
+    align4,
+    record_words,
+)
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.moe.wire_layout import record_words
+
+ALL_LANES = 0xFFFFFFFF
+AT_ONCE = 24  # words that a thread loads before it adds the first, at most
+
+
+class PlanTensors(NamedTuple):
+    """The tensors of a routing plan in the making; int32 where no type is named.
+
+    Attributes:
+        topk_idx: [rows, top_k] of int32 or int64. topk_weights: float32 [rows, top_k].
+        active: [ranks], 0 for a rank that is left out.
+        partial: [blocks, words], the counts of each block, see CountsLayout; with those by first experts where rows are ordered.
+        counts_out: [words], counts_in: [ranks, words], symmetric, see CountsLayout. counts_ready: uint64 [ranks], symmetric.
+        records_out, records_in: [ranks, max_tokens, record_words], symmetric. records_ready: uint64 [ranks], symmetric.
+        status: int64, see STATUS_WORDS.
+        send_token, send_row, token_slot, records, totals, row_index, row_weight: the plan, see RoutingPlan.
+    """
+
+    topk_idx: Any
+    topk_weights: Any
+    active: Any
+    partial: Any
+    counts_out: Any
+    counts_in: Any
+    counts_ready: Any
+    records_out: Any
+    records_in: Any
+    records_ready: Any
+    status: Any
+    send_token: Any
+    send_row: Any
+    token_slot: Any
+    records: Any
+    totals: Any
+    row_index: Any
+    row_weight: Any
+
+
+class PlanShared(NamedTuple):
+    """Shared memory of a block that plans; int32.
+
+    Attributes:
+        keys: [2, choices]: the expert of each choice; the bin of its rank where it is the first there; else -1. Where rows are
+            ordered, [3, choices]: then the first of its experts there.
+        places: alike, the numbers of the choices.
+        before: [parts + 1, counts], see `number_in_block`.
+        padded, offsets: [experts]. needs: [ranks]; see `align_experts`.
+        alive: [ranks], `active`, or zeros where the dispatch is refused.
+        seen: [1], a choice that is no expert.
+    """
+
+    keys: Any
+    places: Any
+    before: Any
+    padded: Any
+    offsets: Any
+    needs: Any
+    alive: Any
+    seen: Any
+
+
+def place_of(s, row, key):
+    """Where the bin of keys[row] stands among all counts."""
+    return key + T.if_then_else(row == 2, s.firsts, 0) if s.ordered else key
+
+
+@tsn.macro
+def number_in_block(s, shared, part: T.Ref, thread):
+    """Number the block's choices: places = how many of the same bin come before each in the part of its warp; before[w] =
+    how many in the parts of the warps before w; before[parts] = how many in all.
+
+    `part` becomes the groups of 32 choices of a warp's part.
+    """
+    cell = T.alloc_var("int32")
+    key = T.alloc_var("int32")
+    same = T.alloc_var("uint32")
+    n = T.alloc_var("int32")
+    warp, lane, width = thread // 32, thread % 32, s.width
+    for i in T.serial(((s.parts + 1) * width + s.threads - 1) // s.threads):
+        if i * s.threads + thread < (s.parts + 1) * width:
+            shared.before[(i * s.threads + thread) // width, (i * s.threads + thread) % width] = 0
+    T.sync_threads()
+    if warp < s.parts:
+        for i in T.serial(part):
+            cell = (warp * part + i) * 32 + lane
+            for row in T.unroll(2 + s.ordered):
+                key = -1
+                if cell < s.cells:
+                    key = shared.keys[row, cell]
+                same = T.call_extern("uint32", "__match_any_sync", T.uint32(ALL_LANES), key)
+                if key >= 0:
+                    n = shared.before[warp, place_of(s, row, key)] + T.cast(
+                        T.popcount(same & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))), "int32"
+                    )
+                    shared.places[row, cell] = n
+                T.sync_warp()
+                if key >= 0 and (same >> T.cast(lane, "uint32")) == T.uint32(1):  # the last of its bin here
+                    shared.before[warp, place_of(s, row, key)] = n + 1
+                T.sync_warp()
+    T.sync_threads()
+    for i in T.serial((width + s.threads - 1) // s.threads):
+        bin = i * s.threads + thread
+        if bin < width:
+            n = 0
+            for w in T.serial(s.parts):
+                key = shared.before[w, bin]
+                shared.before[w, bin] = n
+                n = n + key
+            shared.before[s.parts, bin] = n
+
+
+@tsn.macro
+def count_part(s, mem, shared, any_bad: T.Ref, block, thread):
+    """Write the block's counts, and its fault, to its row of `partial`; a thread those that it has added up."""
+    C, threads = s.counts, s.threads
+    for i in T.serial((s.width + threads - 1) // threads):
+        bin = i * threads + thread
+        if bin < s.width and (bin < C.bins or bin >= s.firsts):
+            mem.partial[block, bin] = shared.before[s.parts, bin]
+    if thread == 0:
+        mem.partial[block, C.code] = T.if_then_else(any_bad != 0, BAD_EXPERT, NO_FAULT)
+        mem.partial[block, C.value] = T.if_then_else(any_bad != 0, shared.seen[0], 0)
+    T.sync_threads()
+
+
+@tsn.macro
+def add_blocks(s, total: T.Ref, partial, bin, blocks):
+    """total += what the first `blocks` blocks counted of a bin; several loads are under way before the first is added."""
+    at_once = min(s.blocks, AT_ONCE)
+    some = T.alloc_local((at_once,), "int32")
+    for i in T.serial((blocks + at_once - 1) // at_once):
+        for b in T.unroll(at_once):
+            some[b] = 0
+            if i * at_once + b < blocks:
+                some[b] = partial[i * at_once + b, bin]
+        for b in T.unroll(at_once):
+            total = total + some[b]
+
+
+@tsn.macro
+def first_fault(s, partial, code: T.Ref, value: T.Ref):
+    """code, value = what the first block found that found something wrong, unless `code` is a fault already."""
+    at_once = min(s.blocks, AT_ONCE)
+    codes, values = T.alloc_local((at_once,), "int32"), T.alloc_local((at_once,), "int32")
+    for i in T.serial((s.blocks + at_once - 1) // at_once):
+        for b in T.unroll(at_once):
+            codes[b] = NO_FAULT
+            if i * at_once + b < s.blocks:
+                codes[b] = partial[i * at_once + b, s.counts.code]
+                values[b] = partial[i * at_once + b, s.counts.value]
+        for b in T.unroll(at_once):
+            if code == NO_FAULT and codes[b] != NO_FAULT:
+                code = codes[b]
+                value = values[b]
+
+
+@tsn.macro
+def align_experts(s, mem, shared, thread):
+    """padded = the rows of each expert on all ranks together, up to the next multiple of the alignment; offsets = where the
+    expert's begin among those of its rank; need = the rows of each rank."""
+    n = T.alloc_var("int32")
+    up = T.alloc_var("int32")
+    run = T.alloc_var("int32")
+    warp, lane, warps = thread // 32, thread % 32, s.threads // 32
+    for i in T.serial((s.experts + s.threads - 1) // s.threads):
+        e = i * s.threads + thread
+        if e < s.experts:
+            n = 0
+            for r in T.serial(s.ranks):
+                if shared.alive[r] != 0:
+                    n = n + mem.counts_in[r, e]
+            shared.padded[e] = (n + s.alignment - 1) // s.alignment * s.alignment
+    T.sync_threads()
+    for i in T.serial((s.ranks + warps - 1) // warps):
+        rank = i * warps + warp
+        if rank < s.ranks:
+            run = 0
+            for c in T.serial((s.local + 31) // 32):
+                e = c * 32 + lane
+                n = 0
+                if e < s.local:
+                    n = shared.padded[rank * s.local + e]
+                for step in T.unroll(5):
+                    up = T.shfl_up(n, 1 << step)
+                    if lane >= 1 << step:
+                        n = n + up
+                if e < s.local:
+                    shared.offsets[rank * s.local + e] = run + n - shared.padded[rank * s.local + e]
+                run = run + T.shfl_sync(n, 31)
+            if lane == 0:
+                shared.needs[rank] = run
+    T.sync_threads()
+
+
+@tsn.macro
+def add_begins(s, row, shared, part: T.Ref, cell):
+    """Add to a choice's number in the part of its warp where that part begins in its bin, and where the block's do."""
+    if shared.keys[row, cell] >= 0:
+        shared.places[row, cell] = (
+            shared.places[row, cell]
+            + shared.before[s.parts, place_of(s, row, shared.keys[row, cell])]
+            + shared.before[cell // 32 // part, place_of(s, row, shared.keys[row, cell])]
+        )
+
+
+@tsn.macro
+def number_choices(s, mem, shared, part: T.Ref, mine: T.Ref, me, block, thread):
+    """places = the choices' rows at the target, and their places among the rows to that rank; before[parts] = where the
+    block's begin in each bin. A thread numbers choices that it alone looks at until the block meets again."""
+    C, experts, threads = s.counts, s.experts, s.threads
+    n = T.alloc_var("int32")
+    for i in T.serial((C.bins + threads - 1) // threads):
+        bin = i * threads + thread
+        if bin < C.bins:
+            n = 0
+            add_blocks(s, n, mem.partial, bin, block)
+            if bin < experts:
+                for r in T.serial(me):
+                    if shared.alive[r] != 0:
+                        n = n + mem.counts_in[r, bin]
+                n = n + shared.offsets[bin]
+            shared.before[s.parts, bin] = n
+    T.sync_threads()
+    for i in T.serial((s.cells + threads - 1) // threads):
+        p = i * threads + thread
+        if p < mine * s.top_k:
+            for row in T.unroll(2):
+                add_begins(s, row, shared, part, p)
+
+
+@tsn.macro
+def find_first(s, shared, key: T.Ref, cell):
+    """keys[2, cell] = the first of the experts that its token has at the rank whose bin `key` is; -1 where it has none.
+
+    By a thread for each cell; `key` is -1 but for the first of a token's cells at a rank.
+    """
+    K, local = s.top_k, s.local
+    least = T.alloc_var("int32")
+    least = -1
+    if key >= 0:
+        least = shared.keys[0, cell]
+        for q in T.serial(K):
+            other = shared.keys[0, cell - cell % K + q]
+            if other >= 0 and other // local == key - s.experts:
+                least = T.min(least, other)
+    shared.keys[2, cell] = least
+
+
+@tsn.macro
+def order_rows(s, mem, shared, firsts, part: T.Ref, mine: T.Ref, block, thread):
+    """Number the rows to each rank by the first of their experts there, then by token: places[2, …].
+
+    Rows of the first experts are then sent first, so that whole tiles of them are there while others are on their way.
+
+    Args:
+        firsts: int32 [experts] of shared memory.
+    """
+    threads, local = s.threads, s.local
+    n = T.alloc_var("int32")
+    for i in T.serial((s.experts + threads - 1) // threads):
+        e = i * threads + thread
+        if e < s.experts:
+            n = 0
+            add_blocks(s, n, mem.partial, s.firsts + e, s.blocks)
+            firsts[e] = n
+    T.sync_threads()
+    for i in T.serial((s.experts + threads - 1) // threads):
+        e = i * threads + thread
+        if e < s.experts:
+            n = 0
+            for o in T.serial(e % local):
+                n = n + firsts[e - e % local + o]
+            add_blocks(s, n, mem.partial, s.firsts + e, block)
+            shared.before[s.parts, s.firsts + e] = n
+    T.sync_threads()
+    for i in T.serial((s.cells + threads - 1) // threads):
+        p = i * threads + thread
+        if p < mine * s.top_k:
+            add_begins(s, 2, shared, part, p)
+
+
+def number(s, place, numbers, *at):
+    """The number of a row whose record travels at `place`: records go by token, one part of each block."""
+    return numbers[at] if s.ordered else place
+
+
+WEIGHTS = 32  # that a thread holds at once
+BLOCK_SHARED = 227 * 1024  # bytes of shared memory that a block may use
+
+
+def fixed_bytes(experts: int, ranks: int, ordered: bool) -> int:
+    """Shared memory of a block that plans, but for its choices and their counts."""
+    return 4 * ((2 + ordered) * experts + 2 * ranks + 1) + 1024
+
+
+def bytes_of_choice(ordered: bool) -> int:
+    return 8 * (2 + ordered)
+
+
+def width_of(experts: int, ranks: int, ordered: bool) -> int:
+    """Counts of a block."""
+    return CountsLayout(experts, ranks).words + (experts if ordered else 0)
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Compile-time sizes; see plan_routing."""
+
+    ranks: int
+    experts: int
+    top_k: int
+    max_tokens: int
+    capacity: int
+    alignment: int
+    blocks: int
+    threads: int
+    index_dtype: str
+    absent: int
+    node_size: int
+    ordered: bool = False
+
+    @property
+    def local(self) -> int:
+        """Experts of a rank."""
+        return self.experts // self.ranks
+
+    @property
+    def counts(self) -> CountsLayout:
+        return CountsLayout(self.experts, self.ranks)
+
+    @property
+    def totals(self) -> PlanOffsets:
+        return PlanOffsets(self.ranks, self.local)
+
+    @property
+    def firsts(self) -> int:
+        """Where a block's counts of rows by their first expert begin, behind its other counts."""
+        return self.counts.words
+
+    @property
+    def part(self) -> int:
+        """Tokens of a block at most."""
+        return -(-self.max_tokens // self.blocks)
+
+    @property
+    def cells(self) -> int:
+        """Choices of a block at most."""
+        return align4(self.part * self.top_k)
+
+    @property
+    def width(self) -> int:
+        return width_of(self.experts, self.ranks, self.ordered)
+
+    @property
+    def parts(self) -> int:
+        """Warps that number a block's choices, each with counts of its own: all that there is shared memory for."""
+        left = BLOCK_SHARED - fixed_bytes(self.experts, self.ranks, self.ordered)
+        left -= self.cells * bytes_of_choice(self.ordered)
+        return max(1, min(self.threads // 32, left // (4 * self.width) - 1))
+
+
+@tsn.macro
+def read_choices(s, mem, shared, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref, thread):
+    """Fill `keys` from the choices of the block's `mine` tokens from token `first` on."""
+    K, threads, experts, local = s.top_k, s.threads, s.experts, s.local
+    at_once = min(8, -(-s.cells // threads))
+    choice = T.alloc_local((at_once,), s.index_dtype)
+    counts = T.alloc_local((at_once,), "int32")  # not 0: its rank is not left out
+    bad = 0
+    # A thread's loads are all on their way before it looks at the first.
+    for i in T.serial((s.cells + threads * at_once - 1) // (threads * at_once)):
+        for u in T.unroll(at_once):
+            p = (i * at_once + u) * threads + thread
+            choice[u] = -1
+            if p < mine * K:
+                choice[u] = mem.topk_idx[first + p // K, p % K]
+        for u in T.unroll(at_once):
+            counts[u] = 0
+            if choice[u] < -1 or choice[u] >= experts:
+                bad = 1
+                shared.seen[0] = T.cast(choice[u], "int32")  # any of them will do
+            elif choice[u] >= 0:
+                counts[u] = mem.active[T.cast(choice[u], "int32") // local]
+        for u in T.unroll(at_once):
+            p = (i * at_once + u) * threads + thread
+            if p < s.cells:
+                shared.keys[0, p] = T.if_then_else(counts[u] != 0, T.cast(choice[u], "int32"), -1)
+    any_bad = T.syncthreads_or(bad)
+    for i in T.serial((s.cells + threads - 1) // threads):
+        p = i * threads + thread
+        if p < s.cells:
+            of_rank = T.alloc_var("int32")
+            of_rank = -1
+            if shared.keys[0, p] >= 0:
+                of_rank = experts + shared.keys[0, p] // local
+                for q in T.serial(p % K):
+                    if (
+                        shared.keys[0, p - p % K + q] >= 0
+                        and shared.keys[0, p - p % K + q] // local == shared.keys[0, p] // local
+                    ):
+                        of_rank = -1
+            shared.keys[1, p] = of_rank
+            if s.ordered:
+                find_first(s, shared, of_rank, p)
+    T.sync_threads()
+
+
+@tsn.macro
+def exchange_counts(s, mem, shared, fault, fault_value, me, call: T.Ref, block, thread, warp):
+    """Block 0 sends the sums over the blocks to every rank; all blocks wait for the sums of every rank."""
+    R, C, threads, blocks, warps = s.ranks, s.counts, s.threads, s.blocks, s.threads // 32
+    if block == 0:
+        for i in T.serial((C.bins + threads - 1) // threads):
+            bin = i * threads + thread
+            if bin < C.bins:
+                n = T.alloc_var("int32")
+                n = 0
+                add_blocks(s, n, mem.partial, bin, blocks)
+                mem.counts_out[bin] = n
+        if thread == threads - 1:  # the last one has the fewest counts to add
+            code = T.alloc_var("int32")
+            code = fault
+            value = T.alloc_var("int32")
+            value = fault_value
+            first_fault(s, mem.partial, code, value)
+            mem.counts_out[C.code] = code
+            mem.counts_out[C.value] = value
+        T.sync_threads()
+        for i in T.serial((R + warps - 1) // warps):
+            pe = i * warps + warp
+            if pe < R:
+                if mem.active[pe] != 0:
+                    N.put_signal_warp(
+                        mem.counts_in[me, 0], mem.counts_out[0], pe, mem.counts_ready[me], call, count=C.words
+                    )
+    if thread < R:
+        shared.alive[thread] = mem.active[thread]
+        if mem.active[thread] != 0:
+            N.wait(mem.counts_ready[thread], "ge", call)
+    T.sync_threads()
+
+
+@tsn.macro
+def refuse_or_go_on(s, mem, shared, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread):
+    """Refuse what some rank found wrong, or what does not fit somewhere; all ranks come to the same answer."""
+    code = NO_FAULT
+    need = 0
+    if thread < s.ranks:
+        need = shared.needs[thread]
+        if need > s.capacity:
+            code = NO_ROOM
+        if shared.alive[thread] != 0:
+            if mem.counts_in[thread, s.counts.code] != NO_FAULT:
+                code = mem.counts_in[thread, s.counts.code]
+                need = mem.counts_in[thread, s.counts.value]
+    stop = T.syncthreads_or(code)
+    if stop != 0:
+        mine = 0
+        if thread < s.ranks:
+            shared.alive[thread] = 0
+            if block == 0 and code != NO_FAULT:
+                report(mem.status, code, thread, need)
+    T.sync_threads()
+
+
+@tsn.macro
+def write_records(s, mem, shared, first, mine: T.Ref, thread):
+    """Write what this rank keeps of its rows, and the records that go with them."""
+    K, threads = s.top_k, s.threads
+    iterations = -(-s.cells // threads)
+    at_once = max(1, min(iterations, WEIGHTS // K))
+    weight = T.alloc_local((at_once * K if K <= WEIGHTS else 1,), "float32")
+    for i in T.serial((iterations + at_once - 1) // at_once):
+        # The weights are all on their way before the first is stored.
+        if K <= WEIGHTS:
+            for u in T.unroll(at_once):
+                p = (i * at_once + u) * threads + thread
+                if p < mine * K:
+                    if shared.keys[1, p] >= 0:
+                        for k in T.unroll(K):
+                            weight[u * K + k] = mem.topk_weights[first + p // K, k]
+        for u in T.unroll(at_once):
+            p = (i * at_once + u) * threads + thread
+            if p < mine * K:
+                if shared.keys[1, p] >= 0:
+                    write_record(s, mem, shared, first, p, weight, u * K)
+    T.sync_threads()
+
+
+@tsn.macro
+def write_record(s, mem, shared, first, p, weight, at):
+    """Write the record of the row of choice `p`; its token's weights are in `weight` from `at` on, if there are up to
+    WEIGHTS."""
+    K, local, vectors = s.top_k, s.local, record_words(s.top_k) // 4
+    pe = shared.keys[1, p] - s.experts
+    j = shared.places[1, p]
+    t = first + p // K
+    mem.token_slot[t, pe] = number(s, j, shared.places, 2, p)
+    mem.send_token[pe, number(s, j, shared.places, 2, p)] = t
+    mem.send_row[pe, number(s, j, shared.places, 2, p)] = shared.places[0, p]
+    words = T.alloc_local((4,), "int32")
+    # Records lie one behind the other and each thread writes one, so that every store takes a sector of its own: the fewer
+    # the better.
+    for v in T.unroll(vectors) if K <= WEIGHTS else T.serial(vectors):
+        for i in T.unroll(4):
+            if v * 4 + i < K:
+                cell = p - p % K + v * 4 + i
+                here = shared.keys[0, cell] >= 0 and shared.keys[0, cell] // local == pe
+                words[i] = T.if_then_else(here, shared.places[0, cell], -1)
+            elif v * 4 + i < 2 * K:
+                value = weight[at + v * 4 + i - K] if K <= WEIGHTS else mem.topk_weights[t, v * 4 + i - K]
+                words[i] = T.reinterpret(value, "int32")
+            elif v * 4 + i == 2 * K:
+                words[i] = t
+            else:
+                words[i] = shared.places[2, p] if s.ordered else 0
+        for i in T.vectorized(4):
+            mem.records_out[pe, j, v * 4 + i] = words[i]
+
+
+@tsn.macro
+def send_records(s, mem, shared, me, stop: T.Ref, block, thread):
+    """Put the block's records to every rank, all threads together, then signal them to all."""
+    at = T.alloc_var("int32")
+    n = T.alloc_var("int32")
+    for hop in T.serial(s.ranks):
+        pe = (me + 1 + hop) % s.ranks  # this rank's own last, while the others' are on their way
+        if mem.active[pe] != 0:
+            at = T.min(shared.before[s.parts, s.experts + pe], s.max_tokens - 1)
+            n = T.if_then_else(stop != 0, 0, mem.partial[block, s.experts + pe])
+            N.put_block(mem.records_in[me, at, 0], mem.records_out[pe, at, 0], pe, count=n * record_words(s.top_k))
+    T.sync_threads()
+    if thread < s.ranks:
+        if mem.active[thread] != 0:
+            N.signal(
+                mem.records_ready[me], T.if_then_else(block == 0, 1 + s.absent, 1) if s.absent else 1, thread, op="add",
+                fence=True,
+            )  # fmt: skip
+
+
+@tsn.macro
+def write_totals(s, mem, shared, me, stop: T.Ref, thread):
+    """Write the rows of each expert and of each pair of ranks; see Totals."""
+    R, experts, local, threads, at = s.ranks, s.experts, s.local, s.threads, s.totals
+    for i in T.serial((local + threads - 1) // threads):
+        e = i * threads + thread
+        if e < local:
+            n = T.alloc_var("int32")
+            n = 0
+            for r in T.serial(R):
+                mem.totals[at.by_source + e * R + r] = 0
+                if shared.alive[r] != 0:
+                    n = n + mem.counts_in[r, me * local + e]
+                    mem.totals[at.by_source + e * R + r] = mem.counts_in[r, me * local + e]
+            mem.totals[at.counts + e] = n
+            before = T.alloc_var("int32")
+            before = T.if_then_else(stop == 0, shared.offsets[me * local + e], 0)
+            mem.totals[at.offsets + e] = before
+            if e == local - 1:
+                mem.totals[at.offsets + local] = before + T.if_then_else(stop == 0, shared.padded[me * local + e], 0)
+    if thread < R:
+        mem.totals[at.sent + thread] = T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + thread], 0)
+        mem.totals[at.received + thread] = T.if_then_else(
+            shared.alive[thread] != 0, mem.counts_in[thread, experts + me], 0
+        )
+        before_me = T.alloc_var("int32")
+        before_me = 0
+        for r in T.serial(me):
+            before_me = before_me + T.if_then_else(shared.alive[r] != 0, mem.counts_in[r, experts + thread], 0)
+        mem.totals[at.sent_base + thread] = before_me
+        earlier = T.alloc_var("int32")
+        earlier = 0
+        if s.node_size:
+            for r in T.serial(thread % s.node_size):
+                other = thread - thread % s.node_size + r
+                earlier = earlier + T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + other], 0)
+        else:
+            for r in T.serial(thread):
+                earlier = earlier + T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + r], 0)
+        mem.totals[at.sent_before + thread] = earlier
+        slots = T.alloc_var("int32")
+        slots = 0
+        if s.node_size:
+            for r in T.serial(me % s.node_size):
+                mate = me - me % s.node_size + r
+                slots = slots + T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, experts + mate], 0)
+        else:
+            for r in T.serial(me):
+                slots = slots + T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, experts + r], 0)
+        mem.totals[at.slots_base + thread] = slots
+        before_it = T.alloc_var("int32")
+        before_it = 0
+        for r in T.serial(thread):
+            before_it = before_it + T.if_then_else(shared.alive[r] != 0, mem.counts_in[r, experts + me], 0)
+        mem.totals[at.received_base + thread] = before_it
+        if thread == R - 1:
+            mem.totals[at.refused] = stop
+            mem.totals[at.received_base + R] = before_it + T.if_then_else(
+                shared.alive[thread] != 0, mem.counts_in[thread, experts + me], 0
+            )
+
+
+@tsn.macro
+def count_received(s, mem, shared, me, thread):
+    """needs[r] = the rows that come from rank r."""
+    if thread < s.ranks:
+        shared.needs[thread] = T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, s.experts + me], 0)
+
+
+@tsn.macro
+def keep_records(s, mem, shared, block, thread):
+    """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major row.
+
+    Blocks share the ranks, or the records of a rank. A thread copies a choice at a time, but loads several before it stores
+    the first.
+    """
+    K, at_once, groups = s.top_k, 8, min(s.ranks, s.blocks)
+    group = block % groups
+    stride = (s.blocks - group + groups - 1) // groups * s.threads
+    row = T.alloc_local((at_once,), "int32")
+    weight = T.alloc_local((at_once,), "int32")
+    token = T.alloc_local((at_once,), "int32")
+    place = T.alloc_local((at_once,), "int32")
+    base = T.alloc_var("int32")
+    j = T.alloc_var("int32")
+    for turn in T.serial((s.ranks - group + groups - 1) // groups):
+        r = turn * groups + group
+        base = 0
+        for earlier in T.serial(r):
+            base = base + shared.needs[earlier]
+        cells = shared.needs[r] * K
+        for i in T.serial((cells + stride * at_once - 1) // (stride * at_once)):
+            for u in T.unroll(at_once):
+                p = (i * at_once + u) * stride + block // groups * s.threads + thread
+                if p < cells:
+                    row[u] = mem.records_in[r, p // K, p % K]
+                    weight[u] = mem.records_in[r, p // K, K + p % K]
+                    token[u] = mem.records_in[r, p // K, 2 * K]
+                    place[u] = number(s, p // K, mem.records_in, r, p // K, 2 * K + 1)
+            for u in T.unroll(at_once):
+                p = (i * at_once + u) * stride + block // groups * s.threads + thread
+                if p < cells:
+                    j = place[u]
+                    mem.records[r, j, p % K] = row[u]
+                    mem.records[r, j, K + p % K] = weight[u]
+                    if p % K == 0:
+                        mem.records[r, j, 2 * K] = token[u]
+                    if row[u] >= 0 and row[u] < s.capacity:
+                        mem.row_index[row[u]] = base + j
+                        mem.row_weight[row[u]] = T.reinterpret(weight[u], "float32")
+    T.sync_threads()
 
 
 @tsn.jit(name="moe::plan_routing", pass_configs=EXPLICIT_SYNC)
@@ -41,13 +711,13 @@ def plan_routing(
     Parameters of the kernel (int32 where no type is named):
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
         what the host found wrong; active [ranks]: 0 for a rank that is left out.
-        counts_out [words], counts_in [ranks, words] (see Counts), records_out, records_in [ranks, max_tokens, …],
+        counts_out [words], counts_in [ranks, words] (see CountsLayout), records_out, records_in [ranks, max_tokens, …],
         counts_ready, records_ready [ranks] uint64, blocks_ready [1] uint64: symmetric.
         calls [blocks] uint64: calls so far. partial [blocks, words]: scratch, with as many words more as experts where rows
         are ordered. status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype, absent, node_size, ordered)
+    s = PlanConfig(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype, absent, node_size, ordered)
     C, W = s.counts, record_words(K)
     rows, slot_rows = T.dynamic("rows"), T.dynamic("slot_rows")
 
@@ -87,8 +757,8 @@ def plan_routing(
             needs = T.alloc_shared((R,), "int32")
             alive = T.alloc_shared((R,), "int32")
             seen = T.alloc_shared((1,), "int32")
-            shared = numbers.Shared(keys, places, before, padded, offsets, needs, alive, seen)
-            mem = numbers.Memory(
+            shared = PlanShared(keys, places, before, padded, offsets, needs, alive, seen)
+            mem = PlanTensors(
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
                 active=active,
@@ -120,42 +790,257 @@ def plan_routing(
 
             bad = T.alloc_var("int32")
             any_bad = T.alloc_var("int32")
-            steps.read_choices(s, mem, shared, first, mine, bad, any_bad, thread)
+            read_choices(s, mem, shared, first, mine, bad, any_bad, thread)
             part = T.alloc_var("int32")
             part = T.max(1, (mine * K + 32 * s.parts - 1) // (32 * s.parts))
-            numbers.number_in_block(s, shared, part, thread)
-            numbers.count_part(s, mem, shared, any_bad, block, thread)
+            number_in_block(s, shared, part, thread)
+            count_part(s, mem, shared, any_bad, block, thread)
             if thread == 0:
                 N.signal(blocks_ready[0], 1, me, op="add")
                 if absent:
                     if block == 0:
                         N.signal(blocks_ready[0], absent, me, op="add")
             N.wait_block(blocks_ready[0], "ge", call * T.uint64(blocks + absent))
-            steps.exchange_counts(s, mem, shared, fault, fault_value, me, call, block, thread, warp)
-            numbers.align_experts(s, mem, shared, thread)
+            exchange_counts(s, mem, shared, fault, fault_value, me, call, block, thread, warp)
+            align_experts(s, mem, shared, thread)
             code = T.alloc_var("int32")
             need = T.alloc_var("int32")
             stop = T.alloc_var("int32")
-            steps.refuse_or_go_on(s, mem, shared, mine, code, need, stop, block, thread)
-            numbers.number_choices(s, mem, shared, part, mine, me, block, thread)
+            refuse_or_go_on(s, mem, shared, mine, code, need, stop, block, thread)
+            number_choices(s, mem, shared, part, mine, me, block, thread)
             if ordered:
                 firsts = T.alloc_shared((experts,), "int32")
-                order.order_rows(s, mem, shared, firsts, part, mine, block, thread)
+                order_rows(s, mem, shared, firsts, part, mine, block, thread)
             for i in T.serial((s.part * R + threads - 1) // threads):
                 p = i * threads + thread
                 if p < T.min(share, tokens - first) * R:
                     token_slot[first + p // R, p % R] = -1
             T.sync_threads()
-            steps.write_records(s, mem, shared, first, mine, thread)
-            steps.send_records(s, mem, shared, me, stop, block, thread)
+            write_records(s, mem, shared, first, mine, thread)
+            send_records(s, mem, shared, me, stop, block, thread)
             if block == 0:
-                steps.write_totals(s, mem, shared, me, stop, thread)
-            steps.count_received(s, mem, shared, me, thread)
+                write_totals(s, mem, shared, me, stop, thread)
+            count_received(s, mem, shared, me, thread)
             if thread < R:
                 if active[thread] != 0:
                     N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))
             T.sync_threads()
-            steps.keep_records(s, mem, shared, block, thread)
+            keep_records(s, mem, shared, block, thread)
+            if thread == 0:
+                calls[block] = call
+            if absent:
+                if block == 0:
+                    count_for(calls, call, blocks, absent, thread, threads)
+
+    return main
+
+
+class NodePlanTensors(NamedTuple):
+    """The tensors of the plan that is about nodes.
+
+    Attributes:
+        token_slot, send_row, totals: int32, see RoutingPlan. totals_at: places in `totals`.
+        heads_out: int32 [nodes, words], heads_in: int32 [slots, words], symmetric, see `NodeLayout.head_words`.
+        pairs_out: int32 [nodes, max_tokens, 2 * size], pairs_in: int32 [slots, max_tokens, 2 * size], symmetric: for each row
+            and each rank of a node the row's place among those to the rank, or -1, and its first expert-major row there.
+        told: uint64 [slots], symmetric: the last call of which the source's head and pairs are there.
+        found: int32 [threads], of shared memory: what each thread has counted.
+    """
+
+    token_slot: Any
+    send_row: Any
+    totals: Any
+    totals_at: PlanOffsets
+    heads_out: Any
+    heads_in: Any
+    pairs_out: Any
+    pairs_in: Any
+    told: Any
+    found: Any
+
+
+@tsn.macro
+def _number_rows(mem, tables, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, place: T.Ref, hit: T.Ref, thread, threads):
+    """Number the tokens that go to node `b`, in order, by all threads of the block; the last ends with their count."""
+    at, plan = tables.at, tables.plan
+    share = (tokens + threads - 1) // threads
+    origin = T.if_then_else(b < node, b, b + at.size - 1)
+    place = 0
+    for q in T.serial(share):
+        if thread * share + q < tokens:
+            hit = 0
+            for r in T.serial(at.size):
+                hit = T.if_then_else(mem.token_slot[thread * share + q, b * at.size + r] >= 0, 1, hit)
+            place = place + hit
+    mem.found[thread] = place
+    T.sync_threads()
+    place = 0
+    for p in T.serial(thread):
+        place = place + mem.found[p]
+    for q in T.serial(share):
+        t = thread * share + q
+        if t < tokens:
+            hit = 0
+            for r in T.serial(at.size):
+                hit = T.if_then_else(mem.token_slot[t, b * at.size + r] >= 0, 1, hit)
+            if b == node:
+                for r in T.serial(at.size):
+                    tables.words[plan.place(t, node + r)] = mem.token_slot[t, b * at.size + r]
+            elif hit == 0:
+                tables.words[plan.place(t, origin)] = -1
+            else:
+                tables.words[plan.place(t, origin)] = place
+                tables.words[plan.token(b, place)] = t
+                for r in T.serial(at.size):
+                    j = T.alloc_var("int32")
+                    j = mem.token_slot[t, b * at.size + r]
+                    mem.pairs_out[b, place, 2 * r] = j
+                    if j >= 0:
+                        mem.pairs_out[b, place, 2 * r + 1] = mem.send_row[b * at.size + r, j]
+            place = place + hit
+
+
+@tsn.macro
+def _place_slots(mem, tables, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: T.Ref, thread, threads):
+    """begin = where what comes back of node `b` begins among the slots: after the ranks of this node, and earlier nodes."""
+    at, plan = tables.at, tables.plan
+    share = (tokens + threads - 1) // threads
+    begin = 0
+    if b == node:
+        if thread < at.size:
+            tables.words[plan.base(node + thread)] = mem.totals[mem.totals_at.sent_before + node * at.size + thread]
+    else:
+        for q in T.serial(share):
+            if thread * share + q < tokens:
+                for a in T.serial(b):
+                    hit = 0
+                    if a != node:
+                        for r in T.serial(at.size):
+                            hit = T.if_then_else(mem.token_slot[thread * share + q, a * at.size + r] >= 0, 1, hit)
+                    begin = begin + hit
+    mem.found[thread] = begin
+    T.sync_threads()
+    begin = 0
+    for p in T.serial(threads):
+        begin = begin + mem.found[p]
+    for r in T.serial(at.size):
+        begin = begin + mem.totals[mem.totals_at.sent + node * at.size + r]
+    if b != node and thread == 0:
+        tables.words[plan.base(T.if_then_else(b < node, b, b + at.size - 1))] = begin
+    T.sync_threads()
+
+
+@tsn.macro
+def _tell_gateway(mem, tables, b: T.Ref, rows: T.Ref, begin: T.Ref, gateway: T.Ref, slot: T.Ref, call: T.Ref, thread):
+    """Send the head and the pairs of node `b` to this rank's gateway there, by the first warp."""
+    at = tables.at
+    if thread < at.size:
+        mem.heads_out[b, 1 + 2 * thread] = mem.totals[mem.totals_at.sent + b * at.size + thread]
+        mem.heads_out[b, 2 + 2 * thread] = mem.totals[mem.totals_at.sent_base + b * at.size + thread]
+    if thread == 0:
+        mem.heads_out[b, 0] = rows
+        mem.heads_out[b, at.slots_begin] = begin
+    T.sync_threads()
+    gateway = tables.map[at.gateway + b]
+    slot = tables.map[at.gateway_slot + b]
+    if thread < 32 and gateway >= 0:
+        N.put_warp(mem.pairs_in[slot, 0, 0], mem.pairs_out[b, 0, 0], gateway, count=rows * 2 * at.size)
+        N.put_warp(mem.heads_in[slot, 0], mem.heads_out[b, 0], gateway, count=at.head_words)
+        T.sync_warp()
+        if thread == 0:
+            N.signal(mem.told[slot], call, gateway, fence=True)
+
+
+@tsn.macro
+def _keep(mem, tables, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
+    """Keep the head and the pairs of the source of slot `k`, as lists by rank and as places by row."""
+    at, plan = tables.at, tables.plan
+    L = at.size
+    rows = mem.heads_in[k, 0]
+    for i in T.serial((at.head_words + threads - 1) // threads):
+        if i * threads + thread < at.head_words:
+            tables.words[plan.head(k, i * threads + thread)] = mem.heads_in[k, i * threads + thread]
+    for i in T.serial((rows * L + threads - 1) // threads):
+        p = i * threads + thread
+        if p < rows * L:
+            j = mem.pairs_in[k, p // L, p % L * 2]
+            tables.words[plan.gather(k, p // L, p % L)] = T.if_then_else(j >= 0, mem.heads_in[k, p % L * 2 + 2] + j, -1)
+            if j >= 0:
+                tables.words[plan.forward(k, p % L, j, 0)] = p // L
+                tables.words[plan.forward(k, p % L, j, 1)] = mem.pairs_in[k, p // L, p % L * 2 + 1]
+
+
+@tsn.jit(name="moe::plan_nodes", pass_configs=EXPLICIT_SYNC)
+def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent=0):
+    """Kernel that fills the part of a RoutingPlan that is about nodes, from the others.
+
+    Args:
+        ranks, experts, max_tokens: as in plan_routing. nodes, slots: see NodeLayout. blocks, threads, absent: launch geometry, as there.
+
+    Parameters of the kernel (int32 where no type is named):
+        tokens, token_slot, send_row, totals: see RoutingPlan. node_map [words]: see NodeLayout.
+        heads_out [nodes, words], heads_in [slots, words], pairs_out [nodes, max_tokens, 2 * size],
+        pairs_in [slots, max_tokens, 2 * size], told [slots] uint64: symmetric.
+        calls [blocks] uint64: calls so far. node_plan [words]: see NodePlanOffsets.
+    """
+    R, M, at, totals_at = ranks, max_tokens, NodeLayout(ranks, nodes, slots), PlanOffsets(ranks, experts // ranks)
+    L, H, plan, slot_rows = at.size, at.head_words, NodePlanOffsets(at, max_tokens), T.dynamic("slot_rows")
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        tokens: T.int32,
+        token_slot: T.Tensor((slot_rows, R), "int32"),
+        send_row: T.Tensor((R, M), "int32"),
+        totals: T.Tensor((totals_at.words,), "int32"),
+        node_map: T.Tensor((at.map_words,), "int32"),
+        heads_out: T.Tensor((nodes, H), "int32"),
+        heads_in: T.Tensor((slots, H), "int32"),
+        pairs_out: T.Tensor((nodes, M, 2 * L), "int32"),
+        pairs_in: T.Tensor((slots, M, 2 * L), "int32"),
+        told: T.Tensor((slots,), "uint64"),
+        calls: T.Tensor((blocks + absent,), "uint64"),
+        node_plan: T.Tensor((plan.words,), "int32"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            found = T.alloc_shared((threads,), "int32")
+            tables = NodeTables(at, plan, node_map, node_plan)
+            mem = NodePlanTensors(
+                token_slot, send_row, totals, totals_at, heads_out, heads_in, pairs_out, pairs_in, told, found=found
+            )
+            thread = T.get_thread_binding()
+            node = T.alloc_var("int32")
+            node = N.my_pe() // L
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            b = T.alloc_var("int32")
+            origin = T.alloc_var("int32")
+            place = T.alloc_var("int32")
+            hit = T.alloc_var("int32")
+            gateway = T.alloc_var("int32")
+            slot = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
+            for i in T.serial((nodes + blocks - 1) // blocks):
+                b = i * blocks + block
+                if b < nodes:
+                    _number_rows(mem, tables, tokens, b, node, origin, place, hit, thread, threads)
+                    if thread == threads - 1:
+                        node_plan[plan.rows(b)] = T.if_then_else(b == node, 0, place)
+                    T.sync_threads()
+                    _place_slots(mem, tables, tokens, b, node, begin, hit, thread, threads)
+                    place = node_plan[plan.rows(b)]
+                    _tell_gateway(mem, tables, b, place, begin, gateway, slot, call, thread)
+                T.sync_threads()
+            for i in T.serial((slots + blocks - 1) // blocks):
+                b = i * blocks + block
+                if b < slots:
+                    if node_map[at.source + b] >= 0:
+                        N.wait_block(told[b], "ge", call)
+                        _keep(mem, tables, b, place, hit, thread, threads)
+                    else:
+                        for h in T.serial((H + threads - 1) // threads):
+                            if h * threads + thread < H:
+                                node_plan[plan.head(b, h * threads + thread)] = 0
             if thread == 0:
                 calls[block] = call
             if absent:

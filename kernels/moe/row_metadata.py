@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tilescale_net.kernels.moe.handle import Handle, ReceivedRows
-from tilescale_net.kernels.moe.totals import Totals
+from tilescale_net.kernels.moe.layout import PlanOffsets
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def metadata(handle: Handle) -> Metadata:
     ranks, experts, max_tokens, top_k = handle.signature[:4]
     if isinstance(handle.plan, ReceivedRows):
         return _of_experts(handle.plan)
-    plan, at = handle.plan, Totals(ranks, experts // ranks)
+    plan, at = handle.plan, PlanOffsets(ranks, experts // ranks)
     device, totals = plan.totals.device, plan.totals
     bases = totals[at.received_base : at.received_base + ranks + 1]
     # Row i is the (i - bases[r])-th from rank r, the last one whose rows begin at i or before.

@@ -2,7 +2,7 @@
 
 import tilescale_net as tsn
 from tilescale_net.kernels.announcement import StatusRecord
-from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT
+from tilescale_net.kernels.moe.layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
 ARGUMENTS = (

@@ -7,22 +7,20 @@ import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe import throughput_buffers
-from tilescale_net.kernels.moe.combine_sums import sum_combined
-from tilescale_net.kernels.moe.combine_throughput import combine_throughput
+from tilescale_net.kernels.moe.combine import combine_throughput, sum_combined
 from tilescale_net.kernels.moe.config import FP8, Config, as_words
-from tilescale_net.kernels.moe.dispatch_throughput import dispatch_throughput
+from tilescale_net.kernels.moe.dispatch import dispatch_throughput
+from tilescale_net.kernels.moe.empty_calls import refuse_throughput
 from tilescale_net.kernels.moe.handle import Choices, DispatchedByPlan, Handle, Pending, RoutingPlan
 from tilescale_net.kernels.moe.launch import Launch
+from tilescale_net.kernels.moe.layout import NO_FAULT, CountsLayout, PlanOffsets, output_tag, record_words
 from tilescale_net.kernels.moe.mode import Mode, Phase
 from tilescale_net.kernels.moe.plans import Plans
-from tilescale_net.kernels.moe.refusal import refuse_throughput
 from tilescale_net.kernels.moe.routing import plan_routing
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import DeferredStream, SideStream
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.kernels.moe.totals import Totals
 from tilescale_net.kernels.moe.tuning import shares
-from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, output_tag, record_words
 from tilescale_net.runtime.launch_arguments import kept
 
 # What a call gives to a launch, in this order; the fields of RoutingPlan but node_plan last.
@@ -60,7 +58,7 @@ class ThroughputMode(Mode):
 
         # Words of this rank alone.
         shared = {"active": base.active, "status": base.status.tensor}
-        words = Counts(c.num_experts, R).words + (c.num_experts if c.tiles else 0)
+        words = CountsLayout(c.num_experts, R).words + (c.num_experts if c.tiles else 0)
         partial = torch.zeros((base.blocks, words), dtype=torch.int32, device=device)
         if c.tiles:
             calls = torch.zeros(1, dtype=torch.int64, device=device)
@@ -314,7 +312,7 @@ class ThroughputMode(Mode):
             "send_row": ((R, M), ints),
             "token_slot": ((M, R), ints),
             "records": ((R, M, record_words(c.top_k)), ints),
-            "totals": ((Totals(R, c.local_experts).words,), ints),
+            "totals": ((PlanOffsets(R, c.local_experts).words,), ints),
             "row_index": ((c.capacity,), ints),
             "row_weight": ((c.capacity,), torch.float32),
         }

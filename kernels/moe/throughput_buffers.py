@@ -4,8 +4,8 @@ import torch
 
 from tilescale_net.kernels.collective import BufferSpecs
 from tilescale_net.kernels.moe.config import FP8, Config
+from tilescale_net.kernels.moe.layout import CountsLayout, most_sent, record_words
 from tilescale_net.kernels.moe.row_ops import groups_of
-from tilescale_net.kernels.moe.wire_layout import Counts, most_sent, record_words
 
 
 def placement_of(config: Config) -> str:
@@ -44,7 +44,7 @@ def shared_rows(config: Config, proxied: bool) -> dict[str, tuple[str, int, int,
 def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
     """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype)."""
     c, R, M = config, config.ranks, config.max_tokens
-    counts, W, placement = Counts(c.num_experts, R), record_words(c.top_k), placement_of(c)
+    counts, W, placement = CountsLayout(c.num_experts, R), record_words(c.top_k), placement_of(c)
     scales, G, chunks = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk)
     own = output_rows(c) if placement != "arrival" else 1
     ints, floats, words = torch.int32, torch.float32, torch.uint64

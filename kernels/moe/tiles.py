@@ -77,7 +77,7 @@ def fill_up(words, totals, at, tile_rows, tiles, me: T.Ref, thread, threads):
     """Add to the word of each tile the rows that it does not get in this call. By a block.
 
     Args:
-        totals: of the plan. at: `Totals`, its places.
+        totals: of the plan. at: `PlanOffsets`, its offsets.
     """
     first = T.alloc_var("int32")
     begin = T.alloc_var("int32")

@@ -8,7 +8,7 @@ import torch
 
 from tilescale_net.kernels.collective import check_threads
 from tilescale_net.kernels.moe.config import Config
-from tilescale_net.kernels.moe.routing_steps import BLOCK_SHARED, bytes_of_choice, fixed_bytes, width_of
+from tilescale_net.kernels.moe.routing import BLOCK_SHARED, bytes_of_choice, fixed_bytes, width_of
 
 
 @dataclass(frozen=True)

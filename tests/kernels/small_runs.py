@@ -181,9 +181,7 @@ def moe_latency_refused(seed):
 
 
 EXCHANGE = ("exchange", "announcement")
-HANDSHAKE = ("moe/handshake", "moe/routing", "moe/routing_steps", "moe/routing_numbers")
-THROUGHPUT = (*HANDSHAKE, "moe/dispatch_throughput", "moe/combine_throughput", "moe/combine_throughput_steps")
-OVER_NODES = ("moe/node_routing", "moe/node_dispatch", "moe/node_combine")  # by four ranks on two nodes
+THROUGHPUT = ("moe/handshake", "moe/routing", "moe/dispatch", "moe/combine")
 RUNS = {
     "copies": (("p2p",), copies),
     "writes by the proxy": (("proxy_write",), writes),
@@ -206,32 +204,24 @@ RUNS = {
     ),
     "matmul and all-reduce": (("fused/matmul_all_reduce", "fused/sending"), multiply_and_reduce_everywhere),
     "MoE and its products": (
-        ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing_order", "moe/combine_sums"),
+        ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing", "moe/combine"),
         multiply_by_experts,
     ),
     "send and receive": (("send_recv",), messages),
-    "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
-    "MoE, once per rank": (("moe/dispatch_throughput",), moe_once_per_rank),
-    "MoE, many choices": (("moe/routing_numbers",), moe_of_many_choices),
-    "MoE by rank": ((*THROUGHPUT, *OVER_NODES), moe_by_rank),
+    "MoE by expert": (("moe/routing", "moe/dispatch", "moe/combine"), moe_by_expert),
+    "MoE, once per rank": (("moe/dispatch",), moe_once_per_rank),
+    "MoE, many choices": (("moe/routing",), moe_of_many_choices),
+    "MoE by rank": (THROUGHPUT, moe_by_rank),
     "MoE latency": (
-        (
-            "moe/handshake",
-            "moe/dispatch_latency",
-            "moe/dispatch_latency_steps",
-            "moe/combine_latency",
-            "moe/combine_latency_steps",
-            "moe/node_dispatch_latency",
-            "moe/node_combine_latency",
-        ),
+        ("moe/handshake", "moe/latency_dispatch", "moe/latency_combine"),
         moe_latency,
     ),
-    "MoE latency, quantised": (("moe/combine_latency_steps",), moe_latency_quantised),
-    "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
+    "MoE latency, quantised": (("moe/latency_combine",), moe_latency_quantised),
+    "MoE latency, weights at combine": (("moe/latency_combine",), moe_latency_weights),
     "MoE in an arena": (("moe/arena",), moe_arena),
-    "MoE by rank, refused": (("moe/refusal", "moe/routing_steps"), moe_refused),
+    "MoE by rank, refused": (("moe/empty_calls", "moe/routing"), moe_refused),
     "MoE latency, refused": (
-        ("moe/handshake", "moe/refusal", "moe/combine_latency", "moe/node_combine_latency"),
+        ("moe/handshake", "moe/empty_calls", "moe/latency_combine"),
         moe_latency_refused,
     ),
 }

@@ -154,10 +154,8 @@ OF = {
     "all_reduce_two_shot": ("all_reduce_two_shot", "all_reduce_overwritten"),
     "broadcast": ("broadcast",),
     "exchange": ("all_gather", "all_to_all"),
-    "moe/combine_latency": ("moe_latency", "moe_latency_two_blocks"),
-    "moe/combine_latency_steps": ("moe_latency", "moe_latency_two_blocks"),
-    "moe/dispatch_latency": _ONE_BLOCK_MOE,
-    "moe/dispatch_latency_steps": _ONE_BLOCK_MOE,
+    "moe/latency_combine": ("moe_latency", "moe_latency_two_blocks"),
+    "moe/latency_dispatch": _ONE_BLOCK_MOE,
     "reduce_scatter": ("reduce_scatter_push",),
     "reduce_scatter_pull": ("reduce_scatter_pull",),
 }

@@ -13,7 +13,7 @@ from tilescale_net.deep_ep.objects import Objects, join, leave
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
-from tilescale_net.kernels.moe.totals import Totals
+from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.runtime.made_by_ranks import MadeByRanks
 from tilescale_net.runtime.world import World
 
@@ -323,7 +323,7 @@ def _handle_of(
     op: AllToAll, received, topk_idx, do_expand: bool, num_sms: int, syncs: bool, node_size: int, most: int
 ) -> EPHandle:
     c, handle = op.config, received.handle
-    at, totals = Totals(c.ranks, c.local_experts), handle.plan.totals
+    at, totals = PlanOffsets(c.ranks, c.local_experts), handle.plan.totals
     counts, offsets, _ = handle.plan.counts(c.ranks, c.local_experts)
     rows = handle.rows("rank") if syncs else c.ranks * most
     expanded = (

@@ -10,7 +10,7 @@ from tilescale_net.deep_ep.objects import Objects
 from tilescale_net.errors import HeapError
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
-from tilescale_net.kernels.moe.totals import Totals
+from tilescale_net.kernels.moe.layout import PlanOffsets
 
 # What combine adds to its sums: one or two tensors; of two, one may be missing.
 Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
@@ -174,7 +174,7 @@ def _counts(objects: Objects, received: Dispatched, per_expert, by_choice: bool,
 def _prefix(world, routing: Routing) -> torch.Tensor:
     """[ranks, ranks]: in this rank's column, rows from all ranks up to each; -1 in the others, unknown here."""
     c = routing.op.config
-    at = Totals(c.ranks, c.local_experts).received_base + 1
+    at = PlanOffsets(c.ranks, c.local_experts).received_base + 1
     matrix = torch.full((c.ranks, c.ranks), -1, dtype=torch.int32, device=world.device)
     matrix[:, world.rank] = routing.handle.plan.totals[at : at + c.ranks]
     return matrix

@@ -16,10 +16,9 @@ from tilescale_net.kernels.moe.all_to_all import OBJECTS, AllToAll
 from tilescale_net.kernels.moe.config import FP8
 from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
+from tilescale_net.kernels.moe.layout import PlanOffsets, record_words
 from tilescale_net.kernels.moe.throughput_buffers import output_rows
-from tilescale_net.kernels.moe.totals import Totals
 from tilescale_net.kernels.moe.tuning import Tuning
-from tilescale_net.kernels.moe.wire_layout import record_words
 from tilescale_net.ops import arguments, compiled_order, group_objects
 
 
@@ -71,7 +70,7 @@ def handle_of(key: str, plan: RoutingPlan) -> Handle:
 def valid_rows(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
     """Which rows exist, by their index: of an output, or (`by_rank` false) of expert-major tensors. bool."""
     c = op.config
-    at = Totals(c.ranks, c.local_experts)
+    at = PlanOffsets(c.ranks, c.local_experts)
     if by_rank:
         return torch.arange(output_rows(op.config), device=totals.device) < totals[at.received_base + c.ranks]
     index = torch.arange(c.capacity, device=totals.device)
@@ -109,7 +108,7 @@ def dispatch_fake(x, topk_idx, topk_weights, key):
     return [
         x.new_empty((output_rows(c), c.hidden)),
         x.new_empty((c.capacity,), dtype=torch.float32), ints(layer_of(key).node_plan_words), ints(R, M), ints(R, M),
-        ints(torch.sym_max(x.shape[0], 1), R), ints(R, M, record_words(c.top_k)), ints(Totals(R, c.local_experts).words), ints(c.capacity),
+        ints(torch.sym_max(x.shape[0], 1), R), ints(R, M, record_words(c.top_k)), ints(PlanOffsets(R, c.local_experts).words), ints(c.capacity),
     ]  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, matmul_exper
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.implementations import crosses_once
+from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.kernels.moe.totals import Totals
 
 # As in docs/expert-products.md, whose kernels are these.
 ROWS = SMALL.tile[0]  # of a tile
@@ -192,7 +192,7 @@ def feed(capacity, k, dtype, rows):
 
 def _totals(counts):
     """Of a rank of two, whose experts have so many rows."""
-    at = Totals(2, len(counts))
+    at = PlanOffsets(2, len(counts))
     totals = torch.zeros(at.words, dtype=torch.int32)
     ends = torch.tensor([-(-n // ROWS) * ROWS for n in counts]).cumsum(0)
     totals[at.counts : at.counts + len(counts)] = torch.tensor(counts)
@@ -238,7 +238,10 @@ def fed(seed, k=MOE["hidden"], tiling=SMALL, workers=3):
         none = words.view(1, -1)
         kernel(out, target, w, totals.to(device), calls, tickets, calls, none, none)
         tsn.synchronize()
-        theirs, at = whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank() ^ 1), Totals(2, len(counts))
+        theirs, at = (
+            whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank() ^ 1),
+            PlanOffsets(2, len(counts)),
+        )
         for e, count in enumerate(counts):
             begin = int(totals[at.offsets + e])
             wanted = _product(theirs[begin : begin + count], w[e].cpu())

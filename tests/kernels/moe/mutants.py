@@ -1,11 +1,11 @@
 """Kernels of mixture of experts without a line of their synchronisation, and what must fail then.
 
-A file of tests may have `MUTANTS` of its own, with what is here: for each its name, the kernel's file, the text to leave
-out (or that and what takes its place), and a case: function of test_rounds.py, options of the AllToAll, and how it is used.
+A file of tests may have `MUTANTS` of its own, of the same form: for each name a `MoeMutant`.
 """
 
 import importlib.util
 import sys
+from typing import NamedTuple
 
 from tests.kernels.moe.test_rounds import in_a_row, rounds, weights_at_combine
 from tilescale_net.kernels.moe import Tuning
@@ -21,33 +21,57 @@ WEIGHTS = (weights_at_combine, dict(mode="latency", tuning=TUNING), dict())
 ROW = (in_a_row, dict(tuning=TUNING), dict())
 
 
+class MoeMutant(NamedTuple):
+    """A kernel without a line of its synchronisation, and what must fail then.
+
+    Attributes:
+        file: in tilescale_net/kernels/moe, without its ending.
+        text: to leave out, or that and what takes its place.
+        case: function of test_rounds.py, options of the AllToAll, and how it is used.
+        nodes: 2 for four ranks on two nodes, else two ranks.
+    """
+
+    file: str
+    text: str | tuple[str, str]
+    case: tuple
+    nodes: int = 1
+
+
 def unfenced(signal: str) -> tuple[str, str]:
     """A call of `signal_warp`, and the same without a fence."""
     return signal, signal.removesuffix(")") + ", fence=False)"
 
 
-# file, text to leave out, and the test that must fail with its options
+def left_out(text: str) -> tuple[str, str]:
+    """A text that both forms of a kernel have, and what takes its place."""
+    return text, "pass"
+
+
 MUTANTS = {
-    "plan without wait for records": (
+    "plan without wait for records": MoeMutant(
         "routing",
         'N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))',
         EXPERT,
     ),
-    "dispatch without wait for room": (
-        "dispatch_throughput",
-        "handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)",
+    "dispatch without wait for room": MoeMutant(
+        "dispatch",
+        left_out("handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)"),
         ROW,
     ),
-    "dispatch without wait for rows": ("dispatch_throughput", 'N.wait_warp(arrived[peer, c], "ge", call)', EXPERT),
-    "dispatch without fence": ("dispatch_throughput", unfenced("N.signal_warp(arrived[me, c], call, peer)"), EXPERT),
-    "combine without wait for rows": (
-        "combine_throughput",
+    "dispatch without wait for rows": MoeMutant(
+        "dispatch", left_out('N.wait_warp(arrived[peer, c], "ge", call)'), EXPERT
+    ),
+    "dispatch without fence": MoeMutant("dispatch", unfenced("N.signal_warp(arrived[me, c], call, peer)"), EXPERT),
+    "combine without wait for rows": MoeMutant(
+        "combine",
         'N.wait(mem.arrived[peer, slot // size], "ge", now.call)',
         EXPERT,
     ),
-    "combine without fence": ("combine_throughput", unfenced("N.signal_warp(arrived[me, c], call, peer)"), RANK),
-    "weights without wait": ("exchange_weights", 'N.wait_block(sent[parity * R + peer], "ge", call)', WEIGHTS),
-    "latency without wait for messages": ("dispatch_latency", 'N.wait_warp(arrived[place], "ge", call)', LATENCY),
+    "combine without fence": MoeMutant("combine", unfenced("N.signal_warp(arrived[me, c], call, peer)"), RANK),
+    "weights without wait": MoeMutant("latency_combine", 'N.wait_block(sent[parity * R + peer], "ge", call)', WEIGHTS),
+    "latency without wait for messages": MoeMutant(
+        "latency_dispatch", 'N.wait_warp(arrived[place], "ge", call)', LATENCY
+    ),
 }
 
 

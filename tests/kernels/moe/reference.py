@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilescale_net.kernels.moe.reference import dequantise, quantise, sum_of_ranks
+from tilescale_net.kernels.moe.row_ops import dequantise, quantise, sum_of_ranks
 
 __all__ = ["Routing", "combine", "dequantise", "expert_rows", "quantise", "route", "sum_of_ranks"]
 

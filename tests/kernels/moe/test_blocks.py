@@ -11,7 +11,7 @@ from tests.kernels.moe.support import make_inputs
 from tests.kernels.moe.test_misuse import SHAPE, raises
 from tests.kernels.support import assert_same
 from tilescale_net.kernels.moe import AllToAll
-from tilescale_net.kernels.moe.routing_steps import BLOCK_SHARED, Sizes, bytes_of_choice, fixed_bytes
+from tilescale_net.kernels.moe.routing import BLOCK_SHARED, PlanConfig, bytes_of_choice, fixed_bytes
 from tilescale_net.kernels.moe.tuning import most_tokens
 
 
@@ -70,7 +70,7 @@ def test_plan_of_the_most_tokens_fits(experts, n_pes, top_k, ordered):
     for blocks in (2, 24):
         most = most_tokens(config, blocks)
         for tokens in (blocks, most // 2, most):
-            s = Sizes(n_pes, experts, top_k, tokens, 1, 1, blocks, 512, "int64", 0, 0, ordered)
+            s = PlanConfig(n_pes, experts, top_k, tokens, 1, 1, blocks, 512, "int64", 0, 0, ordered)
             counted = 4 * s.width * (s.parts + 1)
             used = fixed_bytes(experts, n_pes, ordered) + bytes_of_choice(ordered) * s.cells + counted
             assert used <= BLOCK_SHARED and (s.parts == 16 or used + 4 * s.width > BLOCK_SHARED), (tokens, s.parts)

@@ -22,7 +22,7 @@ from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.implementations import symmetric_buffers
-from tilescale_net.kernels.moe.latency_messages import Header, Message
+from tilescale_net.kernels.moe.layout import HeaderLayout, MessageLayout
 from tilescale_net.runtime import heap
 
 SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
@@ -34,19 +34,21 @@ RETURN = dict(
     sends=True, receives=True, parts=1, biases=0, blocks=132, threads=256,
 )  # fmt: skip
 SM_90 = {
-    "node_combine_latency.combine_latency_nodes": [dict(RETURN, quantised=False)],
+    "latency_combine.combine_latency_nodes": [dict(RETURN, quantised=False)],
 }
 
 MUTANTS = {
-    "latency gateway without wait for messages": (
-        "node_dispatch_latency",
+    "latency gateway without wait for messages": mutants.MoeMutant(
+        "latency_dispatch",
         'N.wait_warp(mem.came[row], "ge", now.call)',
         mutants.LATENCY,
+        2,
     ),
-    "latency gateway without wait for sums": (
-        "node_combine_latency",
+    "latency gateway without wait for sums": mutants.MoeMutant(
+        "latency_combine",
         'N.wait(mem.summed[row * at.size + place, part], "ge", now.call)',
         mutants.LATENCY,
+        2,
     ),
 }
 
@@ -76,8 +78,8 @@ def _bytes(seed: int) -> None:
         between = bytes_put()
         sums = op.combine(received.x, received.handle, weighted=False)
         rows = rows_that_cross(choices, size)
-        headers = 8 * 4 * Header(2, once).words  # from each rank to two others
-        assert between - before == rows * 4 * Message(32, 0, 3, once).words + headers, (seed, once, rows)
+        headers = 8 * 4 * HeaderLayout(2, once).words  # from each rank to two others
+        assert between - before == rows * 4 * MessageLayout(32, 0, 3, once).words + headers, (seed, once, rows)
         assert bytes_put() - between == rows * 128, (seed, once, rows)
         counts = received.counts.tolist()
         found[once] = [received.x[e, :n].clone() for e, n in enumerate(counts)], sums, rows

@@ -18,14 +18,13 @@ ATTEMPTS = 12  # a right schedule may hide a missing line
 MUTANTS = mutants.MUTANTS | {name: mutant for name, (_, mutant) in declared(tests.kernels.moe, "MUTANTS").items()}
 
 
-def _attempt(module: str, path: str, case: tuple, seed: int) -> str | None:
+def _attempt(mutant: mutants.MoeMutant, path: str, seed: int) -> str | None:
     """What went wrong in one run: wrong data or a wait that never ended; None when all was right."""
     env = {"TSN_TIMEOUT": "3", "TSN_SIM_VISIBILITY": ("late", "random")[seed % 2]}
-    size = 2
-    if module.startswith("node_"):
-        size, env["VIRTUAL_NODES"] = 4, "2"
+    if mutant.nodes > 1:
+        env["VIRTUAL_NODES"] = str(mutant.nodes)
         env["TSN_CHAOS"] = f"seed={seed},reorder=0.5,delay_us=3000"  # what is not waited for comes late
-    outcomes = ranks.launch(size, mutants.run, module, path, seed, *case, env=env, timeout=90)
+    outcomes = ranks.launch(2 * mutant.nodes, mutants.run, mutant.file, path, seed, *mutant.case, env=env, timeout=90)
     wrong = {o.error[0]: o.error[1] for o in outcomes if not o.ok}
     if not wrong:
         return None
@@ -40,7 +39,7 @@ def _attempt(module: str, path: str, case: tuple, seed: int) -> str | None:
 @pytest.mark.parametrize("case", [mutants.EXPERT, mutants.RANK, mutants.LATENCY], ids=["expert", "rank", "latency"])
 @pytest.mark.sample(0)
 def test_the_originals_pass(case):
-    assert _attempt("routing", "", case, random.randrange(1 << 20)) is None
+    assert _attempt(mutants.MoeMutant("routing", "", case), "", random.randrange(1 << 20)) is None
 
 
 # Those whose like is among the others.
@@ -54,12 +53,11 @@ LATER = (
 @pytest.mark.parametrize("mutant", [pytest.param(m, marks=pytest.mark.nightly if m in LATER else []) for m in MUTANTS])
 @pytest.mark.sample(1)
 def test_mutants_fail(mutant, tmp_path):
-    module, text, case = MUTANTS[mutant]
-    source = (FOLDER / f"{module}.py").read_text()
-    path = tmp_path / f"{module}.py"
-    path.write_text(mutants.mutant(source, text))
+    file, text, _, _ = MUTANTS[mutant]
+    path = tmp_path / f"{file}.py"
+    path.write_text(mutants.mutant((FOLDER / f"{file}.py").read_text(), text))
     first = random.randrange(1 << 20)
     for seed in range(first, first + ATTEMPTS):
-        if _attempt(module, str(path), case, seed) is not None:
+        if _attempt(MUTANTS[mutant], str(path), seed) is not None:
             return
     raise AssertionError(f"{mutant}: {ATTEMPTS} schedules from seed {first} on did not show it")

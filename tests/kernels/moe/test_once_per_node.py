@@ -16,7 +16,7 @@ from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.implementations import symmetric_buffers
-from tilescale_net.kernels.moe.node_layout import Gateways
+from tilescale_net.kernels.moe.layout import Gateways
 from tilescale_net.runtime import heap
 
 SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
@@ -24,16 +24,16 @@ KINDS = ("random", "masked", "one rank")
 TWO_NODES = {"VIRTUAL_NODES": "2"}
 
 SM_90 = {
-    "node_routing.plan_nodes": [
+    "routing.plan_nodes": [
         dict(ranks=32, experts=256, nodes=4, slots=3, max_tokens=4096, blocks=24, threads=512)
     ],
-    "node_dispatch.dispatch_nodes": [
+    "dispatch.dispatch_nodes": [
         dict(
             ranks=32, experts=256, nodes=4, slots=3, top_k=8, max_tokens=4096, row_words=3584, scale_words=0,
             placement="expert", chunk=4, proxied_chunk=16, senders=14, receivers=10, threads=512,
         )
     ],
-    "node_combine.combine_nodes": [
+    "combine.combine_nodes": [
         dict(
             ranks=32, experts=256, nodes=4, slots_of_gateway=3, top_k=8, max_tokens=4096, hidden=7168, dtype="bfloat16",
             by_rank=True, weighted="", quantised=False, valued="", biases=0, chunk=4, proxied_chunk=16, senders=16,
@@ -43,23 +43,28 @@ SM_90 = {
 }  # fmt: skip
 
 MUTANTS = {
-    "gateway without wait for rows": (
-        "node_dispatch",
+    "gateway without wait for rows": mutants.MoeMutant(
+        "dispatch",
         'N.wait_warp(mem.came[chunk.k, slot], "ge", call)',
         mutants.RANK,
+        2,
     ),
-    "gateway without wait for sums": (
-        "node_combine",
+    "gateway without wait for sums": mutants.MoeMutant(
+        "combine",
         'N.wait(mem.summed[k * at.size + g * 32 + lane, place // s.chunk], "ge", call)',
         mutants.RANK,
+        2,
     ),
-    "gateway sums without fence": (
-        "node_combine",
+    "gateway sums without fence": mutants.MoeMutant(
+        "combine",
         mutants.unfenced("N.signal_warp(arrived[gateway, c], call, peer)"),
         mutants.RANK,
+        2,
     ),
-    "rows for a gateway without quiet": ("node_combine", "N.quiet(me)", mutants.RANK),
-    "gateway without what sources said": ("node_routing", 'N.wait_block(told[b], "ge", call)', mutants.RANK),
+    "rows for a gateway without quiet": mutants.MoeMutant("combine", "N.quiet(me)", mutants.RANK, 2),
+    "gateway without what sources said": mutants.MoeMutant(
+        "routing", 'N.wait_block(told[b], "ge", call)', mutants.RANK, 2
+    ),
 }
 
 CASES = {

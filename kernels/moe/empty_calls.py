@@ -1,18 +1,95 @@
-"""What a rank launches in the place of a call that its host refuses: the others end theirs and report the fault.
+"""No-op kernels that keep the handshake alive when this rank's arguments are invalid: the others end their calls and
+report the fault.
 
 A rank that found an argument wrong cannot compute what the others expect from it. It signals that all rows are there,
-with any content, takes part in what begins and ends the call, and counts it. No row of this rank is sent.
+with any content, takes part in what begins and ends the call, and counts it. No row of this rank is sent. Where rows cross
+the network once per node, a forwarder also signals for the sources that it serves, whose rows it does not forward.
 """
+
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce
-from tilescale_net.kernels.moe import node_refusal as over_nodes
 from tilescale_net.kernels.moe.handshake import Blocks, Ends, await_previous, begin_half
-from tilescale_net.kernels.moe.node_layout import Nodes, NodeTables
+from tilescale_net.kernels.moe.layout import NodeLayout, NodeTables
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+
+
+class _EmptySignals(NamedTuple):
+    """What a rank signals whose call is refused.
+
+    Attributes:
+        active: int32 [ranks], 0 for a rank that is left out.
+        arrived: uint64, symmetric, of the kernel whose place is taken; so is onward: `came` of a dispatch, `summed` of a combine.
+    """
+
+    active: Any
+    arrived: Any
+    onward: Any
+
+
+@tsn.macro
+def signal_dispatch(signals, tables, me, node, c, call: T.Ref, peer: T.Ref, row: T.Ref):
+    """Chunk `c` of all that this rank sends and passes on in a dispatch."""
+    at = tables.at
+    for b in T.serial(at.nodes):
+        peer = tables.map[at.gateway + b]
+        if peer >= 0:
+            row = tables.map[at.gateway_slot + b]
+            N.signal(signals.onward[row, c], call, peer)
+    for r in T.serial(at.size):
+        peer = node * at.size + r
+        if signals.active[peer] != 0:
+            N.signal(signals.arrived[me, c], call, peer)
+            for k in T.serial(at.slots):
+                row = tables.map[at.source + k]
+                if row >= 0:
+                    N.signal(signals.arrived[row, c], call, peer)
+
+
+@tsn.macro
+def signal_combine(signals, tables, me, node, c, call: T.Ref, peer: T.Ref, row: T.Ref):
+    """Chunk `c` of all that this rank sends and sums in a combine."""
+    at = tables.at
+    for r in T.serial(at.size):
+        peer = node * at.size + r
+        if signals.active[peer] != 0:
+            N.signal(signals.arrived[node + me % at.size, c], call, peer)
+    for p in T.serial(at.ranks):
+        peer = tables.map[at.carrier + p]
+        if peer >= 0:
+            row = tables.map[at.carrier_slot + p] * at.size + me % at.size
+            N.signal(signals.onward[row, c], call, peer)
+    for k in T.serial(at.slots):
+        peer = tables.map[at.source + k]
+        if peer >= 0:
+            row = T.if_then_else(node < peer // at.size, node, node + at.size - 1)
+            N.signal(signals.arrived[row, c], call, peer)
+
+
+@tsn.macro
+def signal_part(
+    signals, tables, me, node, parity: T.Ref, j: T.Ref, part: T.Ref, M, call: T.Ref, peer: T.Ref, row: T.Ref
+):
+    """Part `part` of row `j` of all that this rank sends and sums in a combine of latency mode."""
+    at = tables.at
+    for r in T.serial(at.size):
+        peer = node * at.size + r
+        if signals.active[peer] != 0:
+            N.signal(signals.arrived[(parity * at.origins + node + me % at.size) * M + j, part], call, peer)
+    for p in T.serial(at.ranks):
+        peer = tables.map[at.carrier + p]
+        if peer >= 0:
+            row = ((parity * at.slots + tables.map[at.carrier_slot + p]) * M + j) * at.size + me % at.size
+            N.signal(signals.onward[row, part], call, peer)
+    for k in T.serial(at.slots):
+        peer = tables.map[at.source + k]
+        if peer >= 0:
+            row = T.if_then_else(node < peer // at.size, node, node + at.size - 1)
+            N.signal(signals.arrived[(parity * at.origins + row) * M + j, part], call, peer)
 
 
 @tsn.macro
@@ -68,15 +145,15 @@ def refuse_throughput(ranks, chunks, senders, blocks, threads, nodes=0, slots=0,
 
     Args:
         chunks: signals per rank. senders, blocks: of the kernel whose place it takes. threads: of this one.
-        nodes, slots: see Nodes; 0: rows go to their ranks straight. dispatch: whether it takes the place of one.
+        nodes, slots: see NodeLayout; 0: rows go to their ranks straight. dispatch: whether it takes the place of one.
 
     Parameters of the kernel:
         code: of the fault. onward: `came` of dispatch_nodes, or `summed` of combine_nodes; it and node_map with nodes only.
         The others are those of dispatch_throughput and combine_throughput.
     """
-    R, at = ranks, Nodes(ranks, nodes, slots) if nodes else None
+    R, at = ranks, NodeLayout(ranks, nodes, slots) if nodes else None
     signals = chunks if nodes else R * chunks
-    signal_chunk = over_nodes.signal_dispatch if dispatch else over_nodes.signal_combine
+    signal_chunk = signal_dispatch if dispatch else signal_combine
 
     @T.prim_func
     def main(
@@ -104,7 +181,7 @@ def refuse_throughput(ranks, chunks, senders, blocks, threads, nodes=0, slots=0,
                 if i * threads + thread < signals:
                     if nodes:
                         signals_of, tables = (
-                            over_nodes.Signals(active, arrived, onward),
+                            _EmptySignals(active, arrived, onward),
                             NodeTables(at, None, node_map, None),
                         )
                         signal_chunk(signals_of, tables, me, me // at.size, i * threads + thread, call, peer, row)
@@ -128,7 +205,7 @@ def refuse_latency(ranks, max_tokens, parts, blocks, threads, nodes=0, slots=0):
     Parameters of the kernel:
         code: of the fault. The others are those of combine_latency, or of combine_latency_nodes.
     """
-    R, M, at = ranks, max_tokens, Nodes(ranks, nodes, slots) if nodes else None
+    R, M, at = ranks, max_tokens, NodeLayout(ranks, nodes, slots) if nodes else None
     signals = M * parts if nodes else R * M * parts
 
     @T.prim_func
@@ -160,12 +237,10 @@ def refuse_latency(ranks, max_tokens, parts, blocks, threads, nodes=0, slots=0):
                         j = (i * threads + thread) // parts
                         part = (i * threads + thread) % parts
                         signals_of, tables = (
-                            over_nodes.Signals(active, arrived, summed),
+                            _EmptySignals(active, arrived, summed),
                             NodeTables(at, None, node_map, None),
                         )
-                        over_nodes.signal_part(
-                            signals_of, tables, me, me // at.size, parity, j, part, M, call, peer, row
-                        )
+                        signal_part(signals_of, tables, me, me // at.size, parity, j, part, M, call, peer, row)
                     else:
                         peer = (i * threads + thread) % R
                         if active[peer] != 0:

@@ -1,10 +1,10 @@
-"""Which ranks carry rows between nodes, and the places of what such rows need, on which the kernels and the host agree.
+"""Layouts of what ranks send one another, and of the plans that kernels and the host share: sizes and offsets in words.
 
 Where nodes have several ranks, a row crosses the network once for each node that needs it: to a rank of that node, the
-source's gateway there, which passes it on. Sums come back the same way. A gateway gives every source that it serves a
-slot. As long as all ranks of a node take part, a source's gateway is the one with its index in the node.
+source's forwarder there, which forwards it. Sums come back the same way. A forwarder gives every source that it serves a
+slot. As long as all ranks of a node take part, a source's forwarder is the one with its index in the node.
 
-A rank gets what it sums up from its origins: the ranks of its node, and every other node as a whole; in the order of
+A rank sums what it gets from its origins: the ranks of its node, and every other node as a whole; in the order of
 ranks. So do dispatch and combine of a plan.
 """
 
@@ -12,13 +12,209 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tilescale_net.kernels.moe.wire_layout import align4
+from tilescale_net.kernels.announcement import TAG_BITS
+
+
+def align4(n: int) -> int:
+    """The next multiple of four words, so that every row of words is a multiple of 16 bytes."""
+    return -(-n // 4) * 4
+
+
+# What a rank may find wrong with a call; every rank gets the code, the value and the rank. Codes from HOST_FAULT on
+# were found by the host of that rank before it launched anything.
+NO_FAULT, BAD_EXPERT, NO_ROOM, CROWDED, OTHER_OUTPUT, HOST_FAULT = range(6)
+# A call begins with a word from every rank to every rank: the number of the call, then a tag of TAG_BITS. Of the tag,
+# the lowest CODE_BITS hold what that rank found wrong, the others which output it gave.
+CODE_BITS = 5
+# In a dispatch of latency mode the number of the call is followed by the number of messages to expect, in COUNT_BITS.
+COUNT_BITS = 32
+
+
+@dataclass(frozen=True)
+class CountsLayout:
+    """One rank's row of counts: choices per expert, rows per rank, then its fault.
+
+    Attributes:
+        bins: experts + ranks.
+        code, value: places of the fault.
+        words: length of the row.
+    """
+
+    experts: int
+    ranks: int
+
+    @property
+    def bins(self) -> int:
+        return self.experts + self.ranks
+
+    @property
+    def code(self) -> int:
+        return self.bins
+
+    @property
+    def value(self) -> int:
+        return self.bins + 1
+
+    @property
+    def words(self) -> int:
+        return align4(self.bins + 2)
+
+
+def most_sent(ranks: int, max_tokens: int, top_k: int) -> int:
+    """Rows that a rank sends at most in a dispatch, and gets back in a combine; sends go to a rank once per token."""
+    return max_tokens * min(top_k, ranks)
+
+
+def output_tag(offset: int) -> int:
+    """What stands for the output at a heap offset in the tag of a call; no fault. Outputs differ at all but one in
+    half a million pairs of offsets."""
+    mixed = (offset // 16 + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+    return mixed >> 64 - (TAG_BITS - CODE_BITS) << CODE_BITS
+
+
+def record_words(top_k: int) -> int:
+    """Words of the record that goes with a row: for each choice its expert-major row at the target (or -1), then for
+    each choice its weight (float32 bits), then the row's token."""
+    return align4(2 * top_k + 1)
+
+
+@dataclass(frozen=True)
+class PlanOffsets:
+    """Places in a routing plan's vector of totals (int32).
+
+    Attributes:
+        sent: [ranks] rows that this rank sends to each rank.
+        sent_before: [ranks] rows that this rank sends to the ranks before each; of the same node, where rows cross the
+            network once per node.
+        sent_base: [ranks] index of the first of them among that rank's rows.
+        received: [ranks] rows that come from each rank.
+        received_base: [ranks + 1] index of the first of them, and the sum.
+        slots_base: [ranks] rows that each rank sends to the ranks before this one, of its node as above.
+        refused: not 0 where the dispatch was refused.
+        counts: [local experts] rows of each local expert.
+        offsets: [local experts + 1] first row of each local expert, aligned, and the end.
+        by_source: [local experts, ranks] rows of each local expert from each rank.
+    """
+
+    ranks: int
+    local_experts: int
+
+    @property
+    def sent(self) -> int:
+        return 0
+
+    @property
+    def sent_base(self) -> int:
+        return self.ranks
+
+    @property
+    def received(self) -> int:
+        return 2 * self.ranks
+
+    @property
+    def received_base(self) -> int:
+        return 3 * self.ranks
+
+    @property
+    def counts(self) -> int:
+        return 4 * self.ranks + 1
+
+    @property
+    def offsets(self) -> int:
+        return self.counts + self.local_experts
+
+    @property
+    def by_source(self) -> int:
+        return self.offsets + self.local_experts + 1
+
+    @property
+    def sent_before(self) -> int:
+        return self.by_source + self.local_experts * self.ranks
+
+    @property
+    def slots_base(self) -> int:
+        return self.sent_before + self.ranks
+
+    @property
+    def refused(self) -> int:
+        return self.slots_base + self.ranks
+
+    @property
+    def words(self) -> int:
+        return self.refused + 1
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Places in a row as latency mode sends it, in 4-byte words: payload, scales, then per choice its expert (-1: none),
+    its place among this rank's choices of that expert, and its weight (float32 bits); then the row's token. Where rows
+    cross the network once per node, then per choice the row's place among this rank's messages to the expert's rank, and
+    among those to its node."""
+
+    row_words: int
+    scale_words: int
+    top_k: int
+    over_nodes: bool = False
+
+    @property
+    def experts(self) -> int:
+        return self.row_words + self.scale_words
+
+    @property
+    def indices(self) -> int:
+        return self.experts + self.top_k
+
+    @property
+    def weights(self) -> int:
+        return self.experts + 2 * self.top_k
+
+    @property
+    def token(self) -> int:
+        return self.experts + 3 * self.top_k
+
+    @property
+    def at_rank(self) -> int:
+        return self.token + 1
+
+    @property
+    def at_node(self) -> int:
+        return self.at_rank + self.top_k
+
+    @property
+    def words(self) -> int:
+        return align4(self.at_node + self.top_k if self.over_nodes else self.token + 1)
+
+
+@dataclass(frozen=True)
+class HeaderLayout:
+    """What a rank sends a peer in latency mode beside the rows: choices per expert of the peer, then a fault. Where rows
+    cross the network once per node, then how many go to the peer's node."""
+
+    local_experts: int
+    over_nodes: bool = False
+
+    @property
+    def code(self) -> int:
+        return self.local_experts
+
+    @property
+    def value(self) -> int:
+        return self.local_experts + 1
+
+    @property
+    def to_node(self) -> int:
+        return self.local_experts + 2
+
+    @property
+    def words(self) -> int:
+        return align4(self.local_experts + (3 if self.over_nodes else 2))
+
 
 NO_RANK = -1
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeLayout:
     """Sizes: nodes of `size` consecutive ranks each.
 
     Attributes:
@@ -87,17 +283,17 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class NodePlan:
+class NodePlanOffsets:
     """Places in the part of a routing plan that is about nodes, one vector of int32.
 
     A method gives the place of a number, for whole numbers and for those of a kernel: the token of a row to a node, how
     many go there, a token's place among the rows of an origin (or -1), a word of a source's head (see
-    `Nodes.head_words`); and at a gateway, for each row to a rank of its node the source's row (word 0) and its first
+    `NodeLayout.head_words`); and at a gateway, for each row to a rank of its node the source's row (word 0) and its first
     expert-major row there (word 1), and for each row of a source the place of each rank's sum for it among that rank's rows
     (or -1). Last, where what comes from an origin begins among this rank's slots: ranks of its node first.
     """
 
-    at: Nodes
+    at: NodeLayout
     max_tokens: int
 
     def token(self, node, row):
@@ -127,13 +323,13 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
-class LatencyNodePlan:
+class LatencyNodePlanOffsets:
     """The same of a plan of latency mode: the place of a row received among the messages of its source to this node; at a
     gateway, how many messages of the source of a slot it has passed on, and for each of them the ranks of its node that it
     went to, by index and in order, then -1 [top_k].
     """
 
-    at: Nodes
+    at: NodeLayout
     max_tokens: int
     top_k: int
 
@@ -151,7 +347,7 @@ class LatencyNodePlan:
         return self.receiver(self.at.slots, 0, 0)
 
 
-class NodeNow(NamedTuple):
+class NodeCallState(NamedTuple):
     """The call that a kernel makes; variables of the kernel, which steps read where they stand.
 
     Attributes:
@@ -170,12 +366,12 @@ class NodeTables(NamedTuple):
     """What a kernel reads of the routes between nodes, and the places in it.
 
     Attributes:
-        at: Nodes, places in `map`. plan: NodePlan or LatencyNodePlan, places in `words`.
+        at: NodeLayout, offsets in `map`. plan: NodePlanOffsets or LatencyNodePlanOffsets, offsets in `words`.
         map: int32 [at.map_words], `node_map`, from the host.
         words: int32 [plan.words], `node_plan`, from the call that routes.
     """
 
-    at: Nodes
+    at: NodeLayout
     plan: Any
     map: Any
     words: Any
@@ -217,7 +413,7 @@ class Gateways:
 
     def words(self, rank: int, slots: int) -> list[int]:
         """The map of a rank, places as in `Nodes`; -1 where there is no rank."""
-        at = Nodes(len(self.mask), self.nodes, slots)
+        at = NodeLayout(len(self.mask), self.nodes, slots)
         words = [NO_RANK] * at.map_words
         for node in range(self.nodes):
             for gateway, sources in self.served(node).items():
@@ -231,6 +427,6 @@ class Gateways:
         return words
 
 
-def with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> Nodes:
+def with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> NodeLayout:
     """With slots for as many sources as a gateway serves among all ranks, and among those of each mask."""
-    return Nodes(ranks, nodes, max([nodes - 1, *(Gateways(mask, nodes).slots for mask in masks)]))
+    return NodeLayout(ranks, nodes, max([nodes - 1, *(Gateways(mask, nodes).slots for mask in masks)]))
