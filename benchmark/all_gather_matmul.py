@@ -7,7 +7,7 @@ Every rank has m / ranks rows of k elements and wants the product of all m rows 
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import Operands, Sides, difference, operands, options_of, parse, product_alone, run
+from benchmark.common.gemm import Operands, Sides, difference, operands, options_of, parse, product_alone, run
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 

@@ -65,9 +65,8 @@ def without_fabric() -> str:
 def main() -> None:
     args = parse()
     import tilescale_net as tsn
-    from benchmark.common import Report, queue_tables
+    from benchmark.common import Report, queue
     from benchmark.common.measuring import SIMULATED
-    from benchmark.common.queue_bench import QueueBench
 
     report = Report("queue", args)
     if "stages" in args.parts and (reason := without_fabric()):
@@ -76,21 +75,21 @@ def main() -> None:
             report.nothing(f"stages need a fabric: {reason}")
         report.environment["stages"] = f"not measured: {reason}"
     world = tsn.init("4M")
-    bench = QueueBench(world, args.cpu)
+    bench = queue.QueueBench(world, args.cpu)
     for name, (gpu, simulator) in DEFAULTS.items():
         setattr(args, name, getattr(args, name) or (gpu if bench.on_gpu else simulator))
     report.environment["ring"] = f"{args.capacity} descriptors"
     timing = f"median of {args.repeat} kernels"
     report.environment["timing"] = timing if bench.on_gpu else f"{timing}; device {SIMULATED}, the proxy's own are real"
     if "push" in args.parts:
-        queue_tables.push_rates(report, bench, args)
-        queue_tables.places(report, bench, args)
+        queue.push_rates(report, bench, args)
+        queue.places(report, bench, args)
     if "round-trip" in args.parts or "stages" in args.parts:
-        trip = queue_tables.round_trips(report, bench, args)
+        trip = queue.round_trips(report, bench, args)
     if "dispatch" in args.parts:
-        queue_tables.dispatch(report, args)
+        queue.dispatch(report, args)
     if "stages" in args.parts:
-        queue_tables.stages(report, bench, trip, args)
+        queue.stages(report, bench, trip, args)
     report.finish()
     tsn.finalize()
 

@@ -8,7 +8,7 @@ Buffers of 256 MiB by default, of 1 MiB in the simulator, which has no copy engi
 
 from benchmark.common import Report, int_list
 from benchmark.common.arguments import on_gpu
-from benchmark.common.copy_session import copy_parser, finish, join, nvshmem, require_two_ranks
+from benchmark.common.copies import copy_parser, finish, join, nvshmem, require_two_ranks
 
 BENCH = dict(quick="--sizes 256K --blocks 1,4 --repeat 2")  # see common/suite.py
 

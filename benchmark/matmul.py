@@ -10,10 +10,9 @@ GPUs. Without a GPU the simulator runs a small product.
 """
 
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
-from benchmark.common.fused import difference, eight_bits, product_alone
+from benchmark.common.gemm import difference, eight_bits, product_alone
 from benchmark.common.measuring import Timer, add_timing_arguments, median, raise_if_wrong
-from benchmark.common.report import Report
-from benchmark.common.table import Column
+from benchmark.common.report import Column, Report
 
 BENCH = dict(ranks=1, quick="--repeat 2 --parts product")  # see common/suite.py
 WIDTHS = ((8192, 14336), (8192, 28672), (7168, 8192))  # k and n of layers

@@ -7,7 +7,7 @@ Every rank has m rows of its own k columns and wants m / ranks rows of the sum o
 Without a GPU the simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import Operands, Sides, difference, operands, options_of, parse, product_alone, run
+from benchmark.common.gemm import Operands, Sides, difference, operands, options_of, parse, product_alone, run
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 

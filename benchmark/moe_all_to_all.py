@@ -292,8 +292,8 @@ class Results:
 def run(args, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: Results, report: Report) -> None:
     """All layouts and all peers for one mode and dtype."""
     import tilescale_net as tsn
+    from benchmark.common.fabric import BareWriterPair
     from benchmark.common.moe import make, row_bytes, traffic
-    from benchmark.common.proxy_bench import BareWriterPair
 
     fp8 = dtype == "fp8"
     shape = (tokens, args.hidden, args.experts, args.topk, fp8, 7, tsn.device())

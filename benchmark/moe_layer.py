@@ -9,10 +9,8 @@ kernels on small shapes; one rank on a GPU shows the overlap with copies in its 
 """
 
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
-from benchmark.common.environment import world_size
 from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong
-from benchmark.common.report import Report
-from benchmark.common.table import Column
+from benchmark.common.report import Column, Report, world_size
 
 BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
 
@@ -169,7 +167,7 @@ class Layer:
         """What is wrong with our results: products against torch, the rest against one after the other."""
         import torch
 
-        from benchmark.common.fused import difference
+        from benchmark.common.gemm import difference
 
         h, handle = self.first()
         out, begins = self.second(h, handle), self.received.offsets.tolist()

@@ -6,7 +6,7 @@ Timed and verified as in unrolledcp_p2p.py. NVSHMEM 3.7 and later copy by TMA wh
 """
 
 from benchmark.common import Report
-from benchmark.common.copy_session import copy_parser, finish, join, nvshmem, require_two_ranks
+from benchmark.common.copies import copy_parser, finish, join, nvshmem, require_two_ranks
 
 
 def main() -> None:

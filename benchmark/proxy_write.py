@@ -31,7 +31,7 @@ from benchmark.common import (
 from benchmark.common.fabric import SizeColumn
 from benchmark.common.measuring import SIMULATED as LABEL
 from benchmark.common.measuring import common_seeds, raise_if_wrong
-from benchmark.common.table import significant
+from benchmark.common.report import significant
 
 BENCH = dict(nodes=2, quick="--sizes 8,64K --signal-sizes 8 --repeat 2 --iters 5")  # see common/suite.py
 
@@ -222,7 +222,7 @@ def main() -> None:
 
 def measure_all(report: Report, args, kinds: list[str], signal, results: dict, rails: dict, on_gpu: bool) -> None:
     """Fill `results` (samples by size and configuration) and `rails`, and the table of put_signal. Collective."""
-    from benchmark.common.proxy_bench import ProxyBench
+    from benchmark.common.fabric import ProxyBench
 
     for kind in kinds:
         wanted = 1 if kind == "Single" else (0 if on_gpu else 2) if args.rails is None else args.rails

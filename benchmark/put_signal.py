@@ -18,7 +18,7 @@ from benchmark.common import (
     positive_int,
 )
 from benchmark.common.arguments import on_gpu
-from benchmark.common.copy_session import SLACK, finish, nvshmem, require_two_ranks
+from benchmark.common.copies import SLACK, finish, nvshmem, require_two_ranks
 from benchmark.common.measuring import GUARD, SIMULATED, common_seeds, difference, prepare, raise_if_wrong
 
 BENCH = dict(quick="--sizes 8,8K --threads 128 --repeat 3")  # see common/suite.py

@@ -8,7 +8,7 @@ a quiet, on both implementations. Without a GPU the simulator runs the same kern
 """
 
 from benchmark.common import Report
-from benchmark.common.copy_session import copy_parser, finish, join, nvshmem, require_two_ranks
+from benchmark.common.copies import copy_parser, finish, join, nvshmem, require_two_ranks
 
 BENCH = dict(quick="--sizes 2K,64K --repeat 2")  # see common/suite.py
 

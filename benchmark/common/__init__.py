@@ -24,7 +24,6 @@ interrupted; what was measured before is printed and in the JSON file, whose `co
 from benchmark.common.arguments import (
     BenchmarkParser,
     byte_count,
-    format_bytes,
     int_list,
     non_negative_int,
     one_of,
@@ -34,10 +33,8 @@ from benchmark.common.arguments import (
     positive_int,
     size_list,
 )
-from benchmark.common.environment import environment, is_rank_zero, rank, world_size
 from benchmark.common.measuring import median, percentile
-from benchmark.common.report import Report
-from benchmark.common.table import Column, Table
+from benchmark.common.report import Column, Report, Table, environment, format_bytes, is_rank_zero, rank, world_size
 
 __all__ = [
     "BenchmarkParser",

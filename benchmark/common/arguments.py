@@ -5,8 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmark.common.environment import is_rank_zero
-from benchmark.common.table import load_baseline
+from benchmark.common.report import is_rank_zero, load_baseline
 from tilescale_net.cli.arguments import non_negative_int, positive_float, positive_int, writable_file
 from tilescale_net.runtime import settings
 
@@ -46,15 +45,6 @@ def parse_sizes(text: str) -> list[int]:
             sizes.append(size)
             size *= 2
     return sizes
-
-
-def format_bytes(count: int) -> str:
-    """The shortest exact form: 2048 is `2K`, 1048576 is `1M`, 1000 is `1000`."""
-    for suffix in ("T", "G", "M", "K"):
-        unit = settings.SUFFIXES[suffix]
-        if count and count % unit == 0:
-            return f"{count // unit}{suffix}"
-    return str(count)
 
 
 def int_list(minimum: int, maximum: int) -> Callable[[str], list[int]]:

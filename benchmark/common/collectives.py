@@ -8,8 +8,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Sequence
 
-from benchmark.common.arguments import BenchmarkParser, format_bytes, int_list, one_of
-from benchmark.common.environment import world_size
+from benchmark.common.arguments import BenchmarkParser, int_list, one_of
 from benchmark.common.measuring import (
     Timer,
     add_timing_arguments,
@@ -20,8 +19,7 @@ from benchmark.common.measuring import (
     percentile,
     raise_if_wrong,
 )
-from benchmark.common.report import Report
-from benchmark.common.table import Column
+from benchmark.common.report import Column, Report, format_bytes, world_size
 
 # Flags whose values are tried one after the other, which are arguments of the kernels' classes too.
 CHOICES = ("algorithm", "threads", "blocks", "engine", "unroll")

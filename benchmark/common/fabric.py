@@ -1,15 +1,18 @@
-"""What the benchmarks of the fabric itself share: arguments, the job's ranks, and the report's header.
+"""What benchmarks of the fabric and of the proxy share: arguments, the job's ranks, bare writers, jobs with a proxy.
 
-They need libfabric and nothing else of the package: no heap, no kernels, no GPU.
+`FabricJob` needs libfabric and nothing else of the package: no heap, no kernels, no GPU.
 """
 
 import os
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-from benchmark.common.arguments import BenchmarkParser, format_bytes, positive_float, positive_int
-from benchmark.common.environment import rank, world_size
-from benchmark.common.table import Column
+from benchmark.common import measuring
+from benchmark.common.arguments import BenchmarkParser, positive_float, positive_int
+from benchmark.common.measuring import GUARD, POISON, elapsed, gather, random_bytes
+from benchmark.common.report import Column, format_bytes, is_rank_zero, rank, world_size
 
 
 class SizeColumn(Column):
@@ -162,11 +165,217 @@ def note_of_cores(needed: int, what: str) -> str | None:
     return f"{what} keep {needed} threads busy on {cores} cores: the figures mean little."
 
 
-__all__ = [
-    "FabricJob",
-    "SizeColumn",
-    "add_fabric_arguments",
-    "add_rails_argument",
-    "note_of_cores",
-    "run",
-]
+WINDOW = 64  # writes on the way, where nothing is staged
+MEMORY = 64 << 20  # bytes of each thread that moves data as MoE does: more than a second-level cache holds
+
+
+def bare_writer(world, memory, rails: int):
+    """A bare writer on `memory` (uint8), which goes the proxy's way to it, staged or not."""
+    from tilescale_net import _native, fabric
+
+    on_gpu, properties = world.device_kind == "cuda", world.proxy.properties
+    options = fabric.transport_options(rank=world.rank, multi_host=not world.topology.single_host, rails=rails)
+    return _native.BareWriter(
+        options,
+        bytes=memory.numel(),
+        base=memory.data_ptr(),
+        heap_kind="cuda" if on_gpu else "host",
+        device=world.device.index or 0,
+        force_staging=properties["staged"],
+        chunk_bytes=properties["chunk_bytes"],
+        # As much staging memory as a proxy thread has: more would fall out of the processor's caches.
+        window=properties["staging_slots"] or WINDOW,
+        dedicated=on_gpu,
+    )
+
+
+def threads_for(peers: list[int]) -> int:
+    """How many proxy threads of a rank carry what goes to these PEs."""
+    from tilescale_net.runtime import settings
+
+    queues, threads = settings.PROXY_QUEUES.get(), settings.PROXY_THREADS.get()
+    helpers = range(settings.PROXY_PEER_THREADS.get())
+    return len({(pe % queues % threads + i) % threads for pe in peers for i in helpers})
+
+
+class BareWriterPair:
+    """Bare writers between each rank and one of another node, in both directions at once. Collective.
+
+    Every rank writes to the rank as many places on as a node has ranks, and is written to from as many places back. Each
+    thread does both, as in a proxy, and there are as many threads as proxy threads that have peers.
+    """
+
+    def __init__(self):
+        import torch
+
+        import tilescale_net as tsn
+
+        world = tsn.world()
+        size, step = world.size, world.topology.node_size
+        self._to, self._from = (world.rank + step) % size, (world.rank - step) % size
+        properties = world.proxy.properties
+        self.threads = threads_for([pe for pe in range(size) if not world.topology.is_direct(pe)])
+        self._bytes = MEMORY
+        self._memory = torch.zeros((self.threads, self._bytes), dtype=torch.uint8, device=world.device)
+        self._writers = [bare_writer(world, memory, properties["rails"]) for memory in self._memory]
+        for addresses, writer in zip(zip(*gather([w.address() for w in self._writers])), self._writers):
+            for peer in {self._to, self._from}:
+                writer.connect(peer, addresses[peer])
+        self._pool = ThreadPoolExecutor(self.threads)
+        tsn.barrier()
+
+    def move(self, count: int) -> float:
+        """Move about `count` bytes each way; microseconds until what this rank sends is in place."""
+        import tilescale_net as tsn
+
+        share = -(-count // self.threads)
+        laps = max(1, -(-share // self._bytes))
+        tsn.barrier()
+        start = time.perf_counter()
+        ends = self._pool.map(lambda writer: self._one(writer, max(1, -(-share // laps)), laps), self._writers)
+        return (max(ends) - start) * 1e6
+
+    def _one(self, writer, count: int, laps: int) -> float:
+        """When the last of `laps` times `count` bytes is in place."""
+        writer.write(self._to, count, laps, from_peer=self._from)
+        end = time.perf_counter()
+        writer.finish(self._to)
+        writer.serve(self._from)
+        return end
+
+    def close(self) -> None:
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        self._pool.shutdown()
+        self._writers = []
+
+
+class ProxyBench:
+    """The job with a given number of channels: buffers, the proxy's kernels, and the bare writer. Collective.
+
+    Attributes:
+        rails: channels in use.
+        dst, src: symmetric uint8 tensors.
+        peer: the PE that is written to; ranks other than 0 and it only take part in barriers.
+    """
+
+    def __init__(self, rails: int, largest: int, both: bool = False):
+        """Join the job.
+
+        Args:
+            rails: channels; 0 for one per NIC near the GPU.
+            largest: bytes of the largest write.
+            both: the peer writes to rank 0 at the same time.
+
+        Raises:
+            SystemExit: with 2, when every PE is mapped.
+        """
+        import torch
+
+        import tilescale_net as tsn
+        from tilescale_net.kernels import p2p, proxy_write
+
+        os.environ["TSN_RAILS"] = str(rails)
+        self._both = both
+        capacity = largest + GUARD
+        self.world = tsn.init(2 * capacity + (8 << 20))
+        if self.world.proxy is None:
+            if is_rank_zero():
+                sys.stderr.write("error: every PE is mapped, so nothing goes through a proxy; set VIRTUAL_NODES=2\n")
+            raise SystemExit(2)
+        self.on_gpu = self.world.device_kind == "cuda"
+        self.rank, self.peer = tsn.rank(), self.world.topology.node_size
+        self.properties = self.world.proxy.properties
+        self.rails = self.properties["rails"]
+        self.dst, self.src = (tsn.empty(capacity, torch.uint8) for _ in range(2))
+        self._flag = tsn.zeros((1,), torch.uint64)
+        self._write, self._ping_pong = proxy_write.write(capacity), p2p.ping_pong(capacity, threads=32)
+        self._sent = 0
+        self._bare = None
+
+    def open_bare(self) -> None:
+        """Make the bare writer, on the proxy's own memory and by its way to it, staged or not. Collective."""
+        self._bare = bare_writer(self.world, self.src, self.rails)
+        addresses = gather(self._bare.address())
+        other = {0: self.peer, self.peer: 0}.get(self.rank)
+        if other is not None:
+            self._bare.connect(other, addresses[other])
+        gather(None)
+
+    def write(self, count: int, piece: int, writes: int, blocking: int) -> float:
+        """Microseconds per write through the proxy; on ranks other than 0 it returns nothing of use."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank == 0 or (self._both and self.rank == self.peer):
+            arguments = (self.dst, self.src, count, piece or count, self.peer - self.rank, writes, blocking)
+            spent = elapsed(lambda: self._write(*arguments), self.on_gpu)
+        tsn.barrier()
+        return spent / writes
+
+    def bare_write(self, count: int, writes: int) -> float:
+        """Microseconds per write by the bare writer, which fills its window as a proxy without blocking does."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self._both and self.rank in (0, self.peer):
+            other = self.peer - self.rank
+            spent = self._bare.write(other, count, writes, from_peer=other) * 1e6
+            self._bare.finish(other)
+            self._bare.serve(other)
+        elif self.rank == 0:
+            spent = self._bare.write(self.peer, count, writes) * 1e6
+            self._bare.finish(self.peer)
+        elif self.rank == self.peer:
+            self._bare.serve(0)
+        tsn.barrier()
+        return spent / writes
+
+    def one_way(self, count: int, trips: int) -> float:
+        """Microseconds from put_signal to the wait at the other side: half a round trip."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank in (0, self.peer):
+            other = self.peer - self.rank
+            arguments = (self.dst, self.src, self._flag, count, other, self._sent, int(self.rank == 0), trips)
+            spent = elapsed(lambda: self._ping_pong(*arguments), self.on_gpu)
+        self._sent += trips
+        tsn.barrier()
+        return spent / (2 * trips)
+
+    def bare_one_way(self, count: int, trips: int) -> float:
+        """The same by two bare writers: until the target's CPU has seen the data."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank == 0:
+            spent = self._bare.ping(self.peer, count, trips) * 1e6
+        elif self.rank == self.peer:
+            self._bare.pong(0, count, trips)
+        tsn.barrier()
+        return spent / (2 * trips)
+
+    def prepare(self, count: int, seed: int) -> None:
+        """Fresh data at rank 0, poison at its peer, in the proxy's destination and the bare writer's."""
+        if self.rank == 0:
+            self.src[:count] = random_bytes(count, seed, self.src.device)
+        elif self.rank == self.peer:
+            for buffer in (self.src, self.dst):
+                buffer[: count + GUARD] = POISON
+
+    def difference(self, buffer, count: int, seed: int) -> str | None:
+        """What is wrong with the peer's `buffer`; None elsewhere."""
+        return measuring.difference(buffer, count, seed) if self.rank == self.peer else None
+
+    def close(self) -> None:
+        import tilescale_net as tsn
+
+        self._bare = None
+        self.dst = self.src = self._flag = None
+        tsn.finalize()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from benchmark.common.arguments import BenchmarkParser, non_negative_int, positive_int
-from benchmark.common.environment import world_size
+from benchmark.common.report import WrongData, world_size
 
 if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is imported
     import torch
@@ -33,10 +33,6 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     if not samples:
         raise ValueError("a percentile of no samples is not defined")
     return float(sorted(samples)[max(0, math.ceil(len(samples) * percent / 100) - 1)])
-
-
-class WrongData(RuntimeError):
-    """What was measured did not deliver what was sent."""
 
 
 def gather(value) -> list:

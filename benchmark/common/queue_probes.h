@@ -1,5 +1,5 @@
 // What benchmark/device_queue.py runs on the device: the queue's functions in loops, and the least that could do the
-// same. Included into the kernel of benchmark/common/queue_bench.py; addresses arrive as integers.
+// same. Included into the kernel of benchmark/common/queue.py; addresses arrive as integers.
 
 namespace tsn {
 namespace probe {

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from benchmark.common.table import significant
+from benchmark.common.report import significant
 from tilescale_net.launch import environment
 from tilescale_net.runtime import settings
 

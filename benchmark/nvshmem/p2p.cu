@@ -1,7 +1,7 @@
 // The NVSHMEM baseline: block-scope put and get, and a put-with-signal ping-pong, behind a C interface.
 //
-// Compiled by library.py into a shared library that links NVSHMEM's device library statically. A push ends with a quiet
-// by one thread, as ours does; NVSHMEM's get returns with the data in place.
+// Compiled by benchmark/nvshmem into a shared library that links NVSHMEM's device library statically. A push ends with
+// a quiet by one thread, as ours does; NVSHMEM's get returns with the data in place.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 

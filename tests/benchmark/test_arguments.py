@@ -3,8 +3,7 @@
 import pytest
 
 from benchmark.common import BenchmarkParser, byte_count, int_list, one_of, positive_float
-from benchmark.common.copy_session import copy_parser, require_two_ranks
-from benchmark.common.geometry import add_geometry_arguments, geometries, varying_columns
+from benchmark.common.copies import add_geometry_arguments, copy_parser, geometries, require_two_ranks, varying_columns
 
 
 def parser() -> BenchmarkParser:

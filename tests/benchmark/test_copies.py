@@ -3,8 +3,7 @@
 import pytest
 
 import tilescale_net as tsn
-from benchmark.common.copies import CopyEngine, TilescaleNet, batch_for, measure
-from benchmark.common.geometry import Geometry
+from benchmark.common.copies import CopyEngine, Geometry, TilescaleNet, batch_for, measure
 from benchmark.common.measuring import Timer
 from tests import ranks
 

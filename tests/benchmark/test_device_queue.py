@@ -81,7 +81,7 @@ def test_the_standard_librarys_queue_is_still_found(tmp_path, how):
 
 def _counts() -> dict[str, list[int]]:
     import tilescale_net as tsn
-    from benchmark.common.queue_bench import Probe, QueueBench
+    from benchmark.common.queue import Probe, QueueBench
 
     bench = QueueBench(tsn.world(), -1)
     with bench.null(64, queues=2) as proxies:
@@ -116,7 +116,7 @@ def test_probes_push_what_they_say():
 
 def _lost_answer() -> None:
     import tilescale_net as tsn
-    from benchmark.common.queue_bench import Probe, QueueBench
+    from benchmark.common.queue import Probe, QueueBench
 
     bench = QueueBench(tsn.world(), -1)
     with bench.null(16) as proxies:

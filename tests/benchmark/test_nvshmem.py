@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from benchmark import nvshmem
-from benchmark.nvshmem import build
 from tilescale_net.compiler import cuda_tools
 
 COMPILER = """#!/bin/sh
@@ -42,20 +41,20 @@ def pretended(tmp_path, monkeypatch):
 def test_compiled_once_however_many_ask(pretended):
     folder, compiler = pretended()
     with ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(lambda _: build.build(folder, compiler, "sm_90"), range(4)))
+        paths = set(pool.map(lambda _: nvshmem.build(folder, compiler, "sm_90"), range(4)))
     assert pretended.calls() == 1
     (path,) = paths
     assert path.read_bytes().startswith(b"made\n")  # and a digest
-    other = build.build(folder, compiler, "sm_100")
+    other = nvshmem.build(folder, compiler, "sm_100")
     assert other != path and pretended.calls() == 2
 
 
 def test_failed_compilation_shows_the_compilers_words(pretended):
     folder, compiler = pretended('echo "p2p.cu(7): error: no such thing" >&2; touch "$2"; exit 1')
     with pytest.raises(RuntimeError, match=r"p2p.cu\(7\): error: no such thing"):
-        build.build(folder, compiler, "sm_90")
+        nvshmem.build(folder, compiler, "sm_90")
     folder, compiler = pretended()
-    assert os.path.exists(build.build(folder, compiler, "sm_90"))  # a failure is not kept
+    assert os.path.exists(nvshmem.build(folder, compiler, "sm_90"))  # a failure is not kept
 
 
 def test_says_what_is_missing(monkeypatch, tmp_path, pretended):
@@ -67,22 +66,22 @@ def test_says_what_is_missing(monkeypatch, tmp_path, pretended):
     monkeypatch.delenv("TSN_DEVICE")
     monkeypatch.setattr(cuda_tools, "find_tool", lambda name: None)
     assert "it needs nvcc" in nvshmem.missing()
-    monkeypatch.setattr(build, "home", lambda: None)
+    monkeypatch.setattr(nvshmem, "home", lambda: None)
     assert "it needs the package nvidia-nvshmem-cu13" in nvshmem.missing()
     monkeypatch.undo()
 
 
 def test_home_is_looked_for_in_the_environment_first(pretended, tmp_path, monkeypatch):
     folder, _ = pretended()
-    assert build.home() == folder
+    assert nvshmem.home() == folder
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))  # nothing in it
-    assert build.home() != str(tmp_path)
+    assert nvshmem.home() != str(tmp_path)
 
 
-@pytest.mark.skipif(not (build.home() and cuda_tools.find_tool("nvcc")), reason="needs NVSHMEM and nvcc")
+@pytest.mark.skipif(not (nvshmem.home() and cuda_tools.find_tool("nvcc")), reason="needs NVSHMEM and nvcc")
 def test_compiles_and_links(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = build.build(build.home(), cuda_tools.find_nvcc(), "sm_90")
+    path = nvshmem.build(nvshmem.home(), cuda_tools.find_nvcc(), "sm_90")
     symbols = path.read_bytes()
     for name in ("put", "get", "ping_pong", "init", "version"):
         assert f"tsn_nvshmem_{name}".encode() in symbols

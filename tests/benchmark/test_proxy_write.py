@@ -52,7 +52,7 @@ def test_both_ways_at_once():
 IDLE = """
 import sys
 from benchmark import proxy_write
-from benchmark.common.proxy_bench import ProxyBench
+from benchmark.common.fabric import ProxyBench
 setattr(ProxyBench, sys.argv.pop(1), lambda *arguments: 1.0)
 proxy_write.main()
 """

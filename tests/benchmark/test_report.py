@@ -8,9 +8,7 @@ import sys
 import pytest
 
 from benchmark.common import BenchmarkParser, Column, Report, Table
-from benchmark.common.environment import ROOT
-from benchmark.common.plot import draw, panels_of, title_of
-from benchmark.common.table import load_baseline, ratio
+from benchmark.common.report import ROOT, draw, load_baseline, panels_of, ratio, title_of
 
 
 def test_prints_header_and_table(filled, capsys):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmark.common import Column, Table
-from benchmark.common.table import Layout
+from benchmark.common.report import Layout
 
 
 def table() -> Table:

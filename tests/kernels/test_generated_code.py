@@ -21,7 +21,7 @@ from tilescale_net.errors import ConfigurationError
 # fails while one is missing.
 OTHERS = {
     "tilescale_net.kernels.proxy_write.write": [dict(capacity=1 << 20)],
-    "benchmark.common.queue_bench.probe": [dict()],
+    "benchmark.common.queue.probe": [dict()],
 }
 # What the fused products send with; the products are in fused/test_generated_code.py.
 ROWS = dict(n_pes=4, rows=1024, n=8192, height=128, across=32, slices=2, pieces=4)
@@ -53,11 +53,11 @@ WITHOUT_DATA = {
     f"{PIPELINED}.meet_peers",
     f"{PIPELINED}.await_rows",
     "tilescale_net.kernels.proxy_write.write",
-    "benchmark.common.queue_bench.probe",
+    "benchmark.common.queue.probe",
 }
 
 
-PROBE = "benchmark.common.queue_bench.probe"
+PROBE = "benchmark.common.queue.probe"
 PUSH, PING_PONG = "tilescale_net.kernels.p2p.push", "tilescale_net.kernels.p2p.ping_pong"
 
 

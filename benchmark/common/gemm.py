@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
 from benchmark.common.collectives import nccl_group
-from benchmark.common.environment import world_size
 from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong
-from benchmark.common.report import Report
-from benchmark.common.table import Column
+from benchmark.common.report import Column, Report, world_size
 
 if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is imported
     import torch
