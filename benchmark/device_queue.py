@@ -53,7 +53,8 @@ def alone() -> None:
 
 def without_fabric() -> str:
     """Why the stages cannot be measured; empty where they can be."""
-    from tilescale_net import errors, fabric
+    from tilescale_net import errors
+    from tilescale_net.runtime import fabric
 
     try:
         fabric.library()

@@ -36,7 +36,7 @@ def main() -> None:
     import tilescale_net._native
     import tilescale_net.language
     import tilescale_net.runtime.control
-    import tilescale_net.runtime.proxy
+    import tilescale_net.runtime.fabric
     from benchmark.common.measuring import gather
 
     report = Report("start_up", args)

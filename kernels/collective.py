@@ -13,12 +13,11 @@ import tilescale_net as tsn
 from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.kernels.partition import MIN_BYTES, MIN_BYTES_OVER_NODES, MIN_BYTES_WITH_GATEWAYS
 from tilescale_net.runtime import heap
-from tilescale_net.runtime.launch_arguments import unresolved
-from tilescale_net.runtime.made_by_ranks import MadeByRanks
-from tilescale_net.runtime.stream_order import StreamOrder
+from tilescale_net.runtime.groups import MadeByRanks
+from tilescale_net.runtime.launch_args import StreamOrder, unresolved
 
 if TYPE_CHECKING:
-    from tilescale_net.runtime.call_log import Track
+    from tilescale_net.runtime.control import Track
     from tilescale_net.runtime.world import World
 
 _Object = TypeVar("_Object", bound="Collective")

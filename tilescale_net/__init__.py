@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from tilescale_net.compiler.jit import compile, jit
     from tilescale_net.compiler.macro import macro
     from tilescale_net.runtime.groups import StoreGroup
-    from tilescale_net.runtime.survivors import Survivors
-    from tilescale_net.runtime.world import World
+    from tilescale_net.runtime.world import Survivors, World
 
     # None: the world of all ranks of the job, or the only one.
     Group: TypeAlias = ProcessGroup | DeviceMesh | StoreGroup | World | str | None
@@ -324,7 +323,7 @@ def __getattr__(name: str) -> Any:
 
         return _macro
     if name in ("_native", "_simulator"):
-        from tilescale_net.runtime import native_part
+        from tilescale_net.runtime import this_host
 
-        return native_part.load(name)
+        return this_host.load_native(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,8 +55,8 @@ class FabricJob:
             )
         if size < 2:
             parser.error("the method takes two ranks or more; start it with GPUS=2 bash launch.sh …")
-        from tilescale_net import errors, fabric
-        from tilescale_net.runtime import control, topology
+        from tilescale_net import errors
+        from tilescale_net.runtime import control, fabric, placement
 
         self.parser, self.args = parser, args
         self.rank, self.size = rank(), size
@@ -67,7 +67,7 @@ class FabricJob:
             raise SystemExit(f"{parser.prog}: {err}") from None
         # Only death ends a collective call early: the native loops have a time limit of their own.
         self.control = control.Control(3600.0)
-        hosts = self.control.gather("hosts", topology.host_identity())
+        hosts = self.control.gather("hosts", placement.host_identity())
         self.multi_host = len(set(hosts)) > 1
         self._local_rank = hosts[: self.rank].count(hosts[self.rank])
 
@@ -82,7 +82,7 @@ class FabricJob:
 
     def options(self, **fields):
         """Transport options: the user's choices, this rank, and `fields`."""
-        from tilescale_net import fabric
+        from tilescale_net.runtime import fabric
 
         fields.setdefault("gpu_pci", self.gpu_pci())
         return fabric.transport_options(
@@ -171,7 +171,8 @@ MEMORY = 64 << 20  # bytes of each thread that moves data as MoE does: more than
 
 def bare_writer(world, memory, rails: int):
     """A bare writer on `memory` (uint8), which goes the proxy's way to it, staged or not."""
-    from tilescale_net import _native, fabric
+    from tilescale_net import _native
+    from tilescale_net.runtime import fabric
 
     on_gpu, properties = world.device_kind == "cuda", world.proxy.properties
     options = fabric.transport_options(rank=world.rank, multi_host=not world.topology.single_host, rails=rails)

@@ -96,7 +96,8 @@ class QueueBench:
 
     def proxy(self, rank: int, n_pes: int, heap: int, provider: str, **options):
         """A native proxy of `rank` that serves rank 0's peers, or, for other ranks, rank 0."""
-        from tilescale_net import _native, fabric
+        from tilescale_net import _native
+        from tilescale_net.runtime import fabric
 
         return _native.Proxy(
             fabric.transport_options(provider=provider),
@@ -340,7 +341,8 @@ def dispatch(report: Report, args) -> None:
 
 def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> list[float]:
     """Microseconds of a write with an immediate between two CPU threads of this process, one way."""
-    from tilescale_net import _native, fabric
+    from tilescale_net import _native
+    from tilescale_net.runtime import fabric
 
     writers = [
         _native.BareWriter(

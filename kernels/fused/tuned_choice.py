@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tilescale_net.kernels.fused.choice import Product
 from tilescale_net.kernels.fused.matmul import Tiling
 from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
-from tilescale_net.runtime import tuned, tuned_files
+from tilescale_net.runtime import tuned
 
 ENGINES = ("auto", "ldst", "bulk")
 _FIELDS = ("tile", "stages", "panel", "columns")
@@ -39,7 +39,7 @@ def key_of(product: Product) -> str:
     return f"{p.kind} {str(p.dtype).removeprefix('torch.')} k={p.k} n={p.n} rows<={tuned.up_to(p.rows)}"
 
 
-def as_choice(chosen: Chosen) -> tuned_files.Choice:
+def as_choice(chosen: Chosen) -> tuned.Choice:
     """As it is kept."""
     if not chosen.fused:
         return {"fused": False, "pipelined": True} if chosen.pipelined else {"fused": False}
@@ -50,7 +50,7 @@ def as_choice(chosen: Chosen) -> tuned_files.Choice:
     }  # fmt: skip
 
 
-def of_choice(choice: tuned_files.Choice, product: Product) -> Chosen:
+def of_choice(choice: tuned.Choice, product: Product) -> Chosen:
     """What was kept. Raises ValueError for what makes no sense for the product."""
     fused = choice.get("fused")
     if fused is False:

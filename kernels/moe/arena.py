@@ -16,8 +16,8 @@ from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.streams import stream_key
 from tilescale_net.runtime import heap
-from tilescale_net.runtime.made_by_ranks import MadeByRanks
-from tilescale_net.runtime.stream_order import StreamOrder
+from tilescale_net.runtime.groups import MadeByRanks
+from tilescale_net.runtime.launch_args import StreamOrder
 
 if TYPE_CHECKING:
     from tilescale_net.runtime.world import World

@@ -10,8 +10,8 @@ from tilescale_net.kernels.moe.handle import Choices, Handle
 from tilescale_net.kernels.moe.results import Empty
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.tuning import most_tokens
-from tilescale_net.runtime import quick_calls
-from tilescale_net.runtime.launch_arguments import unresolved
+from tilescale_net.runtime import launch_args
+from tilescale_net.runtime.launch_args import unresolved
 
 SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
 INDEX_DTYPES, FLOATS = (torch.int64, torch.int32), (torch.float32,)
@@ -43,12 +43,12 @@ class ArgumentChecks:
         # Look at tensors that are right, as nearly all are; what is wrong with others is found and told in Python.
         choices, scales = (None, config.top_k), (None, config.scale_words)
         unscaled = tuple(d for d in self._source_dtypes if d != FP8)
-        self._is_unscaled = quick_calls.check(unscaled, device, self._row, 16)
-        self._is_scaled = quick_calls.check((FP8,) if config.dtype == FP8 else (), device, self._row, 16)
-        self._are_scales = quick_calls.check(SCALE_DTYPES, device, scales, 4)
-        self._are_choices = quick_calls.check(INDEX_DTYPES, device, choices, 1)
-        self._are_weights = quick_calls.check(FLOATS, device, choices, 1)
-        self._are_outputs = quick_calls.check(self._sum_dtypes, device, output_shape, 16)
+        self._is_unscaled = launch_args.tensor_check(unscaled, device, self._row, 16)
+        self._is_scaled = launch_args.tensor_check((FP8,) if config.dtype == FP8 else (), device, self._row, 16)
+        self._are_scales = launch_args.tensor_check(SCALE_DTYPES, device, scales, 4)
+        self._are_choices = launch_args.tensor_check(INDEX_DTYPES, device, choices, 1)
+        self._are_weights = launch_args.tensor_check(FLOATS, device, choices, 1)
+        self._are_outputs = launch_args.tensor_check(self._sum_dtypes, device, output_shape, 16)
 
     def rows(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`x` of dispatch as (rows, scales or None)."""

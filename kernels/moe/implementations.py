@@ -69,7 +69,7 @@ def world_with_room(world, config: Config, tuning: Tuning, active: tuple[bool, .
     if world.heap.size_to_hold(sizes) <= world.heap.limit:
         return world
     usual = settings.heap_bytes(None, world.device.type == "cuda")
-    return worlds.beside(world, max(usual, heap.footprint(sizes) + SYSTEM_BYTES))
+    return worlds.make_sibling(world, max(usual, heap.footprint(sizes) + SYSTEM_BYTES))
 
 
 def heap_bytes(

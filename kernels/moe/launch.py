@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from tilescale_net.kernels.moe.config import as_words
-from tilescale_net.runtime import quick_calls
-from tilescale_net.runtime.launch_arguments import constant
+from tilescale_net.runtime import launch_args
+from tilescale_net.runtime.launch_args import constant
 
 
 class Launch:
@@ -74,7 +74,7 @@ class Launch:
             fixed.append((0, self._world.context_tensor))
         given = [(places[name], *how) for name, how in self._given.items()]
         integers = {first + place: (low, high) for place, low, high in self._kernel.integers}
-        return quick_calls.launch(fixed, given, self._plain_function, self, integers)
+        return launch_args.native_launch(fixed, given, self._plain_function, self, integers)
 
     def _plain_function(self):
         self._function = self._kernel.plain_function(self._world)

@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 
 from tilescale_net.kernels.moe.handle import ReceivedRows, RoutingPlan
-from tilescale_net.runtime.launch_arguments import kept
+from tilescale_net.runtime.launch_args import kept
 
 # Plans that are kept for each stream; more at a time are made anew.
 KEPT = 4

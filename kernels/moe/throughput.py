@@ -21,7 +21,7 @@ from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import DeferredStream, SideStream
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.tuning import shares
-from tilescale_net.runtime.launch_arguments import kept
+from tilescale_net.runtime.launch_args import kept
 
 # What a call gives to a launch, in this order; the fields of RoutingPlan but node_plan last.
 _PLAN = ("send_token", "send_row", "token_slot", "records", "totals", "row_index", "row_weight")

@@ -28,7 +28,7 @@ from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import worlds
 from tilescale_net.runtime.context import HEADER_WORDS
-from tilescale_net.runtime.proxy import RunningProxy
+from tilescale_net.runtime.fabric import RunningProxy
 
 MINE = torch.zeros(HEADER_WORDS, dtype=torch.int64)  # a context that a caller passes
 

@@ -367,9 +367,9 @@ def test_a_communicator():
 
 def test_where_the_ranks_of_a_communicator_meet(monkeypatch):
     from tilescale_net.deep_ep import mpi
-    from tilescale_net.runtime import addresses
+    from tilescale_net.runtime import this_host
 
-    assert mpi._meeting_place([]) == addresses.towards("127.0.0.1") == "127.0.0.1"
+    assert mpi._meeting_place([]) == this_host.address_towards("127.0.0.1") == "127.0.0.1"
     known = {"two": "10.0.0.5", "three": "127.0.0.1"}
 
     def towards(host: str) -> str:
@@ -377,7 +377,7 @@ def test_where_the_ranks_of_a_communicator_meet(monkeypatch):
             raise OSError(host)
         return known[host]
 
-    monkeypatch.setattr(addresses, "towards", towards)
+    monkeypatch.setattr(this_host, "address_towards", towards)
     assert mpi._meeting_place(["one", "three", "two"]) == "10.0.0.5"
     known[socket.gethostname()] = "10.0.0.7"
     assert mpi._meeting_place(["one"]) == "10.0.0.7"

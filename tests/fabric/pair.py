@@ -6,9 +6,9 @@ import multiprocessing
 import os
 import time
 
-from tilescale_net import _native, fabric
+from tilescale_net import _native
 from tilescale_net.errors import FabricError
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import fabric, settings
 
 SYSTEM, BUNDLED = "libfabric.so.1", fabric.bundled_library()
 

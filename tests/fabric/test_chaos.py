@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fabric.pair import PROVIDERS, pair, until
-from tilescale_net import _native, fabric
+from tilescale_net import _native
 from tilescale_net.errors import FabricError
+from tilescale_net.runtime import fabric
 
 LIBRARY, PROVIDER = next(p[1:] for p in PROVIDERS if "tcp" in p[2])
 

@@ -14,8 +14,9 @@ import pytest
 from tests.fabric import programs
 from tests.fabric.pair import pair, until
 from tests.native.builder import ROOT
-from tilescale_net import _native, fabric
+from tilescale_net import _native
 from tilescale_net.errors import FabricError
+from tilescale_net.runtime import fabric
 
 HEADERS = tuple(int(n) for n in fabric.library()["headers"].split("."))
 
@@ -176,7 +177,8 @@ def test_gpu_memory(device, text, notes, usable):
         notes = notes - {"dmabuf"} | ({"peermem"} if "dmabuf" in notes else set())
     script = f"""
 import ctypes
-from tilescale_net import _native, fabric
+from tilescale_net import _native
+from tilescale_net.runtime import fabric
 from tilescale_net.errors import FabricError
 library = ctypes.CDLL({device[0]!r})
 t = _native.Transport(fabric.transport_options(library={device[0]!r}, device_memory=True))

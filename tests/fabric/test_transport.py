@@ -13,9 +13,10 @@ import pytest
 from tests import hosts
 from tests.fabric.pair import IDS, PROVIDERS, End, pair, until
 from tests.fabric.programs import small_shm
-from tilescale_net import _native, fabric
+from tilescale_net import _native
 from tilescale_net.errors import FabricError
 from tilescale_net.launch import job
+from tilescale_net.runtime import fabric
 
 every_provider = pytest.mark.parametrize("library,provider", [p[1:] for p in PROVIDERS], ids=IDS)
 

@@ -26,7 +26,7 @@ import torch
 from tests.kernels import small_runs
 from tests.kernels.declared import forget_kernels
 from tilescale_net import errors
-from tilescale_net.runtime import host_accesses
+from tilescale_net.runtime import simulator
 
 ALONE = re.compile(
     r"(wait|fence|quiet)(_block|_warp)?|flush_wait|barrier_\w+|(take|wait)_slot(_block|_warp)?|sync_(threads|warp|grid)"
@@ -136,7 +136,7 @@ def _reports() -> list[str]:
             give_up(self, context, error)
 
     SimulatedFunction._give_up = note
-    host_accesses.report = lambda base, wrong: reports.append(wrong)
+    simulator.report_race = lambda base, wrong: reports.append(wrong)
     return reports
 
 

@@ -31,7 +31,7 @@ from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatte
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.ops import group_objects
-from tilescale_net.runtime.stream_order import StreamOrder
+from tilescale_net.runtime.launch_args import StreamOrder
 
 BASES = {"Exchange", "Participant", matmul.DistributedMatmul.__name__, matmul.FusedMatmul.__name__}
 

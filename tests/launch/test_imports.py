@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.launch.conftest import ROOT, clean_environment, launch
-from tilescale_net.runtime import native_part, start_up
+from tilescale_net.runtime import this_host, world
 
 
 def test_installed_packages_are_not_hidden_by_folders_of_the_checkout(script, tmp_path):
@@ -85,8 +85,8 @@ def test_a_checkout_that_is_not_built(script, tmp_path, monkeypatch):
         text=True,
     )
     assert done.returncode == 2 and done.stderr.startswith(f"launch.sh: {said}") and not script.pids(), done
-    monkeypatch.setattr(native_part, "MODULES", ("_nowhere",))
-    assert str(start_up.check_settings()[0]).startswith(said)
+    monkeypatch.setattr(this_host, "NATIVE_MODULES", ("_nowhere",))
+    assert str(world.check_settings()[0]).startswith(said)
 
 
 def test_simulated_ranks_share_one_import_and_run_as_in_fresh_interpreters(script):

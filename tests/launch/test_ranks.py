@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.launch.conftest import LAUNCH, ROOT, clean_environment, launch, start, wait_until
-from tilescale_net.runtime import slurm
+from tilescale_net.runtime import placement
 
 SHOW = """
 names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'MASTER_ADDR',
@@ -80,15 +80,15 @@ def test_ranks_of_one_host_meet_on_loopback_alone(script):
     """The store listens before rank 0 starts, and nowhere else; a variable left from a job around this one counts for nothing."""
     use = """
 import subprocess
-from tilescale_net.runtime import placement, rendezvous
-place = placement.find(5.0)
+from tilescale_net.runtime import bootstrap, placement
+place = placement.find_place(5.0)
 if rank == 1:
     os.environ["MASTER_PORT"] = "1"
-    assert placement.find(5.0).port == 1
+    assert placement.find_place(5.0).port == 1
     sys.exit()
-store = rendezvous._connect(place, 5.0, 5.0)
+store = bootstrap._connect(place, 5.0, 5.0)
 store.set("key", "value")
-print(place.address, store.get("key").decode(), rendezvous._prefix() != "tsn", "TSN_STORE_FD" in os.environ)
+print(place.address, store.get("key").decode(), bootstrap._prefix() != "tsn", "TSN_STORE_FD" in os.environ)
 with open("/proc/net/tcp") as f:
     print([l.split()[1].split(":")[0] for l in f if f":{place.port:04X} " in l.split()[1] + " " and l.split()[3] == "0A"])
 with open("/proc/net/tcp6") as f:
@@ -152,7 +152,7 @@ def test_a_shell_in_an_allocation_is_no_task(script, step):
     ranks = shown(done.stdout) + shown(done.stderr)
     assert sorted((r["RANK"], r["WORLD_SIZE"]) for r in ranks) == [("0", "2"), ("1", "2")], done.stderr
     # Plain Python is one rank, and says so.
-    code = "from tilescale_net.runtime import placement; print(placement.find(1.0), repr(placement.job().name))"
+    code = "from tilescale_net.runtime import placement; print(placement.find_place(1.0), repr(placement.job_identity().name))"
     env = clean_environment(PYTHONPATH=ROOT, **ALLOCATED, **step)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout == "None ''\n" and "srun did not start this process" in done.stderr, done
@@ -169,10 +169,10 @@ def test_a_shell_that_is_one_of_several_tasks_of_srun(monkeypatch):
             with subprocess.Popen(command, stdin=other, stdout=other, stderr=other) as task:
                 for name, text in {**ALLOCATED, **step, "SLURM_TASK_PID": str(task.pid)}.items():
                     monkeypatch.setenv(name, text)
-                assert wait_until(lambda: slurm.tasks() == tasks, 10)
+                assert wait_until(lambda: placement.slurm_tasks() == tasks, 10)
                 task.kill()
         monkeypatch.setenv("SLURM_TASK_PID", str(os.getpid()))
-        assert slurm.tasks() == 4
+        assert placement.slurm_tasks() == 4
     finally:
         os.dup2(stdin, 0)
         for fd in (terminal, other, stdin):

@@ -12,8 +12,9 @@ from tests.fabric import programs
 from tests.fabric.pair import PROVIDERS
 from tests.native.builder import ROOT
 from tests.ranks import launch
-from tilescale_net import _native, fabric
+from tilescale_net import _native
 from tilescale_net.errors import FabricError
+from tilescale_net.runtime import fabric
 
 LIBRARY, PROVIDER = next(p[1:] for p in PROVIDERS if "tcp" in p[2])
 
@@ -224,7 +225,8 @@ def test_a_killed_peer_ends_the_other_rank(victim):
 
 GPU_SCRIPT = """
 import ctypes, threading
-from tilescale_net import _native, fabric
+from tilescale_net import _native
+from tilescale_net.runtime import fabric
 SIZE, CHUNK = 100_001, 4096
 total = _native.ping_pong_bytes(SIZE, CHUNK)
 ends, memory = [], []

@@ -8,7 +8,7 @@ from tests.fabric.programs import fake_cuda
 from tests.native.builder import run
 from tests.proxy import programs
 from tilescale_net.errors import WaitTimeout
-from tilescale_net.runtime.proxy import RunningProxy
+from tilescale_net.runtime.fabric import RunningProxy
 
 SHARED = ["threads=2", "peer_threads=2", "shared=512", "chunk=1024"]
 

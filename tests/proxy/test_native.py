@@ -13,9 +13,9 @@ import time
 import pytest
 
 from tests.fabric.programs import fake_cuda
-from tilescale_net import _native, fabric
+from tilescale_net import _native
 from tilescale_net.errors import FabricError
-from tilescale_net.runtime import context
+from tilescale_net.runtime import context, fabric
 
 HEAP = 1 << 20
 

@@ -22,17 +22,8 @@ from tilescale_net.compiler.simulator.host_source import HostSource
 from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
-from tilescale_net.runtime import (
-    control,
-    cuda_range,
-    encoding,
-    heartbeats,
-    placement,
-    settings,
-    survivors,
-    tuned_files,
-)
-from tilescale_net.runtime.signed_store import SignedStore
+from tilescale_net.runtime import control, cuda_memory, job_store, liveness, placement, settings, tuned, world
+from tilescale_net.runtime.job_store import SignedStore
 from tilescale_net.trace import events, part_reader, reporter, ring, timeline
 
 NUMBERS = (
@@ -100,7 +91,7 @@ def payload(dice: random.Random) -> None:
     """What `gather` has got from a rank, held against what this rank has sent itself."""
     mine = dice.choice((["host/boot", 77], [3, b"\0" * 16, "gpu"], [12, 5], b"blob", "text"))
     try:
-        encoding.check_alike(mine, encoding.decode(as_json(dice)))
+        job_store.check_alike(mine, job_store.decode(as_json(dice)))
     except ValueError:
         pass
 
@@ -135,13 +126,13 @@ def words_in_store(dice: random.Random) -> None:
     assert control.failed_rank(said) is None or control.announced(said, 0) != ""
     reporter._read(said)
     everybody = SimpleNamespace(gather=lambda what, value: [said])
-    for read in (lambda: survivors._members(said, [0, 1, 2]), lambda: survivors.live_everywhere(everybody, {})):
+    for read in (lambda: world._parse_members(said, [0, 1, 2]), lambda: world.live_everywhere(everybody, {})):
         try:
             assert read() is not None
         except PeerLost:
             pass
     store = SignedStore(Store(dice), "tsn", dice.choice([None, b"secret"]))
-    news = heartbeats.Heartbeats(0, ["a", "a", "b"], 1.0).round(store)
+    news = liveness.Heartbeats(0, ["a", "a", "b"], 1.0).round(store)
     assert news.failed is None or isinstance(news.failed, str)
     assert set(news.stopped) <= {1, 2}
 
@@ -172,7 +163,7 @@ def environment(dice: random.Random) -> None:
         settings.check,
         *(settings.ALL[name].get for name in os.environ if name in settings.ALL),
         settings.load_kernels_early,
-        lambda: placement.find(0.0),
+        lambda: placement.find_place(0.0),
         lambda: settings.heap_bytes(None, False),
     ):
         try:
@@ -217,7 +208,7 @@ def kept_kernel(dice: random.Random) -> None:
 
 
 _PLACE: dict[str, object] = {"gpu": "a", "ranks": 2, "nodes": 1, "package": "1"}
-_TUNED = {"schema": tuned_files.SCHEMA, "place": _PLACE, "choices": {"matmul 1": {"choice": {"blocks": 4}, "us": 1.5}}}
+_TUNED = {"schema": tuned.SCHEMA, "place": _PLACE, "choices": {"matmul 1": {"choice": {"blocks": 4}, "us": 1.5}}}
 
 
 def tuned_file(dice: random.Random) -> None:
@@ -227,7 +218,7 @@ def tuned_file(dice: random.Random) -> None:
         data["choices"] = {"a": value(dice), "b": {"choice": value(dice), "us": value(dice)}}
     text = damaged(dice, json.dumps(data).encode()).decode(errors="replace")
     try:
-        found = tuned_files._parsed(text, _PLACE)
+        found = tuned._parsed(text, _PLACE)
     except ValueError:
         return
     assert all(isinstance(entry["choice"], dict) for entry in found.values())
@@ -269,8 +260,8 @@ def trace(dice: random.Random) -> None:
 
 
 @functools.cache
-def _offers() -> cuda_range.Offers:
-    offers = cuda_range.Offers()
+def _offers() -> cuda_memory.Offers:
+    offers = cuda_memory.Offers()
     for _ in range(2):
         offers.add(os.open("/dev/null", os.O_RDONLY))
     return offers
@@ -297,14 +288,14 @@ def offered_memory(dice: random.Random) -> None:
         answer = threading.Thread(target=_answer, args=(listener, bytes(dice.randrange(3)), given))
         answer.start()
         try:
-            fds.append(cuda_range.take(listener.getsockname(), os.getpid(), 0))
+            fds.append(cuda_memory.take_descriptor(listener.getsockname(), os.getpid(), 0))
             assert given
         except TileScaleError:
             pass
         answer.join()
     for fd in fds:
         os.close(fd)
-    os.close(cuda_range.take(offers.name, os.getpid(), dice.randrange(2)))
+    os.close(cuda_memory.take_descriptor(offers.name, os.getpid(), dice.randrange(2)))
     # Nothing of it stays, but for what the other thread is about to close.
     assert len(os.listdir("/proc/self/fd")) <= before + 2 and offers._thread.is_alive()
 

@@ -14,7 +14,7 @@ from tests import hosts, ranks
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.runtime import cuda_memory
-from tilescale_net.runtime.shared_memory import SharedMemory
+from tilescale_net.runtime.simulator import SharedMemory
 
 
 def _in_a_container() -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 
 import tilescale_net
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import context, topology
+from tilescale_net.runtime import context, placement
 
 DEVICE = os.path.join(os.path.dirname(tilescale_net.__file__), "device")
 
@@ -81,6 +81,6 @@ def test_pack_is_header_then_peers():
 
 def test_a_job_has_no_more_ranks_than_descriptors_can_name():
     most = context.MAX_PES
-    assert topology.discover(most - 1, most, ["host"] * most).size == most
+    assert placement.job_topology(most - 1, most, ["host"] * most).size == most
     with pytest.raises(ConfigurationError, match=f"at most {most} ranks, but this one has {most + 1}"):
-        topology.discover(0, most + 1, ["host"] * (most + 1))
+        placement.job_topology(0, most + 1, ["host"] * (most + 1))

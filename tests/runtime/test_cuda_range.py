@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.native.builder import build
 from tilescale_net.errors import ConfigurationError, TileScaleError
-from tilescale_net.runtime import cuda_range
+from tilescale_net.runtime import cuda_memory
 from tilescale_net.runtime.cuda_memory import GrowingHeap
 
 MIB = 1 << 20
@@ -39,7 +39,7 @@ def _two(library: str, port: int) -> None:
         store.set(f"{number}/{rank}", said)
         return [store.get(f"{number}/{r}").decode() for r in range(2)]
 
-    driver = cuda_range.Driver(0)
+    driver = cuda_memory.Driver(0)
     assert driver.granularity() == 2 * MIB
     heap, before = GrowingHeap(driver, 4 * MIB, 32 * MIB), _fds()
     pid, name = meet(f"{os.getpid()} {heap.offers.name.hex()}")[1 - rank].split()
@@ -57,9 +57,9 @@ def _two(library: str, port: int) -> None:
     with pytest.raises(TileScaleError, match="more than the"):
         heap.grow(34 * MIB)
     with pytest.raises(TileScaleError, match="does not give its memory"):
-        cuda_range.take(bytes.fromhex(name), int(pid), 7)
+        cuda_memory.take_descriptor(bytes.fromhex(name), int(pid), 7)
     with pytest.raises(TileScaleError, match="answers in the place of process 1"):
-        cuda_range.take(bytes.fromhex(name), 1, 0)
+        cuda_memory.take_descriptor(bytes.fromhex(name), 1, 0)
     meet()
     heap.cut(4 * MIB)  # as where a rank had no memory for it
     meet()
@@ -77,7 +77,7 @@ def _two(library: str, port: int) -> None:
     heap.leave()
     assert _byte(base).value == 0, "its own memory stays while something refers to it"
     with pytest.raises(TileScaleError):
-        cuda_range.take(heap.offers.name, os.getpid(), 0)
+        cuda_memory.take_descriptor(heap.offers.name, os.getpid(), 0)
     del heap
     assert fake.fake_vmm_left() == 0
     assert _fds() <= before - 2, "memory and the listener are gone"

@@ -3,7 +3,7 @@
 import pytest
 
 from tilescale_net import errors
-from tilescale_net.runtime import device_errors
+from tilescale_net.runtime import context
 from tilescale_net.runtime.context import COMPARISONS, OPERATIONS, ErrorKind, ErrorRecord
 
 BASE = 1 << 40
@@ -16,7 +16,7 @@ def said(kind: str, operation: str, name_of=None, **fields) -> errors.TileScaleE
     }
     kind = ErrorKind[kind.upper().replace(" ", "_")]
     record = ErrorRecord(kind=kind, operation=OPERATIONS.index(operation), **numbers)
-    return device_errors.describe(record, 2, 4, BASE, 4.0, name_of)
+    return context.describe_error(record, 2, 4, BASE, 4.0, name_of)
 
 
 @pytest.mark.parametrize("compare", COMPARISONS)

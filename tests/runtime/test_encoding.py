@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilescale_net.errors import PeerLost
-from tilescale_net.runtime import control, encoding, heartbeats, survivors
+from tilescale_net.runtime import control, job_store, liveness, world
 from tilescale_net.trace import reporter
 
 PLAIN = st.recursive(
@@ -18,26 +18,26 @@ PLAIN = st.recursive(
 @given(PLAIN)
 @settings(deadline=None)
 def test_round_trip(value):
-    assert encoding.decode(encoding.encode(value)) == value
+    assert job_store.decode(job_store.encode(value)) == value
 
 
-@given(st.binary(max_size=200) | PLAIN.map(encoding.encode).map(lambda b: b[: len(b) // 2]))
+@given(st.binary(max_size=200) | PLAIN.map(job_store.encode).map(lambda b: b[: len(b) // 2]))
 @settings(deadline=None)
 def test_garbage_is_a_value_or_a_value_error(data):
     try:
-        encoding.encode(encoding.decode(data))
+        job_store.encode(job_store.decode(data))
     except ValueError:
         pass
 
 
 def test_edges():
-    assert encoding.decode(encoding.encode((1, (b"\0\xff", "a")))) == [1, [b"\0\xff", "a"]]
+    assert job_store.decode(job_store.encode((1, (b"\0\xff", "a")))) == [1, [b"\0\xff", "a"]]
     for deep in (b"[" * 100_000, b'{"a":' * 100_000, b'{"\\u0000bytes": 5}', b'{"\\u0000bytes": "%"}', b"9" * 10_000):
         with pytest.raises(ValueError):
-            encoding.decode(deep)
+            job_store.decode(deep)
     for wrong in (object(), {1: 2}, {"\0bytes": 1}, [set()]):
         with pytest.raises(TypeError):
-            encoding.encode(wrong)
+            job_store.encode(wrong)
 
 
 class Said:
@@ -51,11 +51,11 @@ class Said:
 def test_words_in_the_store_cannot_end_who_reads_them(said):
     assert control.last_call(said)[0] == 0 and control.failed_rank(said) is None
     assert "cannot be read" in control.announced(said, 0)
-    assert heartbeats._stopped_in(said) == [] and reporter._read(said) == (0, None)
+    assert liveness._stopped_in(said) == [] and reporter._read(said) == (0, None)
     with pytest.raises(PeerLost, match="cannot be read"):
-        survivors._members(said, [0, 1])
+        world._parse_members(said, [0, 1])
     with pytest.raises(PeerLost, match="cannot be read"):
-        survivors.live_everywhere(Said(said), {})
+        world.live_everywhere(Said(said), {})
 
 
 def test_a_value_of_another_kind_is_named_however_deep_it_is():
@@ -63,4 +63,4 @@ def test_a_value_of_another_kind_is_named_however_deep_it_is():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(ValueError, match="in the place of 2 values"):
-        encoding.check_alike([1, 2], deep)
+        job_store.check_alike([1, 2], deep)

@@ -48,14 +48,14 @@ def test_process_group_is_left_before_the_interpreter_ends():
 END = """
 import sys, threading
 from sys import exit as early
-from tilescale_net.runtime import process_end
+from tilescale_net.runtime import worlds
 
 class World:
     failure = None
     announce = give_up = lambda self, why: print(why)
     close = lambda self, spoken: print(spoken)
 
-process_end.install(lambda: [], lambda: [World()], lambda: None)
+worlds.watch_process_end(lambda: [], lambda: [World()], lambda: None)
 """
 
 

@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 
-from tilescale_net.runtime import file_lock, processes
+from tilescale_net.runtime import this_host
 
 HOLDER = """
 import sys, time
-from tilescale_net.runtime import file_lock
-lock = file_lock.acquire(sys.argv[1])
+from tilescale_net.runtime import this_host
+lock = this_host.lock_file(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -25,7 +25,7 @@ def test_a_holder_that_is_stopped_is_not_waited_for(tmp_path):
     ) as holder:
         assert holder.stdout.readline() == b"held\n"
         taken = []
-        waiter = threading.Thread(target=lambda: taken.append(file_lock.acquire(path)))
+        waiter = threading.Thread(target=lambda: taken.append(this_host.lock_file(path)))
         waiter.start()
         waiter.join(3)
         assert waiter.is_alive(), "a holder that runs is waited for"
@@ -37,5 +37,5 @@ def test_a_holder_that_is_stopped_is_not_waited_for(tmp_path):
         os.kill(holder.pid, signal.SIGCONT)
         holder.stdin.close()
         holder.wait()
-        file_lock.acquire(path).close()  # free at once
-        assert path.read_text().split() == [str(word) for word in processes.own()]
+        this_host.lock_file(path).close()  # free at once
+        assert path.read_text().split() == [str(word) for word in this_host.own_process()]

@@ -30,8 +30,8 @@ from tilescale_net.kernels.moe import AllToAll, Arena
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.runtime.cuda_memory import CudaMemory
-from tilescale_net.runtime.memory import Memory
-from tilescale_net.runtime.simulator_memory import SimulatorMemory
+from tilescale_net.runtime.heap import Memory
+from tilescale_net.runtime.simulator import SimulatorMemory
 from tilescale_net.runtime.world import World
 
 # What answers in a child too: it asks nobody, and launches nothing.

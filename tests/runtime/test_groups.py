@@ -20,7 +20,7 @@ from tilescale_net.kernels import moe
 from tilescale_net.kernels.all_gather import AllGather, all_gather
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
-from tilescale_net.runtime import groups, topology
+from tilescale_net.runtime import groups, placement
 
 QUICK = {"TSN_TIMEOUT": "20", "TSN_HEARTBEAT_TIMEOUT": "5"}
 
@@ -314,7 +314,7 @@ def test_walk(nodes):
 )
 def test_topology_of_a_group(nodes, sizes):
     for rank in range(len(nodes)):
-        found = topology.of_group(rank, len(nodes), list(nodes), [0] * len(nodes))
+        found = placement.group_topology(rank, len(nodes), list(nodes), [0] * len(nodes))
         assert (found.node_size, found.nodes) == sizes
         assert rank in found.node_members and len({nodes[pe] for pe in found.node_members}) == 1
         assert found.local_rank == nodes[:rank].count(nodes[rank])

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from tilescale_net.runtime import call_log, control, heartbeats
-from tilescale_net.runtime.signed_store import SignedStore
+from tilescale_net.runtime import control, liveness
+from tilescale_net.runtime.job_store import SignedStore
 from tilescale_net.trace import hang_report
 
 PER_HOST = 8
@@ -42,7 +42,7 @@ class Job:
         self.stopped = {r: [] for r in range(size)}
         hosts = [f"host{r // PER_HOST}" for r in range(size)]
         self.beats = {
-            r: heartbeats.Heartbeats(r, hosts, timeout, lambda r=r: self.stopped[r], lambda: self.now)
+            r: liveness.Heartbeats(r, hosts, timeout, lambda r=r: self.stopped[r], lambda: self.now)
             for r in range(size)
         }
         self.news = {}
@@ -183,7 +183,7 @@ def test_garbage_in_the_store_is_survived(garbage):
     job = Job(16, timeout=5.0)
     job.run(1)
     job.store.set("beat/8", garbage)
-    assert heartbeats._stopped_in(garbage) == []
+    assert liveness._stopped_in(garbage) == []
     job.run(1, without=[8])
     said = control.announced(garbage, 0)
     assert said is None or "cannot be read" in said
@@ -220,7 +220,7 @@ def test_requests_of_a_large_job_whose_calls_wait(size):
     posts, members, logs = Posts(job.store), list(range(size)), []
     for rank in members:
         logs.append(
-            call_log.CallLog(
+            control.CallLog(
                 SimpleNamespace(rank=rank, members=members, era=0, store=posts, calls=1, last_call="called it")
             )
         )
@@ -263,7 +263,7 @@ def _logs(calls: str) -> list:
     controls = [
         SimpleNamespace(rank=r, members=[0, 1], era=0, store=posts, calls=5, last_call="called b()") for r in (0, 1)
     ]
-    logs = [call_log.CallLog(control) for control in controls]
+    logs = [control.CallLog(one) for one in controls]
     tracks = [{name: log.track(name) for name in "AB"} for log in logs]
     for rank, name in zip(map(int, calls[::2]), calls[1::2]):
         if name == "-":

@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost
-from tilescale_net.runtime.attendance import Arrival, Attendance
-from tilescale_net.runtime.signed_store import SignedStore
+from tilescale_net.runtime.bootstrap import Arrival, Attendance
+from tilescale_net.runtime.job_store import SignedStore
 
 
 class Store:

@@ -6,24 +6,24 @@ import pytest
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.runtime import progress
+from tilescale_net.runtime import profiling
 
 
 @pytest.mark.parametrize("rank, seconds, lines", [("0", 1.0, ["compiling …"]), ("0", 0.0, []), ("1", 1.0, [])])
 def test_one_line_of_the_first_rank_when_it_takes_long(monkeypatch, caplog, rank, seconds, lines):
     monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr(progress, "SILENCE_S", 0.3)
-    with progress.step("compiling", " …"):
-        assert progress.current() == "compiling" and progress.current(30.0) == ""
+    monkeypatch.setattr(profiling, "SILENCE_S", 0.3)
+    with profiling.long_step("compiling", " …"):
+        assert profiling.current_step() == "compiling" and profiling.current_step(30.0) == ""
         time.sleep(seconds)
     assert [r.getMessage() for r in caplog.records if r.name == "tilescale_net"] == lines
-    assert progress.current() == ""
+    assert profiling.current_step() == ""
 
 
 def _compiles_for_long() -> list[str]:
     tsn.init("4M")
     if tsn.rank() == 0:
-        with progress.step("compiling kernel slow"):
+        with profiling.long_step("compiling kernel slow"):
             while tsn.world().failure is None:
                 time.sleep(0.1)
     said = []

@@ -10,7 +10,7 @@ import tvm_ffi
 from tilescale_net.kernels.moe import argument_checks
 from tilescale_net.kernels.moe.results import MANY, Empty, Vectors
 from tilescale_net.kernels.moe.status import ArgumentError
-from tilescale_net.runtime import quick_calls
+from tilescale_net.runtime import launch_args
 
 FP8 = torch.float8_e4m3fn
 
@@ -29,7 +29,7 @@ def test_what_a_call_gives_meets_what_never_changes():
     x, few = torch.arange(6).reshape(2, 3), torch.zeros((1, 4), dtype=torch.int32)
     slow: list = []
     given = [(1, 0, False, None), (3, 4, True, few), (4, 2, False, None)]
-    launch = quick_calls.launch([(0, x), (2, 5)], given, lambda: function, lambda *args: slow.append(args))
+    launch = launch_args.native_launch([(0, x), (2, 5)], given, lambda: function, lambda *args: slow.append(args))
     rows, pairs = torch.zeros((2, 2, 4), dtype=torch.bfloat16), torch.zeros((3, 4))
     for value in (rows, None, rows[:0]):
         launch(7, value, pairs)
@@ -47,19 +47,19 @@ def test_integers_beyond_their_range_go_the_other_way():
     seen: list = []
     function, slow = tvm_ffi.convert(lambda *arguments: seen.append(arguments)), []
     given, ranges = [(0, 0, False, None), (1, 0, False, None)], {0: (-(2**31), 2**31 - 1)}
-    launch = quick_calls.launch([(2, 1)], given, lambda: function, lambda *args: slow.append(args), ranges)
+    launch = launch_args.native_launch([(2, 1)], given, lambda: function, lambda *args: slow.append(args), ranges)
     for value in (-(2**31), 2**31 - 1, 2**31, -(2**31) - 1, 2**32 + 7):
         launch(value, 2**40)
     assert [value for value, *_ in seen] == [-(2**31), 2**31 - 1]
     assert slow == [(2**31, 2**40), (-(2**31) - 1, 2**40), (2**32 + 7, 2**40)]
-    assert quick_calls.launch([(0, 2**31)], [], lambda: function, launch, ranges) is launch
+    assert launch_args.native_launch([(0, 2**31)], [], lambda: function, launch, ranges) is launch
 
 
 def test_the_default_device_of_a_user_changes_nothing():
     x = torch.zeros((3, 4))
     torch.set_default_device("meta")
     try:
-        found = quick_calls.check([torch.float32], torch.device("cpu"), [None, 4], 4)
+        found = launch_args.tensor_check([torch.float32], torch.device("cpu"), [None, 4], 4)
     finally:
         torch.set_default_device(None)
     assert found(x, 3) and not found(x, 2) and not found(x.half(), 3)
@@ -74,7 +74,7 @@ def test_a_function_that_fails_or_is_missing():
 
     function = tvm_ffi.convert(fails)
     for found in (lambda: function, lambda: None):
-        launch = quick_calls.launch([], [(0, 0, False, None)], found, otherwise)
+        launch = launch_args.native_launch([], [(0, 0, False, None)], found, otherwise)
         with pytest.raises(RuntimeError, match="because of"):
             launch(3)
 
@@ -82,9 +82,9 @@ def test_a_function_that_fails_or_is_missing():
         raise KeyError("wrong device")
 
     with pytest.raises(KeyError):
-        quick_calls.launch([], [], asked, otherwise)()
-    assert quick_calls.launch([(i, i) for i in range(100)], [], asked, otherwise) is otherwise
-    assert quick_calls.launch([(0, "text")], [], asked, otherwise) is otherwise
+        launch_args.native_launch([], [], asked, otherwise)()
+    assert launch_args.native_launch([(i, i) for i in range(100)], [], asked, otherwise) is otherwise
+    assert launch_args.native_launch([(0, "text")], [], asked, otherwise) is otherwise
 
 
 def test_a_launch_ends_with_its_owner():
@@ -93,7 +93,7 @@ def test_a_launch_ends_with_its_owner():
             pass
 
     owner = Owner()
-    launch, gone = quick_calls.launch([(0, torch.zeros(3))], [], lambda: None, owner), weakref.ref(owner)
+    launch, gone = launch_args.native_launch([(0, torch.zeros(3))], [], lambda: None, owner), weakref.ref(owner)
     launch()
     del owner, launch
     gc.collect()
@@ -111,7 +111,7 @@ def test_checks_agree_with_python():
     for dtypes in ((torch.bfloat16,), (torch.float32, FP8), ()):
         for shape in ((None, 16), (4, 16), (None, 8)):
             for alignment in (1, 16):
-                check = quick_calls.check(dtypes, device, shape, alignment)
+                check = launch_args.tensor_check(dtypes, device, shape, alignment)
                 for tensor in tensors:
                     try:
                         argument_checks.check_tensor("x", tensor, device, dtypes, shape, alignment)
@@ -121,7 +121,7 @@ def test_checks_agree_with_python():
                     # A kind of its own is left to Python.
                     wanted = right and type(tensor) is torch.Tensor
                     assert check(tensor) == wanted, (tensor, dtypes, shape, alignment)
-    check = quick_calls.check((torch.bfloat16,), device, (None, 16), 16)
+    check = launch_args.tensor_check((torch.bfloat16,), device, (None, 16), 16)
     assert check(wide, 4) and not check(wide, 3)
 
 

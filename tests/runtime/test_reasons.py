@@ -15,7 +15,7 @@ import pytest
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net.launch.environment import reserve_port
-from tilescale_net.runtime import control, rendezvous
+from tilescale_net.runtime import bootstrap, control
 
 QUICK = {"TSN_TIMEOUT": "2", "TSN_HEARTBEAT_TIMEOUT": "2"}  # and 5 s more for collective calls
 
@@ -42,7 +42,7 @@ def _stop():
 def _stopped(lost, where):
     if int(os.environ["RANK"]) == lost:
         if where == "init":
-            rendezvous.connect = lambda *_: _stop()
+            bootstrap.connect_gloo = lambda *_: _stop()
         if where == "heap":
             tsn.init("4M")
             _stop()
@@ -243,8 +243,8 @@ print("the rank goes on", file=sys.stderr)
 # Rank 1 fails and takes the world down by itself, while the others wait for it.
 FINALIZE = """
 import time
-from tilescale_net.runtime import process_end
-process_end.patience = 0.5
+from tilescale_net.runtime import worlds
+worlds.report_patience = 0.5
 if rank == 1:
     try: raise KeyError('x')
     finally: tsn.finalize()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.runtime import placement, rendezvous
+from tilescale_net.runtime import bootstrap, placement
 
 QUICK = {"TSN_TIMEOUT": "1"}  # and 5 s more for collective calls
 
@@ -22,12 +22,12 @@ def _one_is_lost(lost, step):
     if int(os.environ["RANK"]) == lost:
         if step is None:
             os._exit(9)
-        setattr(rendezvous if step == "connect" else dist, step, lambda *_, **__: os._exit(9))
+        setattr(bootstrap if step == "connect_gloo" else dist, step, lambda *_, **__: os._exit(9))
     tsn.init("4M")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("step", [None, "init_process_group", "connect"])
+@pytest.mark.parametrize("step", [None, "init_process_group", "connect_gloo"])
 @pytest.mark.sample(3)
 def test_whoever_is_missing_is_named(step, lost):
     begin = time.monotonic()
@@ -60,7 +60,7 @@ def test_the_name_of_a_job(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in {**step, **env}.items():
             monkeypatch.setenv(name, value)
-        return placement.job()
+        return placement.job_identity()
 
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
     assert named() == named(RANK="1", WORLD_SIZE="4") == placement.JobIdentity("7.2")
@@ -209,9 +209,9 @@ def test_mpis_variables_with_an_address(monkeypatch, mpi):
     monkeypatch.setenv(mpi[0], "1")
     monkeypatch.setenv(mpi[1], "2")
     with pytest.raises(tsn.ConfigurationError, match="but MASTER_ADDR is not set: several ranks"):
-        placement.find(1.0)
+        placement.find_place(1.0)
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    assert placement.find(1.0) == placement.Place(1, 2, "node0", 29500)
+    assert placement.find_place(1.0) == placement.Place(1, 2, "node0", 29500)
     monkeypatch.setenv("MASTER_ADDR", "[fd00::1]")
     monkeypatch.setenv("MASTER_PORT", "4000")
     # One daemon for each host, which srun has started, and which starts the ranks.
@@ -219,7 +219,7 @@ def test_mpis_variables_with_an_address(monkeypatch, mpi):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert placement.find(1.0) == placement.Place(1, 2, "fd00::1", 4000) and placement.job().name == ""
+    assert placement.find_place(1.0) == placement.Place(1, 2, "fd00::1", 4000) and placement.job_identity().name == ""
 
 
 def test_mpirun_starts_one_job():

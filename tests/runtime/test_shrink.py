@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.runtime import survivors
+from tilescale_net.runtime import world
 
 RANKS, TIMEOUT = 7, 6.0
 SOON = 4.0  # seconds in which ranks go on that need not wait for others, on a busy machine; with proxies twice as many
@@ -63,7 +63,7 @@ def _losses() -> None:
     _memory(kept, [2, 3, 4, 5, 6])
     # Rank 2 fails, and rank 3 dies when all have agreed on which ranks go on.
     if rank == 3:
-        survivors.live_everywhere = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        world.live_everywhere = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
         own = tsn.InvalidDescriptor("rank 2: a wrong call")
         for call in (lambda: tsn.world().fail(own), tsn.shrink, tsn.barrier):

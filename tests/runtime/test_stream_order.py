@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from tilescale_net.runtime.stream_order import StreamOrder
+from tilescale_net.runtime.launch_args import StreamOrder
 
 
 class _Stream:

@@ -10,34 +10,34 @@ from tests import ranks
 from tests.kernels.moe.test_rounds import rounds
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.kernels.all_reduce import AllReduce
-from tilescale_net.runtime import topology
+from tilescale_net.runtime import placement
 
 
 @pytest.mark.parametrize("hosts, sizes", [("aab", (1, 3)), ("aaaabb", (2, 3)), ("aaaaaabb", (2, 4)), ("aabb", (2, 2))])
 def test_topology(hosts, sizes):
     for rank in range(len(hosts)):
-        found = topology.discover(rank, len(hosts), list(hosts))
+        found = placement.job_topology(rank, len(hosts), list(hosts))
         assert (found.node_size, found.nodes) == sizes and not found.single_host
         assert found.local_rank == hosts[:rank].count(hosts[rank]) and rank in found.node_members
 
 
 def test_virtual_nodes_of_uneven_hosts(monkeypatch):
     monkeypatch.setenv("VIRTUAL_NODES", "2")
-    assert topology.discover(0, 6, list("aaaabb")).node_size == 1
+    assert placement.job_topology(0, 6, list("aaaabb")).node_size == 1
     with pytest.raises(ConfigurationError, match="does not divide the 3 ranks"):
-        topology.discover(0, 5, list("aaabb"))
+        placement.job_topology(0, 5, list("aaabb"))
 
 
 def test_hosts_in_turn_are_refused():
     with pytest.raises(ConfigurationError, match=r"consecutive ranks.*block distribution"):
-        topology.discover(0, 4, list("abab"))
+        placement.job_topology(0, 4, list("abab"))
 
 
 def _everything(hosts: str, seed: int) -> tuple[int, int]:
     import os
 
     name = hosts[int(os.environ["RANK"])]
-    topology.host_identity = lambda: name
+    placement.host_identity = lambda: name
     tsn.init()
     shape = dict(num_experts=6, max_tokens=20, hidden=64, top_k=3)
     rounds(seed, shape, dict(mode="latency"), dict(), ("random", "masked"))

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 import pytest
 
 from tilescale_net.errors import PeerLost, WaitTimeout
-from tilescale_net.runtime import processes
-from tilescale_net.runtime.watchdog import Watchdog
+from tilescale_net.runtime import this_host
+from tilescale_net.runtime.liveness import Watchdog
 
 
 class SlowStore:
@@ -87,7 +87,7 @@ def test_an_error_of_this_rank_is_not_taken_for_the_loss_of_a_peer():
     watchdog = Watchdog(
         control,
         ["here"] * 2,
-        [(0, 0), processes.own()],
+        [(0, 0), this_host.own_process()],
         30.0,
         lambda: own,
         lambda *_: seen.append(watchdog.loss()),
@@ -132,7 +132,7 @@ def test_a_rank_is_ended(refused, monkeypatch):
     if refused:
         monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: (_ for _ in ()).throw(PermissionError()))
     process = subprocess.Popen(["sleep", "60"])
-    found = processes.Process(process.pid, _started(process.pid))
+    found = this_host.Process(process.pid, _started(process.pid))
     assert not found.ended() and not found.stopped()
     found.kill()
     end = time.monotonic() + 10
@@ -143,4 +143,4 @@ def test_a_rank_is_ended(refused, monkeypatch):
     found.kill()
     found.close()
     with pytest.raises(OSError):
-        processes.Process(process.pid, 0)
+        this_host.Process(process.pid, 0)

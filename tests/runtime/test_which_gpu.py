@@ -36,10 +36,10 @@ def _machine(monkeypatch, count: int, current: int | None, local_rank: int | Non
 )
 def test_which_gpu(monkeypatch, count, current, local_rank, of_world, of_group):
     _machine(monkeypatch, count, current, local_rank)
-    assert cuda_memory.ordinal(None, 2) == of_world
-    assert cuda_memory.ordinal(GROUP, 2) == of_group
+    assert cuda_memory.gpu_ordinal(None, 2) == of_world
+    assert cuda_memory.gpu_ordinal(GROUP, 2) == of_group
     bound = SimpleNamespace(bound_device_id=torch.device("cuda", 6))
-    assert cuda_memory.ordinal(bound, 2) == cuda_memory.bound(bound) == 6
+    assert cuda_memory.gpu_ordinal(bound, 2) == cuda_memory.bound_gpu(bound) == 6
 
 
 @pytest.mark.parametrize("shared", [False, True])

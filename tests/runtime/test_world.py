@@ -12,7 +12,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.runtime import settings, start_up, worlds
+from tilescale_net.runtime import settings, world, worlds
 
 
 def _allocate_and_read_peers():
@@ -358,7 +358,7 @@ def test_init_after_finalize():
 
 def _of_another_version():
     if os.environ["RANK"] == "1":
-        start_up.version = lambda: "tilescale_net 0.0, device code abc"
+        world.version_text = lambda: "tilescale_net 0.0, device code abc"
     tsn.init("8M")
 
 

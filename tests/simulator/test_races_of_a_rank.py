@@ -16,7 +16,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tilescale_net.errors import DataRace
-from tilescale_net.runtime import host_accesses, race_memory, simulator
+from tilescale_net.runtime import simulator
 
 WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT, SAME = range(10)
 
@@ -230,8 +230,10 @@ def test_what_is_too_large_is_said(caplog):
     with simulator.schedule(0, races=True), pytest.raises(DataRace, match=r"test_races_of_a_rank\.py:\d+\) by block"):
         of_many_warps()(torch.zeros(64), 2)
     hosts = ["a"] * 65
-    assert "2 hosts" in race_memory._limit(["a", "b"], 1 << 20) and "at most 64" in race_memory._limit(hosts, 1 << 20)
-    assert "64 GiB" in race_memory._limit(["a"], 1 << 36) and not race_memory._limit(hosts[:64], 1 << 20)
+    assert "2 hosts" in simulator._race_limit(["a", "b"], 1 << 20) and "at most 64" in simulator._race_limit(
+        hosts, 1 << 20
+    )
+    assert "64 GiB" in simulator._race_limit(["a"], 1 << 36) and not simulator._race_limit(hosts[:64], 1 << 20)
 
 
 @tsn.jit
@@ -352,7 +354,7 @@ def _host_after_a_put():
     from tilescale_net.compiler.simulator.kernel import SimulatedFunction
 
     said = []
-    host_accesses.give_up = lambda base, error: said.append(str(error))
+    simulator.on_race = lambda base, error: said.append(str(error))
     SimulatedFunction._give_up = lambda self, context, error: said.append(str(error))
     plain, word = torch.zeros(128), torch.zeros(2, dtype=torch.int64).view(torch.uint64)
     told = []

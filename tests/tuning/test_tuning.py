@@ -17,7 +17,7 @@ from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe import tuned_choice as moe_choice
 from tilescale_net.launch import run
 from tilescale_net.ops import group_objects
-from tilescale_net.runtime import tuned, tuned_files
+from tilescale_net.runtime import tuned
 from tilescale_net.tuning import products, search
 
 # The shapes of tests/kernels/fused and of tests/kernels/moe/test_misuse.py, whose kernels these are.
@@ -112,12 +112,12 @@ def test_search(tmp_path):
 def _search_and_read(folder: str) -> None:
     """Each rank has a folder of its own: the choices of rank 0 count."""
     own = Path(folder) / f"rank{tsn.rank()}"
-    usual = tuned_files.path_of
-    tuned_files.path_of = lambda place: own / usual(place).name  # in this process, which is forked
+    usual = tuned.path_of
+    tuned.path_of = lambda place: own / usual(place).name  # in this process, which is forked
     _search()
     _moe()
     world = tsn.world()
-    path = tuned_files.path_of(tuned.place_of(world))
+    path = tuned.path_of(tuned.place_of(world))
     assert path.exists() == (tsn.rank() == 0)
     kept = dict(tuned.of(world, "test"))
     assert len(kept) == 2
@@ -154,24 +154,24 @@ PLACE = {"gpu": "NVIDIA H200", "ranks": 4, "nodes": 1, "package": "0.1.0"}
 )
 def test_files_that_lie(tmp_path, monkeypatch, caplog, text, why):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = tuned_files.path_of(PLACE)
+    path = tuned.path_of(PLACE)
     path.parent.mkdir(mode=0o700, parents=True)
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert tuned_files.read(PLACE) == {}
+        assert tuned.read_choices(PLACE) == {}
     assert why in caplog.text and str(path) in caplog.text
 
 
 def test_a_file_that_others_may_write(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = tuned_files.path_of(PLACE)
+    path = tuned.path_of(PLACE)
     path.parent.mkdir(mode=0o700, parents=True)
     good = {"schema": 1, "place": PLACE, "choices": {"k": {"choice": {"a": 1}, "us": 2.0}}}
     path.write_text(json.dumps(good))
-    assert tuned_files.read(PLACE) == {"k": {"a": 1}}
+    assert tuned.read_choices(PLACE) == {"k": {"a": 1}}
     path.chmod(0o666)
     with caplog.at_level(logging.WARNING):
-        assert tuned_files.read(PLACE) == {}
+        assert tuned.read_choices(PLACE) == {}
     assert "others" in caplog.text
 
 

@@ -280,7 +280,8 @@ class Doctor:
     def libfabric(self) -> Iterator[Finding]:
         remedy = "pip install mpich (has one inside), apt-get install libfabric1, or name a library in TSN_LIBFABRIC"
         try:
-            from tilescale_net import _native, fabric
+            from tilescale_net import _native
+            from tilescale_net.runtime import fabric
 
             library = fabric.library()
             properties = _native.Transport(fabric.transport_options()).properties()
@@ -309,7 +310,7 @@ class Doctor:
             yield from self._efa_needs()
 
     def _efa_needs(self) -> Iterator[Finding]:
-        from tilescale_net import fabric
+        from tilescale_net.runtime import fabric
 
         installer = "install AWS's EFA software (its libfabric in /opt/amazon/efa is found by itself)"
         verbs = [name for name in _listed("/dev/infiniband") if name.startswith("uverbs")]

@@ -3,14 +3,14 @@
 
 def libfabric() -> dict:
     """Its version and path."""
-    from tilescale_net import fabric
+    from tilescale_net.runtime import fabric
 
     return fabric.library()
 
 
 def providers() -> list[dict]:
     """One dict a provider: its domains, whether a NIC is behind it, and whether it reaches GPU memory."""
-    from tilescale_net import fabric
+    from tilescale_net.runtime import fabric
 
     found: dict[str, dict] = {}
     for offer in fabric.offers():
@@ -26,8 +26,8 @@ def providers() -> list[dict]:
 
 def chosen(multi_host: bool) -> dict:
     """What ranks of different nodes would use, and why."""
-    from tilescale_net import _native, fabric
-    from tilescale_net.runtime import settings
+    from tilescale_net import _native
+    from tilescale_net.runtime import fabric, settings
 
     p = _native.Transport(fabric.transport_options(multi_host=multi_host)).properties()
     named = [row.name for row in (settings.PROVIDER, settings.FABRIC_INTERFACE, settings.CHAOS) if row.get()]

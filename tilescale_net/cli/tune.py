@@ -52,7 +52,7 @@ def _tune(args: argparse.Namespace) -> None:
 
     import tilescale_net as tsn
     from tilescale_net import tuning
-    from tilescale_net.runtime import tuned, tuned_files
+    from tilescale_net.runtime import tuned
 
     tsn.init(args.heap)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}[args.dtype]
@@ -65,5 +65,5 @@ def _tune(args: argparse.Namespace) -> None:
         if tsn.rank() == 0:
             print(found.text(), flush=True)
     if tsn.rank() == 0:
-        print(f"kept in {tuned_files.path_of(tuned.place_of(tsn.world()))}")
+        print(f"kept in {tuned.path_of(tuned.place_of(tsn.world()))}")
     tsn.finalize()

@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import tirx
 
 from tilescale_net.errors import KernelError
-from tilescale_net.runtime.launch_arguments import unresolved
+from tilescale_net.runtime.launch_args import unresolved
 
 
 class BadArguments(KernelError):

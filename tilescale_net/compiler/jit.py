@@ -42,7 +42,7 @@ from tilescale_net.compiler.simulator import (
 )
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError, TileScaleError
-from tilescale_net.runtime import progress, settings, worlds
+from tilescale_net.runtime import profiling, settings, worlds
 from tilescale_net.trace import call_sites
 
 # Pass options that a communicating kernel cannot do without, and why.
@@ -187,7 +187,7 @@ def compile(
 def _compiled(func: PrimFunc, chosen: Any, configs: dict, flags: list[str], name: str | None) -> Kernel:
     """`compile` with its arguments settled."""
     where = "the simulator" if chosen == "simulator" else chosen["arch"]
-    with progress.step(f"compiling kernel {kernel_name(func)}", f" for {where}; the next time it is there"):
+    with profiling.long_step(f"compiling kernel {kernel_name(func)}", f" for {where}; the next time it is there"):
         if chosen == "simulator":
             lowered = _lowered_for_simulator(func, configs)
             return SimulatedKernel(lowered, lambda: _prepared_for_simulator(func, configs).func)

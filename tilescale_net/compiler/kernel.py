@@ -72,7 +72,7 @@ class Kernel:
                 range of its type; tensors of two worlds, or none where there are several; compiled for another kind of device
                 than `init()` has taken.
         """
-        if len(args) != self._n or self._bound_to is not worlds.binding or self._launch is None or named:
+        if len(args) != self._n or self._bound_to is not worlds.launch_generation or self._launch is None or named:
             return self._slow(args, named)
         try:
             self._launch(*args)
@@ -155,7 +155,7 @@ class Kernel:
             return self(*self._in_order(args, named))
         index = self._context_index
         if index is not None and len(args) == self._n and worlds.are_several():
-            return self._launch_among(args, worlds.holding(self.name, args))
+            return self._launch_among(args, worlds.world_of_tensors(self.name, args))
         if index is not None and len(args) == self._n + 1 and _is_context(args[index]):
             given = (*args[:index], *args[index + 1 :])
             try:
@@ -171,7 +171,7 @@ class Kernel:
             self._launch = self._with_first(self._supervised(self._function(), worlds.alive()), None)
         else:
             self._launch = self._bound(worlds.default())
-        self._bound_to = worlds.binding
+        self._bound_to = worlds.launch_generation
         self(*args)
 
     def _launch_among(self, args, world) -> None:

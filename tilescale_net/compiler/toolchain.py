@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import file_lock
+from tilescale_net.runtime import this_host
 
 # The package uses parts of tilelang that are not a public interface; they were checked for this version.
 TILELANG_VERSION = "0.1.15"
@@ -91,7 +91,7 @@ def once_per_host(name: str):
     if env.is_cache_enabled():
         with contextlib.suppress(OSError):
             os.makedirs(env.TILELANG_CACHE_DIR, exist_ok=True)
-            lock = file_lock.acquire(os.path.join(env.TILELANG_CACHE_DIR, f"tilescale_net-{name}.lock"))
+            lock = this_host.lock_file(os.path.join(env.TILELANG_CACHE_DIR, f"tilescale_net-{name}.lock"))
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
 from tilescale_net.deep_ep.high_throughput import Bias
 from tilescale_net.deep_ep.objects import Objects, join, leave
 from tilescale_net.kernels.moe.handle import Rows
-from tilescale_net.runtime.made_by_ranks import MadeByRanks
+from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.world import World
 
 SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is given

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 import tilescale_net as tsn
-from tilescale_net.runtime import groups, topology
+from tilescale_net.runtime import groups, placement
 
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -17,10 +17,10 @@ def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
     except tsn.ConfigurationError:
         raise
     except tsn.TileScaleError:
-        place = topology.host_identity(), topology.virtual_node(*groups.own_number(group))
+        place = placement.host_identity(), placement.virtual_node(*groups.own_number(group))
         places: list = [None] * dist.get_world_size(group)
         dist.all_gather_object(places, place, group)
-        found = topology.of_group(dist.get_rank(group), len(places), *map(list, zip(*places)))
+        found = placement.group_topology(dist.get_rank(group), len(places), *map(list, zip(*places)))
     return found.nodes, found.node_size
 
 

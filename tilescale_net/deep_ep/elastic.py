@@ -14,7 +14,7 @@ from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.layout import PlanOffsets
-from tilescale_net.runtime.made_by_ranks import MadeByRanks
+from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.world import World
 
 NUM_SMS = 24  # blocks of a kernel where a call does not say

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import addresses
+from tilescale_net.runtime import this_host
 from tilescale_net.runtime.groups import StoreGroup
 
 _NOBODY = ("192.0.2.1", "2001:db8::1")  # addresses that no host has: the default route leads there
@@ -31,12 +31,12 @@ def group_of(comm) -> StoreGroup:
         if known is comm:
             return group
     rank, size = comm.Get_rank(), comm.Get_size()
-    places = [tuple(place) for place in comm.allgather([addresses.network(), socket.gethostname()])]
+    places = [tuple(place) for place in comm.allgather([this_host.network_identity(), socket.gethostname()])]
     store = None
     if rank == 0:
         try:
             address = _meeting_place({name for host, name in places if host != places[0][0]})
-            with addresses.listen(address) as listener:
+            with this_host.listen(address) as listener:
                 port, fd = listener.getsockname()[1], os.dup(listener.fileno())
         except (ConfigurationError, OSError) as error:
             comm.bcast(("", str(error)), root=0)
@@ -57,7 +57,7 @@ def _meeting_place(others: Iterable[str]) -> str:
     others = sorted(others)
     if not others:
         return "127.0.0.1"
-    if found := addresses.reaching([*others, socket.gethostname(), *_NOBODY]):
+    if found := this_host.address_reaching([*others, socket.gethostname(), *_NOBODY]):
         return found
     raise ConfigurationError(
         f"deep_ep.Buffer(comm=): ranks are on other hosts ({', '.join(others)}), whose names are not known on this one, and its "

@@ -16,7 +16,7 @@ from tilescale_net.errors import HeapError, TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import settings, worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
-from tilescale_net.runtime.stream_order import StreamOrder
+from tilescale_net.runtime.launch_args import StreamOrder
 
 IN_FLIGHT = 2  # low-latency calls of a kind that may be sent and not received
 
@@ -158,7 +158,7 @@ class Objects:
         topology = self.world.topology
         nbytes = AllToAll.heap_bytes(*sizes, **options, ranks=self.world.size, nodes=topology.nodes)
         usual = settings.heap_bytes(None, self.world.device.type == "cuda")
-        self._worlds.append(worlds.beside(self.world, max(usual, nbytes + SYSTEM_BYTES)))
+        self._worlds.append(worlds.make_sibling(self.world, max(usual, nbytes + SYSTEM_BYTES)))
         return AllToAll(*sizes, **options, group=self._worlds[-1])
 
     def grow(self, tokens: int) -> bool:

@@ -7,13 +7,12 @@ import torch
 from tilescale_net import _simulator
 from tilescale_net.errors import TileScaleError
 from tilescale_net.explore.same_calls import SameCalls
-from tilescale_net.runtime import abort_page, context, device_errors
-from tilescale_net.runtime.call_log import CallLog
+from tilescale_net.runtime import context
+from tilescale_net.runtime.context import Records
+from tilescale_net.runtime.control import CallLog
 from tilescale_net.runtime.heap import Heap
-from tilescale_net.runtime.records import Records
-from tilescale_net.runtime.shared_memory import SharedMemory
-from tilescale_net.runtime.simulator_memory import SimulatorMemory
-from tilescale_net.runtime.topology import Topology
+from tilescale_net.runtime.placement import Topology
+from tilescale_net.runtime.simulator import SharedMemory, SimulatorMemory
 from tilescale_net.runtime.world import World
 
 TIMEOUT = 30.0  # of waits, whose time stands still
@@ -30,9 +29,9 @@ class RankWorld(World):
         self.topology = Topology(rank, size, rank, 0, 1, rank, size, True)
         self.memory = SimulatorMemory(heap_bytes)
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
-        self.page = abort_page.AbortPage()
-        self.page.address = self.memory.pinned(abort_page.BYTES)
-        self.records = Records(self.memory)
+        self.page = context.AbortPage()
+        self.page.address = self.memory.pinned(context.ABORT_PAGE_BYTES)
+        self.records = Records(self.memory.pinned)
         self.heap = Heap(self.memory, self.control.agree, rank)
         self.races = SharedMemory(_simulator.race_memory_bytes(heap_bytes))
 
@@ -61,7 +60,7 @@ class RankWorld(World):
         if record is None:
             return ""
         base, name_of = self.memory.base, self.heap.describe
-        return str(device_errors.describe(record, self.rank, self.size, base, self.timeout, name_of) or "")
+        return str(context.describe_error(record, self.rank, self.size, base, self.timeout, name_of) or "")
 
     def used(self) -> list[tuple[int, int]]:
         """Address and bytes of what a launch may change besides its tensors: the heap's used part, context and page."""
@@ -71,7 +70,7 @@ class RankWorld(World):
     def unseen(self) -> list[tuple[int, int]]:
         """Address and bytes of what kernels use to give up."""
         bytes_of_context: torch.Tensor = self._context_bytes
-        return [(self.page.address, abort_page.BYTES), (bytes_of_context.data_ptr(), bytes_of_context.numel())]
+        return [(self.page.address, context.ABORT_PAGE_BYTES), (bytes_of_context.data_ptr(), bytes_of_context.numel())]
 
     def close(self, spoken: str | None = None) -> None:
         self._closed = True

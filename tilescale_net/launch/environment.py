@@ -8,7 +8,7 @@ import subprocess
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch.messages import refuse, say
-from tilescale_net.runtime import addresses, settings, slurm
+from tilescale_net.runtime import placement, settings, this_host
 from tilescale_net.runtime.settings import Setting
 
 LOADING = settings.MODULE_LOADING.name
@@ -98,7 +98,7 @@ def open_store(master: str) -> dict[str, str]:
             around theirs.
     """
     try:
-        addresses.check_loopback()
+        this_host.check_loopback()
     except ConfigurationError as err:
         refuse(str(err))
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
@@ -118,7 +118,7 @@ def job(ranks: int) -> dict[str, str]:
     """The variables that all ranks of this host share, as torchrun names them."""
     env = os.environ
     if srun_starts_hosts():
-        nodes, node = slurm.nodes(), int(env["SLURM_NODEID"])
+        nodes, node = placement.slurm_nodes(), int(env["SLURM_NODEID"])
         named = settings.JOB.get() or f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
         shared = srun_address() | {settings.JOB.name: named}
     else:
@@ -154,12 +154,12 @@ def job(ranks: int) -> dict[str, str]:
 
 def srun_starts_hosts() -> bool:
     """Whether srun started one task per host, each of which shall start GPUS ranks."""
-    return "NODES" not in os.environ and "GPUS" in os.environ and 1 < slurm.tasks() == slurm.nodes()
+    return "NODES" not in os.environ and "GPUS" in os.environ and 1 < placement.slurm_tasks() == placement.slurm_nodes()
 
 
 def srun_starts_ranks() -> bool:
     """Whether srun started one task per rank. Refuses a GPUS that says otherwise."""
-    tasks, nodes = slurm.tasks(), slurm.nodes()
+    tasks, nodes = placement.slurm_tasks(), placement.slurm_nodes()
     if "NODES" in os.environ or tasks == 1 or srun_starts_hosts():
         return False
     if os.environ.get("GPUS") and value(settings.GPUS) * nodes != tasks:
@@ -198,8 +198,8 @@ def srun_rank() -> dict[str, str]:
     return {
         **srun_address(),
         "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": str(slurm.tasks()),
+        "WORLD_SIZE": str(placement.slurm_tasks()),
         "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
         "GROUP_RANK": env.get("SLURM_NODEID", "0"),
-        "GROUP_WORLD_SIZE": str(slurm.nodes()),
+        "GROUP_WORLD_SIZE": str(placement.slurm_nodes()),
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import environment, forking, messages
 from tilescale_net.launch.job import Job
-from tilescale_net.runtime import native_part, private_folder, settings
+from tilescale_net.runtime import private_folder, settings, this_host
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Folders of a checkout whose scripts import one another by the checkout's root.
@@ -62,7 +62,7 @@ def start(arguments: list[str]) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     os.environ.update(private_folder.for_tilelang())
     imports = _imports_the_package(arguments)
-    if imports and (missing := native_part.lacking()):
+    if imports and (missing := this_host.missing_native()):
         messages.refuse(missing)
     command = [sys.executable, *arguments]
     if environment.srun_starts_ranks():

@@ -21,7 +21,7 @@ from tilescale_net.kernels.fused.matmul import DistributedMatmul
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.runtime.groups import StoreGroup
-from tilescale_net.runtime.stream_order import StreamOrder
+from tilescale_net.runtime.launch_args import StreamOrder
 from tilescale_net.runtime.world import World
 
 TRACK = "tilescale_net.ops"  # of the calls of all operators of a world

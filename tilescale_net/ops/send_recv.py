@@ -6,7 +6,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.ops import arguments, group_objects
-from tilescale_net.runtime.launch_arguments import unresolved
+from tilescale_net.runtime.launch_args import unresolved
 
 
 def _messages(group: str):

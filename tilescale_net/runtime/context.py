@@ -1,7 +1,13 @@
-"""The Python mirror of device/context.h; `tests/runtime/test_context.py` holds the two against each other."""
+"""What kernels take, a mirror of device/context.h, and what they leave behind when they give up."""
 
 import ctypes
 import enum
+import threading
+from collections.abc import Callable
+
+from tilescale_net import errors
+
+# -- context -------------------------------------------------------------------------------------------------------------
 
 VERSION = 1
 SYSTEM_BYTES = 64 * 1024
@@ -106,3 +112,219 @@ def pack(header: ContextHeader, peer_base: list[int]) -> bytes:
     header.queue_share = -(-(1 << 32) // header.n_queues) if header.n_queues else 0
     header.bytes = HEADER_BYTES + 8 * len(bases)
     return bytes(header) + bytes((ctypes.c_uint64 * len(bases))(*bases))
+
+
+# -- device errors -------------------------------------------------------------------------------------------------------
+
+# Turns the record that a kernel left behind into an exception that a user can act on.
+
+_SENDER = "check that the peer sends this signal (and that it still runs), or raise TSN_TIMEOUT"
+_passED = "the word went past that value, and a wait for eq misses one that is soon replaced: wait with ge"
+_BARRIER = (
+    "check that every PE calls the barrier as often as this one, by one block at a time: where several blocks of a PE call "
+    'it, each call counts (scope="grid" is for whole grids); or raise TSN_TIMEOUT'
+)
+_GRID = (
+    "all blocks of the launch must call it, and be able to run at the same time: launch fewer of them, or smaller ones; or "
+    "raise TSN_TIMEOUT"
+)
+_TILE = "a source in shared memory goes to PEs of this node only: T.copy it to a symmetric tensor, and put that"
+_ADVICE = {
+    ErrorKind.QUEUE_TIMEOUT: "the proxy does not keep up or has stopped; look for a fabric error, or raise TSN_TIMEOUT",
+    ErrorKind.FLUSH_TIMEOUT: "the fabric did not complete the operation; look for a fabric error, or raise TSN_TIMEOUT",
+    ErrorKind.PE_OUT_OF_RANGE: "PEs are numbered from 0 to n_pes - 1",
+    ErrorKind.NOT_SYMMETRIC: "pass tensors made with tilescale_net.empty or zeros, and stay within them",
+    ErrorKind.NOT_DIRECT: "this operation needs mapped memory; guard it with N.is_direct(pe), or use put/get",
+    ErrorKind.UNSUPPORTED: "this operation exists on the direct path only; see the table in docs/primitives.md",
+    ErrorKind.BARRIERS_OVERLAP: "one block of a PE at a time calls a barrier, and all blocks of a launch the grid's "
+    '(scope="grid", barrier_grid); launches that run side by side may not wait for one another',
+}
+_CLASSES = {
+    ErrorKind.WAIT_TIMEOUT: errors.WaitTimeout,
+    ErrorKind.QUEUE_TIMEOUT: errors.WaitTimeout,
+    ErrorKind.FLUSH_TIMEOUT: errors.WaitTimeout,
+    ErrorKind.PE_OUT_OF_RANGE: errors.PeOutOfRange,
+    ErrorKind.NOT_SYMMETRIC: errors.OutOfBounds,
+    ErrorKind.NOT_DIRECT: errors.KernelError,
+    ErrorKind.UNSUPPORTED: errors.KernelError,
+    ErrorKind.BARRIERS_OVERLAP: errors.KernelError,
+}
+
+
+def error_record_at(address: int) -> ErrorRecord:
+    """The error record at a host address (a live view, not a copy)."""
+    return ErrorRecord.from_address(address)
+
+
+def _timeout(record: ErrorRecord, offset: int | None, timeout_s: float, name_of) -> tuple[str, str]:
+    """What a wait on a signal word waited for, and what to do about it."""
+    wanted, seen = (ctypes.c_int64(value).value for value in (record.expected, record.observed))
+    if OPERATIONS[record.operation] == "barrier":
+        return f"waited {timeout_s:g} s for PE {record.pe} at barrier {wanted}; it has come to barrier {seen}", _BARRIER
+    if OPERATIONS[record.operation] == "barrier_grid":
+        return f"waited {timeout_s:g} s for all blocks of the launch; {seen} of {wanted} have come", _GRID
+    compare = COMPARISONS[record.comparison - 1] if 0 < record.comparison <= len(COMPARISONS) else ""
+    name = name_of(offset) if name_of is not None and offset is not None else None
+    word = f"the signal {name} (heap offset {offset})" if name else f"the signal at heap offset {offset}"
+    text = f"waited {timeout_s:g} s for {f'{compare} {wanted}'.strip()} on {word}; last seen {seen}"
+    return text, _passED if compare == "eq" and seen > wanted else _SENDER
+
+
+def describe_error(
+    record: ErrorRecord,
+    rank: int,
+    size: int,
+    heap_base: int,
+    timeout_s: float,
+    name_of: Callable[[int], str | None] | None = None,
+    argument: str | None = None,
+) -> errors.TileScaleError | None:
+    """The exception for a record, or None when it is empty; `name_of` names the tensor element at a heap offset.
+
+    Args:
+        argument: of the kernel, whose memory holds the record's address, where that is known.
+    """
+    kind = record.kind
+    if kind == ErrorKind.NO_ERROR:
+        return None
+    name = OPERATIONS[record.operation] if record.operation < len(OPERATIONS) else f"operation {record.operation}"
+    where = f"rank {rank}: {name} in block {record.block}"
+    offset = record.address - heap_base if record.address else None
+    advice = _ADVICE.get(kind, "see the documentation")
+    if kind == ErrorKind.WAIT_TIMEOUT:
+        text, advice = _timeout(record, offset, timeout_s, name_of)
+        text = f"{where} {text}"
+    elif kind in (ErrorKind.QUEUE_TIMEOUT, ErrorKind.FLUSH_TIMEOUT):
+        peer = "all PEs" if record.pe < 0 else f"PE {record.pe}"
+        what = "a place in the queue" if kind == ErrorKind.QUEUE_TIMEOUT else "completion"
+        text = f"{where} waited {timeout_s:g} s for {what} towards {peer}"
+    elif kind == ErrorKind.PE_OUT_OF_RANGE:
+        text = f"{where} named PE {record.pe}, but there are {size}"
+    elif kind == ErrorKind.NOT_SYMMETRIC:
+        text, advice = _outside(record, offset, advice, argument)
+        text = f"{where} towards PE {record.pe}: {text}"
+    elif kind == ErrorKind.BARRIERS_OVERLAP:
+        text = f"{where} met another one that was under way"
+    else:
+        known = ErrorKind(kind).name.lower().replace("_", " ") if kind < len(ErrorKind) else f"error {kind}"
+        text = f"{where} towards PE {record.pe} failed: {known}"
+        advice = _TILE if kind == ErrorKind.NOT_DIRECT and name in ("put", "put_signal") else advice
+    return _CLASSES.get(kind, errors.TileScaleError)(f"{text}; {advice}")
+
+
+def _outside(record: ErrorRecord, offset: int | None, advice: str, argument: str | None) -> tuple[str, str]:
+    """What lies outside of the heap. Kernels compute sizes as signed numbers and report them as unsigned ones."""
+    nbytes = ctypes.c_int64(record.bytes).value
+    if nbytes < 0:
+        return f"a size of {nbytes} bytes", "a count that is computed at run time was negative"
+    inside = offset is not None and 0 <= offset < (1 << 44)
+    if argument is not None and not inside:
+        return f"argument {argument} is not symmetric", advice
+    place = f"heap offset {offset}" if inside else f"address {record.address:#x}"
+    return f"{nbytes} bytes at {place} are not in the symmetric heap", advice
+
+
+# -- abort page ----------------------------------------------------------------------------------------------------------
+
+# The page of host memory through which a rank gives up: the word that ends its waits, and the record of what it met.
+
+ABORT_PAGE_BYTES = 4096
+_RECORD_OFFSET = 64  # offset of the record, which has a cache line of its own
+
+
+class AbortPage:
+    """Made before the page exists: threads may read it at any time, also when it is gone.
+
+    Attributes:
+        address: of the page, which kernels reach too; 0 without a page.
+    """
+
+    def __init__(self):
+        # Reentrant: a handler of signals may read while its thread does.
+        self._in_use = threading.RLock()
+        self.address = 0
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    @address.setter
+    def address(self, address: int) -> None:
+        with self._in_use:
+            self._address = address
+            places = (address, address + _RECORD_OFFSET + ErrorRecord.kind.offset) if address else ()
+            self._looked_at = tuple(map(ctypes.c_uint32.from_address, places))
+
+    @property
+    def record_address(self) -> int:
+        return self.address and self.address + _RECORD_OFFSET
+
+    def abort(self) -> None:
+        """End every device-side wait of this rank."""
+        with self._in_use:
+            if self.address:
+                ctypes.c_uint32.from_address(self.address).value = 1
+
+    @property
+    def aborted(self) -> bool:
+        with self._in_use:
+            return bool(self.address and ctypes.c_uint32.from_address(self.address).value)
+
+    @property
+    def touched(self) -> bool:
+        """Whether waits were ended, or a kernel has left a record; cheap."""
+        with self._in_use:
+            for word in self._looked_at:
+                if word.value:
+                    return True
+            return False
+
+    def record(self) -> ErrorRecord | None:
+        """A copy of what a kernel left behind when it gave up; None where none did."""
+        with self._in_use:
+            if not self.address:
+                return None
+            record = ErrorRecord.from_buffer_copy(error_record_at(self.record_address))
+            return record if record.kind else None
+
+    def clear(self) -> None:
+        """As at first. No kernel may run."""
+        with self._in_use:
+            ctypes.memset(self.address, 0, ABORT_PAGE_BYTES)
+
+    def close(self) -> None:
+        """The page is about to be unmapped."""
+        with self._in_use:
+            self.address = 0
+
+
+# -- records -------------------------------------------------------------------------------------------------------------
+
+# Records of host memory that kernels reach too: many to a page, used again when they are given back.
+
+RECORD_BYTES = 64  # of a record: a cache line of its own
+_RECORD_PAGE = 4096
+
+
+class Records:
+    """The records of a world, which come from pages that it keeps as long as it lives.
+
+    Args:
+        pinned: gives zeroed memory of so many bytes that kernels reach too.
+    """
+
+    def __init__(self, pinned: Callable[[int], int]):
+        self._pinned = pinned
+        self._unused: list[int] = []
+
+    def take(self) -> int:
+        """Address of a zeroed record of BYTES bytes."""
+        if not self._unused:
+            page = self._pinned(_RECORD_PAGE)
+            self._unused = [page + at for at in range(0, _RECORD_PAGE, RECORD_BYTES)][::-1]
+        return self._unused.pop()
+
+    def give_back(self, address: int) -> None:
+        """Use a record again, which no kernel writes any more."""
+        ctypes.memset(address, 0, RECORD_BYTES)
+        self._unused.append(address)

@@ -1,24 +1,205 @@
 """The store of the job, through which ranks report what collective calls cannot: which rank came, which failed, and
 why.
 
-torch's store waits for an answer without a limit when the host that keeps it is cut off. So one thread alone queries
-it, and a thread that needs an answer waits for that one, up to a deadline: no answer is a reason too.
+Values travel as JSON, signed with the secret of the job. torch's store waits for an answer without a limit when the host
+that keeps it is cut off. So one thread alone queries it, and a thread that needs an answer waits for that one, up to a
+deadline: no answer is a reason too.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import hmac
+import json
 import os
 import queue
+import reprlib
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
 
 import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost
-from tilescale_net.runtime.signed_store import SignedStore
+
+# -- encoding ------------------------------------------------------------------------------------------------------------
+
+# Values that ranks send each other, as JSON: reading what came from outside makes data and nothing else.
+
+_BYTES = "\0bytes"  # the one key of an object that stands for bytes
+
+
+def encode(value: object) -> bytes:
+    """Bytes of None, a bool, int, float, str, bytes, list, tuple or dict with str keys, nested at will.
+
+    Raises:
+        TypeError: a value of another type.
+    """
+    return json.dumps(_plain(value), separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> object:
+    """The value that `encode` was given, tuples as lists. Raises ValueError for anything else."""
+    return parse_json(data, _object)
+
+
+def parse_json(data: bytes | str, object_hook=None):
+    """The value of JSON that came from outside. Raises ValueError for invalid text, however deep it nests."""
+    try:
+        return json.loads(data.decode() if isinstance(data, bytes) else data, object_hook=object_hook)
+    except (UnicodeDecodeError, RecursionError) as err:
+        raise ValueError(f"not a value that a rank has sent: {err}") from None
+
+
+def printable(text: str) -> str:
+    """What another process has said, without what would steer a terminal; lines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def _plain(value):
+    if isinstance(value, bytes | bytearray):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key == _BYTES:
+                raise TypeError(f"a dict with the key {key!r} cannot be sent to other ranks")
+        return {k: _plain(v) for k, v in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks")
+
+
+def _object(fields: dict):
+    if list(fields) != [_BYTES]:
+        return fields
+    try:
+        return base64.b64decode(fields[_BYTES], validate=True)
+    except (TypeError, binascii.Error) as err:
+        raise ValueError(f"not bytes that a rank has sent: {err}") from None
+
+
+def check_alike(mine: object, theirs: object) -> None:
+    """Raise ValueError unless a value of another rank has the types of this rank's own, and numbers of 64 bits."""
+    if isinstance(mine, list | tuple):
+        if not isinstance(theirs, list) or len(theirs) != len(mine):
+            raise ValueError(f"{reprlib.repr(theirs)} in the place of {len(mine)} values")
+        for a, b in zip(mine, theirs):
+            check_alike(a, b)
+    elif type(mine) is not type(theirs):
+        raise ValueError(f"a {type(theirs).__name__} in the place of a {type(mine).__name__}")
+    elif isinstance(theirs, int) and not -(1 << 63) <= theirs < 1 << 64:
+        raise ValueError("a number of more than 64 bits")
+
+
+# -- signed store --------------------------------------------------------------------------------------------------------
+
+# What ranks write to the store of the job, signed with the secret that the ranks of the job share.
+#
+# Every process that reaches the port of the store can write there: at least those of other users of the host. So a value
+# counts only with a code that cannot be made without the secret, for this key of this job; any other counts as not
+# written. Other writers can still remove keys, and repeat what was written under the same key. Counters are such values,
+# too: torch's own, which `add` counts, end the connection of each rank that asks when one holds no number.
+
+_CODE = 16  # bytes
+_TURNS = 16  # how often another writer may come in between before a rank gives up being the first to write
+_NOTHING = "nothing is written here"  # what no key holds: a comparison with it reads, and does not wait for a key
+
+
+class SignedStore:
+    """A store of torch in which values count only when they are signed.
+
+    Args:
+        store: torch's, under the prefix of the job.
+        prefix: that prefix, so that words of one meeting count in no other.
+        secret: that the ranks share; None: everything counts, and nothing is signed.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str = "", secret: bytes | None = None):
+        self._store, self._prefix, self._secret = store, prefix, secret
+        self._known: set[str] = set()  # keys under which a rank of the job has written; none is ever removed
+        self._counts: dict[str, int] = {}  # of counters, when this rank looked last
+        self._name = secrets.token_hex(4)  # tells this rank's counting from that of others
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value under `key`, in the place of an earlier one."""
+        self._store.set(key, self._signed(key, value))
+
+    def get(self, key: str) -> bytes | None:
+        """What a rank has said under `key`; None when none has."""
+        return self._read(key, self._store.get(key)) if self._store.check([key]) else None
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """As `get`, with one request; waits until something is there under each key."""
+        return [self._read(key, word) for key, word in zip(keys, self._store.multi_get(list(keys)))]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether ranks have said something under each of `keys`."""
+        new = [key for key in keys if key not in self._known]
+        if not new:
+            return True
+        if not self._store.check(new):
+            return False
+        if self._secret is None:
+            return True
+        return None not in self.get_all(new)
+
+    def set_once(self, key: str, value: str) -> bytes:
+        """Write a value under `key` unless a rank has written one; returns what is there now."""
+        mine, stands = self._signed(key, value), b""
+        for _ in range(_TURNS):
+            stands = self._store.compare_set(key, stands, mine)
+            if (said := self._read(key, stands)) is not None:
+                return said
+        return value.encode()
+
+    def count(self, key: str) -> int:
+        """The number of times that ranks have counted `key` up, with one request."""
+        return self._number(key, self._store.compare_set(key, _NOTHING, _NOTHING))
+
+    def count_up(self, key: str) -> int:
+        """Count `key` up; the number then. Ranks that do so at the same time may be counted once."""
+        mine = stands = b""
+        for _ in range(_TURNS):
+            mine = self._signed(key, f"{self._number(key, stands) + 1} {self._name}")
+            found = self._store.compare_set(key, stands, mine)
+            if found == mine:
+                break
+            stands = b"" if found == stands else found  # what stood there may have been removed
+        return self._number(key, mine)
+
+    def _number(self, key: str, word: bytes) -> int:
+        """The number in what a counter holds; the last one that is known where no rank has written that."""
+        text = (self._read(key, word) or b"").partition(b" ")[0]
+        said = int(text) if text.isdigit() and len(text) < 16 else 0
+        self._counts[key] = max(said, self._counts.get(key, 0))
+        return self._counts[key]
+
+    def _code(self, key: str, value: bytes) -> bytes:
+        text = f"{self._prefix}/{key}".encode() + b"\0" + value  # the whole key, wherever the prefix ends
+        return hmac.digest(self._secret or b"", text, hashlib.sha256)[:_CODE]
+
+    def _signed(self, key: str, value: str | bytes) -> bytes:
+        value = value.encode() if isinstance(value, str) else value
+        return value if self._secret is None else self._code(key, value) + value
+
+    def _read(self, key: str, word: bytes) -> bytes | None:
+        if self._secret is None:
+            return word
+        value = word[_CODE:]
+        if not hmac.compare_digest(word[:_CODE], self._code(key, value)):
+            return None
+        self._known.add(key)
+        return value
+
+
+# -- job store -----------------------------------------------------------------------------------------------------------
 
 ALARMS = "alarms"  # key of the number of reasons to look closer: failures, and requests for what the ranks do
 _STEP = 0.25  # seconds; time is counted in steps, so that a process that was stopped itself does not blame the store
@@ -139,7 +320,7 @@ def has_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def get(store: SignedStore, key: str) -> str | None:
+def get_text(store: SignedStore, key: str) -> str | None:
     """What was written under `key`, None when nothing was."""
     word = store.get(key)
     return None if word is None else word.decode(errors="replace")
@@ -150,7 +331,7 @@ def failed_key(era: int) -> str:
     return f"failed in era {era}" if era else "failed"
 
 
-def within(seconds: float, run: Callable[[], object]):
+def run_with_timeout(seconds: float, run: Callable[[], object]):
     """The result of `run()`, which is left behind in a thread of its own when it takes longer.
 
     Raises:

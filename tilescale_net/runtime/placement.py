@@ -1,4 +1,4 @@
-"""Which rank of which job this process is, from the variables that launchers set, and where the ranks meet."""
+"""Which rank of which job this process is, from the variables that launchers set, and which PEs share its node."""
 
 import atexit
 import hashlib
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import private_folder, settings, slurm
+from tilescale_net.runtime import private_folder, settings
+from tilescale_net.runtime.context import MAX_PES
+
+# -- placement -----------------------------------------------------------------------------------------------------------
 
 # Rank and size as launchers name them; what counts the ranks of this host, where the launcher has it. Those of MPI may
 # have been started by srun, one process a host.
@@ -46,7 +49,7 @@ class Place:
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def find(timeout: float) -> Place | None:
+def find_place(timeout: float) -> Place | None:
     """The place of this process; None for a process that no launcher has started: a job of one rank.
 
     Raises:
@@ -56,7 +59,7 @@ def find(timeout: float) -> Place | None:
     for rank, size, local in _LAUNCHERS:
         if rank not in env or (rank == "RANK" and size not in env):
             continue
-        if rank != "RANK" and (slurm.tasks() if rank == "SLURM_PROCID" else _number(size, 1)) <= 1:
+        if rank != "RANK" and (slurm_tasks() if rank == "SLURM_PROCID" else _number(size, 1)) <= 1:
             if rank == "PMIX_RANK" and size not in env:
                 raise ConfigurationError(
                     "PMIX_RANK is set but nothing says how many ranks there are; export RANK, WORLD_SIZE, MASTER_ADDR and "
@@ -66,7 +69,7 @@ def find(timeout: float) -> Place | None:
         return _place(rank, size, local, timeout)
     if "RANK" in env:
         raise ConfigurationError(f"RANK={env['RANK']} is set but WORLD_SIZE is not; {_ADVICE}")
-    if notice := slurm.promised():
+    if notice := slurm_notice():
         settings.log.warning(notice)
     return None
 
@@ -87,7 +90,7 @@ class JobIdentity:
     secret: bytes | None = None
 
 
-def job() -> JobIdentity:
+def job_identity() -> JobIdentity:
     """The job of this process: as named by launch.sh (one host) or TSN_JOB, or as numbered by torchrun or srun."""
     store = launchers_store()
     if given := store[1] if store else settings.JOB.get():
@@ -98,11 +101,11 @@ def job() -> JobIdentity:
 
 def _step_of_srun() -> str:
     """Job and step of Slurm, where srun has started this very rank; what others start may see them on some hosts only."""
-    env, size = os.environ, str(slurm.tasks())
+    env, size = os.environ, str(slurm_tasks())
     started = next((row for row in _LAUNCHERS[1:] if row[0] in env and _number(row[1], 1) > 1), None)
     mine = (env.get("RANK", env.get("SLURM_PROCID")), env.get("WORLD_SIZE", size))
     by_srun = started is not None and started[0] == "SLURM_PROCID" and mine == (env.get("SLURM_PROCID"), size)
-    return slurm.step() if by_srun and size != "1" else ""
+    return slurm_step() if by_srun and size != "1" else ""
 
 
 def launchers_store() -> tuple[int, str] | None:
@@ -210,3 +213,228 @@ def _private_folder() -> Path:
             f"{folder} is not a folder of this user alone; remove it, or export MASTER_ADDR and MASTER_PORT"
         )
     return folder
+
+
+# -- slurm ---------------------------------------------------------------------------------------------------------------
+
+# What Slurm's variables say of this process: a task of srun, or a shell or script in an allocation, which is none.
+#
+# Shells and batch scripts have the variables of task 0 and SLURM_NTASKS of the whole allocation. Only srun sets those of a
+# step, and what runs in an allocation may hand on those of the step around it.
+
+# Steps that hold a shell, a batch script or what Slurm runs for itself, by their numbers.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+
+
+def slurm_tasks() -> int:
+    """Number of tasks of the srun step that this process is a task of; 1 where srun started no others beside it."""
+    env = os.environ
+    if "SLURM_PROCID" not in env or _slurm_number("SLURM_STEP_ID") >= _FIRST_RESERVED_STEP or _is_in_shell():
+        return 1
+    return max(1, _slurm_number("SLURM_STEP_NUM_TASKS"))
+
+
+def slurm_nodes() -> int:
+    """Number of hosts of that step."""
+    return max(1, _slurm_number("SLURM_STEP_NUM_NODES") or _slurm_number("SLURM_NNODES"))
+
+
+def slurm_step() -> str:
+    """Job and step, as text that is equal on all tasks of the step and on no other; '' where Slurm does not say."""
+    job, number = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    return f"{job}.{number}" if job and number and "SLURM_HET_SIZE" not in os.environ else ""
+
+
+def slurm_notice() -> str | None:
+    """That the allocation has more tasks than were started; None where it has not."""
+    if "SLURM_PROCID" not in os.environ or slurm_tasks() > 1 or (count := _slurm_number("SLURM_NTASKS")) < 2:
+        return None
+    return (
+        f"srun did not start this process, so it is a job of one rank, though SLURM_NTASKS={count}: start it by srun, or "
+        "by launch.sh, whose GPUS is the number of ranks on this host"
+    )
+
+
+def _is_in_shell() -> bool:
+    """Whether a user typed the command in a shell that `srun --pty` started, be it as one task of several."""
+    task = os.environ.get("SLURM_TASK_PID", "")
+    if "SLURM_PTY_PORT" not in os.environ or not task.isdigit() or int(task) == os.getpid() or not os.isatty(0):
+        return False
+    try:
+        program, *options = Path(f"/proc/{task}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return False
+    return bool(program) and all(option.startswith(b"-") and option != b"-c" for option in options)
+
+
+def _slurm_number(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
+
+
+# -- topology ------------------------------------------------------------------------------------------------------------
+
+# Which PEs share a node with this one: by host, or by VIRTUAL_NODES.
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Placement of the PEs of team "world".
+
+    Attributes:
+        rank, size: this PE and the number of PEs.
+        local_rank: index of this PE among the PEs of its *host* (picks the GPU).
+        node, nodes: index of this PE's node, number of nodes.
+        node_pe, node_size: index of this PE in team "node", size of that team.
+        single_host: whether all PEs run on one host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    node: int
+    nodes: int
+    node_pe: int
+    node_size: int
+    single_host: bool
+
+    @property
+    def node_members(self) -> range:
+        """PEs of this PE's node; consecutive by construction."""
+        first = self.rank - self.node_pe
+        return range(first, first + self.node_size)
+
+    def is_direct(self, pe: int) -> bool:
+        """Whether `pe` is reached by mapped memory rather than through the fabric."""
+        return pe in self.node_members
+
+
+def job_topology(rank: int, size: int, hosts: list[str]) -> Topology:
+    """Topology of a whole job from the host name of every rank.
+
+    Where hosts run different numbers of ranks, nodes are smaller than hosts, as in `of_group`.
+
+    Args:
+        rank, size: of team "world".
+        hosts: host identity per rank, gathered from all ranks.
+
+    Raises:
+        ConfigurationError: too many ranks, ranks of a host are not consecutive, or VIRTUAL_NODES does not divide them
+            evenly.
+    """
+    if size > MAX_PES:
+        raise ConfigurationError(f"a job has at most {MAX_PES} ranks, but this one has {size}")
+    counts = {h: hosts.count(h) for h in hosts}
+    if hosts != [h for h, n in counts.items() for _ in range(n)]:
+        raise ConfigurationError(
+            f"rank {rank}: every host must run consecutive ranks, but the hosts of ranks 0.. are {hosts}; start the job with "
+            "launch.sh, torchrun or srun with block distribution"
+        )
+    virtual = settings.VIRTUAL_NODES.get()
+    for n in counts.values():
+        if n % virtual:
+            raise ConfigurationError(
+                f"VIRTUAL_NODES={virtual} does not divide the {n} ranks of this host; choose a divisor of {n}"
+            )
+    places = [index * virtual // n for n in counts.values() for index in range(n)]
+    return _placed(rank, size, hosts, places, "job")
+
+
+def group_topology(rank: int, size: int, hosts: list[str], places: list[int]) -> Topology:
+    """Topology of any group of a job's ranks.
+
+    Nodes have the same number of consecutive PEs each: where the ranks of a host are not so, nodes are smaller than hosts,
+    and PEs of one host reach each other through the fabric like those of two.
+
+    Args:
+        rank, size: of the group.
+        hosts: host identity per rank.
+        places: virtual node of its host per rank, see `virtual_node`.
+
+    Raises:
+        ConfigurationError: too many ranks.
+    """
+    if size > MAX_PES:
+        raise ConfigurationError(f"a group has at most {MAX_PES} ranks, but this one has {size}")
+    return _placed(rank, size, hosts, places, "group")
+
+
+def _placed(rank: int, size: int, hosts: list[str], places: list[int], what: str) -> Topology:
+    """With the largest nodes that are equal; `what`: of which ranks the warning is where that makes them smaller."""
+    if rank == 0:
+        _warn_of_containers(hosts)
+    nodes = list(zip(hosts, places))
+    node_size = next(n for n in range(size, 0, -1) if size % n == 0 and _are_nodes(nodes, n))
+    if node_size < max(map(nodes.count, nodes)) and rank == 0:
+        settings.log.warning(
+            "the ranks of a %s are not spread evenly and in order over its hosts: nodes of %d ranks are made, which reach "
+            "each other through the network even on one host",
+            what,
+            node_size,
+        )
+    return Topology(
+        rank=rank,
+        size=size,
+        local_rank=hosts[:rank].count(hosts[rank]),
+        node=rank // node_size,
+        nodes=size // node_size,
+        node_pe=rank % node_size,
+        node_size=node_size,
+        single_host=len(set(hosts)) == 1,
+    )
+
+
+def _are_nodes(nodes: list, size: int) -> bool:
+    return all(len(set(nodes[first : first + size])) == 1 for first in range(0, len(nodes), size))
+
+
+def virtual_node(job_rank: int, job_size: int) -> int:
+    """Index of a rank's virtual node among those of its host, for a rank that cannot query the rest of the job."""
+    virtual = settings.VIRTUAL_NODES.get()
+    if virtual == 1:
+        return 0
+    here, local_size = os.environ.get("LOCAL_RANK", job_rank), os.environ.get("LOCAL_WORLD_SIZE", job_size)
+    if int(local_size) % virtual:
+        raise ConfigurationError(
+            f"VIRTUAL_NODES={virtual} does not divide the {local_size} ranks of this host; choose a divisor of it"
+        )
+    return int(here) // (int(local_size) // virtual)
+
+
+def host_identity() -> str:
+    """A string equal on all ranks of one host and different between hosts: its name, the machine and the PID namespace.
+
+    Ranks open each other's memory, watch and end each other by the numbers of their processes, which mean others in
+    another PID namespace. Other namespaces may differ between ranks of a host, as under Apptainer: where they keep one
+    from mapping the memory of another, that is an error.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+    except OSError:
+        boot = ""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return f"{os.uname().nodename}/{boot}/{namespace}"
+
+
+def _warn_of_containers(hosts: list[str]) -> None:
+    """Tell that ranks of one machine reach each other through the network, and how they need not."""
+    places: dict[str, dict[str, int]] = {}  # by machine: the first rank of each PID namespace
+    for rank, host in enumerate(hosts):
+        machine, _, namespace = host.partition("/")[2].partition("/")
+        if machine:
+            places.setdefault(machine, {}).setdefault(namespace, rank)
+    for found in places.values():
+        if len(found) > 1:
+            first, second, *_ = found.values()
+            settings.log.warning(
+                "ranks %d and %d run on one machine in different PID namespaces, as in two containers: they count as two "
+                "hosts and reach each other through the network; start them in one container, or with --pid=host "
+                "--ipc=host, to have them share memory",
+                first,
+                second,
+            )
+            return

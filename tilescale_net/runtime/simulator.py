@@ -1,16 +1,33 @@
-"""Settings of the simulator: which schedule it runs, when remote writes arrive, what machine it simulates.
+"""What a rank of the simulator has beside its kernels: schedules, shared memory, and the host's part of the race detector.
 
 One seed makes a different schedule of every launch and every rank, and the same ones again in the next run.
 """
 
 import contextlib
+import ctypes
+import functools
+import itertools
+import logging
+import mmap
+import os
 import random
+import resource
+import secrets
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+
+from tilescale_net import _simulator, errors
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import settings, this_host
+from tilescale_net.runtime.context import SYSTEM_BYTES
+from tilescale_net.runtime.control import Control
+
+# -- simulator -----------------------------------------------------------------------------------------------------------
 
 VISIBILITIES = ("eager", "late", "random")
 _seed: int | None = None
@@ -81,7 +98,7 @@ def races() -> bool:
     return settings.SIM_RACES.get() if _races is None else _races
 
 
-def multiprocessors() -> int:
+def num_sms() -> int:
     return settings.SIM_SMS.get()
 
 
@@ -135,3 +152,540 @@ def next_launch_seed(rank: int) -> int:
         mixed = (mixed ^ part) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019 & (1 << 64) - 1
         mixed ^= mixed >> 29
     return mixed
+
+
+# -- host accesses -------------------------------------------------------------------------------------------------------
+
+# What the host does with symmetric tensors between launches, for the simulator's check for races.
+#
+# While the check is on, every operator of torch passes here, in the threads that call the package or that are started
+# meanwhile: modes of torch belong to a thread. One that reads or writes symmetric memory is compared with the transfers of all
+# ranks, as a kernel's loads and stores are; the threads of a rank count as one. `numpy()` and `tolist()`, which are no
+# operators, are replaced by functions that say what they read. Ranks meet on the host in the package's collective calls and in
+# those of torch.distributed.
+
+_MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only the first ones are looked at
+_LOGGER = logging.getLogger("tilescale_net")
+_READERS = ("numpy", "tolist")  # methods of tensors
+_WITHOUT_DATA = ("new_", "empty", "is_pinned", "_has_compatible")
+_thread = threading.local()  # `inside`: whether the mode is on the stack of this thread
+
+
+def tensor_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Address and bytes of each piece that a tensor's elements lie in."""
+    if tensor.numel() == 0:
+        return []
+    dims = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride()) if n > 1 and s > 0)
+    inner = 1
+    while dims and dims[0][0] == inner:
+        inner *= dims.pop(0)[1]
+    size, begin = tensor.element_size(), tensor.data_ptr()
+    starts = itertools.product(*(range(0, n * s, s) for s, n in reversed(dims)))
+    return [(begin + sum(start) * size, inner * size) for start in itertools.islice(starts, _MAX_RUNS)]
+
+
+class HostAccesses(TorchDispatchMode):
+    """Looks at the tensors of each operator that lie in `heaps`, and forgets what is no symmetric memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.heaps: dict[int, int] = {}  # bytes, by base
+        self.met = True  # by torch.distributed, since the last access or launch
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave torch.compile as it is without the check; torch before 2.11 ignores this, and compiles nothing."""
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        meets = "c10d" in func.namespace
+        if self.heaps and races():
+            self._look(func, args, kwargs, meets)
+        self.met = self.met or meets
+        return func(*args, **kwargs)
+
+    def _look(self, func, args, kwargs, meets: bool) -> None:
+        name = func._schema.name.split("::")[-1]
+        if name.endswith("_like") or name.startswith(_WITHOUT_DATA):
+            return
+        given = itertools.zip_longest(func._schema.arguments, args)
+        for argument, value in [*given, *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)]:
+            if argument is None:
+                continue
+            alias = argument.alias_info
+            if alias is not None and not alias.is_write:
+                continue  # a view of it is made
+            store = _is_filled(argument.name, name, args) if meets else alias is not None
+            for tensor in _tensors(value):
+                self.access(tensor, store, name)
+
+    def access(self, tensor: torch.Tensor, store: bool, name: str) -> None:
+        """The host reads or writes a tensor, by torch's function of this name."""
+        from tilescale_net import _simulator
+
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            return
+        begin = tensor.untyped_storage().data_ptr()
+        base = next((b for b, size in self.heaps.items() if 0 <= begin - b < size), None)
+        if base is None:
+            return
+        self.settle()
+        wrong = _simulator.host_access(base, tensor_runs(tensor), store, f"torch's {name} on the host")
+        if wrong:
+            report_race(base, wrong)
+        if name == "numpy":
+            _tell_of_arrays()
+
+    def settle(self) -> None:
+        """What other ranks had done when torch.distributed was called comes before what follows."""
+        if self.met:
+            host_meets()
+        self.met = False
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Those of an argument."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _is_filled(argument: str, name: str, args: tuple) -> bool:
+    """Whether a collective operator of torch writes its argument, which its schema does not say."""
+    if argument != "tensors":
+        return argument.startswith("output")
+    if name == "broadcast_":
+        return torch.distributed.ProcessGroup.unbox(args[1]).rank() != args[2]
+    return name != "send"
+
+
+@functools.cache
+def _tell_of_arrays() -> None:
+    _LOGGER.warning(
+        "numpy() of a symmetric tensor: the check for races has compared what it reads now; what is read or written through "
+        "the array later is not followed"
+    )
+
+
+def _reader(name: str) -> Callable:
+    inherited = getattr(torch.Tensor, name)
+
+    @functools.wraps(inherited)
+    def read(self, *args, **kwargs):
+        if _mode.heaps and races():
+            _mode.access(self, False, name)
+        return inherited(self, *args, **kwargs)
+
+    return read
+
+
+class _Hooks:
+    """What is put in the place of others while a heap is followed."""
+
+    def __init__(self):
+        self.readers: dict[str, Callable] = {}
+        self.profile = None  # of threads, before
+
+    def install(self) -> None:
+        self.profile = threading.getprofile()
+        threading.setprofile(self.begin_thread)
+        self.readers = {name: _reader(name) for name in _READERS}
+        for name, reader in self.readers.items():
+            setattr(torch.Tensor, name, reader)
+
+    def remove(self) -> None:
+        if threading.getprofile() == self.begin_thread:
+            threading.setprofile(self.profile)
+        for name, reader in self.readers.items():
+            if torch.Tensor.__dict__.get(name) is reader:
+                delattr(torch.Tensor, name)
+        self.readers = {}
+
+    def begin_thread(self, frame, event, arg) -> None:
+        """The first event of a new thread."""
+        sys.setprofile(self.profile)
+        if self.profile is not None:
+            self.profile(frame, event, arg)
+        _follow_thread()
+
+
+def _raise(base: int, error: errors.DataRace) -> None:
+    raise error
+
+
+# Raises the error of a race in the heap at `base`. worlds.py reports it to the other ranks.
+on_race: Callable[[int, errors.DataRace], None] = _raise
+
+
+def report_race(base: int, wrong: str) -> None:
+    """Raise DataRace; in a world, every rank learns of it."""
+    on_race(base, errors.DataRace(f"{wrong} (simulated, seed {seed()}, visibility {visibility()})"))
+
+
+def follow_host(base: int, size: int) -> None:
+    """Look at the host's accesses to a heap from now on, where the check for races is on."""
+    if not _mode.heaps:
+        _hooks.install()
+    _mode.heaps[base] = size
+    _follow_thread()
+
+
+def _follow_thread() -> None:
+    """Look at what this thread does, too."""
+    if _mode.heaps and not getattr(_thread, "inside", False):
+        _below_others(_mode.__enter__)
+        _thread.inside = True
+
+
+def _below_others(change: Callable[[], object]) -> None:
+    """Enter or leave at the bottom of the stack: the user's modes end in an order of their own."""
+    others = []
+    while (top := _get_current_dispatch_mode()) is not None and top is not _mode:
+        others.append(_pop_mode(getattr(top, "_mode_key", None)))
+    try:
+        change()
+    finally:
+        for mode in reversed(others):
+            _push_mode(mode)
+
+
+def forget_heap(base: int) -> None:
+    """The heap is gone. Where it was the last one, other threads keep a mode that looks at nothing."""
+    if _mode.heaps.pop(base, None) is None or _mode.heaps:
+        return
+    _hooks.remove()
+    if getattr(_thread, "inside", False):
+        _below_others(lambda: _mode.__exit__(None, None, None))
+        _thread.inside = False
+
+
+def is_followed(base: int) -> bool:
+    """Whether the host's accesses to a heap are looked at, and so its meetings are known."""
+    return base in _mode.heaps
+
+
+def host_meets(base: int | None = None) -> None:
+    """The host of this rank has met those of the others.
+
+    Args:
+        base: the heap of the ranks that have met by a call of the package; None where they met by one of torch.distributed,
+            after which a rank that has gone on may have finished more than it had then, which is taken to come before, too.
+    """
+    from tilescale_net import _simulator
+
+    _follow_thread()
+    if base is None:
+        _simulator.host_meets()
+    else:
+        _simulator.host_has_met(base)
+        if list(_mode.heaps) == [base]:
+            _mode.met = False  # a meeting by torch.distributed was before this one, of which is known what came before
+
+
+def before_launch() -> None:
+    """A launch is requested."""
+    _follow_thread()
+    if _mode.heaps:
+        _mode.settle()
+
+
+def host_frees(base: int, address: int, size: int) -> None:
+    """The host gives back memory of a heap, which may have another use then."""
+    from tilescale_net import _simulator
+
+    if not is_followed(base) or not races():
+        return
+    _mode.settle()
+    if wrong := _simulator.host_access(base, [(address, size)], True, "tilescale_net.free"):
+        report_race(base, wrong)
+
+
+_mode = HostAccesses()
+_hooks = _Hooks()
+
+
+# -- shared memory -------------------------------------------------------------------------------------------------------
+
+# Memory of the simulator: the heap as anonymous shared memory that peers map through /proc.
+#
+# The heap is a memfd, not a file in /dev/shm: it has no name, so nothing can be left behind however a rank ends. A mapping
+# goes when nothing refers to it any more, so that a tensor that outlives the heap still has its memory.
+
+
+class SharedMemory:
+    """Heap memory of one rank on a machine without a GPU.
+
+    Attributes:
+        base: address of this rank's heap in this process.
+        device: torch device of tensors in it.
+    """
+
+    kind = "host"
+    device = torch.device("cpu")
+    ordinal = -1
+
+    def __init__(self, size: int, limit: int | None = None):
+        """Of `size` bytes; with addresses for `limit`, unless those of this process are limited."""
+        unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        self.size, self.limit = size, max(size, limit or 0) if unlimited else size
+        # By its name a peer knows that it has opened this file, and not one of another process.
+        self._name = f"tilescale_net-heap-{secrets.token_hex(8)}"
+        try:
+            self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        except OSError as err:
+            raise ConfigurationError(
+                f"the system refuses memfd_create ({err.strerror}), which makes the memory that ranks of the simulator share: "
+                "let the sandbox allow it (docker run --security-opt seccomp=unconfined)"
+            ) from err
+        try:
+            # mmap maps no more than there is; afterwards there may be less: touching that ends the process.
+            os.ftruncate(self._fd, self.limit)
+            self._maps: list = [mmap.mmap(self._fd, self.limit)]
+            os.ftruncate(self._fd, size)
+        except (OSError, OverflowError) as err:
+            os.close(self._fd)
+            raise ConfigurationError(
+                f"the machine cannot give {size} bytes of shared memory for the symmetric heap "
+                f"({getattr(err, 'strerror', err)}); set TSN_HEAP_SIZE (or init(heap_bytes=…)) lower"
+            ) from err
+        self.base = _address(self._maps[0])
+        self._pinned: list[mmap.mmap] = []
+
+    def handle(self) -> tuple[int, int, str]:
+        """What a peer on this host needs to map this heap."""
+        return (this_host.own_process()[0], self._fd, self._name)
+
+    def map_peer(self, pe: int, handle: tuple[int, int, str]) -> int:
+        """Map a peer's heap and return its address here. Raises ConfigurationError when the system refuses."""
+        pid, fd, name = handle
+        try:
+            peer = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as err:
+            raise ConfigurationError(
+                f"the heap of PE {pe} (process {pid}) cannot be opened: {err.strerror}; ranks of one node must run in "
+                "one container, as one user, with /proc mounted"
+            ) from err
+        try:
+            if name not in os.readlink(f"/proc/self/fd/{peer}"):
+                raise ConfigurationError(
+                    f"the heap of PE {pe} was not found: descriptor {fd} of process {pid} is another file here; ranks of one "
+                    "node must run in one container, with its own /proc mounted"
+                )
+            mapped = _PeerMap(peer, self.limit)
+        except OSError as err:
+            raise ConfigurationError(
+                f"the heap of PE {pe} cannot be mapped ({err.strerror}): {self.limit} bytes of addresses for each of the "
+                "node's PEs; set TSN_HEAP_SIZE lower, or TSN_HEAP_LIMIT=0"
+            ) from err
+        finally:
+            os.close(peer)
+        self._maps.append(mapped)
+        return mapped.address
+
+    def grow(self, size: int) -> None:
+        """Grow the heap to so many bytes. Raises OSError if that fails."""
+        os.ftruncate(self._fd, size)
+        self.size = size
+
+    def grown_handle(self) -> tuple[int]:
+        """Nothing: peers have mapped the file up to the limit."""
+        return (self.size,)
+
+    def map_grown(self, pe: int, handle: tuple[int]) -> None:
+        """It is mapped already."""
+
+    def take_back(self, size: int) -> None:
+        """Undo `grow`."""
+        os.ftruncate(self._fd, size)
+        self.size = size
+
+    def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor over heap bytes [offset, offset + nbytes)."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(self._maps[0], dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def upload(self, data: bytes) -> torch.Tensor:
+        """A uint8 tensor that kernels can read, holding `data`."""
+        # torch aligns its allocations to 64 bytes, which is more than the context needs.
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
+
+    def pinned(self, nbytes: int) -> int:
+        """Address of zeroed memory that host and kernels both reach; it lives as long as this object."""
+        block = mmap.mmap(-1, nbytes)
+        self._pinned.append(block)
+        return _address(block)
+
+    def synchronize(self) -> None:
+        """Kernels run synchronously in the simulator: nothing to wait for."""
+
+    def part(self) -> None:
+        """In a child made by fork: it reads the heap as it is, and what it writes stays its own; peers are out of reach."""
+        for peer in self._maps[1:]:
+            peer.hide()
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        _libc.mmap(self.base, self.limit, both, _IN_PLACE, self._fd, 0)
+        for block in self._pinned:
+            _libc.mmap(_address(block), len(block), both, _IN_PLACE | mmap.MAP_ANONYMOUS, -1, 0)
+
+    def close(self) -> None:
+        """Let go of everything. The heap stays mapped while tensors refer to it: their bytes stay what they were."""
+        self._maps, self._pinned = [], []
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+_IN_PLACE = mmap.MAP_PRIVATE | 0x10 | 0x4000  # MAP_FIXED and MAP_NORESERVE of Linux on x86-64 and arm64
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 3 * [ctypes.c_int] + [ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class _PeerMap:
+    """So many bytes of addresses of a file that may be shorter; unmapped with this object."""
+
+    def __init__(self, fd: int, nbytes: int):
+        self.address, self._nbytes = 0, nbytes
+        found = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if found in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.address = found
+
+    def hide(self) -> None:
+        """Let accesses fail."""
+        _libc.mmap(self.address, self._nbytes, 0, _IN_PLACE | mmap.MAP_ANONYMOUS, -1, 0)
+
+    def __del__(self):
+        if self.address:
+            _libc.munmap(self.address, self._nbytes)
+
+
+def _address(mapped: mmap.mmap) -> int:
+    view = ctypes.c_char.from_buffer(mapped)
+    address = ctypes.addressof(view)
+    del view  # releases the buffer, so that close() can unmap
+    return address
+
+
+# -- race memory ---------------------------------------------------------------------------------------------------------
+
+# What the ranks of the simulator share so that each can find accesses of others that nothing orders with its own.
+
+_LOGGER = logging.getLogger("tilescale_net")
+MOST_RANKS, MOST_BYTES = 64, 1 << 36  # that clocks have room for: kMaxRanks, and a heap of kMaxWords
+
+
+def share_race_memory(
+    heap: SharedMemory, control, rank: int, hosts: list[str], heaps: list[int]
+) -> SharedMemory | None:
+    """Give every rank of a job on one host a race memory, and map those of the others. Collective.
+
+    Args:
+        heap: this rank's.
+        hosts: host identity of each rank.
+        heaps: where each rank's heap is mapped; 0 if only the proxy reaches it.
+
+    Returns:
+        This rank's race memory, to be closed after the heap is unregistered; None where ranks cannot follow each other:
+        some are on other hosts, or there are too many, or the heap is too large. A job with the check for races gets a
+        warning.
+    """
+    from tilescale_net import _simulator
+
+    if limit := _race_limit(hosts, heap.limit):
+        if races() and rank == 0:
+            _LOGGER.warning("races between ranks are not checked: %s; each rank is checked by itself", limit)
+        return None
+    memory = SharedMemory(_simulator.race_memory_bytes(heap.limit))
+    handles = control.gather("tilescale_net.init", memory.handle())
+    pages = [memory.base if pe == rank else memory.map_peer(pe, handle) for pe, handle in enumerate(handles)]
+    _simulator.attach_race_memory(rank, heap.base, heap.limit, pages, heaps)
+    return memory
+
+
+def _race_limit(hosts: list[str], heap_bytes: int) -> str:
+    """Why ranks cannot be followed; "" if they can."""
+    if len(set(hosts)) > 1:
+        return f"they are on {len(set(hosts))} hosts, which share no memory (run them on one, with VIRTUAL_NODES)"
+    if len(hosts) > MOST_RANKS:
+        return f"there are {len(hosts)}, and at most {MOST_RANKS} are followed"
+    if heap_bytes >= MOST_BYTES:
+        return f"a heap of {heap_bytes >> 30} GiB is too large (TSN_HEAP_SIZE); less than {MOST_BYTES >> 30} GiB are followed"
+    return ""
+
+
+# -- simulator memory ----------------------------------------------------------------------------------------------------
+
+# Heap memory of a rank without a GPU, whose bounds and races the simulator follows.
+
+
+class SimulatorMemory(SharedMemory):
+    """Shared memory in which kernels of the simulator run; see `heap.Memory`."""
+
+    device_kind = "simulator"
+    poisons = True
+
+    def __init__(self, size: int, limit: int | None = None):
+        super().__init__(size, limit)
+        self._race_memory: SharedMemory | None = None
+        _simulator.register_heap(self.base, size)
+        self.on_allocate(self.base, SYSTEM_BYTES, "system area")
+
+    def on_mapped(self, control: Control, rank: int, hosts: list[str], peer_base: list[int]) -> None:
+        """Share with the ranks of this host what finds races between ranks."""
+        self._race_memory = share_race_memory(self, control, rank, hosts, peer_base)
+        if races() and self._race_memory is not None:
+            follow_host(self.base, self.limit)
+            control.on_meeting = functools.partial(_simulator.host_comes, self.base)
+            control.on_met = functools.partial(host_meets, self.base)
+
+    def grow(self, size: int) -> None:
+        super().grow(size)
+        _simulator.register_heap(self.base, size, True)
+
+    def take_back(self, size: int) -> None:
+        super().take_back(size)
+        _simulator.register_heap(self.base, size, True)
+
+    def on_allocate(self, address: int, nbytes: int, name: str) -> None:
+        """Accesses to these bytes are inside a tensor from now on."""
+        _simulator.register_allocation(address, nbytes, name)
+
+    def before_free(self, address: int, nbytes: int) -> None:
+        """A transfer that is not known to be done races with it."""
+        host_frees(self.base, address, nbytes)
+
+    def on_free(self, address: int) -> None:
+        """Accesses to them are outside of every tensor."""
+        _simulator.unregister_allocation(address)
+
+    def loads_kernels_late(self) -> bool:
+        """Nothing is loaded at a launch."""
+        return False
+
+    def finish_kernels(self) -> None:
+        """What kernels have sent to other ranks arrives at last."""
+        self.await_end_of_kernels()
+        _simulator.flush_pending()
+
+    def await_end_of_kernels(self) -> None:
+        """Those of other threads: this one's have ended."""
+        running.wait(self.base)
+
+    def part(self) -> None:
+        """As SharedMemory; races between ranks are found without this process."""
+        forget_heap(self.base)
+        super().part()
+
+    def close(self) -> None:
+        """As SharedMemory; the simulator forgets the heap first."""
+        forget_heap(self.base)
+        _simulator.unregister_heap(self.base)
+        if self._race_memory is not None:
+            self._race_memory.close()
+        super().close()

@@ -5,13 +5,84 @@ has read, so that all choose alike, independent of their own disks. A file that 
 another user is left alone, with a warning.
 """
 
+import hashlib
 import json
+import os
+import re
+import tempfile
 import weakref
 from pathlib import Path
 
 import tilescale_net
-from tilescale_net.runtime import file_lock, private_folder, settings, tuned_files
-from tilescale_net.runtime.tuned_files import Choice
+from tilescale_net.runtime import job_store, private_folder, settings, this_host
+
+# -- tuned files ---------------------------------------------------------------------------------------------------------
+
+# Files of what was tuned: one for a place, in a folder of the user, read only where it may be trusted.
+
+SCHEMA = 1
+_LARGEST = 1 << 20  # bytes of a file
+
+# What was chosen for a call: numbers and text by name.
+Choice = dict[str, object]
+
+
+def path_of(place: dict[str, object]) -> Path:
+    """The file of a place."""
+    digest = hashlib.sha256(json.dumps(place, sort_keys=True).encode()).hexdigest()[:8]
+    words = re.sub(r"[^a-z0-9]+", "-", f"{place['gpu']}".lower()).strip("-")
+    return private_folder.of_user("tuned") / f"{words}-{place['ranks']}x{place['nodes']}-{digest}.json"
+
+
+def write_file(path: Path, data: dict) -> None:
+    """Write a file, all of it or nothing. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(data, file, indent=1, sort_keys=True)
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_choices(place: dict[str, object]) -> dict[str, Choice]:
+    """The choices for a place, by the keys of calls."""
+    return {key: entry["choice"] for key, entry in read_entries(path_of(place), place).items()}
+
+
+def read_entries(path: Path, place: dict[str, object]) -> dict[str, dict]:
+    """What the file of a place holds; nothing if it does not exist or may not be trusted."""
+    try:
+        if not private_folder.is_ours(path):
+            raise ValueError("it belongs to another user or may be written by others")
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST} bytes")
+        return _parsed(path.read_text(), place)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as err:
+        settings.log.warning("%s is not used: %s; remove it, or tune again", path, err)
+        return {}
+
+
+def _parsed(text: str, place: dict[str, object]) -> dict[str, dict]:
+    """What a file holds for its place. Raises ValueError for one that is damaged, or of another place."""
+    data = job_store.parse_json(text)
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("place") != place:
+        raise ValueError("it is of another place or version")
+    choices = data.get("choices")
+    if not isinstance(choices, dict):
+        raise ValueError("it has no choices")
+    for key, entry in choices.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("choice"), dict):
+            raise ValueError(f"{key} has no choice")
+        if not isinstance(entry.get("us"), int | float):
+            raise ValueError(f"{key} has no time")
+    return choices
+
+
+# -- tuned ---------------------------------------------------------------------------------------------------------------
 
 _tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -43,7 +114,7 @@ def of(world, name: str) -> dict[str, Choice]:
         reads = not world.size > 1 or world.rank == control.members[0]
         if world.size > 1:
             control.agree(name, "the first in this world that asks for what was tuned")
-        mine = tuned_files.read(place_of(world)) if reads and settings.TUNED.get() else {}
+        mine = read_choices(place_of(world)) if reads and settings.TUNED.get() else {}
         if world.size > 1:
             mine = json.loads(control.broadcast(f"{name}: what was tuned", json.dumps(mine)))
         found = _tables[world] = mine
@@ -60,14 +131,14 @@ def keep(world, name: str, key: str, choice: Choice, us: float) -> Path | None:
     if world.size > 1 and world.rank != world.control.members[0]:
         return None
     place = place_of(world)
-    path = tuned_files.path_of(place)
+    path = path_of(place)
     try:
         if not private_folder.make(path.parent):
             raise OSError(f"{path.parent} belongs to another user or may be written by others")
         # Another job of this user may keep something at the same time.
-        with file_lock.acquire(path.with_suffix(".lock")):
-            choices = tuned_files.entries(path, place) | {key: {"choice": choice, "us": us}}
-            tuned_files.write(path, {"schema": tuned_files.SCHEMA, "place": place, "choices": choices})
+        with this_host.lock_file(path.with_suffix(".lock")):
+            choices = read_entries(path, place) | {key: {"choice": choice, "us": us}}
+            write_file(path, {"schema": SCHEMA, "place": place, "choices": choices})
     except OSError as err:
         settings.log.warning("what was tuned is not kept in %s: %s", path, err)
         return None

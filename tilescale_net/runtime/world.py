@@ -3,34 +3,278 @@
 docs/states.md lists its states and what each call does in them.
 """
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
-from tilescale_net.runtime import (
-    abort_page,
-    call_log,
-    context,
-    device_errors,
-    groups,
-    growth,
-    memory,
-    processes,
-    records,
-    settings,
-    start_up,
-    survivors,
-    topology,
-)
+import tilescale_net
+from tilescale_net.errors import ConfigurationError, FabricError, HeapError, PeerLost, TileScaleError, WaitTimeout
+from tilescale_net.runtime import context, control, groups, heap, job_store, placement, settings, this_host
 from tilescale_net.runtime.control import Control
-from tilescale_net.runtime.heap import Heap
-from tilescale_net.runtime.memory import Memory
-from tilescale_net.runtime.watchdog import Watchdog
+from tilescale_net.runtime.heap import Heap, Memory
+from tilescale_net.runtime.liveness import Watchdog
 from tilescale_net.trace import host_calls, recorder, state
 from tilescale_net.trace.reporter import Reporter
+
+# -- start up ------------------------------------------------------------------------------------------------------------
+
+# What a rank looks at before it meets the others: its environment, and which version it is of.
+
+LOADED_LATE = (
+    "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host memory, that "
+    "waits for a running kernel, and the kernel for its data until TSN_TIMEOUT. Set CUDA_MODULE_LOADING=EAGER before CUDA "
+    "starts"
+)
+
+
+def check_settings() -> tuple[ConfigurationError | None, float, float]:
+    """What is wrong with the environment, and the seconds of the two timeouts: their defaults where they are wrong."""
+    try:
+        if missing := this_host.missing_native():
+            raise ConfigurationError(missing)
+        settings.check()
+        settings.load_kernels_early()
+        _check_build()
+        return None, settings.TIMEOUT.get(), settings.HEARTBEAT_TIMEOUT.get()
+    except ConfigurationError as err:
+        wrong = err
+    seconds = []
+    for row in (settings.TIMEOUT, settings.HEARTBEAT_TIMEOUT):
+        try:
+            seconds.append(row.get())
+        except ConfigurationError:
+            seconds.append(row.default)
+    return wrong, *seconds
+
+
+def _check_build() -> None:
+    try:
+        from tilescale_net import _native, _simulator  # noqa: F401
+    except ImportError as err:
+        raise ConfigurationError(str(err)) from None
+
+
+def version_text() -> str:
+    """What ranks must have in common to understand each other."""
+    from tilescale_net.compiler import toolchain
+
+    return f"tilescale_net {tilescale_net.__version__}, device code {toolchain.sources_hash()}"
+
+
+# -- growth --------------------------------------------------------------------------------------------------------------
+
+# More memory for a heap that is full, agreed by its ranks, at the addresses that it has already.
+#
+# The address space behind a heap is reserved when it is made (TSN_HEAP_LIMIT). So the base of every rank's heap stays, and
+# kernels, whose peer addresses are base + offset, go on as they are.
+
+_GROW = "tilescale_net: a heap that is full"
+
+
+def grow_heap(world, size: int) -> None:
+    """Give the heap of every member `size` bytes. Collective; waits for the kernels of all of them.
+
+    Raises:
+        HeapError: a rank has no memory left, on all ranks alike; nothing has changed then.
+        TileScaleError: a kernel or a peer has failed.
+    """
+    memory, control = world.memory, world.control
+    memory.finish_kernels()
+    world.check()
+    before = memory.size
+    _all_or_none(world, before, lambda: memory.grow(size))
+    handles = control.gather(_GROW, memory.grown_handle())
+    _all_or_none(world, before, lambda: _map_grown(world, handles))
+    _tell_kernels(world)
+    if world.proxy is not None:
+        try:
+            _renew_proxy(world)
+        except TileScaleError as err:
+            world.fail(err)
+    control.agree(_GROW, f"{memory.size} bytes")
+
+
+def level_heaps(world, live: dict[int, int]) -> None:
+    """After a loss in the middle of `grow`: heaps of one size again, that of before where nothing `live` lies beyond.
+
+    Collective; the proxies begin anew afterwards.
+
+    Args:
+        live: blocks of the heap of any rank, offset -> bytes.
+
+    Raises:
+        TileScaleError, OSError: this rank has no memory for what lies in others' heaps.
+    """
+    memory, control = world.memory, world.control
+    sizes = control.gather(_GROW, memory.size)
+    needed = max((offset + size for offset, size in live.items()), default=0)
+    size = min(sizes) if needed <= min(sizes) else max(sizes)
+    if size < max(sizes):
+        memory.take_back(size)
+    elif memory.size < size:
+        memory.grow(size)
+    if memory.limit > size or min(sizes) < max(sizes):
+        _map_grown(world, control.gather(_GROW, memory.grown_handle()))
+    _tell_kernels(world)
+
+
+def _map_grown(world, handles: list) -> None:
+    """Map what the other members of the node have added."""
+    for pe, handle in zip(world.control.members, handles):
+        if pe != world.rank and world.topology.is_direct(pe):
+            world.memory.map_grown(pe, handle)
+
+
+def _tell_kernels(world) -> None:
+    world.write_context(context.ContextHeader.heap_bytes.offset, world.memory.size.to_bytes(8, "little"))
+
+
+def _all_or_none(world, before: int, step) -> None:
+    """Take a step that all ranks take, or on all ranks none."""
+    error = ""
+    try:
+        step()
+    except (TileScaleError, OSError, MemoryError) as err:
+        error = str(err) or type(err).__name__
+    said = world.control.gather(_GROW, error)
+    failed = [(pe, text) for pe, text in zip(world.control.members, said) if text]
+    if failed:
+        world.memory.take_back(before)
+        pe, text = failed[0]
+        raise HeapError(
+            f"rank {world.rank}: the symmetric heap of {before} bytes is full and cannot grow, because rank {pe} has no "
+            f"memory for it: {text}; free tensors, or set TSN_HEAP_SIZE (or init(heap_bytes=…)) before the memory is taken"
+        )
+
+
+def _renew_proxy(world) -> None:
+    """What was sent arrives, then the proxy begins anew with the whole heap."""
+    world.proxy.drain()
+    world.control.agree(_GROW, "drained")
+    if world.proxy.settle():
+        world.control.agree(_GROW, "settled")
+    world.proxy.pause()
+    world.control.agree(_GROW, "paused")
+    world.heap.clear_system_area()
+    world.memory.synchronize()
+    world.proxy.restart(_GROW)
+
+
+# -- survivors -----------------------------------------------------------------------------------------------------------
+
+# Ranks that are lost: the remaining ranks agree on their members and on what their heaps hold, and go on.
+
+_PAUSE = 0.02  # seconds between looks at which ranks have come
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The ranks that go on after others were lost.
+
+    Attributes:
+        ranks: of the group, ascending.
+        steps: what each of them gave to `shrink`, in this order.
+    """
+
+    ranks: list[int]
+    steps: list[int]
+
+
+def agree_on_survivors(control, watchdog, seconds: float) -> list[int]:
+    """The members that go on: they come here within `seconds`. Called by each of them when its kernels have ended.
+
+    No rank waits for ranks that are known to be lost. Ranks that are given up and may live are ended: what they
+    launched would write into memory that has a new use.
+
+    Raises:
+        PeerLost: the others have gone on without this rank, because it came too late; or the rank that keeps the store of
+            the job is lost.
+    """
+    store, members, rank = control.store, control.members, control.rank
+    key = _shrink_key(control)
+    end = time.monotonic() + seconds
+    store.ask(lambda s: s.set(f"{key}/here/{rank}", "1"))
+    while True:
+        lost = watchdog.lost_ranks() & set(members)
+
+        def look(s, lost=lost):
+            for r in lost:
+                s.set(f"{key}/out/{r}", "1")
+            here = {r for r in members if s.check([f"{key}/here/{r}"])}
+            out = {r for r in members if s.check([f"{key}/out/{r}"])}
+            return here, out, job_store.get_text(s, f"{key}/members")
+
+        here, out, decided = store.ask(look)
+        if decided is not None:
+            break
+        if here | out >= set(members) or time.monotonic() > end:
+            # The first list counts, so that all go on with the same ranks.
+            word = json.dumps(sorted(here - out))
+            store.ask(lambda s, word=word: s.set_once(f"{key}/members", word))
+        else:
+            time.sleep(_PAUSE)
+    kept = _parse_members(decided, members)
+    if rank not in kept:
+        raise PeerLost(f"rank {rank}: ranks {kept} have gone on without this one, which they took for lost")
+    if store.kept_by in members and store.kept_by not in kept:  # one that was left out before may still keep it
+        raise PeerLost(f"rank {rank}: {store.keeper} did not come, and no rank can go on without it")
+    _end_processes(watchdog, rank, set(members) - set(kept) - here)
+    return kept
+
+
+def _end_processes(watchdog, rank: int, ranks: set[int]) -> None:
+    living = watchdog.end_processes(ranks)
+    if living:
+        settings.log.warning(
+            "rank %d: ranks %s are given up, and their processes cannot be seen from here; what still runs of them may "
+            "write into the memory of the others", rank, sorted(living),
+        )  # fmt: skip
+
+
+def stay_out(control) -> None:
+    """Report to the others that this rank does not go on, and that its kernels have ended."""
+    key = f"{_shrink_key(control)}/%s/{control.rank}"
+    try:
+        control.store.ask(lambda s: [s.set(key % word, "1") for word in ("out", "here")])
+    except PeerLost:  # no rank can be notified
+        pass
+
+
+def _shrink_key(control) -> str:
+    return f"shrink/{control.era + 1}"
+
+
+def _parse_members(said: str, members: list[int]) -> list[int]:
+    try:
+        kept = sorted({int(r) for r in job_store.parse_json(said)} & set(members))
+    except (ValueError, TypeError, OverflowError):
+        kept = []
+    if not kept:
+        raise PeerLost(f"who goes on after ranks were lost cannot be read from the store of the job: {said[:100]!r}")
+    return kept
+
+
+def live_everywhere(control, live: dict[int, int]) -> dict[int, int]:
+    """The blocks of the heap (offset -> bytes) that are live on some member.
+
+    A rank that is lost in the middle of a collective call leaves members that have allocated, or freed, and others that
+    have not. What one of them may still use, no other gives away.
+    """
+    said = control.gather("tilescale_net.shrink", json.dumps(sorted(live.items())))
+    union: dict[int, int] = {}
+    for text in said:
+        try:
+            union |= {int(offset): int(size) for offset, size in job_store.parse_json(text)}
+        except (ValueError, TypeError, OverflowError) as err:
+            raise PeerLost(f"what the heap of another rank holds cannot be read: {err}") from None
+    return union
+
+
+# -- world ---------------------------------------------------------------------------------------------------------------
 
 
 class World:
@@ -61,19 +305,19 @@ class World:
         device: torch.device | None = None,
     ):
         """See `tilescale_net.init`; `device` is that of the other worlds of this process."""
-        wrong, self.timeout, silence = start_up.check_settings()
+        wrong, self.timeout, silence = check_settings()
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
         self.recorder: recorder.Recorder | None = None
         self.memory: Memory | None = None
         self._closed = False
-        self.page = abort_page.AbortPage()
+        self.page = context.AbortPage()
         self.control = Control(self.timeout + 5.0, silence, group)
         self.control.on_loss = self._lost_in_a_call
         self.group, self.job_ranks = group, self.control.job_ranks
         self.rank, self.size = self.control.rank, self.control.size
-        self.calls = call_log.CallLog(self.control)
+        self.calls = control.CallLog(self.control)
         self.control.on_mismatch = self.calls.on_mismatch
         self.reporter = Reporter(self.control, lambda: state.of_rank(self))
         try:
@@ -92,11 +336,11 @@ class World:
         size = settings.heap_bytes(heap_bytes, on_gpu=kind == "cuda")
         limit = settings.heap_limit(size, on_gpu=kind == "cuda")
         hosts = self._meet_the_others(f"heap_bytes={size}, TSN_HEAP_LIMIT={limit}, device={kind}", silence)
-        self.memory = memory.create(kind, size, limit, device, self.group, self.topology)
+        self.memory = heap.create_memory(kind, size, limit, device, self.group, self.topology)
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
         self.recorder = recorder.start(self, hosts)
-        self.page.address = self.memory.pinned(abort_page.BYTES)
-        self.records = records.Records(self.memory)
+        self.page.address = self.memory.pinned(context.ABORT_PAGE_BYTES)
+        self.records = context.Records(self.memory.pinned)
         self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle, self._grow)
         limits, handles = zip(*self.control.gather("tilescale_net.init", [self.memory.limit, self.memory.handle()]))
         self.memory.limit = min(limits)  # some ranks may not have got so many addresses
@@ -104,12 +348,12 @@ class World:
         self.memory.on_mapped(self.control, self.rank, hosts, self.peer_base)
         queues = n_queues = 0
         if self.topology.nodes > 1:
-            from tilescale_net.runtime.proxy import start
+            from tilescale_net.runtime.fabric import start
 
             self.proxy, queues, n_queues = start(self)
             self.control.on_parted = self.proxy.excuse
             if self.rank == 0 and self.memory.loads_kernels_late():
-                settings.log.warning(start_up.LOADED_LATE)
+                settings.log.warning(LOADED_LATE)
         self._make_context(queues, n_queues)
         self.memory.synchronize()
         # Peers may touch this heap from here on: its system area is zero and every rank has mapped every other.
@@ -118,8 +362,8 @@ class World:
     def _meet_the_others(self, wanted: str, silence: float) -> list[str]:
         """Learn where the ranks are, watch over them from now on, and agree on what is wanted; the host of every rank."""
         virtual = settings.VIRTUAL_NODES.get()
-        place = topology.virtual_node(*groups.own_number(self.group)) if self.group is not None else 0
-        facts = self.control.gather("tilescale_net.init", [topology.host_identity(), processes.own(), place])
+        place = placement.virtual_node(*groups.own_number(self.group)) if self.group is not None else 0
+        facts = self.control.gather("tilescale_net.init", [placement.host_identity(), this_host.own_process(), place])
         hosts, known, places = map(list, zip(*facts))
         self._watch = lambda: Watchdog(
             self.control, hosts, known, silence, self._poll_local, self._on_loss, self.reporter.answer
@@ -127,11 +371,11 @@ class World:
         self._watchdog = self._watch()
         self.control.reason_of = self._watchdog.reason
         traced = f", TSN_TRACE={settings.TRACE.get()}" if settings.TRACE.get() else ""
-        self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {start_up.version()}{traced}")
+        self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {version_text()}{traced}")
         if self.group is None:
-            self.topology = topology.discover(self.rank, self.size, hosts)
+            self.topology = placement.job_topology(self.rank, self.size, hosts)
         else:
-            self.topology = topology.of_group(self.rank, self.size, hosts, places)
+            self.topology = placement.group_topology(self.rank, self.size, hosts, places)
         return hosts
 
     def _base_of(self, pe: int, handle) -> int:
@@ -179,7 +423,7 @@ class World:
         record = self.page.record()
         if record is None:
             return None
-        return device_errors.describe(record, self.rank, self.size, self.memory.base, self.timeout, self.heap.describe)
+        return context.describe_error(record, self.rank, self.size, self.memory.base, self.timeout, self.heap.describe)
 
     def _poll_local(self) -> TileScaleError | None:
         """What this rank's kernels or proxy have met, for the watchdog."""
@@ -190,14 +434,14 @@ class World:
 
     def _on_loss(self, reason: str, error: TileScaleError | None) -> None:
         if self.failure is None:
-            self.failure = error or call_log.error_of_loss(f"rank {self.rank}: {reason}; {self._what_to_do}")
+            self.failure = error or control.error_of_loss(f"rank {self.rank}: {reason}; {self._what_to_do}")
         self.abort()
         self.reporter.print_failure(self.failure)
 
     def _explained(self, error: TileScaleError) -> TileScaleError:
         """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
         reason = self._watchdog.explanation_of(error) if self._watchdog is not None else None
-        return call_log.error_of_loss(f"rank {self.rank}: {reason}; {self._what_to_do} ({error})") if reason else error
+        return control.error_of_loss(f"rank {self.rank}: {reason}; {self._what_to_do} ({error})") if reason else error
 
     @property
     def _what_to_do(self) -> str:
@@ -272,14 +516,14 @@ class World:
         if self.failure is None:
             self.failure = TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
 
-    def shrink(self, step: int = 0, seconds: float | None = None) -> survivors.Survivors:
+    def shrink(self, step: int = 0, seconds: float | None = None) -> Survivors:
         """See `tilescale_net.shrink`."""
         self.control.refuse()
         if self.control.left or self._closed:
             raise TileScaleError(f"rank {self.rank}: shrink: this rank was left out of the job, or has ended its world")
         self._end_kernels()
         if self.failure is not None and not isinstance(self.failure, PeerLost | WaitTimeout | FabricError):
-            survivors.stay_out(self.control)
+            stay_out(self.control)
             raise self.failure  # this rank is what is wrong
         try:
             return self._go_on(int(step), self.timeout if seconds is None else seconds)
@@ -289,10 +533,10 @@ class World:
             self.failure = self.failure or err
             raise
 
-    def _go_on(self, step: int, seconds: float) -> survivors.Survivors:
+    def _go_on(self, step: int, seconds: float) -> Survivors:
         if self.proxy is not None:
             self.proxy.end("it goes on without ranks that are lost")  # before the others count this rank in
-        kept = survivors.call_roll(self.control, self._watchdog, seconds)
+        kept = agree_on_survivors(self.control, self._watchdog, seconds)
         self._watchdog.close()
         self.calls.forget()
         self._forget_failure()
@@ -300,13 +544,13 @@ class World:
         self._watchdog = self._watch()  # before ranks wait for each other again
         self.control.reason_of = self._watchdog.reason
         self.control.connect_members()
-        live = survivors.live_everywhere(self.control, self.heap.live)
-        growth.level(self, live)
+        live = live_everywhere(self.control, self.heap.live)
+        level_heaps(self, live)
         self.heap.restore(live)
         self.heap.clear_system_area()
         if self.proxy is not None:
             self.proxy.restart("tilescale_net.shrink")
-        return survivors.Survivors(kept, self.control.gather("tilescale_net.shrink", step))
+        return Survivors(kept, self.control.gather("tilescale_net.shrink", step))
 
     def _end_kernels(self) -> None:
         """Let this rank's kernels end, which wait for ranks that are lost, and what they have sent arrive."""
@@ -333,7 +577,7 @@ class World:
         self.memory.synchronize()
 
     def _grow(self, size: int) -> None:
-        growth.grow(self, size)
+        grow_heap(self, size)
 
     def _settle(self) -> bool:
         return self.proxy is not None and self.proxy.settle()

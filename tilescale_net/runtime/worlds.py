@@ -4,22 +4,160 @@ A world is the ranks of one group that talk to each other: their heap, their con
 for what may be left out when there is only one.
 """
 
+import atexit
 import bisect
 import contextlib
 import copyreg
 import ctypes
-from collections.abc import Iterator
+import gc
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
 
 import torch
 
 from tilescale_net.errors import KernelError, TileScaleError
-from tilescale_net.runtime import groups, host_accesses, process_end, progress
+from tilescale_net.runtime import groups, profiling, simulator
 from tilescale_net.runtime.world import World
 from tilescale_net.trace import reporter
 
+# -- process end ---------------------------------------------------------------------------------------------------------
+
+# The end of this process while its rank is in a job: it is reported to the other ranks, with the reason.
+#
+# Uncaught exceptions, SystemExit, the end of the program, `finalize` and children made by fork all come here. What ends a
+# rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.
+
+# Seconds that other ranks may take to come to a `finalize` that handles an exception, before that exception is reported
+# to them.
+report_patience = 10.0
+
+_installed = False
+_exit_code: object = None  # that of the SystemExit which ends the program
+
+
+def watch_process_end(current: Callable, take: Callable, forget: Callable[[], None]) -> None:
+    """Watch for the end of this process; the second call does nothing.
+
+    Args:
+        current: returns the worlds of this process.
+        take: the same, in the order in which they may end; afterwards none are left.
+        forget: called in a child made by fork, which is no rank.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    owner = os.getpid()
+    os.register_at_fork(after_in_child=forget)
+    atexit.register(lambda: _at_exit(take()) if os.getpid() == owner else None)
+    previous = sys.excepthook
+
+    def hook(kind, value, trace):
+        for world in current():
+            world.announce(TileScaleError(_words(value)))
+        previous(kind, value, trace)
+
+    sys.excepthook = hook
+    _follow_exits()
+
+
+def finish_world(world) -> None:
+    """Close a world in good order, as `finalize` does.
+
+    In a `finally` or `except` the rank may be failing alone: the others then wait for it in a kernel and would find out
+    by its silence only. The exception is reported to them when they do not come.
+    """
+    raised = sys.exc_info()[1]
+    if raised is None or (isinstance(raised, SystemExit) and not _status(raised.code)):
+        world.close()
+        return
+    tell = threading.Timer(report_patience, world.announce, [TileScaleError(_words(raised))])
+    tell.daemon = True
+    tell.start()
+    try:
+        world.close(spoken=f"called tilescale_net.finalize() while it handled {_words(raised)}")
+    finally:
+        tell.cancel()
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _at_exit(worlds: list) -> None:
+    # First those whose ranks are to learn of a failure: the end of another one may take long.
+    ended = [_end(world) for world in sorted(worlds, key=lambda world: world.failure is None)]
+    if not all(ended):
+        # atexit cannot change the exit status otherwise, and a failed job must not look like a good one.
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _end(world) -> bool:
+    """End a world at the end of the process; whether the exit status may stay as it is."""
+    code = _status(_exit_code)
+    # The uncaught exception; Python notes it even where another excepthook has taken the place of the one above.
+    uncaught = getattr(sys, "last_value", None)
+    if world.failure is None and uncaught is not None:
+        world.give_up(_words(uncaught))
+    elif world.failure is not None or code:
+        world.give_up(f"it ended (exit code {code})" if code else "it ended before finalize")
+    else:
+        try:
+            world.close(spoken="ended (exit code 0)")
+        except TileScaleError as err:
+            print(f"tilescale_net: {type(err).__name__}: {err}", file=sys.stderr, flush=True)
+            return False
+    return True
+
+
+def _status(code: object) -> int:
+    """The exit status that Python makes of the code of a SystemExit."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _follow_exits() -> None:
+    """Note the code of the SystemExit that ends the program, however and by whatever it was raised.
+
+    Python does not report the status with which it ends: it reads `code` of the exception when no frame of Python is left,
+    and drops it. All that raises or catches the exception uses this one class, so its attribute is what can be watched.
+    """
+    if sys.version_info < (3, 12):  # whose sys.exit makes no exception before somebody looks at it
+        built_in = sys.exit
+        for module in [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]:
+            for name in [name for name, value in list(vars(module).items()) if value is built_in]:
+                vars(module)[name] = _exit
+    stored = SystemExit.__dict__["code"]
+
+    def read(error: SystemExit) -> object:
+        global _exit_code
+        code = stored.__get__(error)
+        try:
+            sys._getframe(1)
+        except ValueError:
+            _exit_code = code
+        return code
+
+    (attributes,) = gc.get_referents(SystemExit.__dict__)
+    attributes["code"] = property(read, stored.__set__, stored.__delete__, stored.__doc__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+
+
+def _exit(status=None, /):
+    """Exit the interpreter by raising SystemExit(status); see Python's documentation of sys.exit."""
+    raise SystemExit(status)
+
+
+# -- worlds --------------------------------------------------------------------------------------------------------------
+
 # What a launch that a kernel keeps is valid for: the world where there is one, else an object (or None, at first) that is
 # another one whenever a world comes or goes.
-binding: object = None
+launch_generation: object = None
 
 _alive: list[World] = []  # in the order in which they were made
 _beside: list[World] = []  # those of them that are beside another one of the same group
@@ -41,7 +179,7 @@ def init(heap_bytes: int | str | None = None, group: object = None) -> World:
     return _make(heap_bytes, resolved)
 
 
-def beside(world: World, heap_bytes: int) -> World:
+def make_sibling(world: World, heap_bytes: int) -> World:
     """One more world of the ranks of `world`, with a heap of its own. Collective over them.
 
     It is ended by `finalize` with this world as the group. Calls that name the group, or none, mean the first world.
@@ -53,12 +191,12 @@ def beside(world: World, heap_bytes: int) -> World:
 
 def _make(heap_bytes: int | str | None, group: object) -> World:
     refuse_child()
-    with progress.step("meeting the other ranks of the job"):
+    with profiling.long_step("meeting the other ranks of the job"):
         world = World(heap_bytes, group, _alive[0].device if _alive else None)
     _alive.append(world)
     _rebind()
     reporter.report_on_signal(lambda: [world.reporter for world in list(_alive)])
-    process_end.install(lambda: list(_alive), _take_all, _forget)
+    watch_process_end(lambda: list(_alive), _take_all, _forget)
     return world
 
 
@@ -78,12 +216,12 @@ def only(world: World) -> Iterator[None]:
 def finalize(group: object = None) -> None:
     """See `tilescale_net.finalize`."""
     if group is not None:
-        return process_end.finish(_take(get(group)))
+        return finish_world(_take(get(group)))
     error = None
     # The newest first: ranks make the worlds that they share in one order, so that no two wait for each other.
     while _alive:
         try:
-            process_end.finish(_take(_alive[-1]))
+            finish_world(_take(_alive[-1]))
         except TileScaleError as err:
             error = error or err
     if error is not None:
@@ -189,7 +327,7 @@ def device_kind() -> str | None:
     return _alive[0].device_kind if _alive else None
 
 
-def at(address: int) -> World | None:
+def world_at(address: int) -> World | None:
     """The world whose heap holds an address of this process."""
     index = bisect.bisect_right(_bases, address) - 1
     return _by_base[index] if index >= 0 and address < _ends[index] else None
@@ -197,22 +335,22 @@ def at(address: int) -> World | None:
 
 def _fail_at(address: int, error: TileScaleError) -> None:
     """Raise an error in the name of the world whose heap holds an address."""
-    world = at(address)
+    world = world_at(address)
     if world is None:
         raise error
     world.fail(error)
 
 
-host_accesses.give_up = _fail_at
+simulator.on_race = _fail_at
 
 
 def of_tensor(tensor: object) -> World:
     """The world whose heap holds a tensor; the default one for everything else."""
-    found = at(tensor.data_ptr()) if isinstance(tensor, torch.Tensor) and len(_alive) > 1 else None
+    found = world_at(tensor.data_ptr()) if isinstance(tensor, torch.Tensor) and len(_alive) > 1 else None
     return found or default()
 
 
-def holding(name: str, arguments) -> World:
+def world_of_tensors(name: str, arguments) -> World:
     """The world whose heap holds the symmetric tensors among a kernel's arguments; without any the default one.
 
     Raises:
@@ -242,8 +380,8 @@ def holding(name: str, arguments) -> World:
 
 
 def _rebind() -> None:
-    global binding, _bases, _ends, _by_base
-    binding = _alive[0] if len(_alive) == 1 else object() if _alive else None
+    global launch_generation, _bases, _ends, _by_base
+    launch_generation = _alive[0] if len(_alive) == 1 else object() if _alive else None
     _by_base = sorted(_alive, key=lambda world: world.heap.base)
     _bases = [world.heap.base for world in _by_base]
     _ends = [world.heap.base + world.heap.limit for world in _by_base]

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from tilescale_net.runtime import cuda_range
+from tilescale_net.runtime import cuda_memory
 
 T = TypeVar("T")
 _SAMPLES = 16
@@ -56,7 +56,7 @@ class GpuClock:
         # The kernel writes to memory of the host: a copy would wait for kernels of the default stream.
         self._address = world.memory.pinned(8)
         self._stream = torch.cuda.Stream(world.device)
-        self._driver = cuda_range.Driver(world.device.index)
+        self._driver = cuda_memory.Driver(world.device.index)
         self._module = self._driver.call("cuModuleLoadData", _KERNEL)
         self._function = self._driver.call("cuModuleGetFunction", self._module, b"tilescale_net_clock")
         self.error_ns = 0

@@ -1,6 +1,6 @@
 """The table of a hang: which rank waits where for what, since when, which should have sent it and what it does."""
 
-from tilescale_net.runtime import encoding
+from tilescale_net.runtime import job_store
 from tilescale_net.trace import senders
 
 MOST_ROWS = 24
@@ -34,7 +34,7 @@ def text(why: str, states: dict[int, dict], size: int, missing: dict[int, str] |
     for rank in range(size):
         if rank not in states:
             lines.append(f"rank {rank}: {(missing or {}).get(rank, 'does not answer')}")
-    return "\n".join(encoding.printable(line) for line in lines)
+    return "\n".join(job_store.printable(line) for line in lines)
 
 
 def doing(state: dict) -> str:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from tilescale_net.errors import PeerLost, SimulatorDeadlock, WaitTimeout
-from tilescale_net.runtime import encoding, job_store
+from tilescale_net.runtime import job_store
 from tilescale_net.trace import hang_report
 
 PATIENCE = 0.6  # seconds in which every rank whose watchdog runs has answered
@@ -116,7 +116,9 @@ class Reporter:
         with contextlib.suppress(PeerLost):
             while True:
                 words = self._store.ask(
-                    lambda s: [None if r == self._rank else job_store.get(s, f"state/{r}") for r in range(self.size)],
+                    lambda s: [
+                        None if r == self._rank else job_store.get_text(s, f"state/{r}") for r in range(self.size)
+                    ],
                     seconds=PATIENCE,
                 )
                 fresh = 1
@@ -134,7 +136,7 @@ class Reporter:
 def _read(word: str | None) -> tuple[int, dict | None]:
     """Number and state that a rank has written; None for a state of another shape."""
     try:
-        number, state = encoding.parsed(word or "")
+        number, state = job_store.parse_json(word or "")
         hang_report.doing(state)
         waits = [[wait[key] for key in ("block", "line", "pe", "offset", "seconds")] for wait in state["waiting"]]
         sent = [[int(value) for value in entry[:4]] + [entry[4] * 1.0] for entry in state["sent"]]

@@ -2,7 +2,7 @@
 
 import time
 
-from tilescale_net.runtime import context, progress
+from tilescale_net.runtime import context, profiling
 from tilescale_net.trace import events, host_calls, traced_calls
 
 MOST_WAITS = 64  # that are sent to others, besides the number of all
@@ -21,7 +21,7 @@ def of_rank(world) -> dict:
     state = {
         "rank": world.rank,
         "host": list(call) if call else None,
-        "step": progress.current(),
+        "step": profiling.current_step(),
         "place": host_calls.python_place(),
         "kernel": None,
         "waits": 0,

@@ -12,7 +12,7 @@ from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.config import FP8, Config, configure
 from tilescale_net.kernels.moe.tuned_choice import TUNED, key_of
 from tilescale_net.runtime import tuned
-from tilescale_net.runtime.tuned_files import Choice
+from tilescale_net.runtime.tuned import Choice
 from tilescale_net.tuning.search import Call, Found, Measure, lockstep
 
 

@@ -21,7 +21,7 @@ from tilescale_net.kernels.fused.matmul import SCALED, Tiling
 from tilescale_net.kernels.fused.tuned_choice import Chosen, as_choice, key_of, of_choice
 from tilescale_net.ops import fused, group_objects
 from tilescale_net.runtime import tuned
-from tilescale_net.runtime.tuned_files import Choice
+from tilescale_net.runtime.tuned import Choice
 from tilescale_net.tuning.search import Call, Found, Measure, lockstep
 
 KINDS = tuple(fused.CLASSES)

@@ -9,7 +9,7 @@ import torch
 
 from tilescale_net.errors import HeapError, KernelError
 from tilescale_net.runtime import settings
-from tilescale_net.runtime.tuned_files import Choice
+from tilescale_net.runtime.tuned import Choice
 
 # The first candidate, which is taken without a search, stays unless another one gains so much.
 GAIN = 0.02

@@ -12,7 +12,7 @@ from tests.kernels.moe.support import make_inputs, run_round, without_kernels
 from tests.kernels.moe.test_misuse import SHAPE, raises
 from tilescale_net.kernels.moe import AllToAll, Arena
 from tilescale_net.runtime.context import SYSTEM_BYTES
-from tilescale_net.runtime.stream_order import StreamOrder
+from tilescale_net.runtime.launch_args import StreamOrder
 
 SM_90 = {"arena.meet": [dict(ranks=4, threads=32)]}
 OPTIONS = [dict(), dict(mode="latency"), dict(alignment=2)]  # as test_misuse.py has them, which saves compiling

@@ -14,7 +14,7 @@ from typing import Any
 
 from tilescale_net.compiler.simulator.cache_files import SEALED, TEMPORARY, discard, is_usable, prune, seal, unseal
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import file_lock, private_folder
+from tilescale_net.runtime import private_folder, this_host
 
 
 def folder() -> Path:
@@ -45,7 +45,7 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
         if is_usable(path):
             return path
         # Sixteen serve all files of a kind. A kept kernel is made of the others, under whose locks it must not be.
-        lock = file_lock.acquire(place / f"lock-{'k' if suffix == '.kept' else ''}{key[0]}")
+        lock = this_host.lock_file(place / f"lock-{'k' if suffix == '.kept' else ''}{key[0]}")
     except OSError as err:
         raise _unusable(place, err) from err
     try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tilescale_net.compiler.simulator import cache
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
-from tilescale_net.runtime import encoding
+from tilescale_net.runtime import job_store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Kept:
     @classmethod
     def parse(cls, text: str) -> Kept:
         """From `text()`. Raises ValueError, KeyError or TypeError for anything else."""
-        fields = encoding.parsed(text)
+        fields = job_store.parse_json(text)
         if not isinstance(fields, dict):
             raise TypeError("it is no kernel")
         for name in ("names", "lines"):

@@ -18,8 +18,8 @@ from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import KernelError
 from tilescale_net.runtime import context as context_layout
-from tilescale_net.runtime import device_errors, host_accesses, simulator, worlds
-from tilescale_net.runtime.launch_arguments import unresolved
+from tilescale_net.runtime import simulator, worlds
+from tilescale_net.runtime.launch_args import unresolved
 
 _LOGGER = logging.getLogger("tilescale_net")
 # What a streaming multiprocessor of an H100 or H200 holds at most.
@@ -37,7 +37,7 @@ _PACK = {
 def resident_blocks(threads: int, shared_bytes: int) -> int:
     """Blocks that the simulated GPU holds at a time, with multiprocessors like those of an H200."""
     per_sm = min(_SM_BLOCKS, _SM_THREADS // threads, _SM_SHARED // (shared_bytes + _RESERVED_SHARED))
-    return max(1, per_sm) * simulator.multiprocessors()
+    return max(1, per_sm) * simulator.num_sms()
 
 
 class SimulatedFunction:
@@ -94,9 +94,9 @@ class SimulatedFunction:
             worlds.refuse_child()
         self._simulator.set_visibility(simulator.visibility())
         if context:
-            host_accesses.before_launch()
+            simulator.before_launch()
             self._simulator.register_heap(
-                context.heap_base, context.heap_bytes, host_accesses.is_followed(context.heap_base)
+                context.heap_base, context.heap_bytes, simulator.is_followed(context.heap_base)
             )
         with simulator.running.one(context.heap_base if context else 0):
             for launch in self._host(args):
@@ -138,11 +138,11 @@ class SimulatedFunction:
             rank = f"rank {context.my_pe}: " if context else ""
             self._give_up(context, _FAILURES[failure](f"{rank}{message} [{self._where(line)}]"))
         if context and context.error:
-            record = device_errors.read(context.error)
-            world = worlds.at(context.heap_base)
+            record = context.error_record_at(context.error)
+            world = worlds.world_at(context.heap_base)
             heap = world.heap.describe if world is not None else None
             outside = self._argument_at(record.address, parameters, launch.values)
-            error = device_errors.describe(
+            error = context.describe_error(
                 record, context.my_pe, context.n_pes, context.heap_base, timeout, heap, outside
             )
             if error is not None:
@@ -155,7 +155,7 @@ class SimulatedFunction:
     @staticmethod
     def _aborted(context) -> bool:
         aborted = ctypes.c_uint32.from_address(context.abort_word).value if context.abort_word else 0
-        return bool(aborted) or (bool(context.error) and device_errors.read(context.error).kind != 0)
+        return bool(aborted) or (bool(context.error) and context.error_record_at(context.error).kind != 0)
 
     def _where(self, line: str) -> str:
         """The author's line, where it is known, the kernel, and what repeats its schedule."""
@@ -174,7 +174,7 @@ class SimulatedFunction:
 
     def _give_up(self, context, error: errors.TileScaleError) -> None:
         """Raise `error`; in a world, every rank learns of it, and the loss of a peer is the better explanation."""
-        world = worlds.at(context.heap_base) if context else None
+        world = worlds.world_at(context.heap_base) if context else None
         if world is None:
             raise error
         world.fail(error)
@@ -219,7 +219,7 @@ class SimulatedFunction:
             context = args[self.context_index]
         elif simulator.races():
             addresses = (value.data_ptr() for value in args if isinstance(value, torch.Tensor))
-            world = next(filter(None, map(worlds.at, addresses)), None)
+            world = next(filter(None, map(worlds.world_at, addresses)), None)
             context = world and world.context_tensor
         else:
             return None

@@ -15,7 +15,7 @@ from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import toolchain
 from tilescale_net.compiler.simulator import cache, host_source, host_stub
-from tilescale_net.runtime import encoding
+from tilescale_net.runtime import job_store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Lowered:
     @classmethod
     def parse(cls, text: str) -> Lowered:
         """From `text()`. Raises ValueError, KeyError or TypeError for anything else."""
-        fields = encoding.parsed(text)
+        fields = job_store.parse_json(text)
         if not isinstance(fields, dict):
             raise TypeError("it is no kernel")
         unit = host_source.HostSource.from_fields(fields.pop("unit"))

@@ -3,7 +3,7 @@
 import inspect
 
 import tilescale_net.compiler.jit
-import tilescale_net.runtime.simulator_memory  # noqa: F401  # init imports it late
+import tilescale_net.runtime.simulator  # noqa: F401  # init imports it late
 from tilescale_net.compiler.simulator import host_toolchain, kernel_keys, lowered_cache
 from tilescale_net.errors import ConfigurationError
 

@@ -1,14 +1,17 @@
-"""Launches and looks at tensors with next to no Python, where what they take is there; see csrc/launch.
-
-All of it may be missing: a tvm_ffi or a torch that exchanges tensors otherwise, a tensor of an unusual kind. Every
-function then reports it, and callers go the way through Python, which does the same.
-"""
+"""Arguments of launches, launches with next to no Python, and the order of calls on several CUDA streams."""
 
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+
+# -- quick calls ---------------------------------------------------------------------------------------------------------
+
+# Launches and looks at tensors with next to no Python, where what they take is there; see csrc/launch.
+#
+# All of it may be missing: a tvm_ffi or a torch that exchanges tensors otherwise, a tensor of an unusual kind. Every
+# function then reports it, and callers go the way through Python, which does the same.
 
 _EXCHANGE = "__dlpack_c_exchange_api__"
 _INT64 = -(2**63), 2**63 - 1
@@ -37,12 +40,12 @@ def _native():
         return None
 
 
-def are_there() -> bool:
+def native_available() -> bool:
     """Whether launches and checks are made here."""
     return _native() is not None
 
 
-def launch(
+def native_launch(
     fixed: Sequence[tuple[int, object]],
     given: Sequence[tuple[int, int, bool, torch.Tensor | None]],
     function: Callable[[], object],
@@ -84,7 +87,7 @@ def _holds(limits: tuple[int, int], value: int) -> bool:
     return limits[0] <= value <= limits[1]
 
 
-def check(
+def tensor_check(
     dtypes: Sequence[torch.dtype], device: torch.device, shape: Sequence[int | None], alignment: int
 ) -> Callable[..., bool]:
     """A function `(tensor, first extent)`: whether it is a contiguous tensor as wanted; False also where that is
@@ -105,3 +108,88 @@ def check(
         return module.check(exchange, torch.Tensor, samples, place, extents, alignment)
     except ValueError:
         return lambda tensor, first=-1: False
+
+
+# -- launch arguments ----------------------------------------------------------------------------------------------------
+
+# Arguments of launches in the form that is passed quickest.
+
+
+def constant(value):
+    """An argument of many launches: tensors of a GPU are converted once, others stay what they are.
+
+    A launch takes its stream from the torch tensors among its arguments, so one of a GPU must stay one.
+    """
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        return value
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError):  # a dtype that this torch does not exchange
+        return value
+
+
+def unresolved(tensor: torch.Tensor) -> str | None:
+    """What is wrong with a view of torch whose bytes are not its values (`x.conj()`, `x.conj().imag`), and what to do; None
+    for other tensors.
+    """
+    if tensor.is_neg():
+        return "is a view that stands for the negative of its memory; give its resolve_neg()"
+    if tensor.is_conj():
+        return "is a view that stands for the conjugate of its memory; give its resolve_conj()"
+    return None
+
+
+def kept(value):
+    """As `constant`, for what a call gives: launches of `quick_calls` take tensors as they are."""
+    return value if native_available() else constant(value)
+
+
+# -- stream order --------------------------------------------------------------------------------------------------------
+
+# The order of calls that share buffers and signals, where a program makes them on several CUDA streams.
+
+
+class StreamOrder:
+    """Lets calls that are made on different streams run one after the other: they share buffers and signals.
+
+    The first of them comes after what the stream that is current here holds, which may fill those.
+
+    Args:
+        device: of the streams.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        # Whose calls no later stream has waited for; the last one at the end.
+        self._earlier: list[torch.cuda.Stream] = []
+        self._key: int | None = None  # of the last stream, which costs little to ask for
+        self.follow()
+
+    def follow(self) -> None:
+        """What is launched next on the current stream comes after the calls so far.
+
+        A stream that is captured into a CUDA graph, and one that is not, cannot wait for each other: the caller that
+        replays the graph orders it.
+        """
+        if self._device.type != "cuda":
+            return
+        key = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if key == self._key:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        captured, kept = _is_captured(stream), []
+        for earlier in self._earlier:
+            if earlier == stream:
+                continue
+            if _is_captured(earlier) == captured:
+                stream.wait_stream(earlier)
+            else:
+                kept.append(earlier)
+        self._earlier, self._key = [*kept, stream], key
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

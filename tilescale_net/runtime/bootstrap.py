@@ -1,0 +1,530 @@
+"""How ranks find each other: torch.distributed's default process group, made here where the user has made none.
+
+torch waits for ranks in several places, each with an error of its own that names no rank. Here every rank announces
+itself in the store, so that a rank that waits in vain can name the missing ones.
+
+The store may be older than the meeting: a launcher's holds what the processes of an earlier attempt have said. So ranks
+come under a number that each process draws at random. Rank 0 proposes the numbers that it reads; those who find their own
+among them agree, and when all have, these processes meet, under a name made of their numbers. What others have said, or
+say later, is not asked for.
+"""
+
+import atexit
+import contextlib
+import datetime
+import hashlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from tilescale_net.errors import ConfigurationError, PeerLost
+from tilescale_net.runtime import groups, job_store, placement, this_host
+from tilescale_net.runtime.job_store import JobStore, SignedStore, first_line, has_agent, run_with_timeout
+
+# -- attendance ----------------------------------------------------------------------------------------------------------
+
+_FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to report it
+_REACH_S = 5.0  # seconds in which a system, without the help of a process, accepts a connection
+SLACK = 3.0  # seconds after which a step of torch that has a time limit of its own counts as hanging
+_ADVICE = f"let {this_host.GLOO_INTERFACE} name, on every host, the network interface over which they can"
+
+
+class _Ranks:
+    """Args:
+    store: where the ranks say what they do.
+    rank, size: of this process, of all.
+    timeout: seconds that ranks may take.
+    """
+
+    def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+
+    def _lost(self, what: str, ranks: list[int], cause: str = "") -> PeerLost:
+        who = ", ".join(f"rank {r}" for r in ranks)
+        return PeerLost(
+            f"rank {self._rank}: not all of {self._size} ranks could meet within {self._timeout:g} s. Missing: {who} "
+            f"({what}). Look at the output of those ranks, or raise TSN_TIMEOUT if they are only slow{cause}"
+        )
+
+    def _let_others_look(self, mine: str, others: Iterable[str]) -> None:
+        """Say that this rank knows. The store ends with the rank that keeps it, and the others look at it for their message:
+        slow ones, too.
+        """
+        self._store.ask(lambda s: s.set(mine, "1"))
+        if self._rank == self._store.kept_by:
+            end, keys = time.monotonic() + _FAILURE_GRACE_S + SLACK, list(others)
+            while time.monotonic() < end and not self._store.ask(lambda s: s.check(keys)):
+                time.sleep(0.05)
+
+
+class Arrival(_Ranks):
+    """How the processes of a meeting find each other, in a store where earlier ones may have come."""
+
+    def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
+        super().__init__(store, rank, size, timeout)
+        self._number = secrets.token_hex(8)
+        self._agreed = ""  # name of the meeting that this rank has proposed or agreed to
+
+    def meet(self, word: str, absent: str) -> tuple[JobStore, list[str]]:
+        """Wait until every rank has come here.
+
+        Args:
+            word: what this rank says.
+            absent: what a missing rank has not done.
+
+        Returns:
+            A store of these processes alone, in place of the one given, and what each of them says.
+
+        Raises:
+            PeerLost: ranks did not come in time; names them.
+        """
+        try:
+            if self._size == 1:
+                return self._store.within(self._number), [word]
+            name = self._agree(word, absent)
+            return self._store.within(name), [said.partition(" ")[2] for said in self._store.ask(self._words)]
+        finally:
+            self._store.close()
+
+    def _agree(self, word: str, absent: str) -> str:
+        said = f"{self._number} {word}"
+        self._store.ask(lambda s: s.set(f"come/{self._rank}", said))
+        step, begin = self._lead if self._rank == 0 else self._follow, time.monotonic()
+        while (name := self._store.ask(step)) is None:
+            spent = time.monotonic() - begin
+            if spent > self._timeout and (missing := self._store.ask(self._missing)):
+                numbers = self._store.ask(lambda s: [self._number_of(s, r) for r in range(self._size)])
+                told = [f"told/{number}" for r, number in enumerate(numbers) if r not in missing]
+                self._let_others_look(f"told/{self._number}", told)
+                raise self._lost(absent, missing)
+            time.sleep(min(0.25, 0.002 + self._size / 10_000 + spent / 20))
+        return name
+
+    def _words(self, store: SignedStore) -> list[str]:
+        """What the ranks have said, once all have; none before. In front stands the number of each."""
+        keys = [f"come/{r}" for r in range(self._size)]
+        words = store.get_all(keys) if store.check(keys) else [None]
+        return [] if None in words else [word.decode(errors="replace") for word in words if word is not None]
+
+    def _lead(self, store: SignedStore) -> str | None:
+        if not (words := self._words(store)):
+            return None
+        proposal = " ".join(word.partition(" ")[0] for word in words)
+        if (name := _name(proposal)) != self._agreed:
+            self._agreed = name
+            store.set("proposal", proposal)
+        keys = [f"agreed/{r}" for r in range(1, self._size)]
+        if not store.check(keys) or any(word != name.encode() for word in store.get_all(keys)):
+            return None
+        store.set(f"met/{name}", "1")
+        return name
+
+    def _follow(self, store: SignedStore) -> str | None:
+        if self._agreed and store.check([f"met/{self._agreed}"]):
+            return self._agreed
+        proposal = job_store.get_text(store, "proposal") or ""
+        numbers = proposal.split(" ")
+        if len(numbers) == self._size and numbers[self._rank] == self._number:
+            if (name := _name(proposal)) != self._agreed:
+                self._agreed = name
+                store.set(f"agreed/{self._rank}", name)
+        return None
+
+    def _missing(self, store: SignedStore) -> list[int]:
+        """Ranks that have not come; where all seem to have, those whose word is of an earlier time."""
+        if absent := [r for r in range(self._size) if not self._number_of(store, r)]:
+            return absent
+        late = [r for r in range(1, self._size) if job_store.get_text(store, f"agreed/{r}") != self._agreed]
+        if self._rank == 0:
+            return late
+        return [r for r in late if r != self._rank and self._agreed] or [0]
+
+    def _number_of(self, store: SignedStore, rank: int) -> str:
+        return (job_store.get_text(store, f"come/{rank}") or "").partition(" ")[0]
+
+
+def _name(proposal: str) -> str:
+    return hashlib.sha256(proposal.encode()).hexdigest()[:16]
+
+
+class Attendance(_Ranks):
+    """The processes of one meeting: nobody else has spoken in this store."""
+
+    def find_ways(self, words: list[str], host: str) -> str:
+        """The address by which the others reach this rank; '' where nothing tells it.
+
+        gloo tries to connect for as long as its calls may take. Here each rank connects to the next one, and all know
+        within seconds that one cannot.
+
+        Args:
+            words: `this_host.advertised_address` of each rank.
+            host: that keeps the store of the launcher, as this process names it; '' for none.
+
+        Raises:
+            ConfigurationError: on all ranks, where one does not reach the next.
+        """
+        if self._size == 1:
+            return "127.0.0.1"
+        address = ""
+        with contextlib.ExitStack() as stack:
+            try:
+                if address := this_host.own_address(words, self._rank, host):
+                    listener = stack.enter_context(this_host.listen(address))
+                    self._announce("at", f"{listener.getsockname()[1]} {address}")
+                    self._reach((self._rank + 1) % self._size)
+                else:
+                    self._announce("at", "")
+            except (RuntimeError, OSError) as err:
+                self._announce("at", "")
+                reason = f"rank {self._rank}: {first_line(err)}"
+                self._store.ask(lambda s: s.set_once("why", reason))
+            self._announce("tried")
+            begin = time.monotonic()
+            while missing := self._missing("tried"):
+                spent = time.monotonic() - begin
+                if spent > self._timeout + _REACH_S:
+                    raise self._missed(missing)
+                time.sleep(min(0.25, 0.002 + self._size / 10_000 + spent / 20))
+        if why := self._store.ask(lambda s: job_store.get_text(s, "why")):
+            raise self._unconnected(why)
+        return address
+
+    def _reach(self, other: int) -> None:
+        end, key = time.monotonic() + self._timeout, f"at/{other}"
+        while (said := self._store.ask(lambda s: job_store.get_text(s, key))) is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if not said:
+            return  # it is missing, or has no address
+        port, _, address = said.partition(" ")
+        try:
+            socket.create_connection((address, int(port)), _REACH_S).close()
+        except OSError as err:
+            raise RuntimeError(f"rank {other} is not reached at {address} ({err.strerror or 'no answer'})") from err
+
+    def run_together(self, run: Callable[[], Any]):
+        """The result of a step that all ranks take together; when it fails, name ranks that do not even report it."""
+        try:
+            result = run_with_timeout(self._timeout + SLACK, run)
+        except (RuntimeError, ValueError, TimeoutError) as err:
+            self._announce("failed")
+            time.sleep(_FAILURE_GRACE_S)
+            if silent := self._missing("failed", "joined"):
+                raise self._missed(silent, err) from err
+            if isinstance(err, TimeoutError):
+                raise PeerLost(
+                    f"rank {self._rank}: the ranks came, but did not connect to each other in time; {_ADVICE}, or raise "
+                    "TSN_TIMEOUT if they are only slow"
+                ) from err
+            raise self._unconnected(first_line(err)) from err
+        self._announce("joined")
+        return result
+
+    def _missed(self, ranks: list[int], err: BaseException | None = None) -> PeerLost:
+        self._let_others_look(f"told/{self._rank}", self._told())
+        return self._lost("came, and were not heard of again", ranks, f" ({first_line(err)})" if err else "")
+
+    def _unconnected(self, why: str) -> ConfigurationError:
+        self._let_others_look(f"told/{self._rank}", self._told())
+        return ConfigurationError(
+            f"rank {self._rank}: all {self._size} ranks came, but they could not connect to each other ({why}); {_ADVICE}"
+        )
+
+    def _told(self) -> list[str]:
+        return [f"told/{r}" for r in range(self._size)]
+
+    def _missing(self, *words: str) -> list[int]:
+        """Ranks that have said none of the words."""
+        if self._store.ask(lambda s: s.check([f"{words[0]}/{r}" for r in range(self._size)])):
+            return []
+
+        def unsaid(store: SignedStore) -> list[int]:
+            return [r for r in range(self._size) if not any(store.check([f"{word}/{r}"]) for word in words)]
+
+        return self._store.ask(unsaid)
+
+    def _announce(self, word: str, value: str = "1") -> None:
+        self._store.ask(lambda s: s.set(f"{word}/{self._rank}", value))
+
+
+# -- group store ---------------------------------------------------------------------------------------------------------
+
+_PREFIX = "tsn"
+
+
+def store_keeper(ranks: Sequence[int]) -> int | None:
+    """Which of a group's ranks keeps the store of the job, by its number in the group; None: none of them."""
+    return ranks.index(0) if 0 in ranks and not job_store.has_agent() else None
+
+
+def store_ends_with_rank_0() -> bool:
+    """Whether the store of the job is lost with the job's rank 0. A launcher's is not, nor is one in a file."""
+    return not job_store.has_agent() and isinstance(_of_job(), dist.TCPStore)
+
+
+def open_group_store(job: JobStore, address: str, rank: int, size: int, timeout: float, silence: float) -> JobStore:
+    """The store of a group; called by all of its ranks.
+
+    Args:
+        job: where the ranks of the group speak to each other up to now.
+        address: by which the others reach this rank. Where it is loopback no other process shall act as a rank.
+        rank, size: of this process, of the group.
+        timeout: seconds that the others may take.
+        silence: seconds without an answer after which the new store counts as lost.
+
+    Raises:
+        RuntimeError, OSError, TimeoutError: it cannot be opened or reached.
+    """
+    limit = datetime.timedelta(seconds=timeout)
+    if rank == 0:
+        with this_host.listen(address) as listener:
+            host, port, fd = address, listener.getsockname()[1], os.dup(listener.fileno())
+        opened = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=fd)
+        job.ask(lambda s: s.set("own store", f"{port} {host}"))
+    else:
+        end = time.monotonic() + timeout
+        while (said := job.ask(lambda s: job_store.get_text(s, "own store"))) is None:
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(0.02)
+        port, _, host = said.partition(" ")
+        opened = dist.TCPStore(host, int(port), None, False, limit / 2, wait_for_workers=False)
+    return JobStore(opened, _PREFIX, rank, silence, kept_by=0, secret=job.secret)
+
+
+def _of_job() -> dist.Store:
+    return underlying_store(dist.distributed_c10d._get_default_store())
+
+
+def underlying_store(store):
+    """The store of torch below all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+# -- rendezvous ----------------------------------------------------------------------------------------------------------
+
+_RESOLVING = 5.0  # seconds that a name server may take to come up
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that have met.
+
+    Attributes:
+        ranks: the job's rank of each of them.
+        rank: of this process among them.
+        store: where these ranks speak of this meeting.
+        group: a gloo group of the package's own, with the ranks in this order.
+        address: by which the others reach this rank; '' where nothing tells it.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    store: JobStore
+    group: dist.ProcessGroup
+    address: str
+
+
+def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.StoreGroup | None = None) -> Meeting:
+    """Meet the other ranks of a group, without the help of ranks outside it.
+
+    The default process group is made (gloo) from the variables of launch.sh, torchrun, srun or mpirun, unless there is
+    one; without them the job has one rank.
+
+    Args:
+        timeout: seconds that ranks may take to come.
+        silence: seconds without an answer after which the store counts as lost.
+        group: of torch.distributed, or one that meets in a store of its own; None: all ranks of the job.
+
+    Raises:
+        ConfigurationError: the environment does not say where to meet, rank 0 cannot listen there, or the network
+            interface is the wrong one.
+        PeerLost: ranks did not come within the timeout, or were lost on the way; names them.
+    """
+    silence = min(silence, timeout)
+    kept, kept_by, prefix, rank = _place(group, timeout, silence)
+    # Processes that meet in a store of the program's own may have been started by different launchers, or by none.
+    secret = None if isinstance(group, groups.StoreGroup) else placement.job_identity().secret
+    ranks = groups.ranks(group)
+    size = len(ranks)
+    host = _host_of(kept)
+    base = JobStore(kept, prefix, rank, silence, kept_by, secret)
+    store, ways = Arrival(base, rank, size, timeout).meet(
+        this_host.advertised_address(host), "has not called tilescale_net.init"
+    )
+    try:
+        attendance = Attendance(store, rank, size, timeout)
+        address = attendance.find_ways(ways, host)
+        if kept_by is None and not isinstance(group, groups.StoreGroup) and store_ends_with_rank_0():
+            own = attendance.run_together(lambda: open_group_store(store, address, rank, size, timeout, silence))
+            store.close()
+            store = own
+            attendance = Attendance(store, rank, size, timeout)
+        raw = dist.PrefixStore("gloo", store.raw)
+        connected = attendance.run_together(lambda: connect_gloo(raw, address, rank, size, timeout))
+    except BaseException:
+        store.close()
+        raise
+    return Meeting(ranks, rank, store, connected, address)
+
+
+def _place(group, timeout: float, silence: float) -> tuple[dist.Store, int | None, str, int]:
+    """Where the ranks of a group meet: a store, which of them keeps it, a prefix for their keys; and this one's rank."""
+    if isinstance(group, groups.StoreGroup):
+        return group.store, group.kept_by, f"tsn/of {group.size()}", group.rank()
+    if not dist.is_initialized():
+        _make_default(timeout, silence)
+    ranks = groups.ranks(group)
+    # Ranks of different groups have nothing to do with each other, and the groups are not counted.
+    prefix = _prefix() if group is None else f"{_prefix()}/group/{hashlib.sha256(str(ranks).encode()).hexdigest()}"
+    kept = dist.distributed_c10d._get_default_store()
+    return kept, store_keeper(ranks), prefix, ranks.index(dist.get_rank())
+
+
+def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
+    """A gloo group of these ranks alone, which torch.distributed does not count among its own.
+
+    Args:
+        address: of this rank, at which gloo listens unless the user has named an interface; '': gloo's own choice, which
+            is that of this host's name.
+    """
+    limit = datetime.timedelta(seconds=timeout)
+    if this_host.users_interface() or not address:
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout, options._threads = limit, 2
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _host_of(store: dist.Store) -> str:
+    return str(getattr(underlying_store(store), "host", ""))
+
+
+def _prefix() -> str:
+    """Before the keys of this job: a second job that comes to the same port by mistake does not act for this one."""
+    name = placement.job_identity().name
+    return f"tsn/{name}" if name else "tsn"
+
+
+def _make_default(timeout: float, silence: float) -> None:
+    place = placement.find_place(timeout)
+    limit = datetime.timedelta(seconds=timeout)
+    if place is None:
+        try:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        except RuntimeError:  # gloo found no interface
+            this_host.check_loopback()
+            raise
+    else:
+        store = _connect(place, timeout, silence)
+        rank, size, host = place.rank, place.size, _host_of(store)
+        kept_by, secret = None if has_agent() else 0, placement.job_identity().secret
+        base = JobStore(store, f"{_prefix()}/default", rank, silence, kept_by, secret)
+        asked, ways = Arrival(base, rank, size, timeout).meet(this_host.advertised_address(host), "did not come")
+        try:
+            attendance = Attendance(asked, rank, size, timeout)
+            this_host.choose_interface(attendance.find_ways(ways, host))
+            mine = dist.PrefixStore("group", asked.raw)
+            attendance.run_together(
+                lambda: dist.init_process_group("gloo", store=mine, rank=rank, world_size=size, timeout=limit)
+            )
+        finally:
+            asked.close()
+    # Gloo's threads may still drop references to tensors when the last collective call has returned. A thread that
+    # does so while the interpreter shuts down aborts the process; destroying the group waits for them.
+    atexit.register(_leave, os.getpid())
+
+
+def _leave(pid: int) -> None:
+    if dist.is_initialized() and os.getpid() == pid:
+        dist.destroy_process_group()
+
+
+def _connect(place: placement.Place, timeout: float, silence: float) -> dist.Store:
+    if _is_loopback(place.address):
+        this_host.check_loopback()
+    keeps = place.keeps_store
+    limit = datetime.timedelta(seconds=timeout)
+    try:
+        _resolve(place.address, place.port)
+        if keeps:
+            store = _listen(place, limit)
+        else:
+            _wait_for_port(place.address, place.port, timeout)
+            # A client tries twice, so half of the time each.
+            store = run_with_timeout(
+                timeout + SLACK, lambda: dist.TCPStore(
+                    place.address, place.port, place.size, False, limit / 2, wait_for_workers=False, multi_tenant=True
+                )
+            )  # fmt: skip
+    except socket.gaierror as err:
+        raise ConfigurationError(
+            f"rank {place.rank}: the host MASTER_ADDR={place.address!r} is not known ({err.strerror}); set MASTER_ADDR to "
+            "the name or address of the host of rank 0"
+        ) from err
+    except (RuntimeError, OSError) as err:  # DistNetworkError is a RuntimeError, TimeoutError an OSError
+        if keeps:
+            raise ConfigurationError(
+                f"rank 0 cannot listen at {place.address}:{place.port} ({first_line(err)}); set MASTER_ADDR to this host "
+                "and MASTER_PORT to a free port"
+            ) from err
+        raise PeerLost(
+            f"rank {place.rank}: rank 0 does not answer at {place.address}:{place.port} within {timeout:g} s. Look at its "
+            f"output, check MASTER_ADDR and MASTER_PORT, or raise TSN_TIMEOUT if it is only slow ({first_line(err)})"
+        ) from err
+    store.set_timeout(limit)
+    return store
+
+
+def _listen(place: placement.Place, limit: datetime.timedelta) -> dist.Store:
+    """The store of rank 0, on loopback alone where the address is loopback: no other process shall act as a rank."""
+    fd = place.listener
+    if fd < 0 and _is_loopback(place.address):
+        with this_host.listen(place.address, place.port) as listener:
+            fd = os.dup(listener.fileno())
+    elif fd >= 0:
+        os.set_inheritable(fd, False)
+        # Another init in this process must not take the number for a socket.
+        os.environ.pop("TSN_STORE_FD", None)
+    listening = {"master_listen_fd": fd} if fd >= 0 else {}
+    return dist.TCPStore(
+        place.address, place.port, place.size, True, limit, wait_for_workers=False, multi_tenant=True, **listening
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether an address, not the name of a host (which may stand for loopback on that host alone), is loopback."""
+    return address == "localhost" or this_host.is_loopback(address)
+
+
+def _resolve(address: str, port: int) -> None:
+    """Raise gaierror for a host that no resolver knows. torch would try on, and print a stack of C++ at each turn."""
+    end = time.monotonic() + _RESOLVING
+    while True:
+        try:
+            socket.getaddrinfo(address, port)
+            return
+        except socket.gaierror as err:
+            if err.errno != socket.EAI_AGAIN or time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def _wait_for_port(address: str, port: int, timeout: float) -> None:
+    """Wait until a process listens. The store's own attempts go on for twice their time, and fill the terminal."""
+    begin = time.monotonic()
+    while True:
+        try:
+            return socket.create_connection((address, port), max(0.1, begin + timeout - time.monotonic())).close()
+        except OSError:
+            if time.monotonic() - begin > timeout:
+                raise
+            time.sleep(0.05)

@@ -1,0 +1,360 @@
+"""This host as the package sees it: its addresses, its processes, locks between them, and the built native part."""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import importlib
+import importlib.util
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import IO
+
+import tilescale_net
+from tilescale_net.errors import ConfigurationError
+
+# -- addresses -----------------------------------------------------------------------------------------------------------
+
+# By which address, and by which interface, other hosts reach this one.
+
+_ANY_PORT = 9  # to which nothing is sent
+
+
+def address_towards(host: str) -> str:
+    """Address of this host on the way to another; nothing is sent.
+
+    Raises:
+        OSError: the name is not known, or there is no way.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(address)  # of a datagram socket: chooses the interface
+        return way.getsockname()[0]
+
+
+def address_reaching(hosts: Iterable[str]) -> str:
+    """As `towards`, for the first of the hosts that is known and that this host reaches by more than loopback; '' for
+    none.
+    """
+    for host in filter(None, hosts):
+        try:
+            address = address_towards(host)
+        except OSError:
+            continue
+        if not is_loopback(address):
+            return address
+    return ""
+
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_chosen = ""  # what this process has set
+
+
+def users_interface() -> str:
+    """The interface that the user has named, the first of several; '' for none."""
+    named = os.environ.get(GLOO_INTERFACE, "")
+    return "" if named == _chosen else named.partition(",")[0]
+
+
+def choose_interface(address: str) -> None:
+    """For torch's default group, which takes no address, and for what the program makes of it."""
+    global _chosen
+    if not users_interface() and (interface := interface_of(address)):
+        os.environ[GLOO_INTERFACE] = _chosen = interface
+
+
+def advertised_address(host: str) -> str:
+    """What a rank tells the others for `own`: its network, and its address there towards a host, unless that is loopback."""
+    return f"{network_identity()} {address_reaching([host])}"
+
+
+def own_address(ways: list[str], rank: int, host: str) -> str:
+    """By which address the others reach this rank, as far as this host tells; '' where nothing does.
+
+    That of the interface which the user has named; loopback where all share it, whatever address the store has; else of
+    the interface towards the store. What this host calls the store's may be loopback: then that towards another rank.
+
+    Args:
+        ways: `way` of each rank.
+        host: that keeps the store of the ranks, as this process names it; '' for none.
+
+    Raises:
+        RuntimeError: there is no such interface as the user has named, or it has no address.
+    """
+    if interface := users_interface():
+        if found := address_of_interface(interface):
+            return found
+        raise RuntimeError(f"this host has no network interface {interface!r} with an address")
+    networks, _, found_by = zip(*(said.partition(" ") for said in ways))
+    if len(set(networks)) == 1:
+        return "127.0.0.1"
+    return found_by[rank] or address_reaching(found_by) or ("127.0.0.1" if host else "")
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens at an address of this host, with room for a whole job to come at once."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=4096)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a number is loopback; a name is not."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def network_identity() -> str:
+    """Equal for processes that share their loopback, and only for those."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+        space = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        boot, space = "", 0
+    return f"{os.uname().nodename}/{boot}/{space}"
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has an address; None for none."""
+    number = address.partition("%")[0]
+    return next((name for name, its in _interfaces() if its.partition("%")[0] == number), None)
+
+
+def address_of_interface(name: str) -> str | None:
+    """The first address of an interface, as gloo takes it; None for an interface that has none."""
+    return next((its for interface, its in _interfaces() if interface == name), None)
+
+
+class _Entry(ctypes.Structure):
+    """`struct ifaddrs` of getifaddrs(3), as far as it is read."""
+
+    _fields_ = [
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+_IN_SOCKADDR = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # where the number stands, in bytes
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Each address of this host with the name of its interface, in the system's order."""
+    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
+    if libc.getifaddrs(ctypes.byref(first)):
+        return
+    try:
+        entry = first.value
+        while entry:
+            found = _Entry.from_address(entry)
+            family = ctypes.cast(found.address, ctypes.POINTER(ctypes.c_ushort))[0] if found.address else None
+            if family in _IN_SOCKADDR:
+                begin, size = _IN_SOCKADDR[family]
+                number = ctypes.string_at(found.address + begin, size)
+                name, text = found.name.decode(), socket.inet_ntop(family, number)
+                yield name, f"{text}%{name}" if text.startswith("fe80:") else text
+            entry = found.next
+    finally:
+        libc.freeifaddrs(first)
+
+
+def check_loopback() -> None:
+    """Raise ConfigurationError where processes of this host cannot reach each other at 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            socket.create_connection(listener.getsockname(), 5).close()
+    except OSError as err:
+        raise ConfigurationError(
+            f"loopback is down, or has no IPv4 address: 127.0.0.1 cannot be reached ({err.strerror or err}), where ranks of one "
+            "host meet; ip link set lo up (and, if that is not enough, ip addr add 127.0.0.1/8 dev lo)"
+        ) from err
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+# Processes of this host: known by number and start time, so that none is taken for another that had its number.
+
+# Fields of /proc/PID/stat behind the name: state, threads, and start time in ticks since the host started.
+_STATE, _THREADS, _STARTED = 0, 17, 19
+
+
+def own_process() -> tuple[int, int]:
+    """Number and start time of this process, as /proc shows them to processes of its PID namespace."""
+    try:
+        # Not os.getpid(): where /proc is that of an outer PID namespace, processes have other numbers there.
+        pid = int(os.readlink("/proc/self"))
+        with open("/proc/self/stat", "rb") as stat:
+            return pid, _started(_fields(stat.read()))
+    except (OSError, ValueError, IndexError):
+        return os.getpid(), 0
+
+
+def is_stopped(pid: int, started: int) -> bool:
+    """Whether a process exists and is stopped, by SIGSTOP or a debugger."""
+    try:
+        found = Process(pid, started)
+    except OSError:
+        return False
+    try:
+        return found.stopped()
+    finally:
+        found.close()
+
+
+class Process:
+    """Another process of this PID namespace.
+
+    Args:
+        pid, started: what `own` returned there.
+
+    Raises:
+        OSError: it cannot be seen from here, or has ended and is gone.
+    """
+
+    def __init__(self, pid: int, started: int):
+        self._pid, self._started = pid, started
+        # Of this process as long as it is open; reading it fails once the process is gone.
+        self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        found = self._look()
+        if found is None or _started(found) != started:
+            self.close()
+            raise ProcessLookupError(errno.ESRCH, "another process has its number")
+
+    def ended(self) -> bool:
+        """Whether it has ended: all its threads, whose memory is unmapped then. It may be a zombie still."""
+        found = self._look()
+        return found is None or found[_STATE] in (b"Z", b"X") and int(found[_THREADS]) <= 1
+
+    def stopped(self) -> bool:
+        """Whether it exists and is stopped, by SIGSTOP or a debugger."""
+        found = self._look()
+        return found is not None and found[_STATE] in (b"T", b"t")
+
+    def kill(self) -> None:
+        """End it, by SIGKILL. Does nothing where it has ended, or is another user's."""
+        with contextlib.suppress(OSError):
+            folder = os.open(f"/proc/{self._pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                with open(os.open("stat", os.O_RDONLY, dir_fd=folder), "rb") as stat:
+                    same = _started(_fields(stat.read())) == self._started
+                if same:
+                    self._send_kill(folder)
+            finally:
+                os.close(folder)
+
+    def _send_kill(self, folder: int) -> None:
+        try:
+            signal.pidfd_send_signal(folder, signal.SIGKILL)  # which takes a folder of /proc, too
+        except OSError:  # refused by the sandbox, or unknown to it
+            # Numbers are reused in turn: this one is not another's a moment after the look.
+            if int(os.readlink("/proc/self")) == os.getpid() and not self.ended():
+                os.kill(self._pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Look at it no more."""
+        os.close(self._stat)
+
+    def _look(self) -> list[bytes] | None:
+        """What /proc shows of it; None when it is gone."""
+        try:
+            return _fields(os.pread(self._stat, 1024, 0))
+        except ProcessLookupError:
+            return None
+
+
+def _fields(stat: bytes) -> list[bytes]:
+    return stat.rpartition(b")")[2].split()  # the name before may hold anything
+
+
+def _started(fields: list[bytes]) -> int:
+    return int(fields[_STARTED])
+
+
+# -- file lock -----------------------------------------------------------------------------------------------------------
+
+# A lock that processes of one host take turns at: a file that one of them holds at a time.
+#
+# What is done under such a lock is right without it, too, and only done twice then: so a process that was stopped while it
+# held one is not waited for.
+
+_LOOK_SECONDS = 0.02
+_STOPPED_SECONDS = 2.0  # for which a holder has been seen stopped before it is not waited for
+
+
+def lock_file(path: str | os.PathLike) -> IO[str]:
+    """Wait for the lock, and hold it until the file that this returns is closed, which the end of the process does too.
+
+    Returns:
+        The file; without holding it where its holder is stopped (by SIGSTOP or a debugger).
+
+    Raises:
+        OSError: the file cannot be made, or its file system has no locks.
+    """
+    lock = open(path, "a+", errors="replace")
+    try:
+        _wait_for(lock)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _wait_for(lock: IO[str]) -> None:
+    stopped_since = None
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            now = time.monotonic()
+            stopped_since = (stopped_since or now) if is_stopped(*_holder(lock)) else None
+            if stopped_since is not None and now - stopped_since >= _STOPPED_SECONDS:
+                return
+            time.sleep(_LOOK_SECONDS)
+        else:
+            with contextlib.suppress(OSError):  # on a full disk the holder is not recorded
+                lock.truncate(0)
+                lock.write(" ".join(map(str, own_process())))
+                lock.flush()
+            return
+
+
+def _holder(lock: IO[str]) -> tuple[int, int]:
+    """The process that holds the lock, as it has written there; (0, 0) where that cannot be read."""
+    lock.seek(0)
+    pid, _, started = lock.read(40).partition(" ")
+    return (int(pid), int(started)) if pid.isdecimal() and started.isdecimal() else (0, 0)
+
+
+# -- native part ---------------------------------------------------------------------------------------------------------
+
+# The extension modules of C++, which a checkout has once they are built.
+
+NATIVE_MODULES = ("_native", "_simulator")
+
+
+def missing_native() -> str | None:
+    """What to do where an extension module is not there for this Python; None where all are. Loads none of them."""
+    if all(importlib.util.find_spec(f"tilescale_net.{name}") for name in NATIVE_MODULES):
+        return None
+    # Where the import system looks; files of a checkout may be links into another one.
+    folder = tilescale_net.__path__[0]
+    return (
+        f"the native part of tilescale_net is not built for Python {sys.version_info[0]}.{sys.version_info[1]} in {folder}; "
+        "run `bash launch.sh --setup-only` or `pip install -e .` in the checkout"
+    )
+
+
+def load_native(name: str) -> ModuleType:
+    """An extension module. Raises ImportError with the remedy where it is not built."""
+    if missing := missing_native():
+        raise ImportError(missing)
+    return importlib.import_module(f"tilescale_net.{name}")
