@@ -13,7 +13,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -65,15 +65,6 @@ def with_joined_bindings(ext):
         newest = max(map(os.path.getmtime, bindings[part::parts]))
         os.utime(joined[-1], (newest, newest))
     ext.sources = joined + alone
-
-
-def check_kernels():
-    """End where a package would lack the kernels, as in a checkout whose links were not made when it was unpacked."""
-    if not os.path.isdir(os.path.join(ROOT, "tilescale_net", "kernels")) and "--inplace" not in sys.argv:
-        sys.exit(
-            "tilescale_net: tilescale_net/kernels is not a link to ../kernels; unpack the checkout with unzip or tar, or clone "
-            "it by git, or make the link: ln -sfn ../kernels tilescale_net/kernels"
-        )
 
 
 class BuildNative(build_ext):
@@ -170,8 +161,11 @@ HEADERS = sorted(
     + glob.glob(os.path.join("tilescale_net", "device", "**", "*.h"), recursive=True)
 )
 
-check_kernels()
+# `tilescale_net.kernels` is the folder kernels/ (package-dir in pyproject.toml). It has no __init__.py, so that a checkout's
+# root on PYTHONPATH does not hide an installed distribution of that name.
+KERNELS = ["tilescale_net.kernels", *(f"tilescale_net.kernels.{name}" for name in find_packages("kernels"))]
 setup(
+    packages=find_packages(include=["tilescale_net*"]) + KERNELS,
     ext_modules=[
         Extension(
             "tilescale_net._native",

@@ -3,15 +3,16 @@
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.collective import as_bytes, as_vectors, check_chunk
-from tilescale_net.kernels.exchange import exchange
-from tilescale_net.kernels.exchange_calls import STORES_FROM, Exchange
-from tilescale_net.kernels.exchange_mapped import exchange_mapped
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.node_all_gather import node_all_gather
-from tilescale_net.kernels.partition import MIN_BYTES
-from tilescale_net.kernels.vector_streams import UNROLL
 from tilescale_net.runtime.profiling import named
+
+from .collective import as_bytes, as_vectors, check_chunk
+from .exchange import exchange
+from .exchange_calls import STORES_FROM, Exchange
+from .exchange_mapped import exchange_mapped
+from .moe.row_ops import EXPLICIT_SYNC
+from .node_all_gather import node_all_gather
+from .partition import MIN_BYTES
+from .vector_streams import UNROLL
 
 
 @tsn.jit(name="all_gather")

@@ -12,15 +12,16 @@ tensors are gathered whole and added up everywhere, which spares one of two exch
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels import all_reduce_packets as packets
-from tilescale_net.kernels.all_gather import AllGather
-from tilescale_net.kernels.all_reduce_one_shot import all_reduce_one_shot
-from tilescale_net.kernels.all_reduce_two_shot import all_reduce_two_shot
-from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
-from tilescale_net.kernels.reduce_scatter import ReduceScatter
-from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
-from tilescale_net.kernels.sum_of_rows import sum_of_rows
 from tilescale_net.runtime.profiling import named
+
+from . import all_reduce_packets as packets
+from .all_gather import AllGather
+from .all_reduce_one_shot import all_reduce_one_shot
+from .all_reduce_two_shot import all_reduce_two_shot
+from .collective import Collective, dtype_name, is_aligned
+from .reduce_scatter import ReduceScatter
+from .sum_of_peers import VECTOR_BYTES
+from .sum_of_rows import sum_of_rows
 
 ALGORITHMS = ("packets", "one_shot", "two_shot")
 # Bytes, times the number of PEs, up to which packets are chosen: twice the bytes travel to every PE.

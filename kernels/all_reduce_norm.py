@@ -11,12 +11,13 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.all_reduce import AllReduce, one_shot_up_to
-from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announcement, compare_one
-from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
-from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, pack, vector_of
 from tilescale_net.runtime.profiling import named
+
+from .all_reduce import AllReduce, one_shot_up_to
+from .announcement import STATUS_WORDS, all_agree, announcement, compare_one
+from .collective import Collective, dtype_name, is_aligned
+from .moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
+from .sum_of_peers import VECTOR_BYTES, pack, vector_of
 
 
 @tsn.macro

@@ -10,9 +10,10 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, announcement, compare
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.sum_of_peers import accumulator
+
+from .announcement import STATUS_WORDS, announcement, compare
+from .moe.row_ops import EXPLICIT_SYNC
+from .sum_of_peers import accumulator
 
 DATA_BYTES, PACKET_BYTES = 8, 16
 

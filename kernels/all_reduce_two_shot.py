@@ -13,9 +13,10 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announcement, compare
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, store_elements, unpack, vector_of
+
+from .announcement import STATUS_WORDS, all_agree, announcement, compare
+from .moe.row_ops import EXPLICIT_SYNC
+from .sum_of_peers import add_up, batch_of, pack, store_elements, unpack, vector_of
 
 
 @tsn.jit(name="all_reduce_two_shot", pass_configs=EXPLICIT_SYNC)

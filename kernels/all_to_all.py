@@ -6,15 +6,16 @@ from collections.abc import Sequence
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.all_to_all_uneven import OWN_SPLITS, REFUSED, SEND_DIFFERS, WORDS, all_to_all_uneven
-from tilescale_net.kernels.collective import as_bytes, as_vectors
-from tilescale_net.kernels.exchange import exchange
-from tilescale_net.kernels.exchange_calls import STORES_FROM, Exchange
-from tilescale_net.kernels.exchange_mapped import exchange_mapped
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.partition import MIN_BYTES
-from tilescale_net.kernels.vector_streams import UNROLL
 from tilescale_net.runtime.profiling import named
+
+from .all_to_all_uneven import OWN_SPLITS, REFUSED, SEND_DIFFERS, WORDS, all_to_all_uneven
+from .collective import as_bytes, as_vectors
+from .exchange import exchange
+from .exchange_calls import STORES_FROM, Exchange
+from .exchange_mapped import exchange_mapped
+from .moe.row_ops import EXPLICIT_SYNC
+from .partition import MIN_BYTES
+from .vector_streams import UNROLL
 
 
 @tsn.jit(name="all_to_all")

@@ -10,10 +10,11 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
-from tilescale_net.kernels.collective import Collective, as_bytes
-from tilescale_net.kernels.exchange import await_room
 from tilescale_net.runtime.profiling import named
+
+from .announcement import STATUS_WORDS, all_agree, announce
+from .collective import Collective, as_bytes
+from .exchange import await_room
 
 
 @tsn.jit(name="all_to_all_transposed")

@@ -10,8 +10,9 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, report_other_call
-from tilescale_net.kernels.partition import MIN_BYTES, slice_elements
+
+from .announcement import STATUS_WORDS, TAG_BITS, report_other_call
+from .partition import MIN_BYTES, slice_elements
 
 # Words of the message between two PEs: where in the heap its sender wants the receiver's rows (in bytes), how many rows it
 # expects there, how many it will send itself, and the announcement (see `announcement`). A PE whose own splits do not add up

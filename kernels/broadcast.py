@@ -9,12 +9,13 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
-from tilescale_net.kernels.collective import Collective, as_bytes, check_chunk
-from tilescale_net.kernels.exchange import await_room
-from tilescale_net.kernels.node_broadcast import node_broadcast
-from tilescale_net.kernels.partition import MIN_BYTES, slice_elements
 from tilescale_net.runtime.profiling import named
+
+from .announcement import STATUS_WORDS, all_agree, announce
+from .collective import Collective, as_bytes, check_chunk
+from .exchange import await_room
+from .node_broadcast import node_broadcast
+from .partition import MIN_BYTES, slice_elements
 
 
 @tsn.jit(name="broadcast")

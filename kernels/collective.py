@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.announcement import Agreement
-from tilescale_net.kernels.partition import MIN_BYTES, MIN_BYTES_OVER_NODES, MIN_BYTES_WITH_GATEWAYS
 from tilescale_net.runtime import heap
 from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.launch_args import StreamOrder, unresolved
+
+from .announcement import Agreement
+from .partition import MIN_BYTES, MIN_BYTES_OVER_NODES, MIN_BYTES_WITH_GATEWAYS
 
 if TYPE_CHECKING:
     from tilescale_net.runtime.control import Track

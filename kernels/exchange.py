@@ -11,8 +11,9 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, compare, compare_one
-from tilescale_net.kernels.partition import slice_elements
+
+from .announcement import STATUS_WORDS, TAG_BITS, announce, compare, compare_one
+from .partition import slice_elements
 
 
 @tsn.macro

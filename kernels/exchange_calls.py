@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.collective import Collective, is_aligned
-from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
-from tilescale_net.kernels.vector_streams import UNROLL
+
+from .collective import Collective, is_aligned
+from .sum_of_peers import VECTOR_BYTES
+from .vector_streams import UNROLL
 
 ALGORITHMS = ("auto", "puts", "stores")
 # Bytes of a part from which stores are taken; they were faster than puts in all sizes measured, from 32 KiB on.

@@ -6,11 +6,12 @@ A PE's peers may do the same by puts (`exchange`): blocks share a part in the sa
 import tilelang.language as T
 
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, announce
-from tilescale_net.kernels.exchange import await_room
-from tilescale_net.kernels.partition import slice_elements
-from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
-from tilescale_net.kernels.vector_streams import LANES, UNROLL, WORDS, stream
+
+from .announcement import STATUS_WORDS, announce
+from .exchange import await_room
+from .partition import slice_elements
+from .sum_of_peers import VECTOR_BYTES
+from .vector_streams import LANES, UNROLL, WORDS, stream
 
 
 def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False):

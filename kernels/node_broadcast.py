@@ -10,9 +10,10 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
-from tilescale_net.kernels.exchange import await_room
-from tilescale_net.kernels.partition import MIN_BYTES, piece_number, slice_elements
+
+from .announcement import STATUS_WORDS, all_agree, announce
+from .exchange import await_room
+from .partition import MIN_BYTES, piece_number, slice_elements
 
 
 @tsn.jit(name="node_broadcast")

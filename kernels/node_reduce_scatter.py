@@ -10,10 +10,11 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, announce, announcement, compare
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.partition import piece_number
-from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, accumulator, add_up, batch_of, vector_of
+
+from .announcement import STATUS_WORDS, announce, announcement, compare
+from .moe.row_ops import EXPLICIT_SYNC
+from .partition import piece_number
+from .sum_of_peers import VECTOR_BYTES, accumulator, add_up, batch_of, vector_of
 
 
 @tsn.jit(name="node_reduce_scatter", pass_configs=EXPLICIT_SYNC)

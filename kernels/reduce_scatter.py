@@ -12,13 +12,14 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, report_other_call
-from tilescale_net.kernels.collective import Collective, check_chunk, dtype_name, is_aligned
-from tilescale_net.kernels.node_reduce_scatter import node_reduce_scatter
-from tilescale_net.kernels.partition import MIN_BYTES, slice_elements
-from tilescale_net.kernels.reduce_scatter_pull import reduce_scatter_pull
-from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, accumulator
 from tilescale_net.runtime.profiling import named
+
+from .announcement import STATUS_WORDS, TAG_BITS, announce, report_other_call
+from .collective import Collective, check_chunk, dtype_name, is_aligned
+from .node_reduce_scatter import node_reduce_scatter
+from .partition import MIN_BYTES, slice_elements
+from .reduce_scatter_pull import reduce_scatter_pull
+from .sum_of_peers import VECTOR_BYTES, accumulator
 
 ALGORITHMS = ("auto", "push", "pull")
 

@@ -10,10 +10,11 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import StatusRecord, report
-from tilescale_net.kernels.collective import Collective, as_bytes
 from tilescale_net.runtime.launch_args import StreamOrder
 from tilescale_net.runtime.profiling import named
+
+from .announcement import StatusRecord, report
+from .collective import Collective, as_bytes
 
 # Of a word that announces a chunk: the lower bits hold the bytes of the message, the upper ones the chunk's number from 1
 # on, which begins anew at 0 after so many: words are compared as signed numbers.

@@ -3,7 +3,8 @@
 import tilelang.language as T
 
 import tilescale_net as tsn
-from tilescale_net.kernels.sum_of_peers import accumulator
+
+from .sum_of_peers import accumulator
 
 
 @tsn.jit(name="sum_of_rows")

@@ -8,7 +8,8 @@ links are in use from beginning to end, and what stays on this PE holds up nothi
 import tilelang.language as T
 
 import tilescale_net as tsn
-from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
+
+from .sum_of_peers import VECTOR_BYTES
 
 WORDS = VECTOR_BYTES // 4
 UNROLL = 8  # rows of a tile: vectors that each lane loads at a time

@@ -10,10 +10,11 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import dtype_name
-from tilescale_net.kernels.fused import product
-from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents, gate
 from tilescale_net.runtime.profiling import named
+
+from ..collective import dtype_name
+from ..fused import product
+from .matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents, gate
 
 
 @tsn.jit(name="all_gather_matmul_push")

@@ -16,10 +16,11 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import as_bytes
-from tilescale_net.kernels.fused.matmul import SCALED, DistributedMatmul, Sides, check_extents, torch_product
 from tilescale_net.runtime.cuda_memory import CudaMemory
 from tilescale_net.runtime.profiling import named
+
+from ..collective import as_bytes
+from .matmul import SCALED, DistributedMatmul, Sides, check_extents, torch_product
 
 PUSHES, OTHER_PRODUCTS = 0, 1  # streams beside the caller's
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, TAKEN, Tiling, device_obstacle
+from .matmul import DEFAULT, SCALED, TAKEN, Tiling, device_obstacle
 
 # Geometry of the simulator, which runs threads in turn.
 SIMULATED = Tiling(tile=(32, 32, 32), stages=2, panel=2, columns=16)

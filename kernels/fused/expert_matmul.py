@@ -13,9 +13,15 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import dtype_name
-from tilescale_net.kernels.fused import expert_tiles, product, sending
-from tilescale_net.kernels.fused.matmul import (
+from tilescale_net.runtime.profiling import named
+
+from ..collective import dtype_name
+from ..fused import expert_tiles, product, sending
+from ..moe.all_to_all import AllToAll
+from ..moe.handle import Dispatched, Handle, Pending
+from ..moe.layout import PlanOffsets
+from ..moe.tiles import Tiles
+from .matmul import (
     DEFAULT,
     SCALED,
     FusedMatmul,
@@ -24,11 +30,6 @@ from tilescale_net.kernels.fused.matmul import (
     check_extents,
     gate,
 )
-from tilescale_net.kernels.moe.all_to_all import AllToAll
-from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
-from tilescale_net.kernels.moe.layout import PlanOffsets
-from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="expert_matmul")

@@ -9,7 +9,8 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.fused import product
+
+from ..fused import product
 
 
 class Order(NamedTuple):

@@ -8,7 +8,8 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import Collective
+
+from ..collective import Collective
 
 DTYPES = (torch.bfloat16, torch.float16)
 SCALED = torch.float8_e4m3fn  # with a scale for each row of `x` and each column of `w`

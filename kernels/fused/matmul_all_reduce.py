@@ -11,12 +11,13 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import BufferSpecs
-from tilescale_net.kernels.fused import sending
-from tilescale_net.kernels.fused.choice import slices_of
-from tilescale_net.kernels.fused.matmul import DEFAULT, Tiling
-from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.runtime.profiling import named
+
+from ..collective import BufferSpecs
+from ..fused import sending
+from .choice import slices_of
+from .matmul import DEFAULT, Tiling
+from .matmul_reduce_scatter import MatmulReduceScatter
 
 
 @tsn.jit(name="matmul_all_reduce_end")

@@ -11,10 +11,11 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import BufferSpecs, dtype_name
-from tilescale_net.kernels.fused import product, sending
-from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, FusedMatmul, Sides, Tiling, check_extents
 from tilescale_net.runtime.profiling import named
+
+from ..collective import BufferSpecs, dtype_name
+from ..fused import product, sending
+from .matmul import DEFAULT, SCALED, FusedMatmul, Sides, Tiling, check_extents
 
 
 @tsn.jit(name="matmul_reduce_scatter_send")

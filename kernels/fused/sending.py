@@ -12,7 +12,8 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.fused.product import WARPS
+
+from .product import WARPS
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from tilescale_net.kernels.fused.choice import Product
-from tilescale_net.kernels.fused.matmul import Tiling
-from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 from tilescale_net.runtime import tuned
+
+from .choice import Product
+from .matmul import Tiling
+from .matmul_reduce_scatter import check_ring
 
 ENGINES = ("auto", "ldst", "bulk")
 _FIELDS = ("tile", "stages", "panel", "columns")

@@ -12,8 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Not the root, whose folders would hide installed packages of their names.
-CHECKOUT = Path(__file__).parents[2] / "tilescale_net" / "launch" / "checkout"
+CHECKOUT = Path(__file__).parents[2]
 STAND_IN = """import sys
 del sys.modules["deep_ep"]
 import tilescale_net.deep_ep

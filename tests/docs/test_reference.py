@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import re
 from pathlib import Path
 
@@ -25,8 +26,10 @@ def names(module: str) -> dict[str, str]:
     path = source(module)
     assert path, module
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        if isinstance(node, ast.ImportFrom):
+            package = module if path.stem == "__init__" else module.rpartition(".")[0]
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            found |= {a.asname or a.name: f"{origin}.{a.name}" for a in node.names}
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.col_offset == 0:
             found[node.name] = f"{module}.{node.name}"
     return found

@@ -17,7 +17,7 @@ from tests.kernels.declared import declared, run
 from tilescale_net import kernels
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="on a GPU a race may stay hidden for years")
-FOLDER = Path(kernels.__file__).parent
+FOLDER = Path(next(iter(kernels.__path__)))
 ATTEMPTS = 12  # a right schedule may hide a missing line, and most mutants show at once
 
 MUTANTS = declared(tests.kernels, "MUTANTS")

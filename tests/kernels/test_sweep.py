@@ -19,7 +19,7 @@ from tests.tutorials.test_tutorials import PROGRAMS, expected_runs
 from tilescale_net import kernels
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
-FOLDER = Path(kernels.__file__).parent
+FOLDER = Path(next(iter(kernels.__path__)))
 OF_TWO = ("copies", "writes by the proxy", "send and receive")  # runs for two ranks only
 SEEDS = 20  # of runs without the check
 # The sample of the ordinary suite: of a file, what was changed, the how manieth of its kind, and what shows it.

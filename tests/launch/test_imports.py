@@ -46,10 +46,6 @@ def test_a_checkout_without_its_link_and_not_built(tmp_path):
         f"the native part of tilescale_net is not built for Python 3.{sys.version_info.minor} in {package}"
         in done.stderr
     )
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--version"], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 1 and "tilescale_net/kernels is not a link to ../kernels" in done.stderr
 
 
 def test_ranks_can_import_tilelang_without_a_home(script, tmp_path):

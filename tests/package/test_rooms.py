@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -31,7 +32,16 @@ def modules():
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
             if (name, parts[0]) != ("tilescale_net", "kernels"):
-                yield ".".join((name, *(p for p in parts if p != "__init__"))), path, ast.parse(path.read_text())
+                full = ".".join((name, *(p for p in parts if p != "__init__")))
+                yield full, path, absolute(ast.parse(path.read_text()), ".".join((name, *parts[:-1])))
+
+
+def absolute(tree: ast.Module, package: str) -> ast.Module:
+    """The tree with its relative imports made absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            node.module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+    return tree
 
 
 def imported(tree: ast.Module):
@@ -39,7 +49,7 @@ def imported(tree: ast.Module):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((a.name, None) for a in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        elif isinstance(node, ast.ImportFrom):
             yield from ((node.module, a.name) for a in node.names)
 
 

@@ -16,8 +16,6 @@ from tilescale_net.launch.job import Job
 from tilescale_net.runtime import private_folder, settings, this_host
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Folders of a checkout whose scripts import one another by the checkout's root.
-OWN_FOLDERS = ("benchmark", "tests")
 
 
 def check(arguments: list[str]) -> None:
@@ -34,7 +32,7 @@ def check(arguments: list[str]) -> None:
             )
         if not os.path.isfile(script):
             messages.refuse(f"there is no script {script!r} in {os.getcwd()}")
-    if (folder := import_folder(script)) and os.pathsep in str(folder):
+    if (folder := import_folder()) and os.pathsep in str(folder):
         messages.refuse(
             f"{PACKAGE.parent} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold; rename the folder"
         )
@@ -58,7 +56,7 @@ def _script(arguments: list[str]) -> str | None:
 def start(arguments: list[str]) -> int:
     """Run a script (or `-m module`) with its arguments on the ranks that the environment requests; the exit code."""
     check(arguments)
-    if folder := import_folder(_script(arguments)):
+    if folder := import_folder():
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     os.environ.update(private_folder.for_tilelang())
     imports = _imports_the_package(arguments)
@@ -91,18 +89,10 @@ def _imports_the_package(arguments: list[str]) -> bool:
     return b"tilescale_net" in text or b"tilelang" in text
 
 
-def import_folder(script: str | None) -> Path | None:
-    """Where ranks find the package when it is not installed; None where it is, or where everything is the script's own.
-
-    Args:
-        script: path of the script; None for a module.
-    """
+def import_folder() -> Path | None:
+    """The checkout's root, for the ranks' PYTHONPATH; None where the package is installed."""
     root = PACKAGE.parent
-    if not (root / "launch.sh").is_file():
-        return None
-    if script and any((root / own) in Path(script).resolve().parents for own in OWN_FOLDERS):
-        return root
-    return PACKAGE / "launch" / "checkout"
+    return root if (root / "launch.sh").is_file() else None
 
 
 # Flags of `run`, each of which is a variable that launch.sh reads.

@@ -45,7 +45,7 @@ def key(function: Callable, args: tuple, kwargs: dict, options: dict) -> str | N
 def _folders() -> tuple[Path, ...]:
     """Where the package's files lie, under the names by which they are imported."""
     names = ("tilescale_net", _KERNELS)
-    return tuple(Path(importlib.util.find_spec(name).origin).absolute().parent for name in names)
+    return tuple(Path(next(iter(importlib.util.find_spec(n).submodule_search_locations))).absolute() for n in names)
 
 
 @functools.cache

@@ -1,1 +1,0 @@
-"""Benchmarks, one file per question; run them through `launch.sh`."""
