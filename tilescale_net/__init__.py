@@ -125,9 +125,17 @@ def init(
         TileScaleError: it was called for this group before, without `finalize`.
     """
     from tilescale_net.runtime import worlds
+    from tilescale_net.runtime.world import WorldHooks
+    from tilescale_net.trace import recorder, reporter
 
+    def device_code() -> str:  # imported when the ranks have met: they learn where it fails
+        from tilescale_net.compiler import toolchain
+
+        return toolchain.sources_hash()
+
+    hooks = WorldHooks(device_code, reporter.of_world, recorder.start, reporter.report_on_signal)
     try:
-        return worlds.init(heap_bytes, group)
+        return worlds.init(heap_bytes, group, hooks)
     except TileScaleError as error:
         # Its text says all; the rest are frames of this package.
         raise error.with_traceback(None) from None

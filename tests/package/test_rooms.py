@@ -82,6 +82,32 @@ def test_no_imports_go_in_circles():
     graphlib.TopologicalSorter({name: all_ & (found.keys() - {name}) for name, all_ in uses.items()}).prepare()
 
 
+# Pairs of folders that still import each other.
+MUTUAL = {
+    ("tilescale_net.compiler", "tilescale_net.compiler.simulator"),
+    ("tilescale_net.kernels", "tilescale_net.kernels.moe"),
+    ("tilescale_net.kernels.fused", "tilescale_net.kernels.moe"),
+}
+
+
+def test_no_two_folders_import_each_other():
+    """Folders have floors, subfolders too. A folder's face (__init__.py) may show what imports it."""
+    found = {name: (path.name == "__init__.py", tree) for name, path, tree in modules()}
+
+    def floor(name: str) -> str:
+        """The folder of a module; one of the package's root is a floor by itself."""
+        folder = name if found[name][0] else name.rpartition(".")[0]
+        return name if folder == "tilescale_net" else folder
+
+    edges = set()
+    for name, (is_face, tree) in found.items():
+        for module, what in imported(tree):
+            used = f"{module}.{what}" if f"{module}.{what}" in found else module
+            if used in found and not is_face and floor(used) != floor(name):
+                edges.add((floor(name), floor(used)))
+    assert {(a, b) for a, b in edges if a < b and (b, a) in edges} <= MUTUAL
+
+
 def test_native_folders_are_included_by_those_that_they_name():
     csrc = ROOT / "tilescale_net" / "csrc"
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", (csrc / "README.md").read_text(), re.M)

@@ -330,11 +330,11 @@ def _wrong_arguments():
         tsn.world().control.agree("call", long + str(tsn.rank()))
     with pytest.raises(tsn.RankMismatch, match="nonsense"):
         with_garbage = tsn.world().control
-        tsn.runtime.encoding.encode, kept = lambda _: b"\xff{", tsn.runtime.encoding.encode
+        tsn.runtime.job_store.encode, kept = lambda _: b"\xff{", tsn.runtime.job_store.encode
         try:
             with_garbage.gather("call", 1)
         finally:
-            tsn.runtime.encoding.encode = kept
+            tsn.runtime.job_store.encode = kept
     tsn.barrier()
 
 

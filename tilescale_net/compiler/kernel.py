@@ -15,9 +15,8 @@ from tilescale_net.compiler.arguments import BadArguments
 from tilescale_net.compiler.ir import kernel_name
 from tilescale_net.compiler.passes import Prepared
 from tilescale_net.errors import KernelError, TileScaleError
-from tilescale_net.runtime import worlds
+from tilescale_net.runtime import profiling, worlds
 from tilescale_net.runtime.context import HEADER_WORDS
-from tilescale_net.trace import recorder
 
 if TYPE_CHECKING:
     from tilescale_net.runtime.world import World
@@ -82,7 +81,7 @@ class Kernel:
     def launcher(self, world: World) -> Callable[..., None]:
         """The launch in one world, for callers that make many: it takes the arguments by position, without the context.
 
-        It is good as long as the world is, and raises what a call raises. Arguments may be made by `runtime.launch_arguments.constant`.
+        It is good as long as the world is, and raises what a call raises. Arguments may be made by `launch_args.constant`.
         """
         run: Callable | None = None
 
@@ -270,8 +269,8 @@ class CudaKernel(Kernel):
         return tvm_ffi.from_dlpack(context) if others else context
 
     def _supervised(self, function, present: list):
-        if recorder.current is not None and not self._is_noted:
-            function = recorder.current.timed(function, self.name)
+        if profiling.recorder is not None and not self._is_noted:
+            function = profiling.recorder.timed(function, self.name)
         proxy = next((w.proxy for w in present if w.proxy is not None and w.proxy.staged), None)
         if proxy is None:
             return function

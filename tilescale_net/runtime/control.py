@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
 from tilescale_net.runtime import bootstrap, job_store, profiling
-from tilescale_net.trace import host_calls
 
 # -- call log ------------------------------------------------------------------------------------------------------------
 
@@ -325,7 +324,7 @@ class Control:
                 return
             raise TileScaleError(f"rank {self.rank}: {call}: this rank was left out of the job; it may only finalize")
         text = f"{call}({arguments})"
-        with self._one_call, host_calls.inside(call):
+        with self._one_call, profiling.inside(call):
             self._meet_in(call, text, spoken or f"called {text}")
 
     def _meet_in(self, call: str, text: str, spoken: str, payload: bytes = b"") -> list[bytes]:

@@ -5,15 +5,15 @@ of the timeline that TSN_TRACE writes.
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from tilescale_net.runtime import settings
-from tilescale_net.trace import host_calls, recorder
 
 # -- progress ------------------------------------------------------------------------------------------------------------
 
@@ -61,6 +61,84 @@ def long_step(what: str, more: str = "") -> Iterator[None]:
             _steps.remove(mine)
 
 
+# -- host calls ----------------------------------------------------------------------------------------------------------
+
+
+class TraceRecorder(Protocol):
+    """What `trace` records of a rank while TSN_TRACE is set.
+
+    Attributes:
+        gpu_calls: the ring of calls in a GPU's memory, with its `address`; None without one.
+    """
+
+    gpu_calls: Any
+
+    def add_host_call(self, name: str, begin_ns: int, end_ns: int) -> None:
+        """The calling thread was in a call of the package."""
+
+    def timed(self, launch: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`launch`, which launches a kernel on a GPU, with its times in the trace."""
+
+    def proxy_files(self, threads: int) -> list[str]:
+        """A file for each thread of the proxy to write to."""
+
+    def finish(self) -> None:
+        """At the end of a job in good order: write the trace. Collective."""
+
+    def leave(self) -> None:
+        """The job has failed: the parts stay where they are."""
+
+    def stop(self) -> None:
+        """Write no more events."""
+
+
+recorder: TraceRecorder | None = None  # of this process, while it records
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_calls: dict[int, list[tuple[str, int]]] = {}  # by thread, the outermost first
+
+
+class inside(contextlib.ContextDecorator):
+    """The calling thread is in the call `name` while the block, or the decorated function, runs. It has no state of its
+    own, so that one may be entered by several threads, and again within itself."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __enter__(self) -> None:
+        _calls.setdefault(threading.get_ident(), []).append((self._name, time.monotonic_ns()))
+
+    def __exit__(self, *_) -> None:
+        name, begin = _calls[threading.get_ident()].pop()
+        if recorder is not None:
+            recorder.add_host_call(name, begin, time.monotonic_ns())
+
+
+def outermost() -> tuple[str, float] | None:
+    """The call that the main thread is in, as its program made it, and for how many seconds."""
+    stack = _calls.get(threading.main_thread().ident or 0)
+    if not stack:
+        return None
+    with contextlib.suppress(IndexError):  # the thread goes on meanwhile
+        name, since = stack[0]
+        return name, (time.monotonic_ns() - since) * 1e-9
+    return None
+
+
+def python_place() -> str:
+    """Where the main thread is in the user's program, such as "train.py:40 in step"; empty when that is not known."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_users(path: str) -> bool:
+    return not path.startswith((_PACKAGE, "<", os.path.dirname(threading.__file__))) or "site-packages" in path
+
+
 # -- profiling -----------------------------------------------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable)
@@ -70,19 +148,19 @@ _nvtx: bool | None = None  # what TSN_NVTX said when the first named call was ma
 def named(name: str) -> Callable[[F], F]:
     """A decorator: calls of the function are ranges `name`. It costs 0.1 us where none is recorded."""
 
-    inside = host_calls.inside(name)
+    in_call = inside(name)
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args, **kwargs):
             if not (_profiled() or _wants_nvtx()):
-                if recorder.current is None:
+                if recorder is None:
                     return function(*args, **kwargs)
-                with inside:
+                with in_call:
                     return function(*args, **kwargs)
             with contextlib.ExitStack() as ranges:
-                if recorder.current is not None:
-                    ranges.enter_context(inside)
+                if recorder is not None:
+                    ranges.enter_context(in_call)
                 if _profiled():
                     ranges.enter_context(torch.profiler.record_function(name))
                 elif _wants_nvtx():

@@ -3,22 +3,23 @@
 docs/states.md lists its states and what each call does in them.
 """
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 import tilescale_net
 from tilescale_net.errors import ConfigurationError, FabricError, HeapError, PeerLost, TileScaleError, WaitTimeout
-from tilescale_net.runtime import context, control, groups, heap, job_store, placement, settings, this_host
+from tilescale_net.runtime import context, control, groups, heap, job_store, placement, profiling, settings, this_host
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap, Memory
 from tilescale_net.runtime.liveness import Watchdog
-from tilescale_net.trace import host_calls, recorder, state
-from tilescale_net.trace.reporter import Reporter
 
 # -- start up ------------------------------------------------------------------------------------------------------------
 
@@ -56,13 +57,6 @@ def _check_build() -> None:
         from tilescale_net import _native, _simulator  # noqa: F401
     except ImportError as err:
         raise ConfigurationError(str(err)) from None
-
-
-def version_text() -> str:
-    """What ranks must have in common to understand each other."""
-    from tilescale_net.compiler import toolchain
-
-    return f"tilescale_net {tilescale_net.__version__}, device code {toolchain.sources_hash()}"
 
 
 # -- growth --------------------------------------------------------------------------------------------------------------
@@ -277,6 +271,39 @@ def live_everywhere(control, live: dict[int, int]) -> dict[int, int]:
 # -- world ---------------------------------------------------------------------------------------------------------------
 
 
+class HangReporter(Protocol):
+    """Queries all ranks for what they do; see trace/reporter.py."""
+
+    def answer(self, number: int) -> None:
+        """Report what this rank does, for alarm `number`. Does not wait for the store."""
+
+    def ask_about(self, error: Exception | None) -> None:
+        """Query all ranks, where that may show why this one waited in vain."""
+
+    def print_failure(self, failure: Exception) -> None:
+        """Print the answers to `ask_about`, on one of the ranks that query."""
+
+    def forget_failure(self, era: int) -> None:
+        """The next question is about another failure; `era`: how often failures were forgotten."""
+
+
+@dataclass(frozen=True)
+class WorldHooks:
+    """What the folders that build on this one do for worlds; `tilescale_net.init` gives it.
+
+    Attributes:
+        device_code: hash of what kernels are compiled with, the same on all ranks.
+        reporter: of a new world; has its control plane.
+        recorder: of a new world and the host of every rank; None where nothing is traced. Collective.
+        report_on_signal: has the given reporters report whenever SIGUSR1 comes.
+    """
+
+    device_code: Callable[[], str]
+    reporter: Callable[[World], HangReporter]
+    recorder: Callable[[World, list[str]], profiling.TraceRecorder | None]
+    report_on_signal: Callable[[Callable[[], list]], None]
+
+
 class World:
     """Rank, heap, peers and context of this process in one group.
 
@@ -293,6 +320,7 @@ class World:
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
         reporter: queries all ranks for what they do, for the report of a hang.
+        hooks: see WorldHooks.
         recorder: writes this rank's part of the trace, or None when nothing is traced here.
         page: through which this rank gives up.
         failure: what ended the world for this rank, or None; every further call raises it.
@@ -301,15 +329,17 @@ class World:
     def __init__(
         self,
         heap_bytes: int | str | None,
-        group: dist.ProcessGroup | groups.StoreGroup | None = None,
-        device: torch.device | None = None,
+        group: dist.ProcessGroup | groups.StoreGroup | None,
+        device: torch.device | None,
+        hooks: WorldHooks,
     ):
         """See `tilescale_net.init`; `device` is that of the other worlds of this process."""
         wrong, self.timeout, silence = check_settings()
+        self.hooks = hooks
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
-        self.recorder: recorder.Recorder | None = None
+        self.recorder: profiling.TraceRecorder | None = None
         self.memory: Memory | None = None
         self._closed = False
         self.page = context.AbortPage()
@@ -319,7 +349,7 @@ class World:
         self.rank, self.size = self.control.rank, self.control.size
         self.calls = control.CallLog(self.control)
         self.control.on_mismatch = self.calls.on_mismatch
-        self.reporter = Reporter(self.control, lambda: state.of_rank(self))
+        self.reporter = hooks.reporter(self)
         try:
             if wrong is not None:
                 raise wrong  # now that it can be reported to the others
@@ -338,7 +368,7 @@ class World:
         hosts = self._meet_the_others(f"heap_bytes={size}, TSN_HEAP_LIMIT={limit}, device={kind}", silence)
         self.memory = heap.create_memory(kind, size, limit, device, self.group, self.topology)
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
-        self.recorder = recorder.start(self, hosts)
+        self.recorder = self.hooks.recorder(self, hosts)
         self.page.address = self.memory.pinned(context.ABORT_PAGE_BYTES)
         self.records = context.Records(self.memory.pinned)
         self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle, self._grow)
@@ -371,7 +401,10 @@ class World:
         self._watchdog = self._watch()
         self.control.reason_of = self._watchdog.reason
         traced = f", TSN_TRACE={settings.TRACE.get()}" if settings.TRACE.get() else ""
-        self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {version_text()}{traced}")
+        self.control.agree(
+            "tilescale_net.init",
+            f"{wanted}, VIRTUAL_NODES={virtual}, tilescale_net {tilescale_net.__version__}, device code {self.hooks.device_code()}{traced}",
+        )
         if self.group is None:
             self.topology = placement.job_topology(self.rank, self.size, hosts)
         else:
@@ -584,14 +617,14 @@ class World:
 
     # -- collective calls -------------------------------------------------------------------------------------------
 
-    @host_calls.inside("tilescale_net.synchronize")
+    @profiling.inside("tilescale_net.synchronize")
     def synchronize(self) -> None:
         """See `tilescale_net.synchronize`."""
         self.check()
         self.memory.synchronize()
         self.check()
 
-    @host_calls.inside("tilescale_net.barrier")
+    @profiling.inside("tilescale_net.barrier")
     def barrier(self) -> None:
         """See `tilescale_net.barrier`."""
         self._finish_kernels()
@@ -623,7 +656,9 @@ class World:
             self.control.agree("tilescale_net.finalize", spoken=spoken)
             if self.control.left:
                 self._watchdog.keep_store()  # the ranks that stay go on with it
-            recorder.finish(self)
+            if self.recorder is not None:
+                self.recorder.finish()
+                self.recorder = None
             self._watchdog.announce_end()
             # Leave only when all have announced their end: a rank that is gone must not look like one that failed.
             self.control.agree("tilescale_net.finalize", "end")
@@ -636,7 +671,8 @@ class World:
         """Take the world down without the others; they learn why."""
         self.announce(error or TileScaleError(why))
         self.wait_for_others()
-        recorder.leave(self)
+        if self.recorder is not None:
+            self.recorder.leave()
         self.abort()  # kernels that still run must not use what is freed now
         self._release()
 
@@ -647,7 +683,7 @@ class World:
             refuse: raises what every call is to say.
         """
         self._closed, self.control.refuse = True, refuse
-        recorder.forget()
+        profiling.recorder = None
         if self.memory is not None:
             self.memory.part()
 
@@ -660,7 +696,8 @@ class World:
             self.proxy = None
         if self._watchdog is not None:
             self._watchdog.close()
-        recorder.stop(self)
+        if self.recorder is not None:
+            self.recorder.stop()
         self.page.close()
         if self.memory is not None:
             self.memory.close()

@@ -20,8 +20,7 @@ import torch
 
 from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import groups, profiling, simulator
-from tilescale_net.runtime.world import World
-from tilescale_net.trace import reporter
+from tilescale_net.runtime.world import World, WorldHooks
 
 # -- process end ---------------------------------------------------------------------------------------------------------
 
@@ -170,13 +169,13 @@ _forked_from: list = []  # in a child made by fork: the worlds of its parent, wh
 _FORKED = "this process was forked from a rank and is none itself"
 
 
-def init(heap_bytes: int | str | None = None, group: object = None) -> World:
+def init(heap_bytes: int | str | None, group: object, hooks: WorldHooks) -> World:
     """See `tilescale_net.init`."""
     resolved = groups.resolve(group)
     if any(world.group is resolved for world in _alive):
         which = "tilescale_net" if resolved is None else f"the group of ranks {groups.named(groups.ranks(resolved))}"
         raise TileScaleError(f"{which} is initialised already; call finalize() before another init()")
-    return _make(heap_bytes, resolved)
+    return _make(heap_bytes, resolved, hooks)
 
 
 def make_sibling(world: World, heap_bytes: int) -> World:
@@ -184,18 +183,18 @@ def make_sibling(world: World, heap_bytes: int) -> World:
 
     It is ended by `finalize` with this world as the group. Calls that name the group, or none, mean the first world.
     """
-    made = _make(heap_bytes, world.group)
+    made = _make(heap_bytes, world.group, world.hooks)
     _beside.append(made)
     return made
 
 
-def _make(heap_bytes: int | str | None, group: object) -> World:
+def _make(heap_bytes: int | str | None, group: object, hooks: WorldHooks) -> World:
     refuse_child()
     with profiling.long_step("meeting the other ranks of the job"):
-        world = World(heap_bytes, group, _alive[0].device if _alive else None)
+        world = World(heap_bytes, group, _alive[0].device if _alive else None, hooks)
     _alive.append(world)
     _rebind()
-    reporter.report_on_signal(lambda: [world.reporter for world in list(_alive)])
+    hooks.report_on_signal(lambda: [world.reporter for world in list(_alive)])
     watch_process_end(lambda: list(_alive), _take_all, _forget)
     return world
 

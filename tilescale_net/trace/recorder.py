@@ -15,13 +15,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import profiling, settings
 from tilescale_net.trace import clocks, events, part_reader, ring, timeline
 
 if TYPE_CHECKING:
     from tilescale_net.trace.gpu_calls import GpuCalls
-
-current: Recorder | None = None
 
 
 class Recorder:
@@ -107,6 +105,10 @@ class Recorder:
         """`launch`, which launches a kernel on a GPU, with its times in the trace."""
         return self._gpu.timed(launch, name) if self._gpu is not None else launch
 
+    def add_host_call(self, name: str, begin_ns: int, end_ns: int) -> None:
+        """The calling thread was in a call of the package."""
+        self.add(events.Kind.HOST, name, begin_ns, end_ns)
+
     def add(self, kind: events.Kind, name: str, begin_ns: int, end_ns: int, track: int | None = None) -> None:
         """Add an event of the host, or of a GPU. `track`: events of one track do not overlap; None: the thread's own."""
         with self._adding:
@@ -117,9 +119,8 @@ class Recorder:
 
     def stop(self) -> None:
         """Write no more events; the proxy has ended."""
-        global current
-        if current is self:
-            current = None
+        if profiling.recorder is self:
+            profiling.recorder = None
         if self._world.device_kind == "simulator":
             from tilescale_net import _simulator
 
@@ -192,50 +193,25 @@ class Recorder:
 
 def start(world, hosts: list[str]) -> Recorder | None:
     """The recorder of a new world; None where nothing is to be traced. Collective."""
-    global current
     path = settings.TRACE.get()
-    if not path or current is not None:
+    if not path or profiling.recorder is not None:
         return None
     if world.group is not None:
         path += f".of_{'_'.join(map(str, world.job_ranks[:8]))}"
-    current = Recorder(world, hosts, os.path.abspath(path))
-    return current
+    made = Recorder(world, hosts, os.path.abspath(path))
+    profiling.recorder = made
+    return made
 
 
 @contextlib.contextmanager
 def user_range(name: str):
     """See `tilescale_net.range`."""
-    if current is None:
+    if profiling.recorder is None:
         yield
         return
     begin = time.monotonic_ns()
     try:
         yield
     finally:
-        if current is not None:
-            current.add(events.Kind.RANGE, name, begin, time.monotonic_ns())
-
-
-def finish(world) -> None:
-    """At the end of a job in good order: rank 0 writes the file. Collective."""
-    if world.recorder is not None:
-        world.recorder.finish()
-        world.recorder = None
-
-
-def leave(world) -> None:
-    """At the end of a job that has failed: the parts stay where they are, and rank 0 prints it."""
-    if world.recorder is not None:
-        world.recorder.leave()
-
-
-def forget() -> None:
-    """In a child made by fork: it adds nothing to the trace of its parent."""
-    global current
-    current = None
-
-
-def stop(world) -> None:
-    """A world that ends records no more."""
-    if world.recorder is not None:
-        world.recorder.stop()
+        if isinstance(profiling.recorder, Recorder):
+            profiling.recorder.add(events.Kind.RANGE, name, begin, time.monotonic_ns())

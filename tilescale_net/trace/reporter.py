@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from tilescale_net.errors import PeerLost, SimulatorDeadlock, WaitTimeout
 from tilescale_net.runtime import job_store
-from tilescale_net.trace import hang_report
+from tilescale_net.trace import hang_report, state
 
 PATIENCE = 0.6  # seconds in which every rank whose watchdog runs has answered
 _SLOWER = 3.0  # the same for a report that no thread waits for
@@ -143,6 +143,11 @@ def _read(word: str | None) -> tuple[int, dict | None]:
         return int(number), state if len(waits) + len(sent) < 1 << 20 else None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
         return 0, None
+
+
+def of_world(world) -> Reporter:
+    """The reporter of a world, which has its control plane."""
+    return Reporter(world.control, lambda: state.of_rank(world))
 
 
 # -- SIGUSR1 --------------------------------------------------------------------------------------------------------------

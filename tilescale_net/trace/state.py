@@ -3,7 +3,7 @@
 import time
 
 from tilescale_net.runtime import context, profiling
-from tilescale_net.trace import events, host_calls, traced_calls
+from tilescale_net.trace import events, traced_calls
 
 MOST_WAITS = 64  # that are sent to others, besides the number of all
 MOST_SENT = 512
@@ -17,12 +17,12 @@ def of_rank(world) -> dict:
         threads wait; waiting: of the longest, a dict each with block, thread, line, operation, pe, offset, name, compare,
         wants, has, seconds; sent: [pe, offset, count, value, seconds ago, line] of signals sent, the latest last.
     """
-    call = host_calls.outermost()
+    call = profiling.outermost()
     state = {
         "rank": world.rank,
         "host": list(call) if call else None,
         "step": profiling.current_step(),
-        "place": host_calls.python_place(),
+        "place": profiling.python_place(),
         "kernel": None,
         "waits": 0,
         "waiting": [],
