@@ -138,11 +138,11 @@ class SimulatedFunction:
             rank = f"rank {context.my_pe}: " if context else ""
             self._give_up(context, _FAILURES[failure](f"{rank}{message} [{self._where(line)}]"))
         if context and context.error:
-            record = context.error_record_at(context.error)
+            record = context_layout.error_record_at(context.error)
             world = worlds.world_at(context.heap_base)
             heap = world.heap.describe if world is not None else None
             outside = self._argument_at(record.address, parameters, launch.values)
-            error = context.describe_error(
+            error = context_layout.describe_error(
                 record, context.my_pe, context.n_pes, context.heap_base, timeout, heap, outside
             )
             if error is not None:
@@ -155,7 +155,7 @@ class SimulatedFunction:
     @staticmethod
     def _aborted(context) -> bool:
         aborted = ctypes.c_uint32.from_address(context.abort_word).value if context.abort_word else 0
-        return bool(aborted) or (bool(context.error) and context.error_record_at(context.error).kind != 0)
+        return bool(aborted) or (bool(context.error) and context_layout.error_record_at(context.error).kind != 0)
 
     def _where(self, line: str) -> str:
         """The author's line, where it is known, the kernel, and what repeats its schedule."""
