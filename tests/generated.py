@@ -19,7 +19,7 @@ from tilescale_net.compiler import inspect, jit
 from tilescale_net.compiler.ir import kernel_name
 from tilescale_net.compiler.jit import KernelFactory, known_threads
 from tilescale_net.compiler.passes import prepare
-from tilescale_net.compiler.simulator.simplify_once import SimplifyOnce
+from tilescale_net.compiler.simulator.lowering import SimplifyOnce
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 
 import tilescale_net.compiler.simulator.preloaded
 import tilescale_net.kernels.moe  # noqa: F401
-from tilescale_net.compiler.macro import Macro
+from tilescale_net.compiler.jit import Macro
 
 
 def _translate_macros() -> None:

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tilescale_net.compiler.jit import compile, jit
-    from tilescale_net.compiler.macro import macro
+    from tilescale_net.compiler.jit import compile, jit, macro
     from tilescale_net.runtime.groups import StoreGroup
     from tilescale_net.runtime.world import Survivors, World
 
@@ -318,7 +317,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     # The compiler imports tilelang, which takes seconds: only kernels pay for it.
-    if name in ("jit", "compile"):
+    if name in ("jit", "compile", "macro"):
         from tilescale_net.compiler import jit as _jit
 
         return getattr(_jit, name)
@@ -326,10 +325,6 @@ def __getattr__(name: str) -> Any:
         from tilescale_net.runtime.groups import StoreGroup as _StoreGroup
 
         return _StoreGroup
-    if name == "macro":
-        from tilescale_net.compiler.macro import macro as _macro
-
-        return _macro
     if name in ("_native", "_simulator"):
         from tilescale_net.runtime import this_host
 

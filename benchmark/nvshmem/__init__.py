@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tilescale_net.compiler import cuda_tools
+from tilescale_net.compiler import toolchain
 from tilescale_net.compiler.simulator import cache
 from tilescale_net.runtime import settings
 from tilescale_net.runtime.cuda_memory import tensor_at
@@ -77,7 +77,7 @@ def missing() -> str | None:
         return "NVSHMEM baseline: not measured; it needs GPUs that reach each other's memory"
     if home() is None:
         return f"NVSHMEM baseline: not measured; it needs the package {WHEELS[0]} (or NVSHMEM_HOME)"
-    if cuda_tools.find_tool("nvcc") is None:
+    if toolchain.find_tool("nvcc") is None:
         return "NVSHMEM baseline: not measured; it needs nvcc on PATH or in CUDA_HOME"
     return None
 
@@ -101,7 +101,7 @@ class Nvshmem:
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast serves collectives, which are not measured
         device = torch.cuda.current_device()
         major, minor = torch.cuda.get_device_capability(device)
-        library = build(home(), cuda_tools.find_nvcc(), f"sm_{major}{minor}")
+        library = build(home(), toolchain.find_nvcc(), f"sm_{major}{minor}")
         self._lib = _declare(ctypes.CDLL(str(library)))
         number = self._lib.tsn_nvshmem_version()
         tma = "+TMA" if self._lib.tsn_nvshmem_lent() else ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmark import nvshmem
-from tilescale_net.compiler import cuda_tools
+from tilescale_net.compiler import toolchain
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "pretended 13.0"; exit 0; fi
@@ -64,7 +64,7 @@ def test_says_what_is_missing(monkeypatch, tmp_path, pretended):
     monkeypatch.setenv("TSN_DEVICE", "simulator")
     assert "it needs GPUs" in nvshmem.missing()
     monkeypatch.delenv("TSN_DEVICE")
-    monkeypatch.setattr(cuda_tools, "find_tool", lambda name: None)
+    monkeypatch.setattr(toolchain, "find_tool", lambda name: None)
     assert "it needs nvcc" in nvshmem.missing()
     monkeypatch.setattr(nvshmem, "home", lambda: None)
     assert "it needs the package nvidia-nvshmem-cu13" in nvshmem.missing()
@@ -78,10 +78,10 @@ def test_home_is_looked_for_in_the_environment_first(pretended, tmp_path, monkey
     assert nvshmem.home() != str(tmp_path)
 
 
-@pytest.mark.skipif(not (nvshmem.home() and cuda_tools.find_tool("nvcc")), reason="needs NVSHMEM and nvcc")
+@pytest.mark.skipif(not (nvshmem.home() and toolchain.find_tool("nvcc")), reason="needs NVSHMEM and nvcc")
 def test_compiles_and_links(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = nvshmem.build(nvshmem.home(), cuda_tools.find_nvcc(), "sm_90")
+    path = nvshmem.build(nvshmem.home(), toolchain.find_nvcc(), "sm_90")
     symbols = path.read_bytes()
     for name in ("put", "get", "ping_pong", "init", "version"):
         assert f"tsn_nvshmem_{name}".encode() in symbols

@@ -147,13 +147,13 @@ def test_doctor_on_this_machine(capsys, monkeypatch):
         assert found[what]["state"] == doctor.GOOD and ">=" in found[what]["found"] or "==" in found[what]["found"]
     # A check that fails is the exit code, and its remedy is printed.
     monkeypatch.setenv("CXX", "no-such-compiler")
-    from tilescale_net.compiler.simulator import host_toolchain
+    from tilescale_net.compiler.simulator import host_compiler
 
-    host_toolchain.compiler.cache_clear()
+    host_compiler.compiler.cache_clear()
     try:
         code, out = cli.main(["doctor"]), capsys.readouterr().out
     finally:
-        host_toolchain.compiler.cache_clear()
+        host_compiler.compiler.cache_clear()
     if not machine.gpus():
         assert code == 1 and "missing  C++ compiler" in out
     assert "-> apt-get install g++" in out

@@ -11,9 +11,8 @@ import pytest
 import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler.simulator import cache, cache_files, host_compiler, host_source, host_toolchain
-from tilescale_net.compiler.simulator.kept_kernels import Kept
-from tilescale_net.compiler.simulator.lowered_cache import Lowered
+from tilescale_net.compiler.simulator import cache, host_compiler, host_source
+from tilescale_net.compiler.simulator.cache import CachedKernel, Lowered
 from tilescale_net.runtime import private_folder
 
 
@@ -60,7 +59,7 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
     # What is used is young again, and what is too much goes, the longest unused first.
     os.utime(first, (time.time() - 20 * 86400,) * 2)
     assert host_compiler.build("kernel", "int x;") == first
-    monkeypatch.setattr(cache_files, "KEPT_BYTES", 2 * first.stat().st_size + 5)
+    monkeypatch.setattr(cache, "KEPT_BYTES", 2 * first.stat().st_size + 5)
     second = host_compiler.build("kernel", "int y;")
     assert first.exists() and second.exists() and not recent.exists() and other.exists()
 
@@ -148,7 +147,7 @@ def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
     with pytest.raises(tsn.ConfigurationError, match=f"{tmp_path}.*No space left on device.*XDG_CACHE_HOME"):
         cache.get_or_build("kernel", "abc", ".so", full)
     said = subprocess.CompletedProcess([], 1, "", "fatal error: error writing to x.s: No space left on device")
-    host_toolchain.compiler_identity()  # is asked once, and not the compiler that follows
+    host_compiler.compiler_identity()  # is asked once, and not the compiler that follows
     monkeypatch.setattr(host_compiler.subprocess, "run", lambda *_, **__: said)
     with pytest.raises(tsn.ConfigurationError, match="No space left on device"):
         host_compiler.build("kernel", "int z;")
@@ -157,7 +156,7 @@ def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
 
 def test_headers_are_read_once(monkeypatch, tmp_path):
     """Kernels start from headers precompiled by the first of them; without those they compile all the same."""
-    if "Free Software Foundation" not in host_toolchain.compiler_identity():
+    if "Free Software Foundation" not in host_compiler.compiler_identity():
         pytest.skip("lacks g++ (g++)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = host_source.PRELUDE + "int x;"
@@ -173,6 +172,6 @@ def test_headers_are_read_once(monkeypatch, tmp_path):
 @pytest.mark.parametrize("text", ["[", "[" * 100_000, "5", "[]", "{}", '{"names": [], "lines": [], "lowered": []}'])
 def test_text_that_is_no_kernel(text):
     with pytest.raises((ValueError, KeyError, TypeError)):
-        Kept.parse(text)
+        CachedKernel.parse(text)
     with pytest.raises((ValueError, KeyError, TypeError)):
         Lowered.parse(json.dumps({"unit": {"text": "", "kernels": [], "dynamic_shared": []}}) if text == "{}" else text)

@@ -13,8 +13,8 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.compiler import kernels
 from tests.ptx import read_only_loads
-from tilescale_net.compiler import cuda_tools, hazards, inspect, jit, lowering, toolchain
-from tilescale_net.compiler.passes import prepare
+from tilescale_net.compiler import inspect, jit, lowering, toolchain
+from tilescale_net.compiler.passes import hazards, prepare
 from tilescale_net.errors import ConfigurationError, KernelError
 
 SM_90A = {"kind": "cuda", "arch": "sm_90a"}
@@ -133,7 +133,7 @@ def test_a_wait_that_orders_the_async_proxy_lets_reads_use_tma():
 
 
 def test_the_fence_stands_between_the_acquire_and_tma():
-    if cuda_tools.find_tool("nvcc") is None:
+    if toolchain.find_tool("nvcc") is None:
         pytest.skip("lacks nvcc (nvidia-cuda-nvcc with pip)")
     ptx = inspect.ptx(kernels.matmul(proxy="async"), SM_90A, SPECIALISED)
     entry = ptx[ptx.index(".entry") :]
@@ -301,7 +301,7 @@ def test_the_hash_covers_every_header_and_the_rules(headers, tmp_path, monkeypat
     assert toolchain.sources_hash() != before
     compiler = shutil.copytree(toolchain.COMPILER_DIR, tmp_path / "compiler")
     monkeypatch.setattr(toolchain, "COMPILER_DIR", compiler)
-    for name in ("passes.py", "simulator/gemm.py"):
+    for name in ("passes/__init__.py", "simulator/lowering.py"):
         before = toolchain.sources_hash()
         (compiler / name).write_text((compiler / name).read_text() + "\n# changed")
         assert toolchain.sources_hash() != before, name
@@ -321,13 +321,13 @@ def test_local_builds_of_the_supported_version_pass():
 
 
 def test_no_compiler(monkeypatch, tmp_path):
-    monkeypatch.setattr(cuda_tools, "find_tool", lambda name: None)
+    monkeypatch.setattr(toolchain, "find_tool", lambda name: None)
     with pytest.raises(ConfigurationError, match="no CUDA compiler was found.*TSN_DEVICE=simulator"):
         tsn.compile(kernels.pusher(), target=inspect.SM_90)
 
 
 def test_no_disassembler(monkeypatch):
-    monkeypatch.setattr(cuda_tools, "find_tool", lambda name: None)
+    monkeypatch.setattr(toolchain, "find_tool", lambda name: None)
     with pytest.raises(ConfigurationError, match="nvdisasm was not found"):
         inspect.disassemble(b"")
 
@@ -342,7 +342,7 @@ def test_cuda_without_a_gpu():
     import torch
 
     if torch.cuda.is_available():
-        assert cuda_tools.gpu_arch().startswith("sm_")
+        assert toolchain.gpu_arch().startswith("sm_")
         return
     with pytest.raises(ConfigurationError, match="needs a GPU to know its architecture"):
         tsn.compile(kernels.pusher(), target="cuda")

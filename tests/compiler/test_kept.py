@@ -10,7 +10,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.compiler import kernels as elsewhere
 from tilescale_net.compiler.jit import KernelFactory
-from tilescale_net.compiler.simulator import cache, cache_files, kernel_keys
+from tilescale_net.compiler.simulator import cache
 from tilescale_net.kernels import p2p
 
 
@@ -43,7 +43,7 @@ def _works(kernel, count):
 
 
 def _kept():
-    return [p for p in cache.folder().iterdir() if p.suffix == ".kept"]
+    return [p for p in cache.folder().iterdir() if p.suffix == ".kernel"]
 
 
 def _traced_once(traces):
@@ -67,10 +67,10 @@ def _sources(traces, monkeypatch):
     """Other sources, or other modules in the place of the package's own."""
     before = len(_kept())
     with monkeypatch.context() as m:
-        m.setattr(kernel_keys, "sources", lambda: "another")
+        m.setattr(cache, "package_hash", lambda: "another")
         assert traces.of(p2p.push, 64, threads=32)[1] == 1 and len(_kept()) == before + 1
     with monkeypatch.context() as m:
-        m.setattr(kernel_keys, "_IMPORTED", 0.0)
+        m.setattr(cache, "_IMPORTED", 0.0)
         assert [traces.of(p2p.push, 64, threads=32)[1] for _ in range(2)] == [1, 1], "files younger than the process"
     with monkeypatch.context() as m:
         changed = types.ModuleType("tilescale_net.kernels.partition")
@@ -87,7 +87,7 @@ def _damaged(traces):
     for damage in (b"", b"{}", b"\xff\xfe"):
         for path in _kept():
             path.write_bytes(damage)
-            cache_files.seal(path)
+            cache.seal(path)
         kernel, made = traces.of(p2p.push, 64, threads=32)
         assert made == 1 and _works(kernel, 7)
         assert traces.of(p2p.push, 64, threads=32)[1] == 0

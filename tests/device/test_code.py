@@ -8,8 +8,8 @@ import pytest
 
 import tilescale_net
 from tests.ptx import read_only_loads
-from tilescale_net.compiler import cuda_tools, inspect
-from tilescale_net.language._copy_plan import default_unroll
+from tilescale_net.compiler import inspect, toolchain
+from tilescale_net.language.transfer import default_unroll
 
 DEVICE = Path(tilescale_net.__file__).parent / "device"
 BLOCKS = (32, 128, 256, 512, 1024)
@@ -71,7 +71,7 @@ def source(kernels):
 def nvcc(folder, kernels, arch, *flags):
     path = folder / "kernels.cu"
     path.write_text(source(kernels))
-    command = [cuda_tools.find_nvcc(), f"-arch={arch}", "-std=c++17", f"-I{DEVICE}", *flags, str(path)]
+    command = [toolchain.find_nvcc(), f"-arch={arch}", "-std=c++17", f"-I{DEVICE}", *flags, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr

@@ -13,7 +13,7 @@ from tests.generated import Code, Generated
 from tests.kernels.declared import declared
 from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
 from tilescale_net import kernels
-from tilescale_net.compiler import cuda_tools
+from tilescale_net.compiler import toolchain
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.errors import ConfigurationError
 
@@ -110,10 +110,10 @@ def build(name: str, **arguments) -> Code:
 @pytest.fixture(scope="module")
 def tools():
     try:
-        cuda_tools.find_nvcc()
+        toolchain.find_nvcc()
     except ConfigurationError:
         pytest.skip("lacks nvcc (nvidia-cuda-nvcc with pip)")
-    if cuda_tools.find_tool("nvdisasm") is None:
+    if toolchain.find_tool("nvdisasm") is None:
         pytest.skip("lacks nvdisasm (nvidia-cuda-nvdisasm with pip)")
 
 

@@ -13,9 +13,8 @@ from tvm.ir import Range
 import tilescale_net.language as N
 from tests.language.tracing import generated
 from tilescale_net.compiler import inspect
-from tilescale_net.language._arithmetic import constant
-from tilescale_net.language._operands import operand
-from tilescale_net.language._primitive import PrimitiveError
+from tilescale_net.language._operands import constant, operand
+from tilescale_net.language._trace import PrimitiveError
 
 
 @st.composite

@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from tilescale_net.compiler.simulator import cache_files
+from tilescale_net.compiler.simulator import cache
+from tilescale_net.compiler.simulator.cache import CachedKernel, Lowered
 from tilescale_net.compiler.simulator.host_source import HostSource
-from tilescale_net.compiler.simulator.kept_kernels import Kept
-from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
 from tilescale_net.runtime import control, cuda_memory, job_store, liveness, placement, settings, tuned, world
 from tilescale_net.runtime.job_store import SignedStore
@@ -177,19 +176,19 @@ def _sealed() -> bytes:
     with tempfile.TemporaryDirectory(prefix="tilescale_net-fuzz-") as folder:
         path = Path(folder) / "kept.so"
         path.write_bytes(b"\x7fELF" + bytes(range(256)) * 4)
-        cache_files.seal(path)
+        cache.seal(path)
         return path.read_bytes()
 
 
 _CODE = Lowered("__global__ void k() {}", HostSource("void k() {}", {"k": ()}, frozenset()), "stub", 2)
-_KEPT = Kept("k", None, ("x", "y"), 0, ("file.py:1",), _CODE).text().encode()
+_KEPT = CachedKernel("k", None, ("x", "y"), 0, ("file.py:1",), _CODE).text().encode()
 
 
 def kept_kernel(dice: random.Random) -> None:
     """A file of the cache of kernels: taken as it was made, or not at all; text in it is a kernel or an error."""
     if dice.random() < 0.3:
         try:
-            Kept.parse(damaged(dice, _KEPT).decode(errors="replace"))
+            CachedKernel.parse(damaged(dice, _KEPT).decode(errors="replace"))
         except (ValueError, KeyError, TypeError):
             pass
         return
@@ -200,7 +199,7 @@ def kept_kernel(dice: random.Random) -> None:
         data = whole[:at] + bytes(len(whole[at : at + 1 + dice.randrange(512)]))
         data += whole[len(data) :]
     try:
-        held = cache_files.unseal(data)
+        held = cache.unseal(data)
     except ValueError:
         assert data != whole
     else:

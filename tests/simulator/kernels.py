@@ -6,8 +6,8 @@ import tilelang
 import tilelang.language as T
 from tilelang import tvm
 
+from tilescale_net.compiler.simulator.cache import Lowered
 from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-from tilescale_net.compiler.simulator.lowered_cache import Lowered
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_70"})
 

@@ -14,7 +14,7 @@ import torch
 import tilescale_net as tsn
 from tests.simulator import kernels, wrong_kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler.simulator import host_compiler, host_toolchain
+from tilescale_net.compiler.simulator import host_compiler
 from tilescale_net.errors import SimulatorDeadlock
 from tilescale_net.runtime import simulator
 
@@ -227,13 +227,13 @@ def test_unsupported_constructs_are_named():
 
 def test_compiler_must_exist(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    host_toolchain.compiler.cache_clear()
+    host_compiler.compiler.cache_clear()
     try:
         with pytest.raises(tsn.ConfigurationError, match="no-such-compiler.*install g\\+\\+ or clang"):
             host_compiler.build("kernel", "int x;")
     finally:
         monkeypatch.undo()
-        host_toolchain.compiler.cache_clear()
+        host_compiler.compiler.cache_clear()
 
 
 def test_faults_of_other_code_are_not_swallowed():

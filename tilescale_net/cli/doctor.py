@@ -105,10 +105,10 @@ class Doctor:
                 yield Finding(f"native part: {use}", MISSING, str(err), remedy)
 
     def host_compiler(self) -> Iterator[Finding]:
-        from tilescale_net.compiler.simulator import host_toolchain
+        from tilescale_net.compiler.simulator import host_compiler
 
         try:
-            yield Finding("C++ compiler", GOOD, " ".join(host_toolchain.compiler()))
+            yield Finding("C++ compiler", GOOD, " ".join(host_compiler.compiler()))
         except TileScaleError as err:
             state = WARNING if self.gpus else MISSING
             yield Finding(
@@ -134,9 +134,9 @@ class Doctor:
             yield Finding("CUDA driver", GOOD, found)
 
     def nvcc(self) -> Iterator[Finding]:
-        from tilescale_net.compiler import cuda_tools
+        from tilescale_net.compiler import toolchain
 
-        found = cuda_tools.find_tool("nvcc")
+        found = toolchain.find_tool("nvcc")
         if found:
             version = _nvcc_version(found)
             old = bool(self.gpus) and version < NVCC

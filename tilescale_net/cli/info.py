@@ -23,8 +23,8 @@ def _version(package: str) -> str | None:
 def collect() -> dict:
     """Everything, as JSON holds it. What cannot be found out is a text with the reason."""
     import tilescale_net
-    from tilescale_net.compiler import cuda_tools
-    from tilescale_net.compiler.simulator import host_toolchain
+    from tilescale_net.compiler import toolchain
+    from tilescale_net.compiler.simulator import host_compiler
     from tilescale_net.runtime import settings
 
     gpus = machine.gpus()
@@ -39,8 +39,8 @@ def collect() -> dict:
         "device": _device(gpus),
         "gpus": gpus,
         "nics": _said(lambda: machine.nics([g["pci"] for g in gpus])),
-        "nvcc": cuda_tools.find_tool("nvcc"),
-        "host_compiler": _said(lambda: " ".join(host_toolchain.compiler())),
+        "nvcc": toolchain.find_tool("nvcc"),
+        "host_compiler": _said(lambda: " ".join(host_compiler.compiler())),
         "libfabric": _said(libfabric),
         "providers": _said(providers),
         "network": {"one host": _said(lambda: chosen(False)), "several hosts": _said(lambda: chosen(True))},

@@ -4,6 +4,6 @@ from tilescale_net.compiler.toolchain import check_tilelang as _check_tilelang
 
 _check_tilelang()
 
-from tilescale_net.compiler import comparisons  # noqa: E402
+from tilescale_net.compiler.passes import effects  # noqa: E402
 
-comparisons.install()
+effects.install()

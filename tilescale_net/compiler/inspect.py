@@ -3,8 +3,8 @@
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import jit
-from tilescale_net.compiler.nvcc import SM_90, compile_source, disassemble
 from tilescale_net.compiler.passes import prepare
+from tilescale_net.compiler.toolchain import SM_90, compile_source, disassemble
 
 __all__ = ["SM_90", "compile_source", "cuda_source", "disassemble", "ptx", "sass"]
 

@@ -1,4 +1,4 @@
-"""Small helpers on TVM's IR that the passes share."""
+"""Small helpers on TVM's IR that the passes share, and names of kernels."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
 from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING, TYPED, Operator
+from tilescale_net.errors import KernelError
 
 PLACEHOLDERS = {CONTEXT, RING}
 _BY_OP_NAME = {operator.op_name: operator for operator in OPERATORS.values()}
@@ -124,3 +125,30 @@ def statement_suffix(statement: tirx.Stmt) -> str:
 
 def kernel_name(func: tirx.PrimFunc) -> str:
     return str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "<unnamed>"
+
+
+# -- names of kernels -------------------------------------------------------------------------------------------------
+
+_SUFFIX = "_kernel"  # which tilelang puts behind the name of what runs on the device
+
+
+def plain_name(name: str) -> str:
+    """A kernel's name as one identifier: `moe::dispatch` is moe_dispatch.
+
+    Raises:
+        KernelError: the parts are no identifiers.
+    """
+    parts = name.split("::")
+    if not all(part.isidentifier() for part in parts):
+        raise KernelError(f"kernel name {name!r} is not an identifier, nor several with '::' between them")
+    return "_".join(parts)
+
+
+def linked_name(name: str) -> str:
+    """The symbol of a kernel on a GPU, without tilelang's suffix.
+
+    One in a namespace is what a C++ compiler would make of a function with a parameter of type `_kernel`: the suffix ends
+    it, and profilers show moe::dispatch(_kernel). Programs that look for kernels of others by `::` find it so.
+    """
+    parts = name.split("::")
+    return name if len(parts) == 1 else f"_ZN{''.join(f'{len(part.encode())}{part}' for part in parts)}E{len(_SUFFIX)}"

@@ -1,7 +1,7 @@
 """`tsn.jit` and `tsn.compile`: tilelang's compiler with the hazards of communicating kernels closed.
 
-- Nothing that a peer writes is read through the non-coherent cache (passes.py), by TMA, twice, or too early (hazards.py).
-- Calls with an effect are carried out once, wherever they stand in an expression (effects.py).
+- Nothing that a peer writes is read through the non-coherent cache (passes), by TMA, twice, or too early (passes/hazards.py).
+- Calls with an effect are carried out once, wherever they stand in an expression (passes/effects.py).
 - Warp specialisation is off unless the author requests it: it makes the block larger and splits it, which block-scope
   primitives must not see.
 - The cache key covers the device headers and the lowering rules (toolchain.py).
@@ -9,37 +9,31 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import inspect
 import logging
 import os
+import struct
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, overload
 
 import tilelang
 import torch
 from tilelang import tvm
+from tilelang.language.eager.ast import mutate
+from tilelang.language.eager.builder import Macro, get_type_hints
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import arguments, cuda_tools, hazards, lowering, symbols, toolchain, traced_calls
-from tilescale_net.compiler.identity import identities
+from tilescale_net.compiler import ir, lowering, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
-from tilescale_net.compiler.kernel import CudaKernel, Kernel
-from tilescale_net.compiler.passes import Prepared, prepare
-from tilescale_net.compiler.simulator import (
-    bounds,
-    gemm,
-    kept_kernels,
-    kernel_keys,
-    lowered_cache,
-    simplify_once,
-    sites,
-    statements,
-    synchronous,
-)
+from tilescale_net.compiler.kernel import CudaKernel, Kernel, describe
+from tilescale_net.compiler.passes import hazards, prepare
+from tilescale_net.compiler.simulator import cache
+from tilescale_net.compiler.simulator import lowering as simulated
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError, TileScaleError
 from tilescale_net.runtime import profiling, settings, worlds
@@ -52,8 +46,6 @@ REQUIRED_CONFIGS = {
 }
 WARP_SPECIALIZED_OFF = "tl.disable_warp_specialized"
 _TILELANG = os.path.dirname(os.path.abspath(tilelang.__file__)) + os.sep  # its TVM included
-# The simulator runs code for an architecture without asynchronous copies.
-SIMULATOR_TARGET = {"kind": "cuda", "arch": "sm_70"}
 
 
 def _device_kind() -> str:
@@ -68,7 +60,7 @@ def _target(target) -> str | dict:
     if target == "simulator":
         return target
     if target == "cuda":
-        return {"kind": "cuda", "arch": cuda_tools.gpu_arch()}
+        return {"kind": "cuda", "arch": toolchain.gpu_arch()}
     if isinstance(target, Target):
         target = dict(target.export())
     if isinstance(target, dict) and target.get("kind") == "cuda" and str(target.get("arch", "")).startswith("sm_"):
@@ -95,7 +87,7 @@ def lower(func: PrimFunc, target: dict, pass_configs: dict, instruments: Sequenc
     """Lower a prepared kernel to CUDA source without compiling it; a `tilelang.engine.param.CompiledArtifact`.
 
     Args:
-        instruments: of TVM's passes, see simulator/simplify_once.py.
+        instruments: of TVM's passes, see simulator/lowering.py.
     """
     resolved = Target(target)
     context = tvm.transform.PassContext(opt_level=3, config=pass_configs, instruments=[*instruments])
@@ -103,25 +95,6 @@ def lower(func: PrimFunc, target: dict, pass_configs: dict, instruments: Sequenc
         artifact = tilelang.lower(func, target=resolved)
     _check_specialized(func, pass_configs, artifact.kernel_source)
     return artifact
-
-
-def _prepared_for_simulator(func: PrimFunc, configs: dict) -> Prepared:
-    return prepare(func, not any(key in configs for key in bounds.UNGUARDED))
-
-
-def _lowered_for_simulator(func: PrimFunc, configs: dict) -> kept_kernels.Kept:
-    def simplifying_once(func: PrimFunc, target: dict, pass_configs: dict):
-        return lower(func, target, pass_configs, [simplify_once.SimplifyOnce()])
-
-    name = kernel_name(func)
-    marked, lines_of_statements = statements.mark(func)
-    prepared = _prepared_for_simulator(marked, configs)
-    numbered, lines = sites.number(synchronous.rewrite(prepared.func), sites.lines_of(func), lines_of_statements)
-    with gemm.plain():
-        lowered = lowered_cache.get_or_build(
-            name, numbered, SIMULATOR_TARGET, {**bounds.UNGUARDED, **configs}, simplifying_once
-        )
-    return kept_kernels.Kept(name, prepared.context_index, prepared.names, prepared.ring_bytes, tuple(lines), lowered)
 
 
 def _check_specialized(func: PrimFunc, pass_configs: dict, source: str) -> None:
@@ -164,7 +137,7 @@ def compile(
     if not isinstance(func, PrimFunc):
         raise KernelError(f"tilescale_net.compile takes a T.prim_func, not {func!r} ({type(func).__name__})")
     if name is not None:
-        func = _renamed(func, symbols.plain(name))
+        func = _renamed(func, ir.plain_name(name))
     if func.attrs and "tilelang_out_idx" in func.attrs:
         raise KernelError(
             f"kernel {kernel_name(func)} returns T.empty tensors; pass every output as an argument instead"
@@ -189,17 +162,17 @@ def _compiled(func: PrimFunc, chosen: Any, configs: dict, flags: list[str], name
     where = "the simulator" if chosen == "simulator" else chosen["arch"]
     with profiling.long_step(f"compiling kernel {kernel_name(func)}", f" for {where}; the next time it is there"):
         if chosen == "simulator":
-            lowered = _lowered_for_simulator(func, configs)
-            return SimulatedKernel(lowered, lambda: _prepared_for_simulator(func, configs).func)
+            lowered = simulated.lowered(func, configs, lower)
+            return SimulatedKernel(lowered, lambda: simulated.prepared(func, configs).func)
         prepared = prepare(func)
-        cuda_tools.find_nvcc()
+        toolchain.find_nvcc()
         code, of_trace = prepared.func, []
         if settings.TRACE.get():
-            code, kernel_sites = traced_calls.number(prepared.func, func)
-            of_trace = traced_calls.compile_flags(kernel_sites)
+            code, kernel_sites = lowering.number_for_trace(prepared.func, func)
+            of_trace = lowering.trace_flags(kernel_sites)
             call_sites.know(kernel_sites)
         with lowering.enabled(traced=bool(of_trace)), _quiet(), toolchain.once_per_host(_lock_name(func)):
-            linked = code if name is None else code.with_attr("global_symbol", symbols.linked(name))
+            linked = code if name is None else code.with_attr("global_symbol", ir.linked_name(name))
             compiled = tilelang.compile(
                 linked.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
                 target=Target(chosen),
@@ -280,7 +253,7 @@ class KernelFactory:
         if kernel is None:
             try:
                 if target == "simulator":
-                    kernel = self._kept(args, kwargs)
+                    kernel = self._cached(args, kwargs)
                 kernel = kernel or compile(self.trace(*args, **kwargs), **self._options)
             except TileScaleError as error:
                 raise error.with_traceback(None) from error.__cause__
@@ -289,24 +262,24 @@ class KernelFactory:
             self._kernels[key] = kernel
         return kernel
 
-    def _kept(self, args: tuple, kwargs: dict) -> Kernel | None:
-        """A kernel for the simulator from an earlier run, or made for later ones; None where none is kept, see kept_kernels."""
+    def _cached(self, args: tuple, kwargs: dict) -> Kernel | None:
+        """A kernel for the simulator from an earlier run, or made for later ones; None where none is kept, see cache.py."""
         options = self._options | {"target": "simulator"}
-        key = kernel_keys.key(self._function, args, kwargs, options)
+        key = cache.kernel_key(self._function, args, kwargs, options)
         if key is None:
             return None
         made: list[Any] = []
 
-        def make() -> kept_kernels.Kept:
+        def make() -> cache.CachedKernel:
             made.append(compile(self.trace(*args, **kwargs), **options))
-            return made[0].kept
+            return made[0].cached
 
         def again() -> PrimFunc:
             func = self.trace(*args, **kwargs)
-            return _prepared_for_simulator(func, required_pass_configs(func, options["pass_configs"])).func
+            return simulated.prepared(func, required_pass_configs(func, options["pass_configs"])).func
 
-        kept = kept_kernels.get_or_build(self.__name__, key, make)
-        return made[0] if made else SimulatedKernel(kept, again)
+        cached = cache.get_or_make(self.__name__, key, make)
+        return made[0] if made else SimulatedKernel(cached, again)
 
     def trace(self, *args, **kwargs) -> PrimFunc:
         """The traced T.prim_func for these arguments, not compiled, named `name` or after this factory."""
@@ -330,7 +303,7 @@ class KernelFactory:
         if not isinstance(func, PrimFunc):
             raise KernelError(f"{self.__name__} must return a T.prim_func, but returned {type(func).__name__}")
         if self._options["name"]:
-            return _renamed(func, symbols.plain(self._options["name"]))
+            return _renamed(func, ir.plain_name(self._options["name"]))
         return _renamed(func, self.__name__) if self.__name__.isidentifier() else func
 
     def _wrong_kind(self, error: Exception, args: tuple, kwargs: dict) -> Exception:
@@ -340,7 +313,7 @@ class KernelFactory:
             return error  # of the author's own code
         given = inspect.signature(self._function).bind(*args, **kwargs).arguments
         odd = [
-            f"argument {name} is {arguments.describe(value)}"
+            f"argument {name} is {describe(value)}"
             for name, value in given.items()
             if not isinstance(value, int | torch.dtype)
         ]
@@ -408,3 +381,67 @@ def jit(
         return KernelFactory(function, options)
 
     return decorate if func is None else decorate(func)
+
+
+# -- keys of arguments ------------------------------------------------------------------------------------------------
+
+_PLAIN = frozenset((int, str, bool, type(None)))
+
+
+def identities(values: tuple) -> Hashable:
+    """As `identity` of the tuple, and quick where nothing in it holds other values."""
+    kinds = tuple(map(type, values))
+    return kinds, values if _PLAIN.issuperset(kinds) else tuple(map(identity, values))
+
+
+def identity(value) -> Hashable:
+    """A key that two values have in common where they are equal and of the same types at all depths, floats by their bits.
+
+    It looks into tuples, frozensets and dataclasses that are compared by their fields. Raises TypeError for what is not
+    hashable.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if isinstance(value, float):
+        return kind, struct.pack("<d", value)
+    if isinstance(value, complex):
+        return kind, struct.pack("<dd", value.real, value.imag)
+    if isinstance(value, tuple):
+        return (kind, *map(identity, value))
+    if isinstance(value, frozenset):
+        return kind, frozenset(map(identity, value))
+    if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not value.shape:
+        return kind, value.dtype.str, value.tobytes()
+    hash(value)
+    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.eq:  # type: ignore[attr-defined]
+        return (kind, *(identity(getattr(value, field.name)) for field in dataclasses.fields(kind) if field.compare))
+    return kind, value
+
+
+# -- macros -----------------------------------------------------------------------------------------------------------
+
+
+class _Macro(Macro):
+    def __init__(self, function: Callable):
+        self.name = function.__name__
+        self.orig_func = function
+        self.annotations = get_type_hints(function)
+
+    @functools.cached_property
+    def ir_gen(self):
+        return mutate(self.orig_func)
+
+
+def macro(function: Callable) -> Macro:
+    """A macro as `T.macro` makes it, whose function is translated when a kernel first uses it, not when it is defined.
+
+    tilelang takes about 20 ms for a macro of 20 lines, which every process that imports its module would pay. Meant for
+    macros of modules; what a nested one refers to may have changed by its first use.
+
+    Raises:
+        KernelError: `function` is not a Python function.
+    """
+    if not hasattr(function, "__annotations__") or not hasattr(function, "__code__"):
+        raise KernelError(f"tilescale_net.macro decorates functions, not {function!r}")
+    return _Macro(function)

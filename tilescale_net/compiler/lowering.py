@@ -2,19 +2,26 @@
 
 The rules run in TVM's intrinsic lowering, the last step before code generation, so that no pass can look into, merge
 or move the calls.
+
+While TSN_TRACE is set, a kernel for GPUs writes its calls of primitives into the trace: each call gets its number in a
+table as one more argument, and its rule writes it as a call through TSN_TRACED of device/traced_calls.h. Without, nothing
+of it is in a kernel.
 """
 
 import contextlib
 import threading
+import zlib
 
 import tvm_ffi
 from tilelang import tvm
 from tvm import tirx
+from tvm.tirx.stmt_functor import ir_transform
 
-from tilescale_net.compiler import traced_calls
-from tilescale_net.compiler.ir import typed_name
-from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPERATORS, Operator
+from tilescale_net.compiler.ir import changed_block, kernel_name, op_name, operator_of, our_calls, typed_name
+from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPAQUE, OPERATORS, Operator
+from tilescale_net.compiler.simulator import sites
 from tilescale_net.errors import KernelError
+from tilescale_net.trace.call_sites import WAITING, CallSite, KernelSites
 
 # A rule runs inside TVM, which would turn errors of unknown classes into RuntimeError.
 tvm_ffi.register_error("KernelError", KernelError)
@@ -23,10 +30,10 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def enabled(traced: bool = False):
-    """Let the rules run: only kernels that `tsn.jit` prepared may be lowered, see passes.py for what others lack.
+    """Let the rules run: only kernels that `tsn.jit` prepared may be lowered, see passes/__init__.py for what others lack.
 
     Args:
-        traced: the numbers of calls are for the trace of a GPU, see traced_calls.py; otherwise for the simulator.
+        traced: the numbers of calls are for the trace of a GPU, see `number_for_trace`; otherwise for the simulator.
     """
     before = getattr(_state, "enabled", False), getattr(_state, "traced", False)
     _state.enabled, _state.traced = True, traced
@@ -66,7 +73,7 @@ def device_call(operator: Operator, call: tirx.Call) -> tirx.PrimExpr:
     arguments = [_cast(C_TYPES[kind], v) if kind in C_TYPES else v for kind, v in zip(operator.arg_kinds, values)]
     if len(call.args) > operator.arity:
         if _state.traced:
-            name = traced_calls.device_function(operator, call, name)
+            name = _traced_function(operator, call, name)
         else:  # see simulator/sites.py
             name = f"/*@{int(call.args[operator.arity])}*/{name}"
     return tirx.call_extern(call.dtype, name, *arguments)
@@ -92,3 +99,121 @@ def register() -> None:
 
 
 register()
+
+
+# -- calls in the trace of a GPU --------------------------------------------------------------------------------------
+
+TRACED_KERNEL = "TSN_TRACED_KERNEL"  # in the code of a kernel that writes to the trace
+# A loop that polls would fill the trace with tests; the others do nothing that takes time.
+_LEFT_OUT = {"test", "benign_race", "remote"}
+_TRACED = {
+    operator.op_name: operator
+    for operator in OPERATORS.values()
+    if operator.effect == OPAQUE and operator.arg_kinds[0] == "context" and operator.name not in _LEFT_OUT
+}
+# Operators whose operation has another name in context.OPERATIONS.
+_OPERATIONS = {
+    "put_shared": "put", "put_rows": "put", "get_rows": "get", "put_signal_shared": "put_signal",
+    "put_signal_rows": "put_signal", "wait_async": "wait", "atomic_cas": "atomic", "flush_async": "flush",
+    "flush_wait": "flush", "barrier_all": "barrier", "barrier_node": "barrier",
+}  # fmt: skip
+
+
+def number_for_trace(func: tirx.PrimFunc, traced: tirx.PrimFunc) -> tuple[tirx.PrimFunc, KernelSites]:
+    """Number the calls of a prepared kernel.
+
+    Args:
+        func: prepared, see passes/__init__.py.
+        traced: the kernel as it was traced, which still has the author's lines.
+
+    Returns:
+        The function, and what the numbers stand for; calls have no line where the passes have moved them about.
+    """
+    lines = sites.lines_of(traced, _TRACED)
+    found: list[tuple[str, CallSite]] = []
+
+    def add(call):
+        operator = _TRACED.get(op_name(call))
+        if operator is None:
+            return None
+        line = lines[len(found)][1] if len(found) < len(lines) else ""
+        found.append((operator.op_name, _site(operator, call, line)))
+        return sites.with_number(call, len(found) - 1) if _is_noted(operator, call) else None
+
+    body = ir_transform(func.body, None, add, ["tirx.Call"])
+    calls = [site for _, site in found]
+    if not sites.same_calls([name for name, _ in found], lines):
+        calls = [site.without_line() for site in calls]
+    name = kernel_name(func)
+    if (context := _context(func)) is not None:
+        body = _with_trace(body, context, len(calls))
+        calls.append(CallSite(name, "kernel", "", ""))
+    # The same for the same table on all ranks and in all runs, so that a kernel that was compiled before is found.
+    identity = zlib.crc32(repr((name, calls)).encode()) % 0xFFFF + 1
+    numbered = tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, func.attrs)
+    return numbered, KernelSites(identity, name, tuple(calls))
+
+
+def _context(func: tirx.PrimFunc) -> tirx.PrimExpr | None:
+    """The kernel's context, as calls of primitives have it; None where no call has one."""
+    for call in our_calls(func.body):
+        operator = operator_of(call)
+        if operator is not None and "context" in operator.arg_kinds:
+            return call.args[len(operator.template) + operator.arg_kinds.index("context")]
+    return None
+
+
+def _with_trace(body: tirx.Stmt, context: tirx.PrimExpr, number: int) -> tirx.Stmt:
+    """The body of a kernel which begins with what its calls are traced by, and which is noted itself as call `number`."""
+    # In generated code this is the definition of a variable.
+    traced = tirx.Evaluate(tirx.call_extern("int32", f"{TRACED_KERNEL}({number})", context))
+
+    def add(block: tirx.SBlock):
+        if block.name_hint != "tilelang_root":
+            return None
+        return changed_block(block, tirx.SeqStmt([traced, block.body]), block.alloc_buffers)
+
+    return ir_transform(body, None, add, ["tirx.SBlock"])
+
+
+def _is_noted(operator: Operator, call: tirx.Call) -> bool:
+    """Whether a call goes into the trace: not the rows that warps and threads send and fetch, thousands in a kernel, and
+    not the fences behind them."""
+    return _operation(operator) not in ("put", "get", "fence") or operator.scope_of(call) == "block"
+
+
+def _operation(operator: Operator) -> str:
+    return _OPERATIONS.get(operator.name, operator.name)
+
+
+def _site(operator: Operator, call: tirx.Call, line: str) -> CallSite:
+    operation = _operation(operator)
+    name = sites.range_name(call) or typed_name(call)
+    return CallSite(
+        name, operation, operator.read(call).compare if operation == "wait" else "", line.partition("\t")[0]
+    )
+
+
+def _traced_function(operator: Operator, call: tirx.Call, name: str) -> str:
+    """What generated code calls in place of the device function `name`."""
+    index = int(call.args[operator.arity])
+    names = [argument.partition(":")[0] for argument in operator.args[1:]]  # behind the context
+
+    def place(*which: str) -> int:
+        return next((names.index(w) for w in which if w in names), -1)
+
+    fields = (
+        place("pe"),
+        place("sig", "words"),
+        place("i64", "signal_value"),
+        place("bytes", "row_bytes"),
+        place("rows"),
+    )
+    scope = CHOICES["Scope"]["warp" if operator.name in ("range_begin", "range_end") else operator.scope_of(call)]
+    waits = "true" if _operation(operator) in WAITING else "false"
+    return f"TSN_TRACED({index}, tsn::Scope::{scope}, {waits}, {', '.join(map(str, fields))}, {name})"
+
+
+def trace_flags(kernel: KernelSites) -> list[str]:
+    """Flags of the device compiler for a kernel whose calls are numbered."""
+    return ["-include", "traced_calls.h", f"-DTSN_TRACE_KERNEL={kernel.identity}"]

@@ -209,7 +209,7 @@ SHARED_BYTES = 224 * 1024
 
 # The annotation of a traced call with the name that its author typed, such as N.put_block.
 TYPED = "tsn.typed"
-# Stand-ins that a traced kernel carries until `passes.py` replaces them: the context pointer and the ring buffer.
+# Stand-ins that a traced kernel carries until `passes` replaces them: the context pointer and the ring buffer.
 CONTEXT, RING = "tsn.context", "tsn.ring"
 # A statement of a traced kernel that states what a variable stands for, until effects.py finds the place to compute it.
 DEFERRED = "tsn.deferred"

@@ -1,4 +1,4 @@
-"""tilelang's version, include paths and flags: what a kernel is compiled with."""
+"""tilelang's version, include paths, flags and CUDA's tools: what a kernel is compiled with."""
 
 import contextlib
 import functools
@@ -7,6 +7,9 @@ import importlib.metadata
 import importlib.util
 import os
 import shlex
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 from tilescale_net.errors import ConfigurationError
@@ -97,3 +100,91 @@ def once_per_host(name: str):
     finally:
         if lock is not None:
             lock.close()
+
+
+# -- CUDA's tools -----------------------------------------------------------------------------------------------------
+
+
+def find_tool(name: str) -> str | None:
+    """Path of a CUDA tool: in CUDA_HOME or CUDA_PATH, on PATH, or in one of NVIDIA's wheels; None if not found."""
+    folders = [os.path.join(os.environ[v], "bin") for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [
+        str(p) for root in (spec.submodule_search_locations or () if spec else ()) for p in Path(root).glob("*/bin")
+    ]
+    return (
+        shutil.which(name, path=os.pathsep.join(folders))
+        or shutil.which(name)
+        or shutil.which(name, path=os.pathsep.join(sorted(wheels)))
+    )
+
+
+def find_nvcc() -> str:
+    """Path of nvcc. Raises ConfigurationError if not found."""
+    found = find_tool("nvcc")
+    if found is None:
+        raise ConfigurationError(
+            "no CUDA compiler was found (CUDA_HOME, PATH and NVIDIA's wheels were searched for nvcc); install one with "
+            "`pip install nvidia-cuda-nvcc` in your toolkit's version, or run in the simulator with TSN_DEVICE=simulator"
+        )
+    return found
+
+
+def gpu_arch() -> str:
+    """`sm_XX` of the current GPU, with the architecture-specific suffix where it has one (sm_90a)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "target 'cuda' needs a GPU to know its architecture, and none is visible; name one, such as "
+            "target={'kind': 'cuda', 'arch': 'sm_90'}, to compile without running, or use target='simulator'"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+# -- generated source through nvcc and nvdisasm; needs no GPU ---------------------------------------------------------
+
+SM_90 = {"kind": "cuda", "arch": "sm_90"}
+
+
+def compile_source(
+    source: str, kind: str, target: dict = SM_90, extra: tuple[str, ...] = (), threads: int | None = None
+) -> bytes | str:
+    """Compile generated source with the flags of `tsn.jit`.
+
+    Args:
+        source: CUDA source.
+        kind: "ptx" (returns str) or "cubin" (returns bytes).
+        target: tilelang target with an architecture.
+        extra: further flags.
+        threads: of a block, where it has one dimension; tsn.jit takes it from the kernel.
+
+    Raises:
+        ConfigurationError: no nvcc, or nvcc refuses the source; carries its messages.
+    """
+    from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
+
+    ours = [token for flag in compile_flags(threads=threads) for token in shlex.split(flag)]
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = Path(folder) / "kernel.cu", Path(folder) / f"kernel.{kind}"
+        path.write_text(source)
+        command = [
+            find_nvcc(), f"--{kind}", "-O3", "-std=c++20", f"-arch={target['arch']}",
+            f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}", *ours, *extra, "-o", str(out), str(path),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigurationError(f"nvcc failed:\n{done.stderr or done.stdout}")
+        return out.read_text() if kind == "ptx" else out.read_bytes()
+
+
+def disassemble(cubin: bytes, *options: str) -> str:
+    """SASS of a cubin; `options` are nvdisasm's. Raises ConfigurationError when nvdisasm is missing."""
+    tool = find_tool("nvdisasm")
+    if tool is None:
+        raise ConfigurationError("nvdisasm was not found; install it with `pip install nvidia-cuda-nvdisasm`")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout

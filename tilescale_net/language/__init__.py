@@ -21,8 +21,7 @@ right, behind `and`, `or` and in an arm of `a if c else b` only when that part i
 import difflib as _difflib
 
 from tilescale_net.errors import KernelError as _KernelError
-from tilescale_net.language import _tracing, atomics, copies, memory, order, ranges, signals, streams, topology
-from tilescale_net.language.atomics import *
+from tilescale_net.language import _trace, copies, memory, order, ranges, signals, streams, topology
 from tilescale_net.language.copies import *
 from tilescale_net.language.memory import *
 from tilescale_net.language.order import *
@@ -32,7 +31,6 @@ from tilescale_net.language.streams import *
 from tilescale_net.language.topology import *
 
 __all__: list[str] = []
-__all__ += atomics.__all__
 __all__ += copies.__all__
 __all__ += memory.__all__
 __all__ += order.__all__
@@ -41,7 +39,7 @@ __all__ += signals.__all__
 __all__ += streams.__all__
 __all__ += topology.__all__
 
-_tracing.silence_dumps()
+_trace.silence_dumps()
 
 
 class _NoPrimitive(_KernelError, AttributeError):
@@ -57,4 +55,4 @@ def __getattr__(name: str):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     near = [known for known in __all__ if known.startswith(f"{name}_")] or _difflib.get_close_matches(name, __all__)
     hint = f"; did you mean {' or '.join(f'N.{known}' for known in near)}?" if near else ""
-    raise _NoPrimitive(f"there is no primitive N.{name}{hint}{_tracing.author_place()}")
+    raise _NoPrimitive(f"there is no primitive N.{name}{hint}{_trace.author_place()}")

@@ -14,12 +14,20 @@ memory, regions whose rows have more than one pitch, counts that are negative or
 """
 
 from tilescale_net.compiler.operators import OPERATORS, ring_placeholder
-from tilescale_net.language._arithmetic import constant
-from tilescale_net.language._copy_plan import places, plan, plan_ldst, plan_rows, rows_of, transfer
-from tilescale_net.language._divergence import require_converged
-from tilescale_net.language._operands import Place, element, signal_word
-from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
-from tilescale_net.language._values import Number, Scalar, as_integer, one_of, pe_index, scalar
+from tilescale_net.language._operands import (
+    Number,
+    Place,
+    Scalar,
+    as_integer,
+    constant,
+    element,
+    one_of,
+    pe_index,
+    scalar,
+    signal_word,
+)
+from tilescale_net.language._trace import PrimitiveError, guarded, primitive, require_converged
+from tilescale_net.language.transfer import places, plan, plan_ldst, plan_rows, rows_of, transfer
 
 __all__ = [
     "get_block", "get_thread", "get_warp", "put_block", "put_signal_block", "put_signal_thread", "put_signal_warp",

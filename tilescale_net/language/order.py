@@ -3,9 +3,8 @@
 from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
-from tilescale_net.language._divergence import require_converged
-from tilescale_net.language._primitive import primitive
-from tilescale_net.language._values import Number, as_integer, one_of, pe_index
+from tilescale_net.language._operands import Number, as_integer, one_of, pe_index
+from tilescale_net.language._trace import primitive, require_converged
 
 __all__ = [
     "barrier_all", "barrier_grid", "barrier_node", "fence", "fence_block", "fence_warp", "flush_async", "flush_wait",

@@ -6,7 +6,7 @@ from tvm import tirx
 from tvm.tirx.script import builder
 
 from tilescale_net.compiler.operators import OPERATORS
-from tilescale_net.language._primitive import PrimitiveError, as_typed, primitive
+from tilescale_net.language._trace import PrimitiveError, as_typed, primitive
 
 __all__ = ["range"]
 

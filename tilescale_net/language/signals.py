@@ -3,10 +3,8 @@
 from tvm import tirx
 
 from tilescale_net.compiler.operators import CHOICES, OPERATORS
-from tilescale_net.language._divergence import require_converged
-from tilescale_net.language._operands import Place, signal_word
-from tilescale_net.language._primitive import PrimitiveError, primitive
-from tilescale_net.language._values import Number, as_integer, one_of, pe_index
+from tilescale_net.language._operands import Number, Place, as_integer, one_of, pe_index, signal_word
+from tilescale_net.language._trace import PrimitiveError, primitive, require_converged
 
 __all__ = ["signal", "signal_block", "signal_warp", "test", "wait", "wait_block", "wait_warp"]
 

@@ -17,12 +17,8 @@ from tilelang.language.eager.builder import unwrap_expr
 from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
-from tilescale_net.language._arithmetic import constant
-from tilescale_net.language._divergence import require_converged
-from tilescale_net.language._operands import Place, signal_word
-from tilescale_net.language._primitive import PrimitiveError, evaluate, primitive
-from tilescale_net.language._results import settled
-from tilescale_net.language._values import Number, as_integer, pe_index
+from tilescale_net.language._operands import Number, Place, as_integer, constant, pe_index, signal_word
+from tilescale_net.language._trace import PrimitiveError, evaluate, primitive, require_converged, settled
 
 __all__ = [
     "return_credit", "return_credit_block", "return_credit_warp", "take_slot", "take_slot_block", "take_slot_warp",

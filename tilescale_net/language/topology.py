@@ -5,8 +5,8 @@ from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.compiler.passes import CONTEXT_WORDS
-from tilescale_net.language._primitive import primitive
-from tilescale_net.language._values import Number, pe_index
+from tilescale_net.language._operands import Number, pe_index
+from tilescale_net.language._trace import primitive
 
 __all__ = ["Context", "is_direct", "my_pe", "n_node_pes", "n_pes", "node_pe"]
 

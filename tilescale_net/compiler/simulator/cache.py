@@ -1,26 +1,46 @@
-"""What the simulator has made of kernels, kept for the next time in one folder per user: kernels before and after they
-are lowered, libraries and headers.
+"""What the simulator has made of kernels, cached in one folder per user: lowered kernels, whole kernels, libraries and headers.
 
 Libraries are code that this process runs, so that the folder and every file are used only if they belong to this user
 and no other user may write them.
+
+Lowering a kernel takes tilelang up to two seconds; tracing and preparing it takes each rank up to half a second, several
+times what running it takes. Everything that a kernel of `tilescale_net.kernels` is traced from lies in this package, so a
+hash of its files and the arguments of the factory tell whether the kernel is the same. Kernels of other modules are traced
+every time: what they depend on is unknown.
 """
 
+from __future__ import annotations
+
+import dataclasses
 import errno
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
 import os
+import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tilescale_net.compiler.simulator.cache_files import SEALED, TEMPORARY, discard, is_usable, prune, seal, unseal
+import torch
+from tilelang import tvm
+from tvm.tirx import PrimFunc
+
+from tilescale_net.compiler import toolchain
+from tilescale_net.compiler.simulator import host_source, host_stub
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import private_folder, this_host
+from tilescale_net.runtime import job_store, private_folder, this_host
 
 
 def folder() -> Path:
     """`private_folder.of_user`.
 
-    A process that adds a file removes others, see `cache_files.prune`.
+    A process that adds a file removes others, see `prune`.
     """
     return private_folder.of_user("simulator")
 
@@ -45,7 +65,7 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
         if is_usable(path):
             return path
         # Sixteen serve all files of a kind. A kept kernel is made of the others, under whose locks it must not be.
-        lock = this_host.lock_file(place / f"lock-{'k' if suffix == '.kept' else ''}{key[0]}")
+        lock = this_host.lock_file(place / f"lock-{'k' if suffix == '.kernel' else ''}{key[0]}")
     except OSError as err:
         raise _unusable(place, err) from err
     try:
@@ -96,3 +116,256 @@ def _unusable(place: Path, err: OSError) -> ConfigurationError:
         f"compiled kernels cannot be kept in {place} ({err.strerror}); make room there, or set XDG_CACHE_HOME to a folder "
         "that can be written"
     )
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+SUFFIXES = (".so", ".lowered", ".kernel", ".gch")
+# Files that end with a digest of what they hold, so that one which a full disk or a power cut has damaged is not used:
+# reading it could crash. Compilers check precompiled headers themselves.
+SEALED = (".so", ".lowered", ".kernel")
+_DIGEST = hashlib.sha256().digest_size
+# What is kept: what was used within so many days, the latest of it up to so many bytes.
+KEPT_DAYS, KEPT_BYTES = 30, 1 << 30
+# Seconds after which something in the making counts as left behind: its process holds a lock while it lives.
+_ABANDONED = 3600
+TEMPORARY = "tmp"
+
+
+def discard(path: Path) -> None:
+    """Remove a file that turned out to be damaged, so that `get_or_build` makes it again."""
+    path.unlink(missing_ok=True)
+
+
+def is_usable(path: Path) -> bool:
+    """Whether the file is there and may be trusted; marks it as used."""
+    try:
+        if not private_folder.is_ours(path):
+            path.unlink()  # left in a folder of ours by another user who could write there once
+            return False
+        if path.suffix in SEALED:
+            unseal(path.read_bytes())
+        os.utime(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def seal(path: Path) -> None:
+    """End a file with the digest of what it holds; a library stays one."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    with open(path, "ab") as f:
+        f.write(digest)
+
+
+def unseal(data: bytes) -> bytes:
+    """What a sealed file holds. Raises ValueError for one that is damaged."""
+    held, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if hashlib.sha256(held).digest() != digest:
+        raise ValueError("damaged")
+    return held
+
+
+def prune(place: Path) -> None:
+    """Remove what is too old or too much; programs that have a library open keep it."""
+    found = []
+    for path in place.iterdir():
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # another process was faster
+        found.append((status.st_mtime, status.st_size, path))
+    now = time.time()
+    oldest, size_kept = now - KEPT_DAYS * 86400, 0
+    for used, size, path in sorted(found, reverse=True):
+        if path.is_dir():  # of something in the making; programs that end by themselves take theirs away
+            if path.name.startswith(TEMPORARY) and used < now - _ABANDONED:
+                shutil.rmtree(path, ignore_errors=True)
+        elif path.suffix in SUFFIXES:
+            size_kept += size
+            if used < oldest or size_kept > KEPT_BYTES:
+                path.unlink(missing_ok=True)
+
+
+# -- lowered kernels --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """What a simulated kernel is made of.
+
+    It holds texts only: TVM takes longer to read its own form of a host module than all else that an earlier run leaves to do.
+
+    Attributes:
+        kernel_source: CUDA source.
+        unit: the same as C++ for the host.
+        host_function: code of checks and launch geometry, see host_stub.py.
+        n_arguments: how many arguments the host function takes.
+    """
+
+    kernel_source: str
+    unit: host_source.HostSource
+    host_function: str
+    n_arguments: int
+
+    @classmethod
+    def from_artifact(cls, name: str, artifact) -> Lowered:
+        """From a `tilelang.engine.param.CompiledArtifact`. Raises SimulatorUnsupported, which names the kernel."""
+        return cls(
+            artifact.kernel_source,
+            host_source.translate(name, artifact.kernel_source),
+            host_stub.compiled(name, host_stub.translate(name, artifact.host_mod)),
+            len(artifact.params),
+        )
+
+    def text(self) -> str:
+        return json.dumps(dataclasses.asdict(self) | {"unit": self.unit.fields()})
+
+    @classmethod
+    def parse(cls, text: str) -> Lowered:
+        """From `text()`. Raises ValueError, KeyError or TypeError for anything else."""
+        fields = job_store.parse_json(text)
+        if not isinstance(fields, dict):
+            raise TypeError("it is no kernel")
+        unit = host_source.HostSource.from_fields(fields.pop("unit"))
+        return cls(unit=unit, **fields)
+
+
+@functools.cache
+def tool_versions() -> tuple[str, ...]:
+    """Versions of what lowers kernels, and of the interpreter's code."""
+    packages = [importlib.metadata.version(package) for package in ("tilelang", "apache-tvm-ffi")]
+    return (*packages, importlib.util.MAGIC_NUMBER.hex())
+
+
+def get_or_lower(name: str, func: PrimFunc, target: dict, pass_configs: dict, lower: Callable) -> Lowered:
+    """`lower(func, target, pass_configs)`, or what it was when the same was lowered before by the same versions.
+
+    Args:
+        name: the kernel's name, for file names.
+        lower: returns a `tilelang.engine.param.CompiledArtifact`.
+    """
+    depends_on = [
+        tvm.ir.save_json(func),
+        json.dumps([target, pass_configs], sort_keys=True, default=str),
+        toolchain.sources_hash(),
+        *tool_versions(),
+    ]
+    key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
+    return get_or_write(
+        name, key, ".lowered", lambda: Lowered.from_artifact(name, lower(func, target, pass_configs)), Lowered.parse
+    )
+
+
+# -- keys of whole kernels --------------------------------------------------------------------------------------------
+
+_KERNELS = "tilescale_net.kernels"
+# A file that is younger may not be the one that this process has imported.
+_IMPORTED = time.time()
+
+
+def kernel_key(function: Callable, args: tuple, kwargs: dict, options: dict) -> str | None:
+    """What identifies a kernel; None for one that is not to be kept.
+
+    Args:
+        function: the factory, with its arguments.
+        options: of `tsn.jit`.
+    """
+    if not (function.__module__ or "").startswith(_KERNELS + "."):
+        return None
+    if not _unchanged(function):
+        return None
+    try:
+        values = _written([args, sorted(kwargs.items()), sorted(options.items())])
+    except TypeError:
+        return None
+    parts = [package_hash(), *tool_versions(), function.__module__, function.__qualname__, values]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _folders() -> tuple[Path, ...]:
+    """Where the package's files lie, under the names by which they are imported."""
+    names = ("tilescale_net", _KERNELS)
+    return tuple(Path(next(iter(importlib.util.find_spec(n).submodule_search_locations))).absolute() for n in names)
+
+
+@functools.cache
+def package_hash() -> str:
+    """Hash of the package's Python files, where they lie, and of what `toolchain.sources_hash` covers."""
+    digest = hashlib.sha256(toolchain.sources_hash().encode())
+    for folder in _folders():
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(str(path).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _unchanged(function: Callable) -> bool:
+    """Whether the package's modules are what its files hold: a test may have put others in their places, an author may have
+    edited them since this process began."""
+    files = [function.__code__.co_filename]
+    files += [getattr(m, "__file__", None) for name, m in [*sys.modules.items()] if name.startswith("tilescale_net.")]
+    ours = tuple(f"{folder}{os.sep}" for folder in _folders())
+    try:
+        return all(os.path.abspath(f).startswith(ours) and os.stat(f).st_mtime < _IMPORTED for f in files if f)
+    except OSError:
+        return False
+
+
+def _written(value) -> str:
+    """An argument as a text that no other one has. Raises TypeError where there is no such text."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return f"{_name(value)} {value!r}"
+    if isinstance(value, (tuple, list)):
+        return f"{_name(value)}({', '.join(map(_written, value))})"
+    if isinstance(value, dict):
+        return _written(sorted((str(getattr(k, "value", k)), v) for k, v in value.items()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return f"{_name(value)}{_written(fields)}"
+    raise TypeError(f"{value!r} has no text")
+
+
+def _name(value) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+# -- whole kernels ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedKernel:
+    """What a simulated kernel is made of, except for its traced function.
+
+    Attributes:
+        name: the kernel's.
+        context_index, names, ring_bytes: see passes.Prepared.
+        lines: where its primitives stand, see sites.py.
+        lowered: the code.
+    """
+
+    name: str
+    context_index: int | None
+    names: tuple[str, ...]
+    ring_bytes: int
+    lines: tuple[str, ...]
+    lowered: Lowered
+
+    def text(self) -> str:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps(fields | {"lowered": self.lowered.text()})
+
+    @classmethod
+    def parse(cls, text: str) -> CachedKernel:
+        """From `text()`. Raises ValueError, KeyError or TypeError for anything else."""
+        fields = job_store.parse_json(text)
+        if not isinstance(fields, dict):
+            raise TypeError("it is no kernel")
+        for name in ("names", "lines"):
+            fields[name] = tuple(fields[name])
+        return cls(lowered=Lowered.parse(fields.pop("lowered")), **fields)
+
+
+def get_or_make(name: str, key: str, make: Callable[[], CachedKernel]) -> CachedKernel:
+    """The kernel that is kept under `key`, made now if none is."""
+    return get_or_write(name, key, ".kernel", make, CachedKernel.parse)

@@ -1,19 +1,124 @@
-"""Compiles host translation units with the machine's C++ compiler and keeps the results, see cache.py."""
+"""The machine's C++ compiler and the headers that the simulator compiles with; libraries of kernels, cached, see cache.py."""
 
+import contextlib
 import errno
+import functools
 import hashlib
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
-from tilescale_net.compiler.simulator import cache, cache_files
+from tilescale_net.compiler.simulator import cache
 from tilescale_net.compiler.simulator.host_source import PRELUDE
-from tilescale_net.compiler.simulator.host_toolchain import compiler, compiler_identity, cuda_include, headers_hash
-from tilescale_net.compiler.simulator.precompiled import precompiled_flags
 from tilescale_net.compiler.toolchain import DEVICE_DIR
-from tilescale_net.errors import SimulatorUnsupported
+from tilescale_net.errors import ConfigurationError, SimulatorUnsupported
 from tilescale_net.runtime import settings
+
+
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    """The host compiler's command: $CXX, g++, clang++ or c++. Raises ConfigurationError if none is found."""
+    named = settings.CXX.get()
+    candidates = [named] if named else [["g++"], ["clang++"], ["c++"]]
+    for command in candidates:
+        if command and shutil.which(command[0]):
+            return tuple(command)
+    tried = " ".join(named) or "g++, clang++ and c++"
+    raise ConfigurationError(
+        f"the simulator needs a C++17 compiler and found none ({tried}); install g++ or clang, or name one in CXX"
+    )
+
+
+@functools.cache
+def compiler_identity() -> str:
+    return identity(compiler())
+
+
+@functools.cache
+def identity(command: tuple[str, ...]) -> str:
+    """What a compiler's command and version are, as text."""
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    return " ".join(command) + "\n" + done.stdout
+
+
+@functools.cache
+def cuda_include() -> tuple[str, ...]:
+    """Include folders with CUDA's number types (cuda_fp16.h and the like) for the host.
+
+    The wheels nvidia-cuda-runtime and nvidia-cuda-cccl, else a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda.
+    Raises ConfigurationError when neither is there.
+    """
+    roots = []
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
+        roots += [*sorted(Path(root).glob("cu*/include"), reverse=True), Path(root) / "cuda_runtime" / "include"]
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            roots.append(Path(os.environ[variable]) / "include")
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        roots.append(Path(nvcc).resolve().parent.parent / "include")
+    roots.append(Path("/usr/local/cuda/include"))
+    for root in roots:
+        cccl = [
+            p for p in (root / "cccl", root, root.parent.parent / "cuda_cccl" / "include") if (p / "nv/target").exists()
+        ]
+        if (root / "cuda_fp8.h").exists() and cccl:
+            return (str(root), str(cccl[0]))
+    raise ConfigurationError(
+        "the simulator needs CUDA's headers for number types (cuda_fp16.h and others; no GPU and no toolkit) and found "
+        "none; run `pip install nvidia-cuda-runtime nvidia-cuda-cccl`"
+    )
+
+
+@functools.cache
+def headers_hash() -> str:
+    """Hash of the headers' texts, wherever they lie: another checkout of the same version finds the same kernels."""
+    digest = hashlib.sha256()
+    numbers = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp8.h", "cuda_fp8.hpp")
+    files = [(path, path.relative_to(DEVICE_DIR)) for path in sorted(DEVICE_DIR.rglob("*.h"))]
+    files += [(Path(folder) / name, name) for folder in cuda_include() for name in numbers]
+    for path, name in files:
+        if path.exists():
+            digest.update(str(name).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+# -- headers that the compiler reads once for all kernels -------------------------------------------------------------
+
+
+def precompiled_flags(flags: list[str]) -> list[str]:
+    """Flags that make g++ start from headers which it has read once: half of the time of a small kernel.
+
+    None for other compilers, and where the cache cannot hold the file: then the kernel's own includes are read.
+    """
+    if "Free Software Foundation" not in compiler_identity():
+        return []
+    # The first letter keeps the file apart from kernels, under whose locks it is made.
+    key = "h" + hashlib.sha256("\0".join([headers_hash(), compiler_identity(), *flags]).encode()).hexdigest()[:23]
+
+    def make(work: Path) -> Path:
+        header, out = work / "prelude.h", work / "prelude.h.gch"
+        header.write_text(PRELUDE)
+        done = subprocess.run(
+            [*compiler(), *flags, "-x", "c++-header", str(header), "-o", str(out)], capture_output=True
+        )
+        if done.returncode:
+            raise OSError("the headers do not compile alone")
+        return out
+
+    with contextlib.suppress(OSError):
+        header = cache.get_or_build("prelude", key, ".h.gch", make).with_suffix("")
+        if not header.exists():  # read when a compiler cannot use what is precompiled
+            header.write_text(PRELUDE)
+        return ["-include", str(header)]
+    return []
+
+
+# -- libraries --------------------------------------------------------------------------------------------------------
 
 # Generated code puns types and overflows integers as GPUs allow; no exception passes through a kernel.
 FLAGS = (
@@ -61,7 +166,7 @@ def load(name: str, text: str):
     try:
         return _simulator.Library(str(path))
     except RuntimeError:
-        cache_files.discard(path)
+        cache.discard(path)
         return _simulator.Library(str(build(name, text)))
 
 

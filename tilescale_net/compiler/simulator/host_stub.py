@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from tilescale_net.compiler.arguments import BadArguments, describe, integer_limits
+from tilescale_net.compiler.kernel import BadArguments, describe, integer_limits
 from tilescale_net.errors import SimulatorUnsupported
 
 # DLPack type codes of torch's types; bits follow from the item size.

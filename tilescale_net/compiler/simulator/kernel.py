@@ -11,11 +11,9 @@ import torch
 from tvm.tirx import PrimFunc
 
 from tilescale_net import errors
-from tilescale_net.compiler.arguments import BadArguments
-from tilescale_net.compiler.kernel import Kernel
+from tilescale_net.compiler.kernel import BadArguments, Kernel
 from tilescale_net.compiler.simulator import host_compiler, host_source, host_stub
-from tilescale_net.compiler.simulator.kept_kernels import Kept
-from tilescale_net.compiler.simulator.lowered_cache import Lowered
+from tilescale_net.compiler.simulator.cache import CachedKernel, Lowered
 from tilescale_net.errors import KernelError
 from tilescale_net.runtime import context as context_layout
 from tilescale_net.runtime import simulator, worlds
@@ -233,15 +231,15 @@ class SimulatedKernel(Kernel):
     """A kernel that the simulator runs.
 
     Args:
-        kept: what it is made of.
+        cached: what it is made of.
         prim_func: gives the traced and rewritten function; called when a call is wrong, to find the error.
     """
 
-    def __init__(self, kept: Kept, prim_func: Callable[[], PrimFunc]):
-        super().__init__(kept.name, kept, kept.lowered.kernel_source, "simulator")
-        index = None if kept.context_index is None else 0  # prepared kernels take it first
-        self._simulated = SimulatedFunction(self.name, kept.lowered, index, kept.lines)
-        self.kept = kept
+    def __init__(self, cached: CachedKernel, prim_func: Callable[[], PrimFunc]):
+        super().__init__(cached.name, cached, cached.lowered.kernel_source, "simulator")
+        index = None if cached.context_index is None else 0  # prepared kernels take it first
+        self._simulated = SimulatedFunction(self.name, cached.lowered, index, cached.lines)
+        self.cached = cached
         self._prim_func = prim_func
 
     @functools.cached_property

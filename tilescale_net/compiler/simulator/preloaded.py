@@ -4,21 +4,21 @@ import inspect
 
 import tilescale_net.compiler.jit
 import tilescale_net.runtime.simulator  # noqa: F401  # init imports it late
-from tilescale_net.compiler.simulator import host_toolchain, kernel_keys, lowered_cache
+from tilescale_net.compiler.simulator import cache, host_compiler
 from tilescale_net.errors import ConfigurationError
 
 
 def _hash_sources() -> None:
     """Sources, headers, versions."""
-    kernel_keys.sources()
-    lowered_cache.versions()
+    cache.package_hash()
+    cache.tool_versions()
     try:
-        host_toolchain.headers_hash()
-        host_toolchain.identity(host_toolchain.compiler())
+        host_compiler.headers_hash()
+        host_compiler.identity(host_compiler.compiler())
     except ConfigurationError:
         pass  # a rank that needs them reports it
     finally:
-        host_toolchain.compiler.cache_clear()  # ranks may name others in CXX
+        host_compiler.compiler.cache_clear()  # ranks may name others in CXX
     inspect.getmodule(_hash_sources.__code__)  # looks at the files of all modules once
 
 

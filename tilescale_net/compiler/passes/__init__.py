@@ -4,8 +4,8 @@
   to the front so that a call can bind it once.
 - No buffer parameter is `__restrict__`: peers write to buffers that the kernel only reads, and a restrict-qualified
   read-only pointer is loaded through the non-coherent cache.
-- Calls with an effect get statements of their own (effects.py), loops that may be empty a condition (empty_loops.py), and
-  the hazards of hazards.py are removed.
+- Calls with an effect get statements of their own (effects.py), loops that may be empty a condition, and the
+  hazards of hazards.py are removed.
 """
 
 import functools
@@ -17,7 +17,6 @@ from tvm import DataType, tirx
 from tvm.tirx.analysis import undefined_vars
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler import effects, empty_loops, hazards
 from tilescale_net.compiler.ir import (
     PLACEHOLDERS,
     changed_block,
@@ -31,6 +30,7 @@ from tilescale_net.compiler.ir import (
 )
 from tilescale_net.compiler.lowering import null_pointer
 from tilescale_net.compiler.operators import CONTEXT, RING, SHARED_BYTES, ring_placeholder
+from tilescale_net.compiler.passes import effects, hazards
 from tilescale_net.compiler.simulator import bounds
 from tilescale_net.errors import KernelError
 
@@ -120,7 +120,7 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
         )
     hazards.check(func)
     tiles = bounds.tile_loops(func.body)
-    body = bounds.settle_guards(empty_loops.guard(effects.rewrite(func)), reports_bounds)
+    body = bounds.settle_guards(hazards.guard_empty_loops(effects.rewrite(func)), reports_bounds)
     _check_variables(func, body)
     for param in func.params:
         if param not in func.buffer_map and str(param.dtype) == "uint64":

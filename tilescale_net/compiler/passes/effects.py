@@ -3,7 +3,7 @@
 TVM repeats, moves and drops parts of expressions: `x % 3` becomes an expression with two x, an index stands in its guard
 and in its access, `x % 3 < 0` is known to be false. That is right for values, not for calls such as atomics. So each call
 gets a statement of its own that binds its result to a variable. The primitives of this package are bound while they are
-traced (language/_results.py); here
+traced (language/_trace.py); here
 
 - tilelang's atomics, random numbers, operations of a warp and calls of external functions are bound before the statement
   that they stand in;
@@ -11,11 +11,17 @@ traced (language/_results.py); here
   gets an `if` before it;
 - conditions of `while` are carried out in each round;
 - loops over the elements of a vector take them one by one: tilelang copies what is bound in them to where it is used.
+
+`a < f() < b` evaluates its middle once too. tilelang writes such a comparison as `a < f() and f() < b` before it traces
+the kernel. Nothing in the traced kernel distinguishes that from two calls which its author wrote, so the comparison is
+rewritten before: the middle becomes the argument of a function, `(lambda l, m: l < m and m < b)(a, f())`.
 """
 
+import ast
 from collections.abc import Callable
 
 from tilelang import tvm
+from tilelang.language.eager.ast import DSLMutator
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
@@ -371,3 +377,38 @@ class _Rewriter:
             f"kernel {self._name}: {name} {what}; bind it to a name first"
             + (location_suffix(calls[-1]) if calls else "")
         )
+
+
+# -- chained comparisons ----------------------------------------------------------------------------------------------
+
+_of_tilelang = DSLMutator.visit_Compare
+
+
+def _visit_compare(self: DSLMutator, node: ast.Compare) -> ast.expr:
+    middle = node.comparators[0]
+    if len(node.ops) == 1 or not _has_call(node.comparators[:-1]):
+        return _of_tilelang(self, node)
+    names = self.get_tmp(), self.get_tmp()
+
+    def read(name: str) -> ast.expr:
+        return ast.Name(name, ast.Load())
+
+    first = ast.Compare(read(names[0]), node.ops[:1], [read(names[1])])
+    rest = ast.Compare(read(names[1]), node.ops[1:], node.comparators[1:])
+    parameters = ast.arguments(
+        posonlyargs=[], args=[ast.arg(name) for name in names], kwonlyargs=[], kw_defaults=[], defaults=[]
+    )
+    function = ast.Lambda(parameters, ast.BoolOp(ast.And(), [first, rest]))
+    call = ast.Call(function, [node.left, middle], [])
+    for new in (call, function, function.body, first, rest):
+        ast.copy_location(new, node)
+    return self.visit(ast.fix_missing_locations(call))
+
+
+def _has_call(parts: list[ast.expr]) -> bool:
+    return any(isinstance(inner, ast.Call) for part in parts for inner in ast.walk(part))
+
+
+def install() -> None:
+    """Make tilelang trace such comparisons so from now on."""
+    DSLMutator.visit_Compare = _visit_compare

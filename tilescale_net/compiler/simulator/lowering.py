@@ -1,8 +1,19 @@
-"""T.gemm in the simulator: every thread adds up its own elements of the result, in the order of k.
+"""How a kernel is lowered for the simulator, where that differs from a GPU.
 
-tilelang chooses an implementation of T.gemm by target; those for tensor cores need instructions of whole warps. While a
-kernel is lowered for the simulator, the one below answers for them: plain code, right for every dtype. The layouts of
-fragments are inferred from it, so the rest of the kernel agrees.
+T.gemm: every thread adds up its own elements of the result, in the order of k. tilelang chooses an implementation of
+T.gemm by target; those for tensor cores need instructions of whole warps. While a kernel is lowered for the simulator,
+`PlainGemm` answers for them: plain code, right for every dtype. The layouts of fragments are inferred from it, so the rest
+of the kernel agrees.
+
+Operators of Hopper that work on while their threads go on are done when they return: T.tma_copy and T.async_copy become
+T.copy, T.wgmma_gemm becomes T.gemm, a wait for GEMMs a barrier of the warp, and a wait for copies or registers for
+warpgroups nothing. Barriers stay: `device/host/mbarrier.h` has them, so that warps which copy and warps which multiply
+meet as they do on a GPU, and a missing arrival or wait shows. Operators without such a meaning are refused by name.
+
+Passes that tilelang repeats for the sake of generated code are left out: more than half of the time of lowering. It
+simplifies a kernel nine times; another compiler simplifies the simulator's source, and the source of this package's kernels
+is the same to the letter after one. Nor are conditions moved out of loops, which changes the source of one kernel in thirty
+and takes a twentieth of the time.
 """
 
 from __future__ import annotations
@@ -10,9 +21,12 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import tilelang.language as T
+from tilelang import tvm
+from tilelang.cuda import pipeline
 from tilelang.cuda.op.gemm import (
     GEMM_INST_FMA,
     GEMM_INST_MMA,
@@ -27,9 +41,18 @@ from tilelang.tileop.gemm.gemm_base import GemmBase
 from tilelang.tileop.gemm.registry import register_gemm_impl
 from tilelang.transform.simplify import _Simplify as simplify
 from tilelang.utils.language import is_fragment
+from tvm import tirx
+from tvm.ir.instrument import pass_instrument
+from tvm.tirx import PrimFunc
+from tvm.tirx.stmt_functor import ir_transform
 
+from tilescale_net.compiler.ir import kernel_name, op_name
+from tilescale_net.compiler.passes import Prepared, prepare
+from tilescale_net.compiler.simulator import bounds, cache, sites
 from tilescale_net.errors import SimulatorUnsupported
 
+# The simulator runs code for an architecture without asynchronous copies.
+TARGET = {"kind": "cuda", "arch": "sm_70"}
 _state = threading.local()
 
 
@@ -195,7 +218,7 @@ def _product(gemm: GemmBase, multiply, stage_a, stage_b):
     return product
 
 
-def install() -> None:
+def _install_gemm() -> None:
     """Put this implementation beside tilelang's own; called once, when this module is imported."""
 
     def is_ampere_or_later(target) -> bool:
@@ -213,4 +236,132 @@ def install() -> None:
         register_gemm_impl(f"simulator.{instruction}", instruction, lambda t: is_plain(), PlainGemm)
 
 
-install()
+_install_gemm()
+
+
+# -- operators of Hopper ----------------------------------------------------------------------------------------------
+
+_COPY = "tl.tileop.copy"
+_AS = {
+    "tl.tileop.async_copy": _COPY,
+    "tl.tileop.tma_copy": _COPY,
+    "tl.tileop.wgmma_gemm": "tl.tileop.gemm",
+}
+_NOTHING = {
+    "tirx.ptx_commit_group",
+    "tirx.ptx_wait_group",
+    "tl.fence_proxy_async",
+    "tl.no_set_max_nreg",
+    "tl.pdl_sync",  # kernels of a stream run one after the other
+    "tl.pdl_trigger",
+    "tl.set_max_nreg",
+    "tl.tma_store_arrive",
+    "tl.tma_store_wait",
+    "tl.warpgroup_arrive",
+    "tl.warpgroup_commit_batch",
+    "tl.warpgroup_fence_operand",
+}
+# All lanes of a warp wait for these together; then each knows that the others have read the operands.
+_MEETINGS = {"tl.wait_wgmma", "tl.warpgroup_wait"}
+# Annotations that choose an engine, or state when it is done.
+_ENGINE = {"barrier", "disable_tma", "eviction_policy", "leader_scope_threads", "prefer_instruction", "use_tma"}
+_REFUSED = {
+    "cluster_mask": "a copy to several blocks of a cluster (cluster_mask)",
+    "dst_block": "a copy to another block of a cluster (dst_block)",
+    "is_gather4": "T.tma_gather4",
+    "is_scatter4": "T.tma_scatter4",
+}
+_REFUSED_CALLS = {
+    "tl.mbarrier_expect_tx": "bytes that a barrier waits for (T.mbarrier_expect_tx): T.tma_copy counts its own",
+}
+
+
+def without_engines(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The kernel without such operators. Raises SimulatorUnsupported for operators that it needs."""
+
+    refused: list[str] = []  # TVM, which calls `replace`, would make another error of one that it raises
+
+    def replace(call):
+        name, given = op_name(call), dict(call.annotations or {})
+        if name in _REFUSED_CALLS:
+            refused.append(_REFUSED_CALLS[name])
+        if name in _NOTHING:
+            return tirx.const(0, "int32")
+        if name in _MEETINGS:
+            return tirx.call_intrin("void", tvm.ir.Op.get("tl.sync_warp"))
+        if not name.startswith("tl.tileop.") or not (name in _AS or given):
+            return None
+        refused.extend(_REFUSED[key] for key in given if key in _REFUSED)
+        kept = {key: value for key, value in given.items() if key not in _ENGINE}
+        return tirx.Call(call.dtype, tvm.ir.Op.get(_AS.get(name, name)), call.args, annotations=kept, span=call.span)
+
+    body = ir_transform(func.body, None, replace, ["tirx.Call"])
+    if refused:
+        raise SimulatorUnsupported(
+            f"kernel {kernel_name(func)}: the simulator cannot run {'; '.join(refused)}. Run this kernel on a GPU, or keep "
+            "that part out of it in the simulator"
+        )
+    return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, func.attrs)
+
+
+def _install_barriers() -> None:
+    """Let kernels for the simulator have barriers, though the architecture that they are lowered for has none."""
+    known = pipeline.have_mbarrier
+    pipeline.have_mbarrier = lambda target: is_plain() or known(target)
+
+
+with contextlib.suppress(AttributeError):  # another tilelang: kernels with barriers are refused, as they were
+    _install_barriers()
+
+
+# -- passes that need not run -----------------------------------------------------------------------------------------
+
+
+@pass_instrument
+class SimplifyOnce:
+    """A pass instrument for one lowering."""
+
+    def __init__(self):
+        self._previous = ""
+        self._simplified = False
+
+    def should_run(self, module, info) -> bool:
+        name, previous = str(info.name), self._previous
+        self._previous = name
+        if name == "tl.Simplify":
+            return not self._simplified
+        if name == "s_tir.HoistIfThenElse":
+            return False
+        return (name, previous) != ("tirx.Simplify", "tl.LowerIntrin")  # what follows only prints expressions
+
+    def run_after_pass(self, module, info) -> None:
+        if str(info.name) == "tl.Simplify":
+            self._simplified = True
+
+
+# -- a whole kernel ------------------------------------------------------------------------------------------------------
+
+
+def prepared(func: PrimFunc, configs: dict) -> Prepared:
+    """A traced kernel prepared for the simulator; accesses outside of tensors are reported unless its options say otherwise."""
+    return prepare(func, not any(key in configs for key in bounds.UNGUARDED))
+
+
+def lowered(func: PrimFunc, configs: dict, lower: Callable) -> cache.CachedKernel:
+    """A traced kernel as the simulator runs it.
+
+    Args:
+        configs: options of tilelang's passes.
+        lower: `jit.lower`.
+    """
+
+    def simplifying_once(func: PrimFunc, target: dict, pass_configs: dict):
+        return lower(func, target, pass_configs, [SimplifyOnce()])
+
+    name = kernel_name(func)
+    marked, lines_of_statements = sites.mark(func)
+    ready = prepared(marked, configs)
+    numbered, lines = sites.number(without_engines(ready.func), sites.lines_of(func), lines_of_statements)
+    with plain():
+        code = cache.get_or_lower(name, numbered, TARGET, {**bounds.UNGUARDED, **configs}, simplifying_once)
+    return cache.CachedKernel(name, ready.context_index, ready.names, ready.ring_bytes, tuple(lines), code)

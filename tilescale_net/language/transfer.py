@@ -5,10 +5,19 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from tilescale_net.compiler.operators import SHARED_BYTES, agreed_value
-from tilescale_net.language._arithmetic import Expr, constant, int64, provably, provably_equal
-from tilescale_net.language._operands import Operand, operand
-from tilescale_net.language._primitive import PrimitiveError, block_threads
-from tilescale_net.language._values import as_integer, one_of, pe_index
+from tilescale_net.language._operands import (
+    Expr,
+    Operand,
+    as_integer,
+    constant,
+    int64,
+    one_of,
+    operand,
+    pe_index,
+    provably,
+    provably_equal,
+)
+from tilescale_net.language._trace import PrimitiveError, block_threads
 
 ENGINES = ("auto", "ldst", "bulk")
 MAX_UNROLL = 64
@@ -41,7 +50,7 @@ def default_ring(scope: str, engine: str, pull: bool, nbytes: int | None) -> tup
         nbytes: the copy's size where it is known when the kernel is built.
 
     Engine "auto" gets one unless the copy is known to be too small for it. The choice between the engines is made at
-    run time, from figures in device/copy.h; passes.py takes the ring away again where shared memory has no room.
+    run time, from figures in device/copy.h; passes/__init__.py takes the ring away again where shared memory has no room.
     """
     if engine == "bulk":
         return DEFAULT_RING

@@ -1,0 +1,247 @@
+"""What every primitive shares while a kernel is traced: where it may be called, values that are computed exactly once, scope
+misuse, and errors that name the primitive and the author's line.
+
+TVM expands `%`, `//`, `abs` and the guards of indices by repeating operands, and simplifies others away, as if calls had
+no effect. So a value that must be computed once is bound to a variable as soon as it is traced, and expressions hold the
+variable.
+
+Where a part of an expression is evaluated only under a condition (the right side of `and` and `or`, the arms of
+`a if c else b`) or again and again (the condition of `while`), the place to compute it is known only when the whole
+statement is there: the trace records what the variable stands for, and compiler/passes/effects.py finds the place.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import sys
+from types import FrameType
+
+from tilelang.ir import make_span
+from tilelang.language.eager import builder as eager_builder
+from tilelang.language.eager.builder import BoolOpFrame, Builder
+from tilelang.language.frame import get_let_value, has_let_value
+from tilelang.language.kernel import KernelLaunchFrame
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder
+from tvm.tirx.script.builder.frame import IfFrame, WhileFrame
+from tvm.tirx.stmt_functor import post_order_visit, substitute
+
+from tilescale_net.compiler.ir import loads_memory, opaque_call, splits
+from tilescale_net.compiler.operators import TYPED, guard_condition
+from tilescale_net.compiler.passes.effects import UNNAMED, deferred, has_effect
+from tilescale_net.errors import KernelError
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_typed: list[str] = []  # names of the primitives that are being traced, the author's first
+
+
+class PrimitiveError(Exception):
+    """A primitive was called wrongly; `primitive` turns it into a KernelError with the author's line."""
+
+
+def author_line() -> tuple[str, int]:
+    """File and line of the nearest caller outside this package; a traced kernel's body runs as real Python frames."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _error(function, error: Exception) -> KernelError:
+    file, line = author_line()
+    return KernelError(f"N.{function.__name__}: {error}\n  at {file}:{line}")
+
+
+def primitive(function):
+    """Decorate a primitive: it must be called inside a kernel body, and what it raises names it and the line.
+
+    Raises (from the decorated function):
+        KernelError: any PrimitiveError, wrong arguments in Python's sense, or a call outside `with T.Kernel(...)`.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise _error(function, _by_name(signature, error)) from None
+        _typed.append(f"N.{function.__name__}")
+        try:
+            if Builder.current() is None or KernelLaunchFrame.Current() is None:
+                raise PrimitiveError(
+                    "is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func"
+                )
+            result = function(*args, **kwargs)
+            if not isinstance(result, tirx.Call):
+                return result
+            # Passes that find something wrong later on name the call by this.
+            result = as_typed(result)
+        except PrimitiveError as error:
+            raise _error(function, error) from None
+        finally:
+            _typed.pop()
+        return once(function.__name__, result) if _is_once(result) else result
+
+    return call
+
+
+def _by_name(signature: inspect.Signature, error: TypeError) -> TypeError:
+    """An error of arguments, with the names of options that were given without."""
+    options = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if not options or "too many positional" not in str(error):
+        return error
+    places = [p.name for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    return TypeError(f"{error}; it takes {', '.join(places)} in this order, and {', '.join(options)} by name only")
+
+
+def _is_once(call: tirx.Call) -> bool:
+    """Whether a primitive's result is to be computed once: a value, and not one that is the same every time."""
+    return str(call.dtype) not in ("", "void", "handle") and opaque_call(call) is not None
+
+
+def as_typed(call: tirx.Call) -> tirx.Call:
+    """The same call, which passes and reports find at the author's line and by the name that the author typed."""
+    return _marked(call, make_span(*author_line()), {TYPED: tirx.StringImm(_typed[0])})
+
+
+def _marked(call: tirx.Call, span, annotations: dict) -> tirx.Call:
+    ours = [isinstance(a, tirx.Call) and a.op.name.startswith("tsn.") for a in call.args]
+    args = [_marked(a, span, annotations) if own else a for own, a in zip(ours, call.args)]
+    return tirx.Call(call.dtype, call.op, args, annotations=annotations, span=span)
+
+
+def guarded(place, call: tirx.Call) -> tirx.PrimExpr | None:
+    """Make a single access to `place`, an Operand, vanish where its index is outside, as tilelang does for plain accesses.
+
+    Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone. The simulator reports
+    such an index instead, see compiler/simulator/bounds.py.
+    """
+    if place.inside is None:
+        return call
+    inside = guard_condition(place.buffer.name, place.inside, place.axes)
+    if str(call.dtype):  # TVM prints the void type as nothing
+        return tirx.if_then_else(inside, call, tirx.const(0, call.dtype))
+    with builder.If(inside), builder.Then():
+        evaluate(call)
+    return None
+
+
+def evaluate(call: tirx.Call) -> None:
+    """Make `call` a statement of its own, here. Raises PrimitiveError in a condition, which nothing can come before."""
+    if in_condition():
+        raise PrimitiveError("stands in a condition; call it before, and bind its result to a name")
+    builder.evaluate(as_typed(call))
+
+
+def block_threads() -> int:
+    """Threads per block of the kernel being traced; 128, tilelang's default, where T.Kernel was given none."""
+    launch = KernelLaunchFrame.Current()
+    return 128 if launch.thread_extents is None else launch.get_num_threads()
+
+
+# -- values that are computed once ------------------------------------------------------------------------------------
+
+
+def once(name: str, value: tirx.PrimExpr) -> tirx.Var:
+    """A variable that holds `value`, computed here, or where the condition that is being traced needs it."""
+    if in_condition():
+        variable = tirx.Var(UNNAMED + name, value.dtype)
+        builder.evaluate(deferred(variable, value))
+        return variable
+    variable = builder.bind(value)
+    IRBuilder.name(UNNAMED + name, variable)
+    return variable
+
+
+def settled(name: str, value, loads: bool = False):
+    """`value`, or a variable for it where it calls something with an effect (or where it loads, if `loads`)."""
+    if isinstance(value, tirx.PrimExpr) and (has_effect(value) or (loads and loads_memory(value))):
+        return once(name, value)
+    return value
+
+
+def in_condition() -> bool:
+    """Whether what is traced now is evaluated under a condition, or is the condition of a loop."""
+    if Builder.current().find_frame_idx(BoolOpFrame) is not None:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is Builder.ctx_while.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- scope misuse -----------------------------------------------------------------------------------------------------
+
+WARP = 32
+
+
+def require_converged(scope: str) -> None:
+    """Raise PrimitiveError when an enclosing condition provably splits a block or a warp.
+
+    Conditions on run-time values are taken on trust; the simulator finds the rest. T.Parallel is checked in passes/__init__.py,
+    because a loop's kind is not known while its body is traced.
+    """
+    if scope == "thread":
+        return
+    for frame in Builder.current().frames:
+        if isinstance(frame, (IfFrame, WhileFrame)) and _splits(frame.condition, scope):
+            raise PrimitiveError(
+                f"is made at {scope} scope under `{frame.condition}`, which holds for some threads of a {scope} and not "
+                f"for others; all threads of the {scope} must make the call"
+            )
+
+
+def _inline(expr: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Replace names that the kernel bound to expressions by those expressions."""
+    for _ in range(16):
+        bound: dict[tirx.Var, tirx.PrimExpr] = {}
+
+        def look(node, bound=bound):
+            if isinstance(node, tirx.Var) and has_let_value(node):
+                value = get_let_value(node)
+                if isinstance(value, tirx.PrimExpr):
+                    bound[node] = value
+
+        post_order_visit(expr, look)
+        if not bound:
+            return expr
+        expr = substitute(expr, bound)
+    return expr
+
+
+def _splits(condition, scope: str) -> bool:
+    """Whether `condition`, a function of threadIdx.x alone, differs among the threads of some block or warp."""
+    launch = KernelLaunchFrame.Current()
+    if not isinstance(condition, tirx.PrimExpr) or launch.thread_extents is None:
+        return False
+    threads, height, depth = launch.get_thread_extents()
+    if (height, depth) != (1, 1):
+        return False
+    return splits(_inline(condition), launch.thread_vars[0], threads, threads if scope == "block" else WARP)
+
+
+# -- errors while a kernel is traced ----------------------------------------------------------------------------------
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Whether to print a record: not the rewritten source of a kernel whose author gets a line and a sentence."""
+    return not (record.levelno >= logging.CRITICAL and isinstance(sys.exc_info()[1], KernelError))
+
+
+def author_place() -> str:
+    """The author's line as the last line of a message, where a kernel is being traced; else ''."""
+    if Builder.current() is None:
+        return ""
+    file, line = author_line()
+    return f"\n  at {file}:{line}"
+
+
+def silence_dumps() -> None:
+    """Keep tilelang from printing a kernel's source before an error of this package."""
+    if _is_wanted not in eager_builder.logger.filters:
+        eager_builder.logger.addFilter(_is_wanted)
