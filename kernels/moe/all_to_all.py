@@ -14,7 +14,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.moe.arena import Arena
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
-from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending, Rows
+from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Rows
 from tilescale_net.kernels.moe.implementations import arena_bytes, heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.participant import Participant
@@ -27,10 +27,11 @@ from tilescale_net.runtime.profiling import named
 
 # Objects by what their keys begin with.
 OBJECTS: weakref.WeakValueDictionary[str, AllToAll] = weakref.WeakValueDictionary()
-# Calls as ranks that differ are told of them; a half counts as the whole.
+# Calls as the log has them, which ranks compare that wait for each other; a half counts as the whole.
 _LAYER = "{0.num_experts} experts, {0.max_tokens} tokens of a rank at most, hidden {0.hidden}, top_k {0.top_k}, {0.dtype}, {0.mode}"
 _DISPATCH, _DISPATCH_AGAIN = f"dispatch: {_LAYER}", f"dispatch with a handle: {_LAYER}"
 _COMBINES = {call: f"{call}: {_LAYER}" for call in ("combine", "combine_values", "combine with weights")}
+_BAD_HANDLE = "{}; rejected: its handle is invalid"
 
 
 class AllToAll(Participant):
@@ -234,7 +235,7 @@ class AllToAll(Participant):
                 object, valid until the next dispatch, or a new tensor where outputs are not symmetric.
             after: an event that the call waits for on the GPU, besides what the current stream holds.
             blocks: on which the call runs, those of the tuning or fewer, which ranks need not have in common. Each number
-                compiles the first time; refused calls take those of the tuning.
+                compiles the first time.
             waited: latency mode: int64 [ranks], to which clocks (simulator: nanoseconds) of waiting for each are added.
             max_tokens: of a rank in this call, at most, on all ranks alike: `combine` takes as many rows as they can be, then,
                 without waiting for the GPU. The first call with a number is agreed on by the hosts. Default: those of the object.
@@ -245,8 +246,8 @@ class AllToAll(Participant):
 
         Raises:
             TypeError, ValueError, HeapError: an argument is wrong, ranks gave different `out`, or capacity is too small.
-                All ranks raise, and later calls work. What only the GPU sees (expert ids, capacity, what another rank
-                got) is raised by the next call or by `check`; until then a dispatch with wrong choices counts as empty
+                All ranks raise, and later calls work; a wrong `handle` ends the world, see docs/states.md. What only the GPU
+                sees (expert ids, capacity, what another rank got) is raised by the next call or by `check`; until then a dispatch with wrong choices counts as empty
                 (latency mode: without the choices that are out of range), one with a handle or another `out` is undefined.
             TileScaleError: an earlier kernel or a peer has failed.
         """
@@ -297,7 +298,7 @@ class AllToAll(Participant):
         reuses = may_reuse and handle is not None
         if may_reuse and reuses + (topk_idx is not None) + (mask is not None) != 1:
             raise TypeError("AllToAll.dispatch: give either topk_idx, or a mask, or the handle of an earlier dispatch")
-        self._made.note(_DISPATCH_AGAIN if reuses else _DISPATCH, self.config)
+        noted = _DISPATCH_AGAIN if reuses else _DISPATCH
         try:
             if handle is not None and not reuses:
                 raise ArgumentError("handle", TypeError(f"{self.config.mode} mode takes topk_idx, and no handle"))
@@ -317,10 +318,46 @@ class AllToAll(Participant):
             blocks = checks.blocks(blocks, self.blocks)
             timed = checks.waited(waited)
         except ArgumentError as error:
-            self._mode.refuse_dispatch(error, reuses, phase)
-            self._forget_own_refusal()
+            self._join_rejected_dispatch(error, noted, handle if reuses else None)
             raise self._named("dispatch", error) from None
+        self._made.note(noted, self.config)
         return self._mode.dispatch(x, scales, choices, out, phase, blocks, **timed)
+
+    # -- rejected calls ---------------------------------------------------------------------------------------------
+
+    def _join_rejected_dispatch(self, error: ArgumentError, noted: str, handle: Handle | None) -> None:
+        """Take part in a dispatch whose arguments are wrong here, with stand-ins: the other ranks' calls end, and report it."""
+        if handle is not None and not self._can_join(noted, handle):
+            return
+        c, tokens = self.config, 0 if handle is None else handle.tokens
+        new = functools.partial(torch.zeros, device=self.device)
+        scales = new((tokens, c.scale_words), dtype=torch.float32) if c.scale_words else None
+        choices = handle or Choices(new((0, c.top_k), dtype=torch.int64), new((0, c.top_k)))
+        self._made.note(noted, c)
+        x = new((tokens, c.hidden), dtype=c.dtype)
+        self._mode.dispatch(x, scales, choices, None, Phase.WHOLE, self.blocks, fault=error)
+        self._forget_own_refusal()
+
+    def _join_rejected_combine(self, error: ArgumentError, noted: str, handle: Handle, travels: bool) -> None:
+        """As `_join_rejected_dispatch`, of a combine; `travels`: weights are exchanged first."""
+        if not self._can_join(noted, handle):
+            return
+        c, device = self.config, self.device
+        y = torch.zeros(self._mode.output_shape(), dtype=c.combine_dtype, device=device)
+        out = torch.empty((handle.tokens, c.hidden), dtype=c.combine_dtype, device=device)
+        weights = torch.zeros((handle.tokens, c.top_k), device=device) if travels else True
+        self._made.note(noted, c)
+        self._mode.combine(y, handle, out, weights, Phase.WHOLE, self.blocks, code=error.code)
+
+    def _can_join(self, noted: str, handle: Handle) -> bool:
+        """Whether a rejected call can be launched. Only the handle tells which rows the others wait for; without it they learn
+        from the log of calls that this one differs."""
+        try:
+            self._checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
+        except ArgumentError:
+            self._made.note(_BAD_HANDLE.format(noted), self.config)
+            return False
+        return True
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
@@ -348,8 +385,8 @@ class AllToAll(Participant):
         Each rank sums over its experts first and rounds to `combine_dtype` once, then the token's rank sums over ranks.
 
         Raises:
-            TypeError, ValueError: an argument is wrong. All ranks raise, those that got right arguments at the next call or
-                `check`.
+            TypeError, ValueError: an argument is wrong. As in `dispatch` all ranks raise, those that got right arguments at the
+                next call or `check`.
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("combine", after)
@@ -414,7 +451,7 @@ class AllToAll(Participant):
         """Check and launch; `values` holds the argument of combine_values, of any kind."""
         checks, pair = self._checks, None
         travels = weights is not None and self.config.mode == "latency"  # ahead of the rows
-        self._made.note(_COMBINES["combine with weights" if travels else call], self.config)
+        noted = _COMBINES["combine with weights" if travels else call]
         try:
             checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
             out = checks.combine(y, handle, out, weighted, weights, bias)
@@ -424,8 +461,9 @@ class AllToAll(Participant):
             blocks = checks.blocks(blocks, self.blocks)
             timed = checks.waited(waited)
         except ArgumentError as error:
-            self._mode.refuse_combine(error, phase, weights is not None)
+            self._join_rejected_combine(error, noted, handle, travels)
             raise self._named(call, error) from None
+        self._made.note(noted, self.config)
         if values:
             pair = values[0], torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
         pending = self._mode.combine(

@@ -420,7 +420,8 @@ def combine_throughput(
         token_slot, records, totals: see RoutingPlan. active [ranks] int32: 0 for a rank that is left out.
         ready [ranks], arrived [ranks, chunks], done [ranks]: uint64, symmetric.
         tickets [2, 2] int32: work given out to senders and to reducers, by the parity of the call; 0 at first.
-        calls [senders + reducers] uint64: calls so far. tag: 0. status: see STATUS_WORDS.
+        calls [senders + reducers] uint64: calls so far. tag: 0, or the code of what this rank's host found
+        wrong. status: see STATUS_WORDS.
         finished [tiles + 1] uint64, symmetric, product_calls [1] int64, growth int32: see `Tiles`; current [1] uint64, for the
         number of the call. Only where rows are awaited.
     """

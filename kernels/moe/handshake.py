@@ -88,17 +88,6 @@ def check_announcement(word, tag, rank, status):
 
 
 @tsn.macro
-def complete_to_refuser(word, rank):
-    """Latency mode: wait until this block's puts to `rank` are complete, if its announcement is a refusal.
-
-    A rank begins the next call after it has received all rows of this one, so that staged rows may be written again; a rank
-    that refuses a call does not wait for what it is sent.
-    """
-    if word & T.uint64((1 << CODE_BITS) - 1) != T.uint64(NO_FAULT):
-        N.quiet(rank)
-
-
-@tsn.macro
 def open_call(ready, active, status, me, call, tag, block, senders, rank):
     """Begin a call with rank `rank`, by thread `rank` of every block; blocks that send wait until that rank has begun.
 

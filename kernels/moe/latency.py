@@ -8,7 +8,6 @@ import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe.config import FP8, Config
-from tilescale_net.kernels.moe.empty_calls import refuse_latency
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, ReceivedRows
 from tilescale_net.kernels.moe.latency_combine import combine_latency, exchange_weights, parts_of
 from tilescale_net.kernels.moe.latency_dispatch import dispatch_latency
@@ -26,7 +25,7 @@ DISPATCH = (
     "tokens", "fault", "fault_value", "x", "x_scales", "topk_idx", "topk_weights", "token_slot", "targets", "weights",
     "received", "source_counts", "source_token", "out", "out_scales", "counts",
 )  # fmt: skip
-COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "token_slot", "tokens")
+COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "tag", "token_slot", "tokens")
 TIMED = ("waited",)  # behind the others
 _WEIGHTS = ("topk_weights", "tokens", "token_slot", "received", "weights")
 
@@ -130,7 +129,6 @@ class LatencyMode(Mode):
             *(partial(self._dispatch_of, blocks, *which) for which in dispatches),
             partial(self._dispatch_of, blocks, Phase.RECEIVE, "", "int64"),
             *(partial(self._combine_of, blocks, *which) for which in product(Phase, (True, False))),
-            self._refusal,
             self._exchange_weights,
         ]
 
@@ -189,15 +187,6 @@ class LatencyMode(Mode):
         nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_rows[self._c.combine_dtype])
         return {"columns": {"y": self._c.hidden}, "stand_ins": nothing}
 
-    def _refusal(self) -> Callable[..., None]:
-        return self._launch(self._new_refusal)
-
-    def _new_refusal(self) -> Launch:
-        c, base, fixed, way = self._c, self._base, self._combine_fixed, self._on_the_way()
-        arrived = {} if way else {"arrived": fixed["arrived"].view(2 * c.ranks, -1)}
-        kernel = refuse_latency(c.ranks, c.max_tokens, self._cuts, base.blocks, base.threads, **way)
-        return Launch(kernel, fixed | arrived, ("code",), base.world)
-
     def _exchange_weights(self, *timed: bool) -> Callable[..., None]:
         return self._launch(self._new_exchange, *timed)
 
@@ -234,23 +223,20 @@ class LatencyMode(Mode):
         return rows, columns.transpose(1, 2), (rows, columns, counts)
 
     def dispatch(
-        self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int, waited: torch.Tensor | None = None
-    ) -> Pending:
+        self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int, waited: torch.Tensor | None = None,
+        fault: ArgumentError | None = None,
+    ) -> Pending:  # fmt: skip
         plan = self._plans.next(x.shape[0])
         rows, row_scales, results = self._results(out)
-        self._launch_dispatch(phase, blocks, plan, results, x, scales, choices, waited=waited)
+        self._launch_dispatch(phase, blocks, plan, results, x, scales, choices, fault, waited)
         handle = Handle(self._signature, plan, self._base.membership, choices.dropped)
         row_scales = self._seen_as(scales, row_scales)
         result = Dispatched(rows, row_scales, results[2], None, None, None, None, handle)
         return Pending("dispatch", handle, result, (blocks, plan, results, waited))
 
-    def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
-        plan, (_, _, results) = self._plans.next(0), self._results(None)
-        self._launch_dispatch(Phase.WHOLE, self._base.blocks, plan, results, fault=error.code, fault_value=error.value)
-
     def _launch_dispatch(
         self, phase: Phase, blocks: int, plan: ReceivedRows, results: tuple, x=None, scales=None,
-        choices: Choices | None = None, fault: int = NO_FAULT, fault_value: int = 0, waited: torch.Tensor | None = None,
+        choices: Choices | None = None, fault: ArgumentError | None = None, waited: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """`x`, `scales` and `choices` are for the half that sends, `waited` for the one that receives."""
         timed = _timed(waited) if phase.receives else ()
@@ -259,8 +245,8 @@ class LatencyMode(Mode):
         index_dtype = "int64" if topk_idx is None else dtype_name(topk_idx.dtype)
         self._dispatch_of(blocks, phase, dtype_name(x.dtype) if quantises else "", index_dtype, *(True,) * len(timed))(
             plan.tokens,
-            fault,
-            fault_value,
+            fault.code if fault else NO_FAULT,
+            fault.value if fault else 0,
             x,
             scales,
             topk_idx,
@@ -274,14 +260,16 @@ class LatencyMode(Mode):
 
     def combine(
         self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=(),
-        waited: torch.Tensor | None = None,
+        waited: torch.Tensor | None = None, code: int = NO_FAULT,
     ) -> Pending:  # fmt: skip
         c, plan, given = self._c, handle.plan, None
         if isinstance(weights, torch.Tensor):
             given = torch.empty((c.ranks * c.max_tokens, c.top_k), dtype=torch.float32, device=out.device)
             self._launch_weights(weights, plan, given, waited)
         weighted = given is not None or bool(weights)
-        self._launch_combine(phase, blocks, y, plan, given, out if phase.receives else None, weighted, bias, waited)
+        self._launch_combine(
+            phase, blocks, y, plan, given, out if phase.receives else None, weighted, bias, waited, code
+        )
         return Pending("combine", handle, out, (blocks, plan, given, weighted, bias, waited))
 
     def receive(self, pending: Pending) -> None:
@@ -292,13 +280,6 @@ class LatencyMode(Mode):
             blocks, plan, given, weighted, bias, waited = pending.rest
             self._launch_combine(Phase.RECEIVE, blocks, None, plan, given, pending.result, weighted, bias, waited)
 
-    def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
-        if weights_given:
-            nothing = self._plans.next(0)
-            nothing.counts.zero_()
-            self._launch_weights(self._no_weight, nothing, nothing.weights)
-        self._refusal()(error.code)
-
     def _launch_weights(self, weights: torch.Tensor, plan: ReceivedRows, received: torch.Tensor, waited=None) -> None:
         """Send the weights of this rank's choices, and fill `received` with those of the others."""
         token_slot, _, _, counts = plan.arguments[:4]
@@ -307,14 +288,15 @@ class LatencyMode(Mode):
         self._exchange_weights(*(True,) * len(timed))(given, plan.tokens, token_slot, counts, received, *timed)
 
     def _launch_combine(
-        self, phase: Phase, blocks: int, y, plan: ReceivedRows, given, out, weighted: bool, bias=(), waited=None
-    ) -> None:
+        self, phase: Phase, blocks: int, y, plan: ReceivedRows, given, out, weighted: bool, bias=(), waited=None,
+        code: int = NO_FAULT,
+    ) -> None:  # fmt: skip
         """`out`, `bias` and `waited` are used by the half that receives, `y` by the one that sends; `given`: weights other than
         dispatch's."""
         _, targets, weights, counts = plan.arguments[:4]
         bias = bias if phase.receives and plan.tokens else ()
         timed = _timed(waited) if phase.receives else ()
         self._combine_of(blocks, phase, weighted, len(bias), *(True,) * len(timed))(
-            y, targets, weights if given is None else given, counts, *bias, *(None,) * (2 - len(bias)), out,
+            y, targets, weights if given is None else given, counts, *bias, *(None,) * (2 - len(bias)), out, code,
             *self._summed_by(plan), *timed,
         )  # fmt: skip

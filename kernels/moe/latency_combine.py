@@ -148,15 +148,15 @@ class TokenPart(NamedTuple):
 
 
 @tsn.macro
-def begin_sending(mem, incoming, total: T.Ref, now, block, thread, ranks):
-    """Announce the call and wait until the buffers of all ranks are free; incoming = how many rows there are for each rank,
+def begin_sending(mem, incoming, total: T.Ref, now, tag, block, thread, ranks):
+    """Announce the call with its tag and wait until the buffers of all ranks are free; incoming = how many rows there are for each rank,
     total = for all."""
     if thread < ranks:
         incoming[thread] = mem.received[thread]
         if mem.active[thread] != 0:
             await_previous(mem.begun, now.parity, now.call, TAG_BITS, thread, ranks)
             if block == 0:
-                announce(mem.begun, now.parity * ranks + now.me, now.call, 0, thread)
+                announce(mem.begun, now.parity * ranks + now.me, now.call, tag, thread)
     T.sync_threads()
     sum_of(incoming, total, ranks)
 
@@ -311,7 +311,8 @@ def combine_latency(
     Parameters of the kernel:
         y [local experts * ranks * max_tokens, hidden] of `dtype`; targets, weights, received: see ReceivedRows.
         bias_0, bias_1 [rows, hidden] of `dtype`.
-        out [rows, hidden] of `dtype`, token_slot [rows, ranks] int32, tokens <= rows; active [ranks] int32.
+        out [rows, hidden] of `dtype`, token_slot [rows, ranks] int32, tokens <= rows; active [ranks] int32. tag: 0, or
+        the code of what this rank's host found wrong.
         slots, staged [2 * ranks * max_tokens, hidden] of `dtype` or FP8, slot_scales, staged_scales [2 * ranks *
         max_tokens, groups] float32, begun [2 * ranks], arrived [2 * ranks * max_tokens, parts] uint64: symmetric.
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
@@ -338,6 +339,7 @@ def combine_latency(
         out: T.Tensor((rows, hidden), dtype),
         token_slot: T.Tensor((slot_rows, R), "int32"),
         tokens: T.int32,
+        tag: T.int32,
         active: T.Tensor((R,), "int32"),
         slots: T.Tensor((2 * R * M, hidden), payload),
         slot_scales: T.Tensor((scale_rows, groups), "float32"),
@@ -382,7 +384,7 @@ def combine_latency(
                 source = T.alloc_var("int32")
                 direct = T.alloc_var("int32", init=1)
                 handshake.begin_half(send_calls, call, parity, block)
-                begin_sending(mem, incoming, total, now, block, thread, R)
+                begin_sending(mem, incoming, total, now, tag, block, thread, R)
                 for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
                     # Consecutive parts go to different blocks.
                     slot = ((i * warps + warp) * blocks + block) // cuts
@@ -415,13 +417,10 @@ def combine_latency(
                 handshake.begin_half(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
                 # Words of ranks that begin come before their rows: this wait costs no time.
-                if (proxied or block == 0) and thread < R:
+                if block == 0 and thread < R:
                     if active[thread] != 0:
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
-                        if block == 0:
-                            handshake.check_announcement(word, 0, thread, status)
-                        if proxied:
-                            handshake.complete_to_refuser(word, thread)
+                        handshake.check_announcement(word, tag, thread, status)
                 for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
@@ -565,6 +564,7 @@ def combine_latency_nodes(
         out: T.Tensor((rows, hidden), dtype),
         origin_slot: T.Tensor((slot_rows, V), "int32"),
         tokens: T.int32,
+        tag: T.int32,
         active: T.Tensor((R,), "int32"),
         slots: T.Tensor((2 * V * M, hidden), payload),
         slot_scales: T.Tensor((scale_rows, groups), "float32"),
@@ -612,7 +612,7 @@ def combine_latency_nodes(
 
             if sends:
                 handshake.begin_half(send_calls, call, parity, block)
-                begin_sending(mem, incoming, total, now, block, thread, R)
+                begin_sending(mem, incoming, total, now, tag, block, thread, R)
                 for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
                     # Consecutive parts go to different blocks.
                     slot = ((i * warps + warp) * blocks + block) // cuts
@@ -643,11 +643,10 @@ def combine_latency_nodes(
                 handshake.begin_half(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
                 # Words of ranks that begin come before their rows: this wait costs no time.
-                if thread < R:
+                if block == 0 and thread < R:
                     if active[thread] != 0:
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
-                        if block == 0:
-                            handshake.check_announcement(word, 0, thread, status)
+                        handshake.check_announcement(word, tag, thread, status)
                 total = 0
                 for i in T.serial(S):
                     total = total + node_plan[plan.passed(i)]
@@ -662,9 +661,6 @@ def combine_latency_nodes(
                         end = T.min(s.units, (part + 1) * size)
                         _send_back(s, mem, tables, work_of_node, now, k, slot, part, end, lane)
                 T.sync_threads()
-                if thread < R:
-                    if active[thread] != 0:
-                        handshake.complete_to_refuser(word, thread)
                 for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts

@@ -1,4 +1,4 @@
-"""What AllToAll asks of a mode: launches of dispatch and combine, whole or in halves, and calls that are refused."""
+"""What AllToAll asks of a mode: launches of dispatch and combine, whole or in halves."""
 
 import enum
 from abc import ABC, abstractmethod
@@ -10,6 +10,7 @@ from tilescale_net.kernels.collective import BufferSpecs
 from tilescale_net.kernels.moe.config import Config
 from tilescale_net.kernels.moe.handle import Choices, Handle, Pending
 from tilescale_net.kernels.moe.launch import Launch
+from tilescale_net.kernels.moe.layout import NO_FAULT
 from tilescale_net.kernels.moe.status import ArgumentError
 
 
@@ -99,7 +100,9 @@ class Mode(ABC):
         return scales if given is None or scales is None else scales.view(given.dtype)
 
     @abstractmethod
-    def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int) -> Pending:
+    def dispatch(
+        self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int, fault: ArgumentError | None = None
+    ) -> Pending:
         """Launch a dispatch.
 
         Args:
@@ -108,10 +111,13 @@ class Mode(ABC):
             out: (rows, scales) for the result, or None.
             phase: WHOLE, or SEND: what the caller launches before `receive` overlaps with it.
             blocks: of its kernels, those of the tuning or fewer.
+            fault: why this rank's call is rejected: the others report it. The arguments are stand-ins then.
         """
 
     @abstractmethod
-    def combine(self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=()) -> Pending:
+    def combine(
+        self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=(), code: int = NO_FAULT
+    ) -> Pending:
         """Launch a combine.
 
         Args:
@@ -122,6 +128,7 @@ class Mode(ABC):
             phase, blocks: as in dispatch.
             values: None, or (`values` of AllToAll.combine_values, float32 [tokens, top_k] for what comes back).
             bias: up to two tensors like `out`, which are added before the sums are rounded.
+            code: of the fault of a rejected call, as `fault` of dispatch.
         """
 
     @abstractmethod
@@ -131,11 +138,3 @@ class Mode(ABC):
     def start(self, pending: Pending) -> None:
         """Let what follows on the current stream run beside a first half that has tiles; see `AllToAll.alongside`."""
         raise NotImplementedError
-
-    @abstractmethod
-    def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
-        """Take part in a dispatch that this rank cannot make; `reuses_plan`: it got a handle instead of choices."""
-
-    @abstractmethod
-    def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
-        """Take part in a combine that this rank cannot make."""

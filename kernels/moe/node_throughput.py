@@ -10,7 +10,6 @@ from tilescale_net.kernels.moe import throughput, throughput_buffers
 from tilescale_net.kernels.moe.combine import combine_nodes
 from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.dispatch import dispatch_nodes
-from tilescale_net.kernels.moe.empty_calls import refuse_throughput
 from tilescale_net.kernels.moe.handle import RoutingPlan
 from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.layout import Gateways, NodeLayout, NodePlanOffsets, most_sent, with_room
@@ -184,16 +183,7 @@ class NodeThroughputMode(throughput.ThroughputMode):
             self._proxied_chunk(c.hidden * payload.itemsize), senders, blocks - senders, t.combine_threads,
             **self._fewer(blocks, "combine"),
         )  # fmt: skip
-        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, _COMBINE, base.world, **self._forms("combine"))
-
-    def _new_refusal(self, kernel: str) -> Launch:
-        c, base, at = self._c, self._base, self._at
-        dispatch, senders = kernel == "dispatch", self._senders_of(kernel)
-        shape = c.ranks, self._chunks, senders, base.blocks, base.threads
-        refuse = refuse_throughput(*shape, at.nodes, at.slots, dispatch)
-        fixed = self._fixed[kernel]
-        onward = {"onward": fixed["came" if dispatch else "summed"]}
-        return Launch(refuse, fixed | onward, ("code",), base.world)
+        return Launch(kernel, self._fixed["combine"], _COMBINE, base.world, **self._forms("combine"))
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

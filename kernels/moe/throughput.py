@@ -10,7 +10,6 @@ from tilescale_net.kernels.moe import throughput_buffers
 from tilescale_net.kernels.moe.combine import combine_throughput, sum_combined
 from tilescale_net.kernels.moe.config import FP8, Config, as_words
 from tilescale_net.kernels.moe.dispatch import dispatch_throughput
-from tilescale_net.kernels.moe.empty_calls import refuse_throughput
 from tilescale_net.kernels.moe.handle import Choices, DispatchedByPlan, Handle, Pending, RoutingPlan
 from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.layout import NO_FAULT, CountsLayout, PlanOffsets, output_tag, record_words
@@ -28,7 +27,7 @@ _PLAN = ("send_token", "send_row", "token_slot", "records", "totals", "row_index
 _ROUTING = ("topk_idx", "topk_weights", "tokens", "fault", "fault_value", *_PLAN)
 DISPATCH = ("x", "x_scales", "out", "out_scales", "tag", "send_token", "send_row", "records", "totals")
 COMBINE = (
-    "y", "row_weight", "row_values", "bias_0", "bias_1", "out", "out_values", "tokens", "token_slot", "records", "totals"
+    "y", "row_weight", "row_values", "bias_0", "bias_1", "out", "out_values", "tag", "tokens", "token_slot", "records", "totals"
 )  # fmt: skip
 _AWAITED = ("finished", "product_calls", "growth")  # what comes behind where rows are awaited
 SUMS = ("y", "row_weight", "bias_0", "bias_1", "out", "tokens", "token_slot", "records", "totals")
@@ -116,8 +115,6 @@ class ThroughputMode(Mode):
             *(partial(self._combine_of, base.blocks, weighted) for weighted in (() if by_rank else ("", "rows"))),
             *([partial(self._combine_of, base.blocks, "choices", tiles=self.tiles.count)] if self.tiles else []),
             *([partial(self._sums_of, "choices", 0)] if self.tiles else []),
-            partial(self._refusal, "dispatch"),
-            partial(self._refusal, "combine"),
         ]
 
     def _fewer(self, blocks: int, kernel: str = "") -> dict[str, int]:
@@ -180,7 +177,7 @@ class ThroughputMode(Mode):
             **self._fewer(blocks, "combine"), **self._in_tiles(tiles),
         )  # fmt: skip
         given = (*COMBINE, *(_AWAITED if tiles else ()))
-        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, given, base.world, **self._forms("combine"))
+        return Launch(kernel, self._fixed["combine"], given, base.world, **self._forms("combine"))
 
     def _sums_of(self, weighted: str, biases: int) -> Callable[..., None]:
         return self._launch(self._new_sums, weighted, biases)
@@ -205,14 +202,6 @@ class ThroughputMode(Mode):
             "stand_ins": {"x": self._no_words, "x_scales": self._no_scales, "out_scales": self._no_scales},
         }
 
-    def _refusal(self, kernel: str) -> Callable[..., None]:
-        return self._launch(self._new_refusal, kernel)
-
-    def _new_refusal(self, kernel: str) -> Launch:
-        c, base = self._c, self._base
-        refuse = refuse_throughput(c.ranks, self._chunks, self._senders_of(kernel), base.blocks, base.threads)
-        return Launch(refuse, self._fixed[kernel], ("code",), base.world)
-
     def _proxied_chunk(self, row_bytes: int) -> int:
         """Rows of a message to another node: large enough for a fabric to reach its rate, small enough to overlap."""
         t = self._tuning
@@ -227,27 +216,31 @@ class ThroughputMode(Mode):
         """Rows and scales that dispatch fills when the caller brings none."""
         return self._output if self.symmetric_output else self.new_output()
 
-    def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int) -> Pending:
+    def dispatch(
+        self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int, fault: ArgumentError | None = None
+    ) -> Pending:  # fmt: skip
         if self.tiles:
             self.tiles.next_call()
         if phase is Phase.WHOLE:
-            return self._dispatch(x, scales, choices, out, blocks)
+            return self._dispatch(x, scales, choices, out, blocks, fault)
         tensors = [x, scales, *(() if isinstance(choices, Handle) else (choices.topk_idx, choices.topk_weights))]
         with self._stream.on_side([t for t in tensors if t is not None]) as event:
             pending = self._dispatch(x, scales, choices, out, blocks)
         pending.rest = event
         return pending
 
-    def _dispatch(self, x, scales, choices, out, blocks: int) -> Pending:
+    def _dispatch(self, x, scales, choices, out, blocks: int, fault: ArgumentError | None = None) -> Pending:
         c = self._c
         if isinstance(choices, Handle):
             plan, handle = choices.plan, choices
         else:
+            found = (fault.code, fault.value) if fault else (NO_FAULT, 0)
             plan = self._plan_routing(
-                choices.topk_idx, choices.topk_weights, x.shape[0], blocks, cleared=choices.cleared
+                choices.topk_idx, choices.topk_weights, x.shape[0], blocks, *found, choices.cleared
             )
             handle = Handle(self._signature, plan, self._base.membership, choices.dropped)
         tag = self._own_tag if out is None or not self.symmetric_output else output_tag(self._base.place(out[0]))
+        tag = fault.code if fault else tag
         rows, row_scales = self._default_output() if out is None else out
         copied = self._in_place and not self.symmetric_output
         landing = self._landing if copied or rows is self._output[0] else (rows, row_scales)
@@ -279,26 +272,6 @@ class ThroughputMode(Mode):
         self._stream.wait(pending.rest)
         if pending.sums and self._base.device.type != "cuda":
             pending.sums()
-
-    def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
-        if self.tiles and not reuses_plan:
-            self.tiles.next_call()  # a dispatch of no rows
-        if phase is Phase.SEND:
-            with self._stream.on_side(()) as event:
-                self._refuse_dispatch(error, reuses_plan)
-            self._stream.wait(event)
-        else:
-            self._refuse_dispatch(error, reuses_plan)
-
-    def _refuse_dispatch(self, error: ArgumentError, reuses_plan: bool) -> None:
-        if reuses_plan:
-            self._stream.launch(self._refusal("dispatch"), error.code)
-        else:
-            none = torch.zeros((1, self._c.top_k), dtype=torch.int64, device=self._base.device)
-            blocks = self._base.blocks
-            empty = self._plan_routing(none, none.float(), 0, blocks, error.code, error.value)
-            landing = self._landing if self._in_place else self.new_output()
-            self._move_rows(None, None, empty, landing, error.code, blocks)
 
     def _new_plans(self) -> Plans:
         return Plans(RoutingPlan, self._plan_shapes(), self._base.device, self._stream.key)
@@ -351,28 +324,22 @@ class ThroughputMode(Mode):
     # -- combine ----------------------------------------------------------------------------------------------------
 
     def combine(
-        self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=(), tiles: Tiles | None = None
+        self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=(), tiles: Tiles | None = None,
+        code: int = NO_FAULT,
     ) -> Pending:  # fmt: skip
         pending = Pending("combine", handle, out, tiles=tiles)
         if phase is Phase.WHOLE:
-            self._combine(y, handle.plan, out, weights, values, bias, blocks)
+            self._combine(y, handle.plan, out, weights, values, bias, blocks, code=code)
             return pending
         tensors = [y, *bias, *([weights] if isinstance(weights, torch.Tensor) else [])]  # what the caller may drop
         with self._stream.on_side(tensors) as pending.rest:
             pending.sums = self._combine(y, handle.plan, out, weights, values, bias, blocks, tiles)
         return pending
 
-    def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
-        if phase is Phase.SEND:
-            with self._stream.on_side(()) as event:
-                self.refuse_combine(error, Phase.WHOLE, weights_given)
-            self._stream.wait(event)
-        else:
-            self._stream.launch(self._refusal("combine"), error.code)
-
     def _combine(
-        self, y, plan: RoutingPlan, out, weights, values, bias, blocks: int, tiles: Tiles | None = None
-    ) -> Callable[[], None] | None:
+        self, y, plan: RoutingPlan, out, weights, values, bias, blocks: int, tiles: Tiles | None = None,
+        code: int = NO_FAULT,
+    ) -> Callable[[], None] | None:  # fmt: skip
         """Launch what sends and sums; what sums is given back where rows have tiles."""
         by_row = isinstance(weights, torch.Tensor)
         weighted = "rows" if by_row else "choices" if weights and self._c.layout == "expert" else ""
@@ -385,7 +352,7 @@ class ThroughputMode(Mode):
             row_values = (row_values if row_values.numel() else self._no_values).view(-1)
         self._stream.launch(
             self._combine_of(blocks, weighted, valued, len(bias), tiles.count if tiles else 0), y, row_weight, row_values,
-            *biases, out, out_values, plan.tokens, *self._summed_by(plan),
+            *biases, out, out_values, code, plan.tokens, *self._summed_by(plan),
             *((tiles.words, tiles.calls, tiles.growth) if tiles else ()),
         )  # fmt: skip
         if not tiles:

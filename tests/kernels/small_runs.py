@@ -172,12 +172,12 @@ def moe_arena(seed):
     _of("moe/arena")._by_turns(seed, 4, False)
 
 
-def moe_refused(seed):
-    _of("moe/rounds").refused(seed, MOE, dict(layout="rank", tuning=_tuning()))
+def moe_rejected(seed):
+    _of("moe/rounds").rejected(seed, MOE, dict(layout="rank", tuning=_tuning()))
 
 
-def moe_latency_refused(seed):
-    _of("moe/rounds").refused(seed, MOE, dict(mode="latency", tuning=_tuning()))
+def moe_latency_rejected(seed):
+    _of("moe/rounds").rejected(seed, MOE, dict(mode="latency", tuning=_tuning()))
 
 
 EXCHANGE = ("exchange", "announcement")
@@ -219,11 +219,8 @@ RUNS = {
     "MoE latency, quantised": (("moe/latency_combine",), moe_latency_quantised),
     "MoE latency, weights at combine": (("moe/latency_combine",), moe_latency_weights),
     "MoE in an arena": (("moe/arena",), moe_arena),
-    "MoE by rank, refused": (("moe/empty_calls", "moe/routing"), moe_refused),
-    "MoE latency, refused": (
-        ("moe/handshake", "moe/empty_calls", "moe/latency_combine"),
-        moe_latency_refused,
-    ),
+    "MoE by rank, rejected": (("moe/routing",), moe_rejected),
+    "MoE latency, rejected": (("moe/handshake", "moe/latency_combine"), moe_latency_rejected),
 }
 
 

@@ -76,9 +76,9 @@ def test_nothing_is_accused_under_a_seed(first):
 
 
 @pytest.mark.nightly
-def test_rows_for_a_rank_that_refuses_are_read_before_they_are_written_again():
+def test_rows_for_a_rank_that_rejects_a_call_are_read_before_they_are_written_again():
     env = {"TSN_SIM_RACES": "1", "VIRTUAL_NODES": "2", "TSN_CHAOS": chaos_of(0)}
-    ranks.run(4, run, ("MoE latency, refused",), [0], env=env, timeout=200)
+    ranks.run(4, run, ("MoE latency, rejected",), [0], env=env, timeout=200)
 
 
 @pytest.mark.nightly

@@ -50,17 +50,6 @@ KERNELS = {
     ],
     "latency_combine.combine_latency": [dict(RETURN)],
     "latency_combine.exchange_weights": [dict(ranks=4, top_k=8, max_tokens=128, threads=256)],
-    "empty_calls.refuse_throughput": [
-        dict(ranks=4, chunks=1024, senders=14, blocks=24, threads=512),
-        *(
-            dict(ranks=32, chunks=1024, senders=14, blocks=24, threads=512, nodes=4, slots=3, dispatch=d)
-            for d in (1, 0)
-        ),
-    ],
-    "empty_calls.refuse_latency": [
-        dict(ranks=4, max_tokens=128, parts=2, blocks=132, threads=256),
-        dict(ranks=32, max_tokens=128, parts=1, blocks=132, threads=256, nodes=4, slots=3),
-    ],
 }
 # Those of a mode with a file of tests of its own stand there.
 KERNELS |= {name: variants for name, (_, variants) in declared(tests.kernels.moe, "SM_90").items()}
@@ -137,7 +126,7 @@ def check(code: Code, name: str, arguments: dict) -> None:
     spilled = [i for i in instructions if i.startswith(("LDL", "STL"))]
     most = 56 if "tiles" in arguments else 40  # waits and signals take local memory in any number of registers
     assert len(spilled) < most, f"{len(spilled)} accesses to spilled registers"
-    if module not in ("empty_calls", "arena") and name != "latency_combine.exchange_weights":  # which move no rows
+    if module != "arena" and name != "latency_combine.exchange_weights":  # which move no rows
         assert [i for i in instructions if i.startswith("ST") and ".128" in i] or module == "routing", "16-byte stores"
         assert [i for i in instructions if i.startswith("LD") and ".128" in i], "16-byte loads"
     assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"

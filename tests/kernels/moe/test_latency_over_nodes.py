@@ -17,7 +17,7 @@ from tests.kernels.moe.test_once_per_node import (
     rows_that_cross,
     without_a_gateway,
 )
-from tests.kernels.moe.test_rounds import refused, rounds, weights_at_combine
+from tests.kernels.moe.test_rounds import rejected, rounds, weights_at_combine
 from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
@@ -94,9 +94,9 @@ def test_bytes_on_the_network():
 
 
 def _more(seed: int) -> None:
-    """Weights at combine, bias, calls that one rank refuses; bits do not change from call to call."""
+    """Weights at combine, bias, calls that one rank rejects; bits do not change from call to call."""
     weights_at_combine(seed, SHAPE, LATENCY, dict(), ("random", "masked"))
-    refused(seed, SHAPE, LATENCY)
+    rejected(seed, SHAPE, LATENCY)
     op, device = AllToAll(**SHAPE, **LATENCY), tsn.device()
     mine = make_inputs((seed, tsn.rank()), op.config, 5 + tsn.rank(), "random")
     received = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
@@ -110,7 +110,7 @@ def _more(seed: int) -> None:
 
 
 @pytest.mark.sample(0)
-def test_weights_refusals_and_bits():
+def test_weights_rejected_calls_and_bits():
     ranks.run(4, _more, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
 
 

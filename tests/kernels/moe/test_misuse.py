@@ -89,7 +89,7 @@ def _wrong_calls(mode: str) -> None:
         found, wanted = (op.combine(r.x.clone(), r.handle).clone() for r in rounds)
         assert torch.equal(found, wanted), dtype
 
-    _one_rank_combines_wrongly(op, other, x, idx, weights)
+    _one_rank_combines_wrongly(op, x, idx, weights)
     pending = op.dispatch_send(x, idx, weights)
     with raises(ValueError, "dispatch", "not been received"):
         op.dispatch_send(x, idx, weights)
@@ -113,18 +113,15 @@ def _wrong_calls(mode: str) -> None:
         op.dispatch(x, idx, weights)
 
 
-def _one_rank_combines_wrongly(op, other, x, idx, weights) -> None:
+def _one_rank_combines_wrongly(op, x, idx, weights) -> None:
     """Calls that nothing announces: rank 1's mistake ends rank 0's call too, whole or in halves."""
     device, mode = tsn.device(), op.config.mode
-    foreign = other.dispatch(x, idx[:, : other.config.top_k].contiguous()).handle
     wrong_out = torch.empty((2, 32), dtype=torch.bfloat16, device=device)
 
     mistakes = [
         ("y", TypeError, lambda r: op.combine(r.x.float(), r.handle)),
         ("y", TypeError, lambda r: op.combine(fake(r.x), r.handle)),
         ("out", ValueError, lambda r: op.combine(r.x, r.handle, out=wrong_out)),
-        ("handle", TypeError, lambda r: op.combine(r.x, None)),
-        ("handle", ValueError, lambda r: op.combine(r.x, foreign)),
         ("y", ValueError, lambda r: op.combine_send(r.x[:1], r.handle)),
         ("bias", TypeError, lambda r: op.combine(r.x, r.handle, bias=None)),
         ("weight", TypeError, lambda r: op.combine(r.x, r.handle, weighted=weights)),
@@ -136,7 +133,6 @@ def _one_rank_combines_wrongly(op, other, x, idx, weights) -> None:
             ("values", TypeError, lambda r: op.combine_values(r.x, None, r.handle)),
             ("x", ValueError, lambda r: op.dispatch(x[:2], handle=r.handle)),
             ("out", tsn.HeapError, lambda r: op.dispatch(x, handle=r.handle, out=elsewhere)),
-            ("handle", ValueError, lambda r: op.dispatch(x, handle=foreign)),
         ]
     for turn, (argument, kind, call) in enumerate(mistakes):
         received = op.dispatch(x, idx, weights)
@@ -145,7 +141,7 @@ def _one_rank_combines_wrongly(op, other, x, idx, weights) -> None:
                 call(received)
         else:
             with raises(ValueError, "rank 1 was called with a wrong", argument):
-                if turn == 4:
+                if turn == 2:
                     op.combine_recv(op.combine_send(received.x, received.handle))
                 elif turn < first_of_throughput:
                     op.combine(received.x, received.handle)
@@ -164,8 +160,30 @@ def test_wrong_calls(mode):
     ranks.run(2, _wrong_calls, mode, timeout=240)
 
 
+def _wrong_handle(mode: str, call: str) -> None:
+    """Rank 1 cannot take part in a call whose handle it does not have; it alone knows why, and the other learns of it."""
+    op = AllToAll(**SHAPE, mode=mode)
+    x, idx, weights = _arguments(tsn.device())
+    received = op.dispatch(x, idx, weights)
+    if tsn.rank() == 1:
+        with raises(TypeError, "rank 1", "handle"):
+            op.combine(received.x, {}) if call == "combine" else op.dispatch(x, handle={})
+        tsn.barrier()
+    else:
+        op.combine(received.x, received.handle) if call == "combine" else op.dispatch(x, handle=received.handle)
+        op.check()
+
+
+@pytest.mark.parametrize("mode, call", [("throughput", "combine"), ("throughput", "dispatch"), ("latency", "combine")])
+@pytest.mark.sample(1)
+def test_a_wrong_handle_of_one_rank(mode, call):
+    for outcome in ranks.launch(2, _wrong_handle, mode, call, timeout=120):
+        assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
+        assert "rejected: its handle is invalid" in outcome.error[1], outcome
+
+
 def _no_room() -> None:
-    """A dispatch that does not fit on one rank is refused on all, and only it."""
+    """A dispatch that does not fit on one rank is rejected on all, and only it."""
     op = AllToAll(**SHAPE, capacity=12)
     x, idx, weights = _arguments(tsn.device())
     crowd = torch.tensor([[2, 3]] * 4, device=tsn.device())

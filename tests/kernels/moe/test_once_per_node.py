@@ -139,7 +139,7 @@ def test_bytes_on_the_network():
 
 
 def _values(seed: int, layout: str) -> None:
-    """Numbers of rows come back to their choices, bias is added; a refused call ends everywhere."""
+    """Numbers of rows come back to their choices, bias is added; a rejected call ends everywhere."""
     device, rank = tsn.device(), tsn.rank()
     pace = random.Random(seed + rank)
     op = AllToAll(**SHAPE, layout=layout, **({} if layout == "rank" else {"alignment": 2}))
@@ -167,12 +167,12 @@ def _values(seed: int, layout: str) -> None:
         with raises((TypeError, ValueError), "rank 1"):
             (wrong if rank == 1 else right)[call]()
             op.check()
-        run_round(op, everyone, pace, f"seed {seed}, after a refusal")
+        run_round(op, everyone, pace, f"seed {seed}, after a rejected call")
     op.free()
 
 
 @pytest.mark.parametrize("layout", ["expert", pytest.param("rank", marks=pytest.mark.nightly)])
-def test_values_and_refusals(layout):
+def test_values_and_rejected_calls(layout):
     ranks.run(4, _values, random.randrange(1 << 20), layout, env=TWO_NODES, timeout=280)
 
 

@@ -106,15 +106,15 @@ def weights_at_combine(seed: int, shape: dict, options: dict, how: dict, kinds=(
     op.free()
 
 
-def _refuse(op, call, wrong: bool, refuser: int, pace) -> None:
+def _reject(op, call, wrong: bool, rank: int, pace) -> None:
     unsettle(pace)
-    with pytest.raises(TypeError if wrong else ValueError, match=f"rank {refuser}"):
+    with pytest.raises(TypeError if wrong else ValueError, match=f"rank {rank}"):
         call(call.__defaults__[0].float()) if wrong else call()
         op.check()
 
 
-def refused(seed: int, shape: dict, options: dict) -> None:
-    """Calls that one rank's host refuses, each rank in turn: the others' end with them, and those that follow are right."""
+def rejected(seed: int, shape: dict, options: dict) -> None:
+    """Calls that one rank's host rejects, each rank in turn: the others' end with them, and those that follow are right."""
     op, rank, pace = AllToAll(**shape, **options), tsn.rank(), random.Random(f"{seed} {tsn.rank()}")
     for number in range(3):
         everyone = [
@@ -124,18 +124,18 @@ def refused(seed: int, shape: dict, options: dict) -> None:
             t.to(tsn.device()) for t in (everyone[rank].x, everyone[rank].topk_idx, everyone[rank].weights)
         )
         wrong = rank == number % tsn.size()
-        what = f"seed {seed}, after the refusals of rank {number % tsn.size()}"
+        what = f"seed {seed}, after the rejected calls of rank {number % tsn.size()}"
         received = op.dispatch(x, idx, weights)
         calls = [lambda x=x: op.dispatch(x, idx, weights)]
         if op.config.mode == "throughput":
             calls.append(lambda x=x, handle=received.handle: op.dispatch(x, handle=handle))
         for call in calls:
-            _refuse(op, call, wrong, number % tsn.size(), pace)
+            _reject(op, call, wrong, number % tsn.size(), pace)
         # No dispatch comes between these, which would wait for all ranks.
         received = op.dispatch(x, idx, weights)
         wanted = op.combine(received.x, received.handle).cpu()
         for _ in range(2):
-            _refuse(op, lambda x=received.x: op.combine(x, received.handle), wrong, number % tsn.size(), pace)
+            _reject(op, lambda x=received.x: op.combine(x, received.handle), wrong, number % tsn.size(), pace)
         assert_same(op.combine(received.x, received.handle).cpu(), wanted, what)
         run_round(op, everyone, pace, what)
     op.free()
