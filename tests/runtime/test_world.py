@@ -12,7 +12,8 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.runtime import settings, world, worlds
+from tilescale_net.compiler import toolchain
+from tilescale_net.runtime import settings, worlds
 
 
 def _allocate_and_read_peers():
@@ -358,7 +359,8 @@ def test_init_after_finalize():
 
 def _of_another_version():
     if os.environ["RANK"] == "1":
-        world.version_text = lambda: "tilescale_net 0.0, device code abc"
+        tsn.__version__ = "0.0"
+        toolchain.sources_hash = lambda: "abc"
     tsn.init("8M")
 
 
