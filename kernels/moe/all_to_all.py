@@ -195,7 +195,7 @@ class AllToAll(Participant):
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._machine_check("free")
-        if self._world.control.left:
+        if self._world.control.excluded:
             self._owned, self._own_world = [], None  # the other ranks do not free with a rank that is left out
         else:
             for product in self.products.values():

@@ -81,7 +81,7 @@ class Participant(Collective):
 
     def _name_members(self, mask: tuple[bool, ...]) -> None:
         """From now on these ranks take part."""
-        self.mask, self._members, self._era = mask, self._world.control.members, self._world.control.era
+        self.mask, self._members, self._era = mask, self._world.control.members, self._world.control.generation
         self.membership = (self._era, mask)
         # Operators take tensors, numbers and text.
         self.key = f"{self.identity} {self._era} {''.join('01'[m] for m in mask)}"
@@ -111,7 +111,7 @@ class Participant(Collective):
         """
         self._machine_check("set_active")
         control = self._world.control
-        void = self._era != control.era  # what was under way when ranks were lost
+        void = self._era != control.generation  # what was under way when ranks were lost
         if void:
             self._forget_own_refusal()
         self._begin("set_active")
@@ -126,7 +126,7 @@ class Participant(Collective):
             control.leave()
             return
         self._world.synchronize()
-        control.keep([r for r in range(self.n_pes) if active[r]], "AllToAll.set_active")
+        control.shrink_to([r for r in range(self.n_pes) if active[r]], "AllToAll.set_active")
         if void:
             self._reset()
         self._machine.outdated = False
@@ -211,7 +211,7 @@ class Participant(Collective):
         if machine.freed:
             self._world.check()
         machine.outdated = self.outdated
-        machine.left_out = self._world.control.left
+        machine.left_out = self._world.control.excluded
         machine.check(call)
 
     def _begin(self, call: str = "", after: torch.Event | None = None) -> None:
@@ -224,7 +224,13 @@ class Participant(Collective):
             raise TypeError(f"AllToAll.{call}: after must be an event of torch, not {type(after).__name__}")
         world, machine = self._world, self._machine
         control = world.control
-        if machine.pending or not self._owned or world.closed or control.left or self._members is not control.members:
+        if (
+            machine.pending
+            or not self._owned
+            or world.closed
+            or control.excluded
+            or self._members is not control.members
+        ):
             self._machine_check(call)
         world.check()
         if self.status.written:

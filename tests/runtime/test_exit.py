@@ -53,7 +53,7 @@ from tilescale_net.runtime import worlds
 class World:
     failure = None
     announce = give_up = lambda self, why: print(why)
-    close = lambda self, spoken: print(spoken)
+    close = lambda self, described_as: print(described_as)
 
 worlds.watch_process_end(lambda: [], lambda: [World()], lambda: None)
 """

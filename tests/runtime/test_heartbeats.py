@@ -221,7 +221,7 @@ def test_requests_of_a_large_job_whose_calls_wait(size):
     for rank in members:
         logs.append(
             control.CallLog(
-                SimpleNamespace(rank=rank, members=members, era=0, store=posts, calls=1, last_call="called it")
+                SimpleNamespace(rank=rank, members=members, generation=0, store=posts, calls=1, last_call="called it")
             )
         )
         logs[-1].track("AllGather").note("x of shape {}", 3 if rank == 1 else 4)
@@ -261,7 +261,8 @@ def _logs(calls: str) -> list:
     """Of two ranks that have made calls, a letter each: "0A" is one of rank 0 of object A, "1-" one of the host of rank 1."""
     posts = Posts(SignedStore(dist.HashStore(), "job", b"secret"))
     controls = [
-        SimpleNamespace(rank=r, members=[0, 1], era=0, store=posts, calls=5, last_call="called b()") for r in (0, 1)
+        SimpleNamespace(rank=r, members=[0, 1], generation=0, store=posts, calls=5, last_call="called b()")
+        for r in (0, 1)
     ]
     logs = [control.CallLog(one) for one in controls]
     tracks = [{name: log.track(name) for name in "AB"} for log in logs]

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost
-from tilescale_net.runtime.bootstrap import Arrival, Attendance
+from tilescale_net.runtime.bootstrap import ArrivalTracker, ConnectTracker
 from tilescale_net.runtime.job_store import SignedStore
 
 
@@ -42,14 +42,14 @@ def test_rank_0_stays_until_a_slow_rank_knows_who_is_lost():
 
     def rank_0():
         with pytest.raises(PeerLost, match="Missing: rank 1"):
-            Attendance(store, 0, 3, 5.0).run_together(lambda: _cannot_connect(0))
+            ConnectTracker(store, 0, 3, 5.0).run_collectively(lambda: _cannot_connect(0))
         store.ended.set()
 
     first = threading.Thread(target=rank_0)
     first.start()
     try:
         with pytest.raises(PeerLost, match="Missing: rank 1 "):
-            Attendance(store, 2, 3, 5.0).run_together(lambda: _cannot_connect(2.5))
+            ConnectTracker(store, 2, 3, 5.0).run_collectively(lambda: _cannot_connect(2.5))
     finally:
         first.join()
 
@@ -62,7 +62,7 @@ def _come(keys, size, ranks, timeout=20.0):
         store = Store()
         store.keys = keys
         try:
-            found, words = Arrival(store, rank, size, timeout).meet(f"rank {rank} of {size}", "did not come")
+            found, words = ArrivalTracker(store, rank, size, timeout).meet(f"rank {rank} of {size}", "did not come")
             said[rank] = found.name, words
         except PeerLost as err:
             said[rank] = str(err)

@@ -41,7 +41,7 @@ class SlowStore:
 class Control:
     """As much of a control plane as a watchdog needs."""
 
-    rank, size, era, lost, failed_key = 0, 2, 0, set(), "failed"
+    rank, size, generation, lost, failed_key = 0, 2, 0, set(), "failed"
 
     def __init__(self, store: SlowStore):
         self.store, self.said = store, []

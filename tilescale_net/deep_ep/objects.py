@@ -68,7 +68,7 @@ class Objects:
         self.world, self.masks, self.order = world, Masks(world, shrinks), StreamOrder(world.device)
         self.max_tokens = self.top_k = 0
         self._made: dict[tuple, AllToAll] = {}
-        self._era = world.control.era
+        self._era = world.control.generation
         self._worlds = [world]  # each with a heap; all but the first were made here
         self._stream: torch.cuda.Stream | None = None
 
@@ -131,7 +131,7 @@ class Objects:
 
     def _object(self, sizes: tuple, options: dict, number: int = 0) -> AllToAll:
         key = (*sizes, *options.items(), number)
-        if self._era != self.world.control.era:
+        if self._era != self.world.control.generation:
             self._keep_common()
         if key not in self._made:
             self._made[key] = self._make(sizes, options)
@@ -145,7 +145,7 @@ class Objects:
         said = self.world.control.gather("deep_ep.Buffer: objects", json.dumps(list(names)))
         common = set(names).intersection(*(json.loads(text) for text in said))
         self._made = {names[name]: self._made[names[name]] for name in names if name in common}
-        self._era = self.world.control.era
+        self._era = self.world.control.generation
 
     def _make(self, sizes: tuple, options: dict) -> AllToAll:
         """In the first heap that has room, or in a new one. All ranks find the same."""

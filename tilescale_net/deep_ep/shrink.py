@@ -111,7 +111,7 @@ class Masks:
     def _leave_out(self) -> None:
         if self._asked:
             kept = [r for r in self.members if r not in self._asked]
-            self._world.control.keep(kept, "low_latency_update_mask_buffer")
+            self._world.control.shrink_to(kept, "low_latency_update_mask_buffer")
             self._asked.clear()
 
     def _go_on(self) -> None:

@@ -72,7 +72,7 @@ class RankWorld(World):
         bytes_of_context: torch.Tensor = self._context_bytes
         return [(self.page.address, context.ABORT_PAGE_BYTES), (bytes_of_context.data_ptr(), bytes_of_context.numel())]
 
-    def close(self, spoken: str | None = None) -> None:
+    def close(self, described_as: str | None = None) -> None:
         self._closed = True
         self.page.close()
         self.memory.close()

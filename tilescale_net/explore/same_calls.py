@@ -13,11 +13,11 @@ class SameCalls:
 
     def __init__(self, rank: int, size: int, made: list[tuple[str, object]]):
         self.rank, self.size, self.job_ranks = rank, size, list(range(size))
-        self.members, self.left, self.era, self.lost = list(range(size)), False, 0, set[int]()
-        self.on_meeting, self.on_met = (lambda: None), (lambda: None)
+        self.members, self.excluded, self.generation, self.lost = list(range(size)), False, 0, set[int]()
+        self.on_collective_begin, self.on_collective_done = (lambda: None), (lambda: None)
         self._made, self._at = made, 0
 
-    def agree(self, call: str, arguments: str = "", spoken: str | None = None) -> None:
+    def agree(self, call: str, arguments: str = "", described_as: str | None = None) -> None:
         self._compare(call, arguments)
 
     def gather(self, what: str, value: object) -> list:

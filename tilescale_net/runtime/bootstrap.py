@@ -63,7 +63,7 @@ class _Ranks:
                 time.sleep(0.05)
 
 
-class Arrival(_Ranks):
+class ArrivalTracker(_Ranks):
     """How the processes of a meeting find each other, in a store where earlier ones may have come."""
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
@@ -153,7 +153,7 @@ def _name(proposal: str) -> str:
     return hashlib.sha256(proposal.encode()).hexdigest()[:16]
 
 
-class Attendance(_Ranks):
+class ConnectTracker(_Ranks):
     """The processes of one meeting: nobody else has spoken in this store."""
 
     def find_ways(self, words: list[str], host: str) -> str:
@@ -207,7 +207,7 @@ class Attendance(_Ranks):
         except OSError as err:
             raise RuntimeError(f"rank {other} is not reached at {address} ({err.strerror or 'no answer'})") from err
 
-    def run_together(self, run: Callable[[], Any]):
+    def run_collectively(self, run: Callable[[], Any]):
         """The result of a step that all ranks take together; when it fails, name ranks that do not even report it."""
         try:
             result = run_with_timeout(self._timeout + SLACK, run)
@@ -314,7 +314,7 @@ _RESOLVING = 5.0  # seconds that a name server may take to come up
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Ranks that have met.
 
     Attributes:
@@ -332,7 +332,7 @@ class Meeting:
     address: str
 
 
-def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.StoreGroup | None = None) -> Meeting:
+def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.StoreGroup | None = None) -> Rendezvous:
     """Meet the other ranks of a group, without the help of ranks outside it.
 
     The default process group is made (gloo) from the variables of launch.sh, torchrun, srun or mpirun, unless there is
@@ -356,23 +356,23 @@ def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.Store
     size = len(ranks)
     host = _host_of(kept)
     base = JobStore(kept, prefix, rank, silence, kept_by, secret)
-    store, ways = Arrival(base, rank, size, timeout).meet(
+    store, ways = ArrivalTracker(base, rank, size, timeout).meet(
         this_host.advertised_address(host), "has not called tilescale_net.init"
     )
     try:
-        attendance = Attendance(store, rank, size, timeout)
+        attendance = ConnectTracker(store, rank, size, timeout)
         address = attendance.find_ways(ways, host)
         if kept_by is None and not isinstance(group, groups.StoreGroup) and store_ends_with_rank_0():
-            own = attendance.run_together(lambda: open_group_store(store, address, rank, size, timeout, silence))
+            own = attendance.run_collectively(lambda: open_group_store(store, address, rank, size, timeout, silence))
             store.close()
             store = own
-            attendance = Attendance(store, rank, size, timeout)
+            attendance = ConnectTracker(store, rank, size, timeout)
         raw = dist.PrefixStore("gloo", store.raw)
-        connected = attendance.run_together(lambda: connect_gloo(raw, address, rank, size, timeout))
+        connected = attendance.run_collectively(lambda: connect_gloo(raw, address, rank, size, timeout))
     except BaseException:
         store.close()
         raise
-    return Meeting(ranks, rank, store, connected, address)
+    return Rendezvous(ranks, rank, store, connected, address)
 
 
 def _place(group, timeout: float, silence: float) -> tuple[dist.Store, int | None, str, int]:
@@ -428,12 +428,12 @@ def _make_default(timeout: float, silence: float) -> None:
         rank, size, host = place.rank, place.size, _host_of(store)
         kept_by, secret = None if has_agent() else 0, placement.job_identity().secret
         base = JobStore(store, f"{_prefix()}/default", rank, silence, kept_by, secret)
-        asked, ways = Arrival(base, rank, size, timeout).meet(this_host.advertised_address(host), "did not come")
+        asked, ways = ArrivalTracker(base, rank, size, timeout).meet(this_host.advertised_address(host), "did not come")
         try:
-            attendance = Attendance(asked, rank, size, timeout)
+            attendance = ConnectTracker(asked, rank, size, timeout)
             this_host.choose_interface(attendance.find_ways(ways, host))
             mine = dist.PrefixStore("group", asked.raw)
-            attendance.run_together(
+            attendance.run_collectively(
                 lambda: dist.init_process_group("gloo", store=mine, rank=rank, world_size=size, timeout=limit)
             )
         finally:

@@ -175,7 +175,7 @@ class CallLog:
         return self._control.calls + self._of_freed + sum(track.count for track in list(self._tracks.values()))
 
     def _key(self, rank: int) -> str:
-        return f"calls/{self._control.era}/{rank}"
+        return f"calls/{self._control.generation}/{rank}"
 
     def _last_calls(self) -> list:
         """[key of the object, calls so far, texts of the last of them, its name] of the objects called last, and the host."""
@@ -274,7 +274,7 @@ class Control:
 
     Attributes:
         rank, size: of this process, of the group.
-        job_ranks: the ranks of the group in the job, by their rank in the group. address: see bootstrap.Meeting.
+        job_ranks: the ranks of the group in the job, by their rank in the group. address: see bootstrap.Rendezvous.
         store: the JobStore of these ranks.
         reason_of: set by the watchdog: () -> str | None, why peers are known to be lost.
         calls, last_call: how many collective calls this rank has made, and the last one.
@@ -282,7 +282,7 @@ class Control:
         refuse: called first by every collective call; raises in a child made by fork.
         members: ranks that make collective calls; a new list whenever some are left out. left: whether this one was.
         on_loss: called with the error of a collective call that lost a rank; returns the one that ends the world.
-        on_meeting, on_met, on_parted: called when this rank comes to a collective call; when all have come; and with ranks
+        on_collective_begin, on_collective_done, on_ranks_excluded: called when this rank comes to a collective call; when all have come; and with ranks
             that take part no more, which may live.
 
     Raises:
@@ -297,47 +297,47 @@ class Control:
         self.size = len(self.job_ranks)
         self.reason_of = None
         self.on_loss: Callable[[TileScaleError], TileScaleError] = lambda error: error
-        self.on_meeting = self.on_met = self.on_mismatch = lambda: None
-        self.on_parted = lambda ranks: None
+        self.on_collective_begin = self.on_collective_done = self.on_mismatch = lambda: None
+        self.on_ranks_excluded = lambda ranks: None
         self.members: list[int] = list(range(self.size))
-        self.left = False
+        self.excluded = False
         self.refuse: Callable[[], None] = lambda: None
-        self.era, self.lost = 0, set[int]()  # how often lost ranks were given up, and which
+        self.generation, self.lost = 0, set[int]()  # how often lost ranks were given up, and which
         self._outer: list = []  # groups of earlier members
         self.calls, self.last_call = 0, ""
         self._one_call = threading.RLock()  # calls of several threads come one after the other
 
     # -- collective calls -------------------------------------------------------------------------------------------
 
-    def agree(self, call: str, arguments: str = "", spoken: str | None = None) -> None:
+    def agree(self, call: str, arguments: str = "", described_as: str | None = None) -> None:
         """Wait until every rank makes this same call with the same arguments; also a barrier.
 
         Args:
-            spoken: how the message of another rank describes this call, instead of "called call(arguments)".
+            described_as: how the message of another rank describes this call, instead of "called call(arguments)".
 
         Raises:
             RankMismatch: another rank made a different call; the message holds both.
             PeerLost: a rank did not arrive within the timeout, or died.
         """
-        if self.left:
+        if self.excluded:
             if call == "tilescale_net.finalize":
                 return
             raise TileScaleError(f"rank {self.rank}: {call}: this rank was left out of the job; it may only finalize")
         text = f"{call}({arguments})"
         with self._one_call, profiling.inside(call):
-            self._meet_in(call, text, spoken or f"called {text}")
+            self._meet_in(call, text, described_as or f"called {text}")
 
-    def _meet_in(self, call: str, text: str, spoken: str, payload: bytes = b"") -> list[bytes]:
+    def _meet_in(self, call: str, text: str, described_as: str, payload: bytes = b"") -> list[bytes]:
         """Wait until every rank makes the call that `text` stands for; what each of them sends with it.
 
         All calls begin with a message of one size: gloo ends the process where ranks send others.
         """
         digest = hashlib.sha256(text.encode()).digest()
-        said = spoken.encode()
+        said = described_as.encode()
         if len(said) > _RECORD - _HEAD:
             said = said[: _RECORD - _HEAD - 5].decode(errors="ignore").encode() + " …".encode()
         numbers = len(said).to_bytes(8, "little") + len(payload).to_bytes(8, "little")
-        self.last_call = spoken
+        self.last_call = described_as
         record = (digest + numbers + said + payload)[:_RECORD].ljust(_RECORD, b"\0")
         records = self._all_gather(call, record)
         sizes = []
@@ -425,7 +425,7 @@ class Control:
             word = json.dumps([self.calls, call])
             self.store.post(lambda s: s.set(f"call/{self.rank}", word))
         begin = time.monotonic()
-        self.on_meeting()
+        self.on_collective_begin()
         try:
             work = start()
             if not self._finished(work):
@@ -435,7 +435,7 @@ class Control:
             raise
         except (RuntimeError, ValueError, TimeoutError) as err:
             raise self.on_loss(error_of_loss(self._explain(call, err, time.monotonic() - begin))) from err
-        self.on_met()
+        self.on_collective_done()
 
     def _finished(self, work) -> bool:
         """Wait for a call of gloo; False when a rank was lost or has failed, so that the call may never finish.
@@ -456,7 +456,7 @@ class Control:
 
     # -- ranks that are left out ------------------------------------------------------------------------------------
 
-    def keep(self, members: list[int], call: str) -> None:
+    def shrink_to(self, members: list[int], call: str) -> None:
         """Make collective calls with `members` only from here on. Made by each of them, with one list.
 
         Raises:
@@ -464,7 +464,7 @@ class Control:
             PeerLost: a member did not come in time.
         """
         if members != self.members:
-            told = f"keep/{self.era}/{len(self.members)}/"
+            told = f"keep/{self.generation}/{len(self.members)}/"
             self.store.post(lambda s: s.set(f"{told}{self.rank}", json.dumps(members)))
             end = time.monotonic() + self.timeout
             for other in members:
@@ -481,10 +481,10 @@ class Control:
                     )
             begin = time.monotonic()
             try:
-                self._meet(members, f"members/{self.era}/{len(members)}")
+                self._meet(members, f"members/{self.generation}/{len(members)}")
             except (RuntimeError, ValueError) as err:
                 raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
-            self.on_parted(sorted(set(self.members) - set(members)))
+            self.on_ranks_excluded(sorted(set(self.members) - set(members)))
             self.members = list(members)
         self.agree(call, str(members))
 
@@ -499,13 +499,13 @@ class Control:
 
     def leave(self) -> None:
         """This rank was left out: its collective calls concern no other rank from here on."""
-        self.on_parted([r for r in self.members if r != self.rank])
-        self.members, self.left = [self.rank], True
+        self.on_ranks_excluded([r for r in self.members if r != self.rank])
+        self.members, self.excluded = [self.rank], True
 
     def give_up_others(self, members: list[int]) -> None:
         """Only `members` count from here on, and failures so far are over; `connect_members` must come next."""
         self.lost |= set(self.members) - set(members)
-        self.era, self.members, self.calls, self.reason_of = self.era + 1, list(members), 0, None
+        self.generation, self.members, self.calls, self.reason_of = self.generation + 1, list(members), 0, None
 
     def connect_members(self) -> None:
         """Make collective calls with the members alone from here on.
@@ -515,14 +515,14 @@ class Control:
         """
         begin = time.monotonic()
         try:
-            self._meet(self.members, f"shrink/{self.era}")
+            self._meet(self.members, f"shrink/{self.generation}")
         except (RuntimeError, ValueError) as err:
             raise PeerLost(self._explain("tilescale_net.shrink", err, time.monotonic() - begin)) from err
 
     @property
     def failed_key(self) -> str:
         """The key in the store of the first failure since ranks were given up."""
-        return job_store.failed_key(self.era)
+        return job_store.failed_key(self.generation)
 
     # -- ranks and places ---------------------------------------------------------------------------------------------
 
@@ -560,7 +560,7 @@ class Control:
 
     def _unheard(self) -> list[int]:
         """Ranks that send no sign of life when a call has failed on all of them."""
-        key = f"failing/{self.era}/{self.calls}"
+        key = f"failing/{self.generation}/{self.calls}"
         try:
             self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), _REASON)
             time.sleep(1.0)
@@ -614,7 +614,7 @@ class Control:
 
     def _let_others_read(self, seconds: float = 5.0) -> None:
         """The rank that keeps the store stays until the others have read what failed, which they report."""
-        key, end = f"read/{self.era}", time.monotonic() + seconds
+        key, end = f"read/{self.generation}", time.monotonic() + seconds
         try:
             if self.rank != self.store.kept_by:
                 self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), 1.0)

@@ -326,9 +326,9 @@ def get_text(store: SignedStore, key: str) -> str | None:
     return None if word is None else word.decode(errors="replace")
 
 
-def failed_key(era: int) -> str:
+def failed_key(generation: int) -> str:
     """Key of the first failure, as [rank, text]. Era: how often lost ranks were given up, after which others count."""
-    return f"failed in era {era}" if era else "failed"
+    return f"failed in generation {generation}" if generation else "failed"
 
 
 def run_with_timeout(seconds: float, run: Callable[[], object]):

@@ -32,7 +32,7 @@ _TAKEOVER_STEP = 0.5  # seconds that the next one leaves to the one before
 
 
 @dataclass
-class News:
+class HealthReport:
     """What a round found.
 
     Attributes:
@@ -99,9 +99,9 @@ class Heartbeats:
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
         self._late = 2 * _BEAT * self.interval  # seconds of silence that are worth a second look
 
-    def round(self, store: SignedStore) -> News:
+    def round(self, store: SignedStore) -> HealthReport:
         """Look, and send what is due. Raises what the store raises."""
-        news = News(alarms=store.count(job_store.ALARMS))
+        news = HealthReport(alarms=store.count(job_store.ALARMS))
         # One request where nothing happened: a rank that fails raises an alarm too, after it has written the reason.
         if news.alarms != self._alarms or self._rounds % _BEAT == 0:
             self._alarms = news.alarms
@@ -226,7 +226,7 @@ class Watchdog:
         self._step = ""
         # Why the job is lost, and this rank's own error, if that is why: read by other threads, so they change together.
         self._loss: tuple[str, TileScaleError | None] | None = None
-        self._news = News()
+        self._news = HealthReport()
         self._round: Future | None = None
         self._asked = 0.0  # when the round began
         self._silent: tuple[int | None, int] = (None, 0)
@@ -234,7 +234,7 @@ class Watchdog:
         self._departed: set[int] = set()
         self._stopped_since: dict[int, float] = {}
         self._lock = threading.Lock()
-        self._failed_key, self._aware = control.failed_key, f"aware/{control.era}"
+        self._failed_key, self._ack_key = control.failed_key, f"acked/{control.generation}"
         for rank, (host, process) in enumerate(zip(hosts, processes)):
             if rank == control.rank or rank in control.lost or host != hosts[control.rank]:
                 continue
@@ -289,15 +289,15 @@ class Watchdog:
                 return found
             now = time.monotonic()
             closed = self._stop.is_set() and threading.current_thread() is self._thread
-            if closed or now > begin + _EXPLAIN and not (self._in_doubt() and now < begin + 2 * self._timeout):
+            if closed or now > begin + _EXPLAIN and not (self._heartbeat_overdue() and now < begin + 2 * self._timeout):
                 return self._stopped_peer(0.0)
             if threading.current_thread() is self._thread and now >= looked + self._beats.interval:
                 looked = now
-                self._count_silence()
+                self._count_store_silence()
             self._ask()
             time.sleep(0.02)
 
-    def _in_doubt(self) -> bool:
+    def _heartbeat_overdue(self) -> bool:
         """Whether a host, or the store, is silent and may turn out to be lost."""
         with self._lock:
             owes = self._round is not None and not self._round.done()
@@ -337,21 +337,21 @@ class Watchdog:
         while (left := end - time.monotonic()) > 0:
             gone = {*self._dead(), *self._departed}
             try:
-                unaware = self._control.store.ask(lambda s, gone=gone: self._unaware(s, gone), left)
+                unacked = self._control.store.ask(lambda s, gone=gone: self._unacked(s, gone), left)
             except PeerLost:
                 return
-            if not unaware:
+            if not unacked:
                 return
             time.sleep(min(pause, left))
             pause = min(2 * pause, self._beats.interval)
 
-    def _unaware(self, store, gone: set[int]) -> bool:
+    def _unacked(self, store, gone: set[int]) -> bool:
         """Whether a rank has still to learn of a failure."""
         lost = failed_rank(job_store.get_text(store, self._failed_key))
         present = set(range(self._control.size)) - {self._control.rank, lost} - self._control.lost - gone
-        if store.check([f"{self._aware}/{r}" for r in present]):
+        if store.check([f"{self._ack_key}/{r}" for r in present]):
             return False
-        return not all(store.check([f"{self._aware}/{r}"]) or store.check([f"ended/{r}"]) for r in present)
+        return not all(store.check([f"{self._ack_key}/{r}"]) or store.check([f"ended/{r}"]) for r in present)
 
     def close(self) -> None:
         """Stop looking; there is no reason any more."""
@@ -368,12 +368,12 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stop.wait(self._beats.interval):
             self._tell_step()
-            self._count_silence()
+            self._count_store_silence()
             if self._loss is None:
                 found = self._look()
                 if found and not self._stop.is_set():
                     self._loss = found
-                    self._control.store.post(self._say_aware)
+                    self._control.store.post(self._ack_failure)
                     self._on_loss(*found)
 
     def _tell_step(self) -> None:
@@ -382,10 +382,10 @@ class Watchdog:
             self._step = step
             self._control.store.post(lambda s: s.set(f"step/{self._control.rank}", step))
 
-    def _say_aware(self, store) -> None:
+    def _ack_failure(self, store) -> None:
         rank = self._control.rank
         if rank != (self._control.store.kept_by or 0):
-            store.set(f"{self._aware}/{rank}", "1")
+            store.set(f"{self._ack_key}/{rank}", "1")
 
     def _look(self) -> tuple[str, TileScaleError | None] | None:
         """The reason of a loss and this rank's own error."""
@@ -418,19 +418,19 @@ class Watchdog:
         if self._news.failed:
             return self._news.failed
         for rank in self._dead():
-            reason = self._last_word(rank)
+            reason = self._exit_reason(rank)
             if reason:
                 return reason
         if self._news.silent:
-            return self._blame(*self._news.silent)
+            return self._report_failed(*self._news.silent)
         return self._store_is_lost()
 
-    def _blame(self, rank: int, why: str) -> str:
+    def _report_failed(self, rank: int, why: str) -> str:
         """Report why a rank is lost that cannot report it itself, so that all ranks name the same one."""
         self._control.announce_failure(why, rank, seconds=0.1, key=self._failed_key)
         return f"rank {rank} {why}"
 
-    def _last_word(self, rank: int) -> str | None:
+    def _exit_reason(self, rank: int) -> str | None:
         """Why a rank whose process has ended is lost; None when it left in good order."""
         words = self._control.store.post(
             lambda s: (s.check([f"ended/{rank}"]), job_store.get_text(s, self._failed_key))
@@ -438,7 +438,7 @@ class Watchdog:
         try:
             ended, failed = words.result(_EXPLAIN)
         except NoAnswerYet:
-            if self._silence() < _SLOW:  # on a busy machine: the next look tries again
+            if self._store_silence_s() < _SLOW:  # on a busy machine: the next look tries again
                 return None
             ended, failed = False, None
         except PeerLost:  # it kept the store
@@ -448,21 +448,21 @@ class Watchdog:
                 self._departed.add(rank)
             return None
         found = announced(failed, self._control.rank)
-        return found or self._blame(rank, "(process ended without a word) is gone")
+        return found or self._report_failed(rank, "(process ended without a word) is gone")
 
-    def _count_silence(self) -> None:
+    def _count_store_silence(self) -> None:
         answered, looks = self._silent
         now = self._control.store.answered
         self._silent = now, looks + 1 if now is not None and now == answered else 0
 
-    def _silence(self) -> float:
+    def _store_silence_s(self) -> float:
         """Seconds without an answer of the store: counted in looks, so that a process that was stopped itself does not blame it."""
         return self._silent[1] * self._beats.interval
 
     def _store_is_lost(self) -> str | None:
         if self._control.store.lost:
             return self._control.store.lost
-        seconds = self._silence()
+        seconds = self._store_silence_s()
         return (
             f"{self._control.store.keeper} does not answer (for {seconds:.0f} s)" if seconds > self._timeout else None
         )
@@ -470,7 +470,7 @@ class Watchdog:
     def _stopped_peer(self, seconds: float) -> str | None:
         for rank, since in self._news.stopped.items():
             if since >= seconds:
-                return self._blame(rank, f"is stopped (by SIGSTOP or a debugger) for {since:.0f} s or more")
+                return self._report_failed(rank, f"is stopped (by SIGSTOP or a debugger) for {since:.0f} s or more")
         return None
 
     # -- processes of this host -------------------------------------------------------------------------------------

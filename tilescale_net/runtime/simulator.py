@@ -641,8 +641,8 @@ class SimulatorMemory(SharedMemory):
         self._race_memory = share_race_memory(self, control, rank, hosts, peer_base)
         if races() and self._race_memory is not None:
             follow_host(self.base, self.limit)
-            control.on_meeting = functools.partial(_simulator.host_comes, self.base)
-            control.on_met = functools.partial(host_meets, self.base)
+            control.on_collective_begin = functools.partial(_simulator.host_comes, self.base)
+            control.on_collective_done = functools.partial(host_meets, self.base)
 
     def grow(self, size: int) -> None:
         super().grow(size)

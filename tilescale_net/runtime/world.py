@@ -239,7 +239,7 @@ def stay_out(control) -> None:
 
 
 def _shrink_key(control) -> str:
-    return f"shrink/{control.era + 1}"
+    return f"shrink/{control.generation + 1}"
 
 
 def _parse_members(said: str, members: list[int]) -> list[int]:
@@ -283,8 +283,8 @@ class HangReporter(Protocol):
     def print_failure(self, failure: Exception) -> None:
         """Print the answers to `ask_about`, on one of the ranks that query."""
 
-    def forget_failure(self, era: int) -> None:
-        """The next question is about another failure; `era`: how often failures were forgotten."""
+    def forget_failure(self, generation: int) -> None:
+        """The next question is about another failure; `generation`: how often failures were forgotten."""
 
 
 @dataclass(frozen=True)
@@ -381,7 +381,7 @@ class World:
             from tilescale_net.runtime.fabric import start
 
             self.proxy, queues, n_queues = start(self)
-            self.control.on_parted = self.proxy.excuse
+            self.control.on_ranks_excluded = self.proxy.excuse
             if self.rank == 0 and self.memory.loads_kernels_late():
                 settings.log.warning(LOADED_LATE)
         self._make_context(queues, n_queues)
@@ -552,7 +552,7 @@ class World:
     def shrink(self, step: int = 0, seconds: float | None = None) -> Survivors:
         """See `tilescale_net.shrink`."""
         self.control.refuse()
-        if self.control.left or self._closed:
+        if self.control.excluded or self._closed:
             raise TileScaleError(f"rank {self.rank}: shrink: this rank was left out of the job, or has ended its world")
         self._end_kernels()
         if self.failure is not None and not isinstance(self.failure, PeerLost | WaitTimeout | FabricError):
@@ -600,7 +600,7 @@ class World:
         self.page.clear()
         self.write_context(context.ContextHeader.aborted.offset, bytes(8))
         self.failure = None
-        self.reporter.forget_failure(self.control.era + 1)
+        self.reporter.forget_failure(self.control.generation + 1)
 
     def write_context(self, at: int, data: bytes) -> None:
         """Change what kernels take as their context; none runs."""
@@ -639,11 +639,11 @@ class World:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self, spoken: str | None = None) -> None:
+    def close(self, described_as: str | None = None) -> None:
         """Take the world down in good order: wait for the others, so that no heap vanishes under a put.
 
         Args:
-            spoken: what messages of other ranks say of this call.
+            described_as: what messages of other ranks say of this call.
 
         Raises:
             What ended the job before, or what makes this end fail; the world is down then too.
@@ -653,8 +653,8 @@ class World:
             self.check()
             if self.proxy is not None:
                 self.proxy.drain()  # endpoints close when nothing is on its way any more
-            self.control.agree("tilescale_net.finalize", spoken=spoken)
-            if self.control.left:
+            self.control.agree("tilescale_net.finalize", described_as=described_as)
+            if self.control.excluded:
                 self._watchdog.keep_store()  # the ranks that stay go on with it
             if self.recorder is not None:
                 self.recorder.finish()

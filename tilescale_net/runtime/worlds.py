@@ -77,7 +77,7 @@ def finish_world(world) -> None:
     tell.daemon = True
     tell.start()
     try:
-        world.close(spoken=f"called tilescale_net.finalize() while it handled {_words(raised)}")
+        world.close(described_as=f"called tilescale_net.finalize() while it handled {_words(raised)}")
     finally:
         tell.cancel()
 
@@ -106,7 +106,7 @@ def _end(world) -> bool:
         world.give_up(f"it ended (exit code {code})" if code else "it ended before finalize")
     else:
         try:
-            world.close(spoken="ended (exit code 0)")
+            world.close(described_as="ended (exit code 0)")
         except TileScaleError as err:
             print(f"tilescale_net: {type(err).__name__}: {err}", file=sys.stderr, flush=True)
             return False

@@ -79,10 +79,10 @@ class Reporter:
                 if self._of_failure is None:
                     self._of_failure = Report(self, once=True)
 
-    def forget_failure(self, era: int) -> None:
-        """The next question is about another failure; `era`: how often failures were forgotten."""
+    def forget_failure(self, generation: int) -> None:
+        """The next question is about another failure; `generation`: how often failures were forgotten."""
         with self._asking:
-            self._of_failure, self._said_by = None, f"reported by/{era}"
+            self._of_failure, self._said_by = None, f"reported by/{generation}"
 
     def print_failure(self, failure: Exception) -> None:
         """Print the answers to `ask_about`, on one of the ranks that query. A lost peer explains itself."""
