@@ -4,11 +4,10 @@ As in throughput mode a rank sums over its own experts first and sends one row p
 with a signal of its own and handled by one warp on either side, so that a few tokens keep the whole GPU busy. Buffers
 and signals alternate between calls as in latency_dispatch.py.
 
-Where nodes have several ranks (`combine_latency_nodes`), each token's sum crosses the network once per node. A rank puts
-its sum to the token's rank where that is of its node, else to that rank's forwarder in its node. The forwarder adds up what
-the ranks of its node have put there, in their order and in float32, rounds (or quantises) once more, and puts one row to
-the token's rank; which sums what it gets from its origins (see layout.py) in their order. Forwarders sum in the receive
-phase.
+With `nodes` each token's sum crosses the network once per node. A rank puts its sum to the token's rank where that is of its
+node, else to that rank's forwarder in its node. The forwarder adds up what the ranks of its node have put there, in their
+order and in float32, rounds (or quantises) once more, and puts one row to the token's rank; which sums what it gets from its
+origins (see layout.py) in their order. Forwarders sum in the receive phase.
 
 `exchange_weights` brings weights that the caller gives to combine to the ranks whose rows they multiply.
 """
@@ -22,8 +21,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
 from tilescale_net.kernels.moe import handshake
-from tilescale_net.kernels.moe.handshake import await_previous, sum_of, wait_timed
-from tilescale_net.kernels.moe.layout import LatencyNodePlanOffsets, NodeLayout, NodeTables
+from tilescale_net.kernels.moe.layout import LatencyNodePlanOffsets, NodeLayout, Route
 from tilescale_net.kernels.moe.row_ops import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
@@ -32,19 +30,20 @@ from tilescale_net.kernels.moe.row_ops import (
     Rows,
     SumSizes,
     Work,
-    add_dequantised,
+    add_biases,
     add_rows,
-    add_scaled,
+    add_slots,
     batch_of,
     clear,
+    int_vars,
     load_batch,
-    store_quantised,
     store_rounded,
+    store_sums,
 )
 
 
 def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
-    """Parts of a row and 16-byte pieces per part; a part is whole warps of pieces, so that no scale is shared."""
+    """Parts of a row and 16-byte vectors per part; a part is whole warps of vectors, so that no scale is shared."""
     units = hidden // width
     size = (units + wanted * 32 - 1) // (wanted * 32) * 32
     return -(-units // size), size
@@ -52,13 +51,13 @@ def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class LatencyCombineConfig(SumSizes):
-    """Compile-time sizes and choices; see combine_latency."""
+    """Compile-time sizes and choices; see combine_latency. `ranks`: ranks or origins whose rows a token's rank sums."""
 
     weighted: bool
     quantised: bool
     wanted_parts: int
     biases: int
-    send_limit: int = 14  # pieces of each row per lane that a sending warp reads at once, at most
+    send_limit: int = 14  # vectors of each row per lane that a sending warp reads at once, at most
     timed: bool = False
 
     @property
@@ -67,10 +66,10 @@ class LatencyCombineConfig(SumSizes):
 
     @property
     def size(self) -> int:
-        """Pieces of a part."""
+        """Vectors of a part."""
         return parts_of(self.hidden, self.width, self.wanted_parts)[1]
 
-    # Rows that a warp reads at once, and pieces of each per lane.
+    # Rows that a warp reads at once, and vectors of each per lane.
     @property
     def send_group(self) -> int:
         return min(self.top_k, 2)
@@ -80,7 +79,7 @@ class LatencyCombineConfig(SumSizes):
         return min(node_size, self.top_k, 4)
 
     @property
-    def unquantised(self):
+    def unquantised(self) -> "LatencyCombineConfig":
         return replace(self, quantised=False)
 
     @property
@@ -92,37 +91,17 @@ class LatencyCombineConfig(SumSizes):
         return batch_of(self.size, 7)
 
 
-class LatencyContribution(NamedTuple):
-    """What this rank's experts have made.
+class LatencyCombineTensors(NamedTuple):
+    """The tensors of a combine, see combine_latency.
 
     Attributes:
-        y: [local experts * ranks * max_tokens, hidden] of the dtype of the result.
-        targets: int32, weights: float32, [ranks * max_tokens, top_k]: which rows of `y` a row that came is summed of.
+        y, targets, weights: what this rank sends. result: what the caller gets.
+        token_slot: int32 [rows, ranks or origins], the slot of a token's row, or -1.
     """
 
     y: Any
     targets: Any
     weights: Any
-
-
-class LatencyCombineTensors(NamedTuple):
-    """The tensors of a combine. Of each two sets of rows and signals, calls use one and the other.
-
-    Attributes:
-        own: what this rank sends. result: what the caller gets.
-        received: int32 [ranks], rows that came from each rank. active: int32 [ranks], 0 for a rank that is left out.
-        begun: uint64 [2 * ranks], symmetric: the last call that each rank has begun.
-        slots: symmetric, [2 * ranks or origins * max_tokens, …], of the dtype of the result or of FP8.
-        arrived: uint64 [2 * ranks or origins * max_tokens, parts], symmetric: the last call of which a part is in `slots`.
-        token_slot: int32 [rows, ranks or origins], the slot of a token's row, or -1.
-        staged: symmetric, rows to other nodes, as `slots`.
-        waited: uint64 [ranks], clocks of waiting for each rank, where that is timed.
-        gathered: [2 * slots of a gateway * max_tokens * ranks of a node, hidden] of the dtype of the result, symmetric, where
-            rows cross the network once per node: what ranks of this node have for tokens of others.
-        summed: uint64 [as many, parts], symmetric: as `arrived`, of `gathered`.
-    """
-
-    own: LatencyContribution
     result: Result
     received: Any
     active: Any
@@ -149,28 +128,27 @@ class TokenPart(NamedTuple):
 
 @tsn.macro
 def begin_sending(mem, incoming, total: T.Ref, now, tag, block, thread, ranks):
-    """Announce the call with its tag and wait until the buffers of all ranks are free; incoming = how many rows there are for each rank,
+    """Announce the call and wait until the buffers of all ranks are free; incoming = how many rows there are for each rank,
     total = for all."""
     if thread < ranks:
         incoming[thread] = mem.received[thread]
         if mem.active[thread] != 0:
-            await_previous(mem.begun, now.parity, now.call, TAG_BITS, thread, ranks)
+            handshake.await_previous(mem.begun, now.parity, now.call, TAG_BITS, thread, ranks)
             if block == 0:
                 announce(mem.begun, now.parity * ranks + now.me, now.call, tag, thread)
     T.sync_threads()
-    sum_of(incoming, total, ranks)
+    handshake.sum_of(incoming, total, ranks)
 
 
 @tsn.macro
-def send_part(s, dst, dst_row, own, src, begin, end, lane):
+def send_part(s, dst, dst_row, mem, src, begin, end, lane):
     """Sum a part of a row over this rank's experts into a row of `dst`."""
     K, width, batch, group = s.top_k, s.width, s.send_batch, s.send_group
     piece = T.alloc_local((group * batch * width,), s.dtype)
     acc = T.alloc_local((batch * width,), "float32")
     from_row = T.alloc_local((group,), "int32")
     weight = T.alloc_local((group,), "float32")
-    first = T.alloc_var("int32")
-    k = T.alloc_var("int32")
+    first, k = int_vars(2)
     for b in T.serial(-(-s.size // (32 * batch))):
         first = begin + b * 32 * batch
         clear(acc, batch * width)
@@ -180,54 +158,35 @@ def send_part(s, dst, dst_row, own, src, begin, end, lane):
                 from_row[g] = -1
                 weight[g] = 1.0
                 while k < K and from_row[g] < 0:
-                    from_row[g] = own.targets[src, k]
+                    from_row[g] = mem.targets[src, k]
                     if s.weighted:
-                        weight[g] = own.weights[src, k]
+                        weight[g] = mem.weights[src, k]
                     k = k + 1
-            add_rows(acc, piece, from_row, weight, own.y, first, lane, end, width, batch, group)
-        if s.quantised:
-            store_quantised(dst.rows, dst.scales, dst_row, acc, first, lane, end, width, batch)
-        else:
-            store_rounded(dst.rows, dst_row, acc, first, lane, end, width, batch, s.dtype)
+            add_rows(acc, piece, from_row, weight, mem.y, first, lane, end, width, batch, group)
+        store_sums(s, dst, dst_row, acc, first, lane, end, batch)
 
 
 @tsn.macro
 def put_part(s, mem, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane):
     """Put a part of row `there` of staging memory to row `slot` of a rank of another node, with its signal."""
-    size, width = s.size, s.width
+    begin, width = part * s.size, s.width
     if s.quantised:
         N.put_warp(
-            mem.slots.scales[slot, part * size * width // 128], mem.staged.scales[there, part * size * width // 128],
-            peer, count=(end * width + 127) // 128 - part * size * width // 128,
+            mem.slots.scales[slot, begin * width // 128], mem.staged.scales[there, begin * width // 128], peer,
+            count=(end * width + 127) // 128 - begin * width // 128,
         )  # fmt: skip
         N.put_warp(
-            mem.slots.rows[slot, part * size * width],
-            mem.staged.rows[there, part * size * width],
+            mem.slots.rows[slot, begin * width],
+            mem.staged.rows[there, begin * width],
             peer,
-            count=(end - part * size) * width,
+            count=(end - begin) * width,
         )
         N.signal_warp(mem.arrived[slot, part], call, peer)
     else:
         N.put_signal_warp(
-            mem.slots.rows[slot, part * size * width], mem.staged.rows[there, part * size * width], peer,
-            mem.arrived[slot, part], call, count=(end - part * size) * width,
+            mem.slots.rows[slot, begin * width], mem.staged.rows[there, begin * width], peer, mem.arrived[slot, part],
+            call, count=(end - begin) * width,
         )  # fmt: skip
-
-
-@tsn.macro
-def send_proxied(s, mem, source: T.Ref, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane):
-    """Sum a part for a rank of another node into staging memory, and put it from there."""
-    send_part(s, mem.staged, there, mem.own, source, part * s.size, end, lane)
-    T.sync_warp()
-    put_part(s, mem, there, slot, part, end, call, peer, lane)
-
-
-@tsn.macro
-def _add_bias(s, acc, bias, token: T.Ref, first, end, lane):
-    """Add a part of a row of the caller's to a batch of sums."""
-    own = T.alloc_local((s.sum_batch * s.width,), s.dtype)
-    load_batch(own, bias, token, first, lane, end, s.width, s.sum_batch)
-    add_scaled(acc, own, T.float32(1), s.sum_batch * s.width)
 
 
 @tsn.macro
@@ -235,7 +194,7 @@ def sum_part(s, mem, work, now, rank_of, of, end: T.Ref, first: T.Ref, peer: T.R
     """Wait for a part of a token's rows and sum them in the order of ranks.
 
     Args:
-        rank_of: which rank sends what a place in that order stands for. of: the Part.
+        rank_of: which rank sends what an index in that order stands for. of: the TokenPart.
     """
     R, M, width, batch, group = s.ranks, s.max_tokens, s.width, s.sum_batch, s.sum_group
     end = T.min(s.units, (of.part + 1) * s.size)
@@ -245,7 +204,7 @@ def sum_part(s, mem, work, now, rank_of, of, end: T.Ref, first: T.Ref, peer: T.R
             slot = mem.token_slot[of.token, peer]
             if slot >= 0:
                 if s.timed:
-                    wait_timed(
+                    handshake.wait_timed(
                         lambda: mem.arrived[(now.parity * R + peer) * M + slot, of.part], now.call, mem.waited, rank_of(peer)
                     )  # fmt: skip
                 N.wait(mem.arrived[(now.parity * R + peer) * M + slot, of.part], "ge", now.call)
@@ -263,215 +222,50 @@ def sum_part(s, mem, work, now, rank_of, of, end: T.Ref, first: T.Ref, peer: T.R
                         load_batch(
                             work.piece, mem.slots.rows, work.from_row[g], first, lane, end, width, batch, g * batch * width
                         )  # fmt: skip
-            for g in T.unroll(group):
-                if work.from_row[g] >= 0:
-                    if s.quantised:
-                        add_dequantised(
-                            work.acc, work.piece, mem.slots.scales, work.from_row[g], first, lane, end, width, batch,
-                            g * batch * width,
-                        )  # fmt: skip
-                    else:
-                        add_scaled(work.acc, work.piece, T.float32(1), batch * width, g * batch * width)
-        if s.biases > 0:
-            _add_bias(s, work.acc, mem.result.bias_0, of.token, first, end, lane)
-        if s.biases > 1:
-            _add_bias(s, work.acc, mem.result.bias_1, of.token, first, end, lane)
+            add_slots(s, work, mem.slots.scales, lambda row: row >= 0, first, lane, end, batch, group)
+        add_biases(s, work.acc, mem.result, of.token, first, lane, end)
         store_rounded(mem.result.out, of.token, work.acc, first, lane, end, width, batch, s.dtype)
 
 
-@tsn.jit(name="moe::combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
-def combine_latency(
-    ranks,
-    top_k,
-    max_tokens,
-    hidden,
-    dtype,
-    weighted,
-    quantised,
-    proxied,
-    sends,
-    receives,
-    parts,
-    biases,
-    blocks,
-    threads,
-    absent=0,
-    timed=False,
-):
-    """Kernel that sends, receives, or both.
-
-    Args:
-        ranks, top_k, max_tokens, hidden: sizes. dtype: of a row, "bfloat16", "float16" or "float32".
-        weighted: multiply each row by its weight. quantised: rows travel as FP8 with a scale per 128 elements.
-        proxied: whether some ranks are on other nodes.
-        sends, receives: which halves; a half that receives follows the one that sends, on the same stream.
-        parts: into how many parts to cut a row, about. biases: how many of `bias_0` and `bias_1` are added to the sums.
-        blocks, threads, absent, timed: as in dispatch_latency.
-
-    Parameters of the kernel:
-        y [local experts * ranks * max_tokens, hidden] of `dtype`; targets, weights, received: see ReceivedRows.
-        bias_0, bias_1 [rows, hidden] of `dtype`.
-        out [rows, hidden] of `dtype`, token_slot [rows, ranks] int32, tokens <= rows; active [ranks] int32. tag: 0, or
-        the code of what this rank's host found wrong.
-        slots, staged [2 * ranks * max_tokens, hidden] of `dtype` or FP8, slot_scales, staged_scales [2 * ranks *
-        max_tokens, groups] float32, begun [2 * ranks], arrived [2 * ranks * max_tokens, parts] uint64: symmetric.
-        send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
-        waited [ranks] uint64, if timed: clocks of waiting for each rank are added: for its announcement by one thread, and for
-        each part of its rows by one.
-    """
-    R, K, M = ranks, top_k, max_tokens
-    s = LatencyCombineConfig(R, K, M, hidden, dtype, weighted, quantised, parts, biases, timed=timed)
-    groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
-    payload = FP8 if quantised else dtype
-    rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
-    scale_rows, stages, scale_stages = T.dynamic("scale_rows"), T.dynamic("stages"), T.dynamic("scale_stages")
-    bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        y: T.Tensor((capacity, hidden), dtype),
-        targets: T.Tensor((R * M, K), "int32"),
-        weights: T.Tensor((R * M, K), "float32"),
-        received: T.Tensor((R,), "int32"),
-        bias_0: T.Tensor((bias_rows, hidden), dtype),
-        bias_1: T.Tensor((other_bias_rows, hidden), dtype),
-        out: T.Tensor((rows, hidden), dtype),
-        token_slot: T.Tensor((slot_rows, R), "int32"),
-        tokens: T.int32,
-        tag: T.int32,
-        active: T.Tensor((R,), "int32"),
-        slots: T.Tensor((2 * R * M, hidden), payload),
-        slot_scales: T.Tensor((scale_rows, groups), "float32"),
-        staged: T.Tensor((stages, hidden), payload),
-        staged_scales: T.Tensor((scale_stages, groups), "float32"),
-        begun: T.Tensor((2 * R,), "uint64"),
-        arrived: T.Tensor((2 * R * M, cuts), "uint64"),
-        send_calls: T.Tensor((blocks + absent,), "uint64"),
-        receive_calls: T.Tensor((blocks + absent,), "uint64"),
-        status: T.Tensor((STATUS_WORDS,), "int64"),
-        waited: T.Tensor((R,), "uint64") if timed else None,
-    ):
-        with T.Kernel(blocks, threads=threads) as block:
-            incoming = T.alloc_shared((R,), "int32")
-            thread = T.get_thread_binding()
-            warp, lane = thread // 32, thread % 32
-            me = T.alloc_var("int32")
-            me = N.my_pe()
-            call = T.alloc_var("uint64")
-            parity = T.alloc_var("int32")  # which of the two sets of buffers
-            peer = T.alloc_var("int32")
-            slot = T.alloc_var("int32")
-            part = T.alloc_var("int32")
-            place = T.alloc_var("int32")
-            end = T.alloc_var("int32")
-            now = handshake.Now(me, call, parity)
-            mem = LatencyCombineTensors(
-                own=LatencyContribution(y, targets, weights),
-                result=Result(out, bias_0, bias_1),
-                received=received,
-                active=active,
-                begun=begun,
-                slots=Rows(slots, slot_scales),
-                arrived=arrived,
-                token_slot=token_slot,
-                staged=Rows(staged, staged_scales),
-                waited=waited,
-            )
-
-            if sends:
-                total = T.alloc_var("int32")
-                source = T.alloc_var("int32")
-                direct = T.alloc_var("int32", init=1)
-                handshake.begin_half(send_calls, call, parity, block)
-                begin_sending(mem, incoming, total, now, tag, block, thread, R)
-                for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
-                    # Consecutive parts go to different blocks.
-                    slot = ((i * warps + warp) * blocks + block) // cuts
-                    part = ((i * warps + warp) * blocks + block) % cuts
-                    if slot < total:
-                        handshake.find_source(incoming, peer, slot)
-                        source = peer * M + slot
-                        place = (parity * R + me) * M + slot
-                        end = T.min(s.units, (part + 1) * size)
-                        if proxied:
-                            direct = T.if_then_else(N.is_direct(peer), 1, 0)
-                        if direct != 0:
-                            at_peer = mem.slots.at(peer, quantised)
-                            send_part(s, at_peer, place, mem.own, source, part * size, end, lane)
-                            N.signal_warp(arrived[place, part], call, peer)
-                        elif proxied:
-                            there = (parity * R + peer) * M + slot
-                            send_proxied(s, mem, source, there, place, part, end, call, peer, lane)
-                T.sync_threads()
-                handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
-
-            if receives:
-                token = T.alloc_var("int32")
-                word = T.alloc_var("uint64")
-                piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
-                acc = T.alloc_local((s.sum_batch * s.width,), "float32")
-                from_row = T.alloc_local((s.sum_group,), "int32")
-                first = T.alloc_var("int32")
-                work, of = Work(piece, acc, from_row), TokenPart(token, part)
-                handshake.begin_half(receive_calls, call, parity, block)
-                handshake.time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
-                # Words of ranks that begin come before their rows: this wait costs no time.
-                if block == 0 and thread < R:
-                    if active[thread] != 0:
-                        word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
-                        handshake.check_announcement(word, tag, thread, status)
-                for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
-                    token = ((i * warps + warp) * blocks + block) // cuts
-                    part = ((i * warps + warp) * blocks + block) % cuts
-                    if token < tokens:
-                        sum_part(s, mem, work, now, lambda p: p, of, end, first, peer, slot, lane)
-                T.sync_threads()
-                handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
-
-    return main
+# Where rows cross the network once per node.
 
 
-def _sender(tables, me, origin):
-    """Which rank sends the row of an origin: one of this node, or the gateway of another node."""
-    at, node_map = tables.at, tables.map
-    before = me // at.size
-    here = T.if_then_else(origin < before + at.size, before * at.size + origin - before, 0)
+def sender_of(route: Route, me: Any, origin: Any) -> Any:
+    """Which rank sends the row of an origin: one of this node, or the forwarder of another node."""
+    size = route.at.size
+    before = me // size
+    here = T.if_then_else(origin < before + size, before * size + origin - before, 0)
     return T.if_then_else(
         origin < before,
-        node_map[at.gateway + origin],
-        T.if_then_else(origin >= before + at.size, node_map[at.gateway + origin - at.size + 1], here),
+        route.forwarder(origin),
+        T.if_then_else(origin >= before + size, route.forwarder(origin - size + 1), here),
     )
 
 
 @tsn.macro
-def _send_part_over_nodes(s, mem, tables, now, peer: T.Ref, slot: T.Ref, part: T.Ref, end: T.Ref, lane):
-    """Sum a part of row `slot` of a rank into its memory, or into that of its gateway here, and signal it."""
-    at, plan, M, size = tables.at, tables.plan, s.max_tokens, s.size
-    source = T.alloc_var("int32")
-    place = T.alloc_var("int32")
-    target = T.alloc_var("int32")
+def send_part_in_node(s, mem, route, now, peer: T.Ref, slot: T.Ref, part: T.Ref, end: T.Ref, lane):
+    """Sum a part of row `slot` of a rank into its memory, or into that of its forwarder here, and signal it."""
+    at, M = route.at, s.max_tokens
+    source, place, target = int_vars(3)
     source = peer * M + slot
     if peer // at.size == now.me // at.size:
         here = mem.slots.at(peer, s.quantised)
         place = (now.parity * at.origins + now.me // at.size + now.me % at.size) * M + slot
-        send_part(s, here, place, mem.own, source, part * size, end, lane)
+        send_part(s, here, place, mem, source, part * s.size, end, lane)
         N.signal_warp(mem.arrived[place, part], now.call, peer)
     else:
-        target = tables.map[at.carrier + peer]
-        place = (now.parity * at.slots + tables.map[at.carrier_slot + peer]) * M + tables.words[
-            plan.carried(peer, slot)
-        ]
-        place = place * at.size + now.me % at.size
+        target = route.local_forwarder(peer)
+        place = (now.parity * at.slots + route.local_forwarder_slot(peer)) * M
+        place = (place + route.words[route.plan.carried(peer, slot)]) * at.size + now.me % at.size
         there = Rows(N.remote(mem.gathered, target), None)
-        send_part(s.unquantised, there, place, mem.own, source, part * size, end, lane)
+        send_part(s.unquantised, there, place, mem, source, part * s.size, end, lane)
         N.signal_warp(mem.summed[place, part], now.call, target)
 
 
 @tsn.macro
-def _sum_in_node(s, mem, tables, work, row: T.Ref, k: T.Ref, j: T.Ref, begin, end, lane):
+def sum_in_node(s, mem, route, work, row: T.Ref, k: T.Ref, j: T.Ref, begin, end, lane):
     """Sum a part of what ranks of this node have for message `j` of slot `k`, in their order, into `row` of `mem.staged`."""
-    at, plan = tables.at, tables.plan
+    at, plan = route.at, route.plan
     width, batch, group = s.width, s.sum_batch, s.gathered_group(at.size)
     for b in T.serial(-(-s.size // (32 * batch))):
         clear(work.acc, batch * width)
@@ -480,31 +274,24 @@ def _sum_in_node(s, mem, tables, work, row: T.Ref, k: T.Ref, j: T.Ref, begin, en
                 work.from_row[g] = -1
                 work.ones[g] = 1.0
                 if p * group + g < min(at.size, s.top_k):
-                    if tables.words[plan.receiver(k, j, p * group + g)] >= 0:
-                        work.from_row[g] = row * at.size + tables.words[plan.receiver(k, j, p * group + g)]
+                    if route.words[plan.receiver(k, j, p * group + g)] >= 0:
+                        work.from_row[g] = row * at.size + route.words[plan.receiver(k, j, p * group + g)]
             add_rows(
                 work.acc, work.piece, work.from_row, work.ones, mem.gathered, begin + b * 32 * batch, lane, end, width,
                 batch, group,
             )  # fmt: skip
-        if s.quantised:
-            store_quantised(
-                mem.staged.rows, mem.staged.scales, row, work.acc, begin + b * 32 * batch, lane, end, width, batch
-            )
-        else:
-            store_rounded(mem.staged.rows, row, work.acc, begin + b * 32 * batch, lane, end, width, batch, s.dtype)
+        store_sums(s, mem.staged, row, work.acc, begin + b * 32 * batch, lane, end, batch)
 
 
 @tsn.macro
-def _send_back(s, mem, tables, work, now, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, lane):
+def send_back(s, mem, route, work, now, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, lane):
     """Sum a part of what this node has for message `j` of the source of slot `k`, and put it to the source."""
-    at, plan, M = tables.at, tables.plan, s.max_tokens
-    row = T.alloc_var("int32")
-    peer = T.alloc_var("int32")
-    place = T.alloc_var("int32")
+    at, plan, M = route.at, route.plan, s.max_tokens
+    row, peer, place = int_vars(3)
     row = (now.parity * at.slots + k) * M + j
     for g in T.serial((min(at.size, s.top_k) + 31) // 32):
         if g * 32 + lane < min(at.size, s.top_k):
-            place = tables.words[plan.receiver(k, j, g * 32 + lane)]
+            place = route.words[plan.receiver(k, j, g * 32 + lane)]
             if place >= 0:
                 if s.timed:
                     handshake.wait_timed(
@@ -513,9 +300,9 @@ def _send_back(s, mem, tables, work, now, k: T.Ref, j: T.Ref, part: T.Ref, end: 
                     )  # fmt: skip
                 N.wait(mem.summed[row * at.size + place, part], "ge", now.call)
     T.sync_warp()
-    _sum_in_node(s, mem, tables, work, row, k, j, part * s.size, end, lane)
+    sum_in_node(s, mem, route, work, row, k, j, part * s.size, end, lane)
     T.sync_warp()
-    peer = tables.map[at.source + k]
+    peer = route.source(k)
     place = now.me // at.size
     if peer // at.size < place:
         place = place + at.size - 1
@@ -523,34 +310,50 @@ def _send_back(s, mem, tables, work, now, k: T.Ref, j: T.Ref, part: T.Ref, end: 
     put_part(s, mem, row, place, part, end, now.call, peer, lane)
 
 
-@tsn.jit(name="moe::combine_latency_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
-def combine_latency_nodes(
-    ranks, nodes, slots_of_gateway, top_k, max_tokens, hidden, dtype, weighted, quantised, sends, receives, parts, biases,
-    blocks, threads, absent=0, timed=False,
+@tsn.jit(name="moe::combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
+def combine_latency(
+    ranks, top_k, max_tokens, hidden, dtype, weighted, quantised, proxied, sends, receives, parts, biases, blocks, threads,
+    absent=0, timed=False, nodes=0, forwarder_slots=0,
 ):  # fmt: skip
     """Kernel that sends, receives, or both.
 
     Args:
-        nodes, slots_of_gateway: see NodeLayout. The others are those of combine_latency.
+        ranks, top_k, max_tokens, hidden: sizes. dtype: of a row, "bfloat16", "float16" or "float32".
+        weighted: multiply each row by its weight. quantised: rows travel as FP8 with a scale per 128 elements.
+        proxied: whether some ranks are on other nodes.
+        sends, receives: which phases; the receive phase follows the send phase on the same stream.
+        parts: into how many parts to cut a row, about. biases: how many of `bias_0` and `bias_1` are added to the sums.
+        blocks, threads, absent, timed: as in dispatch_latency.
+        nodes, forwarder_slots: see NodeLayout; 0: each row goes to its rank straight.
 
     Parameters of the kernel:
-        origin_slot [rows, origins] int32: see ReceivedRows.
-        slots [2 * origins * max_tokens, hidden] of `dtype` or FP8, slot_scales alike, arrived [2 * origins * max_tokens,
-        parts]: symmetric. gathered [2 * slots_of_gateway * max_tokens * size, hidden] of `dtype`, summed [… , parts]:
-        symmetric; what ranks of this node have for tokens of others. staged, staged_scales [2 * slots_of_gateway *
-        max_tokens, …]: symmetric; sums of this node. node_map: see NodeLayout. node_plan: see LatencyNodePlanOffsets.
-        The others are those of combine_latency.
+        y [local experts * ranks * max_tokens, hidden] of `dtype`; targets, weights, received: see ReceivedRows.
+        bias_0, bias_1 [rows, hidden] of `dtype`.
+        out [rows, hidden] of `dtype`, tokens <= rows; active [ranks] int32. token_slot [rows, ranks] int32, or with nodes
+        origin_slot [rows, origins]: see ReceivedRows. tag: 0, or the code of what this rank's host found wrong.
+        slots [2 * ranks or origins * max_tokens, hidden] of `dtype` or FP8, slot_scales [… , groups] float32, arrived [… ,
+        parts] uint64, begun [2 * ranks] uint64: symmetric. staged, staged_scales [2 * ranks * max_tokens, …], with nodes [2 *
+        forwarder_slots * max_tokens, …]: alike, rows to other nodes.
+        gathered [2 * forwarder_slots * max_tokens * size, hidden] of `dtype`, summed [… , parts] uint64: symmetric; what ranks
+        of this node have for tokens of others. node_map: see NodeLayout. node_plan: see LatencyNodePlanOffsets. These with
+        nodes only.
+        send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
+        waited [ranks] uint64, if timed: clocks of waiting for each rank are added: for its announcement by one thread, and for
+        each part of its rows by one.
     """
-    R, K, M, S, at = ranks, top_k, max_tokens, slots_of_gateway, NodeLayout(ranks, nodes, slots_of_gateway)
-    V, L = at.origins, at.size
-    plan = LatencyNodePlanOffsets(at, M, K)
-    # Two places in the code sum what is sent; with larger batches they spill registers.
-    s = LatencyCombineConfig(V, K, M, hidden, dtype, weighted, quantised, parts, biases, 7, timed)
+    R, K, M, S = ranks, top_k, max_tokens, forwarder_slots
+    node_at = NodeLayout(R, nodes, S) if nodes else None
+    V = node_at.origins if nodes else R
+    # Two places in the code sum what is sent over nodes; with larger batches they spill registers.
+    limit = dict(send_limit=7) if nodes else {}
+    s = LatencyCombineConfig(V, K, M, hidden, dtype, weighted, quantised, parts, biases, timed=timed, **limit)
     groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
-    scale_rows, scale_stages = T.dynamic("scale_rows"), T.dynamic("scale_stages")
+    scale_rows, stages, scale_stages = T.dynamic("scale_rows"), T.dynamic("stages"), T.dynamic("scale_stages")
     bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
+    if nodes:
+        plan, L, held = LatencyNodePlanOffsets(node_at, M, K), node_at.size, s.gathered_group(node_at.size)
 
     @T.prim_func
     def main(
@@ -562,20 +365,21 @@ def combine_latency_nodes(
         bias_0: T.Tensor((bias_rows, hidden), dtype),
         bias_1: T.Tensor((other_bias_rows, hidden), dtype),
         out: T.Tensor((rows, hidden), dtype),
-        origin_slot: T.Tensor((slot_rows, V), "int32"),
+        token_slot: None if nodes else T.Tensor((slot_rows, R), "int32"),
+        origin_slot: T.Tensor((slot_rows, V), "int32") if nodes else None,
         tokens: T.int32,
         tag: T.int32,
         active: T.Tensor((R,), "int32"),
         slots: T.Tensor((2 * V * M, hidden), payload),
         slot_scales: T.Tensor((scale_rows, groups), "float32"),
-        gathered: T.Tensor((2 * S * M * L, hidden), dtype),
-        staged: T.Tensor((2 * S * M, hidden), payload),
+        staged: T.Tensor((stages, hidden), payload),
         staged_scales: T.Tensor((scale_stages, groups), "float32"),
+        gathered: T.Tensor((2 * S * M * L, hidden), dtype) if nodes else None,
         begun: T.Tensor((2 * R,), "uint64"),
         arrived: T.Tensor((2 * V * M, cuts), "uint64"),
-        summed: T.Tensor((2 * S * M * L, cuts), "uint64"),
-        node_map: T.Tensor((at.map_words,), "int32"),
-        node_plan: T.Tensor((plan.words,), "int32"),
+        summed: T.Tensor((2 * S * M * L, cuts), "uint64") if nodes else None,
+        node_map: T.Tensor((node_at.map_words,), "int32") if nodes else None,
+        node_plan: T.Tensor((plan.words,), "int32") if nodes else None,
         send_calls: T.Tensor((blocks + absent,), "uint64"),
         receive_calls: T.Tensor((blocks + absent,), "uint64"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
@@ -588,29 +392,30 @@ def combine_latency_nodes(
             me = T.alloc_var("int32")
             me = N.my_pe()
             call = T.alloc_var("uint64")
-            parity = T.alloc_var("int32")  # which of the two sets of buffers
-            peer = T.alloc_var("int32")
-            slot = T.alloc_var("int32")
-            part = T.alloc_var("int32")
-            end = T.alloc_var("int32")
-            total = T.alloc_var("int32")
-            now, tables = handshake.Now(me, call, parity), NodeTables(at, plan, node_map, node_plan)
+            parity, peer, slot, part, place, end = int_vars(6)  # parity: which of the two sets of buffers
+            now = handshake.Now(me, call, parity)
             mem = LatencyCombineTensors(
-                own=LatencyContribution(y, targets, weights),
+                y=y,
+                targets=targets,
+                weights=weights,
                 result=Result(out, bias_0, bias_1),
                 received=received,
                 active=active,
                 begun=begun,
                 slots=Rows(slots, slot_scales),
                 arrived=arrived,
-                token_slot=origin_slot,
+                token_slot=origin_slot if nodes else token_slot,
                 staged=Rows(staged, staged_scales),
                 waited=waited,
                 gathered=gathered,
                 summed=summed,
             )
+            if nodes:
+                route = Route(node_at, plan, node_map, node_plan)
 
             if sends:
+                total, source = int_vars(2)
+                direct = T.alloc_var("int32", init=1)
                 handshake.begin_half(send_calls, call, parity, block)
                 begin_sending(mem, incoming, total, now, tag, block, thread, R)
                 for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
@@ -618,28 +423,41 @@ def combine_latency_nodes(
                     slot = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if slot < total:
-                        # What goes to other nodes has the longer way, so it leaves first.
-                        peer = (me // L + 1) % nodes * L
-                        while slot >= incoming[peer]:
-                            slot = slot - incoming[peer]
-                            peer = (peer + 1) % R
-                        end = T.min(s.units, (part + 1) * size)
-                        _send_part_over_nodes(s, mem, tables, now, peer, slot, part, end, lane)
+                        if nodes:
+                            # What goes to other nodes has the longer way, so it leaves first.
+                            peer = (me // L + 1) % nodes * L
+                            while slot >= incoming[peer]:
+                                slot = slot - incoming[peer]
+                                peer = (peer + 1) % R
+                            end = T.min(s.units, (part + 1) * size)
+                            send_part_in_node(s, mem, route, now, peer, slot, part, end, lane)
+                        else:
+                            handshake.find_source(incoming, peer, slot)
+                            source = peer * M + slot
+                            place = (parity * R + me) * M + slot
+                            end = T.min(s.units, (part + 1) * size)
+                            if proxied:
+                                direct = T.if_then_else(N.is_direct(peer), 1, 0)
+                            if direct != 0:
+                                at_peer = mem.slots.at(peer, quantised)
+                                send_part(s, at_peer, place, mem, source, part * size, end, lane)
+                                N.signal_warp(arrived[place, part], call, peer)
+                            elif proxied:
+                                there = (parity * R + peer) * M + slot
+                                send_part(s, mem.staged, there, mem, source, part * size, end, lane)
+                                T.sync_warp()
+                                put_part(s, mem, there, place, part, end, call, peer, lane)
                 T.sync_threads()
                 handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
                 token = T.alloc_var("int32")
                 word = T.alloc_var("uint64")
-                k = T.alloc_var("int32")
                 piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
-                kept = T.alloc_local((s.gathered_group(L) * s.sum_batch * s.width,), dtype)
                 acc = T.alloc_local((s.sum_batch * s.width,), "float32")
-                from_row = T.alloc_local((max(s.sum_group, s.gathered_group(L)),), "int32")
-                ones = T.alloc_local((s.gathered_group(L),), "float32")
+                from_row = T.alloc_local((max(s.sum_group, held) if nodes else s.sum_group,), "int32")
                 first = T.alloc_var("int32")
                 work, of = Work(piece, acc, from_row), TokenPart(token, part)
-                work_of_node = Work(kept, acc, from_row, ones=ones)
                 handshake.begin_half(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
                 # Words of ranks that begin come before their rows: this wait costs no time.
@@ -647,25 +465,34 @@ def combine_latency_nodes(
                     if active[thread] != 0:
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         handshake.check_announcement(word, tag, thread, status)
-                total = 0
-                for i in T.serial(S):
-                    total = total + node_plan[plan.passed(i)]
-                for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
-                    slot = ((i * warps + warp) * blocks + block) // cuts
-                    part = ((i * warps + warp) * blocks + block) % cuts
-                    if slot < total:
-                        k = 0
-                        while slot >= node_plan[plan.passed(k)]:
-                            slot = slot - node_plan[plan.passed(k)]
-                            k = k + 1
-                        end = T.min(s.units, (part + 1) * size)
-                        _send_back(s, mem, tables, work_of_node, now, k, slot, part, end, lane)
-                T.sync_threads()
+                if nodes:
+                    if not sends:
+                        total = T.alloc_var("int32")
+                    k = T.alloc_var("int32")
+                    held_rows = T.alloc_local((held * s.sum_batch * s.width,), dtype)
+                    ones = T.alloc_local((held,), "float32")
+                    work_of_node = Work(held_rows, acc, from_row, ones=ones)
+                    total = 0
+                    for i in T.serial(S):
+                        total = total + node_plan[plan.passed(i)]
+                    for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
+                        slot = ((i * warps + warp) * blocks + block) // cuts
+                        part = ((i * warps + warp) * blocks + block) % cuts
+                        if slot < total:
+                            k = 0
+                            while slot >= node_plan[plan.passed(k)]:
+                                slot = slot - node_plan[plan.passed(k)]
+                                k = k + 1
+                            end = T.min(s.units, (part + 1) * size)
+                            send_back(s, mem, route, work_of_node, now, k, slot, part, end, lane)
                 for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if token < tokens:
-                        sum_part(s, mem, work, now, lambda p: _sender(tables, me, p), of, end, first, peer, slot, lane)
+                        sum_part(
+                            s, mem, work, now, lambda p: sender_of(route, me, p) if nodes else p, of, end, first, peer,
+                            slot, lane,
+                        )  # fmt: skip
                 T.sync_threads()
                 handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 
@@ -674,7 +501,11 @@ def combine_latency_nodes(
 
 @tsn.jit(name="moe::exchange_weights", pass_configs=EXPLICIT_SYNC)
 def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
-    """Kernel of a block for each rank.
+    """Kernel of a block for each rank: brings weights that the caller gives to combine to the ranks whose rows they multiply.
+
+    Each rank puts the weights of its tokens to every rank that has rows of them, in the order of those rows, and waits for
+    the weights of the others. The buffers exist twice and calls alternate: who has begun a call has read what came in the
+    one before the last, because it has ended that.
 
     Args:
         ranks, top_k, max_tokens: sizes. threads: of a block. timed: as in dispatch_latency.
@@ -716,8 +547,7 @@ def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
             call = calls[block] + T.uint64(1)
             parity = T.alloc_var("int32")
             parity = T.cast(call & T.uint64(1), "int32")
-            place = T.alloc_var("int32")
-            slot = T.alloc_var("int32")
+            place, slot = int_vars(2)
             if active[peer] != 0:
                 if thread == 0:
                     count[0] = 0
@@ -737,7 +567,7 @@ def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
                 )  # fmt: skip
                 if timed:
                     if thread == 0:
-                        wait_timed(lambda: sent[parity * R + peer], call, waited, peer)
+                        handshake.wait_timed(lambda: sent[parity * R + peer], call, waited, peer)
                 N.wait_block(sent[parity * R + peer], "ge", call)
                 for i in T.serial((received[peer] * K + threads - 1) // threads):
                     place = i * threads + thread

@@ -35,7 +35,7 @@ from tilescale_net.kernels.moe.layout import (
     LatencyNodePlanOffsets,
     MessageLayout,
     NodeLayout,
-    NodeTables,
+    Route,
 )
 from tilescale_net.kernels.moe.row_ops import (
     EXPLICIT_SYNC,
@@ -797,7 +797,7 @@ def dispatch_latency(
                 origin_slot=origin_slot,
                 passing=passing if nodes else None,
             )
-            tables = NodeTables(at, plan, node_map, node_plan)
+            tables = Route(at, plan, node_map, node_plan)
 
             if sends:
                 token = T.alloc_var("int32")

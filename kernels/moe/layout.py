@@ -10,16 +10,12 @@ ranks. So do dispatch and combine of a plan.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from tilescale_net.kernels.announcement import TAG_BITS
 
-
-def align4(n: int) -> int:
-    """The next multiple of four words, so that every row of words is a multiple of 16 bytes."""
-    return -(-n // 4) * 4
-
-
+NO_RANK = -1
 # What a rank may find wrong with a call; every rank gets the code, the value and the rank. Codes from HOST_FAULT on
 # were found by the host of that rank before it launched anything.
 NO_FAULT, BAD_EXPERT, NO_ROOM, CROWDED, OTHER_OUTPUT, HOST_FAULT = range(6)
@@ -30,34 +26,14 @@ CODE_BITS = 5
 COUNT_BITS = 32
 
 
-@dataclass(frozen=True)
-class CountsLayout:
-    """One rank's row of counts: choices per expert, rows per rank, then its fault.
+def align4(n: int) -> int:
+    """The next multiple of four words, so that every row of words is a multiple of 16 bytes."""
+    return -(-n // 4) * 4
 
-    Attributes:
-        bins: experts + ranks.
-        code, value: places of the fault.
-        words: length of the row.
-    """
 
-    experts: int
-    ranks: int
-
-    @property
-    def bins(self) -> int:
-        return self.experts + self.ranks
-
-    @property
-    def code(self) -> int:
-        return self.bins
-
-    @property
-    def value(self) -> int:
-        return self.bins + 1
-
-    @property
-    def words(self) -> int:
-        return align4(self.bins + 2)
+def offsets_of(*lengths: int) -> tuple[int, ...]:
+    """Offsets of consecutive fields of these lengths, and the length of all."""
+    return (0, *accumulate(lengths))
 
 
 def most_sent(ranks: int, max_tokens: int, top_k: int) -> int:
@@ -78,292 +54,156 @@ def record_words(top_k: int) -> int:
     return align4(2 * top_k + 1)
 
 
-@dataclass(frozen=True)
+class CountsLayout:
+    """One rank's row of counts: choices per expert, rows per rank, then its fault.
+
+    Attributes:
+        bins: experts + ranks.
+        code, value: offsets of the fault.
+        words: length of the row.
+    """
+
+    def __init__(self, experts: int, ranks: int):
+        _, self.code, self.value, end = offsets_of(experts + ranks, 1, 1)
+        self.bins, self.words = experts + ranks, align4(end)
+
+
 class PlanOffsets:
-    """Places in a routing plan's vector of totals (int32).
+    """Offsets in a routing plan's vector of totals (int32).
 
     Attributes:
         sent: [ranks] rows that this rank sends to each rank.
-        sent_before: [ranks] rows that this rank sends to the ranks before each; of the same node, where rows cross the
-            network once per node.
         sent_base: [ranks] index of the first of them among that rank's rows.
         received: [ranks] rows that come from each rank.
         received_base: [ranks + 1] index of the first of them, and the sum.
-        slots_base: [ranks] rows that each rank sends to the ranks before this one, of its node as above.
-        refused: not 0 where the dispatch was refused.
         counts: [local experts] rows of each local expert.
         offsets: [local experts + 1] first row of each local expert, aligned, and the end.
         by_source: [local experts, ranks] rows of each local expert from each rank.
+        sent_before: [ranks] rows that this rank sends to the ranks before each; of the same node, where rows cross the
+            network once per node.
+        slots_base: [ranks] rows that each rank sends to the ranks before this one, of its node as above.
+        refused: not 0 where the dispatch was refused.
     """
 
-    ranks: int
-    local_experts: int
-
-    @property
-    def sent(self) -> int:
-        return 0
-
-    @property
-    def sent_base(self) -> int:
-        return self.ranks
-
-    @property
-    def received(self) -> int:
-        return 2 * self.ranks
-
-    @property
-    def received_base(self) -> int:
-        return 3 * self.ranks
-
-    @property
-    def counts(self) -> int:
-        return 4 * self.ranks + 1
-
-    @property
-    def offsets(self) -> int:
-        return self.counts + self.local_experts
-
-    @property
-    def by_source(self) -> int:
-        return self.offsets + self.local_experts + 1
-
-    @property
-    def sent_before(self) -> int:
-        return self.by_source + self.local_experts * self.ranks
-
-    @property
-    def slots_base(self) -> int:
-        return self.sent_before + self.ranks
-
-    @property
-    def refused(self) -> int:
-        return self.slots_base + self.ranks
-
-    @property
-    def words(self) -> int:
-        return self.refused + 1
+    def __init__(self, ranks: int, local_experts: int):
+        R, E = ranks, local_experts
+        self.ranks, self.local_experts = R, E
+        (
+            self.sent, self.sent_base, self.received, self.received_base, self.counts, self.offsets, self.by_source,
+            self.sent_before, self.slots_base, self.refused, self.words,
+        ) = offsets_of(R, R, R, R + 1, E, E + 1, E * R, R, R, 1)  # fmt: skip
 
 
-@dataclass(frozen=True)
 class MessageLayout:
-    """Places in a row as latency mode sends it, in 4-byte words: payload, scales, then per choice its expert (-1: none),
-    its place among this rank's choices of that expert, and its weight (float32 bits); then the row's token. Where rows
-    cross the network once per node, then per choice the row's place among this rank's messages to the expert's rank, and
-    among those to its node."""
+    """Offsets in a row as latency mode sends it: payload, scales, then per choice its expert (-1: none), its index among
+    this rank's choices of that expert, and its weight (float32 bits); then the row's token. Where rows cross the network
+    once per node, then per choice the row's index among this rank's messages to the expert's rank, and among those to its
+    node."""
 
-    row_words: int
-    scale_words: int
-    top_k: int
-    over_nodes: bool = False
-
-    @property
-    def experts(self) -> int:
-        return self.row_words + self.scale_words
-
-    @property
-    def indices(self) -> int:
-        return self.experts + self.top_k
-
-    @property
-    def weights(self) -> int:
-        return self.experts + 2 * self.top_k
-
-    @property
-    def token(self) -> int:
-        return self.experts + 3 * self.top_k
-
-    @property
-    def at_rank(self) -> int:
-        return self.token + 1
-
-    @property
-    def at_node(self) -> int:
-        return self.at_rank + self.top_k
-
-    @property
-    def words(self) -> int:
-        return align4(self.at_node + self.top_k if self.over_nodes else self.token + 1)
+    def __init__(self, row_words: int, scale_words: int, top_k: int, over_nodes: bool = False):
+        K = top_k
+        _, self.experts, self.indices, self.weights, self.token, self.at_rank, self.at_node, end = offsets_of(
+            row_words + scale_words, K, K, K, 1, K, K
+        )
+        self.words = align4(end if over_nodes else self.at_rank)
 
 
-@dataclass(frozen=True)
 class HeaderLayout:
-    """What a rank sends a peer in latency mode beside the rows: choices per expert of the peer, then a fault. Where rows
-    cross the network once per node, then how many go to the peer's node."""
+    """Offsets in what a rank sends a peer in latency mode beside the rows: choices per expert of the peer, then a fault.
+    Where rows cross the network once per node, then how many go to the peer's node."""
 
-    local_experts: int
-    over_nodes: bool = False
-
-    @property
-    def code(self) -> int:
-        return self.local_experts
-
-    @property
-    def value(self) -> int:
-        return self.local_experts + 1
-
-    @property
-    def to_node(self) -> int:
-        return self.local_experts + 2
-
-    @property
-    def words(self) -> int:
-        return align4(self.local_experts + (3 if self.over_nodes else 2))
+    def __init__(self, local_experts: int, over_nodes: bool = False):
+        _, self.code, self.value, self.to_node, end = offsets_of(local_experts, 1, 1, 1)
+        self.words = align4(end if over_nodes else self.to_node)
 
 
-NO_RANK = -1
-
-
-@dataclass(frozen=True)
 class NodeLayout:
-    """Sizes: nodes of `size` consecutive ranks each.
+    """Nodes of `size` consecutive ranks each, and offsets in the map (int32) that `Gateways.words` makes.
 
     Attributes:
-        ranks, nodes: of the job.
-        slots: sources that a gateway serves at most.
+        ranks, nodes: of the job. size: ranks of a node. origins: see above.
+        slots: sources that a forwarder serves at most. lists: pairs of a slot and a rank of the forwarder's node.
+        gateway, gateway_slot: [nodes] this rank's forwarder in each node, and this rank's slot there.
+        source: [slots] the source that this rank serves as a forwarder.
+        carrier, carrier_slot: [ranks] for each rank of another node its forwarder in this node, and its slot there.
+        map_words: length of the map.
+        head_words: length of what a source sends first: rows to the node, then for each rank there the rows to it and the
+            index of the first of them among that rank's rows, and at `slots_begin` where what comes back of the node begins
+            among the source's slots.
     """
 
-    ranks: int
-    nodes: int
-    slots: int
-
-    @property
-    def size(self) -> int:
-        """Ranks of a node."""
-        return self.ranks // self.nodes
-
-    @property
-    def origins(self) -> int:
-        return self.nodes - 1 + self.size
-
-    @property
-    def lists(self) -> int:
-        """Pairs of a slot and a rank of the gateway's node."""
-        return self.slots * self.size
-
-    # Places in the map (int32), see `Gateways.words`.
-    @property
-    def gateway(self) -> int:
-        """[nodes] this rank's gateway in each node."""
-        return 0
-
-    @property
-    def gateway_slot(self) -> int:
-        """[nodes] this rank's slot there."""
-        return self.nodes
-
-    @property
-    def source(self) -> int:
-        """[slots] the source that this rank serves as a gateway."""
-        return 2 * self.nodes
-
-    @property
-    def carrier(self) -> int:
-        """[ranks] for each rank of another node its gateway in this node."""
-        return 2 * self.nodes + self.slots
-
-    @property
-    def carrier_slot(self) -> int:
-        """[ranks] its slot there."""
-        return self.carrier + self.ranks
-
-    @property
-    def map_words(self) -> int:
-        return self.carrier_slot + self.ranks
-
-    @property
-    def head_words(self) -> int:
-        """What a source sends first: rows to the node, then for each rank there the rows to it and the index of the first
-        of them among that rank's rows, and where what comes back of the node begins among the source's slots."""
-        return align4(2 + 2 * self.size)
-
-    @property
-    def slots_begin(self) -> int:
-        """The place of that last word."""
-        return 1 + 2 * self.size
+    def __init__(self, ranks: int, nodes: int, slots: int):
+        self.ranks, self.nodes, self.slots, self.size = ranks, nodes, slots, ranks // nodes
+        self.origins, self.lists = nodes - 1 + self.size, slots * self.size
+        self.gateway, self.gateway_slot, self.source, self.carrier, self.carrier_slot, self.map_words = offsets_of(
+            nodes, nodes, slots, ranks, ranks
+        )
+        self.slots_begin, self.head_words = 1 + 2 * self.size, align4(2 + 2 * self.size)
 
 
-@dataclass(frozen=True)
 class NodePlanOffsets:
-    """Places in the part of a routing plan that is about nodes, one vector of int32.
+    """Offsets in the part of a routing plan that is about nodes, one vector of int32.
 
-    A method gives the place of a number, for whole numbers and for those of a kernel: the token of a row to a node, how
-    many go there, a token's place among the rows of an origin (or -1), a word of a source's head (see
-    `NodeLayout.head_words`); and at a gateway, for each row to a rank of its node the source's row (word 0) and its first
-    expert-major row there (word 1), and for each row of a source the place of each rank's sum for it among that rank's rows
+    A method gives the offset of a number, for whole numbers and for those of a kernel: the token of a row to a node, how
+    many go there, a token's index among the rows of an origin (or -1), a word of a source's head (see
+    `NodeLayout.head_words`); and at a forwarder, for each row to a rank of its node the source's row (word 0) and its first
+    expert-major row there (word 1), and for each row of a source the index of each rank's sum for it among that rank's rows
     (or -1). Last, where what comes from an origin begins among this rank's slots: ranks of its node first.
     """
 
-    at: NodeLayout
-    max_tokens: int
+    def __init__(self, at: NodeLayout, max_tokens: int):
+        self.at, self.max_tokens = at, max_tokens
+        _, self._rows, self._places, self._heads, self._forwards, self._gathers, self._bases, self.words = offsets_of(
+            at.nodes * max_tokens, at.nodes, max_tokens * at.origins, at.slots * at.head_words,
+            at.lists * max_tokens * 2, at.lists * max_tokens, at.origins,
+        )  # fmt: skip
 
-    def token(self, node, row):
+    def token(self, node: Any, row: Any) -> Any:
         return node * self.max_tokens + row
 
-    def rows(self, node):
-        return self.at.nodes * self.max_tokens + node
+    def rows(self, node: Any) -> Any:
+        return self._rows + node
 
-    def place(self, token, origin):
-        return self.rows(self.at.nodes) + token * self.at.origins + origin
+    def place(self, token: Any, origin: Any) -> Any:
+        return self._places + token * self.at.origins + origin
 
-    def head(self, slot, word):
-        return self.place(self.max_tokens, 0) + slot * self.at.head_words + word
+    def head(self, slot: Any, word: Any) -> Any:
+        return self._heads + slot * self.at.head_words + word
 
-    def forward(self, slot, rank, row, word):
-        return self.head(self.at.slots, 0) + ((slot * self.at.size + rank) * self.max_tokens + row) * 2 + word
+    def forward(self, slot: Any, rank: Any, row: Any, word: Any) -> Any:
+        return self._forwards + ((slot * self.at.size + rank) * self.max_tokens + row) * 2 + word
 
-    def gather(self, slot, row, rank):
-        return self.forward(self.at.slots, 0, 0, 0) + (slot * self.max_tokens + row) * self.at.size + rank
+    def gather(self, slot: Any, row: Any, rank: Any) -> Any:
+        return self._gathers + (slot * self.max_tokens + row) * self.at.size + rank
 
-    def base(self, origin):
-        return self.gather(self.at.slots, 0, 0) + origin
-
-    @property
-    def words(self) -> int:
-        return self.base(self.at.origins)
+    def base(self, origin: Any) -> Any:
+        return self._bases + origin
 
 
-@dataclass(frozen=True)
 class LatencyNodePlanOffsets:
-    """The same of a plan of latency mode: the place of a row received among the messages of its source to this node; at a
-    gateway, how many messages of the source of a slot it has passed on, and for each of them the ranks of its node that it
+    """The same of a plan of latency mode: the index of a row received among the messages of its source to this node; at a
+    forwarder, how many messages of the source of a slot it has forwarded, and for each of them the ranks of its node that it
     went to, by index and in order, then -1 [top_k].
     """
 
-    at: NodeLayout
-    max_tokens: int
-    top_k: int
+    def __init__(self, at: NodeLayout, max_tokens: int, top_k: int):
+        self.at, self.max_tokens, self.top_k = at, max_tokens, top_k
+        _, self._passed, self._receivers, self.words = offsets_of(
+            at.ranks * max_tokens, at.slots, at.slots * max_tokens * top_k
+        )
 
-    def carried(self, source, slot):
+    def carried(self, source: Any, slot: Any) -> Any:
         return source * self.max_tokens + slot
 
-    def passed(self, slot):
-        return self.carried(self.at.ranks, 0) + slot
+    def passed(self, slot: Any) -> Any:
+        return self._passed + slot
 
-    def receiver(self, slot, row, number):
-        return self.passed(self.at.slots) + (slot * self.max_tokens + row) * self.top_k + number
-
-    @property
-    def words(self) -> int:
-        return self.receiver(self.at.slots, 0, 0)
+    def receiver(self, slot: Any, row: Any, number: Any) -> Any:
+        return self._receivers + (slot * self.max_tokens + row) * self.top_k + number
 
 
-class NodeCallState(NamedTuple):
-    """The call that a kernel makes; variables of the kernel, which steps read where they stand.
-
-    Attributes:
-        me: int32, this rank. node: int32, its node.
-        call: uint64, the number of the call.
-        mine: int32, this rank as an origin, for the ranks of its node; in a combine.
-    """
-
-    me: Any
-    node: Any
-    call: Any
-    mine: Any = None
-
-
-class NodeTables(NamedTuple):
-    """What a kernel reads of the routes between nodes, and the places in it.
+class Route(NamedTuple):
+    """How a kernel sends where rows cross the network once per node.
 
     Attributes:
         at: NodeLayout, offsets in `map`. plan: NodePlanOffsets or LatencyNodePlanOffsets, offsets in `words`.
@@ -376,10 +216,30 @@ class NodeTables(NamedTuple):
     map: Any
     words: Any
 
+    def forwarder(self, node: Any) -> Any:
+        """This rank's forwarder in a node."""
+        return self.map[self.at.gateway + node]
+
+    def forwarder_slot(self, node: Any) -> Any:
+        """This rank's slot there."""
+        return self.map[self.at.gateway_slot + node]
+
+    def source(self, slot: Any) -> Any:
+        """The rank that this forwarder serves in a slot, or -1."""
+        return self.map[self.at.source + slot]
+
+    def local_forwarder(self, rank: Any) -> Any:
+        """The forwarder, in this node, of a rank of another node."""
+        return self.map[self.at.carrier + rank]
+
+    def local_forwarder_slot(self, rank: Any) -> Any:
+        """The slot of a rank of another node at its forwarder in this node."""
+        return self.map[self.at.carrier_slot + rank]
+
 
 @dataclass(frozen=True)
 class Gateways:
-    """Which rank is the gateway of which sources, by the ranks that take part; the same on all ranks.
+    """Which rank is the forwarder of which sources, by the ranks that take part; the same on all ranks.
 
     Attributes:
         mask: for each rank whether it takes part. nodes: how many there are.
@@ -393,7 +253,7 @@ class Gateways:
         return len(self.mask) // self.nodes
 
     def served(self, node: int) -> dict[int, list[int]]:
-        """For each gateway in a node the sources it serves, in the order of their slots."""
+        """For each forwarder in a node the sources it serves, in the order of their slots."""
         first, size = node * self._size, self._size
         members = [r for r in range(first, first + size) if self.mask[r]]
         others = [r for r, takes_part in enumerate(self.mask) if takes_part and not first <= r < first + size]
@@ -407,26 +267,26 @@ class Gateways:
 
     @property
     def slots(self) -> int:
-        """Sources that any gateway serves at most, 1 or more."""
+        """Sources that any forwarder serves at most, 1 or more."""
         every = [len(sources) for node in range(self.nodes) for sources in self.served(node).values()]
         return max([1, *every])
 
     def words(self, rank: int, slots: int) -> list[int]:
-        """The map of a rank, places as in `Nodes`; -1 where there is no rank."""
+        """The map of a rank, offsets as in `NodeLayout`; -1 where there is no rank."""
         at = NodeLayout(len(self.mask), self.nodes, slots)
         words = [NO_RANK] * at.map_words
         for node in range(self.nodes):
-            for gateway, sources in self.served(node).items():
+            for forwarder, sources in self.served(node).items():
                 for slot, source in enumerate(sources):
                     if source == rank:
-                        words[at.gateway + node], words[at.gateway_slot + node] = gateway, slot
-                    if gateway == rank:
+                        words[at.gateway + node], words[at.gateway_slot + node] = forwarder, slot
+                    if forwarder == rank:
                         words[at.source + slot] = source
                     if node == rank // at.size:
-                        words[at.carrier + source], words[at.carrier_slot + source] = gateway, slot
+                        words[at.carrier + source], words[at.carrier_slot + source] = forwarder, slot
         return words
 
 
 def with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> NodeLayout:
-    """With slots for as many sources as a gateway serves among all ranks, and among those of each mask."""
+    """With slots for as many sources as a forwarder serves among all ranks, and among those of each mask."""
     return NodeLayout(ranks, nodes, max([nodes - 1, *(Gateways(mask, nodes).slots for mask in masks)]))

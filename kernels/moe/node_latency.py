@@ -8,7 +8,7 @@ from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe import latency
 from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.handle import ReceivedRows
-from tilescale_net.kernels.moe.latency_combine import combine_latency_nodes
+from tilescale_net.kernels.moe.latency_combine import combine_latency
 from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.layout import (
     Gateways,
@@ -109,10 +109,10 @@ class NodeLatencyMode(latency.LatencyMode):
 
     def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int, timed: bool = False) -> Launch:
         c, base, at = self._c, self._base, self._at
-        kernel = combine_latency_nodes(
-            c.ranks, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted,
-            c.quantize_combine, phase.sends, phase.receives, self._parts, biases, blocks, base.threads,
-            timed=timed, **self._fewer(blocks),
+        kernel = combine_latency(
+            c.ranks, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted, c.quantize_combine, True,
+            phase.sends, phase.receives, self._parts, biases, blocks, base.threads, timed=timed, nodes=at.nodes,
+            forwarder_slots=at.slots, **self._fewer(blocks),
         )  # fmt: skip
         return Launch(
             kernel, self._combine_fixed, _COMBINE + latency.TIMED * timed, base.world, **self._combine_forms()

@@ -7,9 +7,9 @@ import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe import throughput, throughput_buffers
-from tilescale_net.kernels.moe.combine import combine_nodes
+from tilescale_net.kernels.moe.combine import combine_throughput
 from tilescale_net.kernels.moe.config import FP8, Config
-from tilescale_net.kernels.moe.dispatch import dispatch_nodes
+from tilescale_net.kernels.moe.dispatch import dispatch_throughput
 from tilescale_net.kernels.moe.handle import RoutingPlan
 from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.layout import Gateways, NodeLayout, NodePlanOffsets, most_sent, with_room
@@ -167,9 +167,9 @@ class NodeThroughputMode(throughput.ThroughputMode):
 
     def _new_dispatch(self, blocks: int) -> Launch:
         c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("dispatch", blocks)
-        kernel = dispatch_nodes(
-            c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.row_words, c.scale_words,
-            self.placement, t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads,
+        kernel = dispatch_throughput(
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, self.placement, False, t.chunk,
+            self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads, nodes=at.nodes, slots=at.slots,
             **self._fewer(blocks, "dispatch"),
         )  # fmt: skip
         return Launch(kernel, self._fixed["dispatch"], _DISPATCH, base.world, **self._forms("dispatch"))
@@ -177,10 +177,10 @@ class NodeThroughputMode(throughput.ThroughputMode):
     def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int) -> Launch:
         c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("combine", blocks)
         payload = FP8 if c.quantize_combine else c.combine_dtype
-        kernel = combine_nodes(
-            c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype),
-            c.layout == "rank", weighted, c.quantize_combine, valued, biases, t.chunk,
-            self._proxied_chunk(c.hidden * payload.itemsize), senders, blocks - senders, t.combine_threads,
+        kernel = combine_throughput(
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), c.layout == "rank",
+            weighted, c.quantize_combine, valued, biases, True, t.chunk, self._proxied_chunk(c.hidden * payload.itemsize),
+            senders, blocks - senders, t.combine_threads, nodes=at.nodes, forwarder_slots=at.slots,
             **self._fewer(blocks, "combine"),
         )  # fmt: skip
         return Launch(kernel, self._fixed["combine"], _COMBINE, base.world, **self._forms("combine"))

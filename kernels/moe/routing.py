@@ -32,8 +32,8 @@ from tilescale_net.kernels.moe.layout import (
     CountsLayout,
     NodeLayout,
     NodePlanOffsets,
-    NodeTables,
     PlanOffsets,
+    Route,
     align4,
     record_words,
 )
@@ -1004,7 +1004,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
     ):
         with T.Kernel(blocks, threads=threads) as block:
             found = T.alloc_shared((threads,), "int32")
-            tables = NodeTables(at, plan, node_map, node_plan)
+            tables = Route(at, plan, node_map, node_plan)
             mem = NodePlanTensors(
                 token_slot, send_row, totals, totals_at, heads_out, heads_in, pairs_out, pairs_in, told, found=found
             )

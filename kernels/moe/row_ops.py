@@ -30,6 +30,16 @@ GROUP = 128  # elements that share a scale
 SMALLEST_AMAX = 1e-4  # keeps the scale of a group of zeros finite
 
 
+def int_vars(count: int) -> tuple[Any, ...]:
+    """Variables of a kernel, int32."""
+    return tuple(T.alloc_var("int32") for _ in range(count))
+
+
+def shared_ints(count: int, size: int) -> tuple[Any, ...]:
+    """Vectors of `size` int32 each, of shared memory."""
+    return tuple(T.alloc_shared((size,), "int32") for _ in range(count))
+
+
 def batch_of(units: int, limit: int) -> int:
     """Pieces per lane and batch: the row in as few equal batches as `limit` allows."""
     per_lane = -(-units // 32)
@@ -215,6 +225,15 @@ def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, off
 
 
 @tsn.macro
+def store_sums(s, dst, row, acc, first, lane, end, batch):
+    """Store a batch of sums in a row of `dst`, which has rows and scales: quantised if they are, else rounded once."""
+    if s.quantised:
+        store_quantised(dst.rows, dst.scales, row, acc, first, lane, end, s.width, batch)
+    else:
+        store_rounded(dst.rows, row, acc, first, lane, end, s.width, batch, s.dtype)
+
+
+@tsn.macro
 def add_dequantised(acc, piece, scales, row, first, lane, units, width, batch, at=0):
     """acc += piece[at …] * its group's scale, in float32."""
     wide = T.alloc_local((width,), "float32")
@@ -237,6 +256,40 @@ def add_rows(acc, piece, row, weight, src, first, lane, units, width, batch, gro
     for g in T.unroll(group):
         if row[g] >= 0:
             add_scaled(acc, piece, weight[g], batch * width, g * batch * width)
+
+
+@tsn.macro
+def add_slots(s, work, scales, there, first, lane, end, batch, group):
+    """acc += the rows that a warp has loaded to work.piece, in their order; scaled where they are quantised.
+
+    Args:
+        there: of a row of `work.from_row`, whether there is one.
+    """
+    width = s.width
+    for g in T.unroll(group):
+        if there(work.from_row[g]):
+            if s.quantised:
+                add_dequantised(
+                    work.acc, work.piece, scales, work.from_row[g], first, lane, end, width, batch, g * batch * width
+                )
+            else:
+                add_scaled(work.acc, work.piece, T.float32(1), batch * width, g * batch * width)
+
+
+@tsn.macro
+def _add_bias(s, acc, bias, token: T.Ref, first, lane, end):
+    piece = T.alloc_local((s.sum_batch * s.width,), s.dtype)
+    load_batch(piece, bias, token, first, lane, end, s.width, s.sum_batch)
+    add_scaled(acc, piece, T.float32(1), s.sum_batch * s.width)
+
+
+@tsn.macro
+def add_biases(s, acc, result, token: T.Ref, first, lane, end):
+    """Add a token's rows of the caller's biases to a batch of sums."""
+    if s.biases > 0:
+        _add_bias(s, acc, result.bias_0, token, first, lane, end)
+    if s.biases > 1:
+        _add_bias(s, acc, result.bias_1, token, first, lane, end)
 
 
 def sum_of_ranks(

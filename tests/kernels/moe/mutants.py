@@ -61,7 +61,9 @@ MUTANTS = {
     "dispatch without wait for rows": MoeMutant(
         "dispatch", left_out('N.wait_warp(arrived[peer, c], "ge", call)'), EXPERT
     ),
-    "dispatch without fence": MoeMutant("dispatch", unfenced("N.signal_warp(arrived[me, c], call, peer)"), EXPERT),
+    "dispatch without fence": MoeMutant(
+        "dispatch", unfenced("N.signal_warp(mem.arrived[me, chunk.c], call, chunk.peer)"), EXPERT
+    ),
     "combine without wait for rows": MoeMutant(
         "combine",
         'N.wait(mem.arrived[peer, slot // size], "ge", now.call)',

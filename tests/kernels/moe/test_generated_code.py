@@ -35,10 +35,12 @@ KERNELS = {
     "dispatch.dispatch_throughput": [
         dict(MOVE, row_words=3584, scale_words=0, placement="expert"),
         dict(MOVE, row_words=1792, scale_words=56, placement="rank", senders=24, receivers=0),
+        dict(MOVE, row_words=3584, scale_words=0, placement="expert", ranks=32, nodes=4, slots=3),
     ],
     "combine.combine_throughput": [
         dict(SUM, by_rank=False, weighted="choices"),
         dict(SUM, by_rank=True, weighted="", threads=512),
+        dict(SUM, by_rank=True, weighted="", proxied=True, ranks=32, nodes=4, forwarder_slots=3),
     ],
     "combine.sum_combined": [
         {name: value for name, value in SUM.items() if name not in ("valued", "senders", "reducers")}
@@ -48,7 +50,10 @@ KERNELS = {
         dict(SEND, source_dtype="bfloat16"),
         dict(SEND, source_dtype="bfloat16", ranks=32, nodes=4, slots=3),
     ],
-    "latency_combine.combine_latency": [dict(RETURN)],
+    "latency_combine.combine_latency": [
+        dict(RETURN),
+        dict(RETURN, proxied=True, parts=1, ranks=32, nodes=4, forwarder_slots=3),
+    ],
     "latency_combine.exchange_weights": [dict(ranks=4, top_k=8, max_tokens=128, threads=256)],
 }
 # Those of a mode with a file of tests of its own stand there.

@@ -29,14 +29,6 @@ SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
 LATENCY = dict(mode="latency")
 KINDS = ("random", "masked", "one rank", "twice", "none")
 
-RETURN = dict(
-    ranks=32, nodes=4, slots_of_gateway=3, top_k=8, max_tokens=128, hidden=7168, dtype="bfloat16", weighted=True,
-    sends=True, receives=True, parts=1, biases=0, blocks=132, threads=256,
-)  # fmt: skip
-SM_90 = {
-    "latency_combine.combine_latency_nodes": [dict(RETURN, quantised=False)],
-}
-
 MUTANTS = {
     "latency gateway without wait for messages": mutants.MoeMutant(
         "latency_dispatch",

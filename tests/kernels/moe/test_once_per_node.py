@@ -27,19 +27,6 @@ SM_90 = {
     "routing.plan_nodes": [
         dict(ranks=32, experts=256, nodes=4, slots=3, max_tokens=4096, blocks=24, threads=512)
     ],
-    "dispatch.dispatch_nodes": [
-        dict(
-            ranks=32, experts=256, nodes=4, slots=3, top_k=8, max_tokens=4096, row_words=3584, scale_words=0,
-            placement="expert", chunk=4, proxied_chunk=16, senders=14, receivers=10, threads=512,
-        )
-    ],
-    "combine.combine_nodes": [
-        dict(
-            ranks=32, experts=256, nodes=4, slots_of_gateway=3, top_k=8, max_tokens=4096, hidden=7168, dtype="bfloat16",
-            by_rank=True, weighted="", quantised=False, valued="", biases=0, chunk=4, proxied_chunk=16, senders=16,
-            reducers=8, threads=384,
-        )
-    ],
 }  # fmt: skip
 
 MUTANTS = {
@@ -57,7 +44,7 @@ MUTANTS = {
     ),
     "gateway sums without fence": mutants.MoeMutant(
         "combine",
-        mutants.unfenced("N.signal_warp(arrived[gateway, c], call, peer)"),
+        mutants.unfenced("N.signal_warp(arrived[forwarder, c], call, peer)"),
         mutants.RANK,
         2,
     ),
