@@ -2,28 +2,130 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.moe.arena import Arena
-from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
-from tilescale_net.kernels.moe.config import configure
+from tilescale_net.errors import TileScaleError
+from tilescale_net.kernels.collective import BufferSpecs, Collective
+from tilescale_net.kernels.moe.buffers import Arena, arena_bytes, divide, heap_bytes, make, world_with_room
+from tilescale_net.kernels.moe.checks import ArgumentChecks, ArgumentError, Status
+from tilescale_net.kernels.moe.config import Tuning, chosen, configure
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Rows
-from tilescale_net.kernels.moe.implementations import arena_bytes, heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.mode import Phase
-from tilescale_net.kernels.moe.participant import Participant
-from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.kernels.moe.tuned_choice import chosen
-from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.runtime import groups, tuned
 from tilescale_net.runtime.profiling import named
+
+if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
+
+
+class State(enum.Enum):
+    """What an AllToAll is doing on this rank."""
+
+    IDLE = "idle"
+    DISPATCHING = "dispatching"
+    COMBINING = "combining"
+    BOTH = "both"
+    OUTDATED = "outdated"
+    LEFT_OUT = "left out"
+    FREED = "freed"
+
+
+_LIVE = {State.IDLE, State.DISPATCHING, State.COMBINING, State.BOTH}
+
+# The states in which a call is accepted; in all others it raises, and changes nothing.
+ALLOWED: dict[str, set[State]] = {
+    "dispatch": {State.IDLE, State.COMBINING},
+    "dispatch_send": {State.IDLE, State.COMBINING},
+    "dispatch_recv": {State.DISPATCHING, State.BOTH},
+    "combine": {State.IDLE, State.DISPATCHING},
+    "combine_values": {State.IDLE, State.DISPATCHING},
+    "combine_send": {State.IDLE, State.DISPATCHING},
+    "combine_recv": {State.COMBINING, State.BOTH},
+    "set_active": {State.IDLE, State.OUTDATED},
+    "empty_output": _LIVE,
+    "check": {*_LIVE, State.OUTDATED, State.LEFT_OUT},
+    "free": {State.IDLE, State.OUTDATED, State.LEFT_OUT},
+}
+
+
+class Machine:
+    """The state of one AllToAll, and the halves that are under way.
+
+    Attributes:
+        pending: what was sent and not yet received, by "dispatch" and "combine".
+        outdated, left_out, freed: see docs/states.md.
+    """
+
+    def __init__(self):
+        self.pending: dict[str, object] = {}
+        self.outdated = self.left_out = self.freed = False
+
+    @property
+    def state(self) -> State:
+        """The state now; what ends more comes first."""
+        if self.freed:
+            return State.FREED
+        if self.left_out:
+            return State.LEFT_OUT
+        if self.outdated:
+            return State.OUTDATED
+        if not self.pending:
+            return State.IDLE
+        if len(self.pending) == 2:
+            return State.BOTH
+        return State.DISPATCHING if "dispatch" in self.pending else State.COMBINING
+
+    def check(self, call: str) -> None:
+        """Raise unless the table accepts `call` now.
+
+        Raises:
+            TileScaleError: the object or this rank has left, or the ranks of the job are others than the object's.
+            ValueError: a half is missing.
+        """
+        # The usual case costs a look at four fields.
+        if not (self.pending or self.outdated or self.left_out or self.freed) and not call.endswith("_recv"):
+            return
+        state = self.state
+        if state not in ALLOWED[call]:
+            raise self._error(call, state)
+
+    def _error(self, call: str, state: State) -> Exception:
+        name = f"AllToAll.{call}"
+        if state is State.FREED:
+            return TileScaleError(f"{name}: used after free() or finalize()")
+        if state is State.LEFT_OUT:
+            return TileScaleError(f"{name}: set_active has left this rank out; it makes no calls but check and free")
+        if state is State.OUTDATED:
+            return TileScaleError(
+                f"{name}: ranks have left the job, by another object's set_active or tilescale_net.shrink; call set_active with "
+                "the ranks that stay, or free"
+            )
+        if call.endswith("_recv"):
+            kind = call.removesuffix("_recv")
+            return ValueError(f"{name}: this is not the {kind} that was sent last and not yet received")
+        kind = call.split("_")[0]
+        kind = kind if kind in self.pending else next(iter(self.pending))
+        return ValueError(f"{name}: the {kind} sent before has not been received; call {kind}_recv first")
+
+    def received(self, kind: str, pending) -> None:
+        """Take note that a half is received. Raises ValueError for one that is not under way."""
+        if self.pending.get(kind) is not pending:
+            raise self._error(f"{kind}_recv", State.IDLE)
+        del self.pending[kind]
+
+
+_NO_TILES = {"dispatch": "the object was made without tile_rows", "combine": "combine_send got no tiles"}
+
 
 # Objects by what their keys begin with.
 OBJECTS: weakref.WeakValueDictionary[str, AllToAll] = weakref.WeakValueDictionary()
@@ -34,7 +136,7 @@ _COMBINES = {call: f"{call}: {_LAYER}" for call in ("combine", "combine_values",
 _BAD_HANDLE = "{}; rejected: its handle is invalid"
 
 
-class AllToAll(Participant):
+class AllToAll(Collective):
     """Dispatch and combine of an expert-parallel layer; rank r hosts experts [r * E / ranks, (r + 1) * E / ranks).
 
     Constructed by all ranks with the same arguments, which compiles its kernels. All ranks then make the same calls in
@@ -82,6 +184,12 @@ class AllToAll(Participant):
         arena: symmetric memory for its rows, which other objects use too; see `Arena`.
         group: whose ranks these are, rank r the r-th of them; see `tilescale_net.world`.
 
+    Attributes:
+        mask: for each rank whether it takes part. active: the same as int32, for kernels.
+        membership: the mask, and how often lost ranks were given up before; handles of another one are refused.
+        status: where kernels report what they refuse.
+        identity: its arguments and group as text. key: see tilescale_net.ops.
+
     docs/states.md lists which calls are allowed when. A call that is not raises ValueError or TileScaleError
     and changes nothing: the other ranks wait until this one makes the right one.
 
@@ -91,6 +199,9 @@ class AllToAll(Participant):
         HeapError: the symmetric heap has no room for the buffers, see `heap_bytes`; nothing stays allocated. With `grow`
             the memory of the device has none (ConfigurationError).
     """
+
+    works_with_some = True
+    _arena: Arena | None = None
 
     def __init__(
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
@@ -201,10 +312,6 @@ class AllToAll(Participant):
             for product in self.products.values():
                 product.free()
         self._release()
-
-    def _release(self) -> None:
-        super()._release()
-        self._end_own_world()
 
     def _end_own_world(self) -> None:
         own, self._own_world = self._own_world, None
@@ -473,3 +580,237 @@ class AllToAll(Participant):
         if pair:
             pending.result = out, pair[1]
         return pending
+
+    # -- the part that is the same for every mode --------------------------------------------------------------------
+
+    def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
+        """All of it, zeroed where it is not rows of an arena, or HeapError before anything is allocated."""
+        if self._arena is None:
+            return super().allocate(specs)
+        shared, own = divide(specs)
+        placed = self._arena.place(shared)
+        return super().allocate(own) | placed
+
+    @property
+    def all_blocks(self) -> int:
+        """As many blocks as run at once."""
+        return self._block_limit if self.device.type == "cuda" else self.blocks
+
+    def _take_part(self, identity: str) -> None:
+        """Begin, with the ranks that take part in the job."""
+        self.identity, self._machine = identity, Machine()
+        self.products: dict = {}  # of the operators, see ops/experts.py
+        with torch.inference_mode(False):
+            self._name_members(tuple(r in self._members for r in range(self.n_pes)))
+            self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
+            self.status = Status(self._world)
+
+    def _release(self) -> None:
+        super()._release()
+        self.status.close()
+        self.__dict__.pop("_mode", None)  # refers to this object, and holds all of its tensors
+        self._end_own_world()
+
+    @property
+    def world(self) -> World:
+        """In which its kernels run."""
+        return self._world
+
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
+        return tuple(self._machine.pending)
+
+    @property
+    def meets_first(self) -> bool:
+        """Whether a call sends nothing before all ranks have begun it."""
+        return self._mode.meets_first
+
+    @property
+    def outdated(self) -> bool:
+        """Whether ranks have left the job since, so that `set_active` must come before any other call."""
+        return self._members is not self._world.control.members
+
+    def _name_members(self, mask: tuple[bool, ...]) -> None:
+        """From now on these ranks take part."""
+        self.mask, self._members, self._generation = mask, self._world.control.members, self._world.control.generation
+        self.membership = (self._generation, mask)
+        # Operators take tensors, numbers and text.
+        self.key = f"{self.identity} {self._generation} {''.join('01'[m] for m in mask)}"
+
+    @staticmethod
+    def checked_list(active: Iterable[bool], ranks: int) -> tuple[bool, ...]:
+        active = tuple(bool(a) for a in active)
+        if len(active) != ranks:
+            raise ValueError(f"AllToAll: active has {len(active)} entries; there are {ranks} ranks")
+        if not any(active):
+            raise ValueError("AllToAll: active leaves out every rank")
+        return active
+
+    def set_active(self, active: list[bool] | None = None) -> None:
+        """Leave ranks out of the job from the next call on: they get nothing, and no rank waits for them.
+
+        Collective over the ranks that stay, with the same list (default: those that take part in the job, see
+        `tilescale_net.shrink`); nothing may be under way, unless ranks were lost. From then on they make the
+        host's collective calls (memory, barriers, new objects, `free`) without the others, and handles from before are
+        refused. Objects made before accept no calls until their `set_active` is called too. A rank that is left out
+        need not call; it may then only `check`, `free` and finalize, and cannot come back.
+
+        Raises:
+            ValueError: a list of another length, or one that brings a rank back.
+            RankMismatch: another rank gave another list.
+            PeerLost: a rank that shall stay did not call.
+        """
+        self._machine_check("set_active")
+        control = self._world.control
+        void = self._generation != control.generation  # what was under way when ranks were lost
+        if void:
+            self._forget_own_refusal()
+        self._begin("set_active")
+        active = [r in control.members for r in range(self.n_pes)] if active is None else active
+        active = self.checked_list(active, self.n_pes)
+        if self._machine.pending and not void:
+            raise ValueError("AllToAll.set_active: a half was under way here when ranks left; free this object")
+        back = [r for r in range(self.n_pes) if active[r] and not (self.mask[r] and r in control.members)]
+        if back:
+            raise ValueError(f"AllToAll: active brings back ranks {back}; make a new job instead")
+        if not active[self.rank]:
+            control.leave()
+            return
+        self._world.synchronize()
+        control.shrink_to([r for r in range(self.n_pes) if active[r]], "AllToAll.set_active")
+        if void:
+            self._reset()
+        self._machine.outdated = False
+        self._name_members(active)
+        self._mode.regroup(self.mask)
+        self.active.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"), non_blocking=True)
+
+    def _reset(self) -> None:
+        """Begin anew after calls were given up in the middle. All ranks are here, and their kernels have ended."""
+        with torch.inference_mode(False):
+            for counter in self._counters:
+                counter.view(torch.uint8).zero_()
+            self._mode.reset()
+            if self._arena is not None:
+                self._arena.reset()
+        self._machine.pending.clear()
+        self._world.memory.synchronize()
+        self._world.control.agree("AllToAll.set_active", "begins anew")
+
+    def _compile(self, everything: bool) -> None:
+        """Compile on all ranks before any of them goes on; an error of one is an error of all.
+
+        Each rank of a node begins elsewhere in the list, so that they compile at the same time what all of them find in the
+        cache afterwards.
+        """
+        error, place = None, self._world.topology
+        try:
+            variants = self._mode.variants(everything)
+            first = len(variants) * place.local_rank // place.node_size
+            for compiled in variants[first:] + variants[:first]:
+                compiled()
+        except Exception as found:
+            error = found
+        said = self._world.control.gather("AllToAll: kernels compiled", str(error or ""))
+        failed = [i for i, text in enumerate(said) if text]
+        if failed:
+            self._release()
+            raise error or tsn.KernelError(f"AllToAll: rank {self._members[failed[0]]} has failed: {said[failed[0]]}")
+
+    # -- tiles ------------------------------------------------------------------------------------------------------
+
+    def alongside(self, pending: Pending) -> Tiles:
+        """Let what is launched next on the current stream run beside a half that is under way and has tiles.
+
+        That is a dispatch of an object with `tile_rows`, or a combine that got `tiles`. Kernels that follow may wait for
+        tiles of the dispatch (`Dispatched.x` is `pending.result.x`), or finish those that the combine waits for: the half
+        has its multiprocessors.
+
+        Returns:
+            The tiles. Tile t is there when a wait for `words[t]`, "ge", `calls[0] * growth` ends; TMA copies of its rows want
+            `proxy="async"`.
+
+        Raises:
+            ValueError: no half that is under way, or one without tiles.
+        """
+        self._world.check()
+        if not isinstance(pending, Pending) or self._machine.pending.get(pending.kind) is not pending:
+            raise ValueError(
+                "AllToAll.alongside: this half is not under way; give what dispatch_send or combine_send has returned"
+            )
+        if pending.tiles is None:
+            raise ValueError(f"AllToAll.alongside: {_NO_TILES[pending.kind]}")
+        self._mode.start(pending)
+        return pending.tiles
+
+    def _check_tiles(self, tiles: Tiles) -> None:
+        """Raise TypeError or ValueError for tiles of `y` that this object's combine cannot wait for."""
+        if not isinstance(tiles, Tiles):
+            raise TypeError(f"AllToAll.combine_send: tiles must be Tiles, not {type(tiles).__name__}")
+        mine = self.config.tile_rows, self.config.tiles, self.blocks
+        if (tiles.rows, tiles.count, tiles.begins) != mine:
+            raise ValueError(
+                f"AllToAll.combine_send: tiles are {tiles.count} of {tiles.rows} rows, begun by {tiles.begins} blocks; those of "
+                f"this object are {mine[1]} of {mine[0]} rows, begun by {mine[2]} blocks"
+            )
+
+    # -- states and refusals ----------------------------------------------------------------------------------------
+
+    def _machine_check(self, call: str) -> None:
+        machine = self._machine
+        machine.freed = not self.alive
+        if machine.freed:
+            self._world.check()
+        machine.outdated = self.outdated
+        machine.left_out = self._world.control.excluded
+        machine.check(call)
+
+    def _begin(self, call: str = "", after: torch.Event | None = None) -> None:
+        """How every call that sends begins: the state is checked, then what has failed meanwhile.
+
+        Raises:
+            TypeError: `after` is no event; the other ranks wait until this one makes the right call.
+        """
+        if after is not None and not isinstance(after, torch.Event | torch.cuda.Event):
+            raise TypeError(f"AllToAll.{call}: after must be an event of torch, not {type(after).__name__}")
+        world, machine = self._world, self._machine
+        control = world.control
+        if (
+            machine.pending
+            or not self._owned
+            or world.closed
+            or control.excluded
+            or self._members is not control.members
+        ):
+            self._machine_check(call)
+        world.check()
+        if self.status.written:
+            self._raise_refusal()
+        self._order.follow()
+        if after is not None and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).wait_event(after)
+        if self._arena is not None and call not in ("set_active", "empty_output"):
+            self._arena.enter(self, call)
+
+    def _named(self, call: str, error: ArgumentError) -> Exception:
+        return type(error.error)(f"AllToAll.{call} on rank {self.rank}: {error.error}")
+
+    def _refusal(self) -> Exception | None:
+        """What kernels refused since the last look."""
+        return self.status.error("AllToAll", self.config.num_experts, self.config.capacity)
+
+    def _raise_refusal(self) -> None:
+        error = self._refusal()
+        if error is not None:
+            raise error
+
+    def _raise_refusal_if_simulated(self) -> None:
+        """Where kernels have ended when their launch returns, a refusal is known at once."""
+        if self.device.type == "cpu":
+            self._raise_refusal()
+
+    def _forget_own_refusal(self) -> None:
+        """What this rank's kernels report is not raised: another error says it, or they were given up."""
+        self._world.synchronize()
+        self.status.take()

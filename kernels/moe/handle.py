@@ -1,16 +1,19 @@
-"""What a dispatch leaves for the calls that follow it."""
+"""What a dispatch leaves for the calls that follow it, how its tensors are reused, and the metadata of received rows."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 import torch
 
 from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.kernels.moe.tiles import Tiles
+from tilescale_net.runtime.launch_args import kept
 
 # Rows, or FP8 rows with their scales.
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -270,3 +273,228 @@ class DispatchedByPlan(Dispatched):
     def _refused(self) -> torch.Tensor:
         ranks, experts = self.handle.signature[:2]
         return self.handle.plan.refused(ranks, experts // ranks)
+
+
+# Vectors that are made at a time.
+MANY = 64
+
+
+class Empty:
+    """Makes tensors [rows, *tail]."""
+
+    def __init__(self, tail: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self._tail = tail
+        with torch.inference_mode(False):
+            self._one = torch.empty(1, dtype=dtype, device=device)
+        self._samples: dict[int, torch.Tensor] = {}
+
+    def __call__(self, rows: int) -> torch.Tensor:
+        sample = self._samples.get(rows)
+        if sample is None:
+            with torch.inference_mode(False):
+                sample = self._samples[rows] = self._one.expand(rows, *self._tail)  # takes no memory
+        return torch.empty_like(sample)
+
+
+class Vectors:
+    """Makes short vectors of int32, many at a time: parts of one tensor, each given out once."""
+
+    def __init__(self, length: int, device: torch.device):
+        self._length, self._device = length, device
+        self._left: dict[Hashable, list[torch.Tensor]] = {}
+
+    def next(self, stream: Hashable) -> torch.Tensor:
+        """A vector for work of a stream; None stands for one that is captured into a CUDA graph."""
+        if stream is None or self._length % 4:  # others would not begin at a multiple of 16 bytes
+            return torch.empty(self._length, dtype=torch.int32, device=self._device)
+        left = self._left.setdefault(stream, [])
+        if not left:
+            with torch.inference_mode(False):
+                left.extend(torch.empty((MANY, self._length), dtype=torch.int32, device=self._device).unbind(0))
+        return left.pop()
+
+
+# Plans that are kept for each stream; more at a time are made anew.
+KEPT = 4
+
+
+class _Tensors:
+    """The tensors of a plan, by the names of its fields; `arguments` holds them as launches take them.
+
+    Args:
+        shapes: field -> shape and dtype.
+    """
+
+    __slots__ = ("_device", "_shapes", "_taken", "_tensors", "arguments")
+
+    def __init__(self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device):
+        self._shapes, self._device = shapes, device
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._taken = list(shapes)
+        self.renew()
+
+    def take(self, name: str) -> torch.Tensor:
+        """A tensor that the caller may keep."""
+        self._taken.append(name)
+        return self._tensors[name]
+
+    def renew(self) -> None:
+        """Make new ones for those that were taken."""
+        if not self._taken:
+            return
+        with torch.inference_mode(False):
+            for name in set(self._taken):
+                shape, dtype = self._shapes[name]
+                self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        self._taken.clear()
+        self.arguments = tuple(kept(self._tensors[name]) for name in self._shapes)
+
+
+class _Kept:
+    """Half of a plan: fields other than `tokens` are there when they are asked for, and are the caller's from then on."""
+
+    _of: _Tensors
+    tokens: int
+
+    def __init__(self, tokens: int, tensors: _Tensors):
+        self.__dict__.update(tokens=tokens, _of=tensors)
+
+    def __copy__(self):
+        return self  # nothing of it changes, and a reference to it keeps the tensors from being used again
+
+    def __deepcopy__(self, memo: dict):
+        return self._apart(clone=True)
+
+    def __reduce__(self):
+        return copy.copy, (self._apart(clone=False),)
+
+    def _apart(self, clone: bool):
+        """A plan of the same kind, whose tensors belong to no AllToAll."""
+        kind = next(k for k in (RoutingPlan, ReceivedRows) if isinstance(self, k))
+        tensors = {name: getattr(self, name) for name in self._of._shapes}
+        return kind(self.tokens, **{name: t.clone() if clone else t for name, t in tensors.items()})
+
+    @property
+    def arguments(self) -> tuple:
+        return self._of.arguments
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        of = self.__dict__.get("_of")
+        if of is None or name not in of._shapes:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return self.__dict__.setdefault(name, of.take(name))
+
+
+class _KeptRoutingPlan(_Kept, RoutingPlan):
+    pass
+
+
+class _KeptReceivedRows(_Kept, ReceivedRows):
+    pass
+
+
+class Plans:
+    """The plans of one AllToAll. They may be held for any time, and their tensors longer.
+
+    A plan is used again on the stream on which it was made, as torch would give out its memory; in a CUDA graph that is
+    being captured none is.
+
+    Args:
+        kind: RoutingPlan or ReceivedRows. shapes: of its fields but `tokens`, with their dtypes.
+        stream: gives what stands for the current stream, or None where none may be used again.
+
+    Attributes:
+        stream: what stood for it when the last plan was given out.
+    """
+
+    def __init__(
+        self, kind: type, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device, stream: Callable[[], Hashable]
+    ):
+        assert [f.name for f in fields(kind)] == ["tokens", *shapes]
+        self._make = _KeptRoutingPlan if kind is RoutingPlan else _KeptReceivedRows
+        self._shapes, self._device, self._stream_now = shapes, device, stream
+        self.stream: Hashable = None
+        self._kept: dict[Hashable, list[tuple[_Tensors, weakref.ref]]] = {}
+
+    def next(self, tokens: int):
+        """A plan for so many tokens, without another holder."""
+        stream = self.stream = self._stream_now()
+        if stream is None:
+            return self._make(tokens, _Tensors(self._shapes, self._device))
+        kept = self._kept.setdefault(stream, [])
+        for i, (tensors, user) in enumerate(kept):
+            if user() is None:
+                del kept[i]
+                tensors.renew()
+                break
+        else:
+            tensors = _Tensors(self._shapes, self._device)
+        plan = self._make(tokens, tensors)
+        kept.append((tensors, weakref.ref(plan)))
+        del kept[:-KEPT]
+        return plan
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Of the rows that a rank has received; what stands for no row is -1, or 0 for weights. Nothing waits for the GPU.
+
+    Throughput mode: of the rows of layout "rank", in objects of any layout; `rows` is ranks * max_tokens.
+
+    Attributes:
+        source_counts: [local experts, ranks] rows of each expert from each rank (int32).
+        source_token: [rows], or in latency mode [local experts, ranks * max_tokens]: token at the source (int32).
+        source_rank: in the same shape: rank it comes from (int32).
+        topk_idx: [rows, top_k] local expert of each choice, -1 for one of another rank (int64); None in latency mode.
+        topk_weights: [rows, top_k] float32, 0 where `topk_idx` is -1; None in latency mode.
+        expert_rows: [rows, top_k] expert-major row of each choice, -1 for one of another rank (int32); None in latency mode.
+    """
+
+    source_counts: torch.Tensor
+    source_token: torch.Tensor
+    source_rank: torch.Tensor
+    topk_idx: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    expert_rows: torch.Tensor | None = None
+
+
+def metadata(handle: Handle) -> Metadata:
+    """The metadata of a dispatch's rows, by its handle; some small kernels on the current stream."""
+    ranks, experts, max_tokens, top_k = handle.signature[:4]
+    if isinstance(handle.plan, ReceivedRows):
+        return _of_experts(handle.plan)
+    plan, at = handle.plan, PlanOffsets(ranks, experts // ranks)
+    device, totals = plan.totals.device, plan.totals
+    bases = totals[at.received_base : at.received_base + ranks + 1]
+    # Row i is the (i - bases[r])-th from rank r, the last one whose rows begin at i or before.
+    index = torch.arange(ranks * max_tokens, dtype=torch.int32, device=device)
+    source = torch.searchsorted(bases[1:].contiguous(), index, right=True).clamp(max=ranks - 1)
+    there = index < bases[-1]
+    place = torch.where(there, index - bases[source], 0)
+    records = plan.records[source, place.long()]
+    landing, offsets = records[:, :top_k], totals[at.offsets + 1 : at.offsets + 1 + experts // ranks]
+    here = there[:, None] & (landing >= 0)
+    # An expert without rows begins where the next one does.
+    expert = torch.searchsorted(offsets.contiguous(), landing.contiguous(), right=True)
+    weights = records[:, top_k : 2 * top_k].contiguous().view(torch.float32)
+    return Metadata(
+        totals[at.by_source : at.sent_before].view(experts // ranks, ranks),
+        torch.where(there, records[:, 2 * top_k], -1),
+        torch.where(there, source, -1).to(torch.int32),
+        torch.where(here, expert, -1),
+        torch.where(here, weights, 0.0),
+        torch.where(here, landing, -1),
+    )
+
+
+def _of_experts(received: ReceivedRows) -> Metadata:
+    ends = received.source_counts.cumsum(1)
+    rows = received.source_token.shape[1]
+    index = torch.arange(rows, device=ends.device).expand(len(ends), rows).contiguous()
+    source = torch.searchsorted(ends, index, right=True)
+    there = index < ends[:, -1:]
+    return Metadata(
+        received.source_counts,
+        torch.where(there, received.source_token, -1),
+        torch.where(there, source, -1).to(torch.int32),
+    )

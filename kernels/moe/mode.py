@@ -1,17 +1,204 @@
-"""What AllToAll asks of a mode: launches of dispatch and combine, whole or in halves."""
+"""What AllToAll asks of a mode, and what the modes share: launches with fixed arguments, and streams of send phases."""
 
+import contextlib
 import enum
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs
-from tilescale_net.kernels.moe.config import Config
+from tilescale_net.kernels.moe.checks import ArgumentError
+from tilescale_net.kernels.moe.config import Config, as_words
 from tilescale_net.kernels.moe.handle import Choices, Handle, Pending
-from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.layout import NO_FAULT
-from tilescale_net.kernels.moe.status import ArgumentError
+from tilescale_net.runtime import launch_args
+from tilescale_net.runtime.launch_args import constant
+
+
+class Launch:
+    """A kernel in a world, with those of its arguments that are the same in every call; a call gives the others.
+
+    So the order of a kernel's arguments stands in its signature alone.
+
+    Args:
+        fixed: arguments by name; what the kernel does not take is left out.
+        given: names of the others, in the order in which a call gives them.
+        words: of those, tensors that the kernel takes as int32 rows of so many words. columns: of those, tensors that it takes
+            as rows of so many elements.
+        stand_ins: of those, what the kernel gets in the place of None and of a tensor without elements.
+
+    Raises:
+        TypeError: the others are not exactly these.
+    """
+
+    def __init__(
+        self, kernel, fixed: Mapping[str, object], given: Sequence[str], world, *, words: Mapping[str, int] | None = None,
+        columns: Mapping[str, int] | None = None, stand_ins: Mapping[str, torch.Tensor] | None = None,
+    ):  # fmt: skip
+        names = [name for name in kernel.parameters if name in fixed]
+        places = {name: i for i, name in enumerate((*names, *given))}
+        if places.keys() != set(kernel.parameters) or len(places) != len(names) + len(given):
+            others = ", ".join(name for name in kernel.parameters if name not in fixed)
+            raise TypeError(f"kernel {kernel.name} takes {others}, not {', '.join(given)}")
+        self._kernel, self._world, self._function = kernel, world, None
+        self._values = {name: fixed[name] for name in names}
+        values = list(self._values.values())
+        # One stays a torch tensor: the launch takes its stream from it where a call gives none.
+        kept = next((i for i, value in enumerate(values) if isinstance(value, torch.Tensor)), None)
+        self._fixed = tuple(value if i == kept else constant(value) for i, value in enumerate(values))
+        self._in_order = operator.itemgetter(*(places[name] for name in kernel.parameters))
+        words, stand_ins = words or {}, stand_ins or {}
+        rows = (columns or {}) | words
+        self._given = {name: (rows.get(name, 0), name in words, stand_ins.get(name)) for name in given}
+        self._converts = any(count or stand_in is not None for count, _, stand_in in self._given.values())
+        self._run = kernel.launcher(world)
+
+    def __call__(self, *given) -> None:
+        """Launch on the current stream."""
+        if self._converts:
+            given = tuple(map(self._converted, given, self._given.values()))
+        self._run(*self._in_order(self._fixed + given))
+
+    @staticmethod
+    def _converted(value, how: tuple[int, bool, torch.Tensor | None]):
+        columns, words, stand_in = how
+        if stand_in is not None and (value is None or not value.numel()):
+            return stand_in
+        if words:
+            return as_words(value, columns)
+        return value.view(-1, columns) if columns else value
+
+    def quick(self) -> Callable[..., None]:
+        """The same with fewer steps between a call and the driver, where that can be; it holds this object, and not the
+        other way round.
+        """
+        first = int(self._kernel.takes_context)  # in front of all others
+        places = {name: i for i, name in enumerate(self._kernel.parameters, first)}
+        fixed = [(places[name], value) for name, value in self._values.items()]
+        if first:
+            fixed.append((0, self._world.context_tensor))
+        given = [(places[name], *how) for name, how in self._given.items()]
+        integers = {first + place: (low, high) for place, low, high in self._kernel.integers}
+        return launch_args.native_launch(fixed, given, self._plain_function, self, integers)
+
+    def _plain_function(self):
+        self._function = self._kernel.plain_function(self._world)
+        return self._function
+
+
+def stream_key(device: torch.device) -> Hashable:
+    """What stands for the current stream; None while it is captured into a CUDA graph."""
+    if device.type != "cuda":
+        return 0
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    return torch._C._cuda_getCurrentRawStream(device.index)  # a tenth of what current_stream costs
+
+
+class SideStream:
+    """A CUDA stream of high priority beside the caller's.
+
+    Args:
+        in_order: launches on the caller's stream wait for those made on the side before.
+    """
+
+    def __init__(self, device: torch.device, in_order: bool = False):
+        self._device, self._in_order = device, in_order
+        self._on_side, self._last = False, None
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def launch(self, kernel, *arguments) -> None:
+        """Launch a kernel on the current stream."""
+        if self._in_order and self._last is not None and not self._on_side:
+            self.wait(self._last)
+        kernel(*arguments)
+
+    def key(self) -> Hashable:
+        """See `stream_key`."""
+        return stream_key(self._device)
+
+    @contextlib.contextmanager
+    def on_side(self, tensors):
+        """Run launches on this stream, after what the current stream holds; yields what `wait` waits for.
+
+        Args:
+            tensors: of the caller, which the launches use.
+        """
+        event = torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        self._on_side = True
+        try:
+            with torch.cuda.stream(self._stream):
+                yield event
+                event.record(self._stream)
+        finally:
+            self._on_side = False
+        self._last = event
+
+    def forget(self) -> None:
+        """Nothing is kept: what was launched has ended."""
+        self._last = None
+
+    def wait(self, event) -> None:
+        """Let the current stream wait for what ran on the side."""
+        if event is self._last:
+            self._last = None
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+class DeferredStream:
+    """The simulator's stand-in: launches made on the side run when they are waited for, as late as a GPU may run them.
+
+    What happens to their arguments in between, or to memory that they share with other calls, then shows in the data.
+
+    Args:
+        in_order: see SideStream.
+    """
+
+    def __init__(self, in_order: bool = False):
+        self._on_side, self._in_order = False, in_order
+        self._queue: list[tuple] = []
+        self._sent = self._done = 0
+
+    def launch(self, kernel, *arguments) -> None:
+        """Launch a kernel, or keep it for later."""
+        if self._on_side:
+            self._queue.append((kernel, arguments))
+            self._sent += 1
+        else:
+            if self._in_order:
+                self.wait([self._sent])
+            kernel(*arguments)
+
+    def key(self) -> Hashable:
+        """See `stream_key`."""
+        return self._on_side
+
+    @contextlib.contextmanager
+    def on_side(self, tensors):
+        """Keep the launches made inside; yields what `wait` waits for."""
+        self._on_side, marks = True, []
+        try:
+            yield marks
+        finally:
+            self._on_side = False
+            marks.append(self._sent)
+
+    def forget(self) -> None:
+        """Launches that were kept are not made any more."""
+        self._queue.clear()
+        self._done = self._sent
+
+    def wait(self, marks: list[int]) -> None:
+        """Run what was kept, in order, up to the launches of one `on_side`."""
+        while self._done < marks[0]:
+            kernel, arguments = self._queue.pop(0)
+            self._done += 1
+            kernel(*arguments)
 
 
 class Phase(enum.Enum):

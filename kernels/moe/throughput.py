@@ -1,26 +1,132 @@
-"""Throughput mode on the host: buffers, and the launches of its kernels."""
+"""Throughput mode on the host: buffers, and the launches of its kernels.
 
-from collections.abc import Callable
+`NodeThroughputMode` is the same where rows cross the network once per node: other buffers and kernels, the same calls.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
-from tilescale_net.kernels.moe import throughput_buffers
+from tilescale_net.kernels.moe.checks import ArgumentError
 from tilescale_net.kernels.moe.combine import combine_throughput, sum_combined
-from tilescale_net.kernels.moe.config import FP8, Config, as_words
+from tilescale_net.kernels.moe.config import FP8, Config, as_words, shares
 from tilescale_net.kernels.moe.dispatch import dispatch_throughput
-from tilescale_net.kernels.moe.handle import Choices, DispatchedByPlan, Handle, Pending, RoutingPlan
-from tilescale_net.kernels.moe.launch import Launch
-from tilescale_net.kernels.moe.layout import NO_FAULT, CountsLayout, PlanOffsets, output_tag, record_words
-from tilescale_net.kernels.moe.mode import Mode, Phase
-from tilescale_net.kernels.moe.plans import Plans
-from tilescale_net.kernels.moe.routing import plan_routing
-from tilescale_net.kernels.moe.status import ArgumentError
-from tilescale_net.kernels.moe.streams import DeferredStream, SideStream
+from tilescale_net.kernels.moe.handle import Choices, DispatchedByPlan, Handle, Pending, Plans, RoutingPlan
+from tilescale_net.kernels.moe.layout import (
+    NO_FAULT,
+    CountsLayout,
+    Gateways,
+    NodeLayout,
+    NodePlanOffsets,
+    PlanOffsets,
+    most_sent,
+    output_tag,
+    record_words,
+    with_room,
+)
+from tilescale_net.kernels.moe.mode import DeferredStream, Launch, Mode, Phase, SideStream
+from tilescale_net.kernels.moe.routing import plan_nodes, plan_routing
+from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.kernels.moe.tuning import shares
 from tilescale_net.runtime.launch_args import kept
+
+
+def placement_of(config: Config) -> str:
+    """See dispatch_throughput."""
+    return "rank" if config.layout == "rank" else "expert" if config.zero_copy else "arrival"
+
+
+def output_rows(config: Config) -> int:
+    """Rows that dispatch gives. A rank has an expert-major row at least for each rank-major one."""
+    return rows_received(config) if config.layout == "rank" else config.capacity
+
+
+def rows_received(config: Config) -> int:
+    """Rank-major rows that a rank receives at most."""
+    return min(config.ranks * config.max_tokens, config.capacity)
+
+
+def shared_rows(config: Config, proxied: bool) -> dict[str, tuple[str, int, int, torch.dtype]]:
+    """Buffers of rows: "kernel.parameter" -> (the memory that it lies in, rows, columns, dtype).
+
+    Between nodes a dispatch and a combine share memory, each as many rows as a rank sends, and as it receives. A call
+    fills them when all ranks have begun it, and so have ended the one before.
+    """
+    c, placement = config, placement_of(config)
+    sent, received = most_sent(c.ranks, c.max_tokens, c.top_k), rows_received(c)
+    payload = FP8 if c.quantize_combine else c.combine_dtype
+    arrivals = placement == "arrival" or (proxied and placement == "expert")
+    return {
+        "dispatch.arrival": ("received", received if arrivals else 1, c.row_words, torch.int32),
+        "dispatch.staged": ("sent", sent if proxied else 1, c.row_words, torch.int32),
+        "combine.slots": ("sent", sent, c.hidden, payload),
+        "combine.staged": ("received", received if proxied else 1, c.hidden, payload),
+    }
+
+
+def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
+    """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype)."""
+    c, R, M = config, config.ranks, config.max_tokens
+    counts, W, placement = CountsLayout(c.num_experts, R), record_words(c.top_k), placement_of(c)
+    scales, G, chunks = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk)
+    own = output_rows(c) if placement != "arrival" else 1
+    ints, floats, words = torch.int32, torch.float32, torch.uint64
+    shared = shared_rows(config, proxied)
+    rows = {name: count for name, (_, count, _, _) in shared.items()}
+    memory = {"sent": 0, "received": 0}
+    for where, count, columns, dtype in shared.values():
+        memory[where] = max(memory[where], count * columns * dtype.itemsize // 4)
+
+    def scaled(rows: int) -> int:
+        return rows if c.scale_words else 1
+
+    def quantised(rows: int) -> int:
+        return rows if c.quantize_combine else 1
+
+    return {
+        "routing.counts_out": ((counts.words,), ints),
+        "routing.counts_in": ((R, counts.words), ints),
+        "routing.records_out": ((R, M, W), ints),
+        "routing.records_in": ((R, M, W), ints),
+        "routing.counts_ready": ((R,), words),
+        "routing.records_ready": ((R,), words),
+        "routing.blocks_ready": ((1,), words),
+        "output.rows": ((own, c.hidden), c.dtype),
+        "output.scales": ((scaled(own), scales), floats),
+        "rows.sent": ((memory["sent"],), ints),
+        "rows.received": ((memory["received"],), ints),
+        "dispatch.arrival_scales": ((scaled(rows["dispatch.arrival"]), scales), ints),
+        "dispatch.staged_scales": ((scaled(rows["dispatch.staged"]), scales), ints),
+        "dispatch.ready": ((R,), words),
+        "dispatch.arrived": ((R, chunks), words),
+        "dispatch.done": ((R,), words),
+        **({"dispatch.counted": ((c.tiles + 1,), words)} if c.tiles else {}),
+        "combine.slot_scales": ((quantised(rows["combine.slots"]), G), floats),
+        "combine.slot_values": ((rows["combine.slots"], c.top_k), floats),
+        "combine.staged_scales": ((quantised(rows["combine.staged"]), G), floats),
+        "combine.staged_values": ((rows["combine.staged"], c.top_k), floats),
+        "combine.ready": ((R,), words),
+        "combine.arrived": ((R, chunks), words),
+        "combine.done": ((R,), words),
+    }
+
+
+def new_scales(config: Config, device: torch.device, by_column: bool = False) -> torch.Tensor:
+    """Memory for the scales of an output, [rows, scale_words]."""
+    shape = output_rows(config), config.scale_words
+    new = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32, device=device)
+    return new.t() if by_column else new
+
+
+def copy_output(targets: tuple, sources: tuple) -> None:
+    """Rows and scales to where the caller wants them; None for scales that do not exist."""
+    for target, source in zip(targets, sources):
+        if target is not None:
+            target.copy_(source)
+
 
 # What a call gives to a launch, in this order; the fields of RoutingPlan but node_plan last.
 _PLAN = ("send_token", "send_row", "token_slot", "records", "totals", "row_index", "row_weight")
@@ -36,17 +142,17 @@ SUMS = ("y", "row_weight", "bias_0", "bias_1", "out", "tokens", "token_slot", "r
 class ThroughputMode(Mode):
     """Many tokens: a routing plan is agreed before rows move; first halves run on a stream of their own."""
 
-    node_plan_words = 0  # of a plan, see node_throughput.py
+    node_plan_words = 0  # of a plan, see `NodeThroughputMode`
     tiles: Tiles | None = None  # of rows that a dispatch brings
 
     def __init__(self, base, config: Config, specs: BufferSpecs | None = None):
-        super().__init__(base, config, specs or throughput_buffers.symmetric_buffers(config, base.tuning, base.proxied))
+        super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
         R, c, tuning, device = config.ranks, config, base.tuning, base.device
         self._tuning, self._proxied = tuning, base.proxied
         # Calls that share memory may not overtake one another.
         ordered = self._shares_rows
         self._stream = SideStream(device, ordered) if device.type == "cuda" else DeferredStream(ordered)
-        self.placement = throughput_buffers.placement_of(c)
+        self.placement = placement_of(c)
         self._in_place = self.placement != "arrival"  # rows land where they are given, or are copied from there
         self.symmetric_output = config.zero_copy
         output = self._buffers("output")
@@ -83,7 +189,7 @@ class ThroughputMode(Mode):
     def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
         """The buffers of rows of a kernel, by the names of its parameters."""
         found = {}
-        for name, (where, rows, columns, dtype) in throughput_buffers.shared_rows(self._c, self._proxied).items():
+        for name, (where, rows, columns, dtype) in shared_rows(self._c, self._proxied).items():
             words = self._symmetric[f"rows.{where}"][: rows * columns * dtype.itemsize // 4]
             if name.startswith(f"{kernel}."):
                 found[name.removeprefix(f"{kernel}.")] = words.view(dtype).view(rows, columns)
@@ -210,7 +316,7 @@ class ThroughputMode(Mode):
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def output_shape(self) -> tuple[int, int]:
-        return throughput_buffers.output_rows(self._c), self._c.hidden
+        return output_rows(self._c), self._c.hidden
 
     def _default_output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and scales that dispatch fills when the caller brings none."""
@@ -244,16 +350,16 @@ class ThroughputMode(Mode):
         rows, row_scales = self._default_output() if out is None else out
         copied = self._in_place and not self.symmetric_output
         landing = self._landing if copied or rows is self._output[0] else (rows, row_scales)
-        by_row, new_scales = None, throughput_buffers.new_scales
+        by_row = None
         if c.column_scales and not copied:  # scales travel with their rows, and are turned here
             by_row = self._output[1] if self._in_place else new_scales(c, x.device)
             landing = landing if rows is self._output[0] else (rows, by_row)
             row_scales = new_scales(c, x.device, by_column=True) if row_scales is by_row else row_scales
         self._move_rows(x, scales, plan, landing, tag, blocks)
         if copied:
-            self._stream.launch(throughput_buffers.copy_output, (rows, row_scales), self._output)
+            self._stream.launch(copy_output, (rows, row_scales), self._output)
         elif by_row is not None:
-            self._stream.launch(throughput_buffers.copy_output, (row_scales,), (by_row,))
+            self._stream.launch(copy_output, (row_scales,), (by_row,))
         result = DispatchedByPlan(rows, self._seen_as(scales, row_scales), handle, c.layout == "rank")
         return Pending("dispatch", handle, result, tiles=self.tiles)
 
@@ -363,3 +469,187 @@ class ThroughputMode(Mode):
     def _summed_by(self, plan: RoutingPlan) -> tuple:
         """What the kernel that sums takes of a plan."""
         return plan.arguments[3:6]  # token_slot, records, totals
+
+
+# What a call gives to a launch, in this order.
+_NODES = ("tokens", "token_slot", "send_row", "totals", "node_plan")
+NODE_DISPATCH = (*DISPATCH, "node_plan")
+NODE_COMBINE = (*(name for name in COMBINE if name != "token_slot"), "node_plan")
+
+
+def _rows(config: Config, at: NodeLayout) -> dict[str, tuple[int, int, torch.dtype]]:
+    """Buffers of rows: "kernel.parameter" -> (rows, columns, dtype). Dispatch and combine share the memory of theirs."""
+    c, M = config, config.max_tokens
+    payload = FP8 if c.quantize_combine else c.combine_dtype
+    arrival = shared_rows(c, proxied=False)["dispatch.arrival"][1]
+    back, kept = most_sent(at.origins, M, c.top_k), rows_received(c)
+    # Rows that are not quantised lie behind the slots, see `_rows_of`.
+    behind, apart = (0, kept) if c.quantize_combine else (kept, 1)
+    return {
+        "dispatch.arrival": (arrival, c.row_words, torch.int32),
+        "dispatch.staged": ((at.nodes - 1) * M, c.row_words, torch.int32),
+        "dispatch.relayed": (at.slots * M, c.row_words, torch.int32),
+        "combine.staged": (at.slots * M, c.hidden, payload),
+        "combine.slots": (back + behind, c.hidden, payload),
+        "combine.relayed": (apart, c.hidden, c.combine_dtype),
+    }
+
+
+def _words(rows: dict[str, tuple[int, int, torch.dtype]], kernel: str) -> int:
+    """4-byte words of a kernel's rows; each buffer begins at a multiple of 256 bytes."""
+    found = (count for name, count in rows.items() if name.startswith(f"{kernel}."))
+    return sum(-(-n * columns * dtype.itemsize // 256) * 64 for n, columns, dtype in found)
+
+
+def _carrying(config: Config, tuning, at: NodeLayout) -> BufferSpecs:
+    """Symmetric memory of what a gateway carries for others, which grows with the sources that it serves."""
+    c, M, S = config, config.max_tokens, at.slots
+    scales, G, chunks, rows = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk), _rows(c, at)
+    ints, floats, words = torch.int32, torch.float32, torch.uint64
+    return {
+        "rows.shared": ((max(_words(rows, kernel) for kernel in ("dispatch", "combine")),), ints),
+        "nodes.heads_in": ((S, at.head_words), ints),
+        "nodes.pairs_in": ((S, M, 2 * at.size), ints),
+        "nodes.told": ((S,), words),
+        "dispatch.relayed_scales": ((S * M if c.scale_words else 1, scales), ints),
+        "dispatch.came": ((S, chunks), words),
+        "combine.staged_scales": ((S * M if c.quantize_combine else 1, G), floats),
+        "combine.staged_values": ((S * M, c.top_k), floats),
+        "combine.slot_values": ((rows["combine.slots"][0], c.top_k), floats),
+        "combine.relayed_values": ((rows["combine.relayed"][0], c.top_k), floats),
+        "combine.summed": ((at.lists, chunks), words),
+    }
+
+
+def node_symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
+    """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype).
+
+    Args:
+        masks: ranks that take part when they are not all, now and later.
+    """
+    c, M, at = config, config.max_tokens, with_room(config.ranks, nodes, masks)
+    staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
+    ints, floats, words = torch.int32, torch.float32, torch.uint64
+    base = symmetric_buffers(config, tuning, proxied=False)
+    return (
+        {name: spec for name, spec in base.items() if not name.startswith("rows.")}
+        | {
+            "nodes.heads_out": ((nodes, at.head_words), ints),
+            "nodes.pairs_out": ((nodes, M, 2 * at.size), ints),
+            "dispatch.staged_scales": ((staged if c.scale_words else 1, max(c.scale_words, 1)), ints),
+            "combine.slot_scales": (
+                (most_sent(at.origins, M, c.top_k) if c.quantize_combine else 1, groups_of(c.hidden)),
+                floats,
+            ),
+            "combine.arrived": ((at.origins, chunks), words),
+        }
+        | _carrying(c, tuning, at)
+    )
+
+
+class NodeThroughputMode(ThroughputMode):
+    """As its base, with gateways between nodes; see layout.py."""
+
+    _shares_rows = True
+
+    def __init__(self, base, config: Config, masks: Sequence[tuple[bool, ...]]):
+        self._at = with_room(config.ranks, base.nodes, masks)
+        super().__init__(base, config, node_symmetric_buffers(config, base.tuning, base.nodes, masks))
+        self._fixed["nodes"] = self._buffers("nodes") | {"calls": base.counters(base.blocks)}
+        self._use_map(base.mask)
+
+    def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
+        c, found, begin = self._c, {}, 0
+        for name, (count, columns, dtype) in _rows(c, self._at).items():
+            if name.startswith(f"{kernel}."):
+                words = count * columns * dtype.itemsize // 4
+                memory = self._symmetric["rows.shared"][begin : begin + words]
+                found[name.removeprefix(f"{kernel}.")] = memory.view(dtype).view(count, columns)
+                begin += -(-words // 64) * 64
+        if kernel == "combine" and not c.quantize_combine:
+            # Rows for tokens of other nodes lie behind the slots where they have their dtype.
+            behind, values = most_sent(self._at.origins, c.max_tokens, c.top_k), self._symmetric["combine.slot_values"]
+            found |= {"relayed": found["slots"][behind:], "relayed_values": values[behind:]}
+        return found
+
+    @property
+    def sums_over(self) -> int:
+        return self._at.nodes
+
+    @property
+    def node_plan_words(self) -> int:
+        return NodePlanOffsets(self._at, self._c.max_tokens).words
+
+    def _use_map(self, mask: tuple[bool, ...]) -> None:
+        """Let the kernels go by the map of these members."""
+        words = Gateways(mask, self._at.nodes).words(self._base.rank, self._at.slots)
+        node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
+        for fixed in ("nodes", "dispatch", "combine"):
+            self._fixed[fixed]["node_map"] = node_map
+
+    def regroup(self, mask: tuple[bool, ...]) -> None:
+        """A gateway that is left out is replaced, by one that may then serve more sources than there was room for."""
+        at = with_room(self._c.ranks, self._at.nodes, [mask])
+        if at.slots > self._at.slots:
+            self._at = at
+            with torch.inference_mode(False):
+                grown = self._base.replace(self._symmetric, _carrying(self._c, self._tuning, at))
+            self._symmetric.update(grown)
+            for kernel, fixed in self._fixed.items():
+                fixed.update(self._buffers(kernel) | self._rows_of(kernel))
+            self._plans = self._new_plans()
+        self._use_map(mask)
+        self._launches.clear()
+
+    # -- kernels ----------------------------------------------------------------------------------------------------
+
+    def variants(self, everything: bool) -> list[Callable[[], object]]:
+        return [*super().variants(everything), functools.partial(self._nodes_launch, self._base.blocks)]
+
+    def _in_nodes(self) -> dict[str, int]:
+        return {"node_size": self._at.size}
+
+    def _nodes_launch(self, blocks: int) -> Callable[..., None]:
+        return self._launch(self._new_nodes, blocks)
+
+    def _new_nodes(self, blocks: int) -> Launch:
+        c, base, at = self._c, self._base, self._at
+        kernel = plan_nodes(
+            c.ranks, c.num_experts, at.nodes, at.slots, c.max_tokens, blocks, base.threads, **self._fewer(blocks)
+        )
+        return Launch(kernel, self._fixed["nodes"], _NODES, base.world)
+
+    def _new_dispatch(self, blocks: int) -> Launch:
+        c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("dispatch", blocks)
+        kernel = dispatch_throughput(
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, self.placement, False, t.chunk,
+            self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads, nodes=at.nodes, slots=at.slots,
+            **self._fewer(blocks, "dispatch"),
+        )  # fmt: skip
+        return Launch(kernel, self._fixed["dispatch"], NODE_DISPATCH, base.world, **self._forms("dispatch"))
+
+    def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int) -> Launch:
+        c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("combine", blocks)
+        payload = FP8 if c.quantize_combine else c.combine_dtype
+        kernel = combine_throughput(
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), c.layout == "rank",
+            weighted, c.quantize_combine, valued, biases, True, t.chunk, self._proxied_chunk(c.hidden * payload.itemsize),
+            senders, blocks - senders, t.combine_threads, nodes=at.nodes, forwarder_slots=at.slots,
+            **self._fewer(blocks, "combine"),
+        )  # fmt: skip
+        return Launch(kernel, self._fixed["combine"], NODE_COMBINE, base.world, **self._forms("combine"))
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def _plan_routing(self, topk_idx, topk_weights, tokens: int, blocks: int, *fault, **options) -> RoutingPlan:
+        plan = super()._plan_routing(topk_idx, topk_weights, tokens, blocks, *fault, **options)
+        node_plan, _, send_row, token_slot, _, totals, _, _ = plan.arguments
+        self._stream.launch(self._nodes_launch(blocks), tokens, token_slot, send_row, totals, node_plan)
+        return plan
+
+    def _moved_by(self, plan: RoutingPlan) -> tuple:
+        return *super()._moved_by(plan), plan.arguments[0]
+
+    def _summed_by(self, plan: RoutingPlan) -> tuple:
+        node_plan, _, _, _, records, totals, _, _ = plan.arguments
+        return records, totals, node_plan

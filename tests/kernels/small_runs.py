@@ -218,7 +218,7 @@ RUNS = {
     ),
     "MoE latency, quantised": (("moe/latency_combine",), moe_latency_quantised),
     "MoE latency, weights at combine": (("moe/latency_combine",), moe_latency_weights),
-    "MoE in an arena": (("moe/arena",), moe_arena),
+    "MoE in an arena": (("moe/buffers",), moe_arena),
     "MoE by rank, rejected": (("moe/routing",), moe_rejected),
     "MoE latency, rejected": (("moe/handshake", "moe/latency_combine"), moe_latency_rejected),
 }

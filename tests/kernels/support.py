@@ -59,7 +59,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, rtol: float | None
 def alive_objects() -> set:
     """The collectives and arenas of this process that something refers to."""
     from tilescale_net.kernels.collective import Collective
-    from tilescale_net.kernels.moe.arena import Arena
+    from tilescale_net.kernels.moe.buffers import Arena
 
     gc.collect()
     return {found for found in gc.get_objects() if isinstance(found, Collective | Arena)}

@@ -33,7 +33,7 @@ from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.ops import group_objects
 from tilescale_net.runtime.launch_args import StreamOrder
 
-BASES = {"Exchange", "Participant", matmul.DistributedMatmul.__name__, matmul.FusedMatmul.__name__}
+BASES = {"Exchange", matmul.DistributedMatmul.__name__, matmul.FusedMatmul.__name__}
 
 
 def _classes(base: type) -> set[type]:

@@ -49,7 +49,7 @@ def test_every_import_is_a_declared_dependency():
     files = [p for p in (ROOT / "tilescale_net").rglob("*.py") if "kernels" not in p.parts] + [
         *(ROOT / "kernels").rglob("*.py")
     ]
-    assert len(files) > 200
+    assert len(files) > 100
     assert undeclared(files, declared) == ELSEWHERE
     # Without one of them it would be seen.
     assert ("kernels/collective.py", "torch") in undeclared(files, declared - {"torch"})

@@ -7,9 +7,9 @@ import pytest
 import torch
 import tvm_ffi
 
-from tilescale_net.kernels.moe import argument_checks
-from tilescale_net.kernels.moe.results import MANY, Empty, Vectors
-from tilescale_net.kernels.moe.status import ArgumentError
+from tilescale_net.kernels.moe import checks
+from tilescale_net.kernels.moe.checks import ArgumentError
+from tilescale_net.kernels.moe.handle import MANY, Empty, Vectors
 from tilescale_net.runtime import launch_args
 
 FP8 = torch.float8_e4m3fn
@@ -114,7 +114,7 @@ def test_checks_agree_with_python():
                 check = launch_args.tensor_check(dtypes, device, shape, alignment)
                 for tensor in tensors:
                     try:
-                        argument_checks.check_tensor("x", tensor, device, dtypes, shape, alignment)
+                        checks.check_tensor("x", tensor, device, dtypes, shape, alignment)
                         right = True
                     except ArgumentError:
                         right = False

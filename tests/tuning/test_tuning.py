@@ -14,7 +14,7 @@ from tests.kernels.moe.support import without_kernels
 from tilescale_net import cli, tuning
 from tilescale_net.kernels.fused import choice, tuned_choice
 from tilescale_net.kernels.moe import AllToAll, Tuning
-from tilescale_net.kernels.moe import tuned_choice as moe_choice
+from tilescale_net.kernels.moe import config as moe_choice
 from tilescale_net.launch import run
 from tilescale_net.ops import group_objects
 from tilescale_net.runtime import tuned

@@ -15,7 +15,7 @@ from tilescale_net.kernels.fused.choice import SIMULATED, are_experts_fused
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
 from tilescale_net.kernels.fused.matmul import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
-from tilescale_net.kernels.moe.dropping import beyond_capacity
+from tilescale_net.kernels.moe.checks import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.ops import arguments, autocast, compiled_order, moe
 

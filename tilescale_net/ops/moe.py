@@ -13,12 +13,11 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.all_to_all import OBJECTS, AllToAll
-from tilescale_net.kernels.moe.config import FP8
-from tilescale_net.kernels.moe.dropping import beyond_capacity
+from tilescale_net.kernels.moe.checks import beyond_capacity
+from tilescale_net.kernels.moe.config import FP8, Tuning
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.layout import PlanOffsets, record_words
-from tilescale_net.kernels.moe.throughput_buffers import output_rows
-from tilescale_net.kernels.moe.tuning import Tuning
+from tilescale_net.kernels.moe.throughput import output_rows
 from tilescale_net.ops import arguments, compiled_order, group_objects
 
 

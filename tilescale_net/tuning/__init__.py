@@ -6,7 +6,7 @@
     print(tuning.moe(256, 4096, 7168, 8).text())
 
 or `python -m tilescale_net tune`. Without it, calls take what a model of them (`kernels.fused.choice`) or measurements on
-H200s (`kernels.moe.tuning`) say is good; nothing is ever searched in a call.
+H200s (`kernels.moe.config`) say is good; nothing is ever searched in a call.
 """
 
 from tilescale_net.tuning.moe import moe

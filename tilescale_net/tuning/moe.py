@@ -9,8 +9,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.moe import AllToAll, Tuning
-from tilescale_net.kernels.moe.config import FP8, Config, configure
-from tilescale_net.kernels.moe.tuned_choice import TUNED, key_of
+from tilescale_net.kernels.moe.config import FP8, TUNED, Config, configure, key_of
 from tilescale_net.runtime import tuned
 from tilescale_net.runtime.tuned import Choice
 from tilescale_net.tuning.search import Call, Found, Measure, lockstep

@@ -15,8 +15,8 @@ from tests.kernels.moe.support import make_inputs
 from tests.kernels.support import assert_same, unsettle
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, matmul_experts
 from tilescale_net.kernels.moe import AllToAll, Tuning
+from tilescale_net.kernels.moe.buffers import crosses_once
 from tilescale_net.kernels.moe.config import configure
-from tilescale_net.kernels.moe.implementations import crosses_once
 from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.kernels.moe.tiles import Tiles
 

@@ -14,7 +14,7 @@ from tilescale_net.kernels.moe import AllToAll, Arena
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.launch_args import StreamOrder
 
-SM_90 = {"arena.meet": [dict(ranks=4, threads=32)]}
+SM_90 = {"buffers.meet": [dict(ranks=4, threads=32)]}
 OPTIONS = [dict(), dict(mode="latency"), dict(alignment=2)]  # as test_misuse.py has them, which saves compiling
 
 

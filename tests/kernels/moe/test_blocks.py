@@ -11,8 +11,8 @@ from tests.kernels.moe.support import make_inputs
 from tests.kernels.moe.test_misuse import SHAPE, raises
 from tests.kernels.support import assert_same
 from tilescale_net.kernels.moe import AllToAll
+from tilescale_net.kernels.moe.config import most_tokens
 from tilescale_net.kernels.moe.routing import BLOCK_SHARED, PlanConfig, bytes_of_choice, fixed_bytes
-from tilescale_net.kernels.moe.tuning import most_tokens
 
 
 def _calls(options: dict, least: int) -> None:

@@ -11,8 +11,8 @@ from tests.kernels.moe.test_misuse import SHAPE, raises
 from tests.kernels.support import assert_same
 from tilescale_net import ops
 from tilescale_net.kernels.moe import AllToAll
-from tilescale_net.kernels.moe.config import configure
-from tilescale_net.kernels.moe.dropping import DROPS, beyond_capacity
+from tilescale_net.kernels.moe.checks import beyond_capacity
+from tilescale_net.kernels.moe.config import DROPS, configure
 
 
 def _by_hand(idx, weights, capacity, drop) -> torch.Tensor:

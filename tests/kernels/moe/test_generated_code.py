@@ -131,7 +131,7 @@ def check(code: Code, name: str, arguments: dict) -> None:
     spilled = [i for i in instructions if i.startswith(("LDL", "STL"))]
     most = 56 if "tiles" in arguments else 40  # waits and signals take local memory in any number of registers
     assert len(spilled) < most, f"{len(spilled)} accesses to spilled registers"
-    if module != "arena" and name != "latency_combine.exchange_weights":  # which move no rows
+    if module != "buffers" and name != "latency_combine.exchange_weights":  # which move no rows
         assert [i for i in instructions if i.startswith("ST") and ".128" in i] or module == "routing", "16-byte stores"
         assert [i for i in instructions if i.startswith("LD") and ".128" in i], "16-byte loads"
     assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"

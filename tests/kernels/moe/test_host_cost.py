@@ -16,9 +16,8 @@ from tests.kernels.moe.support import make_inputs
 from tests.kernels.moe.test_metadata import SHAPE
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.kernels.moe import AllToAll, metadata
-from tilescale_net.kernels.moe.handle import ReceivedRows
-from tilescale_net.kernels.moe.plans import KEPT, Plans
-from tilescale_net.kernels.moe.streams import DeferredStream
+from tilescale_net.kernels.moe.handle import KEPT, Plans, ReceivedRows
+from tilescale_net.kernels.moe.mode import DeferredStream
 
 # Of a dispatch and a combine of BF16 rows. Allocated: rows, sums and counts in latency mode (counts of a multiple of
 # four experts many at a time); sums in throughput mode, and, where outputs are no symmetric memory, rows.
@@ -160,7 +159,7 @@ def test_order_of_streams(in_order):
 
 
 def test_launches_take_what_is_left():
-    from tilescale_net.kernels.moe.launch import Launch
+    from tilescale_net.kernels.moe.mode import Launch
 
     class Twice:
         name, parameters = "twice", ("a", "b", "c")

@@ -21,7 +21,7 @@ from tests.kernels.moe.test_rounds import rejected, rounds, weights_at_combine
 from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
-from tilescale_net.kernels.moe.implementations import symmetric_buffers
+from tilescale_net.kernels.moe.buffers import symmetric_buffers
 from tilescale_net.kernels.moe.layout import HeaderLayout, MessageLayout
 from tilescale_net.runtime import heap
 

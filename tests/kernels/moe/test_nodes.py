@@ -12,8 +12,8 @@ from tests.kernels.moe.test_rounds import rounds
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.moe import AllToAll, Tuning
+from tilescale_net.kernels.moe.buffers import crosses_once
 from tilescale_net.kernels.moe.config import configure
-from tilescale_net.kernels.moe.implementations import crosses_once
 
 SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
 KINDS = ("random", "masked", "one rank")

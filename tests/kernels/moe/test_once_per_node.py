@@ -15,7 +15,7 @@ from tests.kernels.moe.test_rounds import rounds
 from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
-from tilescale_net.kernels.moe.implementations import symmetric_buffers
+from tilescale_net.kernels.moe.buffers import symmetric_buffers
 from tilescale_net.kernels.moe.layout import Gateways
 from tilescale_net.runtime import heap
 

@@ -19,7 +19,7 @@ from tests.kernels.moe.support import check_compiled_ahead
 from tests.kernels.support import unsettle
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll
-from tilescale_net.kernels.moe.states import ALLOWED, State
+from tilescale_net.kernels.moe.all_to_all import ALLOWED, State
 
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
 TOKENS = 4

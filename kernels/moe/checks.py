@@ -1,17 +1,84 @@
-"""Checks of what callers give to dispatch and combine; every mistake is an ArgumentError, which all ranks report."""
+"""What can be wrong with a call: checks of its arguments, and the record through which kernels report a fault.
+
+Every mistake that the host finds is an ArgumentError, which all ranks report.
+"""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import tilescale_net as tsn
-from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config
-from tilescale_net.kernels.moe.dropping import beyond_capacity
-from tilescale_net.kernels.moe.handle import Choices, Handle
-from tilescale_net.kernels.moe.results import Empty
-from tilescale_net.kernels.moe.status import ArgumentError
-from tilescale_net.kernels.moe.tuning import most_tokens
+from tilescale_net.kernels.announcement import StatusRecord
+from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config, most_tokens
+from tilescale_net.kernels.moe.handle import Choices, Empty, Handle
+from tilescale_net.kernels.moe.layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT
 from tilescale_net.runtime import launch_args
 from tilescale_net.runtime.launch_args import unresolved
+
+# Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
+ARGUMENTS = (
+    "x",
+    "scales",
+    "topk_idx",
+    "topk_weights",
+    "out",
+    "y",
+    "weights",
+    "values",
+    "handle",
+    "bias",
+    "mask",
+    "blocks",
+    "waited",
+)
+
+
+assert HOST_FAULT + len(ARGUMENTS) <= 1 << CODE_BITS, "a code that does not fit is read as another one"
+
+
+class ArgumentError(Exception):
+    """An argument of a call is wrong: which one, and the error to raise."""
+
+    def __init__(self, argument: str, error: Exception, value: int = 0):
+        super().__init__(str(error))
+        self.argument, self.error, self.value = argument, error, value
+
+    @property
+    def code(self) -> int:
+        return HOST_FAULT + ARGUMENTS.index(self.argument)
+
+
+class Status(StatusRecord):
+    """The record to which the kernels of dispatch and combine report."""
+
+    def error(self, name: str, experts: int, capacity: int) -> Exception | None:
+        """The refusal as an exception, once; None when there is none."""
+        code, rank, value = self.take()
+        if code == 0:
+            return None
+        if code == BAD_EXPERT:
+            return ValueError(
+                f"{name}: topk_idx of rank {rank} holds expert {value}; ids are 0 to {experts - 1}, or -1 for a choice "
+                "to be skipped"
+            )
+        if code == NO_ROOM:
+            return tsn.HeapError(
+                f"{name}: rank {rank} would receive {value} rows, but capacity is {capacity}; nothing was sent; give a "
+                "larger capacity"
+            )
+        if code == CROWDED:
+            return ValueError(
+                f"{name}: topk_idx of rank {rank} names expert {value} more often than max_tokens; in latency mode an expert "
+                "has room for each token once, so tokens may name it twice only where there are fewer of them"
+            )
+        if code == OTHER_OUTPUT:
+            return ValueError(
+                f"{name}: rank {rank} gave another out than this rank; out must be the same symmetric tensor on all ranks, "
+                "or none; what both tensors hold is undefined"
+            )
+        return ValueError(
+            f"{name}: rank {rank} was called with a wrong {ARGUMENTS[code - HOST_FAULT]}; results are undefined"
+        )
+
 
 SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
 INDEX_DTYPES, FLOATS = (torch.int64, torch.int32), (torch.float32,)
@@ -315,3 +382,28 @@ def check_experts(topk_idx: torch.Tensor, experts: int) -> None:
             bad = low if low < -1 else high
             text = f"topk_idx holds expert {bad}; ids are 0 to {experts - 1}, or -1 for a choice to be skipped"
             raise ArgumentError("topk_idx", ValueError(text), bad)
+
+
+def beyond_capacity(topk_idx: torch.Tensor, topk_weights: torch.Tensor, capacity: int, drop: str) -> torch.Tensor:
+    """Which choices do not fit; some small kernels of torch on the current stream, without a wait for the GPU.
+
+    Args:
+        topk_idx: [tokens, top_k] experts; -1: no choice, which is never dropped.
+        topk_weights: [tokens, top_k], for "weight".
+        capacity: choices of an expert that are kept.
+        drop: one of DROPS.
+
+    Returns:
+        Bool [tokens, top_k].
+    """
+    by_choice = drop == "choice"
+    flat = (topk_idx.t() if by_choice else topk_idx).reshape(-1)
+    order = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
+    if drop == "weight":
+        order = topk_weights.reshape(-1).argsort(stable=True, descending=True)
+    expert, by_expert = flat[order].sort(stable=True)
+    first = torch.searchsorted(expert, expert)  # of the choices of the same expert
+    place = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device) - first
+    dropped = torch.zeros_like(flat, dtype=torch.bool)
+    dropped[order[by_expert]] = (place >= capacity) & (expert >= 0)
+    return dropped.view(topk_idx.t().shape).t().contiguous() if by_choice else dropped.view(topk_idx.shape)
