@@ -29,7 +29,7 @@ extras=()
 case "$1" in pytest | --setup-only) extras=(test) ;; esac
 
 # The suffix of extension modules and then what the interpreter lacks, by line, in $answer; fails when it does not start.
-ask() { answer=$("$1" "$root/tilescale_net/launch/requirements.py" check "${@:2}" 2>/dev/null); }
+ask() { answer=$("$1" "$root/tilescale_net/launch/set_up.py" check "${@:2}" 2>/dev/null); }
 lacking() { tail -n +2 <<<"$answer" | paste -sd' '; }
 complete() { ask "$@" && [ -z "$(lacking)" ]; }
 
@@ -75,7 +75,7 @@ install() {
   local wanted lacks all=(bench "${extras[@]}")
   if [ ! -x "$venv/bin/python" ]; then
     # Where the machine has a torch of its own, keep it: it is the one that fits the driver.
-    patiently "making $venv" "" python3 "$root/tilescale_net/launch/system.py" venv $(python3 -c 'import importlib.util as u; u.find_spec("torch") and print("--system-site-packages")') "$venv" || return
+    patiently "making $venv" "" python3 "$root/tilescale_net/launch/set_up.py" venv $(python3 -c 'import importlib.util as u; u.find_spec("torch") and print("--system-site-packages")') "$venv" || return
   fi
   if "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
     ask "$venv/bin/python" "${all[@]}"
@@ -84,7 +84,7 @@ install() {
     all+=(fresh)
     lacks="Python packages, torch among them, into $venv: 2 GB, or 6 GB with a torch built for CUDA (some minutes)"
   fi
-  wanted=$("$venv/bin/python" "$root/tilescale_net/launch/requirements.py" list "${all[@]}") || return
+  wanted=$("$venv/bin/python" "$root/tilescale_net/launch/set_up.py" list "${all[@]}") || return
   mapfile -t wanted <<<"$wanted"
   say "installing $lacks"
   patiently installing "$venv" "$venv/bin/python" -m pip install -qq --disable-pip-version-check --retries 2 "${wanted[@]}" || return
@@ -129,7 +129,7 @@ set_up() {
 }
 
 # Gets what the system lacks of compiler headers and venv, or prints what is missing and fails.
-prepare() { patiently "looking for what the system lacks" "" "$1" "$root/tilescale_net/launch/system.py" prepare "${@:2}"; }
+prepare() { patiently "looking for what the system lacks" "" "$1" "$root/tilescale_net/launch/set_up.py" prepare "${@:2}"; }
 
 # True when an extension is missing, older than what it is made of, or without a fabric that it could have now.
 stale() {
@@ -140,7 +140,7 @@ stale() {
     [ -z "$(find "$root/tilescale_net/csrc" "$root/tilescale_net/device" "$root/setup.py" -newer "$library" \
       \( -name '*.cpp' -o -name '*.h' -o -name setup.py \) -print -quit)" ] || return 0
   done
-  [ -e "$root/build/without-fabric" ] && "${python:-python3}" "$root/tilescale_net/launch/system.py" fabric
+  [ -e "$root/build/without-fabric" ] && "${python:-python3}" "$root/tilescale_net/launch/set_up.py" fabric
 }
 
 compile() { log=$(cd "$root" && "$python" setup.py -q build_ext --inplace 2>&1); }

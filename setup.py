@@ -79,7 +79,7 @@ class BuildNative(build_ext):
     def build_extensions(self):
         import pybind11
 
-        system = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "system.py"))
+        system = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "set_up.py"))
         cxx = system["compiler"]()
         if not cxx:
             named = os.environ.get("CXX")

@@ -125,7 +125,7 @@ def launch(
         init: call tsn.init(heap) before and tsn.finalize() after.
         on_start: called with the process objects, for tests that kill ranks.
     """
-    from tilescale_net.launch.environment import reserve_port  # here, because ranks import this module early
+    from tilescale_net.launch.run import reserve_port  # here, because ranks import this module early
 
     _preload()
     with reserve_port("127.0.0.1") as reserved:

@@ -23,7 +23,7 @@ from html import escape
 from pathlib import Path
 
 from benchmark.common.report import significant
-from tilescale_net.launch import environment
+from tilescale_net.launch import run
 from tilescale_net.runtime import settings
 
 STYLE = """
@@ -204,7 +204,7 @@ def main(args: argparse.Namespace) -> int:
         if name not in known:
             print(f"tilescale_net bench: {name!r} is not one of {', '.join(known)}", file=sys.stderr)
             return 2
-    gpus = 0 if settings.DEVICE.get() == "simulator" else environment.visible_gpus()
+    gpus = 0 if settings.DEVICE.get() == "simulator" else run.visible_gpus()
     results: list[Result] = []
     before = signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -20,7 +20,7 @@ def sources(*folders: str) -> tuple[str, ...]:
 @functools.cache
 def headers() -> tuple[str, ...]:
     """Flags for the libfabric headers that the package is built with; skips the test where there are none."""
-    system = runpy.run_path(str(ROOT / "tilescale_net/launch/system.py"))
+    system = runpy.run_path(str(ROOT / "tilescale_net/launch/set_up.py"))
     folders = system["fabric_include"]()
     if folders is None:
         pytest.skip("lacks libfabric's headers (libfabric-dev)")

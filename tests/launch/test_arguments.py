@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests.launch.conftest import ROOT, launch
-from tilescale_net.launch import environment, run
+from tilescale_net.launch import run
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,17 @@ def test_bad_interpreter(script):
 
 
 def test_more_ranks_than_gpus(capsys, monkeypatch):
-    check = environment.check_ranks
+    check = run.check_ranks
     monkeypatch.delenv("TSN_DEVICE", raising=False)
-    check(2, held=2)
+    check(2, gpus=2)
     with pytest.raises(SystemExit) as ended:
-        check(3, held=2)
+        check(3, gpus=2)
     assert ended.value.code == 2
     assert "GPUS=3, but this machine shows 2 GPUs" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        check(65, held=0)
-    check(2, held=0)
+        check(65, gpus=0)
+    check(2, gpus=0)
     monkeypatch.setenv("TSN_DEVICE", "cuda")
     with pytest.raises(SystemExit):
-        check(2, held=0)
+        check(2, gpus=0)
     assert "shows no GPU" in capsys.readouterr().err

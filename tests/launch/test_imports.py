@@ -16,13 +16,13 @@ def test_installed_packages_are_not_hidden_by_folders_of_the_checkout(script, tm
         (tmp_path / "installed" / name / "__init__.py").write_text("installed = True\n")
     text = """
         import benchmark, docs, kernels
-        import tilescale_net, tilescale_net.launch.environment as environment
+        import tilescale_net, tilescale_net.launch.run as environment
         assert kernels.installed and benchmark.installed and docs.installed
         print(tilescale_net.__file__, tilescale_net.__name__, environment.__file__)
     """
     done = launch(script(text), GPUS="1", PYTHONPATH=str(tmp_path / "installed"))
     package = os.path.join(ROOT, "tilescale_net")
-    assert done.stdout == f"{package}/__init__.py tilescale_net {package}/launch/environment.py\n", done.stderr
+    assert done.stdout == f"{package}/__init__.py tilescale_net {package}/launch/run.py\n", done.stderr
 
 
 def test_a_checkout_without_its_link_and_not_built(tmp_path):

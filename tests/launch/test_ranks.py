@@ -211,7 +211,7 @@ def test_rank_zero_sees_the_terminal(script):
 
 def test_a_system_without_terminals_has_pipes(monkeypatch):
     """A bare chroot has no /dev/pts: rank 0's output comes all the same."""
-    output = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "output.py"))
+    output = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "job.py"))
 
     def none_left():
         raise OSError("out of pty devices")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.conftest import ROOT, clean_environment
 
-requirements = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "requirements.py"))
+requirements = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "set_up.py"))
 
 FAKE_BUILD = """
 import sysconfig, time

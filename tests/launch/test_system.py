@@ -50,9 +50,9 @@ open(os.path.join(include, header), "w").close()
 @pytest.fixture
 def machine(tmp_path):
     """`machine(...)` runs the preparation on a machine that has a compiler, no root, apt-get and no headers."""
-    script = tmp_path / "tilescale_net" / "launch" / "system.py"
+    script = tmp_path / "tilescale_net" / "launch" / "set_up.py"
     script.parent.mkdir(parents=True)
-    text = open(os.path.join(ROOT, "tilescale_net", "launch", "system.py")).read()
+    text = open(os.path.join(ROOT, "tilescale_net", "launch", "set_up.py")).read()
     # Python's own headers are there on this machine; the user here is not root.
     text = text.replace('sysconfig.get_path("include")', repr(f"/nowhere/python{VERSION}"))
     text = text.replace('importlib.util.find_spec("ensurepip")', "os.path.exists(os.path.join(ROOT, 'ensurepip'))")
@@ -142,7 +142,7 @@ def test_root_installs_what_venv_needs(machine):
 def test_headers_of_the_efa_installer_go_before_the_systems(tmp_path, monkeypatch):
     """Those of Debian are older, and know no DMABUF; the library is taken in the same order."""
     monkeypatch.delenv("TSN_LIBFABRIC_INCLUDE", raising=False)
-    fabric_include = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "system.py"))["fabric_include"]
+    fabric_include = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "set_up.py"))["fabric_include"]
     monkeypatch.setitem(fabric_include.__globals__, "_compiles", lambda header, folders: True)
     monkeypatch.setitem(fabric_include.__globals__, "EFA_HEADERS", str(tmp_path))
     assert fabric_include() == []

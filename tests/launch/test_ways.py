@@ -8,7 +8,7 @@ import pytest
 
 from tests import lacking
 from tests.launch.conftest import ROOT, clean_environment
-from tilescale_net.launch.environment import reserve_port
+from tilescale_net.launch.run import reserve_port
 
 # As tests/conftest.py chooses; a clean environment lacks it.
 FLAGS = {name: os.environ[name] for name in ("TSN_SIM_CXXFLAGS",) if name in os.environ}

@@ -14,7 +14,7 @@ from tests.package.conftest import ROOT
 BUNDLED = {"tvm": "tilelang"}
 # By file: `bench` exists in a checkout alone and reports that; launch.sh calls an interpreter that may be older than
 # tomllib.
-ELSEWHERE = {("tilescale_net/cli/__init__.py", "benchmark"), ("tilescale_net/launch/requirements.py", "pip")}
+ELSEWHERE = {("tilescale_net/cli/__init__.py", "benchmark"), ("tilescale_net/launch/set_up.py", "pip")}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -43,7 +43,7 @@ def undeclared(files: list[Path], declared: set[str]) -> set[tuple[str, str]]:
 
 
 def test_every_import_is_a_declared_dependency():
-    requirements = runpy.run_path(str(ROOT / "tilescale_net" / "launch" / "requirements.py"))
+    requirements = runpy.run_path(str(ROOT / "tilescale_net" / "launch" / "set_up.py"))
     project = requirements["_project"]()["project"]
     declared = {requirements["name_of"](text).lower() for text in project["dependencies"]}
     files = [p for p in (ROOT / "tilescale_net").rglob("*.py") if "kernels" not in p.parts] + [

@@ -14,7 +14,7 @@ import pytest
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.launch.environment import reserve_port
+from tilescale_net.launch.run import reserve_port
 from tilescale_net.runtime import bootstrap, control
 
 QUICK = {"TSN_TIMEOUT": "2", "TSN_HEARTBEAT_TIMEOUT": "2"}  # and 5 s more for collective calls

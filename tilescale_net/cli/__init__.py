@@ -9,11 +9,11 @@ import json
 import os
 import sys
 
-from tilescale_net import __version__
+from tilescale_net import __version__, launch
 from tilescale_net.cli import check, model, trace, tune
 from tilescale_net.cli.arguments import positive_int, writable_file
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.launch import messages, run
+from tilescale_net.launch import run
 from tilescale_net.runtime import private_folder, settings
 
 
@@ -78,7 +78,7 @@ def _settings(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     root = run.PACKAGE.parent
     if not (root / "benchmark" / "common" / "suite.py").is_file():
-        messages.refuse("the benchmarks are in a checkout of the project, not in the wheel")
+        launch.refuse("the benchmarks are in a checkout of the project, not in the wheel")
     sys.path.append(str(root))
     from benchmark.common import suite
 
@@ -107,7 +107,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    messages.program = "tilescale_net"
+    launch.program = "tilescale_net"
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parser().parse_args(arguments)
     args.words = arguments
@@ -117,5 +117,5 @@ def main(arguments: list[str] | None = None) -> int:
             settings.check()
         return args.call(args)
     except ConfigurationError as err:
-        messages.say(str(err))
+        launch.say(str(err))
         return 2

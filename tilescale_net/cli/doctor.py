@@ -17,7 +17,7 @@ from importlib import metadata
 
 from tilescale_net.cli import machine
 from tilescale_net.errors import TileScaleError
-from tilescale_net.launch import requirements
+from tilescale_net.launch import set_up
 from tilescale_net.runtime import private_folder, settings
 
 GOOD, WARNING, MISSING, UNUSED = "ok", "warning", "missing", "not needed"
@@ -81,8 +81,8 @@ class Doctor:
 
     def packages(self) -> Iterator[Finding]:
         yield Finding("Python", GOOD, f"{platform.python_version()}, {sys.executable} (>=3.10)")
-        for wanted in requirements.dependencies():
-            name = requirements.name_of(wanted)
+        for wanted in set_up.dependencies():
+            name = set_up.name_of(wanted)
             if name not in ("torch", "tilelang"):
                 continue
             limits = wanted[len(name) :]
@@ -90,7 +90,7 @@ class Doctor:
                 found = f"{metadata.version(name)} ({limits})"
             except metadata.PackageNotFoundError:
                 found = "none"
-            if requirements.satisfied(wanted):
+            if set_up.satisfied(wanted):
                 yield Finding(name, GOOD, found)
             else:
                 yield Finding(name, MISSING, found, f"pip install '{wanted}'")
@@ -116,9 +116,9 @@ class Doctor:
             )
 
     def driver(self) -> Iterator[Finding]:
-        from tilescale_net.launch import environment
+        from tilescale_net.launch import run
 
-        if not os.path.exists("/dev/nvidiactl") and not environment.visible_gpus():
+        if not os.path.exists("/dev/nvidiactl") and not run.visible_gpus():
             yield Finding("GPUs", UNUSED, "none; kernels run in the simulator")
             return
         from cuda.bindings import driver
@@ -232,7 +232,7 @@ class Doctor:
             yield Finding(what, MISSING, f"{folder} cannot be written", remedy)
 
     def disk(self) -> Iterator[Finding]:
-        root = requirements.ROOT
+        root = set_up.ROOT
         if not os.path.exists(os.path.join(root, "launch.sh")):
             return  # installed: nothing is set up here
         free = shutil.disk_usage(root).free

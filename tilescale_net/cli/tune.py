@@ -33,7 +33,7 @@ def tune(args: argparse.Namespace, words: list[str]) -> int:
     Args:
         words: of the command line, behind "tune".
     """
-    from tilescale_net.launch import environment, run
+    from tilescale_net.launch import run
     from tilescale_net.runtime import settings
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -41,7 +41,7 @@ def tune(args: argparse.Namespace, words: list[str]) -> int:
         return 0
     if args.ranks is not None:
         os.environ["GPUS"] = str(args.ranks)
-    elif settings.DEVICE.get() != "simulator" and (gpus := environment.visible_gpus()):
+    elif settings.DEVICE.get() != "simulator" and (gpus := run.visible_gpus()):
         os.environ["GPUS"] = str(gpus)
     return run.start(["-m", "tilescale_net", "tune", *words])
 

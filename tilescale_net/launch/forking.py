@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import io
 import os
 import selectors
 import signal
@@ -17,6 +18,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable
+from typing import cast
 
 _paths: list[str] = []  # sys.path of a fresh interpreter without the script's folder and PYTHONPATH
 status: int | None = None  # the exit status of this process, once it is known
@@ -120,7 +122,7 @@ class BecomeRank(BaseException):
         _reset_signals()
         faulthandler.enable()  # PYTHONFAULTHANDLER
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # PYTHONUNBUFFERED
+            cast(io.TextIOWrapper, stream).reconfigure(write_through=True)  # PYTHONUNBUFFERED
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()  # otherwise all ranks draw the same numbers
         script = self._arguments[0]
@@ -162,10 +164,10 @@ def _close_objects() -> None:
                 found.close()
 
 
-def close_all_but(kept: Iterable[int]) -> None:
-    """Close the descriptors of this process, except those of stdin, stdout and stderr."""
+def close_all_but(kept: Iterable[int], first: int = 3) -> None:
+    """Close the descriptors of this process from `first` on; those before 3 are stdin, stdout and stderr."""
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and fd not in kept:
+        if fd >= first and fd not in kept:
             with contextlib.suppress(OSError):
                 os.close(fd)
 

@@ -1,33 +1,35 @@
-"""The processes of one host: started together, watched, ended together."""
+"""The processes of one host: started together, watched, ended together; what they print; nothing is left running."""
 
+import collections
 import contextlib
 import ctypes
 import fcntl
 import functools
 import glob
 import os
+import pty
 import re
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
+import tty
 
-from tilescale_net.launch import forking, messages
-from tilescale_net.launch.environment import hand_over_store
-from tilescale_net.launch.orphans import OrphanKiller
-from tilescale_net.launch.output import Output
+from tilescale_net.launch import forking, say
 from tilescale_net.runtime import settings
 
-TOLD = (2, 3)  # exit codes that rank 0 has explained: wrong arguments, and a benchmark that can measure nothing here
-GRACE = 2.0  # seconds that the others have, after a failure, to print what they know and to clean up
-USAGE_GRACE = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
+EXPLAINED = (2, 3)  # exit codes that rank 0 has explained: wrong arguments, a benchmark that can measure nothing here
+GRACE_S = 2.0  # that the others have, after a failure, to print what they know and to clean up
+USAGE_GRACE_S = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
 TERM_GRACE_S = 3.0  # between asking a rank to end and killing it
+KEPT_LINES, SHOWN_LINES = 200, 60  # of a rank's output, of which the last are shown when it fails
+SHARED_MEMORY = "/dev/shm"
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-SHARED_MEMORY = "/dev/shm"
 
 # The errors of a rank whose call broke, or came to nothing, because another rank ended: of this package, of torch's
 # gloo and store, and of NCCL.
@@ -38,10 +40,119 @@ _VICTIM = re.compile(
     r"|Timed out waiting|client socket has timed out|caught collective operation timeout)",
     re.IGNORECASE,
 )
-
-
 # The last line of the traceback of an exception that says something.
 _RAISED = re.compile(r"(?:[\w.]+\.)?[A-Z]\w*: .")
+# The last line of a Python traceback, or a message in its style: `module.SomeError: what happened`.
+_ERROR_LINE = re.compile(rb"^(?:Fatal Python error|(?:[\w.]+\.)?[A-Z]\w*)(?:: .*)?$")
+_TRACEBACK = b"Traceback (most recent call last):"
+# What Python prints between an exception and one that followed from it.
+_CHAIN = (b"During handling of the above exception", b"The above exception was the direct cause")
+# Lines of this package about steps that take long: no reason of a failure.
+_PROGRESS = re.compile(rb"^(?:meeting the other ranks of the job|compiling kernel .*; the next time it is there)$")
+_TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def _open_terminal() -> tuple[int, int] | None:
+    """Both ends of a pseudo-terminal as large as ours; None where the system has none to give (a bare chroot)."""
+    try:
+        ours, theirs = pty.openpty()
+    except OSError:
+        return None
+    tty.setraw(theirs)  # no translation of line ends, no echo
+    size = fcntl.ioctl(sys.stderr.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+    return ours, theirs
+
+
+class Output:
+    """The output of one rank, read by the launcher.
+
+    Args:
+        prefix: put before each line that is shown.
+        show: whether lines are shown as they come (on the launcher's stderr) or only kept.
+        terminal: whether the rank shall see a terminal, so that progress bars and colours work as without a launcher.
+    """
+
+    def __init__(self, prefix: str = "", show: bool = False, terminal: bool = False):
+        self._prefix = prefix.encode()
+        self._show = show
+        self._partial = b""
+        self.lines: collections.deque[bytes] = collections.deque(maxlen=KEPT_LINES)
+        self.fd, self.child_fd = (_open_terminal() if terminal else None) or os.pipe()
+        os.set_blocking(self.fd, False)
+
+    def read(self) -> bool:
+        """Take what has arrived; False once the stream has ended."""
+        try:
+            data = os.read(self.fd, 1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:  # a pseudo-terminal whose other side is closed
+            data = b""
+        if data and self._show and not self._prefix:
+            _write_all(data)
+        *lines, self._partial = re.split(rb"\r?\n|\r", self._partial + data)
+        if not data and self._partial:
+            lines, self._partial = [self._partial], b""
+        for line in lines:
+            self.lines.append(line)
+            if self._show and self._prefix:
+                _write_all(self._prefix + line + b"\n")
+        return bool(data)
+
+    def drain(self) -> None:
+        """Take all that is left after the rank has ended, then close."""
+        before = -1
+        while before != len(self.lines) + len(self._partial):
+            before = len(self.lines) + len(self._partial)
+            if not self.read():
+                break
+        if self._partial:
+            self.lines.append(self._partial)
+        os.close(self.fd)
+
+    def last_error(self) -> str:
+        """The line with the reason of the failure: the end of its last traceback, or else its last error message or line.
+
+        Empty when the rank printed nothing.
+        """
+        errors, lines = self.errors(), self._significant()
+        return errors[-1] if errors else lines[-1].strip().decode(errors="replace") if lines else ""
+
+    def errors(self) -> list[str]:
+        """The reason of the failure, where it is an error message, behind the errors that it followed from."""
+        lines = self._significant()
+        starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+        if not starts:
+            return [line.decode(errors="replace") for line in lines if _ERROR_LINE.match(line)][-1:]
+        chain = starts[-1:]
+        for start in reversed(starts[:-1]):
+            if not lines[chain[0] - 1].startswith(_CHAIN):
+                break
+            chain.insert(0, start)
+        ends = [next((line for line in lines[start + 1 :] if _ERROR_LINE.match(line)), b"") for start in chain]
+        return [end.decode(errors="replace") for end in ends if end]
+
+    def _significant(self) -> list[bytes]:
+        lines = [_TORCH_PREFIX.sub(b"", line).rstrip() for line in self.lines if line.strip()]
+        lines = [line for line in lines if not _PROGRESS.match(line)]
+        # What goes wrong while the interpreter ends is a consequence, not the reason.
+        consequences = [i for i, line in enumerate(lines) if line.startswith(b"Exception ignored in")]
+        return lines[: consequences[0]] if consequences and consequences[0] else lines
+
+
+def _write_all(data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(2, data) :]
+    except OSError:  # no process reads the launcher's stderr any more; the job goes on
+        pass
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
 
 
 def _die_with(launcher: int) -> None:
@@ -66,45 +177,87 @@ def remove_objects_of_ended_processes() -> None:
                 os.unlink(path)
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, which would end it otherwise."""
-    try:
-        with open(f"/proc/{pid}/status") as f:
-            return any(line.startswith("SigCgt:") and int(line.split()[1], 16) >> (number - 1) & 1 for line in f)
-    except (OSError, ValueError):
-        return False
+class OrphanKiller:
+    """A process that ends what ranks have started when the launcher is killed: ranks end with it, their compilers do not.
+
+    It holds one end of a pipe whose other end closes with the launcher, however that comes about.
+    """
+
+    def __init__(self) -> None:
+        reader, self._writer = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                _end_groups(reader)
+            finally:
+                os._exit(0)
+        os.close(reader)
+
+    def add(self, group: int) -> None:
+        """Count a process group among those to end."""
+        self._send(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """All of a process group has ended; its number may soon be another's."""
+        self._send(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the groups that are left, and the process."""
+        os.close(self._writer)
+        os.waitpid(self._pid, 0)
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has been killed
+            os.write(self._writer, line.encode())
+
+
+def _end_groups(reader: int) -> None:
+    os.setsid()  # no signal of the terminal shall come here
+    # The listener of the store, and the output that others wait for the end of, stdin, stdout and stderr among it.
+    forking.close_all_but({reader}, first=0)
+    groups: set[int] = set()
+    with open(reader) as lines:
+        for line in lines:
+            (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 ProcessType = type[subprocess.Popen] | type[forking.Process]
 
 
 class Rank:
-    """One process, in a session of its own so that all that it starts can be ended with it."""
+    """One process, in a session of its own so that all that it starts can be ended with it.
 
-    def __init__(self, command: list[str], index: int, local: int, shared: dict[str, str], process: ProcessType):
-        self.index = index
-        everything = settings.OUTPUT.get() == "all"
-        first = index == 0
+    Args:
+        command: of a fresh interpreter.
+        environment: the variables of the rank.
+        process: starts it.
+        store: the listening socket of the job's store, for rank 0.
+    """
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], process: ProcessType, store: socket.socket | None
+    ):
+        self.index = int(environment["RANK"])
+        first = self.index == 0
         self.output = Output(
-            prefix="" if first else f"[rank {index}] ",
-            show=first or everything,
+            prefix="" if first else f"[rank {self.index}] ",
+            show=first or settings.OUTPUT.get() == "all",
             terminal=first and sys.stderr.isatty(),
         )
-        store, listeners = hand_over_store(index)
-        environment = {**os.environ, **shared, **store, "RANK": str(index), "LOCAL_RANK": str(local)}
         self.process = process(
             command,
-            env=environment,
+            env={**environment, **({"TSN_STORE_FD": str(store.fileno())} if store else {})},
             stdin=subprocess.DEVNULL,
             stdout=None if first else self.output.child_fd,
             stderr=self.output.child_fd,
             start_new_session=True,
             preexec_fn=functools.partial(_die_with, os.getpid()),
-            pass_fds=[listener.fileno() for listener in listeners],
+            pass_fds=[store.fileno()] if store else [],
         )
-        for listener in listeners:
-            listener.close()
-        self.output.close_child_end()
+        os.close(self.output.child_fd)
 
     @property
     def code(self) -> int | None:
@@ -117,10 +270,8 @@ class Rank:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and all that it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
 
     def reap(self) -> None:
         """After the process has ended: end what it left behind, and take its last output."""
@@ -130,29 +281,37 @@ class Rank:
         self.output.drain()
         remove_objects_of_ended_processes()
 
+    def _proc(self, name: str) -> str:
+        try:
+            with open(f"/proc/{self.process.pid}/{name}") as f:
+                return f.read()
+        except OSError:
+            return ""
+
     def is_stopped(self) -> bool:
         """Whether the process stands still (SIGSTOP, a debugger)."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as f:
-                return f.read().rpartition(")")[2].split()[0] in "Tt"
-        except (OSError, IndexError):
-            return False
+        return self._proc("stat").rpartition(")")[2][1:2] in ("T", "t")
+
+    def catches(self, number: int) -> bool:
+        """Whether it has a handler for a signal, which would end it otherwise."""
+        caught = re.search(r"^SigCgt:\s*(\w+)", self._proc("status"), re.M)
+        return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
     def is_victim(self) -> bool:
         """Whether it reports that another rank was lost, or failed from that; it may well end before that one does."""
-        said = self.output.errors() or [self.output.last_error()]
-        return any(_VICTIM.search(line) for line in said)
+        reported = self.output.errors() or [self.output.last_error()]
+        return any(_VICTIM.search(line) for line in reported)
 
     def gives_reason(self) -> bool:
         """Whether its own end says why: by an error message, or a signal that nobody here has sent."""
-        return bool(self.output.errors()) or self.code < 0
+        return bool(self.output.errors()) or (self.code or 0) < 0
 
     def exit_description(self) -> str:
         """How the process ended, as text."""
-        if self.code < 0:
-            name = signal.Signals(-self.code).name if -self.code in list(signal.Signals) else f"signal {-self.code}"
-            return f"killed by {name}"
-        return f"exit code {self.code}"
+        code = self.code or 0
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name if -code in list(signal.Signals) else f'signal {-code}'}"
+        return f"exit code {code}"
 
 
 class Job:
@@ -163,9 +322,17 @@ class Job:
         count: ranks on this host; the first is GROUP_RANK * count.
         shared: environment variables of all ranks.
         process: starts a rank, by a fresh interpreter or by a fork of this one.
+        store: the listening socket of the job's store, which rank 0 takes over.
     """
 
-    def __init__(self, command: list[str], count: int, shared: dict[str, str], process: ProcessType = subprocess.Popen):
+    def __init__(
+        self,
+        command: list[str],
+        count: int,
+        shared: dict[str, str],
+        process: ProcessType = subprocess.Popen,
+        store: socket.socket | None = None,
+    ):
         self._orphans = OrphanKiller()
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
@@ -175,7 +342,10 @@ class Job:
         self.running: list[Rank] = []
         first = int(shared["GROUP_RANK"]) * count
         for local in range(count):
-            rank = Rank(command, first + local, local, shared, process)
+            environment = {**os.environ, **shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
+            rank = Rank(command, environment, process, store if first + local == 0 else None)
+            if store and first + local == 0:
+                store.close()  # this process keeps none, so that rank 0's end is seen at the other side
             self.running.append(rank)
             self._orphans.add(rank.process.pid)
             self._selector.register(rank.output.fd, selectors.EVENT_READ, (self._on_output, rank))
@@ -191,14 +361,14 @@ class Job:
         while self.running and not self.failed and not self._interrupted:
             self._poll(None)
         if self._interrupted:
-            return self._interrupt()
+            return self._interrupt(self._interrupted)
         if not self.failed:
             return 0
-        self._collect(USAGE_GRACE if self.failed[0].code == 2 else GRACE)
-        failed_ranks = list(self.failed)
+        self._collect(USAGE_GRACE_S if self.failed[0].code == 2 else GRACE_S)
+        failed = list(self.failed)
         stopped = [rank for rank in self.running if rank.is_stopped()]
         self._end_all(signal.SIGTERM)
-        return self._explain(failed_ranks, stopped)
+        return self._explain(failed, stopped)
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -217,12 +387,12 @@ class Job:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
-    def _on_signal(self, number: int, _frame) -> None:
+    def _on_signal(self, number: int, _frame: object) -> None:
         self._interrupted = number
 
-    def _on_question(self, number: int, _frame) -> None:
+    def _on_question(self, number: int, _frame: object) -> None:
         """A user asks what the ranks do: one of them queries the others and prints it, see trace/reporter.py."""
-        for rank in [r for r in self.running if _catches(r.process.pid, number)][:1]:
+        for rank in [r for r in self.running if r.catches(number)][:1]:
             rank.process.send_signal(number)
 
     def _on_output(self, rank: Rank) -> None:
@@ -267,44 +437,41 @@ class Job:
         while self.running:
             self._poll(None)
 
-    def _interrupt(self) -> int:
-        number = self._interrupted
+    def _interrupt(self, number: int) -> int:
         self._end_all(*([signal.SIGINT, signal.SIGTERM] if number == signal.SIGINT else [signal.SIGTERM]))
-        messages.say(f"stopped by {signal.Signals(number).name}; every rank has ended")
+        say(f"stopped by {signal.Signals(number).name}; every rank has ended")
         return 128 + number
 
-    def _explain(self, failed_ranks: list[Rank], stopped: list[Rank]) -> int:
+    def _explain(self, failed: list[Rank], stopped: list[Rank]) -> int:
         """Name the rank to look at and return its exit code."""
         # A rank that reports a lost peer is a victim, though it may well end before the rank that it lost; and one that
         # ends without a word may have caught that report.
-        root_causes = [rank for rank in failed_ranks if not rank.is_victim()]
-        first = next((rank for rank in root_causes if rank.gives_reason()), (root_causes or failed_ranks)[0])
-        said = first.output.last_error()
-        # Ranks that met the same, also those that have not come to their end: rank 0, which was heard, speaks for all.
-        raised = first.code > 0 and not first.is_victim() and _RAISED.match(said)
-        alike = [r for r in self.failed if raised and r.output.last_error() == said]
+        root_causes = [rank for rank in failed if not rank.is_victim()]
+        first = next((rank for rank in root_causes if rank.gives_reason()), (root_causes or failed)[0])
+        reason, code = first.output.last_error(), first.code or 0
+        # Ranks that met the same, also those that have not come to their end: rank 0, which was shown, speaks for all.
+        raised = code > 0 and not first.is_victim() and _RAISED.match(reason)
+        alike = [r for r in self.failed if raised and r.output.last_error() == reason]
         rank = min(alike, key=lambda r: r.index, default=first)
-        code = first.code if first.code > 0 else 128 - first.code
-        if code in TOLD and any(r.index == 0 and r.code == code for r in failed_ranks):
+        if code in EXPLAINED and any(r.index == 0 and r.code == code for r in failed):
             return code
         if rank.index != 0 and rank.output.lines and settings.OUTPUT.get() != "all":
-            messages.say(f"last output of rank {rank.index}:")
-            for line in list(rank.output.lines)[-60:]:
+            say(f"last output of rank {rank.index}:")
+            for line in list(rank.output.lines)[-SHOWN_LINES:]:
                 print("  " + line.decode(errors="replace"), file=sys.stderr)
-        for other in failed_ranks:
+        for other in failed:
             if other is not rank and other not in alike:
                 words = other.output.last_error()
-                messages.say(f"rank {other.index}: {other.exit_description()}{'; ' + words if words else ''}")
+                say(f"rank {other.index}: {other.exit_description()}{'; ' + words if words else ''}")
         for other in stopped:
-            messages.say(f"rank {other.index} was stopped (by SIGSTOP or a debugger) and has been ended")
+            say(f"rank {other.index} was stopped (by SIGSTOP or a debugger) and has been ended")
         if len(alike) > 1:
             ranks = ", ".join(map(str, sorted(r.index for r in alike)))
-            messages.say(f"ranks {ranks} failed for the same reason, see above: {first.exit_description()}")
-            return code
-        early = [r.index for r in self.ended[: self.ended.index(rank)] if r.code == 0]
-        messages.say(
-            f"rank {rank.index} failed first: {rank.exit_description()}"
-            + (f"; {said}" if said else "; it said nothing")
-            + (f" (rank {', '.join(map(str, early))} had ended before, with exit code 0)" if early else "")
-        )
-        return code
+            say(f"ranks {ranks} failed for the same reason, see above: {first.exit_description()}")
+        else:
+            early = [str(r.index) for r in self.ended[: self.ended.index(rank)] if r.code == 0]
+            say(
+                f"rank {rank.index} failed first: {rank.exit_description()}; {reason or 'it said nothing'}"
+                + (f" (rank {', '.join(early)} had ended before, with exit code 0)" if early else "")
+            )
+        return code if code > 0 else 128 - code

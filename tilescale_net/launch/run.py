@@ -1,56 +1,26 @@
-"""`python -m tilescale_net run script.py [args]`: starts one process per rank on this host.
+"""`python -m tilescale_net run script.py [args]` and launch.sh: starts one process per rank on this host.
 
 Ranks get the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …). Rank 0 owns stdout and stderr; the
-others are heard when they fail, or always with TSN_OUTPUT=all.
+launcher shows the others' output when they fail, or always with TSN_OUTPUT=all.
 """
 
 import argparse
+import ctypes
 import os
+import secrets
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from tilescale_net import launch
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.launch import environment, forking, messages
+from tilescale_net.launch import forking, refuse, say
 from tilescale_net.launch.job import Job
-from tilescale_net.runtime import private_folder, settings, this_host
+from tilescale_net.runtime import placement, private_folder, settings, this_host
 
 PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def check(arguments: list[str]) -> None:
-    """Refuse what cannot run: no such script, a folder that cannot be on Python's path, wrong settings.
-
-    It needs the standard library alone: launch.sh calls it before it installs anything.
-    """
-    script = _script(arguments)
-    if script is not None:
-        if not script.endswith(".py"):
-            messages.refuse(
-                f"{script!r} is neither a Python script (something.py) nor pytest; ranks and hosts are chosen by variables "
-                "in front: GPUS=2 bash launch.sh script.py"
-            )
-        if not os.path.isfile(script):
-            messages.refuse(f"there is no script {script!r} in {os.getcwd()}")
-    if (folder := import_folder()) and os.pathsep in str(folder):
-        messages.refuse(
-            f"{PACKAGE.parent} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold; rename the folder"
-        )
-    try:
-        settings.check()
-    except ConfigurationError as err:
-        messages.refuse(str(err))
-    for name, near in settings.misspelt_launch():
-        messages.say(f"{name} has no meaning here; did you mean {near}?")
-    if not environment.srun_starts_ranks():
-        environment.value(settings.GPUS)
-
-
-def _script(arguments: list[str]) -> str | None:
-    """What is to run; None for a module (`-m`)."""
-    if arguments[:1] == ["-m"] and len(arguments) > 1:
-        return None
-    return arguments[0] if arguments else ""
+MAX_SIMULATED = 64  # ranks on a machine without a GPU; each is a Python process with torch in it
 
 
 def start(arguments: list[str]) -> int:
@@ -61,23 +31,113 @@ def start(arguments: list[str]) -> int:
     os.environ.update(private_folder.for_tilelang())
     imports = _imports_the_package(arguments)
     if imports and (missing := this_host.missing_native()):
-        messages.refuse(missing)
+        refuse(missing)
     command = [sys.executable, *arguments]
-    if environment.srun_starts_ranks():
-        os.environ.update(environment.srun_rank())
+    if _srun_starts_ranks():
+        os.environ.update(_srun_rank())
         os.execv(command[0], command)
-    ranks = environment.value(settings.GPUS)
-    gpus = 0 if settings.DEVICE.get() == "simulator" else environment.visible_gpus()
-    environment.check_ranks(ranks, gpus)
-    shared = environment.job(ranks)
+    ranks = _value(settings.GPUS)
+    gpus = 0 if settings.DEVICE.get() == "simulator" else visible_gpus()
+    check_ranks(ranks, gpus)
+    shared, port, store = _shared_variables(ranks)  # the port stays reserved as long as this socket is open
     forked = not gpus and imports and forking.preload(shared)
     try:
-        forking.status = Job(command, ranks, shared, forking.Process if forked else subprocess.Popen).run()
+        process = forking.Process if forked else subprocess.Popen
+        forking.status = Job(command, ranks, shared, process, store).run()
         return forking.status
     except forking.BecomeRank as rank:
         program = rank
     program.run()
     return 0
+
+
+# -- checks before anything starts ------------------------------------------------------------------------------------
+
+
+def check(arguments: list[str]) -> None:
+    """Refuse what cannot run: no such script, a folder that cannot be on Python's path, wrong settings.
+
+    It needs the standard library alone: launch.sh calls it before it installs anything.
+    """
+    script = _script(arguments)
+    if script is not None and not script.endswith(".py"):
+        refuse(
+            f"{script!r} is neither a Python script (something.py) nor pytest; ranks and hosts are chosen by variables "
+            "in front: GPUS=2 bash launch.sh script.py"
+        )
+    if script is not None and not os.path.isfile(script):
+        refuse(f"there is no script {script!r} in {os.getcwd()}")
+    if (folder := import_folder()) and os.pathsep in str(folder):
+        refuse(f"{PACKAGE.parent} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold; rename the folder")
+    try:
+        settings.check()
+    except ConfigurationError as err:
+        refuse(str(err))
+    for name, near in settings.misspelt_launch():
+        say(f"{name} has no meaning here; did you mean {near}?")
+    if not _srun_starts_ranks():
+        _value(settings.GPUS)
+
+
+def check_ranks(ranks: int, gpus: int) -> None:
+    """Refuse more ranks than this host can hold, heaps larger than its memory, and VIRTUAL_NODES that do not divide the ranks.
+
+    Args:
+        ranks: requested.
+        gpus: of this host; 0 means that they are simulated.
+    """
+    if gpus and ranks > gpus:
+        refuse(
+            f"GPUS={ranks}, but this machine shows {gpus} GPU{'s' * (gpus > 1)}; use GPUS={gpus} or fewer, or set "
+            "TSN_DEVICE=simulator to simulate them"
+        )
+    if not gpus and settings.DEVICE.get() == "cuda":
+        refuse(
+            f"GPUS={ranks} and TSN_DEVICE=cuda, but this machine shows no GPU; leave TSN_DEVICE out to simulate them"
+        )
+    if not gpus and ranks > MAX_SIMULATED:
+        refuse(f"GPUS={ranks} is more than the {MAX_SIMULATED} ranks that are simulated on one machine")
+    if not gpus and (heap := settings.HEAP_SIZE.get() or 0) > (memory := _memory_bytes()):
+        refuse(
+            f"TSN_HEAP_SIZE: a heap of {heap} bytes is more than this machine has memory and swap ({memory} bytes); set it lower"
+        )
+    virtual = _value(settings.VIRTUAL_NODES)
+    if ranks % virtual:
+        refuse(f"VIRTUAL_NODES={virtual} does not divide GPUS={ranks}; every node holds the same number of ranks")
+
+
+def _value(row: settings.Setting[int]) -> int:
+    try:
+        return row.get()
+    except ConfigurationError as err:
+        refuse(str(err))
+
+
+def visible_gpus() -> int:
+    """GPUs that the driver shows to this process (CUDA_VISIBLE_DEVICES counts); 0 without a driver that works."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status not in (0, 34, 100):  # 34: a stub library, 100: no GPU
+        say(f"the CUDA driver does not start (error {status}); looking no further for GPUs")
+    return 0 if status else count.value
+
+
+def _memory_bytes() -> int:
+    """Memory and swap of this machine."""
+    with open("/proc/meminfo") as f:
+        rows = dict(line.split(":", 1) for line in f)
+    return sum(int(rows[row].split()[0]) << 10 for row in ("MemTotal", "SwapTotal"))
+
+
+def _script(arguments: list[str]) -> str | None:
+    """The script to run; None for a module (`-m`)."""
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        return None
+    return arguments[0] if arguments else ""
 
 
 def _imports_the_package(arguments: list[str]) -> bool:
@@ -95,22 +155,144 @@ def import_folder() -> Path | None:
     return root if (root / "launch.sh").is_file() else None
 
 
+# -- variables of ranks -----------------------------------------------------------------------------------------------
+
+
+def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None, socket.socket | None]:
+    """The variables that all ranks of this host share, the socket that reserves rank 0's port, and that of the store."""
+    env = os.environ
+    reserved = store = None
+    if _srun_starts_hosts():
+        nodes, node = placement.slurm_nodes(), int(env["SLURM_NODEID"])
+        named = settings.JOB.get() or f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+        address = _srun_address() | {settings.JOB.name: named}
+    else:
+        nodes, node = _value(settings.NODES), _value(settings.NODE_RANK)
+        if nodes > 1 and not env.get("NODE_RANK"):
+            refuse("NODE_RANK must be set when NODES is above 1")
+        if node >= nodes:
+            refuse(f"NODE_RANK={node} is not below NODES={nodes}; the hosts are numbered from 0")
+        if nodes > 1 and not env.get("MASTER_ADDR"):
+            refuse("MASTER_ADDR must be set when NODES is above 1: name or address of the host with NODE_RANK=0")
+        if nodes == 1 and not env.get("MASTER_PORT"):
+            reserved = reserve_port()
+        port = reserved.getsockname()[1] if reserved else _value(settings.MASTER_PORT)
+        # An IPv6 address in brackets is one to us, and none to torch.
+        address = {"MASTER_ADDR": env.get("MASTER_ADDR", "").strip("[]") or "127.0.0.1", "MASTER_PORT": str(port)}
+        if nodes == 1:
+            store = _open_store()
+            # Other jobs do not know the random name. By the address ranks tell that the variable is meant for them, and
+            # not left from a job around theirs.
+            key = f"{secrets.token_hex(16)}/{address['MASTER_ADDR']}:{port}"
+            address["TSN_STORE"] = f"{store.getsockname()[1]}/{key}"
+    several = nodes > 1 or _value(settings.VIRTUAL_NODES) > 1
+    loading = settings.MODULE_LOADING.name  # see settings.load_kernels_early; here it comes before anything starts CUDA
+    shared = {
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "WORLD_SIZE": str(nodes * ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        **({loading: env.get(loading, "EAGER")} if several else {}),
+        **address,
+    }
+    return shared, reserved, store
+
+
+def reserve_port(host: str = "") -> socket.socket:
+    """A socket that keeps a TCP port of this host for rank 0, however long it takes until rank 0 listens.
+
+    It is bound but does not listen, which keeps the port from processes that request any free one. Rank 0 requests this
+    very one, and gets it because both sockets allow that.
+    """
+    s = socket.socket()
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    s.bind((host, 0))
+    return s
+
+
+def _open_store() -> socket.socket:
+    """A socket that listens on loopback, where ranks of one host meet and which rank 0 takes over."""
+    try:
+        this_host.check_loopback()
+    except ConfigurationError as err:
+        refuse(str(err))
+    return socket.create_server(("127.0.0.1", 0), backlog=4096)
+
+
+def _srun_starts_hosts() -> bool:
+    """Whether srun started one task per host, each of which shall start GPUS ranks."""
+    return "NODES" not in os.environ and "GPUS" in os.environ and 1 < placement.slurm_tasks() == placement.slurm_nodes()
+
+
+def _srun_starts_ranks() -> bool:
+    """Whether srun started one task per rank. Refuses a GPUS that says otherwise."""
+    tasks, nodes = placement.slurm_tasks(), placement.slurm_nodes()
+    if "NODES" in os.environ or tasks == 1 or _srun_starts_hosts():
+        return False
+    if os.environ.get("GPUS") and _value(settings.GPUS) * nodes != tasks:
+        refuse(
+            f"GPUS={os.environ['GPUS']}, but srun started {tasks} tasks on {nodes} host{'s' * (nodes > 1)}, each of which is "
+            "a rank: leave GPUS (-n) out, start as many tasks on each host (--ntasks-per-node), or one that starts the ranks "
+            "of its host (--ntasks-per-node=1). In a shell of srun, unset SLURM_PROCID SLURM_STEP_NUM_TASKS before"
+        )
+    return True
+
+
+def _srun_address() -> dict[str, str]:
+    """Where rank 0 listens under srun: the first host of the step, and a port that all tasks compute alike."""
+    env = os.environ
+    steps = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))
+    port = env.get("MASTER_PORT") or str(20000 + steps % 10000)
+    if env.get("MASTER_ADDR"):
+        return {"MASTER_ADDR": env["MASTER_ADDR"].strip("[]"), "MASTER_PORT": port}
+    if "SLURM_HET_SIZE" in env:
+        refuse(
+            "Slurm's variables do not tell where task 0 of a heterogeneous job is; set MASTER_ADDR to that host, and "
+            "MASTER_PORT"
+        )
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, timeout=30)
+        return {"MASTER_ADDR": done.stdout.split()[0], "MASTER_PORT": port}
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        refuse(f"scontrol did not tell the first host of {hosts!r}; set MASTER_ADDR and MASTER_PORT")
+
+
+def _srun_rank() -> dict[str, str]:
+    """The variables of the rank that srun started this process as."""
+    env = os.environ
+    return {
+        **_srun_address(),
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": str(placement.slurm_tasks()),
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "GROUP_RANK": env.get("SLURM_NODEID", "0"),
+        "GROUP_WORLD_SIZE": str(placement.slurm_nodes()),
+    }
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
 # Flags of `run`, each of which is a variable that launch.sh reads.
-FLAGS = {
-    "--ranks": ("GPUS", "N", "ranks on this host: one per GPU, or simulated ones where there is no GPU (2)"),
-    "--virtual-nodes": ("VIRTUAL_NODES", "N", "split them into nodes that may only talk through the fabric (1)"),
-    "--nodes": ("NODES", "N", "hosts of the job (1); run the same line on every host"),
-    "--node-rank": ("NODE_RANK", "I", "this host's index"),
-    "--master-addr": ("MASTER_ADDR", "HOST", "name or address of the host with index 0"),
-    "--master-port": ("MASTER_PORT", "PORT", "where rank 0 listens (29500 where there are several hosts)"),
+FLAGS: dict[str, tuple[settings.Setting, str, str]] = {
+    "--ranks": (settings.GPUS, "N", "ranks on this host: one per GPU, or simulated ones where there is no GPU"),
+    "--virtual-nodes": (settings.VIRTUAL_NODES, "N", "split them into nodes that may only talk through the fabric"),
+    "--nodes": (settings.NODES, "N", "hosts of the job; run the same line on every host"),
+    "--node-rank": (settings.NODE_RANK, "I", "this host's index"),
+    "--master-addr": (settings.MASTER_ADDR, "HOST", "name or address of the host with index 0"),
+    "--master-port": (settings.MASTER_PORT, "PORT", "where rank 0 listens, where there are several hosts"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `run` to a parser."""
-    for flag, (variable, metavar, text) in FLAGS.items():
+    for flag, (row, metavar, text) in FLAGS.items():
+        default = f" ({row.default_text})" if row.default_text else ""
         names = ["-n", flag] if flag == "--ranks" else [flag]
-        parser.add_argument(*names, dest=variable, metavar=metavar, help=f"{text}; as {variable}=")
+        parser.add_argument(*names, dest=row.name, metavar=metavar, help=f"{text}{default}; as {row.name}=")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
     parser.add_argument("script", help="Python script, or module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -118,9 +300,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start what the parsed flags of `add_arguments` request; the job's exit code."""
-    messages.program = "tilescale_net run"
-    for variable, _, _ in FLAGS.values():
-        value = getattr(args, variable)
-        if value is not None:
-            os.environ[variable] = value
+    launch.program = "tilescale_net run"
+    for row, _, _ in FLAGS.values():
+        if (value := getattr(args, row.name)) is not None:
+            os.environ[row.name] = value
     return start([*(["-m"] if args.module else []), args.script, *args.arguments])

@@ -109,7 +109,7 @@ def _step_of_srun() -> str:
 
 
 def launchers_store() -> tuple[int, str] | None:
-    """Port of the store and name of the job, where launch.sh has started this rank; see launch/environment.py."""
+    """Port of the store and name of the job, where launch.sh has started this rank; see launch/run.py."""
     port, _, rest = settings.STORE.get().partition("/")
     job, _, master = rest.partition("/")
     mine = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -1,0 +1,333 @@
+"""What the interpreter and the operating system lack to run, or build, the package; called by path before it can be imported.
+
+    python tilescale_net/launch/set_up.py check [EXTRA…]               file name suffix of extensions, then what is missing, by line
+    python tilescale_net/launch/set_up.py list [EXTRA…]                everything that a fresh environment installs, by line
+    python tilescale_net/launch/set_up.py prepare [headers] [venv]     gets what is missing of them; fails when something still is
+    python tilescale_net/launch/set_up.py venv [OPTION] FOLDER         makes a virtual environment with pip
+    python tilescale_net/launch/set_up.py fabric                       fails when libfabric's headers are not found
+
+The packages and their versions are those of pyproject.toml. C++ compiler, Python's and libfabric's headers, and Python's
+venv come from the distribution's packages: installed by root, unpacked into build/system by others. launch.sh and setup.py
+call this; the standard library is all it uses.
+"""
+
+import ctypes
+import glob
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from importlib import metadata
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+UNPACKED = os.path.join(ROOT, "build", "system")
+INCLUDE = os.path.join(UNPACKED, "usr", "include")
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def say(text: str) -> None:
+    print(f"launch.sh: {text}", file=sys.stderr, flush=True)
+
+
+# -- Python packages --------------------------------------------------------------------------------------------------
+
+# What nvcc is made of.
+COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
+
+
+def _project() -> dict:
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        from pip._vendor import tomli as tomllib
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as f:
+        return tomllib.load(f)
+
+
+def _wanted(content: dict, extras: list[str]) -> list[str]:
+    """Dependencies of the package and of extras: of those that users may request, and of what work on a checkout needs."""
+    groups = {**content["project"]["optional-dependencies"], **content["dependency-groups"]}
+    return [*content["project"]["dependencies"], *(r for extra in extras for r in groups[extra])]
+
+
+def dependencies() -> list[str]:
+    """What the package depends on: of a checkout, or as it was installed."""
+    if os.path.exists(os.path.join(ROOT, "pyproject.toml")):
+        return list(_project()["project"]["dependencies"])
+    return [r for r in metadata.requires("tilescale_net") or [] if "extra ==" not in r]
+
+
+def _match(pattern: str, text: str) -> re.Match:
+    found = re.match(pattern, text)
+    if found is None:
+        raise ValueError(f"{text!r} is no requirement or version that this script understands")
+    return found
+
+
+def name_of(requirement: str) -> str:
+    """Distribution name of a requirement such as `torch>=2.6; python_version < "4"`."""
+    return _match(r"[A-Za-z0-9._-]+", requirement).group(0)
+
+
+def _version(text: str) -> tuple[tuple[int, ...], int]:
+    """Numbers of a version without the zeros at the end, and -1 before that release, 0 for it, 1 after it; to be compared."""
+    release, rest = _match(r"(\d+(?:\.\d+)*)([^+]*)", text).groups()
+    numbers = tuple(int(n) for n in re.sub(r"(\.0+)+$", "", release).split("."))
+    return numbers, 0 if not rest else 1 if "post" in rest else -1
+
+
+# By PEP 440; versions before and after a release belong to neither of the ranges that end there.
+_ALLOWED = {
+    "==": lambda found, limit: found == limit,
+    "!=": lambda found, limit: found != limit,
+    ">=": lambda found, limit: found >= limit,
+    "<=": lambda found, limit: found <= limit,
+    "<": lambda found, limit: found[0] < limit[0],
+    ">": lambda found, limit: found[0] > limit[0],
+}
+
+
+def satisfied(requirement: str) -> bool:
+    """Whether the distribution is installed, in a version that the requirement allows."""
+    try:
+        found = metadata.version(name_of(requirement))
+    except metadata.PackageNotFoundError:
+        return False
+    limits = re.sub(r"^[A-Za-z0-9._-]+\s*(\[.*?\])?", "", requirement.partition(";")[0])
+    for limit in filter(None, map(str.strip, limits.split(","))):
+        how, version = _match(r"([=!<>]=|[<>])\s*(\d[\w.]*)$", limit).groups()
+        if not _ALLOWED[how](_version(found), _version(version)):
+            return False
+    return True
+
+
+def _opens(*libraries: str) -> bool:
+    for library in libraries:
+        try:
+            ctypes.CDLL(library)
+            return True
+        except OSError:
+            continue
+    return False
+
+
+def _stand_in(name: str) -> bool:
+    """Whether the machine itself offers what a package is there for."""
+    if name in COMPILER:
+        home = os.path.join(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "", "bin")
+        return bool(shutil.which("nvcc", path=home) or shutil.which("nvcc"))
+    if name.startswith("nvidia-cuda-"):  # headers for the simulator, which is not used where there is a driver
+        return _opens("libcuda.so.1")
+    if name == "mpich":  # libfabric
+        explicit = os.environ.get("TSN_LIBFABRIC", "libfabric.so.1")
+        return _opens(explicit, "/opt/amazon/efa/lib/libfabric.so.1", "libfabric.so.1")
+    return False
+
+
+def missing(extras: list[str]) -> list[str]:
+    """Requirements of the package, and of the extras, that neither this interpreter nor the machine fulfils."""
+    try:
+        wanted = _wanted(_project(), extras)
+    except ImportError:  # an interpreter of 3.10 without pip has none of them
+        return ["pip"]
+    return [r for r in wanted if not satisfied(r) and not _stand_in(name_of(r))]
+
+
+def fresh(extras: list[str]) -> list[str]:
+    """Requirements of a new environment: build tools, dependencies, and all extras named, without duplicates."""
+    content = _project()
+    return list(dict.fromkeys([*content["build-system"]["requires"], *_wanted(content, extras)]))
+
+
+# -- compiler and headers ---------------------------------------------------------------------------------------------
+
+EXPLICIT = "TSN_LIBFABRIC_INCLUDE"
+# A value of it: the fabric is left out, even if there is one.
+NO_FABRIC = "none"
+# Of the EFA installer, beside the library that is taken first when a job starts.
+EFA_HEADERS = "/opt/amazon/efa/include"
+
+
+def compiler() -> list[str]:
+    """Command of the C++ compiler: $CXX, which may carry arguments ("ccache g++"), g++, clang++ or c++; [] for none."""
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # an open quotation
+        return []
+    for command in [named] if named else [["g++"], ["clang++"], ["c++"]]:
+        if shutil.which(command[0]):
+            return command
+    return []
+
+
+def _compiles(header: str, folders: list[str]) -> bool:
+    if not compiler():
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        probe = os.path.join(folder, "probe.cpp")
+        with open(probe, "w") as f:
+            f.write(f"#include <{header}>\n")
+        includes = ["-I" + folder for folder in folders]
+        return subprocess.run([*compiler(), *includes, "-fsyntax-only", probe], capture_output=True).returncode == 0
+
+
+def _first(header: str, choices: list[list[str]]) -> list[str] | None:
+    return next((folders for folders in choices if _compiles(header, folders)), None)
+
+
+def python_include() -> list[str] | None:
+    """Include folders for Python.h, None when there is no such header."""
+    own = sysconfig.get_path("include")
+    return _first("Python.h", [[own], [os.path.join(INCLUDE, os.path.basename(own)), INCLUDE]])
+
+
+def fabric_include() -> list[str] | None:
+    """Include folders for rdma/fabric.h, [] when the compiler finds it by itself, None when there is no such header.
+
+    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at, or is "none". Those of the EFA
+    installer go before the system's, as its library does when a job starts: older headers have no DMABUF.
+    """
+    explicit = os.environ.get(EXPLICIT)
+    if explicit == NO_FABRIC:
+        return None
+    if explicit:
+        return _first("rdma/fabric.h", [[explicit]])
+    newest = [[EFA_HEADERS]] if os.path.exists(os.path.join(EFA_HEADERS, "rdma", "fabric.h")) else []
+    return _first("rdma/fabric.h", [*newest, [], [INCLUDE]])
+
+
+# -- packages of the distribution -------------------------------------------------------------------------------------
+
+# Debian keeps ensurepip, without which venv makes no pip, in the first package; in the second, pip itself as a wheel.
+VENV, PIP_WHEEL = "python3-venv", "python3-pip-whl"
+PATIENCE_S = 300  # a step that takes longer hangs on a network that swallows packets
+APT = [
+    "apt-get",
+    "-qq",
+    *("-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20", "-o", "Acquire::https::Timeout=20"),
+]
+
+
+def _pip_wheel() -> str | None:
+    """The wheel of pip that was unpacked; it runs as it is."""
+    return next(iter(glob.glob(os.path.join(UNPACKED, "usr", "share", "python-wheels", "pip-*.whl"))), None)
+
+
+def missing_packages(what: list[str]) -> dict[str, str]:
+    """What is missing of `headers` and `venv`, as text, by the Debian package that has it."""
+    found = {}
+    if "headers" in what and python_include() is None:
+        found[f"libpython{PYTHON}-dev"] = f"the headers of Python {PYTHON} (Python.h)"
+    if "headers" in what and fabric_include() is None and not os.environ.get(EXPLICIT):
+        found["libfabric-dev"] = "libfabric's headers (rdma/fabric.h)"
+    importlib.invalidate_caches()
+    has_venv = importlib.util.find_spec("venv") and (importlib.util.find_spec("ensurepip") or _pip_wheel())
+    if "venv" in what and not has_venv:
+        found[VENV] = "Python's venv and ensurepip"
+    return found
+
+
+def make_venv(arguments: list[str]) -> None:
+    """`python -m venv` with these arguments, the last of which is the folder; pip comes from its wheel without ensurepip."""
+    wheel = None if importlib.util.find_spec("ensurepip") else _pip_wheel()
+    commands = [[sys.executable, "-m", "venv", *(["--without-pip"] if wheel else []), *arguments]]
+    if wheel:
+        pip = [os.path.join(arguments[-1], "bin", "python"), os.path.join(wheel, "pip")]
+        commands.append([*pip, "install", "-qq", "--no-index", "--disable-pip-version-check", wheel])
+    for command in commands:
+        if code := subprocess.run(command).returncode:
+            sys.exit(code)
+
+
+def _run(*command: str, cwd: str | None = None) -> bool:
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _install(packages: list[str]) -> bool:
+    """As root, by apt; the package lists are brought up to date when they lack the packages."""
+    install = [*APT, "install", "-y", "--no-install-recommends", *packages]
+    say(f"installing {' and '.join(packages)} (up to a minute)")
+    return _run(*install) or (_run(*APT, "update") and _run(*install))
+
+
+def _unpack(packages: list[str]) -> bool:
+    """Without root: downloads the packages and unpacks them into build/system, with package lists of our own at need."""
+    say(f"unpacking {' and '.join(packages)} into {UNPACKED} (up to a minute)")
+    with tempfile.TemporaryDirectory() as folder:
+        os.makedirs(os.path.join(folder, "lists", "partial"))
+        os.makedirs(os.path.join(folder, "cache", "archives", "partial"))
+        # apt's own user may not write here, and its caches and locks belong to root.
+        apt = [*APT, "-o", "APT::Sandbox::User=root", "-o", "Debug::NoLocking=1", "-o", f"Dir::Cache={folder}/cache"]
+        own = [*apt, "-o", f"Dir::State::Lists={folder}/lists"]
+        if not _run(*apt, "download", *packages, cwd=folder):
+            if not _run(*own, "update") or not _run(*own, "download", *packages, cwd=folder):
+                return False
+        try:
+            os.makedirs(UNPACKED, exist_ok=True)
+        except OSError:
+            return False
+        return all(_run("dpkg", "-x", package, UNPACKED) for package in glob.glob(os.path.join(folder, "*.deb")))
+
+
+def prepare(what: list[str]) -> None:
+    """Get what is missing of `headers` and `venv`. Exits with one message about everything that cannot be done without."""
+    if "headers" in what and not compiler():
+        if named := os.environ.get("CXX"):
+            sys.exit(
+                f"launch.sh: CXX names {named!r}, which is no program here; unset CXX or name another C++ compiler"
+            )
+        # Without a compiler no header can be looked for: name the package, which does no harm where it is there.
+        needs = {"g++": "a C++ compiler (g++ or clang)", f"libpython{PYTHON}-dev": f"the headers of Python {PYTHON}"}
+        _refuse(needs | missing_packages([each for each in what if each == "venv"]))
+    needs = missing_packages(what)
+    if needs and shutil.which("apt-get"):
+        if not (os.geteuid() == 0 and _install(list(needs))):
+            _unpack([PIP_WHEEL if package == VENV else package for package in needs])
+        needs = missing_packages(what)
+    if needs and list(needs) != ["libfabric-dev"]:
+        _refuse(needs)
+    for text in needs.values():
+        say(f"{text} are not here and could not be fetched: building without the fabric, for one node only")
+
+
+def _refuse(needs: dict[str, str]) -> None:
+    packages = " ".join(needs)
+    tried = "" if "g++" in needs else ", which could not be fetched"
+    sys.exit(
+        f"launch.sh: this machine lacks {', '.join(needs.values())}{tried}.\n"
+        f"launch.sh: install them first; Debian, Ubuntu: apt-get install {packages}; elsewhere, packages of like names "
+        "(gcc-c++, python3-devel, libfabric-devel)"
+    )
+
+
+def main(command: str = "", *words: str) -> None:
+    if sys.version_info < (3, 10):  # noqa: UP036 (run by whichever python3 there is)
+        sys.exit(f"tilescale_net needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
+    if command == "check":
+        print(sysconfig.get_config_var("EXT_SUFFIX"), *missing([*words]), sep="\n")
+    elif command == "list":
+        print(*fresh([*words]), sep="\n")
+    elif command == "prepare":
+        prepare([*words])
+    elif command == "venv" and words:
+        make_venv([*words])
+    elif command == "fabric":
+        sys.exit(fabric_include() is None)
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
