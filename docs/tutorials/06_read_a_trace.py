@@ -23,7 +23,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.trace import summary
+from tilescale_net.trace import timeline
 
 STEPS, SLOW_RANK = 4, 1
 
@@ -62,15 +62,15 @@ def main():
 
 
 def report(path):
-    timeline = summary.load(path)
-    waited = summary.waiting(timeline)
+    found = timeline.load(path)
+    waited = timeline.waiting(found)
     (rank, sender), _ = max(waited.items(), key=lambda entry: entry[1])
     print(f"rank {rank} has waited most, for rank {sender}")
-    waits = [event for event in timeline["traceEvents"] if event["name"] == f"waiting for rank {sender}"]
+    waits = [event for event in found["traceEvents"] if event["name"] == f"waiting for rank {sender}"]
     line = max(waits, key=lambda event: event["dur"])["args"]["line"]
     with open(__file__) as file:
         print(f"there: {file.readlines()[int(line.rpartition(':')[2]) - 1].strip()}")
-    arrows = sum(event["ph"] == "s" for event in timeline["traceEvents"])
+    arrows = sum(event["ph"] == "s" for event in found["traceEvents"])
     print(f"arrows from signals to waits: {arrows}")
 
 

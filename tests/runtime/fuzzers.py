@@ -23,7 +23,7 @@ from tilescale_net.compiler.simulator.host_source import HostSource
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
 from tilescale_net.runtime import control, cuda_memory, job_store, liveness, placement, settings, tuned, world
 from tilescale_net.runtime.job_store import SignedStore
-from tilescale_net.trace import events, part_reader, reporter, ring, timeline
+from tilescale_net.trace import events, reporter, timeline
 
 NUMBERS = (
     0,
@@ -227,7 +227,7 @@ def tuned_file(dice: random.Random) -> None:
 def _ring() -> bytes:
     """A ring in a file, as a process leaves it: more events than it holds, of every kind."""
     with tempfile.TemporaryDirectory(prefix="tilescale_net-fuzz-") as folder:
-        made = ring.Ring(f"{folder}/ring", 0, 2, 16)
+        made = events.Ring(f"{folder}/ring", 0, 2, 16)
         for n in range(20):
             name = made.name(f"name {n % 5}")
             kind = 1 + n % len(events.Kind)
@@ -250,12 +250,12 @@ def trace(dice: random.Random) -> None:
     what = dice.choice(("host", "kernels", "proxy0", "proxy", "proxy-1", "proxy²", "", "x", "proxy99999999999"))
     try:
         if dice.random() < 0.3:
-            data = part_reader.unpacked(damaged(dice, part_reader.packed(data)), "a trace")
-        part = part_reader.read(data, "a trace", what)
+            data = events.unpacked(damaged(dice, events.packed(data)), "a trace")
+        part = events.read_part(data, "a trace", what)
     except ValueError as err:
         assert str(err).startswith("a trace ")
         return
-    json.dumps(timeline.merged([part, part_reader.read(_ring(), "a trace", "host")]))
+    json.dumps(timeline.merged([part, events.read_part(_ring(), "a trace", "host")]))
 
 
 @functools.cache

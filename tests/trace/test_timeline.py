@@ -17,7 +17,8 @@ import tilescale_net.language as N
 from tests import ranks
 from tilescale_net import cli
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.trace import arrows, clocks, part_reader, recorder, ring, summary, timeline
+from tilescale_net.trace import clocks, recorder, timeline
+from tilescale_net.trace import events as trace_events
 from tilescale_net.trace.events import NO_WORD, Event, Kind
 
 ROUNDS = 4
@@ -107,7 +108,7 @@ def test_a_timeline_of_two_nodes(tmp_path, capsys):
             assert not stack or e["ts"] + e["dur"] <= stack[-1] + 0.002, key
             stack.append(e["ts"] + e["dur"])
     # Rank 1 came late by 0.3 s a round: rank 0 has waited for it.
-    total = summary.waiting(found)
+    total = timeline.waiting(found)
     assert total[0, 1] > 0.1e6 * ROUNDS and total[0, 1] > total.get((1, 0), 0)
     assert cli.main(["trace", str(path), "--longest", "3"]) == 0
     said = capsys.readouterr().out
@@ -147,21 +148,21 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys):
 def made(tmp_path, rank, events, capacity=64, what="kernels"):
     """The part of a rank with these events, by way of its file."""
     path = timeline.part_path(str(tmp_path / "t"), rank, what)
-    one = ring.Ring(path, rank, 4, capacity)
+    one = trace_events.Ring(path, rank, 4, capacity)
     for event in events:
         one.add(Event(name=one.name("N.call"), **event))
     one.close()
-    return part_reader.read_file(path, what)
+    return trace_events.read_file(path, what)
 
 
 def test_times_can_be_corrected(tmp_path):
     """When a ring has come round, too, and only of the kind that was told wrong."""
-    one = ring.Ring(str(tmp_path / "r.part"), 0, 1, 4)
+    one = trace_events.Ring(str(tmp_path / "r.part"), 0, 1, 4)
     for n in range(6):
         one.add(Event(kind=Kind.KERNEL if n % 2 else Kind.HOST, begin_ns=100 * n, end_ns=100 * n + 10))
     one.correct(Kind.KERNEL, lambda ns: ns + 1000)
     one.close()
-    found = part_reader.read_file(str(tmp_path / "r.part"), "host").events
+    found = trace_events.read_file(str(tmp_path / "r.part"), "host").events
     assert [event.begin_ns for event in found] == [200, 1300, 400, 1500]
     assert [event.end_ns for event in found] == [210, 1310, 410, 1510]
 
@@ -185,27 +186,27 @@ def test_a_trace_has_its_room_on_the_disk_from_the_start(tmp_path, monkeypatch):
 def test_a_damaged_part_is_refused_or_cut(tmp_path):
     made(tmp_path, 0, [dict(kind=Kind.CALL, begin_ns=5, end_ns=9)] * 3)
     raw = open(timeline.part_files(str(tmp_path / "t"))[0], "rb").read()
-    assert len(part_reader.read(raw, "t", "kernels").events) == 3
+    assert len(trace_events.read_part(raw, "t", "kernels").events) == 3
     lot = random.Random(1)
     for _ in range(300):
         hurt = bytearray(raw)
         for _ in range(3):
             hurt[lot.choice([lot.randrange(128), lot.randrange(len(raw))])] = lot.randrange(256)
         try:
-            part_reader.read(bytes(hurt), "t", "kernels")
+            trace_events.read_part(bytes(hurt), "t", "kernels")
         except ValueError as err:
             assert str(err).startswith("t is ")
 
 
 def test_packed_traces_are_not_believed(monkeypatch):
     raw = random.Random(0).randbytes(1000)
-    assert part_reader.unpacked(part_reader.packed(raw), "a trace") == raw
-    for damaged in (b"", b"no trace", part_reader.packed(raw)[:-5]):
+    assert trace_events.unpacked(trace_events.packed(raw), "a trace") == raw
+    for damaged in (b"", b"no trace", trace_events.packed(raw)[:-5]):
         with pytest.raises(ValueError, match="a trace is (damaged|cut short)"):
-            part_reader.unpacked(damaged, "a trace")
-    monkeypatch.setattr(part_reader, "_MOST", 999)
+            trace_events.unpacked(damaged, "a trace")
+    monkeypatch.setattr(trace_events, "_MAX_UNPACKED", 999)
     with pytest.raises(ValueError, match="more than"):
-        part_reader.unpacked(part_reader.packed(raw), "a trace")
+        trace_events.unpacked(trace_events.packed(raw), "a trace")
 
 
 def test_arrows_follow_word_value_and_time(tmp_path):
@@ -221,7 +222,7 @@ def test_arrows_follow_word_value_and_time(tmp_path):
         tmp_path, 0, [dict(wait, end_ns=20, value=1), dict(wait, end_ns=40, value=7), dict(wait, end_ns=9, value=1)]
     )
     sends = [(part, e) for part in (early, other) for e in part.events]
-    matched = arrows.match(sends, [(waits, e) for e in waits.events])
+    matched = timeline._match(sends, [(waits, e) for e in waits.events])
     found = {w.end_ns: (p.rank, s.begin_ns) for (_, w), (p, s) in matched.pairs()}
     assert found == {20: (1, 10), 40: (1, 30)}  # by value; else the latest; nothing that came later
 
@@ -245,9 +246,11 @@ def test_clocks_of_hosts(seed):
 def test_parts_of_another_host_are_not_believed(caplog):
     """What they are of, and kinds of events that do not fit it; one that is damaged is left out."""
     for what in ("host", "proxy²", "proxy", "proxy-1", ""):
-        part = part_reader.Part(1, 2, what, [Event(begin_ns=1, end_ns=2, kind=Kind.ENTRY, pe=-1, word=NO_WORD)])
+        part = trace_events.Part(1, 2, what, [Event(begin_ns=1, end_ns=2, kind=Kind.ENTRY, pe=-1, word=NO_WORD)])
         assert timeline.merged([part])["otherData"]["ranks"] == 2
-    store = SimpleNamespace(get=lambda key: b"host\n" + part_reader.packed(b"nonsense") if key == "trace/1/0" else None)
+    store = SimpleNamespace(
+        get=lambda key: b"host\n" + trace_events.packed(b"nonsense") if key == "trace/1/0" else None
+    )
     mine = recorder.Recorder.__new__(recorder.Recorder)
     mine._hosts, mine._path = ["here", "there"], "timeline.json"
     mine._world = SimpleNamespace(control=SimpleNamespace(store=SimpleNamespace(ask=lambda question: question(store))))

@@ -23,10 +23,11 @@ from tests.trace.test_timeline import ROUNDS, of, rounds
 from tilescale_net.compiler import jit, lowering
 from tilescale_net.compiler.toolchain import SM_90
 from tilescale_net.runtime import context
-from tilescale_net.trace import arrows, call_sites, part_reader, ring, timeline, traced_kernels
+from tilescale_net.trace import events as trace_events
+from tilescale_net.trace import timeline
 from tilescale_net.trace import traced_calls as reader
-from tilescale_net.trace.call_sites import CallSite, KernelSites
 from tilescale_net.trace.events import Kind
+from tilescale_net.trace.traced_calls import CallSite, KernelSites
 
 needs_gpus = pytest.mark.skipif(ranks.gpus() < 2, reason="needs two GPUs; the simulator has a trace of its own")
 SITES = KernelSites(
@@ -55,7 +56,7 @@ def test_every_primitive_is_traced(monkeypatch):
     called = set(re.findall(r"TSN_TRACED\((?:[\w:-]+, ){8}tsn::(\w+)[<)]", kernel.source))
     assert called == {name.removeprefix("tsn.") for name in lowering._TRACED} - {"wait_async", "get_rows", "fence"}
     numbers = {int(number) for number in re.findall(r"TSN_TRACED\((\d+),", kernel.source)}
-    (found,) = [sites for sites in call_sites._known.values() if sites.name == "everything_traced"]
+    (found,) = [sites for sites in reader._kernels.values() if sites.name == "everything_traced"]
     # The rows that warps and threads send and fetch are left out, and fences.
     rows = {n for n, site in enumerate(found.calls) if re.fullmatch(r"N.((put|get)_(warp|thread)|fence)", site.name)}
     *calls, itself = found.calls
@@ -95,7 +96,7 @@ def test_claiming_a_place_waits_for_nothing(monkeypatch):
 
 
 def calls_of(program, tmp_path, capacity, n):
-    call_sites.know(SITES)
+    reader.register_kernel(SITES)
     run(program, str(capacity), str(n), str(tmp_path / "buffer"))
     return reader.read((tmp_path / "buffer").read_bytes(), 0)
 
@@ -132,18 +133,18 @@ def test_the_oldest_calls_go_first(program, tmp_path):
 def test_calls_become_events(program, tmp_path):
     found = calls_of(program, tmp_path, 64, 2)
     path = timeline.part_path(str(tmp_path / "t"), 1, "kernels")
-    one = ring.Ring(path, 1, 2, 64)
+    one = trace_events.Ring(path, 1, 2, 64)
     late = found.waits[0].call.begin_ns + 10**9
-    reader.write([*found.ended, *found.waits], one, lambda ns: ns + 5, late + 5)
+    reader.write_calls([*found.ended, *found.waits], one, lambda ns: ns + 5, late + 5)
     one.dropped(3)
     one.close()
-    part = part_reader.read_file(path, "kernels")
+    part = trace_events.read_file(path, "kernels")
     assert (
         part.dropped == 3 and len(part.events) == 2 * 3 + 1 + 2 + 1 + 4
     )  # the wait in vain ended, too, and four are waits
     waits = [event for event in part.events if event.kind == Kind.WAIT]
     assert waits[-1].end_ns == late + 5 and waits[0].begin_ns == found.ended[1].call.begin_ns + 5
-    assert arrows.is_send(part.events[0]) and part.text(part.events[0].line) == "demo.py:1"
+    assert timeline._is_send(part.events[0]) and part.text(part.events[0].line) == "demo.py:1"
     (drawn,) = [event for event in part.events if event.kind == Kind.KERNEL_RANGE]  # the second end has no beginning
     (begun,) = [known.call for known in found.ended if known.site.name == "a part"]
     assert part.text(drawn.name) == "a part" and part.text(drawn.line) == "demo.py:5"
@@ -154,15 +155,15 @@ def test_calls_become_events(program, tmp_path):
 
 def test_kernels_are_noted(program, tmp_path):
     found = calls_of(program, tmp_path, 64, 2)
-    (launch,) = traced_kernels.launches(found.ended)
+    (launch,) = reader.launches(found.ended)
     calls = [known.call for known in found.ended]
     assert (launch.name, launch.blocks) == ("demo", 1) and calls[-1].begin_ns == launch.begin_ns
     assert launch.begin_ns <= min(c.begin_ns for c in calls) and launch.end_ns >= max(c.end_ns for c in calls)
     path = timeline.part_path(str(tmp_path / "t"), 1, "kernels")
-    one = ring.Ring(path, 1, 2, 64)
-    traced_kernels.write(found.ended, one, lambda ns: ns + 5)
+    one = trace_events.Ring(path, 1, 2, 64)
+    reader.write_launches(found.ended, one, lambda ns: ns + 5)
     one.close()
-    (event,) = part_reader.read_file(path, "kernels").events
+    (event,) = trace_events.read_file(path, "kernels").events
     assert (event.kind, event.begin_ns, event.end_ns) == (Kind.KERNEL, launch.begin_ns + 5, launch.end_ns + 5)
 
 
@@ -182,13 +183,13 @@ def test_launches_of_several_blocks(tmp_path):
         block_of("a", 1, 9, 12),
     ]
     random.shuffle(blocks)
-    found = traced_kernels.launches(blocks)
+    found = reader.launches(blocks)
     assert [(one.name, one.begin_ns) for one in found] == [("a", 0), ("a", 2), ("b", 3), ("a", 5)]
     assert {one.end_ns for one in found} == {1, 8, 13, 12} and found[2].end_ns == 13
-    one = ring.Ring(str(tmp_path / "part"), 0, 1, 8)
-    traced_kernels.write(blocks, one, lambda ns: ns)
+    one = trace_events.Ring(str(tmp_path / "part"), 0, 1, 8)
+    reader.write_launches(blocks, one, lambda ns: ns)
     one.close()
-    part = part_reader.read_file(str(tmp_path / "part"), "kernels")
+    part = trace_events.read_file(str(tmp_path / "part"), "kernels")
     assert [event.thread for event in part.events] == [0, 0, 1, 2]
 
 

@@ -5,7 +5,7 @@ import os
 
 from tilescale_net.cli.arguments import positive_int
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.trace import summary, timeline
+from tilescale_net.trace import timeline
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -28,5 +28,5 @@ def show(args: argparse.Namespace) -> int:
         except ValueError as err:
             raise ConfigurationError(f"{args.file} cannot be put together: {err}") from None
         print(f"put {args.file} together from the {len(left)} parts that a job left beside it")
-    print(summary.text(summary.load(args.file), args.longest))
+    print(timeline.summary(timeline.load(args.file), args.longest))
     return 0

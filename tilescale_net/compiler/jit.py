@@ -37,7 +37,7 @@ from tilescale_net.compiler.simulator import lowering as simulated
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError, TileScaleError
 from tilescale_net.runtime import profiling, settings, worlds
-from tilescale_net.trace import call_sites
+from tilescale_net.trace import traced_calls
 
 # Pass options that a communicating kernel cannot do without, and why.
 REQUIRED_CONFIGS = {
@@ -170,7 +170,7 @@ def _compiled(func: PrimFunc, chosen: Any, configs: dict, flags: list[str], name
         if settings.TRACE.get():
             code, kernel_sites = lowering.number_for_trace(prepared.func, func)
             of_trace = lowering.trace_flags(kernel_sites)
-            call_sites.know(kernel_sites)
+            traced_calls.register_kernel(kernel_sites)
         with lowering.enabled(traced=bool(of_trace)), _quiet(), toolchain.once_per_host(_lock_name(func)):
             linked = code if name is None else code.with_attr("global_symbol", ir.linked_name(name))
             compiled = tilelang.compile(

@@ -21,7 +21,7 @@ from tilescale_net.compiler.ir import changed_block, kernel_name, op_name, opera
 from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPAQUE, OPERATORS, Operator
 from tilescale_net.compiler.simulator import sites
 from tilescale_net.errors import KernelError
-from tilescale_net.trace.call_sites import WAITING, CallSite, KernelSites
+from tilescale_net.trace.traced_calls import WAITING, CallSite, KernelSites
 
 # A rule runs inside TVM, which would turn errors of unknown classes into RuntimeError.
 tvm_ffi.register_error("KernelError", KernelError)

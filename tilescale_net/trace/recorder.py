@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import profiling, settings
-from tilescale_net.trace import clocks, events, part_reader, ring, timeline
+from tilescale_net.trace import clocks, events, timeline
 
 if TYPE_CHECKING:
-    from tilescale_net.trace.gpu_calls import GpuCalls
+    from tilescale_net.trace.gpu import GpuCalls
 
 
 class Recorder:
@@ -61,8 +61,7 @@ class Recorder:
                 kernels.close()
                 _simulator.trace_start(kernels.path, world.memory.base)
             else:
-                from tilescale_net.trace.gpu_calls import GpuCalls
-                from tilescale_net.trace.gpu_kernels import GpuKernels
+                from tilescale_net.trace.gpu import GpuCalls, GpuKernels
 
                 self.gpu_calls = GpuCalls(world, self._capacity)
                 self._kernels = self._new(
@@ -82,13 +81,13 @@ class Recorder:
         less = "; TSN_TRACE_EVENTS makes it smaller" if err.errno == errno.ENOSPC else ""
         return ConfigurationError(f"TSN_TRACE={self._path}: the trace cannot be written there ({err.strerror}){less}")
 
-    def _new(self, what: str, capacity: int = 0, more_error_ns: int = 0) -> ring.Ring:
+    def _new(self, what: str, capacity: int = 0, more_error_ns: int = 0) -> events.Ring:
         path = timeline.part_path(self._path, self._world.rank, what)
         self.parts.append(path)
         try:
             offset, error = self._offset
             capacity = capacity or self._capacity
-            return ring.Ring(path, self._world.rank, self._world.size, capacity, offset, error + more_error_ns)
+            return events.Ring(path, self._world.rank, self._world.size, capacity, offset, error + more_error_ns)
         except OSError as err:
             raise self._unwritable(err) from None
 
@@ -151,7 +150,7 @@ class Recorder:
             return
         for index, path in enumerate(self.parts):
             with open(path, "rb") as file:
-                raw = path.split(".")[-2].encode() + b"\n" + part_reader.packed(file.read())
+                raw = path.split(".")[-2].encode() + b"\n" + events.packed(file.read())
             self._world.control.store.ask(lambda s, i=index, raw=raw: s.set(f"trace/{self._world.rank}/{i}", raw))
 
     def _merge(self) -> None:
@@ -165,7 +164,7 @@ class Recorder:
                 with contextlib.suppress(FileNotFoundError):  # rank 0 sees the folder, too, and was faster
                     os.unlink(path)
 
-    def _parts_of(self, rank: int) -> list[part_reader.Part]:
+    def _parts_of(self, rank: int) -> list[events.Part]:
         if self._hosts[rank] == self._hosts[0]:
             return timeline.read_parts(self._path, rank)
         found, store = [], self._world.control.store
@@ -173,9 +172,7 @@ class Recorder:
             what, _, packed = raw.partition(b"\n")
             where = f"the trace of rank {rank}"
             try:
-                found.append(
-                    part_reader.read(part_reader.unpacked(packed, where), where, what.decode(errors="replace"))
-                )
+                found.append(events.read_part(events.unpacked(packed, where), where, what.decode(errors="replace")))
             except ValueError as err:  # the timeline does without: the job itself has ended well
                 settings.log.warning("%s; it is left out of %s", err, self._path)
                 break

@@ -1,18 +1,21 @@
-"""From the parts of all ranks to one timeline in the JSON that Perfetto and chrome://tracing open.
+"""From the parts of all ranks to one timeline in the JSON that Perfetto and chrome://tracing open, and to its summary.
 
 A process is a rank. Its tracks: calls of the host, kernels, the threads of blocks that lead calls, and the proxy's threads;
 transfers of the proxy overlap and are asynchronous events. An arrow leads from each signal to the wait that saw it.
 """
 
+import bisect
 import contextlib
 import glob
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable
 
-from tilescale_net.errors import TileScaleError
-from tilescale_net.trace import arrows, events, part_reader
+from tilescale_net.errors import ConfigurationError, TileScaleError
+from tilescale_net.runtime import context
+from tilescale_net.trace import events
 from tilescale_net.trace.events import Kind
 
 # First numbers of a rank's tracks.
@@ -46,11 +49,11 @@ def part_files(path: str, rank: int | None = None) -> list[str]:
     return sorted(found, key=lambda p: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", p)])
 
 
-def read_parts(path: str, rank: int | None = None) -> list[part_reader.Part]:
+def read_parts(path: str, rank: int | None = None) -> list[events.Part]:
     """What they hold. Raises ValueError for one that is damaged."""
     parts = []
     for file in part_files(path, rank):
-        parts.append(part_reader.read_file(file, file.split(".")[-2]))
+        parts.append(events.read_file(file, file.split(".")[-2]))
     return parts
 
 
@@ -60,7 +63,7 @@ def remove_parts(path: str) -> None:
             os.unlink(file)
 
 
-def write(path: str, parts: list[part_reader.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> None:
+def write(path: str, parts: list[events.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> None:
     """Write the timeline, all of it or nothing.
 
     Args:
@@ -80,7 +83,7 @@ def write(path: str, parts: list[part_reader.Part], name_of: Callable[[int], str
         ) from err
 
 
-def merged(parts: list[part_reader.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> dict:
+def merged(parts: list[events.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> dict:
     """The timeline as a value for JSON; times begin with 0 at the first event."""
     base = min((event.begin_ns for part in parts for event in part.events), default=0)
     out: list[dict] = []
@@ -89,11 +92,11 @@ def merged(parts: list[part_reader.Part], name_of: Callable[[int], str | None] =
     for part in parts:
         for event in part.events:
             out += _shown(part, event, base, tracks, name_of)
-            if arrows.is_send(event):
+            if _is_send(event):
                 sends.append((part, event))
-            elif event.kind == Kind.WAIT or arrows.is_wait(event):
+            elif event.kind == Kind.WAIT or _is_wait(event):
                 waits.append((part, event))
-    matched = arrows.match(sends, waits)
+    matched = _match(sends, waits)
     out += _arrows(matched, base)
     out += [
         _wait(part, event, sender, base)
@@ -117,7 +120,7 @@ def _meta(kind: str, rank: int, track: int, name: str) -> dict:
     return {"ph": "M", "name": kind, "pid": process_of(rank), "tid": track, "args": {"name": name}}
 
 
-def _track(part: part_reader.Part, event: events.Event, tracks: set) -> int:
+def _track(part: events.Part, event: events.Event, tracks: set) -> int:
     if event.kind in (Kind.CALL, Kind.WAIT, Kind.KERNEL_RANGE):
         track, name = _BLOCKS + event.block * _THREADS + event.thread, f"block {event.block} thread {event.thread}"
     elif event.kind == Kind.KERNEL:
@@ -134,7 +137,7 @@ def _track(part: part_reader.Part, event: events.Event, tracks: set) -> int:
     return track
 
 
-def _shown(part: part_reader.Part, event: events.Event, base: int, tracks: set, name_of) -> list[dict]:
+def _shown(part: events.Part, event: events.Event, base: int, tracks: set, name_of) -> list[dict]:
     """The events of JSON that show an event; none for waits inside of calls, which come with their sender."""
     track = _track(part, event, tracks)
     if event.kind == Kind.WAIT:
@@ -152,12 +155,12 @@ def _shown(part: part_reader.Part, event: events.Event, base: int, tracks: set, 
     return [shown | {"ph": "X", "dur": (event.end_ns - event.begin_ns) / 1e3}]
 
 
-def _name(part: part_reader.Part, event: events.Event) -> str:
+def _name(part: events.Part, event: events.Event) -> str:
     name = part.text(event.name)
     return name.removesuffix("_kernel") if event.kind == Kind.KERNEL else name
 
 
-def _arguments(part: part_reader.Part, event: events.Event, name_of) -> dict:
+def _arguments(part: events.Part, event: events.Event, name_of) -> dict:
     found: dict = {}
     if part.text(event.line):
         found["line"] = part.text(event.line)
@@ -172,7 +175,7 @@ def _arguments(part: part_reader.Part, event: events.Event, name_of) -> dict:
     return found
 
 
-def _wait(part: part_reader.Part, event: events.Event, sender: int | None, base: int) -> dict:
+def _wait(part: events.Part, event: events.Event, sender: int | None, base: int) -> dict:
     args = _arguments(part, event, lambda offset: None)
     args.pop("pe", None)
     if sender is not None:
@@ -193,3 +196,149 @@ def _arrows(matched, base: int) -> list[dict]:
         out.append(common | start | {"ph": "s", "ts": (sent.begin_ns - base) / 1e3})
         out.append(common | end | {"ph": "f", "bp": "e", "ts": (event.end_ns - base) / 1e3})
     return out
+
+
+# -- which signal ended which wait ------------------------------------------------------------------------------------
+
+_WAIT = context.OPERATIONS.index("wait")
+_SENDS = {context.OPERATIONS.index("signal"), context.OPERATIONS.index("put_signal")}
+
+Placed = tuple[events.Part, events.Event]
+
+
+def _is_send(event: events.Event) -> bool:
+    """Whether an event is a call that sends a signal."""
+    return event.kind == Kind.CALL and event.operation in _SENDS and event.word != events.NO_WORD
+
+
+def _is_wait(event: events.Event) -> bool:
+    """Whether an event is a call that waits for a signal."""
+    return event.kind == Kind.CALL and event.operation == _WAIT and event.word != events.NO_WORD
+
+
+class _Matched:
+    """The signals that waits have seen."""
+
+    def __init__(self):
+        self._found: dict[int, tuple[Placed, Placed]] = {}
+
+    def add(self, wait: Placed, send: Placed) -> None:
+        self._found[id(wait[1])] = wait, send
+
+    def pairs(self) -> list[tuple[Placed, Placed]]:
+        """(wait, signal) of each call that waits."""
+        return [pair for pair in self._found.values() if pair[0][1].kind == Kind.CALL]
+
+    def values_in_order(self, waits: list[Placed]) -> list[int | None]:
+        """The rank that each of `waits` waited for, None where that is not known."""
+        senders = []
+        for _, event in waits:
+            pair = self._found.get(id(event))
+            senders.append(event.pe if event.pe >= 0 else pair[1][0].rank if pair else None)
+        return senders
+
+
+def _match(sends: list[Placed], waits: list[Placed]) -> _Matched:
+    """For each wait the latest signal with the value that it saw, or else the latest, sent to its word before it ended."""
+    by_word: dict[tuple[int, int], list[Placed]] = defaultdict(list)
+    for place in sorted(sends, key=lambda place: place[1].begin_ns):
+        by_word[place[1].pe, place[1].word].append(place)
+    times = {key: [event.begin_ns for _, event in places] for key, places in by_word.items()}
+    errors = {key: max(part.error_ns for part, _ in places) for key, places in by_word.items()}
+    matched = _Matched()
+    for part, event in waits:
+        key = part.rank, event.word
+        places = by_word.get(key)
+        if not places or event.operation != _WAIT:
+            continue
+        slack = part.error_ns + errors[key]
+        last = bisect.bisect_right(times[key], event.end_ns + slack)
+        same = [place for place in places[max(0, last - 64) : last] if place[1].value == event.value]
+        if last:
+            matched.add((part, event), (same or places[:last])[-1])
+    return matched
+
+
+# -- summary ----------------------------------------------------------------------------------------------------------
+
+_MAX_RANKS = 32  # of a matrix that is shown
+
+
+def load(path: str) -> dict:
+    """The timeline in a file. Raises ConfigurationError for another file."""
+    try:
+        with open(path) as file:
+            found = json.load(file)
+        return found | {"traceEvents": list(found["traceEvents"]), "otherData": dict(found["otherData"])}
+    except OSError as err:
+        raise ConfigurationError(f"the trace {path} cannot be read ({err.strerror})") from None
+    except (ValueError, TypeError, KeyError):
+        raise ConfigurationError(f"{path} is not a trace that TSN_TRACE has written") from None
+
+
+def waiting(timeline: dict) -> dict[tuple[int, int | None], float]:
+    """Microseconds that threads of one rank have waited for another rank; None: for which is not known."""
+    total: dict[tuple[int, int | None], float] = defaultdict(float)
+    for event in timeline["traceEvents"]:
+        if event.get("cat") == "wait":
+            total[rank_of(event), event["args"].get("from")] += event["dur"]
+    return dict(total)
+
+
+def summary(timeline: dict, longest: int = 10) -> str:
+    """The summary: events, the matrix of waiting time, ranks that others waited for, and the longest waits."""
+    other, events = timeline["otherData"], timeline["traceEvents"]
+    shown = [event for event in events if event["ph"] in "Xib"]
+    lines = [f"{len(shown)} events of {other['ranks']} ranks; clocks agree to {other['clock_error_us']:.1f} us"]
+    for rank, dropped in other["dropped"].items():
+        if dropped:
+            lines.append(
+                f"rank {rank}: the {dropped} oldest events were dropped; TSN_TRACE_EVENTS sets how many are kept"
+            )
+    total = waiting(timeline)
+    if not total:
+        return "\n".join([*lines, "no thread of a kernel waited"])
+    return "\n".join([*lines, "", *_matrix(total, other["ranks"]), "", *_slow(total), "", *_longest(events, longest)])
+
+
+def _matrix(total: dict, ranks: int) -> list[str]:
+    """Rows wait, columns are waited for."""
+    columns: list[int | None] = [*range(min(ranks, _MAX_RANKS))]
+    if any(sender is None for _, sender in total):
+        columns.append(None)
+    head = ["ms waited by", *("not known" if c is None else f"for {c}" for c in columns)]
+    rows = [head]
+    for rank in range(min(ranks, _MAX_RANKS)):
+        rows.append([f"rank {rank}", *(f"{total.get((rank, c), 0.0) / 1e3:.3f}" for c in columns)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    if ranks > _MAX_RANKS:
+        lines.append(f"(the first {_MAX_RANKS} of {ranks} ranks)")
+    return lines
+
+
+def _slow(total: dict) -> list[str]:
+    """Ranks in the order of how long others have waited for them."""
+    by_sender: dict[int, float] = defaultdict(float)
+    for (rank, sender), us in total.items():
+        if sender is not None and sender != rank:
+            by_sender[sender] += us
+    order = sorted(by_sender, key=lambda sender: -by_sender[sender])
+    everyone = sum(by_sender.values())
+    return [
+        f"rank {sender}: others waited {by_sender[sender] / 1e3:.3f} ms for it"
+        + (f", {by_sender[sender] / everyone:.0%} of all waiting" if everyone else "")
+        for sender in order[:8]
+    ] or ["no rank is known to have been waited for"]
+
+
+def _longest(events: list[dict], count: int) -> list[str]:
+    waits = sorted((e for e in events if e.get("cat") == "wait"), key=lambda event: -event["dur"])[:count]
+    lines = ["longest waits:"]
+    for event in waits:
+        sender = event["args"].get("from")
+        lines.append(
+            f"{event['dur'] / 1e3:9.3f} ms  rank {rank_of(event)}  {event['args'].get('line', '')}  "
+            f"for {'?' if sender is None else f'rank {sender}'}  at {event['ts'] / 1e3:.3f} ms"
+        )
+    return lines

@@ -1,13 +1,65 @@
-"""Reads the ring of calls that kernels on a GPU write, see device/traced_calls.h."""
+"""The calls of primitives that kernels on a GPU note in a ring, see device/traced_calls.h: what their numbers stand for, and
+what is read from the ring.
+"""
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from tilescale_net.runtime import context
-from tilescale_net.trace import call_sites, events
-from tilescale_net.trace.call_sites import CallSite
-from tilescale_net.trace.ring import Ring
+from tilescale_net.trace import events
+from tilescale_net.trace.events import Ring
+
+# -- numbers of calls -------------------------------------------------------------------------------------------------
+
+# Operations in which a thread may wait for other ranks: kernels note when they begin, too, for the report of a hang.
+WAITING = ("wait", "barrier", "barrier_grid", "quiet", "flush")
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """A call in a kernel.
+
+    Attributes:
+        name: of the primitive, such as "N.put_block", or of the range that begins, or of the kernel.
+        operation: one of context.OPERATIONS, or "range_begin", "range_end" and "kernel".
+        compare: of a wait, one of context.COMPARISONS, or "".
+        line: of the author, such as "file.py:12", or "".
+    """
+
+    name: str
+    operation: str
+    compare: str
+    line: str
+
+    def without_line(self) -> "CallSite":
+        return replace(self, line="")
+
+
+@dataclass(frozen=True)
+class KernelSites:
+    """The calls of a kernel by number. `identity`: 16 bits, not 0, by which the trace knows the kernel."""
+
+    identity: int
+    name: str
+    calls: tuple[CallSite, ...]
+
+
+_kernels: dict[int, KernelSites] = {}
+
+
+def register_kernel(kernel: KernelSites) -> None:
+    """Note the calls of a kernel that this process may launch."""
+    _kernels[kernel.identity] = kernel
+
+
+def call_of_number(site: int) -> tuple[str, CallSite] | None:
+    """Name of the kernel, and its call, that the number in an event stands for; None for one that is not known."""
+    kernel, index = _kernels.get(site >> 16), site & 0xFFFF
+    return (kernel.name, kernel.calls[index]) if kernel is not None and index < len(kernel.calls) else None
+
+
+# -- the ring ---------------------------------------------------------------------------------------------------------
 
 # Operations that last as long as something is waited for, and of which an event says so.
 _WAITS = ("wait", "barrier", "barrier_grid")
@@ -92,7 +144,7 @@ def read(raw: bytes, heap: int) -> TracedCalls:
 
 def _known(calls: Sequence[TracedCall]) -> list[KnownCall]:
     """Those of them whose kernel is known: one that is half written may have any number."""
-    found = ((call_sites.of_number(call.site), call) for call in calls)
+    found = ((call_of_number(call.site), call) for call in calls)
     return [KnownCall(*known, call) for known, call in found if known is not None]
 
 
@@ -101,7 +153,7 @@ def signals(calls: Sequence[KnownCall]) -> list[KnownCall]:
     return [known for known in calls if known.site.operation in _SIGNALS and known.call.word != events.NO_WORD]
 
 
-def write(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], int], now: int) -> None:
+def write_calls(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], int], now: int) -> None:
     """Add the calls to a part of the trace, two events for one that waits.
 
     Args:
@@ -155,3 +207,63 @@ def _range(begun: KnownCall, ended: TracedCall, ring: Ring, process_ns: Callable
         line=ring.name(begun.site.line),
         word=events.NO_WORD,
     )
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launch:
+    """A launch of a kernel: from the first of its blocks to the last, in nanoseconds of the GPU's clock.
+
+    Attributes:
+        name: of the kernel.
+        blocks: how many it has.
+        found: numbers of those in the trace.
+    """
+
+    name: str
+    blocks: int
+    begin_ns: int
+    end_ns: int
+    found: set[int] = field(default_factory=set)
+
+    def has(self, call: TracedCall) -> bool:
+        """Whether a block that begins no earlier than those that are here may be one of the same launch."""
+        return call.begin_ns <= self.end_ns and call.block not in self.found
+
+    def add(self, call: TracedCall) -> None:
+        self.end_ns = max(self.end_ns, call.end_ns)
+        self.found.add(call.block)
+
+
+def launches(calls: Sequence[KnownCall]) -> list[Launch]:
+    """The launches that have ended, by their beginnings."""
+    found: list[Launch] = []
+    incomplete: dict[str, list[Launch]] = {}
+    blocks = [known for known in calls if known.site.operation == "kernel"]
+    for known in sorted(blocks, key=lambda known: known.call.begin_ns):
+        call, begun = known.call, incomplete.setdefault(known.kernel, [])
+        launch = next((one for one in begun if one.has(call)), None)
+        if launch is None:
+            launch = Launch(known.kernel, call.value, call.begin_ns, call.end_ns)
+            found.append(launch)
+            begun.append(launch)
+        launch.add(call)
+        begun[:] = [one for one in begun if len(one.found) < one.blocks and one.end_ns >= call.begin_ns]
+    return found
+
+
+def write_launches(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], int]) -> None:
+    """Add the launches to a part of the trace; those that run at the same time are on different tracks.
+
+    Args:
+        process_ns: translates times of the GPU.
+    """
+    free_from: list[int] = []  # of each track
+    for launch in launches(calls):
+        begin = process_ns(launch.begin_ns)
+        end = max(begin, process_ns(launch.end_ns))
+        track = next((n for n, free in enumerate(free_from) if free <= begin), len(free_from))
+        free_from[track : track + 1] = [end]
+        ring.add_span(events.Kind.KERNEL, ring.name(launch.name), begin, end, track)
