@@ -16,7 +16,7 @@ from cuda.bindings import runtime
 
 import tilescale_net
 from tilescale_net import cli
-from tilescale_net.cli import doctor, info, info_text, machine
+from tilescale_net.cli import doctor, info, machine
 from tilescale_net.runtime import private_folder
 
 GPU = {"name": "H100", "compute_capability": "9.0", "memory": 80 << 30, "pci": "0000:04:00.0", "numa_node": "0"}
@@ -86,7 +86,7 @@ def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
     monkeypatch.setattr(info, "_said", lambda question: "not asked")
     monkeypatch.setenv("TSN_DEVICE", "simulator")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    said = "\n".join(info_text.lines(info.collect()))
+    said = "\n".join(info.lines(info.collect()))
     assert "NVIDIA driver: 580.95.05; CUDA of torch: 13.0" in said and "maps GPUs 1 (NVLink), 2 (PCIe)" in said
 
 
@@ -170,7 +170,7 @@ def test_info_on_this_machine(capsys, monkeypatch):
     assert found["network"]["one host"]["provider"] in [p["provider"] for p in found["providers"]]
     monkeypatch.setenv("TSN_PROVIDER", "shm")
     assert info.collect()["network"]["one host"]["why"] == "TSN_PROVIDER says so"
-    text = "\n".join(info_text.lines(found))
+    text = "\n".join(info.lines(found))
     assert "device: simulator (TSN_DEVICE=simulator)" in text and "between nodes of one host: " in text
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tilescale_net import cli
-from tilescale_net.cli import model, model_collectives, networks
+from tilescale_net.cli import model
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
-def cluster(nodes=1, gpus=4, tokens=4096, dtype="bf16", mode="throughput", network=networks.TCP) -> model.Cluster:
+def cluster(nodes=1, gpus=4, tokens=4096, dtype="bf16", mode="throughput", network=model.TCP) -> model.Cluster:
     return model.Cluster(nodes, gpus, tokens, 7168, 8, 256, dtype, mode, network)
 
 
@@ -25,7 +25,7 @@ def test_ranks_of_a_token(ranks, reached):
 
 def test_rows_are_those_of_a_draw():
     c, rng, draws = cluster(nodes=3, gpus=4, tokens=1), random.Random(1), 4000
-    c = model.Cluster(3, 4, 1, 64, 6, 48, "bf16", "throughput", networks.TCP)
+    c = model.Cluster(3, 4, 1, 64, 6, 48, "bf16", "throughput", model.TCP)
     sent, by_node = [0, 0, 0], [0, 0]
     for _ in range(draws):
         ranks = {expert // 4 for expert in rng.sample(range(48), 6)}
@@ -103,13 +103,13 @@ def test_expected_times_are_those_measured():
         compare(f"{gpus} GPUs, {mode}, {dtype} {operation} (us)", expected, us)
 
 
-@pytest.mark.parametrize("operation", model_collectives.COLLECTIVES)
+@pytest.mark.parametrize("operation", model.COLLECTIVES)
 def test_expected_times_of_collectives(operation):
     """Of two GPUs; what crosses between nodes is compared in tests/kernels/test_over_nodes.py."""
     found = {row["bytes"]: row["us"] for row in rows_of(operation)}
     assert len(found) >= 10
     for nbytes, us in found.items():
-        e = model_collectives.expect(operation, nbytes, 1, 2, "once per rank", networks.TCP, model.NVLINK)
+        e = model.expect_collective(operation, nbytes, 1, 2, "once per rank", model.TCP)
         compare(f"2 GPUs, {operation}, {nbytes} bytes (us)", e.expected, us)
 
 
@@ -122,17 +122,17 @@ def test_collectives_of_four_gpus():
         for operation, before, shown in zip(
             ("all_gather", "all_to_all", "reduce_scatter"), figures[::2], figures[1::2]
         ):
-            e = model_collectives.expect(operation, int(n) << 20, 1, 4, "once per rank", networks.TCP, model.NVLINK)
+            e = model.expect_collective(operation, int(n) << 20, 1, 4, "once per rank", model.TCP)
             assert e.bound < e.expected < float(before) and f"{e.expected:.1f}" == shown, (operation, n)
 
 
 def test_rows_that_are_passed_on_cost_more_time_than_bytes():
     """Once per node saves time where bytes count, and takes no more than a hop where they do not."""
     for tokens in (1, 8, 128):
-        c = cluster(nodes=8, gpus=8, tokens=tokens, mode="latency", network=networks.nic(400, 1))
+        c = cluster(nodes=8, gpus=8, tokens=tokens, mode="latency", network=model.nic(400, 1))
         for operation in ("dispatch", "combine"):
             rank, node = (model.expect(c, operation, way).expected for way in model.WAYS)
-            assert node < rank + networks.HOP_US and (tokens < 128 or node < 0.8 * rank)
+            assert node < rank + model.HOP_US and (tokens < 128 or node < 0.8 * rank)
 
 
 def test_virtual_nodes():
@@ -150,7 +150,7 @@ def test_virtual_nodes_of_another_host():
     assert set(found) == set(CALLS.values())
     c = cluster(nodes=2, gpus=1)
     both_ways = 2 * sum(model.expect(c, operation, "once per rank").network_bytes for operation in found)
-    c = cluster(nodes=2, gpus=1, network=networks.tcp(both_ways * 8 / sum(found.values()) / 1e3))
+    c = cluster(nodes=2, gpus=1, network=model.tcp(both_ways * 8 / sum(found.values()) / 1e3))
     for operation, us in found.items():
         compare(f"2 H100s on 2 nodes, {operation} (us)", model.expect(c, operation, "once per rank").expected, us)
 

@@ -9,7 +9,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels import test_all_gather, test_reduce_scatter
 from tests.kernels.test_reduce_scatter import values
-from tilescale_net.cli.model_collectives import sent
+from tilescale_net.cli.model import sent
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.broadcast import Broadcast

@@ -219,6 +219,6 @@ def test_a_system_without_terminals_has_pipes(monkeypatch):
     monkeypatch.setattr(output["pty"], "openpty", none_left)
     stream = output["Output"](terminal=True)
     os.write(stream.child_fd, b"hello\n")
-    stream.close_child_end()
+    os.close(stream.child_fd)
     assert stream.read() and list(stream.lines) == [b"hello"]
     os.close(stream.fd)

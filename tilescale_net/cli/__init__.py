@@ -8,65 +8,56 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 
 from tilescale_net import __version__, launch
-from tilescale_net.cli import check, model, trace, tune
+from tilescale_net.cli import commands, model
 from tilescale_net.cli.arguments import positive_int, writable_file
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import run
 from tilescale_net.runtime import private_folder, settings
+
+Call = Callable[[argparse.Namespace], int]
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; `args.call(args)` runs the chosen one and returns its exit code."""
     top = argparse.ArgumentParser(prog="tilescale_net", description="Communication primitives for tilelang kernels.")
     top.add_argument("--version", action="version", version=f"tilescale_net {__version__}")
-    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    added = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(
+        name: str, text: str, verb: str, call: Call, epilog: str = "", abbrev: bool = True
+    ) -> argparse.ArgumentParser:
+        about = f"{verb}{text}." if verb else f"{text[0].upper()}{text[1:]}."
+        command = added.add_parser(name, help=text, description=about, epilog=epilog, allow_abbrev=abbrev)
+        command.set_defaults(call=call)
+        return command
+
     text = "run a script on every GPU of a job, or on simulated ones"
-    command = commands.add_parser("run", help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
-    run.add_arguments(command)
-    command.set_defaults(call=run.run)
+    run.add_arguments(add("run", text, "", run.run, abbrev=False))
     text = "versions, GPUs, links, NICs, compilers and networks, and what a job would use of them"
-    command = commands.add_parser("info", help=text, description=f"Prints {text}.")
-    command.add_argument("--json", action="store_true", help="as JSON")
-    command.set_defaults(call=_info)
+    add("info", text, "Prints ", _info).add_argument("--json", action="store_true", help="as JSON")
     text = "check what a job on this machine needs, and say what to do where something is missing"
-    command = commands.add_parser(
-        "doctor", help=text, description=f"{text.capitalize()}.", epilog="Exit code: 0, or 1 when something is missing."
-    )
+    command = add("doctor", text, "", _doctor, "Exit code: 0, or 1 when something is missing.")
     command.add_argument("--json", action="store_true", help="as JSON")
-    command.set_defaults(call=_doctor)
-    text = "run all benchmarks that fit this machine, and write a page of their results"
-    command = commands.add_parser("bench", help=text, description=f"{text.capitalize()}.")
+    command = add("bench", "run all benchmarks that fit this machine, and write a page of their results", "", _bench)
     command.add_argument("--quick", action="store_true", help="few sizes and repetitions: whether everything works")
     command.add_argument("--only", metavar="LIST", help="comma-separated names of files in benchmark/")
     text = "the page (%(default)s), written after each benchmark"
     command.add_argument("--output", type=writable_file, default="tilescale_net_bench.html", metavar="FILE", help=text)
     text = "ranks of the collectives (all GPUs; simulator 2)"
     command.add_argument("-n", "--ranks", type=positive_int, metavar="N", help=text)
-    command.set_defaults(call=_bench)
     text = "bytes on each link and expected times of MoE dispatch and combine on a cluster, from measured costs"
-    command = commands.add_parser("model", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    model.add_arguments(command)
-    command.set_defaults(call=model.run)
-    text = "find how products with their communication, or MoE calls, are made best on this machine, and keep it"
-    command = commands.add_parser("tune", help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
-    tune.add_arguments(command)
-    command.set_defaults(call=_tune)
+    model.add_arguments(add("model", text, "", model.run))
+    text = "find how GEMMs with their communication, or MoE calls, are made best on this machine, and keep it"
+    commands.tune_arguments(add("tune", text, "", commands.tune, abbrev=False))
     text = "which rank waited for which in a timeline that TSN_TRACE has written, and the longest waits"
-    command = commands.add_parser("trace", help=text, description=f"Prints {text}.")
-    trace.add_arguments(command)
-    command.set_defaults(call=trace.show)
+    commands.trace_arguments(add("trace", text, "Prints ", commands.trace))
     text = "run the kernels of a small job under every schedule, and say which one goes wrong"
-    command = commands.add_parser(
-        "check", help=text, description=f"{text.capitalize()}.",
-        epilog="Exit code: 0, 1 when a schedule goes wrong, 2 for wrong arguments, 3 when not all could be run.",
-    )  # fmt: skip
-    check.add_arguments(command)
-    command.set_defaults(call=check.check)
-    text = "the environment variables that the package reads"
-    command = commands.add_parser("settings", help=text, description=f"Prints {text}, as markdown.")
-    command.set_defaults(call=_settings)
+    epilog = "Exit code: 0, 1 when a schedule goes wrong, 2 for wrong arguments, 3 when not all could be run."
+    commands.check_arguments(add("check", text, "", commands.check, epilog))
+    add("settings", "the environment variables that the package reads, as markdown", "Prints ", _settings)
     return top
 
 
@@ -85,15 +76,11 @@ def _bench(args: argparse.Namespace) -> int:
     return suite.main(args)
 
 
-def _tune(args: argparse.Namespace) -> int:
-    return tune.tune(args, args.words[1:])
-
-
 def _info(args: argparse.Namespace) -> int:
-    from tilescale_net.cli import info, info_text
+    from tilescale_net.cli import info
 
     found = info.collect()
-    print(json.dumps(found, indent=1) if args.json else "\n".join(info_text.lines(found)))
+    print(json.dumps(found, indent=1) if args.json else "\n".join(info.lines(found)))
     return 0
 
 

@@ -1,48 +1,110 @@
 """`python -m tilescale_net model`: bytes on each link and expected times of MoE dispatch and combine, and of collectives,
 before there is a cluster.
 
-Choices are uniform: each token takes `top_k` different experts, every one with equal probability. A row goes once to each
-rank that hosts a chosen expert. The expected number of rows towards a rank is then that of a hypergeometric draw. A link's
-time is its bytes over its bandwidth, plus the messages' own cost; NVLink and network work at the same time, so the slower
-of the two counts, and a fixed cost for the launch, the handshake and the waits comes on top.
+A link's time is its bytes over its bandwidth, plus the messages' own cost; NVLink and network work at the same time, so the
+slower of the two counts, and a fixed cost for the launch, the handshake and the waits comes on top. Where a rank of the
+other node forwards rows, its wait, its read and its put come on top once.
 
-The fixed costs and the distance from the bound of NVLink are fitted to what `docs/results/moe.md` reports of 2 and 4 H200s;
-tests/cli/test_model.py compares them with these results. Where a rank of the other node passes rows on, its wait, its read
-and its put come on top once; what several GPUs of several nodes take has not been measured. What the network costs is
-either measured (tcp over loopback, `docs/results/fabric.md`) or published by others (a NIC), as the table states.
+Choices of experts are uniform: each token takes `top_k` different experts, every one with equal probability. A row goes once
+to each rank that hosts a chosen expert. The expected number of rows towards a rank is then that of a hypergeometric draw.
+
+The fixed costs and the distance from the bound of NVLink are fitted to docs/results: of MoE on 2 and 4 H200s, of reductions
+on two H200s, of all-gather and all-to-all by 64 blocks on two H100s; tests/cli/test_model.py compares them with these
+results. The cost of the network is measured (tcp over loopback) or published by others (a NIC), as the table states. What
+several GPUs of several nodes take has not been measured.
 """
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import comb, inf
+from typing import Any
 
-from tilescale_net.cli.networks import HOP_US, TCP, Network, nic, tcp
+from tilescale_net.errors import ConfigurationError
 
-ROW = {"bf16": lambda hidden: 2 * hidden, "fp8": lambda hidden: hidden + 4 * -(-hidden // 128)}
 NVLINK = 372.0  # GB/s one way, what single copies reach between two H200s
-LAYOUT_US = 26.0  # throughput mode: counting and agreeing on what goes where, saved where a layout is cached
-PROXIED_BYTES = 256 * 1024  # throughput mode: of a message to another node, about (Tuning.proxied_bytes)
+HOP_US = 2.5  # put_signal of a row of 8 to 16 KiB over NVLink, docs/results/signals.md: the time to forward a row
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """What a kernel takes beyond the bytes' own time.
+class Network:
+    """A rank's way to other nodes.
 
     Attributes:
-        fixed: us, independent of the size.
-        slowdown: time of the bytes on NVLink, times the bound's.
+        gbps: 1e9 bit/s of a rank, one way.
+        both_ways: whether it carries that in both directions at once; else they share it.
+        message: us of a message beyond its bytes, of one proxy thread.
+        latency: us from a put to its signal at the target.
+        source: where the figures are from.
     """
 
-    fixed: float
-    slowdown: float
+    gbps: float
+    both_ways: bool
+    message: float
+    latency: float
+    source: str
+
+    def time(self, nbytes: float, messages: float) -> tuple[float, float]:
+        """us of the bytes alone, and with the cost of messages, without the latency."""
+        wire = nbytes * 8 / self.gbps / 1e3 * (1 if self.both_ways else 2)
+        return wire, max(wire, messages * self.message)
 
 
+TCP = Network(37.3, False, 3.5, 15.2, "measured: tcp over loopback, GPU memory staged, docs/results/fabric.md")
+
+
+def tcp(gbps: float) -> Network:
+    """tcp over loopback on a host where that carries `gbps`. Hosts differ: the H200s' 37.3, two H100s' 24."""
+    return replace(TCP, gbps=gbps, source=TCP.source if gbps == TCP.gbps else "tcp over loopback, the rate as given")
+
+
+def nic(gbps: float, shared_by: int) -> Network:
+    """A NIC of `gbps` for `shared_by` ranks. Not measured: this package has not run on one.
+
+    97 % of the rate and 10 us one way are what Libefaxx and pplx-garden publish of EFA; 7.8 M messages a second and thread
+    is what one thread reaches on InfiniBand in FaSST's benchmark of one-sided operations.
+    """
+    return Network(
+        0.97 * gbps / shared_by, True, 1 / 7.8, 10.0, "published by others for EFA and InfiniBand, not measured"
+    )
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """One operation by one way; bytes are of a rank and one direction (of collectives on the average), times in us.
+
+    Attributes:
+        way: "once per rank" or "once per node".
+        bound: of the busier link, at the rates of the hardware.
+        expected: with the costs of the kernels and of messages.
+        limit: the link that decides.
+    """
+
+    operation: str
+    way: str
+    nvlink_bytes: float
+    network_bytes: float
+    network_messages: float
+    bound: float
+    expected: float
+    limit: str
+
+
+# -- MoE --------------------------------------------------------------------------------------------------------------
+
+ROW: dict[str, Callable[[int], int]] = {
+    "bf16": lambda hidden: 2 * hidden,
+    "fp8": lambda hidden: hidden + 4 * -(-hidden // 128),
+}
+LAYOUT_US = 26.0  # throughput mode: counting and agreeing on what goes where, saved where a layout is cached
+PROXIED_BYTES = 256 * 1024  # throughput mode: of a message to another node, about (Tuning.proxied_bytes)
+# Of a kernel, by mode: us independent of the size; time of the bytes on NVLink, times the bound's.
 KERNELS = {
-    ("throughput", "dispatch"): Kernel(25.0, 1.044),
-    ("throughput", "combine"): Kernel(46.0, 1.07),
-    ("latency", "dispatch"): Kernel(16.5, 1.27),
-    ("latency", "combine"): Kernel(19.0, 1.13),
+    ("throughput", "dispatch"): (25.0, 1.044),
+    ("throughput", "combine"): (46.0, 1.07),
+    ("latency", "dispatch"): (16.5, 1.27),
+    ("latency", "combine"): (19.0, 1.13),
 }
 
 
@@ -62,7 +124,7 @@ class Cluster:
 
     def check(self) -> None:
         """Raise ValueError for what cannot be."""
-        for name in ("nodes", "gpus", "tokens", "hidden", "top_k", "experts"):
+        for name in ("tokens", "hidden", "top_k", "experts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be 1 or more")
         ranks = self.nodes * self.gpus
@@ -79,7 +141,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Rows:
-    """Expected rows that a rank sends, by way. With `forwarded`, those it passes on for other nodes are in `nvlink`."""
+    """Expected rows that a rank sends, by way. With `once_per_node`, rows forwarded for other nodes are in `nvlink`."""
 
     own: float
     nvlink: float
@@ -101,46 +163,21 @@ def once_per_node(c: Cluster) -> Rows:
 WAYS = {"once per rank": once_per_rank, "once per node": once_per_node}
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """One operation by one way; bytes are of a rank and one direction, times in us.
-
-    Attributes:
-        bound: of the busier link, at the rates of the hardware.
-        expected: with the costs of the kernels and of messages.
-        limit: the link that decides.
-    """
-
-    operation: str
-    way: str
-    nvlink_bytes: float
-    network_bytes: float
-    network_messages: float
-    bound: float
-    expected: float
-    limit: str
-
-
 def expect(c: Cluster, operation: str, way: str) -> Expectation:
     """`operation`: "dispatch", "dispatch, cached layout" or "combine". Rows of combine are bfloat16 for any `dtype`."""
     rows, kind = WAYS[way](c), operation.partition(",")[0]
     row = ROW["bf16" if kind == "combine" else c.dtype](c.hidden)
-    kernel, net = KERNELS[c.mode, kind], c.network
-    per_message = max(1, PROXIED_BYTES // row) if c.mode == "throughput" else 1
-    messages = rows.network / per_message
+    fixed, slowdown = KERNELS[c.mode, kind]
+    messages = rows.network / (max(1, PROXIED_BYTES // row) if c.mode == "throughput" else 1)
     nvlink = rows.nvlink * row / NVLINK / 1e3
-    wire = rows.network * row * 8 / net.gbps / 1e3 * (1 if net.both_ways else 2)
-    remote = net.latency + max(wire, messages * net.message) if rows.network else 0.0
-    if rows.network and WAYS[way] is once_per_node and c.gpus > 1:
-        remote += HOP_US
-    agree = LAYOUT_US if operation == "dispatch" and c.mode == "throughput" else 0.0
-    times = {"NVLink": nvlink * kernel.slowdown, "network": remote}
+    wire, sending = c.network.time(rows.network * row, messages)
+    hop = HOP_US if rows.network and WAYS[way] is once_per_node and c.gpus > 1 else 0.0
+    times = {"NVLink": nvlink * slowdown, "network": c.network.latency + sending + hop if rows.network else 0.0}
     limit = max(times, key=lambda link: times[link])
-    if limit == "network" and messages * net.message > wire:
-        limit = "messages"
+    agree = LAYOUT_US if operation == "dispatch" and c.mode == "throughput" else 0.0
     return Expectation(
-        operation, way, rows.nvlink * row, rows.network * row, messages,
-        max(nvlink, wire), kernel.fixed + agree + max(times.values()), limit,
+        operation, way, rows.nvlink * row, rows.network * row, messages, max(nvlink, wire), fixed + agree + times[limit],
+        "messages" if limit == "network" and sending > wire else limit,
     )  # fmt: skip
 
 
@@ -151,34 +188,59 @@ def expectations(c: Cluster) -> list[Expectation]:
     return [expect(c, operation, way) for way in ways for operation in operations]
 
 
-def _memory(c: Cluster) -> int:
-    from tilescale_net.kernels.moe import AllToAll
+# -- collectives ------------------------------------------------------------------------------------------------------
 
-    return AllToAll.heap_bytes(
-        *(c.experts, c.tokens, c.hidden, c.top_k), ranks=c.nodes * c.gpus, nodes=c.nodes, mode=c.mode
-    )
+CHUNK = 1 << 20  # bytes of a message to another node (TSN_PROXY_CHUNK)
+# In a node: us independent of the size; GB/s that a rank sends to others over NVLink; times that its slices travel.
+COLLECTIVES = {
+    "all_gather": (7.9, 345.0, 1),
+    "reduce_scatter": (6.8, 311.0, 1),
+    "all_reduce": (4.5, 324.0, 2),
+    "all_to_all": (7.7, 345.0, 1),
+}
+SMALL_ALL_REDUCE = (3.14, 156.0)  # in one step, to each peer all of it
 
 
-def lines(c: Cluster, found: list[Expectation], memory: int) -> list[str]:
-    """The table, for people."""
-    ranks = c.nodes * c.gpus
-    reached = ranks * c.reached(1), c.nodes * c.reached(c.gpus)
-    shown = [
-        f"{ranks} ranks on {c.nodes} nodes, {c.tokens} tokens a rank, hidden {c.hidden} {c.dtype}, top-{c.top_k} of "
-        f"{c.experts} experts, {c.mode} mode",
-        f"a token goes to {reached[0]:.2f} ranks on {reached[1]:.2f} nodes; symmetric heap of a rank "
-        f"{memory / 2**20:.0f} MiB",
-        f"NVLink {NVLINK:.0f} GB/s; network {c.network.gbps:.1f} Gbit/s a rank ({c.network.source})" if c.nodes > 1 else
-        f"NVLink {NVLINK:.0f} GB/s",
-        "",
-        f"{'way':26} {'operation':24} {'NVLink':>10} {'network':>10} {'messages':>9} {'bound':>9} {'expected':>9}  limit",
-    ]  # fmt: skip
-    for e in found:
-        shown.append(
-            f"{e.way:26} {e.operation:24} {e.nvlink_bytes / 1e6:7.1f} MB {e.network_bytes / 1e6:7.1f} MB "
-            f"{e.network_messages:9.0f} {e.bound:6.0f} us {e.expected:6.0f} us  {e.limit}"
-        )
-    return shown
+def sent(operation: str, nbytes: int, nodes: int, gpus: int, way: str) -> tuple[float, float]:
+    """Bytes that a rank sends over NVLink and over the network.
+
+    Args:
+        nbytes: of the output of an all-gather, the input of the others.
+        way: "once per rank" or "once per node"; an all-to-all has one way, as each row has one receiver.
+    """
+    ranks = nodes * gpus
+    part = nbytes / ranks * COLLECTIVES[operation][2]
+    if way == "once per node" and operation != "all_to_all":
+        return part * nodes * (gpus - 1), part * (nodes - 1)
+    return part * (gpus - 1), part * (ranks - gpus)
+
+
+def expect_collective(operation: str, nbytes: int, nodes: int, gpus: int, way: str, network: Network) -> Expectation:
+    """One of COLLECTIVES of `nbytes` (see `sent`)."""
+    fixed, rate, steps = COLLECTIVES[operation]
+    direct, proxied = sent(operation, nbytes, nodes, gpus, way)
+    wire, sending = network.time(proxied, proxied / CHUNK)
+    hop = HOP_US if way == "once per node" and gpus > 1 else 0.0
+    times = {"NVLink": direct / rate / 1e3, "network": steps * (network.latency + hop) + sending if proxied else 0.0}
+    limit = max(times, key=lambda link: times[link])
+    expected = fixed + times[limit]
+    if operation == "all_reduce" and nodes == 1:
+        expected = min(expected, SMALL_ALL_REDUCE[0] + nbytes * (gpus - 1) / SMALL_ALL_REDUCE[1] / 1e3)
+    bound = max(direct / NVLINK / 1e3, wire)
+    return Expectation(operation, way, direct, proxied, proxied / CHUNK, bound, expected, limit)
+
+
+def collectives(nbytes: int, nodes: int, gpus: int, network: Network) -> list[Expectation]:
+    """All collectives by all ways that differ."""
+    found = []
+    for operation in COLLECTIVES:
+        both = nodes > 1 and gpus > 1 and operation != "all_to_all"
+        ways = list(WAYS) if both else list(WAYS)[:1]
+        found += [expect_collective(operation, nbytes, nodes, gpus, way, network) for way in ways]
+    return found
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -198,24 +260,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="as JSON")
 
 
-def _collectives(args: argparse.Namespace, network: Network) -> int:
-    """The same of collectives."""
-    from tilescale_net.cli import model_collectives
-    from tilescale_net.runtime.settings import parse_bytes
-
-    nbytes = parse_bytes(args.bytes, "--bytes")
-    found = model_collectives.expectations(nbytes, args.nodes, args.gpus, network, NVLINK)
-    if args.json:
-        print(json.dumps({"network": asdict(network), "expected": [asdict(e) for e in found]}, indent=1))
-    else:
-        print("\n".join(model_collectives.lines(args.nodes, args.gpus, network, found)))
-    return 0
-
-
 def run(args: argparse.Namespace) -> int:
-    """Print the table; exit code 0, or 2 for arguments that make no sense."""
-    from tilescale_net.errors import ConfigurationError
-
+    """Print the table; exit code 0. Raises ConfigurationError for arguments that make no sense."""
     for name in ("nic_gbps", "nics", "tcp_loopback"):
         given = getattr(args, name)
         if given is not None and not 0 < given < inf:
@@ -225,19 +271,58 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigurationError(f"model: --{name} is {getattr(args, name)}; it must be 1 or more")
     network = tcp(args.tcp_loopback) if args.tcp_loopback else nic(args.nic_gbps * (args.nics or args.gpus), args.gpus)
     if args.bytes is not None:
-        return _collectives(args, network)
-    c = Cluster(
-        *(args.nodes, args.gpus, args.tokens, args.hidden, args.top_k, args.experts, args.dtype, args.mode), network
+        found, facts, head = _of_collectives(args, network)
+    else:
+        found, facts, head = _of_a_layer(args, network)
+    if args.json:
+        print(json.dumps({**facts, "expected": [asdict(e) for e in found]}, indent=1))
+        return 0
+    print(*head, "", sep="\n")
+    print(
+        f"{'way':15} {'operation':24} {'NVLink':>11} {'network':>11} {'messages':>9} {'bound':>10} {'expected':>10}  limit"
     )
+    for e in found:
+        print(
+            f"{e.way:15} {e.operation:24} {e.nvlink_bytes / 1e6:8.2f} MB {e.network_bytes / 1e6:8.2f} MB "
+            f"{e.network_messages:9.0f} {e.bound:7.1f} us {e.expected:7.1f} us  {e.limit}"
+        )
+    return 0
+
+
+Report = tuple[Sequence[Expectation], dict[str, Any], list[str]]
+
+
+def _of_collectives(args: argparse.Namespace, network: Network) -> Report:
+    from tilescale_net.runtime.settings import parse_bytes
+
+    nbytes = parse_bytes(args.bytes, "--bytes")
+    head = [
+        f"{args.nodes * args.gpus} ranks on {args.nodes} nodes, {nbytes} bytes: output of all-gather, input of the others",
+        f"network {network.gbps:.1f} Gbit/s a rank ({network.source})" if args.nodes > 1 else "NVLink alone",
+    ]
+    if args.gpus > 2:
+        head.append("fixed costs and NVLink's rate are those between two GPUs; more were not measured")
+    return collectives(nbytes, args.nodes, args.gpus, network), {"network": asdict(network)}, head
+
+
+def _of_a_layer(args: argparse.Namespace, network: Network) -> Report:
+    from tilescale_net.kernels.moe import AllToAll
+
+    sizes = (args.nodes, args.gpus, args.tokens, args.hidden, args.top_k, args.experts)
+    c = Cluster(*sizes, args.dtype, args.mode, network)
+    ranks = c.nodes * c.gpus
     try:
         c.check()
-        found, memory = expectations(c), _memory(c)
+        found = expectations(c)
+        memory = AllToAll.heap_bytes(c.experts, c.tokens, c.hidden, c.top_k, ranks=ranks, nodes=c.nodes, mode=c.mode)
     except ValueError as err:
         raise ConfigurationError(f"model: {err}") from None
-    if args.json:
-        print(
-            json.dumps({"cluster": asdict(c), "heap_bytes": memory, "expected": [asdict(e) for e in found]}, indent=1)
-        )
-    else:
-        print("\n".join(lines(c, found, memory)))
-    return 0
+    head = [
+        f"{ranks} ranks on {c.nodes} nodes, {c.tokens} tokens a rank, hidden {c.hidden} {c.dtype}, top-{c.top_k} of "
+        f"{c.experts} experts, {c.mode} mode",
+        f"a token goes to {ranks * c.reached(1):.2f} ranks on {c.nodes * c.reached(c.gpus):.2f} nodes; symmetric heap of a "
+        f"rank {memory / 2**20:.0f} MiB",
+        f"NVLink {NVLINK:.0f} GB/s"
+        + (f"; network {network.gbps:.1f} Gbit/s a rank ({network.source})" if c.nodes > 1 else ""),
+    ]
+    return found, {"cluster": asdict(c), "heap_bytes": memory}, head
