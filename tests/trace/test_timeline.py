@@ -17,8 +17,8 @@ import tilescale_net.language as N
 from tests import ranks
 from tilescale_net import cli
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.trace import clocks, recorder, timeline
 from tilescale_net.trace import events as trace_events
+from tilescale_net.trace import recorder, timeline
 from tilescale_net.trace.events import NO_WORD, Event, Kind
 
 ROUNDS = 4
@@ -232,14 +232,14 @@ def test_clocks_of_hosts(seed):
     """Two hosts whose clocks differ by seconds, and messages that take up to 2 ms."""
     lot, skew = random.Random(seed), random.Random(seed).randrange(-(10**10), 10**10)
     now, sent, first_sent, first_ended = 0, [], [], []
-    for _ in range(clocks.ROUNDS):
+    for _ in range(recorder.ROUNDS):
         here, there = now + lot.randrange(10**5), now + lot.randrange(10**5)
         first_sent.append(here)
         sent.append(there - skew)
         now = max(here, there) + lot.randrange(10**4, 2 * 10**6)
         first_ended.append(now)
         now += lot.randrange(10**4)
-    offset, error = clocks.from_rounds(sent, first_sent, first_ended)
+    offset, error = recorder.from_rounds(sent, first_sent, first_ended)
     assert abs(offset - skew) <= error < 10**6
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import profiling, settings
-from tilescale_net.trace import clocks, events, timeline
+from tilescale_net.trace import events, timeline
 
 if TYPE_CHECKING:
     from tilescale_net.trace.gpu import GpuCalls
@@ -43,7 +43,7 @@ class Recorder:
         self._capacity = settings.TRACE_EVENTS.get()
         alone = len(set(hosts)) == 1  # one host has one clock
         exchange = lambda mine: world.control.gather("tilescale_net.init (trace)", mine)  # noqa: E731
-        self._offset = (0, 0) if alone else clocks.offset(exchange, world.rank)
+        self._offset = (0, 0) if alone else clock_offset(exchange, world.rank)
         self._near = hosts[world.rank] == hosts[0]
         if self._near:
             self._offset = (0, 0)
@@ -212,3 +212,37 @@ def user_range(name: str):
     finally:
         if isinstance(profiling.recorder, Recorder):
             profiling.recorder.add(events.Kind.RANGE, name, begin, time.monotonic_ns())
+
+
+# -- clocks of other hosts -------------------------------------------------------------------------------------------
+
+# All ranks exchange the time once per round. A rank reads its clock for round k after round k - 1 has ended for it, so after
+# rank 0 had read its own for that round, and before round k has ended for rank 0. Each round so bounds the difference from
+# both sides; the narrowest bounds of all rounds count.
+ROUNDS = 12
+
+
+def clock_offset(exchange: Callable[[list[int]], list[list[int]]], rank: int) -> tuple[int, int]:
+    """What to add to this process's time.monotonic_ns() to get rank 0's, and how wrong that may be. Collective.
+
+    Args:
+        exchange: gives every rank's numbers, in rank order, to all.
+    """
+    ended, rounds = 0, []
+    for _ in range(ROUNDS):
+        everyone = exchange([time.monotonic_ns(), ended])
+        ended = time.monotonic_ns()
+        rounds.append(everyone)
+    last = exchange([0, ended])
+    sent = [r[rank][0] for r in rounds]
+    first_sent = [r[0][0] for r in rounds]
+    # A rank's value in a round is when its round before has ended.
+    first_ended = [r[0][1] for r in (*rounds[1:], last)]
+    return from_rounds(sent, first_sent, first_ended) if rank else (0, 0)
+
+
+def from_rounds(sent: list[int], first_sent: list[int], first_ended: list[int]) -> tuple[int, int]:
+    """The offset and its error from the rounds' times: when this rank and rank 0 sent, and when each ended for rank 0."""
+    least = max(before - mine for before, mine in zip(first_sent, sent[1:]))
+    most = min(after - mine for after, mine in zip(first_ended, sent))
+    return (least + most) // 2, max(0, most - least) // 2

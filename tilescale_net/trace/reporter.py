@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from tilescale_net.errors import PeerLost, SimulatorDeadlock, WaitTimeout
 from tilescale_net.runtime import job_store
-from tilescale_net.trace import hang_report, state
+from tilescale_net.trace import hang_report
 
 PATIENCE = 0.6  # seconds in which every rank whose watchdog runs has answered
 _SLOWER = 3.0  # the same for a report that no thread waits for
@@ -57,7 +57,7 @@ class Reporter:
 
     Args:
         control: rank, size and store.
-        state: what this rank does, see state.of_rank.
+        state: what this rank does, see hang_report.state_of_rank.
     """
 
     def __init__(self, control, state: Callable[[], dict]):
@@ -147,7 +147,7 @@ def _read(word: str | None) -> tuple[int, dict | None]:
 
 def of_world(world) -> Reporter:
     """The reporter of a world, which has its control plane."""
-    return Reporter(world.control, lambda: state.of_rank(world))
+    return Reporter(world.control, lambda: hang_report.state_of_rank(world))
 
 
 # -- SIGUSR1 --------------------------------------------------------------------------------------------------------------
