@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     # None: the world of all ranks of the job, or the only one.
     Group: TypeAlias = ProcessGroup | DeviceMesh | StoreGroup | World | str | None
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 if not os.path.isdir(os.path.join(_FOLDER, "kernels")):  # a link that the tool which unpacked the checkout has not made
