@@ -83,7 +83,7 @@ def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
     gpus = machine.gpus()
     assert [g["links"] for g in gpus] == [{"1": "NVLink", "2": "PCIe"}, {"0": "NVLink"}, {"0": "PCIe"}]
     assert machine.link(1, 2) == "none"
-    monkeypatch.setattr(info, "_said", lambda question: "not asked")
+    monkeypatch.setattr(info, "_answer", lambda question: "not asked")
     monkeypatch.setenv("TSN_DEVICE", "simulator")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     said = "\n".join(info.lines(info.collect()))
