@@ -222,8 +222,8 @@ def test_arrows_follow_word_value_and_time(tmp_path):
         tmp_path, 0, [dict(wait, end_ns=20, value=1), dict(wait, end_ns=40, value=7), dict(wait, end_ns=9, value=1)]
     )
     sends = [(part, e) for part in (early, other) for e in part.events]
-    matched = timeline._match(sends, [(waits, e) for e in waits.events])
-    found = {w.end_ns: (p.rank, s.begin_ns) for (_, w), (p, s) in matched.pairs()}
+    matched = timeline.match(sends, [(waits, e) for e in waits.events])
+    found = {w.end_ns: (p.rank, s.begin_ns) for w in waits.events if id(w) in matched for p, s in [matched[id(w)]]}
     assert found == {20: (1, 10), 40: (1, 30)}  # by value; else the latest; nothing that came later
 
 

@@ -144,7 +144,7 @@ def test_calls_become_events(program, tmp_path):
     )  # the wait in vain ended, too, and four are waits
     waits = [event for event in part.events if event.kind == Kind.WAIT]
     assert waits[-1].end_ns == late + 5 and waits[0].begin_ns == found.ended[1].call.begin_ns + 5
-    assert timeline._is_send(part.events[0]) and part.text(part.events[0].line) == "demo.py:1"
+    assert timeline.is_send(part.events[0]) and part.text(part.events[0].line) == "demo.py:1"
     (drawn,) = [event for event in part.events if event.kind == Kind.KERNEL_RANGE]  # the second end has no beginning
     (begun,) = [known.call for known in found.ended if known.site.name == "a part"]
     assert part.text(drawn.name) == "a part" and part.text(drawn.line) == "demo.py:5"

@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 # -- layout -----------------------------------------------------------------------------------------------------------
 
@@ -74,8 +75,10 @@ class Event(ctypes.Structure):
     ]
 
 
-_LETTERS = {ctypes.c_uint64: "Q", ctypes.c_uint32: "I", ctypes.c_int32: "i", ctypes.c_uint16: "H"}
-SPAN = struct.Struct("=" + "".join(_LETTERS[kind] for _, kind in Event._fields_))  # an Event, packed five times as fast
+_LETTERS: dict[Any, str] = {ctypes.c_uint64: "Q", ctypes.c_uint32: "I", ctypes.c_int32: "i", ctypes.c_uint16: "H"}
+SPAN = struct.Struct(
+    "=" + "".join(_LETTERS[field[1]] for field in Event._fields_)
+)  # an Event, packed five times as fast
 HEADER_BYTES, EVENT_BYTES = ctypes.sizeof(Header), ctypes.sizeof(Event)
 
 
@@ -127,6 +130,7 @@ class Ring:
         return self._numbers[text]
 
     def add(self, event: Event) -> None:
+        """Add an event."""
         at = self._next()
         self._map[at : at + EVENT_BYTES] = bytes(event)
         self._header.events += 1
@@ -138,7 +142,7 @@ class Ring:
 
     def _next(self) -> int:
         """Where the next event goes."""
-        return HEADER_BYTES + _NAMES_BYTES + self._header.events % self._capacity * EVENT_BYTES
+        return HEADER_BYTES + _NAMES_BYTES + int(self._header.events) % self._capacity * EVENT_BYTES
 
     def correct(self, kind: int, corrected: Callable[[int], int]) -> None:
         """Replace the times of the events of a kind."""
@@ -153,7 +157,8 @@ class Ring:
         self._header.dropped = events
 
     def close(self) -> None:
-        self._header = None
+        """Write no more; the file stays."""
+        del self._header  # the map cannot be closed while it refers to it
         self._map.close()
 
 

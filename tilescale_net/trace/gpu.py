@@ -1,11 +1,13 @@
 """What is traced of a GPU: the ring of calls in its memory, launches of kernels without primitives, and its clock."""
 
+from __future__ import annotations
+
 import collections
 import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,6 +18,10 @@ from tilescale_net.trace.traced_calls import TracedCalls
 
 # -- clock ------------------------------------------------------------------------------------------------------------
 
+if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
+
+Launch = Callable[..., None]
 T = TypeVar("T")
 _SAMPLES = 16
 _APART_NS = 1_000_000_000  # samples that are closer to each other do not tell how fast the clocks run
@@ -59,8 +65,9 @@ class GpuClock:
         error_ns: how wrong a sample may be.
     """
 
-    def __init__(self, world):
+    def __init__(self, world: World):
         # The kernel writes to memory of the host: a copy would wait for kernels of the default stream.
+        assert world.memory is not None
         self._address = world.memory.pinned(8)
         self._stream = torch.cuda.Stream(world.device)
         self._driver = cuda_memory.Driver(world.device.index)
@@ -109,11 +116,12 @@ class GpuCalls:
         capacity: calls that are kept; taken down to a power of two.
     """
 
-    def __init__(self, world, capacity: int):
-        self._world = world
+    def __init__(self, world: World, capacity: int):
+        assert world.memory is not None
+        self._memory = world.memory
         self._capacity_log2 = capacity.bit_length() - 1
         with torch.inference_mode(False):
-            self._buffer = world.memory.upload(traced_calls.empty(1 << self._capacity_log2))
+            self._buffer = self._memory.upload(traced_calls.empty(1 << self._capacity_log2))
             # A hang is looked at while a kernel runs: nothing may be allocated then, or wait for the default stream.
             self._copy = torch.zeros(self._buffer.numel(), dtype=torch.uint8, device="cpu").pin_memory()
             self._word = torch.zeros(8, dtype=torch.uint8, device="cpu").pin_memory()
@@ -139,11 +147,11 @@ class GpuCalls:
 
     def calls(self) -> TracedCalls:
         """The calls so far."""
-        return traced_calls.read(self._copied(self._buffer, self._copy), self._world.memory.base)
+        return traced_calls.read(self._copied(self._buffer, self._copy), self._memory.base)
 
     def word(self, offset: int) -> int:
         """A word of the heap as it is now."""
-        return int.from_bytes(self._copied(self._world.memory.bytes_tensor(offset, 8), self._word), "little")
+        return int.from_bytes(self._copied(self._memory.bytes_tensor(offset, 8), self._word), "little")
 
     def process_ns(self, gpu_ns: int) -> int:
         """A time of the GPU as one of this process."""
@@ -187,18 +195,19 @@ class GpuKernels:
 
     def __init__(self, add: Callable[[str, int, int, int], None]):
         self._add = add
-        self._pending: collections.deque = collections.deque()
+        self._pending: collections.deque[tuple[str, torch.cuda.Event, torch.cuda.Event, int]] = collections.deque()
         self._streams: dict[int, int] = {}
         self._base, self._base_ns = _moment()
         self._first_ns = self._base_ns
         self.ended = False
 
-    def timed(self, function: Callable, name: str) -> Callable:
+    def timed(self, function: Launch, name: str) -> Launch:
         """`function`, which launches a kernel on the current stream, with events around it. Not in captured graphs."""
 
-        def launch(*args):
+        def launch(*args: Any) -> None:
             if self.ended or torch.cuda.is_current_stream_capturing():
-                return function(*args)
+                function(*args)
+                return
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             function(*args)

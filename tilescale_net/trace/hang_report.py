@@ -1,15 +1,22 @@
 """The report of a hang: what each rank does, which should have sent what others wait for, and the table of it."""
 
+from __future__ import annotations
+
 import time
+from typing import TYPE_CHECKING, Any
 
 from tilescale_net.runtime import context, job_store, profiling
 from tilescale_net.trace import events, traced_calls
 
+if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
+
+State = dict[str, Any]  # of a rank, see state_of_rank; or of one of its waiting threads
 MAX_ROWS = 24
 _HEAD = ("rank", "block", "thread", "line", "call", "word", "has", "wants", "for", "from")
 
 
-def text(why: str, states: dict[int, dict], size: int, missing: dict[int, str] | None = None) -> str:
+def text(why: str, states: dict[int, State], size: int, missing: dict[int, str] | None = None) -> str:
     """The report.
 
     Args:
@@ -39,7 +46,7 @@ def text(why: str, states: dict[int, dict], size: int, missing: dict[int, str] |
     return "\n".join(job_store.printable(line) for line in lines)
 
 
-def doing(state: dict) -> str:
+def doing(state: State) -> str:
     """What a rank does, as text."""
     parts = []
     if state["kernel"]:
@@ -57,7 +64,7 @@ def doing(state: dict) -> str:
     return "; ".join(parts) + (f" ({state['place']})" if state["place"] else "")
 
 
-def _row(rank: int, wait: dict, sender: int | None) -> tuple[str, ...]:
+def _row(rank: int, wait: State, sender: int | None) -> tuple[str, ...]:
     word = wait["name"] or ""
     if not word and wait["offset"] is not None:
         word = "the package's own" if wait["operation"].startswith("barrier") else f"heap offset {wait['offset']}"
@@ -90,7 +97,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 # word yet, the words that the ranks have sent to each other so far show the pattern of the program.
 
 
-def sender_of(rank: int, wait: dict, states: dict[int, dict], size: int) -> tuple[int | None, str]:
+def sender_of(rank: int, wait: State, states: dict[int, State], size: int) -> tuple[int | None, str]:
     """The rank that should send what thread `wait` of `rank` waits for, None where that is not known, and how it is
     known.
 
@@ -131,7 +138,7 @@ MAX_WAITS = 64  # that are sent to others, besides the number of all
 MAX_SENT = 512
 
 
-def state_of_rank(world) -> dict:
+def state_of_rank(world: World) -> State:
     """The state of this process in `world`.
 
     Returns:
@@ -160,9 +167,11 @@ def state_of_rank(world) -> dict:
     return state
 
 
-def _add_simulated(state: dict, world) -> None:
+def _add_simulated(state: State, world: World) -> None:
     from tilescale_net import _simulator
 
+    memory = world.memory
+    assert memory is not None
     live, now = _simulator.live_state(), time.monotonic_ns()
     if live["kernel"]:
         state["kernel"] = [live["kernel"].removesuffix("_kernel"), (now - live["began_ns"]) * 1e-9]
@@ -173,23 +182,24 @@ def _add_simulated(state: dict, world) -> None:
         found |= {key: wait[key] for key in ("block", "thread", "line", "pe")}
         state["waiting"].append(found | {"seconds": (now - wait["since_ns"]) * 1e-9})
     state["sent"] = [
-        [pe, word - world.memory.base, count, value, (now - at) * 1e-9, line]
+        [pe, word - memory.base, count, value, (now - at) * 1e-9, line]
         for pe, word, count, value, at, line in _simulator.sent_signals(MAX_SENT)
-        if 0 <= word - world.memory.base < world.memory.size
+        if 0 <= word - memory.base < memory.size
     ]
 
 
-def _add_traced(state: dict, world) -> bool:
+def _add_traced(state: State, world: World) -> bool:
     """What kernels on a GPU have noted in its trace; False where none is written, or no thread waits."""
     gpu = world.recorder.gpu_calls if world.recorder is not None else None
     if gpu is None:
         return False
-    calls, now = gpu.calls(), time.monotonic_ns()
+    calls, now, memory = gpu.calls(), time.monotonic_ns(), world.memory
+    assert memory is not None
 
     def since(gpu_ns: int) -> float:
         return (now - gpu.process_ns(gpu_ns)) * 1e-9
 
-    sent: dict[tuple[int, int], list] = {}
+    sent: dict[tuple[int, int], list[Any]] = {}
     for known in traced_calls.signals(calls.ended):
         call = known.call
         count = sent.pop((call.pe, call.word), (0, 0, 0))[2]
@@ -205,7 +215,7 @@ def _add_traced(state: dict, world) -> bool:
         found = _subject(
             world,
             context.OPERATIONS.index(site.operation),
-            world.memory.base + call.word if has_word else 0,
+            memory.base + call.word if has_word else 0,
             1 + context.COMPARISONS.index(site.compare) if site.compare else 0,
             call.value,
             gpu.word(call.word) if has_word else 0,
@@ -215,7 +225,7 @@ def _add_traced(state: dict, world) -> bool:
     return True
 
 
-def _add_record(state: dict, world) -> None:
+def _add_record(state: State, world: World) -> None:
     """What a GPU leaves behind: the first thread that gave up."""
     record = world.page.record()
     if record is None or record.kind not in (1, 2, 3):
@@ -225,8 +235,9 @@ def _add_record(state: dict, world) -> None:
     state["waits"], state["waiting"] = 1, [found]
 
 
-def _subject(world, operation: int, word: int, comparison: int, wanted: int, has: int) -> dict:
+def _subject(world: World, operation: int, word: int, comparison: int, wanted: int, has: int) -> State:
     known = operation < len(context.OPERATIONS)
+    assert world.memory is not None
     offset = word - world.memory.base if word else None
     wanted, has = (value - (1 << 64) if value >= 1 << 63 else value for value in (wanted, has))
     return {

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import profiling, settings
 from tilescale_net.trace import events, timeline
 
 if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
     from tilescale_net.trace.gpu import GpuCalls
 
 
@@ -37,7 +39,8 @@ class Recorder:
         ConfigurationError: the file cannot be written.
     """
 
-    def __init__(self, world, hosts: list[str], path: str):
+    def __init__(self, world: World, hosts: list[str], path: str):
+        assert world.memory is not None
         self._world, self._path, self._hosts = world, path, hosts
         self._adding = threading.Lock()
         self._capacity = settings.TRACE_EVENTS.get()
@@ -53,7 +56,7 @@ class Recorder:
         self.parts: list[str] = []
         self._proxy_threads = 0
         try:
-            self._ring = self._new("host")
+            self._ring: events.Ring | None = self._new("host")
             if world.device_kind == "simulator":
                 from tilescale_net import _simulator
 
@@ -100,7 +103,7 @@ class Recorder:
             one.close()
         return [one.path for one in made]
 
-    def timed(self, launch: Callable, name: str) -> Callable:
+    def timed(self, launch: Callable[..., None], name: str) -> Callable[..., None]:
         """`launch`, which launches a kernel on a GPU, with its times in the trace."""
         return self._gpu.timed(launch, name) if self._gpu is not None else launch
 
@@ -151,7 +154,8 @@ class Recorder:
         for index, path in enumerate(self.parts):
             with open(path, "rb") as file:
                 raw = path.split(".")[-2].encode() + b"\n" + events.packed(file.read())
-            self._world.control.store.ask(lambda s, i=index, raw=raw: s.set(f"trace/{self._world.rank}/{i}", raw))
+            key = f"trace/{self._world.rank}/{index}"
+            self._world.control.store.ask(functools.partial(_put, key, raw))
 
     def _merge(self) -> None:
         """When every rank has sent: on rank 0 write the file; remove the parts."""
@@ -167,7 +171,8 @@ class Recorder:
     def _parts_of(self, rank: int) -> list[events.Part]:
         if self._hosts[rank] == self._hosts[0]:
             return timeline.read_parts(self._path, rank)
-        found, store = [], self._world.control.store
+        found: list[events.Part] = []
+        store = self._world.control.store
         while (raw := store.ask(lambda s: s.get(f"trace/{rank}/{len(found)}"))) is not None:
             what, _, packed = raw.partition(b"\n")
             where = f"the trace of rank {rank}"
@@ -188,7 +193,11 @@ class Recorder:
             )
 
 
-def start(world, hosts: list[str]) -> Recorder | None:
+def _put(key: str, value: bytes, store: Any) -> None:
+    store.set(key, value)
+
+
+def start(world: World, hosts: list[str]) -> Recorder | None:
     """The recorder of a new world; None where nothing is to be traced. Collective."""
     path = settings.TRACE.get()
     if not path or profiling.recorder is not None:
@@ -201,7 +210,7 @@ def start(world, hosts: list[str]) -> Recorder | None:
 
 
 @contextlib.contextmanager
-def user_range(name: str):
+def user_range(name: str) -> Iterator[None]:
     """See `tilescale_net.range`."""
     if profiling.recorder is None:
         yield

@@ -15,10 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tilescale_net.errors import PeerLost, SimulatorDeadlock, WaitTimeout
 from tilescale_net.runtime import job_store
 from tilescale_net.trace import hang_report
+from tilescale_net.trace.hang_report import State
+
+if TYPE_CHECKING:
+    from tilescale_net.runtime.control import Control
+    from tilescale_net.runtime.world import World
 
 PATIENCE = 0.6  # seconds in which every rank whose watchdog runs has answered
 _SLOWER = 3.0  # the same for a report that no thread waits for
@@ -60,10 +66,10 @@ class Reporter:
         state: what this rank does, see hang_report.state_of_rank.
     """
 
-    def __init__(self, control, state: Callable[[], dict]):
+    def __init__(self, control: Control, state: Callable[[], State]):
         self.size = control.size
         self._rank, self._store, self._state = control.rank, control.store, state
-        self._own: dict | None = None
+        self._own: State | None = None
         self._of_failure: Report | None = None
         self._said_by = "reported by"  # key of the rank that prints the report of a failure
         self._asking = threading.Lock()
@@ -99,7 +105,7 @@ class Reporter:
         self.answer(number, self._own)
         return number
 
-    def answer(self, number: int, state: dict | None = None) -> None:
+    def answer(self, number: int, state: State | None = None) -> None:
         """Report what this rank does, for alarm `number`. Does not wait for the store."""
         word = json.dumps([number, state or self._state()])
         self._store.post(lambda s: s.set(f"state/{self._rank}", word))
@@ -110,7 +116,7 @@ class Reporter:
         said = self._store.ask(lambda s: s.set_once(self._said_by, mine), seconds=PATIENCE)
         return said.decode(errors="replace") == mine
 
-    def collect(self, number: int, end: float) -> dict[int, dict]:
+    def collect(self, number: int, end: float) -> dict[int, State]:
         """What the ranks said to alarm `number` until time `end`; what they said before where they have not since."""
         states = {self._rank: self._own or self._state()}
         with contextlib.suppress(PeerLost):
@@ -133,7 +139,7 @@ class Reporter:
         return states
 
 
-def _read(word: str | None) -> tuple[int, dict | None]:
+def _read(word: str | None) -> tuple[int, State | None]:
     """Number and state that a rank has written; None for a state of another shape."""
     try:
         number, state = job_store.parse_json(word or "")
@@ -145,7 +151,7 @@ def _read(word: str | None) -> tuple[int, dict | None]:
         return 0, None
 
 
-def of_world(world) -> Reporter:
+def of_world(world: World) -> Reporter:
     """The reporter of a world, which has its control plane."""
     return Reporter(world.control, lambda: hang_report.state_of_rank(world))
 

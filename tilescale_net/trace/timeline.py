@@ -12,11 +12,16 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 from tilescale_net.errors import ConfigurationError, TileScaleError
 from tilescale_net.runtime import context
 from tilescale_net.trace import events
 from tilescale_net.trace.events import Kind
+
+Json = dict[str, Any]
+NameOf = Callable[[int], str | None]  # names the tensor element at a heap offset
+Placed = tuple[events.Part, events.Event]
 
 # First numbers of a rank's tracks.
 _HOST, _KERNELS, _PROXY, _BLOCKS = 1, 200, 400, 1000
@@ -33,9 +38,9 @@ def process_of(rank: int) -> int:
     return rank + 1
 
 
-def rank_of(event: dict) -> int:
+def rank_of(event: Json) -> int:
     """The rank of an event of the timeline."""
-    return event["pid"] - 1
+    return int(event["pid"]) - 1
 
 
 def part_path(path: str, rank: int, what: str) -> str:
@@ -51,10 +56,7 @@ def part_files(path: str, rank: int | None = None) -> list[str]:
 
 def read_parts(path: str, rank: int | None = None) -> list[events.Part]:
     """What they hold. Raises ValueError for one that is damaged."""
-    parts = []
-    for file in part_files(path, rank):
-        parts.append(events.read_file(file, file.split(".")[-2]))
-    return parts
+    return [events.read_file(file, file.split(".")[-2]) for file in part_files(path, rank)]
 
 
 def remove_parts(path: str) -> None:
@@ -63,7 +65,7 @@ def remove_parts(path: str) -> None:
             os.unlink(file)
 
 
-def write(path: str, parts: list[events.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> None:
+def write(path: str, parts: list[events.Part], name_of: NameOf = lambda offset: None) -> None:
     """Write the timeline, all of it or nothing.
 
     Args:
@@ -83,85 +85,90 @@ def write(path: str, parts: list[events.Part], name_of: Callable[[int], str | No
         ) from err
 
 
-def merged(parts: list[events.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> dict:
+def merged(parts: list[events.Part], name_of: NameOf = lambda offset: None) -> Json:
     """The timeline as a value for JSON; times begin with 0 at the first event."""
     base = min((event.begin_ns for part in parts for event in part.events), default=0)
-    out: list[dict] = []
+    out: list[Json] = []
     tracks: set[tuple[int, int, str]] = set()
     waits, sends = [], []
     for part in parts:
         for event in part.events:
-            out += _shown(part, event, base, tracks, name_of)
-            if _is_send(event):
+            track, name = _track(part, event)
+            tracks.add((part.rank, track, name))
+            if event.kind != Kind.WAIT:  # those come with their sender
+                out += _shown(part, event, track, len(tracks), base, name_of)
+            if is_send(event):
                 sends.append((part, event))
-            elif event.kind == Kind.WAIT or _is_wait(event):
+            elif event.kind == Kind.WAIT or (is_call(event) and event.operation == _WAIT):
                 waits.append((part, event))
-    matched = _match(sends, waits)
-    out += _arrows(matched, base)
-    out += [
-        _wait(part, event, sender, base)
-        for (part, event), sender in zip(waits, matched.values_in_order(waits))
-        if event.kind == Kind.WAIT
+    matched = match(sends, waits)
+    out += _arrows(
+        [(wait, matched[id(wait[1])]) for wait in waits if is_call(wait[1]) and id(wait[1]) in matched], base
+    )
+    for part, event in waits:
+        if event.kind == Kind.WAIT:
+            send = matched.get(id(event))
+            out.append(_wait(part, event, event.pe if event.pe >= 0 else send[0].rank if send else None, base))
+    ranks = sorted({part.rank for part in parts})
+    named = [("process_name", rank, 0, f"rank {rank}") for rank in ranks]
+    named += [("thread_name", rank, track, name) for rank, track, name in sorted(tracks)]
+    names = [
+        {"ph": "M", "name": kind, "pid": process_of(rank), "tid": track, "args": {"name": name}}
+        for kind, rank, track, name in named
     ]
-    names = [_meta("process_name", rank, 0, f"rank {rank}") for rank in sorted({part.rank for part in parts})]
-    names += [_meta("thread_name", rank, track, name) for rank, track, name in sorted(tracks)]
     return {
         "traceEvents": names + out,
         "displayTimeUnit": "ns",
         "otherData": {
             "ranks": max((part.size for part in parts), default=0),
-            "dropped": {str(r): sum(p.dropped for p in parts if p.rank == r) for r in sorted({p.rank for p in parts})},
+            "dropped": {str(rank): sum(part.dropped for part in parts if part.rank == rank) for rank in ranks},
             "clock_error_us": max((part.error_ns for part in parts), default=0) / 1e3,
         },
     }
 
 
-def _meta(kind: str, rank: int, track: int, name: str) -> dict:
-    return {"ph": "M", "name": kind, "pid": process_of(rank), "tid": track, "args": {"name": name}}
+def _thread_track(event: events.Event) -> int:
+    return int(_BLOCKS + event.block * _THREADS + event.thread)
 
 
-def _track(part: events.Part, event: events.Event, tracks: set) -> int:
+def _track(part: events.Part, event: events.Event) -> tuple[int, str]:
+    """Number and name of the track that an event is on."""
     if event.kind in (Kind.CALL, Kind.WAIT, Kind.KERNEL_RANGE):
-        track, name = _BLOCKS + event.block * _THREADS + event.thread, f"block {event.block} thread {event.thread}"
-    elif event.kind == Kind.KERNEL:
+        return _thread_track(event), f"block {event.block} thread {event.thread}"
+    if event.kind == Kind.KERNEL:
         stream = event.thread - events.FIRST_STREAM
-        told = f"kernels without primitives, stream {stream}" if stream >= 0 else f"kernels {event.thread}"
-        track, name = _KERNELS + event.thread, told if event.thread else "kernels"
-    elif event.kind in (Kind.HOST, Kind.RANGE):
-        track, name = _HOST + event.thread, f"host thread {event.thread}" if event.thread else "host"
-    else:
-        named = re.fullmatch(r"proxy(\d{1,6})", part.what, re.ASCII)  # the name comes from another host
-        number = int(named[1]) if named else 0
-        track, name = _PROXY + number, f"proxy thread {number}"
-    tracks.add((part.rank, track, name))
-    return track
+        name = f"kernels without primitives, stream {stream}" if stream >= 0 else f"kernels {event.thread}"
+        return _KERNELS + event.thread, name if event.thread else "kernels"
+    if event.kind in (Kind.HOST, Kind.RANGE):
+        return _HOST + event.thread, f"host thread {event.thread}" if event.thread else "host"
+    named = re.fullmatch(r"proxy(\d{1,6})", part.what, re.ASCII)  # the name comes from another host
+    number = int(named[1]) if named else 0
+    return _PROXY + number, f"proxy thread {number}"
 
 
-def _shown(part: events.Part, event: events.Event, base: int, tracks: set, name_of) -> list[dict]:
-    """The events of JSON that show an event; none for waits inside of calls, which come with their sender."""
-    track = _track(part, event, tracks)
-    if event.kind == Kind.WAIT:
-        return []
-    shown = {
-        "name": _name(part, event), "cat": _CATEGORY[event.kind], "pid": process_of(part.rank), "tid": track,
-        "ts": (event.begin_ns - base) / 1e3, "args": _arguments(part, event, name_of),
+def _slice(part: events.Part, event: events.Event, track: int, base: int, name: str, category: str) -> Json:
+    return {
+        "name": name, "cat": category, "pid": process_of(part.rank), "tid": track, "ts": (event.begin_ns - base) / 1e3,
     }  # fmt: skip
+
+
+def _shown(part: events.Part, event: events.Event, track: int, number: int, base: int, name_of: NameOf) -> list[Json]:
+    """The events of JSON that show an event."""
+    name = part.text(event.name)
+    name = name.removesuffix("_kernel") if event.kind == Kind.KERNEL else name
+    begin = _slice(part, event, track, base, name, _CATEGORY[event.kind])
+    shown = begin | {"args": _arguments(part, event, name_of)}
     if event.kind in (Kind.ENTRY, Kind.DELIVERED):
         return [shown | {"ph": "i", "s": "t"}]
     if event.kind == Kind.TRANSFER:
-        key = f"{part.rank}.{part.what}.{len(tracks)}.{event.begin_ns}.{event.value}"
-        end = {k: shown[k] for k in ("name", "cat", "pid", "tid")} | {"ts": (event.end_ns - base) / 1e3}
+        key = f"{part.rank}.{part.what}.{number}.{event.begin_ns}.{event.value}"
+        end = begin | {"ts": (event.end_ns - base) / 1e3}
         return [shown | {"ph": "b", "id": key}, end | {"ph": "e", "id": key}]
     return [shown | {"ph": "X", "dur": (event.end_ns - event.begin_ns) / 1e3}]
 
 
-def _name(part: events.Part, event: events.Event) -> str:
-    name = part.text(event.name)
-    return name.removesuffix("_kernel") if event.kind == Kind.KERNEL else name
-
-
-def _arguments(part: events.Part, event: events.Event, name_of) -> dict:
-    found: dict = {}
+def _arguments(part: events.Part, event: events.Event, name_of: NameOf) -> Json:
+    found: Json = {}
     if part.text(event.line):
         found["line"] = part.text(event.line)
     if event.pe >= 0:
@@ -175,26 +182,23 @@ def _arguments(part: events.Part, event: events.Event, name_of) -> dict:
     return found
 
 
-def _wait(part: events.Part, event: events.Event, sender: int | None, base: int) -> dict:
+def _wait(part: events.Part, event: events.Event, sender: int | None, base: int) -> Json:
     args = _arguments(part, event, lambda offset: None)
     args.pop("pe", None)
     if sender is not None:
         args["from"] = sender
     name = "waiting" if sender is None else f"waiting for rank {sender}"
-    return {
-        "ph": "X", "name": name, "cat": "wait", "pid": process_of(part.rank), "tid": _BLOCKS + event.block * _THREADS + event.thread,
-        "ts": (event.begin_ns - base) / 1e3, "dur": (event.end_ns - event.begin_ns) / 1e3, "args": args,
-    }  # fmt: skip
+    shown = _slice(part, event, _thread_track(event), base, name, "wait")
+    return shown | {"ph": "X", "dur": (event.end_ns - event.begin_ns) / 1e3, "args": args}
 
 
-def _arrows(matched, base: int) -> list[dict]:
+def _arrows(pairs: list[tuple[Placed, Placed]], base: int) -> list[Json]:
     out = []
-    for number, ((part, event), (from_part, sent)) in enumerate(matched.pairs()):
-        common = {"cat": "signal", "name": "signal", "id": number}
-        start = {"pid": process_of(from_part.rank), "tid": _BLOCKS + sent.block * _THREADS + sent.thread}
-        end = {"pid": process_of(part.rank), "tid": _BLOCKS + event.block * _THREADS + event.thread}
-        out.append(common | start | {"ph": "s", "ts": (sent.begin_ns - base) / 1e3})
-        out.append(common | end | {"ph": "f", "bp": "e", "ts": (event.end_ns - base) / 1e3})
+    for number, ((part, event), (from_part, sent)) in enumerate(pairs):
+        start = _slice(from_part, sent, _thread_track(sent), base, "signal", "signal")
+        end = _slice(part, event, _thread_track(event), base, "signal", "signal")
+        out.append(start | {"ph": "s", "id": number})
+        out.append(end | {"ph": "f", "bp": "e", "id": number, "ts": (event.end_ns - base) / 1e3})
     return out
 
 
@@ -203,72 +207,49 @@ def _arrows(matched, base: int) -> list[dict]:
 _WAIT = context.OPERATIONS.index("wait")
 _SENDS = {context.OPERATIONS.index("signal"), context.OPERATIONS.index("put_signal")}
 
-Placed = tuple[events.Part, events.Event]
+
+def is_call(event: events.Event) -> bool:
+    """Whether an event is a call of a primitive on a signal word."""
+    return bool(event.kind == Kind.CALL and event.word != events.NO_WORD)
 
 
-def _is_send(event: events.Event) -> bool:
+def is_send(event: events.Event) -> bool:
     """Whether an event is a call that sends a signal."""
-    return event.kind == Kind.CALL and event.operation in _SENDS and event.word != events.NO_WORD
+    return bool(is_call(event) and event.operation in _SENDS)
 
 
-def _is_wait(event: events.Event) -> bool:
-    """Whether an event is a call that waits for a signal."""
-    return event.kind == Kind.CALL and event.operation == _WAIT and event.word != events.NO_WORD
-
-
-class _Matched:
-    """The signals that waits have seen."""
-
-    def __init__(self):
-        self._found: dict[int, tuple[Placed, Placed]] = {}
-
-    def add(self, wait: Placed, send: Placed) -> None:
-        self._found[id(wait[1])] = wait, send
-
-    def pairs(self) -> list[tuple[Placed, Placed]]:
-        """(wait, signal) of each call that waits."""
-        return [pair for pair in self._found.values() if pair[0][1].kind == Kind.CALL]
-
-    def values_in_order(self, waits: list[Placed]) -> list[int | None]:
-        """The rank that each of `waits` waited for, None where that is not known."""
-        senders = []
-        for _, event in waits:
-            pair = self._found.get(id(event))
-            senders.append(event.pe if event.pe >= 0 else pair[1][0].rank if pair else None)
-        return senders
-
-
-def _match(sends: list[Placed], waits: list[Placed]) -> _Matched:
-    """For each wait the latest signal with the value that it saw, or else the latest, sent to its word before it ended."""
+def match(sends: list[Placed], waits: list[Placed]) -> dict[int, Placed]:
+    """The signal that each wait saw, by `id` of the wait's event, where it is known: the latest signal with the value that
+    the wait saw, or else the latest, sent to its word before it ended."""
     by_word: dict[tuple[int, int], list[Placed]] = defaultdict(list)
     for place in sorted(sends, key=lambda place: place[1].begin_ns):
         by_word[place[1].pe, place[1].word].append(place)
     times = {key: [event.begin_ns for _, event in places] for key, places in by_word.items()}
     errors = {key: max(part.error_ns for part, _ in places) for key, places in by_word.items()}
-    matched = _Matched()
+    matched: dict[int, Placed] = {}
     for part, event in waits:
         key = part.rank, event.word
         places = by_word.get(key)
         if not places or event.operation != _WAIT:
             continue
-        slack = part.error_ns + errors[key]
-        last = bisect.bisect_right(times[key], event.end_ns + slack)
+        last = bisect.bisect_right(times[key], event.end_ns + part.error_ns + errors[key])
         same = [place for place in places[max(0, last - 64) : last] if place[1].value == event.value]
         if last:
-            matched.add((part, event), (same or places[:last])[-1])
+            matched[id(event)] = (same or places[:last])[-1]
     return matched
 
 
 # -- summary ----------------------------------------------------------------------------------------------------------
 
 _MAX_RANKS = 32  # of a matrix that is shown
+Waited = dict[tuple[int, int | None], float]  # us that threads of one rank have waited for another; None: not known
 
 
-def load(path: str) -> dict:
+def load(path: str) -> Json:
     """The timeline in a file. Raises ConfigurationError for another file."""
     try:
         with open(path) as file:
-            found = json.load(file)
+            found: Json = json.load(file)
         return found | {"traceEvents": list(found["traceEvents"]), "otherData": dict(found["otherData"])}
     except OSError as err:
         raise ConfigurationError(f"the trace {path} cannot be read ({err.strerror})") from None
@@ -276,7 +257,7 @@ def load(path: str) -> dict:
         raise ConfigurationError(f"{path} is not a trace that TSN_TRACE has written") from None
 
 
-def waiting(timeline: dict) -> dict[tuple[int, int | None], float]:
+def waiting(timeline: Json) -> Waited:
     """Microseconds that threads of one rank have waited for another rank; None: for which is not known."""
     total: dict[tuple[int, int | None], float] = defaultdict(float)
     for event in timeline["traceEvents"]:
@@ -285,7 +266,7 @@ def waiting(timeline: dict) -> dict[tuple[int, int | None], float]:
     return dict(total)
 
 
-def summary(timeline: dict, longest: int = 10) -> str:
+def summary(timeline: Json, longest: int = 10) -> str:
     """The summary: events, the matrix of waiting time, ranks that others waited for, and the longest waits."""
     other, events = timeline["otherData"], timeline["traceEvents"]
     shown = [event for event in events if event["ph"] in "Xib"]
@@ -301,7 +282,7 @@ def summary(timeline: dict, longest: int = 10) -> str:
     return "\n".join([*lines, "", *_matrix(total, other["ranks"]), "", *_slow(total), "", *_longest(events, longest)])
 
 
-def _matrix(total: dict, ranks: int) -> list[str]:
+def _matrix(total: Waited, ranks: int) -> list[str]:
     """Rows wait, columns are waited for."""
     columns: list[int | None] = [*range(min(ranks, _MAX_RANKS))]
     if any(sender is None for _, sender in total):
@@ -317,7 +298,7 @@ def _matrix(total: dict, ranks: int) -> list[str]:
     return lines
 
 
-def _slow(total: dict) -> list[str]:
+def _slow(total: Waited) -> list[str]:
     """Ranks in the order of how long others have waited for them."""
     by_sender: dict[int, float] = defaultdict(float)
     for (rank, sender), us in total.items():
@@ -332,7 +313,7 @@ def _slow(total: dict) -> list[str]:
     ] or ["no rank is known to have been waited for"]
 
 
-def _longest(events: list[dict], count: int) -> list[str]:
+def _longest(events: list[Json], count: int) -> list[str]:
     waits = sorted((e for e in events if e.get("cat") == "wait"), key=lambda event: -event["dur"])[:count]
     lines = ["longest waits:"]
     for event in waits:
