@@ -6,6 +6,7 @@ print beside them.
 
 import ast
 import re
+import shutil
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -18,6 +19,16 @@ TOP = {
     "changelog.md": "CHANGELOG.md",
     "security.md": "SECURITY.md",
 }
+
+
+def on_startup(command, dirty):
+    """Copy the package to where docstrings are read, with an `__init__.py` in kernels/: the reader skips folders without."""
+    package = ROOT / "build" / "site-package" / "tilescale_net"
+    shutil.rmtree(package, ignore_errors=True)
+    skipped = shutil.ignore_patterns("*.so", "*.h", "csrc", "kernels", "__pycache__")
+    shutil.copytree(ROOT / "tilescale_net", package, ignore=skipped)
+    shutil.copytree(ROOT / "kernels", package / "kernels")
+    (package / "kernels" / "__init__.py").touch()
 
 
 def moved_links(text: str) -> str:
