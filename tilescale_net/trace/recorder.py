@@ -40,7 +40,6 @@ class Recorder:
     """
 
     def __init__(self, world: World, hosts: list[str], path: str):
-        assert world.memory is not None
         self._world, self._path, self._hosts = world, path, hosts
         self._adding = threading.Lock()
         self._capacity = settings.TRACE_EVENTS.get()
@@ -62,6 +61,7 @@ class Recorder:
 
                 kernels = self._new("kernels")
                 kernels.close()
+                assert world.memory is not None
                 _simulator.trace_start(kernels.path, world.memory.base)
             else:
                 from tilescale_net.trace.gpu import GpuCalls, GpuKernels
