@@ -27,8 +27,7 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
     import torch.distributed as dist
 
     import tilescale_net as tsn
-    from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-    from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
+    from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
 
     rows = m // tsn.size()
     mine = operands(args, rows)

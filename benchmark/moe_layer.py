@@ -75,7 +75,7 @@ class Layer:
         import tilescale_net as tsn
         from benchmark.common.moe import make, traffic
         from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
-        from tilescale_net.kernels.fused.matmul import Tiling
+        from tilescale_net.kernels.fused.gemm import Tiling
         from tilescale_net.kernels.moe import AllToAll
 
         rank, ranks, device = tsn.rank(), tsn.size(), tsn.device()

@@ -20,8 +20,7 @@ from .all_reduce_one_shot import all_reduce_one_shot
 from .all_reduce_two_shot import all_reduce_two_shot
 from .collective import Collective, dtype_name, is_aligned
 from .reduce_scatter import ReduceScatter
-from .sum_of_peers import VECTOR_BYTES
-from .sum_of_rows import sum_of_rows
+from .sums import VECTOR_BYTES, sum_of_rows
 
 ALGORITHMS = ("packets", "one_shot", "two_shot")
 # Bytes, times the number of PEs, up to which packets are chosen: twice the bytes travel to every PE.

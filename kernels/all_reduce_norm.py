@@ -14,10 +14,18 @@ import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
 from .all_reduce import AllReduce, one_shot_up_to
-from .announcement import STATUS_WORDS, all_agree, announcement, compare_one
-from .collective import Collective, dtype_name, is_aligned
-from .moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
-from .sum_of_peers import VECTOR_BYTES, pack, vector_of
+from .collective import (
+    EXACT_SUMS,
+    EXPLICIT_SYNC,
+    STATUS_WORDS,
+    Collective,
+    all_agree,
+    announcement,
+    compare_one,
+    dtype_name,
+    is_aligned,
+)
+from .sums import VECTOR_BYTES, pack, vector_of
 
 
 @tsn.macro

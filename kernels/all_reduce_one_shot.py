@@ -10,9 +10,8 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .announcement import STATUS_WORDS, all_agree, announcement, compare_one
-from .moe.row_ops import EXPLICIT_SYNC
-from .sum_of_peers import add_up, batch_of, pack, store_elements, vector_of
+from .collective import EXPLICIT_SYNC, STATUS_WORDS, all_agree, announcement, compare_one
+from .sums import add_up, batch_of, pack, store_elements, vector_of
 
 
 @tsn.jit(name="all_reduce_one_shot", pass_configs=EXPLICIT_SYNC)

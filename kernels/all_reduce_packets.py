@@ -11,9 +11,8 @@ from tilelang import tvm
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .announcement import STATUS_WORDS, announcement, compare
-from .moe.row_ops import EXPLICIT_SYNC
-from .sum_of_peers import accumulator
+from .collective import EXPLICIT_SYNC, STATUS_WORDS, announcement, compare
+from .sums import accumulator
 
 DATA_BYTES, PACKET_BYTES = 8, 16
 

@@ -14,9 +14,8 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .announcement import STATUS_WORDS, all_agree, announcement, compare
-from .moe.row_ops import EXPLICIT_SYNC
-from .sum_of_peers import add_up, batch_of, pack, store_elements, unpack, vector_of
+from .collective import EXPLICIT_SYNC, STATUS_WORDS, all_agree, announcement, compare
+from .sums import add_up, batch_of, pack, store_elements, unpack, vector_of
 
 
 @tsn.jit(name="all_reduce_two_shot", pass_configs=EXPLICIT_SYNC)

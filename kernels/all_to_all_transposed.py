@@ -12,8 +12,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from .announcement import STATUS_WORDS, all_agree, announce
-from .collective import Collective, as_bytes
+from .collective import STATUS_WORDS, Collective, all_agree, announce, as_bytes
 from .exchange import await_room
 
 

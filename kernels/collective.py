@@ -1,25 +1,257 @@
 """What the collective kernels share on the host: argument checks, signals that are never reset, agreement of ranks."""
 
-from __future__ import annotations
-
+import ctypes
 import functools
 import inspect
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import tilelang.language as T
 import torch
+from tilelang import tvm
 
 import tilescale_net as tsn
+import tilescale_net.language as N
 from tilescale_net.runtime import heap
 from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.launch_args import StreamOrder, unresolved
 
-from .announcement import Agreement
-from .partition import MIN_BYTES, MIN_BYTES_OVER_NODES, MIN_BYTES_WITH_GATEWAYS
-
 if TYPE_CHECKING:
     from tilescale_net.runtime.control import Track
     from tilescale_net.runtime.world import World
+
+
+# These kernels synchronise threads themselves: the compiler can neither see where warps part nor what peers write.
+EXPLICIT_SYNC = {
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_shared_memory_reuse": True,
+    "tl.disable_safe_memory_legalize": True,  # every index is checked where it enters; guards would cost registers
+}
+
+# Products are rounded before they are added, as everywhere else, so that results can be compared bit by bit.
+EXACT_SUMS = "-fmad=false"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How the blocks of a kernel share a run of elements.
+
+
+# Bytes below which a slice of its own does not pay for the signals that it needs; where PEs are on other nodes, for the
+# messages and copies of a proxy; and where a node has several PEs, too, whose blocks also pass data on within it, which
+# many do faster.
+MIN_BYTES = 16 * 1024
+MIN_BYTES_OVER_NODES = 128 * 1024
+MIN_BYTES_WITH_GATEWAYS = 32 * 1024
+# Slices begin at multiples of this, so that they are as well aligned as the tensors themselves.
+ALIGN_BYTES = 128
+
+
+def slice_elements(count, blocks: int, dtype: str, least_bytes: int = MIN_BYTES):
+    """Elements of a slice, int64, when `blocks` blocks share `count` elements of `dtype`; called in a traced kernel.
+
+    `least_bytes`: of a slice, but for the last. Block b has [b * slice, min((b + 1) * slice, count)); blocks whose slice begins at or beyond `count` have none.
+    """
+    element = max(1, tvm.DataType(dtype).bits * tvm.DataType(dtype).lanes // 8)
+    align, least = max(1, ALIGN_BYTES // element), max(1, least_bytes // element)
+    share = T.max(T.ceildiv(count, T.int64(blocks)), T.int64(least))
+    return T.ceildiv(share, T.int64(align)) * align
+
+
+# Bits of the number of a piece within a call; the upper ones have the call's.
+PIECE_BITS = 20
+
+
+def piece_number(call, piece):
+    """Value of a signal when the first `piece` pieces of call `call` (uint64) are there; above all of earlier calls."""
+    return (call << T.uint64(PIECE_BITS)) + T.cast(piece, "uint64")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a call begins: every rank sends every rank the number of the call and a tag.
+#
+# The number (uint64, from 1) lives in device memory, so that a call captured in a CUDA graph can be replayed. The tag
+# shares the word with it and stands for what must be equal on both ranks: ranks that differ find out before anything
+# moves.
+
+
+# Bits of a tag, the lower ones of the word; a word of a later call is greater, with any tag.
+TAG_BITS = 24
+# The words of a status record: code (written last), rank, value, and one that makes 32 bytes of it.
+STATUS_WORDS = 4
+# The code of the one fault that `compare` reports: another rank makes another call.
+OTHER_CALL = 1
+
+
+@tsn.macro
+def report(status, code, rank, value):
+    """Write what is wrong with a call where the host sees it, the code last.
+
+    Args:
+        status: int64 [STATUS_WORDS].
+        code: int32, not 0. rank: whose fault it is. value: of the fault.
+    """
+    status[1] = T.cast(rank, "int64")
+    status[2] = T.cast(value, "int64")
+    N.st(status[0], T.cast(code, "int64"), sem="release")
+
+
+def announcement(call, tag):
+    """The word of a rank that has begun call `call` (uint64); with tag 0 the least such word."""
+    return (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")
+
+
+@tsn.macro
+def announce(ready, index, call, tag, pe):
+    """Set word `index` of `ready` at `pe`: this rank has begun call `call`."""
+    N.signal(ready[index], announcement(call, tag), pe)
+
+
+@tsn.macro
+def report_other_call(status, rank, call, tag, word):
+    """Report that `rank`, whose announcement `word` is, makes another call than this rank.
+
+    A word of an earlier call does not concern this one: the job was aborted during the wait for it.
+    """
+    if word >= announcement(call, 0):
+        theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
+        known = T.if_then_else(word >> T.uint64(TAG_BITS) == call, theirs, T.int64((1 << TAG_BITS) - 1))
+        report(status, OTHER_CALL, rank, (T.cast(tag, "int64") << T.int64(TAG_BITS)) | known)
+
+
+@tsn.macro
+def compare(same: T.Ref, rank, call, tag, word, status, reports):
+    """same = whether `rank`, whose announcement `word` is, makes the call that this rank makes.
+
+    Args:
+        same: int32 variable.
+        word: at least that of call `call`; a rank with another call may be through with it and have begun the next one.
+        reports: whether this thread reports the one that does not.
+    """
+    same = T.cast(word == announcement(call, tag), "int32")
+    if same == 0 and reports:
+        report_other_call(status, rank, call, tag, word)
+
+
+@tsn.macro
+def compare_one(same: T.Ref, rank, call, tag, word, status, reports):
+    """As `compare`, where nothing holds up a rank that has finished the call: a word of a later one shows it."""
+    same = T.cast(word == announcement(call, tag) or word >= announcement(call + T.uint64(1), 0), "int32")
+    if same == 0 and reports:
+        report_other_call(status, rank, call, tag, word)
+
+
+@tsn.macro
+def all_agree(agreed: T.Ref, agrees, n_pes):
+    """agreed = whether all of agrees [n_pes] are 1. By all threads of a block."""
+    agreed = 1
+    for p in T.unroll(n_pes):
+        agreed = agreed & agrees[p]
+
+
+class StatusRecord:
+    """A record in host memory that kernels write when they refuse a call; reading it does not wait for the GPU."""
+
+    def __init__(self, world):
+        nbytes = STATUS_WORDS * 8
+        self._records = world.records
+        self._address = self._records.take()
+        raw = (ctypes.c_char * nbytes).from_address(self._address)
+        if world.device.type == "cuda":
+            from tilescale_net.runtime.cuda_memory import tensor_at
+
+            self.tensor = tensor_at(self._address, nbytes, world.device).view(torch.int64)
+        else:
+            self.tensor = torch.frombuffer(raw, dtype=torch.int64)
+        self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)
+
+    def close(self) -> None:
+        """Give the record back: no kernel writes it any more."""
+        self._words = (ctypes.c_int64 * STATUS_WORDS)()
+        del self.tensor
+        self._records.give_back(self._address)
+
+    @property
+    def written(self) -> bool:
+        """Whether there is something to take."""
+        return self._words[0] != 0
+
+    def take(self) -> tuple[int, int, int]:
+        """Code, rank and value, once; the code is 0 when nothing is wrong."""
+        found = self._words[0], self._words[1], self._words[2]
+        if found[0]:
+            self._words[0] = 0
+        return found
+
+
+class Agreement:
+    """The arguments on which ranks have agreed, each with a number that stands for it in the tag of a call.
+
+    Args:
+        name: of the collective, shown in errors.
+        world: its ranks.
+    """
+
+    # Of these tags each stands for a call's arguments; after so many they are given again.
+    _TAGS = (1 << TAG_BITS) - 1
+
+    def __init__(self, name: str, world):
+        self._name, self._world = name, world
+        self._numbers: dict[tuple, int] = {}
+        self._texts: list[str] = []
+        self._record: StatusRecord | None = None
+
+    @property
+    def status(self) -> torch.Tensor:
+        """The record that kernels report to, int64 [STATUS_WORDS]; made when it is needed."""
+        if self._record is None:
+            with torch.inference_mode(False):
+                self._record = StatusRecord(self._world)
+        return self._record.tensor
+
+    def number(self, describe: str, *arguments) -> int:
+        """The tag of a call with these arguments, which ranks compare when they are new: collective then.
+
+        Args:
+            describe: text with a `{}` for each argument.
+            arguments: hashable.
+
+        Raises:
+            RankMismatch: names two ranks whose arguments differ.
+        """
+        key = (describe, *arguments)
+        number = self._numbers.get(key)
+        if number is None:
+            shown = (list(a) if isinstance(a, torch.Size) else a for a in arguments)
+            text = describe.format(*shown)
+            self._world.control.agree(self._name, text)
+            number = self._numbers[key] = len(self._texts) % self._TAGS
+            self._texts.append(text)
+        return number
+
+    def has_reported(self) -> bool:
+        """Whether kernels have found something that `error` has not taken yet."""
+        return self._record is not None and self._record.written
+
+    def close(self) -> None:
+        """Give the record back: no kernel writes it any more."""
+        record, self._record = self._record, None
+        if record is not None:
+            record.close()
+
+    def error(self) -> tsn.RankMismatch | None:
+        """What kernels found since the last look; does not wait for them."""
+        if self._record is None:
+            return None
+        code, rank, value = self._record.take()
+        if code == 0:
+            return None
+        mine, theirs = value >> TAG_BITS, value & self._TAGS
+        other = f"{self._texts[theirs]}" if theirs < len(self._texts) else "something else, and has gone on since"
+        return tsn.RankMismatch(
+            f"{self._name}: rank {self._world.rank} was called with {self._texts[mine]}; rank {rank} with {other}; nothing "
+            "moved between the two: all ranks make the same calls in the same order"
+        )
+
 
 _Object = TypeVar("_Object", bound="Collective")
 _Made = TypeVar("_Made")
@@ -54,6 +286,27 @@ def check_chunk(name: str, chunk_bytes: int) -> None:
     """Raise ValueError for a chunk that the kernels cannot cut tensors into."""
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 128 or chunk_bytes % 128:
         raise ValueError(f"{name}: chunk_bytes is {chunk_bytes!r}; it must be a positive multiple of 128")
+
+
+@tsn.jit(name="fused_gate")
+def wait_until_resident():
+    """Kernel `(calls, begun, growth, begins)`: ends when `begun[0]` has grown by `begins` in this call.
+
+    What follows on the stream then leaves the multiprocessors to the blocks that have begun.
+
+    Args of the kernel:
+        calls: int64 [1], the number of this call. begun: uint64 [1], symmetric; grows by `growth` in every call.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), calls: T.Tensor((1,), "int64"), begun: T.Tensor((1,), "uint64"), growth: T.int32, begins: T.int32
+    ):  # fmt: skip
+        with T.Kernel(1, threads=32):
+            if T.get_thread_binding() == 0:
+                N.wait(begun[0], "ge", (calls[0] - 1) * growth + begins)
+
+    return main
 
 
 class _Constructed(type):
@@ -92,7 +345,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
 
     works_with_some = False  # of the ranks of the world
 
-    def __init__(self, name: str, configuration: str, threads: int, blocks: int, group: tsn.Group = None) -> None:
+    def __init__(self, name: str, configuration: str, threads: int, blocks: int, group: "tsn.Group" = None) -> None:
         self._world = tsn.world(group)
         self.name = name
         self.rank, self.n_pes = self._world.rank, self._world.size
@@ -159,7 +412,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             self._release()
             raise
 
-    def within(self: _Object, calls: Track) -> _Object:
+    def within(self: _Object, calls: "Track") -> _Object:
         """This object, whose calls are made by those of another one that notes them in `calls`."""
         self._made.outer = calls
         return self
@@ -189,7 +442,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._world.calls.drop(self._made)
 
     @property
-    def _made_in(self) -> World:
+    def _made_in(self) -> "World":
         return self._world
 
     # -- checks of a call's arguments -------------------------------------------------------------------------------

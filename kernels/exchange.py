@@ -1,6 +1,6 @@
 """The kernel of all-gather and of all-to-all with equal splits, by puts: every PE puts a part to the same place at every PE.
 
-It does for any PE and any alignment what exchange_mapped.py does for mapped ones.
+It does for any PE and any alignment what exchange.py does for mapped ones.
 
 A call begins by telling every peer that the output may be overwritten, and which one that is, and ends when every peer's
 part has arrived, so that calls follow one another without a barrier. Between PEs that give different outputs nothing
@@ -8,12 +8,13 @@ moves. Blocks share each part; block b waits for the blocks b of its peers.
 """
 
 import tilelang.language as T
+import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .announcement import STATUS_WORDS, TAG_BITS, announce, compare, compare_one
-from .partition import slice_elements
+from .collective import STATUS_WORDS, TAG_BITS, Collective, announce, compare, compare_one, is_aligned, slice_elements
+from .sums import VECTOR_BYTES
 
 
 @tsn.macro
@@ -95,3 +96,170 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *
                 calls[block] = call
 
     return main
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies of runs of vectors through registers, whose loads do not wait for the stores before them.
+#
+# Stores to a peer leave at the rate of the links, and loads that a thread issues behind them come late. So it loads the
+# next rows before it stores the loaded ones: while these leave, the next ones come. Each warp has one run, so that all
+# links are in use from beginning to end, and what stays on this PE holds up nothing that leaves.
+
+
+WORDS = VECTOR_BYTES // 4
+UNROLL = 8  # rows of a tile: vectors that each lane loads at a time
+LANES = 32
+
+
+@tsn.macro
+def load_tile(tile, source, at, limit, unroll):
+    """tile[u] = source[at + u * LANES], below `limit`."""
+    for u in T.unroll(unroll):
+        if at + u * LANES < limit:
+            for v in T.vectorized(WORDS):
+                tile[u, v] = source[at + u * LANES, v]
+
+
+@tsn.macro
+def store_tile(target, at, limit, tile, unroll):
+    """The reverse of `load_tile`."""
+    for u in T.unroll(unroll):
+        if at + u * LANES < limit:
+            for v in T.vectorized(WORDS):
+                target[at + u * LANES, v] = tile[u, v]
+
+
+@tsn.macro
+def stream(target, target_first, source, source_first, size, thread, step, unroll):
+    """target[target_first + i] = source[source_first + i] for i in [0, size); by some warps.
+
+    Args:
+        target, source: [rows, WORDS] of int32.
+        size: int64; equal for all threads of a warp.
+        thread: place of this thread among those of the warps.
+        step: how many threads these are.
+        unroll: vectors that a thread loads before it stores those before.
+    """
+    even, odd = T.alloc_local((unroll, WORDS), "int32"), T.alloc_local((unroll, WORDS), "int32")
+    i = T.alloc_var("int64")
+    i = thread // LANES * (LANES * unroll) + thread % LANES
+    load_tile(even, source, source_first + i, source_first + size, unroll)
+    while i < size:
+        load_tile(odd, source, source_first + i + step * unroll, source_first + size, unroll)
+        store_tile(target, target_first + i, target_first + size, even, unroll)
+        i += step * unroll
+        load_tile(even, source, source_first + i + step * unroll, source_first + size, unroll)
+        store_tile(target, target_first + i, target_first + size, odd, unroll)
+        i += step * unroll
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All-gather and all-to-all with equal splits over mapped memory, through registers: every warp moves rows of one PE's part.
+#
+# A PE's peers may do the same by puts (`exchange`): blocks share a part in the same way, and tell each other the same.
+
+
+def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False):
+    """Traced kernel as `exchange`, for PEs that are all mapped.
+
+    Args:
+        n_pes, threads, blocks, split: see `exchange`. `out` is [n_pes * count, 16 bytes as int32] and `x` [n_pes * count,
+            16 bytes] (`split`) or [count, 16 bytes].
+        unroll: see `stream`.
+        in_place: `x` is `out[my_pe]` already.
+    """
+    rows, x_rows = T.dynamic("rows", "int64"), T.dynamic("x_rows", "int64")
+    hops = n_pes - in_place  # the last one is this PE itself
+    groups, warps = max(1, hops), threads // LANES
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((rows, WORDS), "int32"),
+        x: T.Tensor((x_rows, WORDS), "int32"),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
+        calls: T.Tensor((blocks,), "uint64"),
+        ready: T.Tensor((n_pes,), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = calls[block] + T.uint64(1)
+            count = rows // n_pes
+            share = T.alloc_var("int64")
+            share = slice_elements(count * VECTOR_BYTES, blocks, "uint8") // VECTOR_BYTES
+            first = T.alloc_var("int64")
+            first = share * block
+            agrees = T.alloc_shared((n_pes,), "int32")
+            if block == 0 and thread < n_pes:
+                announce(ready, me, call, tag, thread)
+            if first < count:
+                same = T.alloc_var("int32")
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
+                size = T.alloc_var("int64")
+                size = T.min(share, count - first)
+                # A warp has one PE; where there are fewer warps than PEs, one after the other.
+                for turn in T.serial(-(-hops // warps)):
+                    hop = thread // LANES % groups + turn * warps
+                    pe = (me + hop + 1) % n_pes
+                    if hop < hops and agrees[pe] != 0:
+                        place = thread // LANES // groups * LANES + thread % LANES
+                        step = (warps - thread // LANES % groups + groups - 1) // groups * LANES
+                        start = pe * count if split else T.int64(0)
+                        stream(N.remote(out, pe), me * count + first, x, start + first, size, place, step, unroll)
+                T.sync_threads()
+                if thread < n_pes and same != 0:
+                    N.signal(arrived[me, block], call, thread, fence=True)
+                    N.wait(arrived[thread, block], "ge", call)
+            T.sync_threads()
+            if thread == 0:
+                calls[block] = call
+
+    return main
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What all-gather and all-to-all with equal splits share on the host: how their parts move, chosen by size and place.
+
+
+ALGORITHMS = ("auto", "puts", "stores")
+# Bytes of a part from which stores are taken; they were faster than puts in all sizes measured, from 32 KiB on.
+STORES_FROM = 4096
+# As many push fastest when all PEs send at once; in the simulator, where times mean nothing, each one costs.
+BLOCKS, SIMULATED_BLOCKS = 64, 16
+# Vectors that the registers of a block hold of a tile and of the one after.
+TILE_VECTORS = 4096
+
+
+class Exchange(Collective):
+    """Base of the two.
+
+    Args:
+        name, shown, group: see `Collective`.
+        threads, blocks, engine, unroll, ring, stores_from, algorithm: see `AllGather`.
+    """
+
+    def __init__(
+        self, name: str, shown: str, threads: int, blocks: int | None, engine: str, unroll: int | None,
+        ring: tuple[int, int] | None, stores_from: int, algorithm: str, group: "tsn.Group" = None,
+    ):  # fmt: skip
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"{name}: algorithm is {algorithm!r}; it must be {', '.join(ALGORITHMS)}")
+        if blocks is None:
+            blocks = BLOCKS if tsn.world(group).device_kind == "cuda" else SIMULATED_BLOCKS
+        shown = f"engine={engine}, unroll={unroll}, ring={ring}, algorithm={algorithm}{shown}"
+        super().__init__(name, shown, threads, blocks, group)
+        self._options = dict(
+            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._least_bytes
+        )
+        self._algorithm, self._stores_from = algorithm, stores_from
+        self._mapped_options = dict(
+            threads=threads, blocks=blocks, unroll=max(1, min(unroll or UNROLL, 16, TILE_VECTORS // threads))
+        )
+
+    def _by_vectors(self, x: torch.Tensor, out: torch.Tensor, part: int) -> bool:
+        """Whether parts of as many bytes go through registers, over mapped memory. Ranks may differ in this."""
+        wanted = part >= self._stores_from if self._algorithm == "auto" else self._algorithm == "stores"
+        return wanted and not self._sources_travel and is_aligned(VECTOR_BYTES, x, out) and part % VECTOR_BYTES == 0

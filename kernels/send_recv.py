@@ -13,8 +13,7 @@ import tilescale_net.language as N
 from tilescale_net.runtime.launch_args import StreamOrder
 from tilescale_net.runtime.profiling import named
 
-from .announcement import StatusRecord, report
-from .collective import Collective, as_bytes
+from .collective import Collective, StatusRecord, as_bytes, report
 
 # Of a word that announces a chunk: the lower bits hold the bytes of the message, the upper ones the chunk's number from 1
 # on, which begins anew at 0 after so many: words are compared as signed numbers.

@@ -15,7 +15,7 @@ from benchmark.common.report import Column, Report, world_size
 if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is imported
     import torch
 
-    from tilescale_net.kernels.fused.matmul import FusedMatmul
+    from tilescale_net.kernels.fused.gemm import FusedMatmul
 
 
 @dataclass
@@ -155,7 +155,7 @@ def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | Non
 
     import tilescale_net as tsn
     from tilescale_net.kernels.fused.choice import Product, blocks_for, tiling_for
-    from tilescale_net.kernels.fused.matmul import Tiling
+    from tilescale_net.kernels.fused.gemm import Tiling
 
     dtype = torch.float8_e4m3fn if args.dtype == "fp8" else torch.bfloat16
     product = Product(kind, tsn.size(), rows, args.k, args.n, dtype)

@@ -6,7 +6,7 @@ and signals which tiles are finished; a token's row is sent when the product of 
 kernel beside the few blocks of the dispatch or of the combine.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 import torch
@@ -15,21 +15,138 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from ..collective import dtype_name
-from ..fused import expert_tiles, product, sending
+from ..collective import dtype_name, wait_until_resident
 from ..moe.all_to_all import AllToAll
 from ..moe.handle import Dispatched, Handle, Pending
 from ..moe.layout import PlanOffsets
 from ..moe.tiles import Tiles
-from .matmul import (
+from . import gemm
+from .gemm import (
     DEFAULT,
     SCALED,
     FusedMatmul,
     Tiling,
     check_columns,
     check_extents,
-    gate,
 )
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which tile of the experts' products is next, and what a product signals of the others; steps of `matmul_experts`.
+#
+# Their arguments: `shape`, see `gemm.Shape`; `at` and `totals`, see `totals.Totals`.
+
+
+class Order(NamedTuple):
+    """In which order a call takes the tiles of the experts.
+
+    Attributes:
+        tickets: int32 [2], tiles that are taken, by the parity of the call. parity: int32.
+        begins: int32 [experts + 1], of shared memory, see `count_tiles`.
+        totals: int32, see `totals.Totals`.
+    """
+
+    tickets: Any
+    parity: Any
+    begins: Any
+    totals: Any
+
+
+@tsn.macro
+def count_tiles(shape, at, totals, heights, begins, thread):
+    """begins [experts + 1] = rows of tiles of the experts before each. By all threads of a block.
+
+    Args:
+        heights: int32 [experts], for each expert's rows of tiles.
+    """
+    n = T.alloc_var("int32")
+    for i in T.serial(-(-at.local_experts // gemm.THREADS)):
+        e = i * gemm.THREADS + thread
+        if e < at.local_experts:
+            # A dispatch that was refused has counts, and no room for their rows.
+            n = T.min(totals[at.counts + e], totals[at.offsets + e + 1] - totals[at.offsets + e])
+            heights[e] = (n + shape.tile[0] - 1) // shape.tile[0]
+    T.sync_threads()
+    for i in T.serial(-(-(at.local_experts + 1) // gemm.THREADS)):
+        end = i * gemm.THREADS + thread
+        if end <= at.local_experts:
+            n = 0
+            for e in T.serial(end):
+                n = n + heights[e]
+            begins[end] = n
+    T.sync_threads()
+
+
+@tsn.macro
+def next_tile(shape, at, backwards, order, chosen, given, taken, tile, turn, thread):
+    """tile [3] = expert, row and column of the next tile, which the warps that multiply get too; expert -1: no more.
+
+    By the copying warp. Experts go one by one, in each of them columns, in each column rows; `backwards` from the last one.
+    """
+    expert = T.alloc_var("int32")
+    inside = T.alloc_var("int32")
+    height = T.alloc_var("int32")
+    T.barrier_wait(taken[turn[0] % 2], ((turn[0] // 2) & 1) ^ 1)
+    for i in T.unroll(3):
+        tile[i] = -1
+    if thread == 0:
+        inside = T.atomic_add(order.tickets[order.parity], 1, return_prev=True)
+        if inside < order.begins[at.local_experts] * shape.tiles_n:
+            if backwards:
+                inside = order.begins[at.local_experts] * shape.tiles_n - 1 - inside
+            expert = 0
+            while inside >= order.begins[expert + 1] * shape.tiles_n:
+                expert = expert + 1
+            inside = inside - order.begins[expert] * shape.tiles_n
+            height = order.begins[expert + 1] - order.begins[expert]
+            tile[0] = expert
+            tile[1] = order.totals[at.offsets + expert] + inside % height * shape.tile[0]
+            tile[2] = inside // height * shape.tile[1]
+        for i in T.unroll(3):
+            chosen[turn[0] % 2, i] = tile[i]
+    for i in T.unroll(3):
+        tile[i] = T.shfl_sync(tile[i], 0)
+    T.barrier_arrive(given[turn[0] % 2])
+    turn[0] = turn[0] + 1
+
+
+@tsn.macro
+def get_tile(chosen, given, taken, tile, turn, thread):
+    """tile [3] = the next tile. By the warps that multiply."""
+    T.barrier_wait(given[turn[0] % 2], (turn[0] // 2) & 1)
+    for i in T.unroll(3):
+        tile[i] = chosen[turn[0] % 2, i]
+    T.sync_warp()
+    if thread % 32 == 0:
+        T.barrier_arrive(taken[turn[0] % 2])
+    turn[0] = turn[0] + 1
+
+
+@tsn.macro
+def scale(shape, group, total, scales, w_scales, expert, column):
+    """As `gemm.scale`, of a column of the expert's. By warpgroup `group`."""
+    for j in T.Parallel(shape.tile[1]):
+        scales[group, shape.half + j] = w_scales[expert, T.min(column + j, shape.n - 1)]
+    for i, j in T.Parallel(shape.half, shape.tile[1]):
+        total[i, j] = total[i, j] * scales[group, i] * scales[group, shape.half + j]
+
+
+@tsn.macro
+def fill_up(shape, at, totals, finished, tiles, thread):
+    """Add to the words of tiles that no product of this call finishes what it adds to the others. By a block."""
+    begin = T.alloc_var("int32")
+    end = T.alloc_var("int32")
+    used = T.alloc_var("int32")
+    for i in T.serial(-(-tiles // gemm.THREADS)):
+        t = i * gemm.THREADS + thread
+        if t < tiles:
+            used = 0
+            for e in T.serial(at.local_experts):
+                begin = totals[at.offsets + e]
+                end = T.min(begin + totals[at.counts + e], totals[at.offsets + e + 1])
+                if t * shape.tile[0] >= begin and t * shape.tile[0] < end:
+                    used = 1
+            if used == 0:
+                N.signal(finished[0, t], shape.tiles_n * gemm.WARPS, N.my_pe(), op="add")
 
 
 @tsn.jit(name="expert_matmul")
@@ -45,7 +162,7 @@ def matmul_experts(
         capacity, n, k: of `x` [capacity, k], `w` and `out` [1, capacity, n].
         dtype, out_dtype: of `x` and `w`, and of `out`; sums are made in float32.
         transposed: `w` is [experts, n, k]; else [experts, k, n].
-        tile, stages, columns, workers: see `product.Shape`; `panel` is not looked at.
+        tile, stages, columns, workers: see `gemm.Shape`; `panel` is not looked at.
         waits: for the tiles of `x`, until words of `arrived` have reached `arrivals[0]` times the rows of a tile.
         tells: which tiles of `out` are finished, the last first: words of `finished` grow by 8 for each tile of columns.
         scaled: sums are multiplied by the scale of their row, in `x_scales` [capacity], which come with the rows, and by that
@@ -56,7 +173,7 @@ def matmul_experts(
     `calls` (int64 [1]) holds the number of this call, 1 or more; `tickets` (int32 [2], zero before the first call) belongs
     to this kernel. `arrivals` (int64 [1]), `arrived` and `finished` (uint64 [1, tiles + 1], symmetric): see `Tiles`.
     """
-    shape = product.Shape(1, capacity, n, k, tile, stages, panel, columns, workers, transposed)
+    shape = gemm.Shape(1, capacity, n, k, tile, stages, panel, columns, workers, transposed)
     (bm, bn, bk), tiles, at = tile, -(-capacity // tile[0]), PlanOffsets(ranks, experts)
 
     @T.macro
@@ -75,11 +192,11 @@ def matmul_experts(
     @T.macro
     def finish(group, total, result, out, tile, finished, thread, scales):
         if scaled:
-            product.get_row_scales(capacity, shape, group, scales.tile, lambda r: scales.x[r], tile[1])
-            expert_tiles.scale(shape, group, total, scales.tile, scales.w, tile[0], tile[2])
-        product.store(shape, group, total, result, out, 0, tile[1], tile[2])
+            gemm.get_row_scales(capacity, shape, group, scales.tile, lambda r: scales.x[r], tile[1])
+            scale(shape, group, total, scales.tile, scales.w, tile[0], tile[2])
+        gemm.store(shape, group, total, result, out, 0, tile[1], tile[2])
         if tells:
-            sending.announce(finished, 0, tile[1] // bm, thread)
+            gemm.announce(finished, 0, tile[1] // bm, thread)
 
     @T.prim_func
     def main(
@@ -96,36 +213,36 @@ def matmul_experts(
         x_scales: T.Tensor((capacity,), "float32") if scaled else None,
         w_scales: T.Tensor((experts, n), "float32") if scaled else None,
     ):
-        with T.Kernel(workers, threads=product.THREADS) as block:
+        with T.Kernel(workers, threads=gemm.THREADS) as block:
             left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
             right = T.alloc_shared((stages, *shape.right), dtype)
             result = T.alloc_shared((2, shape.half, columns), out_dtype)
             upper, lower = T.alloc_fragment((shape.half, bn), "float32"), T.alloc_fragment((shape.half, bn), "float32")
-            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([product.WARPS] * stages)
+            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([gemm.WARPS] * stages)
             chosen, heights = T.alloc_shared((2, 3), "int32"), T.alloc_shared((experts,), "int32")
             begins = T.alloc_shared((experts + 1,), "int32")
-            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
+            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([gemm.WARPS] * 2)
             step, turn, tile = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32"), T.alloc_local((3,), "int32")
             thread, parity = T.get_thread_binding(), T.cast(calls[0] % 2, "int32")
-            scales = product.Scales(
+            scales = gemm.Scales(
                 T.alloc_shared((2, shape.half + bn), "float32") if scaled else None, x_scales, w_scales
             )
             step[0] = 0
             turn[0] = 0
-            expert_tiles.count_tiles(shape, at, totals, heights, begins, thread)
+            count_tiles(shape, at, totals, heights, begins, thread)
             if block == 0:
                 if thread == 0:
                     tickets[1 - parity] = 0
                 if tells:
-                    expert_tiles.fill_up(shape, at, totals, finished, tiles, thread)
-            order = expert_tiles.Order(tickets, parity, begins, totals)
+                    fill_up(shape, at, totals, finished, tiles, thread)
+            order = Order(tickets, parity, begins, totals)
             if thread < 128:
                 T.dec_max_nreg(40)
                 if thread < 32:
                     if tells and not waits:
                         # Holds at once: what TMA reads is this PE's own, of kernels before.
                         N.wait_warp(arrived[0, tiles], "ge", 0, proxy="async")
-                    expert_tiles.next_tile(shape, at, tells, order, chosen, given, taken, tile, turn, thread)
+                    next_tile(shape, at, tells, order, chosen, given, taken, tile, turn, thread)
                     while tile[0] >= 0:
                         if waits:
                             N.wait_warp(arrived[0, tile[1] // bm], "ge", arrivals[0] * bm, proxy="async")
@@ -134,28 +251,26 @@ def matmul_experts(
                             T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
                             for half in T.unroll(2):
                                 first = tile[1] + half * shape.half
-                                product.copy_left(
-                                    x[first : first + shape.half, i * bk : i * bk + bk], left, s, half, full
-                                )
+                                gemm.copy_left(x[first : first + shape.half, i * bk : i * bk + bk], left, s, half, full)
                             copy_right(w, right, s, full, tile[0], i * bk, tile[2])
                             T.barrier_arrive(full[s])
                             step[0] = step[0] + 1
-                        expert_tiles.next_tile(shape, at, tells, order, chosen, given, taken, tile, turn, thread)
+                        next_tile(shape, at, tells, order, chosen, given, taken, tile, turn, thread)
             elif thread < 256:
                 T.inc_max_nreg(232)
-                expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
+                get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] >= 0:
-                    product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
+                    gemm.multiply(shape, 0, left, right, upper, full, empty, step, thread)
                     finish(0, upper, result, out, tile, finished, thread, scales)
-                    expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
+                    get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
                 T.inc_max_nreg(232)
-                expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
+                get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] >= 0:
-                    product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
+                    gemm.multiply(shape, 1, left, right, lower, full, empty, step, thread)
                     finish(1, lower, result, out, tile, finished, thread, scales)
-                    expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
+                    get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 
     return main
@@ -191,13 +306,13 @@ class ExpertMatmul(FusedMatmul):
                 f"{self.NAME}: {tiling} and an AllToAll with tile_rows {config.tile_rows} do not go together; make it with "
                 "tile_rows and alignment of the tile's rows"
             )
-        super().__init__(self.NAME, f"k={k}, n={n}", dtype, None, tiling, product.THREADS, moe.blocks, moe.world)
+        super().__init__(self.NAME, f"k={k}, n={n}", dtype, None, tiling, gemm.THREADS, moe.blocks, moe.world)
         self._moe, self.k, self.n, self._capacity = moe, k, n, config.capacity
         words = self.allocate({"finished": ((config.tiles + 1,), torch.uint64)})["finished"]
         with torch.inference_mode(False):
             self._tickets = torch.zeros(2, dtype=torch.int32, device=self.device)
             calls = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._finished = Tiles(tiling.tile[0], words, calls, -(-n // tiling.tile[1]) * product.WARPS, moe.blocks)
+        self._finished = Tiles(tiling.tile[0], words, calls, -(-n // tiling.tile[1]) * gemm.WARPS, moe.blocks)
         self._loaded: set[bool] = set()
 
     @named("tilescale_net.ExpertMatmul")
@@ -349,7 +464,7 @@ class ExpertMatmul(FusedMatmul):
         none = torch.zeros(places.words, dtype=torch.int32, device=self.device)  # no rows
         for how in (dict(arrived=self._finished), dict(tells=True)):
             self._launch(out, x, held, transposed, scales, none, **how)
-        gate()(self._calls, self._finished.words[-1:], 0, 0)
+        wait_until_resident()(self._calls, self._finished.words[-1:], 0, 0)
         torch.cuda.synchronize(self.device)
         self._finished.reset()
         self._loaded.add(transposed)

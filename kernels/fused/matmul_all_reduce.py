@@ -14,9 +14,9 @@ import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
 from ..collective import BufferSpecs
-from ..fused import sending
+from . import gemm
 from .choice import slices_of
-from .matmul import DEFAULT, Tiling
+from .gemm import DEFAULT, Tiling
 from .matmul_reduce_scatter import MatmulReduceScatter
 
 
@@ -28,12 +28,12 @@ def send_and_collect(
     to put, and copies `sums[call % 2, p]` to `out[p]` for the other PEs p, as they arrive.
 
     Args:
-        n_pes, rows, n, carried, dtype, height, across, slices, pieces: see `sending.Sent`; `out` is [n_pes, rows, n], `part`
+        n_pes, rows, n, carried, dtype, height, across, slices, pieces: see `gemm.Sent`; `out` is [n_pes, rows, n], `part`
             [1, rows, n], of `dtype` as `sums`; `partial` and `summands` are of `carried`.
 
     `calls`, `shared` and the others as in `matmul_reducing`.
     """
-    s = sending.Sent(n_pes, rows, n, height, across, slices, pieces, shares=True)
+    s = gemm.Sent(n_pes, rows, n, height, across, slices, pieces, shares=True)
     copies = s.tiles * (n_pes - 1)
 
     @T.prim_func
@@ -53,8 +53,8 @@ def send_and_collect(
         with T.Kernel(blocks, threads=threads) as block:
             given, item = T.alloc_shared((1,), "int32"), T.alloc_local((1,), "int32")
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
-            mem = sending.Memory(partial, summands, part, sums, done, arrived, shared, sent)
-            sending.send_all(s, "ldst", given, item, mem, call, me, thread)
+            mem = gemm.Memory(partial, summands, part, sums, done, arrived, shared, sent)
+            gemm.send_all(s, "ldst", given, item, mem, call, me, thread)
             for turn in T.serial(-(-copies * pieces // blocks)):
                 copy = turn * blocks + block
                 if copy < copies * pieces:
@@ -65,7 +65,7 @@ def send_and_collect(
                     N.wait_block(shared[pe, c], "ge", call * pieces)
                     N.get_block(
                         out[pe, row, 0], sums[call % 2, pe, row, 0], me,
-                        count=sending.count_of(s, c * height + copy % pieces * s.piece), engine="ldst",
+                        count=gemm.count_of(s, c * height + copy % pieces * s.piece), engine="ldst",
                     )  # fmt: skip
             if thread < n_pes and thread != me:
                 N.quiet(thread)

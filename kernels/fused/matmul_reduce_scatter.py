@@ -14,8 +14,8 @@ import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
 from ..collective import BufferSpecs, dtype_name
-from ..fused import product, sending
-from .matmul import DEFAULT, SCALED, FusedMatmul, Sides, Tiling, check_extents
+from . import gemm
+from .gemm import DEFAULT, SCALED, FusedMatmul, Sides, Tiling, check_extents
 
 
 @tsn.jit(name="matmul_reduce_scatter_send")
@@ -26,7 +26,7 @@ def send_parts(
     what `matmul_reducing` of this call announces.
 
     Args:
-        n_pes, rows, n, height, across, slices, pieces, shares: see `sending.Sent`.
+        n_pes, rows, n, height, across, slices, pieces, shares: see `gemm.Sent`.
         dtype, out_dtype: of `partial` [n_pes, rows, n] and `summands` [2, n_pes, rows, n]; and of `part` [1, rows, n] and
             `sums`, see `matmul_reducing`.
         threads, blocks: launch geometry.
@@ -35,7 +35,7 @@ def send_parts(
 
     `calls`, `ready` and the others as in `matmul_reducing`.
     """
-    s = sending.Sent(n_pes, rows, n, height, across, slices, pieces, shares)
+    s = gemm.Sent(n_pes, rows, n, height, across, slices, pieces, shares)
 
     @T.prim_func
     def main(
@@ -54,12 +54,12 @@ def send_parts(
         with T.Kernel(blocks, threads=threads) as block:
             given, item = T.alloc_shared((1,), "int32"), T.alloc_local((1,), "int32")
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
-            sending.begin_call(ready, sent, call, me, n_pes, block, thread)
-            mem = sending.Memory(partial, summands, part, sums, done, arrived, shared, sent)
+            gemm.begin_call(ready, sent, call, me, n_pes, block, thread)
+            mem = gemm.Memory(partial, summands, part, sums, done, arrived, shared, sent)
             if engine == "bulk":
-                sending.send_all(s, engine, given, item, mem, call, me, thread)
+                gemm.send_all(s, engine, given, item, mem, call, me, thread)
             else:
-                sending.send_all_by_warps(s, item, mem, call, me, thread)
+                gemm.send_all_by_warps(s, item, mem, call, me, thread)
             if thread < n_pes and thread != me:
                 N.quiet(thread)
 
@@ -81,7 +81,7 @@ def matmul_reducing(
         transposed, tile, stages, panel, columns, workers: as in `all_gather_matmul.matmul_arriving`.
         senders: blocks that send. On a GPU it is `send_parts` that sends beside this kernel, whose warpgroups would not get
             registers of their own if it called what puts need; the simulator runs kernels one after the other.
-        slices, pieces, shares: see `sending.Sent`. With `shares`, `out` goes to `sums` [2, n_pes, rows, n] of the others.
+        slices, pieces, shares: see `gemm.Sent`. With `shares`, `out` goes to `sums` [2, n_pes, rows, n] of the others.
         scaled: `x @ w` is multiplied by `x_scales` [n_pes, rows] and `w_scales` [n]; one more parameter is `summands` again, as
             bytes: [2, n_pes, rows, 2 * n] of `dtype`. Else both (float32) are [1, 1] and [1], and left alone.
 
@@ -90,9 +90,9 @@ def matmul_reducing(
     `sent` (int32 [2]), like them. Sums are made in float32, the own
     product first, then the summands in the order of the PEs behind this one.
     """
-    s = sending.Sent(n_pes, rows, n, tile[0], -(-n // tile[1]), slices, pieces, shares)
+    s = gemm.Sent(n_pes, rows, n, tile[0], -(-n // tile[1]), slices, pieces, shares)
     part_rows = rows if slices == 1 else s.slice_tiles * tile[0]
-    shape = product.Shape(slices * n_pes, part_rows, n, k, tile, stages, panel, columns, workers, transposed)
+    shape = gemm.Shape(slices * n_pes, part_rows, n, k, tile, stages, panel, columns, workers, transposed)
     (bm, bn, bk), carried = tile, out_dtype if scaled else dtype
     # The summands come through the ring of operands: a step of it for each PE and warpgroup.
     wide = 2 if scaled else 1
@@ -100,7 +100,7 @@ def matmul_reducing(
     @T.macro
     def place(tile, hop, row, column):
         """Of the PE `hop` places behind this one; the own rows are the last of a slice."""
-        product.place(shape, tile[0], hop, row, column)
+        gemm.place(shape, tile[0], hop, row, column)
         row[0] = row[0] + hop[0] // n_pes * part_rows
         hop[0] = hop[0] % n_pes + 1
 
@@ -108,20 +108,20 @@ def matmul_reducing(
     def finish(group, total, ring, results, targets, done, step, at, thread, scales):
         pe = (N.my_pe() + at.part[0]) % n_pes
         if scaled:
-            product.get_row_scales(rows, shape, group, scales.tile, lambda r: scales.x[pe, r], at.row[0])
-            product.scale(shape, group, total, scales.tile, scales.w, at.column[0])
+            gemm.get_row_scales(rows, shape, group, scales.tile, lambda r: scales.x[pe, r], at.row[0])
+            gemm.scale(shape, group, total, scales.tile, scales.w, at.column[0])
         if at.part[0] == n_pes:
             for _hop in T.serial(1, n_pes):
                 for half in T.unroll(2):
-                    product.add_summand(
+                    gemm.add_summand(
                         shape, wide, carried, half == group, ring.right, total, ring.full, ring.empty, step, thread
                     )
-            product.store(shape, group, total, results[0], targets[0], 0, at.row[0], at.column[0])
+            gemm.store(shape, group, total, results[0], targets[0], 0, at.row[0], at.column[0])
             if shares:
-                sending.announce(done, n_pes - 1, at.row[0] // bm, thread)
+                gemm.announce(done, n_pes - 1, at.row[0] // bm, thread)
         else:
-            product.store(shape, group, total, results[1], targets[1], pe, at.row[0], at.column[0])
-            sending.announce(done, at.part[0] - 1, at.row[0] // bm, thread)
+            gemm.store(shape, group, total, results[1], targets[1], pe, at.row[0], at.column[0])
+            gemm.announce(done, at.part[0] - 1, at.row[0] // bm, thread)
 
     @T.prim_func
     def main(
@@ -143,32 +143,32 @@ def matmul_reducing(
         w_scales: T.Tensor((n,) if scaled else (1,), "float32"),
         seen_summands: T.Tensor((2, n_pes, rows, 2 * n), dtype) if scaled else None,
     ):
-        with T.Kernel(senders + workers, threads=product.THREADS) as block:
+        with T.Kernel(senders + workers, threads=gemm.THREADS) as block:
             left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
             right = T.alloc_shared((stages, *shape.right), dtype)
             result = T.alloc_shared((2, shape.half, columns), out_dtype)
             results = result, result if carried == out_dtype else T.alloc_shared((2, shape.half, columns), carried)
             upper, lower = T.alloc_fragment((shape.half, bn), "float32"), T.alloc_fragment((shape.half, bn), "float32")
-            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([product.WARPS] * stages)
+            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([gemm.WARPS] * stages)
             chosen = T.alloc_shared((2,), "int32")
-            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
+            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([gemm.WARPS] * 2)
             scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
-            ring = product.Ring(right, full, empty)
+            ring = gemm.Ring(right, full, empty)
             step, turn, tile, hop, row, column = (T.alloc_local((1,), "int32") for _ in range(6))
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
-            at, all_scales = product.Place(hop, row, column), product.Scales(scales, x_scales, w_scales)
+            at, all_scales = gemm.Place(hop, row, column), gemm.Scales(scales, x_scales, w_scales)
             step[0] = 0
             turn[0] = 0
             if senders > 0 and block < senders:
-                sending.begin_call(ready, sent, call, me, n_pes, block, thread)
-                mem = sending.Memory(partial, summands, out, sums, done, arrived, shared, sent)
-                sending.send_all_by_warps(s, tile, mem, call, me, thread)
+                gemm.begin_call(ready, sent, call, me, n_pes, block, thread)
+                mem = gemm.Memory(partial, summands, out, sums, done, arrived, shared, sent)
+                gemm.send_all_by_warps(s, tile, mem, call, me, thread)
                 if thread < n_pes and thread != me:
                     N.quiet(thread)
             elif thread < 128:
                 T.dec_max_nreg(40)
                 if thread < 32:
-                    product.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
+                    gemm.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
                     while tile[0] < shape.total:
                         place(tile, hop, row, column)
                         pe = (me + hop[0]) % n_pes
@@ -177,49 +177,49 @@ def matmul_reducing(
                             T.barrier_wait(empty[slot], ((step[0] // stages) & 1) ^ 1)
                             for half in T.unroll(2):
                                 first = row[0] + half * shape.half
-                                product.copy_left(
+                                gemm.copy_left(
                                     x[pe, first : first + shape.half, i * bk : i * bk + bk], left, slot, half, full
                                 )
-                            product.copy_right(shape, w, right, slot, full, i * bk, column[0])
+                            gemm.copy_right(shape, w, right, slot, full, i * bk, column[0])
                             T.barrier_arrive(full[slot])
                             step[0] = step[0] + 1
                         if hop[0] == n_pes:
-                            product.wait_for_all(arrived, row[0] // bm, n_pes, call * pieces, thread)
+                            gemm.wait_for_all(arrived, row[0] // bm, n_pes, call * pieces, thread)
                             for other in T.serial(1, n_pes):
                                 for half in T.unroll(2):
                                     slot = step[0] % stages
                                     T.barrier_wait(empty[slot], ((step[0] // stages) & 1) ^ 1)
-                                    product.copy_summand(
+                                    gemm.copy_summand(
                                         shape, wide, seen_summands if scaled else summands, call % 2, (me + other) % n_pes,
                                         right, slot, full, row[0] + half * shape.half, column[0],
                                     )  # fmt: skip
                                     T.barrier_arrive(full[slot])
                                     step[0] = step[0] + 1
-                        product.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
+                        gemm.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
             elif thread < 256:
                 T.inc_max_nreg(232)
-                product.get_tile(chosen, given, taken, tile, turn, thread)
+                gemm.get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] < shape.total:
                     place(tile, hop, row, column)
-                    product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
+                    gemm.multiply(shape, 0, left, right, upper, full, empty, step, thread)
                     finish(0, upper, ring, results, (out, partial), done, step, at, thread, all_scales)
-                    product.get_tile(chosen, given, taken, tile, turn, thread)
+                    gemm.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
                 T.inc_max_nreg(232)
-                product.get_tile(chosen, given, taken, tile, turn, thread)
+                gemm.get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] < shape.total:
                     place(tile, hop, row, column)
-                    product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
+                    gemm.multiply(shape, 1, left, right, lower, full, empty, step, thread)
                     finish(1, lower, ring, results, (out, partial), done, step, at, thread, all_scales)
-                    product.get_tile(chosen, given, taken, tile, turn, thread)
+                    gemm.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 
     return main
 
 
 def check_ring(name: str, tiling: Tiling, dtype: torch.dtype) -> None:
-    """Raise ValueError for a geometry whose ring has no room for summands, see `product.copy_summand`."""
+    """Raise ValueError for a geometry whose ring has no room for summands, see `gemm.copy_summand`."""
     (rows, columns, depth), wide = tiling.tile, 2 if dtype == SCALED else 1
     if rows * wide > 2 * depth or columns * wide % depth:
         raise ValueError(

@@ -12,11 +12,10 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import BufferSpecs, sizes_of
+from tilescale_net.kernels.collective import EXPLICIT_SYNC, BufferSpecs, sizes_of
 from tilescale_net.kernels.moe import latency, throughput
 from tilescale_net.kernels.moe.config import Config, Tuning, configure
 from tilescale_net.kernels.moe.mode import Launch, stream_key
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.runtime import heap, settings, worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.groups import MadeByRanks

@@ -22,11 +22,10 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.collective import EXPLICIT_SYNC, STATUS_WORDS
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.layout import NodeLayout, NodePlanOffsets, PlanOffsets, Route, record_words
 from tilescale_net.kernels.moe.row_ops import (
-    EXPLICIT_SYNC,
     Rows,
     batch_of,
     copy_row,

@@ -10,7 +10,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import TAG_BITS, announce, report
+from tilescale_net.kernels.collective import TAG_BITS, announce, report
 from tilescale_net.kernels.moe.layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
 
 

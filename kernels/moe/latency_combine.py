@@ -19,12 +19,10 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
+from tilescale_net.kernels.collective import EXACT_SUMS, EXPLICIT_SYNC, STATUS_WORDS, TAG_BITS, announce
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.layout import LatencyNodePlanOffsets, NodeLayout, Route
 from tilescale_net.kernels.moe.row_ops import (
-    EXACT_SUMS,
-    EXPLICIT_SYNC,
     FP8,
     Result,
     Rows,

@@ -23,7 +23,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.collective import EXPLICIT_SYNC, STATUS_WORDS
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.layout import (
@@ -38,7 +38,6 @@ from tilescale_net.kernels.moe.layout import (
     Route,
 )
 from tilescale_net.kernels.moe.row_ops import (
-    EXPLICIT_SYNC,
     FP8,
     Rows,
     batch_of,

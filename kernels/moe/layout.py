@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from tilescale_net.kernels.announcement import TAG_BITS
+from tilescale_net.kernels.collective import TAG_BITS
 
 NO_RANK = -1
 # What a rank may find wrong with a call; every rank gets the code, the value and the rank. Codes from HOST_FAULT on

@@ -23,7 +23,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, report
+from tilescale_net.kernels.collective import EXPLICIT_SYNC, STATUS_WORDS, report
 from tilescale_net.kernels.moe.handshake import count_for
 from tilescale_net.kernels.moe.layout import (
     BAD_EXPERT,
@@ -37,7 +37,6 @@ from tilescale_net.kernels.moe.layout import (
     align4,
     record_words,
 )
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 ALL_LANES = 0xFFFFFFFF
 AT_ONCE = 24  # words that a thread loads before it adds the first, at most

@@ -14,16 +14,6 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-# These kernels synchronise threads themselves: the compiler can neither see where warps part nor what peers write.
-EXPLICIT_SYNC = {
-    "tl.disable_thread_storage_sync": True,
-    "tl.disable_shared_memory_reuse": True,
-    "tl.disable_safe_memory_legalize": True,  # every index is checked where it enters; guards would cost registers
-}
-
-# Products are rounded before they are added, as everywhere else, so that results can be compared bit by bit.
-EXACT_SUMS = "-fmad=false"
-
 FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0
 GROUP = 128  # elements that share a scale

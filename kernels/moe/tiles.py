@@ -13,7 +13,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.fused.matmul import gate
+from tilescale_net.kernels.collective import wait_until_resident
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Tiles:
 
     def leave_multiprocessors(self) -> None:
         """What follows on the current stream gets the multiprocessors that the blocks of this call have left."""
-        gate()(self.calls, self.words[self.count :], self.begins, self.begins)
+        wait_until_resident()(self.calls, self.words[self.count :], self.begins, self.begins)
 
     def reset(self) -> None:
         """As at first; all kernels have ended."""

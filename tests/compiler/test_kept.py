@@ -73,7 +73,7 @@ def _sources(traces, monkeypatch):
         m.setattr(cache, "_IMPORTED", 0.0)
         assert [traces.of(p2p.push, 64, threads=32)[1] for _ in range(2)] == [1, 1], "files younger than the process"
     with monkeypatch.context() as m:
-        changed = types.ModuleType("tilescale_net.kernels.partition")
+        changed = types.ModuleType("tilescale_net.kernels.collective")
         changed.__file__ = "/tmp/partition.py"
         m.setitem(sys.modules, changed.__name__, changed)
         assert traces.of(p2p.push, 64, threads=32)[1] == 1

@@ -180,31 +180,31 @@ def moe_latency_rejected(seed):
     _of("moe/rounds").rejected(seed, MOE, dict(mode="latency", tuning=_tuning()))
 
 
-EXCHANGE = ("exchange", "announcement")
+EXCHANGE = ("exchange", "collective")
 THROUGHPUT = ("moe/handshake", "moe/routing", "moe/dispatch", "moe/combine")
 RUNS = {
     "copies": (("p2p",), copies),
     "writes by the proxy": (("proxy_write",), writes),
-    "all-gather": ((*EXCHANGE, "node_all_gather"), gather),
-    "all-gather by stores": ((*EXCHANGE, "exchange_mapped", "vector_streams"), gather_by_stores),
+    "all-gather": ((*EXCHANGE, "all_gather"), gather),
+    "all-gather by stores": (EXCHANGE, gather_by_stores),
     "all-to-all": (EXCHANGE, equal_splits),
-    "all-to-all, uneven": (("all_to_all_uneven",), uneven_splits),
+    "all-to-all, uneven": (("all_to_all",), uneven_splits),
     "reduce-scatter": (("reduce_scatter",), reduce_by_push),
-    "reduce-scatter by pull": (("reduce_scatter_pull",), reduce_by_pull),
+    "reduce-scatter by pull": (("reduce_scatter",), reduce_by_pull),
     "all-reduce": (("all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"), reduce_everywhere),
-    "reduce-scatter across nodes": (("node_reduce_scatter",), reduce_across_nodes),
-    "broadcast across nodes": (("node_broadcast",), broadcast_across_nodes),
+    "reduce-scatter across nodes": (("reduce_scatter",), reduce_across_nodes),
+    "broadcast across nodes": (("broadcast",), broadcast_across_nodes),
     "all-reduce and norm": (("all_reduce_norm",), norm),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),
-    "all-gather and matmul": (("fused/all_gather_matmul", "fused/matmul", "fused/product"), gather_and_multiply),
-    "all-gather and matmul, pipelined": (("fused/all_gather_matmul_pipelined",), gather_and_multiply_pipelined),
+    "all-gather and matmul": (("fused/all_gather_matmul", "fused/gemm"), gather_and_multiply),
+    "all-gather and matmul, pipelined": (("fused/all_gather_matmul",), gather_and_multiply_pipelined),
     "matmul and reduce-scatter": (
-        ("fused/matmul_reduce_scatter", "fused/sending", "fused/product"),
+        ("fused/matmul_reduce_scatter", "fused/gemm"),
         multiply_and_reduce,
     ),
-    "matmul and all-reduce": (("fused/matmul_all_reduce", "fused/sending"), multiply_and_reduce_everywhere),
+    "matmul and all-reduce": (("fused/matmul_all_reduce", "fused/gemm"), multiply_and_reduce_everywhere),
     "MoE and its products": (
-        ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing", "moe/combine"),
+        ("fused/expert_matmul", "moe/tiles", "moe/routing", "moe/combine"),
         multiply_by_experts,
     ),
     "send and receive": (("send_recv",), messages),

@@ -40,69 +40,120 @@ HARMLESS = {
     BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET, OWN, UNREAD, TIMED, NUMBERED, BINS, HOSTS,
 }  # fmt: skip
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
-    "02": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): LAST},
-    "03": {("no quiet_block", 0): UNREAD},
-    "06": {("put_signal_block in two, no fence", 0): UNREAD},
-    "announcement": {("sem of st", 0): FAULTS},
-    "all_to_all_transposed": {("no sync_threads", 0): BEGINS},
-    "all_to_all_uneven": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
-    "broadcast": {("no sync_threads", 0): BEGINS},
-    "examples/halo": {("no sync_threads", 0): BEGINS, ("no quiet_block", 0): HOSTS},
-    "examples/histogram": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): TILELANG},
-    "examples/mailbox": {("no sync_threads", 0): TILELANG},
+    "02": {
+        ("no sync_threads", 0): BEGINS,
+        ("no sync_threads", 2): LAST,
+    },
+    "03": {
+        ("no quiet_block", 0): UNREAD,
+    },
+    "06": {
+        ("put_signal_block in two, no fence", 0): UNREAD,
+    },
+    "all_to_all": {
+        ("no sync_threads", 0): TILELANG,
+        ("no sync_threads", 2): LAST,
+    },
+    "all_to_all_transposed": {
+        ("no sync_threads", 0): BEGINS,
+    },
+    "broadcast": {
+        ("no sync_threads", 0): BEGINS,
+        ("no sync_threads", 2): BEGINS,
+    },
+    "collective": {
+        ("sem of st", 0): FAULTS,
+        ("no wait", 0): STARTS,
+    },
+    "examples/halo": {
+        ("no quiet_block", 0): HOSTS,
+        ("no sync_threads", 0): BEGINS,
+    },
+    "examples/histogram": {
+        ("no sync_threads", 0): TILELANG,
+        ("no sync_threads", 1): TILELANG,
+    },
+    "examples/mailbox": {
+        ("no sync_threads", 0): TILELANG,
+    },
     "examples/stealing": {
         ("no sync_threads", 0): SELDOM,
         ("no sync_threads", 1): TILELANG,
         ("no sync_threads", 3): TILELANG,
     },
-    "examples/tree": {("no sync_threads", 1): MET, ("no quiet_block", 0): HOSTS},
-    "fused/all_gather_matmul": {("no wait", 0): CALL_BEFORE, ("no sync_threads", 0): BEGINS},
-    "fused/expert_tiles": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): TILELANG},
-    "fused/matmul": {("no wait", 0): STARTS},
-    "fused/product": {("no sync_warp", 1): HIDDEN},
-    "fused/sending": {
+    "examples/tree": {
+        ("no quiet_block", 0): HOSTS,
+        ("no sync_threads", 1): MET,
+    },
+    "fused/all_gather_matmul": {
+        ("no sync_threads", 0): BEGINS,
         ("no wait", 0): CALL_BEFORE,
-        ("no sync_threads", 0): MET,
+    },
+    "fused/expert_matmul": {
+        ("no sync_threads", 0): TILELANG,
+        ("no sync_threads", 1): TILELANG,
+    },
+    "fused/gemm": {
         ("no fence of signal", 0): OWN,
+        ("no sync_threads", 0): MET,
         ("no sync_threads", 1): MET,
         ("no sync_threads", 2): TILELANG,
+        ("no sync_warp", 1): HIDDEN,
+        ("no wait", 1): CALL_BEFORE,
     },
-    "fused/matmul_all_reduce": {("no quiet", 0): NOTHING_LEFT},
-    "fused/matmul_reduce_scatter": {("no quiet", 0): ON_GPUS},
-    "moe/latency_combine": {
-        ("no sync_warp", 2): BEGINS,
-        ("no sync_warp", 3): BEGINS,
-        ("no sync_threads", 1): LAST,
-        ("no sync_threads", 5): WAITED,
-        ("no quiet", 0): NEXT_CALL,
+    "fused/matmul_all_reduce": {
+        ("no quiet", 0): NOTHING_LEFT,
+    },
+    "fused/matmul_reduce_scatter": {
+        ("no quiet", 0): ON_GPUS,
     },
     "moe/combine": {
-        ("no sync_warp", 0): BEGINS,
         ("no fence of signal_warp", 0): NOTHING_LEFT,
         ("no sync_threads", 1): CHUNKS,
         ("no sync_threads", 2): LAST,
+        ("no sync_warp", 0): BEGINS,
         ("no sync_warp", 3): BEGINS,
     },
-    "moe/latency_dispatch": {("sem of st", 0): FAULTS, ("no sync_threads", 12): LAST},
-    "moe/dispatch": {("no sync_threads", 2): LAST},
-    "moe/handshake": {("no quiet", 0): NEXT_CALL, ("no wait", 2): TIMED},
+    "moe/dispatch": {
+        ("no sync_threads", 2): LAST,
+    },
+    "moe/handshake": {
+        ("no quiet", 0): NEXT_CALL,
+        ("no wait", 2): TIMED,
+    },
+    "moe/latency_combine": {
+        ("no quiet", 0): NEXT_CALL,
+        ("no sync_threads", 1): LAST,
+        ("no sync_threads", 5): WAITED,
+        ("no sync_warp", 2): BEGINS,
+        ("no sync_warp", 3): BEGINS,
+    },
+    "moe/latency_dispatch": {
+        ("no sync_threads", 12): LAST,
+        ("sem of st", 0): FAULTS,
+    },
     "moe/routing": {
+        ("no sync_threads", 8): NUMBERED,
+        ("no sync_threads", 12): BEGINS,
+        ("no sync_threads", 14): LAST,
         ("no sync_threads", 19): MET,
         ("no sync_threads", 20): BEGINS,
         ("no sync_threads", 22): MET,
         ("no sync_warp", 1): BINS,
-        ("no sync_threads", 8): NUMBERED,
-        ("no sync_threads", 12): BEGINS,
-        ("no sync_threads", 14): LAST,
     },
-    "node_broadcast": {("no sync_threads", 0): BEGINS},
-    "node_reduce_scatter": {("no sync_threads", 2): MET},
-    "moe/tiles": {("no fence of signal", 0): OWN, ("no fence of signal", 1): OWN},
-    "p2p": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): BEGINS},
+    "moe/tiles": {
+        ("no fence of signal", 0): OWN,
+        ("no fence of signal", 1): OWN,
+    },
+    "p2p": {
+        ("no sync_threads", 0): TILELANG,
+        ("no sync_threads", 1): BEGINS,
+    },
     "reduce_scatter": {
-        ("no sync_threads", 0): BEGINS,
-        ("no wait", 0): ANNOUNCED,
-        ("no sync_threads", 3): LAST,
+        ("no sync_threads", 2): LAST,
+        ("no sync_threads", 5): MET,
+        ("no sync_threads", 7): BEGINS,
+        ("no sync_threads", 10): LAST,
+        ("no wait", 4): ANNOUNCED,
     },
-    "reduce_scatter_pull": {("no sync_threads", 2): LAST},
 }

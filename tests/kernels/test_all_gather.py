@@ -225,5 +225,5 @@ MUTANTS = {
     "stores without wait for room": Mutant(
         "exchange", "await_room", WAIT_READY, "short_by_stores", NO_WAIT, nightly=True
     ),
-    "stores without wait for data": Mutant("exchange_mapped", "exchange_mapped", WAIT_ARRIVED, "short_by_stores"),
+    "stores without wait for data": Mutant("exchange", "exchange_mapped", WAIT_ARRIVED, "short_by_stores"),
 }

@@ -229,5 +229,5 @@ SM_90 = {
         dict(n_pes=4, dtype="bfloat16", staged=False, pulled=True),
         dict(n_pes=8, dtype="float32", staged=True, aligned=False),
     ],
-    "tilescale_net.kernels.sum_of_rows.sum_of_rows": [dict(rows=8, dtype="bfloat16")],
+    "tilescale_net.kernels.sums.sum_of_rows": [dict(rows=8, dtype="bfloat16")],
 }

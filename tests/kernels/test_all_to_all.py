@@ -242,7 +242,7 @@ def test_wrong_splits_in_device_memory():
 SM_90 = {
     "tilescale_net.kernels.all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
     "tilescale_net.kernels.all_to_all.all_to_all_mapped": [dict(n_pes=4)],
-    "tilescale_net.kernels.all_to_all_uneven.all_to_all_uneven": [dict(n_pes=4)],
+    "tilescale_net.kernels.all_to_all.all_to_all_uneven": [dict(n_pes=4)],
 }
 
 
@@ -255,10 +255,10 @@ def short_uneven(seed):
     _uneven(seed, 24, dict(threads=32, blocks=2), (40,), torch.float32, False)
 
 
-UNEVEN = "all_to_all_uneven"
+UNEVEN = ("all_to_all", "all_to_all_uneven")
 MUTANTS = {
     "all-to-all without wait for data": Mutant("exchange", "exchange", WAIT_ARRIVED, "short"),
-    "uneven without wait for data": Mutant(UNEVEN, UNEVEN, WAIT_ARRIVED, "short_uneven", nightly=True),
-    "uneven without fence": Mutant(UNEVEN, UNEVEN, ", fence=True", "short_uneven", ""),
-    "uneven without quiet": Mutant(UNEVEN, UNEVEN, "N.quiet(thread)", "short_uneven"),
+    "uneven without wait for data": Mutant(*UNEVEN, WAIT_ARRIVED, "short_uneven", nightly=True),
+    "uneven without fence": Mutant(*UNEVEN, ", fence=True", "short_uneven", ""),
+    "uneven without quiet": Mutant(*UNEVEN, "N.quiet(thread)", "short_uneven"),
 }

@@ -15,7 +15,7 @@ from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
-from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
+from tilescale_net.kernels.fused.all_gather_matmul import PipelinedAllGatherMatmul
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 

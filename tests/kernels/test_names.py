@@ -27,7 +27,7 @@ def _collectives() -> list[tuple[str, type, str]]:
             classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
             found |= {c for _, c in classes if issubclass(c, Collective) and c.__module__ == module.name}
     calls = []
-    for cls in sorted(found, key=lambda c: c.__module__):
+    for cls in sorted(found, key=lambda c: (c.__module__, c.__name__)):
         name = "moe" if cls is AllToAll else cls.__name__
         for method in OTHER_CALLS.get(name, ("__call__",) if "__call__" in vars(cls) else ()):
             calls.append((f"tilescale_net.{name}" + ("" if method == "__call__" else f".{method}"), cls, method))

@@ -50,8 +50,7 @@ def test_staged_slots_fit_a_narrow_network():
 
 def _sources() -> dict[str, str]:
     from tilescale_net.kernels.all_gather import all_gather
-    from tilescale_net.kernels.all_to_all import all_to_all
-    from tilescale_net.kernels.all_to_all_uneven import all_to_all_uneven
+    from tilescale_net.kernels.all_to_all import all_to_all, all_to_all_uneven
     from tilescale_net.kernels.reduce_scatter import reduce_scatter
 
     made = {

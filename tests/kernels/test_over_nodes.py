@@ -148,7 +148,7 @@ def test_ranks_that_differ_are_named():
 
 
 SM_90 = {
-    "tilescale_net.kernels.node_all_gather.node_all_gather": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
-    "tilescale_net.kernels.node_reduce_scatter.node_reduce_scatter": [dict(n_pes=16, node_size=8, dtype="bfloat16")],
-    "tilescale_net.kernels.node_broadcast.node_broadcast": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
+    "tilescale_net.kernels.all_gather.node_all_gather": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
+    "tilescale_net.kernels.reduce_scatter.node_reduce_scatter": [dict(n_pes=16, node_size=8, dtype="bfloat16")],
+    "tilescale_net.kernels.broadcast.node_broadcast": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
 }

@@ -171,7 +171,7 @@ SM_90 = {
         dict(n_pes=4, dtype="bfloat16", vector=8),
         dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
     ],
-    "tilescale_net.kernels.reduce_scatter_pull.reduce_scatter_pull": [
+    "tilescale_net.kernels.reduce_scatter.reduce_scatter_pull": [
         dict(n_pes=4, dtype="bfloat16"),
         dict(n_pes=8, dtype="float32", threads=1024),
     ],

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
 
 import tilescale_net as tsn
 import tilescale_net.runtime.settings as settings
@@ -22,9 +23,8 @@ from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.collective import Collective
-from tilescale_net.kernels.fused import matmul
+from tilescale_net.kernels.fused import gemm
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
@@ -33,7 +33,7 @@ from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.ops import group_objects
 from tilescale_net.runtime.launch_args import StreamOrder
 
-BASES = {"Exchange", matmul.DistributedMatmul.__name__, matmul.FusedMatmul.__name__}
+BASES = {"Exchange", gemm.DistributedMatmul.__name__, gemm.FusedMatmul.__name__}
 
 
 def _classes(base: type) -> set[type]:

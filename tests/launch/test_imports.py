@@ -37,11 +37,11 @@ def test_a_checkout_without_its_link_and_not_built(tmp_path):
         (tmp_path / name).symlink_to(Path(ROOT) / name)
     script = tmp_path / "script.py"
     script.write_text(
-        "import tilescale_net.kernels.partition as p\nprint(p.__name__)\np.__spec__ and __import__('tilescale_net').init()"
+        "import tilescale_net.kernels.collective as p\nprint(p.__name__)\np.__spec__ and __import__('tilescale_net').init()"
     )
     env = clean_environment(PYTHONPATH=str(tmp_path))
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
-    assert done.stdout == "tilescale_net.kernels.partition\n"
+    assert done.stdout == "tilescale_net.kernels.collective\n"
     assert (
         f"the native part of tilescale_net is not built for Python 3.{sys.version_info.minor} in {package}"
         in done.stderr

@@ -12,7 +12,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tilescale_net import ops
 from tilescale_net.kernels.all_reduce import AllReduce
-from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
+from tilescale_net.kernels.fused.all_gather_matmul import PipelinedAllGatherMatmul
 from tilescale_net.ops import group_objects
 
 operators = torch.ops.tilescale_net

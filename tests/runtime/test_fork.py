@@ -20,10 +20,9 @@ from tilescale_net.kernels.all_to_all import AllToAll as EvenAllToAll
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.collective import Collective
-from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
+from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
-from tilescale_net.kernels.fused.matmul import Tiling
+from tilescale_net.kernels.fused.gemm import Tiling
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.kernels.moe import AllToAll, Arena

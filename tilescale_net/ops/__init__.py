@@ -21,11 +21,10 @@ numbers of rows that vary to a few sizes. One that a CUDA graph was captured wit
 addresses; call a shape once just before it is captured.
 """
 
-from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, check, reduce_scatter
+from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, check, recv, reduce_scatter, send
 from tilescale_net.ops.experts import expert_matmul, moe_dispatch_matmul, moe_matmul_combine
 from tilescale_net.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tilescale_net.ops.moe import moe_combine, moe_dispatch, moe_layer
-from tilescale_net.ops.send_recv import recv, send
 
 __all__ = [
     "all_gather",

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+
 import torch
 
 
@@ -27,3 +32,92 @@ def check(call: str, **tensors: torch.Tensor) -> None:
             first = name
         elif x.device != tensors[first].device:
             raise ValueError(f"{call}: {name} is on {x.device}, but {first} on {tensors[first].device}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What torch.autocast asks of matrix products, for operators that torch does not know.
+
+
+def operands(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operands of a product: in the dtype of the region of torch.autocast of their device, as torch.mm takes them there
+    (docs.pytorch.org/docs/stable/amp.html: all floating numbers but float64); as they are outside of one, and where one of
+    them is of 8 bits and comes with scales.
+    """
+    kind = given[0].device.type
+    if not torch.is_autocast_enabled(kind) or any(x.dtype == torch.float8_e4m3fn for x in given):
+        return given
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in given)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keeps the operators in the order of the program where torch.compile's default backend makes code of it.
+#
+# Inductor puts kernels into the order that takes the least memory, by the sizes of this rank, and takes an operator that it does
+# not know for one that may run at any time between what it needs and what needs it. Ranks whose sizes differ (tokens of a
+# dispatch, rows of an uneven exchange) would make their calls in different orders, and wait for each other. So each of our
+# operators is lowered with a dependency on the one before it, as Inductor gives those of torch's own collectives.
+
+
+_LOWERING = "torch._inductor.lowering"  # imported by the first compilation, which takes seconds
+
+_waiting: list[str] = []  # operators that are not yet registered with Inductor
+
+
+def register_fake(operator: str) -> Callable[[Callable], Callable]:
+    """A decorator, as `torch.library.register_fake`, for an operator of ours whose calls all ranks make in one order."""
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            # Compilation requests shapes when it has imported what it lowers with, and before it does so.
+            if _waiting and _LOWERING in sys.modules:
+                _tell_inductor()
+            return function(*args, **kwargs)
+
+        torch.library.register_fake(f"tilescale_net::{operator}", call)
+        return function
+
+    _waiting.append(operator)
+    return decorate
+
+
+def _tell_inductor() -> None:
+    kernel, lowerings = _kernel(), sys.modules[_LOWERING].lowerings
+    while _waiting:
+        overload = getattr(torch.ops.tilescale_net, _waiting.pop()).default
+        lowerings[overload] = functools.partial(_lower, kernel, overload)
+
+
+def _lower(kernel, overload, *args, **kwargs):
+    """What Inductor does with operators that it does not know, with our kernel."""
+    from torch._inductor import ir
+
+    made = kernel.create(overload, *args, **kwargs)
+    return torch.utils._pytree.tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, made)
+
+
+@functools.cache
+def _kernel() -> type:
+    from torch._inductor import ir
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.virtualized import V
+
+    # A dependency that orders and keeps no memory alive, where torch has the distinction.
+    fake = {"is_fake": True} if "is_fake" in {f.name for f in dataclasses.fields(WeakDep)} else {}
+
+    class OrderedKernel(ir.FallbackKernel):
+        """A call of an operator that comes after the one before it in the same graph."""
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.earlier = getattr(V.graph, "tilescale_net_last_call", None)
+            V.graph.tilescale_net_last_call = self.get_name()
+
+        def get_read_writes(self):
+            found = super().get_read_writes()
+            if self.earlier is not None:
+                found.reads.add(WeakDep(self.earlier, mutating_buf=self.get_name(), **fake))
+            return found
+
+    return OrderedKernel

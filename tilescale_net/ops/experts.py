@@ -13,11 +13,11 @@ import torch
 
 from tilescale_net.kernels.fused.choice import SIMULATED, are_experts_fused
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
-from tilescale_net.kernels.fused.matmul import DEFAULT
+from tilescale_net.kernels.fused.gemm import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.checks import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
-from tilescale_net.ops import arguments, autocast, compiled_order, moe
+from tilescale_net.ops import arguments, moe
 
 _ops = torch.ops.tilescale_net
 
@@ -94,7 +94,7 @@ def _dispatch_matmul(
     return [_zeroed(op, plan, h), _zeroed(op, plan, received.x), torch.where(valid, weights, 0.0), *others]
 
 
-@compiled_order.register_fake("moe_dispatch_matmul")
+@arguments.register_fake("moe_dispatch_matmul")
 def _(x, topk_idx, topk_weights, w, fused, key):
     rows, *others = moe.dispatch_fake(x, topk_idx, topk_weights, key)
     return [x.new_empty((rows.shape[0], w.shape[2])), rows, *others]
@@ -120,7 +120,7 @@ def _matmul_combine(
     return op.combine(product(h.contiguous(), w, handle), handle=handle, **given)
 
 
-@compiled_order.register_fake("moe_matmul_combine")
+@arguments.register_fake("moe_matmul_combine")
 def _(h, w, weights, plan, tokens, fused, key):
     return h.new_empty((tokens, w.shape[2]))
 
@@ -136,7 +136,7 @@ def _combine_backward(
     return _zeroed(op, plan_, received.x), _zeroed(op, plan_, products)
 
 
-@compiled_order.register_fake("moe_matmul_combine_backward")
+@arguments.register_fake("moe_matmul_combine_backward")
 def _(grad, w, plan, tokens, fused, key):
     c = moe.layer_of(key).config
     return grad.new_empty((c.capacity, c.hidden)), grad.new_empty((c.capacity, w.shape[1]))
@@ -150,7 +150,7 @@ def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], t
     return _zeroed(op, plan_, _product(op, w)(x.contiguous(), w, moe.handle_of(key, plan_)))
 
 
-@compiled_order.register_fake("expert_matmul")
+@arguments.register_fake("expert_matmul")
 def _(x, w, plan, tokens, key):
     return x.new_empty((x.shape[0], w.shape[2]))
 
@@ -243,7 +243,7 @@ def moe_dispatch_matmul(
         TypeError, ValueError: an argument that does not fit, by name; the other ranks wait for this one.
     """
     arguments.check("moe_dispatch_matmul", x=x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
-    x, w, topk_weights = *autocast.operands(x, w), arguments.as_weights(topk_weights)
+    x, w, topk_weights = *arguments.operands(x, w), arguments.as_weights(topk_weights)
     key, c, dropped = _check("moe_dispatch_matmul", layer, w, layer.config.hidden, None), layer.config, None
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
@@ -274,7 +274,7 @@ def moe_matmul_combine(
         As `moe_dispatch_matmul`.
     """
     arguments.check("moe_matmul_combine", h=h, w=w)
-    h, w = autocast.operands(h, w)
+    h, w = arguments.operands(h, w)
     key = _check("moe_matmul_combine", layer, w, None, layer.config.hidden)
     plan = received.handle.plan
     weights = arguments.as_weights(received.row_weight) if weighted else h.new_empty((0,), dtype=torch.float32)
@@ -296,7 +296,7 @@ def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: D
         As `moe_dispatch_matmul`.
     """
     arguments.check("expert_matmul", x=x, w=w)
-    x, w = autocast.operands(x, w)
+    x, w = arguments.operands(x, w)
     key = _check("expert_matmul", layer, w, x.shape[-1], None)
     plan = received.handle.plan
     return _ops.expert_matmul(x, w, [t.detach() for t in plan.tensors()], plan.tokens, key)

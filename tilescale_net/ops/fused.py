@@ -11,10 +11,9 @@ import math
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
-from tilescale_net.kernels.fused.choice import Product, blocks_for, fits, is_pipelined, is_taken, tiling_for
-from tilescale_net.kernels.fused.matmul import (
+from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
+from tilescale_net.kernels.fused.choice import Product, blocks_for, chosen, fits, is_pipelined, is_taken, tiling_for
+from tilescale_net.kernels.fused.gemm import (
     SCALED,
     DistributedMatmul,
     FusedMatmul,
@@ -24,8 +23,7 @@ from tilescale_net.kernels.fused.matmul import (
 )
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
-from tilescale_net.kernels.fused.tuned_choice import chosen
-from tilescale_net.ops import arguments, autocast, compiled_order, group_objects
+from tilescale_net.ops import arguments, group_objects
 
 _ops = torch.ops.tilescale_net
 CLASSES: dict[str, type[FusedMatmul]] = {
@@ -152,7 +150,7 @@ def _all_gather_matmul(
     return op(x, _held(w), **scales)
 
 
-@compiled_order.register_fake("all_gather_matmul")
+@arguments.register_fake("all_gather_matmul")
 def _(x, w, fused, group, x_scales=None, w_scales=None, gradient=False):
     return x.new_empty((group_objects.world_of(group).size * x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 
@@ -203,7 +201,7 @@ def all_gather_matmul(
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
     _check_together("all_gather_matmul", x, w=w, x_scales=x_scales, w_scales=w_scales)
-    x, w = autocast.operands(x, w)
+    x, w = arguments.operands(x, w)
     return _ops.all_gather_matmul(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
@@ -232,7 +230,7 @@ def _matmul_reduce_scatter(
     return objects.reduce_scatter(part, torch_product(x, w, **scales, out=there))
 
 
-@compiled_order.register_fake("matmul_reduce_scatter")
+@arguments.register_fake("matmul_reduce_scatter")
 def _(x, w, fused, group, x_scales=None, w_scales=None, gradient=False):
     return x.new_empty((x.shape[0] // group_objects.world_of(group).size, w.shape[1]), dtype=_result_dtype(x))
 
@@ -272,7 +270,7 @@ def matmul_reduce_scatter(
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
     _check_together("matmul_reduce_scatter", x, w=w, x_scales=x_scales, w_scales=w_scales)
-    x, w = autocast.operands(x, w)
+    x, w = arguments.operands(x, w)
     return _ops.matmul_reduce_scatter(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
@@ -304,7 +302,7 @@ def _matmul_all_reduce(
     return _ops.all_reduce(torch_product(x, w, **scales), replicated, group, gradient)
 
 
-@compiled_order.register_fake("matmul_all_reduce")
+@arguments.register_fake("matmul_all_reduce")
 def _(x, w, replicated, fused, group, x_scales=None, w_scales=None, gradient=False):
     return x.new_empty((x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 
@@ -345,5 +343,5 @@ def matmul_all_reduce(
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
     _check_together("matmul_all_reduce", x, w=w, x_scales=x_scales, w_scales=w_scales)
-    x, w = autocast.operands(x, w)
+    x, w = arguments.operands(x, w)
     return _ops.matmul_all_reduce(x, w, replicated, fused, group_objects.name_of(group), x_scales, w_scales)

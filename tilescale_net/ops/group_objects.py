@@ -17,7 +17,7 @@ from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.collective import Collective
-from tilescale_net.kernels.fused.matmul import DistributedMatmul
+from tilescale_net.kernels.fused.gemm import DistributedMatmul
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.runtime.groups import StoreGroup

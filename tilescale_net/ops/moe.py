@@ -18,7 +18,7 @@ from tilescale_net.kernels.moe.config import FP8, Tuning
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.layout import PlanOffsets, record_words
 from tilescale_net.kernels.moe.throughput import output_rows
-from tilescale_net.ops import arguments, compiled_order, group_objects
+from tilescale_net.ops import arguments, group_objects
 
 
 def layer_key(op) -> str:
@@ -96,7 +96,7 @@ def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tenso
     return [zero_where_not(by_row, received.x), torch.where(by_choice, weights, 0.0), *others]
 
 
-@compiled_order.register_fake("moe_dispatch")
+@arguments.register_fake("moe_dispatch")
 def dispatch_fake(x, topk_idx, topk_weights, key):
     c = layer_of(key).config
     R, M = c.ranks, c.max_tokens
@@ -120,7 +120,7 @@ def _combine(y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], t
     return op.combine(y.contiguous(), handle, weighted=False, weights=weights.contiguous() if given else None)
 
 
-@compiled_order.register_fake("moe_combine")
+@arguments.register_fake("moe_combine")
 def _(y, weights, plan, tokens, key):
     return y.new_empty((tokens, y.shape[1]))
 
@@ -134,7 +134,7 @@ def _dispatch_backward(
     return op.combine_values(rows.contiguous(), weights.contiguous(), handle_of(key, RoutingPlan(tokens, *plan)))
 
 
-@compiled_order.register_fake("moe_dispatch_backward")
+@arguments.register_fake("moe_dispatch_backward")
 def _(rows, weights, plan, tokens, key):
     c = layer_of(key).config
     return rows.new_empty((tokens, c.hidden)), weights.new_empty((tokens, c.top_k))
@@ -148,7 +148,7 @@ def _combine_backward(out: torch.Tensor, plan: list[torch.Tensor], tokens: int, 
     return zero_where_not(valid_rows(op, received.handle.plan.totals, op.config.layout == "rank"), received.x)
 
 
-@compiled_order.register_fake("moe_combine_backward")
+@arguments.register_fake("moe_combine_backward")
 def _(out, plan, tokens, key):
     op = layer_of(key)
     return out.new_empty((output_rows(op.config), out.shape[1]))

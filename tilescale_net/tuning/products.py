@@ -5,20 +5,23 @@ from __future__ import annotations
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
+from tilescale_net.kernels.fused.all_gather_matmul import PipelinedAllGatherMatmul
 from tilescale_net.kernels.fused.choice import (
     GEOMETRIES,
     SIMULATED,
+    Chosen,
     Product,
+    as_choice,
     blocks_for,
     expected_us,
     fits,
     is_taken,
+    key_of,
+    of_choice,
     tiling_for,
 )
 from tilescale_net.kernels.fused.choice import of_dtype as tiling_of_dtype
-from tilescale_net.kernels.fused.matmul import SCALED, Tiling
-from tilescale_net.kernels.fused.tuned_choice import Chosen, as_choice, key_of, of_choice
+from tilescale_net.kernels.fused.gemm import SCALED, Tiling
 from tilescale_net.ops import fused, group_objects
 from tilescale_net.runtime import tuned
 from tilescale_net.runtime.tuned import Choice

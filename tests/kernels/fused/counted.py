@@ -11,7 +11,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.kernels.fused.test_all_gather_matmul import whole_numbers
 from tests.kernels.support import assert_same
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.collective import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.tiles import count_rows
 
 

@@ -9,9 +9,8 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import unsettle, zeroed
-from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
-from tilescale_net.kernels.fused.matmul import Tiling
+from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
+from tilescale_net.kernels.fused.gemm import Tiling
 
 # As small as can be: tensor cores of GPUs take rows by 128, and summands of so many rows need depth and columns.
 SMALL = Tiling(tile=(128, 64, 64) if ranks.gpus() else (32, 32, 16), stages=2, panel=2, columns=16)

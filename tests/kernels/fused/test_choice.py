@@ -22,7 +22,7 @@ from tilescale_net.kernels.fused.choice import (
     of_dtype,
     senders,
 )
-from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, FusedMatmul, Tiling, check_tensor_cores
+from tilescale_net.kernels.fused.gemm import DEFAULT, SCALED, FusedMatmul, Tiling, check_tensor_cores
 from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -9,7 +9,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import SCALED, SMALL, SMALL_SCALED, powers_of_two, whole_numbers
 from tests.kernels.support import unsettle
-from tilescale_net.kernels.fused.matmul import Tiling
+from tilescale_net.kernels.fused.gemm import Tiling
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 
 
