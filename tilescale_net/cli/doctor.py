@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -46,6 +46,11 @@ class Finding:
     remedy: str = ""
 
 
+def _judge(what: str, good: bool, found: str, remedy: str, bad: str = WARNING) -> Finding:
+    """GOOD, or `bad` with the remedy."""
+    return Finding(what, GOOD, found) if good else Finding(what, bad, found, remedy)
+
+
 class Doctor:
     """All checks; each yields findings. Facts that several of them need are found once."""
 
@@ -54,29 +59,18 @@ class Doctor:
         self.loaded = machine.modules()
 
     def run(self) -> Iterator[Finding]:
-        checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-            *(
-                self.packages,
-                self.native,
-                self.host_compiler,
-                self.driver,
-                self.nvcc,
-                self.peers,
-                self.gpu_network_memory,
-            ),
-            *(
-                self.shared_memory,
-                self.cache,
-                self.cache_of_tilelang,
-                self.disk,
-                self.memlock,
-                self.open_files,
-                self.huge_pages,
-                self.libfabric,
-                self.nics,
-            ),
+        """The findings of all checks."""
+        build = (self.packages, self.native, self.host_compiler, self.driver, self.nvcc)
+        memory = (
+            self.peers,
+            self.gpu_network_memory,
+            self.shared_memory,
+            self.memlock,
+            self.open_files,
+            self.huge_pages,
         )
-        for check in checks:
+        disk = (self.cache, self.cache_of_tilelang, self.disk)
+        for check in (*build, *memory, *disk, self.libfabric, self.nics):
             yield from check()
 
     def packages(self) -> Iterator[Finding]:
@@ -90,10 +84,7 @@ class Doctor:
                 found = f"{metadata.version(name)} ({limits})"
             except metadata.PackageNotFoundError:
                 found = "none"
-            if set_up.satisfied(wanted):
-                yield Finding(name, GOOD, found)
-            else:
-                yield Finding(name, MISSING, found, f"pip install '{wanted}'")
+            yield _judge(name, set_up.satisfied(wanted), found, f"pip install '{wanted}'", MISSING)
 
     def native(self) -> Iterator[Finding]:
         for name, use in (("_native", "proxy and fabric"), ("_simulator", "simulator")):
@@ -139,13 +130,13 @@ class Doctor:
         found = toolchain.find_tool("nvcc")
         if found:
             version = _nvcc_version(found)
-            old = bool(self.gpus) and version < NVCC
             text = f"{'.'.join(map(str, version)) or 'a version that it does not print'}, {found}"
-            remedy = "pip install 'nvidia-cuda-nvcc>=13.0,<13.1', or set CUDA_HOME to a newer toolkit" if old else ""
-            yield Finding("nvcc", WARNING if old else GOOD, text, remedy)
+            remedy = "pip install 'nvidia-cuda-nvcc>=13.0,<13.1', or set CUDA_HOME to a newer toolkit"
+            yield _judge("nvcc", not self.gpus or version >= NVCC, text, remedy)
+        elif self.gpus:
+            yield Finding("nvcc", MISSING, "none", "pip install nvidia-cuda-nvcc, or set CUDA_HOME")
         else:
-            state = MISSING if self.gpus else UNUSED
-            yield Finding("nvcc", state, "none", "pip install nvidia-cuda-nvcc, or set CUDA_HOME" if self.gpus else "")
+            yield Finding("nvcc", UNUSED, "none")
 
     def peers(self) -> Iterator[Finding]:
         if len(self.gpus) < 2:
@@ -155,10 +146,8 @@ class Doctor:
         remedy = (
             "put ranks of GPUs that cannot map each other on different nodes with VIRTUAL_NODES; disable ACS on PCIe"
         )
-        if apart:
-            yield Finding("peer access between GPUs", WARNING, f"none between {', '.join(apart)}", remedy)
-        else:
-            yield Finding("peer access between GPUs", GOOD, f"all {len(self.gpus)} map each other")
+        found = f"none between {', '.join(apart)}" if apart else f"all {len(self.gpus)} map each other"
+        yield _judge("peer access between GPUs", not apart, found, remedy)
         yield self._ipc()
 
     def _ipc(self) -> Finding:
@@ -185,24 +174,21 @@ class Doctor:
             return
         dmabuf = _dmabuf()
         peermem = sorted(self.loaded & {"nvidia_peermem", "efa_nv_peermem"})
-        if dmabuf or peermem:
-            yield Finding(what, GOOD, ", ".join((["DMABUF"] if dmabuf else []) + peermem))
-        else:
-            remedy = "use the open kernel modules of the driver (DMABUF), or modprobe nvidia_peermem; until then data are staged"
-            yield Finding(what, WARNING, "neither", remedy)
+        found = ["DMABUF"] * dmabuf + peermem
+        remedy = (
+            "use the open kernel modules of the driver (DMABUF), or modprobe nvidia_peermem; until then data are staged"
+        )
+        yield _judge(what, bool(found), ", ".join(found) or "neither", remedy)
 
     def shared_memory(self) -> Iterator[Finding]:
         total, free = machine.shared_memory()
         found = f"{free >> 20} of {total >> 20} MiB are free"
         if self.gpus:
-            yield Finding("/dev/shm", GOOD if free > 64 << 20 else WARNING, found, "" if free > 64 << 20 else _SHM)
+            yield _judge("/dev/shm", free > 64 << 20, found, _SHM)
             return
-        heap = settings.heap_bytes(None, False)
-        enough = free >= 2 * heap
-        text = f"{found}; two simulated ranks take {2 * heap >> 20} MiB when full"
-        yield Finding(
-            "/dev/shm", GOOD if enough else WARNING, text, "" if enough else _SHM + ", or lower TSN_HEAP_SIZE"
-        )
+        heaps = 2 * settings.heap_bytes(None, False)
+        text = f"{found}; two simulated ranks take {heaps >> 20} MiB when full"
+        yield _judge("/dev/shm", free >= heaps, text, _SHM + ", or lower TSN_HEAP_SIZE")
 
     def cache(self) -> Iterator[Finding]:
         from tilescale_net.compiler.simulator import cache
@@ -217,8 +203,8 @@ class Doctor:
             yield Finding("cache of kernels", WARNING, f"{folder}: {err.strerror}", remedy)
             return
         free = shutil.disk_usage(folder).free
-        remedy = "" if free > 1 << 30 else "free some space there, or name another folder in XDG_CACHE_HOME"
-        yield Finding("cache of kernels", WARNING if remedy else GOOD, f"{folder}, {free >> 20} MiB free", remedy)
+        remedy = "free some space there, or name another folder in XDG_CACHE_HOME"
+        yield _judge("cache of kernels", free > 1 << 30, f"{folder}, {free >> 20} MiB free", remedy)
 
     def cache_of_tilelang(self) -> Iterator[Finding]:
         what, remedy = "tilelang's cache", "name a folder that can be written in TILELANG_CACHE_DIR"
@@ -226,10 +212,9 @@ class Doctor:
         if folder == str(private_folder.of_user("tilelang")):
             text = f"{folder}, since the home cannot be written; programs that launch.sh does not start fail"
             yield Finding(what, WARNING, text, remedy)
-        elif private_folder.can_be_made(folder):
-            yield Finding(what, GOOD, folder)
         else:
-            yield Finding(what, MISSING, f"{folder} cannot be written", remedy)
+            good = private_folder.can_be_made(folder)
+            yield _judge(what, good, folder if good else f"{folder} cannot be written", remedy, MISSING)
 
     def disk(self) -> Iterator[Finding]:
         root = set_up.ROOT
@@ -237,22 +222,18 @@ class Doctor:
             return  # installed: nothing is set up here
         free = shutil.disk_usage(root).free
         there = os.path.isdir(settings.VENV.get() or os.path.join(root, ".venv")) or free >= SET_UP
-        text = f"{free >> 20} MiB free in {root}"
-        remedy = (
-            "" if there else f"launch.sh needs {SET_UP >> 30} GiB for packages; free some, or name a folder in TSN_VENV"
-        )
-        yield Finding("disk of the checkout", GOOD if there else WARNING, text, remedy)
+        remedy = f"launch.sh needs {SET_UP >> 30} GiB for packages; free some, or name a folder in TSN_VENV"
+        yield _judge("disk of the checkout", there, f"{free >> 20} MiB free in {root}", remedy)
 
     def memlock(self) -> Iterator[Finding]:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
         if not machine.nics([]):
             yield Finding("memory that may be locked", UNUSED, f"{found}; NICs for remote memory need it")
-        elif limit == resource.RLIM_INFINITY or limit >= settings.heap_bytes(None, bool(self.gpus)):
-            yield Finding("memory that may be locked", GOOD, found)
         else:
+            enough = limit == resource.RLIM_INFINITY or limit >= settings.heap_bytes(None, bool(self.gpus))
             remedy = "ulimit -l unlimited (limits.conf: * - memlock unlimited; docker: --ulimit memlock=-1)"
-            yield Finding("memory that may be locked", MISSING, found, remedy)
+            yield _judge("memory that may be locked", enough, found, remedy, MISSING)
 
     def open_files(self) -> Iterator[Finding]:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -260,9 +241,8 @@ class Doctor:
             yield Finding("open files", GOOD, "unlimited")
             return
         ranks = max(0, limit - FILES_OF_A_PROGRAM) // FILES_OF_A_PEER
-        remedy = "" if ranks >= 64 else "ulimit -n 65536 (limits.conf: * - nofile 65536; docker: --ulimit nofile=65536)"
-        found = f"{limit}, enough for jobs of about {ranks} ranks over tcp"
-        yield Finding("open files", WARNING if remedy else GOOD, found, remedy)
+        remedy = "ulimit -n 65536 (limits.conf: * - nofile 65536; docker: --ulimit nofile=65536)"
+        yield _judge("open files", ranks >= 64, f"{limit}, enough for jobs of about {ranks} ranks over tcp", remedy)
 
     def _efa(self) -> list[dict]:
         return [nic for nic in machine.nics([]) if nic["driver"] == "efa"]
@@ -272,10 +252,8 @@ class Doctor:
         found = f"{free} of {total} are free"
         if not self._efa():
             yield Finding("huge pages", UNUSED, f"{found}; EFA uses some")
-        elif free:
-            yield Finding("huge pages", GOOD, found)
         else:
-            yield Finding("huge pages", WARNING, found, "sysctl vm.nr_hugepages=5128, or FI_EFA_USE_HUGE_PAGE=0")
+            yield _judge("huge pages", bool(free), found, "sysctl vm.nr_hugepages=5128, or FI_EFA_USE_HUGE_PAGE=0")
 
     def libfabric(self) -> Iterator[Finding]:
         remedy = "pip install mpich (has one inside), apt-get install libfabric1, or name a library in TSN_LIBFABRIC"
@@ -286,7 +264,7 @@ class Doctor:
             library = fabric.library()
             properties = _native.Transport(fabric.transport_options()).properties()
         except ImportError:
-            return  # said above
+            return  # reported above
         except TileScaleError as err:
             found, headers, advice = str(err).partition("; install the headers")
             # The error of a native part without libfabric's headers states what to do: a library alone would not help.
@@ -303,9 +281,8 @@ class Doctor:
             yield Finding("NICs for remote memory", UNUSED, "none; between hosts data go through tcp")
             return
         down = [nic["name"] for nic in found if nic["state"] != "ACTIVE"]
-        state = WARNING if down else GOOD
         text = f"{len(found)}, not active: {', '.join(down)}" if down else f"{len(found)}, all active"
-        yield Finding("NICs for remote memory", state, text, "ibstat and the cable's link say why" if down else "")
+        yield _judge("NICs for remote memory", not down, text, "ibstat and the cable's link say why")
         if self._efa():
             yield from self._efa_needs()
 
@@ -325,10 +302,9 @@ class Doctor:
             return
         if not offered:
             yield Finding("EFA: provider", MISSING, f"libfabric {version} does not offer efa", installer)
-        elif tuple(int(n) for n in version.split(".")[:2]) < EFA_LIBFABRIC:
-            yield Finding("EFA: provider", WARNING, f"libfabric {version} is old", installer)
         else:
-            yield Finding("EFA: provider", GOOD, f"libfabric {version} offers efa")
+            new = tuple(int(n) for n in version.split(".")[:2]) >= EFA_LIBFABRIC
+            yield _judge("EFA: provider", new, f"libfabric {version} {'offers efa' if new else 'is old'}", installer)
 
 
 def _nvcc_version(path: str) -> tuple[int, ...]:
