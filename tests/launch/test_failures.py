@@ -38,37 +38,75 @@ def test_failing_rank_is_named_and_all_end(script):
     assert not alive(script.pids())
 
 
-@pytest.mark.parametrize("code", [1, 3, 77])
-@pytest.mark.sample(1)
-def test_exit_code_of_the_rank_is_the_jobs(script, code):
-    done = launch(script(f"if rank == 1: sys.exit({code})\ntime.sleep(1000)"), GPUS="2")
-    assert done.returncode == code
-    assert f"rank 1 failed first: exit code {code}; it said nothing" in last_line(done)
+PEER_LOST = "class PeerLost(Exception): pass\n"
+# Ranks, script, exit code of the job, last line of stderr, other lines there.
+REPORTS = {
+    "an exit code": (2, "if rank == 1: sys.exit(77)\ntime.sleep(1000)", 77, "rank 1 failed first: exit code 77; it said nothing"),
+    "exit code two of one rank alone": (2, "sys.exit(2 if rank == 1 else 0)", 2, "rank 1 failed first: exit code 2; it said nothing"),
+    "a signal": (2, "if rank == 1: os.kill(os.getpid(), 11)\ntime.sleep(1000)", 139, "rank 1 failed first: killed by SIGSEGV"),
+    # A rank that raises PeerLost may well end before the rank that it lost.
+    "a victim by its error": (3, PEER_LOST + """
+if rank == 1:
+    print('Traceback (most recent call last):', file=sys.stderr)
+    print('ZeroDivisionError: division by zero', file=sys.stderr)
+    time.sleep(0.7)
+    sys.exit(5)
+raise PeerLost('rank 0: rank 1 is gone')
+""", 5, "rank 1 failed first: exit code 5; ZeroDivisionError: division by zero"),
+    "a victim in a collective call of torch": (3, """
+if rank == 1:
+    time.sleep(0.5)
+    raise ValueError("the culprit's own words")
+raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This looks like GLHF!')
+""", 1, "rank 1 failed first: exit code 1; ValueError: the culprit's own words", "rank 0: exit code 1; RuntimeError: [gloo/transport", "rank 2: exit code 1; RuntimeError: [gloo/transport"),
+    # They end first, without a word but the package's own about its progress, or by an error of their own.
+    "ranks that catch the loss of another": (4, PEER_LOST + """
+print('meeting the other ranks of the job', file=sys.stderr)
+if rank == 1:
+    time.sleep(0.5)
+    raise ZeroDivisionError('here')
+if rank == 2:
+    try:
+        raise PeerLost('rank 2: rank 1 failed')
+    except PeerLost as error:
+        raise RuntimeError('no more data') from error
+if rank == 3:
+    print('rank 3: rank 1 failed: ZeroDivisionError: here; restart the job', file=sys.stderr)
+sys.exit(4)
+""", 1, "rank 1 failed first: exit code 1; ZeroDivisionError: here", "rank 0: exit code 4\n"),
+    "a stopped rank": (3, PEER_LOST + """
+import signal
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.5)
+raise PeerLost(f'rank {rank}: rank 1 does not answer')
+""", 1, "rank ", "rank 1 was stopped"),
+    "a rank that left early": (2, PEER_LOST + """
+if rank == 0:
+    sys.exit(0)
+time.sleep(0.5)
+raise PeerLost('rank 1: rank 0 is gone')
+""", 1, "rank 1 failed first: exit code 1; PeerLost: rank 1: rank 0 is gone (rank 0 had ended before, with exit code 0)"),
+    "one reason of several ranks": (3, """
+time.sleep(0.3 * (rank == 0))
+raise RuntimeError('no memory') if rank != 2 else KeyError(rank)
+""", 1, "ranks 0, 1 failed for the same reason, see above: exit code 1", "rank 2: exit code 1; KeyError: 2"),
+    "an error behind torch's prefix": (2, """
+for line in ('Traceback (most recent call last):', '  File', 'KeyError: 4'): print(f'[rank{rank}]: ' + line)
+sys.exit(1 if rank else time.sleep(1000))
+""", 1, "rank 1 failed first: exit code 1; KeyError: 4"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])
-@pytest.mark.sample(1)
-def test_signal_is_named(script, name):
-    number = getattr(signal, name)
-    done = launch(script(f"if rank == 1: os.kill(os.getpid(), {int(number)})\ntime.sleep(1000)"), GPUS="2")
-    assert done.returncode == 128 + number
-    assert f"rank 1 failed first: killed by {name}" in last_line(done)
-
-
-def test_victims_of_a_failure_are_not_blamed(script):
-    """A rank that raises PeerLost may well end before the rank that it lost."""
-    text = """
-    class PeerLost(Exception): pass
-    if rank == 1:
-        print('Traceback (most recent call last):', file=sys.stderr)
-        print('ZeroDivisionError: division by zero', file=sys.stderr)
-        time.sleep(0.7)
-        sys.exit(5)
-    raise PeerLost('rank 0: rank 1 is gone')
-    """
-    done = launch(script(text), GPUS="3")
-    assert done.returncode == 5
-    assert last_line(done) == "launch.sh: rank 1 failed first: exit code 5; ZeroDivisionError: division by zero"
+@pytest.mark.parametrize("what", REPORTS)
+def test_reports(script, what):
+    ranks, text, code, last, *others = REPORTS[what]
+    done = launch(script(text), GPUS=str(ranks))
+    assert done.returncode == code, done.stderr
+    assert last_line(done).startswith(f"launch.sh: {last}"), done.stderr
+    assert all(f"launch.sh: {other}" in done.stderr for other in others), done.stderr
+    assert done.stderr.count("no memory") in (0, 2)  # said once, and in the traceback's line of code
+    assert not alive(script.pids())
 
 
 WORDS_OF_VICTIMS = """
@@ -94,56 +132,6 @@ def test_victims_are_known_by_their_words():
     assert [line for line in WORDS_OF_CULPRITS if job._VICTIM.search(line)] == []
 
 
-def test_victims_in_a_collective_call_of_torch_are_not_blamed(script):
-    text = """
-    if rank == 1:
-        time.sleep(0.5)
-        raise ValueError("the culprit's own words")
-    raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This looks like GLHF!')
-    """
-    done = launch(script(text), GPUS="3")
-    assert last_line(done) == "launch.sh: rank 1 failed first: exit code 1; ValueError: the culprit's own words"
-    for rank in (0, 2):  # what every rank said stands above
-        assert f"launch.sh: rank {rank}: exit code 1; RuntimeError: [gloo/transport" in done.stderr
-
-
-def test_a_rank_that_catches_what_it_hears_of_another_is_not_blamed(script):
-    """It ends first, without a word but the package's own about its progress, or by an error of its own."""
-    text = """
-    class PeerLost(Exception): pass
-    print('meeting the other ranks of the job', file=sys.stderr)
-    if rank == 1:
-        time.sleep(0.5)
-        raise ZeroDivisionError('here')
-    if rank == 2:
-        try:
-            raise PeerLost('rank 2: rank 1 failed')
-        except PeerLost as error:
-            raise RuntimeError('no more data') from error
-    if rank == 3:
-        print('rank 3: rank 1 failed: ZeroDivisionError: here; restart the job', file=sys.stderr)
-    sys.exit(4)
-    """
-    done = launch(script(text), GPUS="4")
-    assert done.returncode == 1
-    assert last_line(done) == "launch.sh: rank 1 failed first: exit code 1; ZeroDivisionError: here"
-    assert "launch.sh: rank 0: exit code 4\n" in done.stderr
-
-
-def test_a_stopped_rank_is_named(script):
-    text = """
-    import signal
-    class PeerLost(Exception): pass
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.5)
-    raise PeerLost(f'rank {rank}: rank 1 does not answer')
-    """
-    done = launch(script(text), GPUS="3")
-    assert done.returncode == 1 and "launch.sh: rank 1 was stopped" in done.stderr
-    assert not alive(script.pids())
-
-
 def test_signals_that_were_ignored_stay_so(script):
     """As nohup and shell scripts in the background start programs."""
     path = script("time.sleep(2)\nprint('done')")
@@ -159,36 +147,6 @@ def test_signals_that_were_ignored_stay_so(script):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "done\n"), err
-
-
-def test_rank_that_left_early_is_mentioned(script):
-    text = """
-    class PeerLost(Exception): pass
-    if rank == 0:
-        sys.exit(0)
-    time.sleep(0.5)
-    raise PeerLost('rank 1: rank 0 is gone')
-    """
-    done = launch(script(text), GPUS="2")
-    assert done.returncode == 1
-    assert "rank 1 failed first" in last_line(done)
-    assert "rank 0 had ended before, with exit code 0" in last_line(done)
-
-
-def test_what_all_ranks_say_is_said_once(script):
-    text = "time.sleep(0.3 * (rank == 0))\nraise RuntimeError('no memory') if rank != 2 else KeyError(rank)"
-    done = launch(script(text), GPUS="3")
-    assert done.returncode == 1 and done.stderr.count("no memory") == 2  # in the traceback's line of code as well
-    assert "rank 2: exit code 1; KeyError: 2" in done.stderr
-    assert last_line(done) == "launch.sh: ranks 0, 1 failed for the same reason, see above: exit code 1"
-
-
-def test_torchs_prefix_does_not_hide_the_error(script):
-    text = (
-        "for line in ('Traceback (most recent call last):', '  File', 'KeyError: 4'): print(f'[rank{rank}]: ' + line)"
-    )
-    done = launch(script(text + "\nsys.exit(1 if rank else time.sleep(1000))"), GPUS="2")
-    assert last_line(done).endswith("rank 1 failed first: exit code 1; KeyError: 4")
 
 
 def test_wrong_arguments_are_told_once(script):
@@ -208,22 +166,17 @@ def test_wrong_arguments_are_told_once(script):
     assert helped.stdout.count("--count") == 2  # in the usage line and in the list
 
 
-def test_exit_code_two_of_one_rank_alone_is_reported(script):
-    done = launch(script("sys.exit(2 if rank == 1 else 0)"), GPUS="2")
-    assert done.returncode == 2
-    assert "rank 1 failed first: exit code 2" in done.stderr
-
-
-def test_ctrl_c_ends_everything(script):
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_an_interrupted_or_killed_launcher_ends_everything(script, number, code):
+    """Ranks that only force ends, and what they have started."""
     process = start(script(STUBBORN + "time.sleep(1000)"), GPUS="2")
     assert wait_until(lambda: len(script.pids()) == 4)
     begin = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=20)
-    assert time.monotonic() - begin < 10
-    assert process.returncode == 130
-    assert "stopped by SIGINT" in err
-    assert not alive(script.pids())
+    assert time.monotonic() - begin < 10 and process.returncode == code
+    assert number == signal.SIGKILL or f"stopped by {number.name}" in err
+    assert wait_until(lambda: not alive(script.pids()), 20 if number == signal.SIGKILL else 0)
 
 
 def test_ctrl_c_lets_ranks_clean_up(script, tmp_path):
@@ -240,23 +193,6 @@ def test_ctrl_c_lets_ranks_clean_up(script, tmp_path):
     process.communicate(timeout=20)
     assert process.returncode == 130
     assert all((tmp_path / f"cleaned{r}").exists() for r in range(2))
-
-
-def test_termination_is_passed_on(script):
-    process = start(script("time.sleep(1000)"), GPUS="2")
-    assert wait_until(lambda: len(script.pids()) == 2)
-    process.terminate()
-    process.communicate(timeout=20)
-    assert process.returncode == 143
-    assert not alive(script.pids())
-
-
-def test_ranks_and_their_compilers_end_with_a_killed_launcher(script):
-    process = start(script(STUBBORN + "time.sleep(1000)"), GPUS="2")
-    assert wait_until(lambda: len(script.pids()) == 4)
-    process.kill()
-    process.communicate(timeout=20)
-    assert wait_until(lambda: not alive(script.pids()))
 
 
 def test_what_ranks_leave_running_is_ended(script):
