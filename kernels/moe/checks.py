@@ -4,10 +4,10 @@ Every mistake that the host finds is an ArgumentError, which all ranks report.
 """
 
 import torch
-from tilescale_net.kernels.announcement import StatusRecord
 from torch._subclasses.fake_tensor import FakeTensor
 
 import tilescale_net as tsn
+from tilescale_net.kernels.collective import StatusRecord
 from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config, most_tokens
 from tilescale_net.kernels.moe.handle import Choices, Empty, Handle
 from tilescale_net.kernels.moe.layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT

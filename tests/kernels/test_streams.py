@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
 
 import tilescale_net as tsn
 import tilescale_net.runtime.settings as settings
@@ -24,7 +23,7 @@ from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.fused import gemm
-from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
+from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
