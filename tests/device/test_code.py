@@ -9,7 +9,7 @@ import pytest
 import tilescale_net
 from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect, toolchain
-from tilescale_net.language.transfer import default_unroll
+from tilescale_net.language.copies import default_unroll
 
 DEVICE = Path(tilescale_net.__file__).parent / "device"
 BLOCKS = (32, 128, 256, 512, 1024)

@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
 from tilescale_net.compiler.ir import changed_block, kernel_name, op_name, operator_of, our_calls, typed_name
-from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPAQUE, OPERATORS, Operator
+from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPERATORS, Operator
 from tilescale_net.compiler.simulator import sites
 from tilescale_net.errors import KernelError
 from tilescale_net.trace.traced_calls import WAITING, CallSite, KernelSites
@@ -104,19 +104,7 @@ register()
 # -- calls in the trace of a GPU --------------------------------------------------------------------------------------
 
 TRACED_KERNEL = "TSN_TRACED_KERNEL"  # in the code of a kernel that writes to the trace
-# A loop that polls would fill the trace with tests; the others do nothing that takes time.
-_LEFT_OUT = {"test", "benign_race", "remote"}
-_TRACED = {
-    operator.op_name: operator
-    for operator in OPERATORS.values()
-    if operator.effect == OPAQUE and operator.arg_kinds[0] == "context" and operator.name not in _LEFT_OUT
-}
-# Operators whose operation has another name in context.OPERATIONS.
-_OPERATIONS = {
-    "put_shared": "put", "put_rows": "put", "get_rows": "get", "put_signal_shared": "put_signal",
-    "put_signal_rows": "put_signal", "wait_async": "wait", "atomic_cas": "atomic", "flush_async": "flush",
-    "flush_wait": "flush", "barrier_all": "barrier", "barrier_node": "barrier",
-}  # fmt: skip
+_TRACED = {operator.op_name: operator for operator in OPERATORS.values() if operator.operation}
 
 
 def number_for_trace(func: tirx.PrimFunc, traced: tirx.PrimFunc) -> tuple[tirx.PrimFunc, KernelSites]:
@@ -179,19 +167,12 @@ def _with_trace(body: tirx.Stmt, context: tirx.PrimExpr, number: int) -> tirx.St
 def _is_noted(operator: Operator, call: tirx.Call) -> bool:
     """Whether a call goes into the trace: not the rows that warps and threads send and fetch, thousands in a kernel, and
     not the fences behind them."""
-    return _operation(operator) not in ("put", "get", "fence") or operator.scope_of(call) == "block"
-
-
-def _operation(operator: Operator) -> str:
-    return _OPERATIONS.get(operator.name, operator.name)
+    return operator.operation not in ("put", "get", "fence") or operator.scope_of(call) == "block"
 
 
 def _site(operator: Operator, call: tirx.Call, line: str) -> CallSite:
-    operation = _operation(operator)
     name = sites.range_name(call) or typed_name(call)
-    return CallSite(
-        name, operation, operator.read(call).compare if operation == "wait" else "", line.partition("\t")[0]
-    )
+    return CallSite(name, operator.operation, getattr(operator.read(call), "compare", ""), line.partition("\t")[0])
 
 
 def _traced_function(operator: Operator, call: tirx.Call, name: str) -> str:
@@ -209,8 +190,8 @@ def _traced_function(operator: Operator, call: tirx.Call, name: str) -> str:
         place("bytes", "row_bytes"),
         place("rows"),
     )
-    scope = CHOICES["Scope"]["warp" if operator.name in ("range_begin", "range_end") else operator.scope_of(call)]
-    waits = "true" if _operation(operator) in WAITING else "false"
+    scope = CHOICES["Scope"][operator.traced_by or operator.scope_of(call)]
+    waits = "true" if operator.operation in WAITING else "false"
     return f"TSN_TRACED({index}, tsn::Scope::{scope}, {waits}, {', '.join(map(str, fields))}, {name})"
 
 

@@ -2,7 +2,7 @@
 
 An operator's arguments are compile-time choices first (strings and integers that turn into template arguments of the
 device function), then run-time values in the order of the device function's parameters. Everything that TVM, the
-lowering rules and the documentation need to know about a primitive is in its row.
+lowering rules, the passes, the trace and the simulator need to know about a primitive is in its row.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,15 @@ CHOICES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 # How run-time parameters are typed: kind -> dtype of the traced expression (None: that of the buffer or value itself).
-# A "tile" is shared memory, a "ring" that of bulk copies.
+# "memory" is accessed: the number of bytes in the argument "bytes", or one element where there is none; "words" are signals
+# of 8 bytes. "rows" lie apart, and the device function checks them itself; a "place" is named, but not accessed. A "tile" is
+# shared memory, a "ring" the shared memory of bulk copies.
 # Kinds in C_TYPES are pointers whose C++ type differs from the buffer's; they are cast in the generated call.
 KINDS: dict[str, str | None] = {
     "context": "handle",
     "memory": "handle",
+    "rows": "handle",
+    "place": "handle",
     "tile": "handle",
     "words": "handle",
     "ring": "handle",
@@ -58,7 +62,12 @@ class Operator:
         args: run-time arguments, each a key of KINDS or "name:key"; `context` comes first where present.
         result: dtype of the call, "void", or "value" for that of the value argument (given when the call is made).
         effect: PURE or OPAQUE.
+        operation: its name in the trace, one of `runtime.context.OPERATIONS` or of a range; "" leaves its calls out.
         scope: which threads make a call together, where no argument of kind Scope states it.
+        traced_by: "warp" where each warp that makes the call writes its own event; default: the threads of `scope`.
+        acquires: which of the caller's later accesses see what peers wrote before: "generic" loads and stores, "async" ones by TMA
+            too, or none (""). Of an operator with an argument of kind Order only calls with "acquire" do.
+        async_form: name of the operator that does the same for TMA too.
     """
 
     name: str
@@ -66,7 +75,11 @@ class Operator:
     args: tuple[str, ...] = ("context",)
     result: str = "void"
     effect: int = OPAQUE
+    operation: str = ""
     scope: str = "thread"
+    traced_by: str = ""
+    acquires: str = ""
+    async_form: str = ""
 
     def __post_init__(self):
         if not self.name.isidentifier():
@@ -87,6 +100,8 @@ class Operator:
             raise ValueError(f"tsn.{self.name}: result {self.result!r} is not supported")
         if self.effect not in (PURE, OPAQUE):
             raise ValueError(f"tsn.{self.name}: effect must be PURE or OPAQUE")
+        if self.acquires not in ("", "generic", "async"):
+            raise ValueError(f"tsn.{self.name}: acquires {self.acquires!r} is not '', 'generic' or 'async'")
         if self.effect == PURE and self.result == "void":
             raise ValueError(f"tsn.{self.name}: a pure operator without a result would be removed")
 
@@ -122,11 +137,30 @@ class Operator:
         given = list(call.args)
         for name, value in arguments.items():
             given[self.names.index(name)] = value
-        return tirx.Call(call.dtype, call.op, given, annotations=call.annotations)
+        return tirx.Call(call.dtype, call.op, given, annotations=call.annotations, span=call.span)
 
     def scope_of(self, call: tirx.Call) -> str:
         """Which threads make the call together: "thread", "warp" or "block"."""
         return getattr(self.read(call), "scope", self.scope)
+
+    def orders_loads_alone(self, call: tirx.Call) -> bool:
+        """Whether a call orders what peers wrote for loads, but not for TMA, and has no form that does."""
+        return (
+            self.acquires == "generic"
+            and not self.async_form
+            and getattr(self.read(call), "order", "acquire") == "acquire"
+        )
+
+    @property
+    def accessed(self) -> list[tuple[int, int | None]]:
+        """Positions, among the device function's arguments, of the addresses that a call accesses and of their sizes in
+        bytes; a size of None is one signal, or one element."""
+        size = self.arg_kinds.index("bytes") if "bytes" in self.arg_kinds else None
+        return [
+            (position, size if kind == "memory" else None)
+            for position, kind in enumerate(self.arg_kinds)
+            if kind in ("memory", "words")
+        ]
 
     def __call__(self, *arguments, dtype: str | None = None) -> tirx.PrimExpr:
         """Trace a call. `arguments` are template choices (str or int), then expressions without the context.
@@ -159,9 +193,13 @@ class Operator:
 
 
 _COPY = ("Scope", "Engine", "unroll:int", "stages:int", "stage_bytes:int")
-_ENDS = ("context", "dst:memory", "src:memory")
-_ROWS = (*_ENDS, "rows:i64", "row_bytes:bytes", "dst_pitch:bytes", "src_pitch:bytes", "pe")
+_ENDS = ("context", "dst:memory", "src:memory", "bytes", "pe")
+_TILE = ("context", "dst:memory", "tile", "bytes", "pe")
+_ROWS = (
+    "context", "dst:rows", "src:rows", "rows:i64", "row_bytes:bytes", "dst_pitch:bytes", "src_pitch:bytes", "pe",
+)  # fmt: skip
 _SIGNAL = ("sig:words", "signal_value:u64")
+_WAIT = (("Scope", "Compare", "looks:int"), ("context", "words", "i64"), "uint64", OPAQUE, "wait")
 
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
@@ -171,36 +209,35 @@ OPERATORS: dict[str, Operator] = {
         Operator("node_pe", result="int32", effect=PURE),
         Operator("n_node_pes", result="int32", effect=PURE),
         Operator("is_direct", args=("context", "pe"), result="bool", effect=PURE),
-        Operator("put", _COPY, (*_ENDS, "bytes", "pe", "ring")),
-        Operator("get", _COPY, (*_ENDS, "bytes", "pe", "ring")),
-        Operator("put_signal", (*_COPY, "SignalOp"), (*_ENDS, "bytes", "pe", *_SIGNAL, "ring")),
-        Operator("put_shared", ("Scope",), ("context", "dst:memory", "tile", "bytes", "pe")),
-        Operator(
-            "put_signal_shared", ("Scope", "SignalOp"), ("context", "dst:memory", "tile", "bytes", "pe", *_SIGNAL)
-        ),
-        Operator("put_rows", ("Scope", "unroll:int"), _ROWS),
-        Operator("get_rows", ("Scope", "unroll:int"), _ROWS),
-        Operator("put_signal_rows", ("Scope", "unroll:int", "SignalOp"), (*_ROWS, *_SIGNAL)),
-        Operator("put_value", (), ("context", "memory", "value", "pe")),
-        Operator("signal", ("Scope", "SignalOp", "fence:int"), ("context", *_SIGNAL, "pe")),
-        Operator("wait", ("Scope", "Compare", "looks:int"), ("context", "words", "i64"), "uint64"),
-        Operator("wait_async", ("Scope", "Compare", "looks:int"), ("context", "words", "i64"), "uint64"),
-        Operator("test", ("Compare",), ("context", "words", "i64"), "bool"),
-        Operator("atomic", ("AtomicOp",), ("context", "memory", "value", "pe"), "value"),
-        Operator("atomic_cas", (), ("context", "memory", "compare:value", "value", "pe"), "value"),
-        Operator("fence", ("Scope",), ("context", "pe")),
-        Operator("quiet", ("Scope",), ("context", "pe")),
-        Operator("flush_async", (), ("context", "pe"), "uint64"),
-        Operator("flush_wait", (), ("context", "u64")),
-        Operator("barrier_all", ("blocks:BarrierScope",), scope="block"),
-        Operator("barrier_node", ("blocks:BarrierScope",), scope="block"),
-        Operator("barrier_grid", scope="block"),
-        Operator("remote", (), ("context", "memory", "pe"), "handle"),
-        Operator("ld", ("Order", "MemScope"), ("memory",), "value"),
-        Operator("benign_race", args=("context", "memory", "bytes")),
-        Operator("range_begin", ("name:text",)),
-        Operator("range_end"),
+        Operator("put", _COPY, (*_ENDS, "ring"), operation="put"),
+        Operator("put_shared", ("Scope",), _TILE, operation="put"),
+        Operator("put_rows", ("Scope", "unroll:int"), _ROWS, operation="put"),
+        Operator("get", _COPY, (*_ENDS, "ring"), operation="get", acquires="generic"),
+        Operator("get_rows", ("Scope", "unroll:int"), _ROWS, operation="get", acquires="generic"),
+        Operator("put_signal", (*_COPY, "SignalOp"), (*_ENDS, *_SIGNAL, "ring"), operation="put_signal"),
+        Operator("put_signal_shared", ("Scope", "SignalOp"), (*_TILE, *_SIGNAL), operation="put_signal"),
+        Operator("put_signal_rows", ("Scope", "unroll:int", "SignalOp"), (*_ROWS, *_SIGNAL), operation="put_signal"),
+        Operator("put_value", (), ("context", "memory", "value", "pe"), operation="put_value"),
+        Operator("signal", ("Scope", "SignalOp", "fence:int"), ("context", *_SIGNAL, "pe"), operation="signal"),
+        Operator("wait", *_WAIT, acquires="generic", async_form="wait_async"),
+        Operator("wait_async", *_WAIT, acquires="async"),
+        # A loop that polls would fill the trace with tests.
+        Operator("test", ("Compare",), ("context", "words", "i64"), "bool", acquires="generic"),
+        Operator("atomic", ("AtomicOp",), ("context", "memory", "value", "pe"), "value", operation="atomic"),
+        Operator("atomic_cas", (), ("context", "memory", "compare:value", "value", "pe"), "value", operation="atomic"),
+        Operator("fence", ("Scope",), ("context", "pe"), operation="fence"),
+        Operator("quiet", ("Scope",), ("context", "pe"), operation="quiet"),
+        Operator("flush_async", (), ("context", "pe"), "uint64", operation="flush"),
+        Operator("flush_wait", (), ("context", "u64"), operation="flush"),
+        Operator("barrier_all", ("blocks:BarrierScope",), operation="barrier", scope="block", acquires="generic"),
+        Operator("barrier_node", ("blocks:BarrierScope",), operation="barrier", scope="block", acquires="generic"),
+        Operator("barrier_grid", operation="barrier_grid", scope="block", acquires="generic"),
+        Operator("remote", (), ("context", "place", "pe"), "handle"),
+        Operator("ld", ("Order", "MemScope"), ("memory",), "value", acquires="generic"),
         Operator("st", ("Order", "MemScope"), ("memory", "value")),
+        Operator("benign_race", args=("context", "place", "bytes")),
+        Operator("range_begin", ("name:text",), operation="range_begin", traced_by="warp"),
+        Operator("range_end", operation="range_end", traced_by="warp"),
     )
 }
 

@@ -1,12 +1,14 @@
-"""What primitives accept, as expressions: integers and values to store, tensors, elements and regions.
+"""What primitives accept, as expressions: integers and values to store, places in memory, and copies between places.
 
 A place in memory is a tensor `buf`, an element `buf[i]` (the address of that element), or a region `buf[i, 0:n]`. It
 becomes a base pointer plus an offset in elements, computed in 64 bits.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tilelang import tvm
 from tilelang.language.eager.builder import unwrap_expr
@@ -14,6 +16,7 @@ from tilelang.language.frame import get_let_value, has_let_value
 from tilelang.language.utils import get_buffer_region_from_load
 from tvm import tirx
 
+from tilescale_net.compiler.operators import agreed_value
 from tilescale_net.language._trace import PrimitiveError, settled
 
 # -- arithmetic in 64 bits --------------------------------------------------------------------------------------------
@@ -225,6 +228,11 @@ class Operand:
         """Whether it lies in shared memory."""
         return scope_of(self.buffer) == "shared"
 
+    @property
+    def limit(self) -> Expr:
+        """Elements that a count may reach at most: a region's own extent, else the rest of the tensor."""
+        return self.room if self.is_element else self.extent
+
     def pointer(self) -> tirx.PrimExpr:
         """The address, as an expression that passes neither guard nor mark read-only.
 
@@ -379,3 +387,146 @@ def _one(name: str, place: Operand, what: str) -> Operand:
             f"{name} names {place.extent} {what} of {place.buffer.name}; name one, such as {place.buffer.name}[0]"
         )
     return place
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A copy between two places, checked.
+
+    Attributes:
+        form: "" between contiguous places in global memory, "shared" from a tile, "rows" between rows that lie apart.
+        arguments: destination and source pointer; its bytes, or rows, bytes of a row and both pitches (int64); PE (int32).
+        nbytes: its size, where that is known when the kernel is built.
+    """
+
+    form: str
+    arguments: tuple[tirx.PrimExpr, ...]
+    nbytes: int | None
+
+    @classmethod
+    def of(cls, what: str, dst: Place, src: Place, pe: Number, count: Number | None, pushes: bool) -> Transfer:
+        """The copy that the primitive `what` makes; the source of a push may lie in shared memory.
+
+        Raises:
+            PrimitiveError: mismatched types, a count or extents that the tensors cannot hold, a count besides rows, places
+                that differ in their rows, and all that `operand` refuses.
+        """
+        to, source = operand("dst", dst, in_rows=True), operand("src", src, in_rows=True, in_shared=pushes)
+        if to.dtype != source.dtype:
+            raise PrimitiveError(
+                f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}"
+            )
+        ends = _Ends(what, to, source)
+        boxes = [place for place in (to, source) if constant(place.rows) != 1]
+        sizes = ends.rows(boxes, count) if boxes else (ends.nbytes(ends.elements(count), "count"),)
+        form = "rows" if boxes else "shared" if source.is_shared else ""
+        arguments = (to.pointer(), source.pointer(), *sizes, pe_index(pe))
+        return cls(form, arguments, None if boxes else constant(sizes[0]))
+
+
+class _Ends(NamedTuple):
+    """The two ends of a copy by the primitive `what`, and how much they agree to move."""
+
+    what: str
+    to: Operand
+    source: Operand
+
+    def nbytes(self, elements: Expr, name: str) -> tirx.PrimExpr:
+        known = constant(elements)
+        elements = known if known is not None else int64(elements)
+        return as_integer(name, elements * self.to.element_bytes, "int64")
+
+    def agreed(
+        self, extent: str, left: Expr, right: Expr, values: tuple[tirx.PrimExpr, tirx.PrimExpr] | None = None
+    ) -> Expr:
+        """The extent of both ends: where they may differ at run time, the simulator reports it, and GPUs move what leaves
+        neither region.
+
+        Args:
+            extent: what is compared, with {} for the number.
+            left, right: it, of `to` and of `source`.
+            values: what to copy where both are equal, and where they may not be; by default `left`, and the smaller one.
+        """
+        if provably_equal(left, right):
+            return left
+        one, other = (as_integer("extent", end, "int64") for end in (left, right))
+        value, smallest = values or (one, tirx.min(one, other))
+        dst, src = self.to.buffer.name, self.source.buffer.name
+        text = f"{self.what}: dst ({dst}) {extent}, src ({src}) {{}}; make them equal"
+        return agreed_value(value, smallest, one == other, text, one, other)
+
+    def elements(self, count: Number | None) -> Expr:
+        """How much to copy between contiguous places."""
+        to, source = self.to, self.source
+        if count is None:
+            whole = [place for place in (source, to) if not place.is_element]
+            if len(whole) == 2:
+                if _differ(to.extent, source.extent):
+                    raise PrimitiveError(
+                        f"dst ({to.buffer.name}) spans {to.extent} elements, src ({source.buffer.name}) {source.extent}; "
+                        "make them equal or give count="
+                    )
+                return as_integer("count", self.agreed("spans {} elements", to.extent, source.extent), "int64", 0)
+            count = whole[0].extent if whole else 1
+        result = wanted = as_integer("count", count, "int64", 0)
+        for name, place in (("dst", to), ("src", source)):
+            known, limit = constant(wanted), constant(place.limit)
+            if known is not None and limit is not None and known > limit:
+                raise PrimitiveError(
+                    f"count is {known}, but {name} ({place.buffer.name}) holds {limit} elements from there on"
+                )
+            room = as_integer("room", place.limit, "int64")
+            if (known is None or limit is None) and provably(wanted > room):
+                raise PrimitiveError(f"count is {count}, but {name} ({place.buffer.name}) holds {place.limit} elements")
+            if not place.is_element and not provably(wanted <= room):
+                text = f"{self.what}: count is {{}}, but {name} ({place.buffer.name}) holds {{}} elements"
+                result = agreed_value(result, tirx.min(result, room), wanted <= room, text, wanted, room)
+        return result
+
+    def rows(self, boxes: list[Operand], count: Number | None) -> tuple[tirx.PrimExpr, ...]:
+        """Number of rows, bytes of a row, and pitch at each end in bytes, where one end or both are made of rows."""
+        to, source, box = self.to, self.source, boxes[0]
+        if source.is_shared:
+            raise PrimitiveError(
+                f"src ({source.buffer.name}) lies in shared memory; put it row by row, from rows to rows"
+            )
+        if count is not None:
+            raise PrimitiveError(
+                f"count= belongs to contiguous memory; {box.buffer.name} is named by rows, which say how much"
+            )
+        rows, row = box.rows, box.row
+        if len(boxes) == 1:
+            rows = self._rows_beside(box, source if box is to else to)
+        elif _differ(to.rows, source.rows) or _differ(to.row, source.row):
+            raise PrimitiveError(
+                f"dst has {to.rows} rows of {to.row} elements, src {source.rows} of {source.row}; make them equal"
+            )
+        else:
+            rows = self.agreed("has {} rows", to.rows, source.rows)
+            row = self.agreed("has rows of {} elements", to.row, source.row)
+        pitches = [box.row if constant(place.rows) == 1 else place.pitch for place in (to, source)]
+        return as_integer("rows", rows, "int64"), *(self.nbytes(elements, "rows") for elements in (row, *pitches))
+
+    def _rows_beside(self, box: Operand, flat: Operand) -> Expr:
+        """Rows of `box` that are copied from or to `flat`, which is contiguous: all, where both name as many elements."""
+        known, limit = constant(box.extent), constant(flat.limit)
+        if known is not None and limit is not None and (known > limit or (known < limit and not flat.is_element)):
+            name = "dst" if flat is self.to else "src"
+            raise PrimitiveError(
+                f"{name} ({flat.buffer.name}) spans {limit} elements, the other end {known}; make them equal"
+            )
+        if flat.is_element or provably_equal(flat.extent, box.extent):
+            return box.rows
+        fitting = tirx.truncdiv(int64(flat.extent), tirx.max(int64(box.row), int64(1)))
+        values = int64(box.rows), tirx.min(int64(box.rows), fitting)
+        return self.agreed("spans {} elements", self.to.extent, self.source.extent, values)
+
+
+def _differ(a: Expr, b: Expr) -> bool:
+    """Whether two extents are known to differ when the kernel is built."""
+    if constant(a) is not None and constant(b) is not None:
+        return constant(a) != constant(b)
+    return provably(int64(a) != int64(b))

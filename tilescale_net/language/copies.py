@@ -13,21 +13,20 @@ All raise KernelError, with the author's line, when the kernel is built: tensors
 memory, regions whose rows have more than one pitch, counts that are negative or exceed the tensor, unknown options.
 """
 
-from tilescale_net.compiler.operators import OPERATORS, ring_placeholder
+from tilescale_net.compiler.operators import OPERATORS, SHARED_BYTES, ring_placeholder
 from tilescale_net.language._operands import (
     Number,
     Place,
     Scalar,
+    Transfer,
     as_integer,
-    constant,
     element,
     one_of,
     pe_index,
     scalar,
     signal_word,
 )
-from tilescale_net.language._trace import PrimitiveError, guarded, primitive, require_converged
-from tilescale_net.language.transfer import places, plan, plan_ldst, plan_rows, rows_of, transfer
+from tilescale_net.language._trace import PrimitiveError, block_threads, guarded, primitive, require_converged
 
 __all__ = [
     "get_block", "get_thread", "get_warp", "put_block", "put_signal_block", "put_signal_thread", "put_signal_warp",
@@ -57,53 +56,133 @@ _OPTIONS = """
 """
 
 
+# -- engine, unroll and ring ------------------------------------------------------------------------------------------
+
+ENGINES = ("auto", "ldst", "bulk")
+MAX_UNROLL = 64
+# Copies of rows keep two addresses besides each access; with more of these the registers would leave room for few blocks.
+MOST_ROW_UNROLL = 16
+# Stages and bytes per stage of the shared-memory ring that engine "bulk" stages through by default.
+DEFAULT_RING = (8, 16384)
+# The least shared memory at which the bulk engine reaches its rate on an H200 (docs/results/copies.md), by direction.
+AUTO_PUSH_RING = (4, 16384)
+AUTO_PULL_RING = (6, 16384)
+# Copies below this size gain too little in bulk for the shared memory that they would take from the kernel; for sizes
+# known only at run time device/copy.h and push_bulk.h decide.
+BULK_FROM = 128 * 1024
+MAX_STAGES = 32
+
+
+def default_unroll(threads: int) -> int:
+    """16-byte accesses that each thread keeps in flight, 64 KiB a block.
+
+    That covers the latency of the link (about 1 us at 50 GB/s for one block) and leaves registers for the kernel.
+    """
+    return min(max(4096 // threads, 4), 32)
+
+
+def default_ring(scope: str, engine: str, pull: bool, nbytes: int | None) -> tuple[int, int] | None:
+    """The ring of a copy whose author named none.
+
+    Args:
+        pull: whether the copy reads the peer's memory; a pull needs more bytes in flight than a push.
+        nbytes: the copy's size where it is known when the kernel is built.
+
+    Engine "auto" gets one unless the copy is known to be too small for it. The choice between the engines is made at
+    run time, from figures in device/copy.h; passes/__init__.py takes the ring away again where shared memory has no room.
+    """
+    if engine == "bulk":
+        return DEFAULT_RING
+    if engine != "auto" or scope != "block" or (nbytes is not None and nbytes < BULK_FROM):
+        return None
+    return AUTO_PULL_RING if pull else AUTO_PUSH_RING
+
+
+def options(scope: str, engine: str, unroll, ring, pull: bool, nbytes: int | None) -> tuple[str, int, int, int]:
+    """Check the options of a copy; the last two as for `default_ring`.
+
+    Returns:
+        engine, unroll, stages, bytes per stage; the last two are 0 for a copy without shared memory.
+
+    Raises:
+        PrimitiveError: an unknown engine, an unroll outside 1..64, a ring that shared memory cannot hold, or a ring at warp or
+            thread scope.
+    """
+    one_of("engine", engine, ENGINES)
+    if unroll is None:
+        unroll = default_unroll(block_threads())
+    elif isinstance(unroll, bool) or not isinstance(unroll, int) or not 1 <= unroll <= MAX_UNROLL:
+        raise PrimitiveError(f"unroll is {unroll!r}; it must be a compile-time integer from 1 to {MAX_UNROLL}")
+    if scope != "block" and (engine == "bulk" or ring is not None):
+        raise PrimitiveError(
+            f"bulk copies need shared memory of their own, which only block scope has; use engine='ldst' at {scope} "
+            "scope, or the block-scope primitive"
+        )
+    if ring is not None and engine == "ldst":
+        raise PrimitiveError("ring= belongs to engine='bulk' or 'auto'; engine='ldst' does not use shared memory")
+    ring = ring if ring is not None else default_ring(scope, engine, pull, nbytes)
+    if ring is None:
+        return engine, unroll, 0, 0
+    if not (isinstance(ring, tuple) and len(ring) == 2 and all(type(x) is int for x in ring)):
+        raise PrimitiveError(f"ring is {ring!r}; it must be a pair (stages, bytes per stage) of integers")
+    stages, stage_bytes = ring
+    if not 2 <= stages <= MAX_STAGES or stage_bytes < 128 or stage_bytes % 128:
+        raise PrimitiveError(
+            f"ring is {ring}; it takes 2 to {MAX_STAGES} stages, each a positive multiple of 128 bytes"
+        )
+    if stages * stage_bytes > SHARED_BYTES:
+        raise PrimitiveError(
+            f"ring {ring} takes {stages * stage_bytes} bytes; shared memory leaves room for {SHARED_BYTES}"
+        )
+    return engine, unroll, stages, stage_bytes
+
+
+def ldst_unroll(what: str, engine: str, unroll, ring) -> int:
+    """Check the options of a copy that only the ldst engine carries out; its unroll.
+
+    Raises:
+        PrimitiveError: as `options`, and where the copy is to go in bulk; `what` names it.
+    """
+    if engine == "bulk" or ring is not None:
+        raise PrimitiveError(f"{what} is not copied in bulk; use engine='auto' or 'ldst', without ring=")
+    return options("thread", engine, unroll, None, False, None)[1]
+
+
+def rows_unroll(engine: str, unroll, ring) -> int:
+    """Check the options of a copy of rows; its unroll. Raises PrimitiveError as `ldst_unroll`."""
+    planned = ldst_unroll("a region of rows that lie apart", engine, unroll, ring)
+    return planned if unroll is not None else min(planned, MOST_ROW_UNROLL)
+
+
+# -- primitives -------------------------------------------------------------------------------------------------------
+
+
 def _with_options(function):
     """Add what all copies have in common to a copy's docstring."""
     function.__doc__ += _OPTIONS
     return function
 
 
-def _copy(name, scope, dst, src, pe, count, unroll, engine, ring):
+def _copy(name, scope, dst, src, pe, count, unroll, engine, ring, *signal):
+    """Trace the copy `name`; `signal` is the word, value and operation of a put with signal."""
     require_converged(scope)
-    what = f"N.{name}_{scope}"
-    ends = places(dst, src, name == "put")
-    rows = rows_of(what, *ends, count)
-    if ends[1].is_shared:
-        plan_ldst("a source in shared memory", engine, unroll, ring)
-        return OPERATORS["put_shared"](scope, *transfer(what, *ends, count, pe))
-    if rows is not None:
-        pointers = [place.pointer() for place in ends]
-        return OPERATORS[f"{name}_rows"](
-            scope, plan_rows(engine, unroll, ring), *pointers, *rows.values(), pe_index(pe)
-        )
-    to, source, nbytes, peer = transfer(what, *ends, count, pe)
-    engine, unroll, stages, stage_bytes = plan(scope, engine, unroll, ring, name == "get", constant(nbytes))
+    transfer = Transfer.of(f"N.{name}_{scope}", dst, src, pe, count, pushes=name != "get")
+    operation: tuple = ()
+    if signal:
+        sig, value, op = signal
+        signal = (signal_word(sig).pointer(), as_integer("value", value, "uint64", 0, 2**64 - 1))
+        operation = (one_of("op", op, SIGNAL_OPS),)
+    if transfer.form == "shared":
+        ldst_unroll("a source in shared memory", engine, unroll, ring)
+        return OPERATORS[f"{name}_shared"](scope, *operation, *transfer.arguments, *signal)
+    if transfer.form == "rows":
+        planned = rows_unroll(engine, unroll, ring)
+        return OPERATORS[f"{name}_rows"](scope, planned, *operation, *transfer.arguments, *signal)
+    engine, unroll, stages, stage_bytes = options(scope, engine, unroll, ring, name == "get", transfer.nbytes)
     scratch = ring_placeholder(stages * stage_bytes)
-    return OPERATORS[name](scope, engine, unroll, stages, stage_bytes, to, source, nbytes, peer, scratch)
-
-
-def _put_signal(scope, dst, src, pe, sig, value, op, count, unroll, engine, ring):
-    require_converged(scope)
-    what = f"N.put_signal_{scope}"
-    ends = places(dst, src, True)
-    rows = rows_of(what, *ends, count)
-    word = signal_word(sig).pointer()
-    word_value = as_integer("value", value, "uint64", 0, 2**64 - 1)
-    one_of("op", op, SIGNAL_OPS)
-    if ends[1].is_shared:
-        plan_ldst("a source in shared memory", engine, unroll, ring)
-        return OPERATORS["put_signal_shared"](scope, op, *transfer(what, *ends, count, pe), word, word_value)
-    if rows is not None:
-        pointers = [place.pointer() for place in ends]
-        return OPERATORS["put_signal_rows"](
-            scope, plan_rows(engine, unroll, ring), op, *pointers, *rows.values(), pe_index(pe), word, word_value
-        )
-    to, source, nbytes, peer = transfer(what, *ends, count, pe)
-    engine, unroll, stages, stage_bytes = plan(scope, engine, unroll, ring, False, constant(nbytes))
-    return OPERATORS["put_signal"](
-        scope, engine, unroll, stages, stage_bytes, op,
-        to, source, nbytes, peer, word, word_value, ring_placeholder(stages * stage_bytes),
-    )  # fmt: skip
+    return OPERATORS[name](
+        scope, engine, unroll, stages, stage_bytes, *operation, *transfer.arguments, *signal, scratch
+    )
 
 
 @_with_options
@@ -201,7 +280,7 @@ def put_signal_block(
         value: unsigned 64-bit integer to store or to add.
         op: "set" or "add"; one word is changed by one of the two only.
     """
-    return _put_signal("block", dst, src, pe, sig, value, op, count, unroll, engine, ring)
+    return _copy("put_signal", "block", dst, src, pe, count, unroll, engine, ring, sig, value, op)
 
 
 @_with_options
@@ -211,7 +290,7 @@ def put_signal_warp(
     unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """As `put_signal_block`, called by all 32 lanes of a warp, whose data come before the signal."""
-    return _put_signal("warp", dst, src, pe, sig, value, op, count, unroll, engine, ring)
+    return _copy("put_signal", "warp", dst, src, pe, count, unroll, engine, ring, sig, value, op)
 
 
 @_with_options
@@ -221,7 +300,7 @@ def put_signal_thread(
     unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """As `put_signal_block`, called by one thread, whose data come before the signal."""
-    return _put_signal("thread", dst, src, pe, sig, value, op, count, unroll, engine, ring)
+    return _copy("put_signal", "thread", dst, src, pe, count, unroll, engine, ring, sig, value, op)
 
 
 @primitive

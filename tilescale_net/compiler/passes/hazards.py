@@ -27,7 +27,6 @@ from tvm import arith, ir, tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
 
 from tilescale_net.compiler.ir import (
-    OPAQUE_OPS,
     OUR_OPS,
     block_threads,
     bound_values,
@@ -42,15 +41,13 @@ from tilescale_net.compiler.ir import (
     statement_suffix,
     typed_name,
 )
-from tilescale_net.compiler.operators import OPERATORS
+from tilescale_net.compiler.operators import OPAQUE, OPERATORS
 from tilescale_net.errors import KernelError
 
 _COPY = "tl.tileop.copy"
 _TMA_OPS = {"tl.tileop.tma_copy", "tl.tileop.im2col", "tl.tma_load", "tl.tma_store"}
 _BARRIER, _LANE = "tirx.tvm_storage_sync", "tl.launch_thread_idx"
-_WAIT, _WAIT_ASYNC = "tsn.wait", "tsn.wait_async"
-# Primitives that order what peers wrote for loads alone.
-_GENERIC_ONLY = {"test", "get", "get_rows", "barrier_all", "barrier_node", "barrier_grid"}
+_BLOCK_SCOPE = "|".join(row.name for row in OPERATORS.values() if row.scope == "block")
 _TMA_ADD, _STORE_WAIT = "tl.tileop.atomicadd", "tl.tma_store_wait"
 _TMA_ANNOTATIONS = ("is_gather4", "is_scatter4", "cluster_mask")
 _PIPELINE_ANNOTATIONS = ("num_stages", "tl_pipeline_order", "tl_pipeline_stage", "software_pipeline_stage")
@@ -182,13 +179,13 @@ def _asks_for_tma(node) -> bool:
 
 def orders_async(body) -> bool:
     """Whether a wait of the kernel orders the async proxy, to which TMA belongs."""
-    return any(op_name(call) == _WAIT_ASYNC for call in our_calls(body))
+    return any(row.acquires == "async" for row in map(operator_of, our_calls(body)) if row is not None)
 
 
 def _check_async(func: tirx.PrimFunc) -> None:
     for call in our_calls(func.body):
         row = operator_of(call)
-        if row is not None and (row.name in _GENERIC_ONLY or (row.name == "ld" and row.read(call).order == "acquire")):
+        if row is not None and row.orders_loads_alone(call):
             raise KernelError(
                 f'kernel {kernel_name(func)} has a wait with proxy="async", so that it may read with TMA, and {typed_name(call)}, '
                 "which does not order TMA; wait for a signal instead, or leave proxy out" + location_suffix(call)
@@ -206,7 +203,7 @@ def _check_stores(func: tirx.PrimFunc) -> None:
             begun.clear()  # a wait that leaves some under way does not say which of them a signal tells of
         elif _asks_for_tma(node) and (name == "tl.tma_store" or _is_global(node.args[1])):
             begun.append(name)
-        elif begun and name in OPAQUE_OPS and name not in (_WAIT, _WAIT_ASYNC):
+        elif begun and _announces(node):
             raise KernelError(
                 f"kernel {kernel_name(func)} writes global memory with TMA ({begun[0]}), and {name} after it orders only "
                 "ordinary writes: it could tell of what is not there yet; call T.tma_store_wait(0, read=False) between "
@@ -216,13 +213,19 @@ def _check_stores(func: tirx.PrimFunc) -> None:
     post_order_visit(func.body, look)
 
 
+def _announces(node) -> bool:
+    """Whether a call may tell peers of memory that this kernel has written: all do but waits."""
+    row = operator_of(node)
+    return row is not None and row.effect == OPAQUE and row.operation != "wait"
+
+
 def check_specialized(name: str, source: str) -> None:
     """Raise KernelError where generated source calls a block-scope primitive in one part of a split block."""
     for match in re.finditer(r"^(\s*)if \(\(?\(int\)threadIdx\.x\)? < \d+\) \{$", source, re.MULTILINE):
         # The branch and its counterpart end at the same indentation.
         end = re.compile(rf"^{match[1]}\}}$", re.MULTILINE).search(source, match.end())
         part = source[match.start() : end.end() if end else len(source)]
-        call = re.search(r"tsn::(\w+)<[^;(]*tsn::Scope::block|tsn::(barrier_\w+|\w+_block)\b", part)
+        call = re.search(rf"tsn::(\w+)<[^;(]*tsn::Scope::block|tsn::({_BLOCK_SCOPE})\b", part)
         if call and "else" in part:
             raise KernelError(
                 f"kernel {name}: tsn.{call[1] or call[2]} is called at block scope by one part of a warp-specialised block, "
@@ -269,15 +272,13 @@ def _settle_generic(call: tirx.Call) -> tirx.Call | None:
 
 def _settle_async(body):
     # TMA writes are there at the end of the kernel, but not for a put or a signal before it.
-    only_waits = all(
-        op_name(call) in (_WAIT, _WAIT_ASYNC) or op_name(call) not in OPAQUE_OPS for call in our_calls(body)
-    )
+    only_waits = not any(map(_announces, our_calls(body)))
 
     def settle(call: tirx.Call) -> tirx.Call | None:
-        if op_name(call) == _WAIT:
-            return tirx.Call(
-                call.dtype, tvm.ir.Op.get(_WAIT_ASYNC), call.args, annotations=call.annotations, span=call.span
-            )
+        row = operator_of(call)
+        if row is not None and row.async_form:
+            form = tvm.ir.Op.get(OPERATORS[row.async_form].op_name)
+            return tirx.Call(call.dtype, form, call.args, annotations=call.annotations, span=call.span)
         writes = op_name(call) == _COPY and _is_global(call.args[1])
         return _without_tma(call) if writes and not only_waits else None
 
@@ -301,12 +302,10 @@ def _without_tma(copy: tirx.Call) -> tirx.Call:
 
 def _without_look(statement: tirx.Evaluate) -> tirx.Evaluate | None:
     """A wait whose value nobody uses need not have the latest one, see device/wait.h."""
-    call = statement.value
-    if op_name(call) not in (_WAIT, _WAIT_ASYNC):
+    row = operator_of(statement.value)
+    if row is None or "looks" not in row.names:
         return None
-    at = OPERATORS["wait"].names.index("looks")
-    arguments = [*call.args[:at], tirx.IntImm("int32", 0), *call.args[at + 1 :]]
-    return tirx.Evaluate(tirx.Call(call.dtype, call.op, arguments, annotations=call.annotations, span=call.span))
+    return tirx.Evaluate(row.replace(statement.value, looks=tirx.IntImm("int32", 0)))
 
 
 def _evaluate_once(node):

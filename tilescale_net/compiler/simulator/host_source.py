@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.errors import SimulatorUnsupported
 
 # The first lines of every translation unit: the same ones, so that the compiler can start from headers read before.
@@ -241,22 +242,6 @@ def _check_views(body: str, pointers: set[str]) -> str:
     return body
 
 
-# Primitives with a range of a tensor each: where the address and its size in bytes are among the arguments. A size that
-# is a type stands for one element of it.
-_RANGES = {
-    "put": ((1, "a[3]"), (2, "a[3]")),
-    "get": ((1, "a[3]"), (2, "a[3]")),
-    "put_signal": ((1, "a[3]"), (2, "a[3]"), (5, "8")),
-    "put_value": ((1, ""),),
-    "signal": ((1, "8"),),
-    "wait": ((1, "8"),),
-    "wait_async": ((1, "8"),),
-    "test": ((1, "8"),),
-    "atomic": ((1, ""),),
-    "atomic_cas": ((1, ""),),
-    "ld": ((0, ""),),
-    "st": ((0, ""),),
-}
 _CALL = re.compile(r"(?:/\*@(\d+)\*/)?\btsn::(\w+)((?:<[^()]*?>)?)\(")
 _ELEMENT = re.compile(r"((?:reinterpret_cast<[\w:]+\*>\()?)\(&\((\w+)\[(.*)\]\)\)(\)?)", re.DOTALL)
 
@@ -265,15 +250,16 @@ def _check_calls(body: str, pointers: set[str]) -> str:
     """Tell the simulator where each primitive stands, and check its ranges against the tensors that it names."""
     for match in reversed(list(_CALL.finditer(body))):
         site, name, template = match.groups()
-        if name not in _RANGES and site is None:
+        accessed = OPERATORS[name].accessed if name in OPERATORS else []
+        if not accessed and site is None:
             continue
         arguments, end = _arguments(body, match.end() - 1)
-        for place, size in _RANGES.get(name, ()):
-            element = _ELEMENT.fullmatch(arguments[place])
+        for position, sized_by in accessed:
+            element = _ELEMENT.fullmatch(arguments[position])
             if element is None or element[2] not in pointers:
                 continue
-            size = arguments[3] if size == "a[3]" else size or f"sizeof(*{element[2]}.unchecked())"
-            arguments[place] = f'{element[1]}{element[2]}.span({element[3]}, {size}, "{name}"){element[4]}'
+            size = arguments[sized_by] if sized_by is not None else f"sizeof(*{element[2]}.unchecked())"
+            arguments[position] = f'{element[1]}{element[2]}.span({element[3]}, {size}, "{name}"){element[4]}'
         call = f"tsn::{name}{template}({', '.join(arguments)})"
         if site:
             before = body[body.rfind("\n", 0, match.start()) + 1 : match.start()]

@@ -14,7 +14,7 @@ from tilelang.ir import get_stmt_span
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler.ir import OUR_OPS, op_name, our_calls, typed_name
+from tilescale_net.compiler.ir import OUR_OPS, op_name, operator_of, our_calls, typed_name
 from tilescale_net.compiler.operators import DEFERRED, OPERATORS, PURE
 
 # -- calls of primitives ----------------------------------------------------------------------------------------------
@@ -42,7 +42,8 @@ def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[
 
 def range_name(call: tirx.Call) -> str:
     """The name of a range that a call begins, or ''."""
-    return OPERATORS["range_begin"].read(call).name if op_name(call) == "tsn.range_begin" else ""
+    row = operator_of(call)
+    return row.read(call).name if row is not None and "text" in row.template_kinds else ""
 
 
 def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[str]) -> tuple[tirx.PrimFunc, list[str]]:
@@ -79,7 +80,8 @@ def with_number(call: tirx.Call, number: int) -> tirx.Call:
 
 def same_calls(met: list[str], calls: list[tuple[str, str]]) -> bool:
     """Whether the passes have left the calls of a kernel in their order; they make some waits order TMA as well."""
-    return [name.removesuffix("_async") for name in met] == [name.removesuffix("_async") for name, _ in calls]
+    plain = {OPERATORS[row.async_form].op_name: row.op_name for row in OPERATORS.values() if row.async_form}
+    return [plain.get(name, name) for name in met] == [plain.get(name, name) for name, _ in calls]
 
 
 # -- plain accesses ---------------------------------------------------------------------------------------------------
