@@ -1,5 +1,7 @@
 """Generated code for a GPU that need not be there: CUDA source, PTX and SASS, for tests and for curious authors."""
 
+from typing import Any
+
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import jit
@@ -9,21 +11,21 @@ from tilescale_net.compiler.toolchain import SM_90, compile_source, disassemble
 __all__ = ["SM_90", "compile_source", "cuda_source", "disassemble", "ptx", "sass"]
 
 
-def cuda_source(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None = None) -> str:
+def cuda_source(func: PrimFunc, target: dict[str, Any] = SM_90, pass_configs: dict[str, Any] | None = None) -> str:
     """CUDA source that `tsn.jit` would compile for `target`; needs neither GPU nor nvcc. Raises KernelError."""
     return jit.lower(prepare(func).func, target, jit.required_pass_configs(func, pass_configs)).kernel_source
 
 
-def ptx(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None = None) -> str:
+def ptx(func: PrimFunc, target: dict[str, Any] = SM_90, pass_configs: dict[str, Any] | None = None) -> str:
     """PTX of a kernel for `target`. Raises KernelError, ConfigurationError."""
     return compile_source(cuda_source(func, target, pass_configs), "ptx", target, threads=_threads(func, pass_configs))
 
 
-def sass(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None = None) -> str:
+def sass(func: PrimFunc, target: dict[str, Any] = SM_90, pass_configs: dict[str, Any] | None = None) -> str:
     """Machine code of a kernel for `target`. Raises KernelError, ConfigurationError."""
     source = cuda_source(func, target, pass_configs)
     return disassemble(compile_source(source, "cubin", target, threads=_threads(func, pass_configs)))
 
 
-def _threads(func: PrimFunc, pass_configs: dict | None) -> int | None:
+def _threads(func: PrimFunc, pass_configs: dict[str, Any] | None) -> int | None:
     return jit.known_threads(func, jit.required_pass_configs(func, pass_configs))

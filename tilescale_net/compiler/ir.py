@@ -1,6 +1,7 @@
 """Small helpers on TVM's IR that the passes share, and names of kernels."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from tilelang import tvm
 from tilelang.ir import get_stmt_span
@@ -10,13 +11,16 @@ from tvm.tirx.stmt_functor import post_order_visit, substitute
 from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING, TYPED, Operator
 from tilescale_net.errors import KernelError
 
+# What a visitor of a kernel's tree meets.
+Node: TypeAlias = tirx.Stmt | tirx.PrimExpr
+
 PLACEHOLDERS = {CONTEXT, RING}
 _BY_OP_NAME = {operator.op_name: operator for operator in OPERATORS.values()}
 OUR_OPS = set(_BY_OP_NAME) | PLACEHOLDERS
 OPAQUE_OPS = {operator.op_name for operator in OPERATORS.values() if operator.effect != PURE}
 
 
-def op_name(node) -> str:
+def op_name(node: Node) -> str:
     """Name of the operator that `node` calls, or ''."""
     return getattr(node.op, "name", "") if isinstance(node, tirx.Call) else ""
 
@@ -27,19 +31,19 @@ def typed_name(call: tirx.Call) -> str:
     return str(typed.value) if typed is not None else op_name(call)
 
 
-def operator_of(node) -> Operator | None:
+def operator_of(node: Node) -> Operator | None:
     """The row of the operator that `node` calls; None for other nodes, and for placeholders."""
     return _BY_OP_NAME.get(op_name(node))
 
 
-def our_calls(body) -> list[tirx.Call]:
+def our_calls(body: Node) -> list[tirx.Call]:
     """Calls of this package's operators and placeholders in `body`."""
     found = []
     post_order_visit(body, lambda node: found.append(node) if op_name(node) in OUR_OPS else None)
     return found
 
 
-def opaque_call(body) -> tirx.Call | None:
+def opaque_call(body: Node) -> tirx.Call | None:
     """The first call in `body` that other memory accesses may not pass, or None."""
     return next((call for call in our_calls(body) if op_name(call) in OPAQUE_OPS), None)
 
@@ -48,7 +52,7 @@ def loads_memory(expr: tirx.PrimExpr) -> bool:
     """Whether `expr` reads memory that other threads or PEs may write."""
     found = []
 
-    def look(node):
+    def look(node: Node) -> None:
         if isinstance(node, tirx.BufferLoad) and not node.buffer.scope().startswith("local"):
             found.append(node)
 
@@ -60,7 +64,7 @@ def block_threads(func: tirx.PrimFunc) -> int | None:
     """Threads per block, where all launches of a traced kernel agree and have one dimension; else None."""
     launches = []
 
-    def look(node):
+    def look(node: Node) -> None:
         if isinstance(node, tirx.SBlock) and node.name_hint == "tilelang_root":
             extents = node.annotations.get("tl.launch_threads") or ()
             known = extents and all(isinstance(extent, int | tirx.IntImm) for extent in extents)
@@ -72,11 +76,11 @@ def block_threads(func: tirx.PrimFunc) -> int | None:
     return launches[0][0]
 
 
-def bound_values(body) -> dict[tirx.Var, tirx.PrimExpr]:
+def bound_values(body: Node) -> dict[tirx.Var, tirx.PrimExpr]:
     """What the names that a body binds stand for."""
     bound = {}
 
-    def look(node):
+    def look(node: Node) -> None:
         if isinstance(node, tirx.Bind):
             bound[node.var] = node.value
 
@@ -88,7 +92,7 @@ def splits(condition: tirx.PrimExpr, lane: tirx.Var, threads: int, group: int) -
     """Whether a condition, if it depends on threadIdx.x (`lane`) alone, differs among the threads of a group of a block."""
     others, uses_lane = False, False
 
-    def look(node):
+    def look(node: Node) -> None:
         nonlocal uses_lane, others
         if isinstance(node, tirx.Var):
             uses_lane, others = uses_lane or node.same_as(lane), others or not node.same_as(lane)

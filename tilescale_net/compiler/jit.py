@@ -17,12 +17,13 @@ import logging
 import os
 import struct
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, overload
 
 import tilelang
 import torch
 from tilelang import tvm
+from tilelang.engine.param import CompiledArtifact
 from tilelang.language.eager.ast import mutate
 from tilelang.language.eager.builder import Macro, get_type_hints
 from tvm.target import Target
@@ -53,7 +54,7 @@ def _device_kind() -> str:
     return worlds.device_kind() or settings.device_kind()
 
 
-def _target(target) -> str | dict:
+def _target(target: Any) -> str | dict[str, Any]:
     """`"simulator"`, or a tilelang target with a real architecture. Raises ConfigurationError for anything else."""
     if target is None:
         target = _device_kind()
@@ -71,7 +72,7 @@ def _target(target) -> str | dict:
     )
 
 
-def required_pass_configs(func: PrimFunc, given: dict | None) -> dict:
+def required_pass_configs(func: PrimFunc, given: dict[str, Any] | None) -> dict[str, Any]:
     """The author's pass options (of the kernel, then of the call) with the required ones; conflicts raise KernelError."""
     configs = dict(func.attrs["tilelang_pass_configs"]) if "tilelang_pass_configs" in (func.attrs or {}) else {}
     configs.update({getattr(key, "value", key): value for key, value in (given or {}).items()})
@@ -83,7 +84,9 @@ def required_pass_configs(func: PrimFunc, given: dict | None) -> dict:
     return configs
 
 
-def lower(func: PrimFunc, target: dict, pass_configs: dict, instruments: Sequence = ()):
+def lower(
+    func: PrimFunc, target: dict[str, Any], pass_configs: dict[str, Any], instruments: Sequence[Any] = ()
+) -> CompiledArtifact:
     """Lower a prepared kernel to CUDA source without compiling it; a `tilelang.engine.param.CompiledArtifact`.
 
     Args:
@@ -97,12 +100,12 @@ def lower(func: PrimFunc, target: dict, pass_configs: dict, instruments: Sequenc
     return artifact
 
 
-def _check_specialized(func: PrimFunc, pass_configs: dict, source: str) -> None:
+def _check_specialized(func: PrimFunc, pass_configs: dict[str, Any], source: str) -> None:
     if not pass_configs.get(WARP_SPECIALIZED_OFF, True):
         hazards.check_specialized(kernel_name(func), source)
 
 
-def known_threads(func: PrimFunc, pass_configs: dict) -> int | None:
+def known_threads(func: PrimFunc, pass_configs: dict[str, Any]) -> int | None:
     """Threads per block where one number is known: warp specialisation adds some."""
     return block_threads(func) if pass_configs.get(WARP_SPECIALIZED_OFF, True) else None
 
@@ -110,8 +113,8 @@ def known_threads(func: PrimFunc, pass_configs: dict) -> int | None:
 def compile(
     func: PrimFunc,
     *,
-    target: str | dict | None = None,
-    pass_configs: dict | None = None,
+    target: str | dict[str, Any] | None = None,
+    pass_configs: dict[str, Any] | None = None,
     compile_flags: list[str] | str | None = None,
     name: str | None = None,
 ) -> Kernel:
@@ -157,7 +160,7 @@ def compile(
         raise hazards.barrier_refused(func) from None
 
 
-def _compiled(func: PrimFunc, chosen: Any, configs: dict, flags: list[str], name: str | None) -> Kernel:
+def _compiled(func: PrimFunc, chosen: Any, configs: dict[str, Any], flags: list[str], name: str | None) -> Kernel:
     """`compile` with its arguments settled."""
     where = "the simulator" if chosen == "simulator" else chosen["arch"]
     with profiling.long_step(f"compiling kernel {kernel_name(func)}", f" for {where}; the next time it is there"):
@@ -190,7 +193,7 @@ def _lock_name(func: PrimFunc) -> str:
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """Keep tilelang from printing a line per kernel and rank; warnings of its compiler still show."""
     loggers = [logging.getLogger(name) for name in ("tilelang.jit.kernel", "tilelang.cache.kernel_cache")]
     before = [logger.level for logger in loggers]
@@ -217,11 +220,11 @@ class KernelFactory:
     __name__: str
     __qualname__: str
 
-    def __init__(self, function: Callable, options: dict):
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._options = options
-        self._kernels: dict = {}
+        self._kernels: dict[Hashable, Kernel] = {}
 
     def __reduce__(self) -> str:
         return self.__qualname__  # as a function: by its name
@@ -230,7 +233,7 @@ class KernelFactory:
         return f"<kernel factory {self.__name__}{inspect.signature(self._function)}>"
 
     @property
-    def pass_configs(self) -> dict:
+    def pass_configs(self) -> dict[str, Any]:
         """The decorator's options for tilelang's passes; `inspect` shows the code that runs with the same ones."""
         return dict(self._options["pass_configs"] or {})
 
@@ -240,7 +243,7 @@ class KernelFactory:
         flags = self._options["compile_flags"] or ()
         return (flags,) if isinstance(flags, str) else tuple(flags)
 
-    def __call__(self, *args, **kwargs) -> Kernel:
+    def __call__(self, *args: Any, **kwargs: Any) -> Kernel:
         """The kernel for these arguments; compiled once per set of arguments and per target."""
         target = self._options["target"] if self._options["target"] is not None else _device_kind()
         try:
@@ -262,7 +265,7 @@ class KernelFactory:
             self._kernels[key] = kernel
         return kernel
 
-    def _cached(self, args: tuple, kwargs: dict) -> Kernel | None:
+    def _cached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel | None:
         """A kernel for the simulator from an earlier run, or made for later ones; None where none is kept, see cache.py."""
         options = self._options | {"target": "simulator"}
         key = cache.kernel_key(self._function, args, kwargs, options)
@@ -281,7 +284,7 @@ class KernelFactory:
         cached = cache.get_or_make(self.__name__, key, make)
         return made[0] if made else SimulatedKernel(cached, again)
 
-    def trace(self, *args, **kwargs) -> PrimFunc:
+    def trace(self, *args: Any, **kwargs: Any) -> PrimFunc:
         """The traced T.prim_func for these arguments, not compiled, named `name` or after this factory."""
         try:
             func = self._function(*args, **kwargs)
@@ -306,7 +309,7 @@ class KernelFactory:
             return _renamed(func, ir.plain_name(self._options["name"]))
         return _renamed(func, self.__name__) if self.__name__.isidentifier() else func
 
-    def _wrong_kind(self, error: Exception, args: tuple, kwargs: dict) -> Exception:
+    def _wrong_kind(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
         """What to raise for an error while the kernel is built: one of tilelang's own may well be an argument's fault."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.isfile(f.filename)]
         if not frames or not frames[-1].filename.startswith(_TILELANG):
@@ -340,22 +343,22 @@ class KernelFactory:
 
 @overload
 def jit(
-    func: None = None, *, target: str | dict | None = None, pass_configs: dict | None = None,
+    func: None = None, *, target: str | dict[str, Any] | None = None, pass_configs: dict[str, Any] | None = None,
     compile_flags: list[str] | str | None = None, name: str | None = None,
 ) -> Callable[[Callable[..., Any]], KernelFactory]: ...  # fmt: skip
 @overload
 def jit(
-    func: Callable[..., Any], *, target: str | dict | None = None, pass_configs: dict | None = None,
+    func: Callable[..., Any], *, target: str | dict[str, Any] | None = None, pass_configs: dict[str, Any] | None = None,
     compile_flags: list[str] | str | None = None, name: str | None = None,
 ) -> KernelFactory: ...  # fmt: skip
 @overload
 def jit(
-    func: PrimFunc, *, target: str | dict | None = None, pass_configs: dict | None = None,
+    func: PrimFunc, *, target: str | dict[str, Any] | None = None, pass_configs: dict[str, Any] | None = None,
     compile_flags: list[str] | str | None = None, name: str | None = None,
 ) -> Kernel: ...  # fmt: skip
 def jit(
-    func: Callable[..., Any] | PrimFunc | None = None, *, target: str | dict | None = None,
-    pass_configs: dict | None = None, compile_flags: list[str] | str | None = None, name: str | None = None,
+    func: Callable[..., Any] | PrimFunc | None = None, *, target: str | dict[str, Any] | None = None,
+    pass_configs: dict[str, Any] | None = None, compile_flags: list[str] | str | None = None, name: str | None = None,
 ) -> KernelFactory | Kernel | Callable[[Callable[..., Any]], KernelFactory | Kernel]:  # fmt: skip
     """Decorator for kernels: over a function that returns a T.prim_func (as tilelang.jit), or over a T.prim_func.
 
@@ -388,13 +391,13 @@ def jit(
 _PLAIN = frozenset((int, str, bool, type(None)))
 
 
-def identities(values: tuple) -> Hashable:
+def identities(values: tuple[Any, ...]) -> Hashable:
     """As `identity` of the tuple, and quick where nothing in it holds other values."""
     kinds = tuple(map(type, values))
     return kinds, values if _PLAIN.issuperset(kinds) else tuple(map(identity, values))
 
 
-def identity(value) -> Hashable:
+def identity(value: Any) -> Hashable:
     """A key that two values have in common where they are equal and of the same types at all depths, floats by their bits.
 
     It looks into tuples, frozensets and dataclasses that are compared by their fields. Raises TypeError for what is not
@@ -423,17 +426,17 @@ def identity(value) -> Hashable:
 
 
 class _Macro(Macro):
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
         self.orig_func = function
         self.annotations = get_type_hints(function)
 
     @functools.cached_property
-    def ir_gen(self):
+    def ir_gen(self) -> Any:
         return mutate(self.orig_func)
 
 
-def macro(function: Callable) -> Macro:
+def macro(function: Callable[..., Any]) -> Macro:
     """A macro as `T.macro` makes it, whose function is translated when a kernel first uses it, not when it is defined.
 
     tilelang takes about 20 ms for a macro of 20 lines, which every process that imports its module would pay. Meant for

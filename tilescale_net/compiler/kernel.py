@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import tvm_ffi
@@ -47,7 +47,7 @@ class Kernel:
 
     prim_func: PrimFunc
 
-    def __init__(self, name: str, made_of: Any, source: str, target: Any):
+    def __init__(self, name: str, made_of: Any, source: str, target: Any) -> None:
         self.name = name
         self.source = source
         self.target = target
@@ -59,18 +59,18 @@ class Kernel:
         self.parameters = tuple(names)
         self._n = len(names)
         self._bound_to: object = None  # what `_launch` is valid for
-        self._launch = None
-        self._launches: dict = {}  # by world, where there are several
+        self._launch: Callable[..., None] | None = None
+        self._launches: dict[World, Callable[..., None]] = {}  # by world, where there are several
 
-    def _function(self):
+    def _function(self) -> Callable[..., None]:
         """The callable that takes every argument, the context first."""
         raise NotImplementedError
 
-    def _argument(self, context):
+    def _argument(self, context: Any) -> Any:
         """The context tensor in the form that is passed quickest."""
         return context
 
-    def __call__(self, *args, **named) -> None:
+    def __call__(self, *args: Any, **named: Any) -> None:
         """Launch on the current stream, in the world whose symmetric tensors are among the arguments.
 
         Raises:
@@ -92,9 +92,9 @@ class Kernel:
 
         It is good as long as the world is, and raises what a call raises. Arguments may be made by `launch_args.constant`.
         """
-        run: Callable | None = None
+        run: Callable[..., Any] | None = None
 
-        def launch(*args) -> None:
+        def launch(*args: Any) -> None:
             nonlocal run
             if run is None:
                 run = self._bound(world)
@@ -128,7 +128,7 @@ class Kernel:
             return None
         return function
 
-    def _explain(self, args, error: Exception) -> None:
+    def _explain(self, args: Sequence[Any], error: Exception) -> None:
         """Raise `error`, or what is wrong with the arguments where that is why; in a child made by fork CUDA fails."""
         worlds.refuse_child()
         problem = self._problem(args, error)
@@ -136,13 +136,13 @@ class Kernel:
             raise error
         raise KernelError(f"kernel {self.name}: {problem}") from None
 
-    def _problem(self, args, error: Exception) -> str | None:
+    def _problem(self, args: Sequence[Any], error: Exception) -> str | None:
         """What is wrong with the arguments of a launch that raised `error`; None where it has other reasons."""
         if isinstance(error, TileScaleError) and not isinstance(error, BadArguments):
             return None
         return mismatch(self.prim_func, self.parameters, args, self.target != "simulator")
 
-    def _in_order(self, args, named: dict) -> tuple:
+    def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Arguments by position and by name as arguments by position."""
         wrong = [name for name in named if name not in self.parameters[len(args) :]]
         if wrong:
@@ -158,7 +158,7 @@ class Kernel:
             )
         return (*args, *(named[name] for name in self.parameters[len(args) :]))
 
-    def _slow(self, args, named) -> None:
+    def _slow(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if named:
             return self(*self._in_order(args, named))
         index = self._context_index
@@ -182,7 +182,7 @@ class Kernel:
         self._bound_to = worlds.launch_generation
         self(*args)
 
-    def _launch_among(self, args, world) -> None:
+    def _launch_among(self, args: tuple[Any, ...], world: World) -> None:
         """Launch in one of several worlds."""
         launch = self._launches.get(world)
         if launch is None:
@@ -193,13 +193,13 @@ class Kernel:
         except Exception as error:
             self._explain(args, error)
 
-    def _bound(self, world):
+    def _bound(self, world: World) -> Callable[..., None]:
         """The function for the arguments without the context, which is that of `world`."""
         self._check_device(world)
         context = None if self._context_index is None else self._argument(world.context_tensor)
         return self._with_first(self._supervised(self._function(), [world]), context)
 
-    def _with_first(self, function, context) -> Callable[..., None]:
+    def _with_first(self, function: Callable[..., Any], context: Any) -> Callable[..., None]:
         """The function with its context, if it takes one; it refuses integers that their parameters do not hold."""
         bound = function if context is None else functools.partial(function, context)
         if not self.integers:
@@ -209,11 +209,11 @@ class Kernel:
         otherwise = functools.partial(look_closer, bound, self.integers)
         return _native.launch.bind(function, context, self.integers, otherwise)
 
-    def _supervised(self, function, present: list):
+    def _supervised(self, function: Callable[..., Any], present: Sequence[World]) -> Callable[..., None]:
         """The function with what the worlds in which it is launched ask for around it."""
         return function
 
-    def _check_device(self, world) -> None:
+    def _check_device(self, world: World) -> None:
         mine, taken = "simulator" if self.target == "simulator" else "cuda", world.device_kind
         if taken != mine:
             names = {"simulator": "the simulator", "cuda": "a GPU"}
@@ -225,10 +225,10 @@ class Kernel:
     def __copy__(self) -> Kernel:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Kernel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kernel:
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"kernel {self.name} cannot be pickled: its code belongs to this process; pass on its factory (by name) and the "
             "factory's arguments, and make it there"
@@ -238,7 +238,7 @@ class Kernel:
         return f"<kernel {self.name}({', '.join(self.parameters)}) for {self.target}>"
 
 
-def _is_context(value) -> bool:
+def _is_context(value: Any) -> bool:
     """Whether an argument may be a context; one argument too many cannot be one."""
     return (
         isinstance(value, torch.Tensor)
@@ -250,7 +250,9 @@ def _is_context(value) -> bool:
 class CudaKernel(Kernel):
     """A kernel compiled for a GPU by tilelang."""
 
-    def __init__(self, prepared: Prepared, compiled, target, threads: int | None = None, flags: tuple[str, ...] = ()):
+    def __init__(
+        self, prepared: Prepared, compiled: Any, target: Any, threads: int | None = None, flags: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(kernel_name(prepared.func), prepared, compiled.get_kernel_source(), target)
         self._is_noted = lowering.TRACED_KERNEL in self.source
         self.prim_func = prepared.func
@@ -259,7 +261,7 @@ class CudaKernel(Kernel):
         self._flags = flags
 
     @functools.cache  # noqa: B019 (kernels live as long as the program)
-    def _function(self):
+    def _function(self) -> Callable[..., None]:
         # The first launch loads the kernel into the GPU. The driver waits for running kernels then, and keeps the
         # proxy's copies waiting too, without which a kernel that talks to another node would never end.
         # (While a CUDA graph is captured nothing runs, and no wait is allowed.)
@@ -271,20 +273,20 @@ class CudaKernel(Kernel):
         # that it calls in the end checks every shape and dtype itself.
         return self._compiled.adapter.get_exportable_executable()["main"]
 
-    def _argument(self, context):
+    def _argument(self, context: Any) -> Any:
         # Converted once instead of at every launch. The launch takes its stream from the torch tensors among the
         # arguments, so the context has to stay one when there is no other.
         others = [p for p in self.prim_func.params[1:] if p in self.prim_func.buffer_map]
         return tvm_ffi.from_dlpack(context) if others else context
 
-    def _supervised(self, function, present: list):
+    def _supervised(self, function: Callable[..., Any], present: Sequence[World]) -> Callable[..., None]:
         if profiling.recorder is not None and not self._is_noted:
             function = profiling.recorder.timed(function, self.name)
         proxy = next((w.proxy for w in present if w.proxy is not None and w.proxy.staged), None)
         if proxy is None:
             return function
 
-        def launch_and_wait(*args):
+        def launch_and_wait(*args: Any) -> None:
             """On the default stream, a copy to ordinary host memory (`tensor.cpu()`) that is queued behind a kernel holds
             a lock of the driver until the kernel has ended, and so keeps the proxy from copying what it waits for.
             """
@@ -315,7 +317,7 @@ class BadArguments(KernelError):
 _NAMES = {"float8_e4m3": "float8_e4m3fn"}  # as torch calls them
 
 
-def mismatch(func: tirx.PrimFunc, names: Sequence[str], arguments: Sequence, on_gpu: bool) -> str | None:
+def mismatch(func: tirx.PrimFunc, names: Sequence[str], arguments: Sequence[Any], on_gpu: bool) -> str | None:
     """What is wrong with the first argument that does not fit, or None.
 
     Args:
@@ -357,7 +359,7 @@ def integer_limits(dtype: str) -> tuple[int, int] | None:
     return -(1 << bits) if kind == "int" else 0, (1 << bits) - 1
 
 
-def look_closer(function: Callable[..., None], ranges: Sequence[tuple[int, int, int]], *args) -> None:
+def look_closer(function: Callable[..., None], ranges: Sequence[tuple[int, int, int]], *args: Any) -> None:
     """Call a host function with integers that may be beyond their ranges, as `narrow_integers` has them. Raises BadArguments."""
     for place, low, high in ranges:
         if place < len(args) and isinstance(args[place], numbers.Integral) and not low <= args[place] <= high:
@@ -365,7 +367,7 @@ def look_closer(function: Callable[..., None], ranges: Sequence[tuple[int, int, 
     function(*args)
 
 
-def _constant(value) -> int | None:
+def _constant(value: Any) -> int | None:
     return int(value.value) if isinstance(value, tirx.IntImm) else None
 
 
@@ -373,13 +375,17 @@ def _dtype(buffer: tirx.Buffer) -> str:
     return _NAMES.get(str(buffer.dtype), str(buffer.dtype))
 
 
+def _times(run: int | None, extent: int | None) -> int | None:
+    return run * extent if run is not None and extent is not None else None
+
+
 def _is_contiguous(buffer: tirx.Buffer) -> bool:
     """Whether the kernel requires a contiguous tensor, as it does unless it names strides."""
-    run = 1
+    run: int | None = 1
     for extent, stride in reversed(list(zip(buffer.shape, buffer.strides))):
         if _constant(stride) != run:
             return False
-        run = run * _constant(extent) if run is not None and _constant(extent) is not None else None
+        run = _times(run, _constant(extent))
     return True
 
 
@@ -387,10 +393,11 @@ def _strides(buffer: tirx.Buffer) -> list[int | None]:
     """The strides that the kernel requires; None where it requires none or only the run determines them."""
     if len(buffer.strides):
         return [_constant(stride) for stride in buffer.strides]
-    strides, run = [], 1
+    strides: list[int | None] = []
+    run: int | None = 1
     for extent in reversed(buffer.shape):
         strides.insert(0, run)
-        run = run * _constant(extent) if run is not None and _constant(extent) is not None else None
+        run = _times(run, _constant(extent))
     return strides
 
 
@@ -399,7 +406,7 @@ def _expected(buffer: tirx.Buffer) -> str:
     return f"{_dtype(buffer)}[{', '.join(map(str, buffer.shape))}]{contiguous}"
 
 
-def describe(value) -> str:
+def describe(value: Any) -> str:
     """A value as an argument error shows it: tensors by dtype and shape, never by their elements."""
     if isinstance(value, torch.Tensor):
         contiguous = "" if value.is_contiguous() else f" with strides {tuple(value.stride())}"
@@ -410,7 +417,7 @@ def describe(value) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
-def _tensor(buffer: tirx.Buffer, given, on_gpu: bool) -> str | None:
+def _tensor(buffer: tirx.Buffer, given: Any, on_gpu: bool) -> str | None:
     if given is None:
         return "got None"
     if not isinstance(given, torch.Tensor):
@@ -431,7 +438,7 @@ def _tensor(buffer: tirx.Buffer, given, on_gpu: bool) -> str | None:
     return None
 
 
-def _extents(name: str, buffer: tirx.Buffer, given: torch.Tensor, sizes: dict) -> str | None:
+def _extents(name: str, buffer: tirx.Buffer, given: torch.Tensor, sizes: dict[str, tuple[int, str]]) -> str | None:
     """Whether the same name stands for the same size everywhere."""
     for extent, size in zip(buffer.shape, given.shape):
         if isinstance(extent, tirx.Var):
@@ -441,8 +448,8 @@ def _extents(name: str, buffer: tirx.Buffer, given: torch.Tensor, sizes: dict) -
     return None
 
 
-def _scalar(dtype: str, given) -> str | None:
-    number = numbers.Real if dtype.startswith(("float", "bfloat")) else numbers.Integral
+def _scalar(dtype: str, given: Any) -> str | None:
+    number: Any = numbers.Real if dtype.startswith(("float", "bfloat")) else numbers.Integral
     if not isinstance(given, number):
         is_one = getattr(given, "shape", None) == () and hasattr(given, "item")
         return f"got {describe(given)}{'; give its .item()' if is_one else ''}"

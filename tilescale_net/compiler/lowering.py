@@ -11,13 +11,14 @@ of it is in a kernel.
 import contextlib
 import threading
 import zlib
+from collections.abc import Callable, Iterator
 
 import tvm_ffi
 from tilelang import tvm
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
-from tilescale_net.compiler.ir import changed_block, kernel_name, op_name, operator_of, our_calls, typed_name
+from tilescale_net.compiler.ir import Node, changed_block, kernel_name, op_name, operator_of, our_calls, typed_name
 from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPERATORS, Operator
 from tilescale_net.compiler.simulator import sites
 from tilescale_net.errors import KernelError
@@ -29,7 +30,7 @@ _state = threading.local()
 
 
 @contextlib.contextmanager
-def enabled(traced: bool = False):
+def enabled(traced: bool = False) -> Iterator[None]:
     """Let the rules run: only kernels that `tsn.jit` prepared may be lowered, see passes/__init__.py for what others lack.
 
     Args:
@@ -79,7 +80,7 @@ def device_call(operator: Operator, call: tirx.Call) -> tirx.PrimExpr:
     return tirx.call_extern(call.dtype, name, *arguments)
 
 
-def _rule(operator: Operator):
+def _rule(operator: Operator) -> Callable[[tirx.Call], tirx.PrimExpr]:
     def lower(call: tirx.Call) -> tirx.PrimExpr:
         _require_enabled(typed_name(call))
         return device_call(operator, call)
@@ -120,7 +121,7 @@ def number_for_trace(func: tirx.PrimFunc, traced: tirx.PrimFunc) -> tuple[tirx.P
     lines = sites.lines_of(traced, _TRACED)
     found: list[tuple[str, CallSite]] = []
 
-    def add(call):
+    def add(call: tirx.Call) -> Node | None:
         operator = _TRACED.get(op_name(call))
         if operator is None:
             return None
@@ -156,7 +157,7 @@ def _with_trace(body: tirx.Stmt, context: tirx.PrimExpr, number: int) -> tirx.St
     # In generated code this is the definition of a variable.
     traced = tirx.Evaluate(tirx.call_extern("int32", f"{TRACED_KERNEL}({number})", context))
 
-    def add(block: tirx.SBlock):
+    def add(block: tirx.SBlock) -> Node | None:
         if block.name_hint != "tilelang_root":
             return None
         return changed_block(block, tirx.SeqStmt([traced, block.body]), block.alloc_buffers)

@@ -7,6 +7,7 @@ lowering rules, the passes, the trace and the simulator need to know about a pri
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import tvm_ffi
 from tilelang import tvm
@@ -81,7 +82,7 @@ class Operator:
     acquires: str = ""
     async_form: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"operator name {self.name!r} is not an identifier")
         if self.scope not in CHOICES["Scope"]:
@@ -162,7 +163,7 @@ class Operator:
             if kind in ("memory", "words")
         ]
 
-    def __call__(self, *arguments, dtype: str | None = None) -> tirx.PrimExpr:
+    def __call__(self, *arguments: Any, dtype: str | None = None) -> tirx.PrimExpr:
         """Trace a call. `arguments` are template choices (str or int), then expressions without the context.
 
         Raises:
@@ -261,7 +262,7 @@ def context_placeholder() -> tirx.PrimExpr:
     return tirx.call_intrin("handle", tvm.ir.Op.get(CONTEXT))
 
 
-def guard_condition(name: str, inside: tirx.PrimExpr, indices: list) -> tirx.PrimExpr:
+def guard_condition(name: str, inside: tirx.PrimExpr, indices: list[Any]) -> tirx.PrimExpr:
     """The condition of a primitive's own guard, marked as such.
 
     Args:

@@ -10,7 +10,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, overload
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import this_host
@@ -83,7 +85,7 @@ def compile_flags(extra: list[str] | str | None = None, threads: int | None = No
 
 
 @contextlib.contextmanager
-def once_per_host(name: str):
+def once_per_host(name: str) -> Iterator[None]:
     """Ranks of one host compile kernel `name` one after the other: the first compiles, the rest find it in the cache.
 
     Where tilelang's cache is off or cannot hold a lock file, they all compile at once.
@@ -148,8 +150,24 @@ def gpu_arch() -> str:
 SM_90 = {"kind": "cuda", "arch": "sm_90"}
 
 
+@overload
 def compile_source(
-    source: str, kind: str, target: dict = SM_90, extra: tuple[str, ...] = (), threads: int | None = None
+    source: str,
+    kind: Literal["ptx"],
+    target: dict[str, Any] = ...,
+    extra: tuple[str, ...] = ...,
+    threads: int | None = ...,
+) -> str: ...
+@overload
+def compile_source(
+    source: str,
+    kind: Literal["cubin"],
+    target: dict[str, Any] = ...,
+    extra: tuple[str, ...] = ...,
+    threads: int | None = ...,
+) -> bytes: ...
+def compile_source(
+    source: str, kind: str, target: dict[str, Any] = SM_90, extra: tuple[str, ...] = (), threads: int | None = None
 ) -> bytes | str:
     """Compile generated source with the flags of `tsn.jit`.
 

@@ -50,7 +50,7 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> None:
     if name.startswith("_"):  # what Python itself looks for
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     near = [known for known in __all__ if known.startswith(f"{name}_")] or _difflib.get_close_matches(name, __all__)

@@ -7,8 +7,9 @@ becomes a base pointer plus an offset in elements, computed in 64 bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from tilelang import tvm
 from tilelang.language.eager.builder import unwrap_expr
@@ -64,7 +65,7 @@ def int64(value: Expr) -> tirx.PrimExpr:
     return tirx.Cast("int64", value)
 
 
-def product(values) -> Expr:
+def product(values: Iterable[Expr]) -> Expr:
     """Product of extents: a Python int when all are constant, else an int64 expression."""
     values = [constant(v) if constant(v) is not None else int64(v) for v in values]
     result: Expr = math.prod(v for v in values if isinstance(v, int))
@@ -84,7 +85,7 @@ def add(left: Expr, right: Expr) -> Expr:
     return int64(left) + int64(right)
 
 
-def provably(condition) -> bool:
+def provably(condition: Any) -> bool:
     """Whether `condition` holds for every value of its variables."""
     if isinstance(condition, bool):
         return condition
@@ -105,13 +106,13 @@ Number: TypeAlias = Expr
 Scalar: TypeAlias = tirx.PrimExpr | int | float
 
 
-def describe(value) -> str:
+def describe(value: Any) -> str:
     if isinstance(value, tirx.PrimExpr):
         return f"the expression {value} of type {value.dtype}"
     return f"{value!r} ({type(value).__name__})"
 
 
-def as_integer(name: str, value, dtype: str, low: int | None = None, high: int | None = None) -> tirx.PrimExpr:
+def as_integer(name: str, value: Any, dtype: str, low: int | None = None, high: int | None = None) -> tirx.PrimExpr:
     """An integer operand as an expression of `dtype`.
 
     Raises:
@@ -134,7 +135,7 @@ def as_integer(name: str, value, dtype: str, low: int | None = None, high: int |
     return value if str(value.dtype) == dtype else tirx.Cast(dtype, value)
 
 
-def scalar(name: str, value, dtype: str) -> tirx.PrimExpr:
+def scalar(name: str, value: Any, dtype: str) -> tirx.PrimExpr:
     """A value to store, converted to `dtype`. Raises PrimitiveError when it is no number or of a kind that would lose sense."""
     value = unwrap_expr(value)
     if not isinstance(value, (bool, int, float, tirx.PrimExpr)):
@@ -159,14 +160,14 @@ def scalar(name: str, value, dtype: str) -> tirx.PrimExpr:
     return value if str(value.dtype) == dtype else tirx.Cast(dtype, value)
 
 
-def one_of(name: str, value, allowed) -> str:
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     """One of `allowed`; raises PrimitiveError that lists them."""
     if value not in allowed:
         raise PrimitiveError(f"{name} is {value!r}; it must be one of {', '.join(repr(a) for a in allowed)}")
     return value
 
 
-def pe_index(pe) -> tirx.PrimExpr:
+def pe_index(pe: Any) -> tirx.PrimExpr:
     """A PE as an int32 expression; constants must not be negative."""
     return as_integer("pe", pe, "int32", 0, 2**31 - 1)
 
@@ -174,7 +175,7 @@ def pe_index(pe) -> tirx.PrimExpr:
 # -- places in memory -------------------------------------------------------------------------------------------------
 
 # What a primitive takes as a place in memory: a tensor, an element buf[i], a region buf[i, 0:n].
-Place = tirx.Buffer | tirx.BufferLoad | tirx.BufferRegion
+Place: TypeAlias = tirx.Buffer | tirx.BufferLoad | tirx.BufferRegion
 
 _SCOPES = {"shared.dyn": "shared", "local.fragment": "fragment", "local.var": "a register"}
 
@@ -275,7 +276,7 @@ def _rows_of(strides: list[Expr], extents: list[Expr]) -> tuple[Expr, Expr, Expr
     return rows, run, run if pitch is None else pitch
 
 
-def _box_of(name: str, value) -> tuple[tirx.Buffer, list, list, bool]:
+def _box_of(name: str, value: Any) -> tuple[tirx.Buffer, list[Any], list[Any], bool]:
     """The tensor that `value` names, the first index and the extent on each axis, and whether it is an element."""
     if isinstance(value, tirx.Var) and has_let_value(value):
         value = get_let_value(value)
@@ -291,7 +292,7 @@ def _box_of(name: str, value) -> tuple[tirx.Buffer, list, list, bool]:
     )
 
 
-def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False, in_shared: bool = False) -> Operand:
+def operand(name: str, value: Any, is_guarded: bool = False, in_rows: bool = False, in_shared: bool = False) -> Operand:
     """Resolve what an author passed as `name`.
 
     Args:
@@ -345,7 +346,7 @@ def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False, i
     return Operand(buffer, offset, span, room, is_element, rows, row, pitch, _inside(axes), axes)
 
 
-def _require_inside(name: str, buffer: tirx.Buffer, mins: list, extents: list) -> None:
+def _require_inside(name: str, buffer: tirx.Buffer, mins: list[Any], extents: list[Any]) -> None:
     """Raise PrimitiveError for a box that leaves its tensor on one axis, where its other rows would still be inside."""
     for index, extent, size in zip(mins, extents, buffer.shape):
         first, length, room = (constant(v) for v in (index, extent, size))
@@ -363,11 +364,11 @@ def _inside(axes: list[tuple[Expr, Expr]]) -> tirx.PrimExpr | None:
     return tirx.all(*conditions) if conditions else None
 
 
-def _text(mins, extents) -> str:
+def _text(mins: list[Expr], extents: list[Expr]) -> str:
     return "[" + ", ".join(f"{m}:{m}+{e}" if constant(e) != 1 else f"{m}" for m, e in zip(mins, extents)) + "]"
 
 
-def signal_word(sig) -> Operand:
+def signal_word(sig: Place) -> Operand:
     """A signal: one 64-bit integer word in global memory."""
     word = operand("sig", sig)
     if word.dtype not in ("uint64", "int64"):
@@ -375,7 +376,7 @@ def signal_word(sig) -> Operand:
     return _one("sig", word, "words")
 
 
-def element(name: str, value) -> Operand:
+def element(name: str, value: Any) -> Operand:
     """A place that one access reads or writes, under its condition `inside`. Raises PrimitiveError as `operand`, and for more
     than one element."""
     return _one(name, operand(name, value, is_guarded=True), "elements")

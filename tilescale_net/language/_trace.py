@@ -15,7 +15,9 @@ import inspect
 import logging
 import os
 import sys
+from collections.abc import Callable
 from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 from tilelang.ir import make_span
 from tilelang.language.eager import builder as eager_builder
@@ -28,11 +30,13 @@ from tvm.tirx.script import builder
 from tvm.tirx.script.builder.frame import IfFrame, WhileFrame
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
-from tilescale_net.compiler.ir import loads_memory, opaque_call, splits
+from tilescale_net.compiler.ir import Node, loads_memory, opaque_call, splits
 from tilescale_net.compiler.operators import TYPED, guard_condition
 from tilescale_net.compiler.passes.effects import UNNAMED, deferred, has_effect
 from tilescale_net.errors import KernelError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _typed: list[str] = []  # names of the primitives that are being traced, the author's first
 
@@ -49,12 +53,12 @@ def author_line() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def _error(function, error: Exception) -> KernelError:
+def _error(function: Callable[..., Any], error: Exception) -> KernelError:
     file, line = author_line()
     return KernelError(f"N.{function.__name__}: {error}\n  at {file}:{line}")
 
 
-def primitive(function):
+def primitive(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a primitive: it must be called inside a kernel body, and what it raises names it and the line.
 
     Raises (from the decorated function):
@@ -63,7 +67,7 @@ def primitive(function):
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -107,13 +111,13 @@ def as_typed(call: tirx.Call) -> tirx.Call:
     return _marked(call, make_span(*author_line()), {TYPED: tirx.StringImm(_typed[0])})
 
 
-def _marked(call: tirx.Call, span, annotations: dict) -> tirx.Call:
+def _marked(call: tirx.Call, span: Any, annotations: dict[str, Any]) -> tirx.Call:
     ours = [isinstance(a, tirx.Call) and a.op.name.startswith("tsn.") for a in call.args]
     args = [_marked(a, span, annotations) if own else a for own, a in zip(ours, call.args)]
     return tirx.Call(call.dtype, call.op, args, annotations=annotations, span=span)
 
 
-def guarded(place, call: tirx.Call) -> tirx.PrimExpr | None:
+def guarded(place: Any, call: tirx.Call) -> tirx.PrimExpr | None:
     """Make a single access to `place`, an Operand, vanish where its index is outside, as tilelang does for plain accesses.
 
     Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone. The simulator reports
@@ -156,7 +160,7 @@ def once(name: str, value: tirx.PrimExpr) -> tirx.Var:
     return variable
 
 
-def settled(name: str, value, loads: bool = False):
+def settled(name: str, value: Any, loads: bool = False) -> Any:
     """`value`, or a variable for it where it calls something with an effect (or where it loads, if `loads`)."""
     if isinstance(value, tirx.PrimExpr) and (has_effect(value) or (loads and loads_memory(value))):
         return once(name, value)
@@ -201,7 +205,7 @@ def _inline(expr: tirx.PrimExpr) -> tirx.PrimExpr:
     for _ in range(16):
         bound: dict[tirx.Var, tirx.PrimExpr] = {}
 
-        def look(node, bound=bound):
+        def look(node: Node, bound: dict[tirx.Var, tirx.PrimExpr] = bound) -> None:
             if isinstance(node, tirx.Var) and has_let_value(node):
                 value = get_let_value(node)
                 if isinstance(value, tirx.PrimExpr):
@@ -214,7 +218,7 @@ def _inline(expr: tirx.PrimExpr) -> tirx.PrimExpr:
     return expr
 
 
-def _splits(condition, scope: str) -> bool:
+def _splits(condition: Any, scope: str) -> bool:
     """Whether `condition`, a function of threadIdx.x alone, differs among the threads of some block or warp."""
     launch = KernelLaunchFrame.Current()
     if not isinstance(condition, tirx.PrimExpr) or launch.thread_extents is None:

@@ -13,6 +13,11 @@ All raise KernelError, with the author's line, when the kernel is built: tensors
 memory, regions whose rows have more than one pitch, counts that are negative or exceed the tensor, unknown options.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tvm import tirx
+
 from tilescale_net.compiler.operators import OPERATORS, SHARED_BYTES, ring_placeholder
 from tilescale_net.language._operands import (
     Number,
@@ -32,6 +37,8 @@ __all__ = [
     "get_block", "get_thread", "get_warp", "put_block", "put_signal_block", "put_signal_thread", "put_signal_warp",
     "put_thread", "put_value", "put_warp",
 ]  # fmt: skip
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 SIGNAL_OPS = ("set", "add")
 
@@ -98,7 +105,9 @@ def default_ring(scope: str, engine: str, pull: bool, nbytes: int | None) -> tup
     return AUTO_PULL_RING if pull else AUTO_PUSH_RING
 
 
-def options(scope: str, engine: str, unroll, ring, pull: bool, nbytes: int | None) -> tuple[str, int, int, int]:
+def options(
+    scope: str, engine: str, unroll: int | None, ring: tuple[int, int] | None, pull: bool, nbytes: int | None
+) -> tuple[str, int, int, int]:
     """Check the options of a copy; the last two as for `default_ring`.
 
     Returns:
@@ -137,7 +146,7 @@ def options(scope: str, engine: str, unroll, ring, pull: bool, nbytes: int | Non
     return engine, unroll, stages, stage_bytes
 
 
-def ldst_unroll(what: str, engine: str, unroll, ring) -> int:
+def ldst_unroll(what: str, engine: str, unroll: int | None, ring: tuple[int, int] | None) -> int:
     """Check the options of a copy that only the ldst engine carries out; its unroll.
 
     Raises:
@@ -148,7 +157,7 @@ def ldst_unroll(what: str, engine: str, unroll, ring) -> int:
     return options("thread", engine, unroll, None, False, None)[1]
 
 
-def rows_unroll(engine: str, unroll, ring) -> int:
+def rows_unroll(engine: str, unroll: int | None, ring: tuple[int, int] | None) -> int:
     """Check the options of a copy of rows; its unroll. Raises PrimitiveError as `ldst_unroll`."""
     planned = ldst_unroll("a region of rows that lie apart", engine, unroll, ring)
     return planned if unroll is not None else min(planned, MOST_ROW_UNROLL)
@@ -157,17 +166,28 @@ def rows_unroll(engine: str, unroll, ring) -> int:
 # -- primitives -------------------------------------------------------------------------------------------------------
 
 
-def _with_options(function):
+def _with_options(function: F) -> F:
     """Add what all copies have in common to a copy's docstring."""
-    function.__doc__ += _OPTIONS
+    function.__doc__ = f"{function.__doc__}{_OPTIONS}"
     return function
 
 
-def _copy(name, scope, dst, src, pe, count, unroll, engine, ring, *signal):
+def _copy(
+    name: str,
+    scope: str,
+    dst: Place,
+    src: Place,
+    pe: Number,
+    count: Number | None,
+    unroll: int | None,
+    engine: str,
+    ring: tuple[int, int] | None,
+    *signal: Any,
+) -> tirx.Call:
     """Trace the copy `name`; `signal` is the word, value and operation of a put with signal."""
     require_converged(scope)
     transfer = Transfer.of(f"N.{name}_{scope}", dst, src, pe, count, pushes=name != "get")
-    operation: tuple = ()
+    operation: tuple[Any, ...] = ()
     if signal:
         sig, value, op = signal
         signal = (signal_word(sig).pointer(), as_integer("value", value, "uint64", 0, 2**64 - 1))

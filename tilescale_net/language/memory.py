@@ -10,6 +10,7 @@ from tvm import tirx
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._operands import (
     Number,
+    Operand,
     Place,
     Scalar,
     element,
@@ -52,7 +53,7 @@ def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
     return T.make_tensor_from_addr(address, tuple(place.buffer.shape), place.dtype, strides)
 
 
-def _accessible(name, value):
+def _accessible(name: str, value: Place) -> Operand:
     place = element(name, value)
     if place.element_bytes not in (1, 2, 4, 8):
         raise PrimitiveError(
@@ -119,7 +120,7 @@ ATOMIC_DTYPES = dict.fromkeys(("and", "or", "xor", "min", "max", "cas"), _INTEGE
 )
 
 
-def _target(op, dst):
+def _target(op: str, dst: Place) -> Operand:
     to = element("dst", dst)
     if to.dtype not in ATOMIC_DTYPES[op]:
         raise PrimitiveError(
@@ -128,7 +129,7 @@ def _target(op, dst):
     return to
 
 
-def _atomic(op, dst, value, pe):
+def _atomic(op: str, dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
     to = _target(op, dst)
     call = OPERATORS["atomic"](op, to.pointer(), scalar("value", value, to.dtype), pe_index(pe), dtype=to.dtype)
     return guarded(to, call)

@@ -12,11 +12,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _peer_or_all(pe):
+def _peer_or_all(pe: Number | None) -> tirx.PrimExpr:
     return as_integer("pe", -1, "int32") if pe is None else pe_index(pe)
 
 
-def _by_scope(operator, scope, pe):
+def _by_scope(operator: str, scope: str, pe: Number | None) -> tirx.Call:
     require_converged(scope)
     return OPERATORS[operator](scope, _peer_or_all(pe))
 
@@ -85,7 +85,7 @@ def flush_wait(ticket: Number) -> None:
     return OPERATORS["flush_wait"](as_integer("ticket", ticket, "uint64", 0, 2**64 - 1))
 
 
-def _barrier(operator, scope):
+def _barrier(operator: str, scope: str) -> tirx.Call:
     require_converged("block")
     return OPERATORS[operator](one_of("scope", scope, ("block", "grid")))
 

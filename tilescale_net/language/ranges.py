@@ -1,6 +1,7 @@
 """Ranges of a kernel in the timeline of TSN_TRACE."""
 
 import contextlib
+from types import TracebackType
 
 from tvm import tirx
 from tvm.tirx.script import builder
@@ -11,14 +12,16 @@ from tilescale_net.language._trace import PrimitiveError, as_typed, primitive
 __all__ = ["range"]
 
 
-class _Range(contextlib.AbstractContextManager):
-    def __init__(self, begin: tirx.Call, end: tirx.Call):
+class _Range(contextlib.AbstractContextManager[None]):
+    def __init__(self, begin: tirx.Call, end: tirx.Call) -> None:
         self._begin, self._end = begin, end
 
     def __enter__(self) -> None:
         builder.evaluate(self._begin)
 
-    def __exit__(self, kind, value, traceback) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if kind is None:
             builder.evaluate(self._end)
 

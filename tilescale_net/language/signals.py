@@ -9,21 +9,21 @@ from tilescale_net.language._trace import PrimitiveError, primitive, require_con
 __all__ = ["signal", "signal_block", "signal_warp", "test", "wait", "wait_block", "wait_warp"]
 
 
-def _comparison(sig, cmp, value):
+def _comparison(sig: Place, cmp: str, value: Number) -> tuple[tirx.PrimExpr, tirx.PrimExpr]:
     one_of("cmp", cmp, tuple(CHOICES["Compare"]))
     if cmp in ("eq", "ne") and isinstance(value, int) and 2**63 <= value < 2**64:
         value -= 2**64  # the same bits, which is all that counts here
     return signal_word(sig).pointer(), as_integer("value", value, "int64", -(2**63), 2**63 - 1)
 
 
-def _wait(scope, sig, cmp, value, proxy):
+def _wait(scope: str, sig: Place, cmp: str, value: Number, proxy: str) -> tirx.Call:
     require_converged(scope)
     word, wanted = _comparison(sig, cmp, value)
     one_of("proxy", proxy, ("generic", "async"))
     return OPERATORS["wait" if proxy == "generic" else "wait_async"](scope, cmp, 1, word, wanted)
 
 
-def _signal(scope, sig, value, pe, op, fence):
+def _signal(scope: str, sig: Place, value: Number, pe: Number, op: str, fence: bool) -> tirx.Call:
     require_converged(scope)
     word = signal_word(sig).pointer()
     amount = as_integer("value", value, "uint64", 0, 2**64 - 1)

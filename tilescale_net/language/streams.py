@@ -26,38 +26,38 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _wait(scope, word, index, behind) -> None:
+def _wait(scope: str, word: Place, index: Number, behind: int) -> None:
     """Wait until the word has counted message `index - behind`."""
     require_converged(scope)
     wanted = as_integer("index", index, "int64", 0) + as_integer("slots", 1 - behind, "int64")
     evaluate(OPERATORS["wait"](scope, "ge", 0, signal_word(word).pointer(), wanted))
 
 
-def _slot(index, slots) -> tirx.PrimExpr:
-    index = as_integer("index", index, "int64", 0) if constant(index) is not None else index
-    return tirx.truncmod(index, tirx.const(slots, index.dtype))
+def _slot(index: Number, slots: int) -> tirx.PrimExpr:
+    number = as_integer("index", index, "int64", 0) if isinstance(index, int) or constant(index) is not None else index
+    return tirx.truncmod(number, tirx.const(slots, number.dtype))
 
 
-def _slots(slots) -> int:
+def _slots(slots: int) -> int:
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise PrimitiveError(f"slots is {slots!r}; it must be a compile-time integer of at least 1")
     return slots
 
 
-def _take(scope, credit, index, slots):
+def _take(scope: str, credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
     index = settled("index", unwrap_expr(index))  # it stands in the wait and in the slot
     _wait(scope, credit, index, _slots(slots))
     return _slot(index, slots)
 
 
-def _arrive(scope, arrived, index, slots):
+def _arrive(scope: str, arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
     index = settled("index", unwrap_expr(index))
     _slots(slots)
     _wait(scope, arrived, index, 0)
     return _slot(index, slots)
 
 
-def _return(scope, credit, index, pe):
+def _return(scope: str, credit: Place, index: Number, pe: Number) -> tirx.Call:
     require_converged(scope)
     amount = tirx.Cast("uint64", as_integer("index", index, "int64", 0) + tirx.const(1, "int64"))
     return OPERATORS["signal"](scope, "set", 0, signal_word(credit).pointer(), amount, pe_index(pe))

@@ -19,6 +19,7 @@ from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
 from tilescale_net.compiler.ir import (
     PLACEHOLDERS,
+    Node,
     changed_block,
     kernel_name,
     location_suffix,
@@ -160,7 +161,7 @@ def _check_variables(func: tirx.PrimFunc, body: tirx.Stmt) -> None:
     for variable in undefined:
         users: list[tirx.Stmt] = []
 
-        def look(node, variable=variable, users=users):
+        def look(node: Node, variable: tirx.Var = variable, users: list[tirx.Stmt] = users) -> None:
             if isinstance(node, tirx.Stmt) and not users and any(v.same_as(variable) for v in undefined_vars(node, [])):
                 users.append(node)
 
@@ -177,7 +178,7 @@ def _shared_bytes(block: tirx.SBlock) -> int:
     """Shared memory that the author's own buffers take in a launch, as far as their sizes are known."""
     total = 0
 
-    def add(node):
+    def add(node: Node) -> None:
         nonlocal total
         for buffer in node.alloc_buffers:
             if str(buffer.scope()).startswith("shared"):
@@ -186,7 +187,7 @@ def _shared_bytes(block: tirx.SBlock) -> int:
                     elements *= int(extent) if isinstance(extent, tirx.IntImm) else 1
                 total += -(-elements * DataType(buffer.dtype).bits * DataType(buffer.dtype).lanes // 8)
 
-    def visit(node):
+    def visit(node: Node) -> None:
         if isinstance(node, tirx.SBlock):
             add(node)
 
@@ -217,7 +218,7 @@ def _supply_rings(body: tirx.Stmt) -> tuple[tirx.Stmt, int]:
     """
     largest = 0
 
-    def supply(block):
+    def supply(block: tirx.SBlock) -> tirx.SBlock | None:
         nonlocal largest
         if block.name_hint != "tilelang_root":
             return None
@@ -227,7 +228,7 @@ def _supply_rings(body: tirx.Stmt) -> tuple[tirx.Stmt, int]:
         largest = max(largest, need)
         ring = tirx.decl_buffer((need,), "uint8", "tsn_ring", scope="shared.dyn") if need else None
 
-        def replace(call):
+        def replace(call: tirx.Call) -> tirx.PrimExpr | None:
             if op_name(call) != RING:
                 return None
             return _pointer(ring, need, READ) if int(call.args[0]) else null_pointer()

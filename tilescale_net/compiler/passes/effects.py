@@ -18,7 +18,8 @@ rewritten before: the middle becomes the argument of a function, `(lambda l, m: 
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 from tilelang import tvm
 from tilelang.language.eager.ast import DSLMutator
@@ -28,6 +29,7 @@ from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 from tilescale_net.compiler.ir import (
     OPAQUE_OPS,
     OUR_OPS,
+    Node,
     changed_block,
     kernel_name,
     location_suffix,
@@ -60,24 +62,24 @@ def deferred(variable: tirx.Var, value: tirx.PrimExpr) -> tirx.Call:
     return tirx.Call("void", tvm.ir.Op.get(DEFERRED), [variable, value])
 
 
-def _is_effect(node) -> bool:
+def _is_effect(node: Node) -> bool:
     return op_name(node).startswith(_EFFECTS) and str(node.dtype) not in ("", "void", "handle")
 
 
 def has_effect(expr: tirx.PrimExpr) -> bool:
     """Whether `expr` must not be repeated: it calls something with an effect, or does so under a condition."""
 
-    def chooses(node):
+    def chooses(node: Node) -> bool:
         choice = isinstance(node, (tirx.And, tirx.Or, tirx.Select)) or op_name(node) == _CHOICE
         return choice and any(map(_is_unnamed, _variables(node)))
 
     return _any(expr, lambda node: _is_effect(node) or chooses(node))
 
 
-def _any(expr, wanted: Callable) -> bool:
+def _any(expr: Node, wanted: Callable[..., Any]) -> bool:
     found = False
 
-    def look(node):
+    def look(node: Node) -> None:
         nonlocal found
         found = found or wanted(node)
 
@@ -110,11 +112,11 @@ def _one_by_one(loop: tirx.For) -> tirx.For | None:
     return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body, None, loop.annotations)
 
 
-def _has_value_and_effect(node) -> bool:
+def _has_value_and_effect(node: Node) -> bool:
     return _is_effect(node) or (op_name(node) in OPAQUE_OPS and str(node.dtype) not in ("", "void", "handle"))
 
 
-def _sequence(statements) -> tirx.Stmt:
+def _sequence(statements: Iterable[tirx.Stmt]) -> tirx.Stmt:
     """One statement for a list of them, without sequences inside it."""
     flat: list[tirx.Stmt] = []
     for statement in statements:
@@ -125,7 +127,7 @@ def _sequence(statements) -> tirx.Stmt:
 def _check_arms(func: tirx.PrimFunc) -> None:
     bound, arms, later = {}, [], set()
 
-    def look(node):
+    def look(node: Node) -> None:
         if isinstance(node, tirx.Bind) and _is_unnamed(node.var):
             bound[node.var] = node.value
         elif op_name(node) == DEFERRED:
@@ -148,12 +150,12 @@ def _check_arms(func: tirx.PrimFunc) -> None:
                 )
 
 
-def _is_unnamed(expr) -> bool:
+def _is_unnamed(expr: tirx.PrimExpr) -> bool:
     """Whether `expr` is the result of a primitive that its author has not bound to a name."""
     return isinstance(expr, tirx.Var) and expr.name.startswith(UNNAMED)
 
 
-def _variables(expr) -> list[tirx.Var]:
+def _variables(expr: Node) -> list[tirx.Var]:
     found = []
     post_order_visit(expr, lambda node: found.append(node) if isinstance(node, tirx.Var) else None)
     return found
@@ -164,7 +166,7 @@ def _without_unused(body: tirx.Stmt) -> tirx.Stmt:
     body = ir_transform(body, None, lambda node: _NOTHING if _is_unnamed(node.value) else None, ["tirx.Evaluate"])
     used = set(_variables(body))
 
-    def unbind(node):
+    def unbind(node: Node) -> tirx.Stmt | None:
         if not _is_unnamed(node.var) or node.var in used:
             return None
         if op_name(node.value) == _CHOICE and op_name(node.value.args[1]) in OUR_OPS:  # a guarded access
@@ -177,16 +179,16 @@ def _without_unused(body: tirx.Stmt) -> tirx.Stmt:
 class _Rewriter:
     """Rewrites the statements of one kernel, inner ones first."""
 
-    def __init__(self, func: tirx.PrimFunc):
+    def __init__(self, func: tirx.PrimFunc) -> None:
         self._name = kernel_name(func)
         self._definitions: dict[tirx.Var, tirx.PrimExpr] = {}
-        self._done: dict[tirx.Var, list] = {}
+        self._done: dict[tirx.Var, list[tirx.Stmt]] = {}
         # What the statement at hand has evaluated: node, its value, where it is known.
-        self._known: list[tuple[tirx.PrimExpr, tirx.PrimExpr, list]] = []
-        self._open: list[list] = []
+        self._known: list[tuple[tirx.PrimExpr, tirx.PrimExpr, list[tirx.Stmt]]] = []
+        self._open: list[list[tirx.Stmt]] = []
         self.temporaries: list[tirx.Buffer] = []
 
-        def look(node):
+        def look(node: Node) -> None:
             if op_name(node) == DEFERRED:
                 self._definitions[node.args[0]] = node.args[1]
 
@@ -212,7 +214,7 @@ class _Rewriter:
         return _sequence([*out, result])
 
     @staticmethod
-    def _parts(node) -> list[tirx.PrimExpr]:
+    def _parts(node: Node) -> list[tirx.PrimExpr]:
         """The expressions of a statement, in the order of their evaluation."""
         if isinstance(node, tirx.BufferStore):
             return [*node.indices, node.value]
@@ -221,7 +223,7 @@ class _Rewriter:
         return [node.min, node.extent] if isinstance(node, tirx.For) else [node.condition]
 
     @staticmethod
-    def _with(node, parts: list[tirx.PrimExpr]) -> tirx.Stmt:
+    def _with(node: Node, parts: list[tirx.PrimExpr]) -> tirx.Stmt:
         """The statement with other expressions."""
         span = getattr(node, "span", None)
         if isinstance(node, tirx.BufferStore):
@@ -251,25 +253,25 @@ class _Rewriter:
 
     # -- expressions --------------------------------------------------------------------------------------------------
 
-    def _is_impure(self, expr) -> bool:
+    def _is_impure(self, expr: tirx.PrimExpr) -> bool:
         return _any(expr, lambda node: _is_effect(node) or (isinstance(node, tirx.Var) and node in self._definitions))
 
-    def _value(self, node: tirx.Stmt, expr, out: list) -> tirx.PrimExpr:
+    def _value(self, node: tirx.Stmt, expr: tirx.PrimExpr, out: list[tirx.Stmt]) -> tirx.PrimExpr:
         """As `_expr`; a call that is a statement already, or that a name is bound to, stays where it is."""
         if isinstance(node, (tirx.Bind, tirx.Evaluate)) and _is_effect(expr):
             return self._arguments(expr, out)
         return self._expr(expr, out)
 
-    def _arguments(self, call: tirx.Call, out: list) -> tirx.Call:
+    def _arguments(self, call: tirx.Call, out: list[tirx.Stmt]) -> tirx.Call:
         args = [self._expr(arg, out) if isinstance(arg, tirx.PrimExpr) else arg for arg in call.args]
         return tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span)
 
-    def _expr(self, expr, out: list) -> tirx.PrimExpr:
+    def _expr(self, expr: tirx.PrimExpr, out: list[tirx.Stmt]) -> tirx.PrimExpr:
         """`expr` without calls that have an effect; statements that carry them out are appended to `out`."""
         if not self._is_impure(expr):
             return expr
 
-        def visit(node):
+        def visit(node: Node) -> Any:
             if isinstance(node, tirx.Var):
                 return self._settle(node, out) if node in self._definitions else None
             for known, value, scope in self._known:
@@ -282,7 +284,7 @@ class _Rewriter:
 
         return ir_transform(tirx.Evaluate(expr), visit, None, _EXPRESSIONS).value
 
-    def _is_same(self, a, b) -> bool:
+    def _is_same(self, a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
         """Whether two parts of an expression are one of the author's, which TVM has repeated, and may have simplified since.
 
         What it simplifies is a new node then, but the calls in it are the old ones.
@@ -292,17 +294,17 @@ class _Rewriter:
         mine, others = self._effects_of(a), self._effects_of(b)
         return bool(mine) and tvm.ir.structural_equal(a, b) and all(x.same_as(y) for x, y in zip(mine, others))
 
-    def _effects_of(self, expr) -> list[tirx.PrimExpr]:
+    def _effects_of(self, expr: tirx.PrimExpr) -> list[tirx.PrimExpr]:
         found = []
 
-        def look(node):
+        def look(node: Node) -> None:
             if _is_effect(node) or (isinstance(node, tirx.Var) and node in self._definitions):
                 found.append(node)
 
         post_order_visit(expr, look)
         return found
 
-    def _evaluated(self, node, out: list) -> tirx.PrimExpr | None:
+    def _evaluated(self, node: Node, out: list[tirx.Stmt]) -> tirx.PrimExpr | None:
         """The value of a call or a choice, which statements in `out` have computed; None for what may stay."""
         if isinstance(node, (tirx.And, tirx.Or)):
             return self._short_circuit(node, out) if self._is_impure(node.b) else None
@@ -314,7 +316,7 @@ class _Rewriter:
             return self._bind(node, out) if _is_effect(node) else None
         return self._choice(arms, out) if any(map(self._is_impure, arms[1:])) else None
 
-    def _settle(self, variable: tirx.Var, out: list) -> tirx.Var:
+    def _settle(self, variable: tirx.Var, out: list[tirx.Stmt]) -> tirx.Var:
         if variable not in self._done:
             out.append(tirx.Bind(variable, self._expr(self._definitions[variable], out)))
             self._done[variable] = out
@@ -322,25 +324,25 @@ class _Rewriter:
             self._refuse(variable, "is used a second time outside of the condition that it stands in")
         return variable
 
-    def _bind(self, call: tirx.Call, out: list) -> tirx.Var:
+    def _bind(self, call: tirx.Call, out: list[tirx.Stmt]) -> tirx.Var:
         variable = tirx.Var("result", call.dtype)
         out.append(tirx.Bind(variable, self._arguments(call, out)))
         return variable
 
-    def _short_circuit(self, node: tirx.And | tirx.Or, out: list) -> tirx.PrimExpr:
+    def _short_circuit(self, node: tirx.And | tirx.Or, out: list[tirx.Stmt]) -> tirx.PrimExpr:
         value = self._temporary("bool")
         out.append(tirx.BufferStore(value, self._expr(node.a, out), [0]))
         condition = value[0] if isinstance(node, tirx.And) else tirx.Not(value[0])
         out.append(tirx.IfThenElse(condition, self._assigned(value, node.b), None))
         return value[0]
 
-    def _choice(self, arms, out: list) -> tirx.PrimExpr:
+    def _choice(self, arms: Sequence[tirx.PrimExpr], out: list[tirx.Stmt]) -> tirx.PrimExpr:
         value = self._temporary(str(arms[1].dtype))
         condition = self._expr(arms[0], out)
         out.append(tirx.IfThenElse(condition, self._assigned(value, arms[1]), self._assigned(value, arms[2])))
         return value[0]
 
-    def _assigned(self, value: tirx.Buffer, expr) -> tirx.Stmt:
+    def _assigned(self, value: tirx.Buffer, expr: tirx.PrimExpr) -> tirx.Stmt:
         inner: list[tirx.Stmt] = []
         self._open.append(inner)
         inner.append(tirx.BufferStore(value, self._expr(expr, inner), [0]))
@@ -370,7 +372,7 @@ class _Rewriter:
             if variable not in self._done:
                 self._refuse(variable, "has a result that the condition which it stands in does not use")
 
-    def _refuse(self, variable: tirx.Var, what: str):
+    def _refuse(self, variable: tirx.Var, what: str) -> NoReturn:
         calls = our_calls(self._definitions[variable])
         name = variable.name.replace(UNNAMED, "N.", 1)
         raise KernelError(

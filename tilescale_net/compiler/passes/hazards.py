@@ -20,7 +20,8 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from tilelang import tvm
 from tvm import arith, ir, tirx
@@ -28,6 +29,7 @@ from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
 
 from tilescale_net.compiler.ir import (
     OUR_OPS,
+    Node,
     block_threads,
     bound_values,
     kernel_name,
@@ -86,7 +88,7 @@ def _check_barriers(func: tirx.PrimFunc) -> None:
     for branch in _warp_splitting(func):
         found: list[tirx.Stmt] = []
 
-        def look(node, found=found):
+        def look(node: Node, found: list[Node] = found) -> None:
             if isinstance(node, tirx.Evaluate) and op_name(node.value) == _BARRIER:
                 found.append(node)
 
@@ -168,7 +170,7 @@ def _typed(name: str) -> str:
     return "T." + name.rpartition(".")[2].replace("atomicadd", "atomic_add")
 
 
-def _asks_for_tma(node) -> bool:
+def _asks_for_tma(node: Node) -> bool:
     """Whether a call is always TMA; other copies become so only where that is right."""
     name = op_name(node)
     if name == _COPY:
@@ -177,7 +179,7 @@ def _asks_for_tma(node) -> bool:
     return name in _TMA_OPS or (name == _TMA_ADD and bool(int(node.annotations.get("use_tma", 0))))
 
 
-def orders_async(body) -> bool:
+def orders_async(body: Node) -> bool:
     """Whether a wait of the kernel orders the async proxy, to which TMA belongs."""
     return any(row.acquires == "async" for row in map(operator_of, our_calls(body)) if row is not None)
 
@@ -197,7 +199,7 @@ def _check_stores(func: tirx.PrimFunc) -> None:
     """Refuse what announces memory that TMA may not have written yet: in the order of the program's text."""
     begun: list[str] = []
 
-    def look(node):
+    def look(node: Node) -> None:
         name = op_name(node)
         if name == _STORE_WAIT and all(isinstance(a, tirx.IntImm) and not int(a) for a in node.args):
             begun.clear()  # a wait that leaves some under way does not say which of them a signal tells of
@@ -213,7 +215,7 @@ def _check_stores(func: tirx.PrimFunc) -> None:
     post_order_visit(func.body, look)
 
 
-def _announces(node) -> bool:
+def _announces(node: Node) -> bool:
     """Whether a call may tell peers of memory that this kernel has written: all do but waits."""
     row = operator_of(node)
     return row is not None and row.effect == OPAQUE and row.operation != "wait"
@@ -236,12 +238,9 @@ def check_specialized(name: str, source: str) -> None:
 
 def _check_tiles(func: tirx.PrimFunc) -> None:
     """Refuse puts from tiles whose elements do not lie in order."""
-    calls = [call for call in our_calls(func.body) if (row := operator_of(call)) and "tile" in row.names]
-    if not calls:
-        return
     disordered: dict[tirx.Var, str] = {}
 
-    def look(node):
+    def look(node: Node) -> None:
         name = op_name(node)
         if name.startswith("tl.tileop.") and "gemm" in name:
             post_order_visit(tirx.Evaluate(node), lambda n: _note_tile(n, disordered))
@@ -249,8 +248,11 @@ def _check_tiles(func: tirx.PrimFunc) -> None:
             disordered.update({data: "a layout of its own" for data in node.annotations["layout_map"]})
 
     post_order_visit(func.body, look)
-    for call in calls:
-        tile = operator_of(call).read(call).tile.args[1]
+    for call in our_calls(func.body):
+        row = operator_of(call)
+        if row is None or "tile" not in row.names:
+            continue
+        tile = row.read(call).tile.args[1]
         reason = next((why for data, why in disordered.items() if data.same_as(tile)), None)
         if reason is not None:
             raise KernelError(
@@ -259,7 +261,7 @@ def _check_tiles(func: tirx.PrimFunc) -> None:
             )
 
 
-def _note_tile(node, found: dict) -> None:
+def _note_tile(node: Node, found: dict[tirx.Var, str]) -> None:
     if isinstance(node, tirx.BufferLoad) and node.buffer.scope().startswith("shared"):
         found[node.buffer.data] = "the layout of an operand of T.gemm"
     if op_name(node) == "tirx.tvm_access_ptr":
@@ -270,7 +272,7 @@ def _settle_generic(call: tirx.Call) -> tirx.Call | None:
     return _without_tma(call) if op_name(call) == _COPY else None
 
 
-def _settle_async(body):
+def _settle_async(body: Node) -> Callable[[tirx.Call], tirx.Call | None]:
     # TMA writes are there at the end of the kernel, but not for a put or a signal before it.
     only_waits = not any(map(_announces, our_calls(body)))
 
@@ -285,7 +287,7 @@ def _settle_async(body):
     return settle
 
 
-def _is_global(region) -> bool:
+def _is_global(region: Node) -> bool:
     """Whether an operand of a copy lies in global memory."""
     found = []
     post_order_visit(
@@ -308,7 +310,7 @@ def _without_look(statement: tirx.Evaluate) -> tirx.Evaluate | None:
     return tirx.Evaluate(row.replace(statement.value, looks=tirx.IntImm("int32", 0)))
 
 
-def _evaluate_once(node):
+def _evaluate_once(node: Node) -> tirx.Stmt | None:
     if isinstance(node, tirx.IfThenElse):
         if not loads_memory(node.condition):
             return None
@@ -324,7 +326,7 @@ def _evaluate_once(node):
 
 
 def _guard_loads(call: tirx.Call) -> tirx.Call:
-    def guard(load):
+    def guard(load: tirx.BufferLoad) -> tirx.PrimExpr | None:
         if load.buffer.scope() != "global":
             return None
         inside = [
@@ -335,7 +337,7 @@ def _guard_loads(call: tirx.Call) -> tirx.Call:
         ]
         return tirx.if_then_else(tirx.all(*inside), load, tirx.const(0, load.dtype)) if inside else None
 
-    def visit(expr):
+    def visit(expr: tirx.PrimExpr) -> Any:
         if not isinstance(expr, tirx.PrimExpr):
             return expr
         return ir_transform(tirx.Evaluate(expr), None, guard, ["tirx.BufferLoad"]).value
@@ -377,11 +379,11 @@ class _EmptyLoops:
         loops: variables of the loops that run at most once, and perhaps not at all.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.loops: set[tirx.Var] = set()
         self._analyzer = arith.Analyzer()
 
-    def look(self, node) -> None:
+    def look(self, node: Node) -> None:
         """Look at a statement and what it holds."""
         if isinstance(node, tirx.SeqStmt):
             for part in node.seq:

@@ -7,10 +7,13 @@ here, and what is left is reported: by the checked pointers of device/host where
 checks of each index from here where it may leave a row only, or lies in shared memory.
 """
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler.ir import op_name
+from tilescale_net.compiler.ir import Node, op_name
 from tilescale_net.compiler.operators import AGREED, INSIDE
 
 UNGUARDED = {"tl.disable_safe_memory_legalize": True}
@@ -29,7 +32,7 @@ def settle_guards(body: tirx.Stmt, report: bool) -> tirx.Stmt:
     one axis need a check of each index. Sizes on which the ends of a copy do not agree are reported there too.
     """
 
-    def settle(call):
+    def settle(call: tirx.Call) -> tirx.PrimExpr | None:
         if op_name(call) == AGREED:
             value, smallest, *check = call.args
             return tirx.call_extern("int64", _REPORT_SIZES, value, *check) if report else smallest
@@ -49,7 +52,7 @@ def tile_loops(body: tirx.Stmt) -> set[tirx.Var]:
     """Variables of the loops over tiles that an author wrote; later passes may make ordinary loops of them."""
     found: set[tirx.Var] = set()
 
-    def look(node):
+    def look(node: Node) -> None:
         if isinstance(node, tirx.For) and node.kind in _TILES:
             found.add(node.loop_var)
 
@@ -64,16 +67,16 @@ def check_accesses(body: tirx.Stmt, tiles: set[tirx.Var]) -> tirx.Stmt:
     return ir_transform(body, None, _bare_place, ["tirx.Call"])
 
 
-def _guards(tiles: set[tirx.Var]):
+def _guards(tiles: set[tirx.Var]) -> tuple[Callable[[Node], None], Callable[[Node], Node | None]]:
     """Functions that enter and leave a node: loads and stores get their conditions."""
     depth = 0
 
-    def enter(node):
+    def enter(node: Node) -> None:
         nonlocal depth
         depth += isinstance(node, tirx.For) and node.loop_var in tiles
         return None
 
-    def leave(node):
+    def leave(node: Node) -> Node | None:
         nonlocal depth
         if isinstance(node, tirx.For):
             depth -= node.loop_var in tiles
@@ -88,7 +91,7 @@ def _guards(tiles: set[tirx.Var]):
     return enter, leave
 
 
-def _inside(access, in_tile: bool) -> tirx.PrimExpr | None:
+def _inside(access: Any, in_tile: bool) -> tirx.PrimExpr | None:
     """The condition under which an access is made; None where none is needed."""
     buffer = access.buffer
     scope = buffer.scope()
@@ -105,11 +108,11 @@ def _inside(access, in_tile: bool) -> tirx.PrimExpr | None:
     return _reported(buffer.name, zip(access.indices, buffer.shape))
 
 
-def _is_known(index, size) -> bool:
+def _is_known(index: Any, size: Any) -> bool:
     return isinstance(index, tirx.IntImm) and isinstance(size, tirx.IntImm) and 0 <= int(index) < int(size)
 
 
-def _reported(name: str, pairs) -> tirx.PrimExpr:
+def _reported(name: str, pairs: Iterable[tuple[Any, Any]]) -> tirx.PrimExpr:
     """A condition that is true; where an index is outside of its axis, its evaluation ends the launch with a report."""
     checks = []
     for axis, (index, size) in enumerate(pairs):
@@ -121,11 +124,11 @@ def _reported(name: str, pairs) -> tirx.PrimExpr:
     return tirx.all(*checks) if checks else tirx.const(True, "bool")
 
 
-def _guarded_place(argument) -> bool:
+def _guarded_place(argument: Any) -> bool:
     return op_name(argument) in _PLACES and op_name(argument.args[0]) == _CHOICE
 
 
-def _guard_atomic(node):
+def _guard_atomic(node: Node) -> Node | None:
     """An atomic operation under the conditions that its places have got."""
     call = node.value if isinstance(node, tirx.Evaluate) else node
     if not op_name(call).startswith("tl.atomic_"):
@@ -140,7 +143,7 @@ def _guard_atomic(node):
     return tirx.if_then_else(inside, call, tirx.const(0, call.dtype))
 
 
-def _bare_place(call):
+def _bare_place(call: tirx.Call) -> tirx.Call | None:
     """A place without the condition that it has got like a load."""
     if not _guarded_place(call):
         return None

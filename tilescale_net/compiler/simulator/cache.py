@@ -209,7 +209,7 @@ class Lowered:
     n_arguments: int
 
     @classmethod
-    def from_artifact(cls, name: str, artifact) -> Lowered:
+    def from_artifact(cls, name: str, artifact: Any) -> Lowered:
         """From a `tilelang.engine.param.CompiledArtifact`. Raises SimulatorUnsupported, which names the kernel."""
         return cls(
             artifact.kernel_source,
@@ -238,7 +238,9 @@ def tool_versions() -> tuple[str, ...]:
     return (*packages, importlib.util.MAGIC_NUMBER.hex())
 
 
-def get_or_lower(name: str, func: PrimFunc, target: dict, pass_configs: dict, lower: Callable) -> Lowered:
+def get_or_lower(
+    name: str, func: PrimFunc, target: dict[str, Any], pass_configs: dict[str, Any], lower: Callable[..., Any]
+) -> Lowered:
     """`lower(func, target, pass_configs)`, or what it was when the same was lowered before by the same versions.
 
     Args:
@@ -264,7 +266,9 @@ _KERNELS = "tilescale_net.kernels"
 _IMPORTED = time.time()
 
 
-def kernel_key(function: Callable, args: tuple, kwargs: dict, options: dict) -> str | None:
+def kernel_key(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+) -> str | None:
     """What identifies a kernel; None for one that is not to be kept.
 
     Args:
@@ -286,8 +290,12 @@ def kernel_key(function: Callable, args: tuple, kwargs: dict, options: dict) -> 
 @functools.cache
 def _folders() -> tuple[Path, ...]:
     """Where the package's files lie, under the names by which they are imported."""
-    names = ("tilescale_net", _KERNELS)
-    return tuple(Path(next(iter(importlib.util.find_spec(n).submodule_search_locations))).absolute() for n in names)
+    specs = [importlib.util.find_spec(name) for name in ("tilescale_net", _KERNELS)]
+    return tuple(
+        Path([*spec.submodule_search_locations][0]).absolute()
+        for spec in specs
+        if spec and spec.submodule_search_locations
+    )
 
 
 @functools.cache
@@ -300,11 +308,13 @@ def package_hash() -> str:
     return digest.hexdigest()
 
 
-def _unchanged(function: Callable) -> bool:
+def _unchanged(function: Callable[..., Any]) -> bool:
     """Whether the package's modules are what its files hold: a test may have put others in their places, an author may have
     edited them since this process began."""
     files = [function.__code__.co_filename]
-    files += [getattr(m, "__file__", None) for name, m in [*sys.modules.items()] if name.startswith("tilescale_net.")]
+    files += [
+        getattr(m, "__file__", None) or "" for name, m in [*sys.modules.items()] if name.startswith("tilescale_net.")
+    ]
     ours = tuple(f"{folder}{os.sep}" for folder in _folders())
     try:
         return all(os.path.abspath(f).startswith(ours) and os.stat(f).st_mtime < _IMPORTED for f in files if f)
@@ -312,7 +322,7 @@ def _unchanged(function: Callable) -> bool:
         return False
 
 
-def _written(value) -> str:
+def _written(value: Any) -> str:
     """An argument as a text that no other one has. Raises TypeError where there is no such text."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return f"{_name(value)} {value!r}"
@@ -326,7 +336,7 @@ def _written(value) -> str:
     raise TypeError(f"{value!r} has no text")
 
 
-def _name(value) -> str:
+def _name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

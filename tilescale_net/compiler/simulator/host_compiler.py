@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from tilescale_net.compiler.simulator import cache
 from tilescale_net.compiler.simulator.host_source import PRELUDE
@@ -51,10 +52,10 @@ def cuda_include() -> tuple[str, ...]:
     The wheels nvidia-cuda-runtime and nvidia-cuda-cccl, else a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda.
     Raises ConfigurationError when neither is there.
     """
-    roots = []
+    roots: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
-        roots += [*sorted(Path(root).glob("cu*/include"), reverse=True), Path(root) / "cuda_runtime" / "include"]
+    for wheel in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
+        roots += [*sorted(Path(wheel).glob("cu*/include"), reverse=True), Path(wheel) / "cuda_runtime" / "include"]
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             roots.append(Path(os.environ[variable]) / "include")
@@ -79,7 +80,9 @@ def headers_hash() -> str:
     """Hash of the headers' texts, wherever they lie: another checkout of the same version finds the same kernels."""
     digest = hashlib.sha256()
     numbers = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp8.h", "cuda_fp8.hpp")
-    files = [(path, path.relative_to(DEVICE_DIR)) for path in sorted(DEVICE_DIR.rglob("*.h"))]
+    files: list[tuple[Path, Path | str]] = [
+        (path, path.relative_to(DEVICE_DIR)) for path in sorted(DEVICE_DIR.rglob("*.h"))
+    ]
     files += [(Path(folder) / name, name) for folder in cuda_include() for name in numbers]
     for path, name in files:
         if path.exists():
@@ -158,7 +161,7 @@ def build(name: str, text: str) -> Path:
     return cache.get_or_build(name, key, ".so", make)
 
 
-def load(name: str, text: str):
+def load(name: str, text: str) -> Any:
     """The library of `build`, loaded. One that the cache holds damaged (a full disk, a power cut) is built again."""
     from tilescale_net import _simulator
 

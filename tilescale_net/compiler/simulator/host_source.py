@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.errors import SimulatorUnsupported
@@ -76,13 +77,13 @@ class HostSource:
     kernels: dict[str, tuple[Parameter, ...]]
     dynamic_shared: frozenset[str]
 
-    def fields(self) -> dict:
+    def fields(self) -> dict[str, Any]:
         """What `from_fields` takes, as JSON can hold it."""
         kernels = {name: [list(vars(p).values()) for p in listed] for name, listed in self.kernels.items()}
         return {"text": self.text, "kernels": kernels, "dynamic_shared": sorted(self.dynamic_shared)}
 
     @classmethod
-    def from_fields(cls, fields: dict) -> HostSource:
+    def from_fields(cls, fields: dict[str, Any]) -> HostSource:
         """Raises KeyError or TypeError for what `fields` did not make."""
         if not isinstance(fields, dict) or not isinstance(fields["kernels"], dict):
             raise TypeError("it has no kernels")

@@ -9,7 +9,7 @@ import base64
 import marshal
 import numbers
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,11 @@ class _Pointer:
 
     __slots__ = ("tensor",)
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
-def _field(handle, kind: int):
+def _field(handle: Any, kind: int) -> Any:
     """`tvm_struct_get` of a tensor; numbers of fields as in TVM's `TVMStructFieldKind`."""
     if kind == 1:
         return _Pointer(handle) if handle.data_ptr() else None
@@ -78,7 +78,7 @@ def _field(handle, kind: int):
     raise SimulatorUnsupported(f"field {kind} of a tensor handle is unknown")
 
 
-def _argument(args, i: int, kind: int):
+def _argument(args: Sequence[Any], i: int, kind: int) -> Any:
     value = args[i]
     if kind == 15:
         return value
@@ -93,7 +93,7 @@ def _argument(args, i: int, kind: int):
     return _TENSOR if isinstance(value, torch.Tensor) else -1
 
 
-def _cast(dtype: str, value):
+def _cast(dtype: str, value: Any) -> Any:
     if value is None or isinstance(value, (torch.Tensor, _Pointer)):
         return value
     if dtype.startswith(("float", "bfloat")):
@@ -107,10 +107,10 @@ def _cast(dtype: str, value):
     return value
 
 
-def _number(dtype: str, args, i: int):
+def _number(dtype: str, args: Sequence[Any], i: int) -> Any:
     """An argument as a number of the parameter's type. Raises BadArguments for an integer that this does not hold."""
     value, limits = args[i], integer_limits(dtype)
-    if limits is not None and isinstance(value, numbers.Integral) and not limits[0] <= value <= limits[1]:
+    if limits is not None and isinstance(value, numbers.Integral) and not limits[0] <= int(value) <= limits[1]:
         raise BadArguments(f"argument {i} is {value}; {dtype} is from {limits[0]} to {limits[1]}")
     return _cast(dtype, value)
 
@@ -141,17 +141,17 @@ _CALLS = {
 
 
 class _Translator:
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
         self.name = name
         self.lines: list[str] = []
         self.names: list[tuple[Any, str]] = []
 
-    def unknown(self, what) -> SimulatorUnsupported:
+    def unknown(self, what: str) -> SimulatorUnsupported:
         return SimulatorUnsupported(
             f"kernel {self.name}: the host function holds {what}, which the simulator does not know"
         )
 
-    def var(self, var) -> str:
+    def var(self, var: tirx.Var) -> str:
         # Variables of one function may share a name; identity distinguishes them.
         for known, text in self.names:
             if known.same_as(var):
@@ -160,7 +160,7 @@ class _Translator:
         self.names.append((var, text))
         return text
 
-    def expr(self, e) -> str:
+    def expr(self, e: Any) -> str:
         kind = type(e).__name__
         if kind in _BINARY:
             return _BINARY[kind].format(self.expr(e.a), self.expr(e.b))
@@ -185,7 +185,7 @@ class _Translator:
             return self.call(e)
         raise self.unknown(f"an expression of kind {kind}")
 
-    def call(self, e) -> str:
+    def call(self, e: Any) -> str:
         op = str(e.op.name)
         if op == "tirx.tvm_struct_get":
             field = int(e.args[2].value)
@@ -196,7 +196,7 @@ class _Translator:
             return _CALLS[op].format(*(self.expr(a) for a in e.args))
         raise self.unknown(f"a call of {op}")
 
-    def stmt(self, s) -> None:
+    def stmt(self, s: Any) -> None:
         kind = type(s).__name__
         if kind == "SeqStmt":
             for part in s.seq:
@@ -222,13 +222,13 @@ class _Translator:
         else:
             raise self.unknown(f"a statement of kind {kind}")
 
-    def block(self, head: str, body) -> None:
+    def block(self, head: str, body: Any) -> None:
         outer, self.lines = self.lines, []
         self.stmt(body)
         inner, self.lines = self.lines, outer
         self.lines += [head, *("  " + line for line in inner or ["pass"])]
 
-    def evaluate(self, value) -> None:
+    def evaluate(self, value: Any) -> None:
         if type(value).__name__ in ("IntImm", "Var"):
             return
         op = str(value.op.name)
@@ -245,7 +245,7 @@ class _Translator:
         self.lines.append(f"_launches.append(_Launch({callee!r}, ({values})))")
 
 
-def translate(name: str, host_mod) -> str:
+def translate(name: str, host_mod: Any) -> str:
     """Python source of a function `host(args)` that does what the host function in `host_mod` does; see `load`.
 
     Args:
@@ -275,18 +275,18 @@ def compiled(name: str, source: str) -> str:
     return base64.b64encode(marshal.dumps(compile(source, f"<host function of {name}>", "exec"))).decode()
 
 
-def load(name: str, code: str) -> Callable[[tuple], list[Launch]]:
+def load(name: str, code: str) -> Callable[[tuple[Any, ...]], list[Launch]]:
     """The function that `compiled` has made.
 
     It takes the arguments as a tuple and returns the kernels to launch. It raises KernelError for arguments of the wrong
     type, shape, stride or number.
     """
 
-    def refuse(message: str, args) -> None:
+    def refuse(message: str, args: Sequence[Any]) -> None:
         given = ", ".join(describe(a) for a in args)
         raise BadArguments(f"kernel {name}: {message}; the arguments are: {given}")
 
-    scope = {
+    scope: dict[str, Any] = {
         "_field": _field, "_argument": _argument, "_cast": _cast, "_number": _number, "_tdiv": _truncated_div, "_Launch": Launch,
         "_refuse": refuse,
     }  # fmt: skip

@@ -1,11 +1,14 @@
 """Kernels that run on the CPU: argument checks, launch geometry, seeds, and errors as exceptions."""
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tvm.tirx import PrimFunc
@@ -17,7 +20,11 @@ from tilescale_net.compiler.simulator.cache import CachedKernel, Lowered
 from tilescale_net.errors import KernelError
 from tilescale_net.runtime import context as context_layout
 from tilescale_net.runtime import simulator, worlds
+from tilescale_net.runtime.context import ContextHeader
 from tilescale_net.runtime.launch_args import unresolved
+
+if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
 
 _LOGGER = logging.getLogger("tilescale_net")
 # What a streaming multiprocessor of an H100 or H200 holds at most.
@@ -57,7 +64,9 @@ class SimulatedFunction:
         ConfigurationError: no C++ compiler, or no CUDA headers.
     """
 
-    def __init__(self, name: str, lowered: Lowered, context_index: int | None = None, lines: Sequence[str] = ()):
+    def __init__(
+        self, name: str, lowered: Lowered, context_index: int | None = None, lines: Sequence[str] = ()
+    ) -> None:
         from tilescale_net import _simulator
 
         self.name = name
@@ -74,7 +83,7 @@ class SimulatedFunction:
         self._simulator = _simulator
         self._library = host_compiler.load(name, unit.text)
 
-    def __call__(self, *args) -> None:
+    def __call__(self, *args: Any) -> None:
         """Run the kernel to its end."""
         for i, value in enumerate(args):
             if not isinstance(value, torch.Tensor):
@@ -100,7 +109,7 @@ class SimulatedFunction:
             for launch in self._host(args):
                 self._launch(launch, context)
 
-    def _launch(self, launch: host_stub.Launch, context) -> None:
+    def _launch(self, launch: host_stub.Launch, context: ContextHeader | None) -> None:
         parameters = self._kernels[launch.kernel]
         words = b"".join(map(self._pack, parameters, launch.values))
         extents = [int(v) for v in launch.values[len(parameters) :]]
@@ -151,7 +160,7 @@ class SimulatedFunction:
                 world.check()
 
     @staticmethod
-    def _aborted(context) -> bool:
+    def _aborted(context: ContextHeader) -> bool:
         aborted = ctypes.c_uint32.from_address(context.abort_word).value if context.abort_word else 0
         return bool(aborted) or (bool(context.error) and context_layout.error_record_at(context.error).kind != 0)
 
@@ -161,7 +170,7 @@ class SimulatedFunction:
         return f"{line}, " * bool(line) + f"kernel {self.name} (simulated, {schedule})"
 
     @staticmethod
-    def _argument_at(address: int, parameters: Sequence[host_source.Parameter], values: tuple) -> str | None:
+    def _argument_at(address: int, parameters: Sequence[host_source.Parameter], values: tuple[Any, ...]) -> str | None:
         """The name of the argument whose memory holds an address."""
         for parameter, value in zip(parameters, values):
             if parameter.pointer and value is not None:
@@ -170,14 +179,14 @@ class SimulatedFunction:
                     return parameter.name
         return None
 
-    def _give_up(self, context, error: errors.TileScaleError) -> None:
+    def _give_up(self, context: ContextHeader | None, error: errors.TileScaleError) -> None:
         """Raise `error`; in a world, every rank learns of it, and the loss of a peer is the better explanation."""
         world = worlds.world_at(context.heap_base) if context else None
         if world is None:
             raise error
         world.fail(error)
 
-    def _check_geometry(self, grid, block, shared: int) -> None:
+    def _check_geometry(self, grid: list[int], block: list[int], shared: int) -> None:
         threads = block[0] * block[1] * block[2]
         if not 0 < threads <= 1024:
             raise KernelError(f"kernel {self.name}: {threads} threads per block; a GPU allows 1 to 1024")
@@ -188,7 +197,7 @@ class SimulatedFunction:
         if any(g < 0 for g in grid) or grid[0] > 2**31 - 1 or max(grid[1:]) > 65535:
             raise KernelError(f"kernel {self.name}: a grid of {grid} blocks; limits are 2^31-1, 65535, 65535")
 
-    def _pack(self, parameter: host_source.Parameter, value) -> bytes:
+    def _pack(self, parameter: host_source.Parameter, value: Any) -> bytes:
         if parameter.pointer:
             if value is None:
                 return struct.pack("<QQ", 0, 0)
@@ -207,7 +216,7 @@ class SimulatedFunction:
                 ) from None
         return raw.ljust(16, b"\0")
 
-    def _context(self, args):
+    def _context(self, args: Sequence[Any]) -> ContextHeader | None:
         """The header of the world that the kernel runs in; None without one.
 
         A kernel that calls no primitive runs in none, but where races are looked for in that whose heap holds the first of
@@ -235,7 +244,7 @@ class SimulatedKernel(Kernel):
         prim_func: gives the traced and rewritten function; called when a call is wrong, to find the error.
     """
 
-    def __init__(self, cached: CachedKernel, prim_func: Callable[[], PrimFunc]):
+    def __init__(self, cached: CachedKernel, prim_func: Callable[[], PrimFunc]) -> None:
         super().__init__(cached.name, cached, cached.lowered.kernel_source, "simulator")
         index = None if cached.context_index is None else 0  # prepared kernels take it first
         self._simulated = SimulatedFunction(self.name, cached.lowered, index, cached.lines)
@@ -246,7 +255,7 @@ class SimulatedKernel(Kernel):
     def prim_func(self) -> PrimFunc:
         return self._prim_func()
 
-    def _function(self):
+    def _function(self) -> Callable[..., None]:
         return self._simulated
 
     @property
@@ -254,10 +263,10 @@ class SimulatedKernel(Kernel):
         """None: the translated host function looks at all of them."""
         return []
 
-    def _supervised(self, function, present: list):
+    def _supervised(self, function: Callable[..., Any], present: Sequence[World]) -> Callable[..., None]:
         """Memory of a tensor that was freed may be in other use by now; on a GPU the check would cost every launch."""
 
-        def launch(*args) -> None:
+        def launch(*args: Any) -> None:
             for name, value in zip(self.parameters, args[len(args) - len(self.parameters) :]):
                 if isinstance(value, torch.Tensor) and any(world.heap.is_freed(value) for world in present):
                     raise KernelError(f"kernel {self.name}: argument {name} has been given back by tilescale_net.free")

@@ -21,8 +21,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import tilelang.language as T
 from tilelang import tvm
@@ -37,6 +38,7 @@ from tilelang.cuda.op.gemm import (
     GemmWGMMA,
 )
 from tilelang.cuda.target import target_is_cuda, target_is_turing, target_is_volta
+from tilelang.engine.param import CompiledArtifact
 from tilelang.tileop.gemm.gemm_base import GemmBase
 from tilelang.tileop.gemm.registry import register_gemm_impl
 from tilelang.transform.simplify import _Simplify as simplify
@@ -57,7 +59,7 @@ _state = threading.local()
 
 
 @contextlib.contextmanager
-def plain():
+def plain() -> Iterator[None]:
     """Lower T.gemm to plain code within this context."""
     before = is_plain()
     _state.plain = True
@@ -91,7 +93,7 @@ class RowLayout:
     width: int
 
     @classmethod
-    def of(cls, buffer, threads: int) -> RowLayout:
+    def of(cls, buffer: tirx.Buffer, threads: int) -> RowLayout:
         """For a fragment; raises SimulatorUnsupported for one that cannot be spread evenly over the threads."""
         rows, columns = (int(extent) for extent in buffer.shape)
         for groups in range(math.gcd(rows, threads), 0, -1):
@@ -115,7 +117,7 @@ class RowLayout:
             forward_fn=lambda i, j: ((i % groups) * width + j % width, (i // groups) * per_row + j // width),
         )
 
-    def element(self, thread, n):
+    def element(self, thread: tirx.PrimExpr, n: Any) -> tuple[Any, Any]:
         """Row and column of the n-th element of a thread."""
         per_row = self.columns // self.width
         return (n // per_row) * self.groups + thread // self.width, (n % per_row) * self.width + thread % self.width
@@ -124,25 +126,27 @@ class RowLayout:
 class PlainGemm(GemmBase):
     """`c += a @ b` in loops; operands that lie in registers pass through shared memory, where all threads read them."""
 
-    def infer_layout(self, target, thread_nums):
+    def infer_layout(self, target: Any, thread_nums: Any) -> dict[Any, T.Fragment]:
         """Layouts of the operands that lie in registers; those in shared memory stay as they are."""
         buffers = (buffer for buffer in (self.A, self.B, self.C) if is_fragment(buffer))
         return {buffer: RowLayout.of(buffer, int(thread_nums)).fragment() for buffer in buffers}
 
-    def lower(self, layout_map, target, thread_bounds, thread_index, mbar_phase_expr=None):
+    def lower(
+        self, layout_map: Any, target: Any, thread_bounds: Any, thread_index: Any, mbar_phase_expr: Any = None
+    ) -> tirx.PrimFunc:
         """The loops as a T.prim_func."""
         thread = thread_index - thread_bounds.min
         layouts = [RowLayout.of(b, int(thread_bounds.extent)) if is_fragment(b) else None for b in (self.A, self.B)]
         loops = _loops(self, thread, RowLayout.of(self.C, int(thread_bounds.extent)))
         a_from, b_from = (_stage(thread, layout) if layout is not None else None for layout in layouts)
-        return simplify(_product(self, loops, a_from, b_from), inline_let=True)
+        return simplify(_plain_gemm(self, loops, a_from, b_from), inline_let=True)
 
 
-def _stage(thread, layout: RowLayout):
+def _stage(thread: tirx.PrimExpr, layout: RowLayout) -> Any:
     """A macro that copies a fragment to shared memory."""
 
     @T.macro
-    def stage(source, target):
+    def stage(source: Any, target: Any) -> None:
         for n in T.serial(layout.elements):
             i, j = layout.element(thread, n)
             target[i, j] = source[i, j]
@@ -150,12 +154,12 @@ def _stage(thread, layout: RowLayout):
     return stage
 
 
-def _loops(gemm: GemmBase, thread, layout: RowLayout):
+def _loops(gemm: GemmBase, thread: tirx.PrimExpr, layout: RowLayout) -> Any:
     """A macro `(a, b)`, each a function from two indices to an element, that does the thread's part of the product."""
     extent, trans_a, trans_b, total, c = gemm.K, gemm.trans_A, gemm.trans_B, gemm.accum_dtype, gemm.C
 
     @T.macro
-    def multiply(a, b):
+    def multiply(a: Callable[..., Any], b: Callable[..., Any]) -> None:
         acc = T.alloc_local((1,), total)
         for n in T.serial(layout.elements):
             i, j = layout.element(thread, n)
@@ -169,13 +173,13 @@ def _loops(gemm: GemmBase, thread, layout: RowLayout):
     return multiply
 
 
-def _element(region):
+def _element(region: Any) -> Callable[[Any, Any], tirx.PrimExpr]:
     """The elements of an operand in shared memory, by their indices in the part of it that is meant."""
     start = [axis.min for axis in region.region]
-    return lambda i, j: region.buffer[(*start[:-2], start[-2] + i, start[-1] + j)]
+    return lambda i, j: region.buffer[tuple([*start[:-2], start[-2] + i, start[-1] + j])]
 
 
-def _product(gemm: GemmBase, multiply, stage_a, stage_b):
+def _plain_gemm(gemm: GemmBase, multiply: Callable[..., Any], stage_a: Any, stage_b: Any) -> tirx.PrimFunc:
     """The prim_func: stages what lies in registers, then multiplies."""
     a_buffer, b_buffer = gemm.A, gemm.B
     a_shape, b_shape = (tuple(int(n) for n in b.shape[-2:]) for b in (a_buffer, b_buffer))
@@ -183,13 +187,13 @@ def _product(gemm: GemmBase, multiply, stage_a, stage_b):
     if stage_a is None and stage_b is None:
 
         @T.prim_func
-        def product() -> None:
+        def plain_gemm() -> None:
             multiply(_element(gemm.ARegion), _element(gemm.BRegion))
 
     elif stage_b is None:
 
         @T.prim_func
-        def product() -> None:
+        def plain_gemm() -> None:
             a = T.alloc_shared(a_shape, gemm.a_dtype)
             stage_a(a_buffer, a)
             T.sync_threads()
@@ -198,7 +202,7 @@ def _product(gemm: GemmBase, multiply, stage_a, stage_b):
     elif stage_a is None:
 
         @T.prim_func
-        def product() -> None:
+        def plain_gemm() -> None:
             b = T.alloc_shared(b_shape, gemm.b_dtype)
             stage_b(b_buffer, b)
             T.sync_threads()
@@ -207,7 +211,7 @@ def _product(gemm: GemmBase, multiply, stage_a, stage_b):
     else:
 
         @T.prim_func
-        def product() -> None:
+        def plain_gemm() -> None:
             a = T.alloc_shared(a_shape, gemm.a_dtype)
             b = T.alloc_shared(b_shape, gemm.b_dtype)
             stage_a(a_buffer, a)
@@ -215,13 +219,13 @@ def _product(gemm: GemmBase, multiply, stage_a, stage_b):
             T.sync_threads()
             multiply(lambda i, j: a[i, j], lambda i, j: b[i, j])
 
-    return product
+    return plain_gemm
 
 
 def _install_gemm() -> None:
     """Put this implementation beside tilelang's own; called once, when this module is imported."""
 
-    def is_ampere_or_later(target) -> bool:
+    def is_ampere_or_later(target: Any) -> bool:
         return target_is_cuda(target) and not (target_is_volta(target) or target_is_turing(target))
 
     # tilelang's own entries, by their names, except while `plain` is on.
@@ -281,7 +285,7 @@ def without_engines(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     refused: list[str] = []  # TVM, which calls `replace`, would make another error of one that it raises
 
-    def replace(call):
+    def replace(call: tirx.Call) -> tirx.PrimExpr | None:
         name, given = op_name(call), dict(call.annotations or {})
         if name in _REFUSED_CALLS:
             refused.append(_REFUSED_CALLS[name])
@@ -321,11 +325,11 @@ with contextlib.suppress(AttributeError):  # another tilelang: kernels with barr
 class SimplifyOnce:
     """A pass instrument for one lowering."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._previous = ""
         self._simplified = False
 
-    def should_run(self, module, info) -> bool:
+    def should_run(self, module: Any, info: Any) -> bool:
         name, previous = str(info.name), self._previous
         self._previous = name
         if name == "tl.Simplify":
@@ -334,7 +338,7 @@ class SimplifyOnce:
             return False
         return (name, previous) != ("tirx.Simplify", "tl.LowerIntrin")  # what follows only prints expressions
 
-    def run_after_pass(self, module, info) -> None:
+    def run_after_pass(self, module: Any, info: Any) -> None:
         if str(info.name) == "tl.Simplify":
             self._simplified = True
 
@@ -342,12 +346,12 @@ class SimplifyOnce:
 # -- a whole kernel ------------------------------------------------------------------------------------------------------
 
 
-def prepared(func: PrimFunc, configs: dict) -> Prepared:
+def prepared(func: PrimFunc, configs: dict[str, Any]) -> Prepared:
     """A traced kernel prepared for the simulator; accesses outside of tensors are reported unless its options say otherwise."""
     return prepare(func, not any(key in configs for key in bounds.UNGUARDED))
 
 
-def lowered(func: PrimFunc, configs: dict, lower: Callable) -> cache.CachedKernel:
+def lowered(func: PrimFunc, configs: dict[str, Any], lower: Callable[..., Any]) -> cache.CachedKernel:
     """A traced kernel as the simulator runs it.
 
     Args:
@@ -355,7 +359,7 @@ def lowered(func: PrimFunc, configs: dict, lower: Callable) -> cache.CachedKerne
         lower: `jit.lower`.
     """
 
-    def simplifying_once(func: PrimFunc, target: dict, pass_configs: dict):
+    def simplifying_once(func: PrimFunc, target: dict[str, Any], pass_configs: dict[str, Any]) -> CompiledArtifact:
         return lower(func, target, pass_configs, [SimplifyOnce()])
 
     name = kernel_name(func)

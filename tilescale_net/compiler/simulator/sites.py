@@ -8,13 +8,13 @@ statement: nothing may come between its parts.
 """
 
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from tilelang.ir import get_stmt_span
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler.ir import OUR_OPS, op_name, operator_of, our_calls, typed_name
+from tilescale_net.compiler.ir import OUR_OPS, Node, op_name, operator_of, our_calls, typed_name
 from tilescale_net.compiler.operators import DEFERRED, OPERATORS, PURE
 
 # -- calls of primitives ----------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[s
     lines = list(dict.fromkeys([*statements, *(line for _, line in calls)]))
     met: list[str] = []
 
-    def add(call):
+    def add(call: tirx.Call) -> Node | None:
         if op_name(call) not in _NUMBERED:
             return None
         met.append(op_name(call))
@@ -94,13 +94,13 @@ _DIVISIONS = (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
 _WHOLE_LOOPS = (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED)
 
 
-def _accesses(node) -> bool:
+def _accesses(node: Node) -> bool:
     """Whether a statement or an expression does what can fail or race: it accesses memory that other threads see, but not by
     primitives alone, divides integers, or calls what checks its arguments.
     """
     found = []
 
-    def look(part):
+    def look(part: Node) -> None:
         shared = isinstance(part, (tirx.BufferLoad, tirx.BufferStore)) and not part.buffer.scope().startswith("local")
         divides = (
             isinstance(part, _DIVISIONS) and "float" not in str(part.dtype) and not isinstance(part.b, tirx.IntImm)
@@ -113,11 +113,11 @@ def _accesses(node) -> bool:
 
 
 class _Marks:
-    def __init__(self):
+    def __init__(self) -> None:
         self.lines: dict[str, int] = {}
         self._bound = False  # the statement before is computed for the next one, and must stay next to it
 
-    def _call(self, statement) -> list[tirx.Stmt]:
+    def _call(self, statement: tirx.Stmt) -> list[tirx.Stmt]:
         span = get_stmt_span(statement)
         if span is None or span.line <= 0:
             return []
@@ -125,7 +125,7 @@ class _Marks:
         number = self.lines.setdefault(line, len(self.lines))
         return [tirx.Evaluate(tirx.call_extern("void", CALL, tirx.IntImm("int32", number)))]
 
-    def _before(self, node):
+    def _before(self, node: Node) -> tirx.Stmt | None:
         """What takes the place of a statement; None to look into it."""
         after_bound, self._bound = self._bound, False
         if isinstance(node, tirx.SeqStmt):
@@ -151,13 +151,13 @@ class _Marks:
         return ir_transform(statement, self._before, _flat, _VISITED)
 
 
-def _flat(node):
+def _flat(node: Node) -> tirx.Stmt | None:
     if isinstance(node, tirx.SeqStmt) and any(isinstance(part, tirx.SeqStmt) for part in node.seq):
         return _sequence(node.seq)
     return None
 
 
-def _sequence(statements) -> tirx.Stmt:
+def _sequence(statements: Iterable[tirx.Stmt]) -> tirx.Stmt:
     parts = [p for s in statements for p in (s.seq if isinstance(s, tirx.SeqStmt) else [s])]
     return parts[0] if len(parts) == 1 else tirx.SeqStmt(parts)
 
