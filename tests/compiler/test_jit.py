@@ -49,7 +49,7 @@ class Recorder(Kernel):
 def _pretend(monkeypatch, world):
     """Pretend that init() has made `world`, or None."""
     monkeypatch.setattr(worlds, "_alive", [] if world is None else [world])
-    monkeypatch.setattr(worlds, "binding", world)
+    monkeypatch.setattr(worlds, "launch_generation", world)
 
 
 @pytest.fixture
