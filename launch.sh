@@ -3,16 +3,16 @@
 usage="usage: GPUS=N [NODES=n NODE_RANK=i MASTER_ADDR=host MASTER_PORT=port VIRTUAL_NODES=n] bash launch.sh <script.py | pytest> [args]
        bash launch.sh --setup-only        sets up, then prints the interpreter
 
-GPUS           ranks on this host: one per GPU, or simulated ones where there is no GPU (2)
+GPUS           ranks on this host: one per GPU, or simulated ones without a GPU
 NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
-               hosts of the job, this host's index, and where rank 0 listens (port 29500); run the same line on every host
+               hosts of the job, this host's index, and where rank 0 listens; run the same line on every host
 VIRTUAL_NODES  split the ranks of a host into nodes that may only talk through the fabric
 TSN_DEVICE     cuda or simulator; a GPU is used where there is one
 TSN_PYTHON     interpreter to use as it is; otherwise an active virtual environment, .venv, python3 or a new .venv
 TSN_VENV       folder of that virtual environment (.venv)
 TSN_OUTPUT     all: show the output of all ranks, not only of rank 0
 TSN_BUILD      0: never build the native part
-Under srun, each task is a rank; with GPUS=N and one task per node, each task starts N ranks."
+Under srun, each task is a rank; with GPUS=N and one task per node, each task starts N ranks. Defaults: docs/settings.md"
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=${TSN_VENV:-$root/.venv}

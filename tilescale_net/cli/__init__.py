@@ -102,7 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.call is not _settings:
             settings.check()
-        return args.call(args)
+        call: Call = args.call
+        return call(args)
     except ConfigurationError as err:
         launch.say(str(err))
         return 2

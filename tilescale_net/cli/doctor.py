@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 from tilescale_net.cli import machine
 from tilescale_net.errors import TileScaleError
@@ -244,7 +245,7 @@ class Doctor:
         remedy = "ulimit -n 65536 (limits.conf: * - nofile 65536; docker: --ulimit nofile=65536)"
         yield _judge("open files", ranks >= 64, f"{limit}, enough for jobs of about {ranks} ranks over tcp", remedy)
 
-    def _efa(self) -> list[dict]:
+    def _efa(self) -> list[dict[str, Any]]:
         return [nic for nic in machine.nics([]) if nic["driver"] == "efa"]
 
     def huge_pages(self) -> Iterator[Finding]:

@@ -41,7 +41,7 @@ def link(first: int, second: int) -> str:
     return "none"
 
 
-def gpus() -> list[dict]:
+def gpus() -> list[dict[str, Any]]:
     """One dict a GPU: name, compute_capability, memory (bytes), pci, numa_node, peers (ordinals it can map), links.
 
     `links` has what each of the peers is reached by, see `link`.
@@ -68,7 +68,7 @@ def gpus() -> list[dict]:
     return found
 
 
-def nics(gpu_places: list[str]) -> list[dict]:
+def nics(gpu_places: list[str]) -> list[dict[str, Any]]:
     """One dict a NIC for remote memory: name, driver, path, numa_node, state, rate, near (ordinals of the nearest GPUs).
 
     Args:

@@ -224,7 +224,7 @@ def _end_groups(reader: int) -> None:
             os.killpg(group, signal.SIGKILL)
 
 
-ProcessType = type[subprocess.Popen] | type[forking.Process]
+ProcessType = type[subprocess.Popen[bytes]] | type[forking.Process]
 
 
 class Rank:

@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tilescale_net import launch
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import forking, refuse, say
-from tilescale_net.launch.job import Job
+from tilescale_net.launch.job import Job, ProcessType
 from tilescale_net.runtime import placement, private_folder, settings, this_host
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -42,7 +43,9 @@ def start(arguments: list[str]) -> int:
     shared, port, store = _shared_variables(ranks)  # the port stays reserved as long as this socket is open
     forked = not gpus and imports and forking.preload(shared)
     try:
-        process = forking.Process if forked else subprocess.Popen
+        process: ProcessType = subprocess.Popen
+        if forked:
+            process = forking.Process
         forking.status = Job(command, ranks, shared, process, store).run()
         return forking.status
     except forking.BecomeRank as rank:
@@ -277,7 +280,7 @@ def _srun_rank() -> dict[str, str]:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 # Flags of `run`, each of which is a variable that launch.sh reads.
-FLAGS: dict[str, tuple[settings.Setting, str, str]] = {
+FLAGS: dict[str, tuple[settings.Setting[Any], str, str]] = {
     "--ranks": (settings.GPUS, "N", "ranks on this host: one per GPU, or simulated ones where there is no GPU"),
     "--virtual-nodes": (settings.VIRTUAL_NODES, "N", "split them into nodes that may only talk through the fabric"),
     "--nodes": (settings.NODES, "N", "hosts of the job; run the same line on every host"),

@@ -1,4 +1,4 @@
-"""What the interpreter and the operating system lack to run, or build, the package; called by path before it can be imported.
+"""Finds and gets the packages that the interpreter and the operating system lack; called by path before any import.
 
     python tilescale_net/launch/set_up.py check [EXTRA…]               file name suffix of extensions, then what is missing, by line
     python tilescale_net/launch/set_up.py list [EXTRA…]                everything that a fresh environment installs, by line
@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import tempfile
 from importlib import metadata
+from typing import Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 UNPACKED = os.path.join(ROOT, "build", "system")
@@ -36,33 +37,34 @@ def say(text: str) -> None:
 
 # -- Python packages --------------------------------------------------------------------------------------------------
 
-# What nvcc is made of.
+# The parts of nvcc.
 COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
 
 
-def _project() -> dict:
+def _project() -> dict[str, Any]:
     try:
         import tomllib
     except ImportError:  # Python 3.10
         from pip._vendor import tomli as tomllib
     with open(os.path.join(ROOT, "pyproject.toml"), "rb") as f:
-        return tomllib.load(f)
+        content: dict[str, Any] = tomllib.load(f)
+    return content
 
 
-def _wanted(content: dict, extras: list[str]) -> list[str]:
+def _wanted(content: dict[str, Any], extras: list[str]) -> list[str]:
     """Dependencies of the package and of extras: of those that users may request, and of what work on a checkout needs."""
     groups = {**content["project"]["optional-dependencies"], **content["dependency-groups"]}
     return [*content["project"]["dependencies"], *(r for extra in extras for r in groups[extra])]
 
 
 def dependencies() -> list[str]:
-    """What the package depends on: of a checkout, or as it was installed."""
+    """Requirements of the package: of a checkout, or as it was installed."""
     if os.path.exists(os.path.join(ROOT, "pyproject.toml")):
         return list(_project()["project"]["dependencies"])
     return [r for r in metadata.requires("tilescale_net") or [] if "extra ==" not in r]
 
 
-def _match(pattern: str, text: str) -> re.Match:
+def _match(pattern: str, text: str) -> re.Match[str]:
     found = re.match(pattern, text)
     if found is None:
         raise ValueError(f"{text!r} is no requirement or version that this script understands")
@@ -117,7 +119,7 @@ def _opens(*libraries: str) -> bool:
 
 
 def _stand_in(name: str) -> bool:
-    """Whether the machine itself offers what a package is there for."""
+    """Whether the machine itself provides the content of a package."""
     if name in COMPILER:
         home = os.path.join(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "", "bin")
         return bool(shutil.which("nvcc", path=home) or shutil.which("nvcc"))
@@ -219,7 +221,7 @@ def _pip_wheel() -> str | None:
 
 
 def missing_packages(what: list[str]) -> dict[str, str]:
-    """What is missing of `headers` and `venv`, as text, by the Debian package that has it."""
+    """Descriptions of missing `headers` and `venv`, by the Debian package that has them."""
     found = {}
     if "headers" in what and python_include() is None:
         found[f"libpython{PYTHON}-dev"] = f"the headers of Python {PYTHON} (Python.h)"
@@ -282,7 +284,7 @@ def _unpack(packages: list[str]) -> bool:
 
 
 def prepare(what: list[str]) -> None:
-    """Get what is missing of `headers` and `venv`. Exits with one message about everything that cannot be done without."""
+    """Get missing `headers` and `venv`. Exits with one message about all that is required and still missing."""
     if "headers" in what and not compiler():
         if named := os.environ.get("CXX"):
             sys.exit(

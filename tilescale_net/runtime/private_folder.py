@@ -68,7 +68,7 @@ def make(path: Path) -> bool:
     """Make a folder for this user alone if it does not exist; whether code may be loaded from it.
 
     So must be every folder of the package's above it, up to the one named tilescale_net…: the owner of one of them can
-    put another folder in the place of what was checked. Where that one lies is for its user to judge.
+    replace a folder after it was checked. Where that one lies is for its user to judge.
 
     Raises:
         OSError: it cannot be made.

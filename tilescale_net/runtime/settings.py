@@ -17,7 +17,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tilescale_net.errors import ConfigurationError, FabricError
 
@@ -296,7 +296,7 @@ NVTX = Setting(
 LIBCUDA = Setting("TSN_LIBCUDA", _text, "", "the CUDA driver library", "`libcuda.so.1`")
 CACHE_HOME = Setting("XDG_CACHE_HOME", _text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`")
 TUNED = Setting(
-    "TSN_TUNED", _flag, True, "`0`: what `tilescale_net.tuning` has found is not used; that of rank 0 counts"
+    "TSN_TUNED", _flag, True, "`0`: do not use the results of `tilescale_net.tuning`; the value of rank 0 counts"
 )
 
 TRACE = Setting(
@@ -429,11 +429,11 @@ TEST_ORDERING = Setting(
     "TSN_TEST_ORDERING",
     _one_of("last_chunk"),
     "",
-    "`last_chunk`: order as systems do that trust the last chunk, which is wrong; shows what counting is for",
+    "`last_chunk`: trust the last chunk for ordering, as some systems do, which is wrong: shows why arrivals are counted",
 )
 CHAOS_SEEDS = Setting("TSN_CHAOS_SEEDS", _whole(1), 240, "seeds of the nightly test on networks that misbehave")
 
-ALL: dict[str, Setting] = {row.name: row for row in list(globals().values()) if isinstance(row, Setting)}
+ALL: dict[str, Setting[Any]] = {row.name: row for row in list(globals().values()) if isinstance(row, Setting)}
 # The launcher's own, which it checks with the words of a launcher; elsewhere other programs may use these names.
 LAUNCHER = ("GPUS", "NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "VIRTUAL_NODES")
 

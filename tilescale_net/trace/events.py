@@ -115,7 +115,7 @@ class Ring:
         self._capacity = capacity
 
     def name(self, text: str) -> int:
-        """The number of a name; 0, the empty one, when there is no room for more."""
+        """The number of a name; 0, the empty one, when no room is left."""
         if not self._numbers and text:
             self.name("")
         if (number := self._numbers.get(text)) is not None:
@@ -176,7 +176,7 @@ class Part:
         what: "host", "kernels" or "proxy0", …
         events: the oldest first, with times of rank 0's clock.
         names: by number.
-        dropped: events that newer ones have taken the place of.
+        dropped: events that newer ones have overwritten.
         error_ns: how wrong the times may be against those of other ranks.
     """
 
@@ -216,7 +216,7 @@ def read_part(raw: bytes, where: str, what: str) -> Part:
     for n in range(overwritten, h.events):
         event = Event.from_buffer_copy(raw, first + n % h.capacity * EVENT_BYTES)
         if event.kind not in Kind.__members__.values() or event.end_ns < event.begin_ns:
-            continue  # half written when its process was killed
+            continue  # partly written when its process was killed
         event.begin_ns += h.offset_ns
         event.end_ns += h.offset_ns
         part.events.append(event)
@@ -224,12 +224,12 @@ def read_part(raw: bytes, where: str, what: str) -> Part:
 
 
 def packed(raw: bytes) -> bytes:
-    """The bytes of a file, smaller, for the way to another host."""
+    """The bytes of a file, compressed for the way to another host."""
     return zlib.compress(raw, 1)
 
 
 def unpacked(packed: bytes, where: str) -> bytes:
-    """What `packed` has made smaller. Raises ValueError for what is damaged, or far larger than a trace is."""
+    """The bytes that `packed` compressed. Raises ValueError for damaged ones, or far more than a trace has."""
     unpacking = zlib.decompressobj()
     try:
         raw = unpacking.decompress(packed, _MAX_UNPACKED)

@@ -235,6 +235,6 @@ class GpuKernels:
         """What makes the times that were added right, when nothing is launched any more: by then it is known how much faster
         the GPU's clock runs than this process's, some 40 us a second."""
         event, now_ns = _moment()
-        told_ns = self._base_ns + int(self._base.elapsed_time(event) * 1e6)
-        first, told, passed = self._first_ns, max(1, told_ns - self._first_ns), now_ns - self._first_ns
-        return lambda ns: first + (ns - first) * passed // told
+        measured_ns = self._base_ns + int(self._base.elapsed_time(event) * 1e6)
+        first, measured, passed = self._first_ns, max(1, measured_ns - self._first_ns), now_ns - self._first_ns
+        return lambda ns: first + (ns - first) * passed // measured

@@ -23,7 +23,7 @@ def text(why: str, states: dict[int, State], size: int, missing: dict[int, str] 
         why: its first line.
         states: by rank, see `state_of_rank`.
         size: number of ranks.
-        missing: what is known of ranks that have not answered.
+        missing: facts about ranks that have not answered.
     """
     rows, notes = [], []
     for rank in sorted(states):
@@ -189,7 +189,7 @@ def _add_simulated(state: State, world: World) -> None:
 
 
 def _add_traced(state: State, world: World) -> bool:
-    """What kernels on a GPU have noted in its trace; False where none is written, or no thread waits."""
+    """The calls that kernels have written to the trace of a GPU; False where none is written, or no thread waits."""
     gpu = world.recorder.gpu_calls if world.recorder is not None else None
     if gpu is None:
         return False
@@ -197,7 +197,7 @@ def _add_traced(state: State, world: World) -> bool:
     assert memory is not None
 
     def since(gpu_ns: int) -> float:
-        return (now - gpu.process_ns(gpu_ns)) * 1e-9
+        return float(now - gpu.process_ns(gpu_ns)) * 1e-9
 
     sent: dict[tuple[int, int], list[Any]] = {}
     for known in traced_calls.signals(calls.ended):
@@ -226,7 +226,7 @@ def _add_traced(state: State, world: World) -> bool:
 
 
 def _add_record(state: State, world: World) -> None:
-    """What a GPU leaves behind: the first thread that gave up."""
+    """The error record of a GPU: the first thread that gave up."""
     record = world.page.record()
     if record is None or record.kind not in (1, 2, 3):
         return

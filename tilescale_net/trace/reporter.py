@@ -71,7 +71,7 @@ class Reporter:
         self._rank, self._store, self._state = control.rank, control.store, state
         self._own: State | None = None
         self._of_failure: Report | None = None
-        self._said_by = "reported by"  # key of the rank that prints the report of a failure
+        self._printer_key = "reported by"  # key of the rank that prints the report of a failure
         self._asking = threading.Lock()
 
     def ask(self) -> Report:
@@ -88,7 +88,7 @@ class Reporter:
     def forget_failure(self, generation: int) -> None:
         """The next question is about another failure; `generation`: how often failures were forgotten."""
         with self._asking:
-            self._of_failure, self._said_by = None, f"reported by/{generation}"
+            self._of_failure, self._printer_key = None, f"reported by/{generation}"
 
     def print_failure(self, failure: Exception) -> None:
         """Print the answers to `ask_about`, on one of the ranks that query. A lost peer explains itself."""
@@ -99,7 +99,7 @@ class Reporter:
         """Note what this rank does, and query the others. The number of the alarm; 0: the store does not answer."""
         self._own = self._state()
         try:
-            number = self._store.ask(lambda s: s.count_up(job_store.ALARMS), seconds=PATIENCE)
+            number: int = self._store.ask(lambda s: s.count_up(job_store.ALARMS), seconds=PATIENCE)
         except PeerLost:
             return 0
         self.answer(number, self._own)
@@ -113,11 +113,11 @@ class Reporter:
     def is_first(self) -> bool:
         """Whether no other rank has printed the report of a failure."""
         mine = str(self._rank)
-        said = self._store.ask(lambda s: s.set_once(self._said_by, mine), seconds=PATIENCE)
-        return said.decode(errors="replace") == mine
+        first: bytes = self._store.ask(lambda s: s.set_once(self._printer_key, mine), seconds=PATIENCE)
+        return first.decode(errors="replace") == mine
 
     def collect(self, number: int, end: float) -> dict[int, State]:
-        """What the ranks said to alarm `number` until time `end`; what they said before where they have not since."""
+        """The ranks' answers to alarm `number` until time `end`; earlier answers of ranks that have not answered since."""
         states = {self._rank: self._own or self._state()}
         with contextlib.suppress(PeerLost):
             while True:
@@ -129,10 +129,10 @@ class Reporter:
                 )
                 fresh = 1
                 for rank, word in enumerate(words):
-                    told, state = _read(word)
+                    answered, state = _read(word)
                     if state is not None and rank != self._rank:
                         states[rank] = state
-                        fresh += told >= number
+                        fresh += answered >= number
                 if fresh == self.size or time.monotonic() >= end:
                     break
                 time.sleep(0.03)

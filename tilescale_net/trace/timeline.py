@@ -55,7 +55,7 @@ def part_files(path: str, rank: int | None = None) -> list[str]:
 
 
 def read_parts(path: str, rank: int | None = None) -> list[events.Part]:
-    """What they hold. Raises ValueError for one that is damaged."""
+    """The parts beside `path`, read. Raises ValueError for one that is damaged."""
     return [events.read_file(file, file.split(".")[-2]) for file in part_files(path, rank)]
 
 

@@ -1,5 +1,5 @@
-"""The calls of primitives that kernels on a GPU note in a ring, see device/traced_calls.h: what their numbers stand for, and
-what is read from the ring.
+"""The ring of calls that kernels on a GPU write, see device/traced_calls.h: its layout, its reader, and the calls behind the
+numbers in it.
 """
 
 import ctypes
@@ -98,7 +98,7 @@ _WARPS = 1024 * 32  # kTracedBlocks * kTracedWarps
 
 
 def empty(capacity: int) -> bytes:
-    """A buffer for so many calls, a power of two, as kernels take it."""
+    """A buffer for `capacity` calls, a power of two, in the layout that kernels take."""
     return bytes(TraceBuffer(capacity=capacity)) + bytes((capacity + 2 * _WARPS) * _CALL_BYTES)
 
 
@@ -117,8 +117,8 @@ class TracedCalls:
 
     Attributes:
         ended: calls that have ended, the oldest first.
-        waits: those that are under way, or were cut short when the job was aborted.
-        dropped: how many older ones are gone, at most: threads claim a place for a call that they may never make.
+        waits: those that are pending, or were cut short when the job was aborted.
+        dropped: how many older ones are gone, at most: threads claim a slot for a call that they may never make.
     """
 
     ended: list[KnownCall]
@@ -127,11 +127,11 @@ class TracedCalls:
 
 
 def read(raw: bytes, heap: int) -> TracedCalls:
-    """What is in a buffer. `heap`: where the kernels' heap begins; words of calls are offsets in it."""
+    """Parse a buffer. `heap`: where the kernels' heap begins; words of calls are offsets in it."""
     head = TraceBuffer.from_buffer_copy(raw)
     kept = min(head.claimed, head.capacity)
     ring = (TracedCall * kept).from_buffer_copy(raw, _HEAD_BYTES) if kept else ()
-    # Where a call has not ended, or was never made, an older one is in the place, or none.
+    # Where a call has not ended, or was never made, the slot holds an older one, or none.
     ages = ((head.claimed - call.number - 1) % (1 << 32) for call in ring)
     ended = [call for age, call in sorted(zip(ages, ring), key=lambda pair: -pair[0]) if age < kept and call.site]
     tables = (TracedCall * (2 * _WARPS)).from_buffer_copy(raw, _HEAD_BYTES + head.capacity * _CALL_BYTES)
