@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.runtime import bootstrap, placement
+from tilescale_net.runtime import bootstrap, placement, settings
 
 QUICK = {"TSN_TIMEOUT": "1"}  # and 5 s more for collective calls
 
@@ -211,7 +211,7 @@ def test_mpis_variables_with_an_address(monkeypatch, mpi):
     with pytest.raises(tsn.ConfigurationError, match="but MASTER_ADDR is not set: several ranks"):
         placement.find_place(1.0)
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    assert placement.find_place(1.0) == placement.Place(1, 2, "node0", 29500)
+    assert placement.find_place(1.0) == placement.Place(1, 2, "node0", settings.MASTER_PORT.default)
     monkeypatch.setenv("MASTER_ADDR", "[fd00::1]")
     monkeypatch.setenv("MASTER_PORT", "4000")
     # One daemon for each host, which srun has started, and which starts the ranks.

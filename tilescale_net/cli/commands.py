@@ -45,7 +45,10 @@ PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 def tune_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `tune`."""
     command.add_argument("what", choices=(*PRODUCTS, "moe"), help="calls that are tuned")
-    text = "ranks on this host (all GPUs; simulator 2); a rank that torchrun or srun has started takes theirs"
+    text = (
+        f"ranks on this host (all GPUs; simulator {settings.GPUS.default}); a rank that torchrun or srun has started takes "
+        "theirs"
+    )
     command.add_argument("--ranks", type=positive_int, metavar="N", help=text)
     text = "rows of x on a rank; moe: tokens of a rank (%(default)s)"
     command.add_argument("--rows", type=positive_int, nargs="+", default=[4096], metavar="M", help=text)

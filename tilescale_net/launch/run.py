@@ -280,22 +280,22 @@ def _srun_rank() -> dict[str, str]:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 # Flags of `run`, each of which is a variable that launch.sh reads.
-FLAGS: dict[str, tuple[settings.Setting[Any], str, str]] = {
-    "--ranks": (settings.GPUS, "N", "ranks on this host: one per GPU, or simulated ones where there is no GPU"),
-    "--virtual-nodes": (settings.VIRTUAL_NODES, "N", "split them into nodes that may only talk through the fabric"),
-    "--nodes": (settings.NODES, "N", "hosts of the job; run the same line on every host"),
-    "--node-rank": (settings.NODE_RANK, "I", "this host's index"),
-    "--master-addr": (settings.MASTER_ADDR, "HOST", "name or address of the host with index 0"),
-    "--master-port": (settings.MASTER_PORT, "PORT", "where rank 0 listens, where there are several hosts"),
+FLAGS: dict[str, tuple[settings.Setting[Any], str]] = {
+    "--ranks": (settings.GPUS, "N"),
+    "--virtual-nodes": (settings.VIRTUAL_NODES, "N"),
+    "--nodes": (settings.NODES, "N"),
+    "--node-rank": (settings.NODE_RANK, "I"),
+    "--master-addr": (settings.MASTER_ADDR, "HOST"),
+    "--master-port": (settings.MASTER_PORT, "PORT"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `run` to a parser."""
-    for flag, (row, metavar, text) in FLAGS.items():
+    for flag, (row, metavar) in FLAGS.items():
         default = f" ({row.default_text})" if row.default_text else ""
         names = ["-n", flag] if flag == "--ranks" else [flag]
-        parser.add_argument(*names, dest=row.name, metavar=metavar, help=f"{text}{default}; as {row.name}=")
+        parser.add_argument(*names, dest=row.name, metavar=metavar, help=f"{row.meaning}{default}; as {row.name}=")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
     parser.add_argument("script", help="Python script, or module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -304,7 +304,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start what the parsed flags of `add_arguments` request; the job's exit code."""
     launch.program = "tilescale_net run"
-    for row, _, _ in FLAGS.values():
+    for row, _ in FLAGS.values():
         if (value := getattr(args, row.name)) is not None:
             os.environ[row.name] = value
     return start([*(["-m"] if args.module else []), args.script, *args.arguments])

@@ -382,7 +382,7 @@ GPUS = Setting(
     "GPUS",
     _whole(1),
     2,
-    "ranks on this host: one per GPU, or simulated ones where there is no GPU; `-n` of `tilescale_net run`",
+    "ranks on this host: one per GPU, or simulated ones where there is no GPU",
 )
 NODES = Setting("NODES", _whole(1), 1, "hosts of the job; run the same line on every host")
 NODE_RANK = Setting("NODE_RANK", _whole(0), 0, "this host's index")
