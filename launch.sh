@@ -131,13 +131,18 @@ set_up() {
 # Gets what the system lacks of compiler headers and venv, or prints what is missing and fails.
 prepare() { patiently "looking for what the system lacks" "" "$1" "$root/tilescale_net/launch/set_up.py" prepare "${@:2}"; }
 
+extensions=(tilescale_net/_native tilescale_net/_simulator) instruments=()
+if [ -d "$root/benchmark/native" ]; then
+  extensions+=(benchmark/instruments) instruments=("$root/benchmark/native")
+fi
+
 # True when an extension is missing, older than what it is made of, or without a fabric that it could have now.
 stale() {
   local library
-  for library in _native _simulator; do
-    library=$root/tilescale_net/$library$(head -n 1 <<<"$answer")
+  for library in "${extensions[@]}"; do
+    library=$root/$library$(head -n 1 <<<"$answer")
     [ -e "$library" ] || return 0
-    [ -z "$(find "$root/tilescale_net/csrc" "$root/tilescale_net/device" "$root/setup.py" -newer "$library" \
+    [ -z "$(find "$root/tilescale_net/csrc" "$root/tilescale_net/device" "${instruments[@]}" "$root/setup.py" -newer "$library" \
       \( -name '*.cpp' -o -name '*.h' -o -name setup.py \) -print -quit)" ] || return 0
   done
   [ -e "$root/build/without-fabric" ] && "${python:-python3}" "$root/tilescale_net/launch/set_up.py" fabric
@@ -150,7 +155,8 @@ build() {
   say "building the native part (about a minute on two processors)"
   local log
   patiently building "" compile || { echo "$log" >&2; say "the build failed"; exit 1; }
-  touch "$root"/tilescale_net/_{native,simulator}"$(head -n 1 <<<"$answer")"
+  local library
+  for library in "${extensions[@]}"; do touch "$root/$library$(head -n 1 <<<"$answer")"; done
 }
 
 # One set-up at a time, however many launches (or tasks of srun) start at once.

@@ -1,4 +1,5 @@
-"""Builds the two native extensions: `_native` (queue, proxy, fabric, benchmarks, launches) and `_simulator`.
+"""Builds the native extensions: `_native` (queue, proxy, fabric, launches), `_simulator`, and in a checkout
+`benchmark.instruments`, for which no wheel has a place.
 
 `python setup.py build_ext --inplace` is enough to use a checkout. Neither part needs CUDA or a GPU to build;
 libfabric's headers are read from the system, from CPATH, from TSN_LIBFABRIC_INCLUDE or from build/system, and the library
@@ -7,6 +8,7 @@ an error.
 """
 
 import glob
+import hashlib
 import os
 import runpy
 import subprocess
@@ -18,11 +20,10 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 CSRC = os.path.join("tilescale_net", "csrc")
+INSTRUMENTS = os.path.join("benchmark", "native")
 # The only files that include libfabric's headers.
-FABRIC = [
-    os.path.join(CSRC, "fabric", name) for name in ("library.cpp", "provider.cpp", "rail*.cpp", "libfabric_*.cpp")
-]
-FABRIC += [os.path.join(CSRC, "fabric", "factory.cpp"), os.path.join(CSRC, "bench", "sharing*.cpp")]
+FABRIC = [os.path.join(CSRC, "fabric", name) for name in ("provider.cpp", "rail.cpp", "libfabric_*.cpp")]
+FABRIC.append(os.path.join(INSTRUMENTS, "sharing.cpp"))
 STANDARD_HEADERS = (
     "algorithm atomic chrono cstdint cstdio cstring functional map memory mutex stdexcept string unordered_map vector"
 ).split()
@@ -68,7 +69,7 @@ def with_joined_bindings(ext):
 
 
 class BuildNative(build_ext):
-    """build_ext that compiles the files of both extensions side by side."""
+    """build_ext that compiles the files of an extension side by side, and those of two extensions once."""
 
     def finalize_options(self):
         super().finalize_options()
@@ -100,10 +101,10 @@ class BuildNative(build_ext):
             sys.exit(f"tilescale_net: TSN_LIBFABRIC_INCLUDE={os.environ[system['EXPLICIT']]} has no rdma/fabric.h")
         for ext in self.extensions:
             ext.include_dirs += [pybind11.get_include(), ROOT, *python]
-            if ext.name.endswith("_native"):
-                ext.include_dirs += fabric or []
-                if fabric is None:
-                    ext.sources = without_fabric(ext.sources)
+            # The same folders for all, so that one object serves two extensions.
+            ext.include_dirs += fabric or []
+            if fabric is None and not ext.name.endswith("_simulator"):
+                ext.sources = without_fabric(ext.sources)
         os.makedirs(os.path.dirname(WITHOUT_FABRIC), exist_ok=True)
         if fabric is None:
             print("tilescale_net: built without libfabric's headers: nothing can cross nodes", file=sys.stderr)
@@ -138,6 +139,22 @@ class BuildNative(build_ext):
 
     def _compile_side_by_side(self, cxx):
         compile_one = self.compiler.compile
+        compiled = {}
+        newest = max(map(os.path.getmtime, [*HEADERS, __file__]))
+        # Objects of another compiler or of other folders are others.
+        flags = repr((self.compiler.compiler_so, [ext.include_dirs for ext in self.extensions], os.environ.get("CXX")))
+        self.build_temp = os.path.join(self.build_temp, hashlib.sha256(flags.encode()).hexdigest()[:8])
+
+        def compile_or_take(file, *args, output_dir, **kwargs):
+            """The object of an earlier build where neither its source nor any header is newer."""
+            (out,) = self.compiler.object_filenames([file], output_dir=output_dir)
+            if not os.path.exists(out) or os.path.getmtime(out) < max(newest, os.path.getmtime(file)):
+                # Whole or not at all, also when this process is killed.
+                (partial,) = compile_one([file], *args, output_dir=os.path.join(output_dir, "partial"), **kwargs)
+                os.makedirs(os.path.dirname(out), exist_ok=True)
+                os.replace(partial, out)
+            return [out]
+
         workers = max(1, min(os.cpu_count() or 1, 16))
         precompiled = []  # once, when something is compiled at all
 
@@ -147,10 +164,11 @@ class BuildNative(build_ext):
             kwargs["extra_postargs"] = [*(extra_postargs or []), *precompiled[0]]
             # The longest first, so that no processor is left with one of them at the end; the joined files are short
             # themselves, and what they include takes longest of all.
-            order = sorted(files, key=lambda f: (f.startswith("build"), os.path.getsize(f)), reverse=True)
+            missing = [f for f in files if f not in compiled]
+            order = sorted(missing, key=lambda f: (f.startswith("build"), os.path.getsize(f)), reverse=True)
             with ThreadPoolExecutor(workers) as pool:
-                done = dict(zip(order, pool.map(lambda f: compile_one([f], *args, **kwargs), order)))
-            return [o for f in files for o in done[f]]
+                compiled.update(zip(order, pool.map(lambda f: compile_or_take(f, *args, **kwargs), order)))
+            return [o for f in files for o in compiled[f]]
 
         self.compiler.compile = compile_many
 
@@ -159,30 +177,29 @@ FLAGS = ["-std=c++17", "-O2", "-g1", "-Wall", "-Wextra", "-fvisibility=hidden", 
 HEADERS = sorted(
     glob.glob(os.path.join(CSRC, "**", "*.h"), recursive=True)
     + glob.glob(os.path.join("tilescale_net", "device", "**", "*.h"), recursive=True)
+    + glob.glob(os.path.join(INSTRUMENTS, "*.h"))
 )
+
+
+def extension(name, files):
+    options = {"extra_compile_args": FLAGS, "extra_link_args": ["-ldl", "-lpthread"], "depends": HEADERS}
+    return Extension(name, files, language="c++", **options)
+
+
+EXTENSIONS = [
+    extension("tilescale_net._native", sources("", "cuda", "fabric", "proxy", "testing", "launch")),
+    extension("tilescale_net._simulator", sources("simulator", "explore")),
+]
+if "--inplace" in sys.argv:
+    shared = [f for f in sources("cuda", "fabric", "proxy", "testing") if not f.endswith("bindings.cpp")]
+    files = sorted(glob.glob(os.path.join(INSTRUMENTS, "*.cpp"))) + shared
+    EXTENSIONS.append(extension("benchmark.instruments", files))
 
 # `tilescale_net.kernels` is the folder kernels/ (package-dir in pyproject.toml). It has no __init__.py, so that a checkout's
 # root on PYTHONPATH does not hide an installed distribution of that name.
 KERNELS = ["tilescale_net.kernels", *(f"tilescale_net.kernels.{name}" for name in find_packages("kernels"))]
 setup(
     packages=find_packages(include=["tilescale_net*"]) + KERNELS,
-    ext_modules=[
-        Extension(
-            "tilescale_net._native",
-            sources("", "cuda", "fabric", "proxy", "bench", "launch"),
-            extra_compile_args=FLAGS,
-            extra_link_args=["-ldl", "-lpthread"],
-            depends=HEADERS,
-            language="c++",
-        ),
-        Extension(
-            "tilescale_net._simulator",
-            sources("simulator", "explore"),
-            extra_compile_args=FLAGS,
-            extra_link_args=["-ldl", "-lpthread"],
-            depends=HEADERS,
-            language="c++",
-        ),
-    ],
+    ext_modules=EXTENSIONS,
     cmdclass={"build_ext": BuildNative},
 )

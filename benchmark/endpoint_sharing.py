@@ -54,10 +54,10 @@ class Sharing:
     """Runs of one mode and number of endpoints."""
 
     def __init__(self, job: FabricJob, mode: str, endpoints: int):
-        from tilescale_net import _native
+        from benchmark import instruments
 
         self.job, self.args, self.mode = job, job.args, mode
-        self.bench = _native.SharingBench(job.options(), endpoints, mode == "shared")
+        self.bench = instruments.SharingBench(job.options(), endpoints, mode == "shared")
         addresses = job.control.gather("addresses", self.bench.address())
         self.bench.connect(addresses[1 - job.rank])
         self.rounds = 0

@@ -47,10 +47,10 @@ class BufferSet:
     """
 
     def __init__(self, job: FabricJob, kind: str):
-        from tilescale_net import _native
+        from benchmark import instruments
 
         self.job, self.args = job, job.args
-        self.bytes = _native.ping_pong_bytes(max(job.args.sizes), job.args.chunk)
+        self.bytes = instruments.ping_pong_bytes(max(job.args.sizes), job.args.chunk)
         fields = {"message_buffers": 0, "delivery_complete": False}
         self.device_fields = {}
         self.how = "registered host memory"

@@ -122,10 +122,10 @@ class FabricJob:
         Args:
             fields: of the transport options; `device_address` and `device` put the buffer into GPU memory.
         """
-        from tilescale_net import _native
+        from benchmark import instruments
 
         place = {name: fields.pop(name) for name in ("device_address", "device") if name in fields}
-        session = _native.BenchSession(self.options(**fields), self.size, size, self.args.timeout, **place)
+        session = instruments.Session(self.options(**fields), self.size, size, self.args.timeout, **place)
         for other, address in enumerate(self.control.gather("addresses", session.address())):
             if other != self.rank:
                 session.connect(other, address)
@@ -171,12 +171,12 @@ MEMORY = 64 << 20  # bytes of each thread that moves data as MoE does: more than
 
 def bare_writer(world, memory, rails: int):
     """A bare writer on `memory` (uint8), which goes the proxy's way to it, staged or not."""
-    from tilescale_net import _native
+    from benchmark import instruments
     from tilescale_net.runtime import fabric
 
     on_gpu, properties = world.device_kind == "cuda", world.proxy.properties
     options = fabric.transport_options(rank=world.rank, multi_host=not world.topology.single_host, rails=rails)
-    return _native.BareWriter(
+    return instruments.BareWriter(
         options,
         bytes=memory.numel(),
         base=memory.data_ptr(),

@@ -206,7 +206,7 @@ class ProxyUnderTest:
 
 # Blocks, warps of a block, lanes of a warp that push, queues.
 GEOMETRIES = [(1, 1, 1, 1), (1, 1, 8, 1), (1, 1, 32, 1), (1, 4, 32, 1), (4, 1, 32, 1), (2, 1, 32, 2), (4, 1, 32, 4)]
-PLACES = (16, 2)  # multiprocessors that a single thread is tried on: on a GPU, in the simulator
+PLACES = (16, 2)  # SMs that a single thread is tried on: on a GPU, in the simulator
 STAGE_BYTES = 256  # more than travels inside a message
 
 
@@ -239,20 +239,20 @@ def push_rates(report: Report, bench: QueueBench, args) -> None:
 
 
 def places(report: Report, bench: QueueBench, args) -> None:
-    """One thread again, on one multiprocessor after another, spread over the device."""
+    """One thread again, on one SM after another, spread over the device."""
     columns = [
         Column("slowest", "slowest", better="higher", unit="M/s"),
         Column("mean", "mean", better="higher", unit="M/s"),
         Column("fastest", "fastest", better="higher", unit="M/s"),
     ]
     count = PLACES[0 if bench.on_gpu else 1]
-    table = report.table("one thread, by multiprocessor", [Column("what", "What")], columns)
+    table = report.table("one thread, by SM", [Column("what", "What")], columns)
     table.notes.append(
-        f"{count} multiprocessors, one at a time. The atomic that takes a slot is the longest part of "
+        f"{count} SMs, one at a time. The atomic that takes a slot is the longest part of "
         "a push, and takes longer where the queue's head lies in the other half of the L2 cache. Mean: all pushes over all "
         "their time."
     )
-    blocks = _multiprocessors(bench) if bench.on_gpu else count
+    blocks = _num_sms(bench) if bench.on_gpu else count
     burst = max(1, args.capacity // 2)
     with bench.null(args.capacity) as proxies:
         for what, kind in (("each published", Probe.PUSH_PUBLISHED), ("behind one fence", Probe.PUSH)):
@@ -265,12 +265,10 @@ def places(report: Report, bench: QueueBench, args) -> None:
                 medians.append(median(spent[1:]))
             rates = [burst / spent for spent in medians]
             mean = count * burst / sum(medians)
-            table.add(
-                {"what": what, "slowest": min(rates), "mean": mean, "fastest": max(rates)}, {"by multiprocessor": rates}
-            )
+            table.add({"what": what, "slowest": min(rates), "mean": mean, "fastest": max(rates)}, {"by SM": rates})
 
 
-def _multiprocessors(bench: QueueBench) -> int:
+def _num_sms(bench: QueueBench) -> int:
     import torch
 
     return torch.cuda.get_device_properties(bench.world.device).multi_processor_count
@@ -278,7 +276,7 @@ def _multiprocessors(bench: QueueBench) -> int:
 
 def round_trips(report: Report, bench: QueueBench, args) -> dict[str, float]:
     """The table of round trips; what the stages need of it."""
-    from tilescale_net import _native
+    from benchmark import instruments
 
     columns = [
         Column("released", "bare flag, release", better="lower", unit="us"),
@@ -296,7 +294,7 @@ def round_trips(report: Report, bench: QueueBench, args) -> dict[str, float]:
     )
     found: dict[str, float] = {}
     sent = 0
-    echo = _native.FlagEcho(bench.on_gpu, args.cpu)
+    echo = instruments.FlagEcho(bench.on_gpu, args.cpu)
     with bench.null(args.capacity) as proxies:
         for publish in (False, True):
             flags = {
@@ -325,7 +323,7 @@ def round_trips(report: Report, bench: QueueBench, args) -> dict[str, float]:
 
 
 def dispatch(report: Report, args) -> None:
-    from tilescale_net import _native
+    from benchmark import instruments
 
     column = Column("rate", "taken and posted", better="higher", unit="M/s")
     table = report.table("one proxy thread", [Column("what", "Descriptors")], [column])
@@ -333,7 +331,7 @@ def dispatch(report: Report, args) -> None:
     kinds = {"put of 64 B": (64, False), "put of 4 KiB": (4096, False), "put_signal of 4 KiB": (4096, True)}
     for what, (size, signal) in report.progress(list(kinds.items()), "descriptors", lambda k: k[0]):
         rates = [
-            _native.measure_dispatch(descriptors=1 << 20, bytes=size, with_signal=signal, cpu=args.cpu) / 1e6
+            instruments.measure_dispatch(descriptors=1 << 20, bytes=size, with_signal=signal, cpu=args.cpu) / 1e6
             for _ in range(args.repeat)
         ]
         table.add({"what": what, "rate": median(rates)}, {"rate": rates})
@@ -341,11 +339,11 @@ def dispatch(report: Report, args) -> None:
 
 def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> list[float]:
     """Microseconds of a write with an immediate between two CPU threads of this process, one way."""
-    from tilescale_net import _native
+    from benchmark import instruments
     from tilescale_net.runtime import fabric
 
     writers = [
-        _native.BareWriter(
+        instruments.BareWriter(
             fabric.transport_options(rank=i, provider=provider, rails=1),
             bytes=1 << 20,
             dedicated=dedicated,

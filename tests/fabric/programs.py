@@ -47,12 +47,12 @@ def small_shm() -> Path:
 def device_test(sanitizer: str = "") -> Path:
     """The transport and the chaos around it, to be run against the fake device."""
     # Each folder as fabric_test of the proxy has it, so that it is compiled once for both.
-    files = ["tests/native/fabric_device_test.cpp", sources("fabric"), sources("cuda")]
+    files = ["tests/native/fabric_device_test.cpp", sources("fabric"), sources("cuda"), sources("testing")]
     return build("fabric_device_test", files, sanitizer, flags=headers())
 
 
 def loops() -> Path:
     """The benchmarks' loops with the command line of the bare ones; optimised as the package is."""
-    of_proxy = ("bare_staging.cpp", "bare_writer.cpp", "dispatch_rate.cpp", "flag_echo.cpp")
-    ours = [p for p in sources("fabric", "cuda", "bench") if not p.endswith(of_proxy)]
+    ours = [f"benchmark/native/{name}.cpp" for name in ("session", "bandwidth", "ping_pong")]
+    ours += sources("fabric", "cuda", "testing")
     return build("fabric_loops", ["tests/native/fabric_loops.cpp", *ours], flags=("-O2", *headers()))

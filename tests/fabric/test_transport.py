@@ -341,7 +341,7 @@ def test_impossible_wishes_say_what_to_do(options, words):
 def test_shared_memory_without_room_is_told(library):
     """libfabric reckons with an endpoint for each processor, so that this comes and goes where others use /dev/shm."""
     script = (
-        "from tilescale_net import _native, fabric\n"
+        "from tilescale_net import _native\nfrom tilescale_net.runtime import fabric\n"
         f"_native.Transport(fabric.transport_options(provider='shm', library={library!r}))"
     )
     environment = {**os.environ, "LD_PRELOAD": str(small_shm())}

@@ -7,8 +7,8 @@
 #include <set>
 
 #include "check.h"
-#include "tilescale_net/csrc/fabric/chaos.h"
 #include "tilescale_net/csrc/fabric/transport.h"
+#include "tilescale_net/csrc/testing/chaos.h"
 
 using namespace tsn;
 using namespace tsn::fabric;

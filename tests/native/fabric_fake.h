@@ -266,7 +266,7 @@ bool gives_up(Packet& p) {
   return true;
 }
 
-// Some of what is under way arrives, in random order: on a poll of any endpoint, since a NIC needs no processor; but
+// Some of what is in flight arrives, in random order: on a poll of any endpoint, since a NIC needs no processor; but
 // where writes are emulated, only of the target's.
 void progress(Cq* cq) {
   for (Endpoint* e : cq->endpoints) {

@@ -10,8 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "tilescale_net/csrc/bench/bandwidth.h"
-#include "tilescale_net/csrc/bench/ping_pong.h"
+#include "benchmark/native/loops.h"
 
 using namespace tsn;
 using namespace tsn::bench;

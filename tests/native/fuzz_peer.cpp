@@ -6,7 +6,7 @@
 #include "tests/native/check.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 #include "tilescale_net/csrc/proxy/ordering.h"
-#include "tilescale_net/csrc/proxy/records.h"
+#include "tilescale_net/csrc/proxy/wire.h"
 
 #include <cstdlib>
 #include <cstring>

@@ -91,7 +91,7 @@ void converse(Input& in, bool staged) {
     std::lock_guard<std::mutex> lock(victim.mutex);
     return victim.inbox.empty();
   };
-  if (in.number(1) & 1) { // something of its own is under way
+  if (in.number(1) & 1) { // something of its own is in flight
     Pe& pe = liar.victim();
     queue_put(pe.context, pe.at(kSystemBytes), pe.at(kSystemBytes), 5000, 1);
   }

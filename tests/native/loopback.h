@@ -104,7 +104,7 @@ public:
     }
     return n;
   }
-  uint64_t strangers() const override { return 0; }
+  uint64_t rejected_messages() const override { return 0; }
   bool idle() const override { return outstanding_ == 0; }
   const char* last_error() const override { return error_.c_str(); }
 

@@ -249,7 +249,7 @@ inline void lies(WorldOptions o) {
   liar.send(AbortRecord{RecordType::abort, 0, 6, 0}, "\x1b[2Jno");
   const std::string verdict = liar.verdict();
   CHECK(verdict.find("gave up and said why: ?[2Jno") != std::string::npos, "%s", verdict.c_str());
-  CHECK(liar.victim().proxy->stats().at("strangers") == 1);
+  CHECK(liar.victim().proxy->stats().at("rejected_messages") == 1);
   liar.stop();
 }
 

@@ -5,8 +5,8 @@
 #define TSN_HOST_STANDALONE
 #include "tests/native/check.h"
 #include "tests/native/loopback.h"
-#include "tilescale_net/csrc/fabric/chaos.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
+#include "tilescale_net/csrc/testing/chaos.h"
 #include "tilescale_net/device/add_mailbox.h"
 #include "tilescale_net/device/address.h"
 #include "tilescale_net/device/drain_add_mailbox.h"
@@ -38,7 +38,7 @@ inline TransportFactory transports_of(const WorldOptions& o) {
   return [hub = std::make_shared<LoopbackHub>()](const TransportOptions& t) -> std::unique_ptr<Transport> {
     auto inner = std::make_unique<Loopback>(hub, t);
     if (t.chaos.empty()) return inner;
-    return make_chaos(std::move(inner), parse_chaos(t.chaos), t.rank);
+    return testing::make_chaos(std::move(inner), testing::parse_chaos(t.chaos), t.rank);
   };
 }
 

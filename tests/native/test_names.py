@@ -20,7 +20,7 @@ from tests.native.builder import BASE, ROOT
 CSRC = ROOT / "tilescale_net" / "csrc"
 # What the simulator is made of goes into a module of its own.
 MODULES = {
-    "_native": ["", "common", "cuda", "fabric", "proxy", "bench", "launch"],
+    "_native": ["", "common", "cuda", "fabric", "proxy", "testing", "launch"],
     "_simulator": ["common", "simulator", "explore"],
 }
 

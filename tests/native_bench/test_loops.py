@@ -8,11 +8,11 @@ import time
 
 import pytest
 
+from benchmark import instruments
 from tests.fabric import programs
 from tests.fabric.pair import PROVIDERS
 from tests.native.builder import ROOT
 from tests.ranks import launch
-from tilescale_net import _native
 from tilescale_net.errors import FabricError
 from tilescale_net.runtime import fabric
 
@@ -24,7 +24,7 @@ def sessions(bytes: int = 1 << 20, timeout: float = 20.0, **options):
     ends = []
     for rank in range(2):
         chosen = fabric.transport_options(rank=rank, **{"library": LIBRARY, "provider": PROVIDER, **options})
-        ends.append(_native.BenchSession(chosen, 2, bytes, timeout))
+        ends.append(instruments.Session(chosen, 2, bytes, timeout))
     for rank in range(2):
         ends[rank].connect(1 - rank, ends[1 - rank].address())
     return ends
@@ -108,7 +108,7 @@ def test_duration():
     "bytes,chunk,window", [(1, 64, 4), (8, 64, 1), (4096, 1 << 20, 8), (300_001, 4096, 5), (1 << 20, 65536, 64)]
 )
 def test_ping_pong(bytes, chunk, window):
-    ends = sessions(_native.ping_pong_bytes(bytes, chunk), message_buffers=0)
+    ends = sessions(instruments.ping_pong_bytes(bytes, chunk), message_buffers=0)
     calls = [
         lambda r=r: ends[r].ping_pong(1 - r, bytes, 7, 2, chunk=chunk, window=window, starter=r == 0) for r in range(2)
     ]
@@ -120,7 +120,7 @@ def test_ping_pong(bytes, chunk, window):
 def test_ping_pong_on_a_network_that_reorders(seed):
     """Chunks overtake one another, the short last one too; all of them must come back."""
     chaos = f"seed={seed},reorder=0.7,delay_us=300,eagain=0.2"
-    ends = sessions(_native.ping_pong_bytes(50_001, 1000), message_buffers=0, chaos=chaos)
+    ends = sessions(instruments.ping_pong_bytes(50_001, 1000), message_buffers=0, chaos=chaos)
     trips, _ = together(
         *[lambda r=r: ends[r].ping_pong(1 - r, 50_001, 4, 1, chunk=1000, window=16, starter=r == 0) for r in range(2)]
     )
@@ -141,7 +141,7 @@ def test_bandwidth_on_a_network_that_reorders(operation):
 def test_wrong_data_is_found():
     """The memory from which the echo goes out changes all the time."""
     size, stop = 200_000, threading.Event()
-    ends = sessions(_native.ping_pong_bytes(size, 1 << 20), timeout=2.0, message_buffers=0)
+    ends = sessions(instruments.ping_pong_bytes(size, 1 << 20), timeout=2.0, message_buffers=0)
 
     def scribble():
         while not stop.is_set():
@@ -201,7 +201,7 @@ def _write_for_ever(provider: str):
 
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    session = _native.BenchSession(fabric.transport_options(rank=rank, provider=provider), 2, 1 << 20, 3.0)
+    session = instruments.Session(fabric.transport_options(rank=rank, provider=provider), 2, 1 << 20, 3.0)
     everyone = [None, None]
     dist.all_gather_object(everyone, session.address())
     session.connect(1 - rank, everyone[1 - rank])
@@ -225,14 +225,15 @@ def test_a_killed_peer_ends_the_other_rank(victim):
 
 GPU_SCRIPT = """
 import ctypes, threading
+from benchmark import instruments
 from tilescale_net import _native
 from tilescale_net.runtime import fabric
 SIZE, CHUNK = 100_001, 4096
-total = _native.ping_pong_bytes(SIZE, CHUNK)
+total = instruments.ping_pong_bytes(SIZE, CHUNK)
 ends, memory = [], []
 for rank in range(2):
     options = fabric.transport_options(rank=rank, message_buffers=0)
-    ends.append(_native.BenchSession(options, 2, total, 20.0))
+    ends.append(instruments.Session(options, 2, total, 20.0))
     memory.append((ctypes.c_ubyte * total)())
 for rank in range(2):
     ends[rank].connect(1 - rank, ends[1 - rank].address())

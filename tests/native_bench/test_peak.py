@@ -5,9 +5,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilescale_net import _native
+from benchmark import instruments
 
-least = _native.least_time_per_message
+least = instruments.least_time_per_message
 
 
 def brute_force(posted, completed):

@@ -7,15 +7,12 @@ from tests.native.builder import build
 
 _PROXY = "tilescale_net/csrc/proxy/"
 _WORKER_FILES = (
-    "queue", "ordering", "records", "stats", "staging", "heap_memory_host", "heap_memory_cuda", "worker", "worker_enqueue",
-    "worker_flush", "worker_post", "worker_handover", "worker_receive", "proxy",
+    "queue", "ordering", "wire", "stats", "staging", "heap_memory", "worker", "worker_send", "worker_receive", "proxy",
 )  # fmt: skip
 # Each compiled as one file, and once for all programs of a sanitizer.
-_WORKER = (
-    *(_PROXY + f"{name}.cpp" for name in _WORKER_FILES),
-    "tilescale_net/csrc/cuda/driver.cpp", "tilescale_net/csrc/cuda/pinned_block.cpp",
-)  # fmt: skip
-_CHAOS = ("tilescale_net/csrc/fabric/chaos.cpp", "tilescale_net/csrc/fabric/chaos_options.cpp")
+_WORKER = (*(_PROXY + f"{name}.cpp" for name in _WORKER_FILES), "tilescale_net/csrc/cuda/driver.cpp")
+_CHAOS = "tilescale_net/csrc/testing/chaos.cpp"
+_NULL = "tilescale_net/csrc/testing/null_transport.cpp"
 
 
 def queue_test(sanitizer: str = "") -> Path:
@@ -33,12 +30,16 @@ def proxy_test(sanitizer: str = "") -> Path:
 
 def fabric_test() -> Path:
     """The same program with libfabric."""
-    return build("fabric_test", ["tests/native/proxy_fabric_test.cpp", _WORKER, sources("fabric")], flags=headers())
+    return build(
+        "fabric_test",
+        ["tests/native/proxy_fabric_test.cpp", _WORKER, _CHAOS, _NULL, sources("fabric")],
+        flags=headers(),
+    )
 
 
 def fuzz_peer() -> Path:
     """libFuzzer's program over what is read from a peer."""
-    sources = ["tests/native/fuzz_peer.cpp", _PROXY + "records.cpp", _PROXY + "ordering.cpp"]
+    sources = ["tests/native/fuzz_peer.cpp", _PROXY + "wire.cpp", _PROXY + "ordering.cpp"]
     return build("fuzz_peer", sources, "fuzzer")
 
 
@@ -48,5 +49,4 @@ def fuzz_worker() -> Path:
 
 
 def null_test() -> Path:
-    extra = [_PROXY + "null_transport.cpp", "tilescale_net/csrc/bench/dispatch_rate.cpp"]
-    return build("proxy_null_test", ["tests/native/proxy_null_test.cpp", _WORKER, _CHAOS, *extra])
+    return build("proxy_null_test", ["tests/native/proxy_null_test.cpp", _WORKER, _CHAOS, _NULL])

@@ -21,7 +21,7 @@ def end(folder, library, provider, how, rounds, timeout, threads=()):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.sample(2)
 def test_endings(tmp_path, how, threads):
-    """A PE gives up while large puts are under way; or finalize comes while put_signals are that no PE waits for."""
+    """A PE gives up while large puts are in flight; or finalize comes while put_signals are that no PE waits for."""
     _, library, provider = PROVIDERS[0]
     end(tmp_path, library, provider, how, 3 if how == "failed=1" else 6, 120, threads)
 

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from benchmark import instruments
 from tests.fabric.programs import fake_cuda
 from tilescale_net import _native
 from tilescale_net.errors import FabricError
@@ -194,7 +195,7 @@ def bare_writers(**how) -> None:
     size, chunk = 1_000_000, 65536
     memories = [(ctypes.c_ubyte * size).from_buffer_copy(random.Random(rank).randbytes(size)) for rank in range(2)]
     writers = [
-        _native.BareWriter(
+        instruments.BareWriter(
             fabric.transport_options(rank=rank),
             bytes=size,
             base=ctypes.addressof(memories[rank]),
@@ -236,5 +237,5 @@ def test_bare_writer_of_gpu_memory():
 
 def test_dispatch_rate():
     """A tenth of what one thread must reach, so that a busy machine does not fail the suite."""
-    assert _native.measure_dispatch(1 << 18) > 1e6
-    assert _native.measure_dispatch(1 << 18, with_signal=True) > 5e5
+    assert instruments.measure_dispatch(1 << 18) > 1e6
+    assert instruments.measure_dispatch(1 << 18, with_signal=True) > 5e5

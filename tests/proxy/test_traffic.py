@@ -59,7 +59,7 @@ def test_gpu_heap(rdma, chaos):
 def test_threads_that_share_a_peer_all_carry_data(staging):
     out = run(programs.proxy_test(), "traffic", "print=1", "only=put_signal", staging, *SHAPES["shared"])
     counts = dict(line.split() for line in out.splitlines() if " " in line)
-    assert 0.2 < int(counts["handed_over"]) / int(counts["chunks_in"]) < 0.9, counts
+    assert 0.2 < int(counts["delegated"]) / int(counts["chunks_in"]) < 0.9, counts
 
 
 def test_unequal_numbers_of_peers_and_staging_slots():

@@ -36,7 +36,7 @@ def test_variables_are_read_through_the_table_alone():
     found = {(str(path), name) for path, text in sources("*.py", "*.cpp", "*.h") for name in reading.findall(text)}
     # Loaded before, or without, Python; and what is asked before the package can be imported.
     assert found == {
-        ("tilescale_net/csrc/fabric/library.cpp", "TSN_LIBFABRIC"),
+        ("tilescale_net/csrc/fabric/provider.cpp", "TSN_LIBFABRIC"),
         ("tilescale_net/csrc/cuda/driver.cpp", "TSN_LIBCUDA"),
         ("tilescale_net/launch/set_up.py", "TSN_LIBFABRIC"),
     }

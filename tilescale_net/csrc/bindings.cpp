@@ -8,18 +8,14 @@ void bind(pybind11::module_& m);
 namespace proxy {
 void bind(pybind11::module_& m);
 } // namespace proxy
-namespace bench {
-void bind(pybind11::module_& m);
-} // namespace bench
 namespace launch {
 void bind(pybind11::module_& m);
 } // namespace launch
 } // namespace tsn
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "Queue consumer, proxy, fabric transports, fabric benchmarks and launches of tilescale_net.";
+  m.doc() = "Queue consumer, proxy, fabric transports and launches of tilescale_net.";
   tsn::fabric::bind(m);
   tsn::proxy::bind(m);
-  tsn::bench::bind(m);
   tsn::launch::bind(m);
 }

@@ -164,7 +164,7 @@ def _die_with(launcher: int) -> None:
 def remove_objects_of_ended_processes() -> None:
     """Remove the objects in shared memory by which libfabric's shm provider reached processes of this user that have ended.
 
-    A process that is killed cannot remove its own; see csrc/fabric/shared_memory_objects.h.
+    A process that is killed cannot remove its own; see csrc/fabric/provider.h.
     """
     for path in glob.glob(os.path.join(SHARED_MEMORY, "tilescale_net-*")):
         if ":" in path:

@@ -147,13 +147,13 @@ class RunningProxy:
             self.close()
             raise
 
-    def excuse(self, peers: list[int]) -> None:
+    def exclude(self, peers: list[int]) -> None:
         """These PEs no longer take part and may end at any time: no rank waits for them."""
         if self._proxy is not None:
-            self._proxy.excuse(peers)
+            self._proxy.exclude(peers)
 
     def end(self, reason: str) -> None:
-        """Stop serving peers and touching this rank's heap; what is under way is lost. The peers learn why."""
+        """Stop serving peers and touching this rank's heap; what is in flight is lost. The peers learn why."""
         proxy, self._proxy = self._proxy, None
         if proxy is not None:
             proxy.explain(reason)

@@ -99,7 +99,7 @@ def _text(value: str, name: str) -> str:
 
 
 def _chaos(value: str, name: str) -> str:
-    """What csrc/fabric/chaos_options.cpp takes; any text where the native part is not built, and so no network either."""
+    """What csrc/testing/chaos.cpp takes; any text where the native part is not built, and so no network either."""
     try:
         from tilescale_net import _native
     except ImportError:

@@ -381,7 +381,7 @@ class World:
             from tilescale_net.runtime.fabric import start
 
             self.proxy, queues, n_queues = start(self)
-            self.control.on_ranks_excluded = self.proxy.excuse
+            self.control.on_ranks_excluded = self.proxy.exclude
             if self.rank == 0 and self.memory.loads_kernels_late():
                 settings.log.warning(LOADED_LATE)
         self._make_context(queues, n_queues)

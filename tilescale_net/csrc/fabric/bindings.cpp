@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "bindings.h"
-#include "chaos.h"
-#include "tilescale_net/csrc/common/keyword_fields.h"
+#include "tilescale_net/csrc/common/python.h"
+#include "tilescale_net/csrc/testing/chaos.h"
 #include "transport.h"
 
 namespace py = pybind11;
@@ -118,38 +118,8 @@ void bind_posts(py::class_<Transport>& transport) {
 
 } // namespace
 
-py::dict properties_of(const Properties& p) {
-  py::dict d;
-  d["provider"] = p.provider;
-  d["version"] = p.version;
-  d["library"] = p.library;
-  d["interface"] = p.interface;
-  d["rails"] = p.rails;
-  d["max_write"] = p.max_write;
-  d["max_send"] = p.max_send;
-  d["max_message"] = p.max_message;
-  d["inject_bytes"] = p.inject_bytes;
-  d["depth"] = p.depth;
-  d["link_gbps"] = p.link_gbps;
-  d["imm_bits"] = p.imm_bits;
-  d["immediates"] = p.immediates;
-  d["device_memory"] = p.device_memory;
-  d["delivery_complete"] = p.delivery_complete;
-  d["ordered_messages"] = p.ordered_messages;
-  d["emulated_write"] = p.emulated_write;
-  d["remote_progress"] = p.remote_progress;
-  return d;
-}
-
 void bind(py::module_& m) {
-  py::register_exception_translator([](std::exception_ptr error) {
-    try {
-      if (error) std::rethrow_exception(error);
-    } catch (const FabricError& e) {
-      py::object type = py::module_::import("tilescale_net.errors").attr("FabricError");
-      PyErr_SetString(type.ptr(), e.what());
-    }
-  });
+  translate<FabricError>("FabricError");
 
   py::class_<TransportOptions>(m, "TransportOptions",
                                "What a transport is made from; fields are keyword arguments, see fabric/transport.h.")
@@ -162,8 +132,8 @@ void bind(py::module_& m) {
 
   bind_libfabric(m);
   m.def(
-      "parse_chaos", [](const std::string& text) { parse_chaos(text); },
-      "Raises FabricError naming the field that is wrong; see fabric/chaos.h for the fields.");
+      "parse_chaos", [](const std::string& text) { testing::parse_chaos(text); },
+      "Raises FabricError naming the field that is wrong; see testing/chaos.h for the fields.");
 
   py::class_<Transport> transport(m, "Transport",
                                   "A transport driven from Python; see fabric/transport.h for the rules.");
@@ -184,7 +154,8 @@ void bind(py::module_& m) {
       .def("release_memory", &Transport::release_memory)
       .def("region_key", [](const Transport& t, Region region) { return py::bytes(t.region_key(region)); })
       .def("add_remote", &Transport::add_remote)
-      .def("strangers", &Transport::strangers, "Messages dropped because their sender did not know this one's token.")
+      .def("rejected_messages", &Transport::rejected_messages,
+           "Messages dropped because their sender did not know this one's token.")
       .def("poll", &poll, py::arg("capacity") = 64);
   bind_posts(transport);
 }

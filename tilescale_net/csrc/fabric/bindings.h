@@ -3,21 +3,35 @@
 
 #include <pybind11/pybind11.h>
 
-#include "transport.h"
+#include "tilescale_net/csrc/fabric/transport.h"
 
 namespace tsn::fabric {
 
 // All of Properties as a dict.
-pybind11::dict properties_of(const Properties& properties);
+inline pybind11::dict properties_of(const Properties& p) {
+  pybind11::dict d;
+  d["provider"] = p.provider;
+  d["version"] = p.version;
+  d["library"] = p.library;
+  d["interface"] = p.interface;
+  d["rails"] = p.rails;
+  d["max_write"] = p.max_write;
+  d["max_send"] = p.max_send;
+  d["max_message"] = p.max_message;
+  d["inject_bytes"] = p.inject_bytes;
+  d["depth"] = p.depth;
+  d["link_gbps"] = p.link_gbps;
+  d["imm_bits"] = p.imm_bits;
+  d["immediates"] = p.immediates;
+  d["device_memory"] = p.device_memory;
+  d["delivery_complete"] = p.delivery_complete;
+  d["ordered_messages"] = p.ordered_messages;
+  d["emulated_write"] = p.emulated_write;
+  d["remote_progress"] = p.remote_progress;
+  return d;
+}
 
 // What is compiled against libfabric's headers; without them, functions that raise ConfigurationError.
 void bind_libfabric(pybind11::module_& m);
 
 } // namespace tsn::fabric
-
-namespace tsn::bench {
-
-// The benchmark of shared endpoints; bind_libfabric adds it.
-void bind_sharing(pybind11::module_& m);
-
-} // namespace tsn::bench

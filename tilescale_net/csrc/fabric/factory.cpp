@@ -1,12 +1,19 @@
-#include "chaos.h"
-#include "libfabric_transport.h"
+// Makes the transport that options name: libfabric's or, for what `testing` holds, one that needs no network; wrapped
+// in chaos on request.
+#include "tilescale_net/csrc/fabric/transport.h"
+#include "tilescale_net/csrc/testing/chaos.h"
+#include "tilescale_net/csrc/testing/null_transport.h"
 
 namespace tsn::fabric {
 
+// libfabric_transport.cpp; no_fabric has the one for builds without libfabric's headers, which throws.
+std::unique_ptr<Transport> make_libfabric(const TransportOptions& options);
+
 std::unique_ptr<Transport> make_transport(const TransportOptions& options) {
-  std::unique_ptr<Transport> transport = std::make_unique<LibfabricTransport>(options);
+  if (options.provider == "null") return testing::make_null(options);
+  std::unique_ptr<Transport> transport = make_libfabric(options);
   if (options.chaos.empty() || options.chaos == "off") return transport;
-  return make_chaos(std::move(transport), parse_chaos(options.chaos), options.rank);
+  return testing::make_chaos(std::move(transport), testing::parse_chaos(options.chaos), options.rank);
 }
 
 } // namespace tsn::fabric

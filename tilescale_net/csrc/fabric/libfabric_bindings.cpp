@@ -44,7 +44,6 @@ void bind_libfabric(py::module_& m) {
       "One dict per provider and interface that libfabric offers for one-sided traffic.");
   m.def("nearest_devices", &nearest_devices, py::arg("candidates"), py::arg("device"), py::arg("limit"),
         py::arg("first") = 0, "Indices of the PCI paths in `candidates` nearest to `device`; see fabric/provider.h.");
-  bench::bind_sharing(m);
 }
 
 } // namespace tsn::fabric

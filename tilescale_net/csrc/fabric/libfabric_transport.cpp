@@ -5,7 +5,7 @@
 #include <cstdio>
 
 #include "blob.h"
-#include "rail_data.h"
+#include "tilescale_net/csrc/fabric/rail.h"
 
 namespace tsn::fabric {
 namespace {
@@ -280,9 +280,9 @@ bool LibfabricTransport::idle() const {
   return std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->idle(); });
 }
 
-uint64_t LibfabricTransport::strangers() const {
+uint64_t LibfabricTransport::rejected_messages() const {
   uint64_t n = 0;
-  for (const auto& rail : rails_) n += rail->strangers();
+  for (const auto& rail : rails_) n += rail->rejected_messages();
   return n;
 }
 
@@ -297,6 +297,10 @@ int LibfabricTransport::poll(Event* events, int capacity) {
   }
   if (++first_rail_ >= n_rails_) first_rail_ = 0;
   return n;
+}
+
+std::unique_ptr<Transport> make_libfabric(const TransportOptions& options) {
+  return std::make_unique<LibfabricTransport>(options);
 }
 
 } // namespace tsn::fabric

@@ -31,7 +31,7 @@ public:
   int poll(Event* events, int capacity) override;
   bool idle() const override;
   void abandon() override;
-  uint64_t strangers() const override;
+  uint64_t rejected_messages() const override;
   const char* last_error() const override { return error_.c_str(); }
 
 private:

@@ -1,18 +1,218 @@
-#include "provider.h"
 
+#include "tilescale_net/csrc/fabric/provider.h"
+#include "tilescale_net/csrc/common/secret.h"
+#include "tilescale_net/csrc/fabric/transport.h"
 #include <algorithm>
-#include <climits>
-#include <cstdio>
-#include <set>
-#include <tuple>
-
 #include <arpa/inet.h>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <dirent.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <netinet/in.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
+#include <set>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <tuple>
+#include <unistd.h>
 
 namespace tsn::fabric {
+namespace {
+
+template <typename F>
+bool find(void* handle, const char* name, F& function) {
+  function = reinterpret_cast<F>(dlsym(handle, name));
+  return function != nullptr;
+}
+
+std::string version_text(const Library& lib) {
+  // "fi_version" has major and minor only; the string that libfabric prints has the patch level too.
+  const char* text = lib.tostr(&lib, FI_TYPE_VERSION); // reads nothing of its argument, but needs one
+  if (text && *text) return text;
+  return std::to_string(FI_MAJOR(lib.version)) + "." + std::to_string(FI_MINOR(lib.version));
+}
+
+// Returns "" and fills `lib`, or why the file does not serve.
+std::string open_library(const std::string& file, Library& lib) {
+  // Debian's libfabric links PSM, whose constructors replace the process's handlers of SIGSEGV and its like otherwise.
+  setenv("IPATH_NO_BACKTRACE", "1", 0);
+  setenv("HFI_NO_BACKTRACE", "1", 0);
+  // What Rail::set_endpoint_options() sets on each endpoint, for libraries that read the variable only.
+  setenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0", 0);
+  void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!handle) return dlerror();
+  uint32_t (*version)() = nullptr;
+  if (!find(handle, "fi_version", version) || !find(handle, "fi_getinfo", lib.getinfo) ||
+      !find(handle, "fi_freeinfo", lib.freeinfo) || !find(handle, "fi_dupinfo", lib.dupinfo) ||
+      !find(handle, "fi_fabric", lib.fabric) || !find(handle, "fi_strerror", lib.strerror) ||
+      !find(handle, "fi_tostr", lib.tostr)) {
+    dlclose(handle);
+    return file + ": is not libfabric (fi_getinfo and its kin are missing)";
+  }
+  lib.version = version();
+  const uint32_t headers = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION);
+  lib.api = FI_VERSION_LT(lib.version, headers) ? lib.version : headers;
+  lib.version_text = version_text(lib);
+  Dl_info where;
+  lib.path = dladdr(reinterpret_cast<void*>(lib.getinfo), &where) && where.dli_fname ? where.dli_fname : file;
+  return "";
+}
+
+} // namespace
+
+std::string Library::error(int64_t rc) const {
+  return std::string(strerror(static_cast<int>(rc < 0 ? -rc : rc))) + " (" + std::to_string(rc) + ")";
+}
+
+const Library& load_library(const std::string& explicit_file, const std::string& fallback) {
+  static std::mutex mutex;
+  static std::map<std::string, std::unique_ptr<Library>> opened; // by the requested file
+  std::lock_guard<std::mutex> lock(mutex);
+
+  const char* env = std::getenv("TSN_LIBFABRIC");
+  std::vector<std::string> places;
+  if (!explicit_file.empty()) places = {explicit_file};
+  else if (env && *env) places = {env};
+  else {
+    places = {"/opt/amazon/efa/lib/libfabric.so.1", "/opt/amazon/efa/lib64/libfabric.so.1", "libfabric.so.1"};
+    if (!fallback.empty()) places.push_back(fallback);
+  }
+
+  std::string tried;
+  for (const std::string& file : places) {
+    auto it = opened.find(file);
+    if (it != opened.end()) return *it->second;
+    auto lib = std::make_unique<Library>();
+    std::string why = open_library(file, *lib);
+    if (why.empty()) return *(opened[file] = std::move(lib));
+    tried += "\n  " + why;
+  }
+  throw FabricError("libfabric could not be loaded; tried:" + tried +
+                    "\nInstall it (Debian and Ubuntu: apt-get install libfabric1; any machine: pip install mpich; EFA: "
+                    "AWS's EFA installer) or name its file in TSN_LIBFABRIC.");
+}
+
+namespace {
+constexpr const char* kFolder = "/dev/shm";
+constexpr const char* kScheme = "fi_shm://"; // followed by the object's name
+constexpr const char* kBeginning = "tilescale_net-";
+
+// Names of this process: a lock does not keep its own process out, and opening and closing the file would end it.
+std::mutex mine_in_use;
+std::set<std::string>& mine() {
+  static auto* names = new std::set<std::string>;
+  return *names;
+}
+
+// Of the whole file. It belongs to the process, not to children made by fork.
+bool lock(int fd, int command) {
+  struct flock whole = {};
+  whole.l_type = F_WRLCK;
+  whole.l_whence = SEEK_SET;
+  return fcntl(fd, command, &whole) == 0;
+}
+
+bool is_linked(int fd) {
+  struct stat file;
+  return fstat(fd, &file) == 0 && file.st_nlink > 0;
+}
+
+// Calls `each` with the name of every file there of this user.
+void for_each_file(const std::function<void(int, const std::string&)>& each) {
+  DIR* folder = opendir(kFolder);
+  if (!folder) return;
+  while (const dirent* entry = readdir(folder)) {
+    struct stat file;
+    if (std::strncmp(entry->d_name, kBeginning, std::strlen(kBeginning)) == 0 &&
+        fstatat(dirfd(folder), entry->d_name, &file, AT_SYMLINK_NOFOLLOW) == 0 && file.st_uid == geteuid())
+      each(dirfd(folder), entry->d_name);
+  }
+  closedir(folder);
+}
+
+// Objects first: what is left of them when this process is killed here is found again by the file.
+void remove_all(const std::string& name) {
+  for_each_file([&](int folder, const std::string& file) {
+    if (file.compare(0, name.size() + 1, name + ":") == 0) unlinkat(folder, file.c_str(), 0);
+  });
+  unlink((kFolder + ("/" + name)).c_str());
+}
+
+void remove_all_of_ended_processes() {
+  for_each_file([&](int folder, const std::string& file) {
+    if (file.find(':') != std::string::npos || mine().count(file)) return;
+    const int fd = openat(folder, file.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0) return;
+    if (lock(fd, F_SETLK) && is_linked(fd)) remove_all(file);
+    close(fd);
+  });
+}
+
+} // namespace
+
+SharedMemoryName::SharedMemoryName() {
+  std::lock_guard<std::mutex> guard(mine_in_use);
+  remove_all_of_ended_processes();
+  while (lock_ < 0) {
+    uint64_t secret = random_secret(); // as letters: numbers in such names stand for processes
+    name_ = kBeginning + (std::to_string(getpid()) + "-");
+    for (int i = 0; i < 16; ++i, secret >>= 4) name_ += static_cast<char>('a' + (secret & 15));
+    lock_ = open((kFolder + ("/" + name_)).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (lock_ < 0 || !lock(lock_, F_SETLKW)) {
+      const std::string why = strerror(errno);
+      if (lock_ >= 0) close(lock_);
+      throw FabricError("provider 'shm' needs a file in /dev/shm that can be locked, " + name_ + ": " + why);
+    }
+    if (is_linked(lock_)) break;
+    close(lock_); // another process found it before it was locked
+    lock_ = -1;
+  }
+  mine().insert(name_);
+}
+
+SharedMemoryName::~SharedMemoryName() {
+  remove();
+  std::lock_guard<std::mutex> guard(mine_in_use);
+  close(lock_);
+  mine().erase(name_);
+}
+
+void SharedMemoryName::give(fi_info* info) const {
+  const std::string address = kScheme + name_;
+  free(info->src_addr);
+  info->src_addr = strdup(address.c_str());
+  info->src_addrlen = address.size() + 1;
+}
+
+void SharedMemoryName::remove() {
+  std::lock_guard<std::mutex> guard(mine_in_use);
+  remove_all(name_);
+  remove_all_of_ended_processes();
+}
+
+std::string no_room_for_shared_memory() {
+  constexpr uint64_t kRegion = 17000000; // bytes, of the endpoint that the provider reckons with, 1.17 to 2.5
+  struct statvfs room;
+  if (statvfs("/dev/shm", &room)) return "; there is no /dev/shm, which it needs";
+  const uint64_t free = (uint64_t)room.f_bsize * room.f_bavail, processors = (uint64_t)sysconf(_SC_NPROCESSORS_ONLN);
+  if (free >= kRegion * processors) return "";
+  return "; libfabric offers it only while /dev/shm has room for an endpoint on each of the host's " +
+         std::to_string(processors) + " processors, " + std::to_string(kRegion * processors / 1000000) +
+         " MB, and now " + std::to_string(free / 1000000) +
+         " MB are free: make it larger (docker run --shm-size=…), or end what fills it";
+}
+
 namespace {
 
 std::vector<std::string> split(const std::string& text, char separator) {

@@ -1,15 +1,66 @@
 // Which provider, which interface, which NICs: from what libfabric offers and what the caller requested.
 #pragma once
 
+#include "tilescale_net/csrc/fabric/transport.h"
+#include <cstdint>
 #include <memory>
+#include <rdma/fabric.h>
 #include <string>
 #include <vector>
 
-#include "library.h"
-#include "shared_memory_objects.h"
-#include "transport.h"
-
 namespace tsn::fabric {
+
+// libfabric opened at run time: its few exported functions, found with dlsym. The data path needs none of them, because
+// libfabric's inline functions go through tables in its objects.
+//
+// Searched in this order: the caller's choice or TSN_LIBFABRIC; /opt/amazon/efa (AWS's own, with EFA and CUDA); the
+// system; the caller's fallback, which Python sets to the library inside the `mpich` wheel.
+struct Library {
+  std::string path;         // the file that was opened
+  std::string version_text; // e.g. "2.5.1"
+  uint32_t version = 0;     // its own API version
+  uint32_t api = 0;         // the one to ask for: the lower of its own and of the headers compiled against
+
+  int (*getinfo)(uint32_t, const char*, const char*, uint64_t, const fi_info*, fi_info**) = nullptr;
+  void (*freeinfo)(fi_info*) = nullptr;
+  fi_info* (*dupinfo)(const fi_info*) = nullptr;
+  int (*fabric)(fi_fabric_attr*, fid_fabric**, void*) = nullptr;
+  const char* (*strerror)(int) = nullptr;
+  char* (*tostr)(const void*, fi_type) = nullptr;
+
+  // libfabric's words for a negative return code, with the number: "Connection refused (-111)".
+  std::string error(int64_t rc) const;
+};
+
+// Opened once per file and never closed: providers may leave threads behind. Throws FabricError naming every place
+// that was tried.
+const Library& load_library(const std::string& explicit_file, const std::string& fallback);
+
+// Objects in /dev/shm through which libfabric's shm provider reaches the processes of a host. A process that is killed
+// leaves them behind. Whether it lives cannot be told by its number, which means another one in another PID namespace:
+// it holds a lock, which ends with it. Objects of other programs are left alone.
+// A name that no other process has, for the endpoints of a transport; and a file of that name in /dev/shm, locked as
+// long as this object, or the process, lives. The objects of its endpoints have longer names that begin with it.
+class SharedMemoryName {
+public:
+  SharedMemoryName(); // removes what processes of this user that have ended left; throws FabricError
+  ~SharedMemoryName();
+  SharedMemoryName(const SharedMemoryName&) = delete;
+  void operator=(const SharedMemoryName&) = delete;
+
+  // Endpoints that are made of `info` have the name.
+  void give(fi_info* info) const;
+
+  // Remove the objects and the file, also while endpoints are open; and what ended processes left.
+  void remove();
+
+private:
+  std::string name_;
+  int lock_ = -1;
+};
+
+// What to say where the provider is not offered for want of room; empty where there seems to be enough.
+std::string no_room_for_shared_memory();
 
 // Owns a list of fi_info, or one of them.
 struct InfoDeleter {

@@ -74,7 +74,7 @@ struct Event {
 };
 
 // Whether a failure's code is what a process that has gone looks like from here; others are the network's own trouble.
-inline bool means_gone(int code) {
+inline bool is_peer_lost(int code) {
   for (int gone :
        {ECONNRESET, ECONNABORTED, ECONNREFUSED, ENOTCONN, EPIPE, ESHUTDOWN, EHOSTUNREACH, EHOSTDOWN, ECANCELED})
     if (code == gone) return true;
@@ -106,7 +106,7 @@ struct Properties {
 class Transport {
 public:
   // Only while idle(), and while no peer reads or writes here: libfabric 1.17 crashes when an endpoint closes that has
-  // operations under way. A transport that is not idle is better left to the end of the process, after abandon().
+  // operations in flight. A transport that is not idle is better left to the end of the process, after abandon().
   virtual ~Transport() = default;
 
   virtual const Properties& properties() const = 0;
@@ -160,7 +160,7 @@ public:
   virtual void abandon() {}
 
   // Messages that were dropped because their sender did not know this transport's token: it had no address() from us.
-  virtual uint64_t strangers() const = 0;
+  virtual uint64_t rejected_messages() const = 0;
 
   // Why the last post answered `error`. Valid until the next post.
   virtual const char* last_error() const = 0;
@@ -183,7 +183,7 @@ struct TransportOptions {
   uint32_t message_buffers = 256; // receives kept posted per rail; 0: the caller posts its own
   uint32_t immediates = 4096;     // that peers may send to one rail before it is polled
   bool delivery_complete = true;  // ask for it where it is offered
-  std::string library;            // file of libfabric.so.1; "" = search (see library.h)
+  std::string library;            // file of libfabric.so.1; "" = search (see provider.h)
   std::string library_fallback;   // tried last: the one inside the mpich wheel, which only Python can find
   std::string chaos;              // "" = TSN_CHAOS, "off" = none, or "seed=7,reorder=0.3,…" (see chaos.h)
 };

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "tilescale_net/csrc/common/python.h"
 #include "tilescale_net/csrc/fabric/bindings.h"
 
 namespace py = pybind11;
@@ -20,19 +21,22 @@ public:
 
 } // namespace
 
-std::unique_ptr<Transport> make_transport(const TransportOptions&) { throw MissingFabric(); }
+std::unique_ptr<Transport> make_libfabric(const TransportOptions&) { throw MissingFabric(); }
 
 void bind_libfabric(py::module_& m) {
-  py::register_exception_translator([](std::exception_ptr error) {
-    try {
-      if (error) std::rethrow_exception(error);
-    } catch (const MissingFabric& e) {
-      py::object type = py::module_::import("tilescale_net.errors").attr("ConfigurationError");
-      PyErr_SetString(type.ptr(), e.what());
-    }
-  });
-  for (const char* name : {"fabric_library", "fabric_offers", "nearest_devices", "SharingBench"})
+  translate<MissingFabric>("ConfigurationError");
+  for (const char* name : {"fabric_library", "fabric_offers", "nearest_devices"})
     m.def(name, [](const py::args&, const py::kwargs&) -> py::object { throw MissingFabric(); });
 }
 
 } // namespace tsn::fabric
+
+namespace tsn::bench {
+
+// Of the benchmarks' module.
+void bind_sharing(py::module_& m) {
+  translate<fabric::MissingFabric>("ConfigurationError");
+  m.def("SharingBench", [](const py::args&, const py::kwargs&) -> py::object { throw fabric::MissingFabric(); });
+}
+
+} // namespace tsn::bench

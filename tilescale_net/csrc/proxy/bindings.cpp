@@ -2,10 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "tilescale_net/csrc/common/keyword_fields.h"
+#include "tilescale_net/csrc/common/python.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/bindings.h"
-#include "tilescale_net/csrc/proxy/null_transport.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
 #include "tilescale_net/device/add_mailbox.h"
 
@@ -98,20 +97,13 @@ py::dict properties_of(const Proxy& p) {
 
 uint32_t context_flags(const Proxy& proxy) {
   const ProxyOptions& o = proxy.options();
-  return adds_are_deferred(o) ? (uint32_t)home_threads(o) << kAddMailboxShift : 0u;
+  return adds_are_deferred(o) ? (uint32_t)owner_threads(o) << kAddMailboxShift : 0u;
 }
 
 } // namespace
 
 void bind(py::module_& m) {
-  py::register_exception_translator([](std::exception_ptr error) {
-    try {
-      if (error) std::rethrow_exception(error);
-    } catch (const CudaError& e) {
-      py::object type = py::module_::import("tilescale_net.errors").attr("TileScaleError");
-      PyErr_SetString(type.ptr(), e.what());
-    }
-  });
+  translate<CudaError>("TileScaleError");
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
 
   py::class_<Proxy>(m, "Proxy",
@@ -121,7 +113,7 @@ void bind(py::module_& m) {
       .def(py::init([](const TransportOptions& transport, const py::kwargs& kwargs) {
         const ProxyOptions o = options_from(transport, kwargs);
         py::gil_scoped_release release;
-        return std::make_unique<Proxy>(o, make_transport_or_null);
+        return std::make_unique<Proxy>(o, make_transport);
       }))
       .def(
           "address", [](const Proxy& p) { return py::bytes(p.address()); }, "What every peer's connect() needs.")
@@ -131,7 +123,7 @@ void bind(py::module_& m) {
            "Waits until everything pushed so far is at its target; False: not in time, or the proxy has failed.")
       .def("apply_adds", &Proxy::apply_adds, py::arg("seconds"), no_gil,
            "Carries out the adds that were left to kernels; while no kernel runs. False as drain().")
-      .def("excuse", &Proxy::excuse, py::arg("peers"),
+      .def("exclude", &Proxy::exclude, py::arg("peers"),
            "These PEs no longer take part and may end at any time: no rank waits for them.")
       .def("explain", &Proxy::explain, py::arg("reason"), "Sent to peers when the abort word ends this proxy.")
       .def("close", &Proxy::close, no_gil, "stop(), and the endpoints are gone; to be called after a barrier.")

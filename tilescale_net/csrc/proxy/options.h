@@ -1,15 +1,33 @@
 // Options of a proxy.
 #pragma once
 
-#include "tilescale_net/csrc/proxy/failure.h"
-#include "tilescale_net/csrc/proxy/network.h"
+#include "tilescale_net/csrc/fabric/transport.h"
 #include "tilescale_net/csrc/proxy/ordering.h"
-
+#include "tilescale_net/device/descriptor.h"
 #include <cstdint>
 #include <string>
 #include <vector>
 
 namespace tsn::proxy {
+
+// The network's names, as this folder uses them.
+using namespace fabric;
+
+// What the proxy reports when it gives up; runtime/proxy.py turns it into an exception.
+struct Failure {
+  std::string kind;      // class of tilescale_net/errors.py: InvalidDescriptor, PeerLost, FabricError
+  std::string text;      // the whole message
+  int pe = -1;           // the PE concerned, or -1
+  std::string operation; // "put", …, or ""
+  uint64_t offset = 0;   // heap offset concerned, or 0
+};
+
+inline const char* name_of(Command c) {
+  if (is_value_signal(c)) return (uint32_t)c < kCommandCount ? "put_signal" : "unknown operation";
+  static const char* const names[] = {"nothing",   "put",       "put_signal", "put_signal", "get",   "signal", "signal",
+                                      "put_value", "put_value", "put_value",  "put_value",  "fence", "flush",  "flush"};
+  return names[(uint32_t)c];
+}
 
 struct ProxyOptions {
   int rank = 0;
@@ -20,7 +38,7 @@ struct ProxyOptions {
   uint64_t abort_word = 0;  // uint32_t* in host memory: set when the proxy gives up, and ends it when set by others
   int queues = 1;           // device queues; operations to a PE use queue pe % queues
   int threads = 1;          // proxy threads, each with its own endpoints; queue q belongs to thread q % threads
-  int peer_threads = 1;     // that share the large chunks to one peer, see handover.h
+  int peer_threads = 1;     // that share the large chunks to one peer, see WorkTransfer
   uint32_t capacity = 1024; // descriptors in a queue's ring, a power of two
   std::vector<int> cpus;    // thread i runs on cpus[i % size] only; empty: anywhere
   bool dedicated = false;   // the threads have cores of their own: they never give way while idle
@@ -35,7 +53,7 @@ struct ProxyOptions {
   bool trust_last_chunk = false;  // TEST ONLY: break the ordering on purpose, the package sets it for TSN_TEST_ORDERING
   std::vector<std::string> trace; // thread i writes its events to the ring in trace[i]; empty: no thread does
   bool print_stats = false;       // on stderr when the proxy stops
-  TransportOptions transport;     // provider "null": completes at once and sends nothing, see null_transport.h
+  TransportOptions transport;     // provider "null": completes at once and sends nothing, see testing/null_transport.h
 };
 
 // Whether adds to signal words are left to waiting kernels, see device/add_mailbox.h. On GPUs there is no other way.
@@ -43,14 +61,14 @@ inline bool adds_are_deferred(const ProxyOptions& options) {
   return options.defers_adds || options.heap.kind == Memory::cuda;
 }
 
-// The thread of rank `pe` that serves rank `peer`: its home thread.
+// The thread of rank `pe` that serves rank `peer`: its owner thread.
 inline int thread_of(const ProxyOptions& options, int peer) { return peer % options.queues % options.threads; }
-// The threads that share what goes to `peer`: number 0 is its home, the others help.
+// The threads that share what goes to `peer`: number 0 is its owner, the others help.
 inline int thread_of(const ProxyOptions& options, int peer, int number) {
   return (thread_of(options, peer) + number) % options.threads;
 }
-// The number of threads that are homes: they have a queue.
-inline int home_threads(const ProxyOptions& options) {
+// The number of threads that are owners: they have a queue.
+inline int owner_threads(const ProxyOptions& options) {
   return options.threads < options.queues ? options.threads : options.queues;
 }
 

@@ -2,9 +2,106 @@
 #pragma once
 
 #include "tilescale_net/csrc/proxy/options.h"
-#include "tilescale_net/csrc/proxy/outbox.h"
+#include "tilescale_net/csrc/proxy/stats.h"
+#include "tilescale_net/csrc/proxy/wire.h"
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 namespace tsn::proxy {
+
+// A queue over a power-of-two array that grows when it must and never shrinks: no allocation in steady state.
+template <class T>
+class Ring {
+public:
+  bool empty() const { return head_ == tail_; }
+  size_t size() const { return tail_ - head_; }
+  T& front() { return slots_[head_ & (slots_.size() - 1)]; }
+  T& back() { return slots_[(tail_ - 1) & (slots_.size() - 1)]; }
+  // The i-th element from the front.
+  T& operator[](size_t i) { return slots_[(head_ + i) & (slots_.size() - 1)]; }
+  void pop() { head_++; }
+  void push(T value) { add() = std::move(value); }
+  // A new last element, to be filled in place; it holds what was there before.
+  T& add() {
+    if (size() == slots_.size()) grow();
+    return slots_[tail_++ & (slots_.size() - 1)];
+  }
+
+private:
+  void grow() {
+    std::vector<T> larger(slots_.empty() ? 16 : slots_.size() * 2);
+    const size_t n = size();
+    for (size_t i = 0; i < n; i++) larger[i] = std::move((*this)[i]);
+    slots_ = std::move(larger);
+    head_ = 0;
+    tail_ = n;
+  }
+
+  std::vector<T> slots_;
+  size_t head_ = 0, tail_ = 0;
+};
+
+// Records on their way to one peer, packed into as few messages as possible.
+class Outbox {
+public:
+  void set_limit(uint32_t message_bytes) { limit_ = message_bytes & ~7u; }
+
+  // Room for a record of `bytes` bytes, a multiple of 8; the caller fills it at once.
+  char* append(uint32_t bytes) {
+    if (messages_.empty() || messages_.back().bytes + bytes > limit_) {
+      Message m;
+      if (spare_.empty()) {
+        m.data.reset(new char[limit_]);
+      } else {
+        m.data = std::move(spare_.back());
+        spare_.pop_back();
+      }
+      messages_.push(std::move(m));
+    }
+    Message& m = messages_.back();
+    char* place = m.data.get() + m.bytes;
+    m.bytes += bytes;
+    return place;
+  }
+
+  template <class Record>
+  void append_record(const Record& record) {
+    static_assert(sizeof(Record) % 8 == 0, "records are multiples of 8 bytes");
+    std::memcpy(append(sizeof record), &record, sizeof record);
+  }
+
+  bool empty() const { return messages_.empty(); }
+  size_t backlog() const { return messages_.size(); }
+
+  // Posts messages until all are gone, or the transport takes no more.
+  Post flush(Transport* transport, int rail, int peer, ProxyStats* stats) {
+    while (!messages_.empty()) {
+      Message& m = messages_.front();
+      const Post post = transport->post_message(rail, peer, m.data.get(), m.bytes, kSilent);
+      if (post != Post::ok) return post;
+      stats->messages.add();
+      m.bytes = 0;
+      spare_.push_back(std::move(m.data));
+      messages_.pop();
+    }
+    return Post::ok;
+  }
+
+private:
+  struct Message {
+    std::unique_ptr<char[]> data;
+    uint32_t bytes = 0;
+  };
+  uint32_t limit_ = 256;
+  Ring<Message> messages_;
+  std::vector<std::unique_ptr<char[]>> spare_;
+};
 
 // A read or write that has been accepted and numbered, and not yet posted to its end.
 struct Op {
@@ -26,10 +123,10 @@ struct Interval {
 };
 
 struct PeerState {
-  // `helping_`: another thread is the peer's home, see handover.h.
-  PeerState(int pe_, OrderWindow window, bool helping_)
-      : pe(pe_), out(helping_ ? kLeastWindow : window, !helping_), in(helping_ ? kLeastWindow : window),
-        helping(helping_) {
+  // `owned_elsewhere_`: another thread is the peer's owner, see WorkTransfer.
+  PeerState(int pe_, OrderWindow window, bool owned_elsewhere_)
+      : pe(pe_), out(owned_elsewhere_ ? kLeastWindow : window, !owned_elsewhere_),
+        in(owned_elsewhere_ ? kLeastWindow : window), owned_elsewhere(owned_elsewhere_) {
     intervals.push(Interval());
   }
 
@@ -37,11 +134,11 @@ struct PeerState {
   OrderSource out;
   OrderTarget in;
   bool confirms = false; // a write's completion here means that the peer's kernels see its data
-  // Where several threads serve the peer, see handover.h.
-  bool helped = false;       // others may get chunks of ours, and have `given` of them
-  const bool helping;        // another thread is its home: of all this, only the way to the peer is used
-  RemoteRegion heap = -1;    // the peer's heap, where the transport reaches it
-  RemoteRegion staging = -1; // its staging slots, else; those for this PE start at first_slot
+  // Where several threads serve the peer, see WorkTransfer.
+  bool shared = false;        // others may get chunks of ours, and have `delegated` of them
+  const bool owned_elsewhere; // another thread is its owner: of all this, only the way to the peer is used
+  RemoteRegion heap = -1;     // the peer's heap, where the transport reaches it
+  RemoteRegion staging = -1;  // its staging slots, else; those for this PE start at first_slot
   uint64_t first_slot = 0;
   uint32_t their_slots = 0; // that many of them
   Outbox outbox;
@@ -85,15 +182,58 @@ struct PeerState {
   uint64_t waiting_since = 0;
   bool backpressured = false; // the transport answered `again` since the latest progress
 
-  uint64_t chunk = 0;            // bytes of the largest one
-  uint32_t their_slot_bytes = 0; // size of the peer's staging slots,
-  uint32_t slot_bytes = 0;       // of which as much is used as a send slot here has
-  std::vector<uint32_t> given;   // chunks that each helper has; helper i is thread number i + 1
+  uint64_t chunk = 0;              // bytes of the largest one
+  uint32_t their_slot_bytes = 0;   // size of the peer's staging slots,
+  uint32_t slot_bytes = 0;         // of which as much is used as a send slot here has
+  std::vector<uint32_t> delegated; // chunks that each worker has; worker i is thread number i + 1
   uint32_t given_pieces() const {
     uint32_t n = 0;
-    for (const uint32_t g : given) n += g;
+    for (const uint32_t g : delegated) n += g;
     return n;
   }
+};
+
+// What the threads of one proxy hand each other when several serve one peer.
+//
+// A peer has one *owner* thread, which alone takes its descriptors, numbers them and applies what arrives: it keeps the
+// order, whichever thread carries the data. *Workers* post large chunks that the owner gives them through endpoints of
+// their own, to the peer's workers, and notify the owners on both sides: "posted and complete" and "arrived, of this
+// group". Since arrivals are counted and nothing relies on their order, it does not matter through which endpoint a
+// chunk arrived.
+struct WorkTransfer {
+  enum Kind : uint8_t {
+    piece,    // to a worker: post `op`
+    complete, // to the owner: `pieces` chunks that it gave; `op`: their interval and, of a read, the bytes
+    arrived,  // to the owner: a chunk of op.group is in the heap
+  };
+  Kind kind;
+  int pe;
+  int worker = 0; // place among the peer's workers
+  uint32_t pieces = 1;
+  Op op;
+};
+
+// Filled by any thread, emptied by one.
+class Inbox {
+public:
+  void push(const WorkTransfer& item) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    items_.push_back(item);
+    filled_.store(true, std::memory_order_release);
+  }
+  bool empty() const { return !filled_.load(std::memory_order_acquire); }
+  // Everything so far; `out` is emptied first.
+  void take(std::vector<WorkTransfer>* out) {
+    out->clear();
+    std::lock_guard<std::mutex> lock(mutex_);
+    items_.swap(*out);
+    filled_.store(false, std::memory_order_release);
+  }
+
+private:
+  std::mutex mutex_;
+  std::vector<WorkTransfer> items_;
+  std::atomic<bool> filled_{false};
 };
 
 } // namespace tsn::proxy

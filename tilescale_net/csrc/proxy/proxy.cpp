@@ -201,11 +201,11 @@ bool Proxy::apply_adds(double seconds) {
   return await(seconds, [&](const Worker& w) { return w.applied_adds(number); });
 }
 
-void Proxy::excuse(const std::vector<int>& peers) {
+void Proxy::exclude(const std::vector<int>& peers) {
   for (int pe : peers)
     if (pe < 0 || pe >= options_.n_pes)
-      throw std::invalid_argument("proxy: PE " + std::to_string(pe) + " cannot be excused");
-  for (int pe : peers) proxy_state_.excuse(pe);
+      throw std::invalid_argument("proxy: PE " + std::to_string(pe) + " cannot be excluded");
+  for (int pe : peers) proxy_state_.exclude(pe);
 }
 
 void Proxy::close() {

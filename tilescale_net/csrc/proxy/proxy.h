@@ -36,7 +36,7 @@ public:
   bool apply_adds(double seconds);
   // Finishes what is queued, within two seconds, and joins the threads. Safe to call twice.
   void stop();
-  // stop(), and the endpoints are gone. What still is under way then (after a failure) is left alone to the end of the
+  // stop(), and the endpoints are gone. What still is in flight then (after a failure) is left alone to the end of the
   // process, with its endpoints. Safe to call twice.
   void close();
 
@@ -44,7 +44,7 @@ public:
   std::vector<QueueView> views() const;
   // These PEs no longer take part and may end at any time: no rank waits for them, and their end is no failure. What
   // they still request is served.
-  void excuse(const std::vector<int>& peers);
+  void exclude(const std::vector<int>& peers);
   // Why the owner is about to set the abort word; sent to the peers. The first reason is kept.
   void explain(const std::string& reason) { proxy_state_.explain(reason); }
   bool failure(Failure* out) { return proxy_state_.failure(out); }

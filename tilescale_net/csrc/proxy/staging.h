@@ -6,7 +6,7 @@
 // copy engines beside the network: nothing waits for anything but its own data and a free slot.
 #pragma once
 
-#include "tilescale_net/csrc/cuda/pinned_block.h"
+#include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/proxy/heap_memory.h"
 #include "tilescale_net/csrc/proxy/peer_state.h"
 
@@ -25,7 +25,7 @@ struct StagingShape {
 };
 // Slots per peer that an immediate with `slot_bits` free bits can name.
 inline uint32_t most_slots(int slot_bits) { return std::min(1u << std::min(slot_bits, 15), 1024u); }
-// `immediates`: how many a peer may have under way. Throws FabricError when a slot would not fit a single write of the
+// `immediates`: how many a peer may have in flight. Throws FabricError when a slot would not fit a single write of the
 // network.
 StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits, uint64_t max_write,
                            uint64_t immediates);

@@ -57,13 +57,13 @@ std::map<std::string, double> summarise(const ProxyStats* const* threads, int co
   sum("messages", &ProxyStats::messages);
   sum("records", &ProxyStats::records);
   sum("inlined", &ProxyStats::inlined);
-  sum("handed_over", &ProxyStats::handed_over);
+  sum("delegated", &ProxyStats::delegated);
   sum("retries", &ProxyStats::retries);
   sum("held", &ProxyStats::held);
-  sum("strangers", &ProxyStats::strangers);
-  sum("strangers_at_fabric", &ProxyStats::strangers_at_fabric);
-  out["strangers"] += out["strangers_at_fabric"];
-  out.erase("strangers_at_fabric");
+  sum("rejected_messages", &ProxyStats::rejected_messages);
+  sum("rejected_at_fabric", &ProxyStats::rejected_at_fabric);
+  out["rejected_messages"] += out["rejected_at_fabric"];
+  out.erase("rejected_at_fabric");
   sum("chunks_in", &ProxyStats::chunks_in);
   sum("records_in", &ProxyStats::records_in);
   sum("signals_applied", &ProxyStats::signals_applied);

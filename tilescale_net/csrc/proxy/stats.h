@@ -38,11 +38,11 @@ struct ProxyStats {
   Counter bytes_put, bytes_got;
   Counter chunks, messages, records; // posted writes and reads; messages and the records in them
   Counter inlined;                   // puts whose data travelled in a message
-  Counter handed_over;               // chunks given to another thread
+  Counter delegated;                 // chunks delegated to another thread
   Counter retries;                   // posts that the transport answered with `again`
   Counter held;                      // times that a queue had to wait for room behind it
-  Counter strangers_at_fabric;       // messages from unknown senders, as the transport counts them
-  Counter strangers;                 // messages and immediates of PEs that this proxy does not serve: dropped
+  Counter rejected_at_fabric;        // messages from unknown senders, as the transport counts them
+  Counter rejected_messages;         // messages and immediates of PEs that this proxy does not serve: dropped
   Counter chunks_in, records_in, signals_applied, acks_sent;
   Counter queue_depth_max; // most descriptors found in one visit to a queue
   Counter in_flight_max;

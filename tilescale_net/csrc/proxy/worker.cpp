@@ -1,8 +1,6 @@
 #include "tilescale_net/csrc/proxy/worker.h"
-
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/blob.h"
-
 #include <algorithm>
 #include <mutex>
 #include <sched.h>
@@ -84,8 +82,8 @@ Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> tr
     if (number >= options_.peer_threads) continue;
     auto& s = peers_[(size_t)pe];
     s = std::make_unique<PeerState>(pe, window, number > 0);
-    s->helped = !s->helping && options_.peer_threads > 1 && !options_.trust_last_chunk;
-    if (s->helped) s->given.resize((size_t)options_.peer_threads - 1);
+    s->shared = !s->owned_elsewhere && options_.peer_threads > 1 && !options_.trust_last_chunk;
+    if (s->shared) s->delegated.resize((size_t)options_.peer_threads - 1);
     s->outbox.set_limit(p.max_message);
     peer_index_[(size_t)pe] = peers++;
   }
@@ -235,7 +233,7 @@ bool Worker::idle() {
   for (QueueState& q : queues_)
     if (q.held || q.queue->host.peek() != Command::none) return false;
   for (auto& s : peers_)
-    if (s && !proxy_state_->excused(s->pe) &&
+    if (s && !proxy_state_->excluded(s->pe) &&
         (!s->outbox.empty() || s->intervals.size() > 1 || s->ack_pending || s->reply || !s->get_requests.empty() ||
          s->pending_gets || s->given_pieces()))
       return false;
@@ -248,7 +246,7 @@ void Worker::drain() {
   if (wanted == drained_.load(std::memory_order_relaxed)) return;
   bool settled = true;
   for (auto& s : peers_) {
-    if (!s || !s->out.unsettled() || proxy_state_->excused(s->pe)) continue;
+    if (!s || !s->out.unsettled() || proxy_state_->excluded(s->pe)) continue;
     settled = false;
     // What has been sent since the last mark, by descriptors that were still in a queue then, needs a mark of its own.
     if (s->drained_up_to == s->out.issued() || !has_room(*s)) continue;
@@ -273,7 +271,7 @@ void Worker::check_timeouts(uint64_t now) {
       proxy_state_->drains.load(std::memory_order_acquire) != drained_.load(std::memory_order_relaxed);
   for (auto& entry : peers_) {
     PeerState* s = entry.get();
-    if (!s || proxy_state_->excused(s->pe)) continue;
+    if (!s || proxy_state_->excluded(s->pe)) continue;
     const bool waits = s->in_flight || s->given_pieces() || !s->ops.empty() || s->intervals.size() > 1 ||
                        !s->outbox.empty() || s->pending_gets || (draining && s->out.unsettled());
     if (!waits || s->progress != s->progress_seen || s->waiting_since == 0) {
@@ -342,7 +340,7 @@ void Worker::run() try {
   while (!proxy_state_->aborted()) {
     bool busy = false;
     stamp_ = ticks();
-    if (inbox_ && !inbox_->empty()) take_over(), busy = true;
+    if (inbox_ && !inbox_->empty()) drain_inbox(), busy = true;
     for (QueueState& q : queues_) busy |= drain_queue(&q);
     busy |= post_all();
     busy |= poll_transport();
@@ -356,7 +354,7 @@ void Worker::run() try {
     if (rounds % 1024 == 0 || idle_rounds > 100) {
       const uint64_t now = now_ns();
       if (rounds % 64 == 0) check_timeouts(now);
-      stats_.strangers_at_fabric.raise(transport_->strangers());
+      stats_.rejected_at_fabric.raise(transport_->rejected_messages());
       drain();
       apply_adds();
       if (proxy_state_->stopping.load(std::memory_order_acquire)) {
@@ -378,6 +376,146 @@ void Worker::run() try {
   memory_.reset(); // in the thread that has the device's context
 } catch (const std::exception& e) {
   fail("FabricError", std::string("the proxy thread ended: ") + e.what(), -1, "", 0);
+}
+
+// Flushes: what they wait for, and the tickets that they complete.
+bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
+  const bool part = r.command == Command::flush_part;
+  const bool owns_entry = !part || (q->index == 0 && make_ticket(0, position) == r.value);
+  if (owns_entry && q->queue->is_open(position)) return false;
+  auto covers = [&](const PeerState& s) {
+    return r.pe == kAllPes ? (uint32_t)s.pe % (uint32_t)options_.queues == q->index : (uint32_t)s.pe == r.pe;
+  };
+  for (auto& s : peers_)
+    if (s && covers(*s) && !has_room(*s)) return false;
+  stats_.flushes.add();
+  if (owns_entry) q->queue->begin(position);
+  if (free_flushes_.empty()) {
+    free_flushes_.push_back((uint32_t)flushes_.size());
+    flushes_.emplace_back();
+  }
+  const uint32_t index = free_flushes_.back();
+  free_flushes_.pop_back();
+  flushes_[index] = {q, position, ticks(), 1, part, r.value};
+  for (auto& entry : peers_) {
+    PeerState* s = entry.get();
+    if (!s || !covers(*s)) continue;
+    flushes_[index].remaining++;
+    Interval& e = s->intervals.back();
+    e.closed = true;
+    e.flush = index;
+    e.has_mark = s->needs_flush_mark;
+    if (e.has_mark) {
+      e.mark = s->out.next_mark();
+      append_mark(s, s->out.flush());
+      s->needs_flush_mark = false;
+    }
+    s->intervals.push(Interval());
+    complete_ready_flushes(s);
+  }
+  finish_flush(index); // its own count, which kept it alive until here
+  return true;
+}
+
+// Ends the flushes at the head of the peer whose conditions are met.
+void Worker::complete_ready_flushes(PeerState* s) {
+  while (s->intervals.size() > 1) {
+    const Interval& e = s->intervals.front();
+    if (e.outstanding || (e.has_mark && s->out.settled_marks() <= e.mark)) return;
+    const uint32_t flush = e.flush;
+    s->intervals.pop();
+    s->first_interval++;
+    finish_flush(flush);
+  }
+}
+
+void Worker::finish_flush(uint32_t index) {
+  Flush& f = flushes_[index];
+  if (--f.remaining) return;
+  stats_.flush.add(ticks() - f.started);
+  if (f.part) proxy_state_->flush_part_done(f.ticket);
+  else f.queue->queue->complete(f.position);
+  free_flushes_.push_back(index);
+}
+
+// What the threads of one peer share: chunks go from the owner to workers, their outcome goes back.
+// Posts one chunk of the peer's first operation through the thread that has the fewest, this one before others: so a
+// put of one chunk goes the way that it would go without workers. False: no thread takes more now.
+bool Worker::post_shared(PeerState* s) {
+  Op& op = s->ops.front();
+  const uint64_t bytes = std::min(op.bytes, op.chunk);
+  if (bytes < options_.shared_bytes) return post_own(s);
+  const auto least = (size_t)(std::min_element(s->delegated.begin(), s->delegated.end()) - s->delegated.begin());
+  const bool full = s->delegated[least] >= kMostGiven;
+  if (full || s->own_pieces <= s->delegated[least]) {
+    if (post_own(s)) return true;
+    if (full) return false;
+  }
+  WorkTransfer h = {WorkTransfer::piece, s->pe, (int)least, 1, op};
+  h.op.bytes = h.op.chunk = bytes;
+  proxy_state_->inboxes[(size_t)thread_of(options_, s->pe, (int)least + 1)]->push(h);
+  s->delegated[least]++;
+  stats_.delegated.add();
+  op.local += bytes;
+  op.remote += bytes;
+  op.bytes -= bytes;
+  if (op.bytes == 0) s->ops.pop();
+  return true;
+}
+
+// To the peer's owner: a chunk is in the heap, and what this thread has seen of it is visible there.
+void Worker::notify_arrival(PeerState* s, uint32_t group) {
+  WorkTransfer h = {WorkTransfer::arrived, s->pe, 0, 1, {}};
+  h.op.group = group;
+  proxy_state_->inboxes[(size_t)thread_of(options_, s->pe)]->push(h);
+}
+
+// To the peer's owner: chunks that it gave are posted and complete.
+void Worker::notify_completion(PeerState* s, const InFlightOp& f) {
+  const int owner = thread_of(options_, s->pe);
+  const int worker = (index_ - owner + options_.threads) % options_.threads - 1;
+  WorkTransfer h = {WorkTransfer::complete, s->pe, worker, f.pieces, {}};
+  h.op.command = f.command;
+  h.op.interval = f.interval;
+  h.op.get = f.index;
+  h.op.bytes = f.bytes;
+  proxy_state_->inboxes[(size_t)owner]->push(h);
+}
+
+// Takes what other threads have left here.
+void Worker::drain_inbox() {
+  inbox_->take(&transfers_);
+  for (const WorkTransfer& h : transfers_) {
+    PeerState* s = peers_[(size_t)h.pe].get();
+    switch (h.kind) {
+    case WorkTransfer::piece:
+      s->ops.push(h.op);
+      activate(s);
+      break;
+    case WorkTransfer::complete:
+      s->delegated[(size_t)h.worker] -= h.pieces;
+      s->progress++;
+      s->interval(h.op.interval).outstanding -= h.pieces;
+      if (h.op.command == Command::get) finish_get(h.op.get, h.op.bytes);
+      if (s->intervals.size() > 1) complete_ready_flushes(s);
+      break;
+    case WorkTransfer::arrived:
+      if (!s->in.chunk(h.op.group))
+        return protocol_error(s->pe, "more data than announced for group " + std::to_string(h.op.group));
+      apply(s);
+      break;
+    }
+  }
+}
+
+// Whether this thread may end. A thread that shares peers does not end while others can still give it something.
+bool Worker::may_end(bool is_idle) {
+  if (!inbox_) return is_idle;
+  if (is_idle != counted_idle_) {
+    counted_idle_ = is_idle;
+    proxy_state_->idle_threads.fetch_add(is_idle ? 1 : -1, std::memory_order_acq_rel);
+  }
+  return is_idle && proxy_state_->idle_threads.load(std::memory_order_acquire) == options_.threads;
 }
 
 } // namespace tsn::proxy

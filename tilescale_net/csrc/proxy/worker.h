@@ -1,24 +1,177 @@
 // One proxy thread: takes descriptors from its queues, posts them, and serves what its peers send.
 //
-// The loop never waits. Descriptors are checked (worker_enqueue.cpp), numbered, and put on their peer's list; their
-// chunks are posted as far as the transport takes them (worker_post.cpp); what arrives is counted and applied
+// The loop (worker.cpp) never waits. Descriptors are checked, numbered, and put on their peer's list; their chunks are
+// posted as far as the transport takes them (worker_send.cpp); what arrives is counted and applied
 // (worker_receive.cpp). A flush is one more thing that completes some time. Where several threads serve a peer, they
-// share large chunks (worker_handover.cpp).
+// share large chunks.
 #pragma once
 
-#include "tilescale_net/csrc/proxy/handover.h"
-#include "tilescale_net/csrc/proxy/proxy_state.h"
-#include "tilescale_net/csrc/proxy/records.h"
+#include "tilescale_net/csrc/common/clock.h"
+#include "tilescale_net/csrc/common/trace_ring.h"
+#include "tilescale_net/csrc/proxy/options.h"
+#include "tilescale_net/csrc/proxy/peer_state.h"
+#include "tilescale_net/csrc/proxy/queue.h"
 #include "tilescale_net/csrc/proxy/staging.h"
 #include "tilescale_net/csrc/proxy/stats.h"
-#include "tilescale_net/csrc/proxy/worker_trace.h"
-
+#include "tilescale_net/csrc/proxy/wire.h"
+#include "tilescale_net/device/descriptor.h"
+#include <algorithm>
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace tsn::proxy {
+
+// What the threads of one proxy share: failure and abort, and tickets that several queues complete together.
+// A device queue, and which entries of its board belong to a ticket that is still open.
+struct TrackedQueue {
+  TrackedQueue(void* memory, uint32_t capacity, uint64_t start)
+      : host(memory, capacity, start), open(new std::atomic<uint8_t>[capacity]()) {}
+  bool is_open(uint64_t position) const {
+    return open[position & (host.capacity() - 1)].load(std::memory_order_acquire) != 0;
+  }
+  void begin(uint64_t position) { open[position & (host.capacity() - 1)].store(1, std::memory_order_relaxed); }
+  // Notifies the device, then frees the entry. Any thread.
+  void complete(uint64_t position) {
+    host.complete(position);
+    open[position & (host.capacity() - 1)].store(0, std::memory_order_release);
+  }
+  HostQueue host;
+  std::unique_ptr<std::atomic<uint8_t>[]> open;
+};
+
+class ProxyState {
+public:
+  explicit ProxyState(const ProxyOptions& o)
+      : options(o), excluded_(new std::atomic<bool>[(size_t)std::max(o.n_pes, 1)]()) {}
+
+  const ProxyOptions& options;
+  std::vector<std::unique_ptr<TrackedQueue>> queues;
+  std::vector<std::unique_ptr<Inbox>> inboxes; // of the threads, where several serve one peer
+  std::atomic<int> idle_threads{0};            // threads that have nothing left to do, while stopping
+  std::atomic<uint64_t> drains{0};             // calls of Proxy::drain() so far
+  std::atomic<uint64_t> settles{0};            // calls of Proxy::apply_adds() so far
+  std::atomic<bool> stopping{false};           // by the owner: finish what is there, then end
+  std::atomic<bool> failed{false};             // by any thread: end now
+
+  // The first failure is kept; the device's waits and all threads end.
+  void fail(Failure failure) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (failed.load(std::memory_order_relaxed)) return;
+      failure_ = std::move(failure);
+      failed.store(true, std::memory_order_release);
+    }
+    if (options.abort_word) __atomic_store_n(reinterpret_cast<uint32_t*>(options.abort_word), 1u, __ATOMIC_RELEASE);
+  }
+  bool aborted() const {
+    return failed.load(std::memory_order_acquire) ||
+           (options.abort_word &&
+            __atomic_load_n(reinterpret_cast<const uint32_t*>(options.abort_word), __ATOMIC_ACQUIRE) != 0);
+  }
+  bool failure(Failure* out) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failed.load(std::memory_order_relaxed)) *out = failure_;
+    return failed.load(std::memory_order_relaxed);
+  }
+
+  // The PE no longer takes part and may end at any time: see Proxy::exclude(). Any thread.
+  void exclude(int pe) { excluded_[(size_t)pe].store(true, std::memory_order_release); }
+  bool excluded(int pe) const { return excluded_[(size_t)pe].load(std::memory_order_acquire); }
+
+  // Why the owner has aborted, for threads without a failure of their own; see Proxy::explain().
+  void explain(const std::string& reason) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (reason_.empty()) reason_ = reason;
+  }
+  std::string reason() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return failed.load(std::memory_order_relaxed) ? failure_.text : reason_;
+  }
+
+  // One of the queues has done its part of a flush of all PEs.
+  void flush_part_done(uint64_t ticket) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const uint32_t done = ++parts_done_[ticket];
+      if (done < queues.size()) return;
+      parts_done_.erase(ticket);
+    }
+    queues[ticket_queue(ticket)]->complete(ticket & kTicketPositionMask); // ticket_done() compares only these bits
+  }
+
+private:
+  std::mutex mutex_;
+  Failure failure_;
+  std::string reason_;
+  std::unordered_map<uint64_t, uint32_t> parts_done_;
+  std::unique_ptr<std::atomic<bool>[]> excluded_; // by PE
+};
+
+// The events of one proxy thread for TSN_TRACE; written by that thread.
+class WorkerTrace {
+public:
+  // Throws std::runtime_error when the file is no ring.
+  explicit WorkerTrace(const std::string& path) : ring_(path), ticks_per_ns_(ticks_per_ns()) {
+    for (uint32_t c = 0; c < kCommandCount; c++) names_[c] = ring_.name(name_of((Command)c));
+    slot_ = ring_.name("staging slot");
+    message_ = ring_.name("message");
+    delivered_ = ring_.name("signal delivered");
+  }
+
+  // A descriptor was taken from a queue.
+  void entry(const Request& r) {
+    TraceEvent e = now(TraceKind::entry, names_[(uint32_t)r.command % kCommandCount], r.pe == kAllPes ? -1 : (int)r.pe);
+    e.bytes = r.bytes;
+    e.value = r.value;
+    if (r.signal) e.word = r.signal;
+    ring_.add(e);
+  }
+  // A write or read was posted at `started` (ticks) and is complete; `id` distinguishes transfers that are in flight
+  // together.
+  void transfer(Command command, int pe, uint64_t bytes, uint64_t started, uint32_t id) {
+    TraceEvent e = since(TraceKind::transfer, names_[(uint32_t)command], pe, started);
+    e.bytes = bytes;
+    e.value = id;
+    ring_.add(e);
+  }
+  // Copies into a staging slot began at `started` (ticks) and are complete.
+  void staged(int pe, uint64_t bytes, uint64_t started) {
+    TraceEvent e = since(TraceKind::staging, slot_, pe, started);
+    e.bytes = bytes;
+    ring_.add(e);
+  }
+  void message(int pe) { ring_.add(now(TraceKind::entry, message_, pe)); }
+  // A signal of `pe` was applied to the word at this offset.
+  void delivered(int pe, uint64_t word, uint64_t value) {
+    TraceEvent e = now(TraceKind::delivered, delivered_, pe);
+    e.word = word;
+    e.value = value;
+    ring_.add(e);
+  }
+
+private:
+  TraceEvent now(TraceKind kind, uint32_t name, int pe) const {
+    TraceEvent e;
+    e.begin_ns = e.end_ns = now_ns();
+    e.kind = kind;
+    e.name = name;
+    e.pe = pe;
+    return e;
+  }
+  TraceEvent since(TraceKind kind, uint32_t name, int pe, uint64_t started) const {
+    TraceEvent e = now(kind, name, pe);
+    e.begin_ns -= (uint64_t)((double)(ticks() - started) / ticks_per_ns_);
+    return e;
+  }
+
+  TraceRing ring_;
+  double ticks_per_ns_;
+  uint32_t names_[kCommandCount], slot_, message_, delivered_;
+};
 
 class Worker {
 public:
@@ -41,7 +194,7 @@ public:
   bool drained(uint64_t n) const { return drained_.load(std::memory_order_acquire) >= n; }
   // Whether the deferred adds were carried out since Proxy::apply_adds() number `n`. Any thread.
   bool applied_adds(uint64_t n) const { return applied_adds_.load(std::memory_order_acquire) >= n; }
-  // After run(): closes the endpoints, or leaves them to the end of the process where operations are under way.
+  // After run(): closes the endpoints, or leaves them to the end of the process where operations are in flight.
   void close();
 
   const ProxyStats& stats() const { return stats_; }
@@ -68,7 +221,7 @@ private:
     int32_t rail = 0;
     uint32_t interval = 0;
     uint32_t pieces = 1;
-    uint32_t index = 0; // reads: into gets_ (of the home thread); staged writes: the send slot
+    uint32_t index = 0; // reads: into gets_ (of the owner thread); staged writes: the send slot
     uint64_t bytes = 0, offset = 0, started = 0;
   };
   struct Get {
@@ -94,11 +247,11 @@ private:
     enum Kind : uint8_t { answer, slot, piece };
     uint64_t position;
     PeerState* peer;
-    uint32_t index; // of the get or the slot; of a chunk that a helper has received, its group
+    uint32_t index; // of the get or the slot; of a chunk that a worker has received, its group
     Kind kind;
   };
 
-  // worker_enqueue.cpp: from queues to peers
+  // worker_send.cpp: from queues to peers
   bool drain_queue(QueueState* q);
   bool valid(const Request& r, std::string* why) const;
   bool enqueue(QueueState* q, const Request& r, uint64_t position);
@@ -119,7 +272,7 @@ private:
   void finish_flush(uint32_t index);
   void activate(PeerState* s);
 
-  // worker_post.cpp: from peers to the transport, and back
+  // worker_send.cpp: from peers to the transport, and back
   bool post_all();
   bool post_next(PeerState* s);
   bool post_own(PeerState* s);
@@ -132,12 +285,12 @@ private:
   void on_post_failed(PeerState* s, Post post, Command command, uint64_t offset, uint64_t bytes);
   void failed_event(const Event& event);
 
-  // worker_handover.cpp: what the threads of a peer share
+  // worker.cpp: what the threads of a peer share
   bool post_shared(PeerState* s);
-  void take_over();
-  void tell_arrived(PeerState* s, uint32_t group);
-  void tell_complete(PeerState* s, const InFlightOp& f);
-  bool may_end(bool calm);
+  void drain_inbox();
+  void notify_arrival(PeerState* s, uint32_t group);
+  void notify_completion(PeerState* s, const InFlightOp& f);
+  bool may_end(bool is_idle);
 
   // worker_receive.cpp: what peers send
   bool poll_transport();
@@ -171,7 +324,7 @@ private:
   static constexpr uint32_t kMaxGetRequests = 256; // gets by request, per peer
   static constexpr int kPopsPerVisit = 256;
   static constexpr int kPostsPerTurn = 16;
-  static constexpr uint32_t kMostGiven = 16; // chunks of a peer that a helper has at a time
+  static constexpr uint32_t kMostGiven = 16; // chunks of a peer that a worker has at a time
 
   ProxyState* proxy_state_;
   const ProxyOptions& options_;
@@ -179,7 +332,7 @@ private:
   std::unique_ptr<Transport> transport_; // nullptr: closed
   const Properties properties_;
   bool staged_ = false;
-  bool may_close_ = true;            // not running, and nothing is under way
+  bool may_close_ = true;            // not running, and nothing is in flight
   std::atomic<uint64_t> drained_{0}; // the latest drain that is complete
   std::atomic<uint64_t> applied_adds_{0};
   std::unique_ptr<HeapMemory> memory_; // made in run(): CUDA contexts belong to threads
@@ -190,8 +343,8 @@ private:
   std::vector<std::unique_ptr<PeerState>> peers_; // by PE; nullptr: not served here
   std::vector<int> peer_index_;                   // by PE: place among this thread's peers
   Inbox* const inbox_;                            // nullptr: no peer is shared
-  std::vector<Handover> handed_;                  // what was taken from it
-  bool calm_ = false;                             // counted in ProxyState::calm
+  std::vector<WorkTransfer> transfers_;           // what was taken from it
+  bool counted_idle_ = false;                     // counted in ProxyState::idle_threads
   std::vector<PeerState*> active_, acks_due_, with_messages_;
   int group_bits_ = 0;
   uint64_t chunk_ = 0;

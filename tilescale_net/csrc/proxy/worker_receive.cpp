@@ -46,7 +46,7 @@ void Worker::mark_ack_due(PeerState* s) {
 
 void Worker::on_immediate(uint32_t imm) {
   const uint32_t pe = imm >> group_bits_;
-  if (pe >= peers_.size() || !peers_[pe]) return stats_.strangers.add();
+  if (pe >= peers_.size() || !peers_[pe]) return stats_.rejected_messages.add();
   PeerState* s = peers_[pe].get();
   const uint32_t low = imm & ((1u << group_bits_) - 1);
   if (staging_) {
@@ -55,14 +55,14 @@ void Worker::on_immediate(uint32_t imm) {
   } else {
     s->immediates_seen++;
     stats_.chunks_in.add();
-    if (s->helping) tell_arrived(s, low);
+    if (s->owned_elsewhere) notify_arrival(s, low);
     else if (!s->in.chunk(low))
       return protocol_error(s->pe, "more data than announced for group " + std::to_string(low));
   }
   apply(s);
 }
 
-// Copies the chunks of a slot into the heap and counts them. They are counted while the copies are still under way:
+// Copies the chunks of a slot into the heap and counts them. They are counted while the copies are still in flight:
 // a signal that follows goes the same way behind them.
 bool Worker::on_slot(PeerState* s, uint32_t slot) {
   if (slot >= s->slot_full.size() || s->slot_full[slot]) return false;
@@ -74,7 +74,7 @@ bool Worker::on_slot(PeerState* s, uint32_t slot) {
     stats_.chunks_in.add();
     if (piece.group == kUncounted) continue;
     // Another thread's signals do not follow this one's copies: it is notified of the chunk once that is there.
-    if (s->helping) arrived_.push({memory_->in_position(), s, piece.group, Arrived::piece});
+    if (s->owned_elsewhere) arrived_.push({memory_->in_position(), s, piece.group, Arrived::piece});
     else if (!s->in.chunk(piece.group)) return false;
   }
   s->slot_full[slot] = 1;
@@ -83,7 +83,7 @@ bool Worker::on_slot(PeerState* s, uint32_t slot) {
 }
 
 void Worker::on_message(const Event& e) {
-  if (e.peer < 0 || (size_t)e.peer >= peers_.size() || !peers_[(size_t)e.peer]) return stats_.strangers.add();
+  if (e.peer < 0 || (size_t)e.peer >= peers_.size() || !peers_[(size_t)e.peer]) return stats_.rejected_messages.add();
   PeerState* s = peers_[(size_t)e.peer].get();
   const char* data = static_cast<const char*>(e.data);
   for (uint64_t at = 0; at < e.bytes;) {
@@ -101,7 +101,7 @@ void Worker::on_message(const Event& e) {
 // Handles one record. False: it makes no sense here and now.
 bool Worker::on_record(PeerState* s, const Record& record) {
   const bool of_the_way = record.type == RecordType::ack || record.type == RecordType::credit;
-  if (s->helping && !of_the_way && record.type != RecordType::abort) return false;
+  if (s->owned_elsewhere && !of_the_way && record.type != RecordType::abort) return false;
   switch (record.type) {
   case RecordType::mark:
     return on_mark(s, record.mark);
@@ -161,7 +161,7 @@ bool Worker::on_credit(PeerState* s, const CreditRecord& credit) {
 }
 
 void Worker::on_abort(PeerState* s, const Record& record) {
-  if (proxy_state_->excused(s->pe)) return;
+  if (proxy_state_->excluded(s->pe)) return;
   const std::string pe = "PE " + std::to_string(s->pe);
   const std::string reason = printable(record.payload, record.abort.bytes);
   fail("PeerLost",
@@ -207,7 +207,7 @@ void Worker::finish_arrived() {
     arrived_.pop();
     PeerState* s = a.peer;
     if (a.kind == Arrived::piece) {
-      tell_arrived(s, a.index);
+      notify_arrival(s, a.index);
       continue;
     }
     if (a.kind == Arrived::slot) {

@@ -1,0 +1,57 @@
+// What bindings share: fields of a struct that Python sets by keyword arguments, and exceptions by name.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <functional>
+#include <map>
+#include <string>
+
+namespace tsn {
+
+// From here on an Error becomes the exception of this name in tilescale_net.errors, in the module that calls this.
+template <class Error>
+void translate(const char* name) {
+  static const char* type;
+  type = name;
+  pybind11::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const Error& e) {
+      PyErr_SetString(pybind11::module_::import("tilescale_net.errors").attr(type).ptr(), e.what());
+    }
+  });
+}
+
+class KeywordFields {
+public:
+  // `owner`: what messages call the struct.
+  explicit KeywordFields(std::string owner) : owner_(std::move(owner)) {}
+
+  template <typename T>
+  KeywordFields& add(const char* name, T& field) {
+    setters_[name] = [&field](pybind11::handle value) { field = value.cast<T>(); };
+    return *this;
+  }
+
+  // Raises TypeError that names an unknown argument, or one of a wrong type.
+  void set(const pybind11::kwargs& kwargs) const {
+    for (const auto& [key, value] : kwargs) {
+      const auto name = key.cast<std::string>();
+      const auto setter = setters_.find(name);
+      if (setter == setters_.end()) throw pybind11::type_error(owner_ + " has no field '" + name + "'");
+      try {
+        setter->second(value);
+      } catch (const pybind11::cast_error&) {
+        throw pybind11::type_error(owner_ + ": " + name + " cannot be " + pybind11::repr(value).cast<std::string>());
+      }
+    }
+  }
+
+private:
+  std::string owner_;
+  std::map<std::string, std::function<void(pybind11::handle)>> setters_;
+};
+
+} // namespace tsn
