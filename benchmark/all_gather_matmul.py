@@ -1,13 +1,23 @@
-"""All-gather and matrix product at once, next to cuBLAS and NCCL one after the other and to torch's fused operator.
+"""All-gather fused with a GEMM, next to cuBLAS and NCCL one after the other and to torch's fused operator.
 
     GPUS=4 bash launch.sh benchmark/all_gather_matmul.py
     GPUS=2 bash launch.sh benchmark/all_gather_matmul.py --m 2048,8192 --blocks 4,8,16
 
-Every rank has m / ranks rows of k elements and wants the product of all m rows with its own [k, n]. Without a GPU the
+Every rank has m / ranks rows of k elements and wants all m rows @ its own [k, n]. Without a GPU the
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.gemm import Operands, Sides, difference, operands, options_of, parse, product_alone, run
+from benchmark.common.gemm import (
+    Implementations,
+    Operands,
+    difference,
+    gemm_alone,
+    if_works,
+    operands,
+    options_of,
+    parse,
+    run,
+)
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
@@ -22,7 +32,7 @@ def gathered(x, group=None):
     return torch.cat(parts)
 
 
-def sides(args, m: int, blocks: int | None, group) -> Sides:
+def implementations(args, m: int, blocks: int | None, group) -> Implementations:
     import torch
     import torch.distributed as dist
 
@@ -45,49 +55,41 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
         "ours": lambda: op(x, mine.w, out, **mine.scales),
         "pipelined": lambda: pipelined(x, mine.w, by_engines, **mine.scales),
         "matmul": lambda: everyone.matmul(whole),
-        "tilelang": product_alone(op.tiling, everyone.x, everyone.w, whole, scales),
+        "tilelang": gemm_alone(op.tiling, everyone.x, everyone.w, whole, scales),
     }
     if group is not None:
         gather = lambda: dist.all_gather_into_tensor(everyone.x.view(torch.uint8), x.view(torch.uint8), group=group)  # noqa: E731
         calls |= {"communication": gather, "sequence": lambda: (gather(), everyone.matmul(whole))}
-        calls |= torchs(mine, group)
+        calls |= if_works("torch's fused operator", lambda: torchs(mine, group))
 
     def wrong():
-        return difference(out, result, "the product") or difference(by_engines, result, "the pipelined product")
+        return difference(out, result, "the GEMM") or difference(by_engines, result, "the pipelined GEMM")
 
     def free():
         op.free()
         pipelined.free()
         tsn.free(x)
 
-    return Sides(mine, calls, {"torch"}, wrong, free, op)
+    return Implementations(mine, calls, {"torch"}, wrong, free, op)
 
 
-def torchs(mine: Operands, group) -> dict:
-    """torch's own fused operator, where it works."""
+def torchs(mine: Operands, group):
+    """A call of torch's own fused operator."""
     import torch
     import torch.distributed._symmetric_memory as symmetric
 
     ops, name = torch.ops.symm_mem, group.group_name
-    try:
-        shard = symmetric.empty(mine.x.shape, dtype=mine.x.dtype, device=mine.x.device)
-        symmetric.rendezvous(shard, name)
-        shard.copy_(mine.x)
-        if mine.scales:
-            scales = mine.x_scales[:, None], [mine.w_scales[None]]
-            rest = 0, name, [None], [None], [torch.bfloat16], [True]
-            call = lambda: ops.fused_all_gather_scaled_matmul(shard, [mine.w], *scales, *rest)  # noqa: E731
-        else:
-            call = lambda: ops.fused_all_gather_matmul(shard, [mine.w], 0, name)  # noqa: E731
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:
-        print(f"torch's fused operator does not work here: {error!r:.200}", flush=True)
-        return {}
-    return {"torch": call}
+    shard = symmetric.empty(mine.x.shape, dtype=mine.x.dtype, device=mine.x.device)
+    symmetric.rendezvous(shard, name)
+    shard.copy_(mine.x)
+    if not mine.scales:
+        return lambda: ops.fused_all_gather_matmul(shard, [mine.w], 0, name)
+    scales = mine.x_scales[:, None], [mine.w_scales[None]]
+    rest = 0, name, [None], [None], [torch.bfloat16], [True]
+    return lambda: ops.fused_all_gather_scaled_matmul(shard, [mine.w], *scales, *rest)
 
 
 if __name__ == "__main__":
     args = parse(__doc__.splitlines()[0], 8192, 14336)
     heap = int(max(args.m) * args.k * 2 * 3.5)
-    run("all_gather_matmul", args, heap, lambda *which: sides(args, *which))
+    run("all_gather_matmul", args, heap, lambda *which: implementations(args, *which))

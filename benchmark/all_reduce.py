@@ -29,7 +29,7 @@ class Sum(CollectiveCase):
         self._symmetric = [] if staged else [tsn.empty(self._count, self._dtype) for _ in range(2)]
         plain = [torch.empty(self._count, dtype=self._dtype, device=tsn.device()) for _ in range(2)] if staged else []
         self._x, self._out = self._symmetric or plain
-        # What the side that runs works on, and its result where that lies elsewhere.
+        # What the implementation that runs works on, and its result where that lies elsewhere.
         self._sums, self._found, self._exact = self._out, None, True
         self.nbytes = self._x.nbytes
 

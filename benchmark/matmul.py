@@ -1,16 +1,16 @@
-"""The fused kernels' matrix product on one GPU, next to cuBLAS; and a rank's share of whole fused calls with prompt peers.
+"""The fused kernels' GEMM on one GPU, next to cuBLAS; and a rank's share of whole fused calls with prompt peers.
 
     GPUS=1 bash launch.sh benchmark/matmul.py
     GPUS=1 bash launch.sh benchmark/matmul.py --parts calls --ranks 4 --m 4096,8192,16384
 
 `product` computes x [m, k] @ w [k, n] by itself, with the geometry that `kernels.fused.choice` takes. `calls` times whole
 calls of AG+GEMM (k 8192, n 14336 per rank) and GEMM+RS, GEMM+AR (k 7168 per rank, n 8192) as rank 0 of several runs them
-when no peer keeps it waiting (see `pretend`): an upper bound on the overlap, not a measurement of several
-GPUs. Without a GPU the simulator runs a small product.
+when no peer keeps it waiting (see `fake_world`): an upper bound on the overlap, not a measurement of several
+GPUs. Without a GPU the simulator runs a small GEMM.
 """
 
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
-from benchmark.common.gemm import difference, eight_bits, product_alone
+from benchmark.common.gemm import difference, eight_bits, gemm_alone
 from benchmark.common.measuring import Timer, add_timing_arguments, median, raise_if_wrong
 from benchmark.common.report import Column, Report
 
@@ -53,7 +53,7 @@ def random(*shape, seed: int = 0):
 
 
 def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
-    """Median us of every side, and the samples; raises WrongData when `wrong()` returns an error."""
+    """Median us of every implementation, and the samples; raises WrongData when `wrong()` returns an error."""
     import tilescale_net as tsn
 
     launches = {key: (lambda count, call=call: [call() for _ in range(count)] and None) for key, call in calls.items()}
@@ -64,8 +64,8 @@ def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
     return {key: median(values) for key, values in samples.items()}, samples
 
 
-def product_of(m: int, k: int, n: int, eight: bool):
-    """`(calls by name, what is wrong or None, the geometry)` of a product."""
+def gemm_of(m: int, k: int, n: int, eight: bool):
+    """`(calls by name, what is wrong or None, the geometry)` of a GEMM."""
     import torch
 
     import tilescale_net as tsn
@@ -82,18 +82,18 @@ def product_of(m: int, k: int, n: int, eight: bool):
         x, w, of_rows = random(m, k), random(k, n), None
         matmul = reference = lambda: torch.mm(x, w, out=theirs)
     tiling = tiling_for(tsn.device(), Product("all_gather_matmul", 1, m, k, n, x.dtype))
-    calls = {"ours": product_alone(tiling, x, w, out, (of_rows, of_columns) if eight else None), "matmul": matmul}
+    calls = {"ours": gemm_alone(tiling, x, w, out, (of_rows, of_columns) if eight else None), "matmul": matmul}
 
     def wrong():
         reference()
         exact = x[:16].float() @ w.float()
         exact = exact * of_rows[:16, None] * of_columns if eight else exact
-        return difference(out, theirs, "the product") or difference(out[:16], exact, "its first rows")
+        return difference(out, theirs, "the GEMM") or difference(out[:16], exact, "its first rows")
 
     return calls, wrong, "x".join(map(str, tiling.tile))
 
 
-def products(report, timer, args) -> None:
+def gemms(report, timer, args) -> None:
     keys = [Column("dtype", "Dtype"), Column("k", "K", ",d"), Column("n", "N", ",d"), Column("m", "M", ",d")]
     columns = [Column("ours", "Ours", better="lower", unit="us"), Column("matmul", "cuBLAS", better="lower", unit="us")]
     columns += [Column("over", "x cuBLAS", ".3f"), Column("tflops", "TFLOP/s", ".0f"), Column("tile", "Tile")]
@@ -102,7 +102,7 @@ def products(report, timer, args) -> None:
         for m in args.m:
             if dtype == "fp8" and not timer.on_gpu:
                 continue
-            calls, wrong, tile = product_of(m, k, n, dtype == "fp8")
+            calls, wrong, tile = gemm_of(m, k, n, dtype == "fp8")
             took, samples = times(timer, calls, wrong, f"{dtype}, m {m}, k {k}, n {n}")
             tflops = 2 * m * n * k / took["ours"] / 1e6
             over = took["ours"] / took["matmul"]
@@ -110,7 +110,7 @@ def products(report, timer, args) -> None:
 
 
 def cublas(eight: bool):
-    """cuBLAS's product of `x`, `w` and, of 8 bits, their scales; `out` is where it goes."""
+    """cuBLAS's GEMM of `x`, `w` and, of 8 bits, their scales; `out` is where it goes."""
     import torch
 
     def scaled(x, w, of_rows, of_columns, out=None):
@@ -125,12 +125,12 @@ def operand(rows: int, columns: int, eight: bool, seed: int):
     return eight_bits(random(rows, columns, seed=seed)) if eight else (random(rows, columns, seed=seed), None)
 
 
-def pretend(world, ranks: int) -> None:
+def fake_world(world, ranks: int) -> None:
     """Make `world`, of one rank on a GPU, rank 0 of `ranks` whose peers are always ahead of it; before any kernel is launched.
 
     The peers' heaps are the upper half of its own, which is half as large then, so what it sends crosses this GPU's memory
     instead of NVLink, at about the rate that the blocks that send reach there; what peers would send is never written, and
-    their signals are there from the beginning. So this measures what a fused call costs a rank beside its product, not
+    their signals are there from the beginning. So this measures what a fused call costs a rank beside its GEMM, not
     what waiting for real peers costs.
     """
     import torch
@@ -151,7 +151,7 @@ def pretend(world, ranks: int) -> None:
     Collective.works_with_some = True  # with one member of the job: its peers have not left, they were never there
 
 
-def hurry(*signals) -> None:
+def preset_signals(*signals) -> None:
     """All that peers could signal has been signalled."""
     import torch
 
@@ -182,7 +182,7 @@ def call_of(kind: str, args, m: int, eight: bool):
     scales = (of_rows, of_columns) if eight else ()
     if kind == "AG+GEMM":
         op, x, out = AllGatherMatmul(rows, k, n, dtype=dtype, **options), everyone[:rows].clone(), random(m, n)
-        hurry(op.memory["ready"], op.memory["arrived"])
+        preset_signals(op.memory["ready"], op.memory["arrived"])
         for half in range(2):
             gathered = op.memory["gathered"][half]
             gathered.view(torch.uint8).copy_(everyone.view(gathered.shape).view(torch.uint8))
@@ -194,7 +194,7 @@ def call_of(kind: str, args, m: int, eight: bool):
         op = make(rows if kind == "GEMM+RS" else m, k, n, dtype=dtype, **options)
         x, out = everyone, random(rows if kind == "GEMM+RS" else m, n)
         first = (of_rows[:rows], of_columns) if eight else ()
-        hurry(*(op.memory[name] for name in ("ready", "arrived", "shared")))
+        preset_signals(*(op.memory[name] for name in ("ready", "arrived", "shared")))
         for name in ("summands", "sums"):
             op.memory[name].normal_()
             op.memory[name][-1].copy_(op.memory[name][0])
@@ -232,14 +232,17 @@ def main() -> None:
     report = Report("matmul", args)
     world = tsn.init(HEAP if "calls" in args.parts else 64 << 20)
     timer = Timer.of(args, world.device_kind == "cuda")
-    report.environment |= {"data": "normal random numbers, verified", "timing": f"{timer.mode}, sides by turns"}
+    report.environment |= {
+        "data": "normal random numbers, verified",
+        "timing": f"{timer.mode}, implementations in turn",
+    }
     if "product" in args.parts:
-        products(report, timer, args)
+        gemms(report, timer, args)
     if "calls" in args.parts:
         report.environment["calls"] = (
             "of one rank, whose peers are this GPU's memory and always ahead; not of several GPUs"
         )
-        pretend(world, args.ranks)
+        fake_world(world, args.ranks)
         calls(report, timer, args)
     report.finish()
     tsn.finalize()

@@ -1,18 +1,28 @@
-"""Matrix product and all-reduce at once, next to cuBLAS and NCCL one after the other and to torch's symmetric memory.
+"""GEMM fused with an all-reduce, next to cuBLAS and NCCL one after the other and to torch's symmetric memory.
 
     GPUS=4 bash launch.sh benchmark/matmul_all_reduce.py
     GPUS=2 bash launch.sh benchmark/matmul_all_reduce.py --m 2048,8192 --blocks 4,8,16
 
-Every rank has m rows of its own k columns and wants the sum of all ranks' products with their [k, n]. Without a GPU the
+Every rank has m rows of its own k columns and wants the sum of all ranks' GEMMs with their [k, n]. Without a GPU the
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.gemm import Operands, Sides, difference, operands, options_of, parse, product_alone, run
+from benchmark.common.gemm import (
+    Implementations,
+    Operands,
+    difference,
+    gemm_alone,
+    if_works,
+    operands,
+    options_of,
+    parse,
+    run,
+)
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
-def sides(args, m: int, blocks: int | None, group) -> Sides:
+def implementations(args, m: int, blocks: int | None, group) -> Implementations:
     import torch
     import torch.distributed as dist
 
@@ -21,47 +31,41 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
     mine = operands(args, m)
     out, whole = (torch.empty((m, args.n), dtype=torch.bfloat16, device=mine.x.device) for _ in range(2))
     op = MatmulAllReduce(m, args.k, args.n, **options_of(args, "matmul_all_reduce", m, blocks))
-    # A row in sixteen, or all of a small product, is compared with the sum in float32.
+    # A row in sixteen, or all of a small GEMM, is compared with the sum in float32.
     step = 16 if m > 1024 else 1
     wanted = mine.exact(slice(None, None, step)).cpu()
     dist.all_reduce(wanted)
     calls = {
         "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
         "matmul": lambda: mine.matmul(whole),
-        "tilelang": product_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
+        "tilelang": gemm_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
     }
     if group is not None:
         reduce = lambda: dist.all_reduce(whole, group=group)  # noqa: E731
         calls |= {"communication": reduce, "sequence": lambda: dist.all_reduce(mine.matmul(whole), group=group)}
-        calls |= torchs(mine, args.n, group)
+        calls |= if_works("torch's symmetric memory", lambda: torchs(mine, args.n, group))
     rounding = 0.04 if mine.scales else 0.02
     is_wrong = lambda: difference(out[::step], wanted.to(out.device), "the sum", rounding)  # noqa: E731
-    return Sides(mine, calls, {"torch"}, is_wrong, op.free, op)
+    return Implementations(mine, calls, {"torch"}, is_wrong, op.free, op)
 
 
-def torchs(mine: Operands, n: int, group) -> dict:
-    """torch's product and the all-reduce of its symmetric memory, where they work; it has no fused operator."""
+def torchs(mine: Operands, n: int, group):
+    """torch's GEMM and the all-reduce of its symmetric memory; it has no fused operator."""
     import torch
     import torch.distributed._symmetric_memory as symmetric
 
-    try:
-        shared = symmetric.empty((mine.x.shape[0], n), dtype=torch.bfloat16, device=mine.x.device)
-        symmetric.rendezvous(shared, group.group_name)
+    shared = symmetric.empty((mine.x.shape[0], n), dtype=torch.bfloat16, device=mine.x.device)
+    symmetric.rendezvous(shared, group.group_name)
 
-        def call() -> None:
-            product = mine.matmul(shared)
-            if product is not shared:
-                shared.copy_(product)
-            torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group.group_name)
+    def call() -> None:
+        result = mine.matmul(shared)
+        if result is not shared:
+            shared.copy_(result)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group.group_name)
 
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:
-        print(f"torch's symmetric memory does not work here: {error!r:.200}", flush=True)
-        return {}
-    return {"torch": call}
+    return call
 
 
 if __name__ == "__main__":
     args = parse(__doc__.splitlines()[0], 7168, 8192)
-    run("matmul_all_reduce", args, int(max(args.m) * args.n * 2 * 5.5), lambda *which: sides(args, *which))
+    run("matmul_all_reduce", args, int(max(args.m) * args.n * 2 * 5.5), lambda *which: implementations(args, *which))

@@ -1,18 +1,28 @@
-"""Matrix product and reduce-scatter at once, next to cuBLAS and NCCL one after the other and to torch's fused operator.
+"""GEMM fused with a reduce-scatter, next to cuBLAS and NCCL one after the other and to torch's fused operator.
 
     GPUS=4 bash launch.sh benchmark/matmul_reduce_scatter.py
     GPUS=2 bash launch.sh benchmark/matmul_reduce_scatter.py --m 2048,8192 --blocks 4,8,16
 
-Every rank has m rows of its own k columns and wants m / ranks rows of the sum of all ranks' products with their [k, n].
+Every rank has m rows of its own k columns and wants m / ranks rows of the sum of all ranks' GEMMs with their [k, n].
 Without a GPU the simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.gemm import Operands, Sides, difference, operands, options_of, parse, product_alone, run
+from benchmark.common.gemm import (
+    Implementations,
+    Operands,
+    difference,
+    gemm_alone,
+    if_works,
+    operands,
+    options_of,
+    parse,
+    run,
+)
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
-def sides(args, m: int, blocks: int | None, group) -> Sides:
+def implementations(args, m: int, blocks: int | None, group) -> Implementations:
     import torch
     import torch.distributed as dist
 
@@ -24,7 +34,7 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
     out, part = (torch.empty((rows, args.n), dtype=torch.bfloat16, device=mine.x.device) for _ in range(2))
     whole = torch.empty((m, args.n), dtype=torch.bfloat16, device=mine.x.device)
     op = MatmulReduceScatter(rows, args.k, args.n, **options_of(args, "matmul_reduce_scatter", m, blocks))
-    # A row in sixteen, or all of a small product, is compared with the sum in float32.
+    # A row in sixteen, or all of a small GEMM, is compared with the sum in float32.
     step = 16 if rows > 1024 else 1
     picked = torch.cat([mine.exact(slice(p * rows, (p + 1) * rows, step)) for p in range(size)]).cpu()
     dist.all_reduce(picked)
@@ -32,38 +42,34 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
     calls = {
         "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
         "matmul": lambda: mine.matmul(whole),
-        "tilelang": product_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
+        "tilelang": gemm_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
     }
     if group is not None:
         scatter = lambda: dist.reduce_scatter_tensor(part, whole, group=group)  # noqa: E731
         sequence = lambda: dist.reduce_scatter_tensor(part, mine.matmul(whole), group=group)  # noqa: E731
         calls |= {"communication": scatter, "sequence": sequence}
-        calls |= torchs(mine, group)
+        calls |= if_works("torch's fused operator", lambda: torchs(mine, group))
     rounding = 0.04 if mine.scales else 0.02
-    return Sides(mine, calls, {"torch"}, lambda: difference(out[::step], wanted, "the sum", rounding), op.free, op)
+    return Implementations(
+        mine, calls, {"torch"}, lambda: difference(out[::step], wanted, "the sum", rounding), op.free, op
+    )
 
 
-def torchs(mine: Operands, group) -> dict:
-    """torch's own fused operator, where it works."""
+def torchs(mine: Operands, group):
+    """A call of torch's own fused operator."""
     import torch
     import torch.distributed._symmetric_memory
 
     ops, name = torch.ops.symm_mem, group.group_name
-    if mine.scales:
-        scales, shape = (mine.x_scales[:, None], mine.w_scales[None]), [mine.x.shape[0], mine.w.shape[1]]
-        rest = "sum", 0, 0, name, shape, None, None, torch.bfloat16, True
-        call = lambda: ops.fused_scaled_matmul_reduce_scatter(mine.x, mine.w, *scales, *rest)  # noqa: E731
-    else:
-        call = lambda: ops.fused_matmul_reduce_scatter(mine.x, mine.w, "sum", 0, name)  # noqa: E731
-    try:
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:
-        print(f"torch's fused operator does not work here: {error!r:.200}", flush=True)
-        return {}
-    return {"torch": call}
+    if not mine.scales:
+        return lambda: ops.fused_matmul_reduce_scatter(mine.x, mine.w, "sum", 0, name)
+    scales, shape = (mine.x_scales[:, None], mine.w_scales[None]), [mine.x.shape[0], mine.w.shape[1]]
+    rest = "sum", 0, 0, name, shape, None, None, torch.bfloat16, True
+    return lambda: ops.fused_scaled_matmul_reduce_scatter(mine.x, mine.w, *scales, *rest)
 
 
 if __name__ == "__main__":
     args = parse(__doc__.splitlines()[0], 7168, 8192)
-    run("matmul_reduce_scatter", args, int(max(args.m) * args.n * 2 * 3.5), lambda *which: sides(args, *which))
+    run(
+        "matmul_reduce_scatter", args, int(max(args.m) * args.n * 2 * 3.5), lambda *which: implementations(args, *which)
+    )

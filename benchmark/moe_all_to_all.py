@@ -4,7 +4,7 @@
     GPUS=4 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 128 --dtype fp8
     GPUS=4 VIRTUAL_NODES=2 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 32 --hidden 512 --experts 16 --topk 4
 
-All sides get the same inputs and are timed in the same way: the L2 cache is flushed, ranks meet in a barrier on the
+All implementations get the same inputs and are timed in the same way: the L2 cache is flushed, ranks meet in a barrier on the
 device, then the call runs between two events. Host time is hidden behind the flush for `kernel` and part of `whole
 call`.
 """

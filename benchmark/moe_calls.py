@@ -222,7 +222,7 @@ def table_of(report: Report):
     table.notes.append(
         "agreeing: on the layout, dispatch less the same with a layout that is known. graph, host, wall: of a "
         "dispatch and its combine. Medians over the samples of a rank, of which the median over ranks is shown. blocks 0: all "
-        "multiprocessors."
+        "SMs."
     )
     return table
 

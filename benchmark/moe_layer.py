@@ -1,10 +1,10 @@
-"""Dispatch, the experts' products and combine of a mixture-of-experts layer at once, next to one after the other.
+"""Dispatch, the experts' GEMMs and combine of a mixture-of-experts layer at once, next to one after the other.
 
     GPUS=4 bash launch.sh benchmark/moe_layer.py
     GPUS=2 bash launch.sh benchmark/moe_layer.py --tokens 2048,8192 --blocks 4,8,16
 
-Experts are two matrices, hidden to inner and back; the activation between them, the same on all sides, is left out. Rows
-compare dispatch and first product, second product and combine, and all four. Without a GPU the simulator runs the same
+Experts are two matrices, hidden to inner and back; the activation between them, the same on all implementations, is left out. Rows
+compare dispatch and first GEMM, second GEMM and combine, and all four. Without a GPU the simulator runs the same
 kernels on small shapes; one rank on a GPU shows the overlap with copies in its own memory.
 """
 
@@ -19,7 +19,7 @@ SIMULATED = dict(tokens=[40], hidden=48, inner=40, experts=4, topk=2)
 TITLES = {
     "ours": "at once",
     "sequence": "one after the other",
-    "matmul": "products alone",
+    "matmul": "GEMMs alone",
     "torch": "torch grouped_mm alone",
     "communication": "communication alone",
 }
@@ -37,10 +37,10 @@ def parse():
             f"--{name}", type=positive_int, default=shape[name], metavar="N", help=f"{text} ({shape[name]})"
         )
     blocks = [8] if on_gpu() else [2]
-    text = f"of a dispatch and of a combine beside a product {blocks}; elsewhere they take those of Tuning"
+    text = f"of a dispatch and of a combine beside a GEMM {blocks}; elsewhere they take those of Tuning"
     parser.add_argument("--blocks", type=int_list(2, 132), default=blocks, metavar="LIST", help=text)
     tile = [128, 256, 64] if on_gpu() else [32, 32, 16]
-    parser.add_argument("--tile", type=int_list(16, 512), default=tile, metavar="M,N,K", help=f"of a product {tile}")
+    parser.add_argument("--tile", type=int_list(16, 512), default=tile, metavar="M,N,K", help=f"of a GEMM {tile}")
     parser.add_argument("--peak", type=positive_int, default=989, metavar="N", help="TFLOP/s of the bound (989)")
     parser.add_argument("--link", type=positive_int, default=450, metavar="N", help="GB/s of the bound (450)")
     args = parser.parse_args()
@@ -66,7 +66,7 @@ class Layer:
 
     Args:
         tokens: of each rank.
-        blocks: of dispatch and combine beside products.
+        blocks: of dispatch and combine beside GEMMs.
     """
 
     def __init__(self, args, tokens: int, blocks: int):
@@ -121,7 +121,7 @@ class Layer:
     def second_in_turn(self, h, handle):
         return self.plain.combine(self.down(h, self.w_down, handle), handle)
 
-    def sides(self) -> dict[str, dict]:
+    def implementations(self) -> dict[str, dict]:
         """Calls by part of the layer and by the name of the column."""
         h, handle, rows_in = self.h, self.handle, self.rows_in
         up, down = (lambda: self.up(rows_in, self.w_up, handle)), (lambda: self.down(h, self.w_down, handle))
@@ -147,7 +147,7 @@ class Layer:
         return parts
 
     def torchs(self) -> list:
-        """torch's own grouped product of each part, where it works."""
+        """torch's own grouped GEMM of each part, where it works."""
         import torch
 
         ends = self.received.offsets[1:].clone()
@@ -159,12 +159,12 @@ class Layer:
             up(), down()
             torch.cuda.synchronize()
         except Exception as error:
-            print(f"torch's grouped product does not work here: {error!r:.200}", flush=True)
+            print(f"torch's grouped GEMM does not work here: {error!r:.200}", flush=True)
             return []
         return [up, down, lambda: (up(), down())]
 
     def wrong(self) -> str | None:
-        """What is wrong with our results: products against torch, the rest against one after the other."""
+        """What is wrong with our results: GEMMs against torch, the rest against one after the other."""
         import torch
 
         from benchmark.common.gemm import difference
@@ -175,10 +175,10 @@ class Layer:
         for e, count in enumerate(self.received.counts.tolist()):
             here = slice(begins[e], begins[e] + count)
             if not torch.equal(h[here], self.h[here]):
-                return f"products of expert {e} differ from those that wait for all rows"
+                return f"GEMMs of expert {e} differ from those that wait for all rows"
             if count and e < 4:
                 wanted = self.rows_in[here].float() @ self.w_up[e].float()
-                if complaint := difference(h[here], wanted, f"the product of expert {e}"):
+                if complaint := difference(h[here], wanted, f"the GEMM of expert {e}"):
                     return complaint
         return None if torch.equal(out, self.tokens_out) else "sums differ from those one after the other"
 
@@ -193,7 +193,7 @@ def measure(args, tokens: int, blocks: int, timer: Timer, together, table) -> No
     raise_if_wrong(f"moe_layer, {tokens} tokens", layer.wrong())
     most = max(gather(layer.rows))
     flops, moved = 2 * most * args.hidden * args.inner, 2 * max(gather(layer.remote)) * args.hidden
-    for part, calls in layer.sides().items():
+    for part, calls in layer.implementations().items():
         launches = {key: (lambda n, call=call: [call() for _ in range(n)] and None) for key, call in calls.items()}
         samples = timer.interleaved(launches, 5, together, set())
         everyone = gather(samples)
@@ -226,7 +226,7 @@ def main() -> None:
         together = p2p.meet()
     shape = f"hidden {args.hidden}, inner {args.inner}, top {args.topk} of {args.experts} experts, bfloat16"
     report.environment |= {"shape": f"{shape}, normal random data, verified"}
-    report.environment["timing"] = f"{timer.label(5)}, sides by turns, slowest rank"
+    report.environment["timing"] = f"{timer.label(5)}, implementations in turn, slowest rank"
     report.environment["bound"] = f"{args.peak} TFLOP/s or {args.link} GB/s from other ranks, the rank with most of it"
     keys = [Column("part", "Part"), Column("tokens", "Tokens", ",d"), Column("blocks", "Blocks", ",d", plotted=False)]
     columns = [Column(key, title, better="lower", unit="us") for key, title in TITLES.items()]

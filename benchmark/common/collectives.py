@@ -1,4 +1,4 @@
-"""What the benchmarks of collective kernels share: flags, sides, verified measurement, the table.
+"""What the benchmarks of collective kernels share: flags, implementations, verified measurement, the table.
 
 Sizes are bytes per rank of the larger tensor, as in NCCL's own tests. Bus bandwidth is what the busiest link must carry
 in one direction: size / time * (ranks - 1) / ranks, twice that of an all-reduce.
@@ -94,7 +94,7 @@ def nccl_group(report: Report, args: argparse.Namespace):
 
 
 class CollectiveCase:
-    """One collective at one size: makes the data, calls the sides, computes the expected result.
+    """One collective at one size: makes the data, calls the implementations, computes the expected result.
 
     Attributes:
         nbytes: bytes of the larger tensor.

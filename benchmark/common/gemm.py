@@ -1,4 +1,4 @@
-"""What the benchmarks of fused matrix products share: flags, sides measured by turns, the table."""
+"""What the benchmarks of fused GEMMs share: flags, implementations measured in turn, the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is
 
 
 @dataclass
-class Sides:
+class Implementations:
     """The ways to one result, on the same data.
 
     Attributes:
@@ -27,7 +27,7 @@ class Sides:
         calls: by the name of the column; "ours" is one of them, "operator" none, "pipelined" of some.
         plain: names of calls that cannot be captured in a CUDA graph.
         wrong: what is wrong with our result, or None; called after ours has run.
-        free: gives back what the sides hold.
+        free: gives back what the implementations hold.
         op: the fused call's object.
     """
 
@@ -56,17 +56,17 @@ TITLES = {
 
 
 def parse(description: str, k: int, n: int) -> argparse.Namespace:
-    """The arguments of a fused product's benchmark. `k`, `n`: defaults for a rank of four; exits with 2 when wrong."""
+    """The arguments of a fused GEMM's benchmark. `k`, `n`: defaults for a rank of four; exits with 2 when wrong."""
     parser = BenchmarkParser(description, warmup=None, repeat=None)
     add_timing_arguments(parser)
     simulated = not on_gpu()
     m, k, n = ([256], 64, 128) if simulated else ([4096, 8192, 16384], k, n)
     parser.add_argument("--m", type=int_list(1, 1 << 24), default=m, metavar="LIST", help=f"rows of all ranks {m}")
-    parser.add_argument("--k", type=positive_int, default=k, metavar="K", help=f"depth of a rank's product ({k})")
-    parser.add_argument("--n", type=positive_int, default=n, metavar="N", help=f"columns of a rank's product ({n})")
+    parser.add_argument("--k", type=positive_int, default=k, metavar="K", help=f"depth of a rank's GEMM ({k})")
+    parser.add_argument("--n", type=positive_int, default=n, metavar="N", help=f"columns of a rank's GEMM ({n})")
     text = "blocks that send (those of the operators)"
     parser.add_argument("--blocks", type=int_list(1, 132), default=[None], metavar="LIST", help=text)
-    text = "of a product (that of the operators, with --stages, --panel and --columns)"
+    text = "of the GEMM (the operators', with --stages, --panel and --columns)"
     parser.add_argument("--tile", type=int_list(16, 512), default=None, metavar="M,N,K", help=text)
     stages, panel, columns = (2, 2, 16) if simulated else (4, 8, 128)
     parser.add_argument("--stages", type=positive_int, default=stages, metavar="N", help=f"of operands ({stages})")
@@ -77,7 +77,7 @@ def parse(description: str, k: int, n: int) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp8"), default="bf16", help="of the operands (bf16); fp8 on GPUs only"
     )
-    text = "of what leaves beside a product, see the classes of kernels.fused (auto)"
+    text = "of the communication that overlaps with the GEMM, see the classes of kernels.fused (auto)"
     parser.add_argument("--engine", choices=("auto", "ldst", "bulk"), default="auto", help=text)
     parser.add_argument("--no-nccl", action="store_true", help="leave NCCL and torch's symmetric memory out")
     text = "TFLOP/s of the bound (989; fp8: 1979)"
@@ -89,7 +89,7 @@ def parse(description: str, k: int, n: int) -> argparse.Namespace:
     if simulated and args.dtype == "fp8":
         parser.error("--dtype fp8 is compared with torch._scaled_mm, which needs a GPU")
     if world_size() < 2:
-        parser.error("a fused product needs two ranks or more; start it with GPUS=2 bash launch.sh …")
+        parser.error("a fused GEMM needs two ranks or more; start it with GPUS=2 bash launch.sh …")
     if any(m % world_size() for m in args.m):
         parser.error(f"--m must be a multiple of the number of ranks ({world_size()})")
     return args
@@ -119,13 +119,13 @@ class Operands:
         return torch._scaled_mm(self.x, self.w, self.x_scales[:, None], self.w_scales[None], **options)
 
     def exact(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Some rows of the product, in float32."""
+        """Some rows of `x @ w`, in float32."""
         exact = self.x[rows].float() @ self.w.float()
         return exact if self.x_scales is None else exact * self.x_scales[rows, None] * self.w_scales
 
 
 def operands(args: argparse.Namespace, rows: int) -> Operands:
-    """This rank's operands of a product of `rows` rows: normal random numbers."""
+    """This rank's operands of a GEMM of `rows` rows: normal random numbers."""
     import torch
 
     import tilescale_net as tsn
@@ -150,7 +150,7 @@ def eight_bits(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | None) -> dict:
-    """Options of a fused product's class, of `rows` rows on a rank: what the arguments ask for, else the operators'."""
+    """Options of a fused GEMM's class, of `rows` rows on a rank: what the arguments ask for, else the operators'."""
     import torch
 
     import tilescale_net as tsn
@@ -166,8 +166,8 @@ def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | Non
     return chosen if blocks is None else chosen | {"blocks": blocks}
 
 
-def product_alone(tiling, x, w, out, scales=None) -> Callable[[], None]:
-    """A call of the fused kernels' product without communication: `out = x @ w`.
+def gemm_alone(tiling, x, w, out, scales=None) -> Callable[[], None]:
+    """A call of the fused kernels' GEMM without communication: `out = x @ w`.
 
     Args:
         scales: of rows and of columns, for 8 bits; `w` is the transpose of a contiguous tensor then.
@@ -197,13 +197,27 @@ def product_alone(tiling, x, w, out, scales=None) -> Callable[[], None]:
     return call
 
 
+def if_works(what: str, make: Callable[[], Callable[[], object]]) -> dict[str, Callable[[], object]]:
+    """The call that `make` makes, under the key "torch", once it has run; nothing, and a line with the reason, else."""
+    import torch
+
+    try:
+        call = make()
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:  # what torch has of this is private to it, and not on all machines
+        print(f"{what} does not work here: {error!r:.200}", flush=True)
+        return {}
+    return {"torch": call}
+
+
 def peak_flops(args: argparse.Namespace) -> float:
     """FLOP/s of the bound: `--peak`, or those of an H100's or H200's tensor cores without sparsity (NVIDIA's data sheet)."""
     return 1e12 * (args.peak or (1979 if args.dtype == "fp8" else 989))
 
 
 def moved_bytes(name: str, args: argparse.Namespace, m: int) -> float:
-    """Bytes that a rank must send, and receive, for a product of `m` rows of all ranks; sums travel as bfloat16."""
+    """Bytes that a rank must send, and receive, for a GEMM of `m` rows of all ranks; sums travel as bfloat16."""
     ranks = world_size()
     part = (ranks - 1) / ranks * m
     if name == "all_gather_matmul":
@@ -218,12 +232,17 @@ def operator(name: str, given: Operands) -> Callable[[], torch.Tensor]:
     return lambda: getattr(ops, name)(given.x, given.w, **given.scales)
 
 
-def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int, int | None, object], Sides]) -> None:
-    """Measure all sides at every number of rows; print the report.
+def run(
+    name: str,
+    args: argparse.Namespace,
+    heap: int,
+    implementations_of: Callable[[int, int | None, object], Implementations],
+) -> None:
+    """Measure all implementations at every number of rows; print the report.
 
     Args:
         heap: symmetric bytes that the largest case takes.
-        sides_of: `(m, blocks, nccl group or None)`; collective.
+        implementations_of: `(m, blocks, nccl group or None)`; collective.
     """
     import tilescale_net as tsn
 
@@ -237,7 +256,7 @@ def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int,
 
         together = p2p.meet()
     report.environment |= {"shape": f"k {args.k}, n {args.n} per rank, {args.dtype}, normal random data, verified"}
-    report.environment["timing"] = f"{timer.mode} (torch: launch), sides by turns, slowest rank"
+    report.environment["timing"] = f"{timer.mode} (torch: launch), implementations in turn, slowest rank"
     keys = [
         Column("m", "M", ",d"),
         Column("tile", "Tile", plotted=False),
@@ -253,32 +272,32 @@ def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int,
     table = report.table(name, keys, columns)
     for m in args.m:
         for blocks in args.blocks:
-            sides = sides_of(m, blocks, group)
-            sides.calls["operator"] = operator(name, sides.given)
-            sides.calls["ours"]()
-            sides.calls["operator"]()
+            these = implementations_of(m, blocks, group)
+            these.calls["operator"] = operator(name, these.given)
+            these.calls["ours"]()
+            these.calls["operator"]()
             tsn.synchronize()
             tsn.barrier()
             launches = {
                 key: (lambda times, call=call: [call() for _ in range(times)] and None)
-                for key, call in sides.calls.items()
+                for key, call in these.calls.items()
             }
-            samples = timer.interleaved(launches, 5, together, sides.plain)
-            sides.calls["ours"]()
+            samples = timer.interleaved(launches, 5, together, these.plain)
+            these.calls["ours"]()
             tsn.synchronize()
-            raise_if_wrong(f"{name}, m {m}", sides.wrong())
+            raise_if_wrong(f"{name}, m {m}", these.wrong())
             everyone = gather(samples)
             slowest = {key: max((s[key] for s in everyone), key=median) for key in samples}
             times = {key: median(values) for key, values in slowest.items()}
             flops = 2 * m * args.k * args.n
-            # Of the communication, what the product does not hide; and max(FLOPs, bytes) of what any way has to do.
+            # Of the communication, what the GEMM does not hide; and max(FLOPs, bytes) of what any way has to do.
             exposed = max(0.0, times["ours"] - times["matmul"])
             bound = max(flops / peak_flops(args) * 1e6, moved_bytes(name, args, m) / args.link / 1e3)
-            row = {"m": m, "tile": sides.tile, "blocks": sides.op.blocks, **{key: times.get(key) for key in TITLES}}
+            row = {"m": m, "tile": these.tile, "blocks": these.op.blocks, **{key: times.get(key) for key in TITLES}}
             row |= {"over": times["ours"] / times["matmul"], "tflops": flops / times["ours"] / 1e6}
             row |= {"exposed": exposed, "share": 100 * bound / times["ours"]}
             table.add(row, slowest)
-            sides.free()
+            these.free()
     report.finish()
     tsn.finalize()
 
@@ -288,7 +307,7 @@ def difference(found, wanted, what: str, rounding: float = 0.02) -> str | None:
 
     Args:
         rounding: of an element, and of the mean of all. Tensor cores cut off what they add up of 8 bits, and torch's
-            product with fast accumulation, to which they are compared elsewhere, does so too; next to exact sums they need
+            GEMM with fast accumulation, to which they are compared elsewhere, does so too; next to exact sums they need
             twice as much.
     """
     error = (found.float() - wanted.float()).abs()

@@ -1,14 +1,14 @@
-"""All benchmarks that fit this machine, one after the other, and one HTML page of what they found.
+"""All benchmarks that fit this machine, one after the other, and one Markdown page of what they found.
 
 python -m tilescale_net bench --quick
-python -m tilescale_net bench --output report.html --only put_signal,all_gather
+python -m tilescale_net bench --output report.md --only put_signal,all_gather
 
-The page is written after each benchmark: what ends the suite early (Ctrl-C, SIGTERM) leaves the page as it is.
+The page is written after each benchmark, with its plots in a folder of the page's name: what ends the suite early
+(Ctrl-C, SIGTERM) leaves both as they are.
 """
 
 import argparse
 import ast
-import base64
 import importlib.util
 import json
 import os
@@ -19,21 +19,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
-from benchmark.common.report import significant
+from benchmark.common.report import NOTHING, Column, Layout
 from tilescale_net.launch import run
 from tilescale_net.runtime import settings
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }
-table { border-collapse: collapse; margin: 1em 0; font-size: 13px; }
-th, td { border: 1px solid #ccc; padding: 3px 8px; text-align: right; }
-th { background: #f2f2f2; } td.text { text-align: left; }
-code { background: #f2f2f2; padding: 1px 4px; } img { max-width: 100%; }
-.failed { color: #b00020; }
-"""
 
 
 @dataclass
@@ -43,14 +33,14 @@ class Result:
     Attributes:
         content: of its JSON file, None when it left none.
         plot: an SVG image.
-        said: why there are no results, or not all.
+        outcome: why there are no results, or not all.
         seconds: that it took.
     """
 
     name: str
     content: dict | None = None
     plot: bytes | None = None
-    said: str = ""
+    outcome: str = ""
     failed: bool = False
     seconds: float = 0.0
 
@@ -59,59 +49,38 @@ class Result:
         return bool(self.content and any(t["rows"] for t in self.content["tables"]))
 
 
-def page(results: Sequence[Result]) -> str:
-    """The page: what all runs have in common first, then one section a benchmark."""
-    environments = [r.content["environment"] for r in results if r.measured]
+def page(results: Sequence[Result], plots: str) -> str:
+    """The page: what all runs have in common first, then one section a benchmark. `plots`: the folder of their images."""
+    environments = [r.content["environment"] for r in results if r.content and r.measured]
     common = (
         {k: v for k, v in environments[0].items() if all(e.get(k) == v for e in environments)} if environments else {}
     )
-    parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>tilescale_net benchmarks</title>",
-        f"<style>{STYLE}</style></head><body><h1>tilescale_net benchmarks</h1>",
-        _facts(common),
-        "<ul>",
-        *(f"<li><a href='#{r.name}'>{r.name}</a>{_state(r)}</li>" for r in results),
-        "</ul>",
-        *(_section(r, common) for r in results),
-        "</body></html>\n",
-    ]
-    return "\n".join(parts)
+    lines = ["# tilescale_net benchmarks", "", *_facts(common)]
+    lines += [f"- [{r.name}](#{r.name}): {r.outcome or f'{r.seconds:.0f} s'}" for r in results]
+    for result in results:
+        lines += _section(result, common, plots)
+    return "\n".join(lines) + "\n"
 
 
-def _facts(facts: dict[str, str]) -> str:
-    if not facts:
-        return ""
-    rows = "".join(f"<tr><th>{escape(k)}</th><td class='text'>{escape(str(v))}</td></tr>" for k, v in facts.items())
-    return f"<table>{rows}</table>"
+def _facts(facts: dict[str, str]) -> list[str]:
+    return [*(f"- {name}: {value}" for name, value in facts.items()), ""] if facts else []
 
 
-def _state(result: Result) -> str:
-    if not result.said:
-        return f": {result.seconds:.0f} s"
-    mark = " class='failed'" if result.failed else ""
-    return f": <span{mark}>{escape(result.said)}</span>"
-
-
-def _section(result: Result, common: dict[str, str]) -> str:
-    out = [f"<h2 id='{result.name}'>{result.name}</h2>"]
-    if result.said:
-        out.append(f"<p{' class=failed' if result.failed else ''}>{escape(result.said)}</p>")
+def _section(result: Result, common: dict[str, str], plots: str) -> list[str]:
+    out = ["", f"## {result.name}", ""]
+    if result.outcome:
+        out += [f"**{result.outcome}**" if result.failed else result.outcome, ""]
     if not result.content:
-        return "\n".join(out)
-    out.append(
-        f"<p><code>{escape(' '.join(result.content['command'][:1] + _public(result.content['command'][1:])))}</code></p>"
-    )
-    out.append(_facts({k: v for k, v in result.content["environment"].items() if k not in common}))
+        return out
+    out += [f"`{' '.join(result.content['command'][:1] + _public(result.content['command'][1:]))}`", ""]
+    out += _facts({k: v for k, v in result.content["environment"].items() if k not in common})
     if result.plot:
-        image = base64.b64encode(result.plot).decode()
-        out.append(f"<p><img alt='{result.name}' src='data:image/svg+xml;base64,{image}'></p>")
+        out += [f"![{result.name}]({plots}/{result.name}.svg)", ""]
     for table in result.content["tables"]:
         if table["rows"]:
-            out.append(f"<h3>{escape(table['name'])}</h3>")
-            out.append(_table(table))
-            out += [f"<p>{escape(note)}</p>" for note in table["notes"]]
-    out += [f"<p>{escape(note)}</p>" for note in result.content["notes"]]
-    return "\n".join(out)
+            out += [f"### {table['name']}", "", *_table(table), ""]
+            out += [line for note in table["notes"] for line in (note, "")]
+    return out + [line for note in result.content["notes"] for line in (note, "")]
 
 
 def _public(arguments: list[str]) -> list[str]:
@@ -125,33 +94,18 @@ def _public(arguments: list[str]) -> list[str]:
     return kept
 
 
-def _table(table: dict) -> str:
+def _table(table: dict) -> list[str]:
     columns = [
-        c for c in [*table["keys"], *table["columns"]] if any(r.get(c["key"]) is not None for r in table["rows"])
+        Column(c["key"], c["title"], unit=c.get("unit", ""))
+        for c in [*table["keys"], *table["columns"]]
+        if any(r.get(c["key"]) is not None for r in table["rows"])
     ]
-    units = [f" ({c['unit']})" if c.get("unit") else "" for c in columns]
-    head = "".join(f"<th>{escape(c['title'] + unit)}</th>" for c, unit in zip(columns, units))
-    lines = []
-    for row in table["rows"]:
-        cells = []
-        for c in columns:
-            value = row.get(c["key"])
-            kind = " class='text'" if isinstance(value, str) else ""
-            cells.append(f"<td{kind}>{escape(_show(value))}</td>")
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
-
-
-def _show(value) -> str:
-    if value is None:
-        return "-"
-    return significant(value) if isinstance(value, float) else f"{value:,d}" if isinstance(value, int) else str(value)
+    return Layout(columns, table["rows"]).lines(table["rows"])
 
 
 FOLDER = Path(__file__).resolve().parents[1]
-NOTHING = 3  # a benchmark's exit code where it can measure nothing
 INTERRUPTED = (130, 143)  # by Ctrl-C and SIGTERM
-PATIENCE_S = 20  # for a benchmark to end by itself, after Ctrl-C
+TERM_TIMEOUT_S = 20  # for a benchmark to end by itself, after Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -237,25 +191,34 @@ def _run_all(chosen: Sequence[Entry], args: argparse.Namespace, gpus: int, resul
             except KeyboardInterrupt as stop:
                 ended = 143 if isinstance(stop, Terminated) else 130
                 results.append(_outcome(entry, Path(work), ended, time.monotonic() - start))
-            if results[-1].said:
-                print(f"{entry.name}: {results[-1].said}", flush=True)
-            partial = Path(f"{args.output}.{os.getpid()}.partial")
-            try:
-                partial.write_text(page(results))
-                os.replace(partial, args.output)
-            finally:
-                partial.unlink(missing_ok=True)
+            if results[-1].outcome:
+                print(f"{entry.name}: {results[-1].outcome}", flush=True)
+            _write(results, Path(args.output))
             if ended:
                 break
     return ended
 
 
+def _write(results: Sequence[Result], path: Path) -> None:
+    """The page, whole or not at all, and the plot of the latest result beside it. OSError when they cannot be written."""
+    folder, latest = path.with_suffix(".plots"), results[-1]
+    if latest.plot:
+        folder.mkdir(exist_ok=True)
+        (folder / f"{latest.name}.svg").write_bytes(latest.plot)
+    partial = Path(f"{path}.{os.getpid()}.partial")
+    try:
+        partial.write_text(page(results, folder.name))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _run(entry: Entry, args: argparse.Namespace, gpus: int, work: Path) -> Result:
     ranks = entry.ranks or args.ranks or gpus or 2
     if entry.gpu and not gpus:
-        return Result(entry.name, said="not measured; it needs a GPU")
+        return Result(entry.name, outcome="not measured; it needs a GPU")
     if gpus and ranks > gpus:
-        return Result(entry.name, said=f"not measured; it takes {ranks} GPUs, this machine shows {gpus}")
+        return Result(entry.name, outcome=f"not measured; it takes {ranks} GPUs, this machine shows {gpus}")
     script = FOLDER / f"{entry.name}.py"
     command = [sys.executable, "-m", "tilescale_net", "run", "-n", str(ranks), str(script)]
     command += [*(entry.quick.split() if args.quick else ()), "--json", str(work / f"{entry.name}.json")]
@@ -272,7 +235,7 @@ def _run(entry: Entry, args: argparse.Namespace, gpus: int, work: Path) -> Resul
         if isinstance(stop, Terminated):
             process.terminate()
         try:
-            process.wait(PATIENCE_S)  # Ctrl-C is the launcher's too, which ends its ranks
+            process.wait(TERM_TIMEOUT_S)  # Ctrl-C is the launcher's too, which ends its ranks
         except subprocess.TimeoutExpired:  # this process alone was interrupted
             process.terminate()
             process.wait()
@@ -287,11 +250,11 @@ def _outcome(entry: Entry, work: Path, code: int, seconds: float) -> Result:
         content = json.loads((work / f"{entry.name}.json").read_text())
     if (work / f"{entry.name}.svg").exists():
         plot = (work / f"{entry.name}.svg").read_bytes()
-    said = ""
+    outcome = ""
     if code == NOTHING:
-        said = next(iter(content["notes"]), "not measured") if content else "not measured"
+        outcome = next(iter(content["notes"]), "not measured") if content else "not measured"
     elif code in INTERRUPTED:
-        said = "interrupted"
+        outcome = "interrupted"
     elif code:
-        said = f"failed with exit code {code}"
-    return Result(entry.name, content, plot, said, failed=code not in (0, NOTHING, *INTERRUPTED), seconds=seconds)
+        outcome = f"failed with exit code {code}"
+    return Result(entry.name, content, plot, outcome, failed=code not in (0, NOTHING, *INTERRUPTED), seconds=seconds)

@@ -1,7 +1,6 @@
 """The plots of the pages: what each is drawn from, and the functions that draw into a figure of matplotlib."""
 
-from reports import HERE, gpus, rows, significant, size
-from summary import COLLECTIVES, FUSED, mixture_of_experts
+from reports import COLLECTIVES, FUSED, HERE, gpus, mixture_of_experts, rows, significant, size
 
 OURS, PEER, OTHER = "#1f77b4", "#d9822b", "#7f7f7f"
 

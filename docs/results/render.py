@@ -4,8 +4,8 @@
     python docs/results/render.py --check    changes nothing; exit code 1 and a list when something is out of date
 
 The JSON files are what `--json` of the benchmarks wrote on the machine that they name. A table stands in a page between
-the lines `<!-- table NAME -->` and `<!-- end -->`: `summary.py` makes those that compare, `details.py` those with all rows
-of a report, `reports.py` the lines that say where they come from. A plot (`plots.py`) carries the digest of its data and
+the lines `<!-- table NAME -->` and `<!-- end -->`: `reports.py` makes those that compare and the lines that say where
+figures come from, this program those with all rows of a report. A plot (`plots.py`) carries the digest of its data and
 of these programs, which is what `--check` compares: another version of matplotlib may draw the same plot with other bytes.
 """
 
@@ -13,12 +13,11 @@ import functools
 import hashlib
 import re
 import sys
+from collections.abc import Callable, Iterable, Iterator
 
-import details
 import plots
 import reports
-import summary
-from reports import HERE
+from reports import HERE, gpus, markdown, rows, run, size
 
 ROOT = HERE.parents[1]
 PAGES = [ROOT / "README.md", *sorted(HERE.glob("*.md"))]
@@ -26,8 +25,8 @@ PAGES = [ROOT / "README.md", *sorted(HERE.glob("*.md"))]
 SOURCES = {
     "copies": ("unrolledcp_p2p", "launch_cost"),
     "signals": ("put_signal",),
-    "collectives": tuple(summary.COLLECTIVES),
-    "products": (*summary.fused_reports(), "matmul", "matmul_fp8"),
+    "collectives": tuple(reports.COLLECTIVES),
+    "products": (*reports.fused_reports(), "matmul", "matmul_fp8"),
     "moe": (
         "moe_throughput",
         "moe_latency",
@@ -41,16 +40,199 @@ SOURCES = {
     ),
     "fabric": ("proxy_write", "queue"),
 }
+
+
+def listing(rows: Iterable[dict], cells: dict[str, str], words: int = 1) -> str:
+    """A table of rows: a column for each heading, whose text its format makes of a row's fields."""
+    return markdown([*cells], [[form.format(**row) for form in cells.values()] for row in rows], words)
+
+
+def report_table(name: str, table: int, cells: dict[str, str], words: int = 1, **wanted: object) -> Callable[[], str]:
+    """What makes the listing of a report's table, of the rows whose fields have the values wanted."""
+    return lambda: listing(rows(name, table, **wanted), cells, words)
+
+
+def by_threads(name: str) -> Iterator[tuple[dict, dict]]:
+    """The rows of a size with 128 and with 1024 threads."""
+    return zip(rows(name, threads=128), rows(name, threads=1024), strict=True)
+
+
+def copies() -> str:
+    def both(row: dict, system: str, unit: str) -> str:
+        return " / ".join(f"{row[f'{system}_{way}_{unit}']:.2f}" for way in ("push", "pull"))
+
+    lines = []
+    for few, many in by_threads("unrolledcp_p2p"):
+        lines.append([
+            size(few["bytes"]), both(few, "nvshmem", "us"), both(few, "tilescale_net", "us"),
+            both(few, "tilescale_net", "gbps"), both(many, "nvshmem", "us"), both(many, "tilescale_net", "us"),
+        ])  # fmt: skip
+    head = ["push / pull", "NVSHMEM, 128 threads (us)", "tilescale_net, 128 threads (us)", "the same (GB/s)"]
+    return markdown([*head, "NVSHMEM, 1024 threads (us)", "tilescale_net, 1024 threads (us)"], lines)
+
+
+def signals() -> str:
+    lines = []
+    for few, many in by_threads("put_signal"):
+        what = size(few["bytes"])
+        if "line" in few:
+            lines.append([f"{what}, beside the signal word", f"{few['line']:.2f}", "", f"{many['line']:.2f}", ""])
+        lines.append([what, *(f"{row[key]:.2f}" for row in (few, many) for key in ("auto", "nvshmem"))])
+    return markdown(["one way (us)", "128 threads", "NVSHMEM, 128", "1024 threads", "NVSHMEM, 1024"], lines)
+
+
+def writes() -> str:
+    ours, bare = rows("proxy_write"), rows("proxy_write", 1)
+    lines = []
+    for mine, other in zip(ours, bare):
+        for channels, kind in (("one", "Single"), ("several", "Multi")):
+            shares = [
+                cell
+                for name in (f"Proxy{kind}", f"Proxy{kind}NBI")
+                for cell in (f"{mine[name]:.1f}", f"{100 * other[f'{name}_bare']:.0f} %")
+            ]
+            lines.append([size(mine["bytes"]), channels, f"{other[f'Bare{kind}']:.1f}", *shares])
+    return markdown(["Gbit/s", "channels", "bare writer", "blocking", "of bare", "NBI", "of bare"], lines, 2)
+
+
+# Tables that list a report's rows.
+_CALLS = {
+    "M": "{m}", "tilescale_net (us)": "{ours:,.0f}", "cuBLAS alone (us)": "{matmul:,.0f}", "x cuBLAS": "{over:.3f}",
+}  # fmt: skip
+LISTINGS = {
+    "pushes": report_table("queue", 0, {
+        "M pushes/s: blocks": "{blocks}", "warps of a block": "{warps}", "lanes of a warp": "{lanes}", "queues": "{queues}",
+        "each published": "{published:.3g}", "behind one fence": "{batch:.3g}", "sustained": "{sustained:.3g}",
+    }, 0),
+    "round-trips": report_table("queue", 2, {
+        "round trip (us)": "{what}", "flag with release order": "{released:.2f}", "relaxed flag": "{flag:.2f}",
+        "queue": "{queue:.2f}", "x release": "{released_ratio:.2f}", "x relaxed": "{ratio:.2f}",
+    }),
+    "launches": report_table("launch_cost", 0, {
+        "kernel": "{kernel}", "host time of a launch (us)": "{host_us:.2f}", "in a CUDA graph (us)": "{graph_us:.2f}",
+    }),
+    "products-alone": report_table("matmul", 0, {
+        "dtype": "{dtype}", "K": "{k}", "N": "{n}", "M": "{m}", "tile": "{tile}", "tilescale_net (us)": "{ours:,.0f}",
+        "cuBLAS (us)": "{matmul:,.0f}", "x cuBLAS": "{over:.3f}", "TFLOP/s": "{tflops:.0f}",
+    }),
+    "fused-calls": report_table("matmul", 1, {"a rank's share, 4 ranks": "{kind}", **_CALLS}),
+    "fused-calls-fp8": report_table("matmul_fp8", 0, {"a rank's share, 4 ranks, fp8": "{kind}", **_CALLS}, dtype="fp8"),
+    "moe-two-nodes": report_table("moe_two_nodes", 0, {
+        "operation": "{operation}", "kernel (us)": "{kernel:,.0f}", "bare writers (us)": "{bare:,.0f}",
+        "rate, % of bare writers": "{of_bare:.0f}", "bytes a token on the network": "{fabric:,.0f}",
+    }),
+    "moe-host": report_table("moe_host", 0, {
+        "AllToAll": "{what}", "dispatch + combine, without launches (us)": "{both_us:.1f}",
+        "with launches (us)": "{both_all_us:.1f}",
+    }),
+}  # fmt: skip
+
+
+def remote_signals() -> str:
+    cells = {
+        "put_signal to another node, one way (us)": "{at}",
+        "tilescale_net": "{signal:.1f}",
+        "bare writer": "{bare:.1f}",
+    }
+    return listing(({"at": size(r["bytes"]), **r} for r in rows("proxy_write", 2)), cells)
+
+
+def fused_pairs() -> str:
+    """Fused calls, and what the operators take where a report has it; the last two columns are of what a user gets."""
+    head = ["between two GPUs", "M", "operator (us)", "fused (us)", "by copy engines (us)", "cuBLAS alone (us)"]
+    head += ["cuBLAS, then NCCL (us)", "torch symmetric memory (us)", "x cuBLAS alone", "x best of torch", "on"]
+    lines = []
+    for name in reports.fused_reports():
+        kind, dtype = reports.FUSED[name.removesuffix("_fp8")], run(name)["settings"].get("dtype", "bf16").upper()
+        for r in rows(name):
+            keys = "operator", "ours", "pipelined", "matmul", "sequence", "torch"
+            times = [f"{r[key]:,.0f}" if r.get(key) else "" for key in keys]
+            taken, best = r.get("operator", r["ours"]), min(r["sequence"], r["torch"])
+            ratios = f"{taken / r['matmul']:.3f}", f"{taken / best:.3f}"
+            lines.append([f"{kind}, {dtype}", r["m"], *times, *ratios, gpus(name)])
+    return markdown(head, lines)
+
+
+def _moe_calls() -> list[dict]:
+    return [r for name in ("moe_calls", "moe_calls_latency") for r in run(name)["tables"][0]["rows"]]
+
+
+def moe_calls() -> str:
+    times = ("dispatch", "cached", "agreeing", "combine", "graph", "host", "wall")
+    lines = []
+    for r in _moe_calls():
+        places = [r["mode"], r["layout"], r["blocks"] or "all", r["dtype"], r["back"]]
+        lines.append([*places, *(f"{r[name]:.1f}" if r.get(name) is not None else "" for name in times)])
+    head = ["mode", "rows by", "blocks", "dispatch of", "combine of", "dispatch (us)", "cached (us)", "difference (us)"]
+    return markdown([*head, "combine (us)", "both, graph (us)", "both, host (us)", "both, wall (us)"], lines, 5)
+
+
+def moe_layers() -> str:
+    head = ["on", "part", "tokens", "choices of a token", "blocks", "at once (us)", "one after the other (us)", "ratio"]
+    head += ["products alone (us)", "torch grouped_mm alone (us)", "communication alone (us)"]
+    lines = []
+    for name in ("moe_layer", "moe_layer_top2", "moe_layer_two_gpus"):
+        report = run(name)
+        for r in report["tables"][0]["rows"]:
+            times = (f"{r[key]:,.0f}" for key in ("matmul", "torch", "communication"))
+            lines.append([
+                gpus(name), r["part"], r["tokens"], report["settings"]["topk"], r["blocks"], f"{r['ours']:,.0f}",
+                f"{r['sequence']:,.0f}", f"{r['over']:.3f}", *times,
+            ])  # fmt: skip
+    return markdown(head, lines, 2)
+
+
+# What, the figures of two GPUs (blocks, rows by, dispatch of, combine of, figure), the peer and the goal, both of four.
+_LATENCY, _RANK, _EXPERT = (("latency", "expert"), ("throughput", "rank"), ("throughput", "expert"))
+_GOALS = [
+    ("latency mode, FP8: dispatch + combine, host / wall",
+     [(0, *_LATENCY, "fp8", "bf16", "host"), (0, *_LATENCY, "fp8", "bf16", "wall")], "DeepEP 57 / 93", "45 / 80"),
+    ("throughput mode: dispatch + combine, host", [(24, *_RANK, "bf16", "bf16", "host")], "", "50"),
+    ("layout expert, 24 blocks: dispatch + combine in a CUDA graph, BF16 / FP8",
+     [(24, *_EXPERT, "bf16", "bf16", "graph"), (24, *_EXPERT, "fp8", "bf16", "graph")], "DeepEP V2, FP8 1,147", "1,180 / 950"),
+    ("8 blocks: FP8 dispatch, cached / BF16 combine",
+     [(8, *_RANK, "fp8", "bf16", "cached"), (8, *_RANK, "fp8", "bf16", "combine")], "V2 389 / 844", "300 / 700"),
+    ("12 blocks: BF16 dispatch, cached / combine",
+     [(12, *_RANK, "bf16", "bf16", "cached"), (12, *_RANK, "bf16", "bf16", "combine")], "", "490 / 530"),
+    ("24 blocks: agreeing on the layout", [(24, *_RANK, "bf16", "bf16", "agreeing")], "", "25"),
+    ("24 blocks: BF16 dispatch, not cached", [(24, *_RANK, "bf16", "bf16", "dispatch")],
+     "NCCL, rows only, 2 GPUs: 222", "215 on 2 GPUs"),
+    ("24 blocks: BF16 dispatch, cached / FP8 / BF16 combine",
+     [(24, *_RANK, "bf16", "bf16", "cached"), (24, *_RANK, "fp8", "bf16", "cached"), (24, *_RANK, "bf16", "bf16", "combine")],
+     "V2 527 / 322 / 593", "473 / 252 / 504"),
+    ("24 blocks: combine, rows back as FP8", [(24, *_RANK, "fp8", "fp8", "combine")], "", "300"),
+]  # fmt: skip
+
+
+def moe_goals() -> str:
+    """Goals for four GPUs and the peer there, as both were when goals were set, beside what two have reached."""
+    keys = "blocks", "mode", "layout", "dtype", "back"
+    found = {tuple(r[k] for k in keys): r for r in _moe_calls()}
+    lines = []
+    for what, figures, peer, goal in _GOALS:
+        now = " / ".join(f"{found[tuple(place)][name]:,.0f}" for *place, name in figures)
+        lines.append((what, now, "not measured", peer, goal))
+    return markdown(["us", "now, 2 GPUs", "now, 4 GPUs", "peer, 4 GPUs", "goal, 4 GPUs (at most)"], lines)
+
+
 TABLES = {
-    "highlights": summary.highlights,
-    "others-ahead": summary.others_ahead,
-    "summary": lambda: summary.table(r for subject in summary.SUBJECTS for r in summary.shown(subject)),
+    "highlights": reports.highlights,
+    "others-ahead": reports.others_ahead,
+    "summary": lambda: reports.comparison(r for subject in reports.SUBJECTS for r in reports.shown(subject)),
     "source": lambda: reports.source(*reports.names()),
-    **{name: lambda name=name: summary.table(summary.shown(name)) for name in summary.SUBJECTS},
+    **{name: lambda name=name: reports.comparison(reports.shown(name)) for name in reports.SUBJECTS},
     **{f"source-{page}": functools.partial(reports.source, *names) for page, names in SOURCES.items()},
-    **details.TABLES,
+    **LISTINGS,
+    "copies-by-size": copies,
+    "signals-by-size": signals,
+    "writes": writes,
+    "remote-signals": remote_signals,
+    "fused-pairs": fused_pairs,
+    "moe-calls": moe_calls,
+    "moe-layers": moe_layers,
+    "moe-goals": moe_goals,
 }
-DRAWN_BY = ("reports.py", "summary.py", "plots.py")
+DRAWN_BY = ("reports.py", "reports.py", "plots.py")
 
 
 def digest(names: tuple[str, ...]) -> str:

@@ -1,8 +1,10 @@
-"""The reports beside this program, which `--json` of the benchmarks wrote: rows, figures, and how each was made."""
+"""The reports beside this program, which `--json` of the benchmarks wrote: their rows, how each was made, and what they
+compare: a figure of ours, the best of others in the same run, and what is possible at all."""
 
 import functools
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -100,3 +102,242 @@ def source(*found: str) -> str:
             "",
         ]
     return "\n".join(parts[:-1])
+
+
+# What two H200s can do, by programs of CUDA that do nothing else (docs/results/signals.md, collectives.md, copies.md):
+LINK_GBPS = 390.8  # NVLink one way, 256 MiB by the copy engine
+ONE_STORE_US = 1.06  # from a store to what the peer sees: no call of two GPUs is faster
+ONE_BLOCK_GBPS = {"push": 44.65, "pull": 48.6}  # 4 MiB by bulk copies of one block, launch included
+PUT_SIGNAL_US = {8: 1.97, 8192: 2.10, 65536: 3.32}  # by size, the best of what was tried
+
+COLLECTIVES = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "reduce_scatter": "reduce-scatter",
+}
+FUSED = {"all_gather_matmul": "AG+GEMM", "matmul_reduce_scatter": "GEMM+RS", "matmul_all_reduce": "GEMM+AR"}
+# What rounds to 1.00 is neither ahead nor behind.
+BEHIND = 0.995
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure of ours beside the best that was measured of others in the same run, and its bound where one is known."""
+
+    report: str
+    subject: str
+    at: str
+    ours: float
+    peer: float
+    peer_name: str
+    unit: str
+    bound: float | None = None
+
+    @property
+    def what(self) -> str:
+        return f"{self.subject}, {self.at}" if self.at else self.subject
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 where ours is better; times are better when they are small, rates when they are large."""
+        return self.peer / self.ours if self.unit == "us" else self.ours / self.peer
+
+    def cells(self) -> list[str]:
+        bound = f"{significant(self.bound)} {self.unit}" if self.bound else ""
+        return [
+            self.what,
+            f"{significant(self.ours)} {self.unit}",
+            f"{significant(self.peer)} {self.unit}, {self.peer_name}",
+            f"{self.ratio:.2f} x",
+            bound,
+            gpus(self.report),
+        ]
+
+
+def over_links(nbytes: float) -> float:
+    """us that these bytes of a rank take on their way to the other GPU at least."""
+    return max(nbytes / LINK_GBPS / 1e3, ONE_STORE_US)
+
+
+def copies() -> list[Row]:
+    """One block that pushes and pulls; NVSHMEM at its better number of threads."""
+    result = []
+    for way in ("push", "pull"):
+        for ours in rows("unrolledcp_p2p", threads=128):
+            theirs = max(r[f"nvshmem_{way}_gbps"] for r in rows("unrolledcp_p2p", bytes=ours["bytes"]))
+            what = f"{way} over NVLink by one block of 128 threads"
+            bound = ONE_BLOCK_GBPS[way] if ours["bytes"] == 4 << 20 else None
+            figures = ours[f"tilescale_net_{way}_gbps"], theirs, "NVSHMEM with 128 or 1024 threads"
+            result.append(Row("unrolledcp_p2p", what, size(ours["bytes"]), *figures, "GB/s", bound))
+    return result
+
+
+def signals() -> list[Row]:
+    """put_signal, one way, by 128 threads; NVSHMEM at its better number of threads."""
+    result = []
+    for ours in rows("put_signal", threads=128):
+        nbytes = ours["bytes"]
+        best = min(r["nvshmem"] for r in rows("put_signal", bytes=nbytes)), "NVSHMEM", "us"
+        result.append(
+            Row("put_signal", "put_signal, one way", size(nbytes), ours["auto"], *best, PUT_SIGNAL_US.get(nbytes))
+        )
+        if "line" in ours:
+            what = "put_signal, data and signal in one 16-byte line"
+            result.append(Row("put_signal", what, size(nbytes), ours["line"], *best, ONE_STORE_US))
+    return result
+
+
+def collectives() -> list[Row]:
+    """Collectives in a CUDA graph, of two ranks: each sends half of the bytes, an all-reduce all of them."""
+    result = []
+    for name, what in COLLECTIVES.items():
+        for found in rows(name):
+            nbytes = found["bytes"]
+            found = row(name, bytes=nbytes)
+            peers = {"NCCL": found["nccl_us"]}
+            if found.get("symm_mem_us") is not None:
+                peers["torch symmetric memory"] = found["symm_mem_us"]
+            best = min(peers, key=lambda peer: peers[peer])
+            bound = over_links(nbytes if name == "all_reduce" else nbytes / 2)
+            result.append(Row(name, what, size(nbytes), found["us"], peers[best], best, "us", bound))
+    return result
+
+
+def mixture_of_experts() -> list[Row]:
+    """Dispatch and combine; NCCL moves the same rows and neither sorts nor sums them."""
+    result = []
+    for name in ("moe_throughput", "moe_latency"):
+        theirs = {(r["dtype"], r["operation"]): r["kernel"] for r in rows(name, system="NCCL")}
+        for ours in rows(name, system="tilescale_net"):
+            peer = theirs.get((ours["dtype"], ours["operation"].split(",")[0]))
+            if peer is None:
+                continue
+            dtype, tokens = ours["dtype"].upper(), f"{ours['tokens']} tokens"
+            bound = over_links(ours["remote"] * ours["kernel"] * 1e3)
+            what = f"MoE {ours['operation']}, {tokens}"
+            result.append(Row(name, what, dtype, ours["kernel"], peer, "NCCL, rows only", "us", bound))
+    return result
+
+
+def fused_reports() -> list[str]:
+    """Reports of fused products between GPUs, of bfloat16 and, where there are some, of 8 bits."""
+    return [name for kind in FUSED for name in (kind, f"{kind}_fp8") if name in names()]
+
+
+def fused_products() -> list[Row]:
+    """Products with their communication between two GPUs; the bound is cuBLAS alone in the same run."""
+    result = []
+    for name in fused_reports():
+        dtype = run(name)["settings"].get("dtype", "bf16").upper()
+        what = FUSED[name.removesuffix("_fp8")]
+        for found in rows(name):
+            peers = {"cuBLAS, then NCCL": found["sequence"], "torch symmetric memory": found["torch"]}
+            best = min(peers, key=lambda peer: peers[peer])
+            taken = found.get("operator", found["ours"])  # what a user gets, where that was measured
+            figures = taken, peers[best], best, "us", found["matmul"]
+            result.append(Row(name, f"{what}, {dtype}", f"M {found['m']}", *figures))
+    return result
+
+
+def products() -> list[Row]:
+    """Products of one GPU without communication beside cuBLAS."""
+    return [
+        Row("matmul", f"{r['dtype'].upper()} product alone, K {r['k']}, N {r['n']}", f"M {r['m']}", r["ours"], r["matmul"],
+            "cuBLAS", "us")
+        for r in rows("matmul")
+    ]  # fmt: skip
+
+
+def fabric() -> list[Row]:
+    """Puts of a kernel through queue, proxy and libfabric beside a CPU thread that writes the same bytes."""
+    result = []
+    who = "a CPU thread with libfabric alone"
+    for key, how in (("ProxySingleNBI", "NBI"), ("ProxySingle", "blocking")):
+        for ours in rows("proxy_write"):
+            theirs = row("proxy_write", 1, bytes=ours["bytes"])["BareSingle"]
+            what = f"put to another node (tcp over loopback, staged), {how}"
+            result.append(Row("proxy_write", what, size(ours["bytes"]), ours[key], theirs, who, "Gbit/s"))
+    for r in rows("proxy_write", 2):
+        what = "put_signal to another node (tcp over loopback, staged), one way"
+        result.append(Row("proxy_write", what, size(r["bytes"]), r["signal"], r["bare"], who, "us"))
+    return result
+
+
+SUBJECTS = {
+    "copies": copies,
+    "signals": signals,
+    "collectives": collectives,
+    "products": lambda: [*fused_products(), *products()],
+    "moe": mixture_of_experts,
+    "fabric": fabric,
+}
+# What the summary shows of a subject, by the ends of rows' names.
+SHOWN = {
+    "copies": ("64 KiB", "4 MiB"),
+    "signals": (" 8 B", "64 KiB"),
+    "collectives": (" 8 KiB", "256 KiB", " 1 MiB", "64 MiB"),
+    "products": ("BF16, M 512", "BF16, M 4096", "K 8192, N 14336, M 4096"),
+    "moe": ("",),
+    "fabric": ("NBI, 8 MiB", "blocking, 64 KiB", "one way, 8 B"),
+}
+# What the README shows: one line a subject, or two.
+HIGHLIGHTS = (
+    "push over NVLink by one block of 128 threads, 4 MiB",
+    "pull over NVLink by one block of 128 threads, 4 MiB",
+    "put_signal, data and signal in one 16-byte line, 8 B",
+    "put_signal, one way, 64 KiB",
+    "all-reduce, 8 KiB",
+    "all-reduce, 256 KiB",
+    "all-reduce, 64 MiB",
+    "all-gather, 1 MiB",
+    "all-gather, 64 MiB",
+    "reduce-scatter, 64 MiB",
+    "AG+GEMM, BF16, M 4096",
+    "MoE dispatch, cached layout, 4096 tokens, BF16",
+    "MoE combine, 4096 tokens, BF16",
+    "put to another node (tcp over loopback, staged), NBI, 8 MiB",
+)
+HEAD = ["what", "tilescale_net", "best alternative of the same run", "ratio", "bound", "on"]
+
+
+def shown(subject: str) -> list[Row]:
+    """Rows of a subject that the summary shows; KeyError for one of its sizes that no row has."""
+    found = SUBJECTS[subject]()
+    for end in SHOWN[subject]:
+        if not any(r.what.endswith(end) for r in found):
+            raise KeyError(f"{subject}: no row for the summary ends with {end!r}")
+    return [r for r in found if r.what.endswith(SHOWN[subject])]
+
+
+def comparison(found: Iterable[Row]) -> str:
+    return markdown(HEAD, [r.cells() for r in found])
+
+
+def highlights() -> str:
+    """What the README shows, with the benchmark that each line is of."""
+    by_name = {r.what: r for make in SUBJECTS.values() for r in make()}
+    found = [by_name[what] for what in HIGHLIGHTS]
+    return markdown([*HEAD, "by"], [[*r.cells(), f"`{words(r.report)}`"] for r in found])
+
+
+def others_ahead() -> str:
+    """All rows of all reports where somebody else was better, subject by subject."""
+    by_subject: dict[str, list[Row]] = {}
+    for found in (r for make in SUBJECTS.values() for r in make()):
+        by_subject.setdefault(found.subject, []).append(found)
+    lines = []
+    for subject, compared in by_subject.items():
+        behind = [r for r in compared if r.ratio < BEHIND]
+        if behind:
+            low, high = (f"{pick(r.ratio for r in behind):.2f}" for pick in (min, max))
+            places = [r.at for r in behind]
+            at = (
+                ", ".join(places)
+                if len(places) <= 3
+                else f"{len(places)} of {len(compared)}, {places[0]} to {places[-1]}"
+            )
+            peers = ", ".join(dict.fromkeys(r.peer_name for r in behind))
+            ratios = f"{low} x" if low == high else f"{low} to {high} x"
+            lines.append([subject, at, ratios, peers, gpus(compared[0].report)])
+    return markdown(["what", "where", "ratio", "who is ahead", "on"], lines, 2)

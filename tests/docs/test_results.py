@@ -9,41 +9,39 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
 @pytest.fixture
-def summary(monkeypatch):
+def reports(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    yield __import__("summary")
-    for name in ("summary", "reports"):
-        sys.modules.pop(name, None)
+    yield __import__("reports")
+    sys.modules.pop("reports", None)
 
 
-def test_rows_where_others_are_ahead_are_all_told(summary, monkeypatch):
+def test_rows_where_others_are_ahead_are_all_told(reports, monkeypatch):
     report = "put_signal"
     found = [
-        summary.Row(report, "slower", "8 B", 2.0, 1.0, "NCCL", "us"),
-        summary.Row(report, "slower", "8 KiB", 1.0, 1.0, "NCCL", "us"),
-        summary.Row(report, "as fast", "8 B", 1.004, 1.0, "NCCL", "us"),
-        summary.Row(report, "lower rate", "8 B", 1.0, 1.25, "NVSHMEM", "GB/s"),
-        summary.Row(report, "higher rate", "8 B", 2.0, 1.0, "NVSHMEM", "GB/s"),
+        reports.Row(report, "slower", "8 B", 2.0, 1.0, "NCCL", "us"),
+        reports.Row(report, "slower", "8 KiB", 1.0, 1.0, "NCCL", "us"),
+        reports.Row(report, "as fast", "8 B", 1.004, 1.0, "NCCL", "us"),
+        reports.Row(report, "lower rate", "8 B", 1.0, 1.25, "NVSHMEM", "GB/s"),
+        reports.Row(report, "higher rate", "8 B", 2.0, 1.0, "NVSHMEM", "GB/s"),
     ]
-    monkeypatch.setattr(summary, "SUBJECTS", {"all": lambda: found})
-    lines = summary.others_ahead().splitlines()[2:]
+    monkeypatch.setattr(reports, "SUBJECTS", {"all": lambda: found})
+    lines = reports.others_ahead().splitlines()[2:]
     assert [[cell.strip() for cell in line.split("|")[1:4]] for line in lines] == [
         ["slower", "8 B", "0.50 x"],
         ["lower rate", "8 B", "0.80 x"],
     ]
 
 
-def test_every_comparison_of_every_size_is_looked_at(summary):
-    rows = [r for make in summary.SUBJECTS.values() for r in make()]
-    sizes = {name: len([r for r in rows if r.report == name]) for name in summary.COLLECTIVES}
-    assert sizes == {name: len(summary.run(name)["tables"][0]["rows"]) for name in summary.COLLECTIVES}
+def test_every_comparison_of_every_size_is_looked_at(reports):
+    rows = [r for make in reports.SUBJECTS.values() for r in make()]
+    sizes = {name: len([r for r in rows if r.report == name]) for name in reports.COLLECTIVES}
+    assert sizes == {name: len(reports.run(name)["tables"][0]["rows"]) for name in reports.COLLECTIVES}
     # Bounds of products are cuBLAS and those of one block the best of what else was tried, which ours may pass by little.
     assert all(r.ours >= 0.9 * r.bound for r in rows if r.bound and r.unit == "us")
     assert all(r.ours <= 1.01 * r.bound for r in rows if r.bound and r.unit != "us")
 
 
-def test_two_rows_of_a_size_are_refused(summary, monkeypatch):
-    reports = sys.modules["reports"]
+def test_two_rows_of_a_size_are_refused(reports, monkeypatch):
     twice = {"tables": [{"rows": [{"bytes": 8, "us": 1.0}, {"bytes": 8, "us": 2.0}]}]}
     monkeypatch.setattr(reports, "run", lambda name: twice)
     with pytest.raises(KeyError, match="2 rows"):

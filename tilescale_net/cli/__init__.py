@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--quick", action="store_true", help="few sizes and repetitions: whether everything works")
     command.add_argument("--only", metavar="LIST", help="comma-separated names of files in benchmark/")
     text = "the page (%(default)s), written after each benchmark"
-    command.add_argument("--output", type=writable_file, default="tilescale_net_bench.html", metavar="FILE", help=text)
+    command.add_argument("--output", type=writable_file, default="tilescale_net_bench.md", metavar="FILE", help=text)
     text = f"ranks of the collectives (all GPUs; simulator {settings.GPUS.default})"
     command.add_argument("-n", "--ranks", type=positive_int, metavar="N", help=text)
     text = "bytes on each link and expected times of MoE dispatch and combine on a cluster, from measured costs"
