@@ -109,13 +109,6 @@ def test_a_checkout_of_another_user_says_what_is_missing(checkout, tmp_path):
     assert "cannot be written, and something must be installed in it" in done.stderr
 
 
-def test_build_can_be_left_out(checkout):
-    done = subprocess.run(
-        ["bash", "launch.sh", "hello.py"], cwd=checkout.root, env=clean_environment(), capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
-
-
 @pytest.mark.sample(0)
 def test_pytest_runs_in_the_checkout(checkout, tmp_path):
     (checkout.root / "tests").mkdir()

@@ -156,19 +156,8 @@ def test_senders():
 
 
 def test_a_report_of_many_threads_is_short():
-    wait = dict(
-        block=1,
-        thread=0,
-        line="a.py:3",
-        operation="wait",
-        pe=-1,
-        offset=512,
-        name=None,
-        compare="ge",
-        wants=1,
-        has=0,
-        seconds=2.0,
-    )
+    wait = dict(block=1, thread=0, line="a.py:3", operation="wait", pe=-1, offset=512, name=None)
+    wait |= dict(compare="ge", wants=1, has=0, seconds=2.0)
     state = dict(rank=0, host=None, place="", kernel=["main", 2.0], waits=5000, waiting=[wait] * 64, sent=[])
     text = hang_report.text("why", {0: state}, 3, {1: "ended"})
     assert len(text.splitlines()) < 40 and f"and {5000 - hang_report.MAX_ROWS} more threads" in text

@@ -105,8 +105,7 @@ def test_calls_are_read_as_they_were_made(program, tmp_path):
     found = calls_of(program, tmp_path, 64, 3)
     assert found.dropped == 0 and len(found.ended) == 3 * 3 + 3 + 2 + 1
     calls = [known for known in found.ended if not known.site.operation.startswith(("range", "kernel"))]
-    assert [known.site.name for known in calls] == [
-        *["N.put_signal", "N.wait", "N.put_thread"] * 3,
+    assert [known.site.name for known in calls] == ["N.put_signal", "N.wait", "N.put_thread"] * 3 + [
         "N.wait",
         "N.quiet",
     ]
@@ -130,18 +129,22 @@ def test_the_oldest_calls_go_first(program, tmp_path):
     assert [known.call.number for known in found.ended] == list(range(made - 8, made))
 
 
+def written(tmp_path, write) -> trace_events.Part:
+    """The part that `write` makes of a ring."""
+    path = str(tmp_path / "part")
+    ring = trace_events.Ring(path, 1, 2, 64)
+    write(ring)
+    ring.dropped(3)
+    ring.close()
+    return trace_events.read_file(path, "kernels")
+
+
 def test_calls_become_events(program, tmp_path):
     found = calls_of(program, tmp_path, 64, 2)
-    path = timeline.part_path(str(tmp_path / "t"), 1, "kernels")
-    one = trace_events.Ring(path, 1, 2, 64)
-    late = found.waits[0].call.begin_ns + 10**9
-    reader.write_calls([*found.ended, *found.waits], one, lambda ns: ns + 5, late + 5)
-    one.dropped(3)
-    one.close()
-    part = trace_events.read_file(path, "kernels")
-    assert (
-        part.dropped == 3 and len(part.events) == 2 * 3 + 1 + 2 + 1 + 4
-    )  # the wait in vain ended, too, and four are waits
+    calls, late = [*found.ended, *found.waits], found.waits[0].call.begin_ns + 10**9
+    part = written(tmp_path, lambda ring: reader.write_calls(calls, ring, lambda ns: ns + 5, late + 5))
+    # The wait in vain ended, too, and four are waits.
+    assert part.dropped == 3 and len(part.events) == 2 * 3 + 1 + 2 + 1 + 4
     waits = [event for event in part.events if event.kind == Kind.WAIT]
     assert waits[-1].end_ns == late + 5 and waits[0].begin_ns == found.ended[1].call.begin_ns + 5
     assert timeline.is_send(part.events[0]) and part.text(part.events[0].line) == "demo.py:1"
@@ -159,11 +162,7 @@ def test_kernels_are_noted(program, tmp_path):
     calls = [known.call for known in found.ended]
     assert (launch.name, launch.blocks) == ("demo", 1) and calls[-1].begin_ns == launch.begin_ns
     assert launch.begin_ns <= min(c.begin_ns for c in calls) and launch.end_ns >= max(c.end_ns for c in calls)
-    path = timeline.part_path(str(tmp_path / "t"), 1, "kernels")
-    one = trace_events.Ring(path, 1, 2, 64)
-    reader.write_launches(found.ended, one, lambda ns: ns + 5)
-    one.close()
-    (event,) = trace_events.read_file(path, "kernels").events
+    (event,) = written(tmp_path, lambda ring: reader.write_launches(found.ended, ring, lambda ns: ns + 5)).events
     assert (event.kind, event.begin_ns, event.end_ns) == (Kind.KERNEL, launch.begin_ns + 5, launch.end_ns + 5)
 
 
@@ -186,10 +185,7 @@ def test_launches_of_several_blocks(tmp_path):
     found = reader.launches(blocks)
     assert [(one.name, one.begin_ns) for one in found] == [("a", 0), ("a", 2), ("b", 3), ("a", 5)]
     assert {one.end_ns for one in found} == {1, 8, 13, 12} and found[2].end_ns == 13
-    one = trace_events.Ring(str(tmp_path / "part"), 0, 1, 8)
-    reader.write_launches(blocks, one, lambda ns: ns)
-    one.close()
-    part = trace_events.read_file(str(tmp_path / "part"), "kernels")
+    part = written(tmp_path, lambda ring: reader.write_launches(blocks, ring, lambda ns: ns))
     assert [event.thread for event in part.events] == [0, 0, 1, 2]
 
 
