@@ -17,6 +17,8 @@ def _became(checked: str, reason: str | None) -> str:
         return "a race"
     if checked in ("-", "the same program"):
         return "harmless" if reason in survivors.HARMLESS else "not run" if reason in survivors.NOT_RUN else "not shown"
+    if checked == "wrong data" and reason == survivors.VALUE:
+        return "another error"
     return checked if checked == "wrong data" else "stands still" if checked in _STANDS_STILL else "another error"
 
 

@@ -197,10 +197,17 @@ def _spins(x, y, flag, out, tx, what):
                 out[0] = out[1]
 
 
+@T.macro
+def _extern(x, y, flag, out, tx, what):
+    """A function that is given pointers."""
+    if tx == 0:
+        T.evaluate(T.call_extern("handle", "memcpy", T.address_of(y[0]), T.address_of(x[0]), 4))
+
+
 BODIES = {
     "ring": _ring, "put_and_signal": _put_and_signal, "stream": _stream, "barrier": _barrier, "count": _count,
     "turns": _turns, "both_wait": _both_wait, "passes": _passes, "polls": _polls,
-    "loads": _loads, "counter": _counter, "seqlock": _seqlock, "spins": _spins,
+    "loads": _loads, "counter": _counter, "seqlock": _seqlock, "spins": _spins, "extern": _extern,
 }  # fmt: skip
 
 
@@ -264,8 +271,9 @@ def job(name, what=""):
 
 
 ring, put_and_signal, stream, barrier, count, turns, both_wait, passes, polls, loads, counter, seqlock, spins = map(
-    job, BODIES
+    job, list(BODIES)[:-1]
 )
+extern = job("extern")
 ring_without_wait = job("ring", "wait")
 put_without_fence = job("put_and_signal", "fence")
 stream_without_credit = job("stream", "credit")

@@ -1,5 +1,5 @@
 """Remote atomic operations: what a fence orders before them and after them is there, what none does goes wrong when
-writes come late, and the check for races names it."""
+writes come late, and the race detector names it."""
 
 import pytest
 import tilelang.language as T
@@ -8,6 +8,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.simulator.recorded import recorded_errors
 from tests.simulator.small_programs import ATOMIC, FENCE, LOAD, PUT, TEST, job
 from tests.simulator.test_explore import _every
 from tilescale_net.runtime import simulator
@@ -67,10 +68,7 @@ def one_of_many():
 
 def _run(cases, seeds, races):
     """For each case and form: in how many of `seeds` this rank's data were wrong, and what was reported."""
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-
-    said = []
-    SimulatedFunction._give_up = lambda self, context, error: said.append(str(error))
+    said = recorded_errors()
     x, y = tsn.zeros((THREADS,)), tsn.zeros((THREADS,))
     word, flag = tsn.zeros((1,), torch.int32), tsn.zeros((1,), torch.uint64)
     found, turn = {}, 0

@@ -121,6 +121,10 @@ def test_the_limit_of_time_bounds_one_schedule_too():
     assert (report.failure, report.complete, report.schedules) == ("", False, 0), report
     report = _every(small_jobs.spins, seconds=1, races=False)
     assert not report.complete and (not report.failure or "never sees what others write" in report.failure), report
+    with Case(small_jobs.does_not_end, 2, HEAP) as case:
+        report = search.random(case, 1 << 30, seconds=1)
+        assert (report.failure, report.complete, report.schedules) == ("", False, 0), report
+        assert not search.repeat(case, "0", seconds=1).failure
     assert time.monotonic() - began < 60  # 100,000 decisions alone take minutes
 
 
@@ -130,6 +134,16 @@ def test_what_is_not_followed_without_the_race_detector_is_named():
         f"writes to the source of a put in flight (small_jobs.py:{_line_of('N.put_signal_block(y, x, (N.my_pe()')})"
     ], report
     assert "not followed: writes to the source" in reports.text(report, "here", 2)
+
+
+def test_functions_that_are_given_pointers_are_named():
+    for races in (True, False):
+        report = _every(small_jobs.extern, races=races)
+        line = _line_of('T.call_extern("handle"')
+        assert not report.failure and not report.complete, report
+        assert report.not_followed == [
+            f"accesses of a function that is given a pointer, such as T.call_extern (small_jobs.py:{line})"
+        ], report
 
 
 def _line_of(text):

@@ -7,6 +7,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.simulator.recorded import recorded_errors
 
 SIZE, TILE = 100, 64
 
@@ -60,10 +61,7 @@ def tiles():
 
 
 def _outside():
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-
-    errors = []
-    SimulatedFunction._give_up = lambda self, context, error: errors.append(f"{type(error).__name__}: {error}")
+    errors = recorded_errors()
     kernel = tsn.compile(accesses(), target="simulator")
     y, words = tsn.zeros((SIZE,), torch.int32), tsn.zeros((SIZE,), torch.uint64)
     out = torch.zeros(SIZE, dtype=torch.int32)
@@ -133,10 +131,7 @@ def elements():
 
 
 def _outside_of_a_row():
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-
-    errors = []
-    SimulatedFunction._give_up = lambda self, context, error: errors.append(f"{type(error).__name__}: {error}")
+    errors = recorded_errors()
     kernel = tsn.compile(elements(), target="simulator")
     y = tsn.zeros((ROWS, COLUMNS), torch.int32)
     out = torch.zeros(SIZE, dtype=torch.int32)

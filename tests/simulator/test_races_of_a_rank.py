@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import (
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.simulator.recorded import recorded_errors
 from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
 
@@ -189,10 +190,7 @@ def told_by_words():
 
 
 def _words():
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-
-    said = []
-    SimulatedFunction._give_up = lambda self, context, error: said.append(str(error))
+    said = recorded_errors()
     kernel, plain = told_by_words(), torch.zeros(128)
     for number, (how, wrong) in enumerate(WORDS.items()):
         for seed in range(3):
@@ -225,7 +223,9 @@ def test_what_is_too_large_is_said(caplog):
     with simulator.schedule(0, races=True), caplog.at_level("WARNING", "tilescale_net"):
         for _ in range(2):
             of_many_warps()(torch.zeros(64), 1 << 16)
-    assert [r.message for r in caplog.records if "not checked for races as a whole: its 65536 warps" in r.message] != []
+    assert [
+        r.message for r in caplog.records if "not checked for races as a whole: a launch of 65,536 warps" in r.message
+    ] != []
     assert len(caplog.records) == 1  # once
     with simulator.schedule(0, races=True), pytest.raises(DataRace, match=r"test_races_of_a_rank\.py:\d+\) by block"):
         of_many_warps()(torch.zeros(64), 2)
@@ -263,10 +263,7 @@ def told_by_peer():
 
 
 def _told_by_peer(seeds):
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-
-    said = []
-    SimulatedFunction._give_up = lambda self, context, error: said.append(str(error))
+    said = recorded_errors()
     x, y, out = tsn.zeros((64,)), tsn.zeros((64,)), torch.zeros(64)
     told = []
     for seed in seeds:
@@ -351,11 +348,8 @@ RIGHT_HOSTS = [
 
 
 def _host_after_a_put():
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-
-    said = []
+    said = recorded_errors()
     simulator.on_race = lambda base, error: said.append(str(error))
-    SimulatedFunction._give_up = lambda self, context, error: said.append(str(error))
     plain, word = torch.zeros(128), torch.zeros(2, dtype=torch.int64).view(torch.uint64)
     told = []
     for act in [*HOSTS.values(), *RIGHT_HOSTS]:

@@ -8,6 +8,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.simulator.recorded import recorded_errors
 from tilescale_net.runtime import simulator
 
 PUT, PUT_SIGNAL, VIEW, FENCE, QUIET, TELL, TELL_AFTER_FENCE, TAKE, TAKE_TOLD, READ, WRITE, HOST_READ = range(12)
@@ -75,11 +76,7 @@ RIGHT = [
 
 def _reported(cases, seeds):
     """For each case: in how many of `seeds` this rank reported a race."""
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-
-    reports = []
-    # A job would end here; these kernels have run to their end, and the next one can follow.
-    SimulatedFunction._give_up = lambda self, context, error: reports.append(str(error))
+    reports = recorded_errors()
     x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
     kernel, call, found = step(), 0, []
     for case in cases:
@@ -159,10 +156,7 @@ def send_to_both():
 
 
 def _quiet_for_some():
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-
-    reports = []
-    SimulatedFunction._give_up = lambda self, context, error: reports.append(str(error))
+    reports = recorded_errors()
     x, y, kernel, me = tsn.zeros((64,)), tsn.zeros((3, 64)), send_to_both(), tsn.rank()
     for first in (1, 2):
         for done in (0, 1, 2):
@@ -179,10 +173,7 @@ def test_puts_from_one_source_are_each_waited_for():
 
 
 def _late_behind_two_meetings():
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
-
-    reports = []
-    SimulatedFunction._give_up = lambda self, context, error: reports.append(str(error))
+    reports = recorded_errors()
     x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
     kernel, reader = step(), copy()
     for turn in range(2):

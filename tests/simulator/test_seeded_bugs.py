@@ -8,6 +8,7 @@ import torch
 from tests import ranks
 from tests.simulator import seeded_bugs as bugs
 from tests.simulator import seeded_errors, seeded_lanes
+from tests.simulator.recorded import recorded_errors
 
 SEEDS = 20
 ENOUGH = 15
@@ -35,12 +36,9 @@ def _found(size, cases, seeds, timeout=120):
 def _run(cases, seeds):
     """For each (name, right): in how many of `seeds` a rank received wrong data or a report of a race; and a report."""
     import tilescale_net as tsn
-    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
     from tilescale_net.runtime import simulator
 
-    reports = []
-    # A job would end here; these kernels have run to their end, and the next one can follow.
-    SimulatedFunction._give_up = lambda self, context, error: reports.append(f"{type(error).__name__}: {error}")
+    reports = recorded_errors()
     me, n = tsn.rank(), tsn.size()
     x, y = tsn.empty((bugs.ROUNDS, bugs.M)), tsn.empty((bugs.ROUNDS, bugs.M))
     flag = tsn.zeros((8,), torch.uint64)

@@ -133,11 +133,11 @@ def check(args: argparse.Namespace) -> int:
 
     with Case(load(args.where), args.ranks, races=not args.no_races) as case:
         if args.schedule:
-            report = search.repeat(case, args.schedule)
+            report = search.repeat(case, args.schedule, args.seconds)
             print(*report.steps, f"wrong: {report.failure}" if report.failure else "not wrong", sep="\n")
             return int(bool(report.failure))
         if args.random:
-            report = search.random(case, args.random, args.seed, args.depth)
+            report = search.random(case, args.random, args.seed, args.depth, args.seconds)
         else:
             report = search.every(case, args.most, args.seconds, args.preemptions)
         print(reports.text(report, args.where, args.ranks))

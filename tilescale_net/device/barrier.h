@@ -28,7 +28,7 @@ TSN_DEVICE void disseminate(const Context* ctx, uint64_t* flags, uint64_t number
       const int64_t from = me - j * distance;
       wait_one<Compare::ge>(ctx, round + j, int64_t(number), kOpBarrier, first + int(from < 0 ? from + n : from));
     }
-    platform::warp_sync(); // what one lane learnt is passed on by all in the next round
+    platform::warp_sync(); // what one lane learnt is forwarded by all in the next round
   }
 }
 

@@ -130,4 +130,10 @@ static_assert(offsetof(Context, queues) == 72, "Context layout");
 static_assert(offsetof(Context, aborted) == 128, "Context layout");
 static_assert(offsetof(Context, peer_base) == 256, "Context layout");
 
+// What the operations are called in texts for people. For host code only.
+constexpr const char* kOperationNames[] = {"none",   "put",   "get",     "put_signal", "put_value",
+                                           "signal", "wait",  "test",    "atomic",     "fence",
+                                           "quiet",  "flush", "barrier", "remote",     "barrier_grid"};
+static_assert(sizeof(kOperationNames) / sizeof(kOperationNames[0]) == kOpBarrierGrid + 1, "each operation has a name");
+
 } // namespace tsn

@@ -12,7 +12,7 @@ constexpr uint32_t kSegmentBytes = 128;
 // StageBytes bytes of shared memory, 128-byte aligned. After begin() its first loads are on their way, while the target
 // may still be unknown; then comes either finish() or cancel(), and both leave the ring free.
 //
-// All stages but one are loaded ahead; the last one is left for the store under way. Stages have constant places in
+// All stages but one are loaded ahead; the last one is left for the store in flight. Stages have constant places in
 // unrolled loops: one thread does all of it, and each load and store would take it twice as long otherwise. (Several
 // threads with stages of their own gain nothing: what takes time is that the multiprocessor issues one bulk copy in
 // about 45 cycles, and that loads move 64 bytes a cycle.)

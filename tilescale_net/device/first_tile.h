@@ -13,7 +13,7 @@ TSN_DEVICE uint32_t widest_unit(uint64_t bits) { return (uint32_t(bits) | 16) & 
 } // namespace detail
 
 // Up to Rows units of 16 bytes per thread, or one of 4 or 8. Its loads and its stores are apart, so that the loads are
-// under way while the target is looked up. All threads of a block come here, for the smallest of messages too: what
+// in flight while the target is looked up. All threads of a block come here, for the smallest of messages too: what
 // only longer ones need stays behind a branch.
 //
 // Most copies are `complete`: there is nothing after the first tile. Of longer ones the tile is taken only if

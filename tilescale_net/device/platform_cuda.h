@@ -2,7 +2,6 @@
 // sm_90.
 #pragma once
 
-#include "bits.h"
 #include "context.h"
 #include "types.h"
 #include <string.h>

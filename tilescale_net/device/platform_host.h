@@ -2,10 +2,8 @@
 // and remote writes are handed to the simulator, which delivers them late. No other device header depends on either.
 #pragma once
 
-#include "bits.h"
 #include "context.h"
 #include "host/thread.h"
-#include "operation_names.h"
 #include "types.h"
 #include <string.h>
 #include <time.h>
@@ -130,14 +128,18 @@ TSN_DEVICE void before_ld() {
 }
 
 // Reports the order, which the access itself does not: load and store also serve the package's own words, which report
-// what they order in other ways. Weak accesses order nothing, with or without fences.
-template <Order O, MemScope S>
-TSN_DEVICE void after_ld(const void* p) {
-  if constexpr (O != Order::weak) sim::word_access(p, sim::WordAccess::read, detail::ordering<O, S>());
+// what they order in other ways. Weak accesses are plain ones.
+template <Order O, MemScope S, class T>
+TSN_DEVICE void after_ld(const T* p) {
+  if constexpr (O == Order::weak) return sim::note_load(p, sizeof(T), "a word", p);
+  sim::note_local(p, sizeof(T), sim::LocalAccess::atomic_load, nullptr);
+  sim::word_access(p, sizeof(T), sim::WordAccess::read, detail::ordering<O, S>());
 }
-template <Order O, MemScope S>
-TSN_DEVICE void before_st(const void* p) {
-  if constexpr (O != Order::weak) sim::word_access(p, sim::WordAccess::write, detail::ordering<O, S>());
+template <Order O, MemScope S, class T>
+TSN_DEVICE void before_st(const T* p) {
+  if constexpr (O == Order::weak) return sim::note_store(p, sizeof(T), "a word", p);
+  sim::note_local(p, sizeof(T), sim::LocalAccess::atomic, nullptr);
+  sim::word_access(p, sizeof(T), sim::WordAccess::write, detail::ordering<O, S>());
 }
 
 template <class T>
@@ -203,7 +205,7 @@ TSN_DEVICE T atomic(T* p, T value) {
   static_assert(!kFloat || Op == AtomicOp::add || Op == AtomicOp::exch, "only add and exch on floating-point numbers");
   using W = WordOf<T>;
   detail::on_shared_access<S>("atomic", p, sizeof(T), sim::WordAccess::update);
-  sim::word_access(p, sim::WordAccess::update, detail::ordering<O, S>());
+  sim::word_access(p, 0, sim::WordAccess::update, detail::ordering<O, S>());
   const auto apply = [value](T old) -> T {
     if constexpr (Op == AtomicOp::add) return old + value;
     if constexpr (Op == AtomicOp::min) return value < old ? value : old;
@@ -238,7 +240,7 @@ TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");
   using W = WordOf<T>;
   detail::on_shared_access<S>("atomic", p, sizeof(T), sim::WordAccess::update);
-  sim::word_access(p, sim::WordAccess::update, detail::ordering<O, S>());
+  sim::word_access(p, 0, sim::WordAccess::update, detail::ordering<O, S>());
   W old = detail::bits<W>(compare);
   const bool taken = __atomic_compare_exchange_n(reinterpret_cast<W*>(p), &old, detail::bits<W>(value), false,
                                                  detail::host_order(O), __ATOMIC_RELAXED);
@@ -276,4 +278,3 @@ TSN_DEVICE void relax() { sim::api().yield(true); }
 } // namespace tsn
 
 #include "platform_host_remote.h"
-#include "platform_host_trace.h"

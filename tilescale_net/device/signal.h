@@ -89,7 +89,7 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
   if constexpr (Fence) enter<Scope::thread>(kOpFence, nullptr, 0, pe);
   enter<Scope::thread>(kOpSignal, nullptr, 0, pe, sig, value, Op);
   const PeerAccess access(ctx, pe);
-  platform::fence<MemScope::sys>(); // the loads of `access` are under way meanwhile
+  platform::fence<MemScope::sys>(); // the loads of `access` are in flight meanwhile
   if (TSN_LIKELY(access.validate<Scope::thread>(kOpSignal, sig, sizeof(*sig))))
     detail::send_signal<Op, Fence>(access, sig, value);
 }

@@ -4,7 +4,6 @@
 #include "atomic.h"
 #include "get.h"
 #include "grid_barrier.h"
-#include "memory.h"
 #include "order.h"
 #include "put.h"
 #include "put_shared.h"

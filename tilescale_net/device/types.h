@@ -1,4 +1,5 @@
-// The choices that a kernel makes at compile time; the compiler writes them as template arguments.
+// The choices that a kernel makes at compile time, which the compiler writes as template arguments; and values as
+// machine words, for atomics and registers that know integers only.
 #pragma once
 
 #include <stddef.h>
@@ -26,5 +27,27 @@ enum class MemScope { cta, gpu, sys };
 struct alignas(16) Vec16 {
   uint32_t x, y, z, w;
 };
+
+template <size_t bytes>
+struct Word;
+template <>
+struct Word<1> {
+  using type = uint8_t;
+};
+template <>
+struct Word<2> {
+  using type = uint16_t;
+};
+template <>
+struct Word<4> {
+  using type = uint32_t;
+};
+template <>
+struct Word<8> {
+  using type = uint64_t;
+};
+// The unsigned integer of T's size.
+template <class T>
+using WordOf = typename Word<sizeof(T)>::type;
 
 } // namespace tsn

@@ -70,7 +70,7 @@ class Case:
             that and one that checks the results: it raises, or returns False, where they are wrong. All three may use
             `tilescale_net` as a rank does, but ranks cannot learn anything from each other on the host.
         heap_bytes: of the symmetric heap of each rank; default TSN_HEAP_SIZE.
-        races: whether what the check for races finds is wrong.
+        races: whether what the race detector finds is wrong.
 
     Raises:
         ConfigurationError: too few or many ranks, or a function that does not do this.

@@ -29,24 +29,25 @@ def every(case: Case, most: int = 1 << 62, seconds: float = 600.0, preemptions: 
     return _with_steps(case, report, found)
 
 
-def random(case: Case, seeds: int, first: int = 0, depth: int = 3) -> Report:
-    """Run schedules of random priorities, one for each seed, that change depth - 1 times; the first failure ends it."""
+def random(case: Case, seeds: int, first: int = 0, depth: int = 3, seconds: float = 600.0) -> Report:
+    """Run schedules of random priorities, one for each seed, that change depth - 1 times; the first failure ends it, or the
+    time."""
     began = time.monotonic()
-    found = case.native.random(first, seeds, depth)
+    found = case.native.random(first, seeds, depth, seconds)
     report = _report(case, found, began)
     report.seed = found["seed"] if report.failure else None
     return _with_steps(case, report, found)
 
 
-def repeat(case: Case, schedule: str) -> Report:
-    """Run one schedule again.
+def repeat(case: Case, schedule: str, seconds: float = 600.0) -> Report:
+    """Run one schedule again, for so long at most.
 
     Raises:
         ConfigurationError: it is invalid, or not one of this case.
     """
     began, decisions = time.monotonic(), unpacked(schedule)
     try:
-        found = case.native.repeat(decisions)
+        found = case.native.repeat(decisions, seconds)
     except ValueError as error:
         raise ConfigurationError(f"{error}: it is of another kernel, or of other ranks or arguments") from None
     report = _report(case, found, began)
@@ -71,7 +72,7 @@ def _report(case: Case, found: dict, began: float) -> Report:
 def _with_steps(case: Case, report: Report, found: dict) -> Report:
     if report.failure:
         report.schedule = packed(found["schedule"])
-        report.steps = _steps(case.native.repeat(found["schedule"])["texts"])
+        report.steps = _steps(case.native.repeat(found["schedule"], 600.0)["texts"])
     return report
 
 

@@ -37,7 +37,6 @@ def histogram(n):
                     N.signal(
                         far[me, tx], (T.uint64(1) << T.uint64(32)) + T.cast(counts[tx], "uint64"), tx % n, op="add"
                     )
-            N.fence_block()
             N.barrier_grid()
             if block == 0:
                 if tx < n:

@@ -294,6 +294,19 @@ def _note_stores(body: str, elements: list[str]) -> str:
     return body
 
 
+_FUNCTION = re.compile(r"(?<![\w:.>])(?<![\w>] )((?!tsn_|__|Atomic|if\b|for\b|while\b|return\b|sizeof\b)[A-Za-z_]\w*)\(")
+
+
+def _note_pointers(body: str) -> str:
+    """Tell the simulator of calls of functions that are given the address of an element: what they do there is not seen."""
+    for match in reversed(list(_FUNCTION.finditer(body))):
+        arguments, end = _arguments(body, match.end() - 1)
+        if any(".unchecked()[" in argument for argument in arguments):
+            call = body[match.start() : end]
+            body = f"{body[: match.start()]}(tsn::sim::api().remote->hands_pointer(), {call}){body[end:]}"
+    return body
+
+
 def _define(kernel: str, parameters: tuple[Parameter, ...], body: str) -> str:
     """The kernel as a host function with checked pointers, and the function that the simulator calls per thread."""
     declared, passed = [], []
@@ -316,6 +329,7 @@ def _define(kernel: str, parameters: tuple[Parameter, ...], body: str) -> str:
         else:
             declared.append(f"{p.ctype} {p.name}")
             passed.append(f"tsn_from_word<{p.ctype}>(a[{2 * i}])")
+    body = _note_pointers(body)
     entry = (
         f'extern "C" __attribute__((visibility("default"))) void tsn_sim_entry_{kernel}(const uint64_t* a) {{\n'
         f"  (void)a;\n  {kernel}({', '.join(passed)});\n}}\n"

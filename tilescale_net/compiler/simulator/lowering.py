@@ -7,7 +7,7 @@ of the kernel agrees.
 
 Operators of Hopper that work on while their threads go on are done when they return: T.tma_copy and T.async_copy become
 T.copy, T.wgmma_gemm becomes T.gemm, a wait for GEMMs a barrier of the warp, and a wait for copies or registers for
-warpgroups nothing. Barriers stay: `device/host/mbarrier.h` has them, so that warps which copy and warps which multiply
+warpgroups nothing. Barriers stay: `device/host/tilelang.h` has them, so that warps which copy and warps which multiply
 meet as they do on a GPU, and a missing arrival or wait shows. Operators without such a meaning are refused by name.
 
 Passes that tilelang repeats for the sake of generated code are left out: more than half of the time of lowering. It

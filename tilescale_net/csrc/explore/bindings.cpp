@@ -1,7 +1,5 @@
-#include "bindings.h"
-
+#include "tilescale_net/csrc/simulator/bindings.h"
 #include "explorer.h"
-#include "tilescale_net/csrc/simulator/bound_launch.h"
 
 #include <pybind11/stl.h>
 
@@ -40,7 +38,7 @@ struct Ranks {
   }
 };
 
-py::dict told(const explore::Result& r) {
+py::dict as_dict(const explore::Result& r) {
   if (PyErr_Occurred()) throw py::error_already_set();
   py::dict d;
   d["schedules"] = r.schedules;
@@ -66,7 +64,7 @@ py::dict run(Ranks& ranks, F f) {
     py::gil_scoped_release release;
     result = f(explorer);
   }
-  return told(result);
+  return as_dict(result);
 }
 
 } // namespace
@@ -103,16 +101,16 @@ void bind_explorer(py::module_& m) {
           py::arg("schedules"), py::arg("seconds"), py::arg("preemptions"), py::arg("reduce") = true)
       .def(
           "random",
-          [](Ranks& r, uint64_t first_seed, uint64_t seeds, int depth) {
-            return run(r, [&](explore::Explorer& e) { return e.random(first_seed, seeds, depth); });
+          [](Ranks& r, uint64_t first_seed, uint64_t seeds, int depth, double seconds) {
+            return run(r, [&](explore::Explorer& e) { return e.random(first_seed, seeds, depth, seconds); });
           },
-          py::arg("first_seed"), py::arg("seeds"), py::arg("depth"))
+          py::arg("first_seed"), py::arg("seeds"), py::arg("depth"), py::arg("seconds"))
       .def(
           "repeat",
-          [](Ranks& r, const std::vector<int>& schedule) {
-            return run(r, [&](explore::Explorer& e) { return e.repeat(schedule); });
+          [](Ranks& r, const std::vector<int>& schedule, double seconds) {
+            return run(r, [&](explore::Explorer& e) { return e.repeat(schedule, seconds); });
           },
-          py::arg("schedule"));
+          py::arg("schedule"), py::arg("seconds"));
 }
 
 } // namespace tsn

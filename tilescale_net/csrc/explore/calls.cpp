@@ -2,6 +2,7 @@
 #include "job.h"
 
 #include "tilescale_net/csrc/common/address_of.h"
+#include "tilescale_net/csrc/simulator/rules.h"
 #include "tilescale_net/device/context.h"
 
 #include <algorithm>
@@ -29,10 +30,10 @@ void Job::pause(Next next) {
   if (next == Next::stirred) p.moves = moves;
   else ++moves;
   sim::current_grid->pause();
-  if (describes_) tell("at " + sim::current_grid->latest_call(*p.fiber));
+  if (describes_) describe("at " + sim::current_grid->latest_call(*p.fiber));
 }
 
-Past& Job::under_way() { return sim::current_grid->running()->past; }
+Past& Job::current_past() { return sim::current_grid->running()->past; }
 
 void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
   const uint64_t where = address_of(at);
@@ -45,7 +46,7 @@ void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
   }
   if (access == sim::WordAccess::read) read_again(p, at, bytes);
   else pause(Next::access);
-  Past& past = under_way();
+  Past& past = current_past();
   if (access == sim::WordAccess::read) history_.touch(where, bytes, Use::read, past);
   else if (bytes == 8) history_.change(static_cast<const uint64_t*>(at), Change::other, 0, past);
   else history_.touch(where, bytes, Use::write, past);
@@ -82,7 +83,7 @@ void Job::read_again(Process& p, const void* at, uint64_t bytes) {
   for (const Read& read : p.read)
     for (uint64_t place = address_of(read.address) / 4; place <= (address_of(read.address) + read.bytes - 1) / 4;
          ++place)
-      history_.touch(place, Use::read, under_way(), false);
+      history_.touch(place, Use::read, current_past(), false);
   p.read.clear();
 }
 
@@ -105,7 +106,7 @@ void Job::polls() {
   if (p.waits && p.subject.word) {
     pause(Next::wait);
     const bool looks = p.subject.operation == kOpWait && p.fiber->view.uses_result;
-    history_.seen(p.subject.word, {p.subject.comparison - 1, p.subject.wanted}, looks, under_way());
+    history_.seen(p.subject.word, {p.subject.comparison - 1, p.subject.wanted}, looks, current_past());
     p.granted = p.subject.word;
     return;
   }
@@ -126,9 +127,9 @@ void Job::wait_ends() {
 }
 
 void Job::meet(const std::vector<sim::Fiber*>& fibers) {
-  Past all = under_way();
+  Past all = current_past();
   for (const sim::Fiber* fiber : fibers) all = joined(all, fiber->past);
-  under_way() = all;
+  current_past() = all;
   for (sim::Fiber* fiber : fibers) fiber->past = all;
   ++ranks_[static_cast<size_t>(rank_)].moves;
 }
@@ -148,18 +149,18 @@ void Job::touch(const void* at, uint64_t bytes, bool store) {
   ++ranks_[static_cast<size_t>(rank_)].moves;
   if (!bytes) return;
   if (!is_seen(address_of(at))) {
-    if (!setup_.races) not_followed_.insert("shared memory" + line());
+    if (!setup_.races) not_followed_.insert(sim::gap_text(sim::Gap::shared, line()));
     return;
   }
   history_.set_apart(first_ && first_ != sim::current_grid->running());
-  history_.touch(address_of(at), bytes, store ? Use::write : Use::read, under_way());
+  history_.touch(address_of(at), bytes, store ? Use::write : Use::read, current_past());
 }
 
 void Job::before_sending(const sim::RemoteOperation& operation) {
   Process& p = self();
   does(p);
   pause(Next::access);
-  Past& past = under_way();
+  Past& past = current_past();
   history_.touch(fences_of(rank_, operation.pe), Use::read, past);
   // Signals of a rank to one word arrive in the order in which they were sent.
   const uint64_t word = kOther | 1ull << 62 | (address_of(operation.peer_signal) ^ static_cast<uint64_t>(rank_) << 48);
@@ -177,14 +178,13 @@ void Job::send(sim::Late&& late) {
                            [&](uint64_t, uint64_t from, uint64_t bytes) {
                              touch(static_cast<const char*>(sent.source) + from, bytes, false);
                            });
-  if (!setup_.races && sent.source && sent.bytes)
-    not_followed_.insert("writes to the source of a put in flight" + line());
+  if (!setup_.races && sent.source && sent.bytes) not_followed_.insert(sim::gap_text(sim::Gap::sources, line()));
   r.on_the_way[pe].push_back(static_cast<int>(processes_.size()));
   Process& made = processes_.emplace_back();
   made.rank = rank_;
   made.next = Next::arrival;
   made.operation = std::move(operation);
-  made.past = under_way();
+  made.past = current_past();
 }
 
 void Job::reach(const void* word, bool changes) {
@@ -196,11 +196,11 @@ void Job::reach(const void* word, bool changes) {
   p.pe = pe;
   p.word = word;
   p.fences = changes ? r.fences[pe] : 0;
-  if (changes) history_.touch(fences_of(rank_, pe), Use::read, under_way());
+  if (changes) history_.touch(fences_of(rank_, pe), Use::read, current_past());
   if (!has_reached(p)) pause(Next::reach);
   for (const Arrived& a : r.arrived[pe])
-    if (a.precedes(p.fences, word)) under_way() = joined(under_way(), a.past);
-  history_.learn(under_way());
+    if (a.precedes(p.fences, word)) current_past() = joined(current_past(), a.past);
+  history_.learn(current_past());
 }
 
 void Job::fence(int pe) {
@@ -210,7 +210,7 @@ void Job::fence(int pe) {
   for (int to = 0; to < static_cast<int>(ranks_.size()); ++to) {
     if (pe != -1 && pe != to) continue;
     ++ranks_[static_cast<size_t>(rank_)].fences[to];
-    history_.touch(fences_of(rank_, to), Use::add, under_way());
+    history_.touch(fences_of(rank_, to), Use::add, current_past());
   }
 }
 
@@ -222,10 +222,10 @@ void Job::quiet(int pe) {
   pause(Next::quiet);
   for (int to = 0; to < static_cast<int>(ranks_.size()); ++to) {
     if (pe != -1 && pe != to) continue;
-    history_.touch(fences_of(rank_, to), Use::add, under_way());
+    history_.touch(fences_of(rank_, to), Use::add, current_past());
     for (const Arrived& a : ranks_[static_cast<size_t>(rank_)].arrived[to])
-      if (a.sequence < p.sequence) under_way() = joined(under_way(), a.past);
-    history_.learn(under_way());
+      if (a.sequence < p.sequence) current_past() = joined(current_past(), a.past);
+    history_.learn(current_past());
   }
 }
 

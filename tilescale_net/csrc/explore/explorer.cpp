@@ -1,6 +1,7 @@
 #include "explorer.h"
 
 #include "tilescale_net/csrc/simulator/random.h"
+#include "tilescale_net/csrc/simulator/rules.h"
 
 #include <algorithm>
 #include <chrono>
@@ -10,9 +11,21 @@ namespace tsn {
 namespace explore {
 
 namespace {
-constexpr size_t kMostEvents = 100000; // of an execution
-constexpr double kStallSeconds = 20;   // of an event
+constexpr double kStallSeconds = 20; // of an event
 bool has(const std::vector<int>& list, int value) { return std::binary_search(list.begin(), list.end(), value); }
+
+class Deadline {
+public:
+  explicit Deadline(double seconds) : seconds_(seconds), began_(std::chrono::steady_clock::now()) {}
+  double left() const {
+    return seconds_ - std::chrono::duration<double>(std::chrono::steady_clock::now() - began_).count();
+  }
+  double of_event() const { return std::min(kStallSeconds, std::max(1.0, left())); }
+
+private:
+  double seconds_;
+  std::chrono::steady_clock::time_point began_;
+};
 } // namespace
 
 Explorer::Explorer(Setup setup, std::function<std::string()> holds, std::function<bool()> interrupted)
@@ -33,9 +46,8 @@ bool Explorer::at_end(Result& result) {
   const bool blocked = result.failure.empty() && job_.enabled().empty();
   if (blocked && !job_.ended()) result.failure = "deadlock: no thread can go on: " + job_.waits();
   else if (blocked) result.failure = judge();
-  const bool too_long = !blocked && result.failure.empty() && events >= kMostEvents;
-  if (too_long)
-    result.not_followed.push_back("what comes after " + std::to_string(kMostEvents) + " decisions of a schedule");
+  const bool too_long = !blocked && result.failure.empty() && events >= sim::kMaxDecisions;
+  if (too_long) result.not_followed.push_back(sim::gap_text(sim::Gap::decisions));
   if (!blocked && result.failure.empty() && !too_long) return false;
   result.events = std::max<uint64_t>(result.events, events);
   result.states = judged_.size();
@@ -139,10 +151,8 @@ bool Explorer::go_back() {
 }
 
 Result Explorer::all(const Limits& limits) {
-  const auto began = std::chrono::steady_clock::now();
-  const auto left = [&] {
-    return limits.seconds - std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  };
+  const Deadline deadline(limits.seconds);
+  const auto left = [&] { return deadline.left(); };
   Result result;
   most_preemptions_ = limits.preemptions;
   reduces_ = limits.reduce;
@@ -150,13 +160,13 @@ Result Explorer::all(const Limits& limits) {
   size_t known = 0; // how many events are those of the execution before
   for (bool more = true; more; more = go_back(), known = path_.size()) {
     if (result.schedules + result.cut >= limits.schedules || left() <= 0 || interrupted_()) return result;
-    job_.limit_event(std::min(kStallSeconds, std::max(1.0, left())));
+    job_.limit_event(deadline.of_event());
     job_.restart(false);
     for (size_t depth = 0;; ++depth) {
       if (depth >= path_.size() && at_end(result)) {
         if (job_.stalled() && left() <= 0) result.failure.clear();
-        else if (depth < kMostEvents || !result.failure.empty()) ++result.schedules;
-        if (depth >= kMostEvents || left() <= 0) return result;
+        else if (depth < sim::kMaxDecisions || !result.failure.empty()) ++result.schedules;
+        if (depth >= sim::kMaxDecisions || left() <= 0) return result;
         break;
       }
       if (depth % 64 == 63 && (left() <= 0 || interrupted_())) return result;
@@ -195,12 +205,13 @@ void Explorer::try_loops(Result& result) {
   result.not_followed.assign(job_.not_followed().begin(), job_.not_followed().end());
 }
 
-Result Explorer::random(uint64_t first_seed, uint64_t seeds, int depth) {
+Result Explorer::random(uint64_t first_seed, uint64_t seeds, int depth, double seconds) {
   Result result;
+  const Deadline deadline(seconds);
   uint64_t steps = 50; // of an execution, as far as is known
-  job_.limit_event(kStallSeconds);
   for (uint64_t seed = first_seed; seed < first_seed + seeds; ++seed) {
-    if (interrupted_()) return result;
+    if (deadline.left() <= 0 || interrupted_()) return result;
+    job_.limit_event(deadline.of_event());
     sim::Random random(seed);
     std::map<size_t, int> changes; // at which step the process that would go on gets which low priority
     for (int i = 1; i < depth; ++i) changes[random.below(steps)] = -i;
@@ -222,6 +233,11 @@ Result Explorer::random(uint64_t first_seed, uint64_t seeds, int depth) {
       follow(node);
       path_.push_back(node);
       job_.step(node.chosen);
+      if (path_.size() % 64 == 0 && (deadline.left() <= 0 || interrupted_())) return result;
+    }
+    if (job_.stalled() && deadline.left() <= 0) {
+      result.failure.clear();
+      return result;
     }
     ++result.schedules;
     steps = std::max<uint64_t>(result.events, 1);
@@ -231,13 +247,14 @@ Result Explorer::random(uint64_t first_seed, uint64_t seeds, int depth) {
   return result;
 }
 
-Result Explorer::repeat(const std::vector<int>& schedule) {
+Result Explorer::repeat(const std::vector<int>& schedule, double seconds) {
   Result result;
+  const Deadline deadline(seconds);
   most_preemptions_ = -1;
   path_.clear();
-  job_.limit_event(kStallSeconds);
+  job_.limit_event(deadline.of_event());
   job_.restart(true);
-  while (!at_end(result)) {
+  while (!at_end(result) && deadline.left() > 0) {
     Node node;
     node.enabled = job_.enabled();
     const size_t depth = path_.size();

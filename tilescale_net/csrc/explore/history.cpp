@@ -128,7 +128,7 @@ void History::touch(uint64_t address, uint64_t bytes, Use use, Past& past) {
 }
 
 // A wait that has ended does not mind a change after which the word is still what it waited for, if the change could
-// not have ended the wait in the place of one that has: it comes after all of those.
+// not have ended the wait instead of one that has: it comes after all of those.
 void History::change(const uint64_t* word, Change::Kind kind, uint64_t value, Past& past) {
   const uint64_t after = kind == Change::add ? *word + value : value;
   const auto found = waits_.find(word);

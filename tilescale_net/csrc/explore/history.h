@@ -48,7 +48,7 @@ struct Change {
   Past past;
 };
 
-// The event `first` could have come after the one that is under way.
+// The event `first` could have come after the one in progress.
 struct Race {
   int first;
   bool apart; // it is about what threads do that the event has let go on
@@ -57,7 +57,7 @@ struct Race {
 class History {
 public:
   void clear();
-  // The number of the event that is under way from now on; the process that begins it knows `past`.
+  // The number of the event in progress from now on; the process that begins it knows `past`.
   int begin(int process, const Past& past);
   // What came before it, with what it has touched so far.
   const Past& past() const { return past_; }
@@ -74,7 +74,7 @@ public:
   // A wait has seen what it waited for. `looks`: the thread goes on by the value itself.
   void seen(const uint64_t* word, const Condition& condition, bool looks, Past& past);
 
-  // Of the event that is under way.
+  // Of the event in progress.
   std::vector<Race>& races() { return races_; }
   Footprint footprint();
 

@@ -1,6 +1,7 @@
 #include "job.h"
 
 #include "tilescale_net/csrc/common/address_of.h"
+#include "tilescale_net/csrc/simulator/rules.h"
 
 #include <algorithm>
 #include <string.h>
@@ -41,7 +42,12 @@ void Job::restart(bool describes) {
   for (size_t r = 0; r < ranks_.size(); ++r) launch(static_cast<int>(r), nullptr);
 }
 
+void Job::note_gaps(const Running& r) {
+  if (r.grid) not_followed_.merge(r.grid->gaps());
+}
+
 void Job::end() {
+  for (const Running& r : ranks_) note_gaps(r);
   ranks_.clear();
   processes_.clear();
   pasts_.clear();
@@ -57,6 +63,7 @@ void Job::end() {
 void Job::launch(int rank, const Past& past) {
   Running& r = ranks_[static_cast<size_t>(rank)];
   const Rank& made_of = setup_.ranks[static_cast<size_t>(rank)];
+  note_gaps(r);
   r.fibers.clear();
   r.grid.reset();
   if (r.launch == made_of.launches.size()) return;
@@ -166,7 +173,7 @@ void Job::step(int process) {
     p.done = true;
     threads = std::move(p.threads);
     for (sim::Fiber* fiber : threads) fiber->past = p.past;
-    tell("begins");
+    describe("begins");
   }
   ranks_[static_cast<size_t>(p.rank)].grid->go_on(threads);
   pasts_.push_back(history_.past());
@@ -182,7 +189,7 @@ void Job::poll_in_vain(const Loop& loop) {
     before = p.in_vain;
     step(loop.process);
   }
-  not_followed_.insert("a loop that ends after a number of polls without a change" + loop.line);
+  not_followed_.insert(sim::gap_text(sim::Gap::polls, loop.line));
 }
 
 // What the event has led to beyond the threads that ran.
@@ -242,7 +249,7 @@ void Job::arrive(Process& p, int number) {
   list.erase(std::find(list.begin(), list.end(), number));
   p.done = true;
   for (Running& rank : ranks_) ++rank.moves;
-  tell("has arrived at PE " + std::to_string(made.pe));
+  describe("has arrived at PE " + std::to_string(made.pe));
 }
 
 uint64_t Job::digest() const {
@@ -285,7 +292,7 @@ std::string Job::waits() const {
   return out;
 }
 
-void Job::tell(const std::string& what) {
+void Job::describe(const std::string& what) {
   if (!describes_ || texts_.empty()) return;
   const Process& p = processes_[static_cast<size_t>(history_.process_of(static_cast<int>(texts_.size()) - 1))];
   texts_.back() = p.operation ? "what rank " + std::to_string(p.rank) + " sent by " + p.operation->name + " " + what

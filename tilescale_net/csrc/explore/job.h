@@ -7,7 +7,7 @@
 #pragma once
 
 #include "history.h"
-#include "tilescale_net/csrc/simulator/faults.h"
+#include "tilescale_net/csrc/simulator/fiber.h"
 #include "tilescale_net/csrc/simulator/grid.h"
 #include "tilescale_net/csrc/simulator/remote.h"
 
@@ -145,6 +145,7 @@ private:
   };
 
   void launch(int rank, const Past& past);
+  void note_gaps(const Running& r);
   void after(int rank);
   bool may_go(const Process& p) const;
   static bool has_changed(const Process& p);
@@ -156,13 +157,13 @@ private:
   void arrive(Process& p, int number);
   void pause(Next next);
   // After a decision: what the running thread knows when its event has begun.
-  Past& under_way();
+  Past& current_past();
   Process& self();
   uint64_t fences_of(int rank, int pe) const {
     return kOther | static_cast<uint64_t>(rank) << 16 | static_cast<uint64_t>(pe);
   }
   bool is_seen(uint64_t address) const;
-  void tell(const std::string& what);
+  void describe(const std::string& what);
   static std::string place(const Process& p);
 
   Setup setup_;
@@ -179,7 +180,7 @@ private:
   bool stalled_ = false;
   Loop new_loop_{-1, ""};
   std::set<std::string> loops_, not_followed_;
-  const sim::Fiber* first_ = nullptr; // whose event is under way; null: that of a block or an arrival
+  const sim::Fiber* first_ = nullptr; // whose event is in progress; null: that of a block or an arrival
   bool describes_ = false;
   std::unique_ptr<sim::FaultGuard> guard_;
 };

@@ -79,19 +79,24 @@ bool HappensBefore::is_benign(uint64_t first, uint64_t last) const {
 }
 
 void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark,
-                         Found* found, bool keep_unordered) {
-  const bool atomic = mark && memory_->is_atomic(mark);
+                         Found* found, bool keep_unordered, Stamp own) {
+  if (!own) own = mark;
+  const bool atomic = own && (is_signal(own) || memory_->is_atomic(own));
+  const auto narrow = [](Stamp s) { return touch_of(s) == Touch::access && s & kAtomicStamp && s & kNarrowStamp; };
   Stamp before = 0, wrong = 0; // of the latter what is not ordered
   const auto& shadow = of_stores ? memory_->stores(rank) : memory_->loads(rank);
   shadow.each(offset, bytes, mark, site_of(actor), [&](Stamp stamp, Site site, uint64_t begin, uint64_t end) {
     const bool again = stamp == before;
     if (!again && (found || keep_unordered)) wrong = unordered(stamp, actor.warp, actor.lane());
     before = stamp;
-    // Atomic operations do not race with one another, nor with signals, which add to words as well.
-    if (wrong && atomic && (is_signal(wrong) || memory_->is_atomic(wrong))) wrong = 0;
+    // Atomic operations do not race with one another, nor with signals, which add to words as well; but for those of
+    // ranks of which one has not the scope of the system.
+    const bool both_atomic = wrong && atomic && (is_signal(wrong) || memory_->is_atomic(wrong));
+    const bool too_narrow = both_atomic && rank_of_stamp(wrong) != memory_->me && (narrow(own) || narrow(wrong));
+    if (both_atomic && !too_narrow) wrong = 0;
     if (found && wrong) {
       if (again && found->stamp == wrong && found->end == begin) found->end = end;
-      else if (!found->stamp && !is_benign(begin, end)) *found = {wrong, of_stores, begin, end, site};
+      else if (!found->stamp && !is_benign(begin, end)) *found = {wrong, of_stores, begin, end, site, too_narrow};
     }
     return !(wrong && keep_unordered);
   });
@@ -180,9 +185,9 @@ std::string HappensBefore::changed_word(const Actor& actor, const Event& event, 
   if (!follows_ranks_ || call.pe < 0 || call.pe >= memory_->ranks() || !memory_->holds(call.signal)) return "";
   const uint64_t offset = memory_->offset(call.signal);
   Found found;
-  look(call.pe, true, offset, 8, actor, access_stamp(memory_->me, event.warp, actor.lane(), event.epoch) | kSignalStamp,
-       nullptr);
-  look(call.pe, false, offset, 8, actor, 0, &found);
+  const Stamp mark = access_stamp(memory_->me, event.warp, actor.lane(), event.epoch) | kSignalStamp;
+  look(call.pe, true, offset, 8, actor, mark, nullptr);
+  look(call.pe, false, offset, 8, actor, 0, &found, false, mark);
   if (!found.stamp || touch_of(found.stamp) != Touch::access) return "";
   if ((found.stamp >> 8 & 0xffff) == kHostWarp) return ""; // the host may look at words
   const std::string what = name(event) + " of rank " + std::to_string(memory_->me) + " to " + pe_text(call.pe);
@@ -262,7 +267,7 @@ std::string HappensBefore::atomic(const Actor& actor, const Event& event, const 
   Found found;
   behind_fences_ = true;
   look(call.pe, true, offset, bytes, actor, mark, &found);
-  look(call.pe, false, offset, bytes, actor, 0, &found);
+  look(call.pe, false, offset, bytes, actor, 0, &found, false, mark);
   behind_fences_ = false;
   const bool own = touch_of(found.stamp) == Touch::access && rank_of_stamp(found.stamp) == memory_->me;
   if (!found.stamp || (own && call.pe == memory_->me)) return ""; // plain accesses of one rank are compared elsewhere
@@ -270,6 +275,40 @@ std::string HappensBefore::atomic(const Actor& actor, const Event& event, const 
               name + " of rank " + std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
                   text(actor.thread) + " to " + pe_text(call.pe) + " changes",
               found, call.pe, Change::put);
+}
+
+// Plain accesses and atomic ones of one rank to its heap are compared elsewhere.
+std::string HappensBefore::compared(const Actor& actor, int rank, uint64_t offset, uint64_t bytes, WordAccess access,
+                                    MemScope scope) {
+  const bool loads = access == WordAccess::read;
+  const Stamp mark = access_stamp(memory_->me, actor.warp, actor.lane(), at(actor.warp).epoch) | kAtomicStamp |
+                     (scope == MemScope::sys ? 0 : kNarrowStamp);
+  Found stored, loaded;
+  behind_fences_ = true;
+  look(rank, true, offset, bytes, actor, loads ? 0 : mark, &stored, false, mark);
+  look(rank, false, offset, bytes, actor, loads ? mark : 0, loads ? nullptr : &loaded, loads, mark);
+  behind_fences_ = false;
+  for (const Found& found : {stored, loaded}) {
+    if (!found.stamp) continue;
+    const bool own = rank_of_stamp(found.stamp) == memory_->me;
+    Transfer t;
+    // What a thread has stored through a view comes before it.
+    if (own && touch_of(found.stamp) == Touch::put && memory_->find(memory_->me, found.stamp >> 8, &t) && t.lane &&
+        t.warp == actor.warp && t.lane == actor.lane() + 1)
+      continue;
+    if (own && touch_of(found.stamp) == Touch::access) continue;
+    const char* what = loads                         ? "an atomic load"
+                       : access == WordAccess::write ? "an atomic store"
+                                                     : "an atomic operation";
+    return race(actor,
+                what + line(actor.line) + " by rank " + std::to_string(memory_->me) + " block " + text(actor.block) +
+                    " thread " + text(actor.thread) + (loads ? " reads" : " changes"),
+                found, rank,
+                loads                 ? Change::none
+                : rank == memory_->me ? Change::own
+                                      : Change::store);
+  }
+  return "";
 }
 
 void HappensBefore::note_replaced(Stamp source, Stamp before) {
@@ -372,7 +411,7 @@ std::string HappensBefore::name_of(const Found& found) const {
     if (warp == kHostWarp) return "the host of rank " + std::to_string(rank);
     const uint32_t per_block = page.warps_per_block ? page.warps_per_block : 1;
     return (is_signal(found.stamp)       ? "a signal"
-            : found.stamp & kAtomicStamp ? "an atomic operation"
+            : found.stamp & kAtomicStamp ? found.stores ? "an atomic operation" : "an atomic load"
             : found.stores               ? "a store"
                                          : "a load") +
            of + text(warp / per_block) + " thread " + text(warp % per_block * 32 + lane_of_access(found.stamp) % 32) +
@@ -394,6 +433,10 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
   const int rank = rank_of_stamp(found.stamp);
   const std::string quiet = "N.quiet, or a signal of the target that it has the data and a wait for it, is missing "
                             "between them";
+  if (found.narrow)
+    return "the scope of one does not hold the other: between ranks N.atomic_*, or N.ld and N.st with scope=\"sys\", "
+           "are "
+           "needed on both sides (T.atomic_* have the scope of the GPU)";
   const bool words = is_signal(found.stamp) || change == Change::signal;
   if (words) return "a signal word is read by N.wait or N.test, or after one of them";
   // Which of the two is meant to come first is not known: the other one may come too early.

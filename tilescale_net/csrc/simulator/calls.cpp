@@ -82,7 +82,7 @@ Actor Grid::actor() const {
 }
 
 void Grid::begin(const Call& call) {
-  if (!order_ || !order_->follows_ranks()) untold(call);
+  if (!order_ || !order_->follows_ranks()) note_unfollowed(call);
   if (!order_) return;
   const Actor who = actor();
   running_->put_epoch = call.operation == kOpPutSignal && call.bytes > 0 ? order_->epoch(who.warp) : 0;
@@ -126,7 +126,7 @@ std::string Grid::copies(const Call& call) {
 }
 
 // A signal of a rank that is not followed may carry everything; to PEs that are not mapped it goes by the proxy.
-void Grid::untold(const Call& call) {
+void Grid::note_unfollowed(const Call& call) {
   RaceMemory* memory = heap_;
   if (!memory) return;
   for (int pe = 0; pe < memory->ranks(); ++pe) {
@@ -160,7 +160,7 @@ bool Grid::signalling(const uint64_t* signal, int pe, uint64_t value, bool add, 
 bool Grid::leaves(const void* word, Message* out) {
   if (!order_ || !heap_) return false;
   if (order_->follows_ranks()) return order_->leaves(warp_number(*running_), running_->view.lane, word, out);
-  if (heap_->is_peer_heap(word)) heap_->touch(word);
+  heap_->leave_unknown(word);
   return false;
 }
 
@@ -205,9 +205,10 @@ void Grid::flushed(uint64_t ticket, bool ended) {
   restamp();
 }
 
-void Grid::word(const void* address, WordAccess access, Ordering ordering) {
+void Grid::word(const void* address, uint64_t bytes, WordAccess access, Ordering ordering) {
   if (!order_) return;
-  order_->word(warp_number(*running_), running_->view.lane, address, access, ordering);
+  std::string wrong = order_->word(actor(), address, bytes, access, ordering);
+  if (race_.empty()) race_ = std::move(wrong);
   restamp();
 }
 

@@ -32,7 +32,7 @@ constexpr Key clock_key(Part part, int rank, uint32_t warp = 0, int pe = 0, uint
          static_cast<uint64_t>(pe) << 33 | word;
 }
 constexpr uint64_t kAllLanes = 33;  // after those of a warp, from 1 on
-constexpr unsigned kEveryLane = 32; // in the place of a lane: the warp as a whole
+constexpr unsigned kEveryLane = 32; // instead of a lane: the warp as a whole
 constexpr Key steps_key(int rank, uint32_t warp, unsigned lane = kEveryLane) {
   return clock_key(Part::steps, rank, warp, 0, lane < kEveryLane ? lane + 1 : 0);
 }

@@ -1,8 +1,10 @@
 // Fibers: stacks of their own, switched without the kernel's help.
 #pragma once
 
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 #include <vector>
 
 namespace tsn {
@@ -43,6 +45,25 @@ bool redirect(void* machine_context, void* to);
 
 // The instruction that a signal handler's machine context was interrupted at, or 0.
 uintptr_t program_counter(void* machine_context);
+
+class Grid;
+
+// Sent to the thread that runs a grid, every second; ends a thread that has run without a pause for too long.
+extern const int kStallSignal;
+
+// While it lives, SIGSEGV, SIGBUS, SIGFPE and SIGILL of this thread end the grid's running thread, and not the process.
+class FaultGuard {
+public:
+  FaultGuard();
+  ~FaultGuard();
+  FaultGuard(const FaultGuard&) = delete;
+  FaultGuard& operator=(const FaultGuard&) = delete;
+
+private:
+  timer_t timer_;
+  bool has_timer_ = false;
+  stack_t previous_stack_;
+};
 
 } // namespace sim
 } // namespace tsn

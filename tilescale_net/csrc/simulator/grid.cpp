@@ -1,8 +1,10 @@
 #include "grid.h"
 
-#include "faults.h"
+#include "fiber.h"
 #include "live_state.h"
 #include "remote.h"
+#include "rules.h"
+#include "scheduler.h"
 
 #include <algorithm>
 #include <sched.h>
@@ -59,18 +61,23 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
     local_ = std::make_unique<LocalAccesses>(*order_, warps, launch_.lines);
 }
 
-std::string Grid::limits() const {
-  if (!launch_.races) return "";
-  const uint64_t warps = blocks_ * ((threads_per_block_ + 31) / 32);
-  if (warps >= kMaxWarps)
-    return "its " + std::to_string(warps) + " warps are too many: accesses of fewer than " + std::to_string(kMaxWarps) +
-           " are compared, and here only puts with fences are";
-  const std::string of_puts = order_ ? order_->limits() : "", of_memory = local_ ? local_->limits() : "";
-  return of_puts + (of_puts.empty() || of_memory.empty() ? "" : "; ") + of_memory;
+std::set<std::string> Grid::gaps() const {
+  std::set<std::string> gaps;
+  if (launch_.races || scheduler) gaps = gaps_;
+  if (!launch_.races) return gaps;
+  if (!local_) gaps.insert(gap_text(Gap::warps));
+  if (order_) order_->add_gaps(gaps);
+  if (local_) local_->add_gaps(gaps);
+  return gaps;
+}
+
+void Grid::note_gap(Gap gap) {
+  const std::string line = line_of(running_->view.site);
+  gaps_.insert(gap_text(gap, line.empty() ? "" : " (" + line + ")"));
 }
 
 Grid::~Grid() {
-  tell_stall(false);
+  report_stall(false);
   for (auto& block : active_)
     for (Fiber& fiber : block->threads)
       if (fiber.stack) stacks_.give(fiber.stack);
@@ -110,7 +117,7 @@ bool Grid::between_rounds() {
   progress_ = strong_progress_ = false;
   ++rounds_;
   if (moved) {
-    tell_stall(false);
+    report_stall(false);
     idle_rounds_ = weak_rounds_ = 0;
     stalled_since_ns_ = now_ns();
   }
@@ -356,7 +363,7 @@ void* Grid::static_shared(int id, size_t bytes) {
 }
 
 // Shows the other ranks whether all threads that could run wait for words of the heap.
-void Grid::tell_stall(bool waits) {
+void Grid::report_stall(bool waits) {
   if (!heap_) return;
   Page& page = heap_->own();
   LiveWait one{};
@@ -376,10 +383,10 @@ void Grid::tell_stall(bool waits) {
 // After a round in which nothing moved; `still`: no thread did anything but poll.
 bool Grid::idle_step(bool still) {
   if (remote_progress(random_, still)) {
-    tell_stall(false);
+    report_stall(false);
     return true;
   }
-  tell_stall(!lagging_ && (blocks_ == started_ || active_.size() == launch_.resident_blocks));
+  report_stall(!lagging_ && (blocks_ == started_ || active_.size() == launch_.resident_blocks));
   if (started_ < blocks_ && active_.size() < launch_.resident_blocks) {
     const uint64_t room = launch_.resident_blocks - active_.size();
     for (uint64_t n = std::min<uint64_t>(room, active_.size() + 1); n && started_ < blocks_; --n) start_block();
@@ -397,6 +404,36 @@ bool Grid::idle_step(bool still) {
     nanosleep(&nap, nullptr);
   }
   return true;
+}
+
+Scheduler* scheduler = nullptr;
+
+std::vector<std::vector<Fiber*>> Grid::threads_of_blocks() {
+  std::vector<std::vector<Fiber*>> blocks;
+  window_ = blocks_;
+  while (started_ < blocks_) {
+    start_block();
+    blocks.push_back(std::move(ready_));
+    ready_.clear();
+  }
+  return blocks;
+}
+
+void Grid::go_on(const std::vector<Fiber*>& fibers) {
+  current_grid = this;
+  ready_ = fibers;
+  while (!ready_.empty() && failure_ == Failure::none) {
+    for (position_ = 0; position_ < ready_.size() && failure_ == Failure::none; ++position_) resume(*ready_[position_]);
+    if (fault_signal_) describe_fault();
+    ready_ = std::move(next_);
+    next_.clear();
+  }
+  current_grid = nullptr;
+}
+
+void Grid::pause() {
+  running_->state = State::paused;
+  leave();
 }
 
 } // namespace sim

@@ -5,10 +5,12 @@
 #include "happens_before.h"
 #include "local_accesses.h"
 #include "random.h"
+#include "rules.h"
 #include "scheduler.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -96,7 +98,7 @@ struct Launch {
   double stall_seconds = 60;    // without any progress: the grid hangs
   bool (*check_interrupt)() = nullptr;
   bool communicates = false;      // calls primitives
-  bool races = false;             // is checked for races between ranks and with transfers
+  bool races = false;             // followed by the race detector
   uint64_t heap = 0;              // the base of the heap that its context names, or 0
   std::vector<std::string> lines; // of its primitives
   std::vector<std::string> names; // as the author typed them, or of the ranges that begin at these lines, or ""
@@ -114,9 +116,10 @@ public:
   std::vector<std::vector<Fiber*>> threads_of_blocks();
   void go_on(const std::vector<Fiber*>& fibers);
   bool ended() const { return finished_ == blocks_; }
-  // What the check for races has not followed for want of room, or nothing.
-  std::string limits() const;
-  // What the check for races has found; after the end also what is wrong with the launch as a whole.
+  // What the proof has not followed, in words.
+  std::set<std::string> gaps() const;
+  void note_gap(Gap gap);
+  // What the race detector has found; after the end also what is wrong with the launch as a whole.
   std::string race() const { return race_.empty() && ended() && order_ ? order_->end() : race_; }
   // Leaves the running thread until it is one that goes on.
   void pause();
@@ -150,7 +153,7 @@ public:
   bool leaves(const void* word, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
   void viewed(const void* address, uint64_t bytes, bool store, const char* name);
-  void word(const void* address, WordAccess access, Ordering ordering);
+  void word(const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
   void fenced(uint32_t scope);
   void local_access(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);
   void benign_race(const void* address, uint64_t bytes) {
@@ -194,14 +197,14 @@ private:
   SharedRange shared_range() const;
   bool is_shared(const void* p) const;
   std::string copies(const Call& call);
-  void untold(const Call& call);
+  void note_unfollowed(const Call& call);
   void begin_lag(Block& block);
   bool lags(const Fiber& fiber) const { return lagging_ && fiber.block->warps[fiber.view.linear / 32].lags; }
   bool lag_step(bool still);
   void end_lag();
   bool between_rounds();
   bool idle_step(bool still);
-  void tell_stall(bool waits);
+  void report_stall(bool waits);
   void check_shared(Block& block);
   void describe_fault();
   std::string line_of(int number) const;
@@ -235,8 +238,9 @@ private:
   uint64_t switches_ = 0;
 
   std::unique_ptr<HappensBefore> order_; // of kernels that communicate
-  std::unique_ptr<LocalAccesses> local_; // of launches that are checked for races
+  std::unique_ptr<LocalAccesses> local_; // of launches that the race detector follows
   std::string race_;                     // the first one that either found
+  std::set<std::string> gaps_;           // that threads have met
   RaceMemory* heap_ = nullptr;
 
   Failure failure_ = Failure::none;

@@ -1,17 +1,13 @@
 #include "happens_before.h"
 
-#include "tilescale_net/device/operation_names.h"
+#include "rules.h"
+
+#include "tilescale_net/device/context.h"
 
 #include <algorithm>
 
 namespace tsn {
 namespace sim {
-
-namespace {
-
-constexpr size_t kMaxRecords = 4096; // waits for a value exactly; what comes after them is not looked at
-
-} // namespace
 
 std::string primitive_name(uint32_t operation, uint32_t scope) {
   std::string name = std::string("N.") + kOperationNames[operation];
@@ -41,7 +37,8 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
     start->emplace_back(clock_key(Part::all, r),
                         r == memory_->me ? memory_->flushed : memory_->ended[static_cast<size_t>(r)]);
   start->emplace_back(clock_key(Part::ended, memory_->me), memory_->ended[me]);
-  if (follows_ranks_) memory_->receive(nothing_known()); // what is there now belongs to what the host has waited for
+  if (follows_ranks_)
+    memory_->receive(memory_->me, nothing_known()); // what is there now belongs to what the host has waited for
   memory_->forget_finished();
   start_ = join(start, memory_->learnt);
   sites_.push_back(0);
@@ -183,15 +180,15 @@ void HappensBefore::waited(uint32_t warp, unsigned lane, int line, const uint64_
   Known known = before;
   if (follows_ranks_) {
     const int64_t now = static_cast<int64_t>(__atomic_load_n(signal, __ATOMIC_ACQUIRE));
-    memory_->receive(signalled_);
-    known = join(known, memory_->any);
-    const auto it = memory_->words.find(memory_->offset(signal) / 8);
-    const bool told = it != memory_->words.end();
-    if (seen.exactly && exact_.size() == kMaxRecords) more_exact_ = true;
+    const Inbox& inbox = memory_->receive(memory_->me, signalled_);
+    known = join(known, inbox.any);
+    const auto it = inbox.words.find(memory_->offset(signal) / 8);
+    const bool has_signals = it != inbox.words.end();
+    if (seen.exactly && exact_.size() == kMaxExactWaits) more_exact_ = true;
     else if (seen.exactly)
       exact_.push_back({signal, Event{warp, state.epoch, -1, line, kOpWait, 0, lane}, seen.value,
-                        told ? it->second.reached(seen, before) : 0});
-    if (told) known = join(known, it->second.guaranteed(seen, now, before));
+                        has_signals ? it->second.reached(seen, before) : 0});
+    if (has_signals) known = join(known, it->second.guaranteed(seen, now, before));
   } else {
     known = join(known, signalled_); // any of it may have led to the signal
   }
@@ -218,7 +215,7 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
   for (uint64_t i = offset / 4; i < offset / 4 + 2; ++i) {
     const Stamp stamp = memory_->stores(memory_->me).words[i];
     const bool own = stamp < kParting && touch_of(stamp) == Touch::access && rank_of_stamp(stamp) == memory_->me &&
-                     !is_signal(stamp);
+                     !is_signal(stamp) && !(stamp & kAtomicStamp);
     if (own && stamp >> 32 >= first_epoch_)
       return name(event) + " waits for the signal word at heap offset " + std::to_string(offset) + ", to which " +
              place(static_cast<uint32_t>(stamp >> 8 & 0xffff)) +
@@ -322,12 +319,13 @@ std::string HappensBefore::passed() const {
   if (exact_.empty()) return "";
   std::vector<int64_t> now;
   for (const Exact& wait : exact_) now.push_back(static_cast<int64_t>(__atomic_load_n(wait.signal, __ATOMIC_ACQUIRE)));
-  memory_->receive(signalled_);
+  const Inbox& inbox = memory_->receive(memory_->me, signalled_);
   for (size_t i = 0; i < exact_.size(); ++i) {
     const auto& [signal, event, value, reached] = exact_[i];
-    const auto it = memory_->words.find(memory_->offset(signal) / 8);
-    const bool told = it != memory_->words.end();
-    if (!told || !it->second.passes(value, reached, now[i], memory_->me, event.warp, event.lane, event.epoch)) continue;
+    const auto it = inbox.words.find(memory_->offset(signal) / 8);
+    const bool has_signals = it != inbox.words.end();
+    if (!has_signals || !it->second.passes(value, reached, now[i], memory_->me, event.warp, event.lane, event.epoch))
+      continue;
     return name(event) + " waits until the signal word at heap offset " + std::to_string(memory_->offset(signal)) +
            " is " + std::to_string(value) +
            " exactly, and nothing orders the wait before a signal by which it may go on to another value: then it "
@@ -351,15 +349,9 @@ std::string HappensBefore::end() const {
   return "";
 }
 
-std::string HappensBefore::limits() const {
-  std::string out;
-  if (more_puts_)
-    out = "a warp has put more often to a PE without a fence or quiet between than the check keeps: of further puts it "
-          "does not say whether a fence follows";
-  if (more_exact_)
-    out += std::string(out.empty() ? "" : "; ") + "more than " + std::to_string(kMaxRecords) +
-           " waits are for a value exactly: of further ones it does not say whether the word may go on";
-  return out;
+void HappensBefore::add_gaps(std::set<std::string>& gaps) const {
+  if (more_puts_) gaps.insert(gap_text(Gap::puts));
+  if (more_exact_) gaps.insert(gap_text(Gap::exact_waits));
 }
 
 std::string HappensBefore::place(uint32_t warp) const {

@@ -1,7 +1,7 @@
 // Which accesses of a job are ordered in every schedule: vector clocks of warps.
 //
 // Lanes of a warp know of each other what they knew when they last met in a warp synchronisation; where ranks are not
-// followed, a warp counts as one. Barriers, and accesses to words with an order (words.cpp) pass on what a warp knows
+// followed, a warp counts as one. Barriers, and accesses to words with an order (order.cpp) propagate what a warp knows
 // of the others, and a signal what its sender knew to the threads that have seen it. A transfer is an actor of its own:
 // a put reads its source and writes its target at any time until a thread knows that it is done. What follows from the
 // memory model:
@@ -20,6 +20,7 @@
 #include <array>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -57,7 +58,9 @@ public:
   void lanes_meet(uint32_t warp, uint32_t mask, bool all);
   // They have met for a call of theirs. A put of a block is there when all of its warps have come to its end.
   void meets_for(const std::vector<uint32_t>& warps, const Call& call, int line);
-  void word(uint32_t warp, unsigned lane, const void* address, WordAccess access, Ordering ordering);
+  // A load, a store or an atomic operation with an order or without: what it orders, and what is wrong with it, or
+  // nothing. `bytes`: 0 where another call compares it.
+  std::string word(const Actor& actor, const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
   void fenced(uint32_t warp, unsigned lane, MemScope scope);
   // The flush that the lane has begun last has this ticket; or a flush has ended.
   void flushed(uint32_t warp, unsigned lane, uint64_t ticket, bool ended);
@@ -79,8 +82,8 @@ public:
   std::string host(uint64_t offset, uint64_t bytes, bool store, const char* name);
   // What nothing orders there is not reported.
   void benign_race(const void* address, uint64_t bytes);
-  // What was not followed for want of room, or nothing.
-  std::string limits() const;
+  // What was not followed for want of room.
+  void add_gaps(std::set<std::string>& gaps) const;
   // What is wrong with the launch as a whole, or nothing.
   std::string end() const;
 
@@ -142,6 +145,7 @@ private:
     bool stores = false;
     uint64_t begin = 0, end = 0; // of the bytes that both touch, in the heap
     Site site = 0;               // of a plain access
+    bool narrow = false;         // both are atomic, but not in each other's scope
   };
 
   struct Left { // what threads have left in a word
@@ -153,7 +157,7 @@ private:
     Left of_rank;                      // at the scope of the GPU or the system
     std::map<uint32_t, Left> of_block; // by block, at any scope
     // What a thread of the block may know that acquires it.
-    Known told(uint32_t block, MemScope scope) const;
+    Known acquired(uint32_t block, MemScope scope) const;
     // `own`: what the thread has done.
     void learn(const Known& known, const Clock& own, uint32_t block, MemScope scope);
   };
@@ -183,10 +187,11 @@ private:
   // `shared`: with other ranks; `owner`: that other rank in whose heap the word lies, or -1.
   void release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared, int owner);
   Message left_in(uint32_t warp, int owner, const void* address, const Known& known);
-  // What a thread that reads a word by other means than a wait may have learnt: everything; or, of a word of this heap,
-  // what the threads that changed it may have left in it.
-  Known all_told();
-  Known told_by_word(uint64_t offset);
+  // What a thread may have learnt that reads a word of a rank's heap by other means than a wait.
+  Known acquired_by_word(int rank, uint64_t offset);
+  // An atomic access to a word of a rank's heap, compared with others.
+  std::string compared(const Actor& actor, int rank, uint64_t offset, uint64_t bytes, WordAccess access,
+                       MemScope scope);
   bool comes_before(const Event& event, uint32_t warp, unsigned lane);
   Put made_put(const Event& event);
   void add_put(const Put& put);
@@ -223,9 +228,9 @@ private:
   bool is_benign(uint64_t begin, uint64_t end) const;
   // Looks at the stamps of a range of a rank's heap, and leaves `mark` there unless it is 0. `keep_unordered`: not
   // where the access before is not ordered, such as a put that still reads its source: a later store is to find that
-  // one.
+  // one. `own`: the access's stamp, where it is atomic or a signal and leaves none.
   void look(int rank, bool stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark, Found* found,
-            bool keep_unordered = false);
+            bool keep_unordered = false, Stamp own = 0);
   std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, Change change);
   Site site_of(const Actor& actor) const;
   // A plain access, in words.

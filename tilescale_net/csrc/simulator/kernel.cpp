@@ -106,7 +106,7 @@ Outcome run(const Launch& launch, size_t stack_bytes) {
   outcome.message = grid.message();
   outcome.line = grid.line();
   outcome.remark = grid.never_started();
-  outcome.limits = grid.limits();
+  for (const std::string& gap : grid.gaps()) outcome.limits += (outcome.limits.empty() ? "" : "; ") + gap;
   outcome.switches = grid.switches();
   return outcome;
 }

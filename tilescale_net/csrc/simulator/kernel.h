@@ -28,7 +28,7 @@ struct Outcome {
   std::string message;
   std::string line;   // of the author's, where one thread has failed
   std::string remark; // may explain what the kernel itself reports
-  std::string limits; // of the check for races that it has reached
+  std::string limits; // gaps of the race detector that it has met
   uint64_t switches = 0;
 };
 

@@ -1,5 +1,7 @@
 #include "local_accesses.h"
 
+#include "rules.h"
+
 #include "tilescale_net/csrc/common/address_of.h"
 
 #include <algorithm>
@@ -14,7 +16,6 @@ constexpr uint32_t warp_of_stamp(uint64_t stamp) { return static_cast<uint32_t>(
 constexpr unsigned lane_of_stamp(uint64_t stamp) { return static_cast<unsigned>(stamp >> 11 & 31); }
 constexpr uint64_t kInfoName = (1ull << 48) - 1;
 constexpr uint64_t put_stamp(uint64_t number) { return kLocalPut | (number & 0x7fffffff) << 32; }
-constexpr size_t kMaxPages = 1 << 14; // 64 MiB that one launch touches; what comes after them is not followed
 const char* name_of(uint64_t info) { return reinterpret_cast<const char*>(info & kInfoName); }
 // Calls of primitives among what accesses memory: their names follow this character.
 constexpr char kCall = '\1';
@@ -60,7 +61,7 @@ LocalCell& LocalAccesses::cell(uint64_t at) {
     static LocalCell nobody;
     auto it = pages_.find(number);
     if (it == pages_.end()) {
-      if (pages_.size() == kMaxPages) {
+      if (pages_.size() == kMaxLocalPages) {
         more_pages_ = true;
         return nobody = LocalCell();
       }
@@ -71,10 +72,8 @@ LocalCell& LocalAccesses::cell(uint64_t at) {
   return line.cells[at % kLocalPage / 4];
 }
 
-std::string LocalAccesses::limits() const {
-  if (!more_pages_) return "";
-  return "it touches more than " + std::to_string(kMaxPages * kLocalPage >> 20) +
-         " MiB: accesses to further pages by threads of one rank are not compared with each other";
+void LocalAccesses::add_gaps(std::set<std::string>& gaps) const {
+  if (more_pages_) gaps.insert(gap_text(Gap::pages));
 }
 
 bool LocalAccesses::ordered(uint64_t stamp, Thread& view, uint32_t warp) {
@@ -92,10 +91,11 @@ std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, 
                                     const char* name, const void* base, SharedRange shared) {
   std::string wrong = stored();
   const uint64_t info = info_of(name, view);
+  const bool loads = access == LocalAccess::load || access == LocalAccess::atomic_load;
+  const uint64_t atomic = access >= LocalAccess::atomic ? kLocalAtomic : 0;
   for (uint64_t at = address_of(p) / 4 * 4; at < address_of(p) + bytes; at += 4) {
     LocalCell& c = cell(at);
-    const uint64_t own =
-        view.local_stamp | local_mask(at, address_of(p), bytes) | (access == LocalAccess::atomic ? kLocalAtomic : 0);
+    const uint64_t own = view.local_stamp | local_mask(at, address_of(p), bytes) | atomic;
     const auto conflicts = [&](uint64_t other) {
       if (!(other & own & kLocalMask) || (other & own & kLocalAtomic)) return false;
       return !ordered(other, view, warp);
@@ -103,25 +103,25 @@ std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, 
     const auto race = [&](uint64_t other, uint64_t other_info, bool stored) {
       return Race{view.local_stamp, info, other, other_info, access, stored, p, at, base, shared};
     };
-    const auto tell = [&](uint64_t other, uint64_t other_info, bool stored) {
+    const auto report = [&](uint64_t other, uint64_t other_info, bool stored) {
       if (wrong.empty() && !is_benign(at)) wrong = text(race(other, other_info, stored));
     };
     if (conflicts(c.store)) {
       const bool both_store = access == LocalAccess::store && !(c.store & kLocalAtomic) && !is_call(name) &&
                               !is_call(name_of(c.store_info));
       if (!both_store) {
-        tell(c.store, c.store_info, true);
+        report(c.store, c.store_info, true);
       } else if (!latest_.p && !is_benign(at)) {
         latest_ = race(c.store, c.store_info, true);
         before_it_.assign(static_cast<const char*>(p), bytes);
       }
     }
-    if (access == LocalAccess::load) {
+    if (loads) {
       local_loaded(c, own, info);
       continue;
     }
     for (int i = 0; i < 2; ++i)
-      if (conflicts(c.load[i])) tell(c.load[i], c.load_info[i], false);
+      if (conflicts(c.load[i])) report(c.load[i], c.load_info[i], false);
     local_stored(c, own, info);
   }
   return wrong;
@@ -177,7 +177,7 @@ std::string LocalAccesses::text(const Race& race) const {
   const char *name = name_of(info), *other_name = name_of(other_info);
   const auto verb = [](bool atomic, bool store, const char* name) -> std::string {
     if (is_call(name)) return name + 1;
-    return std::string(atomic  ? "an atomic operation on "
+    return std::string(atomic  ? store ? "an atomic operation on " : "an atomic load of "
                        : store ? "a store to "
                                : "a load of ") +
            (name ? name : "a word");
@@ -197,8 +197,8 @@ std::string LocalAccesses::text(const Race& race) const {
                            : "a barrier of the grid, or another synchronisation of the two blocks (a release and an "
                              "acquire of scope \"gpu\"; relaxed accesses order nothing), is missing";
   const std::string second = verb(other & kLocalAtomic, stored, other_name);
-  return verb(access == LocalAccess::atomic, access == LocalAccess::store, name) + where +
-         line(static_cast<unsigned>(info >> 48)) + " by " + thread_of(own) + " touches bytes " +
+  return verb(access >= LocalAccess::atomic, access == LocalAccess::store || access == LocalAccess::atomic, name) +
+         where + line(static_cast<unsigned>(info >> 48)) + " by " + thread_of(own) + " touches bytes " +
          std::to_string(base ? begin - address_of(base) : 0) + " to " +
          std::to_string((base ? begin - address_of(base) : 0) +
                         static_cast<uint64_t>(__builtin_popcountll(other & kLocalMask))) +

@@ -30,8 +30,8 @@ public:
   void benign_race(const void* p, uint64_t bytes);
   // Sets the thread's id in its view. To be called when it runs again, and when its warp's epoch has changed.
   void enter(Thread& view, uint32_t warp);
-  // What was not followed for want of room, or nothing.
-  std::string limits() const;
+  // What was not followed for want of room.
+  void add_gaps(std::set<std::string>& gaps) const;
   // What is wrong with the access, or nothing.
   std::string accessed(Thread& view, uint32_t warp, const void* p, uint64_t bytes, LocalAccess access, const char* name,
                        const void* base, SharedRange shared);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <sched.h>
 #include <string.h>
 
@@ -67,19 +68,6 @@ int RaceMemory::owner(const void* p) const {
   for (size_t r = 0; r < heaps.size(); ++r)
     if (heaps[r] && at - heaps[r] < bytes) return static_cast<int>(r);
   return -1;
-}
-
-void RaceMemory::touch(const void* p) const {
-  const int rank = owner(p);
-  const uint64_t word = (reinterpret_cast<uint64_t>(p) - heaps[static_cast<size_t>(rank)]) / 8 % kTouched;
-  __atomic_fetch_or(&pages[static_cast<size_t>(rank)]->touched[word / 64], 1ull << word % 64, __ATOMIC_ACQ_REL);
-}
-
-bool RaceMemory::touched(uint64_t offset) const {
-  const uint64_t word = offset / 8 % kTouched;
-  if (seen(own().touched[word / 64]) >> word % 64 & 1) return true;
-  const Stamp last = seen(stores(me).words[offset / 4]); // a put, a signal, or a store through a view
-  return last >= kParting || (last && rank_of_stamp(last) != me && !is_atomic(last));
 }
 
 void RaceMemory::peer_range(uint64_t* begin, uint64_t* size) const {
@@ -151,6 +139,17 @@ void RaceMemory::send(int pe, Message message) {
   __atomic_store_n(&to.turn, turn + 1, __ATOMIC_RELEASE);
 }
 
+void RaceMemory::leave_unknown(const void* word) {
+  const int rank = owner(word);
+  if (rank < 0 || rank == me) return;
+  Message message{};
+  message.word = (reinterpret_cast<uint64_t>(word) - heaps[static_cast<size_t>(rank)]) / 8;
+  message.rank = me;
+  message.pe = rank;
+  message.left = message.everything = true;
+  send(rank, message);
+}
+
 Known RaceMemory::fetch(const Message& m) {
   if (!m.entries) return nothing_known();
   if (fetched.size() > kMaxCached) fetched.clear();
@@ -167,8 +166,10 @@ Known RaceMemory::fetch(const Message& m) {
   return there = read;
 }
 
-void RaceMemory::receive(const Known& own_signals) {
-  Page& page = own();
+Inbox& RaceMemory::receive(int rank, const Known& own_signals) {
+  Inbox& inbox = inboxes[static_cast<size_t>(rank)];
+  auto& [read, words, any] = inbox;
+  const Page& page = *pages[static_cast<size_t>(rank)];
   const uint64_t end = seen(page.messages);
   const auto learn_all = [&](Known& known) { known = join(join(known, everything()), own_signals); };
   if (end - read > kMessages / 2) {
@@ -177,7 +178,7 @@ void RaceMemory::receive(const Known& own_signals) {
   }
   for (; read < end; ++read) {
     const Message& there = page.message[read % kMessages];
-    wait_for([&] { return seen(there.turn) == read + 1; });
+    wait_for([&, at = read] { return seen(there.turn) == at + 1; });
     const Message m = there;
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     const Known sent = seen(there.turn) == read + 1 && m.turn == read + 1 && !m.everything ? fetch(m) : nullptr;
@@ -197,6 +198,7 @@ void RaceMemory::receive(const Known& own_signals) {
     if (m.carried) own.emplace_back(clock_key(Part::carried, m.rank, m.warp, m.pe, m.word), m.carried);
     words[m.word].add(m, join(sent, std::make_shared<Clock>(std::move(own))));
   }
+  return inbox;
 }
 
 std::string RaceMemory::deadlock() const {
@@ -228,10 +230,11 @@ Known RaceMemory::beyond_ended(const Known& known) const {
 
 // Drops what all later launches know without it.
 void RaceMemory::forget_finished() {
-  for (auto it = words.begin(); it != words.end();) {
-    if (it->second.forget(*this)) ++it;
-    else it = words.erase(it);
-  }
+  for (Inbox& inbox : inboxes)
+    for (auto it = inbox.words.begin(); it != inbox.words.end();) {
+      if (it->second.forget(*this)) ++it;
+      else it = inbox.words.erase(it);
+    }
   learnt = beyond_ended(learnt);
   fetched.clear();
   published.clear();
@@ -247,6 +250,7 @@ void attach_race_memory(int me, uint64_t base, uint64_t bytes, const std::vector
   memory.bytes = bytes;
   memory.heaps = heaps;
   memory.ended.assign(pages.size(), 0);
+  memory.inboxes.resize(pages.size());
   for (uint64_t page : pages) memory.pages.push_back(reinterpret_cast<Page*>(page));
 }
 
@@ -295,6 +299,93 @@ void note_ended_launches_of_all() {
 
 uint32_t take_epoch() { return next_epoch++; }
 void give_epoch(uint32_t last) { next_epoch = std::max(next_epoch, last + 1); }
+
+namespace {
+constexpr size_t kMaxSteps = 1024; // of a word; with more, a thread that has seen it knows all of them
+} // namespace
+
+void SignalHistory::add(const Message& message, const Known& sent) {
+  (message.add ? adds_ : sets_) = true;
+  all_ = join(all_, sent);
+  if (!whole_) return;
+  steps_.push_back(
+      {message.rank, message.warp, message.lane, message.epoch, static_cast<int64_t>(message.value), sent});
+  if (steps_.size() <= kMaxSteps) return;
+  whole_ = false;
+  steps_.clear();
+}
+
+size_t SignalHistory::reached(const Seen& seen, const Known& before) const {
+  if (!sets_ || adds_ || !whole_) return 0;
+  size_t at = 0; // the last step that was known
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    const Step& step = steps_[i];
+    if (step.rank != steps_[0].rank) return 0;
+    if (steps_known(before, step.rank, step.warp, step.lane) >= step.epoch ||
+        rank_known(before, step.rank) >= step.epoch)
+      at = i;
+  }
+  for (; at < steps_.size(); ++at)
+    if (seen.exactly ? steps_[at].value == seen.value : steps_[at].value >= seen.value) return at + 1;
+  return 0;
+}
+
+Known SignalHistory::guaranteed(const Seen& seen, int64_t now, const Known& before) const {
+  if (seen.any || !whole_ || (adds_ && sets_) || steps_.empty()) return all_;
+  Known known = nothing_known();
+  if (sets_) {
+    const size_t count = reached(seen, before);
+    for (size_t i = 0; i < count; ++i) known = join(known, steps_[i].known);
+    return count ? known : all_;
+  }
+  std::map<int, int64_t> sums;
+  int64_t total = 0;
+  for (const Step& step : steps_) sums[step.rank] += step.value, total += step.value;
+  // Of each sender as much as the word lacks when all others have added what they have added so far. The word may have
+  // begun with another value than 0, and may not have everything yet.
+  const int64_t needed = seen.value - now + total;
+  for (const auto& [rank, sum] : sums) {
+    int64_t lacks = needed - (total - sum);
+    for (const Step& step : steps_) {
+      if (lacks <= 0) break;
+      if (step.rank != rank) continue;
+      known = join(known, step.known);
+      lacks -= step.value;
+    }
+  }
+  return known;
+}
+
+bool SignalHistory::passes(int64_t value, size_t at, int64_t now, int rank, uint32_t warp, unsigned lane,
+                           uint32_t epoch) const {
+  if (!whole_ || adds_ == sets_) return false;
+  const auto knows_the_wait = [&](const Step& step) {
+    return steps_known(step.known, rank, warp, lane) >= epoch || rank_known(step.known, rank) >= epoch;
+  };
+  if (sets_) {
+    while (at && at < steps_.size() && steps_[at].value == value) ++at;
+    return at && at < steps_.size() && !knows_the_wait(steps_[at]);
+  }
+  int64_t word = now;
+  for (const Step& step : steps_) {
+    if (step.value < 0) return false; // it may come to the value twice
+    word -= step.value;               // what it was at first
+  }
+  for (const Step& step : steps_) {
+    if (word >= value && step.value && !knows_the_wait(step)) return true;
+    word += step.value;
+  }
+  return false;
+}
+
+bool SignalHistory::forget(const RaceMemory& memory) {
+  const std::vector<uint32_t>& ended = memory.ended;
+  all_ = memory.beyond_ended(all_);
+  // The host may have given the word another value since.
+  const auto old = [&](const Step& step) { return step.epoch <= ended[static_cast<size_t>(step.rank)]; };
+  steps_.erase(std::remove_if(steps_.begin(), steps_.end(), old), steps_.end());
+  return !all_->empty();
+}
 
 } // namespace sim
 } // namespace tsn

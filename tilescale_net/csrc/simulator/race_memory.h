@@ -26,8 +26,9 @@ constexpr Stamp access_stamp(int rank, uint32_t warp, unsigned lane, uint32_t ep
   return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(lane) << 25 | static_cast<uint64_t>(warp) << 8 |
          static_cast<uint64_t>(rank);
 }
-constexpr unsigned lane_of_access(Stamp s) { return static_cast<unsigned>(s >> 25 & 63); }
-constexpr Stamp kSignalStamp = 1ull << 24, kAtomicStamp = 1ull << 31;
+// kNarrowStamp: of an atomic access, which a lane makes: its scope is not the system's.
+constexpr Stamp kSignalStamp = 1ull << 24, kNarrowStamp = 1ull << 30, kAtomicStamp = 1ull << 31;
+constexpr unsigned lane_of_access(Stamp s) { return static_cast<unsigned>(s >> 25 & (s & kAtomicStamp ? 31 : 63)); }
 constexpr Stamp transfer_stamp(int rank, Touch touch, uint64_t number) {
   return number << 8 | static_cast<uint64_t>(touch) << 6 | static_cast<uint64_t>(rank);
 }
@@ -109,12 +110,18 @@ private:
   bool adds_ = false, sets_ = false;
 };
 
+// The messages to a rank, as far as this one has read them: its own ones, and those to others whose words it loads.
+struct Inbox {
+  uint64_t read = 0;
+  std::unordered_map<uint64_t, SignalHistory> words; // words of the heap, by index
+  Known any = nothing_known();                       // to a thread that has seen any
+};
+
 struct Entry {
   Key key;
   uint64_t epoch;
 };
 
-constexpr uint64_t kTouched = 1 << 16; // words that are distinguished, by their index
 constexpr uint64_t kTransfers = 1 << 16, kMessages = 1 << 16, kEntries = 1 << 20;
 constexpr uint64_t kMeetings = 8; // of hosts; the last ones are kept
 constexpr uint32_t kSites = 2048;
@@ -132,7 +139,6 @@ struct Page {
   uint64_t stalled, stalled_word;
   uint32_t stalled_site;
   uint64_t transfers, messages, entries; // so far; the last ones are kept
-  uint64_t touched[kTouched / 64];       // words of the heap that others have changed by atomic operations or N.st
   char names[kSites][96];                // of primitives with their lines, and lines of plain accesses
   Transfer transfer[kTransfers];
   Message message[kMessages];
@@ -160,13 +166,11 @@ struct RaceMemory {
   std::vector<Page*> pages;                                   // of all ranks
   std::vector<uint64_t> heaps;                                // where they are mapped; 0: they are not
   std::vector<uint32_t> ended;                                // what each had finished when the launch was requested
-  std::unordered_map<uint64_t, SignalHistory> words;          // signal words of this heap, by index
-  Known any = nothing_known();                                // to a thread that has seen any
+  std::vector<Inbox> inboxes;                                 // of all ranks
   Known learnt = nothing_known();                             // to launches of this rank after the ended ones
   std::map<std::pair<uint32_t, int>, uint32_t> put_epochs;    // by warp and PE: of the latest put of ended launches
   std::map<std::pair<uint32_t, int>, uint32_t> thread_epochs; // the same of what single threads put
   uint32_t flushed = 0;                                       // all of its transfers up to this epoch are done
-  uint64_t read = 0;                                          // messages
   std::map<std::pair<int, uint64_t>, Known> fetched;
   std::unordered_map<const Clock*, std::pair<Known, uint64_t>> published;
   std::map<std::string, uint32_t> sites;
@@ -177,11 +181,6 @@ struct RaceMemory {
   Shadow loads(int rank) const;
   uint64_t offset(const void* p) const { return reinterpret_cast<uint64_t>(p) - base; }
   bool holds(const void* p) const { return offset(p) < bytes; }
-  bool is_peer_heap(const void* p) const { return owner(p) >= 0 && owner(p) != me; }
-  // Another rank's word is changed, not by a signal.
-  void touch(const void* p) const;
-  // Whether a word of this heap may hold what another rank has left there.
-  bool touched(uint64_t offset) const;
   int owner(const void* p) const; // the rank in whose heap the address lies; -1: none
   // Where the heaps of others lie, from the first to the end of the last.
   void peer_range(uint64_t* begin, uint64_t* size) const;
@@ -195,8 +194,10 @@ struct RaceMemory {
   bool find(int rank, uint64_t number, Transfer* out) const;
   bool is_atomic(Stamp stamp) const;
   void send(int pe, Message message);
-  // Reads what has come since the last time.
-  void receive(const Known& own_signals);
+  // A thread that is not followed has changed the word, where it lies in another rank's heap.
+  void leave_unknown(const void* word);
+  // What this rank has read of the messages to that one, brought up to date.
+  Inbox& receive(int rank, const Known& own_signals);
   void forget_finished();
   // Whether all ranks wait for each other for good, as this one sees it while it waits; then which others wait where.
   std::string deadlock() const;

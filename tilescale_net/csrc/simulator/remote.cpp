@@ -3,8 +3,8 @@
 #include "grid.h"
 #include "live_state.h"
 #include "memory.h"
+#include "rules.h"
 #include "tilescale_net/csrc/common/address_of.h"
-#include "tilescale_net/device/bits.h"
 #include "tilescale_net/device/types.h"
 
 #include <algorithm>
@@ -269,7 +269,7 @@ bool defer(const RemoteOperation& o) {
     for (const Pending& other : target.pending) later = later || precedes(other, target.epoch, o.peer_signal);
   if (!later) {
     if (o.peer_signal) hold(s, target, s.sequence, random);
-    if (p.memory && o.number == Number::none) p.memory->send(o.pe, p.message); // else the access tells by itself
+    if (p.memory && o.number == Number::none) p.memory->send(o.pe, p.message); // else the access reports it
     return false;
   }
   if (target.pending.size() >= kMaxPending) deliver_oldest(target);
@@ -377,7 +377,9 @@ const RemoteApi kRemoteApi = {
       current_grid->begin(call);
     },
     [](const uint64_t* signal) { current_grid->waited(signal); },
-    [](const void* address, WordAccess access, Ordering ordering) { current_grid->word(address, access, ordering); },
+    [](const void* address, uint64_t bytes, WordAccess access, Ordering ordering) {
+      current_grid->word(address, bytes, access, ordering);
+    },
     [](uint32_t scope) { current_grid->fenced(scope); },
     [](const void* address, uint64_t bytes, WordAccess access) { scheduler->visit(address, bytes, access); },
     [](const void* address, uint64_t bytes, bool store, const char* name) {
@@ -389,10 +391,11 @@ const RemoteApi kRemoteApi = {
     },
     [](const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base) {
       // An atomic operation is a visit as well.
-      if (scheduler && access != LocalAccess::atomic) scheduler->touch(address, bytes, access == LocalAccess::store);
+      if (scheduler && access < LocalAccess::atomic) scheduler->touch(address, bytes, access == LocalAccess::store);
       current_grid->local_access(address, bytes, access, name, base);
     },
     [](const void* address, uint64_t bytes) { current_grid->benign_race(address, bytes); },
+    [] { current_grid->note_gap(Gap::pointers); },
     [](const uint64_t* signal, int pe, uint64_t value, bool add) {
       Message message;
       if (current_grid->signalling(signal, pe, value, add, &message)) current_grid->heap()->send(pe, message);

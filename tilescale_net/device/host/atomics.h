@@ -2,7 +2,7 @@
 // a heap that other ranks, which are processes, change at the same time.
 #pragma once
 
-#include "../bits.h"
+#include "../types.h"
 #include "builtins.h"
 
 namespace tsn {
@@ -22,7 +22,7 @@ inline T atomic_update(T* p, int order, F f) {
   maybe_yield();
   visit_word(p, sizeof(T), WordAccess::update);
   note_local(p, sizeof(T), LocalAccess::atomic, nullptr);
-  word_access(p, WordAccess::update, device_ordering(order));
+  word_access(p, sizeof(T), WordAccess::update, device_ordering(order));
   Word* word = reinterpret_cast<Word*>(p);
   Word old = __atomic_load_n(word, __ATOMIC_RELAXED), next;
   do next = tsn_bits<Word>(f(tsn_bits<T>(old)));
@@ -59,7 +59,7 @@ inline T atomicCAS(T* p, C compare, V value) {
   return old;
 }
 
-// tilelang's wrappers, with a cuda::memory_order. Every order is carried out as the strongest; the check for races uses
+// tilelang's wrappers, with a cuda::memory_order. Every order is carried out as the strongest; the race detector uses
 // the actual one.
 #define TSN_TL_ATOMIC(Name, cuda)                                                                                      \
   template <typename T, typename V>                                                                                    \
@@ -147,7 +147,8 @@ inline T AtomicLoad(T* p, int order = 0) {
   const T value = tsn_bits<T>(__atomic_load_n(reinterpret_cast<const Word*>(p), __ATOMIC_SEQ_CST));
   tsn::sim::Ordering ordering = tsn::sim::device_ordering(order);
   ordering.releases = false;
-  tsn::sim::word_access(p, tsn::sim::WordAccess::read, ordering);
+  tsn::sim::note_local(p, sizeof(T), tsn::sim::LocalAccess::atomic_load, nullptr);
+  tsn::sim::word_access(p, sizeof(T), tsn::sim::WordAccess::read, ordering);
   return value;
 }
 template <typename T, typename V>
@@ -157,6 +158,7 @@ inline void AtomicStore(T* p, V value, int order = 0) {
   tsn::sim::visit_word(p, sizeof(T), tsn::sim::WordAccess::write);
   tsn::sim::Ordering ordering = tsn::sim::device_ordering(order);
   ordering.acquires = false;
-  tsn::sim::word_access(p, tsn::sim::WordAccess::write, ordering);
+  tsn::sim::note_local(p, sizeof(T), tsn::sim::LocalAccess::atomic, nullptr);
+  tsn::sim::word_access(p, sizeof(T), tsn::sim::WordAccess::write, ordering);
   __atomic_store_n(reinterpret_cast<Word*>(p), tsn_bits<Word>(static_cast<T>(value)), __ATOMIC_SEQ_CST);
 }

@@ -20,7 +20,7 @@
 constexpr int warpSize = 32;
 
 // Barriers and fences. Fibers of one grid share an operating-system thread, so fences matter only towards other ranks,
-// and to the check for races.
+// and to the race detector.
 inline void __syncthreads() { tsn::sim::api().block_barrier(0, 0, false); }
 inline int __syncthreads_count(int p) {
   return static_cast<int>(tsn::sim::api().block_vote(tsn::sim::VoteOp::count, p != 0));

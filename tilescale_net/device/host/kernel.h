@@ -9,7 +9,6 @@
 
 #include "atomics.h"
 #include "checked.h"
-#include "mbarrier.h"
 #include "tilelang.h"
 
 using nv_bfloat162 = __nv_bfloat162;

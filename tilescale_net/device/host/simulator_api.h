@@ -4,14 +4,13 @@
 // this table when it is loaded. Only plain types cross the border.
 #pragma once
 
-#include "trace_api.h"
 #include <stddef.h>
 #include <stdint.h>
 
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 11;
+constexpr uint32_t kApiVersion = 12;
 
 struct Index3 {
   unsigned x, y, z;
@@ -38,7 +37,7 @@ struct LocalPages {
   } lines[kLocalLines];
 };
 
-enum class LocalAccess : uint32_t { load, store, atomic };
+enum class LocalAccess : uint32_t { load, store, atomic, atomic_load };
 
 // Which of the 4 bytes at `at` lie in [begin, begin + bytes).
 inline uint64_t local_mask(uint64_t at, uint64_t begin, uint64_t bytes) {
@@ -49,7 +48,7 @@ inline uint64_t local_mask(uint64_t at, uint64_t begin, uint64_t bytes) {
   return mask;
 }
 
-// In the place of a stamp of a load: a put that may still read the bytes, by its number; of no warp that there is.
+// Instead of a stamp of a load: a put that may still read the bytes, by its number; of no warp that there is.
 constexpr uint64_t kLocalPut = 0xffffull << 16 | 1ull << 63;
 inline bool is_local_put(uint64_t stamp) { return (stamp & kLocalPut) == kLocalPut; }
 
@@ -57,7 +56,8 @@ inline bool is_local_put(uint64_t stamp) { return (stamp & kLocalPut) == kLocalP
 inline void local_loaded(LocalCell& c, uint64_t own, uint64_t info) {
   const uint64_t same = ~(kLocalMask | kLocalAtomic), warp = 0xffffull << 16;
   if ((c.load[0] & same) == (own & same)) {
-    c.load[0] |= own;
+    const uint64_t both_atomic = c.load[0] & own & kLocalAtomic;
+    c.load[0] = ((c.load[0] | own) & ~kLocalAtomic) | both_atomic;
     return;
   }
   if ((c.load[0] ^ own) & warp && !is_local_put(c.load[1])) c.load[1] = c.load[0], c.load_info[1] = c.load_info[0];
@@ -142,7 +142,7 @@ struct RemoteOperation {
   int pe;
   // Rows of `bytes / rows` bytes, where the data do not lie in one piece; the distance between two of them.
   int64_t rows = 1, pitch = 0, source_pitch = 0;
-  // An atomic operation on a number of this kind, in the place of a signal: `value` holds the bits of its operand, and
+  // An atomic operation on a number of this kind, instead of a signal: `value` holds the bits of its operand, and
   // `add` says that the order among others that say so does not matter.
   Number number = Number::none;
   uint32_t atomic = 0; // AtomicOp of types.h
@@ -188,8 +188,9 @@ struct RemoteApi {
   void (*begin)(const Call&);
   // A wait or test has seen its signal.
   void (*waited)(const uint64_t* signal);
-  // A load, a store or an atomic operation by which threads of this PE may order each other.
-  void (*word)(const void* address, WordAccess access, Ordering ordering);
+  // A load, a store or an atomic operation by which threads may order each other. `bytes`: 0 where another call has
+  // reported the access, and this one says what it orders.
+  void (*word)(const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
   // A fence, of a MemScope.
   void (*fenced)(uint32_t scope);
   // The thread is about to make such an access; returns when it may. Called where the thread is `scheduled`.
@@ -203,6 +204,8 @@ struct RemoteApi {
   void (*local_access)(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);
   // Accesses to these bytes are meant to race, in this launch.
   void (*benign_race)(const void* address, uint64_t bytes);
+  // A function that is not followed is given a pointer.
+  void (*hands_pointer)();
   // A signal is about to be sent that was not offered to `defer`.
   void (*signalling)(const uint64_t* signal, int pe, uint64_t value, bool add);
   // True: taken over, to be delivered later. False: the caller carries it out now.
@@ -216,6 +219,30 @@ struct RemoteApi {
   void (*quiet)(int pe);
   // Raises OutOfBounds when the range is in the symmetric heap and not in one live allocation.
   void (*check)(const char* name, const void* address, uint64_t bytes);
+};
+
+// What a thread waits for.
+struct WaitSubject {
+  uint32_t operation;   // Operation of context.h
+  int pe;               // the PE that it waits for; -1: not known
+  const uint64_t* word; // a signal word of the heap, or null
+  int64_t wanted;
+  uint32_t comparison; // 1 + Compare, or 0
+};
+
+// How kernels report where they wait and what they call, for hang reports and traces.
+struct TraceApi {
+  // The running thread has looked once and has to wait.
+  void (*wait_begins)(const WaitSubject&);
+  void (*wait_ends)();
+  // The running thread gives up: from here on all waits of this PE end.
+  void (*gives_up)();
+  // Whether calls are traced now; `call_ends` is called only then: the running thread's call has ended.
+  const bool* traces;
+  void (*call_ends)();
+  // A range of the running thread, named in the table of lines.
+  void (*range_begins)();
+  void (*range_ends)();
 };
 
 struct Api {

@@ -22,13 +22,14 @@ inline const Api& api() {
       [](const Call&) {},
       [](const Call&) {},
       [](const uint64_t*) {},
-      [](const void*, WordAccess, Ordering) {},
+      [](const void*, uint64_t, WordAccess, Ordering) {},
       [](uint32_t) {},
       [](const void*, uint64_t, WordAccess) {},
       [](const void*, uint64_t, bool, const char*) {},
       [](const void*, uint64_t, bool, const char*) {},
       [](const void*, uint64_t, LocalAccess, const char*, const void*) {},
       [](const void*, uint64_t) {},
+      [] {},
       [](const uint64_t*, int, uint64_t, bool) {},
       [](const RemoteOperation&) { return false; },
       [](uint64_t, bool) {},
@@ -76,7 +77,7 @@ inline Thread& self() {
 
 inline void maybe_yield() {}
 inline void turn_of_others() { sched_yield(); }
-inline void word_access(const void*, WordAccess, Ordering) {}
+inline void word_access(const void*, uint64_t, WordAccess, Ordering) {}
 inline void word_found(const void*, Ordering) {}
 inline void fenced(uint32_t) {}
 inline void visit_word(const void*, uint64_t, WordAccess) {}
@@ -104,8 +105,9 @@ inline void turn_of_others() {
   if (!self().scheduled) api().yield(true);
 }
 
-inline void word_access(const void* address, WordAccess access, Ordering ordering) {
-  if (self().followed) api().remote->word(address, access, ordering);
+// `bytes`: 0 where the access itself is reported elsewhere.
+inline void word_access(const void* address, uint64_t bytes, WordAccess access, Ordering ordering) {
+  if (self().followed) api().remote->word(address, bytes, access, ordering);
 }
 
 // A fence orders what the thread does to such words without an order of their own. Of a MemScope.
@@ -117,7 +119,7 @@ inline void fenced(uint32_t scope) {
 inline void word_found(const void* address, Ordering ordering) {
   ordering.releases = false;
   if (reinterpret_cast<uint64_t>(address) - self().heap_base < self().heap_bytes)
-    word_access(address, WordAccess::read, ordering);
+    word_access(address, 0, WordAccess::read, ordering);
 }
 
 inline void visit_word(const void* address, uint64_t bytes, WordAccess access) {
@@ -176,7 +178,7 @@ __attribute__((noinline)) inline void access_local(const void* p, uint64_t bytes
                         static_cast<uint64_t>(static_cast<uint16_t>(t.site + 1)) << 48;
   for (uint64_t at = begin / 4 * 4; at < end; at += 4) {
     const LocalPages::Line& line = t.local->lines[at / kLocalPage % kLocalLines];
-    if (line.number != at / kLocalPage || access == LocalAccess::atomic)
+    if (line.number != at / kLocalPage || access >= LocalAccess::atomic)
       return api().remote->local_access(p, bytes, access, name, base);
     LocalCell& c = line.cells[at % kLocalPage / 4];
     const bool after_loads = access == LocalAccess::load || (local_after(t, c.load[0]) && local_after(t, c.load[1]));

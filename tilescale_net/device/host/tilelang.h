@@ -192,6 +192,18 @@ struct NamedBarrier {
   }
 };
 
+// Accesses by a pointer that the race detector is to see.
+template <typename T>
+inline T tsn_load(const T* p) {
+  tsn::sim::note_load(p, sizeof(T), "a tile", p);
+  return *p;
+}
+template <typename T>
+inline void tsn_store(T* p, T value) {
+  tsn::sim::note_store(p, sizeof(T), "a tile", p);
+  *p = value;
+}
+
 // Reduces over threads whose indices differ in the bits scale … threads/2; every thread gets the result. Pairs that are
 // 32 or more apart meet in shared memory, the others by shuffles; the order of additions is that of the GPU.
 template <class Reducer, int threads, int scale, int first_thread = 0, class Barrier = SyncThreadsBarrier,
@@ -217,9 +229,10 @@ private:
       }
       const unsigned self = threadIdx.x - first_thread;
       Barrier::template sync<1>();
-      for (int i = 0; i < n; ++i) workspace[self + i * stride] = values[i];
+      for (int i = 0; i < n; ++i) tsn_store(workspace + self + i * stride, values[i]);
       Barrier::template sync<2>();
-      for (int i = 0; i < n; ++i) values[i] = Reducer()(values[i], workspace[(self ^ distance) + i * stride]);
+      for (int i = 0; i < n; ++i)
+        values[i] = Reducer()(values[i], tsn_load(workspace + (self ^ distance) + i * stride));
     }
   }
 };
@@ -270,13 +283,13 @@ inline void scan_line(const T* in, T* out, int n, int in_stride, int out_stride)
   T carry = Reducer::template identity<T>();
   for (int done = 0; done < n; done += Segment) {
     const int place = done + lane, i = reverse ? n - 1 - place : place;
-    T value = place < n ? in[i * in_stride] : Reducer::template identity<T>();
+    T value = place < n ? tsn_load(in + i * in_stride) : Reducer::template identity<T>();
     for (int distance = 1; distance < Segment; distance *= 2) {
       const T other = shfl_up_sync(0xffffffffu, value, distance);
       if (lane >= distance) value = Reducer()(other, value);
     }
     value = Reducer()(carry, value);
-    if (place < n) out[i * out_stride] = value;
+    if (place < n) tsn_store(out + i * out_stride, value);
     carry = shfl_sync(0xffffffffu, value, Segment - 1);
   }
 }
@@ -370,3 +383,40 @@ inline void device_assert_with_msg(bool condition, const char* message) {
   tsn::sim::api().trap(("a device-side assertion failed" + (text.empty() ? text : ": " + text)).c_str());
 }
 inline void device_assert(bool condition) { device_assert_with_msg(condition, ""); }
+
+// -------------------------------------------------------------------------------------------------- mbarriers
+
+// T.alloc_barrier: threads arrive, and wait until as many have as the barrier was made for.
+// What tilelang's generated code calls it. As in PTX an arrival releases, and a wait acquires. Bit 63: parity of the
+// running phase; then arrivals of a phase; then those still to come, 20 bits.
+class Barrier {
+public:
+  void init(uint32_t arrivals) { word = uint64_t(arrivals) << 20 | arrivals; }
+  void arrive() {
+    tsn::sim::word_access(&word, 0, tsn::sim::WordAccess::write, {false, true, kBlockScope});
+    --word;
+    if ((word & kLeft) == 0) word = (word ^ kParity) | (word >> 20 & kLeft);
+    tsn::sim::maybe_yield();
+  }
+  // Until the phase of this parity has ended; at once where the running phase is the first, and has the other one.
+  void wait(uint32_t parity) {
+    while ((word >> 63) == (parity & 1)) tsn::sim::api().yield(true);
+    tsn::sim::word_access(&word, 0, tsn::sim::WordAccess::read, {true, false, kBlockScope});
+  }
+
+private:
+  static constexpr uint32_t kBlockScope = uint32_t(tsn::MemScope::cta);
+  static constexpr uint64_t kParity = uint64_t(1) << 63, kLeft = (1 << 20) - 1;
+
+  uint64_t word;
+};
+
+namespace tl {
+
+template <int threads>
+inline bool tl_shuffle_elect() {
+  return tsn::sim::self().linear % (threads > 0 ? threads : 0x40000000) == 0;
+}
+inline void fence_barrier_init() {}
+
+} // namespace tl

@@ -29,4 +29,7 @@ struct BoundLaunch {
 };
 
 } // namespace sim
+
+void bind_explorer(pybind11::module_& m); // of csrc/explore
+
 } // namespace tsn

@@ -1,0 +1,55 @@
+"""Races of the kinds that other tools know: the wrong form is reported, with lines, and the right one is silent."""
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.simulator import races_of_the_field as field
+from tests.simulator.recorded import recorded_errors
+from tilescale_net.explore import coverage
+from tilescale_net.runtime import simulator
+
+SEEDS = range(3)
+
+
+def _reports(right, cases):
+    """What this rank reports of each kind under each seed."""
+    said = recorded_errors()
+    told = {}
+    kernel = field.races(right)
+    for name in cases:
+        for seed in SEEDS:
+            data, word, out = (
+                torch.zeros(field.THREADS),
+                torch.zeros(2, dtype=torch.uint64),
+                torch.zeros(4, field.THREADS),
+            )
+            x, y, flag = tsn.zeros(field.THREADS), tsn.zeros(field.THREADS), tsn.zeros((2,), torch.uint64)
+            tsn.barrier()
+            said.clear()
+            with simulator.schedule(seed):
+                kernel(field.CASES[name], data, word, x, y, flag, out)
+            tsn.barrier()
+            told[name, seed] = said[0] if said else ""
+    return told
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_kinds(right):
+    told = ranks.run(2, _reports, right, list(field.KINDS), env={"TSN_SIM_RACES": "1"}, timeout=200)
+    for name, kind in field.KINDS.items():
+        said = [of_rank[name, seed] for of_rank in told for seed in SEEDS]
+        if right or not kind.ours:
+            assert not any(said), (name, said)
+            continue
+        assert any(kind.ours in text for text in said), (name, kind.ours, said)
+        # Some rank or other finds it in every schedule, by two lines.
+        assert all(any(of_rank[name, seed] for of_rank in told) for seed in SEEDS), (name, said)
+        assert all(text.count("races_of_the_field.py:") >= 2 for text in said if text), (name, said)
+
+
+def test_the_page_has_the_table_and_the_rules():
+    page = field.PAGE.read_text()
+    assert field.of_page(page) == field.table()
+    assert coverage.of_page(page) == coverage.section()
