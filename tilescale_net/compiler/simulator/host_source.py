@@ -294,7 +294,9 @@ def _note_stores(body: str, elements: list[str]) -> str:
     return body
 
 
-_FUNCTION = re.compile(r"(?<![\w:.>])(?<![\w>] )((?!tsn_|__|Atomic|if\b|for\b|while\b|return\b|sizeof\b)[A-Za-z_]\w*)\(")
+_FUNCTION = re.compile(
+    r"(?<![\w:.>])(?<![\w>] )((?!tsn_|__|Atomic|if\b|for\b|while\b|return\b|sizeof\b)[A-Za-z_]\w*)\("
+)
 
 
 def _note_pointers(body: str) -> str:
