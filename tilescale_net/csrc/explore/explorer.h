@@ -39,9 +39,9 @@ public:
   // Every schedule, except schedules that differ only in the order of independent events. The first failure ends it.
   Result all(const Limits& limits);
   // Schedules by random priorities that change `depth` - 1 times (Burckhardt et al., ASPLOS 2010).
-  Result random(uint64_t first_seed, uint64_t seeds, int depth, double seconds);
+  Result random(uint64_t first_seed, uint64_t seeds, int depth, double seconds = 1e9);
   // This one, and then as it comes. Throws std::invalid_argument where it does not fit.
-  Result repeat(const std::vector<int>& schedule, double seconds);
+  Result repeat(const std::vector<int>& schedule, double seconds = 1e9);
 
 private:
   struct Node {
