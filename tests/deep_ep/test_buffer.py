@@ -366,10 +366,10 @@ def test_a_communicator():
 
 
 def test_where_the_ranks_of_a_communicator_meet(monkeypatch):
-    from tilescale_net.deep_ep import mpi
+    from tilescale_net.deep_ep import groups
     from tilescale_net.runtime import this_host
 
-    assert mpi._meeting_place([]) == this_host.address_towards("127.0.0.1") == "127.0.0.1"
+    assert groups._meeting_place([]) == this_host.address_towards("127.0.0.1") == "127.0.0.1"
     known = {"two": "10.0.0.5", "three": "127.0.0.1"}
 
     def towards(host: str) -> str:
@@ -378,12 +378,12 @@ def test_where_the_ranks_of_a_communicator_meet(monkeypatch):
         return known[host]
 
     monkeypatch.setattr(this_host, "address_towards", towards)
-    assert mpi._meeting_place(["one", "three", "two"]) == "10.0.0.5"
+    assert groups._meeting_place(["one", "three", "two"]) == "10.0.0.5"
     known[socket.gethostname()] = "10.0.0.7"
-    assert mpi._meeting_place(["one"]) == "10.0.0.7"
+    assert groups._meeting_place(["one"]) == "10.0.0.7"
     known[socket.gethostname()] = "127.0.0.1"  # as Debian writes it
     with pytest.raises(tsn.ConfigurationError, match="other hosts \\(one\\).* own name .* stands for loopback"):
-        mpi._meeting_place(["one"])
+        groups._meeting_place(["one"])
 
 
 def test_size_hints():

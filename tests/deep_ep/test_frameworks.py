@@ -12,7 +12,7 @@ import tilescale_net.deep_ep
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, Inputs, difference
 from tests.kernels.moe import reference
-from tilescale_net.deep_ep import scales
+from tilescale_net.deep_ep import low_latency
 
 MOST = 12  # tokens of a rank in low-latency calls
 
@@ -26,8 +26,8 @@ def _payloads(x: torch.Tensor) -> dict:
     """The same rows in the forms in which frameworks send them."""
     blocks = tuple(t.to(x.device) for t in reference.quantise(x.cpu()))
     tokens, of_tokens = _per_token(x)
-    rounded, powers = scales.quantise_rounded(x)
-    column_major = scales.packed(powers).T.contiguous().T
+    rounded, powers = low_latency.quantise_rounded(x)
+    column_major = low_latency.packed(powers).T.contiguous().T
     return {
         "bfloat16": x, "per block": blocks, "per token": (tokens, of_tokens), "of one column": (tokens, of_tokens[:, None]),
         "packed exponents": (rounded, column_major),

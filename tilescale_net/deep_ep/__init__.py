@@ -7,14 +7,17 @@
 docs/integrations.md describes how frameworks are set up, and what is not supported.
 """
 
+import importlib
+import sys
+
 import torch
 
 from tilescale_net.deep_ep.buffer import Buffer
-from tilescale_net.deep_ep.config import Config
-from tilescale_net.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
 from tilescale_net.deep_ep.elastic import ElasticBuffer, EPHandle
-from tilescale_net.deep_ep.event import EventHandle, EventOverlap
-from tilescale_net.deep_ep.replacement import install
+from tilescale_net.deep_ep.groups import get_logical_domain_size, get_physical_domain_size
+from tilescale_net.deep_ep.objects import Config
+from tilescale_net.deep_ep.utils import EventHandle, EventOverlap
+from tilescale_net.errors import TileScaleError
 
 __version__ = "1.2.1"  # of DeepEP, whose interface Buffer has
 topk_idx_t = torch.int64  # of choices; int32 is taken too
@@ -31,3 +34,21 @@ __all__ = [
     "install",
     "topk_idx_t",
 ]
+
+
+def install() -> None:
+    """From now on `import deep_ep` gives this package in this process. Calling it again changes nothing.
+
+    Raises:
+        TileScaleError: another deep_ep was imported before.
+    """
+    ours = sys.modules[__name__]
+    found = sys.modules.get("deep_ep")
+    if found is not None and found is not ours:
+        raise TileScaleError(
+            f"deep_ep was imported already, from {getattr(found, '__file__', None)}; call tilescale_net.deep_ep.install() "
+            "before anything imports it"
+        )
+    sys.modules["deep_ep"] = ours
+    for name in ("buffer", "utils", "utils.event"):
+        sys.modules[f"deep_ep.{name}"] = importlib.import_module(f"{__name__}.{name}")

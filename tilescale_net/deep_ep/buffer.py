@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.deep_ep import high_throughput, low_latency, mpi
-from tilescale_net.deep_ep.config import Config, low_latency_bytes
-from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
+from tilescale_net.deep_ep import high_throughput, low_latency
+from tilescale_net.deep_ep.groups import group_of, join, leave
 from tilescale_net.deep_ep.high_throughput import Bias
-from tilescale_net.deep_ep.objects import Objects, join, leave
+from tilescale_net.deep_ep.objects import Config, Objects, low_latency_bytes
+from tilescale_net.deep_ep.utils import EventHandle, EventOverlap, begin, end
 from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.world import World
@@ -51,7 +51,7 @@ class Buffer(MadeByRanks):
         explicitly_destroy: bool = False, comm: Any = None, enable_shrink: bool = False, use_fabric: bool = False,
     ):  # fmt: skip
         if comm is not None:
-            group = mpi.group_of(comm)
+            group = group_of(comm)
         self._world = join(group, num_nvl_bytes + num_rdma_bytes)
         self.rank, self.group_size, self.group = self._world.rank, self._world.size, group
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

@@ -6,10 +6,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 import tilescale_net as tsn
-from tilescale_net.deep_ep.config import EXPERTS, widest
-from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
+from tilescale_net.deep_ep.groups import join, leave
 from tilescale_net.deep_ep.high_throughput import Bias, biases_of, fresh, joined, parts
-from tilescale_net.deep_ep.objects import Objects, join, leave
+from tilescale_net.deep_ep.objects import EXPERTS, Objects, widest
+from tilescale_net.deep_ep.utils import EventHandle, EventOverlap, begin, end
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows

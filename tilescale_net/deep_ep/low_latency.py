@@ -1,4 +1,4 @@
-"""DeepEP's low-latency mode: few tokens, rows by expert, weights at combine."""
+"""DeepEP's low-latency mode: few tokens, rows by expert, weights at combine; scales that are powers of two."""
 
 from __future__ import annotations
 
@@ -7,11 +7,35 @@ from dataclasses import dataclass
 
 import torch
 
-from tilescale_net.deep_ep import scales as scaling
 from tilescale_net.deep_ep.objects import Objects
 from tilescale_net.kernels.moe import Dispatched, Handle
 from tilescale_net.kernels.moe.handle import ReceivedRows
-from tilescale_net.kernels.moe.row_ops import GROUP
+from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX
+
+MANTISSA = 23  # bits of a float32
+
+
+def quantise_rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as float8_e4m3fn with a scale per 128 elements, the smallest power of two that holds them.
+
+    Args:
+        x: [tokens, hidden], hidden a multiple of 128.
+
+    Returns:
+        [tokens, hidden] float8_e4m3fn and [tokens, hidden / 128] float32.
+    """
+    groups = x.float().view(len(x), x.shape[1] // GROUP, GROUP)  # also where there are no rows
+    amax = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX)
+    bits = (amax / FP8_MAX).view(torch.int32)
+    scale = ((bits + (1 << MANTISSA) - 1) >> MANTISSA << MANTISSA).view(torch.float32)
+    return (groups / scale).to(torch.float8_e4m3fn).view(x.shape), scale.squeeze(-1)
+
+
+def packed(scales: torch.Tensor) -> torch.Tensor:
+    """Exponents of scales that are powers of two (UE8M0), four to an int32: [..., groups / 4]."""
+    exponents = (scales.contiguous().view(torch.int32) >> MANTISSA).to(torch.uint8)
+    return exponents.view(torch.int32)
+
 
 _SIZES = "{} experts, {} tokens of a rank at most, hidden {}, top_k {}, {}"
 _DISPATCH, _COMBINE = f"low_latency_dispatch: {_SIZES}", f"low_latency_combine: {_SIZES}"
@@ -125,7 +149,7 @@ def dispatch(
 
     def send():
         op = objects.low_latency("dispatch", *sizes)
-        given = scaling.quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
+        given = quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
         if not in_halves:
             return op, None, op.dispatch(given, topk_idx.contiguous(), waited=waited), masks.members
         pending = op.dispatch_send(given, topk_idx.contiguous(), waited=waited)
@@ -141,7 +165,7 @@ def dispatch(
 
     def finish() -> None:
         if packs:
-            out_scales.copy_(scaling.packed(received.scales))
+            out_scales.copy_(packed(received.scales))
         if stats is not None:
             stats.add_(received.counts)
 

@@ -1,17 +1,20 @@
-"""The world of a Buffer, and the AllToAll objects that its calls need, made on first use.
+"""The AllToAll objects that a Buffer's calls need, made on first use, and how much memory they take.
 
 All ranks of a group make the same calls, so they make the same objects in the same order. DeepEP takes any number of
-tokens; an AllToAll is made for the largest. The first dispatch agrees on it, and a dispatch of more tokens is refused on
+tokens; an AllToAll is made for the largest. The first dispatch agrees on it, and a dispatch of more tokens is rejected on
 all ranks, which then agree on a larger object and repeat the call. Objects that the heap has no room for get another heap,
 of another world of the same ranks.
 """
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.deep_ep.shrink import Masks
+from tilescale_net.deep_ep.groups import Masks
 from tilescale_net.errors import HeapError, TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import settings, worlds
@@ -19,34 +22,6 @@ from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.launch_args import StreamOrder
 
 IN_FLIGHT = 2  # low-latency calls of a kind that may be sent and not received
-
-# Worlds that buffers have made, and how many of them use each.
-_users: dict = {}
-
-
-def join(group, nbytes: int):
-    """The world of a group; made, with a heap of at least `nbytes` bytes, if it does not exist."""
-    try:
-        world = tsn.world(group)
-    except tsn.ConfigurationError:
-        raise
-    except tsn.TileScaleError:
-        on_gpu = settings.device_kind() == "cuda"
-        world = tsn.init(max(settings.heap_bytes(None, on_gpu), nbytes), group=group)
-        _users[world] = 0
-    if world in _users:
-        _users[world] += 1
-    return world
-
-
-def leave(world) -> None:
-    """Give a world back; the last buffer ends one that a buffer has made."""
-    if world in _users:
-        _users[world] -= 1
-        if not _users[world]:
-            del _users[world]
-            if world in worlds.alive():
-                tsn.finalize(world)
 
 
 class Objects:
@@ -181,3 +156,61 @@ class Objects:
             if not world.closed:
                 tsn.finalize(world)
         self.world.calls.drop(self.calls)
+
+
+TOKENS = 4096  # of a rank, for which the hints of high-throughput buffers are made
+EXPERTS = 256
+NODE_RANKS = 8  # of a node at most, where hints count nodes
+
+
+@dataclass(frozen=True)
+class Config:
+    """Choices for a high-throughput call.
+
+    Attributes:
+        num_sms: blocks of its kernels, on a GPU.
+        The others are sizes of DeepEP's rings, which do not exist here; they change nothing.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes of symmetric memory for 4096 tokens a rank of `hidden_bytes` bytes, top-8 of 256 experts.
+
+        Enough for ranks of one node and for nodes of 8 ranks, whichever takes more.
+        """
+        experts = -(-EXPERTS // num_ranks) * num_ranks
+        sizes = (experts, TOKENS, hidden_bytes // 2, max(8, num_ranks))
+        options: dict[str, Any] = dict(layout="rank", combine_dtype=torch.bfloat16, ranks=num_ranks)
+        return widest(num_ranks, lambda nodes: AllToAll.heap_bytes(*sizes, **options, nodes=nodes))
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: ranks on other nodes use the same memory."""
+        return 0
+
+
+def widest(num_ranks: int, nbytes: Callable[[int], int]) -> int:
+    """The most bytes of a size that depends on the number of nodes, for ranks that are of one node or of nodes of up to 8.
+
+    Args:
+        num_ranks: of the group.
+        nbytes: bytes by the number of nodes.
+    """
+    node_size = max(size for size in range(1, NODE_RANKS + 1) if num_ranks % size == 0)
+    return max(nbytes(nodes) for nodes in {1, num_ranks // node_size})
+
+
+def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Bytes of symmetric memory for low-latency calls with rows of BF16 and of FP8, up to top-16, two of each in flight."""
+    options: dict[str, Any] = dict(mode="latency", combine_dtype=torch.bfloat16, ranks=num_ranks)
+    dtypes = torch.bfloat16, torch.float8_e4m3fn
+
+    def nbytes(nodes: int) -> int:
+        sizes = num_experts, max_tokens, hidden, min(16, num_experts)
+        return sum(AllToAll.heap_bytes(*sizes, dtype, **options, nodes=nodes) for dtype in dtypes)
+
+    return IN_FLIGHT * widest(num_ranks, nbytes)

@@ -1,8 +1,12 @@
-"""Events with which callers overlap communication and computation."""
+"""Events with which callers overlap communication and computation; also `deep_ep.utils.event`, as the second version has it."""
 
+import sys
 from collections.abc import Callable
 
 import torch
+
+__path__: list[str] = []  # of a package: programs add folders with modules of their own
+sys.modules[f"{__name__}.event"] = sys.modules[__name__]
 
 
 class EventHandle:

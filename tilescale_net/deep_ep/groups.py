@@ -1,0 +1,233 @@
+"""The ranks of a Buffer: its world, its nodes, the groups of mpi4py's communicators, and the ranks that are masked."""
+
+import os
+import socket
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import tilescale_net as tsn
+from tilescale_net.errors import ConfigurationError, FabricError, PeerLost, TileScaleError, WaitTimeout
+from tilescale_net.runtime import groups, placement, settings, this_host, worlds
+from tilescale_net.runtime.groups import StoreGroup
+
+# Worlds that buffers have made, and how many of them use each.
+_users: dict = {}
+
+
+def join(group, nbytes: int):
+    """The world of a group; made, with a heap of at least `nbytes` bytes, if it does not exist."""
+    try:
+        world = tsn.world(group)
+    except tsn.ConfigurationError:
+        raise
+    except tsn.TileScaleError:
+        on_gpu = settings.device_kind() == "cuda"
+        world = tsn.init(max(settings.heap_bytes(None, on_gpu), nbytes), group=group)
+        _users[world] = 0
+    if world in _users:
+        _users[world] += 1
+    return world
+
+
+def leave(world) -> None:
+    """Give a world back; the last buffer ends one that a buffer has made."""
+    if world in _users:
+        _users[world] -= 1
+        if not _users[world]:
+            del _users[world]
+            if world in worlds.alive():
+                tsn.finalize(world)
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Nodes of a group, and its ranks on one. Collective where the group has no world yet.
+
+    Args:
+        group: a ProcessGroup.
+    """
+    try:
+        found = tsn.world(group).topology
+    except tsn.ConfigurationError:
+        raise
+    except tsn.TileScaleError:
+        place = placement.host_identity(), placement.virtual_node(*groups.own_number(group))
+        places: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(places, place, group)
+        found = placement.group_topology(dist.get_rank(group), len(places), *map(list, zip(*places)))
+    return found.nodes, found.node_size
+
+
+def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """As `get_physical_domain_size`: rows always cross the network once per node, and `allow_hybrid_mode` changes nothing."""
+    return get_physical_domain_size(group)
+
+
+_NOBODY = ("192.0.2.1", "2001:db8::1")  # addresses that no host has: the default route leads there
+
+_known: list[
+    tuple[object, StoreGroup]
+] = []  # communicators and what was made of them; both live as long as the process
+
+
+def group_of(comm) -> StoreGroup:
+    """The group of a communicator, the same at every call. Collective over its ranks.
+
+    Args:
+        comm: with mpi4py's Get_rank, Get_size, bcast and allgather.
+
+    Raises:
+        ConfigurationError: the ranks are on several hosts, and the first of them has no address by which the others
+            reach it; on all ranks.
+    """
+    for known, group in _known:
+        if known is comm:
+            return group
+    rank, size = comm.Get_rank(), comm.Get_size()
+    places = [tuple(place) for place in comm.allgather([this_host.network_identity(), socket.gethostname()])]
+    store = None
+    if rank == 0:
+        try:
+            address = _meeting_place({name for host, name in places if host != places[0][0]})
+            with this_host.listen(address) as listener:
+                port, fd = listener.getsockname()[1], os.dup(listener.fileno())
+        except (ConfigurationError, OSError) as error:
+            comm.bcast(("", str(error)), root=0)
+            raise
+        store = dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=fd)
+        comm.bcast((address, port), root=0)
+    else:
+        address, port = comm.bcast(None, root=0)
+        if not address:
+            raise ConfigurationError(port)
+        store = dist.TCPStore(address, port, None, False, wait_for_workers=False)
+    _known.append((comm, StoreGroup(store, rank, size, kept_by=0)))
+    return _known[-1][1]
+
+
+def _meeting_place(others: Iterable[str]) -> str:
+    """Address of this host, as ranks on the hosts of other names reach it; else loopback."""
+    others = sorted(others)
+    if not others:
+        return "127.0.0.1"
+    if found := this_host.address_reaching([*others, socket.gethostname(), *_NOBODY]):
+        return found
+    raise ConfigurationError(
+        f"deep_ep.Buffer(comm=): ranks are on other hosts ({', '.join(others)}), whose names are not known on this one, and its "
+        f"own name {socket.gethostname()} stands for loopback or for nothing, nor is there a default route; write the hosts' addresses into /etc/hosts, or "
+        "make a group of torch.distributed and give group="
+    )
+
+
+LOST = (PeerLost, WaitTimeout, FabricError)
+
+
+@dataclass
+class _Dispatches:
+    """Low-latency dispatches of this rank in a world, by all of its Buffers: how many have begun, and up to which they are void."""
+
+    begun: int = 0
+    void: int = 0
+
+
+_dispatches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by world
+
+
+def _for_good(ranks: list[int]) -> str:
+    return f"ranks {ranks} cannot come back; make a Buffer of a new group"
+
+
+class Masks:
+    """The ranks of a Buffer that are masked.
+
+    Args:
+        world: of the Buffer.
+        shrinks: whether calls go on when ranks are lost, instead of raising.
+
+    Attributes:
+        shrinks: the same.
+    """
+
+    def __init__(self, world, shrinks: bool):
+        self._world, self.shrinks = world, shrinks
+        self._asked: set[int] = set()  # to be left out from the next call on
+        self._warned_of: list[int] = []
+        self._dispatches = _dispatches.setdefault(world, _Dispatches())
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that take part; another list whenever they change."""
+        return self._world.control.members
+
+    def update(self, rank: int, masked: bool) -> None:
+        """Mask a rank from the next call on, on all ranks that stay; or take that back before then."""
+        self._world.control.refuse()
+        if not 0 <= rank < self._world.size:
+            raise ValueError(f"low_latency_update_mask_buffer: there is no rank {rank} among {self._world.size}")
+        if masked and rank == self._world.rank:
+            self._world.control.leave()
+        elif masked and rank in self.members:
+            self._asked.add(rank)
+        elif not masked and rank in self._asked:
+            self._asked.remove(rank)
+        elif not masked and rank not in self.members:
+            raise TileScaleError(f"deep_ep.Buffer.low_latency_update_mask_buffer: {_for_good([rank])}")
+
+    def query(self, status: torch.Tensor) -> None:
+        """Fill `status` [ranks] with 1 for ranks that are masked and 0 for others."""
+        self.learn()
+        masked = [int(r in self._asked or r not in self.members) for r in range(self._world.size)]
+        status.copy_(torch.tensor(masked, dtype=status.dtype, device="cpu"))
+
+    def clean(self) -> None:
+        """Mask only the ranks that have been left out, which cannot come back: a warning names them."""
+        self.learn()
+        self._asked.clear()
+        gone = sorted(set(range(self._world.size)) - set(self.members))
+        if gone and gone != self._warned_of:
+            self._warned_of = gone
+            settings.log.warning("deep_ep.Buffer.low_latency_clean_mask_buffer: %s; they stay masked", _for_good(gone))
+
+    def learn(self) -> None:
+        """Go on without ranks of whose loss the host has heard."""
+        self._world.control.refuse()
+        if self.shrinks:
+            try:
+                self._world.check()
+            except LOST:
+                self._go_on()
+
+    def begin_dispatch(self) -> bool:
+        """Count a dispatch; whether it gives nothing, because another rank was there already when a rank was lost."""
+        self._dispatches.begun += 1
+        return self._dispatches.begun <= self._dispatches.void
+
+    def survive(self, call: Callable, nothing: Callable):
+        """The result of `call()`; where ranks are lost before it ends, the others go on and it is that of `nothing()`."""
+        if not self.shrinks:
+            self._leave_out()
+            return call()
+        try:
+            self._leave_out()
+            return call()
+        except LOST:
+            self._go_on()
+            return nothing()
+
+    def _leave_out(self) -> None:
+        if self._asked:
+            kept = [r for r in self.members if r not in self._asked]
+            self._world.control.shrink_to(kept, "low_latency_update_mask_buffer")
+            self._asked.clear()
+
+    def _go_on(self) -> None:
+        for attempt in range(self._world.size):
+            try:
+                self._dispatches.void = max(self._dispatches.void, *self._world.shrink(self._dispatches.begun).steps)
+                return
+            except PeerLost:  # another one is lost meanwhile; or this one was
+                if attempt == self._world.size - 1:
+                    raise
