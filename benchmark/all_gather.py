@@ -6,6 +6,8 @@
 Size is that of the output, in bytes per rank. Without a GPU the simulator runs the same kernel, without NCCL.
 """
 
+from typing import Any
+
 from benchmark.common.arguments import on_gpu
 from benchmark.common.collectives import CollectiveCase, parse, run
 
@@ -13,7 +15,7 @@ BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
 
 
 class AllGatherCase(CollectiveCase):
-    def __init__(self, size: int):
+    def __init__(self, size: int) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -24,34 +26,34 @@ class AllGatherCase(CollectiveCase):
         self._x = tsn.empty(self._part, torch.uint8)
         self._out = tsn.empty((self._n, self._part), torch.uint8)
 
-    def _data(self, seed: int, rank: int):
+    def _data(self, seed: int, rank: int) -> Any:
         from benchmark.common.measuring import random_bytes
 
         return random_bytes(self._part, seed + rank, self._x.device)
 
-    def fill(self, seed):
+    def fill(self, seed: int) -> None:
         self._x.copy_(self._data(seed, self._rank))
         self._out.fill_(0xA5)
 
-    def ours(self, choices):
+    def ours(self, choices: dict[str, Any]) -> Any:
         from tilescale_net.kernels.all_gather import AllGather
 
         op = AllGather(**choices)
         return lambda: op(self._out, self._x), op.free
 
-    def nccl(self, group):
+    def nccl(self, group: Any) -> Any:
         import torch.distributed as dist
 
         return lambda: dist.all_gather_into_tensor(self._out.view(-1), self._x, group=group)
 
-    def difference(self, seed):
+    def difference(self, seed: int) -> str | None:
         for rank in range(self._n):
             wrong = int((self._out[rank] != self._data(seed, rank)).sum())
             if wrong:
                 return f"{wrong} of {self._part} bytes from rank {rank} are wrong"
         return None
 
-    def free(self):
+    def free(self) -> None:
         import tilescale_net as tsn
 
         tsn.free(self._x)

@@ -7,6 +7,10 @@ Every rank has m / ranks rows of k elements and wants all m rows @ its own [k, n
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
+import argparse
+from collections.abc import Callable
+from typing import Any
+
 from benchmark.common.gemm import (
     Implementations,
     Operands,
@@ -22,7 +26,7 @@ from benchmark.common.gemm import (
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
-def gathered(x, group=None):
+def gathered(x: Any, group: Any = None) -> Any:
     """The `x` of all ranks, one after the other."""
     import torch
     import torch.distributed as dist
@@ -32,7 +36,7 @@ def gathered(x, group=None):
     return torch.cat(parts)
 
 
-def implementations(args, m: int, blocks: int | None, group) -> Implementations:
+def implementations(args: argparse.Namespace, m: int, blocks: int | None, group: Any) -> Implementations:
     import torch
     import torch.distributed as dist
 
@@ -51,7 +55,7 @@ def implementations(args, m: int, blocks: int | None, group) -> Implementations:
     pipelined = PipelinedAllGatherMatmul(rows, args.k, args.n, dtype=mine.x.dtype)
     by_engines = torch.empty_like(out)
     result = everyone.matmul(torch.empty_like(out))
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "ours": lambda: op(x, mine.w, out, **mine.scales),
         "pipelined": lambda: pipelined(x, mine.w, by_engines, **mine.scales),
         "matmul": lambda: everyone.matmul(whole),
@@ -62,10 +66,10 @@ def implementations(args, m: int, blocks: int | None, group) -> Implementations:
         calls |= {"communication": gather, "sequence": lambda: (gather(), everyone.matmul(whole))}
         calls |= if_works("torch's fused operator", lambda: torchs(mine, group))
 
-    def wrong():
+    def wrong() -> str | None:
         return difference(out, result, "the GEMM") or difference(by_engines, result, "the pipelined GEMM")
 
-    def free():
+    def free() -> None:
         op.free()
         pipelined.free()
         tsn.free(x)
@@ -73,7 +77,7 @@ def implementations(args, m: int, blocks: int | None, group) -> Implementations:
     return Implementations(mine, calls, {"torch"}, wrong, free, op)
 
 
-def torchs(mine: Operands, group):
+def torchs(mine: Operands, group: Any) -> Any:
     """A call of torch's own fused operator."""
     import torch
     import torch.distributed._symmetric_memory as symmetric
@@ -82,7 +86,7 @@ def torchs(mine: Operands, group):
     shard = symmetric.empty(mine.x.shape, dtype=mine.x.dtype, device=mine.x.device)
     symmetric.rendezvous(shard, name)
     shard.copy_(mine.x)
-    if not mine.scales:
+    if mine.x_scales is None or mine.w_scales is None:
         return lambda: ops.fused_all_gather_matmul(shard, [mine.w], 0, name)
     scales = mine.x_scales[:, None], [mine.w_scales[None]]
     rest = 0, name, [None], [None], [torch.bfloat16], [True]

@@ -8,6 +8,9 @@ of the others, whose order is their own, only roughly. Of torch's symmetric memo
 simulator runs the same kernels alone.
 """
 
+from typing import Any
+
+from benchmark.common.arguments import BenchmarkParser
 from benchmark.common.collectives import CollectiveCase, parse, run
 
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
@@ -19,7 +22,7 @@ class Sum(CollectiveCase):
     passes = 2
     in_place = True
 
-    def __init__(self, size: int, dtype: str, staged: bool):
+    def __init__(self, size: int, dtype: str, staged: bool) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -33,31 +36,31 @@ class Sum(CollectiveCase):
         self._sums, self._found, self._exact = self._out, None, True
         self.nbytes = self._x.nbytes
 
-    def _data(self, seed: int, rank: int):
+    def _data(self, seed: int, rank: int) -> Any:
         import torch
 
         generator = torch.Generator(device=self._x.device).manual_seed(seed + rank)
         return torch.randn(self._count, dtype=self._dtype, device=self._x.device, generator=generator)
 
-    def fill(self, seed):
+    def fill(self, seed: int) -> None:
         self._x.copy_(self._data(seed, self._rank))
         self._sums.copy_(self._x)
         self._found = None
 
-    def ours(self, choices):
+    def ours(self, choices: dict[str, Any]) -> Any:
         from tilescale_net.kernels.all_reduce import AllReduce
 
         self._sums, self._exact = self._out, True
         op = AllReduce(threads=choices["threads"], blocks=choices["blocks"], algorithm=choices["algorithm"])
         return lambda: op(self._out, self._x), op.free
 
-    def nccl(self, group):
+    def nccl(self, group: Any) -> Any:
         import torch.distributed as dist
 
         self._sums, self._exact = self._out, False
         return lambda: dist.all_reduce(self._out, group=group)
 
-    def symmetric(self, group):
+    def symmetric(self, group: Any) -> Any:
         import torch
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -66,13 +69,13 @@ class Sum(CollectiveCase):
         symmetric_memory.rendezvous(self._sums, group.group_name)
         ops, name = torch.ops.symm_mem, group.group_name
 
-        def one_shot():
+        def one_shot() -> None:
             self._found = ops.one_shot_all_reduce(self._sums, "sum", name)
 
         ways = {"two-shot": lambda: ops.two_shot_all_reduce_(self._sums, "sum", name)}
         return ways | ({"one-shot": one_shot} if self.nbytes <= ONE_SHOT_UP_TO else {})
 
-    def difference(self, seed):
+    def difference(self, seed: int) -> str | None:
         import torch
 
         total = torch.zeros(self._count, dtype=torch.float32, device=self._x.device)
@@ -84,7 +87,7 @@ class Sum(CollectiveCase):
         wrong = int((~torch.isclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)).sum())
         return f"{wrong} of {self._count} sums are wrong" if wrong else None
 
-    def free(self):
+    def free(self) -> None:
         import tilescale_net as tsn
 
         for tensor in self._symmetric:
@@ -93,7 +96,7 @@ class Sum(CollectiveCase):
 
 if __name__ == "__main__":
 
-    def extend(parser):
+    def extend(parser: BenchmarkParser) -> None:
         dtypes = ("bfloat16", "float16", "float32")
         parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the tensors (bfloat16)")
         parser.add_argument("--staged", action="store_true", help="tensors outside the symmetric heap")

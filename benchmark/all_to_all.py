@@ -10,6 +10,7 @@ kernels, without NCCL.
 """
 
 import random
+from typing import Any
 
 from benchmark.common.arguments import on_gpu
 from benchmark.common.collectives import CollectiveCase, parse, run
@@ -20,7 +21,7 @@ ROW = 1024  # bytes
 
 
 class AllToAllCase(CollectiveCase):
-    def __init__(self, size: int, uneven: bool):
+    def __init__(self, size: int, uneven: bool) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -38,17 +39,17 @@ class AllToAllCase(CollectiveCase):
         self._x, self._out = self._heap[0][: sum(self._sends)], self._heap[1][: sum(self._receives)]
         self.nbytes = sum(map(sum, self._splits)) * row // self._n
 
-    def _data(self, seed: int, rank: int):
+    def _data(self, seed: int, rank: int) -> Any:
         from benchmark.common.measuring import random_bytes
 
         row = self._x.shape[1]
         return random_bytes(sum(self._splits[rank]) * row, seed + rank, self._x.device).view(-1, row)
 
-    def fill(self, seed):
+    def fill(self, seed: int) -> None:
         self._x.copy_(self._data(seed, self._rank))
         self._out.fill_(0xA5)
 
-    def ours(self, choices):
+    def ours(self, choices: dict[str, Any]) -> Any:
         import torch
 
         from tilescale_net.kernels.all_to_all import AllToAll
@@ -59,20 +60,20 @@ class AllToAllCase(CollectiveCase):
         splits = [torch.tensor(s, dtype=torch.int64, device=self._x.device) for s in (self._receives, self._sends)]
         return lambda: op(self._out, self._x, *splits), op.free
 
-    def nccl(self, group):
+    def nccl(self, group: Any) -> Any:
         import torch.distributed as dist
 
-        splits = (self._receives, self._sends) if self._uneven else (None, None)
-        return lambda: dist.all_to_all_single(self._out, self._x, *splits, group=group)
+        receives, sends = (self._receives, self._sends) if self._uneven else (None, None)
+        return lambda: dist.all_to_all_single(self._out, self._x, receives, sends, group=group)
 
-    def difference(self, seed):
+    def difference(self, seed: int) -> str | None:
         for rank, found in enumerate(self._out.split(self._receives)):
             wrong = int((found != self._data(seed, rank).split(self._splits[rank])[self._rank]).sum())
             if wrong:
                 return f"{wrong} of {found.numel()} bytes from rank {rank} are wrong"
         return None
 
-    def free(self):
+    def free(self) -> None:
         import tilescale_net as tsn
 
         for tensor in self._heap:

@@ -7,6 +7,7 @@ The proxies are the benchmark's own. Most of them hand their work to a transport
 queue is all there is to see; for the stages, two proxies of this process talk over a real provider.
 """
 
+import argparse
 import os
 
 BENCH = dict(ranks=1, quick="--parts push,dispatch --repeat 1")  # see common/suite.py
@@ -16,7 +17,7 @@ PARTS = ("push", "round-trip", "dispatch", "stages")
 DEFAULTS = {"repeat": (7, 3), "trips": (2000, 50), "capacity": (65536, 4096)}
 
 
-def parse():
+def parse() -> argparse.Namespace:
     from benchmark.common import BenchmarkParser, one_of, positive_int
 
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)

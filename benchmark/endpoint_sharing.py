@@ -10,6 +10,7 @@ completion. Shared: any thread uses any endpoint (FI_THREAD_SAFE). Exclusive: th
 (FI_THREAD_DOMAIN). The method is that of FaSST's one-sided-sharing (Kalia, Kaminsky, Andersen, OSDI 2016).
 """
 
+import argparse
 import os
 
 from benchmark.common import BenchmarkParser, Column, Report, byte_count, median, positive_float, positive_int
@@ -22,7 +23,7 @@ BUFFER = 8 << 20  # bytes of memory that operations go to
 MOST_THREADS, MOST_ENDPOINTS, MOST_WINDOW = 256, 1024, 512
 
 
-def parse():
+def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=3)
     parser.add_argument("--num-threads", type=positive_int, default=3, metavar="N", help="threads of rank 0 (3)")
     parser.add_argument(
@@ -53,7 +54,7 @@ def parse():
 class Sharing:
     """Runs of one mode and number of endpoints."""
 
-    def __init__(self, job: FabricJob, mode: str, endpoints: int):
+    def __init__(self, job: FabricJob, mode: str, endpoints: int) -> None:
         from benchmark import instruments
 
         self.job, self.args, self.mode = job, job.args, mode

@@ -8,6 +8,9 @@ all messages / (last completion - first post). Peak: bytes / the least time per 
 message has a completion of its own, because networks that reorder leave no other way of knowing that it is done.
 """
 
+import argparse
+from typing import Any
+
 from benchmark.common import (
     BenchmarkParser,
     Column,
@@ -38,7 +41,7 @@ PEAK_ITERATIONS = 20000  # perftest takes no stamps beyond
 MIB, GIGABIT = 1 << 20, 1e9 / 8
 
 
-def parse():
+def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=3)
     parser.add_argument(
         "--op", type=one_of(*OPERATIONS), default=list(OPERATIONS), help="send, write, read, or all (all)"
@@ -78,7 +81,7 @@ def parse():
     return parser, args
 
 
-def iterations_of(args, size: int) -> int:
+def iterations_of(args: argparse.Namespace, size: int) -> int:
     """Messages of one run of a size, a multiple of the list length."""
     if args.iters:
         return args.iters
@@ -89,7 +92,7 @@ def iterations_of(args, size: int) -> int:
 class Bandwidth:
     """Runs of one operation between ranks 0 and 1, over one session."""
 
-    def __init__(self, job: FabricJob, operation: str):
+    def __init__(self, job: FabricJob, operation: str) -> None:
         self.job, self.args, self.operation = job, job.args, operation
         largest = max(self.args.sizes)
         # Receives are left to the benchmark for sends; otherwise none are needed.
@@ -157,7 +160,7 @@ class Bandwidth:
             raise FabricError(f"{self.operation} of {size} bytes: wrong data arrived at rank {wrong[0]}")
 
 
-def table_of(report: Report, args, operation: str):
+def table_of(report: Report, args: argparse.Namespace, operation: str) -> Any:
     unit = "Gb/s" if args.report_gbits else "MiB/s"
     mark = " sum of both ways" if args.bidirectional else ""
     return report.table(
@@ -172,7 +175,7 @@ def table_of(report: Report, args, operation: str):
     )
 
 
-def summary_of(report: Report, args):
+def summary_of(report: Report, args: argparse.Namespace) -> Any:
     mark = ", both ways" if args.bidirectional else ""
     rates = [
         Column(f"{op}_{key}", f"{op}{mark}", better="higher", series=op, unit=unit, plotted=key == "gbps")

@@ -6,6 +6,8 @@
 Buffers of 256 MiB by default, of 1 MiB in the simulator, which has no copy engine.
 """
 
+import argparse
+
 from benchmark.common import Report, int_list
 from benchmark.common.arguments import on_gpu
 from benchmark.common.copies import copy_parser, finish, join, nvshmem, require_two_ranks
@@ -16,7 +18,7 @@ SIMULATED_BLOCKS = "1,4,16"
 BLOCKS = "1,4,8,12,16,24,32,64,132"
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = copy_parser(
         __doc__.splitlines()[0], sizes="256M", simulated="1M", threads="512", blocks=BLOCKS, engine="auto"
     )
@@ -32,14 +34,16 @@ def parse():
 def main() -> None:
     args = parse()
     import tilescale_net as tsn
-    from benchmark.common.copies import CopyEngine, Nvshmem, TilescaleNet, compare
+    from benchmark.common.copies import CopyEngine, Implementation, Nvshmem, TilescaleNet, compare
 
     report = Report("large_copy", args)
     timer = join(report, args)
     library = nvshmem(report) if args.nvshmem else None
     capacity = max(args.sizes)
     ours = TilescaleNet(capacity, args.offset)
-    implementations = ([CopyEngine(ours)] if timer.on_gpu and tsn.world().topology.is_direct(1) else []) + [ours]
+    implementations: list[Implementation] = [ours]
+    if timer.on_gpu and tsn.world().topology.is_direct(1):
+        implementations.insert(0, CopyEngine(ours))
     implementations += [Nvshmem(capacity, library, args.offset)] if library else []
     compare(report, args, implementations, timer, reference=CopyEngine.name, percent=True)
     finish(report, library)

@@ -6,26 +6,29 @@ Host time is that of queueing launches from Python; graph time is per kernel of 
 row's kernel is captured. Needs a GPU; in the simulator a launch is a run.
 """
 
+import argparse
 import time
+from collections.abc import Callable
+from typing import Any
 
 from benchmark.common import BenchmarkParser, Column, Report, median, positive_int
 
 BENCH = dict(ranks=1, quick="--launches 100 --repeat 3", gpu=True)  # see common/suite.py
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=15)
     parser.add_argument("--launches", type=positive_int, default=1000, metavar="N", help="launches of a sample (1000)")
     return parser.parse_args()
 
 
-def plain_kernel():
+def plain_kernel() -> Any:
     """The kernel of four tensors, by tilelang alone."""
     import tilelang
     import tilelang.language as T
 
     @tilelang.jit
-    def factory(n):
+    def factory(n: int) -> Any:
         @T.prim_func
         def plain(
             a: T.Tensor((n,), "float32"),
@@ -43,7 +46,7 @@ def plain_kernel():
     return factory(512)
 
 
-def context_kernel():
+def context_kernel() -> Any:
     """The same kernel with the context, which it uses."""
     import tilelang.language as T
 
@@ -51,7 +54,7 @@ def context_kernel():
     import tilescale_net.language as N
 
     @tsn.jit
-    def factory(n):
+    def factory(n: int) -> Any:
         @T.prim_func
         def with_context(
             ctx: N.Context(),
@@ -92,7 +95,7 @@ def launchers() -> dict:
     }
 
 
-def host_cost(launch, launches: int) -> float:
+def host_cost(launch: Callable[..., Any], launches: int) -> float:
     """Microseconds of host time per launch."""
     import torch
 
@@ -105,7 +108,7 @@ def host_cost(launch, launches: int) -> float:
     return spent * 1e6 / launches
 
 
-def graph_cost(launch, kernels: int = 100) -> float:
+def graph_cost(launch: Callable[..., Any], kernels: int = 100) -> float:
     """Microseconds per kernel of a replayed graph."""
     import torch
 

@@ -9,9 +9,13 @@ when no peer keeps it waiting (see `fake_world`): an upper bound on the overlap,
 GPUs. Without a GPU the simulator runs a small GEMM.
 """
 
+import argparse
+from collections.abc import Callable
+from typing import Any
+
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
-from benchmark.common.gemm import difference, eight_bits, gemm_alone
-from benchmark.common.measuring import Timer, add_timing_arguments, median, raise_if_wrong
+from benchmark.common.gemm import difference, eight_bits, gemm_alone, scaled_mm
+from benchmark.common.measuring import Timer, add_timing_arguments, median, raise_if_wrong, repeated
 from benchmark.common.report import Column, Report
 
 BENCH = dict(ranks=1, quick="--repeat 2 --parts product")  # see common/suite.py
@@ -21,7 +25,7 @@ SOON = 1 << 60  # no call has so high a number
 HEAP = 4 << 30  # of `calls`: summands and gathered rows of 16384 rows, and as much again for the peers
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
     add_timing_arguments(parser)
     parts = ["product", "calls"] if on_gpu() else ["product"]
@@ -43,7 +47,7 @@ def parse():
     return args
 
 
-def random(*shape, seed: int = 0):
+def random(*shape: Any, seed: int = 0) -> Any:
     import torch
 
     import tilescale_net as tsn
@@ -52,11 +56,11 @@ def random(*shape, seed: int = 0):
     return torch.empty(shape, dtype=torch.bfloat16, device=tsn.device()).normal_(generator=generator)
 
 
-def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
+def times(timer: Timer, calls: dict[str, Callable[[], object]], wrong: Any, what: str) -> tuple[dict, dict]:
     """Median us of every implementation, and the samples; raises WrongData when `wrong()` returns an error."""
     import tilescale_net as tsn
 
-    launches = {key: (lambda count, call=call: [call() for _ in range(count)] and None) for key, call in calls.items()}
+    launches = {key: repeated(call) for key, call in calls.items()}
     samples = timer.interleaved(launches, 5, lambda: None, set())
     calls["ours"]()
     tsn.synchronize()
@@ -64,7 +68,7 @@ def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
     return {key: median(values) for key, values in samples.items()}, samples
 
 
-def gemm_of(m: int, k: int, n: int, eight: bool):
+def gemm_of(m: int, k: int, n: int, eight: bool) -> Any:
     """`(calls by name, what is wrong or None, the geometry)` of a GEMM."""
     import torch
 
@@ -74,17 +78,16 @@ def gemm_of(m: int, k: int, n: int, eight: bool):
     out, theirs = (random(m, n) for _ in range(2))
     if eight:
         (x, of_rows), (held, of_columns) = eight_bits(random(m, k, seed=1)), eight_bits(random(n, k, seed=2))
-        w, options = held.t(), dict(out_dtype=torch.bfloat16, use_fast_accum=True)
-        scaled = of_rows[:, None], of_columns[None]
-        reference = lambda: theirs.copy_(torch._scaled_mm(x, w, *scaled, **options))  # noqa: E731
-        matmul = lambda: torch._scaled_mm(x, w, *scaled, **options)  # noqa: E731
+        w = held.t()
+        matmul = lambda: scaled_mm(x, w, of_rows, of_columns)  # noqa: E731
+        reference = lambda: theirs.copy_(matmul())  # noqa: E731
     else:
-        x, w, of_rows = random(m, k), random(k, n), None
+        x, w = random(m, k), random(k, n)
         matmul = reference = lambda: torch.mm(x, w, out=theirs)
     tiling = tiling_for(tsn.device(), Product("all_gather_matmul", 1, m, k, n, x.dtype))
     calls = {"ours": gemm_alone(tiling, x, w, out, (of_rows, of_columns) if eight else None), "matmul": matmul}
 
-    def wrong():
+    def wrong() -> str | None:
         reference()
         exact = x[:16].float() @ w.float()
         exact = exact * of_rows[:16, None] * of_columns if eight else exact
@@ -93,7 +96,7 @@ def gemm_of(m: int, k: int, n: int, eight: bool):
     return calls, wrong, "x".join(map(str, tiling.tile))
 
 
-def gemms(report, timer, args) -> None:
+def gemms(report: Report, timer: Timer, args: argparse.Namespace) -> None:
     keys = [Column("dtype", "Dtype"), Column("k", "K", ",d"), Column("n", "N", ",d"), Column("m", "M", ",d")]
     columns = [Column("ours", "Ours", better="lower", unit="us"), Column("matmul", "cuBLAS", better="lower", unit="us")]
     columns += [Column("over", "x cuBLAS", ".3f"), Column("tflops", "TFLOP/s", ".0f"), Column("tile", "Tile")]
@@ -109,23 +112,22 @@ def gemms(report, timer, args) -> None:
             table.add(dict(dtype=dtype, k=k, n=n, m=m, **took, over=over, tflops=tflops, tile=tile), samples)
 
 
-def cublas(eight: bool):
+def cublas(eight: bool) -> Any:
     """cuBLAS's GEMM of `x`, `w` and, of 8 bits, their scales; `out` is where it goes."""
     import torch
 
-    def scaled(x, w, of_rows, of_columns, out=None):
-        options = dict(out_dtype=torch.bfloat16, use_fast_accum=True)
-        return torch._scaled_mm(x, w, of_rows.view(-1, 1), of_columns[None], **options)
+    def scaled(x: Any, w: Any, of_rows: Any, of_columns: Any, out: Any = None) -> Any:
+        return scaled_mm(x, w, of_rows, of_columns)
 
     return scaled if eight else (lambda x, w, *scales, out=None: torch.mm(x, w, out=out))
 
 
-def operand(rows: int, columns: int, eight: bool, seed: int):
+def operand(rows: int, columns: int, eight: bool, seed: int) -> Any:
     """Random numbers and a scale for each row, or none."""
     return eight_bits(random(rows, columns, seed=seed)) if eight else (random(rows, columns, seed=seed), None)
 
 
-def fake_world(world, ranks: int) -> None:
+def fake_world(world: Any, ranks: int) -> None:
     """Make `world`, of one rank on a GPU, rank 0 of `ranks` whose peers are always ahead of it; before any kernel is launched.
 
     The peers' heaps are the upper half of its own, which is half as large then, so what it sends crosses this GPU's memory
@@ -151,7 +153,7 @@ def fake_world(world, ranks: int) -> None:
     Collective.works_with_some = True  # with one member of the job: its peers have not left, they were never there
 
 
-def preset_signals(*signals) -> None:
+def preset_signals(*signals: Any) -> None:
     """All that peers could signal has been signalled."""
     import torch
 
@@ -159,7 +161,7 @@ def preset_signals(*signals) -> None:
         words.view(torch.int64).fill_(SOON)
 
 
-def call_of(kind: str, args, m: int, eight: bool):
+def call_of(kind: str, args: argparse.Namespace, m: int, eight: bool) -> Any:
     """`(call, cuBLAS's, what is wrong or None, free)` of a fused call on a rank with prompt peers."""
     import torch
 
@@ -169,12 +171,13 @@ def call_of(kind: str, args, m: int, eight: bool):
     from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
     from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 
+    op: Any
     rows = m // args.ranks
     k, n = (8192, 14336) if kind == "AG+GEMM" else (7168, 8192)
     name = {"AG+GEMM": "all_gather_matmul", "GEMM+RS": "matmul_reduce_scatter", "GEMM+AR": "matmul_all_reduce"}[kind]
     dtype, mm = torch.float8_e4m3fn if eight else torch.bfloat16, cublas(eight)
     product = Product(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, dtype)
-    options = dict(tiling=tiling_for(tsn.device(), product), **blocks_for(tsn.device(), product))
+    options: dict[str, Any] = dict(tiling=tiling_for(tsn.device(), product), **blocks_for(tsn.device(), product))
     options |= {"blocks": args.blocks} if args.blocks else {}
     (held, of_columns), whole = operand(n, k, eight, 2), random(m, n)
     w = held.t() if eight else held.t().contiguous()
@@ -206,7 +209,7 @@ def call_of(kind: str, args, m: int, eight: bool):
     return lambda: op(x, w, out, **own_scales), theirs, lambda: difference(out, wanted(), kind), op.free
 
 
-def calls(report, timer, args) -> None:
+def calls(report: Report, timer: Timer, args: argparse.Namespace) -> None:
     keys = [Column("kind", "Call"), Column("dtype", "Dtype"), Column("ranks", "Ranks", ",d"), Column("m", "M", ",d")]
     columns = [
         Column("ours", "Ours", better="lower", unit="us"),

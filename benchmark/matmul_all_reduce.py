@@ -7,6 +7,10 @@ Every rank has m rows of its own k columns and wants the sum of all ranks' GEMMs
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
+import argparse
+from collections.abc import Callable
+from typing import Any
+
 from benchmark.common.gemm import (
     Implementations,
     Operands,
@@ -22,7 +26,7 @@ from benchmark.common.gemm import (
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
-def implementations(args, m: int, blocks: int | None, group) -> Implementations:
+def implementations(args: argparse.Namespace, m: int, blocks: int | None, group: Any) -> Implementations:
     import torch
     import torch.distributed as dist
 
@@ -35,7 +39,7 @@ def implementations(args, m: int, blocks: int | None, group) -> Implementations:
     step = 16 if m > 1024 else 1
     wanted = mine.exact(slice(None, None, step)).cpu()
     dist.all_reduce(wanted)
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
         "matmul": lambda: mine.matmul(whole),
         "tilelang": gemm_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
@@ -49,7 +53,7 @@ def implementations(args, m: int, blocks: int | None, group) -> Implementations:
     return Implementations(mine, calls, {"torch"}, is_wrong, op.free, op)
 
 
-def torchs(mine: Operands, n: int, group):
+def torchs(mine: Operands, n: int, group: Any) -> Any:
     """torch's GEMM and the all-reduce of its symmetric memory; it has no fused operator."""
     import torch
     import torch.distributed._symmetric_memory as symmetric

@@ -7,6 +7,10 @@ Every rank has m rows of its own k columns and wants m / ranks rows of the sum o
 Without a GPU the simulator runs the same kernels on small shapes, without NCCL.
 """
 
+import argparse
+from collections.abc import Callable
+from typing import Any
+
 from benchmark.common.gemm import (
     Implementations,
     Operands,
@@ -22,7 +26,7 @@ from benchmark.common.gemm import (
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
-def implementations(args, m: int, blocks: int | None, group) -> Implementations:
+def implementations(args: argparse.Namespace, m: int, blocks: int | None, group: Any) -> Implementations:
     import torch
     import torch.distributed as dist
 
@@ -39,7 +43,7 @@ def implementations(args, m: int, blocks: int | None, group) -> Implementations:
     picked = torch.cat([mine.exact(slice(p * rows, (p + 1) * rows, step)) for p in range(size)]).cpu()
     dist.all_reduce(picked)
     wanted = picked.view(size, -1, args.n)[tsn.rank()].to(out.device)
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
         "matmul": lambda: mine.matmul(whole),
         "tilelang": gemm_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
@@ -55,13 +59,13 @@ def implementations(args, m: int, blocks: int | None, group) -> Implementations:
     )
 
 
-def torchs(mine: Operands, group):
+def torchs(mine: Operands, group: Any) -> Any:
     """A call of torch's own fused operator."""
     import torch
     import torch.distributed._symmetric_memory
 
     ops, name = torch.ops.symm_mem, group.group_name
-    if not mine.scales:
+    if mine.x_scales is None or mine.w_scales is None:
         return lambda: ops.fused_matmul_reduce_scatter(mine.x, mine.w, "sum", 0, name)
     scales, shape = (mine.x_scales[:, None], mine.w_scales[None]), [mine.x.shape[0], mine.w.shape[1]]
     rest = "sum", 0, 0, name, shape, None, None, torch.bfloat16, True

@@ -9,6 +9,10 @@ device, then the call runs between two events. Host time is hidden behind the fl
 call`.
 """
 
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
 from benchmark.common import (
     BenchmarkParser,
     Column,
@@ -49,7 +53,7 @@ def _tuning(text: str) -> dict[str, int]:
     return made
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
     parser.add_argument(
         "--mode",
@@ -110,13 +114,22 @@ def parse():
     return args
 
 
-def across_ranks(samples: list[float], of=median) -> tuple[float, float]:
+def across_ranks(samples: list[float], of: Any = median) -> tuple[float, float]:
     """Median over ranks, and maximum over ranks, of each rank's median (or of another figure of its samples)."""
     medians = gather(of(samples))
     return median(medians), max(medians)
 
 
-def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer, limit, **tuning):
+def ours(
+    args: argparse.Namespace,
+    mode: str,
+    layout: str,
+    fp8: bool,
+    everyone: Any,
+    timer: DeviceTimer,
+    limit: Any,
+    **tuning: Any,
+) -> Iterator[tuple[Any, ...]]:
     """Yield (operation, kernel samples, whole-call samples, bytes per token on the network, limit's samples) of AllToAll,
     verified.
 
@@ -131,7 +144,7 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer, 
 
     rank, ranks, mine = tsn.rank(), tsn.size(), everyone[tsn.rank()]
     tokens = len(mine.x)
-    options = {"tuning": Tuning(**args.tuning | tuning)}
+    options: dict[str, Any] = {"tuning": Tuning(**args.tuning | tuning)}
     if mode == "throughput":
         # Twice the rows of an even spread, not all rows of all ranks.
         options |= {"layout": layout, "capacity": max(2 * tokens * args.topk, ranks * tokens)}
@@ -141,7 +154,7 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer, 
     )  # fmt: skip
     x = mine.x if mode == "latency" or not fp8 else (mine.x_fp8, mine.scales)
 
-    def dispatch(_=None):
+    def dispatch(_: Any = None) -> Any:
         return op.dispatch(x, mine.topk_idx, mine.topk_weights)
 
     received = dispatch()
@@ -163,7 +176,7 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer, 
             check_combine(out, mine, returned, args.experts, ranks, weighted, rank, op.sums_over)
     nothing = lambda: None  # noqa: E731
     out = torch.empty_like(out)
-    steps = [("dispatch", nothing, dispatch)]
+    steps: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [("dispatch", nothing, dispatch)]
     if mode == "throughput":
         handle = received.handle
         steps += [("dispatch, cached layout", nothing, lambda _: op.dispatch(x, handle=handle))]
@@ -180,7 +193,7 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer, 
     op.free()
 
 
-def fabric_bytes(prepare, call, tokens: int) -> float:
+def fabric_bytes(prepare: Callable[[], Any], call: Callable[..., Any], tokens: int) -> float:
     """Payload that a call gives to the network, of all ranks together, per token."""
     import tilescale_net as tsn
 
@@ -195,17 +208,21 @@ def fabric_bytes(prepare, call, tokens: int) -> float:
     return (so_far() - before) / (tokens * tsn.size())
 
 
-def peers(args, mode: str, fp8: bool, everyone, timer: DeviceTimer, report: Report):
+def peers(
+    args: argparse.Namespace, mode: str, fp8: bool, everyone: Any, timer: DeviceTimer, report: Report
+) -> Iterator[tuple[Any, ...]]:
     """Yield (system, operation, kernel samples, whole-call samples) of the others."""
     import tilescale_net as tsn
     from benchmark.common.moe import DeepEP, Nccl, row_bytes
 
     rank, mine = tsn.rank(), everyone[tsn.rank()]
-    makers = {
+    makers: dict[str, Callable[[], Any]] = {
         "NCCL": lambda: Nccl(everyone, args.experts, rank, row_bytes(args.hidden, fp8) // 4, tsn.device()),
         "DeepEP": lambda: DeepEP(mode, mine, len(mine.x), args.experts, fp8),
     }
     for system, maker in makers.items():
+        peer: Any
+        reason: str | None
         try:
             peer, reason = maker(), None
         except Exception as error:  # what keeps a peer from running is a note, not a failure
@@ -233,7 +250,7 @@ def peers(args, mode: str, fp8: bool, everyone, timer: DeviceTimer, report: Repo
 class Results:
     """The table, and how a row of it comes from samples."""
 
-    def __init__(self, report: Report, on_gpu: bool, over_nodes: bool):
+    def __init__(self, report: Report, on_gpu: bool, over_nodes: bool) -> None:
         text = {"mode": "mode", "tokens": "tokens", "dtype": "dtype", "layout": "layout", "operation": "operation"}
         keys = [Column(k, t, ",d" if k == "tokens" else "") for k, t in text.items()] + [Column("system", "system")]
         columns = [
@@ -267,7 +284,16 @@ class Results:
             )
 
     def add(
-        self, case: dict, system: str, operation: str, nbytes: int, rows, kernel, whole, fabric=0.0, bare=()
+        self,
+        case: dict,
+        system: str,
+        operation: str,
+        nbytes: int,
+        rows: Any,
+        kernel: Any,
+        whole: Any,
+        fabric: Any = 0.0,
+        bare: Any = (),
     ) -> None:
         """Collective. `case`: key columns; nbytes: of a row of traffic; rows: `Traffic`; then the samples.
 
@@ -289,7 +315,9 @@ class Results:
         self._table.add(row, {"kernel": kernel, "whole": whole})
 
 
-def run(args, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: Results, report: Report) -> None:
+def run(
+    args: argparse.Namespace, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: Results, report: Report
+) -> None:
     """All layouts and all peers for one mode and dtype."""
     import tilescale_net as tsn
     from benchmark.common.fabric import BareWriterPair
@@ -304,7 +332,9 @@ def run(args, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: R
     nbytes = {"combine": back, "dispatch + combine": there + back}
     limit = BareWriterPair() if tsn.world().proxy is not None else None
     several = tsn.world().topology.node_size > 1
-    ways = {"tilescale_net": {}} | ({WAYS[1]: {"once_per_node": False}} if args.once_per_rank and several else {})
+    ways: dict[str, dict[str, bool]] = {"tilescale_net": {}} | (
+        {WAYS[1]: {"once_per_node": False}} if args.once_per_rank and several else {}
+    )
     for layout in args.layout if mode == "throughput" else ["expert"]:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": layout}
         for system, tuning in ways.items():
@@ -340,7 +370,7 @@ def main() -> None:
     tsn.finalize()
 
 
-def heap_bytes(args, tokens_of: dict[str, int]) -> int:
+def heap_bytes(args: argparse.Namespace, tokens_of: dict[str, int]) -> int:
     """Symmetric memory for one AllToAll at a time, with room to spare."""
     most = 64 << 20
     for mode, tokens in tokens_of.items():

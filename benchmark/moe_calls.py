@@ -9,7 +9,10 @@ host is what the calling thread takes for a pair and wall what it takes until al
 the peers.
 """
 
+import argparse
 import time
+from collections.abc import Callable
+from typing import Any
 
 from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median, one_of, positive_int, world_size
 from benchmark.common.arguments import on_gpu
@@ -26,7 +29,7 @@ SHAPES = {True: ((4096, 128), 7168, 8, 256, [8, 12, 24]), False: ((32, 16), 512,
 COLUMNS = ("dispatch", "cached", "agreeing", "combine", "graph", "host", "wall")
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
     choices = {
         "mode": (("throughput", "latency"), "throughput, latency, or all (all)"),
@@ -64,7 +67,7 @@ def parse():
     return args
 
 
-def cases(args) -> list[dict]:
+def cases(args: argparse.Namespace) -> list[dict]:
     """The key columns of every row. Rows travel back as FP8 in those with the most blocks alone."""
     found = []
     for mode in args.mode:
@@ -86,7 +89,7 @@ class Case:
         everyone: all ranks' inputs.
     """
 
-    def __init__(self, args, case: dict, everyone):
+    def __init__(self, args: argparse.Namespace, case: dict, everyone: Any) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -113,7 +116,7 @@ class Case:
         if not args.no_check:
             self._check(received)
 
-    def _fill(self, received) -> None:
+    def _fill(self, received: Any) -> None:
         """Experts that give back what they get."""
         from tilescale_net.kernels.moe.row_ops import dequantise
 
@@ -125,7 +128,7 @@ class Case:
                 rows = dequantise(rows, received.scales.reshape(-1, received.scales.shape[-1])[part])
             y[part] = rows.to(y.dtype)
 
-    def _check(self, received) -> None:
+    def _check(self, received: Any) -> None:
         import tilescale_net as tsn
         from benchmark.common.moe import check_combine, check_dispatch
         from tilescale_net.kernels.moe.row_ops import dequantise
@@ -137,16 +140,16 @@ class Case:
             weighted = case["layout"] == "expert"
             check_combine(self._out, mine, rows, experts, world_size(), weighted, tsn.rank(), self.op.sums_over)
 
-    def dispatch(self):
+    def dispatch(self) -> Any:
         return self.op.dispatch(self._x, self._mine.topk_idx, self._mine.topk_weights)
 
-    def cached(self):
+    def cached(self) -> Any:
         return self.op.dispatch(self._x, handle=self._handle)
 
-    def combine(self):
+    def combine(self) -> Any:
         return self.op.combine(self._y, self._handle, out=self._out)
 
-    def pair(self):
+    def pair(self) -> Any:
         return self.op.combine(self._y, self.dispatch().handle, out=self._out)
 
     def kernels(self, timer: DeviceTimer) -> dict[str, list[float]]:
@@ -170,7 +173,7 @@ class Case:
         self.op.free()
 
 
-def launched(call, pairs: int) -> tuple[list[float], list[float]]:
+def launched(call: Callable[..., Any], pairs: int) -> tuple[list[float], list[float]]:
     """Microseconds of a call: until it returns, and, of many in a row, until they have ended."""
     import tilescale_net as tsn
 
@@ -188,7 +191,7 @@ def launched(call, pairs: int) -> tuple[list[float], list[float]]:
     return host, wall
 
 
-def replayed(call) -> list[float]:
+def replayed(call: Callable[..., Any]) -> list[float]:
     """Microseconds of a call in a CUDA graph of several."""
     import torch
 
@@ -215,7 +218,7 @@ def replayed(call) -> list[float]:
     return samples[1:]
 
 
-def table_of(report: Report):
+def table_of(report: Report) -> Any:
     keys = [Column(name, name) for name in ("mode", "layout", "blocks", "dtype")] + [Column("back", "combine of")]
     columns = [Column(name, name, better="lower", unit="us") for name in COLUMNS]
     table = report.table("MoE calls", keys, columns)
@@ -227,7 +230,7 @@ def table_of(report: Report):
     return table
 
 
-def measure(args, case: dict, everyone, timer: DeviceTimer) -> dict[str, list[float]]:
+def measure(args: argparse.Namespace, case: dict, everyone: Any, timer: DeviceTimer) -> dict[str, list[float]]:
     made = Case(args, case, everyone)
     samples = made.kernels(timer)
     if timer.on_gpu:

@@ -6,8 +6,11 @@ Launches are left out: their arguments are converted and given to a function tha
 are of the same calls with their launches. One rank is enough, for what others do is no work of this host.
 """
 
+import argparse
 import contextlib
 import time
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 from benchmark.common import BenchmarkParser, Column, Report, median, positive_int
@@ -17,7 +20,7 @@ AT_A_TIME = 50
 BENCH = dict(ranks=1, quick="--calls 50 --repeat 3", gpu=False)  # see common/suite.py
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=None)
     text = "timed runs, whose median is shown (15; 5 in the simulator)"
     parser.add_argument("--repeat", type=positive_int, metavar="N", help=text)
@@ -29,7 +32,7 @@ def parse():
     return parser.parse_args()
 
 
-def objects(args) -> dict:
+def objects(args: argparse.Namespace) -> dict:
     """Name of each row and its AllToAll."""
     import torch
 
@@ -45,7 +48,7 @@ def objects(args) -> dict:
     }
 
 
-def inputs(args, device) -> tuple:
+def inputs(args: argparse.Namespace, device: Any) -> tuple:
     """Rows, choices and weights."""
     import torch
 
@@ -54,7 +57,7 @@ def inputs(args, device) -> tuple:
     return x, chosen, torch.rand((args.tokens, args.top_k), device=device)
 
 
-def calls_of(op, args) -> dict:
+def calls_of(op: Any, args: argparse.Namespace) -> dict:
     """Name of each column and a function that makes its calls."""
     import torch
 
@@ -63,7 +66,7 @@ def calls_of(op, args) -> dict:
     received = op.dispatch(x, chosen, weights)
     y, handle = torch.zeros(received.x.shape, dtype=torch.bfloat16, device=device), received.handle
 
-    def both():
+    def both() -> None:
         op.combine(y, op.dispatch(x, chosen, weights).handle)
 
     calls = {
@@ -76,7 +79,7 @@ def calls_of(op, args) -> dict:
     return calls
 
 
-def calls_of_deep_ep(args, fp8: bool) -> dict:
+def calls_of_deep_ep(args: argparse.Namespace, fp8: bool) -> dict:
     """The same of low-latency calls in DeepEP's words, which bring weights at combine."""
     import torch
 
@@ -85,19 +88,19 @@ def calls_of_deep_ep(args, fp8: bool) -> dict:
 
     buffer, (x, chosen, weights) = Buffer(), inputs(args, tsn.device())
 
-    def dispatch():
+    def dispatch() -> Any:
         return buffer.low_latency_dispatch(x, chosen, args.tokens, args.experts, use_fp8=fp8)
 
     rows, _, handle, *_ = dispatch()
     y = torch.zeros((rows[0] if fp8 else rows).shape, dtype=torch.bfloat16, device=x.device)
 
-    def combine(handle=handle):
+    def combine(handle: Any = handle) -> None:
         buffer.low_latency_combine(y, chosen, weights, handle)
 
     return {"dispatch": dispatch, "combine": combine, "both": lambda: combine(dispatch()[2])}
 
 
-def cost(call, calls: int, synchronize) -> float:
+def cost(call: Callable[..., Any], calls: int, synchronize: Callable[[], None]) -> float:
     """Microseconds that the calling thread works per call: what else the processors do does not count."""
     spent = 0.0
     for first in range(0, calls, AT_A_TIME):
@@ -109,7 +112,7 @@ def cost(call, calls: int, synchronize) -> float:
     return spent * 1e6 / calls
 
 
-def timed_calls(args, suffix: str) -> dict:
+def timed_calls(args: argparse.Namespace, suffix: str) -> dict:
     """What is timed, by row and column; each has been called, so that nothing is left to be made."""
     rows = {name: calls_of(op, args) for name, op in objects(args).items()}
     rows |= {f"deep_ep, low latency, {dtype}": calls_of_deep_ep(args, dtype == "FP8") for dtype in ("BF16", "FP8")}
@@ -121,7 +124,7 @@ def timed_calls(args, suffix: str) -> dict:
     return runs
 
 
-def without_launches(made):
+def without_launches(made: Any) -> Any:
     """`made()`; kernels that are launched first inside call a function that does nothing in the place of their own."""
     import tvm_ffi
 

@@ -8,8 +8,11 @@ compare dispatch and first GEMM, second GEMM and combine, and all four. Without 
 kernels on small shapes; one rank on a GPU shows the overlap with copies in its own memory.
 """
 
+import argparse
+from typing import Any
+
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
-from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong
+from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong, repeated
 from benchmark.common.report import Column, Report, world_size
 
 BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
@@ -25,7 +28,7 @@ TITLES = {
 }
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
     add_timing_arguments(parser)
     shape = ON_GPU if on_gpu() else SIMULATED
@@ -53,7 +56,7 @@ def parse():
     return args
 
 
-def shape_of(args, tokens: int) -> tuple[tuple, dict]:
+def shape_of(args: argparse.Namespace, tokens: int) -> tuple[tuple, dict]:
     """The arguments of the AllToAlls: room for twice the rows of an even spread."""
     local, rows = args.experts // world_size(), args.tile[0]
     even = tokens * min(args.topk, args.experts)
@@ -69,7 +72,7 @@ class Layer:
         blocks: of dispatch and combine beside GEMMs.
     """
 
-    def __init__(self, args, tokens: int, blocks: int):
+    def __init__(self, args: argparse.Namespace, tokens: int, blocks: int) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -106,19 +109,19 @@ class Layer:
         self.y = self.down(self.h, self.w_down, self.handle)
         self.tokens_out = self.plain.combine(self.y, self.handle)
 
-    def first(self):
+    def first(self) -> Any:
         pending = self.overlapping.dispatch_send(*self.choices, blocks=self.blocks)
         h = self.up.arriving(pending, self.w_up)
         return h, self.overlapping.dispatch_recv(pending).handle
 
-    def first_in_turn(self):
+    def first_in_turn(self) -> Any:
         received = self.plain.dispatch(*self.choices)
         return self.up(received.x, self.w_up, received.handle), received.handle
 
-    def second(self, h, handle):
+    def second(self, h: Any, handle: Any) -> Any:
         return self.down.combined(h, self.w_down, handle, blocks=self.blocks)
 
-    def second_in_turn(self, h, handle):
+    def second_in_turn(self, h: Any, handle: Any) -> Any:
         return self.plain.combine(self.down(h, self.w_down, handle), handle)
 
     def implementations(self) -> dict[str, dict]:
@@ -150,6 +153,7 @@ class Layer:
         """torch's own grouped GEMM of each part, where it works."""
         import torch
 
+        assert self.received.offsets is not None
         ends = self.received.offsets[1:].clone()
         up = lambda: torch._grouped_mm(self.rows_in, self.w_up, offs=ends)  # noqa: E731
         down = lambda: torch._grouped_mm(self.h, self.w_down, offs=ends)  # noqa: E731
@@ -169,6 +173,7 @@ class Layer:
 
         from benchmark.common.gemm import difference
 
+        assert self.received.offsets is not None
         h, handle = self.first()
         out, begins = self.second(h, handle), self.received.offsets.tolist()
         self.overlapping.check()
@@ -187,14 +192,14 @@ class Layer:
             thing.free()
 
 
-def measure(args, tokens: int, blocks: int, timer: Timer, together, table) -> None:
+def measure(args: argparse.Namespace, tokens: int, blocks: int, timer: Timer, together: Any, table: Any) -> None:
     """The rows of one shape. Collective."""
     layer = Layer(args, tokens, blocks)
     raise_if_wrong(f"moe_layer, {tokens} tokens", layer.wrong())
     most = max(gather(layer.rows))
     flops, moved = 2 * most * args.hidden * args.inner, 2 * max(gather(layer.remote)) * args.hidden
     for part, calls in layer.implementations().items():
-        launches = {key: (lambda n, call=call: [call() for _ in range(n)] and None) for key, call in calls.items()}
+        launches = {key: repeated(call) for key, call in calls.items()}
         samples = timer.interleaved(launches, 5, together, set())
         everyone = gather(samples)
         slowest = {key: max((s[key] for s in everyone), key=median) for key in samples}

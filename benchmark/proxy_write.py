@@ -9,9 +9,11 @@ provider, pieces and memory, driven by a CPU that needs no queue, no descriptors
 proxy within each size. Everything written is compared with what was sent. A second part times put_signal, one way.
 """
 
+import argparse
 import os
 import random
 import sys
+from typing import Any
 
 from benchmark.common import (
     BenchmarkParser,
@@ -44,7 +46,7 @@ SIGNAL_SIZES = "8,64,1K,8K,64K"
 MODES = {"": 1, "NBI": 0}  # suffix of a configuration's name, and whether it blocks
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=1, repeat=5)
     text = f"sizes and doubling ranges ({SIMULATED[0]} in the simulator, up to 64M or 1G on GPUs)"
     parser.add_argument("--sizes", type=size_list, metavar="LIST", help=text)
@@ -76,7 +78,9 @@ def parse():
     return args
 
 
-def measure(bench, name: str, count: int, writes: int, seeds: random.Random, args) -> dict[str, list[float]]:
+def measure(
+    bench: Any, name: str, count: int, writes: int, seeds: random.Random, args: argparse.Namespace
+) -> dict[str, list[float]]:
     """Samples in microseconds per write of both modes and of the bare writer, taken in turns. Collective.
 
     Raises:
@@ -107,7 +111,7 @@ def gbps(count: int, microseconds: float) -> float:
     return count * 8 / microseconds / 1e3
 
 
-def tables(report: Report, kinds: list[str]):
+def tables(report: Report, kinds: list[str]) -> Any:
     """The tables of bandwidths and of what the bare writer makes of the same."""
     keys = [SizeColumn("bytes", "Size"), Column("count", "Count")]
     columns, limits = [], []
@@ -129,7 +133,7 @@ def tables(report: Report, kinds: list[str]):
 
 
 def fill(
-    bandwidth, limit, results: dict[int, dict[str, list[float]]], rails: dict[str, int], link: float | None
+    bandwidth: Any, limit: Any, results: dict[int, dict[str, list[float]]], rails: dict[str, int], link: float | None
 ) -> None:
     """Rows from samples by size and configuration. `link`: rate of one channel in Gb/s, or None to use the bare best."""
     rails = {k: n for k, n in rails.items() if any(f"Bare{k}" in s for s in results.values())}
@@ -137,7 +141,8 @@ def fill(
     whole = {k: link * rails[k] if link else best[k] for k in rails}
     limits = []
     for count, samples in results.items():
-        shown, against = {}, {}
+        shown: dict[str, float] = {}
+        against: dict[str, float] = {}
         for kind in rails:
             if f"Bare{kind}" not in samples:
                 continue  # interrupted before
@@ -160,7 +165,7 @@ def fill(
     )
 
 
-def signals(bench, table, args) -> None:
+def signals(bench: Any, table: Any, args: argparse.Namespace) -> None:
     """Rows of put_signal's one-way times."""
     import tilescale_net as tsn
 
@@ -186,12 +191,11 @@ def main() -> None:
     report = Report("proxy_write", args)
     kinds = {"both": ["Single", "Multi"], "single": ["Single"], "multi": ["Multi"]}[args.channels]
     bandwidth, limit = tables(report, kinds)
-    p99 = dict(better="lower", unit="us", plotted=False)
     title = [
         Column("bare", "Bare", better="lower", unit="us"),
-        Column("bare_p99", "p99", **p99),
+        Column("bare_p99", "p99", better="lower", unit="us", plotted=False),
         Column("signal", "put_signal", better="lower", unit="us"),
-        Column("signal_p99", "p99", **p99),
+        Column("signal_p99", "p99", better="lower", unit="us", plotted=False),
     ]
     signal = report.table(
         "put_signal, one way", [SizeColumn("bytes", "Size")], [*title, Column("beyond", "beyond bare", unit="us")]
@@ -220,7 +224,9 @@ def main() -> None:
     report.finish()
 
 
-def measure_all(report: Report, args, kinds: list[str], signal, results: dict, rails: dict, on_gpu: bool) -> None:
+def measure_all(
+    report: Report, args: argparse.Namespace, kinds: list[str], signal: Any, results: dict, rails: dict, on_gpu: bool
+) -> None:
     """Fill `results` (samples by size and configuration) and `rails`, and the table of put_signal. Collective."""
     from benchmark.common.fabric import ProxyBench
 

@@ -6,6 +6,10 @@
 Ranks 0 and 1 answer each other inside one kernel, one block each; a sample is a launch's time over twice its round trips.
 """
 
+import argparse
+from collections.abc import Callable
+from typing import Any
+
 from benchmark.common import (
     BenchmarkParser,
     Column,
@@ -24,7 +28,7 @@ from benchmark.common.measuring import GUARD, SIMULATED, common_seeds, differenc
 BENCH = dict(quick="--sizes 8,8K --threads 128 --repeat 3")  # see common/suite.py
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=20, sizes="8,64,1K,8K,64K", simulated="8,1K,8K")
     threads = int_list(1, 1024)
     parser.add_argument("--threads", type=threads, metavar="LIST", help="of the block (32,128,1024; simulator 32,128)")
@@ -52,7 +56,7 @@ def parse():
 class TilescaleNet:
     """Round trips of N.put_signal_block."""
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -77,7 +81,7 @@ class InOneLine(TilescaleNet):
 
     SIZE = 8
 
-    def __init__(self):
+    def __init__(self) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -92,7 +96,7 @@ class InOneLine(TilescaleNet):
 class Nvshmem:
     """Round trips of nvshmemx_putmem_signal_block."""
 
-    def __init__(self, capacity: int, library):
+    def __init__(self, capacity: int, library: Any) -> None:
         import torch
 
         self._library = library
@@ -110,7 +114,7 @@ class Nvshmem:
         self._base += trips
 
 
-def measure(implementation, count: int, threads: int, engine: str, args) -> list[float]:
+def measure(implementation: Any, count: int, threads: int, engine: str, args: argparse.Namespace) -> list[float]:
     """Samples in microseconds, one way; on rank 0, elsewhere empty. Collective. Raises WrongData on all ranks."""
     import tilescale_net as tsn
 
@@ -130,7 +134,7 @@ def measure(implementation, count: int, threads: int, engine: str, args) -> list
     return [t / (2 * args.trips) for t in times[args.warmup :]]
 
 
-def _stamps(launch, args) -> list[float]:
+def _stamps(launch: Callable[..., Any], args: argparse.Namespace) -> list[float]:
     """Microseconds of each of warmup + repeat launches, queued back to back so that the ranks stay in step."""
     import time
 

@@ -7,13 +7,16 @@ Size is that of the input, in bytes per rank. Our sums are compared bit by bit w
 of NCCL, whose order is its own, only roughly. Without a GPU the simulator runs the same kernel, without NCCL.
 """
 
+from typing import Any
+
+from benchmark.common.arguments import BenchmarkParser
 from benchmark.common.collectives import CollectiveCase, parse, run
 
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
 
 
 class ReduceScatterCase(CollectiveCase):
-    def __init__(self, size: int, dtype: str):
+    def __init__(self, size: int, dtype: str) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -25,31 +28,31 @@ class ReduceScatterCase(CollectiveCase):
         self._exact = True
         self.nbytes = self._x.nbytes
 
-    def _data(self, seed: int, rank: int, part: int):
+    def _data(self, seed: int, rank: int, part: int) -> Any:
         import torch
 
         generator = torch.Generator(device=self._out.device).manual_seed(seed + rank * self._n + part)
         return torch.randn(self._count, dtype=self._dtype, device=self._out.device, generator=generator)
 
-    def fill(self, seed):
+    def fill(self, seed: int) -> None:
         for part in range(self._n):
             self._x[part] = self._data(seed, self._rank, part)
         self._out.fill_(float("nan"))
 
-    def ours(self, choices):
+    def ours(self, choices: dict[str, Any]) -> Any:
         from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
         self._exact = True
         op = ReduceScatter(**choices)
         return lambda: op(self._out, self._x), op.free
 
-    def nccl(self, group):
+    def nccl(self, group: Any) -> Any:
         import torch.distributed as dist
 
         self._exact = False
         return lambda: dist.reduce_scatter_tensor(self._out, self._x.view(-1), group=group)
 
-    def difference(self, seed):
+    def difference(self, seed: int) -> str | None:
         import torch
 
         total = torch.zeros(self._count, dtype=torch.float32, device=self._out.device)
@@ -60,7 +63,7 @@ class ReduceScatterCase(CollectiveCase):
         wrong = int((~torch.isclose(self._out.float(), expected.float(), rtol=tolerance, atol=tolerance)).sum())
         return f"{wrong} of {self._count} sums are wrong" if wrong else None
 
-    def free(self):
+    def free(self) -> None:
         import tilescale_net as tsn
 
         tsn.free(self._x)
@@ -68,7 +71,7 @@ class ReduceScatterCase(CollectiveCase):
 
 if __name__ == "__main__":
 
-    def extend(parser):
+    def extend(parser: BenchmarkParser) -> None:
         dtypes = ("bfloat16", "float16", "float32")
         parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the tensors (bfloat16)")
 

@@ -8,6 +8,9 @@ whole round trip and Gbps = bytes x 8 / round trip, so a link that carries one w
 most. Figures are medians over the repetitions, averaged over the pairs. What comes back is compared with what was sent.
 """
 
+import argparse
+from typing import Any
+
 from benchmark.common import (
     BenchmarkParser,
     Column,
@@ -26,7 +29,7 @@ BENCH = dict(nodes=2, quick="--sizes 64K,1M --repeat 3")  # see common/suite.py
 MEASURED_LINK = 4 << 20  # bytes of the messages that measure the link where its speed is unknown
 
 
-def parse():
+def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=10, sizes="128K..128M", simulated="128K..16M")
     text = "where messages start and end (both; device needs a GPU)"
     parser.add_argument("--buffers", choices=("device", "host", "both"), default="both", help=text)
@@ -46,13 +49,13 @@ class BufferSet:
         how: in words, how the network reaches the buffers.
     """
 
-    def __init__(self, job: FabricJob, kind: str):
+    def __init__(self, job: FabricJob, kind: str) -> None:
         from benchmark import instruments
 
         self.job, self.args = job, job.args
         self.bytes = instruments.ping_pong_bytes(max(job.args.sizes), job.args.chunk)
         fields = {"message_buffers": 0, "delivery_complete": False}
-        self.device_fields = {}
+        self.device_fields: dict[str, Any] = {}
         self.how = "registered host memory"
         if kind == "device":
             fields |= self._on_gpu()
@@ -126,7 +129,7 @@ def one_way_gbps(job: FabricJob) -> float:
     return job.control.gather("link", rate)[0]
 
 
-def kinds_of(parser, args, has_gpu: bool) -> list[str]:
+def kinds_of(parser: BenchmarkParser, args: argparse.Namespace, has_gpu: bool) -> list[str]:
     if args.buffers == "both":
         return ["device", "host"] if has_gpu else ["host"]
     if args.buffers == "device" and not has_gpu:

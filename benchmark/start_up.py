@@ -6,8 +6,10 @@ One row for the job that runs it. The heap is small, so that what grows with the
 have imported everything; where ranks outnumber processors they wait for one another.
 """
 
+import argparse
 import os
 import time
+from typing import Any
 
 from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median
 
@@ -15,7 +17,7 @@ BENCH = dict(ranks=2, quick="--warmup 1 --repeat 1")  # see common/suite.py
 HEAP = 4 << 20
 
 
-def parse():
+def parse() -> argparse.Namespace:
     return BenchmarkParser(__doc__.splitlines()[0], warmup=1, repeat=3).parse_args()
 
 
@@ -50,7 +52,7 @@ def main() -> None:
         tsn.barrier()
         if turn >= args.warmup:
             rates.append((time.perf_counter() - begun) * 1e3)
-    proxy = world.proxy.properties if world.proxy is not None else {}
+    proxy: dict[str, Any] = world.proxy.properties if world.proxy is not None else {}
     staging = proxy.get("staging_bytes", 0) / 2**20
     found = gather(
         dict(

@@ -7,13 +7,15 @@ Both are timed in the same way in the same run, and what they delivered is compa
 a quiet, on both implementations. Without a GPU the simulator runs the same kernels.
 """
 
+import argparse
+
 from benchmark.common import Report
 from benchmark.common.copies import copy_parser, finish, join, nvshmem, require_two_ranks
 
 BENCH = dict(quick="--sizes 2K,64K --repeat 2")  # see common/suite.py
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = copy_parser(__doc__.splitlines()[0], sizes="2K..4M", simulated="2K..256K")
     parser.add_argument("--no-nvshmem", action="store_true", help="leave NVSHMEM out even where it can run")
     args = parser.parse_args()

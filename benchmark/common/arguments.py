@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from benchmark.common.report import is_rank_zero, load_baseline
 from tilescale_net.cli.arguments import non_negative_int, positive_float, positive_int, writable_file
@@ -157,12 +158,12 @@ class BenchmarkParser(argparse.ArgumentParser):
         repeat: int | None = 20,
         sizes: str | None = None,
         simulated: str | None = None,
-    ):
+    ) -> None:
         super().__init__(description=description, allow_abbrev=False, epilog=EXIT_CODES)
         self._sizes = sizes, simulated
         output = self.add_argument_group("output")
-        file = {"type": writable_file, "metavar": "FILE"}
-        output.add_argument("--json", **file, help="write all samples and medians to FILE")
+        text = "write all samples and medians to FILE"
+        output.add_argument("--json", type=writable_file, metavar="FILE", help=text)
         output.add_argument(
             "--plot", type=plot_file, metavar="FILE", help="draw the tables into FILE (.png, .svg, .pdf)"
         )
@@ -181,7 +182,7 @@ class BenchmarkParser(argparse.ArgumentParser):
             )
             self.add_argument("--sizes", type=size_list, metavar="LIST", help=text)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace=None):
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; also keeps the command line for the report."""
         parsed = super().parse_args(args, namespace)
         sizes, simulated = self._sizes
@@ -190,11 +191,11 @@ class BenchmarkParser(argparse.ArgumentParser):
         parsed.command = [os.path.basename(sys.argv[0]), *(sys.argv[1:] if args is None else args)]
         return parsed
 
-    def print_help(self, file=None) -> None:
+    def print_help(self, file: Any = None) -> None:
         if is_rank_zero():
             super().print_help(file)
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         """Print usage and `message` on rank 0 and leave with exit code 2; for checks across arguments too."""
         if is_rank_zero():
             self.print_usage(sys.stderr)

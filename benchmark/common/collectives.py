@@ -7,6 +7,7 @@ in one direction: size / time * (ranks - 1) / ranks, twice that of an all-reduce
 import argparse
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmark.common.arguments import BenchmarkParser, int_list, one_of
 from benchmark.common.measuring import (
@@ -18,6 +19,7 @@ from benchmark.common.measuring import (
     median,
     percentile,
     raise_if_wrong,
+    repeated,
 )
 from benchmark.common.report import Column, Report, format_bytes, world_size
 
@@ -27,7 +29,7 @@ CHOICES = ("algorithm", "threads", "blocks", "engine", "unroll")
 
 def parse(
     description: str,
-    extend: Callable[[BenchmarkParser], None] | None = None,
+    extend: Callable[[BenchmarkParser], object] | None = None,
     sizes: str = "16K..64M",
     simulated: str = "16K..256K",
     blocks: int = 16,
@@ -78,7 +80,7 @@ def parse(
     return args
 
 
-def nccl_group(report: Report, args: argparse.Namespace):
+def nccl_group(report: Report, args: argparse.Namespace) -> Any:
     """A process group that uses NCCL, or None without NCCL or when none is wanted. Collective."""
     import torch
     import torch.distributed as dist
@@ -114,11 +116,11 @@ class CollectiveCase:
         """A call of our kernel, and what frees it. Collective."""
         raise NotImplementedError
 
-    def nccl(self, group) -> Callable[[], None]:
+    def nccl(self, group: Any) -> Callable[[], None]:
         """The same call of NCCL, on the same tensors."""
         raise NotImplementedError
 
-    def symmetric(self, group) -> dict[str, Callable[[], None]]:
+    def symmetric(self, group: Any) -> dict[str, Callable[[], None]]:
         """The same call of torch's symmetric memory, in all its ways. Collective; empty without it."""
         return {}
 
@@ -131,7 +133,7 @@ class CollectiveCase:
 
 
 def measure(
-    case: CollectiveCase, call: Callable[[], None], timer: Timer, together, check: bool, what: str
+    case: CollectiveCase, call: Callable[[], None], timer: Timer, together: Any, check: bool, what: str
 ) -> list[float]:
     """Samples of the slowest rank, in microseconds. Raises WrongData on all ranks when one of them found wrong data."""
     import tilescale_net as tsn
@@ -140,14 +142,14 @@ def measure(
     case.fill(seed)
     tsn.barrier()
     batch = max(1, min(20, 20 * (4 << 20) // max(1, case.nbytes)))
-    samples = timer.measure(lambda times: [call() for _ in range(times)] and None, batch, together)
+    samples = timer.measure(repeated(call), batch, together)
     tsn.barrier()
     raise_if_wrong(what, case.difference(seed) if check else None)
     return max(gather(samples), key=median)
 
 
 def _measure_peer(
-    case: CollectiveCase, call: Callable[[], None], timer: Timer, together, check: bool, what: str
+    case: CollectiveCase, call: Callable[[], None], timer: Timer, together: Any, check: bool, what: str
 ) -> list[float]:
     """As `measure`; what works in place is verified in a call of its own."""
     if check and case.in_place:
@@ -158,7 +160,7 @@ def _measure_peer(
     return measure(case, call, timer, together, check and not case.in_place, what)
 
 
-def _symmetric(case: CollectiveCase, group, measure: Callable, report: Report) -> dict[str, list[float]]:
+def _symmetric(case: CollectiveCase, group: Any, measure: Callable, report: Report) -> dict[str, list[float]]:
     """Samples of torch's symmetric memory by way; what cannot run is noted."""
     samples = {}
     try:
@@ -203,7 +205,7 @@ def run(
         theirs, ways = None, {}
         if group is not None:
 
-            def peer(call, what, case=case, size=size):
+            def peer(call: Callable[..., Any], what: str, case: Any = case, size: int = size) -> Any:
                 return _measure_peer(case, call, timer, together, not args.no_check, f"{what} {name}, {size} bytes")
 
             theirs = peer(case.nccl(group), "NCCL")

@@ -6,7 +6,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmark.common.arguments import (
     BenchmarkParser,
@@ -167,7 +167,7 @@ def join(report: Report, args: argparse.Namespace) -> Timer:
     return timer
 
 
-def nvshmem(report: Report):
+def nvshmem(report: Report) -> Any:
     """NVSHMEM, started; or None and a note in the report that names in one line what it needs. Collective.
 
     Every rank must be able to run it, on one node.
@@ -187,7 +187,7 @@ def nvshmem(report: Report):
     return library
 
 
-def finish(report: Report, library=None) -> None:
+def finish(report: Report, library: Any = None) -> None:
     """End the report, NVSHMEM (from `nvshmem`) and the job. Collective."""
     import tilescale_net as tsn
 
@@ -230,7 +230,7 @@ class TilescaleNet(Implementation):
 
     name = "tilescale_net"
 
-    def __init__(self, capacity: int, offset: tuple[int, int] = (0, 0)):
+    def __init__(self, capacity: int, offset: tuple[int, int] = (0, 0)) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -254,7 +254,7 @@ class Nvshmem(Implementation):
 
     name = "NVSHMEM"
 
-    def __init__(self, capacity: int, library, offset: tuple[int, int] = (0, 0)):
+    def __init__(self, capacity: int, library: Any, offset: tuple[int, int] = (0, 0)) -> None:
         self._library = library
         self.place(library.empty, capacity, offset)
 
@@ -272,7 +272,7 @@ class CopyEngine(Implementation):
 
     name = "copy engine"
 
-    def __init__(self, ours: TilescaleNet):
+    def __init__(self, ours: TilescaleNet) -> None:
         self.dst, self.src = ours.dst, ours.src
 
     def launcher(self, direction: str, count: int, pe: int, geometry: Geometry) -> Callable[[int], None]:
@@ -332,7 +332,7 @@ def measure(
     receives = rank < 2 and (bidirectional or rank == (1 if direction == "push" else 0))
     if check and rank < 2:
         prepare(implementation.src, implementation.dst, count, seeds[rank])
-    launch = implementation.launcher(direction, count, 1 - rank, geometry) if rank < 2 else None
+    launch = implementation.launcher(direction, count, 1 - rank, geometry) if rank < 2 else lambda times: None
     # Two ranks that start together on the device: the hosts leave a barrier too far apart for small copies.
     together = p2p.meet() if bidirectional and tsn.size() == 2 and timer.on_gpu else None
     tsn.barrier()

@@ -3,11 +3,13 @@
 `FabricJob` needs libfabric and nothing else of the package: no heap, no kernels, no GPU.
 """
 
+import argparse
 import os
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 from benchmark.common import measuring
 from benchmark.common.arguments import BenchmarkParser, positive_float, positive_int
@@ -18,7 +20,7 @@ from benchmark.common.report import Column, format_bytes, is_rank_zero, rank, wo
 class SizeColumn(Column):
     """Sizes as 8M."""
 
-    def show(self, value) -> str:
+    def show(self, value: Any) -> str:
         return format_bytes(value)
 
 
@@ -47,7 +49,7 @@ class FabricJob:
         ranks: how many ranks the method takes; None: two or more.
     """
 
-    def __init__(self, parser: BenchmarkParser, args, ranks: int | None = None):
+    def __init__(self, parser: BenchmarkParser, args: argparse.Namespace, ranks: int | None = None) -> None:
         size = world_size()
         if ranks and size != ranks:
             parser.error(
@@ -80,7 +82,7 @@ class FabricJob:
             if name not in known:
                 self.parser.error(f"--domain {name!r} is not one of {', '.join(sorted(known - {''}))}")
 
-    def options(self, **fields):
+    def options(self, **fields: Any) -> Any:
         """Transport options: the user's choices, this rank, and `fields`."""
         from tilescale_net.runtime import fabric
 
@@ -94,7 +96,7 @@ class FabricJob:
             **fields,
         )
 
-    def properties(self, **fields) -> dict:
+    def properties(self, **fields: Any) -> dict:
         """What a transport with these options can do, before memory is set aside for it."""
         from tilescale_net import _native
 
@@ -113,10 +115,10 @@ class FabricJob:
             return ""
         import torch
 
-        p = torch.cuda.get_device_properties(ordinal)
+        p: Any = torch.cuda.get_device_properties(ordinal)
         return f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
 
-    def session(self, size: int, **fields):
+    def session(self, size: int, **fields: Any) -> Any:
         """A native session with a buffer of `size` bytes, introduced to every rank. Collective.
 
         Args:
@@ -169,7 +171,7 @@ WINDOW = 64  # writes on the way, where nothing is staged
 MEMORY = 64 << 20  # bytes of each thread that moves data as MoE does: more than a second-level cache holds
 
 
-def bare_writer(world, memory, rails: int):
+def bare_writer(world: Any, memory: Any, rails: int) -> Any:
     """A bare writer on `memory` (uint8), which goes the proxy's way to it, staged or not."""
     from benchmark import instruments
     from tilescale_net.runtime import fabric
@@ -206,12 +208,12 @@ class BareWriterPair:
     thread does both, as in a proxy, and there are as many threads as proxy threads that have peers.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         import torch
 
         import tilescale_net as tsn
 
-        world = tsn.world()
+        world = cast(Any, tsn.world())
         size, step = world.size, world.topology.node_size
         self._to, self._from = (world.rank + step) % size, (world.rank - step) % size
         properties = world.proxy.properties
@@ -236,7 +238,7 @@ class BareWriterPair:
         ends = self._pool.map(lambda writer: self._one(writer, max(1, -(-share // laps)), laps), self._writers)
         return (max(ends) - start) * 1e6
 
-    def _one(self, writer, count: int, laps: int) -> float:
+    def _one(self, writer: Any, count: int, laps: int) -> float:
         """When the last of `laps` times `count` bytes is in place."""
         writer.write(self._to, count, laps, from_peer=self._from)
         end = time.perf_counter()
@@ -249,7 +251,7 @@ class BareWriterPair:
 
         tsn.barrier()
         self._pool.shutdown()
-        self._writers = []
+        self._writers.clear()
 
 
 class ProxyBench:
@@ -261,7 +263,7 @@ class ProxyBench:
         peer: the PE that is written to; ranks other than 0 and it only take part in barriers.
     """
 
-    def __init__(self, rails: int, largest: int, both: bool = False):
+    def __init__(self, rails: int, largest: int, both: bool = False) -> None:
         """Join the job.
 
         Args:
@@ -280,7 +282,7 @@ class ProxyBench:
         os.environ["TSN_RAILS"] = str(rails)
         self._both = both
         capacity = largest + GUARD
-        self.world = tsn.init(2 * capacity + (8 << 20))
+        self.world = cast(Any, tsn.init(2 * capacity + (8 << 20)))
         if self.world.proxy is None:
             if is_rank_zero():
                 sys.stderr.write("error: every PE is mapped, so nothing goes through a proxy; set VIRTUAL_NODES=2\n")
@@ -293,7 +295,7 @@ class ProxyBench:
         self._flag = tsn.zeros((1,), torch.uint64)
         self._write, self._ping_pong = proxy_write.write(capacity), p2p.ping_pong(capacity, threads=32)
         self._sent = 0
-        self._bare = None
+        self._bare: Any = None
 
     def open_bare(self) -> None:
         """Make the bare writer, on the proxy's own memory and by its way to it, staged or not. Collective."""
@@ -370,13 +372,12 @@ class ProxyBench:
             for buffer in (self.src, self.dst):
                 buffer[: count + GUARD] = POISON
 
-    def difference(self, buffer, count: int, seed: int) -> str | None:
+    def difference(self, buffer: Any, count: int, seed: int) -> str | None:
         """What is wrong with the peer's `buffer`; None elsewhere."""
         return measuring.difference(buffer, count, seed) if self.rank == self.peer else None
 
     def close(self) -> None:
         import tilescale_net as tsn
 
-        self._bare = None
-        self.dst = self.src = self._flag = None
+        del self._bare, self.dst, self.src, self._flag
         tsn.finalize()

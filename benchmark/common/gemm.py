@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
 from benchmark.common.collectives import nccl_group
-from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong
+from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong, repeated
 from benchmark.common.report import Column, Report, world_size
 
 if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is imported
@@ -107,21 +107,32 @@ class Operands:
     @property
     def scales(self) -> dict[str, torch.Tensor]:
         """Arguments of a fused call."""
-        return {} if self.x_scales is None else {"x_scales": self.x_scales, "w_scales": self.w_scales}
+        if self.x_scales is None or self.w_scales is None:
+            return {}
+        return {"x_scales": self.x_scales, "w_scales": self.w_scales}
 
     def matmul(self, out: torch.Tensor) -> torch.Tensor:
         """`x @ w` by cuBLAS; in `out`, or with 8 bits in a new tensor."""
         import torch
 
-        if self.x_scales is None:
+        if self.x_scales is None or self.w_scales is None:
             return torch.mm(self.x, self.w, out=out)
-        options = dict(out_dtype=torch.bfloat16, use_fast_accum=True)
-        return torch._scaled_mm(self.x, self.w, self.x_scales[:, None], self.w_scales[None], **options)
+        return scaled_mm(self.x, self.w, self.x_scales, self.w_scales)
 
     def exact(self, rows: slice = slice(None)) -> torch.Tensor:
         """Some rows of `x @ w`, in float32."""
         exact = self.x[rows].float() @ self.w.float()
-        return exact if self.x_scales is None else exact * self.x_scales[rows, None] * self.w_scales
+        if self.x_scales is None or self.w_scales is None:
+            return exact
+        return exact * self.x_scales[rows, None] * self.w_scales
+
+
+def scaled_mm(x: torch.Tensor, w: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor) -> torch.Tensor:
+    """cuBLAS's `x @ w` of 8 bits with scales of rows and of columns, in bfloat16."""
+    import torch
+
+    scales = of_rows.view(-1, 1), of_columns[None]
+    return torch._scaled_mm(x, w, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def operands(args: argparse.Namespace, rows: int) -> Operands:
@@ -166,7 +177,7 @@ def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | Non
     return chosen if blocks is None else chosen | {"blocks": blocks}
 
 
-def gemm_alone(tiling, x, w, out, scales=None) -> Callable[[], None]:
+def gemm_alone(tiling: Any, x: Any, w: Any, out: Any, scales: Any = None) -> Callable[[], None]:
     """A call of the fused kernels' GEMM without communication: `out = x @ w`.
 
     Args:
@@ -250,7 +261,7 @@ def run(
     world = tsn.init(3 * heap + (96 << 20))  # the operator has its own
     timer = Timer.of(args, world.device_kind == "cuda")
     group = nccl_group(report, args)
-    together = None
+    together: Callable[[], None] = lambda: None  # noqa: E731
     if timer.on_gpu:
         from tilescale_net.kernels import p2p
 
@@ -278,10 +289,7 @@ def run(
             these.calls["operator"]()
             tsn.synchronize()
             tsn.barrier()
-            launches = {
-                key: (lambda times, call=call: [call() for _ in range(times)] and None)
-                for key, call in these.calls.items()
-            }
+            launches = {key: repeated(call) for key, call in these.calls.items()}
             samples = timer.interleaved(launches, 5, together, these.plain)
             these.calls["ours"]()
             tsn.synchronize()
@@ -302,7 +310,7 @@ def run(
     tsn.finalize()
 
 
-def difference(found, wanted, what: str, rounding: float = 0.02) -> str | None:
+def difference(found: Any, wanted: Any, what: str, rounding: float = 0.02) -> str | None:
     """What is wrong with a result, next to torch's in float32; None where it is within rounding.
 
     Args:

@@ -12,7 +12,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmark.common.arguments import BenchmarkParser, non_negative_int, positive_int
 from benchmark.common.report import WrongData, world_size
@@ -35,7 +35,7 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return float(sorted(samples)[max(0, math.ceil(len(samples) * percent / 100) - 1)])
 
 
-def gather(value) -> list:
+def gather(value: Any) -> list:
     """Every rank's `value`. Collective."""
     import torch.distributed as dist
 
@@ -113,6 +113,16 @@ def add_timing_arguments(parser: BenchmarkParser) -> None:
     parser.add_argument("--repeat", type=positive_int, metavar="N", help=text.format(ON_GPU[1], IN_SIMULATOR[1]))
 
 
+def repeated(call: Callable[[], object]) -> Callable[[int], None]:
+    """What does the call so many times."""
+
+    def launch(times: int) -> None:
+        for _ in range(times):
+            call()
+
+    return launch
+
+
 class Timer:
     """Times one operation at a time on this rank.
 
@@ -123,7 +133,7 @@ class Timer:
         on_gpu: whether kernels run on a GPU.
     """
 
-    def __init__(self, mode: str, warmup: int, repeat: int, on_gpu: bool):
+    def __init__(self, mode: str, warmup: int, repeat: int, on_gpu: bool) -> None:
         if mode not in MODES:
             raise ValueError(f"timing mode {mode!r} is not one of {', '.join(MODES)}")
         self.mode = mode
@@ -243,7 +253,7 @@ class DeviceTimer:
         defaults: warmup and repeat on a GPU, where the user gives none.
     """
 
-    def __init__(self, args: argparse.Namespace, on_gpu: bool, defaults: tuple[int, int]):
+    def __init__(self, args: argparse.Namespace, on_gpu: bool, defaults: tuple[int, int]) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -263,7 +273,7 @@ class DeviceTimer:
         self._torch.cuda._sleep(1_500_000)
         self._meet()
 
-    def kernel(self, prepare, call) -> list[float]:
+    def kernel(self, prepare: Callable[[], Any], call: Callable[..., Any]) -> list[float]:
         """Microseconds on the device, per repetition; `prepare()` is not timed and its result goes to `call`."""
         if not self.on_gpu:
             return self._wall(prepare, call)
@@ -280,11 +290,11 @@ class DeviceTimer:
                 samples.append(before.elapsed_time(after) * 1e3)
         return samples
 
-    def whole(self, prepare, call) -> list[float]:
+    def whole(self, prepare: Callable[[], Any], call: Callable[..., Any]) -> list[float]:
         """Microseconds from the call on the host to the end of its work, on an idle device."""
         return self._wall(prepare, call)
 
-    def _wall(self, prepare, call) -> list[float]:
+    def _wall(self, prepare: Callable[[], Any], call: Callable[..., Any]) -> list[float]:
         samples = []
         for turn in range(self.warmup + self.repeat):
             given = prepare()

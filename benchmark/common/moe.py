@@ -1,6 +1,7 @@
 """Mixture of experts: data that every rank can make for every rank, their check, and what our kernels are compared with."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ class Inputs:
     topk_weights: torch.Tensor
 
 
-def make(rank: int, tokens: int, hidden: int, experts: int, top_k: int, fp8: bool, seed: int, device) -> Inputs:
+def make(rank: int, tokens: int, hidden: int, experts: int, top_k: int, fp8: bool, seed: int, device: Any) -> Inputs:
     """Random rows and distinct random choices; weights are multiples of 1/16, so that sums are exact in float32."""
     g = torch.Generator(device=device).manual_seed(seed * 1009 + rank)
     x = torch.randn((tokens, hidden), generator=g, device=device).to(torch.bfloat16)
@@ -57,7 +58,7 @@ def row_bytes(hidden: int, fp8: bool) -> int:
     return hidden + 4 * groups_of(hidden) if fp8 else 2 * hidden
 
 
-def check_dispatch(received, everyone: list[Inputs], experts: int, rank: int, mode: str, layout: str) -> None:
+def check_dispatch(received: Any, everyone: list[Inputs], experts: int, rank: int, mode: str, layout: str) -> None:
     """Raise WrongData unless `received` (tilescale_net.kernels.moe.Dispatched) holds exactly the rows of `everyone`."""
     ranks, local = len(everyone), experts // len(everyone)
     fp8 = received.x.dtype == FP8
@@ -82,10 +83,11 @@ def check_dispatch(received, everyone: list[Inputs], experts: int, rank: int, mo
         places = received.offsets.long()[expert] + inside
         if layout == "rank":
             places = received.row_index.long()[places]
-    for name, have, want in (
+    compared: list[tuple[str, torch.Tensor, list[Any] | None]] = [
         ("rows", received.x, [e.x_fp8 if fp8 else e.x for e in everyone]),
         ("scales", received.scales, [e.scales for e in everyone] if fp8 else None),
-    ):
+    ]
+    for name, have, want in compared:
         if want is None:
             continue
         have = have.reshape(-1, have.shape[-1])
@@ -116,7 +118,7 @@ def check_combine(
 _groups: dict = {}
 
 
-def nccl_group():
+def nccl_group() -> Any:
     """A process group over NCCL, made once. Collective."""
     if "nccl" not in _groups:
         _groups["nccl"] = dist.new_group(backend="nccl")
@@ -132,7 +134,7 @@ class Nccl:
 
     name = "NCCL"
 
-    def __init__(self, everyone: list[Inputs], experts: int, rank: int, words: int, device):
+    def __init__(self, everyone: list[Inputs], experts: int, rank: int, words: int, device: Any) -> None:
         ranks, local = len(everyone), experts // len(everyone)
         self._group = nccl_group()
         sends = [int((everyone[rank].topk_idx // local == d).any(1).sum()) for d in range(ranks)]
@@ -141,10 +143,10 @@ class Nccl:
         self._x = torch.zeros((sum(sends), words), dtype=torch.int32, device=device)
         self._y = torch.zeros((sum(receives), words), dtype=torch.int32, device=device)
 
-    def dispatch(self):
+    def dispatch(self) -> None:
         dist.all_to_all_single(self._y, self._x, self._receives, self._sends, group=self._group)
 
-    def combine(self):
+    def combine(self) -> None:
         dist.all_to_all_single(self._x, self._y, self._sends, self._receives, group=self._group)
 
 
@@ -156,7 +158,7 @@ class DeepEP:
 
     name = "DeepEP"
 
-    def __init__(self, mode: str, mine: Inputs, max_tokens: int, experts: int, fp8: bool):
+    def __init__(self, mode: str, mine: Inputs, max_tokens: int, experts: int, fp8: bool) -> None:
         import deep_ep
 
         group = nccl_group()
@@ -186,7 +188,7 @@ class DeepEP:
         rows = received[0] if isinstance(received, tuple) else received
         self._y = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
 
-    def dispatch(self):
+    def dispatch(self) -> None:
         if self._mode == "latency":
             _, _, self._handle, _, _ = self._buffer.low_latency_dispatch(
                 self._x, self._idx, self._tokens, self._experts, use_fp8=self._fp8
@@ -194,7 +196,7 @@ class DeepEP:
         else:
             self._buffer.dispatch(self._payload, handle=self._handle)
 
-    def combine(self):
+    def combine(self) -> None:
         if self._mode == "latency":
             self._buffer.low_latency_combine(self._y, self._idx, self._weights, self._handle)
         else:

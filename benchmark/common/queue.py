@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import tilelang.language as T
 
@@ -35,7 +38,7 @@ class Probe(IntEnum):
 
 
 @tsn.jit
-def probe():
+def probe() -> Any:
     """Kernel `(kind, payload, bytes, out, into, pes, first, turns, lanes, warps, blocks, only)`; one serves all of Probe.
 
     Args:
@@ -82,7 +85,7 @@ class QueueBench:
 
     HEAP = 2 << 20
 
-    def __init__(self, world, cpu: int):
+    def __init__(self, world: Any, cpu: int) -> None:
         import torch
 
         self.world, self.cpu = world, cpu
@@ -94,7 +97,7 @@ class QueueBench:
             for heap in self.heaps:
                 _simulator.register_allocation(heap.data_ptr(), self.HEAP, "the benchmark's heap")
 
-    def proxy(self, rank: int, n_pes: int, heap: int, provider: str, **options):
+    def proxy(self, rank: int, n_pes: int, heap: int, provider: str, **options: Any) -> Any:
         """A native proxy of `rank` that serves rank 0's peers, or, for other ranks, rank 0."""
         from tilescale_net import _native
         from tilescale_net.runtime import fabric
@@ -141,7 +144,7 @@ class QueueBench:
 class ProxyUnderTest:
     """Running proxies and the context with which kernels reach PE 0's queues; a `with` block ends them."""
 
-    def __init__(self, bench: QueueBench, proxies: list, n_pes: int, queues: int):
+    def __init__(self, bench: QueueBench, proxies: list, n_pes: int, queues: int) -> None:
         import torch
 
         from tilescale_net.runtime import context
@@ -172,7 +175,21 @@ class ProxyUnderTest:
         for p in proxies:
             p.start()
 
-    def run(self, kind, turns, *, size=64, out=0, into=0, pes=1, first=0, lanes=1, warps=1, blocks=1, only=-1) -> float:
+    def run(
+        self,
+        kind: Any,
+        turns: int,
+        *,
+        size: int = 64,
+        out: int = 0,
+        into: int = 0,
+        pes: int = 1,
+        first: int = 0,
+        lanes: int = 1,
+        warps: int = 1,
+        blocks: int = 1,
+        only: int = -1,
+    ) -> float:
         """Microseconds of one launch of `kind`, a Probe. Raises what kernel or proxy met."""
         import tilescale_net as tsn
         from tilescale_net import errors
@@ -196,10 +213,10 @@ class ProxyUnderTest:
         """The first proxy's counters."""
         return self._proxies[0].stats()
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         for p in self._proxies:
             p.stop()
 
@@ -210,7 +227,7 @@ PLACES = (16, 2)  # SMs that a single thread is tried on: on a GPU, in the simul
 STAGE_BYTES = 256  # more than travels inside a message
 
 
-def push_rates(report: Report, bench: QueueBench, args) -> None:
+def push_rates(report: Report, bench: QueueBench, args: argparse.Namespace) -> None:
     keys = [Column(k, k.capitalize()) for k in ("blocks", "warps", "lanes", "queues")]
     columns = [
         Column("published", "each published", better="higher", unit="M/s"),
@@ -238,7 +255,7 @@ def push_rates(report: Report, bench: QueueBench, args) -> None:
         table.add(row | {name: median(values) for name, values in samples.items()}, samples)
 
 
-def places(report: Report, bench: QueueBench, args) -> None:
+def places(report: Report, bench: QueueBench, args: argparse.Namespace) -> None:
     """One thread again, on one SM after another, spread over the device."""
     columns = [
         Column("slowest", "slowest", better="higher", unit="M/s"),
@@ -274,7 +291,7 @@ def _num_sms(bench: QueueBench) -> int:
     return torch.cuda.get_device_properties(bench.world.device).multi_processor_count
 
 
-def round_trips(report: Report, bench: QueueBench, args) -> dict[str, float]:
+def round_trips(report: Report, bench: QueueBench, args: argparse.Namespace) -> dict[str, float]:
     """The table of round trips; what the stages need of it."""
     from benchmark import instruments
 
@@ -311,8 +328,8 @@ def round_trips(report: Report, bench: QueueBench, args) -> dict[str, float]:
                 samples["queue"].append(proxies.run(queue, args.trips) / args.trips)
             samples = {name: values[1:] for name, values in samples.items()}
             row = {name: median(values) for name, values in samples.items()}
-            for ratio, flag in (("released_ratio", "released"), ("ratio", "flag")):
-                row[ratio] = median([q / f for q, f in zip(samples["queue"], samples[flag])])
+            for ratio, base in (("released_ratio", "released"), ("ratio", "flag")):
+                row[ratio] = median([q / f for q, f in zip(samples["queue"], samples[base])])
             row["queue_p99"] = percentile(samples["queue"], 99)
             table.add({"what": "payload published: fence, put, flush" if publish else "flush", **row}, samples)
             if not publish:
@@ -322,7 +339,7 @@ def round_trips(report: Report, bench: QueueBench, args) -> dict[str, float]:
     return found
 
 
-def dispatch(report: Report, args) -> None:
+def dispatch(report: Report, args: argparse.Namespace) -> None:
     from benchmark import instruments
 
     column = Column("rate", "taken and posted", better="higher", unit="M/s")
@@ -364,7 +381,7 @@ def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> lis
     return samples
 
 
-def stages(report: Report, bench: QueueBench, trip: dict[str, float], args) -> None:
+def stages(report: Report, bench: QueueBench, trip: dict[str, float], args: argparse.Namespace) -> None:
     """Each stage of a put_signal on its way, measured alone, and all of them together."""
     from tilescale_net.runtime import settings
 
@@ -374,7 +391,7 @@ def stages(report: Report, bench: QueueBench, trip: dict[str, float], args) -> N
         [Column("us", "Time", better="lower", unit="us"), Column("how", "Measured as")],
     )
 
-    def add(stage: str, us: float | None, how: str, samples=()):
+    def add(stage: str, us: float | None, how: str, samples: Sequence[float] = ()) -> None:
         table.add({"stage": stage, "us": us, "how": how}, {"us": samples} if samples else None)
 
     total, sent = [], 0

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tilescale_net.cli import machine
 from tilescale_net.runtime import settings
@@ -43,7 +43,7 @@ class Column:
     unit: str = ""
     plotted: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.better not in ("", "higher", "lower"):
             raise ValueError(f"column {self.key}: better={self.better!r} is not 'higher', 'lower' or ''")
 
@@ -52,7 +52,7 @@ class Column:
         """The title with its unit."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
-    def show(self, value) -> str:
+    def show(self, value: Any) -> str:
         """A value as the table shows it; None (not measured) is `-`."""
         if value is None:
             return "-"
@@ -139,7 +139,7 @@ class Layout:
         least: of every column's width.
     """
 
-    def __init__(self, columns: Sequence[Column], rows: Sequence[Mapping], least: int = 3):
+    def __init__(self, columns: Sequence[Column], rows: Sequence[Mapping], least: int = 3) -> None:
         self.columns = list(columns)
         self._right = [not any(isinstance(row.get(c.key), str) for row in rows) for c in columns]
         self._widths = [
@@ -322,7 +322,7 @@ _PLAIN_INTERVAL = 5.0  # seconds between lines where stderr is no terminal
 _LIVE_INTERVAL = 0.1
 
 
-def progress(items: Iterable[Item], label: str, show=str, stream=None) -> Iterator[Item]:
+def progress(items: Iterable[Item], label: str, show: Callable[[Any], str] = str, stream: Any = None) -> Iterator[Item]:
     """Yield `items`, reporting on rank 0's stderr how far the run is.
 
     A run that ends within the first interval prints nothing where stderr is no terminal.
@@ -366,7 +366,7 @@ class Report:
         notes: lines shown at the end, below all tables.
     """
 
-    def __init__(self, name: str, args: argparse.Namespace):
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
         if args.baseline and args.baseline["benchmark"] != name:
             if is_rank_zero():
                 print(f"{name}: error: the baseline is of benchmark {args.baseline['benchmark']}", file=sys.stderr)
@@ -411,7 +411,7 @@ class Report:
         if self.args.plot:
             self._write_plot(self.args.plot)
 
-    def nothing(self, reason: str):
+    def nothing(self, reason: str) -> NoReturn:
         """Say why nothing can be measured here, write an empty `--json`, and end with exit code 3. On all ranks."""
         if is_rank_zero():
             print(f"{self.name}: not measured; {reason}", flush=True)
@@ -456,10 +456,11 @@ class Report:
         if held is None or not {c.key for c in filled} <= {c.key for c in held.columns}:
             again = any(t is table for t in self._headed)
             self._headed += [] if again else [table]
-            self._open = table, Layout(filled, shown.rows, least=8)
+            held = Layout(filled, shown.rows, least=8)
+            self._open = table, held
             title = ["", f"## {table.name}"] if len(self.tables) > 1 and not again else []
-            self._print(*title, "", *self._open[1].head())
-        self._print(self._open[1].row(cells))
+            self._print(*title, "", *held.head())
+        self._print(held.row(cells))
         if self.args.json:
             self._write_json(self.args.json)
 
@@ -472,7 +473,7 @@ class Report:
         """Say in one line, instead of a traceback, that a run was interrupted or that its data were wrong."""
         previous = sys.excepthook
 
-        def hook(kind, error, trace):
+        def hook(kind: Any, error: Any, trace: Any) -> None:
             if issubclass(kind, KeyboardInterrupt):
                 print(f"{self.name}: interrupted; the rows above are what was measured", file=sys.stderr, flush=True)
             elif issubclass(kind, WrongData):
@@ -615,7 +616,7 @@ class _Panel:
         height: in inches.
     """
 
-    def __init__(self, table: Table, unit: str, columns: Sequence[Column]):
+    def __init__(self, table: Table, unit: str, columns: Sequence[Column]) -> None:
         self.table, self.unit, self.columns = table, unit, columns
         varying = [c for c in table.keys if len({row[c.key] for row in table.rows}) > 1] or list(table.keys)[-1:]
         numeric = [c for c in varying if self._is_numeric(c)]
@@ -628,8 +629,11 @@ class _Panel:
     def _is_numeric(self, column: Column) -> bool:
         return all(isinstance(row[column.key], (int, float)) for row in self.table.rows)
 
-    def draw(self, axis, named: bool) -> None:
-        (self._lines if self.along else self._bars)(axis)
+    def draw(self, axis: Any, named: bool) -> None:
+        if self.along:
+            self._lines(axis, self.along)
+        else:
+            self._bars(axis)
         parts = [self.table.name] if named else []
         handles, labels = axis.get_legend_handles_labels()
         if len(labels) == 1:
@@ -663,8 +667,8 @@ class _Panel:
             ]
         )
 
-    def _lines(self, axis) -> None:
-        along, rows = self.along, self.table.rows
+    def _lines(self, axis: Any, along: Column) -> None:
+        rows = self.table.rows
         groups: dict[tuple, list[dict]] = {}
         for row in rows:
             groups.setdefault(tuple(row[c.key] for c in self.others), []).append(row)
@@ -687,7 +691,7 @@ class _Panel:
             axis.set_ylim(bottom=0)
         axis.grid(True, alpha=0.3)
 
-    def _bars(self, axis) -> None:
+    def _bars(self, axis: Any) -> None:
         rows = self.table.rows[:MOST_BARS]
         thickness = 0.8 / len(self.columns)
         for index, column in enumerate(self.columns):
@@ -714,7 +718,7 @@ class _Panel:
             )
 
     @staticmethod
-    def _label(column: Column, value) -> str:
+    def _label(column: Column, value: Any) -> str:
         if isinstance(value, str):
             return value or "-"
         return format_bytes(value) if column.key == "bytes" else f"{column.title.lower()} {column.show(value)}"

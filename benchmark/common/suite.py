@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmark.common.report import NOTHING, Column, Layout
 from tilescale_net.launch import run
@@ -142,7 +143,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends the suite as Ctrl-C does."""
 
 
-def _terminate(number: int, frame) -> None:
+def _terminate(number: int, frame: Any) -> None:
     raise Terminated
 
 

@@ -95,13 +95,13 @@ class Nvshmem:
         RuntimeError: it did not compile, or NVSHMEM refused to start.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         # The unique-id bootstrap and transports to other nodes are looked for by name: only peer memory is used here.
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast serves collectives, which are not measured
         device = torch.cuda.current_device()
         major, minor = torch.cuda.get_device_capability(device)
-        library = build(home(), toolchain.find_nvcc(), f"sm_{major}{minor}")
+        library = build(home() or "", toolchain.find_nvcc(), f"sm_{major}{minor}")
         self._lib = _declare(ctypes.CDLL(str(library)))
         number = self._lib.tsn_nvshmem_version()
         tma = "+TMA" if self._lib.tsn_nvshmem_lent() else ""
@@ -127,13 +127,33 @@ class Nvshmem:
         self._memories.append(tensor_at(pointer, count, torch.device("cuda")))
         return self._memories[-1]
 
-    def put(self, dst: torch.Tensor, src: torch.Tensor, count: int, pe: int, *, loops=1, blocks=1, threads=128) -> None:
+    def put(
+        self,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        count: int,
+        pe: int,
+        *,
+        loops: int = 1,
+        blocks: int = 1,
+        threads: int = 128,
+    ) -> None:
         """Launch a kernel that pushes `count` bytes of `src` to `dst` on `pe`, `loops` times, then calls quiet."""
         self._check(
             self._lib.tsn_nvshmem_put(dst.data_ptr(), src.data_ptr(), count, pe, loops, blocks, threads, _stream())
         )
 
-    def get(self, dst: torch.Tensor, src: torch.Tensor, count: int, pe: int, *, loops=1, blocks=1, threads=128) -> None:
+    def get(
+        self,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        count: int,
+        pe: int,
+        *,
+        loops: int = 1,
+        blocks: int = 1,
+        threads: int = 128,
+    ) -> None:
         """Launch a kernel that pulls `count` bytes of `src` on `pe` into `dst`, `loops` times."""
         self._check(
             self._lib.tsn_nvshmem_get(dst.data_ptr(), src.data_ptr(), count, pe, loops, blocks, threads, _stream())
