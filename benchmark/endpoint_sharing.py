@@ -12,6 +12,7 @@ completion. Shared: any thread uses any endpoint (FI_THREAD_SAFE). Exclusive: th
 
 import argparse
 import os
+from typing import Any
 
 from benchmark.common import BenchmarkParser, Column, Report, byte_count, median, positive_float, positive_int
 from benchmark.common.fabric import FabricJob, add_fabric_arguments, run
@@ -63,7 +64,7 @@ class Sharing:
         self.bench.connect(addresses[1 - job.rank])
         self.rounds = 0
 
-    def measure(self, threads: int) -> list[dict]:
+    def measure(self, threads: int) -> list[dict[str, Any]]:
         """One dict per repetition on rank 0: operations_per_s and cycles_per_post, a figure for each thread."""
         results = []
         args = self.args
@@ -87,17 +88,17 @@ class Sharing:
         return results
 
 
-def total(result: dict) -> float:
+def total(result: dict[str, Any]) -> float:
     return sum(result["operations_per_s"]) / 1e6
 
 
-def cycles(result: dict) -> float:
+def cycles(result: dict[str, Any]) -> float:
     """Cycles per post, weighted by the operations of each thread."""
     rates = result["operations_per_s"]
     return sum(r * c for r, c in zip(rates, result["cycles_per_post"])) / sum(rates)
 
 
-def middle(results: list[dict]) -> dict:
+def middle(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The repetition whose total is nearest to the median."""
     target = median([total(r) for r in results])
     return min(results, key=lambda r: abs(total(r) - target))
@@ -144,8 +145,8 @@ def sweep(report: Report, job: FabricJob, modes: list[str]) -> None:
     table = report.table("sweep", [Column("threads", "Threads", "d"), Column("endpoints", "Endpoints", "d")], columns)
     threads_list = powers_up_to(args.num_threads)
     for endpoints in report.progress(powers_up_to(args.num_endpoints), "endpoints"):
-        rows: dict[int, dict] = {}
-        samples: dict[int, dict] = {}
+        rows: dict[int, dict[str, Any]] = {}
+        samples: dict[int, dict[str, Any]] = {}
         for mode in modes:
             sharing = Sharing(job, mode, endpoints)
             report.environment["provider"] = sharing.bench.provider()

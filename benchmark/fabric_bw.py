@@ -103,7 +103,7 @@ class Bandwidth:
         self.session = job.session(2 * max(largest, 4096), **fields)
         self.properties = self.session.properties()
 
-    def _check_limits(self, properties: dict, largest: int) -> None:
+    def _check_limits(self, properties: dict[str, Any], largest: int) -> None:
         provider, error = properties["provider"], self.job.parser.error
         limit = properties["max_send" if self.operation == "send" else "max_write"]
         if largest > limit:
@@ -112,7 +112,7 @@ class Bandwidth:
         if self.args.post_list > slots:
             error(f"-l {self.args.post_list} exceeds the {slots} operations that provider {provider} holds")
 
-    def run(self, size: int, iterations: int, stamps: bool, duration: float = 0.0) -> dict:
+    def run(self, size: int, iterations: int, stamps: bool, duration: float = 0.0) -> dict[str, Any]:
         """One run; times are this rank's."""
         return self.session.bandwidth(
             1 - self.job.rank,
@@ -128,7 +128,7 @@ class Bandwidth:
             stamps=stamps,
         )
 
-    def measure(self, size: int) -> dict:
+    def measure(self, size: int) -> dict[str, Any]:
         """The row of one size (on rank 0), with the run of median average: iterations and bytes a second."""
         args = self.args
         iterations = iterations_of(args, size)

@@ -73,7 +73,7 @@ def context_kernel() -> Any:
     return factory(512)
 
 
-def launchers() -> dict:
+def launchers() -> dict[str, Any]:
     """Name of each row and a function that launches its kernel once."""
     import torch
 

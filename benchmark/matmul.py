@@ -56,7 +56,9 @@ def random(*shape: Any, seed: int = 0) -> Any:
     return torch.empty(shape, dtype=torch.bfloat16, device=tsn.device()).normal_(generator=generator)
 
 
-def times(timer: Timer, calls: dict[str, Callable[[], object]], wrong: Any, what: str) -> tuple[dict, dict]:
+def times(
+    timer: Timer, calls: dict[str, Callable[[], object]], wrong: Any, what: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Median us of every implementation, and the samples; raises WrongData when `wrong()` returns an error."""
     import tilescale_net as tsn
 

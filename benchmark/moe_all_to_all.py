@@ -285,7 +285,7 @@ class Results:
 
     def add(
         self,
-        case: dict,
+        case: dict[str, Any],
         system: str,
         operation: str,
         nbytes: int,

@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def cases(args: argparse.Namespace) -> list[dict]:
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The key columns of every row. Rows travel back as FP8 in those with the most blocks alone."""
     found = []
     for mode in args.mode:
@@ -89,7 +89,7 @@ class Case:
         everyone: all ranks' inputs.
     """
 
-    def __init__(self, args: argparse.Namespace, case: dict, everyone: Any) -> None:
+    def __init__(self, args: argparse.Namespace, case: dict[str, Any], everyone: Any) -> None:
         import torch
 
         import tilescale_net as tsn
@@ -230,7 +230,9 @@ def table_of(report: Report) -> Any:
     return table
 
 
-def measure(args: argparse.Namespace, case: dict, everyone: Any, timer: DeviceTimer) -> dict[str, list[float]]:
+def measure(
+    args: argparse.Namespace, case: dict[str, Any], everyone: Any, timer: DeviceTimer
+) -> dict[str, list[float]]:
     made = Case(args, case, everyone)
     samples = made.kernels(timer)
     if timer.on_gpu:

@@ -32,7 +32,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def objects(args: argparse.Namespace) -> dict:
+def objects(args: argparse.Namespace) -> dict[str, Any]:
     """Name of each row and its AllToAll."""
     import torch
 
@@ -48,7 +48,7 @@ def objects(args: argparse.Namespace) -> dict:
     }
 
 
-def inputs(args: argparse.Namespace, device: Any) -> tuple:
+def inputs(args: argparse.Namespace, device: Any) -> tuple[Any, ...]:
     """Rows, choices and weights."""
     import torch
 
@@ -57,7 +57,7 @@ def inputs(args: argparse.Namespace, device: Any) -> tuple:
     return x, chosen, torch.rand((args.tokens, args.top_k), device=device)
 
 
-def calls_of(op: Any, args: argparse.Namespace) -> dict:
+def calls_of(op: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Name of each column and a function that makes its calls."""
     import torch
 
@@ -79,7 +79,7 @@ def calls_of(op: Any, args: argparse.Namespace) -> dict:
     return calls
 
 
-def calls_of_deep_ep(args: argparse.Namespace, fp8: bool) -> dict:
+def calls_of_deep_ep(args: argparse.Namespace, fp8: bool) -> dict[str, Any]:
     """The same of low-latency calls in DeepEP's words, which bring weights at combine."""
     import torch
 
@@ -112,7 +112,7 @@ def cost(call: Callable[..., Any], calls: int, synchronize: Callable[[], None]) 
     return spent * 1e6 / calls
 
 
-def timed_calls(args: argparse.Namespace, suffix: str) -> dict:
+def timed_calls(args: argparse.Namespace, suffix: str) -> dict[tuple[str, str], Any]:
     """What is timed, by row and column; each has been called, so that nothing is left to be made."""
     rows = {name: calls_of(op, args) for name, op in objects(args).items()}
     rows |= {f"deep_ep, low latency, {dtype}": calls_of_deep_ep(args, dtype == "FP8") for dtype in ("BF16", "FP8")}
@@ -155,7 +155,7 @@ def main() -> None:
 
     runs = without_launches(lambda: timed_calls(args, ""))
     runs |= timed_calls(args, "_all") if on_gpu else {}
-    samples: dict[tuple, list[float]] = {key: [] for key in runs}
+    samples: dict[tuple[Any, ...], list[float]] = {key: [] for key in runs}
     for turn in report.progress(range(args.warmup + args.repeat), "turns"):
         for key, call in runs.items():
             spent = cost(call, args.calls, tsn.synchronize)

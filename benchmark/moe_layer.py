@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def shape_of(args: argparse.Namespace, tokens: int) -> tuple[tuple, dict]:
+def shape_of(args: argparse.Namespace, tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the AllToAlls: room for twice the rows of an even spread."""
     local, rows = args.experts // world_size(), args.tile[0]
     even = tokens * min(args.topk, args.experts)
@@ -124,7 +124,7 @@ class Layer:
     def second_in_turn(self, h: Any, handle: Any) -> Any:
         return self.plain.combine(self.down(h, self.w_down, handle), handle)
 
-    def implementations(self) -> dict[str, dict]:
+    def implementations(self) -> dict[str, dict[str, Any]]:
         """Calls by part of the layer and by the name of the column."""
         h, handle, rows_in = self.h, self.handle, self.rows_in
         up, down = (lambda: self.up(rows_in, self.w_up, handle)), (lambda: self.down(h, self.w_down, handle))
@@ -149,7 +149,7 @@ class Layer:
             parts[part]["torch"] = call
         return parts
 
-    def torchs(self) -> list:
+    def torchs(self) -> list[Any]:
         """torch's own grouped GEMM of each part, where it works."""
         import torch
 

@@ -225,7 +225,13 @@ def main() -> None:
 
 
 def measure_all(
-    report: Report, args: argparse.Namespace, kinds: list[str], signal: Any, results: dict, rails: dict, on_gpu: bool
+    report: Report,
+    args: argparse.Namespace,
+    kinds: list[str],
+    signal: Any,
+    results: dict[int, dict[str, list[float]]],
+    rails: dict[str, int],
+    on_gpu: bool,
 ) -> None:
     """Fill `results` (samples by size and configuration) and `rails`, and the table of put_signal. Collective."""
     from benchmark.common.fabric import ProxyBench

@@ -62,7 +62,7 @@ class BufferSet:
         self.session = job.session(self.bytes, **fields)
         self.properties = self.session.properties()
 
-    def _on_gpu(self) -> dict:
+    def _on_gpu(self) -> dict[str, Any]:
         import torch
 
         from tilescale_net import _native

@@ -116,7 +116,7 @@ def plot_file(text: str) -> str:
     return writable_file(text)
 
 
-def _baseline(text: str) -> dict:
+def _baseline(text: str) -> dict[str, Any]:
     try:
         return load_baseline(text)
     except ValueError as err:
@@ -182,7 +182,7 @@ class BenchmarkParser(argparse.ArgumentParser):
             )
             self.add_argument("--sizes", type=size_list, metavar="LIST", help=text)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse; also keeps the command line for the report."""
         parsed = super().parse_args(args, namespace)
         sizes, simulated = self._sizes

@@ -112,7 +112,7 @@ class CollectiveCase:
         """Fresh random input on every rank, and an output that holds none of it."""
         raise NotImplementedError
 
-    def ours(self, geometry: dict) -> tuple[Callable[[], None], Callable[[], None]]:
+    def ours(self, geometry: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:
         """A call of our kernel, and what frees it. Collective."""
         raise NotImplementedError
 
@@ -160,7 +160,7 @@ def _measure_peer(
     return measure(case, call, timer, together, check and not case.in_place, what)
 
 
-def _symmetric(case: CollectiveCase, group: Any, measure: Callable, report: Report) -> dict[str, list[float]]:
+def _symmetric(case: CollectiveCase, group: Any, measure: Callable[..., Any], report: Report) -> dict[str, list[float]]:
     """Samples of torch's symmetric memory by way; what cannot run is noted."""
     samples = {}
     try:
@@ -246,7 +246,9 @@ def _columns(with_nccl: bool, name: str) -> Sequence[Column]:
     return columns
 
 
-def _figures(case: CollectiveCase, samples: list[float], theirs: list[float] | None, ways: dict) -> dict:
+def _figures(
+    case: CollectiveCase, samples: list[float], theirs: list[float] | None, ways: dict[str, Any]
+) -> dict[str, Any]:
     nbytes, share = case.nbytes, case.passes * (world_size() - 1) / world_size()
     time = median(samples)
     rate = gigabytes_per_second(nbytes, time)

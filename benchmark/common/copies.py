@@ -65,7 +65,7 @@ def describe(args: argparse.Namespace) -> str:
     return ", ".join(parts)
 
 
-def _list(values: list) -> str:
+def _list(values: list[Any]) -> str:
     return "/".join(map(str, values))
 
 
@@ -385,7 +385,7 @@ def compare(
         reference = None
     size = Column("bytes", "Size", ",d", unit="Bytes")
     table = report.table("bandwidth", [*varying_columns(args), size], columns_of(implementations, reference, percent))
-    known: dict[tuple, list[float]] = {}
+    known: dict[tuple[Any, ...], list[float]] = {}
     steps = [(geometry, count) for geometry in geometries(args) for count in args.sizes]
     for geometry, count in report.progress(steps, "copies", lambda s: f"{format_bytes(s[1])}, {s[0]}"):
         row = {"bytes": count, "threads": geometry.threads, "blocks": geometry.blocks, "engine": geometry.engine}

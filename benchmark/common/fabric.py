@@ -73,7 +73,7 @@ class FabricJob:
         self.multi_host = len(set(hosts)) > 1
         self._local_rank = hosts[: self.rank].count(hosts[self.rank])
 
-    def _check_choices(self, offers: list[dict]) -> None:
+    def _check_choices(self, offers: list[dict[str, Any]]) -> None:
         args, providers = self.args, sorted({o["provider"] for o in offers})
         if args.provider and args.provider not in providers:
             self.parser.error(f"--provider {args.provider!r} is not one of {', '.join(providers)}")
@@ -96,7 +96,7 @@ class FabricJob:
             **fields,
         )
 
-    def properties(self, **fields: Any) -> dict:
+    def properties(self, **fields: Any) -> dict[str, Any]:
         """What a transport with these options can do, before memory is set aside for it."""
         from tilescale_net import _native
 
@@ -133,7 +133,7 @@ class FabricJob:
                 session.connect(other, address)
         return session
 
-    def header(self, properties: dict) -> dict[str, str]:
+    def header(self, properties: dict[str, Any]) -> dict[str, str]:
         """For Report.environment."""
         rails = f", {properties['rails']} rails" if properties["rails"] > 1 else ""
         return {
@@ -142,7 +142,7 @@ class FabricJob:
             "hosts": "several" if self.multi_host else "one: both ends share its processors and memory",
         }
 
-    def link_gbps(self, properties: dict) -> float:
+    def link_gbps(self, properties: dict[str, Any]) -> float:
         """Speed of all rails together as the NICs tell it, in 10^9 bits a second; 0 when they do not."""
         return properties["link_gbps"]
 

@@ -160,7 +160,7 @@ def eight_bits(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (numbers / scales[:, None]).to(torch.float8_e4m3fn), scales
 
 
-def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | None) -> dict:
+def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | None) -> dict[str, Any]:
     """Options of a fused GEMM's class, of `rows` rows on a rank: what the arguments ask for, else the operators'."""
     import torch
 

@@ -35,11 +35,11 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return float(sorted(samples)[max(0, math.ceil(len(samples) * percent / 100) - 1)])
 
 
-def gather(value: Any) -> list:
+def gather(value: Any) -> list[Any]:
     """Every rank's `value`. Collective."""
     import torch.distributed as dist
 
-    everyone: list = [None] * world_size()
+    everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, value)
     return everyone
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmark.common.measuring import WrongData
+from benchmark.common.report import WrongData
 from tilescale_net.kernels.moe.row_ops import groups_of, quantise, sum_of_ranks
 
 FP8 = torch.float8_e4m3fn
@@ -115,7 +115,7 @@ def check_combine(
         raise WrongData("combine: sums differ")
 
 
-_groups: dict = {}
+_groups: dict[str, Any] = {}
 
 
 def nccl_group() -> Any:

@@ -144,7 +144,7 @@ class QueueBench:
 class ProxyUnderTest:
     """Running proxies and the context with which kernels reach PE 0's queues; a `with` block ends them."""
 
-    def __init__(self, bench: QueueBench, proxies: list, n_pes: int, queues: int) -> None:
+    def __init__(self, bench: QueueBench, proxies: list[Any], n_pes: int, queues: int) -> None:
         import torch
 
         from tilescale_net.runtime import context
@@ -209,7 +209,7 @@ class ProxyUnderTest:
 
         self.run(Probe.QUEUE_TRIP, 1, pes=pes, blocks=pes)
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, Any]:
         """The first proxy's counters."""
         return self._proxies[0].stats()
 

@@ -97,12 +97,12 @@ class Table:
     keys: Sequence[Column]
     columns: Sequence[Column]
     notes: list[str] = field(default_factory=list)
-    rows: list[dict] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, list[float]]] = field(default_factory=list)
-    on_row: Callable[[Table, dict], None] | None = None
+    on_row: Callable[[Table, dict[str, Any]], None] | None = None
     plotted: bool = True
 
-    def add(self, row: Mapping, samples: Mapping[str, Sequence[float]] | None = None) -> None:
+    def add(self, row: Mapping[str, Any], samples: Mapping[str, Sequence[float]] | None = None) -> None:
         """Add a row.
 
         Args:
@@ -121,11 +121,11 @@ class Table:
         if self.on_row:
             self.on_row(self, self.rows[-1])
 
-    def of_row(self, row: Mapping) -> Table:
+    def of_row(self, row: Mapping[str, Any]) -> Table:
         """A table like this one that holds one row."""
         return Table(self.name, self.keys, self.columns, [], [dict(row)])
 
-    def key_of(self, row: Mapping) -> tuple:
+    def key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """The values of the key columns of a row."""
         return tuple(row[column.key] for column in self.keys)
 
@@ -139,7 +139,7 @@ class Layout:
         least: of every column's width.
     """
 
-    def __init__(self, columns: Sequence[Column], rows: Sequence[Mapping], least: int = 3) -> None:
+    def __init__(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], least: int = 3) -> None:
         self.columns = list(columns)
         self._right = [not any(isinstance(row.get(c.key), str) for row in rows) for c in columns]
         self._widths = [
@@ -151,11 +151,11 @@ class Layout:
         rule = ("-" * (w + 1) + ":" if r else ":" + "-" * (w + 1) for w, r in zip(self._widths, self._right))
         return [self._line([c.heading for c in self.columns]), "|" + "|".join(rule) + "|"]
 
-    def row(self, row: Mapping) -> str:
+    def row(self, row: Mapping[str, Any]) -> str:
         """A line of the table."""
         return self._line([c.show(row.get(c.key)) for c in self.columns])
 
-    def lines(self, rows: Sequence[Mapping]) -> list[str]:
+    def lines(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Headings, rule and rows."""
         return [*self.head(), *(self.row(r) for r in rows)]
 
@@ -167,7 +167,7 @@ class Layout:
 SCHEMA = 1  # of the JSON files that Report writes
 
 
-def load_baseline(path: str) -> dict:
+def load_baseline(path: str) -> dict[str, Any]:
     """The content of an earlier `--json` file.
 
     Raises:
@@ -197,7 +197,7 @@ def ratio(column: Column, new: float | None, old: float | None) -> float | None:
     return above / below if below else None
 
 
-def with_ratios(table: Table, earlier: Mapping) -> Table:
+def with_ratios(table: Table, earlier: Mapping[str, Any]) -> Table:
     """A copy of `table` in which each column with a direction is followed by its ratio to the earlier run.
 
     Args:
@@ -445,7 +445,7 @@ class Report:
             lines.append(f"- baseline: {', '.join(parts)}")
         self._print(*lines)
 
-    def _on_row(self, table: Table, row: dict) -> None:
+    def _on_row(self, table: Table, row: dict[str, Any]) -> None:
         self._begin()
         shown = table.of_row(row)
         if self.args.baseline:
@@ -483,7 +483,7 @@ class Report:
 
         sys.excepthook = hook
 
-    def content(self) -> dict:
+    def content(self) -> dict[str, Any]:
         """What `--json` writes: environment, settings, and for every table its columns, rows and raw samples."""
         given = {k: v for k, v in vars(self.args).items() if k not in ("json", "plot", "baseline", "command")}
         return {
@@ -656,7 +656,7 @@ class _Panel:
         values = [row[c.key] for c in self.columns for row in self.table.rows if row.get(c.key) is not None]
         return max(values) / min(values) if min(values) > 0 else 0.0
 
-    def _name(self, column: Column, group: Sequence) -> str:
+    def _name(self, column: Column, group: Sequence[Any]) -> str:
         return ", ".join(
             [
                 column.series or column.title,
@@ -669,7 +669,7 @@ class _Panel:
 
     def _lines(self, axis: Any, along: Column) -> None:
         rows = self.table.rows
-        groups: dict[tuple, list[dict]] = {}
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in rows:
             groups.setdefault(tuple(row[c.key] for c in self.others), []).append(row)
         for group, members in groups.items():

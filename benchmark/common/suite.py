@@ -39,7 +39,7 @@ class Result:
     """
 
     name: str
-    content: dict | None = None
+    content: dict[str, Any] | None = None
     plot: bytes | None = None
     outcome: str = ""
     failed: bool = False
@@ -95,7 +95,7 @@ def _public(arguments: list[str]) -> list[str]:
     return kept
 
 
-def _table(table: dict) -> list[str]:
+def _table(table: dict[str, Any]) -> list[str]:
     columns = [
         Column(c["key"], c["title"], unit=c.get("unit", ""))
         for c in [*table["keys"], *table["columns"]]

@@ -1,11 +1,14 @@
 """The plots of the pages: what each is drawn from, and the functions that draw into a figure of matplotlib."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from reports import COLLECTIVES, FUSED, HERE, gpus, mixture_of_experts, rows, significant, size
 
 OURS, PEER, OTHER = "#1f77b4", "#d9822b", "#7f7f7f"
 
 
-def copies(figure) -> None:
+def copies(figure: Any) -> None:
     for i, direction in enumerate(("push", "pull")):
         axes = figure.add_subplot(1, 2, i + 1)
         for system, label, colour in (("tilescale_net", "tilescale_net", OURS), ("nvshmem", "NVSHMEM", PEER)):
@@ -22,7 +25,7 @@ def copies(figure) -> None:
     figure.suptitle(f"Copies between {gpus('unrolledcp_p2p')} over NVLink, launch included", fontsize=11)
 
 
-def signals(figure) -> None:
+def signals(figure: Any) -> None:
     axes = figure.add_subplot(1, 1, 1)
     for threads, style in ((128, "-"), (1024, "--")):
         found = rows("put_signal", threads=threads)
@@ -32,8 +35,8 @@ def signals(figure) -> None:
                 sizes, [r[key] for r in found], style, color=colour, label=f"{label}, {threads} threads", linewidth=1.8
             )
         line = [r for r in found if "line" in r]
-        label = "in one 16-byte line" if threads == 128 else None
-        axes.plot([r["bytes"] for r in line], [r["line"] for r in line], "o", color=OURS, label=label)
+        once = "in one 16-byte line" if threads == 128 else None
+        axes.plot([r["bytes"] for r in line], [r["line"] for r in line], "o", color=OURS, label=once)
     by_bytes(axes, range(3, 17, 3))
     axes.set_ylim(bottom=0)
     axes.set_ylabel("time (us)")
@@ -41,7 +44,7 @@ def signals(figure) -> None:
     finish(axes, f"put_signal, one way, {gpus('put_signal')}", legend=True)
 
 
-def collectives(figure) -> None:
+def collectives(figure: Any) -> None:
     for i, (name, label) in enumerate(COLLECTIVES.items()):
         axes = figure.add_subplot(1, 4, i + 1)
         found = rows(name)
@@ -56,7 +59,7 @@ def collectives(figure) -> None:
     figure.suptitle("Collectives in a CUDA graph", fontsize=11)
 
 
-def products(figure) -> None:
+def products(figure: Any) -> None:
     for i, (name, label) in enumerate(FUSED.items()):
         axes = figure.add_subplot(1, 3, i + 1)
         found = rows(name)
@@ -76,7 +79,7 @@ def products(figure) -> None:
     figure.suptitle(f"Products with their communication, bfloat16, {gpus('all_gather_matmul')}", fontsize=11)
 
 
-def moe(figure) -> None:
+def moe(figure: Any) -> None:
     axes = figure.add_subplot(1, 1, 1)
     found = mixture_of_experts()
     bars(axes, [r.what.removeprefix("MoE ") for r in found], {
@@ -87,7 +90,7 @@ def moe(figure) -> None:
     axes.set_title(f"Mixture of experts, {gpus('moe_throughput')}: hidden 7168, top-8 of 256", fontsize=11)
 
 
-def fabric(figure) -> None:
+def fabric(figure: Any) -> None:
     ours, bare = rows("proxy_write"), rows("proxy_write", 1)
     axes = figure.add_subplot(1, 2, 1)
     bars(axes, [size(r["bytes"]) for r in ours], {
@@ -108,20 +111,20 @@ def fabric(figure) -> None:
     figure.suptitle("Two virtual nodes, tcp over loopback, memory staged", fontsize=11)
 
 
-def by_bytes(axes, powers) -> None:
+def by_bytes(axes: Any, powers: Iterable[int]) -> None:
     """The horizontal axis, with a mark at each of these powers of two."""
     axes.set_xscale("log", base=2)
     axes.set_xticks([1 << n for n in powers], [size(1 << n) for n in powers])
 
 
-def finish(axes, title: str, legend: bool) -> None:
+def finish(axes: Any, title: str, legend: bool) -> None:
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3, which="both")
     if legend:
         axes.legend(fontsize=8, frameon=False)
 
 
-def bars(axes, labels: list[str], sides: dict[str, tuple[list[float], str]]) -> None:
+def bars(axes: Any, labels: list[str], sides: dict[str, tuple[list[float], str]]) -> None:
     """A group of horizontal bars for each label, with their figures."""
     height = 0.8 / len(sides)
     for i, (side, (figures, colour)) in enumerate(sides.items()):

@@ -14,6 +14,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import plots
 import reports
@@ -42,23 +43,23 @@ SOURCES = {
 }
 
 
-def listing(rows: Iterable[dict], cells: dict[str, str], words: int = 1) -> str:
+def listing(rows: Iterable[dict[str, Any]], cells: dict[str, str], words: int = 1) -> str:
     """A table of rows: a column for each heading, whose text its format makes of a row's fields."""
     return markdown([*cells], [[form.format(**row) for form in cells.values()] for row in rows], words)
 
 
-def report_table(name: str, table: int, cells: dict[str, str], words: int = 1, **wanted: object) -> Callable[[], str]:
+def report_table(name: str, table: int, cells: dict[str, str], words: int = 1, **wanted: Any) -> Callable[[], str]:
     """What makes the listing of a report's table, of the rows whose fields have the values wanted."""
     return lambda: listing(rows(name, table, **wanted), cells, words)
 
 
-def by_threads(name: str) -> Iterator[tuple[dict, dict]]:
+def by_threads(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The rows of a size with 128 and with 1024 threads."""
     return zip(rows(name, threads=128), rows(name, threads=1024), strict=True)
 
 
 def copies() -> str:
-    def both(row: dict, system: str, unit: str) -> str:
+    def both(row: dict[str, Any], system: str, unit: str) -> str:
         return " / ".join(f"{row[f'{system}_{way}_{unit}']:.2f}" for way in ("push", "pull"))
 
     lines = []
@@ -153,7 +154,7 @@ def fused_pairs() -> str:
     return markdown(head, lines)
 
 
-def _moe_calls() -> list[dict]:
+def _moe_calls() -> list[dict[str, Any]]:
     return [r for name in ("moe_calls", "moe_calls_latency") for r in run(name)["tables"][0]["rows"]]
 
 
@@ -215,12 +216,16 @@ def moe_goals() -> str:
     return markdown(["us", "now, 2 GPUs", "now, 4 GPUs", "peer, 4 GPUs", "goal, 4 GPUs (at most)"], lines)
 
 
-TABLES = {
+def compared(subject: str) -> str:
+    return reports.comparison(reports.shown(subject))
+
+
+TABLES: dict[str, Callable[[], str]] = {
     "highlights": reports.highlights,
     "others-ahead": reports.others_ahead,
     "summary": lambda: reports.comparison(r for subject in reports.SUBJECTS for r in reports.shown(subject)),
     "source": lambda: reports.source(*reports.names()),
-    **{name: lambda name=name: reports.comparison(reports.shown(name)) for name in reports.SUBJECTS},
+    **{name: functools.partial(compared, name) for name in reports.SUBJECTS},
     **{f"source-{page}": functools.partial(reports.source, *names) for page, names in SOURCES.items()},
     **LISTINGS,
     "copies-by-size": copies,
@@ -251,7 +256,7 @@ def plot_is_current(name: str) -> bool:
 def with_tables(text: str) -> str:
     """A page with all its tables as they should be now. Raises KeyError for a table that nobody knows."""
 
-    def current(match: re.Match) -> str:
+    def current(match: re.Match[str]) -> str:
         return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
 
     return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", current, text, flags=re.DOTALL)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 # Benchmarks that have another name now than when they wrote their report.
@@ -13,7 +14,7 @@ RENAMED = {"queue.py": "device_queue.py"}
 
 
 @functools.cache
-def run(name: str) -> dict:
+def run(name: str) -> dict[str, Any]:
     """One benchmark's report: environment, command, tables of rows."""
     return json.loads((HERE / f"{name}.json").read_text())
 
@@ -23,7 +24,7 @@ def names() -> list[str]:
     return sorted(p.stem for p in HERE.glob("*.json"))
 
 
-def rows(name: str, table: int = 0, **wanted) -> list[dict]:
+def rows(name: str, table: int = 0, **wanted: Any) -> list[dict[str, Any]]:
     """Rows of a table whose fields have the values wanted; KeyError when there are none."""
     found = [r for r in run(name)["tables"][table]["rows"] if all(r[k] == v for k, v in wanted.items())]
     if not found:
@@ -31,7 +32,7 @@ def rows(name: str, table: int = 0, **wanted) -> list[dict]:
     return found
 
 
-def row(name: str, table: int = 0, **wanted) -> dict:
+def row(name: str, table: int = 0, **wanted: Any) -> dict[str, Any]:
     """The one row whose fields have the values wanted; KeyError when there is none, or another one."""
     found = rows(name, table, **wanted)
     if len(found) > 1:
@@ -57,7 +58,7 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def markdown(head: list[str], lines: Iterable[Iterable], words: int = 1) -> str:
+def markdown(head: list[str], lines: Iterable[Iterable[Any]], words: int = 1) -> str:
     """A table; its first `words` columns are aligned as words are, the others as numbers."""
     rule = ["---"] * words + ["--:"] * (len(head) - words)
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, rule, *lines])
@@ -88,7 +89,7 @@ def commit(name: str) -> str:
 
 def source(*found: str) -> str:
     """Where reports were made and the commands that repeat them, machine by machine."""
-    machines: dict[tuple, list[str]] = {}
+    machines: dict[tuple[Any, ...], list[str]] = {}
     for name in found:
         env = run(name)["environment"]
         machines.setdefault((env["GPUs"], env["driver"], env["CUDA"], env["torch"], env["tilelang"]), []).append(name)
