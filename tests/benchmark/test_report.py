@@ -1,14 +1,18 @@
 """What a run prints and writes, and its comparison with an earlier run."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmark.common import BenchmarkParser, Column, Report, Table
-from benchmark.common.report import ROOT, draw, load_baseline, panels_of, ratio, title_of
+from benchmark.common.report import ROOT, Layout, draw, load_baseline, panels_of, progress, ratio, title_of
 
 
 def test_prints_header_and_table(filled, capsys):
@@ -263,3 +267,103 @@ def test_plots_are_of_a_size_that_fits_a_page(tmp_path):
     draw(tables, title_of("demo", {"ranks": "2", "GPUs": "2 x H100"}), str(tmp_path / "x.png"))
     height, width = image.imread(tmp_path / "x.png").shape[:2]
     assert width <= 1500 and height <= 2800
+
+
+def table() -> Table:
+    made = Table(
+        "t", [Column("bytes", "Size", ",d", unit="Bytes")], [Column("bw", "BW", unit="GB/s"), Column("how", "How")]
+    )
+    made.add({"bytes": 2048, "bw": 3.14159, "how": "ldst"})
+    made.add({"bytes": 4194304, "bw": None, "how": "bulk copy"})
+    return made
+
+
+def lines_of(t: Table) -> list[str]:
+    return list(Layout([*t.keys, *t.columns], t.rows).lines(t.rows))
+
+
+def test_lines():
+    assert lines_of(table()) == [
+        "| Size (Bytes) | BW (GB/s) | How       |",
+        "|-------------:|----------:|:----------|",
+        "|        2,048 |     3.142 | ldst      |",
+        "|    4,194,304 |         - | bulk copy |",
+    ]
+
+
+def test_rows_need_their_keys():
+    with pytest.raises(ValueError, match="'bytes'"):
+        table().add({"bw": 1.0})
+
+
+def test_direction_is_checked():
+    with pytest.raises(ValueError, match="better"):
+        Column("a", "A", better="more")
+
+
+@settings(deadline=None)  # a machine may have other work
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.floats(0, 1e9)), min_size=1, max_size=8))
+def test_lines_are_as_wide_as_each_other_and_hold_every_value(rows):
+    made = Table("t", [Column("n", "N", ",d")], [Column("x", "X", ".3f")])
+    for n, x in rows:
+        made.add({"n": n, "x": x})
+    lines = lines_of(made)
+    assert len(lines) == len(rows) + 2
+    assert len({len(line) for line in lines}) == 1
+    for (n, x), line in zip(rows, lines[2:]):
+        assert re.findall(r"[\d,.]+", line) == [f"{n:,d}", f"{x:.3f}"]
+
+
+@pytest.mark.parametrize(
+    "value, shown",
+    [
+        (0.0, "0"),
+        (0.00123456, "0.001235"),
+        (1.0, "1.000"),
+        (12.3456, "12.35"),
+        (123456.7, "123,457"),
+        (-3.14159, "-3.142"),
+    ],
+)
+def test_significant_digits(value, shown):
+    assert Column("a", "A").show(value) == shown
+
+
+def test_whole_numbers_and_formats_are_shown_as_they_are():
+    assert Column("a", "A").show(12345) == "12345"
+    assert Column("a", "A", ".1%").show(0.5) == "50.0%"
+    assert Column("a", "A", unit="us").heading == "A (us)"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_short_runs_say_nothing_in_a_file():
+    stream = io.StringIO()
+    assert list(progress(range(100), "rows", stream=stream)) == list(range(100))
+    assert stream.getvalue() == ""
+
+
+def test_long_runs_say_a_line_now_and_then(monkeypatch):
+    clock = iter(float(t) for t in range(1000))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    list(progress(range(20), "rows", stream=stream))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 4 and lines[0].startswith("rows: 4/20, now 4, ")
+
+
+def test_terminal_line_is_removed_at_the_end():
+    stream = Terminal()
+    list(progress(["a"], "rows", stream=stream))
+    assert "rows: 0/1, now a" in stream.getvalue()
+    assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_other_ranks_say_nothing(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    stream = Terminal()
+    list(progress(["a"], "rows", stream=stream))
+    assert stream.getvalue() == ""
