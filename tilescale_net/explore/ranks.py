@@ -61,7 +61,7 @@ class RankWorld(World):
     """A World of a rank whose peers are in the same process."""
 
     def __init__(self, rank: int, size: int, heap_bytes: int, made: list[tuple[str, object]]):
-        self.timeout, self.failure, self.proxy, self.recorder, self._closed = TIMEOUT, None, None, None, False
+        self.timeout, self.failure, self.proxy, self.recorder, self.closed = TIMEOUT, None, None, None, False
         self.control = SameCalls(rank, size, made)
         self.calls = CallLog(self.control)
         self.group, self.job_ranks, self.rank, self.size = None, list(range(size)), rank, size
@@ -79,7 +79,7 @@ class RankWorld(World):
         self.peer_base = [w.memory.base for w in worlds]
         pages = [w.races.base for w in worlds]
         _simulator.attach_race_memory(self.rank, self.memory.base, self.memory.size, pages, self.peer_base)
-        self._make_context(0, 0)
+        self._make_context()
 
     def check(self) -> None:
         """Nothing runs before the check does."""
@@ -112,7 +112,7 @@ class RankWorld(World):
         return [(self.page.address, context.ABORT_PAGE_BYTES), (bytes_of_context.data_ptr(), bytes_of_context.numel())]
 
     def close(self, described_as: str | None = None) -> None:
-        self._closed = True
+        self.closed = True
         self.page.close()
         self.memory.close()
         self.races.close()

@@ -19,13 +19,15 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError, PeerLost
 from tilescale_net.runtime import groups, job_store, placement, this_host
 from tilescale_net.runtime.job_store import JobStore, SignedStore, first_line, has_agent, run_with_timeout
+
+T = TypeVar("T")
 
 # -- attendance ----------------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class ConnectTracker(_Ranks):
         except OSError as err:
             raise RuntimeError(f"rank {other} is not reached at {address} ({err.strerror or 'no answer'})") from err
 
-    def run_collectively(self, run: Callable[[], Any]):
+    def run_collectively(self, run: Callable[[], T]) -> T:
         """The result of a step that all ranks take together; when it fails, name ranks that do not even report it."""
         try:
             result = run_with_timeout(self._timeout + SLACK, run)
@@ -301,7 +303,7 @@ def _of_job() -> dist.Store:
     return underlying_store(dist.distributed_c10d._get_default_store())
 
 
-def underlying_store(store):
+def underlying_store(store: dist.Store) -> dist.Store:
     """The store of torch below all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -332,7 +334,7 @@ class Rendezvous:
     address: str
 
 
-def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.StoreGroup | None = None) -> Rendezvous:
+def join(timeout: float, silence: float, group: groups.Group = None) -> Rendezvous:
     """Meet the other ranks of a group, without the help of ranks outside it.
 
     The default process group is made (gloo) from the variables of launch.sh, torchrun, srun or mpirun, unless there is
@@ -375,7 +377,7 @@ def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.Store
     return Rendezvous(ranks, rank, store, connected, address)
 
 
-def _place(group, timeout: float, silence: float) -> tuple[dist.Store, int | None, str, int]:
+def _place(group: groups.Group, timeout: float, silence: float) -> tuple[dist.Store, int | None, str, int]:
     """Where the ranks of a group meet: a store, which of them keeps it, a prefix for their keys; and this one's rank."""
     if isinstance(group, groups.StoreGroup):
         return group.store, group.kept_by, f"tsn/of {group.size()}", group.rank()
@@ -388,7 +390,7 @@ def _place(group, timeout: float, silence: float) -> tuple[dist.Store, int | Non
     return kept, store_keeper(ranks), prefix, ranks.index(dist.get_rank())
 
 
-def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
+def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout: float) -> Any:
     """A gloo group of these ranks alone, which torch.distributed does not count among its own.
 
     Args:
@@ -398,7 +400,8 @@ def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout:
     limit = datetime.timedelta(seconds=timeout)
     if this_host.users_interface() or not address:
         return dist.ProcessGroupGloo(store, rank, size, limit)
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo  # whose stubs lack this
+    options = gloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout, options._threads = limit, 2
     return dist.ProcessGroupGloo(store, rank, size, options)
@@ -494,7 +497,7 @@ def _listen(place: placement.Place, limit: datetime.timedelta) -> dist.Store:
         os.set_inheritable(fd, False)
         # Another init in this process must not take the number for a socket.
         os.environ.pop("TSN_STORE_FD", None)
-    listening = {"master_listen_fd": fd} if fd >= 0 else {}
+    listening: dict[str, Any] = {"master_listen_fd": fd} if fd >= 0 else {}
     return dist.TCPStore(
         place.address, place.port, place.size, True, limit, wait_for_workers=False, multi_tenant=True, **listening
     )

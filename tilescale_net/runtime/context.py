@@ -156,7 +156,9 @@ def error_record_at(address: int) -> ErrorRecord:
     return ErrorRecord.from_address(address)
 
 
-def _timeout(record: ErrorRecord, offset: int | None, timeout_s: float, name_of) -> tuple[str, str]:
+def _timeout(
+    record: ErrorRecord, offset: int | None, timeout_s: float, name_of: Callable[[int], str | None] | None
+) -> tuple[str, str]:
     """What a wait on a signal word waited for, and what to do about it."""
     wanted, seen = (ctypes.c_int64(value).value for value in (record.expected, record.observed))
     if OPERATIONS[record.operation] == "barrier":
@@ -239,7 +241,7 @@ class AbortPage:
         address: of the page, which kernels reach too; 0 without a page.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         # Reentrant: a handler of signals may read while its thread does.
         self._in_use = threading.RLock()
         self.address = 0

@@ -15,12 +15,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
 from tilescale_net.runtime import bootstrap, job_store, profiling
+from tilescale_net.runtime.groups import Group
 
 # -- call log ------------------------------------------------------------------------------------------------------------
 
@@ -66,12 +68,12 @@ class Track:
         self._origin = ""
         self._kept: deque[tuple] = deque(maxlen=_KEPT)
 
-    def note(self, describe: str, *arguments) -> None:
+    def note(self, describe: str, *arguments: object) -> None:
         """Note a call; `describe` is text with a `{}` for each argument. The text is made on demand."""
         self._kept.append((self.count + 1, describe, arguments))
         self.count += 1
 
-    def note_operator(self, gradient: bool, describe: str, *arguments) -> None:
+    def note_operator(self, gradient: bool, describe: str, *arguments: object) -> None:
         """As `note`, of an operator, or of one that a backward calls for a gradient; what it calls has that as its `origin`."""
         self._origin = "backward: " if gradient else ""
         self.note("backward: " + describe if gradient else describe, *arguments)
@@ -106,7 +108,7 @@ class CallLog:
         control: rank, members and store.
     """
 
-    def __init__(self, control):
+    def __init__(self, control: Any):
         self._control = control
         self._tracks: dict[str, Track] = {}
         self._of_name: Counter = Counter()
@@ -289,13 +291,13 @@ class Control:
         ConfigurationError, PeerLost: the ranks could not meet; see bootstrap.join.
     """
 
-    def __init__(self, timeout: float, silence: float = 15.0, group: dist.ProcessGroup | None = None):
+    def __init__(self, timeout: float, silence: float = 15.0, group: Group = None):
         self.timeout = timeout
-        meeting = bootstrap.join(timeout, silence, group)
-        self.job_ranks, self.rank, self.store, self._group = meeting.ranks, meeting.rank, meeting.store, meeting.group
-        self.address = meeting.address
+        found = bootstrap.join(timeout, silence, group)
+        self.job_ranks, self.rank, self.store, self.address = found.ranks, found.rank, found.store, found.address
         self.size = len(self.job_ranks)
-        self.reason_of = None
+        self._group: Any = found.group
+        self.reason_of: Callable[[], str | None] | None = None
         self.on_loss: Callable[[TileScaleError], TileScaleError] = lambda error: error
         self.on_collective_begin = self.on_collective_done = self.on_mismatch = lambda: None
         self.on_ranks_excluded = lambda ranks: None
@@ -417,7 +419,7 @@ class Control:
             self._meet_all(call, lambda: self._group.allgather([everyone], [sent]), sent, everyone)
         return [bytes(t.numpy()) for t in everyone]
 
-    def _meet_all(self, call: str, start: Callable, *memory) -> None:
+    def _meet_all(self, call: str, start: Callable[[], Any], *memory: object) -> None:
         """Carry out what `start` begins, a call of gloo by all members; `memory` is what that reads and writes."""
         self.refuse()
         self.calls += 1
@@ -437,7 +439,7 @@ class Control:
             raise self.on_loss(error_of_loss(self._explain(call, err, time.monotonic() - begin))) from err
         self.on_collective_done()
 
-    def _finished(self, work) -> bool:
+    def _finished(self, work: Any) -> bool:
         """Wait for a call of gloo; False when a rank was lost or has failed, so that the call may never finish.
 
         Raises:
@@ -603,7 +605,8 @@ class Control:
         """
         # With the last reference to a group its connections end, for which a thread has to end. Gloo's threads may still
         # drop references to tensors when the last collective call has returned. Calls that were given up keep theirs.
-        groups, self._group, self._outer = [self._group, *self._outer], None, []
+        groups = [self._group, *self._outer]
+        self._group, self._outer = None, []
         try:
             job_store.run_with_timeout(self.timeout, groups.clear)
         except TimeoutError:

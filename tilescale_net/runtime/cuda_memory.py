@@ -12,12 +12,14 @@ import socket
 import struct
 import threading
 import weakref
+from typing import Any
 
 import torch
 
 from tilescale_net.errors import ConfigurationError, TileScaleError
 from tilescale_net.runtime import settings
 from tilescale_net.runtime.context import SYSTEM_BYTES
+from tilescale_net.runtime.heap import Memory
 
 # -- cuda range ----------------------------------------------------------------------------------------------------------
 
@@ -47,7 +49,7 @@ class Driver:
         self._access.location = location
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
-    def call(self, name: str, *arguments):
+    def call(self, name: str, *arguments: object) -> Any:
         """What a function of the driver returns beside its status."""
         status, *values = getattr(self._driver, name)(*arguments)
         if int(status) != 0:
@@ -69,13 +71,13 @@ class Driver:
     def unreserve(self, address: int, size: int) -> None:
         self.call("cuMemAddressFree", address, size)
 
-    def create(self, size: int):
+    def create(self, size: int) -> Any:
         return self.call("cuMemCreate", size, self._properties, 0)
 
-    def release(self, memory) -> None:
+    def release(self, memory: object) -> None:
         self.call("cuMemRelease", memory)
 
-    def map(self, address: int, size: int, memory) -> None:
+    def map(self, address: int, size: int, memory: object) -> None:
         """Have `memory` at an address, for this GPU."""
         self.call("cuMemMap", address, size, 0, memory, 0)
         try:
@@ -87,11 +89,11 @@ class Driver:
     def unmap(self, address: int, size: int) -> None:
         self.call("cuMemUnmap", address, size)
 
-    def export(self, memory) -> int:
+    def export(self, memory: object) -> int:
         """A file descriptor by which another process maps the memory."""
         return int(self.call("cuMemExportToShareableHandle", memory, self._kind, 0))
 
-    def adopt(self, fd: int):
+    def adopt(self, fd: int) -> Any:
         return self.call("cuMemImportFromShareableHandle", fd, self._kind)
 
 
@@ -232,13 +234,13 @@ def take_descriptor(name: bytes, pid: int, number: int) -> int:
 _WORD = SYSTEM_BYTES - 8  # offset in a heap of the random word by which peers know it; no kernel uses these bytes
 
 
-def _runtime():
+def _runtime() -> Any:
     from cuda.bindings import runtime
 
     return runtime
 
 
-def check(result: tuple, what: str):
+def check(result: tuple, what: str) -> Any:
     """Unpack a cuda-bindings result; raises TileScaleError with the call and CUDA's message."""
     error, *values = result
     if int(error) != 0:
@@ -248,14 +250,14 @@ def check(result: tuple, what: str):
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def bound_gpu(group) -> int | None:
+def bound_gpu(group: object) -> int | None:
     """The GPU that the program has bound to a group, or to all ranks, with `init_process_group(device_id=)`."""
     default = torch.distributed.group.WORLD
     devices = (getattr(g, "bound_device_id", None) for g in (group, default))
     return next((device.index for device in devices if device is not None), None)
 
 
-def gpu_ordinal(group, local_rank: int) -> int:
+def gpu_ordinal(group: object, local_rank: int) -> int:
     """Which GPU is this rank's, where no world of this process has one yet.
 
     Args:
@@ -279,7 +281,7 @@ def gpu_ordinal(group, local_rank: int) -> int:
     return number % max(1, torch.cuda.device_count())
 
 
-class CudaMemory:
+class CudaMemory(Memory):
     """Heap memory of one rank on a GPU; see `heap.Memory`.
 
     Args:
@@ -439,18 +441,6 @@ class CudaMemory:
         self._pinned.append(address)
         return address
 
-    def on_mapped(self, control, rank: int, hosts: list[str], peer_base: list[int]) -> None:
-        """Nothing is shared beside the heaps."""
-
-    def on_allocate(self, address: int, nbytes: int, name: str) -> None:
-        """A GPU checks only the limits of the heap."""
-
-    def before_free(self, address: int, nbytes: int) -> None:
-        """Nobody looks for races."""
-
-    def on_free(self, address: int) -> None:
-        """As on_allocate."""
-
     def loads_kernels_late(self) -> bool:
         """Whether CUDA loads kernels when they are first launched; see settings.load_kernels_early."""
         from cuda.bindings import driver
@@ -460,14 +450,6 @@ class CudaMemory:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-
-    finish_kernels = synchronize
-
-    def await_end_of_kernels(self) -> None:
-        """Nothing: the driver waits before it frees what kernels may use."""
-
-    def part(self) -> None:
-        """Nothing: CUDA refuses a child every access."""
 
     def close(self) -> None:
         """Unmap the peers. The heap is freed when no tensor refers to it any more."""
@@ -491,7 +473,7 @@ class GrowingHeap:
         size, limit: bytes of memory and of addresses; multiples of the GPU's granularity.
     """
 
-    def __init__(self, driver, size: int, limit: int):
+    def __init__(self, driver: Driver, size: int, limit: int):
         self._driver, self._limit = driver, limit
         step = driver.granularity()
         if size % step or limit % step:
@@ -565,7 +547,7 @@ class GrowingHeap:
         self._peers = {}
         self.offers.close()
 
-    def __del__(self):
+    def __del__(self) -> None:
         try:
             self._own.close()
         except Exception:  # the interpreter ends, and CUDA with it
@@ -577,14 +559,14 @@ class _Allocation:
 
     _alive: weakref.WeakSet[_Allocation] = weakref.WeakSet()
 
-    def __init__(self, rt, size: int):
+    def __init__(self, rt: Any, size: int):
         self._rt, self.size = rt, size
         self.address = 0
         self.left_behind = False  # its heap is closed
         self.address = int(check(rt.cudaMalloc(size), f"cudaMalloc of the {size}-byte heap"))
         self._alive.add(self)
 
-    def __del__(self):
+    def __del__(self) -> None:
         try:
             if self.address:
                 self._rt.cudaFree(self.address)

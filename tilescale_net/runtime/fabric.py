@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +73,10 @@ def offers() -> list[dict]:
 # Life cycle of the proxy that serves PEs of other nodes: options, key exchange, failures.
 
 
-def start(world) -> tuple[RunningProxy, int, int]:
-    """Start the proxy of this rank and connect it to its peers. Collective.
-
-    Returns:
-        The proxy, the device address of its queue views, and their number: what the context holds.
-    """
-    proxy = RunningProxy(world)
-    proxy.meet_peers("tilescale_net.init")
-    return proxy, proxy.views_address, proxy.n_queues
-
-
 class RunningProxy:
-    """The native proxy with this package's options and errors. Made by `start`; after `end` or `pause` by `restart`."""
+    """The native proxy with this package's options and errors. `connect_peers` must come next; after `end` or `pause` comes `restart`."""
 
-    def __init__(self, world):
+    def __init__(self, world: Any):
         from tilescale_net import _native
 
         self._make, self._world = _native.Proxy, world
@@ -96,7 +86,7 @@ class RunningProxy:
         self._views: torch.Tensor = world.memory.upload(self._proxy.queue_views())
         self.views_address = self._views.data_ptr()
 
-    def _create(self):
+    def _create(self) -> Any:
         world, memory = self._world, self._world.memory
         transport = transport_options(
             multi_host=not world.topology.single_host,
@@ -132,7 +122,7 @@ class RunningProxy:
         self.properties: dict = dict(proxy.properties())
         return proxy
 
-    def meet_peers(self, call: str) -> None:
+    def connect_peers(self, call: str) -> None:
         """Connect to the proxies of the other members, and start. Collective."""
         control = self._world.control
         try:
@@ -171,7 +161,7 @@ class RunningProxy:
         with torch.inference_mode(False):
             self._views.copy_(torch.frombuffer(bytearray(self._proxy.queue_views()), dtype=torch.uint8))
         self._world.memory.synchronize()
-        self.meet_peers(call)
+        self.connect_peers(call)
 
     def explain(self, reason: str) -> None:
         """Send the peers the reason why this rank is about to set its abort word. The first one counts."""
@@ -222,7 +212,7 @@ class RunningProxy:
         self._finish(self._proxy.apply_adds, "adds to signal words have not been carried out")
         return True
 
-    def _finish(self, call, what: str) -> None:
+    def _finish(self, call: Callable[[float], bool], what: str) -> None:
         """Make a call that takes a time limit. The proxy's own, shorter limit names the PE that it waits for."""
         timeout = self._world.timeout
         if call(timeout + 2.0):
@@ -241,15 +231,15 @@ class RunningProxy:
             proxy.close()
 
 
-def _pci_address(memory) -> str:
+def _pci_address(memory: Any) -> str:
     if memory.kind != "cuda":
         return ""
     return memory.handle()[2].lower()
 
 
-def _cpus(memory) -> list[int]:
+def _cpus(memory: Any) -> list[int]:
     cpus = settings.PROXY_CPUS.get()
-    if cpus == "node":
+    if isinstance(cpus, str):  # "node"
         path = Path(f"/sys/bus/pci/devices/{_pci_address(memory)}/local_cpulist")
         try:
             cpus = settings.cpu_list(path.read_text().strip(), str(path))

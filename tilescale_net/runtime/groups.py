@@ -8,10 +8,14 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError, TileScaleError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # -- made by ranks -------------------------------------------------------------------------------------------------------
 
@@ -39,8 +43,9 @@ class MadeByRanks:
 
     factory: Callable
     _pickled_as: int | None = None
+    _given: tuple[tuple, dict]
 
-    def __new__(cls, *args, **named):
+    def __new__(cls, *args: Any, **named: Any) -> Self:
         self = super().__new__(cls)
         self.factory, self._given = cls, (args, named)
         return self
@@ -55,13 +60,13 @@ class MadeByRanks:
         """The world whose ranks made it."""
         raise NotImplementedError
 
-    def __copy__(self):
+    def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: dict):
+    def __deepcopy__(self, memo: dict) -> Self:
         return self
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: object) -> tuple:
         if not self.alive:
             raise TileScaleError(f"{type(self).__name__}: saved after free() or finalize()")
         if self._pickled_as is None:
@@ -75,13 +80,15 @@ class MadeByRanks:
         return _load, (process_identity(), self._pickled_as, self.factory, bound.args, bound.kwargs)
 
 
-def _load(saved_by: str, number: int, factory: Callable, args: tuple, named: dict):
+def _load(saved_by: str, number: int, factory: Callable, args: tuple, named: dict) -> Any:
     found = _pickled.get(number) if saved_by == process_identity() else None
     return found if found is not None and found.alive else factory(*args, **named)
 
 
 # -- groups --------------------------------------------------------------------------------------------------------------
 
+# None: all ranks of the job.
+Group: TypeAlias = "dist.ProcessGroup | StoreGroup | None"
 _KINDS = "a ProcessGroup of torch.distributed, a DeviceMesh of one dimension, the name of a group, or a StoreGroup"
 
 
@@ -128,7 +135,7 @@ class StoreGroup:
         return self._size
 
 
-def resolve(group: object) -> dist.ProcessGroup | StoreGroup | None:
+def resolve(group: object) -> Group:
     """The group that `group` stands for; None for all ranks of the job (None, or torch's default group).
 
     Raises:
@@ -157,7 +164,7 @@ def resolve(group: object) -> dist.ProcessGroup | StoreGroup | None:
     return group
 
 
-def ranks(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, ...]:
+def ranks(group: Group) -> tuple[int, ...]:
     """The job's ranks of a group, in the order of their ranks in the group; None: of the job. A StoreGroup has its own.
 
     Raises:
@@ -177,14 +184,14 @@ def ranks(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, ...]:
         ) from None
 
 
-def own_number(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, int]:
+def own_number(group: Group) -> tuple[int, int]:
     """Which process this is, and of how many, where no launcher has set it."""
     if isinstance(group, StoreGroup):
         return group.rank(), group.size()
     return dist.get_rank(), dist.get_world_size()
 
 
-def name_of(group: dist.ProcessGroup | StoreGroup | None) -> str:
+def name_of(group: Group) -> str:
     """The name by which `resolve` finds a group; "" for all ranks of the job."""
     return "" if group is None else group.group_name
 

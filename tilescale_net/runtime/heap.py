@@ -1,5 +1,7 @@
 """The symmetric heap: the same offsets on every PE, allocated and freed collectively, reusable."""
 
+from __future__ import annotations
+
 import bisect
 import contextlib
 import math
@@ -15,7 +17,6 @@ from tilescale_net.errors import HeapError, PeerLost
 from tilescale_net.runtime import settings
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.control import Control
-from tilescale_net.runtime.placement import Topology
 
 # -- memory --------------------------------------------------------------------------------------------------------------
 
@@ -57,6 +58,7 @@ class Memory(Protocol):
             hosts: of every rank.
             peer_base: address of every rank's heap in this process; 0 if not mapped.
         """
+        return
 
     def grow(self, size: int) -> None:
         """Grow the heap to so many bytes. Raises TileScaleError or OSError if that fails."""
@@ -81,55 +83,37 @@ class Memory(Protocol):
 
     def on_allocate(self, address: int, nbytes: int, name: str) -> None:
         """The heap has given away these bytes."""
+        return
 
     def before_free(self, address: int, nbytes: int) -> None:
         """The heap is about to take back these bytes, whatever is on its way to or from them."""
+        return
 
     def on_free(self, address: int) -> None:
         """The heap has got them back."""
+        return
 
     def loads_kernels_late(self) -> bool:
         """Whether a kernel's first launch may wait for the kernels that run; see settings.load_kernels_early."""
+        return False
 
     def synchronize(self) -> None:
         """Wait for kernels that this rank has launched."""
 
     def finish_kernels(self) -> None:
         """`synchronize`, and what these kernels have sent to other ranks is on its way."""
+        self.synchronize()
 
     def await_end_of_kernels(self) -> None:
         """Wait for kernels whose waits were ended, where nothing else keeps them from memory that is unmapped."""
+        return
 
     def part(self) -> None:
         """In a child made by fork: what it writes concerns no rank."""
+        return
 
     def close(self) -> None:
         """Let go of everything but what tensors still refer to."""
-
-
-def create_memory(
-    kind: str, size: int, limit: int, device: torch.device | None, group: Any, topology: Topology
-) -> Memory:
-    """Memory with a heap of `size` bytes, which may grow to `limit`.
-
-    Args:
-        kind: "cuda" or "simulator".
-        device: that of the other worlds of this process; None: `group` and `topology` say which GPU is this rank's,
-            see `cuda_memory.gpu_ordinal`.
-
-    Raises:
-        ConfigurationError: the machine has no such memory.
-    """
-    if kind == "cuda":
-        from tilescale_net.runtime import cuda_memory
-
-        ordinal = device.index if device is not None else cuda_memory.gpu_ordinal(group, topology.local_rank)
-        shared = device is not None or cuda_memory.bound_gpu(group) is not None
-        # A NIC that reaches memory of a GPU has it registered in one piece.
-        return cuda_memory.CudaMemory(size, limit if topology.nodes == 1 else size, ordinal, shared)
-    from tilescale_net.runtime.simulator import SimulatorMemory
-
-    return SimulatorMemory(size, limit)
 
 
 # -- heap ----------------------------------------------------------------------------------------------------------------
@@ -166,7 +150,8 @@ def attempt() -> Iterator[None]:
     That is done by each rank for itself: in a call on which the ranks did not agree, all of them fail. Where a rank is
     lost, what is live is left to `tilescale_net.shrink`.
     """
-    outer, made = getattr(_attempts, "made", None), []
+    made: list[tuple[Heap, int]] = []
+    outer = getattr(_attempts, "made", None)
     _attempts.made = made
     try:
         yield
@@ -441,7 +426,7 @@ class Heap:
         for start, (name, shape, dtype) in list(self._made.items()):  # another thread may call
             index = (offset - start) // dtype.itemsize
             if start in self._allocator.live and 0 <= index < math.prod(shape):
-                at = []
+                at: list[int] = []
                 for extent in reversed(shape):
                     at.insert(0, index % extent)
                     index //= extent

@@ -22,10 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost
+
+T = TypeVar("T")
 
 # -- encoding ------------------------------------------------------------------------------------------------------------
 
@@ -43,12 +46,12 @@ def encode(value: object) -> bytes:
     return json.dumps(_plain(value), separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> object:
+def decode(data: bytes) -> Any:
     """The value that `encode` was given, tuples as lists. Raises ValueError for anything else."""
     return parse_json(data, _object)
 
 
-def parse_json(data: bytes | str, object_hook=None):
+def parse_json(data: bytes | str, object_hook: Callable[[dict], object] | None = None) -> Any:
     """The value of JSON that came from outside. Raises ValueError for invalid text, however deep it nests."""
     try:
         return json.loads(data.decode() if isinstance(data, bytes) else data, object_hook=object_hook)
@@ -61,7 +64,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
-def _plain(value):
+def _plain(value: object) -> object:
     if isinstance(value, bytes | bytearray):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, list | tuple):
@@ -76,7 +79,7 @@ def _plain(value):
     raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks")
 
 
-def _object(fields: dict):
+def _object(fields: dict) -> object:
     if list(fields) != [_BYTES]:
         return fields
     try:
@@ -122,7 +125,8 @@ class SignedStore:
     """
 
     def __init__(self, store: dist.Store, prefix: str = "", secret: bytes | None = None):
-        self._store, self._prefix, self._secret = store, prefix, secret
+        self._store: Any = store  # whose stubs know no bytes as values
+        self._prefix, self._secret = prefix, secret
         self._known: set[str] = set()  # keys under which a rank of the job has written; none is ever removed
         self._counts: dict[str, int] = {}  # of counters, when this rank looked last
         self._name = secrets.token_hex(4)  # tells this rank's counting from that of others
@@ -245,15 +249,15 @@ class JobStore:
         prefix = f"{self._prefix}/{name}"
         return JobStore(self._store, prefix, self.rank, self.silence, self.kept_by, self.secret)
 
-    def post(self, question: Callable[[SignedStore], object]) -> Future:
+    def post(self, question: Callable[[SignedStore], T]) -> Future[T]:
         """Have `question(store)` run in its turn. The answer's `result()` raises PeerLost when the store is gone."""
-        answer: Future = Future()
+        answer: Future[T] = Future()
         with self._asking:
             self._asked += 1
             self._questions.put((question, answer))
         return answer
 
-    def ask(self, question: Callable[[SignedStore], object], seconds: float | None = None):
+    def ask(self, question: Callable[[SignedStore], T], seconds: float | None = None) -> T:
         """The answer to `question(store)`.
 
         Args:
@@ -331,16 +335,16 @@ def failed_key(generation: int) -> str:
     return f"failed in generation {generation}" if generation else "failed"
 
 
-def run_with_timeout(seconds: float, run: Callable[[], object]):
+def run_with_timeout(seconds: float, run: Callable[[], T]) -> T:
     """The result of `run()`, which is left behind in a thread of its own when it takes longer.
 
     Raises:
         TimeoutError: it does.
         Any exception of `run`.
     """
-    answer: Future = Future()
+    answer: Future[T] = Future()
 
-    def body():
+    def body() -> None:
         try:
             answer.set_result(run())
         except BaseException as err:

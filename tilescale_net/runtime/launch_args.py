@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ _CALLS = ("TVMFFIFunctionCall", "TVMFFIEnvSetStream", "TVMFFIErrorMoveFromRaised
 
 
 @functools.cache
-def _native():
+def _native() -> tuple[Any, int, list] | None:
     """The native part with what it needs of torch and of tvm_ffi: `(module, exchange, calls)`; None where that is missing."""
     try:
         import tvm_ffi
@@ -48,7 +49,7 @@ def native_available() -> bool:
 def native_launch(
     fixed: Sequence[tuple[int, object]],
     given: Sequence[tuple[int, int, bool, torch.Tensor | None]],
-    function: Callable[[], object],
+    function: Callable[[], Any],
     otherwise: Callable[..., None],
     integers: Mapping[int, tuple[int, int]] | None = None,
 ) -> Callable[..., None]:
@@ -115,7 +116,7 @@ def tensor_check(
 # Arguments of launches in the form that is passed quickest.
 
 
-def constant(value):
+def constant(value: Any) -> Any:
     """An argument of many launches: tensors of a GPU are converted once, others stay what they are.
 
     A launch takes its stream from the torch tensors among its arguments, so one of a GPU must stay one.
@@ -141,7 +142,7 @@ def unresolved(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def kept(value):
+def kept(value: Any) -> Any:
     """As `constant`, for what a call gives: launches of `quick_calls` take tensors as they are."""
     return value if native_available() else constant(value)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
 from dataclasses import dataclass, field
+from typing import Any
 
 from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
 from tilescale_net.runtime import job_store, profiling
@@ -210,7 +211,7 @@ class Watchdog:
 
     def __init__(
         self,
-        control,
+        control: Any,
         hosts: list[str],
         processes: list[tuple[int, int]],
         heartbeat_timeout: float,
@@ -345,7 +346,7 @@ class Watchdog:
             time.sleep(min(pause, left))
             pause = min(2 * pause, self._beats.interval)
 
-    def _unacked(self, store, gone: set[int]) -> bool:
+    def _unacked(self, store: SignedStore, gone: set[int]) -> bool:
         """Whether a rank has still to learn of a failure."""
         lost = failed_rank(job_store.get_text(store, self._failed_key))
         present = set(range(self._control.size)) - {self._control.rank, lost} - self._control.lost - gone
@@ -382,7 +383,7 @@ class Watchdog:
             self._step = step
             self._control.store.post(lambda s: s.set(f"step/{self._control.rank}", step))
 
-    def _ack_failure(self, store) -> None:
+    def _ack_failure(self, store: SignedStore) -> None:
         rank = self._control.rank
         if rank != (self._control.store.kept_by or 0):
             store.set(f"{self._ack_key}/{rank}", "1")

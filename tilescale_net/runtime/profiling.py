@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -108,7 +108,7 @@ class inside(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         _calls.setdefault(threading.get_ident(), []).append((self._name, time.monotonic_ns()))
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         name, begin = _calls[threading.get_ident()].pop()
         if recorder is not None:
             recorder.add_host_call(name, begin, time.monotonic_ns())
@@ -152,7 +152,7 @@ def named(name: str) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not (_profiled() or _wants_nvtx()):
                 if recorder is None:
                     return function(*args, **kwargs)
@@ -167,7 +167,7 @@ def named(name: str) -> Callable[[F], F]:
                     ranges.enter_context(torch.cuda.nvtx.range(name))
                 return function(*args, **kwargs)
 
-        return call
+        return cast(F, call)
 
     return decorate
 

@@ -26,6 +26,7 @@ from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings, this_host
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.control import Control
+from tilescale_net.runtime.heap import Memory
 
 # -- simulator -----------------------------------------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ def tensor_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
 class HostAccesses(TorchDispatchMode):
     """Looks at the tensors of each operator that lie in `heaps`, and forgets what is no symmetric memory."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.heaps: dict[int, int] = {}  # bytes, by base
         self.met = True  # by torch.distributed, since the last access or launch
@@ -197,7 +198,7 @@ class HostAccesses(TorchDispatchMode):
         """Leave torch.compile as it is without the check; torch before 2.11 ignores this, and compiles nothing."""
         return True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         meets = "c10d" in func.namespace
         if self.heaps and races():
@@ -205,7 +206,7 @@ class HostAccesses(TorchDispatchMode):
         self.met = self.met or meets
         return func(*args, **kwargs)
 
-    def _look(self, func, args, kwargs, meets: bool) -> None:
+    def _look(self, func: Any, args: tuple, kwargs: dict, meets: bool) -> None:
         name = func._schema.name.split("::")[-1]
         if name.endswith("_like") or name.startswith(_WITHOUT_DATA):
             return
@@ -274,7 +275,7 @@ def _reader(name: str) -> Callable:
     inherited = getattr(torch.Tensor, name)
 
     @functools.wraps(inherited)
-    def read(self, *args, **kwargs):
+    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if _mode.heaps and races():
             _mode.access(self, False, name)
         return inherited(self, *args, **kwargs)
@@ -285,9 +286,9 @@ def _reader(name: str) -> Callable:
 class _Hooks:
     """What is put in the place of others while a heap is followed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.readers: dict[str, Callable] = {}
-        self.profile = None  # of threads, before
+        self.profile: Any = None  # of threads, before
 
     def install(self) -> None:
         self.profile = threading.getprofile()
@@ -304,7 +305,7 @@ class _Hooks:
                 delattr(torch.Tensor, name)
         self.readers = {}
 
-    def begin_thread(self, frame, event, arg) -> None:
+    def begin_thread(self, frame: Any, event: Any, arg: Any) -> None:
         """The first event of a new thread."""
         sys.setprofile(self.profile)
         if self.profile is not None:
@@ -415,7 +416,7 @@ _hooks = _Hooks()
 # goes when nothing refers to it any more, so that a tensor that outlives the heap still has its memory.
 
 
-class SharedMemory:
+class SharedMemory(Memory):
     """Heap memory of one rank on a machine without a GPU.
 
     Attributes:
@@ -423,7 +424,7 @@ class SharedMemory:
         device: torch device of tensors in it.
     """
 
-    kind = "host"
+    device_kind, kind, poisons = "simulator", "host", True
     device = torch.device("cpu")
     ordinal = -1
 
@@ -542,7 +543,7 @@ class SharedMemory:
 _IN_PLACE = mmap.MAP_PRIVATE | 0x10 | 0x4000  # MAP_FIXED and MAP_NORESERVE of Linux on x86-64 and arm64
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 3 * [ctypes.c_int] + [ctypes.c_long]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(3 * [ctypes.c_int]), ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -560,7 +561,7 @@ class _PeerMap:
         """Let accesses fail."""
         _libc.mmap(self.address, self._nbytes, 0, _IN_PLACE | mmap.MAP_ANONYMOUS, -1, 0)
 
-    def __del__(self):
+    def __del__(self) -> None:
         if self.address:
             _libc.munmap(self.address, self._nbytes)
 
@@ -581,7 +582,7 @@ MOST_RANKS, MOST_BYTES = 64, 1 << 36  # that clocks have room for: kMaxRanks, an
 
 
 def share_race_memory(
-    heap: SharedMemory, control, rank: int, hosts: list[str], heaps: list[int]
+    heap: SharedMemory, control: Control, rank: int, hosts: list[str], heaps: list[int]
 ) -> SharedMemory | None:
     """Give every rank of a job on one host a race memory, and map those of the others. Collective.
 
@@ -627,9 +628,6 @@ def _race_limit(hosts: list[str], heap_bytes: int) -> str:
 class SimulatorMemory(SharedMemory):
     """Shared memory in which kernels of the simulator run; see `heap.Memory`."""
 
-    device_kind = "simulator"
-    poisons = True
-
     def __init__(self, size: int, limit: int | None = None):
         super().__init__(size, limit)
         self._race_memory: SharedMemory | None = None
@@ -663,10 +661,6 @@ class SimulatorMemory(SharedMemory):
     def on_free(self, address: int) -> None:
         """Accesses to them are outside of every tensor."""
         _simulator.unregister_allocation(address)
-
-    def loads_kernels_late(self) -> bool:
-        """Nothing is loaded at a launch."""
-        return False
 
     def finish_kernels(self) -> None:
         """What kernels have sent to other ranks arrives at last."""

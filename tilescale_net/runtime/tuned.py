@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tilescale_net
 from tilescale_net.runtime import job_store, private_folder, settings, this_host
+from tilescale_net.runtime.world import World
 
 # -- tuned files ---------------------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ def up_to(rows: int) -> int:
     return 1 << max(0, rows - 1).bit_length()
 
 
-def place_of(world) -> dict[str, object]:
+def place_of(world: World) -> dict[str, object]:
     """For what a choice of this world is good."""
     import torch
 
@@ -102,7 +103,7 @@ def place_of(world) -> dict[str, object]:
     return {"gpu": gpu, "ranks": world.size, "nodes": world.topology.nodes, "package": version}
 
 
-def of(world, name: str) -> dict[str, Choice]:
+def of(world: World, name: str) -> dict[str, Choice]:
     """What was tuned, by the keys of calls. Collective the first time in a world.
 
     Args:
@@ -121,7 +122,7 @@ def of(world, name: str) -> dict[str, Choice]:
     return found
 
 
-def keep(world, name: str, key: str, choice: Choice, us: float) -> Path | None:
+def keep(world: World, name: str, key: str, choice: Choice, us: float) -> Path | None:
     """Keep a choice for this world and for later ones of its place; collective, with the same on all ranks.
 
     Returns:
@@ -145,7 +146,7 @@ def keep(world, name: str, key: str, choice: Choice, us: float) -> Path | None:
     return path
 
 
-def ignore(world, key: str, error: Exception) -> None:
+def ignore(world: World, key: str, error: Exception) -> None:
     """Warn once that a choice is not used, and forget it."""
     _tables[world].pop(key, None)
     if world.rank == world.control.members[0]:

@@ -5,25 +5,23 @@ docs/states.md lists its states and what each call does in them.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 
 import tilescale_net
 from tilescale_net.errors import ConfigurationError, FabricError, HeapError, PeerLost, TileScaleError, WaitTimeout
-from tilescale_net.runtime import context, control, groups, heap, job_store, placement, profiling, settings, this_host
-from tilescale_net.runtime.control import Control
+from tilescale_net.runtime import context, groups, job_store, placement, profiling, settings, this_host
+from tilescale_net.runtime.control import CallLog, Control, error_of_loss
+from tilescale_net.runtime.fabric import RunningProxy
 from tilescale_net.runtime.heap import Heap, Memory
+from tilescale_net.runtime.job_store import SignedStore
 from tilescale_net.runtime.liveness import Watchdog
-
-# -- start up ------------------------------------------------------------------------------------------------------------
-
-# What a rank looks at before it meets the others: its environment, and which version it is of.
 
 LOADED_LATE = (
     "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host memory, that "
@@ -39,236 +37,19 @@ def check_settings() -> tuple[ConfigurationError | None, float, float]:
             raise ConfigurationError(missing)
         settings.check()
         settings.load_kernels_early()
-        _check_build()
-        return None, settings.TIMEOUT.get(), settings.HEARTBEAT_TIMEOUT.get()
-    except ConfigurationError as err:
-        wrong = err
-    seconds = []
-    for row in (settings.TIMEOUT, settings.HEARTBEAT_TIMEOUT):
-        try:
-            seconds.append(row.get())
-        except ConfigurationError:
-            seconds.append(row.default)
-    return wrong, *seconds
-
-
-def _check_build() -> None:
-    try:
         from tilescale_net import _native, _simulator  # noqa: F401
-    except ImportError as err:
-        raise ConfigurationError(str(err)) from None
 
+        return None, settings.TIMEOUT.get(), settings.HEARTBEAT_TIMEOUT.get()
+    except (ConfigurationError, ImportError) as err:
+        wrong = ConfigurationError(str(err))
 
-# -- growth --------------------------------------------------------------------------------------------------------------
-
-# More memory for a heap that is full, agreed by its ranks, at the addresses that it has already.
-#
-# The address space behind a heap is reserved when it is made (TSN_HEAP_LIMIT). So the base of every rank's heap stays, and
-# kernels, whose peer addresses are base + offset, go on as they are.
-
-_GROW = "tilescale_net: a heap that is full"
-
-
-def grow_heap(world, size: int) -> None:
-    """Give the heap of every member `size` bytes. Collective; waits for the kernels of all of them.
-
-    Raises:
-        HeapError: a rank has no memory left, on all ranks alike; nothing has changed then.
-        TileScaleError: a kernel or a peer has failed.
-    """
-    memory, control = world.memory, world.control
-    memory.finish_kernels()
-    world.check()
-    before = memory.size
-    _all_or_none(world, before, lambda: memory.grow(size))
-    handles = control.gather(_GROW, memory.grown_handle())
-    _all_or_none(world, before, lambda: _map_grown(world, handles))
-    _tell_kernels(world)
-    if world.proxy is not None:
+    def seconds(row: settings.Setting) -> float:
         try:
-            _renew_proxy(world)
-        except TileScaleError as err:
-            world.fail(err)
-    control.agree(_GROW, f"{memory.size} bytes")
+            return float(row.get())
+        except ConfigurationError:
+            return float(row.default)
 
-
-def level_heaps(world, live: dict[int, int]) -> None:
-    """After a loss in the middle of `grow`: heaps of one size again, that of before where nothing `live` lies beyond.
-
-    Collective; the proxies begin anew afterwards.
-
-    Args:
-        live: blocks of the heap of any rank, offset -> bytes.
-
-    Raises:
-        TileScaleError, OSError: this rank has no memory for what lies in others' heaps.
-    """
-    memory, control = world.memory, world.control
-    sizes = control.gather(_GROW, memory.size)
-    needed = max((offset + size for offset, size in live.items()), default=0)
-    size = min(sizes) if needed <= min(sizes) else max(sizes)
-    if size < max(sizes):
-        memory.take_back(size)
-    elif memory.size < size:
-        memory.grow(size)
-    if memory.limit > size or min(sizes) < max(sizes):
-        _map_grown(world, control.gather(_GROW, memory.grown_handle()))
-    _tell_kernels(world)
-
-
-def _map_grown(world, handles: list) -> None:
-    """Map what the other members of the node have added."""
-    for pe, handle in zip(world.control.members, handles):
-        if pe != world.rank and world.topology.is_direct(pe):
-            world.memory.map_grown(pe, handle)
-
-
-def _tell_kernels(world) -> None:
-    world.write_context(context.ContextHeader.heap_bytes.offset, world.memory.size.to_bytes(8, "little"))
-
-
-def _all_or_none(world, before: int, step) -> None:
-    """Take a step that all ranks take, or on all ranks none."""
-    error = ""
-    try:
-        step()
-    except (TileScaleError, OSError, MemoryError) as err:
-        error = str(err) or type(err).__name__
-    said = world.control.gather(_GROW, error)
-    failed = [(pe, text) for pe, text in zip(world.control.members, said) if text]
-    if failed:
-        world.memory.take_back(before)
-        pe, text = failed[0]
-        raise HeapError(
-            f"rank {world.rank}: the symmetric heap of {before} bytes is full and cannot grow, because rank {pe} has no "
-            f"memory for it: {text}; free tensors, or set TSN_HEAP_SIZE (or init(heap_bytes=…)) before the memory is taken"
-        )
-
-
-def _renew_proxy(world) -> None:
-    """What was sent arrives, then the proxy begins anew with the whole heap."""
-    world.proxy.drain()
-    world.control.agree(_GROW, "drained")
-    if world.proxy.settle():
-        world.control.agree(_GROW, "settled")
-    world.proxy.pause()
-    world.control.agree(_GROW, "paused")
-    world.heap.clear_system_area()
-    world.memory.synchronize()
-    world.proxy.restart(_GROW)
-
-
-# -- survivors -----------------------------------------------------------------------------------------------------------
-
-# Ranks that are lost: the remaining ranks agree on their members and on what their heaps hold, and go on.
-
-_PAUSE = 0.02  # seconds between looks at which ranks have come
-
-
-@dataclass(frozen=True)
-class Survivors:
-    """The ranks that go on after others were lost.
-
-    Attributes:
-        ranks: of the group, ascending.
-        steps: what each of them gave to `shrink`, in this order.
-    """
-
-    ranks: list[int]
-    steps: list[int]
-
-
-def agree_on_survivors(control, watchdog, seconds: float) -> list[int]:
-    """The members that go on: they come here within `seconds`. Called by each of them when its kernels have ended.
-
-    No rank waits for ranks that are known to be lost. Ranks that are given up and may live are ended: what they
-    launched would write into memory that has a new use.
-
-    Raises:
-        PeerLost: the others have gone on without this rank, because it came too late; or the rank that keeps the store of
-            the job is lost.
-    """
-    store, members, rank = control.store, control.members, control.rank
-    key = _shrink_key(control)
-    end = time.monotonic() + seconds
-    store.ask(lambda s: s.set(f"{key}/here/{rank}", "1"))
-    while True:
-        lost = watchdog.lost_ranks() & set(members)
-
-        def look(s, lost=lost):
-            for r in lost:
-                s.set(f"{key}/out/{r}", "1")
-            here = {r for r in members if s.check([f"{key}/here/{r}"])}
-            out = {r for r in members if s.check([f"{key}/out/{r}"])}
-            return here, out, job_store.get_text(s, f"{key}/members")
-
-        here, out, decided = store.ask(look)
-        if decided is not None:
-            break
-        if here | out >= set(members) or time.monotonic() > end:
-            # The first list counts, so that all go on with the same ranks.
-            word = json.dumps(sorted(here - out))
-            store.ask(lambda s, word=word: s.set_once(f"{key}/members", word))
-        else:
-            time.sleep(_PAUSE)
-    kept = _parse_members(decided, members)
-    if rank not in kept:
-        raise PeerLost(f"rank {rank}: ranks {kept} have gone on without this one, which they took for lost")
-    if store.kept_by in members and store.kept_by not in kept:  # one that was left out before may still keep it
-        raise PeerLost(f"rank {rank}: {store.keeper} did not come, and no rank can go on without it")
-    _end_processes(watchdog, rank, set(members) - set(kept) - here)
-    return kept
-
-
-def _end_processes(watchdog, rank: int, ranks: set[int]) -> None:
-    living = watchdog.end_processes(ranks)
-    if living:
-        settings.log.warning(
-            "rank %d: ranks %s are given up, and their processes cannot be seen from here; what still runs of them may "
-            "write into the memory of the others", rank, sorted(living),
-        )  # fmt: skip
-
-
-def stay_out(control) -> None:
-    """Report to the others that this rank does not go on, and that its kernels have ended."""
-    key = f"{_shrink_key(control)}/%s/{control.rank}"
-    try:
-        control.store.ask(lambda s: [s.set(key % word, "1") for word in ("out", "here")])
-    except PeerLost:  # no rank can be notified
-        pass
-
-
-def _shrink_key(control) -> str:
-    return f"shrink/{control.generation + 1}"
-
-
-def _parse_members(said: str, members: list[int]) -> list[int]:
-    try:
-        kept = sorted({int(r) for r in job_store.parse_json(said)} & set(members))
-    except (ValueError, TypeError, OverflowError):
-        kept = []
-    if not kept:
-        raise PeerLost(f"who goes on after ranks were lost cannot be read from the store of the job: {said[:100]!r}")
-    return kept
-
-
-def live_everywhere(control, live: dict[int, int]) -> dict[int, int]:
-    """The blocks of the heap (offset -> bytes) that are live on some member.
-
-    A rank that is lost in the middle of a collective call leaves members that have allocated, or freed, and others that
-    have not. What one of them may still use, no other gives away.
-    """
-    said = control.gather("tilescale_net.shrink", json.dumps(sorted(live.items())))
-    union: dict[int, int] = {}
-    for text in said:
-        try:
-            union |= {int(offset): int(size) for offset, size in job_store.parse_json(text)}
-        except (ValueError, TypeError, OverflowError) as err:
-            raise PeerLost(f"what the heap of another rank holds cannot be read: {err}") from None
-    return union
-
-
-# -- world ---------------------------------------------------------------------------------------------------------------
+    return wrong, seconds(settings.TIMEOUT), seconds(settings.HEARTBEAT_TIMEOUT)
 
 
 class HangReporter(Protocol):
@@ -304,6 +85,31 @@ class WorldHooks:
     report_on_signal: Callable[[Callable[[], list]], None]
 
 
+def create_memory(
+    kind: str, size: int, limit: int, device: torch.device | None, group: groups.Group, topology: placement.Topology
+) -> Memory:
+    """Memory with a heap of `size` bytes, which may grow to `limit`.
+
+    Args:
+        kind: "cuda" or "simulator".
+        device: that of the other worlds of this process; None: `group` and `topology` say which GPU is this rank's,
+            see `cuda_memory.gpu_ordinal`.
+
+    Raises:
+        ConfigurationError: the machine has no such memory.
+    """
+    if kind == "cuda":
+        from tilescale_net.runtime import cuda_memory
+
+        ordinal = device.index if device is not None else cuda_memory.gpu_ordinal(group, topology.local_rank)
+        shared = device is not None or cuda_memory.bound_gpu(group) is not None
+        # A NIC that reaches memory of a GPU has it registered in one piece.
+        return cuda_memory.CudaMemory(size, limit if topology.nodes == 1 else size, ordinal, shared)
+    from tilescale_net.runtime.simulator import SimulatorMemory
+
+    return SimulatorMemory(size, limit)
+
+
 class World:
     """Rank, heap, peers and context of this process in one group.
 
@@ -316,57 +122,60 @@ class World:
         device: torch device of symmetric tensors.
         heap: the symmetric heap.
         memory: what the heap lies in, of the kind of the device.
-        records: in which kernels tell this rank's host what they refuse.
+        records: in which kernels report invalid arguments to this rank's host.
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
-        reporter: queries all ranks for what they do, for the report of a hang.
         hooks: see WorldHooks.
+        reporter: queries all ranks for what they do, for the report of a hang.
         recorder: writes this rank's part of the trace, or None when nothing is traced here.
         page: through which this rank gives up.
         failure: what ended the world for this rank, or None; every further call raises it.
+        closed: whether finalize() has ended it.
     """
+
+    # What exists once the ranks have met.
+    memory: Memory
+    heap: Heap
+    topology: placement.Topology
+    _watchdog: Watchdog
 
     def __init__(
         self,
         heap_bytes: int | str | None,
-        group: dist.ProcessGroup | groups.StoreGroup | None,
+        group: groups.Group,
         device: torch.device | None,
         hooks: WorldHooks,
     ):
         """See `tilescale_net.init`; `device` is that of the other worlds of this process."""
-        wrong, self.timeout, silence = check_settings()
+        wrong, self.timeout, self._silence = check_settings()
         self.hooks = hooks
         self.failure: TileScaleError | None = None
-        self.proxy = None
-        self._watchdog: Watchdog | None = None
+        self.proxy: RunningProxy | None = None
         self.recorder: profiling.TraceRecorder | None = None
-        self.memory: Memory | None = None
-        self._closed = False
+        self.closed = self._has_memory = self._is_watched = False
         self.page = context.AbortPage()
-        self.control = Control(self.timeout + 5.0, silence, group)
+        self.control = Control(self.timeout + 5.0, self._silence, group)
         self.control.on_loss = self._lost_in_a_call
         self.group, self.job_ranks = group, self.control.job_ranks
         self.rank, self.size = self.control.rank, self.control.size
-        self.calls = control.CallLog(self.control)
+        self.calls = CallLog(self.control)
         self.control.on_mismatch = self.calls.on_mismatch
         self.reporter = hooks.reporter(self)
         try:
             if wrong is not None:
                 raise wrong  # now that it can be reported to the others
-            self._set_up(heap_bytes, silence, device)
+            self._set_up(heap_bytes, device)
         except BaseException as err:
             # The others wait for this rank; with the store of rank 0, its report would be gone too.
-            self.announce(err if isinstance(err, TileScaleError) else TileScaleError(f"{type(err).__name__}: {err}"))
-            self.wait_for_others()
-            self._release()
+            self.give_up(err if isinstance(err, TileScaleError) else TileScaleError(f"{type(err).__name__}: {err}"))
             raise
 
-    def _set_up(self, heap_bytes: int | str | None, silence: float, device: torch.device | None) -> None:
+    def _set_up(self, heap_bytes: int | str | None, device: torch.device | None) -> None:
         kind = settings.device_kind() if device is None else "cuda" if device.type == "cuda" else "simulator"
         size = settings.heap_bytes(heap_bytes, on_gpu=kind == "cuda")
         limit = settings.heap_limit(size, on_gpu=kind == "cuda")
-        hosts = self._meet_the_others(f"heap_bytes={size}, TSN_HEAP_LIMIT={limit}, device={kind}", silence)
-        self.memory = heap.create_memory(kind, size, limit, device, self.group, self.topology)
+        hosts = self._find_others(f"heap_bytes={size}, TSN_HEAP_LIMIT={limit}, device={kind}")
+        self.memory, self._has_memory = create_memory(kind, size, limit, device, self.group, self.topology), True
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
         self.recorder = self.hooks.recorder(self, hosts)
         self.page.address = self.memory.pinned(context.ABORT_PAGE_BYTES)
@@ -376,74 +185,105 @@ class World:
         self.memory.limit = min(limits)  # some ranks may not have got so many addresses
         self.peer_base = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
         self.memory.on_mapped(self.control, self.rank, hosts, self.peer_base)
-        queues = n_queues = 0
         if self.topology.nodes > 1:
-            from tilescale_net.runtime.fabric import start
-
-            self.proxy, queues, n_queues = start(self)
-            self.control.on_ranks_excluded = self.proxy.exclude
+            proxy = RunningProxy(self)
+            proxy.connect_peers("tilescale_net.init")
+            self.proxy, self.control.on_ranks_excluded = proxy, proxy.exclude
             if self.rank == 0 and self.memory.loads_kernels_late():
                 settings.log.warning(LOADED_LATE)
-        self._make_context(queues, n_queues)
+        self._make_context()
         self.memory.synchronize()
         # Peers may touch this heap from here on: its system area is zero and every rank has mapped every other.
         self.control.agree("tilescale_net.init", "ready")
 
-    def _meet_the_others(self, wanted: str, silence: float) -> list[str]:
+    def _find_others(self, wanted: str) -> list[str]:
         """Learn where the ranks are, watch over them from now on, and agree on what is wanted; the host of every rank."""
-        virtual = settings.VIRTUAL_NODES.get()
-        place = placement.virtual_node(*groups.own_number(self.group)) if self.group is not None else 0
-        facts = self.control.gather("tilescale_net.init", [placement.host_identity(), this_host.own_process(), place])
-        hosts, known, places = map(list, zip(*facts))
-        self._watch = lambda: Watchdog(
-            self.control, hosts, known, silence, self._poll_local, self._on_loss, self.reporter.answer
+        node = placement.virtual_node(*groups.own_number(self.group)) if self.group is not None else 0
+        facts = self.control.gather("tilescale_net.init", [placement.host_identity(), this_host.own_process(), node])
+        hosts, processes, nodes = map(list, zip(*facts))
+        self._start_watchdog = lambda: Watchdog(
+            self.control, hosts, processes, self._silence, self._poll_local, self._on_loss, self.reporter.answer
         )
-        self._watchdog = self._watch()
-        self.control.reason_of = self._watchdog.reason
+        self._watch()
         traced = f", TSN_TRACE={settings.TRACE.get()}" if settings.TRACE.get() else ""
         self.control.agree(
             "tilescale_net.init",
-            f"{wanted}, VIRTUAL_NODES={virtual}, tilescale_net {tilescale_net.__version__}, device code {self.hooks.device_code()}{traced}",
+            f"{wanted}, VIRTUAL_NODES={settings.VIRTUAL_NODES.get()}, tilescale_net {tilescale_net.__version__}, device "
+            f"code {self.hooks.device_code()}{traced}",
         )
         if self.group is None:
             self.topology = placement.job_topology(self.rank, self.size, hosts)
         else:
-            self.topology = placement.group_topology(self.rank, self.size, hosts, places)
+            self.topology = placement.group_topology(self.rank, self.size, hosts, nodes)
         return hosts
 
-    def _base_of(self, pe: int, handle) -> int:
+    def _watch(self) -> None:
+        self._watchdog, self._is_watched = self._start_watchdog(), True
+        self.control.reason_of = self._watchdog.reason
+
+    def _base_of(self, pe: int, handle: Any) -> int:
         """Where the heap of a PE is in this process; 0 for one that is reached through the fabric."""
         if pe == self.rank:
             return self.memory.base
         return self.memory.map_peer(pe, handle) if self.topology.is_direct(pe) else 0
 
-    def _make_context(self, queues: int, n_queues: int) -> None:
-        """Make what kernels take as their context. `queues`: device address of the proxy's queue views."""
+    def _make_context(self) -> None:
+        """Make what kernels take as their context."""
         header = context.ContextHeader(
             my_pe=self.rank,
             n_pes=self.size,
             node_pe=self.topology.node_pe,
             n_node_pes=self.topology.node_size,
-            n_queues=n_queues,
+            n_queues=self.proxy.n_queues if self.proxy is not None else 0,
             flags=self.proxy.context_flags if self.proxy is not None else 0,
             heap_base=self.memory.base,
             heap_bytes=self.memory.size,
             abort_word=self.page.address,
             error=self.page.record_address,
             timeout_ns=int(self.timeout * 1e9),
-            queues=queues,
+            queues=self.proxy.views_address if self.proxy is not None else 0,
             trace=self.recorder.gpu_calls.address if self.recorder is not None and self.recorder.gpu_calls else 0,
         )
         self._context_bytes = self.memory.upload(context.pack(header, self.peer_base))
         self.context_tensor = self._context_bytes.view(torch.int64)[: context.HEADER_WORDS]
 
-    def __copy__(self):
+    def __copy__(self) -> World:
         return self
 
-    def __deepcopy__(self, memo: dict):
+    def __deepcopy__(self, memo: dict) -> World:
         return self
 
-    # -- failures ---------------------------------------------------------------------------------------------------
+    # -- failures: the first one counts, whoever met it -------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
+        if not (self.closed or self.failure or self.page.touched or self._watchdog.reason()):
+            return  # as nearly always, and every call comes here
+        if self.closed:
+            self.control.refuse()
+            raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
+        if self.failure is None and (error := self._device_error()) is not None:
+            self.fail(error)
+        self._notice_loss()
+        if self.failure is None and self.page.aborted:
+            # Kernels return early from here on, with incomplete data: the rank that set the word gives the reason.
+            self._await_reason()
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: TileScaleError) -> NoReturn:
+        """Record an error of this rank (of a kernel, the simulator, the proxy), report it to the others, and raise it."""
+        self.reporter.ask_about(error)
+        failure = self.announce(error if self.failure else self._explained(error))
+        self.reporter.print_failure(failure)
+        self.abort()
+        raise failure
+
+    def announce(self, error: TileScaleError) -> TileScaleError:
+        """Record what ends this rank, unless something has, and report it to the others; what has ended it."""
+        self.failure = self.failure or error
+        self.control.announce_failure(str(self.failure))
+        return self.failure
 
     def abort(self) -> None:
         """End every device-side wait of this rank."""
@@ -466,78 +306,35 @@ class World:
         return found
 
     def _on_loss(self, reason: str, error: TileScaleError | None) -> None:
+        """The watchdog has found that the job is lost, by this rank's `error` if there is one."""
         if self.failure is None:
-            self.failure = error or control.error_of_loss(f"rank {self.rank}: {reason}; {self._what_to_do}")
+            self.failure = error or error_of_loss(f"rank {self.rank}: {reason}; {self._advice}")
         self.abort()
         self.reporter.print_failure(self.failure)
-
-    def _explained(self, error: TileScaleError) -> TileScaleError:
-        """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
-        reason = self._watchdog.explanation_of(error) if self._watchdog is not None else None
-        return control.error_of_loss(f"rank {self.rank}: {reason}; {self._what_to_do} ({error})") if reason else error
-
-    @property
-    def _what_to_do(self) -> str:
-        if self.group is None:
-            return "restart the job"
-        return f"restart the job (these are ranks of the group of the job's ranks {groups.named(self.job_ranks)})"
-
-    @property
-    def closed(self) -> bool:
-        """Whether finalize() has ended it."""
-        return self._closed
-
-    def announce(self, error: TileScaleError) -> None:
-        """Record what ends this rank and report it to the others, unless a reason is known already."""
-        if self.failure is None:
-            self.failure = error
-        self.control.announce_failure(str(self.failure))
-
-    def wait_for_others(self) -> None:
-        """After a failure: report it to the other ranks, where they would not learn of it without this process."""
-        if self._watchdog is not None:
-            self._watchdog.wait_for_others()
-
-    def fail(self, error: TileScaleError) -> None:
-        """Record an error found by the host (the simulator, the proxy), report it to the others, and raise it."""
-        self.reporter.ask_about(error)
-        if self.failure is None:
-            self.failure = self._explained(error)
-        self.control.announce_failure(str(self.failure))
-        self.reporter.print_failure(self.failure)
-        self.abort()
-        raise self.failure
-
-    def check(self) -> None:
-        """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
-        if not (self._closed or self.failure or self.page.touched or self._watchdog.reason()):
-            return  # as nearly always, and every call comes here
-        if self._closed:
-            self.control.refuse()
-            raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
-        if self.failure is None and (error := self._device_error()) is not None:
-            self.reporter.ask_about(error)
-            self.announce(self._explained(error))
-            self.reporter.print_failure(self.failure)
-        self._notice_loss()
-        if self.failure is None and self.page.aborted:
-            # Kernels return early from here on, with incomplete data: the rank that set the word gives the reason.
-            self._learn_why_aborted()
-        if self.failure is not None:
-            raise self.failure
-
-    def _lost_in_a_call(self, error: TileScaleError) -> TileScaleError:
-        """A collective call of any object lost a rank: the world ends, at once and with the first reason."""
-        if self._watchdog is not None:  # ranks have met
-            self._notice_loss()  # it may be this rank's own error that the watchdog has met
-        self.failure = self.failure or error
-        return self.failure
 
     def _notice_loss(self) -> None:
         if self.failure is None and (loss := self._watchdog.loss()) is not None:
             self._on_loss(*loss)
 
-    def _learn_why_aborted(self, seconds: float = 2.0) -> None:
+    def _lost_in_a_call(self, error: TileScaleError) -> TileScaleError:
+        """A collective call of any object lost a rank: the world ends, at once and with the first reason."""
+        if self._is_watched:
+            self._notice_loss()  # it may be this rank's own error that the watchdog has met
+        self.failure = self.failure or error
+        return self.failure
+
+    def _explained(self, error: TileScaleError) -> TileScaleError:
+        """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
+        reason = self._watchdog.explanation_of(error) if self._is_watched else None
+        return error_of_loss(f"rank {self.rank}: {reason}; {self._advice} ({error})") if reason else error
+
+    @property
+    def _advice(self) -> str:
+        if self.group is None:
+            return "restart the job"
+        return f"restart the job (these are ranks of the group of the job's ranks {groups.named(self.job_ranks)})"
+
+    def _await_reason(self, seconds: float = 2.0) -> None:
         end = time.monotonic() + seconds
         while self.failure is None and time.monotonic() < end:
             found = self._poll_local()
@@ -549,33 +346,38 @@ class World:
         if self.failure is None:
             self.failure = TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
 
+    # -- ranks that are lost ----------------------------------------------------------------------------------------
+
     def shrink(self, step: int = 0, seconds: float | None = None) -> Survivors:
         """See `tilescale_net.shrink`."""
         self.control.refuse()
-        if self.control.excluded or self._closed:
+        if self.control.excluded or self.closed:
             raise TileScaleError(f"rank {self.rank}: shrink: this rank was left out of the job, or has ended its world")
         self._end_kernels()
         if self.failure is not None and not isinstance(self.failure, PeerLost | WaitTimeout | FabricError):
             stay_out(self.control)
             raise self.failure  # this rank is what is wrong
         try:
-            return self._go_on(int(step), self.timeout if seconds is None else seconds)
+            return self._shrink(int(step), self.timeout if seconds is None else seconds)
         except TileScaleError as err:
             if not isinstance(err, PeerLost):
                 self.control.announce_failure(str(err))
             self.failure = self.failure or err
             raise
 
-    def _go_on(self, step: int, seconds: float) -> Survivors:
+    def _shrink(self, step: int, seconds: float) -> Survivors:
         if self.proxy is not None:
             self.proxy.end("it goes on without ranks that are lost")  # before the others count this rank in
-        kept = agree_on_survivors(self.control, self._watchdog, seconds)
+        members = agree_on_survivors(self.control, self._watchdog, seconds)
         self._watchdog.close()
         self.calls.forget()
-        self._forget_failure()
-        self.control.give_up_others(kept)
-        self._watchdog = self._watch()  # before ranks wait for each other again
-        self.control.reason_of = self._watchdog.reason
+        # As before the first failure; no kernel runs.
+        self.page.clear()
+        self.write_context(context.ContextHeader.aborted.offset, bytes(8))
+        self.failure = None
+        self.reporter.forget_failure(self.control.generation + 1)
+        self.control.give_up_others(members)
+        self._watch()  # before ranks wait for each other again
         self.control.connect_members()
         live = live_everywhere(self.control, self.heap.live)
         level_heaps(self, live)
@@ -583,24 +385,16 @@ class World:
         self.heap.clear_system_area()
         if self.proxy is not None:
             self.proxy.restart("tilescale_net.shrink")
-        return Survivors(kept, self.control.gather("tilescale_net.shrink", step))
+        return Survivors(members, self.control.gather("tilescale_net.shrink", step))
 
     def _end_kernels(self) -> None:
         """Let this rank's kernels end, which wait for ranks that are lost, and what they have sent arrive."""
         try:
-            self.check()
-            self.memory.finish_kernels()
+            self._finish_kernels()
             self.check()
         except TileScaleError:
             self.abort()
             self.memory.finish_kernels()
-
-    def _forget_failure(self) -> None:
-        """As before the first failure; no kernel runs."""
-        self.page.clear()
-        self.write_context(context.ContextHeader.aborted.offset, bytes(8))
-        self.failure = None
-        self.reporter.forget_failure(self.control.generation + 1)
 
     def write_context(self, at: int, data: bytes) -> None:
         """Change what kernels take as their context; none runs."""
@@ -663,18 +457,24 @@ class World:
             # Leave only when all have announced their end: a rank that is gone must not look like one that failed.
             self.control.agree("tilescale_net.finalize", "end")
         except TileScaleError as err:
-            self.give_up(str(err), err)
-            raise self.failure from None if self.failure is err else err
+            failure = self.give_up(err)
+            raise failure from None if failure is err else err
         self._release()
 
-    def give_up(self, why: str, error: TileScaleError | None = None) -> None:
-        """Take the world down without the others; they learn why."""
-        self.announce(error or TileScaleError(why))
+    def give_up(self, why: TileScaleError | str) -> TileScaleError:
+        """Take the world down without the others, who learn why; what has ended it."""
+        failure = self.announce(TileScaleError(why) if isinstance(why, str) else why)
         self.wait_for_others()
         if self.recorder is not None:
             self.recorder.leave()
         self.abort()  # kernels that still run must not use what is freed now
         self._release()
+        return failure
+
+    def wait_for_others(self) -> None:
+        """After a failure: report it to the other ranks, where they would not learn of it without this process."""
+        if self._is_watched:
+            self._watchdog.wait_for_others()
 
     def end_in_child(self, refuse: Callable[[], None]) -> None:
         """In a child made by fork, which has none of this process's other threads: nothing here reaches the ranks any more.
@@ -682,23 +482,232 @@ class World:
         Args:
             refuse: raises what every call is to say.
         """
-        self._closed, self.control.refuse = True, refuse
+        self.closed, self.control.refuse = True, refuse
         profiling.recorder = None
-        if self.memory is not None:
+        if self._has_memory:
             self.memory.part()
 
     def _release(self) -> None:
-        self._closed = True
-        if self.memory is not None:
+        self.closed = True
+        if self._has_memory:
             self.memory.await_end_of_kernels()
         if self.proxy is not None:
             self.proxy.close()
             self.proxy = None
-        if self._watchdog is not None:
+        if self._is_watched:
             self._watchdog.close()
         if self.recorder is not None:
             self.recorder.stop()
         self.page.close()
-        if self.memory is not None:
+        if self._has_memory:
             self.memory.close()
-        self.control.close(unwatched_failure=self.failure is not None and self._watchdog is None)
+        self.control.close(unwatched_failure=self.failure is not None and not self._is_watched)
+
+
+# -- growth of the heap --------------------------------------------------------------------------------------------------------------
+
+# The address space behind a heap is reserved when it is made (TSN_HEAP_LIMIT). So the base of every rank's heap stays, and
+# kernels, whose peer addresses are base + offset, go on as they are.
+
+_GROW = "tilescale_net: a heap that is full"
+
+
+def grow_heap(world: World, size: int) -> None:
+    """Give the heap of every member `size` bytes. Collective; waits for the kernels of all of them.
+
+    Raises:
+        HeapError: a rank has no memory left, on all ranks alike; nothing has changed then.
+        TileScaleError: a kernel or a peer has failed.
+    """
+    memory, control = world.memory, world.control
+    memory.finish_kernels()
+    world.check()
+    before = memory.size
+    _all_or_none(world, before, lambda: memory.grow(size))
+    handles = control.gather(_GROW, memory.grown_handle())
+    _all_or_none(world, before, lambda: _map_grown(world, handles))
+    _tell_kernels(world)
+    if world.proxy is not None:
+        try:
+            _renew_proxy(world, world.proxy)
+        except TileScaleError as err:
+            world.fail(err)
+    control.agree(_GROW, f"{memory.size} bytes")
+
+
+def level_heaps(world: World, live: dict[int, int]) -> None:
+    """After a loss in the middle of `grow`: heaps of one size again, that of before where nothing `live` lies beyond.
+
+    Collective; the proxies begin anew afterwards.
+
+    Args:
+        live: blocks of the heap of any rank, offset -> bytes.
+
+    Raises:
+        TileScaleError, OSError: this rank has no memory for what lies in others' heaps.
+    """
+    memory, control = world.memory, world.control
+    sizes = control.gather(_GROW, memory.size)
+    needed = max((offset + size for offset, size in live.items()), default=0)
+    size = min(sizes) if needed <= min(sizes) else max(sizes)
+    if size < max(sizes):
+        memory.take_back(size)
+    elif memory.size < size:
+        memory.grow(size)
+    if memory.limit > size or min(sizes) < max(sizes):
+        _map_grown(world, control.gather(_GROW, memory.grown_handle()))
+    _tell_kernels(world)
+
+
+def _map_grown(world: World, handles: list) -> None:
+    """Map what the other members of the node have added."""
+    for pe, handle in zip(world.control.members, handles):
+        if pe != world.rank and world.topology.is_direct(pe):
+            world.memory.map_grown(pe, handle)
+
+
+def _tell_kernels(world: World) -> None:
+    world.write_context(context.ContextHeader.heap_bytes.offset, world.memory.size.to_bytes(8, "little"))
+
+
+def _all_or_none(world: World, before: int, step: Callable[[], None]) -> None:
+    """Take a step that all ranks take, or on all ranks none."""
+    error = ""
+    try:
+        step()
+    except (TileScaleError, OSError, MemoryError) as err:
+        error = str(err) or type(err).__name__
+    said = world.control.gather(_GROW, error)
+    failed = [(pe, text) for pe, text in zip(world.control.members, said) if text]
+    if failed:
+        world.memory.take_back(before)
+        pe, text = failed[0]
+        raise HeapError(
+            f"rank {world.rank}: the symmetric heap of {before} bytes is full and cannot grow, because rank {pe} has no "
+            f"memory for it: {text}; free tensors, or set TSN_HEAP_SIZE (or init(heap_bytes=…)) before the memory is taken"
+        )
+
+
+def _renew_proxy(world: World, proxy: RunningProxy) -> None:
+    """What was sent arrives, then the proxy begins anew with the whole heap."""
+    proxy.drain()
+    world.control.agree(_GROW, "drained")
+    if proxy.settle():
+        world.control.agree(_GROW, "settled")
+    proxy.pause()
+    world.control.agree(_GROW, "paused")
+    world.heap.clear_system_area()
+    world.memory.synchronize()
+    proxy.restart(_GROW)
+
+
+# -- survivors of a loss -----------------------------------------------------------------------------------------------------------
+
+_PAUSE = 0.02  # seconds between looks at which ranks have come
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The ranks that go on after others were lost.
+
+    Attributes:
+        ranks: of the group, ascending.
+        steps: what each of them gave to `shrink`, in this order.
+    """
+
+    ranks: list[int]
+    steps: list[int]
+
+
+def agree_on_survivors(control: Control, watchdog: Watchdog, seconds: float) -> list[int]:
+    """The members that go on: they come here within `seconds`. Called by each of them when its kernels have ended.
+
+    No rank waits for ranks that are known to be lost. Ranks that are given up and may live are ended: what they
+    launched would write into memory that has a new use.
+
+    Raises:
+        PeerLost: the others have gone on without this rank, because it came too late; or the rank that keeps the store of
+            the job is lost.
+    """
+    store, members, rank = control.store, control.members, control.rank
+    key = _shrink_key(control)
+    end = time.monotonic() + seconds
+    store.ask(lambda s: s.set(f"{key}/here/{rank}", "1"))
+    while True:
+        lost = watchdog.lost_ranks() & set(members)
+
+        def look(s: SignedStore, lost: set[int] = lost) -> tuple[set[int], set[int], str | None]:
+            for r in lost:
+                s.set(f"{key}/out/{r}", "1")
+            here = {r for r in members if s.check([f"{key}/here/{r}"])}
+            out = {r for r in members if s.check([f"{key}/out/{r}"])}
+            return here, out, job_store.get_text(s, f"{key}/members")
+
+        here, out, decided = store.ask(look)
+        if decided is not None:
+            break
+        if here | out >= set(members) or time.monotonic() > end:
+            # The first list counts, so that all go on with the same ranks.
+            word = json.dumps(sorted(here - out))
+            store.ask(functools.partial(SignedStore.set_once, key=f"{key}/members", value=word))
+        else:
+            time.sleep(_PAUSE)
+    kept = _parse_members(decided, members)
+    if rank not in kept:
+        raise PeerLost(f"rank {rank}: ranks {kept} have gone on without this one, which they took for lost")
+    if store.kept_by in members and store.kept_by not in kept:  # one that was left out before may still keep it
+        raise PeerLost(f"rank {rank}: {store.keeper} did not come, and no rank can go on without it")
+    _end_processes(watchdog, rank, set(members) - set(kept) - here)
+    return kept
+
+
+def _end_processes(watchdog: Watchdog, rank: int, ranks: set[int]) -> None:
+    living = watchdog.end_processes(ranks)
+    if living:
+        settings.log.warning(
+            "rank %d: ranks %s are given up, and their processes cannot be seen from here; what still runs of them may "
+            "write into the memory of the others", rank, sorted(living),
+        )  # fmt: skip
+
+
+def stay_out(control: Control) -> None:
+    """Report to the others that this rank does not go on, and that its kernels have ended."""
+
+    def say(store: SignedStore) -> None:
+        for word in ("out", "here"):
+            store.set(f"{_shrink_key(control)}/{word}/{control.rank}", "1")
+
+    try:
+        control.store.ask(say)
+    except PeerLost:  # no rank can be notified
+        pass
+
+
+def _shrink_key(control: Control) -> str:
+    return f"shrink/{control.generation + 1}"
+
+
+def _parse_members(said: str, members: list[int]) -> list[int]:
+    try:
+        kept = sorted({int(r) for r in job_store.parse_json(said)} & set(members))
+    except (ValueError, TypeError, OverflowError):
+        kept = []
+    if not kept:
+        raise PeerLost(f"who goes on after ranks were lost cannot be read from the store of the job: {said[:100]!r}")
+    return kept
+
+
+def live_everywhere(control: Control, live: dict[int, int]) -> dict[int, int]:
+    """The blocks of the heap (offset -> bytes) that are live on some member.
+
+    A rank that is lost in the middle of a collective call leaves members that have allocated, or freed, and others that
+    have not. What one of them may still use, no other gives away.
+    """
+    said = control.gather("tilescale_net.shrink", json.dumps(sorted(live.items())))
+    union: dict[int, int] = {}
+    for text in said:
+        try:
+            union |= {int(offset): int(size) for offset, size in job_store.parse_json(text)}
+        except (ValueError, TypeError, OverflowError) as err:
+            raise PeerLost(f"what the heap of another rank holds cannot be read: {err}") from None
+    return union

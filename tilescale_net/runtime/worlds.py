@@ -14,7 +14,8 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
 import torch
 
@@ -54,7 +55,7 @@ def watch_process_end(current: Callable, take: Callable, forget: Callable[[], No
     atexit.register(lambda: _at_exit(take()) if os.getpid() == owner else None)
     previous = sys.excepthook
 
-    def hook(kind, value, trace):
+    def hook(kind: Any, value: Any, trace: Any) -> None:
         for world in current():
             world.announce(TileScaleError(_words(value)))
         previous(kind, value, trace)
@@ -63,7 +64,7 @@ def watch_process_end(current: Callable, take: Callable, forget: Callable[[], No
     _follow_exits()
 
 
-def finish_world(world) -> None:
+def finish_world(world: World) -> None:
     """Close a world in good order, as `finalize` does.
 
     In a `finally` or `except` the rank may be failing alone: the others then wait for it in a kernel and would find out
@@ -95,7 +96,7 @@ def _at_exit(worlds: list) -> None:
         os._exit(1)
 
 
-def _end(world) -> bool:
+def _end(world: World) -> bool:
     """End a world at the end of the process; whether the exit status may stay as it is."""
     code = _status(_exit_code)
     # The uncaught exception; Python notes it even where another excepthook has taken the place of the one above.
@@ -147,7 +148,7 @@ def _follow_exits() -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
 
 
-def _exit(status=None, /):
+def _exit(status: object = None, /) -> NoReturn:
     """Exit the interpreter by raising SystemExit(status); see Python's documentation of sys.exit."""
     raise SystemExit(status)
 
@@ -188,7 +189,7 @@ def make_sibling(world: World, heap_bytes: int) -> World:
     return made
 
 
-def _make(heap_bytes: int | str | None, group: object, hooks: WorldHooks) -> World:
+def _make(heap_bytes: int | str | None, group: groups.Group, hooks: WorldHooks) -> World:
     refuse_child()
     with profiling.long_step("meeting the other ranks of the job"):
         world = World(heap_bytes, group, _alive[0].device if _alive else None, hooks)
@@ -349,7 +350,7 @@ def of_tensor(tensor: object) -> World:
     return found or default()
 
 
-def world_of_tensors(name: str, arguments) -> World:
+def world_of_tensors(name: str, arguments: Iterable[object]) -> World:
     """The world whose heap holds the symmetric tensors among a kernel's arguments; without any the default one.
 
     Raises:
