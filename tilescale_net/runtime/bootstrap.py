@@ -400,8 +400,7 @@ def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout:
     limit = datetime.timedelta(seconds=timeout)
     if this_host.users_interface() or not address:
         return dist.ProcessGroupGloo(store, rank, size, limit)
-    gloo: Any = dist.ProcessGroupGloo  # whose stubs lack this
-    options = gloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout, options._threads = limit, 2
     return dist.ProcessGroupGloo(store, rank, size, options)
