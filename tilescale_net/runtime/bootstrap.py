@@ -29,7 +29,7 @@ from tilescale_net.runtime.job_store import JobStore, SignedStore, first_line, h
 
 T = TypeVar("T")
 
-# -- attendance ----------------------------------------------------------------------------------------------------------
+# -- ranks that come and connect ------------------------------------------------------------------------------------------
 
 _FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to report it
 _REACH_S = 5.0  # seconds in which a system, without the help of a process, accepts a connection
@@ -37,15 +37,22 @@ SLACK = 3.0  # seconds after which a step of torch that has a time limit of its 
 _ADVICE = f"let {this_host.GLOO_INTERFACE} name, on every host, the network interface over which they can"
 
 
-class _Ranks:
+class _Tracker:
     """Args:
-    store: where the ranks say what they do.
+    store: where the ranks report their steps.
     rank, size: of this process, of all.
     timeout: seconds that ranks may take.
     """
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+
+    def poll(self, look: Callable[[SignedStore], T | None], seconds: float) -> T | None:
+        """The first thing that `look` finds in the store; None when it finds nothing in time."""
+        begin = time.monotonic()
+        while (found := self._store.ask(look)) is None and (spent := time.monotonic() - begin) <= seconds:
+            time.sleep(min(0.25, 0.002 + self._size / 10_000 + spent / 20))
+        return found
 
     def _lost(self, what: str, ranks: list[int], cause: str = "") -> PeerLost:
         who = ", ".join(f"rank {r}" for r in ranks)
@@ -54,34 +61,33 @@ class _Ranks:
             f"({what}). Look at the output of those ranks, or raise TSN_TIMEOUT if they are only slow{cause}"
         )
 
-    def _let_others_look(self, mine: str, others: Iterable[str]) -> None:
-        """Say that this rank knows. The store ends with the rank that keeps it, and the others look at it for their message:
-        slow ones, too.
+    def _ack_failure(self, mine: str, others: Iterable[str]) -> None:
+        """Report that this rank knows. The store ends with the rank that keeps it, and the others look at it for their
+        message: slow ones, too.
         """
         self._store.ask(lambda s: s.set(mine, "1"))
         if self._rank == self._store.kept_by:
-            end, keys = time.monotonic() + _FAILURE_GRACE_S + SLACK, list(others)
-            while time.monotonic() < end and not self._store.ask(lambda s: s.check(keys)):
-                time.sleep(0.05)
+            keys = list(others)
+            self.poll(lambda s: s.check(keys) or None, _FAILURE_GRACE_S + SLACK)
 
 
-class ArrivalTracker(_Ranks):
-    """How the processes of a meeting find each other, in a store where earlier ones may have come."""
+class ArrivalTracker(_Tracker):
+    """How the processes of a rendezvous find each other, in a store where earlier ones may have come."""
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
         super().__init__(store, rank, size, timeout)
         self._number = secrets.token_hex(8)
-        self._agreed = ""  # name of the meeting that this rank has proposed or agreed to
+        self._agreed = ""  # name of the rendezvous that this rank has proposed or agreed to
 
     def meet(self, word: str, absent: str) -> tuple[JobStore, list[str]]:
         """Wait until every rank has come here.
 
         Args:
-            word: what this rank says.
+            word: what this rank reports.
             absent: what a missing rank has not done.
 
         Returns:
-            A store of these processes alone, in place of the one given, and what each of them says.
+            A store of these processes alone, in place of the one given, and what each of them reports.
 
         Raises:
             PeerLost: ranks did not come in time; names them.
@@ -97,19 +103,18 @@ class ArrivalTracker(_Ranks):
     def _agree(self, word: str, absent: str) -> str:
         said = f"{self._number} {word}"
         self._store.ask(lambda s: s.set(f"come/{self._rank}", said))
-        step, begin = self._lead if self._rank == 0 else self._follow, time.monotonic()
-        while (name := self._store.ask(step)) is None:
-            spent = time.monotonic() - begin
-            if spent > self._timeout and (missing := self._store.ask(self._missing)):
+        step, seconds = self._lead if self._rank == 0 else self._follow, self._timeout
+        while (name := self.poll(step, seconds)) is None:
+            seconds = 0.25
+            if missing := self._store.ask(self._missing):
                 numbers = self._store.ask(lambda s: [self._number_of(s, r) for r in range(self._size)])
-                told = [f"told/{number}" for r, number in enumerate(numbers) if r not in missing]
-                self._let_others_look(f"told/{self._number}", told)
+                acks = [f"acked/{number}" for r, number in enumerate(numbers) if r not in missing]
+                self._ack_failure(f"acked/{self._number}", acks)
                 raise self._lost(absent, missing)
-            time.sleep(min(0.25, 0.002 + self._size / 10_000 + spent / 20))
         return name
 
     def _words(self, store: SignedStore) -> list[str]:
-        """What the ranks have said, once all have; none before. In front stands the number of each."""
+        """What the ranks have reported, once all have; none before. In front stands the number of each."""
         keys = [f"come/{r}" for r in range(self._size)]
         words = store.get_all(keys) if store.check(keys) else [None]
         return [] if None in words else [word.decode(errors="replace") for word in words if word is not None]
@@ -155,10 +160,10 @@ def _name(proposal: str) -> str:
     return hashlib.sha256(proposal.encode()).hexdigest()[:16]
 
 
-class ConnectTracker(_Ranks):
-    """The processes of one meeting: nobody else has spoken in this store."""
+class ConnectTracker(_Tracker):
+    """The processes of one rendezvous, on their way to a gloo group: nobody else has written to this store."""
 
-    def find_ways(self, words: list[str], host: str) -> str:
+    def find_address(self, words: list[str], host: str) -> str:
         """The address by which the others reach this rank; '' where nothing tells it.
 
         gloo tries to connect for as long as its calls may take. Here each rank connects to the next one, and all know
@@ -187,20 +192,14 @@ class ConnectTracker(_Ranks):
                 reason = f"rank {self._rank}: {first_line(err)}"
                 self._store.ask(lambda s: s.set_once("why", reason))
             self._announce("tried")
-            begin = time.monotonic()
-            while missing := self._missing("tried"):
-                spent = time.monotonic() - begin
-                if spent > self._timeout + _REACH_S:
-                    raise self._missed(missing)
-                time.sleep(min(0.25, 0.002 + self._size / 10_000 + spent / 20))
+            if self.poll(lambda s: s.check(self._of_all("tried")) or None, self._timeout + _REACH_S) is None:
+                raise self._missed(self._store.ask(lambda s: self._silent(s, "tried")))
         if why := self._store.ask(lambda s: job_store.get_text(s, "why")):
             raise self._unconnected(why)
         return address
 
     def _reach(self, other: int) -> None:
-        end, key = time.monotonic() + self._timeout, f"at/{other}"
-        while (said := self._store.ask(lambda s: job_store.get_text(s, key))) is None and time.monotonic() < end:
-            time.sleep(0.01)
+        said = self.poll(lambda s: job_store.get_text(s, f"at/{other}"), self._timeout)
         if not said:
             return  # it is missing, or has no address
         port, _, address = said.partition(" ")
@@ -216,8 +215,8 @@ class ConnectTracker(_Ranks):
         except (RuntimeError, ValueError, TimeoutError) as err:
             self._announce("failed")
             time.sleep(_FAILURE_GRACE_S)
-            if silent := self._missing("failed", "joined"):
-                raise self._missed(silent, err) from err
+            if silent := self._store.ask(lambda s: self._silent(s, "failed", "joined")):
+                raise self._missed(silent, f" ({first_line(err)})") from err
             if isinstance(err, TimeoutError):
                 raise PeerLost(
                     f"rank {self._rank}: the ranks came, but did not connect to each other in time; {_ADVICE}, or raise "
@@ -227,28 +226,24 @@ class ConnectTracker(_Ranks):
         self._announce("joined")
         return result
 
-    def _missed(self, ranks: list[int], err: BaseException | None = None) -> PeerLost:
-        self._let_others_look(f"told/{self._rank}", self._told())
-        return self._lost("came, and were not heard of again", ranks, f" ({first_line(err)})" if err else "")
+    def _missed(self, ranks: list[int], cause: str = "") -> PeerLost:
+        self._ack_failure(f"acked/{self._rank}", self._of_all("acked"))
+        return self._lost("came, and were not heard of again", ranks, cause)
 
     def _unconnected(self, why: str) -> ConfigurationError:
-        self._let_others_look(f"told/{self._rank}", self._told())
+        self._ack_failure(f"acked/{self._rank}", self._of_all("acked"))
         return ConfigurationError(
             f"rank {self._rank}: all {self._size} ranks came, but they could not connect to each other ({why}); {_ADVICE}"
         )
 
-    def _told(self) -> list[str]:
-        return [f"told/{r}" for r in range(self._size)]
+    def _of_all(self, word: str) -> list[str]:
+        return [f"{word}/{r}" for r in range(self._size)]
 
-    def _missing(self, *words: str) -> list[int]:
-        """Ranks that have said none of the words."""
-        if self._store.ask(lambda s: s.check([f"{words[0]}/{r}" for r in range(self._size)])):
+    def _silent(self, store: SignedStore, *words: str) -> list[int]:
+        """Ranks that have reported none of the words."""
+        if store.check(self._of_all(words[0])):
             return []
-
-        def unsaid(store: SignedStore) -> list[int]:
-            return [r for r in range(self._size) if not any(store.check([f"{word}/{r}"]) for word in words)]
-
-        return self._store.ask(unsaid)
+        return [r for r in range(self._size) if not any(store.check([f"{word}/{r}"]) for word in words)]
 
     def _announce(self, word: str, value: str = "1") -> None:
         self._store.ask(lambda s: s.set(f"{word}/{self._rank}", value))
@@ -289,11 +284,9 @@ def open_group_store(job: JobStore, address: str, rank: int, size: int, timeout:
         opened = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=fd)
         job.ask(lambda s: s.set("own store", f"{port} {host}"))
     else:
-        end = time.monotonic() + timeout
-        while (said := job.ask(lambda s: job_store.get_text(s, "own store"))) is None:
-            if time.monotonic() > end:
-                raise TimeoutError
-            time.sleep(0.02)
+        said = _Tracker(job, rank, size, timeout).poll(lambda s: job_store.get_text(s, "own store"), timeout)
+        if said is None:
+            raise TimeoutError
         port, _, host = said.partition(" ")
         opened = dist.TCPStore(host, int(port), None, False, limit / 2, wait_for_workers=False)
     return JobStore(opened, _PREFIX, rank, silence, kept_by=0, secret=job.secret)
@@ -310,7 +303,7 @@ def underlying_store(store: dist.Store) -> dist.Store:
     return store
 
 
-# -- rendezvous ----------------------------------------------------------------------------------------------------------
+# -- the rendezvous ----------------------------------------------------------------------------------------------------------
 
 _RESOLVING = 5.0  # seconds that a name server may take to come up
 
@@ -356,25 +349,40 @@ def join(timeout: float, silence: float, group: groups.Group = None) -> Rendezvo
     secret = None if isinstance(group, groups.StoreGroup) else placement.job_identity().secret
     ranks = groups.ranks(group)
     size = len(ranks)
-    host = _host_of(kept)
     base = JobStore(kept, prefix, rank, silence, kept_by, secret)
-    store, ways = ArrivalTracker(base, rank, size, timeout).meet(
-        this_host.advertised_address(host), "has not called tilescale_net.init"
-    )
+    store, tracker, address = _come(base, _host_of(kept), size, timeout, "has not called tilescale_net.init")
     try:
-        attendance = ConnectTracker(store, rank, size, timeout)
-        address = attendance.find_ways(ways, host)
         if kept_by is None and not isinstance(group, groups.StoreGroup) and store_ends_with_rank_0():
-            own = attendance.run_collectively(lambda: open_group_store(store, address, rank, size, timeout, silence))
+            own = tracker.run_collectively(lambda: open_group_store(store, address, rank, size, timeout, silence))
             store.close()
             store = own
-            attendance = ConnectTracker(store, rank, size, timeout)
+            tracker = ConnectTracker(store, rank, size, timeout)
         raw = dist.PrefixStore("gloo", store.raw)
-        connected = attendance.run_collectively(lambda: connect_gloo(raw, address, rank, size, timeout))
+        connected = tracker.run_collectively(lambda: connect_gloo(raw, address, rank, size, timeout))
     except BaseException:
         store.close()
         raise
     return Rendezvous(ranks, rank, store, connected, address)
+
+
+def _come(base: JobStore, host: str, size: int, timeout: float, absent: str) -> tuple[JobStore, ConnectTracker, str]:
+    """Wait until all ranks have come, and learn by which address they reach this one.
+
+    Args:
+        base: where they come; is closed.
+        host: that keeps it.
+        absent: what a missing rank has not done.
+
+    Returns:
+        A store of these processes alone, the tracker of their further steps, and the address.
+    """
+    store, words = ArrivalTracker(base, base.rank, size, timeout).meet(this_host.advertised_address(host), absent)
+    tracker = ConnectTracker(store, base.rank, size, timeout)
+    try:
+        return store, tracker, tracker.find_address(words, host)
+    except BaseException:
+        store.close()
+        raise
 
 
 def _place(group: groups.Group, timeout: float, silence: float) -> tuple[dist.Store, int | None, str, int]:
@@ -426,20 +434,18 @@ def _make_default(timeout: float, silence: float) -> None:
             this_host.check_loopback()
             raise
     else:
-        store = _connect(place, timeout, silence)
-        rank, size, host = place.rank, place.size, _host_of(store)
+        kept, rank, size = _connect(place, timeout, silence), place.rank, place.size
         kept_by, secret = None if has_agent() else 0, placement.job_identity().secret
-        base = JobStore(store, f"{_prefix()}/default", rank, silence, kept_by, secret)
-        asked, ways = ArrivalTracker(base, rank, size, timeout).meet(this_host.advertised_address(host), "did not come")
+        base = JobStore(kept, f"{_prefix()}/default", rank, silence, kept_by, secret)
+        store, tracker, address = _come(base, _host_of(kept), size, timeout, "did not come")
         try:
-            attendance = ConnectTracker(asked, rank, size, timeout)
-            this_host.choose_interface(attendance.find_ways(ways, host))
-            mine = dist.PrefixStore("group", asked.raw)
-            attendance.run_collectively(
+            this_host.choose_interface(address)
+            mine = dist.PrefixStore("group", store.raw)
+            tracker.run_collectively(
                 lambda: dist.init_process_group("gloo", store=mine, rank=rank, world_size=size, timeout=limit)
             )
         finally:
-            asked.close()
+            store.close()
     # Gloo's threads may still drop references to tensors when the last collective call has returned. A thread that
     # does so while the interpreter shuts down aborts the process; destroying the group waits for them.
     atexit.register(_leave, os.getpid())
