@@ -7,6 +7,7 @@ They run first, because they cost nothing; when one of them refuses, `mismatch` 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -60,7 +61,8 @@ class Kernel:
         self._n = len(names)
         self._bound_to: object = None  # what `_launch` is valid for
         self._launch: Callable[..., None] | None = None
-        self._launches: dict[World, Callable[..., None]] = {}  # by world, where there are several
+        # By world, where there are several.
+        self._launches: weakref.WeakKeyDictionary[World, Callable[..., None]] = weakref.WeakKeyDictionary()
 
     def _function(self) -> Callable[..., None]:
         """The callable that takes every argument, the context first."""
@@ -186,7 +188,6 @@ class Kernel:
         """Launch in one of several worlds."""
         launch = self._launches.get(world)
         if launch is None:
-            self._launches = {w: kept for w, kept in self._launches.items() if not w.closed}
             launch = self._launches[world] = self._bound(world)
         try:
             launch(*args)

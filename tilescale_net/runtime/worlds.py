@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -155,7 +156,7 @@ def _exit(status: object = None, /) -> NoReturn:
 
 # -- worlds --------------------------------------------------------------------------------------------------------------
 
-# What a launch that a kernel keeps is valid for: the world where there is one, else an object (or None, at first) that is
+# What a launch that a kernel keeps is valid for: a weak reference to the world where there is one, else an object (or None, at first) that is
 # another one whenever a world comes or goes.
 launch_generation: object = None
 
@@ -381,7 +382,7 @@ def world_of_tensors(name: str, arguments: Iterable[object]) -> World:
 
 def _rebind() -> None:
     global launch_generation, _bases, _ends, _by_base
-    launch_generation = _alive[0] if len(_alive) == 1 else object() if _alive else None
+    launch_generation = weakref.ref(_alive[0]) if len(_alive) == 1 else object() if _alive else None
     _by_base = sorted(_alive, key=lambda world: world.heap.base)
     _bases = [world.heap.base for world in _by_base]
     _ends = [world.heap.base + world.heap.limit for world in _by_base]
