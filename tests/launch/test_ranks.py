@@ -79,10 +79,10 @@ def test_ranks_of_one_host_meet_on_loopback_alone(script):
     use = """
 import subprocess
 from tilescale_net.runtime import bootstrap, placement
-place = placement.find_place(5.0)
+place = placement.launched_rank(5.0)
 if rank == 1:
     os.environ["MASTER_PORT"] = "1"
-    assert placement.find_place(5.0).port == 1
+    assert placement.launched_rank(5.0).port == 1
     sys.exit()
 store = bootstrap._connect(place, 5.0, 5.0)
 store.set("key", "value")
@@ -150,7 +150,7 @@ def test_a_shell_in_an_allocation_is_no_task(script, step):
     ranks = shown(done.stdout) + shown(done.stderr)
     assert sorted((r["RANK"], r["WORLD_SIZE"]) for r in ranks) == [("0", "2"), ("1", "2")], done.stderr
     # Plain Python is one rank, and says so.
-    code = "from tilescale_net.runtime import placement; print(placement.find_place(1.0), repr(placement.job_identity().name))"
+    code = "from tilescale_net.runtime import placement; print(placement.launched_rank(1.0), repr(placement.job_identity().name))"
     env = clean_environment(PYTHONPATH=ROOT, **ALLOCATED, **step)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout == "None ''\n" and "srun did not start this process" in done.stderr, done

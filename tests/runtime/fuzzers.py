@@ -162,7 +162,7 @@ def environment(dice: random.Random) -> None:
         settings.check,
         *(settings.ALL[name].get for name in os.environ if name in settings.ALL),
         settings.load_kernels_early,
-        lambda: placement.find_place(0.0),
+        lambda: placement.launched_rank(0.0),
         lambda: settings.heap_bytes(None, False),
     ):
         try:

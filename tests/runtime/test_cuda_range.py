@@ -58,7 +58,7 @@ def _two(library: str, port: int) -> None:
         heap.grow(34 * MIB)
     with pytest.raises(TileScaleError, match="does not give its memory"):
         cuda_memory.take_descriptor(bytes.fromhex(name), int(pid), 7)
-    with pytest.raises(TileScaleError, match="answers in the place of process 1"):
+    with pytest.raises(TileScaleError, match="answers instead of process 1"):
         cuda_memory.take_descriptor(bytes.fromhex(name), 1, 0)
     meet()
     heap.cut(4 * MIB)  # as where a rank had no memory for it

@@ -49,7 +49,7 @@ def test_grid_barriers():
     text = str(said("wait timeout", "barrier_grid", expected=8, observed=3))
     assert "waited 4 s for all blocks of the launch; 3 of 8 have come; all blocks of the launch must call it" in text
     text = str(said("barriers overlap", "barrier"))
-    assert "barrier in block 0 met another one that was under way; one block of a PE at a time" in text
+    assert "barrier in block 0 met another one in flight; one block of a PE at a time" in text
 
 
 def test_a_tile_for_another_node():

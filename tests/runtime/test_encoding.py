@@ -62,5 +62,5 @@ def test_a_value_of_another_kind_is_named_however_deep_it_is():
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(ValueError, match="in the place of 2 values"):
+    with pytest.raises(ValueError, match="instead of 2 values"):
         job_store.check_alike([1, 2], deep)

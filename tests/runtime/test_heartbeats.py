@@ -241,7 +241,7 @@ def test_requests_of_a_large_job_whose_calls_wait(size):
 
 
 @pytest.mark.parametrize("secret", [b"secret", None])
-def test_counters_survive_what_strangers_write(secret):
+def test_counters_survive_what_others_write(secret):
     raw = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     first, second = (SignedStore(raw, "job", secret) for _ in range(2))
     assert first.count("alarms") == 0 and first.count_up("alarms") == 1 and second.count_up("alarms") == 2

@@ -209,9 +209,9 @@ def test_mpis_variables_with_an_address(monkeypatch, mpi):
     monkeypatch.setenv(mpi[0], "1")
     monkeypatch.setenv(mpi[1], "2")
     with pytest.raises(tsn.ConfigurationError, match="but MASTER_ADDR is not set: several ranks"):
-        placement.find_place(1.0)
+        placement.launched_rank(1.0)
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    assert placement.find_place(1.0) == placement.Place(1, 2, "node0", settings.MASTER_PORT.default)
+    assert placement.launched_rank(1.0) == placement.LaunchedRank(1, 2, "node0", settings.MASTER_PORT.default)
     monkeypatch.setenv("MASTER_ADDR", "[fd00::1]")
     monkeypatch.setenv("MASTER_PORT", "4000")
     # One daemon for each host, which srun has started, and which starts the ranks.
@@ -219,7 +219,10 @@ def test_mpis_variables_with_an_address(monkeypatch, mpi):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert placement.find_place(1.0) == placement.Place(1, 2, "fd00::1", 4000) and placement.job_identity().name == ""
+    assert (
+        placement.launched_rank(1.0) == placement.LaunchedRank(1, 2, "fd00::1", 4000)
+        and placement.job_identity().name == ""
+    )
 
 
 def test_mpirun_starts_one_job():

@@ -120,11 +120,11 @@ class Case:
                 f"{self.name} returned {made!r}; it must return a function that launches kernels, or that one and another "
                 "that checks their results"
             )
-        simulator.kept_launches = kept = []
+        simulator.recorded_launches = kept = []
         try:
             launch()
         finally:
-            simulator.kept_launches = None
+            simulator.recorded_launches = None
         if not kept:
             raise ConfigurationError(f"{self.name} launches no kernel on rank {len(self.launches)}")
         self.launches.append([k.launch for k in kept])

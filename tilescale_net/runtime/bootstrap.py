@@ -425,7 +425,7 @@ def _prefix() -> str:
 
 
 def _make_default(timeout: float, silence: float) -> None:
-    place = placement.find_place(timeout)
+    place = placement.launched_rank(timeout)
     limit = datetime.timedelta(seconds=timeout)
     if place is None:
         try:
@@ -456,7 +456,7 @@ def _leave(pid: int) -> None:
         dist.destroy_process_group()
 
 
-def _connect(place: placement.Place, timeout: float, silence: float) -> dist.Store:
+def _connect(place: placement.LaunchedRank, timeout: float, silence: float) -> dist.Store:
     if _is_loopback(place.address):
         this_host.check_loopback()
     keeps = place.keeps_store
@@ -492,7 +492,7 @@ def _connect(place: placement.Place, timeout: float, silence: float) -> dist.Sto
     return store
 
 
-def _listen(place: placement.Place, limit: datetime.timedelta) -> dist.Store:
+def _listen(place: placement.LaunchedRank, limit: datetime.timedelta) -> dist.Store:
     """The store of rank 0, on loopback alone where the address is loopback: no other process shall act as a rank."""
     fd = place.listener
     if fd < 0 and _is_loopback(place.address):

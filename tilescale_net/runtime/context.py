@@ -206,7 +206,7 @@ def describe_error(
         text, advice = _outside(record, offset, advice, argument)
         text = f"{where} towards PE {record.pe}: {text}"
     elif kind == ErrorKind.BARRIERS_OVERLAP:
-        text = f"{where} met another one that was under way"
+        text = f"{where} met another one in flight"
     else:
         known = ErrorKind(kind).name.lower().replace("_", " ") if kind < len(ErrorKind) else f"error {kind}"
         text = f"{where} towards PE {record.pe} failed: {known}"
@@ -312,7 +312,7 @@ class Records:
     """The records of a world, which come from pages that it keeps as long as it lives.
 
     Args:
-        pinned: gives zeroed memory of so many bytes that kernels reach too.
+        pinned: gives zeroed memory of a given number of bytes that kernels reach too.
     """
 
     def __init__(self, pinned: Callable[[int], int]):

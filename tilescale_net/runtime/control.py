@@ -38,8 +38,8 @@ from tilescale_net.runtime.groups import Group
 # What ends the message of ranks whose calls differ; ranks that receive it recognise it by this.
 RULE = "all ranks make the same calls in the same order"
 
-_KEPT = 256  # calls of an object that are remembered: how far the hosts of two ranks may be apart
-_TOLD = 8  # calls of an object that are sent to the other rank
+_REMEMBERED = 256  # calls of an object that are remembered: how far the hosts of two ranks may be apart
+_SENT = 8  # calls of an object that are sent to the other rank
 _MOST = 16  # objects that are sent at a time
 _LONGEST = 400  # characters of a call
 _HOST = ""  # the key of the host's collective calls
@@ -66,11 +66,11 @@ class Track:
         self.settled = 0
         self.outer: Track | None = None  # of the object whose calls make those of this one
         self._origin = ""
-        self._kept: deque[tuple] = deque(maxlen=_KEPT)
+        self._calls: deque[tuple] = deque(maxlen=_REMEMBERED)
 
     def note(self, describe: str, *arguments: object) -> None:
         """Note a call; `describe` is text with a `{}` for each argument. The text is made on demand."""
-        self._kept.append((self.count + 1, describe, arguments))
+        self._calls.append((self.count + 1, describe, arguments))
         self.count += 1
 
     def note_operator(self, gradient: bool, describe: str, *arguments: object) -> None:
@@ -92,7 +92,7 @@ class Track:
     def text(self, call: int) -> str | None:
         """What call `call` (from 1) was made with, None where that is forgotten or to come."""
         try:
-            number, describe, arguments = self._kept[call - self.count - 1]
+            number, describe, arguments = self._calls[call - self.count - 1]
         except IndexError:
             return None
         if number != call:  # another thread has noted one meanwhile
@@ -113,7 +113,7 @@ class CallLog:
         self._tracks: dict[str, Track] = {}
         self._of_name: Counter = Counter()
         self._of_freed = 0  # calls of objects that are gone
-        self._seen = self._told = self._quiet = (
+        self._seen = self._sent = self._quiet = (
             0  # calls at the last look, and when they were sent; looks without a new one
         )
         self._answer: Future | None = None
@@ -138,10 +138,10 @@ class CallLog:
         return self._tracks.setdefault(name, Track(name, name))
 
     def forget(self) -> None:
-        """Begin anew: ranks were lost, and what was under way then was made by some and not by others."""
+        """Begin anew: ranks were lost, and what was pending then was made by some and not by others."""
         self._tracks, self._answer = {}, None
         self._of_name.clear()
-        self._seen = self._told = self._quiet = 0
+        self._seen = self._sent = self._quiet = 0
         self._in_order = False
 
     def on_mismatch(self) -> None:
@@ -166,10 +166,10 @@ class CallLog:
         every = max(1, len(members) // _RANKS)
         late = self._quiet - _QUIET >= _LONG * every
         asks = (self._quiet + self._control.rank) % (every * (_SELDOM if late else 1)) == 0
-        if asks and self._told != calls:
+        if asks and self._sent != calls:
             word = json.dumps(self._last_calls())
             if self._all_calls() == calls:  # none came in between, which would be told without those before it
-                self._told = calls
+                self._sent = calls
                 self._control.store.post(lambda s: s.set(self._key(self._control.rank), word))
         return self._compare(members[(members.index(self._control.rank) + 1) % len(members)], asks)
 
@@ -184,7 +184,7 @@ class CallLog:
         told = [[_HOST, self._control.calls, [self._control.last_call[:_LONGEST]], "the host"]]
         for track in sorted(list(self._tracks.values()), key=lambda track: track.last)[-_MOST:]:
             count = track.count
-            texts = [track.text(c) for c in range(max(1, count - _TOLD + 1), count + 1)]
+            texts = [track.text(c) for c in range(max(1, count - _SENT + 1), count + 1)]
             told.append([track.key, count, texts, track.name])
         return told
 
@@ -258,7 +258,7 @@ def error_of_loss(text: str) -> TileScaleError:
 _RECORD, _DIGEST, _HEAD = 1024, 32, 48
 _LARGEST = 64 << 20  # bytes of a value that `gather` takes from a rank
 _REASON = 2.0  # seconds that the watchdog may take longer than gloo to learn why a connection closed
-_LOOK = datetime.timedelta(seconds=0.25)  # between looks, while gloo waits, at whether the call can still finish
+_POLL = datetime.timedelta(seconds=0.25)  # between looks, while gloo waits, at whether the call can still finish
 
 # Calls that were given up while gloo's thread goes on with them. Kept until the process ends: freeing the group would wait
 # for the thread, and a thread that frees tensors while the interpreter shuts down aborts the process.
@@ -327,9 +327,9 @@ class Control:
             raise TileScaleError(f"rank {self.rank}: {call}: this rank was left out of the job; it may only finalize")
         text = f"{call}({arguments})"
         with self._one_call, profiling.inside(call):
-            self._meet_in(call, text, described_as or f"called {text}")
+            self._exchange_call(call, text, described_as or f"called {text}")
 
-    def _meet_in(self, call: str, text: str, described_as: str, payload: bytes = b"") -> list[bytes]:
+    def _exchange_call(self, call: str, text: str, described_as: str, payload: bytes = b"") -> list[bytes]:
         """Wait until every rank makes the call that `text` stands for; what each of them sends with it.
 
         All calls begin with a message of one size: gloo ends the process where ranks send others.
@@ -380,7 +380,7 @@ class Control:
         """
         payload = job_store.encode(value)
         with self._one_call:
-            records = self._meet_in(what, f"{what}: a value of each rank", f"was in {what}", payload)
+            records = self._exchange_call(what, f"{what}: a value of each rank", f"was in {what}", payload)
         values = []
         for other, record in zip(self.members, records):
             try:
@@ -404,10 +404,10 @@ class Control:
             RankMismatch, PeerLost: as `agree`.
         """
         with self._one_call, torch.inference_mode(False):
-            self._meet_in(what, f"{what}: numbers of each rank", f"was in {what}")
+            self._exchange_call(what, f"{what}: numbers of each rank", f"was in {what}")
             sent = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
             came = torch.empty_like(sent)
-            self._meet_all(what, lambda: self._group.alltoall_base(came, sent, [], []), sent, came)
+            self._run_gloo(what, lambda: self._group.alltoall_base(came, sent, [], []), sent, came)
         return came.tolist()
 
     def _all_gather(self, call: str, mine: bytes) -> list[bytes]:
@@ -416,10 +416,10 @@ class Control:
         with torch.inference_mode(False):
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             everyone = [torch.empty(len(mine), dtype=torch.uint8, device="cpu") for _ in self.members]
-            self._meet_all(call, lambda: self._group.allgather([everyone], [sent]), sent, everyone)
+            self._run_gloo(call, lambda: self._group.allgather([everyone], [sent]), sent, everyone)
         return [bytes(t.numpy()) for t in everyone]
 
-    def _meet_all(self, call: str, start: Callable[[], Any], *memory: object) -> None:
+    def _run_gloo(self, call: str, start: Callable[[], Any], *memory: object) -> None:
         """Carry out what `start` begins, a call of gloo by all members; `memory` is what that reads and writes."""
         self.refuse()
         self.calls += 1
@@ -447,7 +447,7 @@ class Control:
         """
         while True:
             try:
-                work.wait(_LOOK)
+                work.wait(_POLL)
                 return True
             except RuntimeError:
                 if work.is_completed():
@@ -483,7 +483,7 @@ class Control:
                     )
             begin = time.monotonic()
             try:
-                self._meet(members, f"members/{self.generation}/{len(members)}")
+                self._connect(members, f"members/{self.generation}/{len(members)}")
             except (RuntimeError, ValueError) as err:
                 raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
             self.on_ranks_excluded(sorted(set(self.members) - set(members)))
@@ -493,7 +493,7 @@ class Control:
     def _said(self, told: str, other: int) -> str | None:
         return self.store.ask(lambda s: job_store.get_text(s, f"{told}{other}"), seconds=self.timeout)
 
-    def _meet(self, members: list[int], prefix: str) -> None:
+    def _connect(self, members: list[int], prefix: str) -> None:
         store = dist.PrefixStore(prefix, self.store.raw)
         group = bootstrap.connect_gloo(store, self.address, members.index(self.rank), len(members), self.timeout)
         self._outer.append(self._group)
@@ -517,7 +517,7 @@ class Control:
         """
         begin = time.monotonic()
         try:
-            self._meet(self.members, f"shrink/{self.generation}")
+            self._connect(self.members, f"shrink/{self.generation}")
         except (RuntimeError, ValueError) as err:
             raise PeerLost(self._explain("tilescale_net.shrink", err, time.monotonic() - begin)) from err
 

@@ -219,7 +219,7 @@ def take_descriptor(name: bytes, pid: int, number: int) -> int:
             asker.connect(name)
             found, user, _ = _CREDENTIALS.unpack(asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if found != pid or user != os.getuid():
-                raise TileScaleError(f"process {found} of user {user} answers in the place of process {pid}")
+                raise TileScaleError(f"process {found} of user {user} answers instead of process {pid}")
             asker.sendall(number.to_bytes(4, "little"))
             _, fds, _, _ = socket.recv_fds(asker, 1, 1)
     except OSError as err:
@@ -306,7 +306,7 @@ class CudaMemory(Memory):
         before = torch.cuda.current_device() if torch.cuda.is_initialized() else ordinal
         if before != ordinal:
             settings.log.warning(
-                "cuda:%d is this rank's GPU, and becomes the current device in the place of cuda:%d", ordinal, before
+                "cuda:%d is this rank's GPU, and becomes the current device instead of cuda:%d", ordinal, before
             )
         torch.cuda.set_device(ordinal)
         torch.cuda.init()
@@ -391,7 +391,7 @@ class CudaMemory(Memory):
         return address
 
     def grow(self, size: int) -> None:
-        """Grow the heap to so many bytes. Raises TileScaleError if that fails."""
+        """Grow the heap to `size` bytes. Raises TileScaleError if that fails."""
         assert self._growing is not None  # a heap at its limit does not call this
         self._growing.grow(size)
         self.size = size
@@ -419,7 +419,7 @@ class CudaMemory(Memory):
     def copy_to_peer(self, peer_base: int, there: torch.Tensor, data: torch.Tensor) -> None:
         """Copy contiguous data, on the current stream, to where `there` lies in this heap, but in that of a peer.
 
-        Between GPUs copy engines do it, and no multiprocessor. Copies of a stream end one after the other, also in a graph.
+        Between GPUs copy engines do it, and no SM. Copies of a stream end one after the other, also in a graph.
 
         Args:
             peer_base: address of the peer's heap in this process.
@@ -496,7 +496,7 @@ class GrowingHeap:
         return self._own.address
 
     def grow(self, size: int) -> None:
-        """Have memory for so many bytes, which peers may map then."""
+        """Have memory for `size` bytes, which peers may map then."""
         more = size - self._own.size
         memory = self._own.extend(more)
         try:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 # Objects that ranks have made together, in modules that are copied, pickled or saved whole.
 
-_TOKEN = secrets.token_hex(8)
+_PROCESS_KEY = secrets.token_hex(8)
 _pickle_numbers = itertools.count()
 _pickled: weakref.WeakValueDictionary[int, MadeByRanks] = weakref.WeakValueDictionary()
 
 
 def process_identity() -> str:
     """This process among all that there are, those that it was forked from too."""
-    return f"{_TOKEN}-{os.getpid()}"
+    return f"{_PROCESS_KEY}-{os.getpid()}"
 
 
 class MadeByRanks:

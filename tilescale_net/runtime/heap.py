@@ -61,7 +61,7 @@ class Memory(Protocol):
         return
 
     def grow(self, size: int) -> None:
-        """Grow the heap to so many bytes. Raises TileScaleError or OSError if that fails."""
+        """Grow the heap to `size` bytes. Raises TileScaleError or OSError if that fails."""
 
     def grown_handle(self) -> tuple[Any, ...]:
         """What a peer on this host needs to map what `grow` has added."""
@@ -246,7 +246,7 @@ class Heap:
         agree: collective check `(call, arguments) -> None`.
         check: called first by every call; raises when the job has failed or is over.
         settle: carries out what operations of other ranks still owe this heap; whether there can be such a thing.
-        grow: gives all ranks a heap of so many bytes, or raises HeapError on all of them; collective.
+        grow: gives all ranks a heap of a given number of bytes, or raises HeapError on all of them; collective.
     """
 
     def __init__(

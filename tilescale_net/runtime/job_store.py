@@ -92,11 +92,11 @@ def check_alike(mine: object, theirs: object) -> None:
     """Raise ValueError unless a value of another rank has the types of this rank's own, and numbers of 64 bits."""
     if isinstance(mine, list | tuple):
         if not isinstance(theirs, list) or len(theirs) != len(mine):
-            raise ValueError(f"{reprlib.repr(theirs)} in the place of {len(mine)} values")
+            raise ValueError(f"{reprlib.repr(theirs)} instead of {len(mine)} values")
         for a, b in zip(mine, theirs):
             check_alike(a, b)
     elif type(mine) is not type(theirs):
-        raise ValueError(f"a {type(theirs).__name__} in the place of a {type(mine).__name__}")
+        raise ValueError(f"a {type(theirs).__name__} instead of a {type(mine).__name__}")
     elif isinstance(theirs, int) and not -(1 << 63) <= theirs < 1 << 64:
         raise ValueError("a number of more than 64 bits")
 
@@ -132,7 +132,7 @@ class SignedStore:
         self._name = secrets.token_hex(4)  # tells this rank's counting from that of others
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value under `key`, in the place of an earlier one."""
+        """Write a value under `key`, instead of an earlier one."""
         self._store.set(key, self._signed(key, value))
 
     def get(self, key: str) -> bytes | None:
@@ -277,7 +277,7 @@ class JobStore:
         return answer.result()
 
     def silent(self, seconds: float) -> PeerLost:
-        """The error for no answer in so many seconds."""
+        """The error for no answer within `seconds`."""
         return PeerLost(f"rank {self.rank}: {self.keeper} does not answer (waited {seconds:g} s)")
 
     @property

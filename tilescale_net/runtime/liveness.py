@@ -368,7 +368,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(self._beats.interval):
-            self._tell_step()
+            self._report_step()
             self._count_store_silence()
             if self._loss is None:
                 found = self._look()
@@ -377,7 +377,7 @@ class Watchdog:
                     self._control.store.post(self._ack_failure)
                     self._on_loss(*found)
 
-    def _tell_step(self) -> None:
+    def _report_step(self) -> None:
         """What keeps this rank for long: others that wait for it may give up."""
         if (step := profiling.current_step(_LONG)) != self._step:
             self._step = step

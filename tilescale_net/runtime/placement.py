@@ -31,7 +31,7 @@ _STARTERS = ("hydra_pmi_proxy", "pmi_proxy", "mpirun", "mpiexec", "mpiexec.hydra
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedRank:
     """Rank, number of ranks, and the address and port where rank 0 keeps the store.
 
     `listener` is a socket that listens there already, handed to rank 0; -1 without one.
@@ -49,7 +49,7 @@ class Place:
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def find_place(timeout: float) -> Place | None:
+def launched_rank(timeout: float) -> LaunchedRank | None:
     """The place of this process; None for a process that no launcher has started: a job of one rank.
 
     Raises:
@@ -128,7 +128,7 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-def _place(rank_name: str, size_name: str, local_name: str | None, timeout: float) -> Place:
+def _place(rank_name: str, size_name: str, local_name: str | None, timeout: float) -> LaunchedRank:
     env = os.environ
     if rank_name == "RANK" and "MASTER_ADDR" not in env:
         raise ConfigurationError(f"RANK={env['RANK']} is set but MASTER_ADDR is not; {_ADVICE}")
@@ -142,8 +142,8 @@ def _place(rank_name: str, size_name: str, local_name: str | None, timeout: floa
             raise ConfigurationError(f"MASTER_PORT={port!r} is not a number up to 65535")
         if (store := launchers_store()) is not None:
             listener = _number("TSN_STORE_FD", 0) if rank == 0 and env.get("TSN_STORE_FD") else -1
-            return Place(rank, size, "127.0.0.1", store[0], listener)
-        return Place(rank, size, env["MASTER_ADDR"].strip("[]"), int(port))
+            return LaunchedRank(rank, size, "127.0.0.1", store[0], listener)
+        return LaunchedRank(rank, size, env["MASTER_ADDR"].strip("[]"), int(port))
     if here:
         return _meet_on_this_host(rank, size, timeout)
     raise ConfigurationError(
@@ -153,7 +153,7 @@ def _place(rank_name: str, size_name: str, local_name: str | None, timeout: floa
     )
 
 
-def _meet_on_this_host(rank: int, size: int, timeout: float) -> Place:
+def _meet_on_this_host(rank: int, size: int, timeout: float) -> LaunchedRank:
     """Where the ranks of one mpirun meet: rank 0 listens on loopback and leaves the port in a file of this user."""
     starter = _starter()
     if starter is None:
@@ -172,11 +172,11 @@ def _meet_on_this_host(rank: int, size: int, timeout: float) -> Place:
         partial.write_text(str(port))
         os.replace(partial, path)
         _forget_later(path)
-        return Place(rank, size, "127.0.0.1", port, fd)
+        return LaunchedRank(rank, size, "127.0.0.1", port, fd)
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         try:
-            return Place(rank, size, "127.0.0.1", int(path.read_text()))
+            return LaunchedRank(rank, size, "127.0.0.1", int(path.read_text()))
         except (OSError, ValueError):
             time.sleep(0.05)
     raise ConfigurationError(
@@ -336,11 +336,11 @@ def job_topology(rank: int, size: int, hosts: list[str]) -> Topology:
             raise ConfigurationError(
                 f"VIRTUAL_NODES={virtual} does not divide the {n} ranks of this host; choose a divisor of {n}"
             )
-    places = [index * virtual // n for n in counts.values() for index in range(n)]
-    return _placed(rank, size, hosts, places, "job")
+    virtual_nodes = [index * virtual // n for n in counts.values() for index in range(n)]
+    return _placed(rank, size, hosts, virtual_nodes, "job")
 
 
-def group_topology(rank: int, size: int, hosts: list[str], places: list[int]) -> Topology:
+def group_topology(rank: int, size: int, hosts: list[str], virtual_nodes: list[int]) -> Topology:
     """Topology of any group of a job's ranks.
 
     Nodes have the same number of consecutive PEs each: where the ranks of a host are not so, nodes are smaller than hosts,
@@ -349,21 +349,21 @@ def group_topology(rank: int, size: int, hosts: list[str], places: list[int]) ->
     Args:
         rank, size: of the group.
         hosts: host identity per rank.
-        places: virtual node of its host per rank, see `virtual_node`.
+        virtual_nodes: virtual node of its host per rank, see `virtual_node`.
 
     Raises:
         ConfigurationError: too many ranks.
     """
     if size > MAX_PES:
         raise ConfigurationError(f"a group has at most {MAX_PES} ranks, but this one has {size}")
-    return _placed(rank, size, hosts, places, "group")
+    return _placed(rank, size, hosts, virtual_nodes, "group")
 
 
-def _placed(rank: int, size: int, hosts: list[str], places: list[int], what: str) -> Topology:
+def _placed(rank: int, size: int, hosts: list[str], virtual_nodes: list[int], what: str) -> Topology:
     """With the largest nodes that are equal; `what`: of which ranks the warning is where that makes them smaller."""
     if rank == 0:
         _warn_of_containers(hosts)
-    nodes = list(zip(hosts, places))
+    nodes = list(zip(hosts, virtual_nodes))
     node_size = next(n for n in range(size, 0, -1) if size % n == 0 and _are_nodes(nodes, n))
     if node_size < max(map(nodes.count, nodes)) and rank == 0:
         settings.log.warning(
@@ -422,12 +422,12 @@ def host_identity() -> str:
 
 def _warn_of_containers(hosts: list[str]) -> None:
     """Tell that ranks of one machine reach each other through the network, and how they need not."""
-    places: dict[str, dict[str, int]] = {}  # by machine: the first rank of each PID namespace
+    machines: dict[str, dict[str, int]] = {}  # by machine: the first rank of each PID namespace
     for rank, host in enumerate(hosts):
         machine, _, namespace = host.partition("/")[2].partition("/")
         if machine:
-            places.setdefault(machine, {}).setdefault(namespace, rank)
-    for found in places.values():
+            machines.setdefault(machine, {}).setdefault(namespace, rank)
+    for found in machines.values():
         if len(found) > 1:
             first, second, *_ = found.values()
             settings.log.warning(

@@ -37,7 +37,7 @@ _races: bool | None = None
 _launches = 0
 
 
-class KeptLaunch(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """A launch that tilescale_net/explore runs later, with the tensors of its arguments."""
 
     launch: Any  # of _simulator
@@ -47,7 +47,7 @@ class KeptLaunch(NamedTuple):
 
 
 # Where it is a list, launches are kept there and not run.
-kept_launches: list[KeptLaunch] | None = None
+recorded_launches: list[RecordedLaunch] | None = None
 
 
 class Running:
@@ -157,9 +157,9 @@ def next_launch_seed(rank: int) -> int:
 
 # -- host accesses -------------------------------------------------------------------------------------------------------
 
-# What the host does with symmetric tensors between launches, for the simulator's check for races.
+# What the host does with symmetric tensors between launches, for the race detector of the simulator.
 #
-# While the check is on, every operator of torch passes here, in the threads that call the package or that are started
+# While it is on, every operator of torch passes here, in the threads that call the package or that are started
 # meanwhile: modes of torch belong to a thread. One that reads or writes symmetric memory is compared with the transfers of all
 # ranks, as a kernel's loads and stores are; the threads of a rank count as one. `numpy()` and `tolist()`, which are no
 # operators, are replaced by functions that say what they read. Ranks meet on the host in the package's collective calls and in
@@ -185,7 +185,7 @@ def tensor_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return [(begin + sum(start) * size, inner * size) for start in itertools.islice(starts, _MAX_RUNS)]
 
 
-class HostAccesses(TorchDispatchMode):
+class HostAccessMode(TorchDispatchMode):
     """Looks at the tensors of each operator that lie in `heaps`, and forgets what is no symmetric memory."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class HostAccesses(TorchDispatchMode):
         if wrong:
             report_race(base, wrong)
         if name == "numpy":
-            _tell_of_arrays()
+            _warn_of_arrays()
 
     def settle(self) -> None:
         """What other ranks had done when torch.distributed was called comes before what follows."""
@@ -264,9 +264,9 @@ def _is_filled(argument: str, name: str, args: tuple) -> bool:
 
 
 @functools.cache
-def _tell_of_arrays() -> None:
+def _warn_of_arrays() -> None:
     _LOGGER.warning(
-        "numpy() of a symmetric tensor: the check for races has compared what it reads now; what is read or written through "
+        "numpy() of a symmetric tensor: the race detector has compared what it reads now; what is read or written through "
         "the array later is not followed"
     )
 
@@ -284,7 +284,7 @@ def _reader(name: str) -> Callable:
 
 
 class _Hooks:
-    """What is put in the place of others while a heap is followed."""
+    """What is put instead of others while a heap is followed."""
 
     def __init__(self) -> None:
         self.readers: dict[str, Callable] = {}
@@ -327,7 +327,7 @@ def report_race(base: int, wrong: str) -> None:
 
 
 def follow_host(base: int, size: int) -> None:
-    """Look at the host's accesses to a heap from now on, where the check for races is on."""
+    """Look at the host's accesses to a heap from now on, where the race detector is on."""
     if not _mode.heaps:
         _hooks.install()
     _mode.heaps[base] = size
@@ -404,7 +404,7 @@ def host_frees(base: int, address: int, size: int) -> None:
         report_race(base, wrong)
 
 
-_mode = HostAccesses()
+_mode = HostAccessMode()
 _hooks = _Hooks()
 
 
@@ -487,7 +487,7 @@ class SharedMemory(Memory):
         return mapped.address
 
     def grow(self, size: int) -> None:
-        """Grow the heap to so many bytes. Raises OSError if that fails."""
+        """Grow the heap to `size` bytes. Raises OSError if that fails."""
         os.ftruncate(self._fd, size)
         self.size = size
 
@@ -548,7 +548,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _PeerMap:
-    """So many bytes of addresses of a file that may be shorter; unmapped with this object."""
+    """Addresses of a file, `nbytes` of them that may be shorter; unmapped with this object."""
 
     def __init__(self, fd: int, nbytes: int):
         self.address, self._nbytes = 0, nbytes
@@ -593,7 +593,7 @@ def share_race_memory(
 
     Returns:
         This rank's race memory, to be closed after the heap is unregistered; None where ranks cannot follow each other:
-        some are on other hosts, or there are too many, or the heap is too large. A job with the check for races gets a
+        some are on other hosts, or there are too many, or the heap is too large. A job with the race detector gets a
         warning.
     """
     from tilescale_net import _simulator

@@ -89,7 +89,7 @@ _tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def up_to(rows: int) -> int:
-    """The power of two up to which calls of so many rows have one choice."""
+    """The power of two up to which calls with that number of rows have one choice."""
     return 1 << max(0, rows - 1).bit_length()
 
 

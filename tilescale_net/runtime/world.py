@@ -526,7 +526,7 @@ def grow_heap(world: World, size: int) -> None:
     _all_or_none(world, before, lambda: memory.grow(size))
     handles = control.gather(_GROW, memory.grown_handle())
     _all_or_none(world, before, lambda: _map_grown(world, handles))
-    _tell_kernels(world)
+    _write_heap_size(world)
     if world.proxy is not None:
         try:
             _renew_proxy(world, world.proxy)
@@ -556,7 +556,7 @@ def level_heaps(world: World, live: dict[int, int]) -> None:
         memory.grow(size)
     if memory.limit > size or min(sizes) < max(sizes):
         _map_grown(world, control.gather(_GROW, memory.grown_handle()))
-    _tell_kernels(world)
+    _write_heap_size(world)
 
 
 def _map_grown(world: World, handles: list) -> None:
@@ -566,7 +566,7 @@ def _map_grown(world: World, handles: list) -> None:
             world.memory.map_grown(pe, handle)
 
 
-def _tell_kernels(world: World) -> None:
+def _write_heap_size(world: World) -> None:
     world.write_context(context.ContextHeader.heap_bytes.offset, world.memory.size.to_bytes(8, "little"))
 
 

@@ -123,10 +123,10 @@ class SimulatedFunction:
             self._library, launch.kernel, words, grid=grid, block=block, shared_bytes=shared, resident_blocks=resident,
             communicates=self._communicates, lines=self._lines, names=self._names,
         )  # fmt: skip
-        if simulator.kept_launches is not None:
+        if simulator.recorded_launches is not None:
             tensors = [v.tensor for p, v in zip(parameters, launch.values) if p.pointer and v is not None]
             blocks = grid[0] * grid[1] * grid[2]
-            simulator.kept_launches.append(simulator.KeptLaunch(made, tensors, blocks, resident))
+            simulator.recorded_launches.append(simulator.RecordedLaunch(made, tensors, blocks, resident))
             return
         timeout = context.timeout_ns * 1e-9 if context else 0.0
         if context and context.n_pes > 1:
