@@ -18,10 +18,8 @@ import queue
 import reprlib
 import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -266,19 +264,10 @@ class JobStore:
         Raises:
             PeerLost: no answer in time, or the store is gone; names the rank that kept it.
         """
-        answer, left = self.post(question), self.silence if seconds is None else seconds
-        while not answer.done() and left > 0:
-            try:
-                return answer.result(min(_STEP, left))
-            except NoAnswerYet:
-                left -= _STEP
-        if not answer.done():
-            raise self.silent(self.silence if seconds is None else seconds)
+        answer, seconds = self.post(question), self.silence if seconds is None else seconds
+        if not _is_done(answer, seconds):
+            raise PeerLost(f"rank {self.rank}: {self.keeper} does not answer (waited {seconds:g} s)")
         return answer.result()
-
-    def silent(self, seconds: float) -> PeerLost:
-        """The error for no answer within `seconds`."""
-        return PeerLost(f"rank {self.rank}: {self.keeper} does not answer (waited {seconds:g} s)")
 
     @property
     def keeper(self) -> str:
@@ -319,6 +308,14 @@ class JobStore:
             self._answered += 1
 
 
+def _is_done(answer: Future, seconds: float) -> bool:
+    """Whether an answer is there within `seconds`; waits in steps, so that Ctrl-C is heard and a pause does not count."""
+    while not answer.done() and seconds > 0:
+        wait([answer], min(_STEP, seconds))
+        seconds -= _STEP
+    return answer.done()
+
+
 def has_agent() -> bool:
     """Whether the store outlives rank 0: the launcher keeps it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -351,14 +348,7 @@ def run_with_timeout(seconds: float, run: Callable[[], T]) -> T:
             answer.set_exception(err)
 
     threading.Thread(target=body, name="tilescale_net-join", daemon=True).start()
-    end = time.monotonic() + seconds
-    while not answer.done() and time.monotonic() < end:
-        try:
-            return answer.result(0.5)  # short, so that Ctrl-C is heard
-        except NoAnswerYet:
-            if answer.done():
-                break
-    if not answer.done():
+    if not _is_done(answer, seconds):
         raise TimeoutError
     return answer.result()
 
