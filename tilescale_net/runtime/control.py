@@ -66,7 +66,7 @@ class Track:
         self.settled = 0
         self.outer: Track | None = None  # of the object whose calls make those of this one
         self._origin = ""
-        self._calls: deque[tuple] = deque(maxlen=_REMEMBERED)
+        self._calls: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
 
     def note(self, describe: str, *arguments: object) -> None:
         """Note a call; `describe` is text with a `{}` for each argument. The text is made on demand."""
@@ -98,7 +98,7 @@ class Track:
         if number != call:  # another thread has noted one meanwhile
             return None
         shown = (list(a) if isinstance(a, tuple) else a for a in arguments)
-        return describe.format(*shown)[:_LONGEST]
+        return str(describe).format(*shown)[:_LONGEST]
 
 
 class CallLog:
@@ -108,15 +108,15 @@ class CallLog:
         control: rank, members and store.
     """
 
-    def __init__(self, control: Any):
+    def __init__(self, control: Control):
         self._control = control
         self._tracks: dict[str, Track] = {}
-        self._of_name: Counter = Counter()
+        self._of_name: Counter[str] = Counter()
         self._of_freed = 0  # calls of objects that are gone
         self._seen = self._sent = self._quiet = (
             0  # calls at the last look, and when they were sent; looks without a new one
         )
-        self._answer: Future | None = None
+        self._answer: Future[Any] | None = None
         self._looks = 0
         # Ranks that did not agree, and go on, are a call apart in some objects.
         self._in_order = True
@@ -179,7 +179,7 @@ class CallLog:
     def _key(self, rank: int) -> str:
         return f"calls/{self._control.generation}/{rank}"
 
-    def _last_calls(self) -> list:
+    def _last_calls(self) -> list[Any]:
         """[key of the object, calls so far, texts of the last of them, its name] of the objects called last, and the host."""
         told = [[_HOST, self._control.calls, [self._control.last_call[:_LONGEST]], "the host"]]
         for track in sorted(list(self._tracks.values()), key=lambda track: track.last)[-_MOST:]:
@@ -226,7 +226,7 @@ class CallLog:
             pass
         return None
 
-    def _crossed(self, other: int, told: list) -> RankMismatch | None:
+    def _crossed(self, other: int, told: list[Any]) -> RankMismatch | None:
         """What two ranks have made last, where each is ahead of the other."""
         mine = {_HOST: self._control.calls} | {key: self._tracks[key].count for key, *_ in told[1:]}
         if self._all_calls() != self._seen:
@@ -262,7 +262,7 @@ _POLL = datetime.timedelta(seconds=0.25)  # between looks, while gloo waits, at 
 
 # Calls that were given up while gloo's thread goes on with them. Kept until the process ends: freeing the group would wait
 # for the thread, and a thread that frees tensors while the interpreter shuts down aborts the process.
-_given_up: list = []
+_given_up: list[Any] = []
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_given_up))
 
 
@@ -305,7 +305,7 @@ class Control:
         self.excluded = False
         self.refuse: Callable[[], None] = lambda: None
         self.generation, self.lost = 0, set[int]()  # how often lost ranks were given up, and which
-        self._outer: list = []  # groups of earlier members
+        self._outer: list[Any] = []  # groups of earlier members
         self.calls, self.last_call = 0, ""
         self._one_call = threading.RLock()  # calls of several threads come one after the other
 
@@ -368,7 +368,7 @@ class Control:
             "same arguments, in the same order"
         )
 
-    def gather(self, what: str, value: object) -> list:
+    def gather(self, what: str, value: object) -> list[Any]:
         """The `value` of every member, in their order.
 
         Args:
@@ -392,7 +392,7 @@ class Control:
 
     def broadcast(self, what: str, value: str) -> str:
         """The `value` of the first member; those of the others do not count. Raises as `gather`."""
-        return self.gather(what, value if self.rank == self.members[0] else "")[0]
+        return str(self.gather(what, value if self.rank == self.members[0] else "")[0])
 
     def exchange(self, what: str, numbers: Sequence[int]) -> list[int]:
         """The number that each member has for this rank, in their order.

@@ -240,7 +240,7 @@ def _runtime() -> Any:
     return runtime
 
 
-def check(result: tuple, what: str) -> Any:
+def check(result: tuple[Any, ...], what: str) -> Any:
     """Unpack a cuda-bindings result; raises TileScaleError with the call and CUDA's message."""
     error, *values = result
     if int(error) != 0:
@@ -446,7 +446,7 @@ class CudaMemory(Memory):
         from cuda.bindings import driver
 
         mode = check(driver.cuModuleGetLoadingMode(), "cuModuleGetLoadingMode")
-        return mode == driver.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING
+        return bool(mode == driver.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -53,19 +53,19 @@ def transport_options(**fields: Any) -> Any:
     return _native.TransportOptions(**fields)
 
 
-def library() -> dict:
+def library() -> dict[str, Any]:
     """The libfabric in use: path, version, api, headers. Raises FabricError without one."""
     from tilescale_net import _native
 
-    return _native.fabric_library(fallback=bundled_library())
+    return dict(_native.fabric_library(fallback=bundled_library()))
 
 
-def offers() -> list[dict]:
+def offers() -> list[dict[str, Any]]:
     """What libfabric offers for one-sided traffic: dicts with provider, domain, address, loopback, hardware,
     immediates, device_memory. Raises FabricError when there is no libfabric."""
     from tilescale_net import _native
 
-    return _native.fabric_offers(fallback=bundled_library())
+    return list(_native.fabric_offers(fallback=bundled_library()))
 
 
 # -- proxy ---------------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class RunningProxy:
         )
         self.context_flags: int = proxy.context_flags  # what `Context::flags` must hold for kernels to meet it half-way
         # Provider, libfabric version, rails and limits of the transport.
-        self.properties: dict = dict(proxy.properties())
+        self.properties: dict[str, Any] = dict(proxy.properties())
         return proxy
 
     def connect_peers(self, call: str) -> None:
@@ -177,14 +177,14 @@ class RunningProxy:
             return None
         return getattr(errors, found["kind"], errors.FabricError)(found["text"])
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, Any]:
         proxy = self._proxy
         return dict(proxy.stats()) if proxy is not None else {}
 
     @property
     def staged(self) -> bool:
         """Whether data go through pinned host memory, because the network does not reach the heap."""
-        return self.properties["staged"]
+        return bool(self.properties["staged"])
 
     @property
     def holds_up_launches(self) -> bool:
@@ -234,7 +234,7 @@ class RunningProxy:
 def _pci_address(memory: Any) -> str:
     if memory.kind != "cuda":
         return ""
-    return memory.handle()[2].lower()
+    return str(memory.handle()[2]).lower()
 
 
 def _cpus(memory: Any) -> list[int]:

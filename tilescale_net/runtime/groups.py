@@ -41,9 +41,9 @@ class MadeByRanks:
         factory: makes another one of the same arguments.
     """
 
-    factory: Callable
+    factory: Callable[..., Any]
     _pickled_as: int | None = None
-    _given: tuple[tuple, dict]
+    _given: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         self = super().__new__(cls)
@@ -63,10 +63,10 @@ class MadeByRanks:
     def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Self:
+    def __deepcopy__(self, memo: dict[str, Any]) -> Self:
         return self
 
-    def __reduce_ex__(self, protocol: object) -> tuple:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         if not self.alive:
             raise TileScaleError(f"{type(self).__name__}: saved after free() or finalize()")
         if self._pickled_as is None:
@@ -80,7 +80,7 @@ class MadeByRanks:
         return _load, (process_identity(), self._pickled_as, self.factory, bound.args, bound.kwargs)
 
 
-def _load(saved_by: str, number: int, factory: Callable, args: tuple, named: dict) -> Any:
+def _load(saved_by: str, number: int, factory: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     found = _pickled.get(number) if saved_by == process_identity() else None
     return found if found is not None and found.alive else factory(*args, **named)
 

@@ -49,7 +49,7 @@ def decode(data: bytes) -> Any:
     return parse_json(data, _object)
 
 
-def parse_json(data: bytes | str, object_hook: Callable[[dict], object] | None = None) -> Any:
+def parse_json(data: bytes | str, object_hook: Callable[[dict[str, Any]], object] | None = None) -> Any:
     """The value of JSON that came from outside. Raises ValueError for invalid text, however deep it nests."""
     try:
         return json.loads(data.decode() if isinstance(data, bytes) else data, object_hook=object_hook)
@@ -77,7 +77,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks")
 
 
-def _object(fields: dict) -> object:
+def _object(fields: dict[str, Any]) -> object:
     if list(fields) != [_BYTES]:
         return fields
     try:
@@ -236,7 +236,7 @@ class JobStore:
         self.raw = dist.PrefixStore(prefix, store)
         self._store, self._prefix = store, prefix
         self._signed = SignedStore(self.raw, prefix, secret)
-        self._questions: queue.SimpleQueue = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked = self._answered = 0
         self._asking = threading.Lock()
         self._lost: str | None = None
@@ -308,7 +308,7 @@ class JobStore:
             self._answered += 1
 
 
-def _is_done(answer: Future, seconds: float) -> bool:
+def _is_done(answer: Future[Any], seconds: float) -> bool:
     """Whether an answer is there within `seconds`; waits in steps, so that Ctrl-C is heard and a pause does not count."""
     while not answer.done() and seconds > 0:
         wait([answer], min(_STEP, seconds))

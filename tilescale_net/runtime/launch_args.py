@@ -20,7 +20,7 @@ _CALLS = ("TVMFFIFunctionCall", "TVMFFIEnvSetStream", "TVMFFIErrorMoveFromRaised
 
 
 @functools.cache
-def _native() -> tuple[Any, int, list] | None:
+def _native() -> tuple[Any, int, list[Any]] | None:
     """The native part with what it needs of torch and of tvm_ffi: `(module, exchange, calls)`; None where that is missing."""
     try:
         import tvm_ffi
@@ -79,7 +79,10 @@ def native_launch(
         return 0 if found is None else found.__chandle__()
 
     try:
-        return module.pack(exchange, torch.Tensor, calls, list(fixed), limited, address, otherwise)
+        packed: Callable[..., None] = module.pack(
+            exchange, torch.Tensor, calls, list(fixed), limited, address, otherwise
+        )
+        return packed
     except ValueError:
         return otherwise
 
@@ -106,7 +109,8 @@ def tensor_check(
         samples = [torch.empty(0, dtype=d, device="cpu") for d in dtypes]
         place = torch.empty(0, dtype=torch.float32, device=device)
         extents = [-1 if extent is None else extent for extent in shape]
-        return module.check(exchange, torch.Tensor, samples, place, extents, alignment)
+        checks: Callable[..., bool] = module.check(exchange, torch.Tensor, samples, place, extents, alignment)
+        return checks
     except ValueError:
         return lambda tensor, first=-1: False
 

@@ -1,6 +1,7 @@
 """Notices that a rank failed or vanished, and ends this rank's waits."""
 
 import contextlib
+import functools
 import json
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
 from tilescale_net.runtime import job_store, profiling
-from tilescale_net.runtime.control import announced, failed_rank
+from tilescale_net.runtime.control import Control, announced, failed_rank
 from tilescale_net.runtime.job_store import SignedStore
 from tilescale_net.runtime.this_host import Process
 
@@ -174,6 +175,11 @@ class Heartbeats:
         return any(store.check([f"ended/{r}"]) for r in members)
 
 
+def _ended_ranks(store: SignedStore, ranks: set[int]) -> set[int]:
+    """Those that have left in good order."""
+    return {r for r in ranks if store.check([f"ended/{r}"])}
+
+
 def _stopped_in(value: str) -> list[int]:
     try:
         return [int(r) for r in job_store.parse_json(value)[2]]
@@ -211,7 +217,7 @@ class Watchdog:
 
     def __init__(
         self,
-        control: Any,
+        control: Control,
         hosts: list[str],
         processes: list[tuple[int, int]],
         heartbeat_timeout: float,
@@ -228,7 +234,7 @@ class Watchdog:
         # Why the job is lost, and this rank's own error, if that is why: read by other threads, so they change together.
         self._loss: tuple[str, TileScaleError | None] | None = None
         self._news = HealthReport()
-        self._round: Future | None = None
+        self._round: Future[Any] | None = None
         self._asked = 0.0  # when the round began
         self._silent: tuple[int | None, int] = (None, 0)
         self._processes: dict[int, Process] = {}
@@ -321,7 +327,7 @@ class Watchdog:
         while left and self._loss is None:
             left -= set(self._dead())
             try:
-                left -= set(self._control.store.ask(lambda s, left=left: {r for r in left if s.check([f"ended/{r}"])}))
+                left -= self._control.store.ask(functools.partial(_ended_ranks, ranks=left))
             except PeerLost:
                 return
             time.sleep(0.1)
@@ -338,7 +344,7 @@ class Watchdog:
         while (left := end - time.monotonic()) > 0:
             gone = {*self._dead(), *self._departed}
             try:
-                unacked = self._control.store.ask(lambda s, gone=gone: self._unacked(s, gone), left)
+                unacked = self._control.store.ask(functools.partial(self._unacked, gone=gone), left)
             except PeerLost:
                 return
             if not unacked:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import private_folder, settings
@@ -384,7 +385,7 @@ def _placed(rank: int, size: int, hosts: list[str], virtual_nodes: list[int], wh
     )
 
 
-def _are_nodes(nodes: list, size: int) -> bool:
+def _are_nodes(nodes: list[Any], size: int) -> bool:
     return all(len(set(nodes[first : first + size])) == 1 for first in range(0, len(nodes), size))
 
 

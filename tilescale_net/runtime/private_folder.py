@@ -56,7 +56,7 @@ def _home_of_user() -> str:
         return ""
 
 
-def is_ours(path: str | os.PathLike) -> bool:
+def is_ours(path: str | os.PathLike[str]) -> bool:
     """Whether a folder or file belongs to this user, and no other may write it. Raises OSError if it is missing."""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):

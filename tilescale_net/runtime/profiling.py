@@ -141,7 +141,7 @@ def _is_users(path: str) -> bool:
 
 # -- profiling -----------------------------------------------------------------------------------------------------------
 
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 _nvtx: bool | None = None  # what TSN_NVTX said when the first named call was made
 
 

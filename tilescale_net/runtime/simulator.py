@@ -41,7 +41,7 @@ class RecordedLaunch(NamedTuple):
     """A launch that tilescale_net/explore runs later, with the tensors of its arguments."""
 
     launch: Any  # of _simulator
-    tensors: list
+    tensors: list[Any]
     blocks: int
     resident_blocks: int
 
@@ -198,7 +198,9 @@ class HostAccessMode(TorchDispatchMode):
         """Leave torch.compile as it is without the check; torch before 2.11 ignores this, and compiles nothing."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         meets = "c10d" in func.namespace
         if self.heaps and races():
@@ -206,7 +208,7 @@ class HostAccessMode(TorchDispatchMode):
         self.met = self.met or meets
         return func(*args, **kwargs)
 
-    def _look(self, func: Any, args: tuple, kwargs: dict, meets: bool) -> None:
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meets: bool) -> None:
         name = func._schema.name.split("::")[-1]
         if name.endswith("_like") or name.startswith(_WITHOUT_DATA):
             return
@@ -254,12 +256,12 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _is_filled(argument: str, name: str, args: tuple) -> bool:
+def _is_filled(argument: str, name: str, args: tuple[Any, ...]) -> bool:
     """Whether a collective operator of torch writes its argument, which its schema does not say."""
     if argument != "tensors":
         return argument.startswith("output")
     if name == "broadcast_":
-        return torch.distributed.ProcessGroup.unbox(args[1]).rank() != args[2]
+        return bool(torch.distributed.ProcessGroup.unbox(args[1]).rank() != args[2])
     return name != "send"
 
 
@@ -271,7 +273,7 @@ def _warn_of_arrays() -> None:
     )
 
 
-def _reader(name: str) -> Callable:
+def _reader(name: str) -> Callable[..., Any]:
     inherited = getattr(torch.Tensor, name)
 
     @functools.wraps(inherited)
@@ -287,7 +289,7 @@ class _Hooks:
     """What is put instead of others while a heap is followed."""
 
     def __init__(self) -> None:
-        self.readers: dict[str, Callable] = {}
+        self.readers: dict[str, Callable[..., Any]] = {}
         self.profile: Any = None  # of threads, before
 
     def install(self) -> None:
@@ -444,7 +446,7 @@ class SharedMemory(Memory):
         try:
             # mmap maps no more than there is; afterwards there may be less: touching that ends the process.
             os.ftruncate(self._fd, self.limit)
-            self._maps: list = [mmap.mmap(self._fd, self.limit)]
+            self._maps: list[Any] = [mmap.mmap(self._fd, self.limit)]
             os.ftruncate(self._fd, size)
         except (OSError, OverflowError) as err:
             os.close(self._fd)

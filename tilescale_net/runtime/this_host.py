@@ -35,7 +35,7 @@ def address_towards(host: str) -> str:
     family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
         way.connect(address)  # of a datagram socket: chooses the interface
-        return way.getsockname()[0]
+        return str(way.getsockname()[0])
 
 
 def address_reaching(hosts: Iterable[str]) -> str:
@@ -290,7 +290,7 @@ _LOOK_SECONDS = 0.02
 _STOPPED_SECONDS = 2.0  # for which a holder has been seen stopped before it is not waited for
 
 
-def lock_file(path: str | os.PathLike) -> IO[str]:
+def lock_file(path: str | os.PathLike[str]) -> IO[str]:
     """Wait for the lock, and hold it until the file that this returns is closed, which the end of the process does too.
 
     Returns:

@@ -12,6 +12,7 @@ import re
 import tempfile
 import weakref
 from pathlib import Path
+from typing import Any
 
 import tilescale_net
 from tilescale_net.runtime import job_store, private_folder, settings, this_host
@@ -35,7 +36,7 @@ def path_of(place: dict[str, object]) -> Path:
     return private_folder.of_user("tuned") / f"{words}-{place['ranks']}x{place['nodes']}-{digest}.json"
 
 
-def write_file(path: Path, data: dict) -> None:
+def write_file(path: Path, data: dict[str, Any]) -> None:
     """Write a file, all of it or nothing. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     try:
@@ -52,7 +53,7 @@ def read_choices(place: dict[str, object]) -> dict[str, Choice]:
     return {key: entry["choice"] for key, entry in read_entries(path_of(place), place).items()}
 
 
-def read_entries(path: Path, place: dict[str, object]) -> dict[str, dict]:
+def read_entries(path: Path, place: dict[str, object]) -> dict[str, dict[str, Any]]:
     """What the file of a place holds; nothing if it does not exist or may not be trusted."""
     try:
         if not private_folder.is_ours(path):
@@ -67,7 +68,7 @@ def read_entries(path: Path, place: dict[str, object]) -> dict[str, dict]:
         return {}
 
 
-def _parsed(text: str, place: dict[str, object]) -> dict[str, dict]:
+def _parsed(text: str, place: dict[str, object]) -> dict[str, dict[str, Any]]:
     """What a file holds for its place. Raises ValueError for one that is damaged, or of another place."""
     data = job_store.parse_json(text)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("place") != place:
@@ -85,7 +86,7 @@ def _parsed(text: str, place: dict[str, object]) -> dict[str, dict]:
 
 # -- tuned ---------------------------------------------------------------------------------------------------------------
 
-_tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_tables: weakref.WeakKeyDictionary[World, dict[str, Choice]] = weakref.WeakKeyDictionary()
 
 
 def up_to(rows: int) -> int:

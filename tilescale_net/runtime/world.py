@@ -43,7 +43,7 @@ def check_settings() -> tuple[ConfigurationError | None, float, float]:
     except (ConfigurationError, ImportError) as err:
         wrong = ConfigurationError(str(err))
 
-    def seconds(row: settings.Setting) -> float:
+    def seconds(row: settings.Setting[Any]) -> float:
         try:
             return float(row.get())
         except ConfigurationError:
@@ -82,7 +82,7 @@ class WorldHooks:
     device_code: Callable[[], str]
     reporter: Callable[[World], HangReporter]
     recorder: Callable[[World, list[str]], profiling.TraceRecorder | None]
-    report_on_signal: Callable[[Callable[[], list]], None]
+    report_on_signal: Callable[[Callable[[], list[Any]]], None]
 
 
 def create_memory(
@@ -250,7 +250,7 @@ class World:
     def __copy__(self) -> World:
         return self
 
-    def __deepcopy__(self, memo: dict) -> World:
+    def __deepcopy__(self, memo: dict[str, Any]) -> World:
         return self
 
     # -- failures: the first one counts, whoever met it -------------------------------------------------------------
@@ -559,7 +559,7 @@ def level_heaps(world: World, live: dict[int, int]) -> None:
     _write_heap_size(world)
 
 
-def _map_grown(world: World, handles: list) -> None:
+def _map_grown(world: World, handles: list[Any]) -> None:
     """Map what the other members of the node have added."""
     for pe, handle in zip(world.control.members, handles):
         if pe != world.rank and world.topology.is_direct(pe):

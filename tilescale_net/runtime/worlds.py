@@ -39,7 +39,7 @@ _installed = False
 _exit_code: object = None  # that of the SystemExit which ends the program
 
 
-def watch_process_end(current: Callable, take: Callable, forget: Callable[[], None]) -> None:
+def watch_process_end(current: Callable[..., Any], take: Callable[..., Any], forget: Callable[[], None]) -> None:
     """Watch for the end of this process; the second call does nothing.
 
     Args:
@@ -88,7 +88,7 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _at_exit(worlds: list) -> None:
+def _at_exit(worlds: list[Any]) -> None:
     # First those whose ranks are to learn of a failure: the end of another one may take long.
     ended = [_end(world) for world in sorted(worlds, key=lambda world: world.failure is None)]
     if not all(ended):
@@ -166,7 +166,7 @@ _beside: list[World] = []  # those of them that are beside another one of the sa
 _bases: list[int] = []
 _ends: list[int] = []
 _by_base: list[World] = []
-_forked_from: list = []  # in a child made by fork: the worlds of its parent, which must not be taken down here
+_forked_from: list[Any] = []  # in a child made by fork: the worlds of its parent, which must not be taken down here
 
 _FORKED = "this process was forked from a rank and is none itself"
 
