@@ -3,7 +3,9 @@
 import inspect
 
 import tilescale_net.compiler.jit
-import tilescale_net.runtime.simulator  # noqa: F401  # init imports it late
+import tilescale_net.runtime.simulator  # init imports these late
+import tilescale_net.trace.recorder
+import tilescale_net.trace.reporter  # noqa: F401
 from tilescale_net.compiler.simulator import cache, host_compiler
 from tilescale_net.errors import ConfigurationError
 

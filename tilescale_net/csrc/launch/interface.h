@@ -1,6 +1,6 @@
 // What this part uses of two C interfaces: DLPack's tensors and exchange functions, and TVM's calls of functions.
 //
-// Their authors promise that both are stable; bindings.cpp and runtime/quick_calls.py refuse other versions.
+// Their authors promise that both are stable; bindings.cpp and runtime/launch_args.py refuse other versions.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Python's view of the proxy. runtime/proxy.py drives it; addresses are integers.
+// Python's view of the proxy. runtime/fabric.py drives it; addresses are integers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -13,7 +13,7 @@ namespace tsn::proxy {
 // The network's names, as this folder uses them.
 using namespace fabric;
 
-// What the proxy reports when it gives up; runtime/proxy.py turns it into an exception.
+// What the proxy reports when it gives up; runtime/fabric.py turns it into an exception.
 struct Failure {
   std::string kind;      // class of tilescale_net/errors.py: InvalidDescriptor, PeerLost, FabricError
   std::string text;      // the whole message
