@@ -162,7 +162,7 @@ launch_generation: object = None
 
 _alive: list[World] = []  # in the order in which they were made
 _beside: list[World] = []  # those of them that are beside another one of the same group
-# The addresses at which their heaps begin and end, ascending, with the world of each: for `holding`, at each launch.
+# The addresses at which their heaps begin and end, ascending, with the world of each: for `world_of_tensors`, at each launch.
 _bases: list[int] = []
 _ends: list[int] = []
 _by_base: list[World] = []
