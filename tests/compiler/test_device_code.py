@@ -1,18 +1,22 @@
 """Every primitive compiles for sm_90 with nvcc, and the code is what it should be where that matters."""
 
+import importlib
 import re
 
 import pytest
 import tilelang.language as T
 
 import tilescale_net.language as N
+from tests import integration
+from tests.compiler.kernels import matmul
+from tests.kernels.declared import declared
 from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect
 from tilescale_net.compiler.operators import OPERATORS
 
 
 def everything():
-    """Calls every primitive at least once."""
+    """Calls every primitive that no test between ranks declares in SM_90."""
 
     @T.prim_func
     def kernel(
@@ -28,10 +32,6 @@ def everything():
     ):
         with T.Kernel(2, threads=128) as bx:
             tx = T.get_thread_binding()
-            tile = T.alloc_shared((128,), "float32")
-            tile[tx] = a[tx]
-            N.put_block(b[0:128], tile, pe)
-            N.put_signal_block(b[0:128], tile, pe, u64[5], 1)
             N.put_block(box[0:4, 0:8], box[8:12, 8:16], pe)
             N.get_warp(box[0:2, 0:8], box[8:10, 8:16], pe)
             N.put_signal_warp(box[0:4, 0:8], box[8:12, 8:16], pe, u64[6], 1)
@@ -77,20 +77,35 @@ def everything():
     return kernel
 
 
+# Kernels of tests between ranks, by what those say in SM_90.
+DECLARED = declared(integration, "SM_90")
+
+
+def traced(name: str):
+    module, arguments = DECLARED[name]
+    return getattr(importlib.import_module(module), name.rpartition(".")[2]).trace(**arguments)
+
+
 @pytest.fixture(scope="module")
 def everything_ptx():
     return inspect.ptx(everything())
 
 
 def test_every_primitive_is_called():
-    source = inspect.cuda_source(everything())
-    # A kernel that waits for the async proxy may use little else: test_hazards.py has one.
-    assert set(re.findall(r"tsn::(\w+)[<(]", source)) == set(OPERATORS) - {"wait_async"}
+    sources = [inspect.cuda_source(kernel) for kernel in (everything(), *map(traced, DECLARED))]
+    # A kernel that waits for the async proxy may use little else.
+    sources.append(inspect.cuda_source(matmul(proxy="async"), {"kind": "cuda", "arch": "sm_90a"}))
+    assert set(re.findall(r"tsn::(\w+)[<(]", "".join(sources))) == set(OPERATORS)
 
 
 def test_every_primitive_compiles(everything_ptx):
     assert ".entry kernel_kernel" in everything_ptx
     assert not read_only_loads(everything_ptx)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_kernels_of_tests_between_ranks_compile(name):
+    assert not read_only_loads(inspect.ptx(traced(name)))
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,254 @@
 """signal, wait and test: every comparison at every scope, set and add, values up to 2^64 - 1, which waits see as signed."""
 
+import operator
+import os
+import random
+import time
+
 import pytest
+import tilelang.language as T
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tilescale_net as tsn
+import tilescale_net.language as N
 from tests import ranks
 from tests.integration.pool import pool_fixture
-from tests.integration.signals import (
-    COMPARISONS,
-    HOLDS,
-    THREADS,
-    WAITERS,
-    count,
-    count_from_zero,
-    wait_for,
-    wait_in_vain,
-)
+
+COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
+WAITERS = ("thread", "warp", "block", "test")
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _compare(holds):
+    return lambda a, b: holds(_signed(a), _signed(b))
+
+
+# By comparison: whether a word compares to a value, both as unsigned numbers of the same bits.
+HOLDS = {name: _compare(getattr(operator, name)) for name in COMPARISONS}
+THREADS = 96
+
+
+@tsn.jit
+def wait_all_ways():
+    """Kernel `(word, value, way, seen, seconds)`: waits for the word; `seen[t]` is what thread t found then.
+
+    `way` is an index into WAITERS x COMPARISONS.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        word: T.Tensor((1,), "uint64"),
+        value: T.Tensor((1,), "uint64"),
+        way: T.int32,
+        seen: T.Tensor((THREADS,), "uint64"),
+    ):
+        with T.Kernel(1, threads=THREADS):
+            thread = T.get_thread_binding()
+            wanted = value[0]
+            for c, compare in enumerate(COMPARISONS):
+                if way == c:
+                    seen[thread] = N.wait(word[0], compare, wanted)
+                if way == len(COMPARISONS) + c:
+                    seen[thread] = N.wait_warp(word[0], compare, wanted)
+                if way == 2 * len(COMPARISONS) + c:
+                    seen[thread] = N.wait_block(word[0], compare, wanted)
+                if way == 3 * len(COMPARISONS) + c:
+                    while not N.test(word[0], compare, wanted):
+                        pass
+                    seen[thread] = N.ld(word[0], sem="acquire")
+
+    return main
+
+
+@tsn.jit
+def send():
+    """Kernel `(word, values, op, to)`: one thread sends the values to the word of PE `to`, in order; op 0 sets, 1 adds."""
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        word: T.Tensor((1,), "uint64"),
+        values: T.Tensor((n,), "uint64"),
+        op: T.int32,
+        to: T.int32,
+    ):
+        with T.Kernel(1, threads=32):
+            if T.get_thread_binding() == 0:
+                for i in T.serial(n):
+                    if op == 0:
+                        N.signal(word[0], values[i], to)
+                    else:
+                        N.signal(word[0], values[i], to, op="add")
+
+    return main
+
+
+_words: list[torch.Tensor] = []
+
+
+def word() -> torch.Tensor:
+    """One signal word, made once per rank."""
+    if not _words:
+        _words.append(tsn.zeros(1, torch.uint64))
+    return _words[0]
+
+
+def _u64(*numbers: int) -> torch.Tensor:
+    signed = [n - (1 << 64) if n >= 1 << 63 else n for n in numbers]
+    return torch.tensor(signed, dtype=torch.int64).view(torch.uint64).to(tsn.device())
+
+
+def wait_for(waiter: str, compare: str, first: int, wanted: int, values: list[int], op: str, delay: float, seed: int):
+    """Rank 0 sends `values`; rank 1, whose word is `first`, waits. Returns what rank 1's threads saw, and the word."""
+    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    flag = word()
+    flag.copy_(_u64(first))
+    tsn.barrier()
+    seen = None
+    if tsn.rank() == 0:
+        time.sleep(delay)
+        send()(flag, _u64(*values), ("set", "add").index(op), 1)
+    elif tsn.rank() == 1:
+        found = torch.zeros(THREADS, dtype=torch.uint64, device=tsn.device())
+        way = WAITERS.index(waiter) * len(COMPARISONS) + COMPARISONS.index(compare)
+        wait_all_ways()(flag, _u64(wanted), way, found)
+        tsn.synchronize()
+        seen = [n % (1 << 64) for n in found.view(torch.int64).tolist()]
+    tsn.barrier()
+    return seen, flag.view(torch.int64).item() % (1 << 64)
+
+
+@tsn.jit
+def count_everywhere(how):
+    """Kernel `(word, flags, seen)`: every thread of every PE adds one to the word of every PE, by an atomic where that
+    is mapped and by a signal elsewhere. Then each PE looks at its own, once by each way.
+
+    Args:
+        how: what orders the adds before the looks: "quiet" and a barrier, "fence" and a signal of every PE, "nothing".
+    """
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        word: T.Tensor((1,), "uint64"),
+        flags: T.Tensor((n,), "uint64"),
+        seen: T.Tensor((3,), "uint64"),
+    ):
+        with T.Kernel(1, threads=THREADS):
+            thread = T.get_thread_binding()
+            total = N.n_pes() * THREADS
+            for pe in T.serial(N.n_pes()):
+                if N.is_direct(pe):
+                    N.atomic_add(word[0], 1, pe)
+                else:
+                    N.signal(word[0], 1, pe, op="add")
+            if how == "quiet":
+                N.quiet_block()
+            if how != "fence":
+                N.barrier_all()
+            else:
+                for pe in T.serial(N.n_pes()):
+                    N.signal_block(flags[N.my_pe()], 1, pe)
+                if thread < N.n_pes():
+                    N.wait(flags[thread], "ge", 1)
+                T.sync_threads()
+            if thread == 0:
+                seen[0] = N.wait(word[0], "ge", 0)
+            if thread == 32:
+                seen[1] = T.if_then_else(N.test(word[0], "ge", total), 1, 0)
+            if thread == 64:
+                seen[2] = T.if_then_else(N.test(word[0], "lt", total), 1, 0)
+
+    return main
+
+
+_counts: list[torch.Tensor] = []
+
+
+def count(how: str, seed: int) -> list[int]:
+    """By how much what this rank saw in its word, by each way, differs from what all have added."""
+    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    if not _counts:
+        _counts.extend((tsn.zeros(1, torch.uint64), tsn.zeros(tsn.size(), torch.uint64)))
+    for words in _counts:
+        words.zero_()
+    seen = torch.zeros(3, dtype=torch.uint64, device=tsn.device())
+    tsn.barrier()
+    count_everywhere(how)(*_counts, seen)
+    tsn.barrier()
+    value, reached, short = seen.view(torch.int64).tolist()
+    return [tsn.size() * THREADS - value, 1 - reached, short]
+
+
+@tsn.jit
+def rounds(threads=64):
+    """Kernel `(data, flag, done, seen, n, to)`: n messages go through one place, numbered from 0 in 32 bits.
+
+    The sender of message i waits for the answer to message i - 1, except for the first one.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        data: T.Tensor((threads,), "int32"),
+        source: T.Tensor((threads,), "int32"),
+        flag: T.Tensor((1,), "uint64"),
+        done: T.Tensor((1,), "uint64"),
+        wrong: T.Tensor((threads,), "int32"),
+        n: T.int32,
+        to: T.int32,
+    ):
+        with T.Kernel(2, threads=threads) as side:
+            thread = T.get_thread_binding()
+            for i in T.serial(n):
+                if side == 0:
+                    N.wait_block(done[0], "gt", i - 1)
+                    source[thread] = i * threads + thread
+                    N.put_signal_block(data, source, to, flag[0], i + 1)
+                else:
+                    N.wait_block(flag[0], "ge", i + 1)
+                    if data[thread] != i * threads + thread:
+                        wrong[thread] += 1
+                    T.sync_threads()
+                    if thread == 0:
+                        N.signal(done[0], i + 1, to)
+
+    return main
+
+
+def count_from_zero(n: int, seed: int) -> int:
+    """Wrong elements of `rounds`."""
+    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    data, source = tsn.zeros(64, torch.int32), tsn.zeros(64, torch.int32)
+    flag, done = tsn.zeros(1, torch.uint64), tsn.zeros(1, torch.uint64)
+    wrong = torch.zeros(64, dtype=torch.int32, device=tsn.device())
+    rounds()(data, source, flag, done, wrong, n, (tsn.rank() + 1) % tsn.size())
+    tsn.barrier()
+    count = int(wrong.sum())
+    for tensor in (data, source, flag, done):
+        tsn.free(tensor)
+    return count
+
+
+def wait_in_vain() -> None:
+    """Waits for `eq` 1 of a word that holds 4."""
+    words = tsn.zeros((2, 3), torch.uint64)
+    words[1, 2] = 4
+    found = torch.zeros(THREADS, dtype=torch.uint64, device=tsn.device())
+    wait_all_ways()(words.view(-1)[5:6], _u64(1), 0, found)
+    tsn.synchronize()
+    tsn.world().check()
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
 
 pool = pool_fixture(2)
 TOP = (1 << 64) - 1

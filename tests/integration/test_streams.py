@@ -1,10 +1,156 @@
 """Streams with credits and puts from shared memory, on one node and on two that only talk through the fabric."""
 
-import pytest
+import os
+import random
 
+import pytest
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
 from tests import ranks
 from tests.integration.pool import pool_fixture
-from tests.integration.streams import put_tiles, stream
+
+WIDTH, THREADS = 96, 64
+
+
+@tsn.jit
+def streams(scope, slots):
+    """Kernel `(source, ring, arrived, credit, wrong, first, n, to, from_pe)`: n messages to PE `to`, n from `from_pe`.
+
+    Block 0 sends and block 1 receives; at scope "warp" each warp has a stream of its own. `first` counts the messages of
+    earlier launches. `wrong` counts, by thread, what was not as sent.
+    """
+    sharers = 1 if scope == "block" else THREADS // 32
+    lanes = THREADS // sharers
+    take, wait, back, put, quiet = (
+        getattr(N, f"{name}_{scope}") for name in ("take_slot", "wait_slot", "return_credit", "put_signal", "quiet")
+    )
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        source: T.Tensor((sharers, slots, WIDTH), "int32"),
+        ring: T.Tensor((sharers, slots, WIDTH), "int32"),
+        arrived: T.Tensor((sharers,), "uint64"),
+        credit: T.Tensor((sharers,), "uint64"),
+        wrong: T.Tensor((THREADS,), "int32"),
+        first: T.int32,
+        n: T.int32,
+        to: T.int32,
+        from_pe: T.int32,
+    ):
+        with T.Kernel(2, threads=THREADS) as side:
+            thread = T.get_thread_binding()
+            s = thread // lanes
+            lane = thread % lanes
+            for k in T.serial(n):
+                i = first + k
+                if side == 0:
+                    slot = take(credit[s], i, slots)
+                    for j in T.serial(T.ceildiv(WIDTH, lanes)):
+                        if j * lanes + lane < WIDTH:
+                            source[s, slot, j * lanes + lane] = i * 1000 + s * 500 + j * lanes + lane
+                    put(ring[s, slot, 0:WIDTH], source[s, slot, 0:WIDTH], to, arrived[s], i + 1)
+                else:
+                    here = wait(arrived[s], i, slots)
+                    for j in T.serial(T.ceildiv(WIDTH, lanes)):
+                        if j * lanes + lane < WIDTH:
+                            if ring[s, here, j * lanes + lane] != i * 1000 + s * 500 + j * lanes + lane:
+                                wrong[thread] += 1
+                    back(credit[s], i, from_pe)
+            quiet(to)
+
+    return main
+
+
+def stream(scope: str, slots: int, launches: int, n: int, seed: int) -> int:
+    """Wrong elements after `launches` launches that go on with the same streams."""
+    sharers = 1 if scope == "block" else THREADS // 32
+    memory = [tsn.zeros((sharers, slots, WIDTH), torch.int32) for _ in range(2)]
+    words = [tsn.zeros(sharers, torch.uint64) for _ in range(2)]
+    wrong = torch.zeros(THREADS, dtype=torch.int32, device=tsn.device())
+    right, left = (tsn.rank() + 1) % tsn.size(), (tsn.rank() - 1) % tsn.size()
+    for launch in range(launches):
+        os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()} {launch}").randrange(1 << 30))
+        streams(scope, slots)(*memory, *words, wrong, launch * n, n, right, left)
+    tsn.barrier()
+    count = int(wrong.sum())
+    for tensor in (*memory, *words):
+        tsn.free(tensor)
+    return count
+
+
+TILE = 200
+# Compiled for GPUs by tests/compiler/test_device_code.py.
+SM_90 = {f"{__name__}.streams": {"scope": "warp", "slots": 2}, f"{__name__}.from_tiles": {"dtype": "float16"}}
+
+
+@tsn.jit
+def from_tiles(dtype):
+    """Kernel `(dst, flag, out, first, count, turn, to)`: two tiles from one piece of shared memory, one after the other.
+
+    The first goes by put_block and signal_block to dst[0], the second by put_signal of a warp to dst[1]; both from element
+    `first` on. `out` is what came.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        dst: T.Tensor((2, TILE), dtype),
+        flag: T.Tensor((2,), "uint64"),
+        out: T.Tensor((2, TILE), dtype),
+        first: T.int32,
+        count: T.int32,
+        turn: T.int32,
+        to: T.int32,
+    ):
+        with T.Kernel(1, threads=THREADS):
+            thread = T.get_thread_binding()
+            tile = T.alloc_shared((TILE,), dtype)
+            for i in T.Parallel(TILE):
+                tile[i] = T.cast((i * 7 + turn) % 100, dtype)
+            N.put_block(dst[0, first], tile[first], to, count=count)
+            N.signal_block(flag[0], turn, to)
+            for i in T.Parallel(TILE):
+                tile[i] = T.cast((i * 3 + turn) % 90, dtype)
+            T.sync_threads()
+            if thread // 32 == 1:
+                N.put_signal_warp(dst[1, first], tile[first], to, flag[1], turn, count=count)
+            N.wait_block(flag[0], "ge", turn)
+            N.wait_block(flag[1], "ge", turn)
+            for part in T.serial(2):
+                for j in T.serial(T.ceildiv(TILE, THREADS)):
+                    if j * THREADS + thread < TILE:
+                        out[part, j * THREADS + thread] = dst[part, j * THREADS + thread]
+
+    return main
+
+
+def put_tiles(dtype: str, seed: int, turns: int) -> None:
+    """Checks all of both tiles, with other places and sizes in every turn."""
+    kind = getattr(torch, dtype)
+    dst, flag = tsn.zeros((2, TILE), kind), tsn.zeros(2, torch.uint64)
+    out = torch.zeros((2, TILE), dtype=kind, device=tsn.device())
+    pace = random.Random(seed)
+    i = torch.arange(TILE)
+    for turn in range(1, turns + 1):
+        os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()} {turn}").randrange(1 << 30))
+        first, count = pace.choice([(0, TILE), (pace.randrange(20), pace.randrange(150)), (16, 128), (3, 0)])
+        dst.zero_()
+        tsn.barrier()
+        from_tiles(dtype)(dst, flag, out, first, count, turn, (tsn.rank() + 1) % tsn.size())
+        tsn.barrier()
+        wanted = torch.stack([(i * 7 + turn) % 100, (i * 3 + turn) % 90]).to(kind)
+        wanted[:, :first] = 0
+        wanted[:, first + count :] = 0
+        assert torch.equal(out.cpu(), wanted), (dtype, seed, turn, first, count)
+    for tensor in (dst, flag):
+        tsn.free(tensor)
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
 
 near = pool_fixture(2)
 far = pool_fixture(2, env={"VIRTUAL_NODES": "2", "TSN_CHAOS": "on"})

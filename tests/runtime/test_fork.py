@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.integration import order
+from tests.integration import test_order as order
 from tilescale_net import deep_ep
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce

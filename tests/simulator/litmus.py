@@ -96,7 +96,7 @@ def _wait_by_one_thread(src, dst, sig, pe, turn, tx):
         N.wait(sig[0], "ge", turn)
 
 
-# Others are in integration/order.py, for GPUs, too: a fence, quiet or wait alone, a source that is reused, views.
+# Others are in integration/test_order.py, for GPUs, too: a fence, quiet or wait alone, a source that is reused, views.
 RIGHT = {
     "put_value, fence, signal": _then_signal(_put_values, N.fence),
     "put, fence, put_signal": _in_halves(fence=True),
