@@ -1,18 +1,31 @@
-"""The folder of lowered and compiled kernels: what is kept in it, and for how long."""
+"""The simulator's cache: its folder, libraries and their age; lowered kernels; whole kernels of the package, which are not traced
+again. Everything is made again whenever anything that it depends on changes.
+"""
 
 import errno
 import json
 import os
+import shutil
 import subprocess
+import sys
 import time
+import types
 
 import pytest
+import tilelang.language as T
+import torch
 
 import tilescale_net as tsn
+from tests import ranks
+from tests.compiler import kernels as elsewhere
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
+from tilescale_net.compiler import jit, toolchain
+from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.compiler.simulator import cache, host_compiler, host_source
 from tilescale_net.compiler.simulator.cache import CachedKernel, Lowered
+from tilescale_net.errors import KernelError
+from tilescale_net.kernels import p2p
 from tilescale_net.runtime import private_folder
 
 
@@ -23,7 +36,7 @@ def test_cache_must_be_writable(monkeypatch, tmp_path):
         host_compiler.build("kernel", "int x;")
 
 
-def test_compiled_kernels_are_kept(monkeypatch, tmp_path):
+def test_compiled_kernels_are_cached(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = simulate(kernels.prefix_sum, 64).host_source
     first = host_compiler.build("kernel", text)
@@ -32,8 +45,8 @@ def test_compiled_kernels_are_kept(monkeypatch, tmp_path):
     assert host_compiler.build("kernel", text + "\n// changed") != first
     monkeypatch.setenv("TSN_SIM_CXXFLAGS", "-DX")
     assert host_compiler.build("kernel", text) != first
-    kept = [p for p in first.parent.iterdir() if p.name.startswith("kernel-")]
-    assert len(kept) == 3 and {p.suffix for p in kept} == {".so"}, kept
+    cached = [p for p in first.parent.iterdir() if p.name.startswith("kernel-")]
+    assert len(cached) == 3 and {p.suffix for p in cached} == {".so"}, cached
 
 
 def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
@@ -59,7 +72,7 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
     # What is used is young again, and what is too much goes, the longest unused first.
     os.utime(first, (time.time() - 20 * 86400,) * 2)
     assert host_compiler.build("kernel", "int x;") == first
-    monkeypatch.setattr(cache, "KEPT_BYTES", 2 * first.stat().st_size + 5)
+    monkeypatch.setattr(cache, "MAX_BYTES", 2 * first.stat().st_size + 5)
     second = host_compiler.build("kernel", "int y;")
     assert first.exists() and second.exists() and not recent.exists() and other.exists()
 
@@ -175,3 +188,212 @@ def test_text_that_is_no_kernel(text):
         CachedKernel.parse(text)
     with pytest.raises((ValueError, KeyError, TypeError)):
         Lowered.parse(json.dumps({"unit": {"text": "", "kernels": [], "dynamic_shared": []}}) if text == "{}" else text)
+
+
+# -- lowered kernels --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lowerings(monkeypatch, tmp_path):
+    """An empty cache; the names of the kernels that tilelang lowers."""
+    compiled = cache.folder().glob("prelude-*.gch")  # of the headers, which takes a second
+    headers = max(compiled, key=lambda p: p.stat().st_mtime, default=None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert private_folder.make(cache.folder())
+    for path in (headers, headers.with_suffix("")) if headers else ():
+        shutil.copy(path, cache.folder())
+    names, lower = [], jit.lower
+
+    def counted(func, *how):
+        names.append(str(func.attrs["global_symbol"]))
+        return lower(func, *how)
+
+    monkeypatch.setattr(jit, "lower", counted)
+    return names
+
+
+def scale(n, factor, name="scale", guard=False):
+    @T.prim_func
+    def main(x: T.Tensor((n,), "float32"), y: T.Tensor((n,), "float32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(n):
+                y[i] = x[i] * factor
+
+    return jit.compile(main, target="simulator", name=name, pass_configs={"tl.disable_safe_memory_legalize": guard})
+
+
+def works(kernel, n, factor):
+    x = torch.arange(n, dtype=torch.float32)
+    y = torch.zeros(n)
+    kernel(x, y)
+    return torch.equal(y, x * factor)
+
+
+def lowered():
+    return sorted(p for p in cache.folder().iterdir() if p.suffix == ".lowered")
+
+
+def test_lowered_once(lowerings):
+    first, second = scale(40, 2.0), scale(40, 2.0)
+    assert lowerings == ["scale"] and len(lowered()) == 1
+    assert first.source == second.source
+    assert works(first, 40, 2.0) and works(second, 40, 2.0)
+    with pytest.raises(tsn.KernelError):  # the checks of arguments are cached too
+        second(torch.zeros(41), torch.zeros(41))
+
+
+@pytest.mark.parametrize("other", [dict(n=41), dict(factor=3.0), dict(name="other"), dict(guard=True)])
+def test_what_differs_is_lowered(lowerings, other):
+    scale(40, 2.0)
+    made = dict(n=40, factor=2.0) | other
+    assert works(scale(**made), made["n"], made["factor"])
+    assert len(lowerings) == len(lowered()) == 2
+
+
+def test_other_headers_or_rules_lower_again(lowerings, monkeypatch):
+    scale(40, 2.0)
+    monkeypatch.setattr(toolchain, "sources_hash", lambda: "another")
+    scale(40, 2.0)
+    assert len(lowerings) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        '{"kernel_source": "", "unit": {"text": ""}, "host_function": "", "n_arguments": 2}',
+        "gone",
+        "unreadable",
+    ],
+)
+def test_damaged_files_are_made_again(lowerings, damage):
+    scale(40, 2.0)
+    (path,) = lowered()
+    if damage == "gone":  # between the look and the read
+        path.unlink()
+        os.symlink("/nowhere", path)
+    elif damage == "unreadable":
+        path.write_bytes(b"\xff\xfe\x00")
+    else:
+        path.write_text(damage)
+    for _ in range(2):
+        assert works(scale(40, 2.0), 40, 2.0) and len(lowerings) == 2
+
+
+def test_a_kernel_that_cannot_be_lowered_is_not_cached(lowerings, monkeypatch):
+    def fails(*_):
+        raise KernelError("cannot be lowered")
+
+    monkeypatch.setattr(jit, "lower", fails)
+    for _ in range(2):
+        with pytest.raises(KernelError, match="cannot be lowered"):
+            scale(40, 2.0)
+    assert lowered() == [] and not list(cache.folder().glob("tmp*"))
+
+
+# -- whole kernels ----------------------------------------------------------------------------------------------------
+
+
+class Traces:
+    """Which factories have been traced in this process."""
+
+    def __init__(self):
+        self.names = []
+        trace = KernelFactory.trace
+
+        def counted(factory, *args, **kwargs):
+            self.names.append(factory.__name__)
+            return trace(factory, *args, **kwargs)
+
+        KernelFactory.trace = counted
+
+    def of(self, factory, *args, **kwargs):
+        """The kernel as a new process gets it, and how many traces that took."""
+        factory._kernels.clear()
+        before = len(self.names)
+        return factory(*args, **kwargs), len(self.names) - before
+
+
+def _works(kernel, count):
+    x, y = tsn.empty(64, torch.uint8), tsn.zeros(64, torch.uint8)
+    x.copy_(torch.arange(64))
+    kernel(y, x, count, 0, 1)
+    tsn.synchronize()
+    return torch.equal(y[:count], x[:count]) and not y[count:].any()
+
+
+def _whole():
+    return [p for p in cache.folder().iterdir() if p.suffix == ".kernel"]
+
+
+def _traced_once(traces):
+    for expected in (1, 0, 0):
+        kernel, made = traces.of(p2p.push, 64, threads=32)
+        assert made == expected and _works(kernel, 40) and kernel.parameters[0] == "dst"
+    with pytest.raises(tsn.KernelError, match="argument src: expected uint8"):
+        kernel(tsn.empty(64, torch.uint8), tsn.empty(64, torch.int8), 1, 0, 1)
+    assert len(_whole()) == 1
+
+
+def _other(traces, monkeypatch):
+    for kwargs in (dict(threads=64), dict(threads=32, unroll=2), dict(threads=32, blocks=2)):
+        kernel, made = traces.of(p2p.push, 64, **kwargs)
+        assert made == 1 and _works(kernel, 64), kwargs
+    assert traces.of(p2p.pull, 64, threads=32)[1] == 1
+    assert len(_whole()) == 5
+
+
+def _changed_sources(traces, monkeypatch):
+    """Other sources, or other modules in the place of the package's own."""
+    before = len(_whole())
+    with monkeypatch.context() as m:
+        m.setattr(cache, "package_hash", lambda: "another")
+        assert traces.of(p2p.push, 64, threads=32)[1] == 1 and len(_whole()) == before + 1
+    with monkeypatch.context() as m:
+        m.setattr(cache, "_IMPORTED", 0.0)
+        assert [traces.of(p2p.push, 64, threads=32)[1] for _ in range(2)] == [1, 1], "files younger than the process"
+    with monkeypatch.context() as m:
+        changed = types.ModuleType("tilescale_net.kernels.collective")
+        changed.__file__ = "/tmp/partition.py"
+        m.setitem(sys.modules, changed.__name__, changed)
+        assert traces.of(p2p.push, 64, threads=32)[1] == 1
+    mine = tsn.jit(elsewhere.pusher)
+    assert [traces.of(mine, 64)[1] for _ in range(2)] == [1, 1], "a kernel of a user"
+    assert len(_whole()) == before + 1
+
+
+def _damaged(traces):
+    traces.of(p2p.push, 64, threads=32)
+    for damage in (b"", b"{}", b"\xff\xfe"):
+        for path in _whole():
+            path.write_bytes(damage)
+            cache.seal(path)
+        kernel, made = traces.of(p2p.push, 64, threads=32)
+        assert made == 1 and _works(kernel, 7)
+        assert traces.of(p2p.push, 64, threads=32)[1] == 0
+
+
+def _all():
+    traces, monkeypatch = Traces(), pytest.MonkeyPatch()
+    _traced_once(traces)
+    _other(traces, monkeypatch)
+    _changed_sources(traces, monkeypatch)
+    _damaged(traces)
+
+
+def test_whole_kernels_are_traced_once(tmp_path):
+    ranks.run(1, _all, env={"XDG_CACHE_HOME": str(tmp_path), "TSN_DEVICE": "simulator"}, timeout=180)
+
+
+def test_ranks_make_a_kernel_once(tmp_path):
+    """All ranks ask at the same time; one traces, the others wait for it."""
+    env = {"XDG_CACHE_HOME": str(tmp_path), "TSN_DEVICE": "simulator"}
+    made = ranks.run(3, _made, env=env, timeout=180)
+    assert sum(made) == 1, made
+
+
+def _made():
+    tsn.barrier()
+    return Traces().of(p2p.push, 64, threads=32)[1]

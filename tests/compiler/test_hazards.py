@@ -111,7 +111,7 @@ def _tells_of_tma(tma, proxy, settle=lambda: None):
     "tma", [lambda tile, x: T.tma_copy(tile, x), lambda tile, x: T.atomic_add(x, tile, use_tma=True)]
 )
 def test_a_signal_does_not_tell_of_a_tma_write_that_is_under_way(tma):
-    # The second waits for reads of the tile only, the third leaves a write under way.
+    # The second waits for reads of the tile only, the third leaves a write in flight.
     for settle in (lambda: None, lambda: T.tma_store_wait(0), lambda: T.tma_store_wait(1, read=False)):
         with pytest.raises(KernelError, match="tsn.signal after it orders only ordinary writes.*\n  at .*hazards.py"):
             inspect.cuda_source(_tells_of_tma(tma, "async", settle), SM_90A)

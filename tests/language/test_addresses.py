@@ -98,7 +98,7 @@ def test_small_offsets_stay_32_bit():
 
 
 @pytest.mark.parametrize(
-    ("call", "kept"),
+    ("call", "guarded"),
     [
         (lambda k: N.put_value(k.d[k.r, 3], 1.0, 1), True),
         (lambda k: N.st(k.a[k.n], 1.0), True),
@@ -108,10 +108,10 @@ def test_small_offsets_stay_32_bit():
         (lambda k: N.put_value(k.a[4095], 1.0, 1), False),
     ],
 )
-def test_accesses_outside_their_tensor_vanish(call, kept):
+def test_accesses_outside_their_tensor_vanish(call, guarded):
     """tilelang guards only its own operators, so the primitives bring their own guards."""
     body = generated(call)
-    assert (" ? " in body or "if (" in body) == kept, body
+    assert (" ? " in body or "if (" in body) == guarded, body
 
 
 def test_loads_in_operands_are_guarded():

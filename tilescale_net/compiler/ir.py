@@ -11,7 +11,7 @@ from tvm.tirx.stmt_functor import post_order_visit, substitute
 from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING, TYPED, Operator
 from tilescale_net.errors import KernelError
 
-# What a visitor of a kernel's tree meets.
+# A node of a kernel's tree.
 Node: TypeAlias = tirx.Stmt | tirx.PrimExpr
 
 PLACEHOLDERS = {CONTEXT, RING}

@@ -266,7 +266,7 @@ class KernelFactory:
         return kernel
 
     def _cached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel | None:
-        """A kernel for the simulator from an earlier run, or made for later ones; None where none is kept, see cache.py."""
+        """A kernel for the simulator from an earlier run, or made for later ones; None where it may not be cached, see cache.py."""
         options = self._options | {"target": "simulator"}
         key = cache.kernel_key(self._function, args, kwargs, options)
         if key is None:
@@ -400,8 +400,8 @@ def identities(values: tuple[Any, ...]) -> Hashable:
 def identity(value: Any) -> Hashable:
     """A key that two values have in common where they are equal and of the same types at all depths, floats by their bits.
 
-    It looks into tuples, frozensets and dataclasses that are compared by their fields. Raises TypeError for what is not
-    hashable.
+    It looks into tuples, frozensets and dataclasses that are compared by their fields. Raises TypeError for values that are
+    not hashable.
     """
     kind = type(value)
     if kind in _PLAIN:

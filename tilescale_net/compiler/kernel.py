@@ -122,7 +122,7 @@ class Kernel:
         such function, or where something is to be done before or after it.
 
         Raises:
-            KernelError: compiled for another kind of device than that of `world`.
+            KernelError: compiled for another kind of device than `world` has.
         """
         self._check_device(world)
         function = self._function()
@@ -131,7 +131,7 @@ class Kernel:
         return function
 
     def _explain(self, args: Sequence[Any], error: Exception) -> None:
-        """Raise `error`, or what is wrong with the arguments where that is why; in a child made by fork CUDA fails."""
+        """Raise `error`, or an error that names the wrong argument which caused it; in a child made by fork CUDA fails."""
         worlds.refuse_child()
         problem = self._problem(args, error)
         if problem is None:
@@ -139,7 +139,7 @@ class Kernel:
         raise KernelError(f"kernel {self.name}: {problem}") from None
 
     def _problem(self, args: Sequence[Any], error: Exception) -> str | None:
-        """What is wrong with the arguments of a launch that raised `error`; None where it has other reasons."""
+        """The wrong argument that made a launch raise `error`; None where it has other reasons."""
         if isinstance(error, TileScaleError) and not isinstance(error, BadArguments):
             return None
         return mismatch(self.prim_func, self.parameters, args, self.target != "simulator")
@@ -195,7 +195,7 @@ class Kernel:
             self._explain(args, error)
 
     def _bound(self, world: World) -> Callable[..., None]:
-        """The function for the arguments without the context, which is that of `world`."""
+        """The function of the arguments without the context, bound to the context of `world`."""
         self._check_device(world)
         context = None if self._context_index is None else self._argument(world.context_tensor)
         return self._with_first(self._supervised(self._function(), [world]), context)
@@ -319,7 +319,7 @@ _NAMES = {"float8_e4m3": "float8_e4m3fn"}  # as torch calls them
 
 
 def mismatch(func: tirx.PrimFunc, names: Sequence[str], arguments: Sequence[Any], on_gpu: bool) -> str | None:
-    """What is wrong with the first argument that does not fit, or None.
+    """The first argument that does not fit, and why; or None.
 
     Args:
         func: a prepared kernel; its last parameters are the arguments.

@@ -27,7 +27,7 @@ CHOICES: dict[str, dict[str, str]] = {
     "MemScope": {name: name for name in ("cta", "gpu", "sys")},
 }  # fmt: skip
 
-# How run-time parameters are typed: kind -> dtype of the traced expression (None: that of the buffer or value itself).
+# How run-time parameters are typed: kind -> dtype of the traced expression (None: the dtype of the buffer or value itself).
 # "memory" is accessed: the number of bytes in the argument "bytes", or one element where there is none; "words" are signals
 # of 8 bytes. "rows" lie apart, and the device function checks them itself; a "place" is named, but not accessed. A "tile" is
 # shared memory, a "ring" the shared memory of bulk copies.
@@ -61,7 +61,7 @@ class Operator:
         template: compile-time arguments, each a key of CHOICES, "int" or "text" (for the trace, not for the device
             function), or "name:key" where that is not its name.
         args: run-time arguments, each a key of KINDS or "name:key"; `context` comes first where present.
-        result: dtype of the call, "void", or "value" for that of the value argument (given when the call is made).
+        result: dtype of the call, "void", or "value" for the dtype of the value argument (given when the call is made).
         effect: PURE or OPAQUE.
         operation: its name in the trace, one of `runtime.context.OPERATIONS` or of a range; "" leaves its calls out.
         scope: which threads make a call together, where no argument of kind Scope states it.

@@ -198,7 +198,7 @@ class Operand:
         extent: elements that the operand names; 1 for an element.
         rows: how many contiguous rows it is made of; 1 where all of it is contiguous.
         row: elements of a row.
-        pitch: elements from the beginning of a row to that of the next.
+        pitch: elements between the beginnings of two rows.
         room: elements from the offset to the end of the tensor; int or int64 expression.
         is_element: whether it was written `buf[i]`, so that `count` alone gives the size.
         inside: condition that its indices are inside the tensor, or None when nothing is to be checked.
@@ -307,7 +307,7 @@ def operand(name: str, value: Any, is_guarded: bool = False, in_rows: bool = Fal
     buffer, mins, extents, is_element = _box_of(name, value)
     # An index stands in the guard and in the address, and must be the same in both.
     mins = [settled("index", index, loads=is_guarded) for index in mins]
-    # An extent is compared with that of the other end, and is the size.
+    # The extents of both ends are compared, and are the size.
     extents = [settled("extent", extent, loads=in_rows) for extent in extents]
     scope = scope_of(buffer)
     if scope != "global" and not (in_shared and scope == "shared"):

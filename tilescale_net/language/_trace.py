@@ -168,7 +168,7 @@ def settled(name: str, value: Any, loads: bool = False) -> Any:
 
 
 def in_condition() -> bool:
-    """Whether what is traced now is evaluated under a condition, or is the condition of a loop."""
+    """Whether the trace is inside an expression that is evaluated under a condition, or inside the condition of a loop."""
     if Builder.current().find_frame_idx(BoolOpFrame) is not None:
         return True
     frame: FrameType | None = sys._getframe(1)

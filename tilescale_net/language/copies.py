@@ -4,7 +4,7 @@ Common to all: `dst` and `src` are tensors, elements (`buf[i]`: from there on) o
 dtype in global memory; the symmetric one is named by its *local* address. `count` is in elements and may be a run-time
 value; without it the whole tensor or region is meant, and one element where both are elements. A region may be made of
 rows that lie apart, such as a box `m[i:i+8, j:j+32]` or a column `m[0:n, j]`, at one end or both; its extents may be
-run-time values, and there is no count then. On the proxy path each row is an operation of its own. The source of a put
+run-time values, and `count` is not given then. On the proxy path each row is an operation of its own. The source of a put
 may be a tile in shared memory, for PEs whose memory is mapped. Any size and any
 alignment is right; 16-byte aligned is fast, and from 32 KiB on fastest where both ends lie alike within a line of 128
 bytes. Addresses and sizes are 64-bit.

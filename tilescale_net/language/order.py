@@ -98,7 +98,7 @@ def barrier_all(scope: str = "block") -> None:
 
     Args:
         scope: "block": called by all threads of one block per PE; the other blocks take no part. "grid": called by all
-            threads of all blocks, which meet as well; they must be able to run at the same time, as for `barrier_grid`.
+            threads of all blocks, which synchronise as well; they must be able to run at the same time, as for `barrier_grid`.
     """
     return _barrier("barrier_all", scope)
 

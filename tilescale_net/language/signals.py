@@ -56,8 +56,8 @@ def signal_warp(sig: Place, value: Number, pe: Number, op: str = "set", *, fence
 def signal_block(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = True) -> None:
     """Signal what all threads of the block did; called by all of them with equal arguments.
 
-    The block meets, then one thread sends one signal. It spares `T.sync_threads()` and `if tx == 0: N.fence(pe);
-    N.signal(...)`. The block does not meet again afterwards.
+    The block synchronises, then one thread sends one signal. It replaces `T.sync_threads()` and `if tx == 0: N.fence(pe);
+    N.signal(...)`. The block does not synchronise again afterwards.
 
     Args:
         sig, value, pe, op: as in `signal`.

@@ -10,7 +10,7 @@ traced (language/_trace.py); here
 - what stands behind `and`, `or` or in an arm of a choice is carried out only when that part is evaluated: the statement
   gets an `if` before it;
 - conditions of `while` are carried out in each round;
-- loops over the elements of a vector take them one by one: tilelang copies what is bound in them to where it is used.
+- loops over the elements of a vector take them one by one: tilelang copies bindings inside them to their uses.
 
 `a < f() < b` evaluates its middle once too. tilelang writes such a comparison as `a < f() and f() < b` before it traces
 the kernel. Nothing in the traced kernel distinguishes that from two calls which its author wrote, so the comparison is

@@ -1,4 +1,4 @@
-"""What tilelang does to a kernel that is harmless until another PE writes its memory, kept from happening here.
+"""Transformations of tilelang that are harmless until another PE writes a kernel's memory, prevented here.
 
 - T.Pipelined issues the copies of later iterations before the waits of earlier ones: refused where primitives are inside.
 - Conditions and trip counts that read memory are evaluated more than once, and moved out of loops, as if waits changed
@@ -202,13 +202,13 @@ def _check_stores(func: tirx.PrimFunc) -> None:
     def look(node: Node) -> None:
         name = op_name(node)
         if name == _STORE_WAIT and all(isinstance(a, tirx.IntImm) and not int(a) for a in node.args):
-            begun.clear()  # a wait that leaves some under way does not say which of them a signal tells of
+            begun.clear()  # a wait that leaves some in flight does not say which of them a signal announces
         elif _asks_for_tma(node) and (name == "tl.tma_store" or _is_global(node.args[1])):
             begun.append(name)
         elif begun and _announces(node):
             raise KernelError(
                 f"kernel {kernel_name(func)} writes global memory with TMA ({begun[0]}), and {name} after it orders only "
-                "ordinary writes: it could tell of what is not there yet; call T.tma_store_wait(0, read=False) between "
+                "ordinary writes: it could announce data that have not arrived; call T.tma_store_wait(0, read=False) between "
                 "them, by the thread that began the write, or use T.copy" + location_suffix(node)
             )
 
@@ -373,7 +373,7 @@ def _guarded_loop(loop: tirx.For) -> tirx.Stmt:
 
 
 class _EmptyLoops:
-    """Follows what is known of a kernel's variables as Simplify does.
+    """Follows the known bounds of a kernel's variables as Simplify does.
 
     Attributes:
         loops: variables of the loops that run at most once, and perhaps not at all.

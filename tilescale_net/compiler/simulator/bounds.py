@@ -3,7 +3,7 @@
 tilelang guards every access to global memory that it cannot prove to be inside: a store outside vanishes, a load gives
 0. That is what an author relies on in tiles (T.copy, T.Parallel, T.vectorized), where a partial tile at the edge is the
 usual case. Anywhere else an index outside is a bug. So in the simulator tilelang's guard is off, tiles get theirs from
-here, and what is left is reported: by the checked pointers of device/host where the access leaves its tensor, and by
+here, and the rest is reported: by the checked pointers of device/host where the access leaves its tensor, and by
 checks of each index from here where it may leave a row only, or lies in shared memory.
 """
 
@@ -26,7 +26,7 @@ _REPORT, _REPORT_SIZES = "tsn_report_index", "tsn_agreed"
 
 
 def settle_guards(body: tirx.Stmt, report: bool) -> tirx.Stmt:
-    """Replace the marked conditions of the primitives' own guards: by themselves, or by reports of what is outside.
+    """Replace the marked conditions of the primitives' own guards: by themselves, or by reports of indices outside.
 
     Where accesses report, the checked pointer determines whether an access is inside its tensor; tensors of more than
     one axis need a check of each index. Sizes on which the ends of a copy do not agree are reported there too.

@@ -55,7 +55,7 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
 
     Raises:
         ConfigurationError: the folder cannot be written, or is full.
-        Any exception of `make`; then nothing is kept.
+        Any exception of `make`; then nothing is cached.
     """
     place = folder()
     try:
@@ -64,7 +64,7 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
         path = place / f"{name[:60]}-{key}{suffix}"
         if is_usable(path):
             return path
-        # Sixteen serve all files of a kind. A kept kernel is made of the others, under whose locks it must not be.
+        # Sixteen serve all files of a kind. A whole kernel is made of the others, under whose locks it must not be.
         lock = this_host.lock_file(place / f"lock-{'k' if suffix == '.kernel' else ''}{key[0]}")
     except OSError as err:
         raise _unusable(place, err) from err
@@ -113,7 +113,7 @@ def get_or_write(name: str, key: str, suffix: str, make: Callable[[], Any], pars
 
 def _unusable(place: Path, err: OSError) -> ConfigurationError:
     return ConfigurationError(
-        f"compiled kernels cannot be kept in {place} ({err.strerror}); make room there, or set XDG_CACHE_HOME to a folder "
+        f"compiled kernels cannot be cached in {place} ({err.strerror}); make room there, or set XDG_CACHE_HOME to a folder "
         "that can be written"
     )
 
@@ -125,8 +125,8 @@ SUFFIXES = (".so", ".lowered", ".kernel", ".gch")
 # reading it could crash. Compilers check precompiled headers themselves.
 SEALED = (".so", ".lowered", ".kernel")
 _DIGEST = hashlib.sha256().digest_size
-# What is kept: what was used within so many days, the latest of it up to so many bytes.
-KEPT_DAYS, KEPT_BYTES = 30, 1 << 30
+# Files used within this number of days stay, the latest up to this number of bytes.
+MAX_DAYS, MAX_BYTES = 30, 1 << 30
 # Seconds after which something in the making counts as left behind: its process holds a lock while it lives.
 _ABANDONED = 3600
 TEMPORARY = "tmp"
@@ -167,7 +167,7 @@ def unseal(data: bytes) -> bytes:
 
 
 def prune(place: Path) -> None:
-    """Remove what is too old or too much; programs that have a library open keep it."""
+    """Remove files that are too old or too many; programs that have a library open keep it."""
     found = []
     for path in place.iterdir():
         try:
@@ -176,14 +176,14 @@ def prune(place: Path) -> None:
             continue  # another process was faster
         found.append((status.st_mtime, status.st_size, path))
     now = time.time()
-    oldest, size_kept = now - KEPT_DAYS * 86400, 0
+    oldest, total = now - MAX_DAYS * 86400, 0
     for used, size, path in sorted(found, reverse=True):
         if path.is_dir():  # of something in the making; programs that end by themselves take theirs away
             if path.name.startswith(TEMPORARY) and used < now - _ABANDONED:
                 shutil.rmtree(path, ignore_errors=True)
         elif path.suffix in SUFFIXES:
-            size_kept += size
-            if used < oldest or size_kept > KEPT_BYTES:
+            total += size
+            if used < oldest or total > MAX_BYTES:
                 path.unlink(missing_ok=True)
 
 
@@ -269,7 +269,7 @@ _IMPORTED = time.time()
 def kernel_key(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
 ) -> str | None:
-    """What identifies a kernel; None for one that is not to be kept.
+    """A key that identifies a kernel; None where it may not be cached.
 
     Args:
         function: the factory, with its arguments.
@@ -377,5 +377,5 @@ class CachedKernel:
 
 
 def get_or_make(name: str, key: str, make: Callable[[], CachedKernel]) -> CachedKernel:
-    """The kernel that is kept under `key`, made now if none is."""
+    """The kernel that is cached under `key`, made now if none is."""
     return get_or_write(name, key, ".kernel", make, CachedKernel.parse)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tilescale_net.runtime.world import World
 
 _LOGGER = logging.getLogger("tilescale_net")
-# What a streaming multiprocessor of an H100 or H200 holds at most.
+# Limits of an SM of an H100 or H200.
 _SM_THREADS, _SM_BLOCKS, _SM_SHARED, _BLOCK_SHARED = 2048, 32, 228 * 1024, 227 * 1024
 _RESERVED_SHARED = 1024  # taken by the system per resident block
 _FAILURES = {1: KernelError, 2: errors.OutOfBounds, 3: errors.SimulatorDeadlock, 5: errors.DataRace}
@@ -40,7 +40,7 @@ _PACK = {
 
 
 def resident_blocks(threads: int, shared_bytes: int) -> int:
-    """Blocks that the simulated GPU holds at a time, with multiprocessors like those of an H200."""
+    """Blocks that the simulated GPU holds at a time, with SMs like an H200's."""
     per_sm = min(_SM_BLOCKS, _SM_THREADS // threads, _SM_SHARED // (shared_bytes + _RESERVED_SHARED))
     return max(1, per_sm) * simulator.num_sms()
 

@@ -296,8 +296,8 @@ def without_engines(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if not name.startswith("tl.tileop.") or not (name in _AS or given):
             return None
         refused.extend(_REFUSED[key] for key in given if key in _REFUSED)
-        kept = {key: value for key, value in given.items() if key not in _ENGINE}
-        return tirx.Call(call.dtype, tvm.ir.Op.get(_AS.get(name, name)), call.args, annotations=kept, span=call.span)
+        others = {key: value for key, value in given.items() if key not in _ENGINE}
+        return tirx.Call(call.dtype, tvm.ir.Op.get(_AS.get(name, name)), call.args, annotations=others, span=call.span)
 
     body = ir_transform(func.body, None, replace, ["tirx.Call"])
     if refused:

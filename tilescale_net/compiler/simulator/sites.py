@@ -19,13 +19,13 @@ from tilescale_net.compiler.operators import DEFERRED, OPERATORS, PURE
 
 # -- calls of primitives ----------------------------------------------------------------------------------------------
 
-# All that can fail or be waited for; what is the same every time cannot.
+# All that can fail or be waited for; pure operators cannot.
 _NUMBERED = {operator.op_name: operator for operator in OPERATORS.values() if operator.effect != PURE}
 
 
 def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[tuple[str, str]]:
     """TVM's name of each call of a traced kernel, in order, with its line ("file.py:12") and, behind a tab, the name that its
-    author typed (of the beginning of a range, that of the range); passes drop the lines later on.
+    author typed (for the beginning of a range, the range's name); passes drop the lines later on.
 
     Args:
         numbered: TVM's names of the operators whose calls count.
@@ -57,18 +57,18 @@ def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[s
         The function, and the line, with the name behind it, that each number stands for; calls have none where the passes have moved them about.
     """
     lines = list(dict.fromkeys([*statements, *(line for _, line in calls)]))
-    met: list[str] = []
+    seen: list[str] = []
 
     def add(call: tirx.Call) -> Node | None:
         if op_name(call) not in _NUMBERED:
             return None
-        met.append(op_name(call))
-        if len(met) > len(calls):
+        seen.append(op_name(call))
+        if len(seen) > len(calls):
             return None
-        return with_number(call, lines.index(calls[len(met) - 1][1]))
+        return with_number(call, lines.index(calls[len(seen) - 1][1]))
 
     body = ir_transform(func.body, None, add, ["tirx.Call"])
-    if not same_calls(met, calls):
+    if not same_calls(seen, calls):
         return func, statements
     return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, func.attrs), lines
 
@@ -78,10 +78,10 @@ def with_number(call: tirx.Call, number: int) -> tirx.Call:
     return tirx.Call(call.dtype, call.op, [*call.args, tirx.IntImm("int32", number)], annotations=call.annotations)
 
 
-def same_calls(met: list[str], calls: list[tuple[str, str]]) -> bool:
+def same_calls(seen: list[str], calls: list[tuple[str, str]]) -> bool:
     """Whether the passes have left the calls of a kernel in their order; they make some waits order TMA as well."""
     plain = {OPERATORS[row.async_form].op_name: row.op_name for row in OPERATORS.values() if row.async_form}
-    return [plain.get(name, name) for name in met] == [plain.get(name, name) for name, _ in calls]
+    return [plain.get(name, name) for name in seen] == [plain.get(name, name) for name, _ in calls]
 
 
 # -- plain accesses ---------------------------------------------------------------------------------------------------
