@@ -40,7 +40,7 @@ from tilescale_net.errors import ConfigurationError, KernelError, TileScaleError
 from tilescale_net.runtime import profiling, settings, worlds
 from tilescale_net.trace import traced_calls
 
-# Pass options that a communicating kernel cannot do without, and why.
+# Pass options that a communicating kernel cannot do without, and why (tile-ai/tilelang#1804 and #2594 are like them).
 REQUIRED_CONFIGS = {
     "tl.disable_loop_unswitching": (True, "loop unswitching moves reads above waits"),
     "tl.if_stmt_binding_inline_replayable_binds": (False, "replaying a read below a wait gives another value"),

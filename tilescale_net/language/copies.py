@@ -88,40 +88,40 @@ def default_unroll(threads: int) -> int:
     return min(max(4096 // threads, 4), 32)
 
 
-def default_ring(scope: str, engine: str, pull: bool, nbytes: int | None) -> tuple[int, int] | None:
-    """The ring of a copy whose author named none.
-
-    Args:
-        pull: whether the copy reads the peer's memory; a pull needs more bytes in flight than a push.
-        nbytes: the copy's size where it is known when the kernel is built.
-
-    Engine "auto" gets one unless the copy is known to be too small for it. The choice between the engines is made at
-    run time, from figures in device/copy.h; passes/__init__.py takes the ring away again where shared memory has no room.
-    """
-    if engine == "bulk":
-        return DEFAULT_RING
-    if engine != "auto" or scope != "block" or (nbytes is not None and nbytes < BULK_FROM):
-        return None
-    return AUTO_PULL_RING if pull else AUTO_PUSH_RING
+# What only the ldst engine copies, by the form of a Transfer.
+LDST_ONLY = {"shared": "a source in shared memory", "rows": "a region of rows that lie apart"}
 
 
 def options(
-    scope: str, engine: str, unroll: int | None, ring: tuple[int, int] | None, pull: bool, nbytes: int | None
-) -> tuple[str, int, int, int]:
-    """Check the options of a copy; the last two as for `default_ring`.
+    transfer: Transfer, scope: str, engine: str, unroll: int | None, ring: tuple[int, int] | None, pull: bool
+) -> tuple[Any, ...]:
+    """Check the options of a copy, and choose those that its author left open.
+
+    Engine "auto" gets a ring unless the copy is known to be too small for it. The choice between the engines is made at
+    run time, from figures in device/copy.h; passes/__init__.py takes the ring away again where shared memory has no room.
+
+    Args:
+        pull: whether the copy reads the peer's memory; a pull needs more bytes in flight than a push.
 
     Returns:
-        engine, unroll, stages, bytes per stage; the last two are 0 for a copy without shared memory.
+        The operator's template arguments behind the scope: engine, unroll, stages and bytes per stage (0 without shared
+        memory); of rows only the unroll, of a source in shared memory none.
 
     Raises:
-        PrimitiveError: an unknown engine, an unroll outside 1..64, a ring that shared memory cannot hold, or a ring at warp or
-            thread scope.
+        PrimitiveError: an unknown engine, or "bulk" where only "ldst" copies; an unroll outside 1..64; a ring that shared
+            memory cannot hold, or at warp or thread scope.
     """
+    what = LDST_ONLY.get(transfer.form)
+    if what and (engine == "bulk" or ring is not None):
+        raise PrimitiveError(f"{what} is not copied in bulk; use engine='auto' or 'ldst', without ring=")
     one_of("engine", engine, ENGINES)
-    if unroll is None:
-        unroll = default_unroll(block_threads())
-    elif isinstance(unroll, bool) or not isinstance(unroll, int) or not 1 <= unroll <= MAX_UNROLL:
+    if unroll is not None and (
+        isinstance(unroll, bool) or not isinstance(unroll, int) or not 1 <= unroll <= MAX_UNROLL
+    ):
         raise PrimitiveError(f"unroll is {unroll!r}; it must be a compile-time integer from 1 to {MAX_UNROLL}")
+    chosen = unroll if unroll is not None else default_unroll(block_threads())
+    if what:
+        return (chosen if unroll is not None else min(chosen, MOST_ROW_UNROLL),) if transfer.form == "rows" else ()
     if scope != "block" and (engine == "bulk" or ring is not None):
         raise PrimitiveError(
             f"bulk copies need shared memory of their own, which only block scope has; use engine='ldst' at {scope} "
@@ -129,9 +129,13 @@ def options(
         )
     if ring is not None and engine == "ldst":
         raise PrimitiveError("ring= belongs to engine='bulk' or 'auto'; engine='ldst' does not use shared memory")
-    ring = ring if ring is not None else default_ring(scope, engine, pull, nbytes)
-    if ring is None:
-        return engine, unroll, 0, 0
+    if ring is None and engine == "bulk":
+        ring = DEFAULT_RING
+    elif ring is None:
+        too_small = transfer.nbytes is not None and transfer.nbytes < BULK_FROM
+        if engine == "ldst" or scope != "block" or too_small:
+            return engine, chosen, 0, 0
+        ring = AUTO_PULL_RING if pull else AUTO_PUSH_RING
     if not (isinstance(ring, tuple) and len(ring) == 2 and all(type(x) is int for x in ring)):
         raise PrimitiveError(f"ring is {ring!r}; it must be a pair (stages, bytes per stage) of integers")
     stages, stage_bytes = ring
@@ -143,24 +147,7 @@ def options(
         raise PrimitiveError(
             f"ring {ring} takes {stages * stage_bytes} bytes; shared memory leaves room for {SHARED_BYTES}"
         )
-    return engine, unroll, stages, stage_bytes
-
-
-def ldst_unroll(what: str, engine: str, unroll: int | None, ring: tuple[int, int] | None) -> int:
-    """Check the options of a copy that only the ldst engine carries out; its unroll.
-
-    Raises:
-        PrimitiveError: as `options`, and where the copy is to go in bulk; `what` names it.
-    """
-    if engine == "bulk" or ring is not None:
-        raise PrimitiveError(f"{what} is not copied in bulk; use engine='auto' or 'ldst', without ring=")
-    return options("thread", engine, unroll, None, False, None)[1]
-
-
-def rows_unroll(engine: str, unroll: int | None, ring: tuple[int, int] | None) -> int:
-    """Check the options of a copy of rows; its unroll. Raises PrimitiveError as `ldst_unroll`."""
-    planned = ldst_unroll("a region of rows that lie apart", engine, unroll, ring)
-    return planned if unroll is not None else min(planned, MOST_ROW_UNROLL)
+    return engine, chosen, stages, stage_bytes
 
 
 # -- primitives -------------------------------------------------------------------------------------------------------
@@ -173,17 +160,9 @@ def _with_options(function: F) -> F:
 
 
 def _copy(
-    name: str,
-    scope: str,
-    dst: Place,
-    src: Place,
-    pe: Number,
-    count: Number | None,
-    unroll: int | None,
-    engine: str,
-    ring: tuple[int, int] | None,
-    *signal: Any,
-) -> tirx.Call:
+    name: str, scope: str, dst: Place, src: Place, pe: Number, count: Number | None, unroll: int | None, engine: str,
+    ring: tuple[int, int] | None, *signal: Any,
+) -> tirx.Call:  # fmt: skip
     """Trace the copy `name`; `signal` is the word, value and operation of a put with signal."""
     require_converged(scope)
     transfer = Transfer.of(f"N.{name}_{scope}", dst, src, pe, count, pushes=name != "get")
@@ -192,17 +171,12 @@ def _copy(
         sig, value, op = signal
         signal = (signal_word(sig).pointer(), as_integer("value", value, "uint64", 0, 2**64 - 1))
         operation = (one_of("op", op, SIGNAL_OPS),)
-    if transfer.form == "shared":
-        ldst_unroll("a source in shared memory", engine, unroll, ring)
-        return OPERATORS[f"{name}_shared"](scope, *operation, *transfer.arguments, *signal)
-    if transfer.form == "rows":
-        planned = rows_unroll(engine, unroll, ring)
-        return OPERATORS[f"{name}_rows"](scope, planned, *operation, *transfer.arguments, *signal)
-    engine, unroll, stages, stage_bytes = options(scope, engine, unroll, ring, name == "get", transfer.nbytes)
-    scratch = ring_placeholder(stages * stage_bytes)
-    return OPERATORS[name](
-        scope, engine, unroll, stages, stage_bytes, *operation, *transfer.arguments, *signal, scratch
-    )
+    chosen = options(transfer, scope, engine, unroll, ring, name == "get")
+    if transfer.form:
+        name = f"{name}_{transfer.form}"
+    else:  # engine, unroll, stages, bytes per stage
+        signal = (*signal, ring_placeholder(chosen[2] * chosen[3]))
+    return OPERATORS[name](scope, *chosen, *operation, *transfer.arguments, *signal)
 
 
 @_with_options

@@ -1,9 +1,9 @@
 """Calls with an effect are carried out exactly once, in the order in which their author wrote them.
 
 TVM repeats, moves and drops parts of expressions: `x % 3` becomes an expression with two x, an index stands in its guard
-and in its access, `x % 3 < 0` is known to be false. That is right for values, not for calls such as atomics. So each call
-gets a statement of its own that binds its result to a variable. The primitives of this package are bound while they are
-traced (language/_trace.py); here
+and in its access, `x % 3 < 0` is known to be false. That is right for values, not for calls such as atomics
+(tile-ai/tilelang#2594, #2650). So each call gets a statement of its own that binds its result to a variable. The
+primitives of this package are bound while they are traced (language/_trace.py); here
 
 - tilelang's atomics, random numbers, operations of a warp and calls of external functions are bound before the statement
   that they stand in;

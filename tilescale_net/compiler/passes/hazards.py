@@ -1,6 +1,7 @@
 """Transformations of tilelang that are harmless until another PE writes a kernel's memory, prevented here.
 
-- T.Pipelined issues the copies of later iterations before the waits of earlier ones: refused where primitives are inside.
+- T.Pipelined issues the copies of later iterations before the waits of earlier ones (as past atomics: tile-ai/tilelang#2595):
+  refused where primitives are inside.
 - Conditions and trip counts that read memory are evaluated more than once, and moved out of loops, as if waits changed
   nothing: they are evaluated once, where they stand, into a variable.
 - T.copy may become a TMA copy, which belongs to the async proxy, and whose accesses waits and signals do not order:
@@ -11,9 +12,9 @@
 - Warp specialisation gives a block further threads and splits it: primitives of blocks inside one part are refused.
 - T.Parallel runs its body on some threads at a time: primitives of warps and blocks are refused there.
 - Loads among an operator's operands get no bounds check: they are given one.
-- T.sync_threads under a condition that splits a warp: refused.
+- T.sync_threads under a condition that splits a warp, which tilelang may drop (tile-ai/tilelang#2612): refused.
 - T.gemm, and a layout annotation, lay tiles of shared memory out in an order of their own: not a source of a put.
-- Simplify computes the extent of a loop knowing that the body runs: an extent that can only be 0 or 1 becomes 1. With
+- Since tile-ai/tilelang#1451 Simplify computes the extent of a loop knowing that the body runs: an extent that can only be 0 or 1 becomes 1. With
   four blocks `for i in T.serial((5 - bx) // 4)` ran in all four (tilelang 0.1.15), where two have nothing to do. Such a
   loop gets a condition around it, which is simplified without that knowledge.
 """
