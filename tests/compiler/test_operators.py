@@ -8,6 +8,7 @@ from tvm import tirx
 from tilescale_net.compiler.lowering import device_call
 from tilescale_net.compiler.operators import CHOICES, OPERATORS, PURE, Operator
 from tilescale_net.compiler.toolchain import DEVICE_DIR
+from tilescale_net.runtime import context
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -34,6 +35,7 @@ def test_what_waits_or_touches_memory_is_opaque():
         (dict(name="a", args=("pe", "context")), "the context must be the first"),
         (dict(name="a", result="float16"), "result 'float16' is not supported"),
         (dict(name="a", scope="grid"), "scope 'grid' is not one of"),
+        (dict(name="a", acquires="all"), "acquires 'all' is not '', 'generic' or 'async'"),
         (dict(name="a", effect=2), "effect must be PURE or OPAQUE"),
         (dict(name="a", effect=PURE), "a pure operator without a result would be removed"),
     ],
@@ -41,6 +43,29 @@ def test_what_waits_or_touches_memory_is_opaque():
 def test_bad_rows(row, message):
     with pytest.raises(ValueError, match=message):
         Operator(**row)
+
+
+def test_traced_operations_are_known():
+    traced = [row for row in OPERATORS.values() if row.operation]
+    assert {row.operation for row in traced} <= {*context.OPERATIONS, "range_begin", "range_end"}
+    assert all(row.effect != PURE and row.arg_kinds[0] == "context" for row in traced)
+
+
+@pytest.mark.parametrize(
+    ("name", "accessed"),
+    [
+        ("put", [(1, 3), (2, 3)]),
+        ("put_signal", [(1, 3), (2, 3), (5, None)]),
+        ("put_shared", [(1, 3)]),
+        ("put_value", [(1, None)]),
+        ("wait", [(1, None)]),
+        ("ld", [(0, None)]),
+        ("put_rows", []),  # the device function checks them
+        ("remote", []),
+    ],
+)
+def test_addresses_that_the_simulator_checks(name, accessed):
+    assert OPERATORS[name].accessed == accessed
 
 
 def i32(value):

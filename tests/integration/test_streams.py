@@ -150,6 +150,24 @@ def put_tiles(dtype: str, seed: int, turns: int) -> None:
         tsn.free(tensor)
 
 
+@tsn.jit
+def one_tile():
+    """Kernel `(dst, at)`: puts a tile to this PE's own `dst`, from element `at` on."""
+
+    @T.prim_func
+    def main(ctx: N.Context(), dst: T.Tensor((TILE,), "float32"), at: T.int32):
+        with T.Kernel(1, threads=THREADS):
+            tile = T.alloc_shared((TILE,), "float32")
+            T.clear(tile)
+            N.put_block(dst[at], tile, N.my_pe())
+
+    return main
+
+
+def leave_the_tensor() -> None:
+    one_tile()(tsn.zeros(TILE), 1)
+
+
 # -- tests ----------------------------------------------------------------------------------------------------------
 
 near = pool_fixture(2)
@@ -170,6 +188,11 @@ def test_streams_between_nodes(far):
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_tiles(near, dtype):
     near(put_tiles, dtype, 5, 12)
+
+
+def test_a_tile_past_the_end():
+    kind, text, _ = ranks.launch(1, leave_the_tensor, env={"TSN_DEVICE": "simulator"})[0].error
+    assert kind == "OutOfBounds" and "put: dst" in text, text
 
 
 def test_tiles_do_not_travel():

@@ -281,7 +281,7 @@ class KernelFactory:
             func = self.trace(*args, **kwargs)
             return simulated.prepared(func, required_pass_configs(func, options["pass_configs"])).func
 
-        cached = cache.get_or_make(self.__name__, key, make)
+        cached = cache.get_or_write(self.__name__, key, ".kernel", make, cache.CachedKernel.parse)
         return made[0] if made else SimulatedKernel(cached, again)
 
     def trace(self, *args: Any, **kwargs: Any) -> PrimFunc:

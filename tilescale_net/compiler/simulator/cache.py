@@ -374,8 +374,3 @@ class CachedKernel:
         for name in ("names", "lines"):
             fields[name] = tuple(fields[name])
         return cls(lowered=Lowered.parse(fields.pop("lowered")), **fields)
-
-
-def get_or_make(name: str, key: str, make: Callable[[], CachedKernel]) -> CachedKernel:
-    """The kernel that is cached under `key`, made now if none is."""
-    return get_or_write(name, key, ".kernel", make, CachedKernel.parse)

@@ -260,7 +260,8 @@ def _check_calls(body: str, pointers: set[str]) -> str:
             if element is None or element[2] not in pointers:
                 continue
             size = arguments[sized_by] if sized_by is not None else f"sizeof(*{element[2]}.unchecked())"
-            arguments[position] = f'{element[1]}{element[2]}.span({element[3]}, {size}, "{name}"){element[4]}'
+            primitive = name.removesuffix("_shared")
+            arguments[position] = f'{element[1]}{element[2]}.span({element[3]}, {size}, "{primitive}"){element[4]}'
         call = f"tsn::{name}{template}({', '.join(arguments)})"
         if site:
             before = body[body.rfind("\n", 0, match.start()) + 1 : match.start()]
