@@ -8,12 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import ranks
-from tests.integration.atomics import atomic, put_each
-from tests.integration.copies import CAPACITY, SLACK, WAYS, example
-from tests.integration.order import meet, pass_message, write_source_again, write_through_view
 from tests.integration.pool import pool_fixture
-from tests.integration.signals import COMPARISONS, HOLDS, count, wait_for
-from tests.integration.test_signals import STEPS
+from tests.integration.test_atomics import atomic, put_each
+from tests.integration.test_copies import CAPACITY, SLACK, WAYS, example
+from tests.integration.test_order import meet, pass_message, write_source_again, write_through_view
+from tests.integration.test_signals import COMPARISONS, HOLDS, STEPS, count, wait_for
 
 CHAOS = "seed=11,reorder=0.5,split=0.6,delay_us=300,eagain=0.2,imm_bits=20"
 orderly = pool_fixture(2, env={"VIRTUAL_NODES": "2"})
