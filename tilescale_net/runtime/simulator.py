@@ -185,6 +185,25 @@ def tensor_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return [(begin + sum(start) * size, inner * size) for start in itertools.islice(starts, _MAX_RUNS)]
 
 
+class _Dispatch:
+    """`HostAccessMode.__torch_dispatch__`, which imports Dynamo for nothing.
+
+    torch wraps the method of a mode so that Dynamo leaves it alone, and for that imports Dynamo at the first call, which takes
+    a second of processor time. Where nobody else has imported it there is nothing to leave alone.
+    """
+
+    def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return mode.dispatch(func, args, kwargs or {})
+
+    def __get__(self, mode: Any, owner: Any = None) -> Any:
+        return self if mode is None else functools.partial(self, mode)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__dynamo_disable" and "torch._dynamo" not in sys.modules:
+            return self
+        raise AttributeError(name)
+
+
 class HostAccessMode(TorchDispatchMode):
     """Looks at the tensors of each operator that lie in `heaps`, and forgets what is no symmetric memory."""
 
@@ -198,10 +217,9 @@ class HostAccessMode(TorchDispatchMode):
         """Leave torch.compile as it is without the check; torch before 2.11 ignores this, and compiles nothing."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    __torch_dispatch__ = _Dispatch()
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         meets = "c10d" in func.namespace
         if self.heaps and races():
             self._look(func, args, kwargs, meets)
