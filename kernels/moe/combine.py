@@ -15,6 +15,7 @@ done, so that all SMs sum behind it, while the last rows are still in flight. On
 blocks beside the GEMM have not sent yet.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ from tilescale_net.kernels.moe.row_ops import (
     store_rounded,
     store_sums,
 )
-from tilescale_net.kernels.moe.tiles import Awaited, await_rows, say_begun
+from tilescale_net.kernels.moe.tiles import Awaited, await_rows, signal_started
 
 NONE, OWN = -1, -2  # of a rank's row for a token
 
@@ -131,23 +132,10 @@ class LocalContribution(NamedTuple):
     records: Any
 
 
-class CombineTensors(NamedTuple):
-    """The tensors of a combine, see combine_throughput.
-
-    Attributes:
-        own: what this rank sends. result: what the caller gets.
-        slots: a row for each row that this rank has sent in the dispatch.
-        staged: rows to other nodes. relayed: what this rank has for tokens of other nodes, never of FP8.
-    """
-
-    own: LocalContribution
-    result: Result
-    slots: SummedRows
-    arrived: Any
-    token_slot: Any = None
-    staged: Any = None
-    relayed: Any = None
-    summed: Any = None
+# The tensors of combine_throughput. own: what this rank sends, result: what the caller gets; slots, staged, offered: SummedRows.
+CombineTensors = namedtuple(
+    "CombineTensors", "own result slots arrived token_slot staged offered offer_ready", defaults=(None, None, None)
+)
 
 
 class SlotOffsets(NamedTuple):
@@ -184,14 +172,14 @@ def send_own_row(s, dst, dst_row, y, row, lane):
     """Convert a row of `y` into a row of `dst`; the next vectors are in flight while those before are converted."""
     width, batch, units = s.width, s.send_batch, s.units
     batches = -(-units // (32 * batch))
-    piece = T.alloc_local((batch * width,), s.dtype)
+    loaded = T.alloc_local((batch * width,), s.dtype)
     acc = T.alloc_local((batch * width,), "float32")
-    load_batch(piece, y, row, 0, lane, units, width, batch)
+    load_batch(loaded, y, row, 0, lane, units, width, batch)
     for b in T.serial(batches):
         for i in T.unroll(batch * width):
-            acc[i] = T.cast(piece[i], "float32")
+            acc[i] = T.cast(loaded[i], "float32")
         if b + 1 < batches:
-            load_batch(piece, y, row, (b + 1) * 32 * batch, lane, units, width, batch)
+            load_batch(loaded, y, row, (b + 1) * 32 * batch, lane, units, width, batch)
         store_sums(s, dst, dst_row, acc, b * 32 * batch, lane, units, batch)
 
 
@@ -199,7 +187,7 @@ def send_own_row(s, dst, dst_row, y, row, lane):
 def send_summed_row(s, dst, dst_row, own, source, j, lane):
     """Sum row j of `source` over this rank's experts into a row of `dst`."""
     K, width, batch, group = s.top_k, s.width, s.send_batch, s.send_group
-    piece = T.alloc_local((group * batch * width,), s.dtype)
+    loaded = T.alloc_local((group * batch * width,), s.dtype)
     acc = T.alloc_local((batch * width,), "float32")
     from_row = T.alloc_local((group,), "int32")
     weight = T.alloc_local((group,), "float32")
@@ -219,13 +207,13 @@ def send_summed_row(s, dst, dst_row, own, source, j, lane):
                 if s.weighted == "rows":
                     if from_row[g] >= 0:
                         weight[g] = own.weights[from_row[g]]
-            add_rows(acc, piece, from_row, weight, own.y, b * 32 * batch, lane, s.units, width, batch, group)
+            add_rows(acc, loaded, from_row, weight, own.y, b * 32 * batch, lane, s.units, width, batch, group)
         store_sums(s, dst, dst_row, acc, b * 32 * batch, lane, s.units, batch)
 
 
 @tsn.macro
 def send_row(s, dst, dst_row, own, source, j, base, lane):
-    """Bring row j of `source`, summed over this rank's experts, and what goes with it to a row of `dst`."""
+    """Bring row j of `source`, offer_ready over this rank's experts, and what goes with it to a row of `dst`."""
     K, target = s.top_k, T.alloc_var("int32")
     if s.by_rank:
         send_own_row(s, dst, dst_row, own.y, base + j, lane)
@@ -317,7 +305,7 @@ def send_or_offer(
     first = T.if_then_else(away, offsets.base[chunk.peer], offsets.there[chunk.peer]) + chunk.c * s.chunk
     if s.quantised:
         if away:
-            send_rows(s.unquantised, mem.own, mem.relayed, offsets, chunk, first, target, lane)
+            send_rows(s.unquantised, mem.own, mem.offered, offsets, chunk, first, target, lane)
         else:
             send_rows(s, mem.own, mem.slots, offsets, chunk, first, target, lane)
     else:
@@ -329,21 +317,21 @@ def send_or_offer(
         T.sync_warp()
         if lane == 0:
             N.quiet(me)
-            N.signal(mem.summed[row, chunk.c], call, target)
+            N.signal(mem.offer_ready[row, chunk.c], call, target)
     else:
         N.signal_warp(mem.arrived[mine, chunk.c], call, target)
 
 
 @tsn.macro
-def await_contributions(s, mem, route, k: T.Ref, i: T.Ref, place: T.Ref, call: T.Ref, lane):
+def await_contributions(s, mem, route, k: T.Ref, i: T.Ref, index: T.Ref, call: T.Ref, lane):
     """Wait until the ranks of this node have what they have for row `i` of slot `k`, a rank each by the lanes."""
     at, plan = route.at, route.plan
     for g in T.unroll(-(-at.size // 32)):
         if g * 32 + lane < at.size:
-            place = route.words[plan.gather(k, i, g * 32 + lane)]
-            if place >= 0:
-                place = place - route.words[plan.head(k, 2 + 2 * (g * 32 + lane))]
-                N.wait(mem.summed[k * at.size + g * 32 + lane, place // s.chunk], "ge", call)
+            index = route.words[plan.gather(k, i, g * 32 + lane)]
+            if index >= 0:
+                index = index - route.words[plan.head(k, 2 + 2 * (g * 32 + lane))]
+                N.wait(mem.offer_ready[k * at.size + g * 32 + lane, index // s.chunk], "ge", call)
     T.sync_warp()
 
 
@@ -360,9 +348,9 @@ def sum_in_node(s, mem, route, work, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref
                     work.from_row[g] = route.words[plan.gather(k, i, p * group + g)]
                     if work.from_row[g] >= 0:
                         # A tuple, because tilelang renames a tensor that is given another name.
-                        there = (N.remote(mem.relayed.rows, node * at.size + p * group + g),)
+                        there = (N.remote(mem.offered.rows, node * at.size + p * group + g),)
                         load_batch(
-                            work.piece, there[0], work.from_row[g], b * 32 * batch, lane, s.units, width, batch,
+                            work.loaded, there[0], work.from_row[g], b * 32 * batch, lane, s.units, width, batch,
                             g * batch * width,
                         )  # fmt: skip
             add_slots(s.unquantised, work, None, lambda row: row >= 0, b * 32 * batch, lane, s.units, batch, group)
@@ -370,36 +358,36 @@ def sum_in_node(s, mem, route, work, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref
 
 
 @tsn.macro
-def sum_values_in_node(s, mem, route, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref, place: T.Ref, total: T.Ref, lane):
+def sum_values_in_node(s, mem, route, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref, index: T.Ref, total: T.Ref, lane):
     """Add up the numbers of a token's choices over the ranks of this node."""
     at, plan = route.at, route.plan
     for g in T.serial((s.top_k + 31) // 32):
         if g * 32 + lane < s.top_k:
             total = T.float32(0)
             for r in T.serial(at.size):
-                place = route.words[plan.gather(k, i, r)]
-                if place >= 0:
-                    there = (N.remote(mem.relayed.values, node * at.size + r),)
-                    total = total + there[0][place, g * 32 + lane]
+                index = route.words[plan.gather(k, i, r)]
+                if index >= 0:
+                    there = (N.remote(mem.offered.values, node * at.size + r),)
+                    total = total + there[0][index, g * 32 + lane]
             mem.staged.values[row, g * 32 + lane] = total
 
 
 @tsn.macro
 def send_back(
-    s, mem, route, work, node: T.Ref, call: T.Ref, chunk, i: T.Ref, row: T.Ref, place: T.Ref, total: T.Ref, lane
+    s, mem, route, work, node: T.Ref, call: T.Ref, chunk, i: T.Ref, row: T.Ref, index: T.Ref, total: T.Ref, lane
 ):
     """Sum the rows of a chunk that this node has for the source of a slot, and put them to it."""
     for q in T.serial(chunk.n):
         i = chunk.c * s.proxied_chunk + q
         row = chunk.k * s.max_tokens + i
-        await_contributions(s, mem, route, chunk.k, i, place, call, lane)
+        await_contributions(s, mem, route, chunk.k, i, index, call, lane)
         sum_in_node(s.in_node(route.at.size), mem, route, work, row, node, chunk.k, i, lane)
         if s.valued != "":
-            sum_values_in_node(s, mem, route, row, node, chunk.k, i, place, total, lane)
+            sum_values_in_node(s, mem, route, row, node, chunk.k, i, index, total, lane)
     T.sync_warp()
     row = chunk.k * s.max_tokens + chunk.c * s.proxied_chunk
-    place = route.words[route.plan.head(chunk.k, route.at.slots_begin)] + chunk.c * s.proxied_chunk
-    put_staged(s, mem, place, row, chunk.source, chunk.n)
+    index = route.words[route.plan.head(chunk.k, route.at.slots_begin)] + chunk.c * s.proxied_chunk
+    put_staged(s, mem, index, row, chunk.source, chunk.n)
 
 
 # The receiving side.
@@ -430,7 +418,7 @@ def find_rows(s, mem, offsets, work, now, token: T.Ref, peer: T.Ref, slot: T.Ref
 
 @tsn.macro
 def find_rows_of_origins(
-    s, mem, route, offsets, work, now, node: T.Ref, mine: T.Ref, token: T.Ref, origin: T.Ref, place: T.Ref, size: T.Ref, lane
+    s, mem, route, offsets, work, now, node: T.Ref, mine: T.Ref, token: T.Ref, origin: T.Ref, index: T.Ref, size: T.Ref, lane
 ):  # fmt: skip
     """Look up the rows of a token, an origin each by the lanes, and wait for them; as `find_rows`."""
     at, plan = route.at, route.plan
@@ -438,14 +426,14 @@ def find_rows_of_origins(
         origin = i * 32 + lane
         work.slot_of[i] = NONE
         if origin < at.origins:
-            place = route.words[plan.place(token, origin)]
-            if place >= 0:
-                work.slot_of[i] = route.words[plan.base(origin)] + place
+            index = route.words[plan.origin_index(token, origin)]
+            if index >= 0:
+                work.slot_of[i] = route.words[plan.base(origin)] + index
                 if s.unchanged and origin == mine:
-                    work.slot_of[i] = OWN - offsets.base[now.me] - place
+                    work.slot_of[i] = OWN - offsets.base[now.me] - index
                 else:
                     size = T.if_then_else(origin >= node and origin < node + at.size, s.chunk, s.proxied_chunk)
-                    N.wait(mem.arrived[origin, place // size], "ge", now.call)
+                    N.wait(mem.arrived[origin, index // size], "ge", now.call)
 
 
 @tsn.macro
@@ -464,12 +452,12 @@ def sum_rows(s, mem, work, token: T.Ref, peer: T.Ref, lane):
                 if work.from_row[g] != NONE:
                     if s.unchanged and work.from_row[g] <= OWN:
                         load_batch(
-                            work.piece, mem.own.y, OWN - work.from_row[g], first, lane, units, width, batch,
+                            work.loaded, mem.own.y, OWN - work.from_row[g], first, lane, units, width, batch,
                             g * batch * width,
                         )  # fmt: skip
                     else:
                         load_batch(
-                            work.piece, mem.slots.rows, work.from_row[g], first, lane, units, width, batch,
+                            work.loaded, mem.slots.rows, work.from_row[g], first, lane, units, width, batch,
                             g * batch * width,
                         )  # fmt: skip
             add_slots(s, work, mem.slots.scales, lambda row: row != NONE, first, lane, units, batch, group)
@@ -513,7 +501,7 @@ def combine_throughput(
         senders, reducers: blocks of each kind; all run at once.
         absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
             counts for them.
-        tile_rows, tiles: a row of `y` is read when its tile is there, the last rows first, and nothing is summed: that is left
+        tile_rows, tiles: a row of `y` is read when its tile is there, the last rows first, and nothing is offer_ready: that is left
             to `sum_combined`. 0: all rows are there.
         nodes, forwarder_slots: see NodeLayout; 0: each row goes to its rank straight.
 
@@ -524,13 +512,13 @@ def combine_throughput(
         slots [rows sent, hidden] of `dtype` or FP8, slot_scales [rows sent, groups] float32, slot_values [rows sent, top_k]
         float32: symmetric. staged, staged_scales, staged_values: alike, [rows received, …] to other nodes; with nodes
         [forwarder_slots * max_tokens, …], sums of this node.
-        relayed [rows received, hidden] of `dtype`, relayed_values [… , top_k] float32: symmetric, with nodes only; what this
+        offered [rows received, hidden] of `dtype`, offered_values [… , top_k] float32: symmetric, with nodes only; what this
         rank has for tokens of other nodes, in the order in which their rows came. Unless `quantised` they are the end of
         slots, behind those of all origins, and of slot_values: two copies of the code that sums would spill more registers.
         token_slot: see RoutingPlan, without nodes only. records, totals: see there. active [ranks] int32: 0 for a rank that is
         left out. node_map: see NodeLayout. node_plan: see NodePlanOffsets.
         ready [ranks], done [ranks]: uint64, symmetric. arrived [ranks or origins, chunks]: alike, the last call of which a
-        chunk of `slots` is there. summed [forwarder_slots * size, chunks]: alike, of `relayed`.
+        chunk of `slots` is there. offer_ready [forwarder_slots * size, chunks]: alike, of `offered`.
         tickets [2, 2] int32: work given out to senders and to reducers, by the parity of the call; 0 at first.
         calls [senders + reducers] uint64: calls so far. tag: 0, or the code of what this rank's host found
         wrong. status: see STATUS_WORDS.
@@ -546,13 +534,6 @@ def combine_throughput(
     at, W = PlanOffsets(R, experts // R), record_words(K)
     chunks = -(-M // chunk) if nodes else s.chunks
     blocks, payload = senders + reducers, FP8 if quantised else dtype
-    rows, value_rows, slot_rows, capacity, weights, values = (
-        T.dynamic(n) for n in ("rows", "value_rows", "slot_rows", "capacity", "weights", "values")
-    )
-    scale_rows, stages, scale_stages, value_stages = (
-        T.dynamic(n) for n in ("scale_rows", "stages", "scale_stages", "value_stages")
-    )
-    bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
     tickets_to_send, S, slot_value_rows = R * chunks, most_sent(R, M, K), most_sent(R, M, K)
     if nodes:
         plan, L, in_node = NodePlanOffsets(node_at, M), node_at.size, s.in_node(node_at.size)
@@ -564,23 +545,23 @@ def combine_throughput(
     @T.prim_func
     def main(
         ctx: N.Context(),
-        y: T.Tensor((capacity, hidden), dtype),
-        row_weight: T.Tensor((weights,), "float32"),
-        row_values: T.Tensor((values,), "float32"),
-        bias_0: T.Tensor((bias_rows, hidden), dtype),
-        bias_1: T.Tensor((other_bias_rows, hidden), dtype),
-        out: T.Tensor((rows, hidden), dtype),
-        out_values: T.Tensor((value_rows, K), "float32"),
+        y: T.Tensor((T.dynamic("capacity"), hidden), dtype),
+        row_weight: T.Tensor((T.dynamic("weights"),), "float32"),
+        row_values: T.Tensor((T.dynamic("values"),), "float32"),
+        bias_0: T.Tensor((T.dynamic("bias_rows"), hidden), dtype),
+        bias_1: T.Tensor((T.dynamic("other_bias_rows"), hidden), dtype),
+        out: T.Tensor((T.dynamic("rows"), hidden), dtype),
+        out_values: T.Tensor((T.dynamic("value_rows"), K), "float32"),
         tokens: T.int32,
         slots: T.Tensor((S, hidden), payload),
-        slot_scales: T.Tensor((scale_rows, s.groups), "float32"),
+        slot_scales: T.Tensor((T.dynamic("scale_rows"), s.groups), "float32"),
         slot_values: T.Tensor((slot_value_rows, K), "float32"),
-        staged: T.Tensor((stages, hidden), payload),
-        staged_scales: T.Tensor((scale_stages, s.groups), "float32"),
-        staged_values: T.Tensor((value_stages, K), "float32"),
-        relayed: T.Tensor((relays, hidden), dtype) if nodes else None,
-        relayed_values: T.Tensor((value_relays, K), "float32") if nodes else None,
-        token_slot: None if nodes else T.Tensor((slot_rows, R), "int32"),
+        staged: T.Tensor((T.dynamic("stages"), hidden), payload),
+        staged_scales: T.Tensor((T.dynamic("scale_stages"), s.groups), "float32"),
+        staged_values: T.Tensor((T.dynamic("value_stages"), K), "float32"),
+        offered: T.Tensor((relays, hidden), dtype) if nodes else None,
+        offered_values: T.Tensor((value_relays, K), "float32") if nodes else None,
+        token_slot: None if nodes else T.Tensor((T.dynamic("slot_rows"), R), "int32"),
         records: T.Tensor((R, M, W), "int32"),
         totals: T.Tensor((at.words,), "int32"),
         node_map: T.Tensor((node_at.map_words,), "int32") if nodes else None,
@@ -588,7 +569,7 @@ def combine_throughput(
         active: T.Tensor((R,), "int32"),
         ready: T.Tensor((R,), "uint64"),
         arrived: T.Tensor((V, chunks), "uint64"),
-        summed: T.Tensor((node_at.lists, chunks), "uint64") if nodes else None,
+        offer_ready: T.Tensor((node_at.lists, chunks), "uint64") if nodes else None,
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
         calls: T.Tensor((blocks + absent,), "uint64"),
@@ -603,15 +584,10 @@ def combine_throughput(
             received, base, before, there = shared_ints(4, R)
             offsets = SlotOffsets(received, base, before, there)
             mem = CombineTensors(
-                own=LocalContribution(y, row_weight, row_values, records),
-                result=Result(out, bias_0, bias_1, out_values),
-                slots=SummedRows(slots, slot_scales, slot_values),
-                arrived=arrived,
-                token_slot=token_slot,
-                staged=SummedRows(staged, staged_scales, staged_values),
-                relayed=SummedRows(relayed, None, relayed_values),
-                summed=summed,
-            )
+                LocalContribution(y, row_weight, row_values, records), Result(out, bias_0, bias_1, out_values),
+                SummedRows(slots, slot_scales, slot_values), arrived, token_slot,
+                SummedRows(staged, staged_scales, staged_values), SummedRows(offered, None, offered_values), offer_ready,
+            )  # fmt: skip
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -621,7 +597,7 @@ def combine_throughput(
             if tiles:
                 if block == 0 and thread == 0:
                     current[0] = call
-                say_begun(finished, tiles, T.if_then_else(block == 0, 1 + absent, 1), me, thread)
+                signal_started(finished, tiles, T.if_then_else(block == 0, 1 + absent, 1), me, thread)
             if thread < R:
                 received[thread] = totals[at.received + thread]
                 base[thread] = totals[at.received_base + thread]
@@ -639,7 +615,7 @@ def combine_throughput(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
-            now, taken = handshake.Now(me, call, parity), handshake.Chunk(peer, c, n, chunk if nodes else size)
+            now, taken = handshake.CallState(me, call, parity), handshake.Chunk(peer, c, n, chunk if nodes else size)
             if nodes:
                 route = Route(node_at, plan, node_map, node_plan)
                 node, mine, k, i, forwarder, row = int_vars(6)
@@ -659,7 +635,7 @@ def combine_throughput(
                     if nodes:
                         if ticket < R * chunks:
                             c = ticket // R
-                            # What goes to other nodes comes first.
+                            # Rows to other nodes come first.
                             peer = (ticket % R + (node + 1) * L) % R
                             # Reducers take this rank's own rows from where they are, if they travel as they are.
                             if c * chunk < received[peer] and (peer != me or not s.unchanged):
@@ -706,11 +682,11 @@ def combine_throughput(
 
             if not tiles:  # else sum_combined does it when the GEMM has left all SMs
                 # Senders that are done help to sum.
-                piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
+                loaded = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
                 acc = T.alloc_local((s.sum_batch * s.width,), "float32")
                 from_row = T.alloc_local((s.sum_group,), "int32")
                 slot_of = T.alloc_local((-(-V // 32),), "int32")
-                work = Work(piece, acc, from_row, slot_of)
+                work = Work(loaded, acc, from_row, slot_of)
                 token = T.alloc_var("int32")
                 if not nodes:
                     row = T.alloc_var("int32")
@@ -729,14 +705,14 @@ def combine_throughput(
                     if valued != "":
                         if nodes:
                             sum_values(
-                                s, mem, lambda o: (node_plan[plan.place(token, o)], node_plan[plan.base(o)]), token, row,
+                                s, mem, lambda o: (node_plan[plan.origin_index(token, o)], node_plan[plan.base(o)]), token, row,
                                 total, lane,
                             )  # fmt: skip
                         else:
                             sum_values(s, mem, lambda p: (token_slot[token, p], before[p]), token, row, total, lane)
                     token = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            ends = handshake.Ends(active, done, calls)
+            ends = handshake.CompletionSignals(active, done, calls)
             of = handshake.Blocks(R, blocks, threads, senders, absent, absent_senders)
             handshake.close_call(of, ends, me, call, block, thread)
 
@@ -760,22 +736,20 @@ def sum_combined(
         R, top_k, max_tokens, hidden, dtype, False, weighted, quantised, "", biases, proxied, chunk, proxied_chunk
     )
     at = PlanOffsets(R, experts // R)
-    rows, slot_rows, scale_rows = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("scale_rows")
-    bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
-    capacity, weights, W = T.dynamic("capacity"), T.dynamic("weights"), record_words(top_k)
+    W = record_words(top_k)
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        y: T.Tensor((capacity, hidden), dtype),
-        row_weight: T.Tensor((weights,), "float32"),
-        bias_0: T.Tensor((bias_rows, hidden), dtype),
-        bias_1: T.Tensor((other_bias_rows, hidden), dtype),
-        out: T.Tensor((rows, hidden), dtype),
+        y: T.Tensor((T.dynamic("capacity"), hidden), dtype),
+        row_weight: T.Tensor((T.dynamic("weights"),), "float32"),
+        bias_0: T.Tensor((T.dynamic("bias_rows"), hidden), dtype),
+        bias_1: T.Tensor((T.dynamic("other_bias_rows"), hidden), dtype),
+        out: T.Tensor((T.dynamic("rows"), hidden), dtype),
         tokens: T.int32,
         slots: T.Tensor((S, hidden), payload),
-        slot_scales: T.Tensor((scale_rows, s.groups), "float32"),
-        token_slot: T.Tensor((slot_rows, R), "int32"),
+        slot_scales: T.Tensor((T.dynamic("scale_rows"), s.groups), "float32"),
+        token_slot: T.Tensor((T.dynamic("slot_rows"), R), "int32"),
         records: T.Tensor((R, max_tokens, W), "int32"),
         totals: T.Tensor((at.words,), "int32"),
         arrived: T.Tensor((R, s.chunks), "uint64"),
@@ -811,14 +785,14 @@ def sum_combined(
             row = T.alloc_var("int32")
             ahead = T.alloc_var("int32", init=0)
             token = T.alloc_var("int32")
-            now = handshake.Now(me, call, parity)
+            now = handshake.CallState(me, call, parity)
             if not proxied:
                 send_finished(s, mem, offsets, tickets, now, ahead, token, peer, lane)
-            piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
+            loaded = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
             acc = T.alloc_local((s.sum_batch * s.width,), "float32")
             from_row = T.alloc_local((s.sum_group,), "int32")
             slot_of = T.alloc_local((-(-R // 32),), "int32")
-            work = Work(piece, acc, from_row, slot_of)
+            work = Work(loaded, acc, from_row, slot_of)
             handshake.first_ticket(tickets, parity, 1, ahead, token, lane)
             while token < tokens:
                 handshake.take_ticket(tickets, parity, 1, ahead, lane)

@@ -15,6 +15,7 @@ Rows to other nodes leave first, then those to this node, then those that this r
 and no warp waits for what another one has not begun to send.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from tilescale_net.kernels.moe.row_ops import (
     shared_ints,
     store_batch,
 )
-from tilescale_net.kernels.moe.tiles import count_rows, fill_up, say_begun
+from tilescale_net.kernels.moe.tiles import add_missing_rows, count_rows, signal_started
 
 
 @dataclass(frozen=True)
@@ -58,26 +59,18 @@ class DispatchConfig:
 
     @property
     def in_place(self) -> bool:
-        return self.placement != "arrival"
+        return self.placement != "staged"
 
     @property
     def unroll(self) -> int:
         return batch_of(self.row_words // 4, 16)
 
 
-class DispatchTensors(NamedTuple):
-    """The tensors of a dispatch, see dispatch_throughput; each of `Rows` with its scales."""
-
-    x: Rows
-    out: Rows
-    arrival: Rows
-    staged: Rows
-    send_token: Any
-    send_row: Any
-    records: Any
-    arrived: Any
-    relayed: Rows | None = None
-    came: Any = None
+# The tensors of dispatch_throughput; x, out, arrival, staged and to_forward are `Rows`.
+DispatchTensors = namedtuple(
+    "DispatchTensors",
+    "x out arrival staged send_token send_row records arrived to_forward forward_arrived",
+)
 
 
 class RowOffsets(NamedTuple):
@@ -176,9 +169,9 @@ def send_to_node(s, mem, route, chunk, node, call: T.Ref, slot: T.Ref, row: T.Re
         stage(s, mem, slot, q, token, lane)
     peer = route.forwarder(chunk.node)
     row = route.forwarder_slot(chunk.node) * s.max_tokens + chunk.c * s.proxied_chunk
-    put_staged(s, mem.relayed, row, mem.staged, slot, peer, chunk.n)
+    put_staged(s, mem.to_forward, row, mem.staged, slot, peer, chunk.n)
     row = route.forwarder_slot(chunk.node)
-    N.signal_warp(mem.came[row, chunk.c], call, peer)
+    N.signal_warp(mem.forward_arrived[row, chunk.c], call, peer)
 
 
 @tsn.macro
@@ -189,7 +182,7 @@ def forward(s, mem, route, chunk, call: T.Ref, j: T.Ref, row: T.Ref, slot: T.Ref
     slot = route.words[plan.forward(chunk.k, chunk.r, j, 0)] // s.proxied_chunk
     last = route.words[plan.forward(chunk.k, chunk.r, j + chunk.n - 1, 0)] // s.proxied_chunk
     while slot <= last:
-        N.wait_warp(mem.came[chunk.k, slot], "ge", call)
+        N.wait_warp(mem.forward_arrived[chunk.k, slot], "ge", call)
         slot = slot + 1
     for q in T.serial(chunk.n):
         j = chunk.c * s.chunk + q
@@ -198,7 +191,7 @@ def forward(s, mem, route, chunk, call: T.Ref, j: T.Ref, row: T.Ref, slot: T.Ref
             row = route.words[plan.forward(chunk.k, chunk.r, j, 1)]
         else:
             row = route.words[plan.head(chunk.k, 2 + 2 * chunk.r)] + j
-        put_row(s, mem.out if s.in_place else mem.arrival, row, mem.relayed, slot, chunk.peer)
+        put_row(s, mem.out if s.in_place else mem.arrival, row, mem.to_forward, slot, chunk.peer)
     if not s.by_rank:
         N.signal_warp(mem.arrived[chunk.source, chunk.c], call, chunk.peer)
 
@@ -207,20 +200,20 @@ def forward(s, mem, route, chunk, call: T.Ref, j: T.Ref, row: T.Ref, slot: T.Ref
 def _scatter(s, mem, src, row, source, j, skip, lane):
     """Copy a row to all rows of `mem.out` that its record names, except row `skip`."""
     words, batch = s.row_words, s.unroll
-    piece = T.alloc_local((batch * 4,), "int32")
+    loaded = T.alloc_local((batch * 4,), "int32")
     for b in T.serial((words // 4 + 32 * batch - 1) // (32 * batch)):
-        load_batch(piece, src.rows, row, b * 32 * batch, lane, words // 4, 4, batch)
+        load_batch(loaded, src.rows, row, b * 32 * batch, lane, words // 4, 4, batch)
         for k in T.serial(s.top_k):
             target = T.alloc_var("int32")
             target = mem.records[source, j, k]
             if target >= 0 and target != skip:
-                store_batch(mem.out.rows, target, piece, b * 32 * batch, lane, words // 4, 4, batch)
+                store_batch(mem.out.rows, target, loaded, b * 32 * batch, lane, words // 4, 4, batch)
     if s.scale_words:
         for k in T.serial(s.top_k):
-            place = T.alloc_var("int32")
-            place = mem.records[source, j, k]
-            if place >= 0 and place != skip:
-                copy_words(mem.out.scales, place, src.scales, row, s.scale_words, lane)
+            index = T.alloc_var("int32")
+            index = mem.records[source, j, k]
+            if index >= 0 and index != skip:
+                copy_words(mem.out.scales, index, src.scales, row, s.scale_words, lane)
 
 
 @tsn.macro
@@ -254,7 +247,7 @@ def dispatch_throughput(
     Args:
         ranks, experts, top_k, max_tokens: as in the plan.
         row_words, scale_words: 4-byte words of a row (a multiple of 4) and of its scales (0: it has none).
-        placement: "rank", "expert" or "arrival".
+        placement: "rank", "expert" or "staged".
         proxied: whether rows go straight to ranks of other nodes.
         chunk, proxied_chunk: rows per signal to a mapped rank, and rows per message to another node.
         senders, receivers: blocks of each kind (no receivers for "rank"); threads: of a block. All blocks run at once.
@@ -264,11 +257,11 @@ def dispatch_throughput(
         nodes, slots: see NodeLayout; 0: each row goes to its ranks straight.
 
     Parameters of the kernel (int32 where no type is named; rows and scales are moved as words of 4 bytes):
-        x, x_scales: what to send. out, out_scales: symmetric, except for "arrival".
-        arrival, arrival_scales [rows received, …]: symmetric; used for "arrival" and for rows that come straight from other
+        x, x_scales: what to send. out, out_scales: symmetric, except for "staged".
+        arrival, arrival_scales [rows received, …]: symmetric; used for "staged" and for rows that come straight from other
         nodes.
         staged, staged_scales [rows sent to other nodes, …]: symmetric.
-        relayed, relayed_scales [slots * max_tokens, …]: symmetric; rows to forward. came [slots, chunks]: uint64, symmetric;
+        to_forward, to_forward_scales [slots * max_tokens, …]: symmetric; rows to forward. forward_arrived [slots, chunks]: uint64, symmetric;
         as `arrived`, of rows to forward. node_map: see NodeLayout. node_plan: see NodePlanOffsets. These with nodes only.
         send_token … totals: see RoutingPlan. active [ranks]: 0 for a rank that is left out.
         ready [ranks], done [ranks]: uint64, symmetric. arrived [ranks, chunks]: uint64, symmetric: the last call of which a
@@ -286,29 +279,22 @@ def dispatch_throughput(
         node_at, node_chunks = NodeLayout(ranks, nodes, slots), -(-M // proxied_chunk)
         L, plan = node_at.size, NodePlanOffsets(node_at, M)
         # Tickets: chunks to nodes, then those to ranks of this node, then those to forward.
-        to_nodes, to_ranks, to_forward = nodes * node_chunks, L * chunks, slots * L * chunks
-    rows, scale_rows, capacity, scale_capacity = (
-        T.dynamic(n) for n in ("rows", "scale_rows", "capacity", "scale_capacity")
-    )
-    arrivals, scale_arrivals, stages, scale_stages = (
-        T.dynamic(n) for n in ("arrivals", "scale_arrivals", "stages", "scale_stages")
-    )
-    relays, scale_relays = T.dynamic("relays"), T.dynamic("scale_relays")
+        to_nodes, to_ranks, forwards = nodes * node_chunks, L * chunks, slots * L * chunks
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        x: T.Tensor((rows, row_words), "int32"),
-        x_scales: T.Tensor((scale_rows, scale_width), "int32"),
-        out: T.Tensor((capacity, row_words), "int32"),
-        out_scales: T.Tensor((scale_capacity, scale_width), "int32"),
-        arrival: T.Tensor((arrivals, row_words), "int32"),
-        arrival_scales: T.Tensor((scale_arrivals, scale_width), "int32"),
-        staged: T.Tensor((stages, row_words), "int32"),
-        staged_scales: T.Tensor((scale_stages, scale_width), "int32"),
-        relayed: T.Tensor((relays, row_words), "int32") if nodes else None,
-        relayed_scales: T.Tensor((scale_relays, scale_width), "int32") if nodes else None,
-        came: T.Tensor((slots, chunks), "uint64") if nodes else None,
+        x: T.Tensor((T.dynamic("rows"), row_words), "int32"),
+        x_scales: T.Tensor((T.dynamic("scale_rows"), scale_width), "int32"),
+        out: T.Tensor((T.dynamic("capacity"), row_words), "int32"),
+        out_scales: T.Tensor((T.dynamic("scale_capacity"), scale_width), "int32"),
+        arrival: T.Tensor((T.dynamic("arrivals"), row_words), "int32"),
+        arrival_scales: T.Tensor((T.dynamic("scale_arrivals"), scale_width), "int32"),
+        staged: T.Tensor((T.dynamic("stages"), row_words), "int32"),
+        staged_scales: T.Tensor((T.dynamic("scale_stages"), scale_width), "int32"),
+        to_forward: T.Tensor((T.dynamic("relays"), row_words), "int32") if nodes else None,
+        to_forward_scales: T.Tensor((T.dynamic("scale_relays"), scale_width), "int32") if nodes else None,
+        forward_arrived: T.Tensor((slots, chunks), "uint64") if nodes else None,
         send_token: T.Tensor((R, M), "int32"),
         send_row: T.Tensor((R, M), "int32"),
         records: T.Tensor((R, M, W), "int32"),
@@ -329,17 +315,9 @@ def dispatch_throughput(
             sent, first_row, received, before, landed = shared_ints(5, R)
             offsets = RowOffsets(sent, first_row, received, before, landed)
             mem = DispatchTensors(
-                x=Rows(x, x_scales),
-                out=Rows(out, out_scales),
-                arrival=Rows(arrival, arrival_scales),
-                staged=Rows(staged, staged_scales),
-                send_token=send_token,
-                send_row=send_row,
-                records=records,
-                arrived=arrived,
-                relayed=Rows(relayed, relayed_scales) if nodes else None,
-                came=came,
-            )
+                Rows(x, x_scales), Rows(out, out_scales), Rows(arrival, arrival_scales), Rows(staged, staged_scales),
+                send_token, send_row, records, arrived, Rows(to_forward, to_forward_scales) if nodes else None, forward_arrived,
+            )  # fmt: skip
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -347,7 +325,7 @@ def dispatch_throughput(
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
             if tiles:
-                say_begun(counted, tiles, T.if_then_else(block == 0, 1 + absent, 1), me, thread)
+                signal_started(counted, tiles, T.if_then_else(block == 0, 1 + absent, 1), me, thread)
             if thread < R:
                 sent[thread] = totals[at.sent + thread]
                 first_row[thread] = totals[at.sent_base + thread]
@@ -375,7 +353,7 @@ def dispatch_throughput(
             handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:
                 handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
-                while ticket < (to_nodes + to_ranks + to_forward if nodes else R * chunks):
+                while ticket < (to_nodes + to_ranks + forwards if nodes else R * chunks):
                     handshake.take_ticket(tickets, parity, 0, ahead, lane)
                     if nodes:
                         if ticket < to_nodes:
@@ -420,7 +398,7 @@ def dispatch_throughput(
 
             if tiles:
                 if block == blocks - 1:
-                    fill_up(counted, totals, at, tile_rows, tiles, me, thread, threads)
+                    add_missing_rows(counted, totals, at, tile_rows, tiles, me, thread, threads)
             if receivers:
                 # Senders that are done help to receive.
                 size = T.alloc_var("int32", init=chunk)
@@ -443,7 +421,7 @@ def dispatch_throughput(
                             count_rows(counted, records, peer, c * size, n, top_k, tile_rows, me, lane)
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            ends = handshake.Ends(active, done, calls)
+            ends = handshake.CompletionSignals(active, done, calls)
             of = handshake.Blocks(R, blocks, threads, senders, absent, absent_senders)
             handshake.close_call(of, ends, me, call, block, thread)
 

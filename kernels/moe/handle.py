@@ -74,7 +74,7 @@ class RoutingPlan:
 
     def refused(self, ranks: int, local_experts: int) -> torch.Tensor:
         """int32 [], not 0 where the dispatch was refused; a view."""
-        return self.totals[PlanOffsets(ranks, local_experts).refused]
+        return self.totals[PlanOffsets(ranks, local_experts).rejected]
 
 
 @dataclass(frozen=True)

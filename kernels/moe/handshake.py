@@ -14,7 +14,7 @@ from tilescale_net.kernels.collective import TAG_BITS, announce, report
 from tilescale_net.kernels.moe.layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
 
 
-class Now(NamedTuple):
+class CallState(NamedTuple):
     """The call that a kernel makes; variables of the kernel, which steps read where they stand.
 
     Attributes:
@@ -61,7 +61,7 @@ class Blocks(NamedTuple):
     absent_senders: int = 0
 
 
-class Ends(NamedTuple):
+class CompletionSignals(NamedTuple):
     """The words by which calls end.
 
     Attributes:
@@ -147,7 +147,7 @@ def close_call(of, ends, me: T.Ref, call: T.Ref, block, thread):
     """End a call: block 0 waits until all blocks of all ranks have sent, so no signal of a call meets one of the next.
 
     Args:
-        of: the Blocks. ends: the Ends.
+        of: the Blocks. ends: the CompletionSignals.
     """
     if of.absent:
         stand_in(of, ends, me, call, block, thread)
@@ -181,14 +181,14 @@ def count_for(calls, call: T.Ref, blocks, absent, thread, threads):
 
 
 @tsn.macro
-def begin_half(calls, call: T.Ref, parity: T.Ref, block):
+def begin_phase(calls, call: T.Ref, parity: T.Ref, block):
     """Latency mode: call = the number of the call that a half of it belongs to, parity = which of the two sets of buffers."""
     call = calls[block] + T.uint64(1)
     parity = T.cast(call & T.uint64(1), "int32")
 
 
 @tsn.macro
-def end_half(calls, call: T.Ref, blocks, absent, block, thread, threads):
+def end_phase(calls, call: T.Ref, blocks, absent, block, thread, threads):
     """Latency mode: count the call, as one that this half has done; block 0 also for blocks that the call does not have."""
     if thread == 0:
         calls[block] = call

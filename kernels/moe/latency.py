@@ -17,7 +17,7 @@ from tilescale_net.kernels.moe.latency_combine import combine_latency, exchange_
 from tilescale_net.kernels.moe.latency_dispatch import dispatch_latency
 from tilescale_net.kernels.moe.layout import (
     NO_FAULT,
-    Gateways,
+    Forwarders,
     HeaderLayout,
     LatencyNodePlanOffsets,
     MessageLayout,
@@ -157,7 +157,7 @@ class LatencyMode(Mode):
         return Launch(kernel, self._dispatch_fixed, given, base.world, **forms)
 
     def _on_the_way(self) -> dict[str, int]:
-        """What tells kernels of gateways between nodes."""
+        """What tells kernels of forwarders between nodes."""
         return {}
 
     def _order(self) -> dict[str, bool]:
@@ -312,18 +312,18 @@ class LatencyMode(Mode):
 NODE_COMBINE = (*COMBINE[:-2], "origin_slot", "tokens", "node_plan")
 
 
-def _carrying(config: Config, tuning, at: NodeLayout) -> BufferSpecs:
-    """Symmetric memory of what a gateway carries for others, which grows with the sources that it serves."""
+def _forwarding_buffers(config: Config, tuning, at: NodeLayout) -> BufferSpecs:
+    """Symmetric memory of what a forwarder forwards, which grows with the sources that it serves."""
     c, rows = config, 2 * at.slots * config.max_tokens
     message = MessageLayout(c.row_words, c.scale_words, c.top_k, True)
     payload, cuts = FP8 if c.quantize_combine else c.combine_dtype, parts(c, tuning, True)[1]
     return {
-        "dispatch.relayed": ((rows, message.words), torch.int32),
-        "dispatch.came": ((rows,), torch.uint64),
+        "dispatch.to_forward": ((rows, message.words), torch.int32),
+        "dispatch.forward_arrived": ((rows,), torch.uint64),
         "combine.staged": ((rows, c.hidden), payload),
         "combine.staged_scales": ((rows if c.quantize_combine else 1, groups_of(c.hidden)), torch.float32),
-        "combine.gathered": ((rows * at.size, c.hidden), c.combine_dtype),
-        "combine.summed": ((rows * at.size, cuts), torch.uint64),
+        "combine.partial_sums": ((rows * at.size, c.hidden), c.combine_dtype),
+        "combine.partials_arrived": ((rows * at.size, cuts), torch.uint64),
     }
 
 
@@ -351,12 +351,12 @@ def node_symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[t
             "combine.slot_scales": ((back if c.quantize_combine else 1, groups_of(c.hidden)), torch.float32),
             "combine.arrived": ((back, cuts), torch.uint64),
         }
-        | _carrying(c, tuning, at)
+        | _forwarding_buffers(c, tuning, at)
     )
 
 
 class NodeLatencyMode(LatencyMode):
-    """As its base, with gateways between nodes; see layout.py."""
+    """As its base, with forwarders between nodes; see layout.py."""
 
     dispatch_takes = (*DISPATCH[:-3], "origin_slot", "node_plan", *DISPATCH[-3:])
 
@@ -371,18 +371,18 @@ class NodeLatencyMode(LatencyMode):
 
     def _use_map(self, mask: tuple[bool, ...]) -> None:
         """Let the kernels go by the map of these members."""
-        words = Gateways(mask, self._at.nodes).words(self._base.rank, self._at.slots)
+        words = Forwarders(mask, self._at.nodes).words(self._base.rank, self._at.slots)
         node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
         for fixed in (self._dispatch_fixed, self._combine_fixed):
             fixed["node_map"] = node_map
 
     def regroup(self, mask: tuple[bool, ...]) -> None:
-        """A gateway that is left out is replaced, by one that may then serve more sources than there was room for."""
+        """A forwarder that is left out is replaced, by one that may then serve more sources than there was room for."""
         at = with_room(self._c.ranks, self._at.nodes, [mask])
         if at.slots > self._at.slots:
             self._at = at
             with torch.inference_mode(False):
-                grown = self._base.replace(self._symmetric, _carrying(self._c, self._base.tuning, at))
+                grown = self._base.replace(self._symmetric, _forwarding_buffers(self._c, self._base.tuning, at))
             self._symmetric.update(grown)
             self._dispatch_fixed.update(self._buffers("dispatch"))
             self._combine_fixed.update(self._buffers("combine"))

@@ -12,6 +12,7 @@ origins (see layout.py) in their order. Forwarders sum in the receive phase.
 `exchange_weights` brings weights that the caller gives to combine to the ranks whose rows they multiply.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ class LatencyCombineConfig(SumSizes):
     def send_group(self) -> int:
         return min(self.top_k, 2)
 
-    def gathered_group(self, node_size: int) -> int:
+    def partials_group(self, node_size: int) -> int:
         """The same of what the ranks of a node have for a token of another."""
         return min(node_size, self.top_k, 4)
 
@@ -89,28 +90,13 @@ class LatencyCombineConfig(SumSizes):
         return batch_of(self.size, 7)
 
 
-class LatencyCombineTensors(NamedTuple):
-    """The tensors of a combine, see combine_latency.
-
-    Attributes:
-        y, targets, weights: what this rank sends. result: what the caller gets.
-        token_slot: int32 [rows, ranks or origins], the slot of a token's row, or -1.
-    """
-
-    y: Any
-    targets: Any
-    weights: Any
-    result: Result
-    received: Any
-    active: Any
-    begun: Any
-    slots: Rows
-    arrived: Any
-    token_slot: Any
-    staged: Rows
-    waited: Any
-    gathered: Any = None
-    summed: Any = None
+# The tensors of combine_latency. result: a Result, slots, staged: `Rows`; token_slot: int32 [rows, ranks or origins], the slot
+# of a token's row, or -1.
+LatencyCombineTensors = namedtuple(
+    "LatencyCombineTensors",
+    "y targets weights result received active begun slots arrived token_slot staged waited partial_sums "
+    "partials_arrived",
+)
 
 
 class TokenPart(NamedTuple):
@@ -142,7 +128,7 @@ def begin_sending(mem, incoming, total: T.Ref, now, tag, block, thread, ranks):
 def send_part(s, dst, dst_row, mem, src, begin, end, lane):
     """Sum a part of a row over this rank's experts into a row of `dst`."""
     K, width, batch, group = s.top_k, s.width, s.send_batch, s.send_group
-    piece = T.alloc_local((group * batch * width,), s.dtype)
+    loaded = T.alloc_local((group * batch * width,), s.dtype)
     acc = T.alloc_local((batch * width,), "float32")
     from_row = T.alloc_local((group,), "int32")
     weight = T.alloc_local((group,), "float32")
@@ -160,7 +146,7 @@ def send_part(s, dst, dst_row, mem, src, begin, end, lane):
                     if s.weighted:
                         weight[g] = mem.weights[src, k]
                     k = k + 1
-            add_rows(acc, piece, from_row, weight, mem.y, first, lane, end, width, batch, group)
+            add_rows(acc, loaded, from_row, weight, mem.y, first, lane, end, width, batch, group)
         store_sums(s, dst, dst_row, acc, first, lane, end, batch)
 
 
@@ -218,7 +204,7 @@ def sum_part(s, mem, work, now, rank_of, of, end: T.Ref, first: T.Ref, peer: T.R
                     if slot >= 0:
                         work.from_row[g] = (now.parity * R + p * group + g) * M + slot
                         load_batch(
-                            work.piece, mem.slots.rows, work.from_row[g], first, lane, end, width, batch, g * batch * width
+                            work.loaded, mem.slots.rows, work.from_row[g], first, lane, end, width, batch, g * batch * width
                         )  # fmt: skip
             add_slots(s, work, mem.slots.scales, lambda row: row >= 0, first, lane, end, batch, group)
         add_biases(s, work.acc, mem.result, of.token, first, lane, end)
@@ -244,27 +230,27 @@ def sender_of(route: Route, me: Any, origin: Any) -> Any:
 def send_part_in_node(s, mem, route, now, peer: T.Ref, slot: T.Ref, part: T.Ref, end: T.Ref, lane):
     """Sum a part of row `slot` of a rank into its memory, or into that of its forwarder here, and signal it."""
     at, M = route.at, s.max_tokens
-    source, place, target = int_vars(3)
+    source, index, target = int_vars(3)
     source = peer * M + slot
     if peer // at.size == now.me // at.size:
         here = mem.slots.at(peer, s.quantised)
-        place = (now.parity * at.origins + now.me // at.size + now.me % at.size) * M + slot
-        send_part(s, here, place, mem, source, part * s.size, end, lane)
-        N.signal_warp(mem.arrived[place, part], now.call, peer)
+        index = (now.parity * at.origins + now.me // at.size + now.me % at.size) * M + slot
+        send_part(s, here, index, mem, source, part * s.size, end, lane)
+        N.signal_warp(mem.arrived[index, part], now.call, peer)
     else:
         target = route.local_forwarder(peer)
-        place = (now.parity * at.slots + route.local_forwarder_slot(peer)) * M
-        place = (place + route.words[route.plan.carried(peer, slot)]) * at.size + now.me % at.size
-        there = Rows(N.remote(mem.gathered, target), None)
-        send_part(s.unquantised, there, place, mem, source, part * s.size, end, lane)
-        N.signal_warp(mem.summed[place, part], now.call, target)
+        index = (now.parity * at.slots + route.local_forwarder_slot(peer)) * M
+        index = (index + route.words[route.plan.message_index(peer, slot)]) * at.size + now.me % at.size
+        there = Rows(N.remote(mem.partial_sums, target), None)
+        send_part(s.unquantised, there, index, mem, source, part * s.size, end, lane)
+        N.signal_warp(mem.partials_arrived[index, part], now.call, target)
 
 
 @tsn.macro
 def sum_in_node(s, mem, route, work, row: T.Ref, k: T.Ref, j: T.Ref, begin, end, lane):
     """Sum a part of what ranks of this node have for message `j` of slot `k`, in their order, into `row` of `mem.staged`."""
     at, plan = route.at, route.plan
-    width, batch, group = s.width, s.sum_batch, s.gathered_group(at.size)
+    width, batch, group = s.width, s.sum_batch, s.partials_group(at.size)
     for b in T.serial(-(-s.size // (32 * batch))):
         clear(work.acc, batch * width)
         for p in T.serial(-(-min(at.size, s.top_k) // group)):
@@ -275,7 +261,7 @@ def sum_in_node(s, mem, route, work, row: T.Ref, k: T.Ref, j: T.Ref, begin, end,
                     if route.words[plan.receiver(k, j, p * group + g)] >= 0:
                         work.from_row[g] = row * at.size + route.words[plan.receiver(k, j, p * group + g)]
             add_rows(
-                work.acc, work.piece, work.from_row, work.ones, mem.gathered, begin + b * 32 * batch, lane, end, width,
+                work.acc, work.loaded, work.from_row, work.ones, mem.partial_sums, begin + b * 32 * batch, lane, end, width,
                 batch, group,
             )  # fmt: skip
         store_sums(s, mem.staged, row, work.acc, begin + b * 32 * batch, lane, end, batch)
@@ -285,27 +271,27 @@ def sum_in_node(s, mem, route, work, row: T.Ref, k: T.Ref, j: T.Ref, begin, end,
 def send_back(s, mem, route, work, now, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, lane):
     """Sum a part of what this node has for message `j` of the source of slot `k`, and put it to the source."""
     at, plan, M = route.at, route.plan, s.max_tokens
-    row, peer, place = int_vars(3)
+    row, peer, index = int_vars(3)
     row = (now.parity * at.slots + k) * M + j
     for g in T.serial((min(at.size, s.top_k) + 31) // 32):
         if g * 32 + lane < min(at.size, s.top_k):
-            place = route.words[plan.receiver(k, j, g * 32 + lane)]
-            if place >= 0:
+            index = route.words[plan.receiver(k, j, g * 32 + lane)]
+            if index >= 0:
                 if s.timed:
                     handshake.wait_timed(
-                        lambda: mem.summed[row * at.size + place, part], now.call, mem.waited,
-                        now.me // at.size * at.size + place,
+                        lambda: mem.partials_arrived[row * at.size + index, part], now.call, mem.waited,
+                        now.me // at.size * at.size + index,
                     )  # fmt: skip
-                N.wait(mem.summed[row * at.size + place, part], "ge", now.call)
+                N.wait(mem.partials_arrived[row * at.size + index, part], "ge", now.call)
     T.sync_warp()
     sum_in_node(s, mem, route, work, row, k, j, part * s.size, end, lane)
     T.sync_warp()
     peer = route.source(k)
-    place = now.me // at.size
-    if peer // at.size < place:
-        place = place + at.size - 1
-    place = (now.parity * at.origins + place) * M + j
-    put_part(s, mem, row, place, part, end, now.call, peer, lane)
+    index = now.me // at.size
+    if peer // at.size < index:
+        index = index + at.size - 1
+    index = (now.parity * at.origins + index) * M + j
+    put_part(s, mem, row, index, part, end, now.call, peer, lane)
 
 
 @tsn.jit(name="moe::combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
@@ -332,7 +318,7 @@ def combine_latency(
         slots [2 * ranks or origins * max_tokens, hidden] of `dtype` or FP8, slot_scales [… , groups] float32, arrived [… ,
         parts] uint64, begun [2 * ranks] uint64: symmetric. staged, staged_scales [2 * ranks * max_tokens, …], with nodes [2 *
         forwarder_slots * max_tokens, …]: alike, rows to other nodes.
-        gathered [2 * forwarder_slots * max_tokens * size, hidden] of `dtype`, summed [… , parts] uint64: symmetric; what ranks
+        partial_sums [2 * forwarder_slots * max_tokens * size, hidden] of `dtype`, partials_arrived [… , parts] uint64: symmetric; what ranks
         of this node have for tokens of others. node_map: see NodeLayout. node_plan: see LatencyNodePlanOffsets. These with
         nodes only.
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
@@ -342,40 +328,37 @@ def combine_latency(
     R, K, M, S = ranks, top_k, max_tokens, forwarder_slots
     node_at = NodeLayout(R, nodes, S) if nodes else None
     V = node_at.origins if nodes else R
-    # Two places in the code sum what is sent over nodes; with larger batches they spill registers.
+    # Two loops sum what is sent over nodes; with larger batches they spill registers.
     limit = dict(send_limit=7) if nodes else {}
     s = LatencyCombineConfig(V, K, M, hidden, dtype, weighted, quantised, parts, biases, timed=timed, **limit)
     groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
-    rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
-    scale_rows, stages, scale_stages = T.dynamic("scale_rows"), T.dynamic("stages"), T.dynamic("scale_stages")
-    bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
     if nodes:
-        plan, L, held = LatencyNodePlanOffsets(node_at, M, K), node_at.size, s.gathered_group(node_at.size)
+        plan, L, held = LatencyNodePlanOffsets(node_at, M, K), node_at.size, s.partials_group(node_at.size)
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        y: T.Tensor((capacity, hidden), dtype),
+        y: T.Tensor((T.dynamic("capacity"), hidden), dtype),
         targets: T.Tensor((R * M, K), "int32"),
         weights: T.Tensor((R * M, K), "float32"),
         received: T.Tensor((R,), "int32"),
-        bias_0: T.Tensor((bias_rows, hidden), dtype),
-        bias_1: T.Tensor((other_bias_rows, hidden), dtype),
-        out: T.Tensor((rows, hidden), dtype),
-        token_slot: None if nodes else T.Tensor((slot_rows, R), "int32"),
-        origin_slot: T.Tensor((slot_rows, V), "int32") if nodes else None,
+        bias_0: T.Tensor((T.dynamic("bias_rows"), hidden), dtype),
+        bias_1: T.Tensor((T.dynamic("other_bias_rows"), hidden), dtype),
+        out: T.Tensor((T.dynamic("rows"), hidden), dtype),
+        token_slot: None if nodes else T.Tensor((T.dynamic("slot_rows"), R), "int32"),
+        origin_slot: T.Tensor((T.dynamic("slot_rows"), V), "int32") if nodes else None,
         tokens: T.int32,
         tag: T.int32,
         active: T.Tensor((R,), "int32"),
         slots: T.Tensor((2 * V * M, hidden), payload),
-        slot_scales: T.Tensor((scale_rows, groups), "float32"),
-        staged: T.Tensor((stages, hidden), payload),
-        staged_scales: T.Tensor((scale_stages, groups), "float32"),
-        gathered: T.Tensor((2 * S * M * L, hidden), dtype) if nodes else None,
+        slot_scales: T.Tensor((T.dynamic("scale_rows"), groups), "float32"),
+        staged: T.Tensor((T.dynamic("stages"), hidden), payload),
+        staged_scales: T.Tensor((T.dynamic("scale_stages"), groups), "float32"),
+        partial_sums: T.Tensor((2 * S * M * L, hidden), dtype) if nodes else None,
         begun: T.Tensor((2 * R,), "uint64"),
         arrived: T.Tensor((2 * V * M, cuts), "uint64"),
-        summed: T.Tensor((2 * S * M * L, cuts), "uint64") if nodes else None,
+        partials_arrived: T.Tensor((2 * S * M * L, cuts), "uint64") if nodes else None,
         node_map: T.Tensor((node_at.map_words,), "int32") if nodes else None,
         node_plan: T.Tensor((plan.words,), "int32") if nodes else None,
         send_calls: T.Tensor((blocks + absent,), "uint64"),
@@ -390,31 +373,19 @@ def combine_latency(
             me = T.alloc_var("int32")
             me = N.my_pe()
             call = T.alloc_var("uint64")
-            parity, peer, slot, part, place, end = int_vars(6)  # parity: which of the two sets of buffers
-            now = handshake.Now(me, call, parity)
+            parity, peer, slot, part, index, end = int_vars(6)  # parity: which of the two sets of buffers
+            now = handshake.CallState(me, call, parity)
             mem = LatencyCombineTensors(
-                y=y,
-                targets=targets,
-                weights=weights,
-                result=Result(out, bias_0, bias_1),
-                received=received,
-                active=active,
-                begun=begun,
-                slots=Rows(slots, slot_scales),
-                arrived=arrived,
-                token_slot=origin_slot if nodes else token_slot,
-                staged=Rows(staged, staged_scales),
-                waited=waited,
-                gathered=gathered,
-                summed=summed,
-            )
+                y, targets, weights, Result(out, bias_0, bias_1), received, active, begun, Rows(slots, slot_scales), arrived,
+                origin_slot if nodes else token_slot, Rows(staged, staged_scales), waited, partial_sums, partials_arrived,
+            )  # fmt: skip
             if nodes:
                 route = Route(node_at, plan, node_map, node_plan)
 
             if sends:
                 total, source = int_vars(2)
                 direct = T.alloc_var("int32", init=1)
-                handshake.begin_half(send_calls, call, parity, block)
+                handshake.begin_phase(send_calls, call, parity, block)
                 begin_sending(mem, incoming, total, now, tag, block, thread, R)
                 for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
                     # Consecutive parts go to different blocks.
@@ -432,33 +403,33 @@ def combine_latency(
                         else:
                             handshake.find_source(incoming, peer, slot)
                             source = peer * M + slot
-                            place = (parity * R + me) * M + slot
+                            index = (parity * R + me) * M + slot
                             end = T.min(s.units, (part + 1) * size)
                             if proxied:
                                 direct = T.if_then_else(N.is_direct(peer), 1, 0)
                             if direct != 0:
                                 at_peer = mem.slots.at(peer, quantised)
-                                send_part(s, at_peer, place, mem, source, part * size, end, lane)
-                                N.signal_warp(arrived[place, part], call, peer)
+                                send_part(s, at_peer, index, mem, source, part * size, end, lane)
+                                N.signal_warp(arrived[index, part], call, peer)
                             elif proxied:
                                 there = (parity * R + peer) * M + slot
                                 send_part(s, mem.staged, there, mem, source, part * size, end, lane)
                                 T.sync_warp()
-                                put_part(s, mem, there, place, part, end, call, peer, lane)
+                                put_part(s, mem, there, index, part, end, call, peer, lane)
                 T.sync_threads()
-                handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
+                handshake.end_phase(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
                 token = T.alloc_var("int32")
                 word = T.alloc_var("uint64")
-                piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
+                loaded = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
                 acc = T.alloc_local((s.sum_batch * s.width,), "float32")
                 from_row = T.alloc_local((max(s.sum_group, held) if nodes else s.sum_group,), "int32")
                 first = T.alloc_var("int32")
-                work, of = Work(piece, acc, from_row), TokenPart(token, part)
-                handshake.begin_half(receive_calls, call, parity, block)
+                work, of = Work(loaded, acc, from_row), TokenPart(token, part)
+                handshake.begin_phase(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
-                # Words of ranks that begin come before their rows: this wait costs no time.
+                # Announcements arrive before rows: this wait costs no time.
                 if block == 0 and thread < R:
                     if active[thread] != 0:
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
@@ -472,14 +443,14 @@ def combine_latency(
                     work_of_node = Work(held_rows, acc, from_row, ones=ones)
                     total = 0
                     for i in T.serial(S):
-                        total = total + node_plan[plan.passed(i)]
+                        total = total + node_plan[plan.forwarded(i)]
                     for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
                         slot = ((i * warps + warp) * blocks + block) // cuts
                         part = ((i * warps + warp) * blocks + block) % cuts
                         if slot < total:
                             k = 0
-                            while slot >= node_plan[plan.passed(k)]:
-                                slot = slot - node_plan[plan.passed(k)]
+                            while slot >= node_plan[plan.forwarded(k)]:
+                                slot = slot - node_plan[plan.forwarded(k)]
                                 k = k + 1
                             end = T.min(s.units, (part + 1) * size)
                             send_back(s, mem, route, work_of_node, now, k, slot, part, end, lane)
@@ -492,7 +463,7 @@ def combine_latency(
                             slot, lane,
                         )  # fmt: skip
                 T.sync_threads()
-                handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
+                handshake.end_phase(receive_calls, call, blocks, absent, block, thread, threads)
 
     return main
 
@@ -517,14 +488,13 @@ def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
         waited [ranks] uint64, if timed: clocks of waiting for each rank's weights are added.
     """
     R, K, M = ranks, top_k, max_tokens
-    rows, slot_rows = T.dynamic("rows"), T.dynamic("slot_rows")
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        topk_weights: T.Tensor((rows, K), "float32"),
+        topk_weights: T.Tensor((T.dynamic("rows"), K), "float32"),
         tokens: T.int32,
-        token_slot: T.Tensor((slot_rows, R), "int32"),
+        token_slot: T.Tensor((T.dynamic("slot_rows"), R), "int32"),
         received: T.Tensor((R,), "int32"),
         active: T.Tensor((R,), "int32"),
         weights_out: T.Tensor((2 * R * M, K), "float32"),
@@ -545,18 +515,18 @@ def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
             call = calls[block] + T.uint64(1)
             parity = T.alloc_var("int32")
             parity = T.cast(call & T.uint64(1), "int32")
-            place, slot = int_vars(2)
+            index, slot = int_vars(2)
             if active[peer] != 0:
                 if thread == 0:
                     count[0] = 0
                 T.sync_threads()
                 for i in T.serial((tokens * K + threads - 1) // threads):
-                    place = i * threads + thread
-                    if place < tokens * K:
-                        slot = token_slot[place // K, peer]
+                    index = i * threads + thread
+                    if index < tokens * K:
+                        slot = token_slot[index // K, peer]
                         if slot >= 0:
-                            weights_out[(parity * R + peer) * M + slot, place % K] = topk_weights[place // K, place % K]
-                            if place % K == 0:
+                            weights_out[(parity * R + peer) * M + slot, index % K] = topk_weights[index // K, index % K]
+                            if index % K == 0:
                                 T.atomic_add(count[0], 1)
                 T.sync_threads()
                 N.put_signal_block(
@@ -568,10 +538,10 @@ def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
                         handshake.wait_timed(lambda: sent[parity * R + peer], call, waited, peer)
                 N.wait_block(sent[parity * R + peer], "ge", call)
                 for i in T.serial((received[peer] * K + threads - 1) // threads):
-                    place = i * threads + thread
-                    if place < received[peer] * K:
-                        weights[peer * M + place // K, place % K] = weights_in[
-                            (parity * R + peer) * M + place // K, place % K
+                    index = i * threads + thread
+                    if index < received[peer] * K:
+                        weights[peer * M + index // K, index % K] = weights_in[
+                            (parity * R + peer) * M + index // K, index % K
                         ]
                 T.sync_threads()
                 if thread == 0:

@@ -1,6 +1,6 @@
 """Dispatch in latency mode: few tokens, every SM, no exchange before the data.
 
-A block makes one message per token (row, scales, choices; quantised on the way if asked) and puts it, with a signal of
+A block makes one message per token (row, scales, choices; quantised if asked) and puts it, with a signal of
 its own, to every rank that hosts one of the token's experts: once per rank, however many experts there. Each block
 finds its token's slots by reading all earlier choices itself. A header carries how many messages each peer is to
 expect and how many rows per expert; from the headers a receiver computes where each row goes, so the rows of an expert are
@@ -16,6 +16,7 @@ source to every rank, and carry how many messages a forwarder is to expect. The 
 for nothing but what sources send.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from tilescale_net.kernels.moe.row_ops import (
     Rows,
     batch_of,
     copy_scales,
+    int_vars,
     load_batch,
     store_batch,
     store_quantised,
@@ -114,17 +116,17 @@ class LatencyDispatchConfig:
 
     @property
     def units(self) -> int:
-        """Pieces of 16 bytes in such a row."""
+        """Vectors of 16 bytes in such a row."""
         return self.source_width // self.width
 
     @property
     def batch(self) -> int:
-        """Pieces of a thread; a block holds a whole row."""
+        """Vectors of a thread; a block holds a whole row."""
         return -(-self.units // self.threads)
 
     @property
     def row_batch(self) -> int:
-        """Pieces of a lane and batch of a row as it travels."""
+        """Vectors of a lane and batch of a row as it travels."""
         return batch_of(self.row_words // 4, 16)
 
 
@@ -140,63 +142,18 @@ class MessageViews(NamedTuple):
     scales: Any
 
 
-class ReceivedTensors(NamedTuple):
-    """What is kept of the rows that come, see ReceivedRows.
-
-    Attributes:
-        out: rows and scales that the caller gets, int32 [local experts * ranks * max_tokens, …].
-        counts: int32 [local experts]. received: int32 [ranks]. source_counts: int32 [local experts, ranks].
-        targets: int32, weights: float32, [ranks * max_tokens, top_k].
-        source_token: int32 [local experts, ranks * max_tokens].
-    """
-
-    out: Rows
-    counts: Any
-    received: Any
-    source_counts: Any
-    targets: Any
-    weights: Any
-    source_token: Any
+# What is stored of the received rows, see ReceivedRows; `out` are `Rows` that the caller gets.
+ReceivedTensors = namedtuple("ReceivedTensors", "out counts received source_counts targets weights source_token")
 
 
-class LatencyDispatchTensors(NamedTuple):
-    """The tensors of a dispatch. Of each two sets of messages, headers and signals, calls use one and the other.
-
-    Attributes:
-        x: the caller's rows: int32 words with scales, or elements to be quantised.
-        topk_idx: int32 or int64, topk_weights: float32, [rows, top_k].
-        active: int32 [ranks], 0 for a rank that is left out.
-        message: what this rank sends.
-        header_out, header_in: int32 [2 * ranks, …], symmetric, see HeaderLayout.
-        begun: uint64 [2 * ranks], symmetric: the last call that each rank has begun, with the number of its messages.
-        arrival: int32 [2 * ranks * max_tokens, …], symmetric, see MessageLayout. arrived: uint64, the last call of each message.
-        token_slot: int32 [rows, ranks], the place of a token's message at each rank, or -1.
-        kept: what is kept of the rows that come.
-        status: see STATUS_WORDS. waited: uint64 [ranks], clocks of waiting for each rank, where that is timed.
-        relayed, came: as arrival and arrived, of [2 * slots of a gateway * max_tokens] messages to be passed on.
-        origin_slot: int32 [rows, origins], as token_slot.
-        passing: int32 [slots of a gateway], of shared memory: messages to be passed on from the source of each slot. These
-            four where rows cross the network once per node.
-    """
-
-    x: Rows
-    topk_idx: Any
-    topk_weights: Any
-    active: Any
-    message: MessageViews
-    header_out: Any
-    header_in: Any
-    begun: Any
-    arrival: Any
-    arrived: Any
-    token_slot: Any
-    kept: ReceivedTensors
-    status: Any
-    waited: Any = None
-    relayed: Any = None
-    came: Any = None
-    origin_slot: Any = None
-    passing: Any = None
+# The tensors of dispatch_latency; of each two sets of messages, headers and signals, calls use one and the other. message: a
+# MessageViews, results: ReceivedTensors, forwarding: int32 [slots of a forwarder], of shared memory: messages to forward
+# from the source of each slot.
+LatencyDispatchTensors = namedtuple(
+    "LatencyDispatchTensors",
+    "x topk_idx topk_weights active message header_out header_in begun arrival arrived token_slot results status "
+    "waited to_forward forward_arrived origin_slot forwarding",
+)
 
 
 class TokenChoices(NamedTuple):
@@ -221,9 +178,7 @@ def count_choices(s, mem, tokens, fault, fault_value, histogram, bad, now, threa
     """
     R, experts, threads, local = s.ranks, s.experts, s.threads, s.local
     seen = T.alloc_local((s.top_k,), "int32")
-    other = T.alloc_var("int32")
-    choice = T.alloc_var("int32")
-    first = T.alloc_var("int32")
+    other, choice, first = int_vars(3)
     for i in T.serial((s.bins + threads - 1) // threads):
         if i * threads + thread < s.bins:
             histogram[i * threads + thread] = 0
@@ -273,21 +228,20 @@ def count_choices(s, mem, tokens, fault, fault_value, histogram, bad, now, threa
 def send_headers(s, mem, histogram, bad, now, thread, warp):
     """Put a header to every rank, with a signal that carries the number of the call and of the messages to expect."""
     R, M, threads, local, head = s.ranks, s.max_tokens, s.threads, s.local, s.header
-    peer = T.alloc_var("int32")
-    place = T.alloc_var("int32")
+    peer, index = int_vars(2)
     for i in T.serial((R * head.words + threads - 1) // threads):
-        place = (i * threads + thread) % head.words
+        index = (i * threads + thread) % head.words
         peer = (i * threads + thread) // head.words
         if peer < R:
-            if place < local:
-                mem.header_out[now.parity * R + peer, place] = T.min(histogram[peer * local + place], M)
-            elif place == head.code:
-                mem.header_out[now.parity * R + peer, place] = bad[0]
-            elif place == head.value:
-                mem.header_out[now.parity * R + peer, place] = bad[1]
+            if index < local:
+                mem.header_out[now.parity * R + peer, index] = T.min(histogram[peer * local + index], M)
+            elif index == head.code:
+                mem.header_out[now.parity * R + peer, index] = bad[0]
+            elif index == head.value:
+                mem.header_out[now.parity * R + peer, index] = bad[1]
             elif s.nodes:
-                if place == head.to_node:
-                    mem.header_out[now.parity * R + peer, place] = histogram[s.experts + R + peer // s.node_size]
+                if index == head.to_node:
+                    mem.header_out[now.parity * R + peer, index] = histogram[s.experts + R + peer // s.node_size]
     T.sync_threads()
     for i in T.serial((R + s.warps - 1) // s.warps):
         peer = i * s.warps + warp
@@ -301,26 +255,25 @@ def send_headers(s, mem, histogram, bad, now, thread, warp):
 
 
 @tsn.macro
-def load_token(s, mem, chosen, piece, token: T.Ref, parity: T.Ref, thread, warp, lane):
+def load_token(s, mem, chosen, loaded, token: T.Ref, parity: T.Ref, thread, warp, lane):
     """Begin to load a token's row, and write its choices and their weights to its message, by a block."""
     K, M, msg = s.top_k, s.max_tokens, s.message
-    place = T.alloc_var("int32")
-    choice = T.alloc_var("int32")
-    load_batch(piece, mem.x.rows, token, warp * 32 * s.batch, lane, s.units, s.width, s.batch)
+    index, choice = int_vars(2)
+    load_batch(loaded, mem.x.rows, token, warp * 32 * s.batch, lane, s.units, s.width, s.batch)
     for g in T.serial((K + s.threads - 1) // s.threads):
-        place = g * s.threads + thread
-        if place < K:
+        index = g * s.threads + thread
+        if index < K:
             choice = -1
-            if mem.topk_idx[token, place] >= 0 and mem.topk_idx[token, place] < s.experts:
-                choice = T.cast(mem.topk_idx[token, place], "int32")
+            if mem.topk_idx[token, index] >= 0 and mem.topk_idx[token, index] < s.experts:
+                choice = T.cast(mem.topk_idx[token, index], "int32")
                 if mem.active[choice // s.local] == 0:
                     choice = -1
-            chosen.mine[place] = choice
-            chosen.same_expert[place] = 0
-            chosen.same_rank[place] = 0
-            mem.message.words[parity * M + token, msg.experts + place] = choice
-            mem.message.words[parity * M + token, msg.weights + place] = T.reinterpret(
-                mem.topk_weights[token, place], "int32"
+            chosen.mine[index] = choice
+            chosen.same_expert[index] = 0
+            chosen.same_rank[index] = 0
+            mem.message.words[parity * M + token, msg.experts + index] = choice
+            mem.message.words[parity * M + token, msg.weights + index] = T.reinterpret(
+                mem.topk_weights[token, index], "int32"
             )
     if thread == 0:
         mem.message.words[parity * M + token, msg.token] = token
@@ -328,15 +281,14 @@ def load_token(s, mem, chosen, piece, token: T.Ref, parity: T.Ref, thread, warp,
 
 
 @tsn.macro
-def find_places(s, mem, chosen, token: T.Ref, thread):
+def count_earlier(s, mem, chosen, token: T.Ref, thread):
     """Count, for each choice of a token, the earlier choices of its expert and tokens with one at its rank, or in its node."""
     K, local, of_node = s.top_k, s.local, s.local * s.node_size
     seen = T.alloc_local((K,), "int32")
     found_expert = T.alloc_local((K,), "int32")
     found_rank = T.alloc_local((K,), "int32")
     found_node = T.alloc_local((K if s.nodes else 1,), "int32")
-    other = T.alloc_var("int32")
-    first = T.alloc_var("int32")
+    other, first = int_vars(2)
     for k in T.serial(K):
         found_expert[k] = 0
         found_rank[k] = 0
@@ -380,19 +332,19 @@ def find_places(s, mem, chosen, token: T.Ref, thread):
 
 
 @tsn.macro
-def write_row(s, mem, piece, token: T.Ref, parity: T.Ref, thread, warp, lane):
+def write_row(s, mem, loaded, token: T.Ref, parity: T.Ref, thread, warp, lane):
     """Write a token's row, which the block has loaded, to its message; with its scales, quantised where it is asked for."""
     M, units, width, batch = s.max_tokens, s.units, s.width, s.batch
     if s.quantise:
         acc = T.alloc_local((batch * width,), "float32")
         for v in T.unroll(batch * width):
-            acc[v] = T.cast(piece[v], "float32")
+            acc[v] = T.cast(loaded[v], "float32")
         store_quantised(
             mem.message.fp8, mem.message.scales, parity * M + token, acc, warp * 32 * batch, lane, units, width, batch,
             s.row_words,
         )  # fmt: skip
     else:
-        store_batch(mem.message.words, parity * M + token, piece, warp * 32 * batch, lane, units, width, batch)
+        store_batch(mem.message.words, parity * M + token, loaded, warp * 32 * batch, lane, units, width, batch)
         for g in T.serial((s.scale_words + s.threads - 1) // s.threads):
             if g * s.threads + thread < s.scale_words:
                 mem.message.words[parity * M + token, s.row_words + g * s.threads + thread] = mem.x.scales[
@@ -401,48 +353,85 @@ def write_row(s, mem, piece, token: T.Ref, parity: T.Ref, thread, warp, lane):
 
 
 @tsn.macro
-def send_message(s, mem, chosen, token: T.Ref, now, thread, warp, lane):
-    """Complete a token's message and put it to every rank that hosts one of its experts, by a warp each."""
-    R, K, M, local, msg = s.ranks, s.top_k, s.max_tokens, s.local, s.message
-    peer = T.alloc_var("int32")
-    place = T.alloc_var("int32")
-    first = T.alloc_var("int32")
+def put_message(s, mem, chosen, token: T.Ref, now, index: T.Ref, peer: T.Ref):
+    """Put a token's message to the rank of its choice `index`, by a warp."""
+    R, M = s.ranks, s.max_tokens
+    N.put_signal_warp(
+        mem.arrival[(now.parity * R + now.me) * M + chosen.same_rank[index], 0],
+        mem.message.words[now.parity * M + token, 0], peer,
+        mem.arrived[(now.parity * R + now.me) * M + chosen.same_rank[index]], now.call, count=s.message.words,
+    )  # fmt: skip
+
+
+@tsn.macro
+def send_message(s, mem, route, chosen, token: T.Ref, now, thread, warp, lane):
+    """Complete a token's message and put it, by a warp each, to every rank that hosts one of its experts; with nodes to those
+    of this node, and to this rank's forwarder in each other node."""
+    K, M, local, msg = s.top_k, s.max_tokens, s.local, s.message
+    peer, index, first = int_vars(3)
+    if s.nodes:
+        slot, first_of_node = int_vars(2)
+        size = s.node_size
     for g in T.serial((K + s.threads - 1) // s.threads):
-        place = g * s.threads + thread
-        if place < K:
+        index = g * s.threads + thread
+        if index < K:
             first = 0
-            for q in T.serial(place):
-                if chosen.mine[q] == chosen.mine[place]:
+            for q in T.serial(index):
+                if chosen.mine[q] == chosen.mine[index]:
                     first = first + 1
-            mem.message.words[now.parity * M + token, msg.indices + place] = chosen.same_expert[place] + first
+            mem.message.words[now.parity * M + token, msg.indices + index] = chosen.same_expert[index] + first
+            if s.nodes:
+                mem.message.words[now.parity * M + token, msg.at_rank + index] = chosen.same_rank[index]
+                mem.message.words[now.parity * M + token, msg.at_node + index] = chosen.same_node[index]
     T.sync_threads()
     for g in T.serial((K + s.warps - 1) // s.warps):
-        place = g * s.warps + warp
-        if place < K:
-            if chosen.mine[place] >= 0:
+        index = g * s.warps + warp
+        if index < K:
+            if chosen.mine[index] >= 0:
                 first = 1
-                for q in T.serial(place):
-                    if chosen.mine[q] >= 0 and chosen.mine[q] // local == chosen.mine[place] // local:
+                for q in T.serial(index):
+                    if chosen.mine[q] >= 0 and chosen.mine[q] // local == chosen.mine[index] // local:
                         first = 0
                 if first != 0:
-                    peer = chosen.mine[place] // local
+                    peer = chosen.mine[index] // local
                     if lane == 0:
-                        mem.token_slot[token, peer] = chosen.same_rank[place]
-                    N.put_signal_warp(
-                        mem.arrival[(now.parity * R + now.me) * M + chosen.same_rank[place], 0],
-                        mem.message.words[now.parity * M + token, 0], peer,
-                        mem.arrived[(now.parity * R + now.me) * M + chosen.same_rank[place]], now.call, count=msg.words,
-                    )  # fmt: skip
+                        mem.token_slot[token, peer] = chosen.same_rank[index]
+                    if s.nodes:
+                        if peer // size == now.me // size:
+                            if lane == 0:
+                                mem.origin_slot[token, now.me // size + peer % size] = chosen.same_rank[index]
+                            put_message(s, mem, chosen, token, now, index, peer)
+                    else:
+                        put_message(s, mem, chosen, token, now, index, peer)
+                if s.nodes:
+                    peer = chosen.mine[index] // local
+                    first_of_node = 1
+                    for q in T.serial(index):
+                        if chosen.mine[q] >= 0 and chosen.mine[q] // (local * size) == peer // size:
+                            first_of_node = 0
+                    if first_of_node != 0 and peer // size != now.me // size:
+                        if lane == 0:
+                            slot = peer // size
+                            if slot > now.me // size:
+                                slot = slot + size - 1
+                            mem.origin_slot[token, slot] = chosen.same_node[index]
+                        slot = (
+                            now.parity * route.at.slots + route.forwarder_slot(peer // size)
+                        ) * M + chosen.same_node[index]
+                        peer = route.forwarder(peer // size)
+                        N.put_signal_warp(
+                            mem.to_forward[slot, 0], mem.message.words[now.parity * M + token, 0], peer, mem.forward_arrived[slot],
+                            now.call, count=msg.words,
+                        )  # fmt: skip
     T.sync_threads()
 
 
 @tsn.macro
 def read_headers(s, mem, incoming, begin, now, block, thread):
-    """Wait for the headers; count how many messages come from each rank, and compute where the rows of each expert begin."""
+    """Wait for the headers; count how many messages each rank sends, and compute where the rows of each expert begin."""
     R, M, threads, local, head = s.ranks, s.max_tokens, s.threads, s.local, s.header
     value = T.alloc_var("uint64")
-    place = T.alloc_var("int32")
-    total = T.alloc_var("int32")
+    index, total = int_vars(2)
     if thread < R:
         incoming[thread] = 0
         if mem.active[thread] != 0:
@@ -454,158 +443,91 @@ def read_headers(s, mem, incoming, begin, now, block, thread):
                 N.st(mem.status[0], T.cast(mem.header_in[now.parity * R + thread, head.code], "int64"), sem="release")
     T.sync_threads()
     for i in T.serial((local + threads - 1) // threads):
-        place = i * threads + thread
-        if place < local:
+        index = i * threads + thread
+        if index < local:
             total = 0
             for r in T.serial(R):
-                begin[place, r] = total
+                begin[index, r] = total
                 if mem.active[r] != 0:
-                    total = total + mem.header_in[now.parity * R + r, place]
+                    total = total + mem.header_in[now.parity * R + r, index]
                 if block == 0:
-                    mem.kept.source_counts[place, r] = total - begin[place, r]
+                    mem.results.source_counts[index, r] = total - begin[index, r]
             if block == 0:
-                mem.kept.counts[place] = total
+                mem.results.counts[index] = total
     if block == 0 and thread < R:
-        mem.kept.received[thread] = incoming[thread]
+        mem.results.received[thread] = incoming[thread]
     T.sync_threads()
 
 
 @tsn.macro
-def receive_row(s, mem, begin, me: T.Ref, source: T.Ref, slot: T.Ref, place: T.Ref, lane, by_column):
+def receive_row(s, mem, begin, me: T.Ref, source: T.Ref, slot: T.Ref, index: T.Ref, lane, by_column):
     """Copy the row of a message to the rows of its experts on this rank, by a warp; note them for combine."""
     K, M, local, msg, batch, words = s.top_k, s.max_tokens, s.local, s.message, s.row_batch, s.row_words
     row_batches = -(-words // 4 // (32 * batch))
     row_piece = T.alloc_local((batch * 4,), "int32")
-    choice = T.alloc_var("int32")
-    target = T.alloc_var("int32")
-    index = T.alloc_var("int32")
-    load_batch(row_piece, mem.arrival, place, 0, lane, words // 4, 4, batch)
+    choice, target, order = int_vars(3)
+    load_batch(row_piece, mem.arrival, index, 0, lane, words // 4, 4, batch)
     for g in T.serial((K + 31) // 32):
         target = -1
         if g * 32 + lane < K:
-            choice = mem.arrival[place, msg.experts + g * 32 + lane]
+            choice = mem.arrival[index, msg.experts + g * 32 + lane]
             if choice >= me * local and choice < (me + 1) * local:
-                index = mem.arrival[place, msg.indices + g * 32 + lane]
+                order = mem.arrival[index, msg.indices + g * 32 + lane]
                 # Choices that the header does not count: the source has reported them.
-                if index >= 0 and index < M:
-                    target = begin[choice - me * local, source] + index
-                    mem.kept.source_token[choice - me * local, target] = mem.arrival[place, msg.token]
+                if order >= 0 and order < M:
+                    target = begin[choice - me * local, source] + order
+                    mem.results.source_token[choice - me * local, target] = mem.arrival[index, msg.token]
                     target = target + (choice - me * local) * s.capacity
-            mem.kept.targets[source * M + slot, g * 32 + lane] = target
-            mem.kept.weights[source * M + slot, g * 32 + lane] = T.reinterpret(
-                mem.arrival[place, msg.weights + g * 32 + lane], "float32"
+            mem.results.targets[source * M + slot, g * 32 + lane] = target
+            mem.results.weights[source * M + slot, g * 32 + lane] = T.reinterpret(
+                mem.arrival[index, msg.weights + g * 32 + lane], "float32"
             )
         for b in T.serial(row_batches):
             # The first batch is there already, unless later ones were loaded since.
             if b > 0 or (g > 0 and row_batches > 1):
-                load_batch(row_piece, mem.arrival, place, b * 32 * batch, lane, words // 4, 4, batch)
+                load_batch(row_piece, mem.arrival, index, b * 32 * batch, lane, words // 4, 4, batch)
             for k in T.serial(min(K, 32)):
                 landing = T.shfl_sync(target, k)
                 if landing >= 0:
-                    store_batch(mem.kept.out.rows, landing, row_piece, b * 32 * batch, lane, words // 4, 4, batch)
+                    store_batch(mem.results.out.rows, landing, row_piece, b * 32 * batch, lane, words // 4, 4, batch)
         if s.scale_words:
             for k in T.serial(min(K, 32)):
                 landing = T.shfl_sync(target, k)
                 if landing >= 0:
                     copy_scales(
-                        mem.kept.out.scales, landing, mem.arrival, place, s.scale_words, lane, words, s.capacity, by_column
+                        mem.results.out.scales, landing, mem.arrival, index, s.scale_words, lane, words, s.capacity, by_column
                     )  # fmt: skip
 
 
 @tsn.macro
-def send_message_over_nodes(s, mem, tables, chosen, token: T.Ref, now, thread, warp, lane):
-    """Complete a token's message and put it to the ranks of this node and to the gateways of others, by a warp each."""
-    at = tables.at
-    R, K, M, local, msg = s.ranks, s.top_k, s.max_tokens, s.local, s.message
-    peer = T.alloc_var("int32")
-    place = T.alloc_var("int32")
-    slot = T.alloc_var("int32")
-    first = T.alloc_var("int32")
-    first_of_node = T.alloc_var("int32")
-    for g in T.serial((K + s.threads - 1) // s.threads):
-        place = g * s.threads + thread
-        if place < K:
-            first = 0
-            for q in T.serial(place):
-                if chosen.mine[q] == chosen.mine[place]:
-                    first = first + 1
-            mem.message.words[now.parity * M + token, msg.indices + place] = chosen.same_expert[place] + first
-            mem.message.words[now.parity * M + token, msg.at_rank + place] = chosen.same_rank[place]
-            mem.message.words[now.parity * M + token, msg.at_node + place] = chosen.same_node[place]
-    T.sync_threads()
-    for g in T.serial((K + s.warps - 1) // s.warps):
-        place = g * s.warps + warp
-        if place < K:
-            if chosen.mine[place] >= 0:
-                first = 1
-                first_of_node = 1
-                for q in T.serial(place):
-                    if chosen.mine[q] >= 0:
-                        if chosen.mine[q] // local == chosen.mine[place] // local:
-                            first = 0
-                        if chosen.mine[q] // (local * at.size) == chosen.mine[place] // (local * at.size):
-                            first_of_node = 0
-                peer = chosen.mine[place] // local
-                if first != 0 and lane == 0:
-                    mem.token_slot[token, peer] = chosen.same_rank[place]
-                if peer // at.size == now.me // at.size:
-                    if first != 0:
-                        if lane == 0:
-                            mem.origin_slot[token, now.me // at.size + peer % at.size] = chosen.same_rank[place]
-                        N.put_signal_warp(
-                            mem.arrival[(now.parity * R + now.me) * M + chosen.same_rank[place], 0],
-                            mem.message.words[now.parity * M + token, 0], peer,
-                            mem.arrived[(now.parity * R + now.me) * M + chosen.same_rank[place]], now.call, count=msg.words,
-                        )  # fmt: skip
-                elif first_of_node != 0:
-                    if lane == 0:
-                        slot = peer // at.size
-                        if slot > now.me // at.size:
-                            slot = slot + at.size - 1
-                        mem.origin_slot[token, slot] = chosen.same_node[place]
-                    slot = tables.map[at.gateway_slot + peer // at.size]
-                    peer = tables.map[at.gateway + peer // at.size]
-                    slot = (now.parity * at.slots + slot) * M + chosen.same_node[place]
-                    N.put_signal_warp(
-                        mem.relayed[slot, 0], mem.message.words[now.parity * M + token, 0], peer, mem.came[slot], now.call,
-                        count=msg.words,
-                    )  # fmt: skip
-    T.sync_threads()
-
-
-@tsn.macro
-def _pass_on(s, mem, tables, now, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.Ref, lane):
-    """Put message `j` of the source of slot `k` on to the rank of its choice number `choice`, unless that is another node's,
+def _forward(s, mem, route, now, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.Ref, lane):
+    """Put message `j` of the source of slot `k` on to the rank of its choice `choice`, unless that is another node's,
     or an earlier choice's; and note, for combine, number `choice` of the ranks that it goes to."""
-    at, plan = tables.at, tables.plan
+    at, plan = route.at, route.plan
     R, K, M, local, msg = s.ranks, s.top_k, s.max_tokens, s.local, s.message
-    row = T.alloc_var("int32")
-    rank = T.alloc_var("int32")
-    other = T.alloc_var("int32")
-    first = T.alloc_var("int32")
-    again = T.alloc_var("int32")
+    row, rank, other, first, again = int_vars(5)
     number = T.alloc_var("int32")  # of this rank among those of the message
     count = T.alloc_var("int32")
     row = (now.parity * at.slots + k) * M + j
-    handshake.time_message(s.timed, mem.came, row, now.call, mem.waited, source, lane)
-    N.wait_warp(mem.came[row], "ge", now.call)
+    handshake.time_message(s.timed, mem.forward_arrived, row, now.call, mem.waited, source, lane)
+    N.wait_warp(mem.forward_arrived[row], "ge", now.call)
     rank = -1
-    if mem.relayed[row, msg.experts + choice] >= 0:
-        rank = mem.relayed[row, msg.experts + choice] // local
+    if mem.to_forward[row, msg.experts + choice] >= 0:
+        rank = mem.to_forward[row, msg.experts + choice] // local
         if rank // at.size != now.me // at.size:
             rank = -1
     first = 1
     number = 0
     count = 0
     for q in T.serial(K):
-        other = mem.relayed[row, msg.experts + q]
+        other = mem.to_forward[row, msg.experts + q]
         if other >= 0:
             other = other // local
             if other // at.size == now.me // at.size:
                 again = 0
                 for p in T.serial(q):
-                    if mem.relayed[row, msg.experts + p] >= 0:
-                        if mem.relayed[row, msg.experts + p] // local == other:
+                    if mem.to_forward[row, msg.experts + p] >= 0:
+                        if mem.to_forward[row, msg.experts + p] // local == other:
                             again = 1
                 if again == 0:
                     count = count + 1
@@ -615,61 +537,61 @@ def _pass_on(s, mem, tables, now, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.R
                     first = 0
     if lane == 0:
         if choice >= count:
-            tables.words[plan.receiver(k, j, choice)] = -1
+            route.words[plan.receiver(k, j, choice)] = -1
         if rank >= 0 and first != 0:
-            tables.words[plan.receiver(k, j, number)] = rank % at.size
+            route.words[plan.receiver(k, j, number)] = rank % at.size
     if rank >= 0 and first != 0:
-        other = mem.relayed[row, msg.at_rank + choice]
-        # The receiver has no place for it where the source has reported a fault.
+        other = mem.to_forward[row, msg.at_rank + choice]
+        # The receiver has no slot for it where the source has reported a fault.
         if other >= 0 and other < M:
             other = (now.parity * R + source) * M + other
             N.put_signal_warp(
-                mem.arrival[other, 0], mem.relayed[row, 0], rank, mem.arrived[other], now.call, count=msg.words
+                mem.arrival[other, 0], mem.to_forward[row, 0], rank, mem.arrived[other], now.call, count=msg.words
             )
 
 
 @tsn.macro
-def learn_of_messages(s, mem, tables, source: T.Ref, parity: T.Ref, block, thread):
-    """How many messages come from the source of each slot to be passed on: into `mem.passing`, and for combine."""
-    at, plan = tables.at, tables.plan
+def count_forwarded(s, mem, route, source: T.Ref, parity: T.Ref, block, thread):
+    """Count the messages of each slot's source to forward: into `mem.forwarding`, and for combine."""
+    at, plan = route.at, route.plan
     for i in T.serial((at.slots + s.threads - 1) // s.threads):
         if i * s.threads + thread < at.slots:
-            mem.passing[i * s.threads + thread] = 0
-            source = tables.map[at.source + i * s.threads + thread]
+            mem.forwarding[i * s.threads + thread] = 0
+            source = route.source(i * s.threads + thread)
             if source >= 0:
-                mem.passing[i * s.threads + thread] = T.min(
+                mem.forwarding[i * s.threads + thread] = T.min(
                     mem.header_in[parity * s.ranks + source, s.header.to_node], s.max_tokens
                 )
             if block == 0:
-                tables.words[plan.passed(i * s.threads + thread)] = mem.passing[i * s.threads + thread]
+                route.words[plan.forwarded(i * s.threads + thread)] = mem.forwarding[i * s.threads + thread]
     T.sync_threads()
 
 
 @tsn.macro
-def pass_on_all(s, mem, tables, now, source: T.Ref, slot: T.Ref, total: T.Ref, choice: T.Ref, block, warp, lane):
-    """Pass on what comes to be passed on, by a warp for each choice of each message."""
-    at = tables.at
+def forward_all(s, mem, route, now, source: T.Ref, slot: T.Ref, total: T.Ref, choice: T.Ref, block, warp, lane):
+    """Forward messages, by a warp for each choice of each message."""
+    at = route.at
     k = T.alloc_var("int32")
-    handshake.sum_of(mem.passing, total, at.slots)
+    handshake.sum_of(mem.forwarding, total, at.slots)
     for i in T.serial((total * s.top_k + s.blocks * s.warps - 1) // (s.blocks * s.warps)):
         slot = (i * s.warps + warp) * s.blocks + block
         if slot < total * s.top_k:
             choice = slot % s.top_k
             slot = slot // s.top_k
-            handshake.find_source(mem.passing, k, slot)
-            source = tables.map[at.source + k]
-            _pass_on(s, mem, tables, now, source, k, slot, choice, lane)
+            handshake.find_source(mem.forwarding, k, slot)
+            source = route.source(k)
+            _forward(s, mem, route, now, source, k, slot, choice, lane)
 
 
 @tsn.macro
-def note_carrier(s, mem, tables, me: T.Ref, source: T.Ref, slot: T.Ref, place: T.Ref, choice: T.Ref, lane):
-    """Note, for combine, as which message of `source` to this node row `slot` of `source` has come."""
-    plan = tables.plan
+def note_message(s, mem, route, me: T.Ref, source: T.Ref, slot: T.Ref, index: T.Ref, choice: T.Ref, lane):
+    """Store, for combine, which message of `source` to this node row `slot` of `source` was."""
+    plan = route.plan
     if lane == 0:
         for q in T.serial(s.top_k):
-            choice = mem.arrival[place, s.message.experts + q]
+            choice = mem.arrival[index, s.message.experts + q]
             if choice >= me * s.local and choice < (me + 1) * s.local:
-                tables.words[plan.carried(source, slot)] = mem.arrival[place, s.message.at_node + q]
+                route.words[plan.message_index(source, slot)] = mem.arrival[index, s.message.at_node + q]
 
 
 @tsn.jit(name="moe::dispatch_latency", pass_configs=EXPLICIT_SYNC)
@@ -683,10 +605,10 @@ def dispatch_latency(
         ranks, experts, top_k, max_tokens: sizes; rank r hosts experts [r * experts / ranks, (r + 1) * …).
         row_words, scale_words: 4-byte words of a row as it travels (a multiple of 4) and of its scales (0: it has none).
         source_dtype: "bfloat16", "float16" or "float32": quantise rows of this type to FP8; "": send them as they are.
-        sends, receives: which halves; a half that receives follows the one that sends, on the same stream.
+        sends, receives: which phases; the receive phase follows the send phase on the same stream.
         blocks, threads: launch geometry; all blocks must run at once. index_dtype: of `topk_idx`.
         absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
-        timed: whether to add up for how long the half that receives waits for each rank.
+        timed: whether to add up how long the receive phase waits for each rank.
         nodes, slots: see NodeLayout; 0: each message goes to its ranks straight.
         column_scales: received scales are [local experts * scale_words, ranks * max_tokens], of an expert one row after the
             other of a word's.
@@ -699,7 +621,7 @@ def dispatch_latency(
         header_out, header_in [2 * ranks, words], arrival [2 * ranks * max_tokens, words]: symmetric; see HeaderLayout, MessageLayout.
         begun [2 * ranks], arrived [2 * ranks * max_tokens] uint64: symmetric.
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
-        relayed [2 * slots * max_tokens, words] int32, came [2 * slots * max_tokens] uint64: symmetric; messages to be passed
+        to_forward [2 * slots * max_tokens, words] int32, forward_arrived [2 * slots * max_tokens] uint64: symmetric; messages to be passed
         on. node_map: see NodeLayout. node_plan: see LatencyNodePlanOffsets. These and origin_slot with nodes only.
         token_slot [rows, ranks], targets, weights, received, source_counts, source_token, origin_slot: see ReceivedRows.
         out [local experts * ranks * max_tokens, row_words], out_scales, counts [local experts]: what the caller gets.
@@ -713,16 +635,15 @@ def dispatch_latency(
     s = LatencyDispatchConfig(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, node_size, timed)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
-    rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
-    scale_capacity, scales_width = T.dynamic("scale_capacity"), s.capacity if column_scales else scale_width
+    scales_width = s.capacity if column_scales else scale_width
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        x: T.Tensor((rows, s.source_width), s.source_type),
-        x_scales: T.Tensor((scale_rows, scale_width), "int32"),
-        topk_idx: T.Tensor((choices, K), index_dtype),
-        topk_weights: T.Tensor((choices, K), "float32"),
+        x: T.Tensor((T.dynamic("rows"), s.source_width), s.source_type),
+        x_scales: T.Tensor((T.dynamic("scale_rows"), scale_width), "int32"),
+        topk_idx: T.Tensor((T.dynamic("choices"), K), index_dtype),
+        topk_weights: T.Tensor((T.dynamic("choices"), K), "float32"),
         tokens: T.int32,
         fault: T.int32,
         fault_value: T.int32,
@@ -733,24 +654,24 @@ def dispatch_latency(
         header_out: T.Tensor((2 * R, head.words), "int32"),
         header_in: T.Tensor((2 * R, head.words), "int32"),
         arrival: T.Tensor((2 * R * M, msg.words), "int32"),
-        relayed: T.Tensor((2 * S * M, msg.words), "int32") if nodes else None,
+        to_forward: T.Tensor((2 * S * M, msg.words), "int32") if nodes else None,
         begun: T.Tensor((2 * R,), "uint64"),
         arrived: T.Tensor((2 * R * M,), "uint64"),
-        came: T.Tensor((2 * S * M,), "uint64") if nodes else None,
+        forward_arrived: T.Tensor((2 * S * M,), "uint64") if nodes else None,
         node_map: T.Tensor((at.map_words,), "int32") if nodes else None,
         send_calls: T.Tensor((blocks + absent,), "uint64"),
         receive_calls: T.Tensor((blocks + absent,), "uint64"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
-        token_slot: T.Tensor((slot_rows, R), "int32"),
+        token_slot: T.Tensor((T.dynamic("slot_rows"), R), "int32"),
         out: T.Tensor((local * s.capacity, row_words), "int32"),
-        out_scales: T.Tensor((scale_capacity, scales_width), "int32"),
+        out_scales: T.Tensor((T.dynamic("scale_capacity"), scales_width), "int32"),
         counts: T.Tensor((local,), "int32"),
         targets: T.Tensor((R * M, K), "int32"),
         weights: T.Tensor((R * M, K), "float32"),
         received: T.Tensor((R,), "int32"),
         source_counts: T.Tensor((local, R), "int32"),
         source_token: T.Tensor((local, s.capacity), "int32"),
-        origin_slot: T.Tensor((slot_rows, at.origins), "int32") if nodes else None,
+        origin_slot: T.Tensor((T.dynamic("slot_rows"), at.origins), "int32") if nodes else None,
         node_plan: T.Tensor((plan.words,), "int32") if nodes else None,
         waited: T.Tensor((R,), "uint64") if timed else None,
     ):
@@ -765,45 +686,29 @@ def dispatch_latency(
             begin = T.alloc_shared((local, R), "int32")
             incoming = T.alloc_shared((R,), "int32")
             if nodes:
-                passing = T.alloc_shared((S,), "int32")
+                forwarding = T.alloc_shared((S,), "int32")
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
             me = T.alloc_var("int32")
             me = N.my_pe()
             call = T.alloc_var("uint64")
             parity = T.alloc_var("int32")  # which of the two sets of buffers
-            now = handshake.Now(me, call, parity)
+            now = handshake.CallState(me, call, parity)
             chosen = TokenChoices(mine, same_expert, same_rank, same_node if nodes else None)
             mem = LatencyDispatchTensors(
-                x=Rows(x, x_scales),
-                topk_idx=topk_idx,
-                topk_weights=topk_weights,
-                active=active,
-                message=MessageViews(message, message_fp8, message_scales),
-                header_out=header_out,
-                header_in=header_in,
-                begun=begun,
-                arrival=arrival,
-                arrived=arrived,
-                token_slot=token_slot,
-                kept=ReceivedTensors(
-                    Rows(out, out_scales), counts, received, source_counts, targets, weights, source_token
-                ),
-                status=status,
-                waited=waited,
-                relayed=relayed,
-                came=came,
-                origin_slot=origin_slot,
-                passing=passing if nodes else None,
-            )
-            tables = Route(at, plan, node_map, node_plan)
+                Rows(x, x_scales), topk_idx, topk_weights, active, MessageViews(message, message_fp8, message_scales),
+                header_out, header_in, begun, arrival, arrived, token_slot,
+                ReceivedTensors(Rows(out, out_scales), counts, received, source_counts, targets, weights, source_token),
+                status, waited, to_forward, forward_arrived, origin_slot, forwarding if nodes else None,
+            )  # fmt: skip
+            route = Route(at, plan, node_map, node_plan)
 
             if sends:
                 token = T.alloc_var("int32")
-                piece = T.alloc_local((s.batch * s.width,), s.source_type)
-                # A block without a token makes no use of its count, so its threads need not meet before it is raised.
+                loaded = T.alloc_local((s.batch * s.width,), s.source_type)
+                # A block without a token does not use its count, so its threads need not meet before it is raised.
                 N.benign_race(send_calls[block])
-                handshake.begin_half(send_calls, call, parity, block)
+                handshake.begin_phase(send_calls, call, parity, block)
                 # The last block counts for the headers; it has a token of its own only when all blocks have one.
                 if block == blocks - 1:
                     count_choices(s, mem, tokens, fault, fault_value, histogram, bad, now, thread)
@@ -815,9 +720,9 @@ def dispatch_latency(
                             for g in T.serial((K + threads - 1) // threads):
                                 if g * threads + thread < K:
                                     same_node[g * threads + thread] = 0
-                        load_token(s, mem, chosen, piece, token, parity, thread, warp, lane)
-                        find_places(s, mem, chosen, token, thread)
-                        write_row(s, mem, piece, token, parity, thread, warp, lane)
+                        load_token(s, mem, chosen, loaded, token, parity, thread, warp, lane)
+                        count_earlier(s, mem, chosen, token, thread)
+                        write_row(s, mem, loaded, token, parity, thread, warp, lane)
                         if nodes:
                             if thread < at.origins:
                                 origin_slot[token, thread] = -1
@@ -826,38 +731,32 @@ def dispatch_latency(
                             if i == 0 and active[thread] != 0:
                                 handshake.await_previous(begun, parity, call, COUNT_BITS, thread, R)
                         T.sync_threads()
-                        if nodes:
-                            send_message_over_nodes(s, mem, tables, chosen, token, now, thread, warp, lane)
-                        else:
-                            send_message(s, mem, chosen, token, now, thread, warp, lane)
-                handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
+                        send_message(s, mem, route, chosen, token, now, thread, warp, lane)
+                handshake.end_phase(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
-                source = T.alloc_var("int32")
-                slot = T.alloc_var("int32")
-                place = T.alloc_var("int32")
-                total = T.alloc_var("int32")
+                source, slot, index, total = int_vars(4)
                 if nodes:
                     choice = T.alloc_var("int32")
-                handshake.begin_half(receive_calls, call, parity, block)
+                handshake.begin_phase(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, COUNT_BITS, waited, block, thread, R)
                 read_headers(s, mem, incoming, begin, now, block, thread)
                 if nodes:
-                    learn_of_messages(s, mem, tables, source, parity, block, thread)
-                    pass_on_all(s, mem, tables, now, source, slot, total, choice, block, warp, lane)
+                    count_forwarded(s, mem, route, source, parity, block, thread)
+                    forward_all(s, mem, route, now, source, slot, total, choice, block, warp, lane)
                 handshake.sum_of(incoming, total, R)
                 for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
                     # Consecutive rows go to different blocks.
                     slot = (i * s.warps + warp) * blocks + block
                     if slot < total:
                         handshake.find_source(incoming, source, slot)
-                        place = (parity * R + source) * M + slot
-                        handshake.time_message(timed, arrived, place, call, waited, source, lane)
-                        N.wait_warp(arrived[place], "ge", call)
-                        receive_row(s, mem, begin, me, source, slot, place, lane, column_scales)
+                        index = (parity * R + source) * M + slot
+                        handshake.time_message(timed, arrived, index, call, waited, source, lane)
+                        N.wait_warp(arrived[index], "ge", call)
+                        receive_row(s, mem, begin, me, source, slot, index, lane, column_scales)
                         if nodes:
-                            note_carrier(s, mem, tables, me, source, slot, place, choice, lane)
+                            note_message(s, mem, route, me, source, slot, index, choice, lane)
                 T.sync_threads()
-                handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
+                handshake.end_phase(receive_calls, call, blocks, absent, block, thread, threads)
 
     return main

@@ -1,8 +1,8 @@
 """Layouts of what ranks send one another, and of the plans that kernels and the host share: sizes and offsets in words.
 
 Where nodes have several ranks, a row crosses the network once for each node that needs it: to a rank of that node, the
-source's forwarder there, which forwards it. Sums come back the same way. A forwarder gives every source that it serves a
-slot. As long as all ranks of a node take part, a source's forwarder is the one with its index in the node.
+source's forwarder there, which forwards it. Sums return the same way. A forwarder gives every source that it serves a
+slot. While all ranks of a node take part, a source's forwarder is the one with its index in the node.
 
 A rank sums what it gets from its origins: the ranks of its node, and every other node as a whole; in the order of
 ranks. So do dispatch and combine of a plan.
@@ -74,7 +74,7 @@ class PlanOffsets:
     Attributes:
         sent: [ranks] rows that this rank sends to each rank.
         sent_base: [ranks] index of the first of them among that rank's rows.
-        received: [ranks] rows that come from each rank.
+        received: [ranks] rows that each rank sends to this one.
         received_base: [ranks + 1] index of the first of them, and the sum.
         counts: [local experts] rows of each local expert.
         offsets: [local experts + 1] first row of each local expert, aligned, and the end.
@@ -82,7 +82,7 @@ class PlanOffsets:
         sent_before: [ranks] rows that this rank sends to the ranks before each; of the same node, where rows cross the
             network once per node.
         slots_base: [ranks] rows that each rank sends to the ranks before this one, of its node as above.
-        refused: not 0 where the dispatch was refused.
+        rejected: not 0 where the dispatch was rejected.
     """
 
     def __init__(self, ranks: int, local_experts: int):
@@ -90,7 +90,7 @@ class PlanOffsets:
         self.ranks, self.local_experts = R, E
         (
             self.sent, self.sent_base, self.received, self.received_base, self.counts, self.offsets, self.by_source,
-            self.sent_before, self.slots_base, self.refused, self.words,
+            self.sent_before, self.slots_base, self.rejected, self.words,
         ) = offsets_of(R, R, R, R + 1, E, E + 1, E * R, R, R, 1)  # fmt: skip
 
 
@@ -118,26 +118,31 @@ class HeaderLayout:
 
 
 class NodeLayout:
-    """Nodes of `size` consecutive ranks each, and offsets in the map (int32) that `Gateways.words` makes.
+    """Nodes of `size` consecutive ranks each, and offsets in the map (int32) that `Forwarders.words` makes.
 
     Attributes:
         ranks, nodes: of the job. size: ranks of a node. origins: see above.
         slots: sources that a forwarder serves at most. lists: pairs of a slot and a rank of the forwarder's node.
-        gateway, gateway_slot: [nodes] this rank's forwarder in each node, and this rank's slot there.
+        forwarder, forwarder_slot: [nodes] this rank's forwarder in each node, and this rank's slot there.
         source: [slots] the source that this rank serves as a forwarder.
-        carrier, carrier_slot: [ranks] for each rank of another node its forwarder in this node, and its slot there.
+        local_forwarder, local_forwarder_slot: [ranks] for each rank of another node its forwarder in this node, and its slot there.
         map_words: length of the map.
         head_words: length of what a source sends first: rows to the node, then for each rank there the rows to it and the
-            index of the first of them among that rank's rows, and at `slots_begin` where what comes back of the node begins
+            index of the first of them among that rank's rows, and at `slots_begin` where the rows that return from the node begin
             among the source's slots.
     """
 
     def __init__(self, ranks: int, nodes: int, slots: int):
         self.ranks, self.nodes, self.slots, self.size = ranks, nodes, slots, ranks // nodes
         self.origins, self.lists = nodes - 1 + self.size, slots * self.size
-        self.gateway, self.gateway_slot, self.source, self.carrier, self.carrier_slot, self.map_words = offsets_of(
-            nodes, nodes, slots, ranks, ranks
-        )
+        (
+            self.forwarder,
+            self.forwarder_slot,
+            self.source,
+            self.local_forwarder,
+            self.local_forwarder_slot,
+            self.map_words,
+        ) = offsets_of(nodes, nodes, slots, ranks, ranks)
         self.slots_begin, self.head_words = 1 + 2 * self.size, align4(2 + 2 * self.size)
 
 
@@ -148,7 +153,7 @@ class NodePlanOffsets:
     many go there, a token's index among the rows of an origin (or -1), a word of a source's head (see
     `NodeLayout.head_words`); and at a forwarder, for each row to a rank of its node the source's row (word 0) and its first
     expert-major row there (word 1), and for each row of a source the index of each rank's sum for it among that rank's rows
-    (or -1). Last, where what comes from an origin begins among this rank's slots: ranks of its node first.
+    (or -1). Last, where an origin's rows begin among this rank's slots: ranks of its node first.
     """
 
     def __init__(self, at: NodeLayout, max_tokens: int):
@@ -164,7 +169,7 @@ class NodePlanOffsets:
     def rows(self, node: Any) -> Any:
         return self._rows + node
 
-    def place(self, token: Any, origin: Any) -> Any:
+    def origin_index(self, token: Any, origin: Any) -> Any:
         return self._places + token * self.at.origins + origin
 
     def head(self, slot: Any, word: Any) -> Any:
@@ -188,15 +193,15 @@ class LatencyNodePlanOffsets:
 
     def __init__(self, at: NodeLayout, max_tokens: int, top_k: int):
         self.at, self.max_tokens, self.top_k = at, max_tokens, top_k
-        _, self._passed, self._receivers, self.words = offsets_of(
+        _, self._forwarded, self._receivers, self.words = offsets_of(
             at.ranks * max_tokens, at.slots, at.slots * max_tokens * top_k
         )
 
-    def carried(self, source: Any, slot: Any) -> Any:
+    def message_index(self, source: Any, slot: Any) -> Any:
         return source * self.max_tokens + slot
 
-    def passed(self, slot: Any) -> Any:
-        return self._passed + slot
+    def forwarded(self, slot: Any) -> Any:
+        return self._forwarded + slot
 
     def receiver(self, slot: Any, row: Any, number: Any) -> Any:
         return self._receivers + (slot * self.max_tokens + row) * self.top_k + number
@@ -218,11 +223,11 @@ class Route(NamedTuple):
 
     def forwarder(self, node: Any) -> Any:
         """This rank's forwarder in a node."""
-        return self.map[self.at.gateway + node]
+        return self.map[self.at.forwarder + node]
 
     def forwarder_slot(self, node: Any) -> Any:
         """This rank's slot there."""
-        return self.map[self.at.gateway_slot + node]
+        return self.map[self.at.forwarder_slot + node]
 
     def source(self, slot: Any) -> Any:
         """The rank that this forwarder serves in a slot, or -1."""
@@ -230,15 +235,15 @@ class Route(NamedTuple):
 
     def local_forwarder(self, rank: Any) -> Any:
         """The forwarder, in this node, of a rank of another node."""
-        return self.map[self.at.carrier + rank]
+        return self.map[self.at.local_forwarder + rank]
 
     def local_forwarder_slot(self, rank: Any) -> Any:
         """The slot of a rank of another node at its forwarder in this node."""
-        return self.map[self.at.carrier_slot + rank]
+        return self.map[self.at.local_forwarder_slot + rank]
 
 
 @dataclass(frozen=True)
-class Gateways:
+class Forwarders:
     """Which rank is the forwarder of which sources, by the ranks that take part; the same on all ranks.
 
     Attributes:
@@ -279,14 +284,14 @@ class Gateways:
             for forwarder, sources in self.served(node).items():
                 for slot, source in enumerate(sources):
                     if source == rank:
-                        words[at.gateway + node], words[at.gateway_slot + node] = forwarder, slot
+                        words[at.forwarder + node], words[at.forwarder_slot + node] = forwarder, slot
                     if forwarder == rank:
                         words[at.source + slot] = source
                     if node == rank // at.size:
-                        words[at.carrier + source], words[at.carrier_slot + source] = forwarder, slot
+                        words[at.local_forwarder + source], words[at.local_forwarder_slot + source] = forwarder, slot
         return words
 
 
 def with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> NodeLayout:
     """With slots for as many sources as a forwarder serves among all ranks, and among those of each mask."""
-    return NodeLayout(ranks, nodes, max([nodes - 1, *(Gateways(mask, nodes).slots for mask in masks)]))
+    return NodeLayout(ranks, nodes, max([nodes - 1, *(Forwarders(mask, nodes).slots for mask in masks)]))

@@ -16,6 +16,7 @@ expert-major row there. Then forwarders store what they received. It may be over
 call's plan waits for the counts of every rank first.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,42 +38,18 @@ from tilescale_net.kernels.moe.layout import (
     align4,
     record_words,
 )
+from tilescale_net.kernels.moe.row_ops import int_vars, shared_ints
 
 ALL_LANES = 0xFFFFFFFF
 AT_ONCE = 24  # words that a thread loads before it adds the first, at most
 
 
-class PlanTensors(NamedTuple):
-    """The tensors of a routing plan in the making; int32 where no type is named.
-
-    Attributes:
-        topk_idx: [rows, top_k] of int32 or int64. topk_weights: float32 [rows, top_k].
-        active: [ranks], 0 for a rank that is left out.
-        partial: [blocks, words], the counts of each block, see CountsLayout; with those by first experts where rows are ordered.
-        counts_out: [words], counts_in: [ranks, words], symmetric, see CountsLayout. counts_ready: uint64 [ranks], symmetric.
-        records_out, records_in: [ranks, max_tokens, record_words], symmetric. records_ready: uint64 [ranks], symmetric.
-        status: int64, see STATUS_WORDS.
-        send_token, send_row, token_slot, records, totals, row_index, row_weight: the plan, see RoutingPlan.
-    """
-
-    topk_idx: Any
-    topk_weights: Any
-    active: Any
-    partial: Any
-    counts_out: Any
-    counts_in: Any
-    counts_ready: Any
-    records_out: Any
-    records_in: Any
-    records_ready: Any
-    status: Any
-    send_token: Any
-    send_row: Any
-    token_slot: Any
-    records: Any
-    totals: Any
-    row_index: Any
-    row_weight: Any
+# The tensors of plan_routing.
+PlanTensors = namedtuple(
+    "PlanTensors",
+    "topk_idx topk_weights active partial counts_out counts_in counts_ready records_out records_in records_ready "
+    "status send_token send_row token_slot records totals row_index row_weight",
+)
 
 
 class PlanShared(NamedTuple):
@@ -81,15 +58,15 @@ class PlanShared(NamedTuple):
     Attributes:
         keys: [2, choices]: the expert of each choice; the bin of its rank where it is the first there; else -1. Where rows are
             ordered, [3, choices]: then the first of its experts there.
-        places: alike, the numbers of the choices.
+        numbers: alike, the numbers of the choices.
         before: [parts + 1, counts], see `number_in_block`.
         padded, offsets: [experts]. needs: [ranks]; see `align_experts`.
-        alive: [ranks], `active`, or zeros where the dispatch is refused.
+        alive: [ranks], `active`, or zeros where the dispatch is rejected.
         seen: [1], a choice that is no expert.
     """
 
     keys: Any
-    places: Any
+    numbers: Any
     before: Any
     padded: Any
     offsets: Any
@@ -98,20 +75,19 @@ class PlanShared(NamedTuple):
     seen: Any
 
 
-def place_of(s, row, key):
+def bin_of(s, row, key):
     """Where the bin of keys[row] stands among all counts."""
     return key + T.if_then_else(row == 2, s.firsts, 0) if s.ordered else key
 
 
 @tsn.macro
 def number_in_block(s, shared, part: T.Ref, thread):
-    """Number the block's choices: places = how many of the same bin come before each in the part of its warp; before[w] =
+    """Number the block's choices: numbers = how many of the same bin precede each in the part of its warp; before[w] =
     how many in the parts of the warps before w; before[parts] = how many in all.
 
     `part` becomes the groups of 32 choices of a warp's part.
     """
-    cell = T.alloc_var("int32")
-    key = T.alloc_var("int32")
+    cell, key = int_vars(2)
     same = T.alloc_var("uint32")
     n = T.alloc_var("int32")
     warp, lane, width = thread // 32, thread % 32, s.width
@@ -128,13 +104,13 @@ def number_in_block(s, shared, part: T.Ref, thread):
                     key = shared.keys[row, cell]
                 same = T.call_extern("uint32", "__match_any_sync", T.uint32(ALL_LANES), key)
                 if key >= 0:
-                    n = shared.before[warp, place_of(s, row, key)] + T.cast(
+                    n = shared.before[warp, bin_of(s, row, key)] + T.cast(
                         T.popcount(same & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))), "int32"
                     )
-                    shared.places[row, cell] = n
+                    shared.numbers[row, cell] = n
                 T.sync_warp()
                 if key >= 0 and (same >> T.cast(lane, "uint32")) == T.uint32(1):  # the last of its bin here
-                    shared.before[warp, place_of(s, row, key)] = n + 1
+                    shared.before[warp, bin_of(s, row, key)] = n + 1
                 T.sync_warp()
     T.sync_threads()
     for i in T.serial((width + s.threads - 1) // s.threads):
@@ -164,7 +140,7 @@ def count_part(s, mem, shared, any_bad: T.Ref, block, thread):
 
 @tsn.macro
 def add_blocks(s, total: T.Ref, partial, bin, blocks):
-    """total += what the first `blocks` blocks counted of a bin; several loads are under way before the first is added."""
+    """total += what the first `blocks` blocks counted of a bin; several loads are in flight before the first is added."""
     at_once = min(s.blocks, AT_ONCE)
     some = T.alloc_local((at_once,), "int32")
     for i in T.serial((blocks + at_once - 1) // at_once):
@@ -197,9 +173,7 @@ def first_fault(s, partial, code: T.Ref, value: T.Ref):
 def align_experts(s, mem, shared, thread):
     """padded = the rows of each expert on all ranks together, up to the next multiple of the alignment; offsets = where the
     expert's begin among those of its rank; need = the rows of each rank."""
-    n = T.alloc_var("int32")
-    up = T.alloc_var("int32")
-    run = T.alloc_var("int32")
+    n, up, run = int_vars(3)
     warp, lane, warps = thread // 32, thread % 32, s.threads // 32
     for i in T.serial((s.experts + s.threads - 1) // s.threads):
         e = i * s.threads + thread
@@ -235,17 +209,17 @@ def align_experts(s, mem, shared, thread):
 def add_begins(s, row, shared, part: T.Ref, cell):
     """Add to a choice's number in the part of its warp where that part begins in its bin, and where the block's do."""
     if shared.keys[row, cell] >= 0:
-        shared.places[row, cell] = (
-            shared.places[row, cell]
-            + shared.before[s.parts, place_of(s, row, shared.keys[row, cell])]
-            + shared.before[cell // 32 // part, place_of(s, row, shared.keys[row, cell])]
+        shared.numbers[row, cell] = (
+            shared.numbers[row, cell]
+            + shared.before[s.parts, bin_of(s, row, shared.keys[row, cell])]
+            + shared.before[cell // 32 // part, bin_of(s, row, shared.keys[row, cell])]
         )
 
 
 @tsn.macro
 def number_choices(s, mem, shared, part: T.Ref, mine: T.Ref, me, block, thread):
-    """places = the choices' rows at the target, and their places among the rows to that rank; before[parts] = where the
-    block's begin in each bin. A thread numbers choices that it alone looks at until the block meets again."""
+    """numbers = the choices' rows at the target, and their indices among the rows to that rank; before[parts] = where the
+    block's begin in each bin. A thread numbers choices that it alone looks at until the block synchronises again."""
     C, experts, threads = s.counts, s.experts, s.threads
     n = T.alloc_var("int32")
     for i in T.serial((C.bins + threads - 1) // threads):
@@ -287,9 +261,9 @@ def find_first(s, shared, key: T.Ref, cell):
 
 @tsn.macro
 def order_rows(s, mem, shared, firsts, part: T.Ref, mine: T.Ref, block, thread):
-    """Number the rows to each rank by the first of their experts there, then by token: places[2, …].
+    """Number the rows to each rank by the first of their experts there, then by token: numbers[2, …].
 
-    Rows of the first experts are then sent first, so that whole tiles of them are there while others are on their way.
+    Rows of the first experts are then sent first, so that whole tiles of them are there while others are in flight.
 
     Args:
         firsts: int32 [experts] of shared memory.
@@ -318,9 +292,9 @@ def order_rows(s, mem, shared, firsts, part: T.Ref, mine: T.Ref, block, thread):
             add_begins(s, 2, shared, part, p)
 
 
-def number(s, place, numbers, *at):
-    """The number of a row whose record travels at `place`: records go by token, one part of each block."""
-    return numbers[at] if s.ordered else place
+def number(s, index, numbers, *at):
+    """The number of a row whose record travels at `index`: records go by token, one part of each block."""
+    return numbers[at] if s.ordered else index
 
 
 WEIGHTS = 32  # that a thread holds at once
@@ -406,7 +380,7 @@ def read_choices(s, mem, shared, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref,
     choice = T.alloc_local((at_once,), s.index_dtype)
     counts = T.alloc_local((at_once,), "int32")  # not 0: its rank is not left out
     bad = 0
-    # A thread's loads are all on their way before it looks at the first.
+    # A thread's loads are all in flight before it looks at the first.
     for i in T.serial((s.cells + threads * at_once - 1) // (threads * at_once)):
         for u in T.unroll(at_once):
             p = (i * at_once + u) * threads + thread
@@ -480,8 +454,8 @@ def exchange_counts(s, mem, shared, fault, fault_value, me, call: T.Ref, block, 
 
 
 @tsn.macro
-def refuse_or_go_on(s, mem, shared, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread):
-    """Refuse what some rank found wrong, or what does not fit somewhere; all ranks come to the same answer."""
+def reject_or_continue(s, mem, shared, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread):
+    """Reject what some rank found wrong, or what does not fit somewhere; all ranks decide alike."""
     code = NO_FAULT
     need = 0
     if thread < s.ranks:
@@ -510,7 +484,7 @@ def write_records(s, mem, shared, first, mine: T.Ref, thread):
     at_once = max(1, min(iterations, WEIGHTS // K))
     weight = T.alloc_local((at_once * K if K <= WEIGHTS else 1,), "float32")
     for i in T.serial((iterations + at_once - 1) // at_once):
-        # The weights are all on their way before the first is stored.
+        # The weights are all in flight before the first is stored.
         if K <= WEIGHTS:
             for u in T.unroll(at_once):
                 p = (i * at_once + u) * threads + thread
@@ -532,11 +506,11 @@ def write_record(s, mem, shared, first, p, weight, at):
     WEIGHTS."""
     K, local, vectors = s.top_k, s.local, record_words(s.top_k) // 4
     pe = shared.keys[1, p] - s.experts
-    j = shared.places[1, p]
+    j = shared.numbers[1, p]
     t = first + p // K
-    mem.token_slot[t, pe] = number(s, j, shared.places, 2, p)
-    mem.send_token[pe, number(s, j, shared.places, 2, p)] = t
-    mem.send_row[pe, number(s, j, shared.places, 2, p)] = shared.places[0, p]
+    mem.token_slot[t, pe] = number(s, j, shared.numbers, 2, p)
+    mem.send_token[pe, number(s, j, shared.numbers, 2, p)] = t
+    mem.send_row[pe, number(s, j, shared.numbers, 2, p)] = shared.numbers[0, p]
     words = T.alloc_local((4,), "int32")
     # Records lie one behind the other and each thread writes one, so that every store takes a sector of its own: the fewer
     # the better.
@@ -545,14 +519,14 @@ def write_record(s, mem, shared, first, p, weight, at):
             if v * 4 + i < K:
                 cell = p - p % K + v * 4 + i
                 here = shared.keys[0, cell] >= 0 and shared.keys[0, cell] // local == pe
-                words[i] = T.if_then_else(here, shared.places[0, cell], -1)
+                words[i] = T.if_then_else(here, shared.numbers[0, cell], -1)
             elif v * 4 + i < 2 * K:
                 value = weight[at + v * 4 + i - K] if K <= WEIGHTS else mem.topk_weights[t, v * 4 + i - K]
                 words[i] = T.reinterpret(value, "int32")
             elif v * 4 + i == 2 * K:
                 words[i] = t
             else:
-                words[i] = shared.places[2, p] if s.ordered else 0
+                words[i] = shared.numbers[2, p] if s.ordered else 0
         for i in T.vectorized(4):
             mem.records_out[pe, j, v * 4 + i] = words[i]
 
@@ -560,10 +534,9 @@ def write_record(s, mem, shared, first, p, weight, at):
 @tsn.macro
 def send_records(s, mem, shared, me, stop: T.Ref, block, thread):
     """Put the block's records to every rank, all threads together, then signal them to all."""
-    at = T.alloc_var("int32")
-    n = T.alloc_var("int32")
+    at, n = int_vars(2)
     for hop in T.serial(s.ranks):
-        pe = (me + 1 + hop) % s.ranks  # this rank's own last, while the others' are on their way
+        pe = (me + 1 + hop) % s.ranks  # this rank's own last, while the others' are in flight
         if mem.active[pe] != 0:
             at = T.min(shared.before[s.parts, s.experts + pe], s.max_tokens - 1)
             n = T.if_then_else(stop != 0, 0, mem.partial[block, s.experts + pe])
@@ -633,7 +606,7 @@ def write_totals(s, mem, shared, me, stop: T.Ref, thread):
             before_it = before_it + T.if_then_else(shared.alive[r] != 0, mem.counts_in[r, experts + me], 0)
         mem.totals[at.received_base + thread] = before_it
         if thread == R - 1:
-            mem.totals[at.refused] = stop
+            mem.totals[at.rejected] = stop
             mem.totals[at.received_base + R] = before_it + T.if_then_else(
                 shared.alive[thread] != 0, mem.counts_in[thread, experts + me], 0
             )
@@ -641,13 +614,13 @@ def write_totals(s, mem, shared, me, stop: T.Ref, thread):
 
 @tsn.macro
 def count_received(s, mem, shared, me, thread):
-    """needs[r] = the rows that come from rank r."""
+    """needs[r] = the rows of rank r."""
     if thread < s.ranks:
         shared.needs[thread] = T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, s.experts + me], 0)
 
 
 @tsn.macro
-def keep_records(s, mem, shared, block, thread):
+def store_records(s, mem, shared, block, thread):
     """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major row.
 
     Blocks share the ranks, or the records of a rank. A thread copies a choice at a time, but loads several before it stores
@@ -659,9 +632,8 @@ def keep_records(s, mem, shared, block, thread):
     row = T.alloc_local((at_once,), "int32")
     weight = T.alloc_local((at_once,), "int32")
     token = T.alloc_local((at_once,), "int32")
-    place = T.alloc_local((at_once,), "int32")
-    base = T.alloc_var("int32")
-    j = T.alloc_var("int32")
+    index = T.alloc_local((at_once,), "int32")
+    base, j = int_vars(2)
     for turn in T.serial((s.ranks - group + groups - 1) // groups):
         r = turn * groups + group
         base = 0
@@ -675,11 +647,11 @@ def keep_records(s, mem, shared, block, thread):
                     row[u] = mem.records_in[r, p // K, p % K]
                     weight[u] = mem.records_in[r, p // K, K + p % K]
                     token[u] = mem.records_in[r, p // K, 2 * K]
-                    place[u] = number(s, p // K, mem.records_in, r, p // K, 2 * K + 1)
+                    index[u] = number(s, p // K, mem.records_in, r, p // K, 2 * K + 1)
             for u in T.unroll(at_once):
                 p = (i * at_once + u) * stride + block // groups * s.threads + thread
                 if p < cells:
-                    j = place[u]
+                    j = index[u]
                     mem.records[r, j, p % K] = row[u]
                     mem.records[r, j, K + p % K] = weight[u]
                     if p % K == 0:
@@ -718,13 +690,12 @@ def plan_routing(
     R, K, M = ranks, top_k, max_tokens
     s = PlanConfig(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype, absent, node_size, ordered)
     C, W = s.counts, record_words(K)
-    rows, slot_rows = T.dynamic("rows"), T.dynamic("slot_rows")
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        topk_idx: T.Tensor((rows, K), index_dtype),
-        topk_weights: T.Tensor((rows, K), "float32"),
+        topk_idx: T.Tensor((T.dynamic("rows"), K), index_dtype),
+        topk_weights: T.Tensor((T.dynamic("rows"), K), "float32"),
         tokens: T.int32,
         fault: T.int32,
         fault_value: T.int32,
@@ -741,42 +712,23 @@ def plan_routing(
         status: T.Tensor((STATUS_WORDS,), "int64"),
         send_token: T.Tensor((R, M), "int32"),
         send_row: T.Tensor((R, M), "int32"),
-        token_slot: T.Tensor((slot_rows, R), "int32"),
+        token_slot: T.Tensor((T.dynamic("slot_rows"), R), "int32"),
         records: T.Tensor((R, M, W), "int32"),
         totals: T.Tensor((s.totals.words,), "int32"),
         row_index: T.Tensor((capacity,), "int32"),
         row_weight: T.Tensor((capacity,), "float32"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
-            keys = T.alloc_shared((2 + ordered, s.cells), "int32")
-            places = T.alloc_shared((2 + ordered, s.cells), "int32")
+            keys, numbers = shared_ints(2, 2 + ordered, s.cells)
             before = T.alloc_shared((s.parts + 1, s.width), "int32")
-            padded = T.alloc_shared((experts,), "int32")
-            offsets = T.alloc_shared((experts,), "int32")
-            needs = T.alloc_shared((R,), "int32")
-            alive = T.alloc_shared((R,), "int32")
+            padded, offsets = shared_ints(2, experts)
+            needs, alive = shared_ints(2, R)
             seen = T.alloc_shared((1,), "int32")
-            shared = PlanShared(keys, places, before, padded, offsets, needs, alive, seen)
+            shared = PlanShared(keys, numbers, before, padded, offsets, needs, alive, seen)
             mem = PlanTensors(
-                topk_idx=topk_idx,
-                topk_weights=topk_weights,
-                active=active,
-                partial=partial,
-                counts_out=counts_out,
-                counts_in=counts_in,
-                counts_ready=counts_ready,
-                records_out=records_out,
-                records_in=records_in,
-                records_ready=records_ready,
-                status=status,
-                send_token=send_token,
-                send_row=send_row,
-                token_slot=token_slot,
-                records=records,
-                totals=totals,
-                row_index=row_index,
-                row_weight=row_weight,
-            )
+                topk_idx, topk_weights, active, partial, counts_out, counts_in, counts_ready, records_out, records_in,
+                records_ready, status, send_token, send_row, token_slot, records, totals, row_index, row_weight,
+            )  # fmt: skip
             thread = T.get_thread_binding()
             warp = thread // 32
             me = N.my_pe()
@@ -787,8 +739,7 @@ def plan_routing(
             mine = T.alloc_var("int32")
             mine = T.max(0, T.min(share, tokens - first))
 
-            bad = T.alloc_var("int32")
-            any_bad = T.alloc_var("int32")
+            bad, any_bad = int_vars(2)
             read_choices(s, mem, shared, first, mine, bad, any_bad, thread)
             part = T.alloc_var("int32")
             part = T.max(1, (mine * K + 32 * s.parts - 1) // (32 * s.parts))
@@ -802,10 +753,8 @@ def plan_routing(
             N.wait_block(blocks_ready[0], "ge", call * T.uint64(blocks + absent))
             exchange_counts(s, mem, shared, fault, fault_value, me, call, block, thread, warp)
             align_experts(s, mem, shared, thread)
-            code = T.alloc_var("int32")
-            need = T.alloc_var("int32")
-            stop = T.alloc_var("int32")
-            refuse_or_go_on(s, mem, shared, mine, code, need, stop, block, thread)
+            code, need, stop = int_vars(3)
+            reject_or_continue(s, mem, shared, mine, code, need, stop, block, thread)
             number_choices(s, mem, shared, part, mine, me, block, thread)
             if ordered:
                 firsts = T.alloc_shared((experts,), "int32")
@@ -824,7 +773,7 @@ def plan_routing(
                 if active[thread] != 0:
                     N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))
             T.sync_threads()
-            keep_records(s, mem, shared, block, thread)
+            store_records(s, mem, shared, block, thread)
             if thread == 0:
                 calls[block] = call
             if absent:
@@ -834,48 +783,32 @@ def plan_routing(
     return main
 
 
-class NodePlanTensors(NamedTuple):
-    """The tensors of the plan that is about nodes.
-
-    Attributes:
-        token_slot, send_row, totals: int32, see RoutingPlan. totals_at: places in `totals`.
-        heads_out: int32 [nodes, words], heads_in: int32 [slots, words], symmetric, see `NodeLayout.head_words`.
-        pairs_out: int32 [nodes, max_tokens, 2 * size], pairs_in: int32 [slots, max_tokens, 2 * size], symmetric: for each row
-            and each rank of a node the row's place among those to the rank, or -1, and its first expert-major row there.
-        told: uint64 [slots], symmetric: the last call of which the source's head and pairs are there.
-        found: int32 [threads], of shared memory: what each thread has counted.
-    """
-
-    token_slot: Any
-    send_row: Any
-    totals: Any
-    totals_at: PlanOffsets
-    heads_out: Any
-    heads_in: Any
-    pairs_out: Any
-    pairs_in: Any
-    told: Any
-    found: Any
+# The tensors of plan_nodes. totals_at: offsets in `totals`. found: int32 [threads], of shared memory: what each thread has
+# counted.
+NodePlanTensors = namedtuple(
+    "NodePlanTensors",
+    "token_slot send_row totals totals_at heads_out heads_in pairs_out pairs_in heads_arrived found",
+)
 
 
 @tsn.macro
-def _number_rows(mem, tables, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, place: T.Ref, hit: T.Ref, thread, threads):
+def _number_rows(mem, route, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, index: T.Ref, hit: T.Ref, thread, threads):
     """Number the tokens that go to node `b`, in order, by all threads of the block; the last ends with their count."""
-    at, plan = tables.at, tables.plan
+    at, plan = route.at, route.plan
     share = (tokens + threads - 1) // threads
     origin = T.if_then_else(b < node, b, b + at.size - 1)
-    place = 0
+    index = 0
     for q in T.serial(share):
         if thread * share + q < tokens:
             hit = 0
             for r in T.serial(at.size):
                 hit = T.if_then_else(mem.token_slot[thread * share + q, b * at.size + r] >= 0, 1, hit)
-            place = place + hit
-    mem.found[thread] = place
+            index = index + hit
+    mem.found[thread] = index
     T.sync_threads()
-    place = 0
+    index = 0
     for p in T.serial(thread):
-        place = place + mem.found[p]
+        index = index + mem.found[p]
     for q in T.serial(share):
         t = thread * share + q
         if t < tokens:
@@ -884,30 +817,30 @@ def _number_rows(mem, tables, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, plac
                 hit = T.if_then_else(mem.token_slot[t, b * at.size + r] >= 0, 1, hit)
             if b == node:
                 for r in T.serial(at.size):
-                    tables.words[plan.place(t, node + r)] = mem.token_slot[t, b * at.size + r]
+                    route.words[plan.origin_index(t, node + r)] = mem.token_slot[t, b * at.size + r]
             elif hit == 0:
-                tables.words[plan.place(t, origin)] = -1
+                route.words[plan.origin_index(t, origin)] = -1
             else:
-                tables.words[plan.place(t, origin)] = place
-                tables.words[plan.token(b, place)] = t
+                route.words[plan.origin_index(t, origin)] = index
+                route.words[plan.token(b, index)] = t
                 for r in T.serial(at.size):
                     j = T.alloc_var("int32")
                     j = mem.token_slot[t, b * at.size + r]
-                    mem.pairs_out[b, place, 2 * r] = j
+                    mem.pairs_out[b, index, 2 * r] = j
                     if j >= 0:
-                        mem.pairs_out[b, place, 2 * r + 1] = mem.send_row[b * at.size + r, j]
-            place = place + hit
+                        mem.pairs_out[b, index, 2 * r + 1] = mem.send_row[b * at.size + r, j]
+            index = index + hit
 
 
 @tsn.macro
-def _place_slots(mem, tables, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: T.Ref, thread, threads):
-    """begin = where what comes back of node `b` begins among the slots: after the ranks of this node, and earlier nodes."""
-    at, plan = tables.at, tables.plan
+def _place_slots(mem, route, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: T.Ref, thread, threads):
+    """begin = where the rows that return from node `b` begin among the slots: after the ranks of this node, and earlier nodes."""
+    at, plan = route.at, route.plan
     share = (tokens + threads - 1) // threads
     begin = 0
     if b == node:
         if thread < at.size:
-            tables.words[plan.base(node + thread)] = mem.totals[mem.totals_at.sent_before + node * at.size + thread]
+            route.words[plan.base(node + thread)] = mem.totals[mem.totals_at.sent_before + node * at.size + thread]
     else:
         for q in T.serial(share):
             if thread * share + q < tokens:
@@ -925,14 +858,16 @@ def _place_slots(mem, tables, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: 
     for r in T.serial(at.size):
         begin = begin + mem.totals[mem.totals_at.sent + node * at.size + r]
     if b != node and thread == 0:
-        tables.words[plan.base(T.if_then_else(b < node, b, b + at.size - 1))] = begin
+        route.words[plan.base(T.if_then_else(b < node, b, b + at.size - 1))] = begin
     T.sync_threads()
 
 
 @tsn.macro
-def _tell_gateway(mem, tables, b: T.Ref, rows: T.Ref, begin: T.Ref, gateway: T.Ref, slot: T.Ref, call: T.Ref, thread):
-    """Send the head and the pairs of node `b` to this rank's gateway there, by the first warp."""
-    at = tables.at
+def _send_to_forwarder(
+    mem, route, b: T.Ref, rows: T.Ref, begin: T.Ref, forwarder: T.Ref, slot: T.Ref, call: T.Ref, thread
+):
+    """Send the head and the pairs of node `b` to this rank's forwarder there, by the first warp."""
+    at = route.at
     if thread < at.size:
         mem.heads_out[b, 1 + 2 * thread] = mem.totals[mem.totals_at.sent + b * at.size + thread]
         mem.heads_out[b, 2 + 2 * thread] = mem.totals[mem.totals_at.sent_base + b * at.size + thread]
@@ -940,33 +875,33 @@ def _tell_gateway(mem, tables, b: T.Ref, rows: T.Ref, begin: T.Ref, gateway: T.R
         mem.heads_out[b, 0] = rows
         mem.heads_out[b, at.slots_begin] = begin
     T.sync_threads()
-    gateway = tables.map[at.gateway + b]
-    slot = tables.map[at.gateway_slot + b]
-    if thread < 32 and gateway >= 0:
-        N.put_warp(mem.pairs_in[slot, 0, 0], mem.pairs_out[b, 0, 0], gateway, count=rows * 2 * at.size)
-        N.put_warp(mem.heads_in[slot, 0], mem.heads_out[b, 0], gateway, count=at.head_words)
+    forwarder = route.forwarder(b)
+    slot = route.forwarder_slot(b)
+    if thread < 32 and forwarder >= 0:
+        N.put_warp(mem.pairs_in[slot, 0, 0], mem.pairs_out[b, 0, 0], forwarder, count=rows * 2 * at.size)
+        N.put_warp(mem.heads_in[slot, 0], mem.heads_out[b, 0], forwarder, count=at.head_words)
         T.sync_warp()
         if thread == 0:
-            N.signal(mem.told[slot], call, gateway, fence=True)
+            N.signal(mem.heads_arrived[slot], call, forwarder, fence=True)
 
 
 @tsn.macro
-def _keep(mem, tables, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
-    """Keep the head and the pairs of the source of slot `k`, as lists by rank and as places by row."""
-    at, plan = tables.at, tables.plan
+def _store_pairs(mem, route, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
+    """Store the head and the pairs of the source of slot `k`, as lists by rank and as indices by row."""
+    at, plan = route.at, route.plan
     L = at.size
     rows = mem.heads_in[k, 0]
     for i in T.serial((at.head_words + threads - 1) // threads):
         if i * threads + thread < at.head_words:
-            tables.words[plan.head(k, i * threads + thread)] = mem.heads_in[k, i * threads + thread]
+            route.words[plan.head(k, i * threads + thread)] = mem.heads_in[k, i * threads + thread]
     for i in T.serial((rows * L + threads - 1) // threads):
         p = i * threads + thread
         if p < rows * L:
             j = mem.pairs_in[k, p // L, p % L * 2]
-            tables.words[plan.gather(k, p // L, p % L)] = T.if_then_else(j >= 0, mem.heads_in[k, p % L * 2 + 2] + j, -1)
+            route.words[plan.gather(k, p // L, p % L)] = T.if_then_else(j >= 0, mem.heads_in[k, p % L * 2 + 2] + j, -1)
             if j >= 0:
-                tables.words[plan.forward(k, p % L, j, 0)] = p // L
-                tables.words[plan.forward(k, p % L, j, 1)] = mem.pairs_in[k, p // L, p % L * 2 + 1]
+                route.words[plan.forward(k, p % L, j, 0)] = p // L
+                route.words[plan.forward(k, p % L, j, 1)] = mem.pairs_in[k, p // L, p % L * 2 + 1]
 
 
 @tsn.jit(name="moe::plan_nodes", pass_configs=EXPLICIT_SYNC)
@@ -978,18 +913,20 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
 
     Parameters of the kernel (int32 where no type is named):
         tokens, token_slot, send_row, totals: see RoutingPlan. node_map [words]: see NodeLayout.
-        heads_out [nodes, words], heads_in [slots, words], pairs_out [nodes, max_tokens, 2 * size],
-        pairs_in [slots, max_tokens, 2 * size], told [slots] uint64: symmetric.
+        heads_out [nodes, words], heads_in [slots, words]: symmetric, see `NodeLayout.head_words`.
+        pairs_out [nodes, max_tokens, 2 * size], pairs_in [slots, max_tokens, 2 * size]: symmetric; for each row and each rank of
+        a node the row's index among those to the rank, or -1, and its first expert-major row there.
+        heads_arrived [slots] uint64: symmetric; the last call of which the source's head and pairs are there.
         calls [blocks] uint64: calls so far. node_plan [words]: see NodePlanOffsets.
     """
     R, M, at, totals_at = ranks, max_tokens, NodeLayout(ranks, nodes, slots), PlanOffsets(ranks, experts // ranks)
-    L, H, plan, slot_rows = at.size, at.head_words, NodePlanOffsets(at, max_tokens), T.dynamic("slot_rows")
+    L, H, plan = at.size, at.head_words, NodePlanOffsets(at, max_tokens)
 
     @T.prim_func
     def main(
         ctx: N.Context(),
         tokens: T.int32,
-        token_slot: T.Tensor((slot_rows, R), "int32"),
+        token_slot: T.Tensor((T.dynamic("slot_rows"), R), "int32"),
         send_row: T.Tensor((R, M), "int32"),
         totals: T.Tensor((totals_at.words,), "int32"),
         node_map: T.Tensor((at.map_words,), "int32"),
@@ -997,45 +934,48 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
         heads_in: T.Tensor((slots, H), "int32"),
         pairs_out: T.Tensor((nodes, M, 2 * L), "int32"),
         pairs_in: T.Tensor((slots, M, 2 * L), "int32"),
-        told: T.Tensor((slots,), "uint64"),
+        heads_arrived: T.Tensor((slots,), "uint64"),
         calls: T.Tensor((blocks + absent,), "uint64"),
         node_plan: T.Tensor((plan.words,), "int32"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             found = T.alloc_shared((threads,), "int32")
-            tables = Route(at, plan, node_map, node_plan)
+            route = Route(at, plan, node_map, node_plan)
             mem = NodePlanTensors(
-                token_slot, send_row, totals, totals_at, heads_out, heads_in, pairs_out, pairs_in, told, found=found
+                token_slot,
+                send_row,
+                totals,
+                totals_at,
+                heads_out,
+                heads_in,
+                pairs_out,
+                pairs_in,
+                heads_arrived,
+                found=found,
             )
             thread = T.get_thread_binding()
             node = T.alloc_var("int32")
             node = N.my_pe() // L
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
-            b = T.alloc_var("int32")
-            origin = T.alloc_var("int32")
-            place = T.alloc_var("int32")
-            hit = T.alloc_var("int32")
-            gateway = T.alloc_var("int32")
-            slot = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
+            b, origin, index, hit, forwarder, slot, begin = int_vars(7)
             for i in T.serial((nodes + blocks - 1) // blocks):
                 b = i * blocks + block
                 if b < nodes:
-                    _number_rows(mem, tables, tokens, b, node, origin, place, hit, thread, threads)
+                    _number_rows(mem, route, tokens, b, node, origin, index, hit, thread, threads)
                     if thread == threads - 1:
-                        node_plan[plan.rows(b)] = T.if_then_else(b == node, 0, place)
+                        node_plan[plan.rows(b)] = T.if_then_else(b == node, 0, index)
                     T.sync_threads()
-                    _place_slots(mem, tables, tokens, b, node, begin, hit, thread, threads)
-                    place = node_plan[plan.rows(b)]
-                    _tell_gateway(mem, tables, b, place, begin, gateway, slot, call, thread)
+                    _place_slots(mem, route, tokens, b, node, begin, hit, thread, threads)
+                    index = node_plan[plan.rows(b)]
+                    _send_to_forwarder(mem, route, b, index, begin, forwarder, slot, call, thread)
                 T.sync_threads()
             for i in T.serial((slots + blocks - 1) // blocks):
                 b = i * blocks + block
                 if b < slots:
-                    if node_map[at.source + b] >= 0:
-                        N.wait_block(told[b], "ge", call)
-                        _keep(mem, tables, b, place, hit, thread, threads)
+                    if route.source(b) >= 0:
+                        N.wait_block(heads_arrived[b], "ge", call)
+                        _store_pairs(mem, route, b, index, hit, thread, threads)
                     else:
                         for h in T.serial((H + threads - 1) // threads):
                             if h * threads + thread < H:

@@ -25,9 +25,9 @@ def int_vars(count: int) -> tuple[Any, ...]:
     return tuple(T.alloc_var("int32") for _ in range(count))
 
 
-def shared_ints(count: int, size: int) -> tuple[Any, ...]:
-    """Vectors of `size` int32 each, of shared memory."""
-    return tuple(T.alloc_shared((size,), "int32") for _ in range(count))
+def shared_ints(count: int, *shape: int) -> tuple[Any, ...]:
+    """Tensors of int32 in shared memory."""
+    return tuple(T.alloc_shared(shape, "int32") for _ in range(count))
 
 
 def batch_of(units: int, limit: int) -> int:
@@ -77,7 +77,7 @@ class Rows(NamedTuple):
 
     Attributes:
         rows: [any, words or elements of a row].
-        scales: [any, scales of a row], where rows have scales; else not looked at.
+        scales: [any, scales of a row], where rows have scales; else unused.
     """
 
     rows: Any
@@ -93,7 +93,7 @@ class Result(NamedTuple):
 
     Attributes:
         out, bias_0, bias_1: [rows, hidden] of the dtype of the result.
-        values: float32 [rows, top_k], where numbers of choices come back.
+        values: float32 [rows, top_k], where numbers of choices return.
     """
 
     out: Any
@@ -106,13 +106,13 @@ class Work(NamedTuple):
     """Registers of a warp that sums.
 
     Attributes:
-        piece: [rows at once * pieces * width] of the rows' dtype. acc: float32 [pieces * width].
+        loaded: [rows at once * vectors * width] of the rows' dtype. acc: float32 [vectors * width].
         from_row: int32 [rows at once], which rows; -1 where there is none.
         slot_of: int32 [a word for 32 ranks or origins], see `combine_throughput.find_rows`.
         ones: float32 [rows at once], weights of rows that are added as they are.
     """
 
-    piece: Any
+    loaded: Any
     acc: Any
     from_row: Any
     slot_of: Any = None
@@ -120,24 +120,24 @@ class Work(NamedTuple):
 
 
 @tsn.macro
-def load_batch(piece, src, row, first, lane, units, width, batch, at=0):
-    """Load a lane's pieces of a batch, which begins at piece `first`, to piece[at …]; those beyond the row become zero."""
+def load_batch(loaded, src, row, first, lane, units, width, batch, at=0):
+    """Load a lane's vectors of a batch, which begins at vector `first`, to loaded[at …]; those beyond the row become zero."""
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
             for v in T.vectorized(width):
-                piece[at + u * width + v] = src[row, (first + u * 32 + lane) * width + v]
+                loaded[at + u * width + v] = src[row, (first + u * 32 + lane) * width + v]
         else:
             for v in T.vectorized(width):
-                piece[at + u * width + v] = T.cast(0, piece.dtype)
+                loaded[at + u * width + v] = T.cast(0, loaded.dtype)
 
 
 @tsn.macro
-def store_batch(dst, row, piece, first, lane, units, width, batch):
-    """Store a lane's pieces of a batch."""
+def store_batch(dst, row, loaded, first, lane, units, width, batch):
+    """Store a lane's vectors of a batch."""
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
             for v in T.vectorized(width):
-                dst[row, (first + u * 32 + lane) * width + v] = piece[u * width + v]
+                dst[row, (first + u * 32 + lane) * width + v] = loaded[u * width + v]
 
 
 @tsn.macro
@@ -163,10 +163,10 @@ def copy_scales(dst, dst_row, src, src_row, words, lane, offset, rows, by_column
 def copy_row(dst, dst_row, src, src_row, words, lane, limit):
     """Copy a row of 4-byte words, a multiple of four of them."""
     batch = batch_of(words // 4, limit)
-    piece = T.alloc_local((batch * 4,), "int32")
+    loaded = T.alloc_local((batch * 4,), "int32")
     for b in T.serial((words // 4 + 32 * batch - 1) // (32 * batch)):
-        load_batch(piece, src, src_row, b * 32 * batch, lane, words // 4, 4, batch)
-        store_batch(dst, dst_row, piece, b * 32 * batch, lane, words // 4, 4, batch)
+        load_batch(loaded, src, src_row, b * 32 * batch, lane, words // 4, 4, batch)
+        store_batch(dst, dst_row, loaded, b * 32 * batch, lane, words // 4, 4, batch)
 
 
 @tsn.macro
@@ -176,10 +176,10 @@ def clear(acc, count):
 
 
 @tsn.macro
-def add_scaled(acc, piece, weight, count, at=0):
-    """acc += weight * piece[at …], in float32."""
+def add_scaled(acc, loaded, weight, count, at=0):
+    """acc += weight * loaded[at …], in float32."""
     for i in T.unroll(count):
-        acc[i] = acc[i] + weight * T.cast(piece[at + i], "float32")
+        acc[i] = acc[i] + weight * T.cast(loaded[at + i], "float32")
 
 
 @tsn.macro
@@ -193,9 +193,9 @@ def store_rounded(dst, row, acc, first, lane, units, width, batch, dtype):
 
 @tsn.macro
 def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, offset=0):
-    """Store a batch as FP8 with one float32 scale per 128 elements, which are the pieces of 128 / width lanes.
+    """Store a batch as FP8 with one float32 scale per 128 elements, which are the vectors of 128 / width lanes.
 
-    All lanes of the warp call; pieces beyond the row must be zero. The scales begin at column `offset`.
+    All lanes of the warp call; vectors beyond the row must be zero. The scales begin at column `offset`.
     """
     lanes = GROUP // width
     for u in T.unroll(batch):
@@ -224,33 +224,33 @@ def store_sums(s, dst, row, acc, first, lane, end, batch):
 
 
 @tsn.macro
-def add_dequantised(acc, piece, scales, row, first, lane, units, width, batch, at=0):
-    """acc += piece[at …] * its group's scale, in float32."""
+def add_dequantised(acc, loaded, scales, row, first, lane, units, width, batch, at=0):
+    """acc += loaded[at …] * the scale of its block, in float32."""
     wide = T.alloc_local((width,), "float32")
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
             scale = T.alloc_var("float32")
             scale = scales[row, (first + u * 32 + lane) * width // GROUP]
             for v in T.vectorized(width):  # converted in pairs
-                wide[v] = T.cast(piece[at + u * width + v], "float32")
+                wide[v] = T.cast(loaded[at + u * width + v], "float32")
             for v in T.unroll(width):
                 acc[u * width + v] = acc[u * width + v] + scale * wide[v]
 
 
 @tsn.macro
-def add_rows(acc, piece, row, weight, src, first, lane, units, width, batch, group):
-    """acc += weight[g] * src[row[g]] for g < group where row[g] is not -1; all loads are under way before the first sum."""
+def add_rows(acc, loaded, row, weight, src, first, lane, units, width, batch, group):
+    """acc += weight[g] * src[row[g]] for g < group where row[g] is not -1; all loads are in flight before the first sum."""
     for g in T.unroll(group):
         if row[g] >= 0:
-            load_batch(piece, src, row[g], first, lane, units, width, batch, g * batch * width)
+            load_batch(loaded, src, row[g], first, lane, units, width, batch, g * batch * width)
     for g in T.unroll(group):
         if row[g] >= 0:
-            add_scaled(acc, piece, weight[g], batch * width, g * batch * width)
+            add_scaled(acc, loaded, weight[g], batch * width, g * batch * width)
 
 
 @tsn.macro
 def add_slots(s, work, scales, there, first, lane, end, batch, group):
-    """acc += the rows that a warp has loaded to work.piece, in their order; scaled where they are quantised.
+    """acc += the rows that a warp has loaded to work.loaded, in their order; scaled where they are quantised.
 
     Args:
         there: of a row of `work.from_row`, whether there is one.
@@ -260,17 +260,17 @@ def add_slots(s, work, scales, there, first, lane, end, batch, group):
         if there(work.from_row[g]):
             if s.quantised:
                 add_dequantised(
-                    work.acc, work.piece, scales, work.from_row[g], first, lane, end, width, batch, g * batch * width
+                    work.acc, work.loaded, scales, work.from_row[g], first, lane, end, width, batch, g * batch * width
                 )
             else:
-                add_scaled(work.acc, work.piece, T.float32(1), batch * width, g * batch * width)
+                add_scaled(work.acc, work.loaded, T.float32(1), batch * width, g * batch * width)
 
 
 @tsn.macro
 def _add_bias(s, acc, bias, token: T.Ref, first, lane, end):
-    piece = T.alloc_local((s.sum_batch * s.width,), s.dtype)
-    load_batch(piece, bias, token, first, lane, end, s.width, s.sum_batch)
-    add_scaled(acc, piece, T.float32(1), s.sum_batch * s.width)
+    loaded = T.alloc_local((s.sum_batch * s.width,), s.dtype)
+    load_batch(loaded, bias, token, first, lane, end, s.width, s.sum_batch)
+    add_scaled(acc, loaded, T.float32(1), s.sum_batch * s.width)
 
 
 @tsn.macro

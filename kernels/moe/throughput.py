@@ -18,7 +18,7 @@ from tilescale_net.kernels.moe.handle import Choices, DispatchedByPlan, Handle, 
 from tilescale_net.kernels.moe.layout import (
     NO_FAULT,
     CountsLayout,
-    Gateways,
+    Forwarders,
     NodeLayout,
     NodePlanOffsets,
     PlanOffsets,
@@ -36,7 +36,7 @@ from tilescale_net.runtime.launch_args import kept
 
 def placement_of(config: Config) -> str:
     """See dispatch_throughput."""
-    return "rank" if config.layout == "rank" else "expert" if config.zero_copy else "arrival"
+    return "rank" if config.layout == "rank" else "expert" if config.zero_copy else "staged"
 
 
 def output_rows(config: Config) -> int:
@@ -58,7 +58,7 @@ def shared_rows(config: Config, proxied: bool) -> dict[str, tuple[str, int, int,
     c, placement = config, placement_of(config)
     sent, received = most_sent(c.ranks, c.max_tokens, c.top_k), rows_received(c)
     payload = FP8 if c.quantize_combine else c.combine_dtype
-    arrivals = placement == "arrival" or (proxied and placement == "expert")
+    arrivals = placement == "staged" or (proxied and placement == "expert")
     return {
         "dispatch.arrival": ("received", received if arrivals else 1, c.row_words, torch.int32),
         "dispatch.staged": ("sent", sent if proxied else 1, c.row_words, torch.int32),
@@ -72,7 +72,7 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
     c, R, M = config, config.ranks, config.max_tokens
     counts, W, placement = CountsLayout(c.num_experts, R), record_words(c.top_k), placement_of(c)
     scales, G, chunks = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk)
-    own = output_rows(c) if placement != "arrival" else 1
+    own = output_rows(c) if placement != "staged" else 1
     ints, floats, words = torch.int32, torch.float32, torch.uint64
     shared = shared_rows(config, proxied)
     rows = {name: count for name, (_, count, _, _) in shared.items()}
@@ -153,7 +153,7 @@ class ThroughputMode(Mode):
         ordered = self._shares_rows
         self._stream = SideStream(device, ordered) if device.type == "cuda" else DeferredStream(ordered)
         self.placement = placement_of(c)
-        self._in_place = self.placement != "arrival"  # rows land where they are given, or are copied from there
+        self._in_place = self.placement != "staged"  # rows land where they are given, or are copied from there
         self.symmetric_output = config.zero_copy
         output = self._buffers("output")
         self._output = output["rows"], output["scales"] if c.scale_words else None
@@ -488,10 +488,10 @@ def _rows(config: Config, at: NodeLayout) -> dict[str, tuple[int, int, torch.dty
     return {
         "dispatch.arrival": (arrival, c.row_words, torch.int32),
         "dispatch.staged": ((at.nodes - 1) * M, c.row_words, torch.int32),
-        "dispatch.relayed": (at.slots * M, c.row_words, torch.int32),
+        "dispatch.to_forward": (at.slots * M, c.row_words, torch.int32),
         "combine.staged": (at.slots * M, c.hidden, payload),
         "combine.slots": (back + behind, c.hidden, payload),
-        "combine.relayed": (apart, c.hidden, c.combine_dtype),
+        "combine.offered": (apart, c.hidden, c.combine_dtype),
     }
 
 
@@ -501,8 +501,8 @@ def _words(rows: dict[str, tuple[int, int, torch.dtype]], kernel: str) -> int:
     return sum(-(-n * columns * dtype.itemsize // 256) * 64 for n, columns, dtype in found)
 
 
-def _carrying(config: Config, tuning, at: NodeLayout) -> BufferSpecs:
-    """Symmetric memory of what a gateway carries for others, which grows with the sources that it serves."""
+def _forwarding_buffers(config: Config, tuning, at: NodeLayout) -> BufferSpecs:
+    """Symmetric memory of what a forwarder forwards, which grows with the sources that it serves."""
     c, M, S = config, config.max_tokens, at.slots
     scales, G, chunks, rows = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk), _rows(c, at)
     ints, floats, words = torch.int32, torch.float32, torch.uint64
@@ -510,14 +510,14 @@ def _carrying(config: Config, tuning, at: NodeLayout) -> BufferSpecs:
         "rows.shared": ((max(_words(rows, kernel) for kernel in ("dispatch", "combine")),), ints),
         "nodes.heads_in": ((S, at.head_words), ints),
         "nodes.pairs_in": ((S, M, 2 * at.size), ints),
-        "nodes.told": ((S,), words),
-        "dispatch.relayed_scales": ((S * M if c.scale_words else 1, scales), ints),
-        "dispatch.came": ((S, chunks), words),
+        "nodes.heads_arrived": ((S,), words),
+        "dispatch.to_forward_scales": ((S * M if c.scale_words else 1, scales), ints),
+        "dispatch.forward_arrived": ((S, chunks), words),
         "combine.staged_scales": ((S * M if c.quantize_combine else 1, G), floats),
         "combine.staged_values": ((S * M, c.top_k), floats),
         "combine.slot_values": ((rows["combine.slots"][0], c.top_k), floats),
-        "combine.relayed_values": ((rows["combine.relayed"][0], c.top_k), floats),
-        "combine.summed": ((at.lists, chunks), words),
+        "combine.offered_values": ((rows["combine.offered"][0], c.top_k), floats),
+        "combine.offer_ready": ((at.lists, chunks), words),
     }
 
 
@@ -543,12 +543,12 @@ def node_symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[t
             ),
             "combine.arrived": ((at.origins, chunks), words),
         }
-        | _carrying(c, tuning, at)
+        | _forwarding_buffers(c, tuning, at)
     )
 
 
 class NodeThroughputMode(ThroughputMode):
-    """As its base, with gateways between nodes; see layout.py."""
+    """As its base, with forwarders between nodes; see layout.py."""
 
     _shares_rows = True
 
@@ -569,7 +569,7 @@ class NodeThroughputMode(ThroughputMode):
         if kernel == "combine" and not c.quantize_combine:
             # Rows for tokens of other nodes lie behind the slots where they have their dtype.
             behind, values = most_sent(self._at.origins, c.max_tokens, c.top_k), self._symmetric["combine.slot_values"]
-            found |= {"relayed": found["slots"][behind:], "relayed_values": values[behind:]}
+            found |= {"offered": found["slots"][behind:], "offered_values": values[behind:]}
         return found
 
     @property
@@ -582,18 +582,18 @@ class NodeThroughputMode(ThroughputMode):
 
     def _use_map(self, mask: tuple[bool, ...]) -> None:
         """Let the kernels go by the map of these members."""
-        words = Gateways(mask, self._at.nodes).words(self._base.rank, self._at.slots)
+        words = Forwarders(mask, self._at.nodes).words(self._base.rank, self._at.slots)
         node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
         for fixed in ("nodes", "dispatch", "combine"):
             self._fixed[fixed]["node_map"] = node_map
 
     def regroup(self, mask: tuple[bool, ...]) -> None:
-        """A gateway that is left out is replaced, by one that may then serve more sources than there was room for."""
+        """A forwarder that is left out is replaced, by one that may then serve more sources than there was room for."""
         at = with_room(self._c.ranks, self._at.nodes, [mask])
         if at.slots > self._at.slots:
             self._at = at
             with torch.inference_mode(False):
-                grown = self._base.replace(self._symmetric, _carrying(self._c, self._tuning, at))
+                grown = self._base.replace(self._symmetric, _forwarding_buffers(self._c, self._tuning, at))
             self._symmetric.update(grown)
             for kernel, fixed in self._fixed.items():
                 fixed.update(self._buffers(kernel) | self._rows_of(kernel))

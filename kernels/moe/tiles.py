@@ -1,4 +1,4 @@
-"""Which tiles of expert-major rows are there, while a dispatch or a product is under way.
+"""Which tiles of expert-major rows are there, while a dispatch or a GEMM is in flight.
 
 A tile is `tile_rows` rows, and has a word that grows by the same number in every call: what rows of the call leave out of
 it is added by the kernel that counts. So nothing is reset between calls, and who waits needs the number of the call alone.
@@ -14,6 +14,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import wait_until_resident
+from tilescale_net.kernels.moe.row_ops import int_vars
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Tiles:
         self.calls.add_(1)
 
     def leave_multiprocessors(self) -> None:
-        """What follows on the current stream gets the multiprocessors that the blocks of this call have left."""
+        """What follows on the current stream gets the SMs that the blocks of this call have left."""
         wait_until_resident()(self.calls, self.words[self.count :], self.begins, self.begins)
 
     def reset(self) -> None:
@@ -66,30 +67,27 @@ class Awaited(NamedTuple):
 
 
 @tsn.macro
-def say_begun(words, tiles, blocks, me: T.Ref, thread):
+def signal_started(words, tiles, blocks, me: T.Ref, thread):
     """Count `blocks` blocks that have begun, and publish what this thread has written. By a block."""
     if thread == 0:
         N.signal(words[tiles], blocks, me, op="add", fence=True)
 
 
 @tsn.macro
-def fill_up(words, totals, at, tile_rows, tiles, me: T.Ref, thread, threads):
+def add_missing_rows(words, totals, at, tile_rows, tiles, me: T.Ref, thread, threads):
     """Add to the word of each tile the rows that it does not get in this call. By a block.
 
     Args:
         totals: of the plan. at: `PlanOffsets`, its offsets.
     """
-    first = T.alloc_var("int32")
-    begin = T.alloc_var("int32")
-    end = T.alloc_var("int32")
-    short = T.alloc_var("int32")
+    first, begin, end, short = int_vars(4)
     for i in T.serial((tiles + threads - 1) // threads):
         if i * threads + thread < tiles:
             first = (i * threads + thread) * tile_rows
             short = tile_rows
             for e in T.serial(at.local_experts):
                 begin = totals[at.offsets + e]
-                # A dispatch that was refused has counts, and no room for their rows.
+                # A rejected dispatch has counts, and no room for their rows.
                 end = T.min(begin + totals[at.counts + e], totals[at.offsets + e + 1])
                 short = short - T.max(0, T.min(first + tile_rows, end) - T.max(first, begin))
             if short > 0:

@@ -138,7 +138,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_warp", 3): BEGINS,
     },
     "moe/latency_dispatch": {
-        ("no sync_threads", 12): LAST,
+        ("no sync_threads", 10): LAST,
         ("sem of st", 0): FAULTS,
     },
     "moe/routing": {

@@ -24,7 +24,7 @@ from tests.kernels.fused import (
     test_matmul_reduce_scatter,
 )
 from tests.kernels.moe.support import FP8
-from tests.kernels.moe.test_once_per_node import without_a_gateway
+from tests.kernels.moe.test_once_per_node import without_a_forwarder
 from tests.kernels.moe.test_rounds import rounds, weights_at_combine
 
 GEOMETRY = dict(threads=32, blocks=1)
@@ -85,7 +85,7 @@ def _latency(seed: int) -> None:
 
 def _without_a_rank(mode: str, seed: int) -> None:
     gone = random.Random(seed).randrange(tsn.size())
-    without_a_gateway(seed, gone, dict(mode=mode), (False, True), MOE)
+    without_a_forwarder(seed, gone, dict(mode=mode), (False, True), MOE)
 
 
 JOBS = {

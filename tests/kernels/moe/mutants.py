@@ -72,7 +72,7 @@ MUTANTS = {
     "combine without fence": MoeMutant("combine", unfenced("N.signal_warp(arrived[me, c], call, peer)"), RANK),
     "weights without wait": MoeMutant("latency_combine", 'N.wait_block(sent[parity * R + peer], "ge", call)', WEIGHTS),
     "latency without wait for messages": MoeMutant(
-        "latency_dispatch", 'N.wait_warp(arrived[place], "ge", call)', LATENCY
+        "latency_dispatch", 'N.wait_warp(arrived[index], "ge", call)', LATENCY
     ),
 }
 

@@ -80,13 +80,13 @@ def test_memory_does_not_grow_with_ranks(options):
     assert AllToAll.heap_bytes(**sizes, ranks=64) < beyond[64] + output
 
 
-def test_memory_of_gateways():
-    """Rows that cross once per node: gateways have room for one row of a token of each rank that they serve."""
+def test_memory_of_forwarders():
+    """Rows that cross once per node: forwarders have room for one row of a token of each rank that they serve."""
     sizes = dict(num_experts=256, max_tokens=4096, hidden=7168, top_k=8, capacity=5 * 4096 * 8 // 4)
     rows = 4096 * 7168 * 2
     beyond = {n: AllToAll.heap_bytes(**sizes, ranks=8 * n, nodes=n) - sizes["capacity"] * 7168 * 2 for n in (2, 4, 8)}
     for nodes, found in beyond.items():
-        kept = sizes["capacity"] / 4096 + 8  # for gateways here; what comes back, from as many as a token can choose
+        kept = sizes["capacity"] / 4096 + 8  # for forwarders here; what comes back, from as many as a token can choose
         assert 0 < found - (kept + nodes - 1) * rows < 0.02 * 1024 * MIB * nodes, (nodes, found)
     assert beyond[8] < 1.5 * 1024 * MIB
     assert abs(beyond[8] / 1024 / MIB - 1.41) < 0.01  # as CHANGELOG.md and docs/cluster.md say

@@ -44,9 +44,9 @@ def test_the_originals_pass(case):
 
 # Those whose like is among the others.
 LATER = (
-    "dispatch without wait for room", "combine without wait for rows", "gateway without what sources said",
-    "gateway sums without fence", "gateway without wait for sums", "rows for a gateway without quiet",
-    "latency gateway without wait for sums",
+    "dispatch without wait for room", "combine without wait for rows", "forwarder without what sources said",
+    "forwarder sums without fence", "forwarder without wait for sums", "rows for a forwarder without quiet",
+    "latency forwarder without wait for sums",
 )  # fmt: skip
 
 

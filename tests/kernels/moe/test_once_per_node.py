@@ -1,6 +1,7 @@
-"""Throughput mode where rows cross the network once per node: against plain PyTorch, bit by bit, and byte by byte."""
+"""Rows that cross the network once per node: against plain PyTorch, bit by bit, and byte by byte."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -11,17 +12,18 @@ from tests.kernels.moe import mutants
 from tests.kernels.moe.support import FP8, ROUTES, choose, make_inputs, run_round, without_kernels
 from tests.kernels.moe.test_host_cost import CALLS, KEPT, count, hold
 from tests.kernels.moe.test_misuse import raises
-from tests.kernels.moe.test_rounds import rounds
+from tests.kernels.moe.test_rounds import rejected, rounds, weights_at_combine
 from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.buffers import symmetric_buffers
-from tilescale_net.kernels.moe.layout import Gateways
+from tilescale_net.kernels.moe.layout import Forwarders, HeaderLayout, MessageLayout
 from tilescale_net.runtime import heap
 
 SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
 KINDS = ("random", "masked", "one rank")
 TWO_NODES = {"VIRTUAL_NODES": "2"}
+LATENCY = dict(mode="latency")
 
 SM_90 = {
     "routing.plan_nodes": [
@@ -30,29 +32,35 @@ SM_90 = {
 }  # fmt: skip
 
 MUTANTS = {
-    "gateway without wait for rows": mutants.MoeMutant(
+    "forwarder without wait for rows": (
         "dispatch",
-        'N.wait_warp(mem.came[chunk.k, slot], "ge", call)',
+        'N.wait_warp(mem.forward_arrived[chunk.k, slot], "ge", call)',
         mutants.RANK,
-        2,
     ),
-    "gateway without wait for sums": mutants.MoeMutant(
+    "forwarder without wait for sums": (
         "combine",
-        'N.wait(mem.summed[k * at.size + g * 32 + lane, place // s.chunk], "ge", call)',
+        'N.wait(mem.offer_ready[k * at.size + g * 32 + lane, index // s.chunk], "ge", call)',
         mutants.RANK,
-        2,
     ),
-    "gateway sums without fence": mutants.MoeMutant(
+    "forwarder sums without fence": (
         "combine",
         mutants.unfenced("N.signal_warp(arrived[forwarder, c], call, peer)"),
         mutants.RANK,
-        2,
     ),
-    "rows for a gateway without quiet": mutants.MoeMutant("combine", "N.quiet(me)", mutants.RANK, 2),
-    "gateway without what sources said": mutants.MoeMutant(
-        "routing", 'N.wait_block(told[b], "ge", call)', mutants.RANK, 2
+    "rows for a forwarder without quiet": ("combine", "N.quiet(me)", mutants.RANK),
+    "forwarder without what sources said": ("routing", 'N.wait_block(heads_arrived[b], "ge", call)', mutants.RANK),
+    "latency forwarder without wait for messages": (
+        "latency_dispatch",
+        'N.wait_warp(mem.forward_arrived[row], "ge", now.call)',
+        mutants.LATENCY,
+    ),
+    "latency forwarder without wait for sums": (
+        "latency_combine",
+        'N.wait(mem.partials_arrived[row * at.size + index, part], "ge", now.call)',
+        mutants.LATENCY,
     ),
 }
+MUTANTS = {name: mutants.MoeMutant(*mutant, nodes=2) for name, mutant in MUTANTS.items()}
 
 CASES = {
     "expert": (dict(alignment=2), dict(again=True), ROUTES),
@@ -62,14 +70,37 @@ CASES = {
         dict(halves=True, index=torch.int32),
         KINDS,
     ),
+    "latency": (LATENCY, dict(), (*KINDS, "twice", "none")),
+    "latency, fp8": (
+        dict(LATENCY, dtype=FP8, quantize_combine=True),
+        dict(quantise_inside=True, halves=True),
+        ("random", "masked"),
+    ),
+    "latency, fp8 with scales": (
+        dict(LATENCY, dtype=FP8),
+        dict(halves=True, index=torch.int32),
+        (*KINDS, "twice", "none"),
+    ),
 }
+
+
+def _rounds(case: str) -> None:
+    options, how, kinds = CASES[case]
+    ranks.run(4, rounds, random.randrange(1 << 30), SHAPE, options, how, kinds, env=TWO_NODES, timeout=280)
 
 
 @pytest.mark.parametrize("case", ["expert", "rank", pytest.param("elsewhere", marks=pytest.mark.nightly)])
 @pytest.mark.sample(0)
 def test_rounds(case):
-    options, how, kinds = CASES[case]
-    ranks.run(4, rounds, random.randrange(1 << 30), SHAPE, options, how, kinds, env=TWO_NODES, timeout=280)
+    _rounds(case)
+
+
+@pytest.mark.parametrize(
+    "case", ["latency", "latency, fp8", pytest.param("latency, fp8 with scales", marks=pytest.mark.nightly)]
+)
+@pytest.mark.sample(1)
+def test_rounds_in_latency_mode(case):
+    _rounds(case)
 
 
 def bytes_put() -> int:
@@ -97,32 +128,39 @@ def rows_that_cross(choices: list[torch.Tensor], size: int) -> int:
     return rows
 
 
-def _bytes(seed: int) -> None:
-    """What crosses the network is what the routing says, and both ways give the same rows."""
+def _bytes(seed: int, options: dict) -> None:
+    """What crosses the network is what the routing says; both ways give the same rows, and the same sums but for rounding."""
     choices, mine, x = masked_choices(seed)
-    device, found = tsn.device(), {}
+    latency, found = options == LATENCY, {}
     for size, once in ((2, True), (1, False)):  # ranks that share what crosses
-        op = AllToAll(**SHAPE, alignment=2, tuning=Tuning(once_per_node=once))
-        first = op.dispatch(x, mine)
+        op = AllToAll(**SHAPE, **options, tuning=Tuning(once_per_node=once))
+        # The plan of throughput mode crosses the network, too.
+        again = dict(topk_idx=mine) if latency else dict(handle=op.dispatch(x, mine).handle)
         before = bytes_put()
-        received = op.dispatch(x, handle=first.handle)
+        received = op.dispatch(x, **again)
         between = bytes_put()
         sums = op.combine(received.x, received.handle, weighted=False)
-        rows = rows_that_cross(choices, size)
-        assert between - before == rows * 128, (seed, once, rows)
+        rows, sent = rows_that_cross(choices, size), 128
+        headers = 8 * 4 * HeaderLayout(2, once).words if latency else 0  # from each rank to two others
+        if latency:
+            sent = 4 * MessageLayout(32, 0, 3, once).words
+        assert between - before == rows * sent + headers, (seed, once, rows)
         assert bytes_put() - between == rows * 128, (seed, once, rows)
-        places = torch.cat(
-            [torch.arange(b, b + n) for b, n in zip(received.offsets.tolist(), received.counts.tolist())]
-        )
-        found[once] = received.x[places.to(device)].clone(), sums, rows
+        counts = received.counts.tolist()
+        if latency:
+            parts = [received.x[e, :n] for e, n in enumerate(counts)]
+        else:
+            parts = [received.x[b : b + n] for b, n in zip(received.offsets.tolist(), counts)]
+        found[once] = torch.cat(parts).clone(), sums, rows
         op.free()
     assert torch.equal(found[True][0], found[False][0]) and found[True][2] < found[False][2]
     assert_close(found[True][1], found[False][1])
 
 
+@pytest.mark.parametrize("options", [dict(alignment=2), LATENCY], ids=["throughput", "latency"])
 @pytest.mark.sample(0)
-def test_bytes_on_the_network():
-    ranks.run(4, _bytes, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
+def test_bytes_on_the_network(options):
+    ranks.run(4, _bytes, random.randrange(1 << 20), options, env=TWO_NODES, timeout=280)
 
 
 def _values(seed: int, layout: str) -> None:
@@ -163,8 +201,29 @@ def test_values_and_rejected_calls(layout):
     ranks.run(4, _values, random.randrange(1 << 20), layout, env=TWO_NODES, timeout=280)
 
 
-def without_a_gateway(seed: int, gone: int, options: dict, halves: tuple[bool, ...], shape: dict = SHAPE) -> None:
-    """A gateway is left out: the others of its node serve its sources, too; rounds in halves or whole."""
+def _more(seed: int) -> None:
+    """Weights at combine, bias, calls that one rank rejects; bits do not change from call to call."""
+    weights_at_combine(seed, SHAPE, LATENCY, dict(), ("random", "masked"))
+    rejected(seed, SHAPE, LATENCY)
+    op, device = AllToAll(**SHAPE, **LATENCY), tsn.device()
+    mine = make_inputs((seed, tsn.rank()), op.config, 5 + tsn.rank(), "random")
+    received = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
+    sums = op.combine(received.x, received.handle)
+    bias = torch.ones_like(sums)
+    assert_close(op.combine(received.x, received.handle, bias=[bias]), sums + bias, rtol=0.05, atol=0.05)
+    for _ in range(20):
+        again = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
+        assert torch.equal(op.combine(again.x, again.handle), sums), seed
+    op.free()
+
+
+@pytest.mark.sample(0)
+def test_weights_rejected_calls_and_bits_in_latency_mode():
+    ranks.run(4, _more, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
+
+
+def without_a_forwarder(seed: int, gone: int, options: dict, halves: tuple[bool, ...], shape: dict = SHAPE) -> None:
+    """A forwarder is left out: the others of its node serve its sources, too; rounds in halves or whole."""
     op, pace = AllToAll(**shape, **options), random.Random(seed)
     tokens = [op.config.max_tokens // 2 + r % 4 for r in range(tsn.size())]
     everyone = [make_inputs((seed, r), op.config, n, "random") for r, n in enumerate(tokens)]
@@ -183,10 +242,15 @@ def without_a_gateway(seed: int, gone: int, options: dict, halves: tuple[bool, .
     op.free()
 
 
+# In latency mode rank 0 goes, which keeps the job's store, so that its proxy answers until the others have ended.
+@pytest.mark.parametrize(
+    "options, gone, halves",
+    [(dict(alignment=2), random.choice((0, 3)), (False, False)), (LATENCY, 0, (False, True))],
+    ids=["throughput", "latency"],
+)
 @pytest.mark.sample(0)
-def test_a_gateway_is_left_out():
-    seed, gone, halves = random.randrange(1 << 20), random.choice((0, 3)), (False, False)
-    ranks.run(4, without_a_gateway, seed, gone, dict(alignment=2), halves, env=TWO_NODES, timeout=280)
+def test_a_forwarder_is_left_out(options, gone, halves):
+    ranks.run(4, without_a_forwarder, random.randrange(1 << 20), gone, options, halves, env=TWO_NODES, timeout=280)
 
 
 def _host(seed: int) -> None:
@@ -200,43 +264,91 @@ def test_the_host():
     ranks.run(4, _host, random.randrange(1 << 30), env=TWO_NODES, timeout=280)
 
 
-def _sizes() -> None:
+def _sizes(cases: list[dict]) -> None:
     with without_kernels():
-        _compare_sizes()
-
-
-def _compare_sizes() -> None:
-    for options in (dict(), dict(layout="rank", dtype=FP8, quantize_combine=True), dict(zero_copy=False)):
-        memory = tsn.world().heap._allocator
-        before = sum(memory.live.values())
-        op = AllToAll(**SHAPE, **options)
-        assert sum(memory.live.values()) - before == AllToAll.heap_bytes(**SHAPE, **options), options
+        for options in cases:
+            memory = tsn.world().heap._allocator
+            before = sum(memory.live.values())
+            op = AllToAll(**SHAPE, **options)
+            assert sum(memory.live.values()) - before == AllToAll.heap_bytes(**SHAPE, **options), options
+            op.free()
+            assert sum(memory.live.values()) == before
+        # A forwarder that serves two sources from the start has room for them at once.
+        active, options = (True, True, True, False), cases[0]
+        op = AllToAll(**SHAPE, **options, active=active)
+        specs = symmetric_buffers(op.config, op.tuning, 2, True, [active])
+        assert sum(memory.live.values()) - before == heap.footprint(sizes_of(specs))
+        assert options == LATENCY or heap.footprint(sizes_of(specs)) > AllToAll.heap_bytes(**SHAPE)
         op.free()
-        assert sum(memory.live.values()) == before
-    # A gateway that serves two sources from the start has room for them at once.
-    active = (True, True, True, False)
-    op = AllToAll(**SHAPE, active=active)
-    specs = symmetric_buffers(op.config, op.tuning, 2, True, [active])
-    assert sum(memory.live.values()) - before == heap.footprint(sizes_of(specs)) > AllToAll.heap_bytes(**SHAPE)
-    op.free()
 
 
-@pytest.mark.sample(0)
-def test_heap_bytes():
-    ranks.run(4, _sizes, env=TWO_NODES)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [dict(), dict(layout="rank", dtype=FP8, quantize_combine=True), dict(zero_copy=False)],
+        [LATENCY, dict(LATENCY, dtype=FP8, quantize_combine=True)],
+    ],
+    ids=["throughput", "latency"],
+)
+@pytest.mark.sample(1)
+def test_heap_bytes(cases):
+    ranks.run(4, _sizes, cases, env=TWO_NODES)
 
 
-def test_gateways():
-    everybody = Gateways((True,) * 12, 3)
+def test_forwarders():
+    everybody = Forwarders((True,) * 12, 3)
     assert everybody.slots == 2
     assert everybody.served(1) == {4: [0, 8], 5: [1, 9], 6: [2, 10], 7: [3, 11]}
-    some = Gateways((True,) * 5 + (False,) * 2 + (True,) * 5, 3)
+    some = Forwarders((True,) * 5 + (False,) * 2 + (True,) * 5, 3)
     assert some.served(1) == {4: [0, 2, 8, 10], 7: [1, 3, 9, 11]} and some.slots == 4
-    assert Gateways((True,) * 4 + (False,) * 8, 3).slots == 1
+    assert Forwarders((True,) * 4 + (False,) * 8, 3).slots == 1
     for mask in (everybody, some):
         words = [mask.words(rank, 4) for rank in range(12)]
         for node in range(3):
-            for gateway, sources in mask.served(node).items():
+            for forwarder, sources in mask.served(node).items():
                 for slot, source in enumerate(sources):
-                    assert words[source][node] == gateway and words[source][3 + node] == slot
-                    assert words[gateway][6 + slot] == source
+                    assert words[source][node] == forwarder and words[source][3 + node] == slot
+                    assert words[forwarder][6 + slot] == source
+
+
+def _waiting(seed: int) -> None:
+    """A rank that comes late is waited for: by its own node and, for what it forwards, by the other one's."""
+    op, rank, late = AllToAll(**SHAPE, **LATENCY), tsn.rank(), 3
+    mine = make_inputs((seed, rank), op.config, 12, "random")
+    given = mine.x.to(op.device), mine.topk_idx.to(op.device), mine.weights.to(op.device)
+    waited = torch.zeros((4, 4), dtype=torch.int64, device=op.device)
+    for turn in range(2):  # the first one compiles
+        waited.zero_()
+        for half in range(2):
+            tsn.barrier()
+            if rank == late and turn:
+                time.sleep(0.5)
+            if half:
+                out = op.combine(received.x, received.handle, waited=waited[1])  # noqa: F821 (of the half before)
+            else:
+                received = op.dispatch_recv(op.dispatch_send(*given, waited=waited[0]))
+            tsn.world().synchronize()
+    assert torch.equal(out, op.combine(received.x, received.handle))
+    if rank != late and op.device.type == "cpu":
+        assert waited[:2, late].gt(5e7).all(), waited
+        assert waited[:2, late].gt(waited[:2, rank]).all(), waited
+    op.free()
+
+
+@pytest.mark.nightly
+def test_who_is_waited_for():
+    ranks.run(4, _waiting, random.randrange(1 << 20), env=TWO_NODES, timeout=120)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", ["4", "2"])
+def test_eight_ranks_on_a_network_that_misbehaves(nodes):
+    seed, shape = random.randrange(1 << 20), dict(num_experts=16, max_tokens=9, hidden=64, top_k=5)
+    env = {
+        "VIRTUAL_NODES": nodes,
+        "TSN_CHAOS": f"seed={seed},reorder=0.3,split=0.2,eagain=0.1",
+        "TSN_SIM_VISIBILITY": "late",
+    }
+    ranks.run(
+        8, rounds, seed, shape, LATENCY, dict(halves=True), ("random", "masked", "one rank"), env=env, timeout=280
+    )

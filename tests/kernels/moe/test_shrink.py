@@ -120,7 +120,7 @@ def test_two_ranks_are_lost():
 
 @pytest.mark.sample(0)
 def test_a_node_is_lost_rank_by_rank():
-    """One of its two ranks, which is a gateway of the other node's, then the last one."""
+    """One of its two ranks, which is a forwarder of the other node's, then the last one."""
     _check([(signal.SIGKILL, 2), (signal.SIGSTOP, 3)], **TWO_NODES)
 
 
