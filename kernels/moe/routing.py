@@ -75,7 +75,7 @@ class PlanShared(NamedTuple):
     seen: Any
 
 
-def bin_of(s, row, key):
+def bin_of(s: Any, row: Any, key: Any) -> Any:
     """Where the bin of keys[row] stands among all counts."""
     return key + T.if_then_else(row == 2, s.firsts, 0) if s.ordered else key
 
@@ -292,7 +292,7 @@ def order_rows(s, mem, shared, firsts, part: T.Ref, mine: T.Ref, block, thread):
             add_begins(s, 2, shared, part, p)
 
 
-def number(s, index, numbers, *at):
+def number(s: Any, index: Any, numbers: Any, *at: Any) -> Any:
     """The number of a row whose record travels at `index`: records go by token, one part of each block."""
     return numbers[at] if s.ordered else index
 

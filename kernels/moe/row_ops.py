@@ -83,7 +83,7 @@ class Rows(NamedTuple):
     rows: Any
     scales: Any
 
-    def at(self, pe, scaled):
+    def at(self, pe: Any, scaled: bool) -> "Rows":
         """The same memory of a mapped rank. `scaled`: rows have scales."""
         return Rows(N.remote(self.rows, pe), N.remote(self.scales, pe) if scaled else self.scales)
 
