@@ -37,7 +37,8 @@ def test_a_checkout_without_its_link_and_not_built(tmp_path):
         (tmp_path / name).symlink_to(Path(ROOT) / name)
     script = tmp_path / "script.py"
     script.write_text(
-        "import tilescale_net.kernels.collective as p\nprint(p.__name__)\np.__spec__ and __import__('tilescale_net').init()"
+        "import importlib.util, tilescale_net\nfound = importlib.util.find_spec('tilescale_net.kernels.collective')\n"
+        "print(found.name)\ntilescale_net.init()"
     )
     env = clean_environment(PYTHONPATH=str(tmp_path))
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
