@@ -286,13 +286,15 @@ class CudaKernel(Kernel):
         proxy = next((w.proxy for w in present if w.proxy is not None and w.proxy.staged), None)
         if proxy is None:
             return function
+        held = weakref.ref(proxy)  # a kernel outlives its worlds
 
         def launch_and_wait(*args: Any) -> None:
             """On the default stream, a copy to ordinary host memory (`tensor.cpu()`) that is queued behind a kernel holds
             a lock of the driver until the kernel has ended, and so keeps the proxy from copying what it waits for.
             """
             function(*args)
-            if proxy.holds_up_launches:
+            found = held()
+            if found is not None and found.holds_up_launches:
                 torch.cuda.synchronize()
 
         return launch_and_wait

@@ -7,6 +7,7 @@ import functools
 import logging
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -266,9 +267,12 @@ class SimulatedKernel(Kernel):
     def _supervised(self, function: Callable[..., Any], present: Sequence[World]) -> Callable[..., None]:
         """Memory of a tensor that was freed may be in other use by now; on a GPU the check would cost every launch."""
 
+        heaps = [weakref.ref(world.heap) for world in present]  # a kernel outlives its worlds
+
         def launch(*args: Any) -> None:
+            alive = [heap for ref in heaps if (heap := ref()) is not None]
             for name, value in zip(self.parameters, args[len(args) - len(self.parameters) :]):
-                if isinstance(value, torch.Tensor) and any(world.heap.is_freed(value) for world in present):
+                if isinstance(value, torch.Tensor) and any(heap.is_freed(value) for heap in alive):
                     raise KernelError(f"kernel {self.name}: argument {name} has been given back by tilescale_net.free")
             function(*args)
 
