@@ -232,7 +232,7 @@ def test_failures_stay_within_the_group(lost):
         if o.rank != lost:
             assert o.ok, o.error
     partner = outcomes[lost ^ 1].value
-    assert "(process ended without a word) is gone" in partner and "rank 0 " in partner, partner
+    assert "(process ended without a report) is gone" in partner and "rank 0 " in partner, partner
     assert f"ranks of the group of the job's ranks {min(lost, lost ^ 1)}, {max(lost, lost ^ 1)}" in partner, partner
 
 

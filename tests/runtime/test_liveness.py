@@ -362,7 +362,7 @@ def test_a_process_has_ended(slow, words, blamed):
         time.sleep(0.05)
     watchdog.close()
     process.wait()
-    assert reasons == (["rank 1 (process ended without a word) is gone"] if blamed else []), reasons
+    assert reasons == (["rank 1 (process ended without a report) is gone"] if blamed else []), reasons
     assert bool(control.said) == blamed
 
 

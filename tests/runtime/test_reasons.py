@@ -89,7 +89,7 @@ def test_a_killed_rank_is_named(lost):
     for o in ranks.launch(3, _dies, lost, _killed, env=QUICK, init=False, timeout=60):
         if o.rank != lost:
             kind, text, _ = o.error
-            assert kind == "PeerLost" and f"rank {lost} (process ended without a word)" in text, text
+            assert kind == "PeerLost" and f"rank {lost} (process ended without a report)" in text, text
 
 
 def _wrong_setting(wrong):
@@ -125,7 +125,7 @@ def _waits_for_a_dead_peer():
 def test_the_death_of_a_peer_explains_a_timeout():
     outcomes = ranks.launch(2, _waits_for_a_dead_peer, env=QUICK, init=False, timeout=60)
     kind, text, _ = outcomes[0].error
-    assert kind == "PeerLost" and "rank 1 (process ended without a word)" in text, text
+    assert kind == "PeerLost" and "rank 1 (process ended without a report)" in text, text
 
 
 def _waits_for_a_silent_store():

@@ -228,7 +228,7 @@ class ConnectTracker(_Tracker):
 
     def _missed(self, ranks: list[int], cause: str = "") -> PeerLost:
         self._ack_failure(f"acked/{self._rank}", self._of_all("acked"))
-        return self._lost("came, and were not heard of again", ranks, cause)
+        return self._lost("came, then stopped responding", ranks, cause)
 
     def _unconnected(self, why: str) -> ConfigurationError:
         self._ack_failure(f"acked/{self._rank}", self._of_all("acked"))

@@ -198,7 +198,7 @@ def describe_error(
         text = f"{where} {text}"
     elif kind in (ErrorKind.QUEUE_TIMEOUT, ErrorKind.FLUSH_TIMEOUT):
         peer = "all PEs" if record.pe < 0 else f"PE {record.pe}"
-        what = "a place in the queue" if kind == ErrorKind.QUEUE_TIMEOUT else "completion"
+        what = "a slot in the queue" if kind == ErrorKind.QUEUE_TIMEOUT else "completion"
         text = f"{where} waited {timeout_s:g} s for {what} towards {peer}"
     elif kind == ErrorKind.PE_OUT_OF_RANGE:
         text = f"{where} named PE {record.pe}, but there are {size}"

@@ -552,7 +552,7 @@ class Control:
             if calls < self.calls and other in self.members and other != self.rank:
                 behind.append(f"rank {other} ({job_store.printable(step) + '; ' if step else ''}last call: {call})")
         if not behind:  # a connection broke: ranks that still live report, the rest is gone
-            behind = [f"rank {r} (was not heard of again)" for r in self._unheard()]
+            behind = [f"rank {r} (stopped responding)" for r in self._unheard()]
         who = ", ".join(behind) if behind else "no rank is known to be missing"
         return (
             f"rank {self.rank}: {what} did not finish (gave up after {spent:.1f} s; the limit is {self.timeout:g} s); not "

@@ -284,7 +284,7 @@ class Watchdog:
     def explanation_of(self, error: TileScaleError) -> str | None:
         """What happened to a peer, if that may be why this rank met `error`.
 
-        Waits half a second for it to become known; while a rank is silent, until it is heard of again or is lost.
+        Waits half a second for it to become known; while a rank is silent, until it responds again or is lost.
         """
         if not isinstance(error, WaitTimeout | FabricError | PeerLost):
             return None
@@ -455,7 +455,7 @@ class Watchdog:
                 self._departed.add(rank)
             return None
         found = announced(failed, self._control.rank)
-        return found or self._report_failed(rank, "(process ended without a word) is gone")
+        return found or self._report_failed(rank, "(process ended without a report) is gone")
 
     def _count_store_silence(self) -> None:
         answered, looks = self._silent
