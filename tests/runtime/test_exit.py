@@ -55,7 +55,8 @@ class World:
     announce = give_up = lambda self, why: print(why)
     close = lambda self, described_as: print(described_as)
 
-worlds.watch_process_end(lambda: [], lambda: [World()], lambda: None)
+worlds._take_all = lambda: [World()]
+worlds.watch_process_end()
 """
 
 

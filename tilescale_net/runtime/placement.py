@@ -323,8 +323,6 @@ def job_topology(rank: int, size: int, hosts: list[str]) -> Topology:
         ConfigurationError: too many ranks, ranks of a host are not consecutive, or VIRTUAL_NODES does not divide them
             evenly.
     """
-    if size > MAX_PES:
-        raise ConfigurationError(f"a job has at most {MAX_PES} ranks, but this one has {size}")
     counts = {h: hosts.count(h) for h in hosts}
     if hosts != [h for h, n in counts.items() for _ in range(n)]:
         raise ConfigurationError(
@@ -355,13 +353,13 @@ def group_topology(rank: int, size: int, hosts: list[str], virtual_nodes: list[i
     Raises:
         ConfigurationError: too many ranks.
     """
-    if size > MAX_PES:
-        raise ConfigurationError(f"a group has at most {MAX_PES} ranks, but this one has {size}")
     return _placed(rank, size, hosts, virtual_nodes, "group")
 
 
 def _placed(rank: int, size: int, hosts: list[str], virtual_nodes: list[int], what: str) -> Topology:
     """With the largest nodes that are equal; `what`: of which ranks the warning is where that makes them smaller."""
+    if size > MAX_PES:
+        raise ConfigurationError(f"a {what} has at most {MAX_PES} ranks, but this one has {size}")
     if rank == 0:
         _warn_of_containers(hosts)
     nodes = list(zip(hosts, virtual_nodes))

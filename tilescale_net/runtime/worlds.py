@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -39,25 +39,19 @@ _installed = False
 _exit_code: object = None  # that of the SystemExit which ends the program
 
 
-def watch_process_end(current: Callable[..., Any], take: Callable[..., Any], forget: Callable[[], None]) -> None:
-    """Watch for the end of this process; the second call does nothing.
-
-    Args:
-        current: returns the worlds of this process.
-        take: the same, in the order in which they may end; afterwards none are left.
-        forget: called in a child made by fork, which is no rank.
-    """
+def watch_process_end() -> None:
+    """Watch for the end of this process, and for children made by fork, which are no ranks; the second call does nothing."""
     global _installed
     if _installed:
         return
     _installed = True
     owner = os.getpid()
-    os.register_at_fork(after_in_child=forget)
-    atexit.register(lambda: _at_exit(take()) if os.getpid() == owner else None)
+    os.register_at_fork(after_in_child=_forget)
+    atexit.register(lambda: _at_exit(_take_all()) if os.getpid() == owner else None)
     previous = sys.excepthook
 
     def hook(kind: Any, value: Any, trace: Any) -> None:
-        for world in current():
+        for world in alive():
             world.announce(TileScaleError(_words(value)))
         previous(kind, value, trace)
 
@@ -196,8 +190,8 @@ def _make(heap_bytes: int | str | None, group: groups.Group, hooks: WorldHooks) 
         world = World(heap_bytes, group, _alive[0].device if _alive else None, hooks)
     _alive.append(world)
     _rebind()
-    hooks.report_on_signal(lambda: [world.reporter for world in list(_alive)])
-    watch_process_end(lambda: list(_alive), _take_all, _forget)
+    hooks.report_on_signal(lambda: [world.reporter for world in alive()])
+    watch_process_end()
     return world
 
 
