@@ -109,8 +109,8 @@ void Rail::set_endpoint_options() {
   }
   if (!efa) return;
   set(kRnrRetry, size_t{7}); // SRD retries "receiver not ready" without end: flow control instead of an error
-  bool emulated = false;
-  if (get(kEmulatedWrite, &emulated)) emulated_write_ = emulated;
+  bool emulated = true;      // libfabric before 1.18 has no RDMA write, and not this option
+  emulated_write_ = !get(kEmulatedWrite, &emulated) || emulated;
   // Where the limits of messages and of RMA differ, the endpoint's attributes tell the larger one only.
   size_t limit = 0;
   if (get(kMaxMsgSize, &limit) && limit) max_send_ = limit;
@@ -394,8 +394,10 @@ void Rail::fail(Event& event, int peer, uint64_t cookie, int code, const std::st
 // The completions that completions() leaves: immediates, messages, receives, and what no slot belongs to.
 bool Rail::other_completion(const fi_cq_data_entry& entry, Event& event) {
   const uint32_t slot = slot_of(entry.op_context);
-  // Some providers repeat the flag in the completion of the write itself.
-  if ((entry.flags & FI_REMOTE_CQ_DATA) && !(entry.flags & (FI_RECV | FI_WRITE))) {
+  // Some providers repeat the flag in the completion of the write itself, and efa of libfabric 1.17 marks an immediate
+  // that arrives with FI_WRITE: what tells the two apart is whether an operation of ours belongs to it.
+  const bool sent = slot < depth_ && slots_[slot].kind != kFree;
+  if ((entry.flags & FI_REMOTE_CQ_DATA) && !(entry.flags & FI_RECV) && !sent) {
     // With FI_RX_CQ_DATA, an immediate uses up one of the posted receives.
     if (imm_consumes_ && slot < slots_.size()) {
       if (slots_[slot].kind == kBuffer) recycle(slot);
