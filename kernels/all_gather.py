@@ -206,7 +206,7 @@ class AllGather(Exchange):
             self._check_apart("out", out, "x", x)
         tag = self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
-            words = tag, self._agreement.status, self._calls, self._ready, self._arrived
+            words = tag, self.status_record, self._calls, self._ready, self._arrived
             if self._by_vectors(x, out, x.nbytes):
                 kernel = all_gather_mapped(self.n_pes, **self._mapped_options, in_place=in_place)
                 kernel(as_vectors(out), as_vectors(x), *words)

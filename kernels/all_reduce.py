@@ -1,44 +1,40 @@
-"""All-reduce: the host class, which chooses among three kernels by the number of bytes.
+"""All-reduce: the host class, which chooses an algorithm by the number of bytes.
 
     packets    few bytes: data that carry their own flag, one hop            all_reduce_packets.py
     one_shot   more: every PE reads all PEs' data, one exchange           all_reduce_one_shot.py
     two_shot   the rest: every PE adds up its part, two exchanges            all_reduce_two_shot.py
 
-All of them add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
+Each file has a row (`Algorithm`); `register_algorithm` adds rows, also from outside of the package.
+These three add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
 some PEs are on other nodes, a reduce-scatter and an all-gather take their place, and a node's sum is rounded too; small
 tensors are gathered whole and added up everywhere, which spares one of two exchanges over the network.
 """
+
+import functools
+import sys
+from collections.abc import Callable
 
 import torch
 
 import tilescale_net as tsn
 from tilescale_net.runtime.profiling import named
 
-from . import all_reduce_packets as packets
+from .algorithms import ALGORITHMS, Algorithm, Call, register_algorithm
 from .all_gather import AllGather
-from .all_reduce_one_shot import all_reduce_one_shot
-from .all_reduce_two_shot import all_reduce_two_shot
-from .collective import Collective, dtype_name, is_aligned
+from .all_reduce_one_shot import ONE_SHOT
+from .all_reduce_packets import PACKETS
+from .all_reduce_two_shot import TWO_SHOT
+from .collective import Collective, dtype_name
 from .reduce_scatter import ReduceScatter
 from .sums import VECTOR_BYTES, sum_of_rows
 
-ALGORITHMS = ("packets", "one_shot", "two_shot")
-# Bytes, times the number of PEs, up to which packets are chosen: twice the bytes travel to every PE.
-PACKETS_UP_TO = 512 * 1024
-PACKET_BLOCKS = 128
-# One shot spares an exchange, but more bytes travel; measured on two H200.
-EXCHANGE_US, US_PER_MIB = 1.4, 3.0
-LARGEST_ONE_SHOT = 2 << 20
+__all__ = ["ALGORITHMS", "Algorithm", "AllReduce", "Call", "register_algorithm"]
+
+for _row in (TWO_SHOT, ONE_SHOT, PACKETS):
+    register_algorithm(_row)
+
 # Over nodes: bytes of all PEs' tensors, and PEs, up to which they are gathered whole.
 GATHERED_UP_TO, MOST_GATHERED = 128 * 1024, 8
-
-
-def one_shot_up_to(n_pes: int) -> int:
-    """Bytes up to which one shot is faster than two, a multiple of 16."""
-    more = (n_pes - 1) * (1 - 2 / n_pes)  # tensors that each PE reads beyond what two shots move
-    if more <= 0:
-        return LARGEST_ONE_SHOT
-    return min(LARGEST_ONE_SHOT, int(EXCHANGE_US / US_PER_MIB / more * 2**20) // VECTOR_BYTES * VECTOR_BYTES)
 
 
 class AllReduce(Collective):
@@ -46,9 +42,9 @@ class AllReduce(Collective):
 
     Args:
         threads, blocks: launch geometry.
-        staging_bytes: of tensors that the kernel cannot reach in the other PEs' memory, so many bytes are copied and
-            summed at a time; twice as many are allocated in the symmetric heap, beside up to 8 MiB for small tensors.
-        algorithm: "packets", "one_shot", "two_shot" or "auto": by the size.
+        staging_bytes: tensors outside the symmetric heap are reduced in chunks of this many bytes; twice as many are
+            allocated in the heap, beside up to 8 MiB for small tensors.
+        algorithm: "packets", "one_shot", "two_shot", a name that `register_algorithm` has added, or "auto": by the size.
         once_per_node: as that of `AllGather`.
         group: whose ranks these are; see `tilescale_net.world`.
 
@@ -78,41 +74,29 @@ class AllReduce(Collective):
         super().__init__("AllReduce", shown, threads, blocks, group)
         self._algorithm = algorithm
         step = self.n_pes * VECTOR_BYTES
-        self._staging_bytes = -(-staging_bytes // step) * step
-        self._parts: tuple = ()
-        if self._sources_travel:
-            self._source = self._symmetric(self._staging_bytes, torch.uint8)
-            options = dict(threads=threads, blocks=blocks, group=self._world)
-            self._parts = (
-                ReduceScatter(**options, algorithm="auto" if once_per_node else "push").within(self._made),
-                AllGather(**options, once_per_node=once_per_node).within(self._made),
-            )
+        self.staging_bytes = -(-staging_bytes // step) * step
+        self._parts: tuple[ReduceScatter, AllGather] | None = None
+        # (bytes up to which it is taken, launch of a call, whether tensors can be used where they lie), in this order.
+        self._choices: list[tuple[int, Callable[[Call], None], bool]] = []
+        if self._sources_travel and not (algorithm in ALGORITHMS and ALGORITHMS[algorithm].across_nodes):
+            self._source = self._symmetric(self.staging_bytes, torch.uint8)
+            way = "auto" if once_per_node else "push"
+            reduce = ReduceScatter(threads=threads, blocks=blocks, algorithm=way, group=self._world)
+            gather = AllGather(threads=threads, blocks=blocks, once_per_node=once_per_node, group=self._world)
+            self._parts = reduce.within(self._made), gather.within(self._made)
         else:
-            self._allocate_direct()
+            self._prepare(list(ALGORITHMS.values()) if algorithm == "auto" else [ALGORITHMS[algorithm]])
 
-    def _allocate_direct(self) -> None:
-        n, blocks = self.n_pes, self.blocks
-        self._packet_blocks = min(PACKET_BLOCKS, self._block_limit)
-        capacity = self._packet_blocks * (self.threads // n)
-        self._packet_capacity = min(capacity, PACKETS_UP_TO // n // packets.DATA_BYTES)
-        self._one_shot_capacity = one_shot_up_to(n) // VECTOR_BYTES
-        memory = self.allocate(
-            {
-                "packets": ((2, n, self._packet_capacity, packets.PACKET_BYTES), torch.uint8),
-                "inbox": ((2 * self._one_shot_capacity, VECTOR_BYTES), torch.uint8),
-                "source": ((self._staging_bytes,), torch.uint8),
-                "target": ((self._staging_bytes,), torch.uint8),
-                "one_shot_arrived": ((n, blocks), torch.uint64),
-                "ready": ((n, blocks), torch.uint64),
-                "arrived": ((n, blocks), torch.uint64),
-                "done": ((n, blocks), torch.uint64),
-            }
-        )
-        self._packets, self._inbox = memory["packets"], memory["inbox"]
-        self._source, self._target = memory["source"], memory["target"]
-        self._one_shot_words = memory["one_shot_arrived"], self.counters(blocks)
-        self._two_shot_words = memory["ready"], memory["arrived"], memory["done"], self.counters(blocks)
-        self._packet_calls = self.counters(self._packet_blocks)
+    def _prepare(self, rows: list[Algorithm]) -> None:
+        """Allocate what the algorithms need, all of it or nothing."""
+        limits = {row.name: sys.maxsize if self._algorithm != "auto" else row.auto_up_to(self) for row in rows}
+        rows = [row for row in reversed(rows) if limits[row.name]]
+        memory = self.allocate({f"{r.name}.{n}": spec for r in rows for n, spec in r.buffers(self).items()})
+        for row in rows:
+            own = {n: memory[f"{row.name}.{n}"] for n in row.buffers(self)}
+            own |= {n: self.counters(count) for n, count in row.counters(self).items()}
+            launch = functools.partial(self._in_pieces, functools.partial(row.launch, self, own), row.capacity(self))
+            self._choices.append((limits[row.name], launch, row.zero_copy))
 
     @named("tilescale_net.AllReduce")
     def __call__(self, out: torch.Tensor, x: torch.Tensor | None = None, *, overwrite_x: bool = False) -> torch.Tensor:
@@ -121,7 +105,7 @@ class AllReduce(Collective):
         Args:
             out: contiguous, one of `DTYPES`, of the same shape on all ranks.
             x: contiguous, of out's shape and dtype, apart from `out` in memory or `out` itself, which is the default.
-            overwrite_x: `x` may be overwritten, with what nobody needs; equal on all ranks.
+            overwrite_x: the kernel may use `x` as scratch; its contents are undefined afterwards. Equal on all ranks.
 
         Tensors may lie anywhere. Large ones are fastest where both are symmetric and begin and end at multiples of 16
         bytes, or `x` alone does and may be overwritten: they are not copied then.
@@ -147,126 +131,89 @@ class AllReduce(Collective):
             raise ValueError(f"{self.name}: x has shape {list(x.shape)} and out {list(out.shape)}; they must be equal")
         if x.data_ptr() != out.data_ptr():
             self._check_apart("out", out, "x", x)
-        algorithm, direct, what = self._choose(out.nbytes), False, ("out of shape {} and {}", out.shape, out.dtype)
-        pulled = overwrite_x and x.data_ptr() != out.data_ptr()
-        if algorithm == "two_shot":  # the others copy anyway, so that places do not matter
-            places = [self.place_of_vectors(x)]
-            if pulled:
-                what = ("x of shape {} and {}, which may be overwritten", out.shape, out.dtype)
+        launch, can_stay = self._choose(out.nbytes)
+        overwrite_x = overwrite_x and x.data_ptr() != out.data_ptr()
+        what, zero_copy = "out of shape {} and {}", False
+        if can_stay:  # else tensors are copied anyway, so that their offsets do not matter
+            offsets = [self.place_of_vectors(x)]
+            if overwrite_x:
+                what = "x of shape {} and {}, which may be overwritten"
             else:
-                places.insert(0, self.place_of_vectors(out))
-            direct, self._tag = self._agree_on_places(*what, places=places)
+                offsets.insert(0, self.place_of_vectors(out))
+            zero_copy, tag = self._agree_on_places(what, out.shape, out.dtype, places=offsets)
         else:
-            self._tag = self._agree(*what)
-        if out.numel() == 0:
-            return out
-        flat_out, flat_x = out.view(-1), x.view(-1)
-        if self.n_pes == 1:
-            if x is not out:
-                out.copy_(x)
-        elif self._parts:
-            self._over_nodes(algorithm, direct, pulled, flat_out, flat_x)
-        else:
-            self._explained(lambda: self._directly(algorithm, direct, pulled, flat_out, flat_x))
+            tag = self._agree(what, out.shape, out.dtype)
+        if out.numel():
+            launch(Call(out.view(-1), x.view(-1), tag, zero_copy, overwrite_x))
         return out
 
     def is_faster_overwritten(self, nbytes: int) -> bool:
         """Whether a result comes sooner from a symmetric `x` that may be overwritten than from one that lies elsewhere."""
-        fits = self._choose(nbytes) == "two_shot" and nbytes % VECTOR_BYTES == 0
-        return fits and (self.n_pes == 2 or nbytes > self._staging_bytes)
+        fits = self._choose(nbytes)[1] and nbytes % VECTOR_BYTES == 0
+        return fits and (self.n_pes == 2 or nbytes > self.staging_bytes)
 
     def is_copied_in_pieces(self, nbytes: int) -> bool:
         """Whether a tensor that is not symmetric takes several kernels, and a symmetric one a single one."""
-        return self._choose(nbytes) == "two_shot" and nbytes > self._staging_bytes and nbytes % VECTOR_BYTES == 0
+        return self._choose(nbytes)[1] and nbytes > self.staging_bytes and nbytes % VECTOR_BYTES == 0
 
-    def _choose(self, nbytes: int) -> str:
-        if self._parts:
-            is_small = self.n_pes <= MOST_GATHERED and self.n_pes * nbytes <= min(GATHERED_UP_TO, self._staging_bytes)
-            if is_small and self._algorithm == "auto":
-                return "gather"
-            # Tensors can be used where they lie if every PE's part has as many vectors.
-            return "two_shot" if nbytes % (self.n_pes * VECTOR_BYTES) == 0 else "parts"
+    def _choose(self, nbytes: int) -> tuple[Callable[[Call], None], bool]:
+        """What makes a call of this size, and whether it can use tensors where they lie."""
         if self.n_pes == 1:
-            return "parts"
-        if self._algorithm != "auto":
-            return self._algorithm
-        if nbytes <= self._packet_capacity * packets.DATA_BYTES:
-            return "packets"
-        return "one_shot" if nbytes <= self._one_shot_capacity * VECTOR_BYTES else "two_shot"
+            return self._copy, False
+        if self._parts is not None:
+            if self._is_gathered(nbytes):
+                return self._gather, False
+            # Tensors can be used where they lie if every PE's part has as many vectors.
+            return self._over_nodes, nbytes % (self.n_pes * VECTOR_BYTES) == 0
+        return next((launch, can_stay) for limit, launch, can_stay in self._choices if nbytes <= limit)
 
-    def _directly(self, algorithm: str, direct: bool, pulled: bool, out: torch.Tensor, x: torch.Tensor) -> None:
-        if algorithm == "packets":
-            self._in_pieces(self._by_packets, self._packet_capacity * packets.DATA_BYTES, out, x)
-        elif algorithm == "one_shot":
-            self._in_pieces(self._by_one_shot, self._one_shot_capacity * VECTOR_BYTES, out, x)
-        elif direct:
-            source = x.view(-1, VECTOR_BYTES // x.element_size())
-            self._by_two_shot(out, x, source if pulled else out.view(source.shape), source, pulled=pulled)
-        else:
-            self._in_pieces(self._by_staged_two_shot, self._staging_bytes, out, x)
+    def _is_gathered(self, nbytes: int) -> bool:
+        """Over nodes: whether tensors are gathered whole."""
+        is_small = self.n_pes <= MOST_GATHERED and self.n_pes * nbytes <= min(GATHERED_UP_TO, self.staging_bytes)
+        return is_small and self._parts is not None and self._algorithm == "auto"
 
-    def _in_pieces(self, run, nbytes: int, out: torch.Tensor, x: torch.Tensor) -> None:
-        size = nbytes // out.element_size()
-        for first in range(0, out.numel(), size):
-            run(out[first : first + size], x[first : first + size])
+    @staticmethod
+    def _copy(call: Call) -> None:
+        if call.x.data_ptr() != call.out.data_ptr():
+            call.out.copy_(call.x)
 
-    def _by_packets(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        kernel = packets.all_reduce_packets(
-            self.n_pes, dtype_name(out.dtype), self._packet_capacity, is_aligned(packets.DATA_BYTES, out, x), self.threads,
-            self._packet_blocks,
-        )  # fmt: skip
-        values = self._packets.view(out.dtype)
-        words = self._packets.view(torch.uint64), self._packet_calls
-        kernel(out, x, self._tag, self._agreement.status, values, *words)
+    def _in_pieces(self, launch: Callable[[Call], None], nbytes: int, call: Call) -> None:
+        """A launch for each piece of at most so many bytes; one for all of it where tensors stay where they lie."""
+        size = call.out.numel() if call.zero_copy else nbytes // call.out.element_size()
 
-    def _by_one_shot(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        kernel = all_reduce_one_shot(
-            self.n_pes,
-            dtype_name(out.dtype),
-            self._one_shot_capacity,
-            is_aligned(VECTOR_BYTES, out, x),
-            self.threads,
-            self.blocks,
-        )
-        kernel(out, x, self._tag, self._agreement.status, self._inbox.view(out.dtype), *self._one_shot_words)
+        def run() -> None:
+            for first in range(0, call.out.numel(), size):
+                piece = slice(first, first + size)
+                launch(Call(call.out[piece], call.x[piece], *call[2:]) if size < call.out.numel() else call)
 
-    def _by_staged_two_shot(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        vectors = (
-            tensor.view(out.dtype).view(-1, VECTOR_BYTES // out.element_size())
-            for tensor in (self._target, self._source)
-        )
-        self._by_two_shot(out, x, *vectors, staged=True)
+        self._explained(run)
 
-    def _by_two_shot(self, out, x, target, source, staged: bool = False, pulled: bool = False) -> None:
-        aligned, dtype = is_aligned(VECTOR_BYTES, out, x), dtype_name(out.dtype)
-        kernel = all_reduce_two_shot(self.n_pes, dtype, staged, pulled, aligned, self.threads, self.blocks)
-        kernel(out, x, target, source, self._tag, self._agreement.status, *self._two_shot_words)
-
-    def _over_nodes(self, algorithm: str, direct: bool, pulled: bool, out: torch.Tensor, x: torch.Tensor) -> None:
+    def _over_nodes(self, call: Call) -> None:
         """Where some PEs are on other nodes."""
-        if algorithm == "gather":
-            self._by_gather(out, x)
-        elif direct and pulled:
-            self._by_parts(x, x)
-            out.copy_(x)
-        elif direct:
-            self._by_parts(out, x)
-        else:
-            self._in_pieces(self._by_staged_parts, self._staging_bytes, out, x)
+        if call.zero_copy:
+            result = call.x if call.overwrite_x else call.out
+            self._by_parts(result, call.x)
+            if call.overwrite_x:
+                call.out.copy_(call.x)
+            return
+        size = self.staging_bytes // call.out.element_size()
+        for first in range(0, call.out.numel(), size):
+            self._by_staged_parts(call.out[first : first + size], call.x[first : first + size])
 
     def _by_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """The parts' sums, then those of all PEs. Both tensors are symmetric."""
+        assert self._parts is not None
         reduce, gather = self._parts
         rows = out.view(self.n_pes, -1)
         reduce(rows[self.rank], x.view(self.n_pes, -1))
         gather(rows, rows[self.rank])
 
-    def _by_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        _, gather = self._parts
-        rows = self._source[: self.n_pes * x.nbytes].view(x.dtype).view(self.n_pes, -1)
-        rows[self.rank].copy_(x)
-        gather(rows, rows[self.rank])
-        sum_of_rows(self.n_pes, dtype_name(x.dtype), self.threads)(out, rows)
+    def _gather(self, call: Call) -> None:
+        assert self._parts is not None
+        rows = self._source[: self.n_pes * call.x.nbytes].view(call.x.dtype).view(self.n_pes, -1)
+        rows[self.rank].copy_(call.x)
+        self._parts[1](rows, rows[self.rank])
+        sum_of_rows(self.n_pes, dtype_name(call.x.dtype), self.threads)(call.out, rows)
 
     def _by_staged_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
         vector = VECTOR_BYTES // out.element_size()
@@ -279,7 +226,6 @@ class AllReduce(Collective):
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._check_alive()
-        parts, self._parts = self._parts, ()
-        for collective in parts:
+        for collective in self._parts or ():
             collective.free()
         super().free()

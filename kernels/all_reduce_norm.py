@@ -13,15 +13,15 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from .all_reduce import AllReduce, one_shot_up_to
+from .all_reduce import AllReduce
+from .all_reduce_one_shot import one_shot_up_to
 from .collective import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
     STATUS_WORDS,
     Collective,
+    agree_by_blocks,
     all_agree,
-    announcement,
-    compare_one,
     dtype_name,
     is_aligned,
 )
@@ -109,15 +109,7 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks
                 if reduces:
                     pack(inbox, half, x, first * width, end * width, thread, threads, rows * hidden, dtype, True)
                     T.sync_threads()
-                    if thread < n_pes:
-                        same = T.alloc_var("int32")
-                        same = 1
-                        if thread != me:
-                            N.signal(arrived[me, block], announcement(call, tag), thread)
-                            word = N.wait(arrived[thread, block], "ge", announcement(call, 0))
-                            compare_one(same, thread, call, tag, word, status, True)
-                        agrees[thread] = same
-                    T.sync_threads()
+                    agree_by_blocks(agrees, arrived, block, call, tag, status, thread, me, n_pes, runs_ahead=True)
                     agreed = T.alloc_var("int32")
                     all_agree(agreed, agrees, n_pes)
                     end = T.if_then_else(agreed != 0, end, first)
@@ -280,7 +272,7 @@ class AllReduceNorm(Collective):
             int(residual is not None),
             int(bias is not None),
             tag,
-            self._agreement.status,
+            self.status_record,
             self._inbox.view(out.dtype)[: 2 * words].view(-1, vector),
             self._arrived,
             self._calls,

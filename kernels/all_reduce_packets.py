@@ -6,12 +6,14 @@ other, so twice the bytes travel; that is cheaper than another hop while there a
 """
 
 import tilelang.language as T
+import torch
 from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .collective import EXPLICIT_SYNC, STATUS_WORDS, announcement, compare
+from .algorithms import Algorithm, Call
+from .collective import EXPLICIT_SYNC, STATUS_WORDS, announcement, compare, dtype_name, is_aligned
 from .sums import accumulator
 
 DATA_BYTES, PACKET_BYTES = 8, 16
@@ -117,3 +119,36 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
                         calls[other] = call
 
     return main
+
+
+# Bytes, times the number of PEs, up to which packets are chosen: twice the bytes travel to every PE.
+UP_TO = 512 * 1024
+MOST_BLOCKS = 128
+
+
+def _blocks(op) -> int:
+    return min(MOST_BLOCKS, op.block_limit)
+
+
+def _packets(op) -> int:
+    """Of a call at most."""
+    return min(_blocks(op) * (op.threads // op.n_pes), UP_TO // op.n_pes // DATA_BYTES)
+
+
+def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> None:
+    packets, dtype = memory["packets"], call.out.dtype
+    aligned = is_aligned(DATA_BYTES, call.out, call.x)
+    kernel = all_reduce_packets(op.n_pes, dtype_name(dtype), packets.shape[2], aligned, op.threads, _blocks(op))
+    kernel(
+        call.out, call.x, call.tag, op.status_record, packets.view(dtype), packets.view(torch.uint64), memory["calls"]
+    )
+
+
+PACKETS = Algorithm(
+    "packets",
+    _launch,
+    capacity=lambda op: _packets(op) * DATA_BYTES,
+    buffers=lambda op: {"packets": ((2, op.n_pes, _packets(op), PACKET_BYTES), torch.uint8)},
+    counters=lambda op: {"calls": _blocks(op)},
+    auto_up_to=lambda op: _packets(op) * DATA_BYTES,
+)

@@ -9,13 +9,17 @@ there: then a block ends when its likes have read what it holds. Of two PEs each
 bytes cross the link, and one exchange is spared.
 """
 
+import sys
+
 import tilelang.language as T
+import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .collective import EXPLICIT_SYNC, STATUS_WORDS, all_agree, announcement, compare
-from .sums import add_up, batch_of, pack, store_elements, unpack, vector_of
+from .algorithms import Algorithm, Call
+from .collective import EXPLICIT_SYNC, STATUS_WORDS, agree_by_blocks, all_agree, dtype_name, is_aligned
+from .sums import VECTOR_BYTES, add_up, batch_of, pack, store_elements, unpack, vector_of
 
 
 @tsn.jit(name="all_reduce_two_shot", pass_configs=EXPLICIT_SYNC)
@@ -82,15 +86,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
                             thread, threads, count, dtype, aligned,
                         )  # fmt: skip
                     T.sync_threads()
-                if thread < n_pes:
-                    same = T.alloc_var("int32")
-                    same = 1
-                    if thread != me:
-                        N.signal(ready[me, block], announcement(call, tag), thread)
-                        word = N.wait(ready[thread, block], "ge", announcement(call, 0))
-                        compare(same, thread, call, tag, word, status, True)
-                    agrees[thread] = same
-                T.sync_threads()
+                agree_by_blocks(agrees, ready, block, call, tag, status, thread, me, n_pes)
                 agreed = T.alloc_var("int32")
                 all_agree(agreed, agrees, n_pes)
                 last = T.alloc_var("int64")
@@ -142,3 +138,31 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
                 calls[block] = call
 
     return main
+
+
+def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> None:
+    out, x = call.out, call.x
+    shape, pulled = (-1, VECTOR_BYTES // out.element_size()), call.zero_copy and call.overwrite_x
+    if call.zero_copy:
+        source = x.view(shape)
+        target = source if pulled else out.view(shape)
+    else:
+        target, source = memory["target"].view(out.dtype).view(shape), memory["source"].view(out.dtype).view(shape)
+    aligned, dtype = is_aligned(VECTOR_BYTES, out, x), dtype_name(out.dtype)
+    kernel = all_reduce_two_shot(op.n_pes, dtype, not call.zero_copy, pulled, aligned, op.threads, op.blocks)
+    words = memory["ready"], memory["arrived"], memory["done"], memory["calls"]
+    kernel(out, x, target, source, call.tag, op.status_record, *words)
+
+
+TWO_SHOT = Algorithm(
+    "two_shot",
+    _launch,
+    capacity=lambda op: op.staging_bytes,
+    buffers=lambda op: {
+        **{name: ((op.staging_bytes,), torch.uint8) for name in ("source", "target")},
+        **{name: ((op.n_pes, op.blocks), torch.uint64) for name in ("ready", "arrived", "done")},
+    },
+    counters=lambda op: {"calls": op.blocks},
+    auto_up_to=lambda op: sys.maxsize,
+    zero_copy=True,
+)

@@ -272,7 +272,7 @@ class AllToAll(Exchange):
         part = x.nbytes // self.n_pes
         tag = self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
-            words = tag, self._agreement.status, *self._signal_words
+            words = tag, self.status_record, *self._signal_words
             if self._by_vectors(x, out, part):
                 kernel = all_to_all_mapped(self.n_pes, **self._mapped_options)
                 kernel(as_vectors(out), as_vectors(x), *words)
@@ -290,7 +290,7 @@ class AllToAll(Exchange):
         kernel = all_to_all_uneven(self.n_pes, **self._options)
         kernel(
             self._heap, as_bytes(source, source.nbytes), self.place(out), out.shape[0], x.shape[0], row_bytes, receives, sends,
-            tag, self._agreement.status, self._differences, self._outbox, self._inbox, *self._signal_words,
+            tag, self.status_record, self._differences, self._outbox, self._inbox, *self._signal_words,
         )  # fmt: skip
         if self.device.type == "cpu":  # the simulator has run the kernel by now
             self.check()

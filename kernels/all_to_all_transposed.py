@@ -176,7 +176,7 @@ class AllToAllTransposed(Collective):
             as_bytes(x, x.nbytes // (wide if joins_rows else width), wide if joins_rows else width),
             batches,
             tag,
-            self._agreement.status,
+            self.status_record,
             *self._words,
         )
 

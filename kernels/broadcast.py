@@ -264,6 +264,6 @@ class Broadcast(Collective):
                 kernel = node_broadcast(self.n_pes, self._node_size, self._chunk_bytes, **self._options)
             else:
                 kernel = broadcast(self.n_pes, **self._options)
-            words = tag, self._agreement.status, self._calls, self._ready, self._arrived
+            words = tag, self.status_record, self._calls, self._ready, self._arrived
             self._explained(lambda: kernel(as_bytes(x, x.nbytes), root, *words))
         return x

@@ -16,6 +16,8 @@ from tilescale_net.runtime import heap
 from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.launch_args import StreamOrder, unresolved
 
+from .algorithms import BufferSpecs
+
 if TYPE_CHECKING:
     from tilescale_net.runtime.control import Track
     from tilescale_net.runtime.world import World
@@ -141,6 +143,28 @@ def compare_one(same: T.Ref, rank, call, tag, word, status, reports):
 
 
 @tsn.macro
+def agree_by_blocks(agrees, ready, block, call: T.Ref, tag, status, thread, me, n_pes, runs_ahead=False):
+    """Meet the blocks of this number of all PEs; agrees[p] = whether PE p makes the call that this PE makes. By a block.
+
+    Args:
+        agrees: shared int32 [n_pes]. ready: signals [n_pes, blocks].
+        runs_ahead: nothing holds up a PE that has finished the call, so that its next one may show here already.
+    """
+    if thread < n_pes:
+        same = T.alloc_var("int32")
+        same = 1
+        if thread != me:
+            N.signal(ready[me, block], announcement(call, tag), thread)
+            word = N.wait(ready[thread, block], "ge", announcement(call, 0))
+            if runs_ahead:
+                compare_one(same, thread, call, tag, word, status, True)
+            else:
+                compare(same, thread, call, tag, word, status, True)
+        agrees[thread] = same
+    T.sync_threads()
+
+
+@tsn.macro
 def all_agree(agreed: T.Ref, agrees, n_pes):
     """agreed = whether all of agrees [n_pes] are 1. By all threads of a block."""
     agreed = 1
@@ -259,9 +283,6 @@ _Made = TypeVar("_Made")
 # Blocks that the simulator runs at once.
 SIMULATOR_BLOCKS = 64
 
-# Symmetric memory that an object will allocate: shape and dtype by name.
-BufferSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
 
 def sizes_of(specs: BufferSpecs) -> list[int]:
     """Bytes of each tensor."""
@@ -362,7 +383,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             limit = torch.cuda.get_device_properties(self.device).multi_processor_count
         if not 1 <= blocks <= limit:
             raise ValueError(f"{name}: blocks is {blocks}; it must be between 1 and {limit}, so that all run at once")
-        self.threads, self.blocks, self._block_limit = threads, blocks, limit
+        self.threads, self.blocks, self.block_limit = threads, blocks, limit
         self._agreement = Agreement(name, self._world)
         self._order = StreamOrder(self.device)
         self._mapped: dict[tuple, tuple[bool, int]] = {}
@@ -416,6 +437,11 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         """This object, whose calls are made by those of another one that notes them in `calls`."""
         self._made.outer = calls
         return self
+
+    @property
+    def status_record(self) -> torch.Tensor:
+        """The record that kernels report to, int64 [STATUS_WORDS]."""
+        return self._agreement.status
 
     def _signals(self, *shape: int) -> torch.Tensor:
         """Signal words, all zero."""

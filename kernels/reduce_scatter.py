@@ -20,6 +20,7 @@ from .collective import (
     STATUS_WORDS,
     TAG_BITS,
     Collective,
+    agree_by_blocks,
     all_agree,
     announce,
     announcement,
@@ -83,15 +84,7 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
                 views = [N.remote(x, p) for p in range(n_pes)]
                 # Work before this kernel on the stream is done with `x`, so each block can signal it to the blocks of
                 # its number.
-                if thread < n_pes:
-                    same = T.alloc_var("int32")
-                    same = 1
-                    if thread != me:
-                        N.signal(ready[me, block], announcement(call, tag), thread)
-                        word = N.wait(ready[thread, block], "ge", announcement(call, 0))
-                        compare(same, thread, call, tag, word, status, True)
-                    agrees[thread] = same
-                T.sync_threads()
+                agree_by_blocks(agrees, ready, block, call, tag, status, thread, me, n_pes)
                 agreed = T.alloc_var("int32")
                 all_agree(agreed, agrees, n_pes)
                 last = T.alloc_var("int64")
@@ -499,10 +492,10 @@ class ReduceScatter(Collective):
                 slots = (
                     memory.view(out.dtype).view(*memory.shape[:3], -1, vector) for memory in self._node_slots
                 )  # fmt: skip
-                words = tag, self._agreement.status, *slots, *self._node_words
+                words = tag, self.status_record, *slots, *self._node_words
             else:
                 kernel = reduce_scatter_pull(self.n_pes, dtype_name(out.dtype), self.threads, self.blocks)
-                words = tag, self._agreement.status, *self._pull_words
+                words = tag, self.status_record, *self._pull_words
             there = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
             self._explained(lambda: kernel(there.view(-1, vector), x.view(-1, vector), *words))
             if there is not out:
@@ -529,7 +522,7 @@ class ReduceScatter(Collective):
         words = self._calls, self._chunks, self._ready, self._arrived, self._consumed
         self._explained(
             lambda: kernel(
-                out.view(-1, vector), x.view(self.n_pes, -1, vector), tag, self._agreement.status, staging, *words
+                out.view(-1, vector), x.view(self.n_pes, -1, vector), tag, self.status_record, staging, *words
             )
         )
 

@@ -169,4 +169,4 @@ class MatmulAllReduce(MatmulReduceScatter):
 
     @property
     def _ending_blocks(self) -> int:
-        return self._block_limit if self.device.type == "cuda" else self.blocks
+        return self.block_limit if self.device.type == "cuda" else self.blocks

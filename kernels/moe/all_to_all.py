@@ -594,7 +594,7 @@ class AllToAll(Collective):
     @property
     def all_blocks(self) -> int:
         """As many blocks as run at once."""
-        return self._block_limit if self.device.type == "cuda" else self.blocks
+        return self.block_limit if self.device.type == "cuda" else self.blocks
 
     def _take_part(self, identity: str) -> None:
         """Begin, with the ranks that take part in the job."""

@@ -75,7 +75,7 @@ def reduce_by_pull(seed):
 
 
 def reduce_everywhere(seed):
-    options = dict(GEOMETRY, algorithms=_of("all_reduce").ALGORITHMS)
+    options = dict(GEOMETRY, algorithms=[*_of("all_reduce").ALGORITHMS])
     _of("all_reduce")._reduce(
         seed, [((1000,), torch.bfloat16, 0, 0, True), ((77,), torch.float32, 0, 0, True)], options, 3
     )
@@ -190,8 +190,11 @@ RUNS = {
     "all-to-all": (EXCHANGE, equal_splits),
     "all-to-all, uneven": (("all_to_all",), uneven_splits),
     "reduce-scatter": (("reduce_scatter",), reduce_by_push),
-    "reduce-scatter by pull": (("reduce_scatter",), reduce_by_pull),
-    "all-reduce": (("all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"), reduce_everywhere),
+    "reduce-scatter by pull": (("collective", "reduce_scatter"), reduce_by_pull),
+    "all-reduce": (
+        ("collective", "all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"),
+        reduce_everywhere,
+    ),
     "reduce-scatter across nodes": (("reduce_scatter",), reduce_across_nodes),
     "broadcast across nodes": (("broadcast",), broadcast_across_nodes),
     "all-reduce and norm": (("all_reduce_norm",), norm),

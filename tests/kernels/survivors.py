@@ -68,7 +68,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     },
     "collective": {
         ("sem of st", 0): FAULTS,
-        ("no wait", 0): STARTS,
+        ("no wait", 1): STARTS,
     },
     "examples/halo": {
         ("no quiet_block", 0): HOSTS,

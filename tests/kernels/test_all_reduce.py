@@ -61,7 +61,7 @@ def _reduce(seed, cases, options, calls=2):
                     x.zero_()  # the call is over with x
                 tsn.synchronize()
                 what = f"{algorithm}, seed {seed}, case {number} {case}, call {call}, rank {rank}"
-                by_nodes = 0 if op._choose(out.nbytes) == "gather" else tsn.world().topology.node_size
+                by_nodes = 0 if op._is_gathered(out.nbytes) else tsn.world().topology.node_size
                 assert_same(out, reference_of_nodes(data, by_nodes) if by_nodes else reference(data), what)
             if guards[0] is not None:
                 tsn.barrier()
@@ -79,7 +79,7 @@ GEOMETRY = dict(threads=64, blocks=2, staging_bytes=4096)
 # PEs, algorithms, dtype: every pair compiles two or three kernels of its own.
 RUNS = [
     (1, ("auto",), torch.bfloat16),
-    (2, ALGORITHMS, torch.bfloat16),
+    (2, [*ALGORITHMS], torch.bfloat16),
     (2, ("packets", "two_shot"), torch.float32),
     (3, ("one_shot",), torch.float16),
     (4, ("packets", "two_shot"), torch.bfloat16),
@@ -100,7 +100,7 @@ def test_any_schedule(visibility):
     seed = random.randrange(1 << 30)
     env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
     cases = [((3000,), torch.bfloat16, 0, 0, True), ((3000,), torch.bfloat16, 2, None, False)]
-    ranks.run(2, _reduce, seed, cases, dict(**GEOMETRY, algorithms=ALGORITHMS), 6, env=env, timeout=400)
+    ranks.run(2, _reduce, seed, cases, dict(**GEOMETRY, algorithms=[*ALGORITHMS]), 6, env=env, timeout=400)
 
 
 def test_nodes():
@@ -152,12 +152,12 @@ def _mixed(seed):
     """Calls of all algorithms and of one tensor and another in turn, as layers of a model make them."""
     rank, n = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
-    op = AllReduce(**GEOMETRY)
+    ops = [AllReduce(**GEOMETRY, algorithm=algorithm) for algorithm in ALGORITHMS]
     tensors = [tsn.empty(c, torch.bfloat16) for c in (8, 1000, 6000)] + [torch.empty(777, dtype=torch.bfloat16)]
     tensors[-1] = tensors[-1].to(tsn.device())
     turns = random.Random(seed)
     for call in range(60):
-        x, op._algorithm = turns.choice(tensors), turns.choice(ALGORITHMS)
+        x, op = turns.choice(tensors), turns.choice(ops)
         data = [values(x.shape, x.dtype, seed, call, p) for p in range(n)]
         x.copy_(data[rank])
         unsettle(pace, 0.05)

@@ -1,0 +1,68 @@
+"""Algorithms of a collective as rows: a file has a kernel and a row, which is registered, from outside of the package too."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+# Symmetric memory that an object will allocate: shape and dtype by name.
+BufferSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Call(NamedTuple):
+    """What one launch reduces.
+
+    Attributes:
+        out, x: contiguous [count] of one dtype, apart or the same; `count` is equal on all ranks.
+        tag: stands for the arguments on which the ranks have agreed; see `collective.call_word`.
+        zero_copy: `x` lies at the same offset of every PE's heap, and so does `out` unless `overwrite_x`.
+        overwrite_x: the kernel may use `x`, which is not `out`, as scratch.
+    """
+
+    out: torch.Tensor
+    x: torch.Tensor
+    tag: int
+    zero_copy: bool
+    overwrite_x: bool
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A way to make an all-reduce. Functions get the `AllReduce` (`n_pes`, `threads`, `blocks`, `status_record`, …) as `op`.
+
+    Attributes:
+        name: for `AllReduce(algorithm=name)`.
+        launch: `(op, memory, call)` launches the kernel on the current stream. `memory` has the tensors of `buffers` and
+            `counters` by name.
+        capacity: `(op)` -> bytes that a launch takes; a larger tensor is reduced in pieces. A multiple of 16.
+        buffers: `(op)` -> shape and dtype, by name, of symmetric memory, which is zeroed.
+        counters: `(op)` -> number, by name, of uint64 words of this rank alone, which are zeroed.
+        auto_up_to: `(op)` -> bytes up to which "auto" takes the row; of several, the one registered last. 0: by name alone.
+        zero_copy: launches use whole tensors where they lie, if that is the same offset of all heaps (`Call.zero_copy`).
+        across_nodes: works between PEs that are not mapped; else AllReduce(algorithm=name) takes its form by node there.
+    """
+
+    name: str
+    launch: Callable[[Any, dict[str, torch.Tensor], Call], None]
+    capacity: Callable[[Any], int]
+    buffers: Callable[[Any], BufferSpecs]
+    counters: Callable[[Any], dict[str, int]]
+    auto_up_to: Callable[[Any], int] = lambda op: 0
+    zero_copy: bool = False
+    across_nodes: bool = False
+
+
+# Of all-reduce, by name, in the order of registration.
+ALGORITHMS: dict[str, Algorithm] = {}
+
+
+def register_algorithm(row: Algorithm) -> None:
+    """Make an algorithm of all-reduce known to every `AllReduce` that is constructed afterwards; on all ranks alike.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if row.name == "auto" or row.name in ALGORITHMS:
+        raise ValueError(f"register_algorithm: there is an algorithm {row.name!r}; take another name")
+    ALGORITHMS[row.name] = row

@@ -1,0 +1,23 @@
+"""Every program of examples/ runs on two ranks, checks its own result, and is listed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import jobs, ranks
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py"))
+
+
+def test_every_example_is_listed():
+    text = (FOLDER / "README.md").read_text()
+    assert len(PROGRAMS) == 4 and all(f"[{name}]({name})" in text for name in PROGRAMS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_runs_and_is_right(name):
+    device = {"TSN_DEVICE": "simulator"} if ranks.gpus() < 2 else {}
+    done = jobs.launch(str(FOLDER / name), env=os.environ | device | {"GPUS": "2"})
+    assert done.returncode == 0 and done.stdout.startswith("rank 0"), done.stderr
