@@ -1,7 +1,7 @@
 """Small helpers on TVM's IR that the passes share, and names of kernels."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from tilelang import tvm
 from tilelang.ir import get_stmt_span
@@ -36,11 +36,22 @@ def operator_of(node: Node) -> Operator | None:
     return _BY_OP_NAME.get(op_name(node))
 
 
+def collect(body: Node, wanted: Callable[[Node], Any]) -> list[Any]:
+    """The nodes of a tree for which `wanted` holds, inner ones first."""
+    found: list[Any] = []
+    post_order_visit(body, lambda node: found.append(node) if wanted(node) else None)
+    return found
+
+
+def sequence(statements: Iterable[tirx.Stmt]) -> tirx.Stmt:
+    """One statement for several, without sequences inside it."""
+    flat = [part for s in statements for part in (s.seq if isinstance(s, tirx.SeqStmt) else [s])]
+    return flat[0] if len(flat) == 1 else tirx.SeqStmt(flat)
+
+
 def our_calls(body: Node) -> list[tirx.Call]:
     """Calls of this package's operators and placeholders in `body`."""
-    found = []
-    post_order_visit(body, lambda node: found.append(node) if op_name(node) in OUR_OPS else None)
-    return found
+    return collect(body, lambda node: op_name(node) in OUR_OPS)
 
 
 def opaque_call(body: Node) -> tirx.Call | None:
@@ -50,27 +61,16 @@ def opaque_call(body: Node) -> tirx.Call | None:
 
 def loads_memory(expr: tirx.PrimExpr) -> bool:
     """Whether `expr` reads memory that other threads or PEs may write."""
-    found = []
-
-    def look(node: Node) -> None:
-        if isinstance(node, tirx.BufferLoad) and not node.buffer.scope().startswith("local"):
-            found.append(node)
-
-    post_order_visit(expr, look)
-    return bool(found)
+    return bool(collect(expr, lambda n: isinstance(n, tirx.BufferLoad) and not n.buffer.scope().startswith("local")))
 
 
 def block_threads(func: tirx.PrimFunc) -> int | None:
     """Threads per block, where all launches of a traced kernel agree and have one dimension; else None."""
     launches = []
-
-    def look(node: Node) -> None:
-        if isinstance(node, tirx.SBlock) and node.name_hint == "tilelang_root":
-            extents = node.annotations.get("tl.launch_threads") or ()
-            known = extents and all(isinstance(extent, int | tirx.IntImm) for extent in extents)
-            launches.append(tuple(int(extent) for extent in extents) if known else None)
-
-    post_order_visit(func.body, look)
+    for block in collect(func.body, lambda node: isinstance(node, tirx.SBlock) and node.name_hint == "tilelang_root"):
+        extents = block.annotations.get("tl.launch_threads") or ()
+        known = extents and all(isinstance(extent, int | tirx.IntImm) for extent in extents)
+        launches.append(tuple(int(extent) for extent in extents) if known else None)
     if len(set(launches)) != 1 or launches[0] is None or any(extent != 1 for extent in launches[0][1:]):
         return None
     return launches[0][0]
@@ -78,14 +78,7 @@ def block_threads(func: tirx.PrimFunc) -> int | None:
 
 def bound_values(body: Node) -> dict[tirx.Var, tirx.PrimExpr]:
     """What the names that a body binds stand for."""
-    bound = {}
-
-    def look(node: Node) -> None:
-        if isinstance(node, tirx.Bind):
-            bound[node.var] = node.value
-
-    post_order_visit(body, look)
-    return bound
+    return {node.var: node.value for node in collect(body, lambda node: isinstance(node, tirx.Bind))}
 
 
 def splits(condition: tirx.PrimExpr, lane: tirx.Var, threads: int, group: int) -> bool:

@@ -10,17 +10,18 @@
 
 import functools
 import inspect
+import math
 from dataclasses import dataclass
 
 from tilelang import tvm
 from tvm import DataType, tirx
 from tvm.tirx.analysis import undefined_vars
-from tvm.tirx.stmt_functor import ir_transform, post_order_visit
+from tvm.tirx.stmt_functor import ir_transform
 
 from tilescale_net.compiler.ir import (
     PLACEHOLDERS,
-    Node,
     changed_block,
+    collect,
     kernel_name,
     location_suffix,
     op_name,
@@ -159,39 +160,25 @@ def _check_variables(func: tirx.PrimFunc, body: tirx.Stmt) -> None:
     except tvm.error.InternalError:
         return  # T.Persistent uses the variable of a loop before the loop, which TVM's analysis refuses
     for variable in undefined:
-        users: list[tirx.Stmt] = []
-
-        def look(node: Node, variable: tirx.Var = variable, users: list[tirx.Stmt] = users) -> None:
-            if isinstance(node, tirx.Stmt) and not users and any(v.same_as(variable) for v in undefined_vars(node, [])):
-                users.append(node)
-
-        post_order_visit(func.body, look)
+        statements = collect(func.body, lambda node: isinstance(node, tirx.Stmt))
+        users = (s for s in statements if any(v.same_as(variable) for v in undefined_vars(s, [])))
+        user = next(users, None)
         name = str(variable.name)
         raise KernelError(
             f'kernel {kernel_name(func)} uses {name}, which no argument gives: each T.dynamic("{name}") makes a variable of its own; '
             f'call it once, before the kernel ({name} = T.dynamic("{name}")), and write {name} in the kernel'
-            + (statement_suffix(users[0]) if users else "")
+            + (statement_suffix(user) if user is not None else "")
         )
 
 
 def _shared_bytes(block: tirx.SBlock) -> int:
     """Shared memory that the author's own buffers take in a launch, as far as their sizes are known."""
     total = 0
-
-    def add(node: Node) -> None:
-        nonlocal total
-        for buffer in node.alloc_buffers:
+    for inner in collect(block, lambda node: isinstance(node, tirx.SBlock)):
+        for buffer in inner.alloc_buffers:
             if str(buffer.scope()).startswith("shared"):
-                elements = 1
-                for extent in buffer.shape:
-                    elements *= int(extent) if isinstance(extent, tirx.IntImm) else 1
+                elements = math.prod(int(extent) for extent in buffer.shape if isinstance(extent, tirx.IntImm))
                 total += -(-elements * DataType(buffer.dtype).bits * DataType(buffer.dtype).lanes // 8)
-
-    def visit(node: Node) -> None:
-        if isinstance(node, tirx.SBlock):
-            add(node)
-
-    post_order_visit(block, visit)
     return total
 
 

@@ -18,7 +18,7 @@ rewritten before: the middle becomes the argument of a function, `(lambda l, m: 
 """
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tilelang import tvm
@@ -31,10 +31,12 @@ from tilescale_net.compiler.ir import (
     OUR_OPS,
     Node,
     changed_block,
+    collect,
     kernel_name,
     location_suffix,
     op_name,
     our_calls,
+    sequence,
 )
 from tilescale_net.compiler.operators import DEFERRED
 from tilescale_net.errors import KernelError
@@ -76,15 +78,8 @@ def has_effect(expr: tirx.PrimExpr) -> bool:
     return _any(expr, lambda node: _is_effect(node) or chooses(node))
 
 
-def _any(expr: Node, wanted: Callable[..., Any]) -> bool:
-    found = False
-
-    def look(node: Node) -> None:
-        nonlocal found
-        found = found or wanted(node)
-
-    post_order_visit(expr, look)
-    return found
+def _any(expr: Node, wanted: Callable[[Node], Any]) -> bool:
+    return bool(collect(expr, wanted))
 
 
 def rewrite(func: tirx.PrimFunc) -> tirx.Stmt:
@@ -102,7 +97,7 @@ def rewrite(func: tirx.PrimFunc) -> tirx.Stmt:
     if rewriter.temporaries:
         body = ir_transform(body, None, rewriter.allocate, ["tirx.SBlock"])
     body = _without_unused(body)
-    return ir_transform(body, None, lambda node: _sequence(node.seq), ["tirx.SeqStmt"])
+    return ir_transform(body, None, lambda node: sequence(node.seq), ["tirx.SeqStmt"])
 
 
 def _one_by_one(loop: tirx.For) -> tirx.For | None:
@@ -114,14 +109,6 @@ def _one_by_one(loop: tirx.For) -> tirx.For | None:
 
 def _has_value_and_effect(node: Node) -> bool:
     return _is_effect(node) or (op_name(node) in OPAQUE_OPS and str(node.dtype) not in ("", "void", "handle"))
-
-
-def _sequence(statements: Iterable[tirx.Stmt]) -> tirx.Stmt:
-    """One statement for a list of them, without sequences inside it."""
-    flat: list[tirx.Stmt] = []
-    for statement in statements:
-        flat += statement.seq if isinstance(statement, tirx.SeqStmt) else [statement]
-    return flat[0] if len(flat) == 1 else tirx.SeqStmt(flat)
 
 
 def _check_arms(func: tirx.PrimFunc) -> None:
@@ -156,9 +143,7 @@ def _is_unnamed(expr: tirx.PrimExpr) -> bool:
 
 
 def _variables(expr: Node) -> list[tirx.Var]:
-    found = []
-    post_order_visit(expr, lambda node: found.append(node) if isinstance(node, tirx.Var) else None)
-    return found
+    return collect(expr, lambda node: isinstance(node, tirx.Var))
 
 
 def _without_unused(body: tirx.Stmt) -> tirx.Stmt:
@@ -187,12 +172,8 @@ class _Rewriter:
         self._known: list[tuple[tirx.PrimExpr, tirx.PrimExpr, list[tirx.Stmt]]] = []
         self._open: list[list[tirx.Stmt]] = []
         self.temporaries: list[tirx.Buffer] = []
-
-        def look(node: Node) -> None:
-            if op_name(node) == DEFERRED:
-                self._definitions[node.args[0]] = node.args[1]
-
-        post_order_visit(func.body, look)
+        for call in collect(func.body, lambda node: op_name(node) == DEFERRED):
+            self._definitions[call.args[0]] = call.args[1]
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
@@ -211,7 +192,7 @@ class _Rewriter:
         else:
             result = self._with(node, [self._value(node, part, out) for part in parts])
         self._open.pop()
-        return _sequence([*out, result])
+        return sequence([*out, result])
 
     @staticmethod
     def _parts(node: Node) -> list[tirx.PrimExpr]:
@@ -249,12 +230,12 @@ class _Rewriter:
         inner.append(tirx.BufferStore(again, self._expr(node.condition, inner), [0]))
         self._open.pop()
         inner.append(tirx.IfThenElse(again[0], node.body, None))
-        return _sequence([tirx.BufferStore(again, true, [0]), tirx.While(again[0], _sequence(inner))])
+        return sequence([tirx.BufferStore(again, true, [0]), tirx.While(again[0], sequence(inner))])
 
     # -- expressions --------------------------------------------------------------------------------------------------
 
     def _is_impure(self, expr: tirx.PrimExpr) -> bool:
-        return _any(expr, lambda node: _is_effect(node) or (isinstance(node, tirx.Var) and node in self._definitions))
+        return bool(self._effects_of(expr))
 
     def _value(self, node: tirx.Stmt, expr: tirx.PrimExpr, out: list[tirx.Stmt]) -> tirx.PrimExpr:
         """As `_expr`; a call that is a statement already, or that a name is bound to, stays where it is."""
@@ -295,14 +276,7 @@ class _Rewriter:
         return bool(mine) and tvm.ir.structural_equal(a, b) and all(x.same_as(y) for x, y in zip(mine, others))
 
     def _effects_of(self, expr: tirx.PrimExpr) -> list[tirx.PrimExpr]:
-        found = []
-
-        def look(node: Node) -> None:
-            if _is_effect(node) or (isinstance(node, tirx.Var) and node in self._definitions):
-                found.append(node)
-
-        post_order_visit(expr, look)
-        return found
+        return collect(expr, lambda n: _is_effect(n) or (isinstance(n, tirx.Var) and n in self._definitions))
 
     def _evaluated(self, node: Node, out: list[tirx.Stmt]) -> tirx.PrimExpr | None:
         """The value of a call or a choice, which statements in `out` have computed; None for what may stay."""
@@ -347,7 +321,7 @@ class _Rewriter:
         self._open.append(inner)
         inner.append(tirx.BufferStore(value, self._expr(expr, inner), [0]))
         self._open.pop()
-        return _sequence(inner)
+        return sequence(inner)
 
     def _temporary(self, dtype: str) -> tirx.Buffer:
         self.temporaries.append(tirx.decl_buffer((1,), dtype, "chosen", scope="local.var"))
@@ -357,11 +331,8 @@ class _Rewriter:
         """The launch's block with those temporaries that its body uses."""
         if block.name_hint != "tilelang_root":
             return None
-        stored = []
-        post_order_visit(
-            block.body, lambda node: stored.append(node.buffer) if isinstance(node, tirx.BufferStore) else None
-        )
-        mine = [t for t in self.temporaries if any(t.same_as(buffer) for buffer in stored)]
+        stores = collect(block.body, lambda node: isinstance(node, tirx.BufferStore))
+        mine = [t for t in self.temporaries if any(t.same_as(store.buffer) for store in stores)]
         return changed_block(block, block.body, [*block.alloc_buffers, *mine])
 
     # -- what cannot be made right ------------------------------------------------------------------------------------

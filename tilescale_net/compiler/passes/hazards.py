@@ -33,6 +33,7 @@ from tilescale_net.compiler.ir import (
     Node,
     block_threads,
     bound_values,
+    collect,
     kernel_name,
     loads_memory,
     location_suffix,
@@ -65,9 +66,7 @@ def check(func: tirx.PrimFunc) -> None:
         _check_async(func)
     else:
         _check_tma(func)
-    loops = []
-    post_order_visit(func.body, lambda node: loops.append(node) if isinstance(node, tirx.For) else None)
-    for loop in loops:
+    for loop in collect(func.body, lambda node: isinstance(node, tirx.For)):
         _check_loop(loop)
     _check_tiles(func)
 
@@ -87,13 +86,7 @@ def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
 
 def _check_barriers(func: tirx.PrimFunc) -> None:
     for branch in _warp_splitting(func):
-        found: list[tirx.Stmt] = []
-
-        def look(node: Node, found: list[Node] = found) -> None:
-            if isinstance(node, tirx.Evaluate) and op_name(node.value) == _BARRIER:
-                found.append(node)
-
-        post_order_visit(branch, look)
+        found = collect(branch, lambda node: isinstance(node, tirx.Evaluate) and op_name(node.value) == _BARRIER)
         if found:
             raise KernelError(
                 f"kernel {kernel_name(func)}: T.sync_threads() stands under `{branch.condition}`, which holds for some threads "
@@ -115,8 +108,7 @@ def barrier_refused(func: tirx.PrimFunc) -> KernelError:
 
 def _warp_splitting(func: tirx.PrimFunc) -> Iterator[tirx.IfThenElse]:
     """The branches of a traced kernel that some threads of a warp take and others do not, as far as threadIdx.x tells."""
-    branches: list[tirx.IfThenElse] = []
-    post_order_visit(func.body, lambda node: branches.append(node) if isinstance(node, tirx.IfThenElse) else None)
+    branches = collect(func.body, lambda node: isinstance(node, tirx.IfThenElse))
     threads = block_threads(func)
     if not branches or threads is None:
         return
@@ -155,9 +147,7 @@ def _check_loop(node: tirx.For) -> None:
 
 def _check_tma(func: tirx.PrimFunc) -> None:
     call = opaque_call(func.body)
-    found = []
-
-    post_order_visit(func.body, lambda node: found.append(op_name(node)) if _asks_for_tma(node) else None)
+    found = [op_name(node) for node in collect(func.body, _asks_for_tma)]
     if found and call is not None:
         raise KernelError(
             f"kernel {kernel_name(func)} asks for TMA ({_typed(found[0])}) and uses {typed_name(call)}: waits and signals do not "
@@ -290,12 +280,8 @@ def _settle_async(body: Node) -> Callable[[tirx.Call], tirx.Call | None]:
 
 def _is_global(region: Node) -> bool:
     """Whether an operand of a copy lies in global memory."""
-    found = []
-    post_order_visit(
-        tirx.Evaluate(region),
-        lambda node: found.append(node.buffer.scope()) if isinstance(node, tirx.BufferLoad) else None,
-    )
-    return "global" in found
+    loads = collect(tirx.Evaluate(region), lambda node: isinstance(node, tirx.BufferLoad))
+    return any(load.buffer.scope() == "global" for load in loads)
 
 
 def _without_tma(copy: tirx.Call) -> tirx.Call:
@@ -320,10 +306,15 @@ def _evaluate_once(node: Node) -> tirx.Stmt | None:
         return tirx.SeqStmt([tirx.Bind(held, node.condition), branch])
     if node.kind not in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) or not loads_memory(node.extent):
         return None
-    held = tirx.Var("extent", node.extent.dtype)
-    step = getattr(node, "step", None)
-    loop = tirx.For(node.loop_var, node.min, held, node.kind, node.body, None, node.annotations, step)
-    return tirx.SeqStmt([tirx.Bind(held, node.extent), loop])
+    return tirx.SeqStmt([*_extent_bound(node)])
+
+
+def _extent_bound(loop: tirx.For) -> tuple[tirx.Bind, tirx.For]:
+    """A statement that evaluates a loop's extent once, and the loop with that."""
+    held = tirx.Var("extent", loop.extent.dtype)
+    step = getattr(loop, "step", None)
+    again = tirx.For(loop.loop_var, loop.min, held, loop.kind, loop.body, None, loop.annotations, step)
+    return tirx.Bind(held, loop.extent), again
 
 
 def _guard_loads(call: tirx.Call) -> tirx.Call:
@@ -367,10 +358,8 @@ def guard_empty_loops(body: tirx.Stmt) -> tirx.Stmt:
 def _guarded_loop(loop: tirx.For) -> tirx.Stmt:
     if not loads_memory(loop.extent):
         return tirx.IfThenElse(loop.extent > 0, loop, None)
-    held = tirx.Var("extent", loop.extent.dtype)
-    step = getattr(loop, "step", None)
-    again = tirx.For(loop.loop_var, loop.min, held, loop.kind, loop.body, None, loop.annotations, step)
-    return tirx.SeqStmt([tirx.Bind(held, loop.extent), tirx.IfThenElse(held > 0, again, None)])
+    bind, again = _extent_bound(loop)
+    return tirx.SeqStmt([bind, tirx.IfThenElse(again.extent > 0, again, None)])
 
 
 class _EmptyLoops:

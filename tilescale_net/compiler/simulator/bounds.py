@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import ir_transform, post_order_visit
+from tvm.tirx.stmt_functor import ir_transform
 
-from tilescale_net.compiler.ir import Node, op_name
+from tilescale_net.compiler.ir import Node, collect, op_name
 from tilescale_net.compiler.operators import AGREED, INSIDE
 
 UNGUARDED = {"tl.disable_safe_memory_legalize": True}
@@ -50,14 +50,7 @@ def settle_guards(body: tirx.Stmt, report: bool) -> tirx.Stmt:
 
 def tile_loops(body: tirx.Stmt) -> set[tirx.Var]:
     """Variables of the loops over tiles that an author wrote; later passes may make ordinary loops of them."""
-    found: set[tirx.Var] = set()
-
-    def look(node: Node) -> None:
-        if isinstance(node, tirx.For) and node.kind in _TILES:
-            found.add(node.loop_var)
-
-    post_order_visit(body, look)
-    return found
+    return {loop.loop_var for loop in collect(body, lambda n: isinstance(n, tirx.For) and n.kind in _TILES)}
 
 
 def check_accesses(body: tirx.Stmt, tiles: set[tirx.Var]) -> tirx.Stmt:

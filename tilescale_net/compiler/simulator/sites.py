@@ -8,13 +8,13 @@ statement: nothing may come between its parts.
 """
 
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container
 
 from tilelang.ir import get_stmt_span
 from tvm import tirx
-from tvm.tirx.stmt_functor import ir_transform, post_order_visit
+from tvm.tirx.stmt_functor import ir_transform
 
-from tilescale_net.compiler.ir import OUR_OPS, Node, op_name, operator_of, our_calls, typed_name
+from tilescale_net.compiler.ir import OUR_OPS, Node, collect, op_name, operator_of, our_calls, sequence, typed_name
 from tilescale_net.compiler.operators import DEFERRED, OPERATORS, PURE
 
 # -- calls of primitives ----------------------------------------------------------------------------------------------
@@ -98,18 +98,15 @@ def _accesses(node: Node) -> bool:
     """Whether a statement or an expression does what can fail or race: it accesses memory that other threads see, but not by
     primitives alone, divides integers, or calls what checks its arguments.
     """
-    found = []
 
-    def look(part: Node) -> None:
+    def may_fail(part: Node) -> bool:
         shared = isinstance(part, (tirx.BufferLoad, tirx.BufferStore)) and not part.buffer.scope().startswith("local")
         divides = (
             isinstance(part, _DIVISIONS) and "float" not in str(part.dtype) and not isinstance(part.b, tirx.IntImm)
         )
-        if shared or divides or op_name(part).startswith(_INTRINSICS):
-            found.append(part)
+        return shared or divides or op_name(part).startswith(_INTRINSICS)
 
-    post_order_visit(node if isinstance(node, tirx.Stmt) else tirx.Evaluate(node), look)
-    return bool(found)
+    return bool(collect(node if isinstance(node, tirx.Stmt) else tirx.Evaluate(node), may_fail))
 
 
 class _Marks:
@@ -139,13 +136,13 @@ class _Marks:
             marks = self._call(node) if _accesses(node.condition) and not after_bound else []
         elif isinstance(node, tirx.While):
             again = self._call(node) if _accesses(node.condition) else []
-            made = tirx.While(node.condition, _sequence([self.into(node.body), *again]), get_stmt_span(node))
+            made = tirx.While(node.condition, sequence([self.into(node.body), *again]), get_stmt_span(node))
             marks = again if not after_bound else []
         else:
             self._bound = isinstance(node, tirx.Evaluate) and op_name(node.value) == DEFERRED
             primitive = isinstance(node, tirx.Evaluate) and op_name(node.value) in OUR_OPS
             marks, made = self._call(node) if not after_bound and not primitive and _accesses(node) else [], node
-        return _sequence([*marks, made])
+        return sequence([*marks, made])
 
     def into(self, statement: tirx.Stmt) -> tirx.Stmt:
         return ir_transform(statement, self._before, _flat, _VISITED)
@@ -153,13 +150,8 @@ class _Marks:
 
 def _flat(node: Node) -> tirx.Stmt | None:
     if isinstance(node, tirx.SeqStmt) and any(isinstance(part, tirx.SeqStmt) for part in node.seq):
-        return _sequence(node.seq)
+        return sequence(node.seq)
     return None
-
-
-def _sequence(statements: Iterable[tirx.Stmt]) -> tirx.Stmt:
-    parts = [p for s in statements for p in (s.seq if isinstance(s, tirx.SeqStmt) else [s])]
-    return parts[0] if len(parts) == 1 else tirx.SeqStmt(parts)
 
 
 def mark(func: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[str]]:
