@@ -75,7 +75,7 @@ def gemm_of(m: int, k: int, n: int, eight: bool) -> Any:
     import torch
 
     import tilescale_net as tsn
-    from tilescale_net.kernels.fused.choice import Product, tiling_for
+    from tilescale_net.kernels.fused.choice import GemmProblem, tiling_for
 
     out, theirs = (random(m, n) for _ in range(2))
     if eight:
@@ -86,7 +86,7 @@ def gemm_of(m: int, k: int, n: int, eight: bool) -> Any:
     else:
         x, w = random(m, k), random(k, n)
         matmul = reference = lambda: torch.mm(x, w, out=theirs)
-    tiling = tiling_for(tsn.device(), Product("all_gather_matmul", 1, m, k, n, x.dtype))
+    tiling = tiling_for(tsn.device(), GemmProblem("all_gather_matmul", 1, m, k, n, x.dtype))
     calls = {"ours": gemm_alone(tiling, x, w, out, (of_rows, of_columns) if eight else None), "matmul": matmul}
 
     def wrong() -> str | None:
@@ -152,7 +152,9 @@ def fake_world(world: Any, ranks: int) -> None:
     words = torch.frombuffer(bytearray(context.pack(header, bases)), dtype=torch.int64)
     world.context_tensor.as_strided(words.shape, (1,)).copy_(words)  # the bases lie behind what kernels take
     world.size, world.peer_base = ranks, bases
-    Collective.works_with_some = True  # with one member of the job: its peers have not left, they were never there
+    Collective.allows_partial_membership = (
+        True  # with one member of the job: its peers have not left, they were never there
+    )
 
 
 def preset_signals(*signals: Any) -> None:
@@ -169,7 +171,7 @@ def call_of(kind: str, args: argparse.Namespace, m: int, eight: bool) -> Any:
 
     import tilescale_net as tsn
     from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-    from tilescale_net.kernels.fused.choice import Product, blocks_for, tiling_for
+    from tilescale_net.kernels.fused.choice import GemmProblem, blocks_for, tiling_for
     from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
     from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 
@@ -178,7 +180,7 @@ def call_of(kind: str, args: argparse.Namespace, m: int, eight: bool) -> Any:
     k, n = (8192, 14336) if kind == "AG+GEMM" else (7168, 8192)
     name = {"AG+GEMM": "all_gather_matmul", "GEMM+RS": "matmul_reduce_scatter", "GEMM+AR": "matmul_all_reduce"}[kind]
     dtype, mm = torch.float8_e4m3fn if eight else torch.bfloat16, cublas(eight)
-    product = Product(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, dtype)
+    product = GemmProblem(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, dtype)
     options: dict[str, Any] = dict(tiling=tiling_for(tsn.device(), product), **blocks_for(tsn.device(), product))
     options |= {"blocks": args.blocks} if args.blocks else {}
     (held, of_columns), whole = operand(n, k, eight, 2), random(m, n)

@@ -25,7 +25,7 @@ from .exchange import STORES_FROM, UNROLL, Exchange, await_room, exchange, excha
 # All-gather over nodes of several PEs: a part crosses the network once per node, and is passed on there.
 #
 # Every PE puts its part to the PEs with its index in the other nodes, piece by piece, and each of those puts a piece to the
-# PEs of its own node while the next one is under way. Blocks share each part; block b waits for the blocks b of its peers
+# PEs of its own node while the next one is in flight. Blocks share each part; block b waits for the blocks b of its peers
 # alone. Calls follow one another without a barrier, and PEs that make another call are left out, as in exchange.py: a PE
 # that gets a part makes the same call as its source and as the PE that passes it on, so these two make the same one, too.
 
@@ -150,7 +150,7 @@ class AllGather(Exchange):
         algorithm: "stores" to mapped PEs, where `x`, `out` and its parts are aligned to 16 bytes, else puts; "puts" always;
             "auto": by puts and, from `stores_from` bytes of `x`, by stores.
         once_per_node: where nodes have several ranks, a part crosses the network once per node; else once per rank.
-        chunk_bytes: of a part that is passed on within a node while the next bytes are under way.
+        chunk_bytes: of a part that is passed on within a node while the next bytes are in flight.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -199,7 +199,7 @@ class AllGather(Exchange):
         """
         self._begin()
         self._check("out", out, symmetric=True)
-        self._check("x", x, out.dtype, symmetric=self._sources_travel)
+        self._check("x", x, out.dtype, symmetric=self._needs_symmetric_source)
         self._check_parts("out", out, "x", x)
         in_place = x.data_ptr() == out.data_ptr() + self.rank * x.nbytes
         if not in_place:

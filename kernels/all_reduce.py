@@ -78,12 +78,12 @@ class AllReduce(Collective):
         self._parts: tuple[ReduceScatter, AllGather] | None = None
         # (bytes up to which it is taken, launch of a call, whether tensors can be used where they lie), in this order.
         self._choices: list[tuple[int, Callable[[Call], None], bool]] = []
-        if self._sources_travel and not (algorithm in ALGORITHMS and ALGORITHMS[algorithm].across_nodes):
+        if self._needs_symmetric_source and not (algorithm in ALGORITHMS and ALGORITHMS[algorithm].across_nodes):
             self._source = self._symmetric(self.staging_bytes, torch.uint8)
             way = "auto" if once_per_node else "push"
             reduce = ReduceScatter(threads=threads, blocks=blocks, algorithm=way, group=self._world)
             gather = AllGather(threads=threads, blocks=blocks, once_per_node=once_per_node, group=self._world)
-            self._parts = reduce.within(self._made), gather.within(self._made)
+            self._parts = reduce.tracked_by(self._call_track), gather.tracked_by(self._call_track)
         else:
             self._prepare(list(ALGORITHMS.values()) if algorithm == "auto" else [ALGORITHMS[algorithm]])
 
@@ -186,7 +186,7 @@ class AllReduce(Collective):
                 piece = slice(first, first + size)
                 launch(Call(call.out[piece], call.x[piece], *call[2:]) if size < call.out.numel() else call)
 
-        self._explained(run)
+        self._launch_checked(run)
 
     def _over_nodes(self, call: Call) -> None:
         """Where some PEs are on other nodes."""

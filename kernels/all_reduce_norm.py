@@ -202,7 +202,7 @@ class AllReduceNorm(Collective):
         self.fused_bytes = self.largest_fused
         self._inbox = self._symmetric(2 * self.largest_fused, torch.uint8)
         self._arrived, self._calls = self._signals(self.n_pes, blocks), self.counters(blocks)
-        self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world).within(self._made)
+        self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world).tracked_by(self._call_track)
 
     @named("tilescale_net.AllReduceNorm")
     def __call__(
@@ -252,7 +252,7 @@ class AllReduceNorm(Collective):
         )
         if out.numel() == 0:
             return out
-        fused = out.nbytes <= self.fused_bytes and not self._sources_travel and self.n_pes > 1
+        fused = out.nbytes <= self.fused_bytes and not self._needs_symmetric_source and self.n_pes > 1
         if not fused:
             self._all_reduce(out, x)
         capacity = self.largest_fused // (self.hidden * out.element_size())
@@ -277,7 +277,7 @@ class AllReduceNorm(Collective):
             self._arrived,
             self._calls,
         )
-        self._explained(lambda: kernel(*arguments))
+        self._launch_checked(lambda: kernel(*arguments))
         return out
 
     def _check_rows(self, name: str, tensor, dtype, shape) -> None:

@@ -56,7 +56,7 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
         with T.Kernel(T.ceildiv(count, T.int64(share * width)), threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            # Thread (pe, i) sends packet i to the PE and receives that PE's: all packets are under way at once.
+            # Thread (pe, i) sends packet i to the PE and receives that PE's: all packets are in flight at once.
             pe = thread // share
             i = block * T.int64(share) + thread % share
             first = i * width

@@ -247,7 +247,7 @@ class AllToAll(Exchange):
         """
         self._begin()
         self._check("out", out, symmetric=True)
-        self._check("x", x, out.dtype, symmetric=self._sources_travel)
+        self._check("x", x, out.dtype, symmetric=self._needs_symmetric_source)
         if out.dim() == 0 or x.dim() == 0 or out.shape[1:] != x.shape[1:]:
             raise ValueError(
                 f"{self.name}: out of shape {list(out.shape)} and x of shape {list(x.shape)} must have rows of one shape"

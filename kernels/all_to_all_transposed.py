@@ -142,7 +142,7 @@ class AllToAllTransposed(Collective):
         """
         self._begin()
         self._check("out", out, symmetric=True)
-        self._check("x", x, out.dtype, symmetric=self._sources_travel)
+        self._check("x", x, out.dtype, symmetric=self._needs_symmetric_source)
         cut, join = self._axis("cut", cut, x), self._axis("join", join, x)
         if cut == join:
             raise ValueError(f"{self.name}: cut and join are both axis {cut}; they must be two axes")
@@ -161,7 +161,7 @@ class AllToAllTransposed(Collective):
         self._check_apart("out", out, "x", x)
         tag = self._agree("x of shape {} and {}, cut {}, join {}, out at heap offset {}", x.shape, x.dtype, cut, join, self.place(out))  # fmt: skip
         if x.nbytes:
-            self._explained(lambda: self._launch(out, x, cut, join, tag))
+            self._launch_checked(lambda: self._launch(out, x, cut, join, tag))
         return out
 
     def _launch(self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int, tag: int) -> None:

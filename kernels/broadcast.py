@@ -29,7 +29,7 @@ from .exchange import await_room
 # Broadcast over nodes of several PEs: each part of the tensor crosses the network once per node.
 #
 # The root deals a part to every PE of its node; that PE puts it to the PEs with its index in the other nodes, piece by piece,
-# and each PE that gets a piece so puts it to the PEs of its own node while the next one is under way. Blocks share each part;
+# and each PE that gets a piece so puts it to the PEs of its own node while the next one is in flight. Blocks share each part;
 # block b waits for the blocks b of its peers alone.
 
 
@@ -233,7 +233,7 @@ class Broadcast(Collective):
         self._node_size = self._world.topology.node_size if once_per_node and self.has_gateways else 0
         self._chunk_bytes = chunk_bytes
         self._options = dict(
-            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._least_bytes
+            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._min_slice_bytes
         )
         self._calls = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self._node_size or self.n_pes, blocks)
@@ -265,5 +265,5 @@ class Broadcast(Collective):
             else:
                 kernel = broadcast(self.n_pes, **self._options)
             words = tag, self.status_record, self._calls, self._ready, self._arrived
-            self._explained(lambda: kernel(as_bytes(x, x.nbytes), root, *words))
+            self._launch_checked(lambda: kernel(as_bytes(x, x.nbytes), root, *words))
         return x

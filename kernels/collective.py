@@ -81,7 +81,7 @@ TAG_BITS = 24
 # The words of a status record: code (written last), rank, value, and one that makes 32 bytes of it.
 STATUS_WORDS = 4
 # The code of the one fault that `compare` reports: another rank makes another call.
-OTHER_CALL = 1
+CALL_MISMATCH = 1
 
 
 @tsn.macro
@@ -117,7 +117,7 @@ def report_other_call(status, rank, call, tag, word):
     if word >= announcement(call, 0):
         theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
         known = T.if_then_else(word >> T.uint64(TAG_BITS) == call, theirs, T.int64((1 << TAG_BITS) - 1))
-        report(status, OTHER_CALL, rank, (T.cast(tag, "int64") << T.int64(TAG_BITS)) | known)
+        report(status, CALL_MISMATCH, rank, (T.cast(tag, "int64") << T.int64(TAG_BITS)) | known)
 
 
 @tsn.macro
@@ -135,7 +135,7 @@ def compare(same: T.Ref, rank, call, tag, word, status, reports):
 
 
 @tsn.macro
-def compare_one(same: T.Ref, rank, call, tag, word, status, reports):
+def check_tag_or_newer(same: T.Ref, rank, call, tag, word, status, reports):
     """As `compare`, where nothing holds up a rank that has finished the call: a word of a later one shows it."""
     same = T.cast(word == announcement(call, tag) or word >= announcement(call + T.uint64(1), 0), "int32")
     if same == 0 and reports:
@@ -157,7 +157,7 @@ def agree_by_blocks(agrees, ready, block, call: T.Ref, tag, status, thread, me, 
             N.signal(ready[me, block], announcement(call, tag), thread)
             word = N.wait(ready[thread, block], "ge", announcement(call, 0))
             if runs_ahead:
-                compare_one(same, thread, call, tag, word, status, True)
+                check_tag_or_newer(same, thread, call, tag, word, status, True)
             else:
                 compare(same, thread, call, tag, word, status, True)
         agrees[thread] = same
@@ -313,7 +313,7 @@ def check_chunk(name: str, chunk_bytes: int) -> None:
 def wait_until_resident():
     """Kernel `(calls, begun, growth, begins)`: ends when `begun[0]` has grown by `begins` in this call.
 
-    What follows on the stream then leaves the multiprocessors to the blocks that have begun.
+    What follows on the stream then leaves the SMs to the blocks that have begun.
 
     Args of the kernel:
         calls: int64 [1], the number of this call. begun: uint64 [1], symmetric; grows by `growth` in every call.
@@ -364,7 +364,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         TileScaleError: ranks have left the job, and the kernels work with all of them.
     """
 
-    works_with_some = False  # of the ranks of the world
+    allows_partial_membership = False  # of the ranks of the world
 
     def __init__(self, name: str, configuration: str, threads: int, blocks: int, group: "tsn.Group" = None) -> None:
         self._world = tsn.world(group)
@@ -372,11 +372,11 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self.rank, self.n_pes = self._world.rank, self._world.size
         self.device = self._world.device
         # A PE of another node gets its data from the fabric, which reads symmetric memory only.
-        self._sources_travel = 0 in self._world.peer_base
+        self._needs_symmetric_source = 0 in self._world.peer_base
         # Whether a PE of another node can pass on there what crosses the network once.
         self.has_gateways = 1 < self._world.topology.nodes < self.n_pes
         of_slices = MIN_BYTES_WITH_GATEWAYS if self.has_gateways else MIN_BYTES_OVER_NODES
-        self._least_bytes = of_slices if self._sources_travel else MIN_BYTES
+        self._min_slice_bytes = of_slices if self._needs_symmetric_source else MIN_BYTES
         check_threads(name, "threads", threads, self.n_pes)
         limit = SIMULATOR_BLOCKS
         if self.device.type == "cuda":
@@ -390,14 +390,14 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._owned: list[torch.Tensor] = []
         self._counters: list[torch.Tensor] = []
         self._members = self._world.control.members
-        if len(self._members) < self.n_pes and not self.works_with_some:
+        if len(self._members) < self.n_pes and not self.allows_partial_membership:
             raise tsn.TileScaleError(
                 f"{name}: ranks were left out of the job (now {self._members}), and it works with all of them only; make a "
                 "world of those that are left (tilescale_net.init with a new group, or a StoreGroup), and this in it"
             )
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
-        self._made = self._world.calls.track(name)
-        self._made.reported = self._agreement.has_reported  # the log does not hold this object
+        self._call_track = self._world.calls.track(name)
+        self._call_track.reported = self._agreement.has_reported  # the log does not hold this object
 
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, gives back what there is so far."""
@@ -433,9 +433,9 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             self._release()
             raise
 
-    def within(self: _Object, calls: "Track") -> _Object:
+    def tracked_by(self: _Object, calls: "Track") -> _Object:
         """This object, whose calls are made by those of another one that notes them in `calls`."""
-        self._made.outer = calls
+        self._call_track.outer = calls
         return self
 
     @property
@@ -456,7 +456,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._check_alive()
-        self._made.note("free()")
+        self._call_track.note("free()")
         self._release()
 
     def _release(self) -> None:
@@ -465,7 +465,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         for tensor in owned:
             tsn.free(tensor, group=self._world)
         self._agreement.close()
-        self._world.calls.drop(self._made)
+        self._world.calls.drop(self._call_track)
 
     @property
     def _made_in(self) -> "World":
@@ -546,15 +546,15 @@ class Collective(MadeByRanks, metaclass=_Constructed):
 
         Later calls with the same arguments cost nothing, so that a call can be captured in a CUDA graph.
         """
-        self._made.note(describe, *arguments)
+        self._call_track.note(describe, *arguments)
         return self._number(describe, *arguments)
 
     def _number(self, describe: str, *arguments) -> int:
         try:
-            origin = self._made.origin
+            origin = self._call_track.origin
             return self._agreement.number(origin + describe if origin else describe, *arguments)
         except tsn.RankMismatch:
-            self._made.settle()
+            self._call_track.settle()
             raise
 
     def check(self) -> None:
@@ -568,7 +568,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         try:
             self._world.synchronize()
         except tsn.TileScaleError:
-            self._raise_mismatch()  # explains a wait that did not end, see `_explained`
+            self._raise_mismatch()  # explains a wait that did not end, see `_launch_checked`
             raise
         self._raise_mismatch()
         self._world.check()
@@ -577,7 +577,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         """Raise what kernels that have ended found."""
         error = self._agreement.error()
         if error is not None:
-            self._made.settle()
+            self._call_track.settle()
             raise error
 
     def _raise_mismatch_if_simulated(self) -> None:
@@ -585,7 +585,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         if self.device.type == "cpu":
             self._raise_mismatch()
 
-    def _explained(self, launch) -> None:
+    def _launch_checked(self, launch) -> None:
         """Launch a kernel; what it found wrong with the ranks' arguments explains a wait that did not end."""
         try:
             launch()
@@ -604,10 +604,10 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             Whether no rank has None and all have the same; and the tag of a call, which stands for the places too then.
         """
         # A rank that copies does so wherever its other tensors lie.
-        key = (self._made.origin, describe, *arguments, *([None] if None in places else places))
+        key = (self._call_track.origin, describe, *arguments, *([None] if None in places else places))
         known = self._mapped.get(key)
         if known is None:
-            self._made.note(f"{describe}, tensors at places that were not used before", *arguments)
+            self._call_track.note(f"{describe}, tensors at places that were not used before", *arguments)
             tag = self._number(describe, *arguments)
             mine = [-1 if place is None else place for place in places]  # ranks compare values of one type
             everyone = self._world.control.gather(f"{self.name}: where the tensors are", mine)
@@ -616,9 +616,9 @@ class Collective(MadeByRanks, metaclass=_Constructed):
                 tag = self._number(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
             known = self._mapped[key] = mapped, tag
         elif known[0]:
-            self._made.note(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
+            self._call_track.note(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
         else:
-            self._made.note(f"{describe}, tensors that were used before and are copied", *arguments)
+            self._call_track.note(f"{describe}, tensors that were used before and are copied", *arguments)
         return known
 
     def place_of_vectors(self, tensor: torch.Tensor) -> int | None:

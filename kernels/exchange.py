@@ -13,7 +13,16 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .collective import STATUS_WORDS, TAG_BITS, Collective, announce, compare, compare_one, is_aligned, slice_elements
+from .collective import (
+    STATUS_WORDS,
+    TAG_BITS,
+    Collective,
+    announce,
+    check_tag_or_newer,
+    compare,
+    is_aligned,
+    slice_elements,
+)
 from .sums import VECTOR_BYTES
 
 
@@ -27,7 +36,7 @@ def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_p
     if thread < n_pes:
         word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
         if runs_ahead:
-            compare_one(same, thread, call, tag, word, status, block == 0)
+            check_tag_or_newer(same, thread, call, tag, word, status, block == 0)
         else:
             compare(same, thread, call, tag, word, status, block == 0)
         agrees[thread] = same
@@ -252,7 +261,7 @@ class Exchange(Collective):
         shown = f"engine={engine}, unroll={unroll}, ring={ring}, algorithm={algorithm}{shown}"
         super().__init__(name, shown, threads, blocks, group)
         self._options = dict(
-            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._least_bytes
+            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._min_slice_bytes
         )
         self._algorithm, self._stores_from = algorithm, stores_from
         self._mapped_options = dict(
@@ -262,4 +271,9 @@ class Exchange(Collective):
     def _by_vectors(self, x: torch.Tensor, out: torch.Tensor, part: int) -> bool:
         """Whether parts of as many bytes go through registers, over mapped memory. Ranks may differ in this."""
         wanted = part >= self._stores_from if self._algorithm == "auto" else self._algorithm == "stores"
-        return wanted and not self._sources_travel and is_aligned(VECTOR_BYTES, x, out) and part % VECTOR_BYTES == 0
+        return (
+            wanted
+            and not self._needs_symmetric_source
+            and is_aligned(VECTOR_BYTES, x, out)
+            and part % VECTOR_BYTES == 0
+        )

@@ -110,7 +110,7 @@ def push(capacity, threads=128, blocks=1, engine="auto", unroll=None, ring=None,
         threads, blocks: launch geometry.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
         partition: how blocks share the bytes: `contiguous` parts, `interleaved` chunks in turn, or `dynamic`: each block
-            takes the next chunk when it is done with one. Blocks whose multiprocessors share a port of the GPU's crossbar
+            takes the next chunk when it is done with one. Blocks whose SMs share a port of the GPU's crossbar
             are slower than others, so equal shares leave stragglers; taking turns does not. A dynamic kernel has one
             more argument after `src`: `work`, two int32 of this rank's memory, zero at first and left zero.
         chunk: bytes of a chunk, a multiple of 128.

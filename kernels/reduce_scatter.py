@@ -2,7 +2,7 @@
 
 By push every PE puts the parts of its input to their owners, which add them up in the order of the PEs. Parts travel in
 chunks through a few staging slots per pair of PEs and block, so that the staging memory does not grow with the tensors.
-A chunk is added up while the next one is under way. The owner notifies the sender when a slot is free. The order of
+A chunk is added up while the next one is in flight. The owner notifies the sender when a slot is free. The order of
 additions is fixed: results are equal bit by bit from run to run, in any order of arrival.
 """
 
@@ -132,7 +132,7 @@ def node_reduce_scatter(
         dtype: of `out` [count, 16 bytes of dtype] and `x` [n_pes * count, 16 bytes], which is symmetric, at the same place on
             all PEs; part p begins at row p * count, and `out` may be this PE's own part.
         threads, blocks: launch geometry; all blocks must be able to run at once.
-        slots: chunks between two PEs that may be under way in each block, 2 or more.
+        slots: chunks between two PEs that may be in flight in each block, 2 or more.
         chunk_bytes: bytes of a chunk.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
 
@@ -260,7 +260,7 @@ def node_reduce_scatter(
 
 ALGORITHMS = ("auto", "push", "pull")
 
-UNROLL = 4  # vectors that a thread adds up at a time, which keeps that many loads per PE under way
+UNROLL = 4  # vectors that a thread adds up at a time, which keeps that many loads per PE in flight
 
 
 @tsn.jit(name="reduce_scatter")
@@ -286,7 +286,7 @@ def reduce_scatter(
             in float32 (see `accumulator`) in the order of the PEs and rounded once.
         vector: elements that one load moves; above 1, `x` and `out` must be aligned to as many.
         threads, blocks: launch geometry; all blocks must be able to run at once.
-        slots: chunks between two PEs that may be under way in each block, 2 or more.
+        slots: chunks between two PEs that may be in flight in each block, 2 or more.
         chunk_bytes: bytes of a chunk.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
         least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
@@ -429,7 +429,7 @@ class ReduceScatter(Collective):
         super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in shown.items()), threads, blocks, group)
         self._algorithm = algorithm
         self._options = dict(threads=threads, blocks=blocks, **options)
-        self._can_pull = self.has_gateways or not self._sources_travel
+        self._can_pull = self.has_gateways or not self._needs_symmetric_source
         self._staging: torch.Tensor | None = None
         if self.has_gateways and algorithm != "push":
             nodes, size = self._world.topology.nodes, self._world.topology.node_size
@@ -468,7 +468,7 @@ class ReduceScatter(Collective):
         """
         self._begin()
         self._check("out", out)
-        self._check("x", x, out.dtype, symmetric=self._sources_travel)
+        self._check("x", x, out.dtype, symmetric=self._needs_symmetric_source)
         if out.dtype not in self.DTYPES:
             raise TypeError(f"{self.name}: dtype {out.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
         self._check_parts("x", x, "out", out)
@@ -497,7 +497,7 @@ class ReduceScatter(Collective):
                 kernel = reduce_scatter_pull(self.n_pes, dtype_name(out.dtype), self.threads, self.blocks)
                 words = tag, self.status_record, *self._pull_words
             there = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
-            self._explained(lambda: kernel(there.view(-1, vector), x.view(-1, vector), *words))
+            self._launch_checked(lambda: kernel(there.view(-1, vector), x.view(-1, vector), *words))
             if there is not out:
                 out.copy_(there)
         else:
@@ -514,13 +514,13 @@ class ReduceScatter(Collective):
         aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % VECTOR_BYTES == 0
         vector = VECTOR_BYTES // out.element_size() if aligned else 1
         kernel = reduce_scatter(
-            self.n_pes, dtype_name(out.dtype), vector, **self._options, least_bytes=self._least_bytes
+            self.n_pes, dtype_name(out.dtype), vector, **self._options, least_bytes=self._min_slice_bytes
         )
         # Over nodes, all ranks come here for the first time in the same call, and most never do.
         staging = self._staging if self._staging is not None else self._allocate_staging()
         staging = staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)
         words = self._calls, self._chunks, self._ready, self._arrived, self._consumed
-        self._explained(
+        self._launch_checked(
             lambda: kernel(
                 out.view(-1, vector), x.view(self.n_pes, -1, vector), tag, self.status_record, staging, *words
             )
@@ -530,5 +530,5 @@ class ReduceScatter(Collective):
         """As in the base class, and again at every later call: ranks may have sent different numbers of chunks."""
         self._mismatch = self._agreement.error() or self._mismatch
         if self._mismatch is not None:
-            self._made.settle()
+            self._call_track.settle()
             raise self._mismatch

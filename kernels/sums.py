@@ -10,7 +10,7 @@ from tilelang import tvm
 import tilescale_net as tsn
 
 VECTOR_BYTES = 16
-COPIES = 4  # vectors of a local copy that a thread has under way
+COPIES = 4  # vectors of a local copy that a thread has in flight
 
 
 def accumulator(dtype: str) -> str:
@@ -24,7 +24,7 @@ def vector_of(dtype: str) -> int:
 
 
 def batch_of(n_pes: int) -> int:
-    """Vectors of each PE that a thread has under way at once: what 64 registers hold of all PEs together."""
+    """Vectors of each PE that a thread has in flight at once: what 64 registers hold of all PEs together."""
     return max(1, 16 // n_pes)
 
 

@@ -165,11 +165,11 @@ def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | Non
     import torch
 
     import tilescale_net as tsn
-    from tilescale_net.kernels.fused.choice import Product, blocks_for, tiling_for
+    from tilescale_net.kernels.fused.choice import GemmProblem, blocks_for, tiling_for
     from tilescale_net.kernels.fused.gemm import Tiling
 
     dtype = torch.float8_e4m3fn if args.dtype == "fp8" else torch.bfloat16
-    product = Product(kind, tsn.size(), rows, args.k, args.n, dtype)
+    product = GemmProblem(kind, tsn.size(), rows, args.k, args.n, dtype)
     chosen = {"dtype": dtype, "engine": args.engine, "tiling": tiling_for(tsn.device(), product)}
     chosen |= blocks_for(tsn.device(), product)
     if args.tile is not None:

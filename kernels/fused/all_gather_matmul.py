@@ -17,7 +17,7 @@ from tilescale_net.runtime.profiling import named
 
 from ..collective import as_bytes, dtype_name, wait_until_resident
 from . import gemm
-from .gemm import DEFAULT, SCALED, DistributedMatmul, FusedMatmul, Sides, Tiling, check_extents, torch_product
+from .gemm import DEFAULT, SCALED, DistributedMatmul, FusedMatmul, SideStreams, Tiling, check_extents, torch_gemm
 
 
 @tsn.jit(name="all_gather_matmul_push")
@@ -220,7 +220,7 @@ class AllGatherMatmul(FusedMatmul):
         out_dtype: of the result; default `dtype`. Sums are made in float32.
         tiling: geometry of the product, see `matmul_arriving`.
         threads, blocks, engine: of the kernel that pushes rows, see `push_rows`. Its blocks take the place of as many
-            multiprocessors until the rows are sent.
+            SMs until the rows are sent.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Takes 2 * n_pes * rows * k elements of the symmetric heap, and 2 * n_pes * rows scales.
@@ -251,7 +251,7 @@ class AllGatherMatmul(FusedMatmul):
         self._gathered_scales = memory.get("scales", self._no_scales)
         self._gathered, self._arrived, self._tickets = memory["gathered"], memory["arrived"], memory["tickets"]
         self._ready, self._begun = memory["ready"], memory["begun"]
-        self._sides = Sides(self.device, (-1,))
+        self._sides = SideStreams(self.device, (-1,))
 
     @named("tilescale_net.AllGatherMatmul")
     def __call__(
@@ -275,7 +275,7 @@ class AllGatherMatmul(FusedMatmul):
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
         """
         out, held, transposed, scales = self._arguments(
-            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._sources_travel
+            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._needs_symmetric_source
         )
         self._calls.add_(1)
         if self.n_pes > 1:
@@ -283,7 +283,7 @@ class AllGatherMatmul(FusedMatmul):
             with self._sides[0]:
                 signals = self._ready, self._arrived, self._begun
                 self._push()(self._gathered, x, self._calls, *signals, self._gathered_scales, scales[0])
-            # The product takes all multiprocessors that it gets; peers wait for what this PE pushes.
+            # The product takes all SMs that it gets; peers wait for what this PE pushes.
             wait_until_resident()(self._calls, self._begun, self.blocks, self.blocks)
         parts = out.view(self.n_pes, self.rows, self.n)
         all_scales = scales[0], self._gathered_scales, scales[1]
@@ -306,7 +306,7 @@ class AllGatherMatmul(FusedMatmul):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All-gather and matrix product at once, without a multiprocessor for the copies: torch's product for each PE's rows.
+# All-gather and matrix product at once, without an SM for the copies: torch's product for each PE's rows.
 #
 # Rows travel by the GPU's copy engines, one peer after the other, while cuBLAS multiplies those at hand; a peer's rows are
 # multiplied when its signal says that they are here. So nothing is taken from the product, which keeps the rate of cuBLAS;
@@ -321,7 +321,7 @@ PUSHES, OTHER_PRODUCTS = 0, 1  # streams beside the caller's
 
 
 @tsn.jit(name="all_gather_matmul_begin")
-def meet_peers(n_pes, threads):
+def barrier_peers(n_pes, threads):
     """Kernel `(calls, begun)`: counts the call, and ends when every PE has begun it, and so has read what came in the call
     before.
 
@@ -428,7 +428,7 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
             "gathered": ((self.n_pes, rows, k), dtype), "begun": signals, "arrived": signals,
             **({"scales": ((self.n_pes, rows), torch.float32)} if self.scaled else {}),
         })  # fmt: skip
-        self._sides = Sides(self.device, (-1, 0))
+        self._sides = SideStreams(self.device, (-1, 0))
 
     @named("tilescale_net.PipelinedAllGatherMatmul")
     @torch.no_grad()  # torch's product into a given tensor refuses what needs a gradient; the operators have theirs
@@ -438,39 +438,39 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
     ) -> torch.Tensor:  # fmt: skip
         """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream. As `AllGatherMatmul`'s."""
         out, _, _, scales = self._arguments(
-            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._sources_travel
+            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._needs_symmetric_source
         )
         parts, me = out.view(self.n_pes, self.rows, self.n), self.rank
         if self.n_pes > 1:
             self._sides.fork()
             with self._sides[PUSHES]:
                 # A peer that has begun this call reads nothing of the one before any more.
-                meet_peers(self.n_pes, self.threads)(self._calls, self.memory["begun"])
+                barrier_peers(self.n_pes, self.threads)(self._calls, self.memory["begun"])
                 sent = self._push(x, scales[0])
-        torch_product(x, w, *scales, parts[me])
+        torch_gemm(x, w, *scales, parts[me])
         for hop in range(1, self.n_pes):
             pe = (me + hop) % self.n_pes
-            # Of two products in turn, the later one fills the multiprocessors that the last tiles of the earlier leave idle.
+            # Of two products in turn, the later one fills the SMs that the last tiles of the earlier leave idle.
             with self._sides[OTHER_PRODUCTS] if hop % 2 else contextlib.nullcontext():
-                # What has been sent tells that the peers' data are near: a wait from the start on would take a multiprocessor.
+                # What has been sent tells that the peers' data are near: a wait from the start on would take an SM.
                 self._sides.wait(sent[hop - 1])
                 await_rows(self.n_pes)(self._calls, self.memory["arrived"], pe)
                 of_rows = self.memory["scales"][pe] if self.scaled else None
-                torch_product(self.memory["gathered"][pe], w, of_rows, scales[1], parts[pe])
+                torch_gemm(self.memory["gathered"][pe], w, of_rows, scales[1], parts[pe])
         self._sides.join()
         return out
 
     def _push(self, x: torch.Tensor, x_scales: torch.Tensor) -> list:
         """Send this rank's scales, if there are any, and then its rows to all others, each with the number of the call behind
         it; marks of the stream behind what each of them gets."""
-        by_engines, marks = self.device.type == "cuda" and not self._sources_travel, []
+        by_engines, marks = self.device.type == "cuda" and not self._needs_symmetric_source, []
         if by_engines:
             for hop in range(1, self.n_pes):
                 pe = (self.rank - hop) % self.n_pes
                 if self.scaled:
                     self._copy(self.memory["scales"][self.rank], x_scales, pe)
                 self._copy(self.memory["gathered"][self.rank], x, pe)
-                # A kernel that signals would need a multiprocessor, which the product has taken.
+                # A kernel that signals would need an SM, which the product has taken.
                 self._copy(self.memory["arrived"][self.rank : self.rank + 1], self._calls, pe)
                 marks.append(self._sides.mark())
             return marks

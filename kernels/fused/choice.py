@@ -2,7 +2,7 @@
 
 An all-gather has a third way, in which copy engines bring the rows while cuBLAS multiplies (`is_pipelined`).
 
-A model of both ways decides, not a list of shapes: a product takes as long as the multiprocessor with the most tiles, and
+A model of both ways decides, not a list of shapes: a product takes as long as the SM with the most tiles, and
 what is pushed meanwhile as long as its bytes need. Its constants were measured apart from one another (see below). Whole
 calls between two GPUs have been measured (docs/results/products.md; MEASURED below), and each that the model takes was
 faster than torch's ways; the others are taken with `fused=True` only.
@@ -29,7 +29,7 @@ import torch
 
 from tilescale_net.runtime import tuned
 
-from .gemm import DEFAULT, SCALED, TAKEN, Tiling, device_obstacle
+from .gemm import DEFAULT, SCALED, SUPPORTED_DTYPES, Tiling, device_obstacle
 from .matmul_reduce_scatter import check_ring
 
 # Geometry of the simulator, which runs threads in turn.
@@ -37,7 +37,7 @@ SIMULATED = Tiling(tile=(32, 32, 32), stages=2, panel=2, columns=16)
 
 
 @dataclass(frozen=True)
-class Product:
+class GemmProblem:
     """A call of a fused product.
 
     Attributes:
@@ -60,10 +60,10 @@ class Product:
         return self.rows * self.ranks if self.kind == "all_gather_matmul" else self.rows
 
 
-def fits(product: Product) -> str | None:
+def fits(product: GemmProblem) -> str | None:
     """Why the fused kernels cannot take a call; None where they can."""
-    if product.dtype not in TAKEN:
-        return f"dtype {product.dtype} is not one of {', '.join(map(str, TAKEN))}"
+    if product.dtype not in SUPPORTED_DTYPES:
+        return f"dtype {product.dtype} is not one of {', '.join(map(str, SUPPORTED_DTYPES))}"
     for name in ("rows", "k", "n"):
         value = getattr(product, name)
         if value < 1:
@@ -77,7 +77,7 @@ def fits(product: Product) -> str | None:
 
 # Measured on NVIDIA H100s and H200s, in CUDA graphs; times in us, bytes and flops per us. Collectives, pushes and calls of
 # bfloat16 on two GPUs (docs/results/collectives.md, copies.md, products.md); products on one, with random data: what cuBLAS
-# reaches at once on all multiprocessors, and how much longer ours takes, with summands of 8 bits to scale and add too.
+# reaches at once on all SMs, and how much longer ours takes, with summands of 8 bits to scale and add too.
 FLOPS = {torch.bfloat16: 700e6, torch.float16: 700e6, SCALED: 1340e6}
 PRODUCT = {torch.bfloat16: 1.02, torch.float16: 1.02, SCALED: 1.08}
 SCALED_SUMS = 1.15
@@ -114,11 +114,11 @@ MARGIN = 1.03  # how much faster than the sequence a fused call must be expected
 
 
 def expected_us(
-    product: Product, multiprocessors: int = 132, tiling: Tiling | None = None, blocks: int | None = None
+    product: GemmProblem, num_sms: int = 132, tiling: Tiling | None = None, blocks: int | None = None
 ) -> tuple[float, float]:
     """Time of the fused call, and of cuBLAS and the collective one after the other, by a model of both.
 
-    A multiprocessor computes a tile at a time, so a product takes as long as the multiprocessor with the most tiles; but
+    An SM computes a tile at a time, so a product takes as long as the SM with the most tiles; but
     for cuBLAS with 8 bits, which cuts tiles where they would not come out even.
 
     Args:
@@ -126,8 +126,8 @@ def expected_us(
         blocks: that send beside a product whose result travels; default those of `senders`.
     """
     p = product
-    cost = _costs(p).get((tiling or best_tiling(p, multiprocessors)).tile, 1.0)
-    tile, sequence = _tile_us(p, multiprocessors), _cublas_us(p, p.m, multiprocessors)
+    cost = _costs(p).get((tiling or best_tiling(p, num_sms)).tile, 1.0)
+    tile, sequence = _tile_us(p, num_sms), _cublas_us(p, p.m, num_sms)
     part = p.m // p.ranks
     carried = p.dtype.itemsize if p.kind == "all_gather_matmul" or p.dtype != SCALED else 2
     moved = (p.ranks - 1) * part * (p.k if p.kind == "all_gather_matmul" else p.n) * carried
@@ -137,18 +137,18 @@ def expected_us(
         sequence += moved / rate
     is_summed = p.dtype == SCALED and p.kind != "all_gather_matmul"
     tile *= cost * (SCALED_SUMS if is_summed else PRODUCT[p.dtype])
-    (bm, bn, _) = (tiling or best_tiling(p, multiprocessors)).tile
+    (bm, bn, _) = (tiling or best_tiling(p, num_sms)).tile
     across = -(-p.n // bn)
     tiles = p.ranks * -(-part // bm) * across
     if p.kind == "all_gather_matmul":
         # The rows of the peers come while the own ones are computed; the last to come are computed last.
-        return max(-(-tiles // multiprocessors) * tile, moved / PUSH + tile) + 2 * LAUNCH, sequence
-    blocks = blocks or senders(p, multiprocessors)
-    workers, sent = multiprocessors - blocks, blocks * SENT[p.dtype]
+        return max(-(-tiles // num_sms) * tile, moved / PUSH + tile) + 2 * LAUNCH, sequence
+    blocks = blocks or senders(p, num_sms)
+    workers, sent = num_sms - blocks, blocks * SENT[p.dtype]
     fused = -(-tiles // workers) * tile
     arrives = moved / max(p.ranks - 1, 1) / sent
     own = tiles // p.ranks // workers
-    if p.kind == "matmul_reduce_scatter" and -(-part // bm) <= (tiling or best_tiling(p, multiprocessors)).panel:
+    if p.kind == "matmul_reduce_scatter" and -(-part // bm) <= (tiling or best_tiling(p, num_sms)).panel:
         # Rows that are walked together are done together: none is sent before all are, and all own tiles wait for them.
         others = -(-(tiles - tiles // p.ranks) // workers)
         fused = max(fused, (others + max(own - 1, 0)) * tile + arrives)
@@ -160,31 +160,31 @@ def expected_us(
         fused += max(0, arrives - own * tile)
     if p.kind == "matmul_reduce_scatter":
         return max(fused, tile + moved / sent) + 2 * LAUNCH, sequence
-    # Sums of the last slice, about a tile of each multiprocessor, are pushed when the product is done, and what is late.
-    last = min(multiprocessors, -(-part // bm) * across) * bm * bn * (p.ranks - 1) * carried
+    # Sums of the last slice, about a tile of each SM, are pushed when the product is done, and what is late.
+    last = min(num_sms, -(-part // bm) * across) * bm * bn * (p.ranks - 1) * carried
     return fused + max(last, 2 * moved - sent * (fused - tile)) / REST + 3 * LAUNCH, sequence
 
 
-def expected_pipelined_us(product: Product, multiprocessors: int = 132) -> float:
+def expected_pipelined_us(product: GemmProblem, num_sms: int = 132) -> float:
     """Time of `PipelinedAllGatherMatmul`, by the same model: cuBLAS, which has the rows of each hop when a copy engine has
-    brought them; multiprocessors that one PE's rows leave idle work on those of the next."""
+    brought them; SMs that one PE's rows leave idle work on those of the next."""
     copy = product.rows * product.k * product.dtype.itemsize / COPY_ENGINE
     rows = (product.rows * (product.ranks - hop) for hop in range(product.ranks))
-    end = max(hop * copy + PIPELINED * _cublas_us(product, m, multiprocessors) for hop, m in enumerate(rows))
+    end = max(hop * copy + PIPELINED * _cublas_us(product, m, num_sms) for hop, m in enumerate(rows))
     return LAUNCH + end + (AWAITED if product.ranks > 1 else 0)
 
 
-def _tile_us(product: Product, multiprocessors: int) -> float:
-    """Time of a tile of the first geometry, on one multiprocessor, at the rate of cuBLAS."""
+def _tile_us(product: GemmProblem, num_sms: int) -> float:
+    """Time of a tile of the first geometry, on one SM, at the rate of cuBLAS."""
     rows, columns, _ = DEFAULT.tile
-    return 2 * rows * columns * product.k / (FLOPS[product.dtype] / multiprocessors)
+    return 2 * rows * columns * product.k / (FLOPS[product.dtype] / num_sms)
 
 
-def _cublas_us(product: Product, m: int, multiprocessors: int) -> float:
+def _cublas_us(product: GemmProblem, m: int, num_sms: int) -> float:
     """Time of `m` rows of a product by cuBLAS."""
     rows, columns, _ = DEFAULT.tile
-    waves = -(-m // rows) * -(-product.n // columns) / multiprocessors
-    return (waves if product.dtype == SCALED else math.ceil(waves)) * _tile_us(product, multiprocessors)
+    waves = -(-m // rows) * -(-product.n // columns) / num_sms
+    return (waves if product.dtype == SCALED else math.ceil(waves)) * _tile_us(product, num_sms)
 
 
 def slices_of(tiles: int, across: int, workers: int) -> int:
@@ -196,25 +196,25 @@ def slices_of(tiles: int, across: int, workers: int) -> int:
     return max(s for s in range(1, tiles + 1) if tiles % s == 0 and (s == 1 or tiles // s * across >= workers))
 
 
-def senders(product: Product, multiprocessors: int = 132) -> int:
+def senders(product: GemmProblem, num_sms: int = 132) -> int:
     """Blocks that send beside a product whose result travels.
 
     More of them leave fewer to multiply, and often one tile more to each. A product of 8 bits with reduce-scatter can be too
-    fast for them; an all-reduce sends what is late by all multiprocessors when the product is done.
+    fast for them; an all-reduce sends what is late by all SMs when the product is done.
     """
     if product.kind != "matmul_reduce_scatter" or product.dtype != SCALED:
         return SENDERS
-    return min((SENDERS, 2 * SENDERS), key=lambda blocks: expected_us(product, multiprocessors, blocks=blocks)[0])
+    return min((SENDERS, 2 * SENDERS), key=lambda blocks: expected_us(product, num_sms, blocks=blocks)[0])
 
 
-def blocks_for(device: torch.device, product: Product) -> dict[str, int]:
+def blocks_for(device: torch.device, product: GemmProblem) -> dict[str, int]:
     """`blocks` of a fused call where they are not those of its class, as an argument."""
     if device.type != "cuda" or product.kind == "all_gather_matmul":
         return {}
     return {"blocks": senders(product, torch.cuda.get_device_properties(device).multi_processor_count)}
 
 
-def is_taken(product: Product, device: torch.device, is_mapped: bool = True) -> bool:
+def prefers_fused(product: GemmProblem, device: torch.device, is_mapped: bool = True) -> bool:
     """Whether a call that `fits` and does not say how it is made is fused: where that has been measured to be faster.
 
     On a GPU other than sm_90, whose tensor cores and copies the fused kernels are written for, it never is, nor where some
@@ -227,7 +227,7 @@ def is_taken(product: Product, device: torch.device, is_mapped: bool = True) -> 
     return is_fused_faster(product, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def is_pipelined(product: Product, device: torch.device, is_mapped: bool = True) -> bool:
+def is_pipelined(product: GemmProblem, device: torch.device, is_mapped: bool = True) -> bool:
     """Whether an all-gather and product that overlap are made by copy engines and cuBLAS, and not by the fused kernels.
 
     Where that has been measured, and is expected to be faster than both other ways, also when it is launched and not replayed
@@ -253,20 +253,20 @@ def are_experts_fused(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
-def is_fused_faster(product: Product, multiprocessors: int = 132) -> bool:
+def is_fused_faster(product: GemmProblem, num_sms: int = 132) -> bool:
     """What the model says of sm_90.
 
-    A product that multiprocessors do not fill once hides nothing behind itself, and one whose rows for all owners are a
+    A product that SMs do not fill once hides nothing behind itself, and one whose rows for all owners are a
     single slice sends all of its sums at the end.
     """
     rows, columns, _ = DEFAULT.tile
     if product.kind == "matmul_all_reduce":
-        (bm, bn, _), part = best_tiling(product, multiprocessors).tile, product.rows // product.ranks
-        if slices_of(-(-part // bm), -(-product.n // bn), multiprocessors - SENDERS) == 1:
+        (bm, bn, _), part = best_tiling(product, num_sms).tile, product.rows // product.ranks
+        if slices_of(-(-part // bm), -(-product.n // bn), num_sms - SENDERS) == 1:
             return False
-    if product.kind != "all_gather_matmul" and product.m * product.n < (multiprocessors - SENDERS) * rows * columns:
+    if product.kind != "all_gather_matmul" and product.m * product.n < (num_sms - SENDERS) * rows * columns:
         return False
-    fused, sequence = expected_us(product, multiprocessors)
+    fused, sequence = expected_us(product, num_sms)
     return fused * MARGIN < sequence
 
 
@@ -278,18 +278,18 @@ GEOMETRIES = (
 )
 
 
-def tiling_for(device: torch.device, product: Product) -> Tiling:
+def tiling_for(device: torch.device, product: GemmProblem) -> Tiling:
     """Geometry of a product."""
     if device.type != "cuda":
         return SIMULATED
     return best_tiling(product, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def best_tiling(product: Product, multiprocessors: int = 132) -> Tiling:
-    """The geometry with which the multiprocessor with the most tiles is done first; a later one only where it gains 3 %."""
+def best_tiling(product: GemmProblem, num_sms: int = 132) -> Tiling:
+    """The geometry with which the SM with the most tiles is done first; a later one only where it gains 3 %."""
     is_gather = product.kind == "all_gather_matmul"
     rows = product.rows if is_gather else product.rows // product.ranks
-    workers = multiprocessors - (0 if is_gather or product.ranks == 1 else SENDERS)
+    workers = num_sms - (0 if is_gather or product.ranks == 1 else SENDERS)
 
     def time(geometry: tuple[Tiling, float]) -> float:
         (bm, bn, _), cost = geometry[0].tile, geometry[1]
@@ -303,12 +303,12 @@ def best_tiling(product: Product, multiprocessors: int = 132) -> Tiling:
     return tiling
 
 
-def _costs(product: Product) -> dict[tuple[int, int, int], float]:
+def _costs(product: GemmProblem) -> dict[tuple[int, int, int], float]:
     """How long a tile of each geometry takes, next to one of the first."""
     return {of_dtype(tiling, product).tile: cost for tiling, cost in GEOMETRIES}
 
 
-def of_dtype(tiling: Tiling, product: Product) -> Tiling:
+def of_dtype(tiling: Tiling, product: GemmProblem) -> Tiling:
     """The geometry for the dtype: a byte an element makes tiles twice as deep, whose scales take shared memory from what
     leaves at once.
     """
@@ -348,7 +348,7 @@ class Chosen:
         return {"tiling": self.tiling, "blocks": self.blocks, "engine": self.engine}
 
 
-def key_of(product: Product) -> str:
+def key_of(product: GemmProblem) -> str:
     """Of calls that one choice serves: up to the next power of two of rows."""
     p = product
     return f"{p.kind} {str(p.dtype).removeprefix('torch.')} k={p.k} n={p.n} rows<={tuned.up_to(p.rows)}"
@@ -365,7 +365,7 @@ def as_choice(chosen: Chosen) -> tuned.Choice:
     }  # fmt: skip
 
 
-def of_choice(choice: tuned.Choice, product: Product) -> Chosen:
+def of_choice(choice: tuned.Choice, product: GemmProblem) -> Chosen:
     """What was kept. Raises ValueError for what makes no sense for the product."""
     fused = choice.get("fused")
     if fused is False:
@@ -384,7 +384,7 @@ def of_choice(choice: tuned.Choice, product: Product) -> Chosen:
     return Chosen(True, tiling, blocks, engine)
 
 
-def chosen(product: Product, world) -> Chosen | None:
+def chosen(product: GemmProblem, world) -> Chosen | None:
     """What was tuned for a call, or None. Collective the first time in a world."""
     key = key_of(product)
     choice = tuned.of(world, "fused products").get(key)

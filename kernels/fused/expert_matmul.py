@@ -352,7 +352,7 @@ class ExpertMatmul(FusedMatmul):
         *,
         w_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The products of the rows of a dispatch that is under way, each tile when its rows are there.
+        """The products of the rows of a dispatch that is in flight, each tile when its rows are there.
 
         Args:
             pending: what `dispatch_send` has returned, not yet received; give it to `dispatch_recv` afterwards.
@@ -384,7 +384,7 @@ class ExpertMatmul(FusedMatmul):
             x, w, handle, x_scales, w_scales: as in `__call__`; `n` is `hidden` of the AllToAll.
             products: [capacity, n], where the products go; default a new tensor.
             options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take the place of as many
-                multiprocessors.
+                SMs.
 
         Returns:
             [tokens, hidden], as `AllToAll.combine`.

@@ -18,7 +18,7 @@ from ..collective import Collective
 # A block has three warpgroups. One warp of the first takes the next tile from a counter and copies its operands by TMA into
 # a ring of `stages`; the other two multiply half of the tile's rows each, and their results leave through shared memory
 # while the ring fills for the next tile. Tiles are taken, not dealt out: a block that starts late, because a kernel that
-# communicates had its multiprocessor, takes fewer.
+# communicates had its SM, takes fewer.
 
 
 THREADS = 384
@@ -260,7 +260,7 @@ def add_summand(shape, wide, dtype, mine, right, total, full, empty, step, threa
 
 @tsn.macro
 def multiply(shape, group, left, right, total, full, empty, step, thread):
-    """total = the product of warpgroup `group`'s rows of a tile; one step of tensor cores is always under way."""
+    """total = the product of warpgroup `group`'s rows of a tile; one step of tensor cores is always in flight."""
     stages, depth = shape.stages, -(-shape.k // shape.tile[2])
     for i in T.serial(depth):
         T.barrier_wait(full[step[0] % stages], (step[0] // stages) & 1)
@@ -318,7 +318,7 @@ def store(shape, group, total, result, out, part, row, column):
 
 DTYPES = (torch.bfloat16, torch.float16)
 SCALED = torch.float8_e4m3fn  # with a scale for each row of `x` and each column of `w`
-TAKEN = (*DTYPES, SCALED)
+SUPPORTED_DTYPES = (*DTYPES, SCALED)
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ class Tiling:
             )
 
     def workers(self, device: torch.device, parts: int, rows: int, n: int, less: int = 0) -> int:
-        """Blocks of a product of `parts` times `rows` rows and `n` columns: one a multiprocessor but for `less` of them."""
+        """Blocks of a product of `parts` times `rows` rows and `n` columns: one an SM but for `less` of them."""
         tiles = parts * -(-rows // self.tile[0]) * -(-n // self.tile[1])
         if device.type != "cuda":
             return min(tiles, SIMULATED_WORKERS)
@@ -360,7 +360,7 @@ DEFAULT = Tiling()
 SIMULATED_WORKERS = 3
 
 
-class Sides:
+class SideStreams:
     """Streams that work beside the caller's, which waits for them at the end; in the simulator, one after the other.
 
     The caller's is the current one of `device`, which need not be the device that is current in this thread.
@@ -478,7 +478,7 @@ class DistributedMatmul(Collective):
         held, transposed = self._weight(w, self.k, self.n)
         scales = self._scales(x_scales, w_scales, rows, self.n, travel=travel)
         out = self._result(out, (rows_of_result, self.n), ("x", x), ("w", held), *self._apart(scales))
-        self._made.note("x of shape {} and w of shape {}", x.shape, w.shape)
+        self._call_track.note("x of shape {} and w of shape {}", x.shape, w.shape)
         return out, held, transposed, scales
 
     def _weight(self, w, k: int, n: int) -> tuple[torch.Tensor, bool]:
@@ -548,18 +548,18 @@ class FusedMatmul(DistributedMatmul):
 
 def result_dtype(name: str, dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
     """`out_dtype` or its default. TypeError for a dtype that products or results do not have."""
-    if dtype not in TAKEN:
-        raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, TAKEN))}")
+    if dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, SUPPORTED_DTYPES))}")
     if dtype == SCALED and out_dtype not in (None, *DTYPES):
         raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
     return out_dtype or (torch.bfloat16 if dtype == SCALED else dtype)
 
 
-def torch_product(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None, out: torch.Tensor | None = None):
+def torch_gemm(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None, out: torch.Tensor | None = None):
     """The product `x @ w` by torch alone, in `out` if that is given; of 8 bits with scales, as bfloat16 or as `out`."""
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):  # the dtypes are chosen
-            return torch_product(x, w, x_scales, w_scales, out)
+            return torch_gemm(x, w, x_scales, w_scales, out)
     if x.dtype != SCALED:
         return torch.mm(x, w, out=out)
     dtype = torch.bfloat16 if out is None else out.dtype

@@ -15,7 +15,7 @@ from tilescale_net.runtime.profiling import named
 
 from ..collective import BufferSpecs, dtype_name
 from . import gemm
-from .gemm import DEFAULT, SCALED, FusedMatmul, Sides, Tiling, check_extents
+from .gemm import DEFAULT, SCALED, FusedMatmul, SideStreams, Tiling, check_extents
 
 
 @tsn.jit(name="matmul_reduce_scatter_send")
@@ -240,7 +240,7 @@ class MatmulReduceScatter(FusedMatmul):
         out_dtype: of the result; default `dtype`. Sums are made in float32.
         tiling: geometry of the products, see `all_gather_matmul.matmul_arriving`.
         threads, blocks, engine: of the kernel that sends meanwhile, see `send_parts`. Its blocks take the place of as many
-            multiprocessors.
+            SMs.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Takes 3 * n_pes * rows * n elements of the symmetric heap.
@@ -277,7 +277,7 @@ class MatmulReduceScatter(FusedMatmul):
         self.memory = memory
         with torch.inference_mode(False):
             self._sent = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self._sides = Sides(self.device, (-1,))
+        self._sides = SideStreams(self.device, (-1,))
         self._loaded: set[bool] = set()
 
     def _more_memory(self) -> BufferSpecs:

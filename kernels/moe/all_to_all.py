@@ -200,7 +200,7 @@ class AllToAll(Collective):
             the memory of the device has none (ConfigurationError).
     """
 
-    works_with_some = True
+    allows_partial_membership = True
     _arena: Arena | None = None
 
     def __init__(
@@ -427,7 +427,7 @@ class AllToAll(Collective):
         except ArgumentError as error:
             self._join_rejected_dispatch(error, noted, handle if reuses else None)
             raise self._named("dispatch", error) from None
-        self._made.note(noted, self.config)
+        self._call_track.note(noted, self.config)
         return self._mode.dispatch(x, scales, choices, out, phase, blocks, **timed)
 
     # -- rejected calls ---------------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ class AllToAll(Collective):
         new = functools.partial(torch.zeros, device=self.device)
         scales = new((tokens, c.scale_words), dtype=torch.float32) if c.scale_words else None
         choices = handle or Choices(new((0, c.top_k), dtype=torch.int64), new((0, c.top_k)))
-        self._made.note(noted, c)
+        self._call_track.note(noted, c)
         x = new((tokens, c.hidden), dtype=c.dtype)
         self._mode.dispatch(x, scales, choices, None, Phase.WHOLE, self.blocks, fault=error)
         self._forget_own_refusal()
@@ -453,7 +453,7 @@ class AllToAll(Collective):
         y = torch.zeros(self._mode.output_shape(), dtype=c.combine_dtype, device=device)
         out = torch.empty((handle.tokens, c.hidden), dtype=c.combine_dtype, device=device)
         weights = torch.zeros((handle.tokens, c.top_k), device=device) if travels else True
-        self._made.note(noted, c)
+        self._call_track.note(noted, c)
         self._mode.combine(y, handle, out, weights, Phase.WHOLE, self.blocks, code=error.code)
 
     def _can_join(self, noted: str, handle: Handle) -> bool:
@@ -462,7 +462,7 @@ class AllToAll(Collective):
         try:
             self._checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
         except ArgumentError:
-            self._made.note(_BAD_HANDLE.format(noted), self.config)
+            self._call_track.note(_BAD_HANDLE.format(noted), self.config)
             return False
         return True
 
@@ -570,7 +570,7 @@ class AllToAll(Collective):
         except ArgumentError as error:
             self._join_rejected_combine(error, noted, handle, travels)
             raise self._named(call, error) from None
-        self._made.note(noted, self.config)
+        self._call_track.note(noted, self.config)
         if values:
             pair = values[0], torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
         pending = self._mode.combine(

@@ -30,7 +30,7 @@ FUSED = {
     "tilescale_net.kernels.fused.all_gather_matmul.push_rows": [
         dict(n_pes=4, rows=1024, k=8192, dtype="bfloat16", chunk=128)
     ],
-    f"{PIPELINED}.meet_peers": [dict(n_pes=4, threads=512)],
+    f"{PIPELINED}.barrier_peers": [dict(n_pes=4, threads=512)],
     f"{PIPELINED}.await_rows": [dict(n_pes=4)],
     f"{PIPELINED}.put_to_peers": [
         dict(n_pes=4, nbytes=16 << 20, threads=512),
@@ -50,7 +50,7 @@ CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments i
 WITHOUT_DATA = {
     "tilescale_net.kernels.sums.sum_of_rows",
     "tilescale_net.kernels.p2p.meet",
-    f"{PIPELINED}.meet_peers",
+    f"{PIPELINED}.barrier_peers",
     f"{PIPELINED}.await_rows",
     "tilescale_net.kernels.proxy_write.write",
     "benchmark.common.queue.probe",

@@ -227,7 +227,7 @@ def _larger_than_a_piece() -> None:
     device, me = tsn.device(), tsn.rank()
     objects = group_objects.of("")
     usual, small = objects.all_reduce, AllReduce(staging_bytes=1024, algorithm="two_shot", threads=64, blocks=2)
-    objects.all_reduce = small.within(objects.calls)
+    objects.all_reduce = small.tracked_by(objects.calls)
     assert (
         small.is_copied_in_pieces(2048) and not small.is_copied_in_pieces(1024) and not small.is_copied_in_pieces(2056)
     )

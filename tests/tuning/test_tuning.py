@@ -52,7 +52,7 @@ def _search() -> None:
     assert torch.equal(out, torch.mm(everyone, w))
     made = group_objects.of("")._products
     (key,) = made
-    how = tuned_choice.of_choice(found.best.choice, choice.Product(kind, 2, ROWS, K, N, torch.bfloat16))
+    how = tuned_choice.of_choice(found.best.choice, choice.GemmProblem(kind, 2, ROWS, K, N, torch.bfloat16))
     assert key[-1] == how and made[key].blocks == how.blocks and made[key].tiling == how.tiling
     # One that needs no communication kernel at all.
     slow = tuning.product(
@@ -129,7 +129,7 @@ def _search_and_read(folder: str) -> None:
     tuned._tables.clear()
     assert tuned.of(world, "test") == kept
     # Wrong entries of a file of rank 0 are ignored by all.
-    product = choice.Product("all_gather_matmul", 2, ROWS, K, N, torch.bfloat16)
+    product = choice.GemmProblem("all_gather_matmul", 2, ROWS, K, N, torch.bfloat16)
     for bad in ({"fused": True}, {"fused": True, "tile": [1, 2, 3], "blocks": 4, "engine": "auto"}, {"fused": 1}):
         tuned.of(world, "test")[tuned_choice.key_of(product)] = bad
         assert tuned_choice.chosen(product, world) is None
@@ -181,7 +181,7 @@ def test_the_prior_comes_first():
     class Properties:
         multi_processor_count = 132
 
-    product = choice.Product("matmul_all_reduce", 4, 4096, 7168, 8192, torch.bfloat16)
+    product = choice.GemmProblem("matmul_all_reduce", 4, 4096, 7168, 8192, torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

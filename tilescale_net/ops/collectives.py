@@ -232,7 +232,7 @@ def _all_to_all(
         else:
             room = max_rows
     shape = (room, *x.shape[1:])
-    out, *sources = objects.symmetric((shape, x.dtype), *([(shape, x.dtype)] if objects.sources_travel else []))
+    out, *sources = objects.symmetric((shape, x.dtype), *([(shape, x.dtype)] if objects.needs_symmetric_source else []))
     if sources:
         x = sources[0][: x.shape[0]].copy_(x)
     objects.all_to_all(out[:rows], x, output_splits, input_splits)

@@ -12,14 +12,22 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
-from tilescale_net.kernels.fused.choice import Product, blocks_for, chosen, fits, is_pipelined, is_taken, tiling_for
+from tilescale_net.kernels.fused.choice import (
+    GemmProblem,
+    blocks_for,
+    chosen,
+    fits,
+    is_pipelined,
+    prefers_fused,
+    tiling_for,
+)
 from tilescale_net.kernels.fused.gemm import (
     SCALED,
     DistributedMatmul,
     FusedMatmul,
     check_columns,
     check_scales,
-    torch_product,
+    torch_gemm,
 )
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
@@ -54,15 +62,15 @@ def _fused(
         tuple(rows),
         x.dtype,
     )
-    product = Product(kind, ranks, *x.shape, w.shape[1], x.dtype)
+    product = GemmProblem(kind, ranks, *x.shape, w.shape[1], x.dtype)
     obstacle = fits(product)
     if fused and obstacle:
         raise ValueError(f"{kind}: fused=True, but {obstacle}")
     if obstacle or fused is False:
         return None
-    tuned, device, is_mapped = chosen(product, objects.world), objects.world.device, not objects.sources_travel
+    tuned, device, is_mapped = chosen(product, objects.world), objects.world.device, not objects.needs_symmetric_source
     pipelined = tuned.pipelined if tuned else is_pipelined(product, device, is_mapped)
-    if not (fused or pipelined or (tuned.fused if tuned else is_taken(product, device, is_mapped))):
+    if not (fused or pipelined or (tuned.fused if tuned else prefers_fused(product, device, is_mapped))):
         return None
     rows = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
     maker: type[DistributedMatmul] = CLASSES[kind]
@@ -139,10 +147,10 @@ def _all_gather_matmul(
     if op is None:
         if not scales:
             (rows,) = objects.gathered(x)
-            return torch_product(rows.view(-1, x.shape[1]), w)
+            return torch_gemm(rows.view(-1, x.shape[1]), w)
         rows, of_rows = objects.gathered(x, scales["x_scales"])
-        return torch_product(rows.view(-1, x.shape[1]), w, of_rows, scales["w_scales"])
-    if objects.sources_travel:
+        return torch_gemm(rows.view(-1, x.shape[1]), w, of_rows, scales["w_scales"])
+    if objects.needs_symmetric_source:
         there, *more = objects.symmetric((tuple(x.shape), x.dtype), *([((len(x),), torch.float32)] if scales else []))
         x = there.copy_(x)
         if scales:
@@ -225,9 +233,9 @@ def _matmul_reduce_scatter(
         return op(x, _held(w), **scales)
     there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
     if there is None:
-        return _ops.reduce_scatter(torch_product(x, w, **scales), group, gradient)
+        return _ops.reduce_scatter(torch_gemm(x, w, **scales), group, gradient)
     part = x.new_empty((x.shape[0] // objects.world.size, w.shape[1]), dtype=there.dtype)
-    return objects.reduce_scatter(part, torch_product(x, w, **scales, out=there))
+    return objects.reduce_scatter(part, torch_gemm(x, w, **scales, out=there))
 
 
 @arguments.register_fake("matmul_reduce_scatter")
@@ -297,9 +305,9 @@ def _matmul_all_reduce(
     if objects.all_reduce.is_faster_overwritten(math.prod(shape) * dtype.itemsize):
         there = objects.source(shape, dtype, x.device)
         if there is not None:
-            torch_product(x, w, **scales, out=there)
+            torch_gemm(x, w, **scales, out=there)
             return objects.all_reduce(torch.empty_like(there), there, overwrite_x=True)
-    return _ops.all_reduce(torch_product(x, w, **scales), replicated, group, gradient)
+    return _ops.all_reduce(torch_gemm(x, w, **scales), replicated, group, gradient)
 
 
 @arguments.register_fake("matmul_all_reduce")

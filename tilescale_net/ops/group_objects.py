@@ -82,7 +82,7 @@ class GroupObjects:
     Attributes:
         world: theirs.
         geometry: threads and blocks of kernels that communicate.
-        sources_travel: whether inputs must lie in symmetric memory, because some PEs are on other nodes.
+        needs_symmetric_source: whether inputs must lie in symmetric memory, because some PEs are on other nodes.
         calls: noted by every operator, so that ranks that differ learn of it.
         order: of calls on different streams, which pass through the same memory.
         without_room: keys of objects that the symmetric heap had no room for.
@@ -90,7 +90,7 @@ class GroupObjects:
 
     def __init__(self, world):
         self.world = world
-        self.sources_travel = 0 in world.peer_base
+        self.needs_symmetric_source = 0 in world.peer_base
         # The simulator runs threads in turn, so it gets few; elsewhere the defaults.
         self.geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
         self.calls = world.calls.only_track(TRACK)
@@ -105,19 +105,19 @@ class GroupObjects:
 
     @functools.cached_property
     def all_gather(self) -> AllGather:
-        return AllGather(group=self.world, **self.geometry).within(self.calls)
+        return AllGather(group=self.world, **self.geometry).tracked_by(self.calls)
 
     @functools.cached_property
     def reduce_scatter(self) -> ReduceScatter:
-        return ReduceScatter(group=self.world, **self.geometry).within(self.calls)
+        return ReduceScatter(group=self.world, **self.geometry).tracked_by(self.calls)
 
     @functools.cached_property
     def all_reduce(self) -> AllReduce:
-        return AllReduce(group=self.world, **self.geometry).within(self.calls)
+        return AllReduce(group=self.world, **self.geometry).tracked_by(self.calls)
 
     @functools.cached_property
     def all_to_all(self) -> AllToAll:
-        return AllToAll(group=self.world, **self.geometry).within(self.calls)
+        return AllToAll(group=self.world, **self.geometry).tracked_by(self.calls)
 
     @functools.cached_property
     def send_recv(self) -> SendRecv:
@@ -232,7 +232,7 @@ class GroupObjects:
         try:
             (found,) = self.symmetric((shape, dtype))
         except tsn.HeapError:
-            if self.sources_travel:
+            if self.needs_symmetric_source:
                 raise
             self.without_room.add(key)
             return None
@@ -243,7 +243,9 @@ class GroupObjects:
         ranks, me = self.world.size, self.world.rank
         outs = self.symmetric(*(((ranks, *x.shape), x.dtype) for x in tensors))
         for out, x in zip(outs, tensors):
-            travels = self.sources_travel and x.device == out.device  # the collective refuses what is on another device
+            travels = (
+                self.needs_symmetric_source and x.device == out.device
+            )  # the collective refuses what is on another device
             self.all_gather(out, out[me].copy_(x) if travels else x)
         return outs
 

@@ -10,14 +10,14 @@ from tilescale_net.kernels.fused.choice import (
     GEOMETRIES,
     SIMULATED,
     Chosen,
-    Product,
+    GemmProblem,
     as_choice,
     blocks_for,
     expected_us,
     fits,
-    is_taken,
     key_of,
     of_choice,
+    prefers_fused,
     tiling_for,
 )
 from tilescale_net.kernels.fused.choice import of_dtype as tiling_of_dtype
@@ -35,7 +35,7 @@ ENGINES = {
 }  # fmt: skip
 
 
-def candidates(product: Product, device: torch.device, most: int, is_mapped: bool = True) -> list[Choice]:
+def candidates(product: GemmProblem, device: torch.device, most: int, is_mapped: bool = True) -> list[Choice]:
     """What is tried, at most so many: first what a call takes without a search, then what the model expects most of."""
     on_gpu = device.type == "cuda"
     count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
@@ -47,7 +47,7 @@ def candidates(product: Product, device: torch.device, most: int, is_mapped: boo
         Chosen(True, known, **({"blocks": numbers[0]} | blocks_for(device, product))),
     )
     by_engines = [Chosen(False, pipelined=True)] if on_gpu and is_mapped and product.kind == "all_gather_matmul" else []
-    first = usual if is_taken(product, device, is_mapped) else one_after_the_other
+    first = usual if prefers_fused(product, device, is_mapped) else one_after_the_other
     every = [
         Chosen(True, t, b, e) for t in tilings for b in numbers for e in ENGINES[product.kind] if on_gpu or e == "auto"
     ]
@@ -93,7 +93,7 @@ def product(
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ValueError(f"tuning: most is {most!r}; it must be 1 or more")
     world = tsn.world(group)
-    wanted = Product(kind, world.size, rows, k, n, dtype)
+    wanted = GemmProblem(kind, world.size, rows, k, n, dtype)
     if obstacle := fits(wanted):
         raise ValueError(f"tuning: {kind}: {obstacle}")
     arguments, own = _operands(wanted, world)
@@ -113,13 +113,15 @@ def product(
         return lambda: op(*there[0], **there[1]), op.free
 
     key = key_of(wanted)
-    found = lockstep(world, key, candidates(wanted, world.device, most, not objects.sources_travel), make, measure)
+    found = lockstep(
+        world, key, candidates(wanted, world.device, most, not objects.needs_symmetric_source), make, measure
+    )
     assert found.best.us is not None
     tuned.keep(world, "tilescale_net.tuning", key, found.best.choice, found.best.us)
     return found
 
 
-def _operands(wanted: Product, world) -> tuple[tuple, dict[str, torch.Tensor]]:
+def _operands(wanted: GemmProblem, world) -> tuple[tuple, dict[str, torch.Tensor]]:
     """`x` and `w` of normal random numbers, and their scales by name."""
     with torch.inference_mode(False):
         float32 = dict(dtype=torch.float32, device=world.device)  # not a user's default
@@ -134,7 +136,7 @@ def _operands(wanted: Product, world) -> tuple[tuple, dict[str, torch.Tensor]]:
 def _where_they_travel(world, arguments: tuple, own: dict) -> tuple[tuple, dict]:
     """The same, in symmetric memory where some ranks are on other nodes."""
     objects = group_objects.of(group_objects.name_of(world))
-    if not objects.sources_travel:
+    if not objects.needs_symmetric_source:
         return arguments, own
     x, w = arguments
     scales = own.get("x_scales")

@@ -10,7 +10,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.fused import choice
 from tilescale_net.kernels.fused.choice import (
     GEOMETRIES,
-    Product,
+    GemmProblem,
     best_tiling,
     blocks_for,
     expected_pipelined_us,
@@ -18,8 +18,8 @@ from tilescale_net.kernels.fused.choice import (
     fits,
     is_fused_faster,
     is_pipelined,
-    is_taken,
     of_dtype,
+    prefers_fused,
     senders,
 )
 from tilescale_net.kernels.fused.gemm import DEFAULT, SCALED, FusedMatmul, Tiling, check_tensor_cores
@@ -28,8 +28,8 @@ from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def _product(kind: str, ranks: int, m: int, k: int, n: int) -> Product:
-    return Product(kind, ranks, m // ranks if kind == "all_gather_matmul" else m, k, n, torch.bfloat16)
+def _product(kind: str, ranks: int, m: int, k: int, n: int) -> GemmProblem:
+    return GemmProblem(kind, ranks, m // ranks if kind == "all_gather_matmul" else m, k, n, torch.bfloat16)
 
 
 NEVER = 1 << 15
@@ -89,7 +89,7 @@ def test_the_model_of_pipelined_products_agrees_with_two_gpus(m, measured):
 
 
 def test_pipelined_where_it_was_measured(monkeypatch):
-    """Copies that cuBLAS hides leave its own time; few rows fill multiprocessors badly, and more ranks have fewer each."""
+    """Copies that cuBLAS hides leave its own time; few rows fill SMs badly, and more ranks have fewer each."""
     gpu, eight = torch.device("cuda", 0), dict(dtype=SCALED)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
@@ -117,8 +117,8 @@ def test_calls_between_nodes_are_not_fused_by_themselves(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     gpu, product = torch.device("cuda", 0), _product("matmul_reduce_scatter", 2, 8192, 7168, 8192)
-    assert is_taken(product, gpu) and not is_taken(product, gpu, is_mapped=False)
-    assert not is_taken(dataclasses.replace(product, kind="matmul_all_reduce", dtype=SCALED), gpu)
+    assert prefers_fused(product, gpu) and not prefers_fused(product, gpu, is_mapped=False)
+    assert not prefers_fused(dataclasses.replace(product, kind="matmul_all_reduce", dtype=SCALED), gpu)
 
 
 def test_eight_bits_have_more_senders_where_that_is_faster():
@@ -191,7 +191,7 @@ def test_a_ring_of_eight_bits_has_room_for_half_as_many_summands():
         check_ring("x", Tiling((128, 96, 128), stages=4, panel=8, columns=32), SCALED)
 
 
-def _check_geometry_of_eight_bits(product: Product, wide: tuple[int, int, int]) -> None:
+def _check_geometry_of_eight_bits(product: GemmProblem, wide: tuple[int, int, int]) -> None:
     """Tiles as many bytes deep; with scales, results and summands they fit into the shared memory of a block."""
     tiling = best_tiling(product)
     rows, columns, depth = tiling.tile
@@ -205,7 +205,7 @@ def _check_geometry_of_eight_bits(product: Product, wide: tuple[int, int, int]) 
 @pytest.mark.parametrize("dtype, out_dtype", [(torch.bfloat16, torch.bfloat16), (torch.float8_e4m3fn, torch.bfloat16)])
 def test_all_geometries_run_on_tensor_cores(dtype, out_dtype):
     for geometry, _ in GEOMETRIES:
-        product = Product("all_gather_matmul", 2, 8192, 8192, 8192, dtype)
+        product = GemmProblem("all_gather_matmul", 2, 8192, 8192, 8192, dtype)
         check_tensor_cores("product", of_dtype(geometry, product), dtype, out_dtype)
 
 

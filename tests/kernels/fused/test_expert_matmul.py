@@ -320,7 +320,7 @@ def _refused_calls(moe, plain, up, choices, w):
     pending = plain.dispatch_send(*choices)
     with pytest.raises(ValueError, match="the object was made without tile_rows"):
         plain.alongside(pending)
-    with pytest.raises(ValueError, match="alongside: this half is not under way"):
+    with pytest.raises(ValueError, match="alongside: this half is not in flight"):
         up.arriving(pending, w)
     plain.dispatch_recv(pending)
 
@@ -331,7 +331,7 @@ def _refused_calls(moe, plain, up, choices, w):
         up.arriving(None, w)
     h = up.arriving(pending, w)
     received = moe.dispatch_recv(pending)
-    with pytest.raises(ValueError, match="alongside: this half is not under way"):
+    with pytest.raises(ValueError, match="alongside: this half is not in flight"):
         up.arriving(pending, w)
     with pytest.raises(ValueError, match="products have 40 columns of torch.bfloat16; the AllToAll combines rows of"):
         narrow.combined(received.x, w, received.handle)

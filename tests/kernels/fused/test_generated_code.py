@@ -13,7 +13,7 @@ from tests.kernels.test_generated_code import FUSED, tools  # noqa: F401 (a fixt
 from tests.ptx import read_only_loads
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
-from tilescale_net.kernels.fused.choice import GEOMETRIES, Product, best_tiling
+from tilescale_net.kernels.fused.choice import GEOMETRIES, GemmProblem, best_tiling
 from tilescale_net.kernels.fused.expert_matmul import matmul_experts
 from tilescale_net.kernels.fused.gemm import SCALED
 from tilescale_net.kernels.fused.matmul_reduce_scatter import matmul_reducing
@@ -21,7 +21,7 @@ from tilescale_net.kernels.fused.matmul_reduce_scatter import matmul_reducing
 
 def _geometry(kind: str) -> dict:
     """That of large products of eight bits."""
-    return vars(best_tiling(Product(kind, 4, 4096, 8192, 8192, SCALED)))
+    return vars(best_tiling(GemmProblem(kind, 4, 4096, 8192, 8192, SCALED)))
 
 
 WIDE = dict(dtype="bfloat16", out_dtype="bfloat16", **vars(GEOMETRIES[0][0]))
