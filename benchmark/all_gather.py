@@ -25,6 +25,7 @@ class AllGatherCase(CollectiveCase):
         self.nbytes = self._part * self._n
         self._x = tsn.empty(self._part, torch.uint8)
         self._out = tsn.empty((self._n, self._part), torch.uint8)
+        self.heap = [self._x, self._out]
 
     def _data(self, seed: int, rank: int) -> Any:
         from benchmark.common.measuring import random_bytes
@@ -52,12 +53,6 @@ class AllGatherCase(CollectiveCase):
             if wrong:
                 return f"{wrong} of {self._part} bytes from rank {rank} are wrong"
         return None
-
-    def free(self) -> None:
-        import tilescale_net as tsn
-
-        tsn.free(self._x)
-        tsn.free(self._out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ simulator runs the same kernels alone.
 from typing import Any
 
 from benchmark.common.arguments import BenchmarkParser
-from benchmark.common.collectives import CollectiveCase, parse, run
+from benchmark.common.collectives import CollectiveCase, parse, run, wrong_sums
 
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
 
@@ -29,9 +29,12 @@ class Sum(CollectiveCase):
 
         self._n, self._rank, self._dtype = tsn.size(), tsn.rank(), getattr(torch, dtype)
         self._count = max(8, size // self._dtype.itemsize // 8 * 8)
-        self._symmetric = [] if staged else [tsn.empty(self._count, self._dtype) for _ in range(2)]
-        plain = [torch.empty(self._count, dtype=self._dtype, device=tsn.device()) for _ in range(2)] if staged else []
-        self._x, self._out = self._symmetric or plain
+        kind = dict(dtype=self._dtype, device=tsn.device())
+        tensors: list[Any] = [
+            torch.empty(self._count, **kind) if staged else tsn.empty(self._count, self._dtype) for _ in range(2)
+        ]
+        self._x, self._out = tensors
+        self.heap = [] if staged else tensors
         # What the implementation that runs works on, and its result where that lies elsewhere.
         self._sums, self._found, self._exact = self._out, None, True
         self.nbytes = self._x.nbytes
@@ -76,22 +79,8 @@ class Sum(CollectiveCase):
         return ways | ({"one-shot": one_shot} if self.nbytes <= ONE_SHOT_UP_TO else {})
 
     def difference(self, seed: int) -> str | None:
-        import torch
-
-        total = torch.zeros(self._count, dtype=torch.float32, device=self._x.device)
-        for rank in range(self._n):
-            total += self._data(seed, rank).float()
-        expected = total.to(self._dtype)
-        tolerance = 0 if self._exact else 0.05
         found = self._sums if self._found is None else self._found
-        wrong = int((~torch.isclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)).sum())
-        return f"{wrong} of {self._count} sums are wrong" if wrong else None
-
-    def free(self) -> None:
-        import tilescale_net as tsn
-
-        for tensor in self._symmetric:
-            tsn.free(tensor)
+        return wrong_sums(found, (self._data(seed, rank) for rank in range(self._n)), self._exact)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ class AllToAllCase(CollectiveCase):
         self._sends = self._splits[self._rank]
         self._receives = [self._splits[src][self._rank] for src in range(self._n)]
         most = max(max(sum(s) for s in self._splits), max(sum(s[r] for s in self._splits) for r in range(self._n)))
-        self._heap = [tsn.empty((most, row), torch.uint8) for _ in range(2)]
-        self._x, self._out = self._heap[0][: sum(self._sends)], self._heap[1][: sum(self._receives)]
+        self.heap = [tsn.empty((most, row), torch.uint8) for _ in range(2)]
+        self._x, self._out = self.heap[0][: sum(self._sends)], self.heap[1][: sum(self._receives)]
         self.nbytes = sum(map(sum, self._splits)) * row // self._n
 
     def _data(self, seed: int, rank: int) -> Any:
@@ -72,12 +72,6 @@ class AllToAllCase(CollectiveCase):
             if wrong:
                 return f"{wrong} of {found.numel()} bytes from rank {rank} are wrong"
         return None
-
-    def free(self) -> None:
-        import tilescale_net as tsn
-
-        for tensor in self._heap:
-            tsn.free(tensor)
 
 
 if __name__ == "__main__":

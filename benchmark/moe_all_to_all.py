@@ -14,26 +14,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmark.common import (
-    BenchmarkParser,
     Column,
     Report,
     is_rank_zero,
     median,
-    one_of,
     percentile,
     positive_int,
     world_size,
 )
-from benchmark.common.arguments import on_gpu
+from benchmark.common.arguments import MOE_TIMING, MoeParser
 from benchmark.common.measuring import SIMULATED, DeviceTimer, gather
 
 BENCH = dict(ranks=0, quick="--mode latency --dtype bf16 --warmup 1 --repeat 2")  # see common/suite.py
 
-ON_GPU = (10, 30)
 WAYS = ("tilescale_net", "once per rank")  # systems of our own: as it is, and Tuning(once_per_node=False)
-# Tokens per rank in each mode, and the shape, where the user gives none.
-GPU_SHAPE = {"throughput": 4096, "latency": 128, "hidden": 7168, "topk": 8, "experts": 256}
-SIMULATED_SHAPE = {"throughput": 32, "latency": 16, "hidden": 512, "topk": 4, "experts": 16}
 
 
 def _tuning(text: str) -> dict[str, int]:
@@ -54,34 +48,7 @@ def _tuning(text: str) -> dict[str, int]:
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
-    parser.add_argument(
-        "--mode",
-        type=one_of("throughput", "latency"),
-        default=["throughput", "latency"],
-        metavar="LIST",
-        help="throughput, latency, or all (all)",
-    )
-    parser.add_argument(
-        "--tokens", type=positive_int, metavar="N", help="per rank (4096; in latency mode 128; simulator 32, 16)"
-    )
-    parser.add_argument("--hidden", type=positive_int, metavar="N", help="elements of a row (7168; simulator 512)")
-    parser.add_argument("--topk", type=positive_int, metavar="N", help="choices per token (8; simulator 4)")
-    parser.add_argument("--experts", type=positive_int, metavar="N", help="of all ranks (256; simulator 16)")
-    parser.add_argument(
-        "--dtype",
-        type=one_of("bf16", "fp8"),
-        default=["bf16", "fp8"],
-        metavar="LIST",
-        help="of dispatch: bf16, fp8, or all (all)",
-    )
-    parser.add_argument(
-        "--layout",
-        type=one_of("rank", "expert"),
-        default=["rank", "expert"],
-        metavar="LIST",
-        help="of throughput mode: rank, expert, or all (all)",
-    )
+    parser = MoeParser(__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=positive_int, metavar="N", help="refuse to run with another number of ranks")
     parser.add_argument(
         "--tuning",
@@ -94,23 +61,12 @@ def parse() -> argparse.Namespace:
         "--once-per-rank", action="store_true", help="where nodes have several ranks, also Tuning(once_per_node=False)"
     )
     parser.add_argument("--quantize-combine", action="store_true", help="rows travel back as FP8")
-    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"untimed calls ({ON_GPU[0]})")
-    parser.add_argument(
-        "--repeat", type=positive_int, metavar="N", help=f"timed calls, whose median is shown ({ON_GPU[1]})"
-    )
-    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
     parser.add_argument("--no-peers", action="store_true", help="leave NCCL and DeepEP out")
     args = parser.parse_args()
-    shape = GPU_SHAPE if on_gpu() else SIMULATED_SHAPE
-    args.hidden, args.topk, args.experts = (getattr(args, k) or shape[k] for k in ("hidden", "topk", "experts"))
-    args.tokens_of = {mode: args.tokens or shape[mode] for mode in args.mode}
-
     if args.ranks and args.ranks != world_size():
         parser.error(
             f"--ranks is {args.ranks}, but {world_size()} ranks were started; start them with GPUS={args.ranks}"
         )
-    if args.experts % world_size():
-        parser.error(f"--experts is {args.experts}; it must be a multiple of the {world_size()} ranks")
     return args
 
 
@@ -138,7 +94,7 @@ def ours(
     import torch
 
     import tilescale_net as tsn
-    from benchmark.common.moe import FP8, check_combine, check_dispatch
+    from benchmark.common.moe import FP8, check_combine, check_dispatch, returned_rows
     from tilescale_net.kernels.moe import AllToAll, Tuning
     from tilescale_net.kernels.moe.row_ops import dequantise
 
@@ -158,14 +114,7 @@ def ours(
         return op.dispatch(x, mine.topk_idx, mine.topk_weights)
 
     received = dispatch()
-    y = torch.zeros(received.x.shape, dtype=torch.bfloat16, device=received.x.device)
-    if fp8:
-        flat, scales = received.x.reshape(-1, args.hidden), received.scales.reshape(-1, received.scales.shape[-1])
-        for begin in range(0, len(flat), 4096):
-            part = slice(begin, begin + 4096)
-            y.view(-1, args.hidden)[part] = dequantise(flat[part], scales[part]).to(y.dtype)
-    else:
-        y.copy_(received.x)
+    y = returned_rows(received)
     out = op.combine(y, received.handle)
     op.check()
     if not args.no_check:
@@ -355,7 +304,7 @@ def main() -> None:
 
     report = Report("moe_all_to_all", args)
     world = tsn.init(heap_bytes(args, args.tokens_of))
-    timer = DeviceTimer(args, world.device_kind == "cuda", ON_GPU)
+    timer = DeviceTimer(args, world.device_kind == "cuda", MOE_TIMING)
     report.environment |= {
         "shape": f"hidden {args.hidden}, top-{args.topk} of {args.experts} experts",
         "nodes": str(world.topology.nodes),

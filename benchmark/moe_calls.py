@@ -14,56 +14,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median, one_of, positive_int, world_size
-from benchmark.common.arguments import on_gpu
+from benchmark.common import Column, Report, is_rank_zero, median, positive_int, world_size
+from benchmark.common.arguments import MOE_TIMING, MoeParser, on_gpu
 from benchmark.common.measuring import SIMULATED, DeviceTimer, gather
 
 BENCH = dict(ranks=0, quick="--mode throughput --layout rank --dtype bf16 --blocks 2 --warmup 1 --repeat 2")
 
-ON_GPU = (10, 30)  # warm-up and repetitions of kernels
 PAIRS = 50  # of dispatch and combine, launched without waiting
 IN_GRAPH = 10  # pairs in a CUDA graph
 SAMPLES = 7  # of pairs
-# Tokens of a rank in each mode, then hidden, choices, experts, blocks of throughput mode.
-SHAPES = {True: ((4096, 128), 7168, 8, 256, [8, 12, 24]), False: ((32, 16), 512, 4, 16, [2])}
+BLOCKS = {True: [8, 12, 24], False: [2]}  # of throughput mode, on a GPU and in the simulator
 COLUMNS = ("dispatch", "cached", "agreeing", "combine", "graph", "host", "wall")
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
-    choices = {
-        "mode": (("throughput", "latency"), "throughput, latency, or all (all)"),
-        "layout": (("rank", "expert"), "of throughput mode: rank, expert, or all (all)"),
-        "dtype": (("bf16", "fp8"), "of dispatch: bf16, fp8, or all (all)"),
-    }
-    for name, (values, text) in choices.items():
-        parser.add_argument(f"--{name}", type=one_of(*values), default=list(values), metavar="LIST", help=text)
+    parser = MoeParser(__doc__.splitlines()[0])
     parser.add_argument(
         "--blocks",
         type=lambda text: [positive_int(part) for part in text.split(",")],
         metavar="LIST",
         help="of throughput mode (8,12,24; simulator 2)",
     )
-    parser.add_argument("--tokens", type=positive_int, metavar="N", help="per rank (4096; in latency mode 128)")
-    for name, text in (
-        ("hidden", "elements of a row (7168)"),
-        ("topk", "choices per token (8)"),
-        ("experts", "of all (256)"),
-    ):
-        parser.add_argument(f"--{name}", type=positive_int, metavar="N", help=text)
     parser.add_argument("--no-quantised", action="store_true", help="leave out rows that travel back as FP8")
-    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
-    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"untimed calls ({ON_GPU[0]})")
-    parser.add_argument("--repeat", type=positive_int, metavar="N", help=f"timed calls ({ON_GPU[1]})")
     args = parser.parse_args()
-    tokens, *shape, blocks = SHAPES[on_gpu()]
-    args.hidden, args.topk, args.experts = (
-        getattr(args, name) or default for name, default in zip(("hidden", "topk", "experts"), shape)
-    )
-    args.blocks = args.blocks or blocks
-    args.tokens_of = dict(zip(("throughput", "latency"), (args.tokens, args.tokens) if args.tokens else tokens))
-    if args.experts % world_size():
-        parser.error(f"there are {args.experts} experts; they must be a multiple of the {world_size()} ranks")
+    args.blocks = args.blocks or BLOCKS[on_gpu()]
     return args
 
 
@@ -93,7 +67,7 @@ class Case:
         import torch
 
         import tilescale_net as tsn
-        from benchmark.common.moe import FP8
+        from benchmark.common.moe import FP8, returned_rows
         from tilescale_net.kernels.moe import AllToAll, Tuning
 
         self._mine, self._everyone, self._case = everyone[tsn.rank()], everyone, case
@@ -108,25 +82,12 @@ class Case:
         )  # fmt: skip
         self._x = (self._mine.x_fp8, self._mine.scales) if fp8 and self.throughput else self._mine.x
         received = self.dispatch()
-        self._y = torch.zeros(received.x.shape, dtype=torch.bfloat16, device=received.x.device)
+        self._y = returned_rows(received)
         self._handle, self._out = received.handle, torch.empty_like(self._mine.x)
-        self._fill(received)
         self.combine()
         self.op.check()
         if not args.no_check:
             self._check(received)
-
-    def _fill(self, received: Any) -> None:
-        """Experts that give back what they get."""
-        from tilescale_net.kernels.moe.row_ops import dequantise
-
-        flat, y = received.x.reshape(-1, received.x.shape[-1]), self._y.view(-1, self._y.shape[-1])
-        for begin in range(0, len(flat), 4096):
-            part = slice(begin, begin + 4096)
-            rows = flat[part]
-            if received.scales is not None:
-                rows = dequantise(rows, received.scales.reshape(-1, received.scales.shape[-1])[part])
-            y[part] = rows.to(y.dtype)
 
     def _check(self, received: Any) -> None:
         import tilescale_net as tsn
@@ -249,9 +210,8 @@ def main() -> None:
     from benchmark.moe_all_to_all import heap_bytes
 
     report = Report("moe_calls", args)
-    args.tokens_of = {mode: args.tokens_of[mode] for mode in args.mode}
     world = tsn.init(heap_bytes(args, args.tokens_of))
-    timer = DeviceTimer(args, world.device_kind == "cuda", ON_GPU)
+    timer = DeviceTimer(args, world.device_kind == "cuda", MOE_TIMING)
     report.environment |= {
         "shape": f"hidden {args.hidden}, top-{args.topk} of {args.experts} experts, tokens "
         + ", ".join(f"{n} in {mode} mode" for mode, n in args.tokens_of.items()),

@@ -10,7 +10,7 @@ of NCCL, whose order is its own, only roughly. Without a GPU the simulator runs 
 from typing import Any
 
 from benchmark.common.arguments import BenchmarkParser
-from benchmark.common.collectives import CollectiveCase, parse, run
+from benchmark.common.collectives import CollectiveCase, parse, run, wrong_sums
 
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
 
@@ -24,6 +24,7 @@ class ReduceScatterCase(CollectiveCase):
         self._n, self._rank, self._dtype = tsn.size(), tsn.rank(), getattr(torch, dtype)
         self._count = max(8, size // self._n // self._dtype.itemsize // 8 * 8)
         self._x = tsn.empty((self._n, self._count), self._dtype)
+        self.heap = [self._x]
         self._out = torch.empty(self._count, dtype=self._dtype, device=tsn.device())
         self._exact = True
         self.nbytes = self._x.nbytes
@@ -53,20 +54,8 @@ class ReduceScatterCase(CollectiveCase):
         return lambda: dist.reduce_scatter_tensor(self._out, self._x.view(-1), group=group)
 
     def difference(self, seed: int) -> str | None:
-        import torch
-
-        total = torch.zeros(self._count, dtype=torch.float32, device=self._out.device)
-        for rank in range(self._n):
-            total += self._data(seed, rank, self._rank).float()
-        expected = total.to(self._dtype)
-        tolerance = 0 if self._exact else 0.05
-        wrong = int((~torch.isclose(self._out.float(), expected.float(), rtol=tolerance, atol=tolerance)).sum())
-        return f"{wrong} of {self._count} sums are wrong" if wrong else None
-
-    def free(self) -> None:
-        import tilescale_net as tsn
-
-        tsn.free(self._x)
+        summands = (self._data(seed, rank, self._rank) for rank in range(self._n))
+        return wrong_sums(self._out, summands, self._exact)
 
 
 if __name__ == "__main__":

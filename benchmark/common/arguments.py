@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from benchmark.common.report import is_rank_zero, load_baseline
+from benchmark.common.report import is_rank_zero, load_baseline, world_size
 from tilescale_net.cli.arguments import non_negative_int, positive_float, positive_int, writable_file
 from tilescale_net.runtime import settings
 
@@ -201,3 +201,47 @@ class BenchmarkParser(argparse.ArgumentParser):
             self.print_usage(sys.stderr)
             sys.stderr.write(f"{self.prog}: error: {message}\n")
         raise SystemExit(2)
+
+
+# (warmup, repeat) of kernels of MoE on a GPU; and the shapes where the user gives none: tokens of a rank by mode, ….
+MOE_TIMING = (10, 30)
+MOE_ON_GPU = {"throughput": 4096, "latency": 128, "hidden": 7168, "topk": 8, "experts": 256}
+MOE_SIMULATED = {"throughput": 32, "latency": 16, "hidden": 512, "topk": 4, "experts": 16}
+
+
+class MoeParser(BenchmarkParser):
+    """With the flags of dispatch and combine: modes, layouts, dtypes, the shape, and whether data are verified.
+
+    `parse_args` fills in the shape, and `tokens_of`: tokens of a rank by mode.
+    """
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description, warmup=None, repeat=None)
+        choices = {
+            "mode": (("throughput", "latency"), "throughput, latency, or all (all)"),
+            "layout": (("rank", "expert"), "of throughput mode: rank, expert, or all (all)"),
+            "dtype": (("bf16", "fp8"), "of dispatch: bf16, fp8, or all (all)"),
+        }
+        for name, (values, text) in choices.items():
+            self.add_argument(f"--{name}", type=one_of(*values), default=list(values), metavar="LIST", help=text)
+        numbers = {
+            "tokens": "per rank (4096; in latency mode 128; simulator 32, 16)",
+            "hidden": "elements of a row (7168; simulator 512)",
+            "topk": "choices per token (8; simulator 4)",
+            "experts": "of all ranks (256; simulator 16)",
+            "warmup": f"untimed calls ({MOE_TIMING[0]})",
+            "repeat": f"timed calls, whose median is shown ({MOE_TIMING[1]})",
+        }
+        for name, text in numbers.items():
+            self.add_argument(f"--{name}", type=positive_int, metavar="N", help=text)
+        self.add_argument("--no-check", action="store_true", help="do not verify the data")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        parsed = super().parse_args(args, namespace)
+        shape = MOE_ON_GPU if on_gpu() else MOE_SIMULATED
+        for name in ("hidden", "topk", "experts"):
+            setattr(parsed, name, getattr(parsed, name) or shape[name])
+        parsed.tokens_of = {mode: parsed.tokens or shape[mode] for mode in parsed.mode}
+        if parsed.experts % world_size():
+            self.error(f"--experts is {parsed.experts}; it must be a multiple of the {world_size()} ranks")
+        return parsed

@@ -6,7 +6,7 @@ in one direction: size / time * (ranks - 1) / ranks, twice that of an all-reduce
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmark.common.arguments import BenchmarkParser, int_list, one_of
@@ -101,10 +101,12 @@ class CollectiveCase:
     Attributes:
         nbytes: bytes of the larger tensor.
         passes: how often the bytes of the other ranks' parts pass the links.
+        heap: the symmetric tensors.
         in_place: the peers write their result over their input, so that only a single call of theirs can be verified.
     """
 
     nbytes: int
+    heap: list[Any]
     passes = 1
     in_place = False
 
@@ -130,6 +132,23 @@ class CollectiveCase:
 
     def free(self) -> None:
         """Give symmetric memory back. Collective."""
+        import tilescale_net as tsn
+
+        for tensor in self.heap:
+            tsn.free(tensor)
+
+
+def wrong_sums(found: Any, summands: Iterable[Any], exact: bool) -> str | None:
+    """What is wrong with a sum, next to that in the order of the ranks: any bit, or what order cannot explain."""
+    import torch
+
+    total = torch.zeros(found.shape, dtype=torch.float32, device=found.device)
+    for summand in summands:
+        total += summand.float()
+    tolerance = 0 if exact else 0.05
+    close = torch.isclose(found.float(), total.to(found.dtype).float(), rtol=tolerance, atol=tolerance)
+    wrong = int((~close).sum())
+    return f"{wrong} of {found.numel()} sums are wrong" if wrong else None
 
 
 def measure(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark.common.report import WrongData
-from tilescale_net.kernels.moe.row_ops import groups_of, quantise, sum_of_ranks
+from tilescale_net.kernels.moe.row_ops import dequantise, groups_of, quantise, sum_of_ranks
 
 FP8 = torch.float8_e4m3fn
 
@@ -95,6 +95,19 @@ def check_dispatch(received: Any, everyone: list[Inputs], experts: int, rank: in
             have, want = have.view(torch.uint8), [w.view(torch.uint8) for w in want]
         if not torch.equal(have[places], torch.cat(want)[wanted]):
             raise WrongData(f"dispatch: {name} differ")
+
+
+def returned_rows(received: Any) -> torch.Tensor:
+    """What experts send back that return what they get: `received.x`, in bfloat16."""
+    flat = received.x.reshape(-1, received.x.shape[-1])
+    rows = torch.zeros(received.x.shape, dtype=torch.bfloat16, device=received.x.device)
+    for begin in range(0, len(flat), 4096):
+        part = slice(begin, begin + 4096)
+        found = flat[part]
+        if received.scales is not None:
+            found = dequantise(found, received.scales.reshape(-1, received.scales.shape[-1])[part])
+        rows.view(-1, rows.shape[-1])[part] = found.to(rows.dtype)
+    return rows
 
 
 def check_combine(

@@ -10,7 +10,7 @@ from benchmark import nvshmem
 from tilescale_net.compiler import toolchain
 
 COMPILER = """#!/bin/sh
-if [ "$1" = --version ]; then echo "pretended 13.0"; exit 0; fi
+if [ "$1" = --version ]; then echo "fake 13.0"; exit 0; fi
 echo call >> {calls}
 sleep 0.2
 while [ "$1" != -o ]; do shift; done
@@ -19,8 +19,8 @@ while [ "$1" != -o ]; do shift; done
 
 
 @pytest.fixture
-def pretended(tmp_path, monkeypatch):
-    """`pretended(action)`: folder of an NVSHMEM without content, and a compiler that notes its calls in `calls`."""
+def fake(tmp_path, monkeypatch):
+    """`fake(action)`: folder of an NVSHMEM without content, and a compiler that notes its calls in `calls`."""
     for folder in ("include", "lib"):
         (tmp_path / "nvshmem" / folder).mkdir(parents=True)
     (tmp_path / "nvshmem" / "include" / "nvshmem.h").touch()
@@ -38,26 +38,26 @@ def pretended(tmp_path, monkeypatch):
     return make
 
 
-def test_compiled_once_however_many_ask(pretended):
-    folder, compiler = pretended()
+def test_compiled_once_however_many_ask(fake):
+    folder, compiler = fake()
     with ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(lambda _: nvshmem.build(folder, compiler, "sm_90"), range(4)))
-    assert pretended.calls() == 1
+    assert fake.calls() == 1
     (path,) = paths
     assert path.read_bytes().startswith(b"made\n")  # and a digest
     other = nvshmem.build(folder, compiler, "sm_100")
-    assert other != path and pretended.calls() == 2
+    assert other != path and fake.calls() == 2
 
 
-def test_failed_compilation_shows_the_compilers_words(pretended):
-    folder, compiler = pretended('echo "p2p.cu(7): error: no such thing" >&2; touch "$2"; exit 1')
+def test_failed_compilation_shows_the_compilers_words(fake):
+    folder, compiler = fake('echo "p2p.cu(7): error: no such thing" >&2; touch "$2"; exit 1')
     with pytest.raises(RuntimeError, match=r"p2p.cu\(7\): error: no such thing"):
         nvshmem.build(folder, compiler, "sm_90")
-    folder, compiler = pretended()
+    folder, compiler = fake()
     assert os.path.exists(nvshmem.build(folder, compiler, "sm_90"))  # a failure is not kept
 
 
-def test_says_what_is_missing(monkeypatch, tmp_path, pretended):
+def test_says_what_is_missing(monkeypatch, tmp_path, fake):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "it needs GPUs" in nvshmem.missing()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -71,8 +71,8 @@ def test_says_what_is_missing(monkeypatch, tmp_path, pretended):
     monkeypatch.undo()
 
 
-def test_home_is_looked_for_in_the_environment_first(pretended, tmp_path, monkeypatch):
-    folder, _ = pretended()
+def test_home_is_looked_for_in_the_environment_first(fake, tmp_path, monkeypatch):
+    folder, _ = fake()
     assert nvshmem.home() == folder
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))  # nothing in it
     assert nvshmem.home() != str(tmp_path)

@@ -73,7 +73,7 @@ def test_start_up(tmp_path):
 
 @pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])
 @pytest.mark.sample(0)
-def test_fused_products(tmp_path, name):
+def test_fused_gemms(tmp_path, name):
     path = tmp_path / "run.json"
     shape = ["--m", "72", "--k", "40", "--n", "48", "--blocks", "2", "--warmup", "0", "--repeat", "1"]
     done = launch(name, *shape, "--json", str(path))
@@ -84,7 +84,7 @@ def test_fused_products(tmp_path, name):
 
 
 @pytest.mark.nightly
-def test_product_alone(tmp_path):
+def test_gemm_alone(tmp_path):
     path = tmp_path / "run.json"
     done = launch("matmul.py", "--m", "72", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")
     assert done.returncode == 0, done.stderr
