@@ -6,9 +6,10 @@ import enum
 import functools
 import inspect
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,10 +17,9 @@ import tilescale_net as tsn
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.collective import BufferSpecs, Collective
 from tilescale_net.kernels.moe.buffers import Arena, arena_bytes, divide, heap_bytes, make, world_with_room
-from tilescale_net.kernels.moe.checks import ArgumentChecks, ArgumentError, Status
+from tilescale_net.kernels.moe.checks import ArgumentChecks, ArgumentError, CombineCall, DispatchCall, Phase, Status
 from tilescale_net.kernels.moe.config import Tuning, chosen, configure
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Rows
-from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.runtime import groups, tuned
 from tilescale_net.runtime.profiling import named
@@ -59,15 +59,15 @@ ALLOWED: dict[str, set[State]] = {
 
 
 class Machine:
-    """The state of one AllToAll, and the halves that are under way.
+    """The state of one AllToAll, and the phases that are in flight.
 
     Attributes:
         pending: what was sent and not yet received, by "dispatch" and "combine".
         outdated, left_out, freed: see docs/states.md.
     """
 
-    def __init__(self):
-        self.pending: dict[str, object] = {}
+    def __init__(self) -> None:
+        self.pending: dict[str, Pending] = {}
         self.outdated = self.left_out = self.freed = False
 
     @property
@@ -90,7 +90,7 @@ class Machine:
 
         Raises:
             TileScaleError: the object or this rank has left, or the ranks of the job are others than the object's.
-            ValueError: a half is missing.
+            ValueError: a phase is missing.
         """
         # The usual case costs a look at four fields.
         if not (self.pending or self.outdated or self.left_out or self.freed) and not call.endswith("_recv"):
@@ -117,8 +117,8 @@ class Machine:
         kind = kind if kind in self.pending else next(iter(self.pending))
         return ValueError(f"{name}: the {kind} sent before has not been received; call {kind}_recv first")
 
-    def received(self, kind: str, pending) -> None:
-        """Take note that a half is received. Raises ValueError for one that is not under way."""
+    def received(self, kind: str, pending: Pending) -> None:
+        """Take note that a phase is received. Raises ValueError for one that is not in flight."""
         if self.pending.get(kind) is not pending:
             raise self._error(f"{kind}_recv", State.IDLE)
         del self.pending[kind]
@@ -129,7 +129,7 @@ _NO_TILES = {"dispatch": "the object was made without tile_rows", "combine": "co
 
 # Objects by what their keys begin with.
 OBJECTS: weakref.WeakValueDictionary[str, AllToAll] = weakref.WeakValueDictionary()
-# Calls as the log has them, which ranks compare that wait for each other; a half counts as the whole.
+# Calls as the log has them, which ranks compare that wait for each other; a phase counts as the whole.
 _LAYER = "{0.num_experts} experts, {0.max_tokens} tokens of a rank at most, hidden {0.hidden}, top_k {0.top_k}, {0.dtype}, {0.mode}"
 _DISPATCH, _DISPATCH_AGAIN = f"dispatch: {_LAYER}", f"dispatch with a handle: {_LAYER}"
 _COMBINES = {call: f"{call}: {_LAYER}" for call in ("combine", "combine_values", "combine with weights")}
@@ -150,7 +150,7 @@ class AllToAll(Collective):
         hidden: elements of a row; a row of `dtype` and of `combine_dtype` is a multiple of 16 bytes.
         top_k: choices per token.
         dtype: of dispatched rows: bfloat16, float16, float32, or float8_e4m3fn with a float32 scale per 128 elements.
-        mode: "throughput" (few multiprocessors, thousands of tokens) or "latency" (all multiprocessors, up to 1024).
+        mode: "throughput" (few SMs, thousands of tokens) or "latency" (all SMs, up to 1024).
         layout: throughput mode: "expert" gives the rows of each expert in one piece, ready for a grouped GEMM; "rank"
             gives each token once per rank, with an index of the rows of each expert.
         alignment: throughput mode: the first row of each expert is a multiple of it.
@@ -165,12 +165,12 @@ class AllToAll(Collective):
             layout "rank": all places for rows are.
         scale_words: 4-byte words of scales of an FP8 row; default a float32 per 128 elements. Others are scales per token
             (1) or packed exponents: rows must then come with their scales.
-        column_scales: FP8: scales that dispatch gives, and those of `out`, lie by column, as many grouped products read them;
-            their shape is the same. Throughput mode: a small kernel more turns them, into new memory if `out` is not given.
+        column_scales: FP8: scales that dispatch gives, and those of `out`, lie by column, as many grouped GEMMs read them;
+            their shape is the same. Throughput mode: an extra kernel transposes them, into new memory if `out` is not given.
         expert_capacity: rows that an expert takes of each rank's tokens at most, as models with a capacity factor say it: a
             choice too many is dropped at its source and counts as none, `Dispatched.dropped` tells which. `capacity` is then
             what cannot be exceeded, unless it is given.
-        tile_rows: throughput mode, layout "expert": products of tiles of so many rows can begin while a dispatch is under way,
+        tile_rows: throughput mode, layout "expert": GEMMs of tiles of this many rows can begin while a dispatch is in flight,
             and a combine while they are; see `alongside` and `kernels.fused.ExpertMatmul`. `alignment` is a multiple of it.
         drop: which choices stay: "position": of the first tokens; "choice": first all tokens' first choices, then their second
             ones; "weight": of the largest weights.
@@ -185,16 +185,16 @@ class AllToAll(Collective):
         group: whose ranks these are, rank r the r-th of them; see `tilescale_net.world`.
 
     Attributes:
-        mask: for each rank whether it takes part. active: the same as int32, for kernels.
-        membership: the mask, and how often lost ranks were given up before; handles of another one are refused.
-        status: where kernels report what they refuse.
+        active_mask: for each rank whether it takes part. active: the same as int32, for kernels.
+        membership: the mask, and how often lost ranks were given up before; handles of another one are rejected.
+        status: where kernels report the faults that they found.
         identity: its arguments and group as text. key: see tilescale_net.ops.
 
     docs/states.md lists which calls are allowed when. A call that is not raises ValueError or TileScaleError
     and changes nothing: the other ranks wait until this one makes the right one.
 
     Raises:
-        ValueError, TypeError: an argument that makes no sense; it is named.
+        ValueError, TypeError: an invalid argument, which is named.
         RankMismatch: ranks that disagree on an argument.
         HeapError: the symmetric heap has no room for the buffers, see `heap_bytes`; nothing stays allocated. With `grow`
             the memory of the device has none (ConfigurationError).
@@ -202,6 +202,7 @@ class AllToAll(Collective):
 
     allows_partial_membership = True
     _arena: Arena | None = None
+    _given: tuple[tuple, dict]  # arguments of the constructor
 
     def __init__(
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
@@ -221,38 +222,38 @@ class AllToAll(Collective):
         )  # fmt: skip
         tuned.of(world, "AllToAll")  # all ranks meet here the first time, with any arguments
         self.tuning = tuning = (tuning or chosen(config, world)).resolved(config, world.device)
-        if active is not None:
-            active = self.checked_list(active, world.size)
-        first, world = world, world_with_room(world, config, tuning, active) if grow else world
+        members = None if active is None else self.checked_list(active, world.size)
+        first, world = world, world_with_room(world, config, tuning, members) if grow else world
         self._own_world = None if world is first else world
         try:
-            self._construct(world, active, arena, world.device.type == "cuda" if warm_up is None else warm_up)
+            self._construct(world, members, arena, world.device.type == "cuda" if warm_up is None else warm_up)
         except Exception:  # on all ranks alike
             self._end_own_world()
             raise
 
-    def _construct(self, world, active: tuple[bool, ...] | None, arena, warm_up: bool) -> None:
+    def _construct(self, world: World, active: tuple[bool, ...] | None, arena: Arena | None, warm_up: bool) -> None:
         config, tuning = self.config, self.tuning
-        super().__init__(
-            "AllToAll",
-            f"{config.describe()}, {tuning}, active={active}, arena={arena and arena.number}",
-            tuning.threads,
-            tuning.blocks,
-            world,
-        )
+        threads, blocks = tuning.threads, tuning.blocks
+        assert threads and blocks
+        text = f"{config.describe()}, {tuning}, active={active}, arena={arena and arena.number}"
+        super().__init__("AllToAll", text, threads, blocks, world)
         self._arena = arena
-        self._take_part(self._identity())
+        self.identity, self._machine = self._identity(), Machine()
+        self.products: dict = {}  # of the operators, see ops/experts.py
+        with torch.inference_mode(False):
+            self._name_members(tuple(r in self._members for r in range(self.n_pes)))
+            self.active = torch.tensor(self.active_mask, dtype=torch.int32, device=self.device)
+            self.status = Status(self._world)
         OBJECTS[self.identity] = self
         if arena is not None:
-            self._order = (
-                arena.order
-            )  # what a half on one stream reads, another object's call on another would overwrite
+            # What a phase on one stream reads, another object's call on another would overwrite.
+            self._order = arena.order
             self._order.follow()
         self.proxied, self.nodes = 0 in world.peer_base, world.topology.nodes
         with torch.inference_mode(False):
             self._mode = make(self, config, active)
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
-        self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
+        self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric, self.blocks)
         self._compile(warm_up)
         if arena is not None:
             arena.join(self)
@@ -298,10 +299,10 @@ class AllToAll(Collective):
         return rows if scales is None else (rows, scales)
 
     def check(self) -> None:
-        """Wait for this rank's kernels and raise what they refused; see `dispatch`."""
+        """Wait for this rank's kernels and raise the faults that they found; see `dispatch`."""
         self._machine_check("check")
         self._world.synchronize()
-        self._raise_refusal()
+        self._raise_fault()
 
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
@@ -361,12 +362,13 @@ class AllToAll(Collective):
         self._begin("dispatch", after)
         if max_tokens is not None:
             self._agree("dispatch with max_tokens={}", max_tokens)
-        pending = self._dispatch(
-            x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask, blocks, waited, max_tokens
+        call = DispatchCall(
+            Phase.WHOLE, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, max_tokens
         )
+        pending = self._dispatch(call)
         if max_tokens is not None and handle is None:
             pending.handle.max_tokens = max_tokens
-        self._raise_refusal_if_simulated()
+        self._raise_fault_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.dispatch_send")
@@ -375,60 +377,42 @@ class AllToAll(Collective):
         mask: torch.Tensor | None = None, handle: Handle | None = None, out: Rows | None = None, cleared: bool = False,
         after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
-        """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
+        """Send phase of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
 
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
         self._begin("dispatch_send", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, cleared, mask, blocks, waited)
+        call = DispatchCall(Phase.SEND, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited)
+        pending = self._dispatch(call)
         self._machine.pending["dispatch"] = pending
         return pending
 
     @named("tilescale_net.moe.dispatch_recv")
     def dispatch_recv(self, pending: Pending) -> Dispatched:
-        """Second half of dispatch: the rows are there for what the caller launches next."""
+        """Receive phase of dispatch: the rows are there for what the caller launches next."""
         return self._receive("dispatch", pending)
 
-    def _receive(self, kind: str, pending: Pending):
+    def _receive(self, kind: str, pending: Pending) -> Any:
         self._machine_check(f"{kind}_recv")
         self._machine.received(kind, pending)
         self._order.follow()
         self._mode.receive(pending)
-        self._raise_refusal_if_simulated()
+        self._raise_fault_if_simulated()
         return pending.result
 
-    def _dispatch(
-        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared=False, mask=None, blocks=None, waited=None,
-        max_tokens=None,
-    ) -> Pending:  # fmt: skip
-        may_reuse, checks = self.config.traits.reuses_plan, self._checks
-        reuses = may_reuse and handle is not None
-        if may_reuse and reuses + (topk_idx is not None) + (mask is not None) != 1:
+    def _dispatch(self, call: DispatchCall) -> Pending:
+        may_reuse = self.config.capabilities.reuses_plan
+        reuses = may_reuse and call.handle is not None
+        if may_reuse and reuses + (call.topk_idx is not None) + (call.mask is not None) != 1:
             raise TypeError("AllToAll.dispatch: give either topk_idx, or a mask, or the handle of an earlier dispatch")
         noted = _DISPATCH_AGAIN if reuses else _DISPATCH
         try:
-            if handle is not None and not reuses:
-                raise ArgumentError("handle", TypeError(f"{self.config.mode} mode takes topk_idx, and no handle"))
-            x, scales = checks.rows(x)
-            tokens = x.shape[0]
-            if max_tokens is not None and tokens > max_tokens:
-                raise ArgumentError("x", ValueError(f"x has {tokens} tokens; max_tokens of the call is {max_tokens}"))
-            if reuses:
-                choices = checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
-                checks.known(tokens, handle)
-            else:
-                if mask is not None:
-                    topk_idx = checks.mask(tokens, mask)
-                choices = checks.kept(topk_idx, checks.choices(tokens, topk_idx, topk_weights), cleared, mask)
-            if out is not None:
-                out = checks.output(out)
-            blocks = checks.blocks(blocks, self.blocks)
-            timed = checks.waited(waited)
+            self._checks.dispatch(call, self.membership, self._machine.pending.get("dispatch"))
         except ArgumentError as error:
-            self._join_rejected_dispatch(error, noted, handle if reuses else None)
+            self._join_rejected_dispatch(error, noted, call.handle if reuses else None)
             raise self._named("dispatch", error) from None
         self._call_track.note(noted, self.config)
-        return self._mode.dispatch(x, scales, choices, out, phase, blocks, **timed)
+        return self._mode.dispatch(call)
 
     # -- rejected calls ---------------------------------------------------------------------------------------------
 
@@ -441,9 +425,10 @@ class AllToAll(Collective):
         scales = new((tokens, c.scale_words), dtype=torch.float32) if c.scale_words else None
         choices = handle or Choices(new((0, c.top_k), dtype=torch.int64), new((0, c.top_k)))
         self._call_track.note(noted, c)
-        x = new((tokens, c.hidden), dtype=c.dtype)
-        self._mode.dispatch(x, scales, choices, None, Phase.WHOLE, self.blocks, fault=error)
-        self._forget_own_refusal()
+        call = DispatchCall(Phase.WHOLE, new((tokens, c.hidden), dtype=c.dtype), blocks=self.blocks, fault=error)
+        call.scales, call.choices = scales, choices
+        self._mode.dispatch(call)
+        self._discard_fault()
 
     def _join_rejected_combine(self, error: ArgumentError, noted: str, handle: Handle, travels: bool) -> None:
         """As `_join_rejected_dispatch`, of a combine; `travels`: weights are exchanged first."""
@@ -454,7 +439,8 @@ class AllToAll(Collective):
         out = torch.empty((handle.tokens, c.hidden), dtype=c.combine_dtype, device=device)
         weights = torch.zeros((handle.tokens, c.top_k), device=device) if travels else True
         self._call_track.note(noted, c)
-        self._mode.combine(y, handle, out, weights, Phase.WHOLE, self.blocks, code=error.code)
+        call = CombineCall("combine", Phase.WHOLE, y, handle, out, weights=weights, blocks=self.blocks, fault=error)
+        self._mode.combine(call)
 
     def _can_join(self, noted: str, handle: Handle) -> bool:
         """Whether a rejected call can be launched. Only the handle tells which rows the others wait for; without it they learn
@@ -483,7 +469,7 @@ class AllToAll(Collective):
             out: [tokens, hidden] of `combine_dtype`; default a new tensor. Tokens without a choice get zeros.
             weighted: multiply each row by the weight of its choice. Layout "rank": rows are summed as they are.
             weights: layout "expert": of dtypes as `topk_weights`, to use instead of the weights that dispatch got. Throughput mode: [capacity],
-                of each row; latency mode: [tokens, top_k], which a kernel more brings to the ranks of the rows. All ranks
+                of each row; latency mode: [tokens, top_k], which an extra kernel brings to the ranks of the rows. All ranks
                 give them, or none.
             bias: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before they are rounded.
                 The first such call compiles.
@@ -497,8 +483,9 @@ class AllToAll(Collective):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("combine", after)
-        pending = self._combine("combine", y, handle, out, weighted, weights, bias, blocks, waited=waited)
-        self._raise_refusal_if_simulated()
+        call = CombineCall("combine", Phase.WHOLE, y, handle, out, weighted, weights, bias, blocks, None, None, waited)
+        pending = self._combine(call)
+        self._raise_fault_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.combine_send")
@@ -507,7 +494,7 @@ class AllToAll(Collective):
         weights: torch.Tensor | None = None, bias: Sequence[torch.Tensor] = (), after: torch.Event | None = None,
         blocks: int | None = None, tiles: Tiles | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
-        """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
+        """Send phase of combine; work that the caller launches before `combine_recv` overlaps with it.
 
         `y`, `weights`, `bias` and `out` belong to the call until then. Latency mode: with `weights` it waits on the GPU for
         those of the other ranks. With `tiles`, of an object with `tile_rows`, `y` is what a kernel launched next will
@@ -517,14 +504,14 @@ class AllToAll(Collective):
         if tiles is not None:
             self._check_tiles(tiles)
         self._begin("combine_send", after)
-        args = y, handle, out, weighted, weights, bias, blocks
-        pending = self._combine("combine", *args, phase=Phase.SEND, tiles=tiles, waited=waited)
+        call = CombineCall("combine", Phase.SEND, y, handle, out, weighted, weights, bias, blocks, None, tiles, waited)
+        pending = self._combine(call)
         self._machine.pending["combine"] = pending
         return pending
 
     @named("tilescale_net.moe.combine_recv")
     def combine_recv(self, pending: Pending) -> torch.Tensor:
-        """Second half of combine: the sums are there for what the caller launches next."""
+        """Receive phase of combine: the sums are there for what the caller launches next."""
         return self._receive("combine", pending)
 
     @named("tilescale_net.moe.combine_values")
@@ -547,38 +534,26 @@ class AllToAll(Collective):
             As `combine`.
         """
         self._begin("combine_values", after)
-        pending = self._combine("combine_values", y, handle, out, False, None, bias, blocks, values=(values,))
-        self._raise_refusal_if_simulated()
+        pending = self._combine(
+            CombineCall("combine_values", Phase.WHOLE, y, handle, out, False, None, bias, blocks, values)
+        )
+        self._raise_fault_if_simulated()
         return pending.result
 
-    def _combine(
-        self, call: str, y, handle, out, weighted, weights, bias, blocks, values: tuple = (), phase: Phase = Phase.WHOLE,
-        tiles: Tiles | None = None, waited=None,
-    ) -> Pending:  # fmt: skip
-        """Check and launch; `values` holds the argument of combine_values, of any kind."""
-        checks, pair = self._checks, None
-        travels = weights is not None and self.config.mode == "latency"  # ahead of the rows
-        noted = _COMBINES["combine with weights" if travels else call]
+    def _combine(self, call: CombineCall) -> Pending:
+        travels = call.weights is not None and self.config.mode == "latency"  # ahead of the rows
+        noted = _COMBINES["combine with weights" if travels else call.name]
         try:
-            checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
-            out = checks.combine(y, handle, out, weighted, weights, bias)
-            weights = None if weights is None else weights.float()
-            for given in values:
-                checks.values(given, y)
-            blocks = checks.blocks(blocks, self.blocks)
-            timed = checks.waited(waited)
+            self._checks.combine(call, self.membership, self._machine.pending.get("dispatch"))
         except ArgumentError as error:
-            self._join_rejected_combine(error, noted, handle, travels)
-            raise self._named(call, error) from None
+            self._join_rejected_combine(error, noted, call.handle, travels)
+            raise self._named(call.name, error) from None
         self._call_track.note(noted, self.config)
-        if values:
-            pair = values[0], torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
-        pending = self._mode.combine(
-            y, handle, out, weighted if weights is None else weights, phase, blocks, pair, bias,
-            **({"tiles": tiles} if tiles else {}), **timed,
-        )  # fmt: skip
-        if pair:
-            pending.result = out, pair[1]
+        if call.values is None:
+            return self._mode.combine(call)
+        call.out_values = torch.empty((call.handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
+        pending = self._mode.combine(call)
+        pending.result = call.out, call.out_values
         return pending
 
     # -- the part that is the same for every mode --------------------------------------------------------------------
@@ -596,15 +571,6 @@ class AllToAll(Collective):
         """As many blocks as run at once."""
         return self.block_limit if self.device.type == "cuda" else self.blocks
 
-    def _take_part(self, identity: str) -> None:
-        """Begin, with the ranks that take part in the job."""
-        self.identity, self._machine = identity, Machine()
-        self.products: dict = {}  # of the operators, see ops/experts.py
-        with torch.inference_mode(False):
-            self._name_members(tuple(r in self._members for r in range(self.n_pes)))
-            self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
-            self.status = Status(self._world)
-
     def _release(self) -> None:
         super()._release()
         self.status.close()
@@ -617,9 +583,21 @@ class AllToAll(Collective):
         return self._world
 
     @property
-    def under_way(self) -> tuple[str, ...]:
+    def in_flight(self) -> tuple[str, ...]:
         """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
         return tuple(self._machine.pending)
+
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        """Former name of `in_flight`."""
+        warnings.warn("AllToAll.under_way is called in_flight now", DeprecationWarning, stacklevel=2)
+        return self.in_flight
+
+    @property
+    def mask(self) -> tuple[bool, ...]:
+        """Former name of `active_mask`."""
+        warnings.warn("AllToAll.mask is called active_mask now", DeprecationWarning, stacklevel=2)
+        return self.active_mask
 
     @property
     def meets_first(self) -> bool:
@@ -633,7 +611,8 @@ class AllToAll(Collective):
 
     def _name_members(self, mask: tuple[bool, ...]) -> None:
         """From now on these ranks take part."""
-        self.mask, self._members, self._generation = mask, self._world.control.members, self._world.control.generation
+        control = self._world.control
+        self.active_mask, self._members, self._generation = mask, control.members, control.generation
         self.membership = (self._generation, mask)
         # Operators take tensors, numbers and text.
         self.key = f"{self.identity} {self._generation} {''.join('01'[m] for m in mask)}"
@@ -647,11 +626,11 @@ class AllToAll(Collective):
             raise ValueError("AllToAll: active leaves out every rank")
         return active
 
-    def set_active(self, active: list[bool] | None = None) -> None:
+    def set_active(self, active: Sequence[bool] | None = None) -> None:
         """Leave ranks out of the job from the next call on: they get nothing, and no rank waits for them.
 
         Collective over the ranks that stay, with the same list (default: those that take part in the job, see
-        `tilescale_net.shrink`); nothing may be under way, unless ranks were lost. From then on they make the
+        `tilescale_net.shrink`); nothing may be in flight, unless ranks were lost. From then on they make the
         host's collective calls (memory, barriers, new objects, `free`) without the others, and handles from before are
         refused. Objects made before accept no calls until their `set_active` is called too. A rank that is left out
         need not call; it may then only `check`, `free` and finalize, and cannot come back.
@@ -663,15 +642,15 @@ class AllToAll(Collective):
         """
         self._machine_check("set_active")
         control = self._world.control
-        void = self._generation != control.generation  # what was under way when ranks were lost
+        void = self._generation != control.generation  # what was in flight when ranks were lost
         if void:
-            self._forget_own_refusal()
+            self._discard_fault()
         self._begin("set_active")
         active = [r in control.members for r in range(self.n_pes)] if active is None else active
         active = self.checked_list(active, self.n_pes)
         if self._machine.pending and not void:
-            raise ValueError("AllToAll.set_active: a half was under way here when ranks left; free this object")
-        back = [r for r in range(self.n_pes) if active[r] and not (self.mask[r] and r in control.members)]
+            raise ValueError("AllToAll.set_active: a phase was in flight here when ranks left; free this object")
+        back = [r for r in range(self.n_pes) if active[r] and not (self.active_mask[r] and r in control.members)]
         if back:
             raise ValueError(f"AllToAll: active brings back ranks {back}; make a new job instead")
         if not active[self.rank]:
@@ -683,7 +662,7 @@ class AllToAll(Collective):
             self._reset()
         self._machine.outdated = False
         self._name_members(active)
-        self._mode.regroup(self.mask)
+        self._mode.regroup(self.active_mask)
         self.active.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def _reset(self) -> None:
@@ -695,7 +674,9 @@ class AllToAll(Collective):
             if self._arena is not None:
                 self._arena.reset()
         self._machine.pending.clear()
-        self._world.memory.synchronize()
+        memory = self._world.memory
+        assert memory is not None
+        memory.synchronize()
         self._world.control.agree("AllToAll.set_active", "begins anew")
 
     def _compile(self, everything: bool) -> None:
@@ -721,23 +702,23 @@ class AllToAll(Collective):
     # -- tiles ------------------------------------------------------------------------------------------------------
 
     def alongside(self, pending: Pending) -> Tiles:
-        """Let what is launched next on the current stream run beside a half that is under way and has tiles.
+        """Let what is launched next on the current stream run beside a phase that is in flight and has tiles.
 
         That is a dispatch of an object with `tile_rows`, or a combine that got `tiles`. Kernels that follow may wait for
-        tiles of the dispatch (`Dispatched.x` is `pending.result.x`), or finish those that the combine waits for: the half
-        has its multiprocessors.
+        tiles of the dispatch (`Dispatched.x` is `pending.result.x`), or finish those that the combine waits for: the phase
+        has its SMs.
 
         Returns:
             The tiles. Tile t is there when a wait for `words[t]`, "ge", `calls[0] * growth` ends; TMA copies of its rows want
             `proxy="async"`.
 
         Raises:
-            ValueError: no half that is under way, or one without tiles.
+            ValueError: no phase that is in flight, or one without tiles.
         """
         self._world.check()
         if not isinstance(pending, Pending) or self._machine.pending.get(pending.kind) is not pending:
             raise ValueError(
-                "AllToAll.alongside: this half is not under way; give what dispatch_send or combine_send has returned"
+                "AllToAll.alongside: this phase is not in flight; give what dispatch_send or combine_send has returned"
             )
         if pending.tiles is None:
             raise ValueError(f"AllToAll.alongside: {_NO_TILES[pending.kind]}")
@@ -755,7 +736,7 @@ class AllToAll(Collective):
                 f"this object are {mine[1]} of {mine[0]} rows, begun by {mine[2]} blocks"
             )
 
-    # -- states and refusals ----------------------------------------------------------------------------------------
+    # -- states and faults --------------------------------------------------------------------------------------------
 
     def _machine_check(self, call: str) -> None:
         machine = self._machine
@@ -786,7 +767,7 @@ class AllToAll(Collective):
             self._machine_check(call)
         world.check()
         if self.status.written:
-            self._raise_refusal()
+            self._raise_fault()
         self._order.follow()
         if after is not None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_event(after)
@@ -796,21 +777,18 @@ class AllToAll(Collective):
     def _named(self, call: str, error: ArgumentError) -> Exception:
         return type(error.error)(f"AllToAll.{call} on rank {self.rank}: {error.error}")
 
-    def _refusal(self) -> Exception | None:
-        """What kernels refused since the last look."""
-        return self.status.error("AllToAll", self.config.num_experts, self.config.capacity)
-
-    def _raise_refusal(self) -> None:
-        error = self._refusal()
+    def _raise_fault(self) -> None:
+        """Raise what kernels have reported since the last look."""
+        error = self.status.error("AllToAll", self.config.num_experts, self.config.capacity)
         if error is not None:
             raise error
 
-    def _raise_refusal_if_simulated(self) -> None:
-        """Where kernels have ended when their launch returns, a refusal is known at once."""
+    def _raise_fault_if_simulated(self) -> None:
+        """Where kernels have ended when their launch returns, a fault is known at once."""
         if self.device.type == "cpu":
-            self._raise_refusal()
+            self._raise_fault()
 
-    def _forget_own_refusal(self) -> None:
+    def _discard_fault(self) -> None:
         """What this rank's kernels report is not raised: another error says it, or they were given up."""
         self._world.synchronize()
         self.status.take()

@@ -22,6 +22,8 @@ from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.launch_args import StreamOrder
 
 if TYPE_CHECKING:
+    from tilescale_net.kernels.moe.all_to_all import AllToAll
+    from tilescale_net.kernels.moe.mode import Mode
     from tilescale_net.runtime.world import World
 
 
@@ -34,15 +36,15 @@ IMPLEMENTATIONS = {
 # The same of a mode whose rows cross the network once per node; instead of `proxied` the function takes the number of
 # nodes, and both take masks: of the ranks that take part, now and later.
 OVER_NODES = {
-    "throughput": (throughput.NodeThroughputMode, throughput.node_symmetric_buffers),
-    "latency": (latency.NodeLatencyMode, latency.node_symmetric_buffers),
+    "throughput": (throughput.NodeThroughputMode, throughput.NodeThroughputMode.node_buffers),
+    "latency": (latency.NodeLatencyMode, latency.NodeLatencyMode.node_buffers),
 }
 
 
-def make(base, config: Config, active: tuple[bool, ...] | None = None):
+def make(base: AllToAll, config: Config, active: tuple[bool, ...] | None = None) -> Mode:
     """The mode of an AllToAll; `active`: who takes part later on."""
     if crosses_once(config, base.tuning, base.nodes):
-        return OVER_NODES[config.mode][0](base, config, [base.mask, *([active] if active else [])])
+        return OVER_NODES[config.mode][0](base, config, [base.active_mask, *([active] if active else [])])
     return IMPLEMENTATIONS[config.mode][0](base, config)
 
 
@@ -69,7 +71,7 @@ def symmetric_buffers(
     return IMPLEMENTATIONS[config.mode][1](config, tuning, proxied)
 
 
-def world_with_room(world, config: Config, tuning: Tuning, active: tuple[bool, ...] | None = None):
+def world_with_room(world: World, config: Config, tuning: Tuning, active: tuple[bool, ...] | None = None) -> World:
     """`world` where its heap has room for the buffers of a configuration, else a new one of the same ranks.
 
     Collective; heaps hold the same on all ranks, so that all that want the same come to the same answer.
@@ -114,7 +116,7 @@ def arena_bytes(
 
 
 def _specs(
-    ranks: int | None, nodes: int | None, group: tsn.Group, tuning: Tuning | None, *sizes, **options
+    ranks: int | None, nodes: int | None, group: tsn.Group, tuning: Tuning | None, *sizes: Any, **options: Any
 ) -> BufferSpecs:
     if ranks is None:
         world = tsn.world(group)
@@ -123,7 +125,7 @@ def _specs(
     for name, value, most in (("ranks", ranks, None), ("nodes", nodes, ranks)):
         if type(value) is not int or value < 1 or (most is not None and value > most):
             limits = "of 1 or more" if most is None else f"from 1 to {most}, the number of ranks"
-            raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number {limits}")
+            raise ValueError(f"AllToAll: {name} is {value!r}; it must be an integer {limits}")
     return symmetric_buffers(configure(ranks, *sizes, **options), tuning or Tuning(), nodes, nodes > 1)
 
 
@@ -142,7 +144,7 @@ class Member(Protocol):
     @property
     def alive(self) -> bool: ...
     @property
-    def under_way(self) -> tuple[str, ...]: ...
+    def in_flight(self) -> tuple[str, ...]: ...
 
 
 def divide(specs: BufferSpecs) -> tuple[BufferSpecs, BufferSpecs]:
@@ -186,7 +188,7 @@ class Arena(MadeByRanks):
     """Memory for the rows of several objects that never run at once, such as FP8 forward and BF16 backward, or prefill and
     decoding: as much as the largest needs. Each keeps its signals beside it.
 
-    All calls of its objects are made in the same order on all ranks, and run one after the other. While a half of one is under
+    All calls of its objects are made in the same order on all ranks, and run one after the other. While a phase of one is under
     way, calls of the others raise ValueError. What a dispatch gives in symmetric memory is valid until the next call of any of them.
     When latency mode follows another object, ranks meet first, in a kernel of some microseconds; once a call was captured in
     a CUDA graph, before each of its calls.
@@ -196,7 +198,7 @@ class Arena(MadeByRanks):
         group: see `tilescale_net.world`.
 
     Attributes:
-        order: of the calls of all its objects, and their halves, on different streams.
+        order: of the calls of all its objects, and their phases, on different streams.
 
     Raises:
         HeapError: the symmetric heap has no room.
@@ -205,7 +207,7 @@ class Arena(MadeByRanks):
 
     def __init__(self, nbytes: int, group: tsn.Group = None):
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-            raise ValueError(f"Arena: nbytes is {nbytes!r}; it must be a whole number of 1 or more")
+            raise ValueError(f"Arena: nbytes is {nbytes!r}; it must be a positive integer")
         self.world, self.number = tsn.world(group), next(_numbers)
         with heap.attempt():
             self._memory = tsn.empty((nbytes,), torch.uint8, group=self.world)
@@ -254,11 +256,11 @@ class Arena(MadeByRanks):
         """`op` is about to launch a call: its rows come next.
 
         Raises:
-            ValueError: another object has a half under way; nothing changes.
+            ValueError: another object has a phase in flight; nothing changes.
         """
-        busy = next((other for other in self._objects if other is not op and other.alive and other.under_way), None)
+        busy = next((other for other in self._objects if other is not op and other.alive and other.in_flight), None)
         if busy is not None:
-            half = busy.under_way[0]
+            half = busy.in_flight[0]
             raise ValueError(
                 f"AllToAll.{call}: another object of this arena has sent a {half} that is not received; call its {half}_recv first"
             )

@@ -3,15 +3,22 @@
 Every mistake that the host finds is an ArgumentError, which all ranks report.
 """
 
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import StatusRecord
-from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config, most_tokens
-from tilescale_net.kernels.moe.handle import Choices, Empty, Handle
-from tilescale_net.kernels.moe.layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT
+from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8_DTYPE, Config, most_tokens
+from tilescale_net.kernels.moe.handle import Choices, Handle, LikeFactory, Pending
+from tilescale_net.kernels.moe.layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_FAULT, NO_ROOM, OTHER_OUTPUT
+from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.runtime import launch_args
+from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.launch_args import unresolved
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
@@ -51,7 +58,7 @@ class Status(StatusRecord):
     """The record to which the kernels of dispatch and combine report."""
 
     def error(self, name: str, experts: int, capacity: int) -> Exception | None:
-        """The refusal as an exception, once; None when there is none."""
+        """The fault as an exception, once; None when there is none."""
         code, rank, value = self.take()
         if code == 0:
             return None
@@ -80,6 +87,90 @@ class Status(StatusRecord):
         )
 
 
+class Phase(enum.Enum):
+    """What a call launches: all of it, or one phase."""
+
+    WHOLE = "whole"
+    SEND = "send"
+    RECEIVE = "receive"
+
+    __hash__ = object.__hash__  # calls look launches up by it, and that of enum.Enum is Python
+
+    @property
+    def sends(self) -> bool:
+        return self is not Phase.RECEIVE
+
+    @property
+    def receives(self) -> bool:
+        return self is not Phase.SEND
+
+
+@dataclass(slots=True)
+class DispatchCall:
+    """A dispatch, from its caller to the kernels: as given to `AllToAll.dispatch`, until `ArgumentChecks.dispatch` fills in
+    what kernels take.
+
+    Attributes:
+        phase: WHOLE or SEND.
+        x: rows, or rows and scales; then [tokens, hidden]. scales: [tokens, scale_words] of 4 bytes, or None.
+        choices: of these rows, or the handle of an earlier dispatch.
+        out: (rows, scales) for the result, or None.
+        blocks: of its kernels, those of the tuning or fewer.
+        fault: why this rank's call is rejected: the other ranks report it, and the arguments are stand-ins.
+        The others: see `AllToAll.dispatch`.
+    """
+
+    phase: Phase
+    x: Any
+    topk_idx: Any = None
+    topk_weights: Any = None
+    mask: Any = None
+    handle: Any = None
+    out: Any = None
+    cleared: bool = False
+    blocks: Any = None
+    waited: torch.Tensor | None = None
+    max_tokens: int | None = None
+    scales: torch.Tensor | None = None
+    choices: Any = None
+    fault: ArgumentError | None = None
+
+
+@dataclass(slots=True)
+class CombineCall:
+    """A combine, as `DispatchCall`.
+
+    Attributes:
+        name: "combine" or "combine_values".
+        y: rows in the shape that dispatch gives, of `combine_dtype`, or the first of them, up to the last that holds one.
+        out: [tokens, hidden] of the same.
+        weights: False: sum rows as they are; True: with the weights of the choices; or float32, see `AllToAll.combine`.
+        bias: up to two tensors like `out`, which are added before the sums are rounded.
+        values, out_values: of combine_values, and float32 [tokens, top_k] for what comes back.
+        phase, blocks, fault: as in `DispatchCall`. The others: see `AllToAll.combine_send`.
+    """
+
+    name: str
+    phase: Phase
+    y: Any
+    handle: Any
+    out: Any = None
+    weighted: Any = True
+    weights: Any = None
+    bias: Any = ()
+    blocks: Any = None
+    values: Any = None
+    tiles: Tiles | None = None
+    waited: torch.Tensor | None = None
+    out_values: torch.Tensor | None = None
+    fault: ArgumentError | None = None
+
+    @property
+    def code(self) -> int:
+        """What kernels tell the other ranks."""
+        return NO_FAULT if self.fault is None else self.fault.code
+
+
 SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
 INDEX_DTYPES, FLOATS = (torch.int64, torch.int32), (torch.float32,)
 WEIGHTS = (*FLOATS, torch.bfloat16, torch.float16, torch.float64)  # kernels take the first
@@ -94,30 +185,101 @@ class ArgumentChecks:
         heap: the symmetric heap.
         output_shape: of the rows that dispatch gives.
         symmetric: whether they lie in symmetric memory.
+        blocks: of a call that names none.
     """
 
-    def __init__(self, config: Config, device: torch.device, heap, output_shape: tuple[int, ...], symmetric: bool):
-        self._c, self._device, self._heap = config, device, heap
+    def __init__(
+        self, config: Config, device: torch.device, heap: Heap, output_shape: tuple[int, ...], symmetric: bool, blocks: int
+    ):  # fmt: skip
+        self._c, self._device, self._heap, self._blocks = config, device, heap, blocks
         self._on_cpu = device.type == "cpu"
         self._shape, self._symmetric = output_shape, symmetric
-        self._traits, self._signature = config.traits, config.signature
+        self._capabilities, self._signature = config.capabilities, config.signature
         self._row_dtypes = (config.dtype,)
         self._source_dtypes = (config.dtype, *COMBINE_DTYPES) if config.can_quantise else (config.dtype,)
         self._sum_dtypes = (config.combine_dtype,)
         self._row = (None, config.hidden)
         self._ones: torch.Tensor | None = None
-        self._new_sums = Empty((config.hidden,), config.combine_dtype, device)
+        self._new_sums = LikeFactory((config.hidden,), config.combine_dtype, device)
         # Look at tensors that are right, as nearly all are; what is wrong with others is found and told in Python.
         choices, scales = (None, config.top_k), (None, config.scale_words)
-        unscaled = tuple(d for d in self._source_dtypes if d != FP8)
+        unscaled = tuple(d for d in self._source_dtypes if d != FP8_DTYPE)
         self._is_unscaled = launch_args.tensor_check(unscaled, device, self._row, 16)
-        self._is_scaled = launch_args.tensor_check((FP8,) if config.dtype == FP8 else (), device, self._row, 16)
+        self._is_scaled = launch_args.tensor_check(
+            (FP8_DTYPE,) if config.dtype == FP8_DTYPE else (), device, self._row, 16
+        )
         self._are_scales = launch_args.tensor_check(SCALE_DTYPES, device, scales, 4)
         self._are_choices = launch_args.tensor_check(INDEX_DTYPES, device, choices, 1)
         self._are_weights = launch_args.tensor_check(FLOATS, device, choices, 1)
         self._are_outputs = launch_args.tensor_check(self._sum_dtypes, device, output_shape, 16)
 
-    def rows(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def dispatch(self, call: DispatchCall, membership: tuple, pending: Pending | None) -> None:
+        """Check a dispatch, and fill in its rows, choices, output and blocks.
+
+        Args:
+            membership: of the object now. pending: the dispatch that is sent and not received, or None.
+        """
+        handle = call.handle
+        if handle is not None and not self._capabilities.reuses_plan:
+            raise ArgumentError("handle", TypeError(f"{self._c.mode} mode takes topk_idx, and no handle"))
+        call.x, call.scales = self._rows(call.x)
+        tokens = call.x.shape[0]
+        if call.max_tokens is not None and tokens > call.max_tokens:
+            raise ArgumentError("x", ValueError(f"x has {tokens} tokens; max_tokens of the call is {call.max_tokens}"))
+        if handle is not None:
+            call.choices = self.handle(handle, membership, pending)
+            if tokens != handle.tokens:
+                raise ArgumentError("x", ValueError(f"x has {tokens} tokens; the handle is for {handle.tokens}"))
+        else:
+            topk_idx = call.topk_idx if call.mask is None else self._choices_of_mask(tokens, call.mask)
+            weights = self._weights(tokens, topk_idx, call.topk_weights)
+            call.choices = self._kept(topk_idx, weights, call.cleared, call.mask)
+        if call.out is not None:
+            call.out = self._output(call.out)
+        if call.blocks is None:
+            call.blocks = self._blocks
+        else:
+            self._check_blocks(call.blocks)
+        if call.waited is not None:
+            self._check_waited(call.waited)
+
+    def combine(self, call: CombineCall, membership: tuple, pending: Pending | None) -> None:
+        """Check a combine, and fill in its output, weights and blocks; the arguments are those of `dispatch`."""
+        c, y, weights, bias = self._c, call.y, call.weights, call.bias
+        handle = self.handle(call.handle, membership, pending)
+        shape = (handle.plan.tokens, c.hidden)
+        self._check_combined_rows(y, handle)
+        if not isinstance(call.weighted, bool):
+            text = f"weighted must be True or False, not {type(call.weighted).__name__}; tensors go to weights"
+            raise ArgumentError("weights", TypeError(text))
+        if weights is None:
+            call.weights = call.weighted
+        else:
+            if c.layout != "expert":
+                raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
+            each = (handle.tokens, c.top_k) if self._capabilities.weighs_choices else (c.capacity,)
+            check_tensor("weights", weights, self._device, WEIGHTS, each, alignment=4)
+            call.weights = weights.float()
+        if not isinstance(bias, list | tuple):
+            raise ArgumentError("bias", TypeError(f"bias must be a list of tensors, not {type(bias).__name__}"))
+        if len(bias) > 2:
+            raise ArgumentError("bias", ValueError(f"bias holds {len(bias)} tensors; there may be one or two"))
+        for given in bias:
+            check_tensor("bias", given, self._device, self._sum_dtypes, shape)
+        if call.out is None:
+            call.out = self._new_sums(handle.plan.tokens)
+        else:
+            check_tensor("out", call.out, self._device, self._sum_dtypes, shape)
+        if call.name == "combine_values":
+            self._check_values(call.values, y)
+        if call.blocks is None:
+            call.blocks = self._blocks
+        else:
+            self._check_blocks(call.blocks)
+        if call.waited is not None:
+            self._check_waited(call.waited)
+
+    def _rows(self, x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`x` of dispatch as (rows, scales or None)."""
         c = self._c
         if type(x) is tuple and len(x) == 2:
@@ -130,7 +292,7 @@ class ArgumentChecks:
         tokens = x.shape[0]
         if tokens > c.max_tokens:
             raise ArgumentError("x", ValueError(f"x has {tokens} tokens; max_tokens is {c.max_tokens}"))
-        if x.dtype == FP8:
+        if x.dtype == FP8_DTYPE:
             if scales is None:
                 raise ArgumentError("scales", TypeError("x is FP8, so x must be a pair (x, scales)"))
             check_tensor("scales", scales, self._device, SCALE_DTYPES, (tokens, c.scale_words), alignment=4)
@@ -140,7 +302,7 @@ class ArgumentChecks:
             )
         return x, scales
 
-    def choices(self, tokens: int, topk_idx, topk_weights) -> torch.Tensor:
+    def _weights(self, tokens: int, topk_idx: Any, topk_weights: Any) -> torch.Tensor:
         """Check the choices of `tokens` tokens; returns their weights."""
         c = self._c
         shape = (tokens, c.top_k)
@@ -166,33 +328,24 @@ class ArgumentChecks:
             self._ones = ones  # others are the graph's
         return ones
 
-    def blocks(self, blocks, most: int) -> int:
-        """The number of blocks of a call; None: `most`, those of the tuning."""
-        if blocks is None:
-            return most
-        least = 2 if self._traits.reuses_plan else 1
+    def _check_blocks(self, blocks: Any) -> None:
+        most = self._blocks
+        least = 2 if self._capabilities.reuses_plan else 1
         if type(blocks) is not int or not least <= blocks <= most:
-            text = (
-                f"blocks is {blocks!r}; it must be a whole number from {least} to {most}, that of the object's Tuning"
-            )
+            text = f"blocks is {blocks!r}; it must be an integer from {least} to {most}, that of the object's Tuning"
             raise ArgumentError("blocks", ValueError(text))
-        if self._traits.reuses_plan and self._c.max_tokens > (tokens := most_tokens(self._c, blocks)):
+        if self._capabilities.reuses_plan and self._c.max_tokens > (tokens := most_tokens(self._c, blocks)):
             text = (
                 f"blocks is {blocks}, whose shared memory has room for the choices of {tokens} tokens; max_tokens is "
             )
             raise ArgumentError("blocks", ValueError(f"{text}{self._c.max_tokens}: give more blocks"))
-        return blocks
 
-    def waited(self, waited) -> dict:
-        """What `waited` of a call adds to the arguments of its mode's."""
-        if waited is None:
-            return {}
-        if self._traits.reuses_plan:
+    def _check_waited(self, waited: Any) -> None:
+        if self._capabilities.reuses_plan:
             raise ArgumentError("waited", TypeError("waited goes with latency mode"))
         check_tensor("waited", waited, self._device, (torch.int64,), (self._c.ranks,), alignment=8)
-        return {"waited": waited}
 
-    def mask(self, tokens: int, mask) -> torch.Tensor:
+    def _choices_of_mask(self, tokens: int, mask: Any) -> torch.Tensor:
         """Choices that send each token to the ranks of its row of `mask`: the first expert of each."""
         c = self._c
         if c.layout != "rank":
@@ -206,7 +359,7 @@ class ArgumentChecks:
         choices[:, : c.ranks] = torch.where(mask, first, -1)
         return choices
 
-    def kept(self, topk_idx, topk_weights, cleared: bool, mask) -> Choices:
+    def _kept(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, cleared: bool, mask: Any) -> Choices:
         """The choices, without those that are more than `expert_capacity`."""
         c = self._c
         if c.expert_capacity is None:
@@ -216,12 +369,12 @@ class ArgumentChecks:
         dropped = beyond_capacity(topk_idx, topk_weights, c.expert_capacity, c.drop)
         return Choices(topk_idx.masked_fill(dropped, -1), topk_weights, cleared, dropped)
 
-    def output(self, out) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _output(self, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`out` of dispatch as (rows, scales or None)."""
         c = self._c
         rows, scales = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         named: list[tuple] = [(rows, (c.dtype,), self._shape)]
-        if c.dtype == FP8:
+        if c.dtype == FP8_DTYPE:
             named.append((self._in_memory(scales), SCALE_DTYPES, (*self._shape[:-2], *self._scales_shape)))
         for tensor, dtypes, shape in named:
             check_tensor("out", tensor, self._device, dtypes, shape)
@@ -240,12 +393,12 @@ class ArgumentChecks:
         shape = self._shape[-2], self._c.scale_words
         return shape[::-1] if self._c.column_scales else shape
 
-    def _in_memory(self, scales):
+    def _in_memory(self, scales: Any) -> Any:
         """Scales as they lie in memory: by column, if the object has them so."""
         by_column = self._c.column_scales and isinstance(scales, torch.Tensor) and scales.dim() > 1
         return scales.transpose(-2, -1) if by_column else scales
 
-    def handle(self, handle, membership: tuple, pending) -> Handle:
+    def handle(self, handle: Any, membership: tuple, pending: Pending | None) -> Handle:
         """A handle that this object can use.
 
         Args:
@@ -271,40 +424,12 @@ class ArgumentChecks:
             )
         return handle
 
-    def known(self, tokens: int, handle: Handle) -> None:
-        """Rows of a dispatch with the routing of an earlier one."""
-        if tokens != handle.tokens:
-            raise ArgumentError("x", ValueError(f"x has {tokens} tokens; the handle is for {handle.tokens}"))
-
-    def combine(self, y, handle: Handle, out, weighted, weights, bias) -> torch.Tensor:
-        """Check what combine gets; returns `out`, or a new tensor where there is none."""
-        c, shape = self._c, (handle.plan.tokens, self._c.hidden)
-        self._rows_to_combine(y, handle)
-        if not isinstance(weighted, bool):
-            text = f"weighted must be True or False, not {type(weighted).__name__}; tensors go to weights"
-            raise ArgumentError("weights", TypeError(text))
-        if weights is not None:
-            if c.layout != "expert":
-                raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
-            each = (handle.tokens, c.top_k) if self._traits.weighs_choices else (c.capacity,)
-            check_tensor("weights", weights, self._device, WEIGHTS, each, alignment=4)
-        if not isinstance(bias, list | tuple):
-            raise ArgumentError("bias", TypeError(f"bias must be a list of tensors, not {type(bias).__name__}"))
-        if len(bias) > 2:
-            raise ArgumentError("bias", ValueError(f"bias holds {len(bias)} tensors; there may be one or two"))
-        for given in bias:
-            check_tensor("bias", given, self._device, self._sum_dtypes, shape)
-        if out is None:
-            return self._new_sums(handle.plan.tokens)
-        check_tensor("out", out, self._device, self._sum_dtypes, shape)
-        return out
-
-    def _rows_to_combine(self, y, handle: Handle) -> None:
+    def _check_combined_rows(self, y: Any, handle: Handle) -> None:
         """Rows in the shape that dispatch gives; throughput mode: without what follows the last row, if one likes."""
         c = self._c
         if self._are_outputs(y):
             return
-        if self._traits.reuses_plan:
+        if self._capabilities.reuses_plan:
             check_tensor("y", y, self._device, self._sum_dtypes, self._row)
             given = y.shape[0]
             enough = self._shape[0] if handle.max_tokens is None else c.most_rows(handle.max_tokens)
@@ -314,10 +439,10 @@ class ArgumentChecks:
         else:
             check_tensor("y", y, self._device, self._sum_dtypes, self._shape)
 
-    def values(self, values, y) -> None:
+    def _check_values(self, values: Any, y: torch.Tensor) -> None:
         """Numbers that come back beside the rows `y`."""
         c = self._c
-        if not c.traits.weighs_rows:
+        if not c.capabilities.weighs_rows:
             raise ArgumentError("values", ValueError("values belong to throughput mode"))
         by_choice = c.layout == "rank" and isinstance(values, torch.Tensor) and values.dim() == 2
         shape = (len(y), c.top_k) if by_choice else (c.capacity,)
@@ -337,7 +462,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 16) -> None:
+def check_tensor(
+    argument: str, tensor: Any, device: torch.device, dtypes: Sequence[torch.dtype], shape: Sequence[int | None], alignment: int = 16
+) -> None:  # fmt: skip
     """Raise ArgumentError unless `tensor` is a contiguous tensor of one of `dtypes` on `device`.
 
     Args:
@@ -354,7 +481,7 @@ def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 
         if dense and (alignment == 1 or tensor.data_ptr() % alignment == 0):
             return
 
-    def fault(kind, text):
+    def fault(kind: type[Exception], text: str) -> NoReturn:
         raise ArgumentError(argument, kind(f"{argument} {text}"))
 
     if not isinstance(tensor, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +12,11 @@ from tilescale_net.kernels.moe.routing import BLOCK_SHARED, bytes_of_choice, fix
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.runtime import tuned
 
-FP8 = torch.float8_e4m3fn
+if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
+
+
+FP8_DTYPE = torch.float8_e4m3fn
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYOUTS = ("expert", "rank")
 # Which of the choices of an expert are kept:
@@ -23,7 +28,7 @@ DROPS = (
 
 
 @dataclass(frozen=True)
-class Traits:
+class ModeCapabilities:
     """What a mode offers; checks of arguments ask for a trait, not for the mode.
 
     Attributes:
@@ -47,8 +52,8 @@ class Traits:
 
 # What the host's checks know of each mode; `buffers.IMPLEMENTATIONS` names its class.
 MODES = {
-    "throughput": Traits(reuses_plan=True, weighs_rows=True, counts_tiles=True),
-    "latency": Traits(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
+    "throughput": ModeCapabilities(reuses_plan=True, weighs_rows=True, counts_tiles=True),
+    "latency": ModeCapabilities(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
 }
 
 
@@ -75,20 +80,20 @@ class Config:
     tile_rows: int | None = None
     column_scales: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         whole = ["num_experts", "max_tokens", "hidden", "top_k", "alignment", "capacity"]
         for name in [*whole, *(n for n in ("expert_capacity", "tile_rows") if getattr(self, n) is not None)]:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number of 1 or more")
+                raise ValueError(f"AllToAll: {name} is {value!r}; it must be a positive integer")
         if self.num_experts % self.ranks:
             raise ValueError(
                 f"AllToAll: num_experts is {self.num_experts}; it must be a multiple of the number of ranks ({self.ranks})"
             )
         if self.top_k > self.num_experts:
             raise ValueError(f"AllToAll: top_k is {self.top_k}; it must be at most num_experts, {self.num_experts}")
-        if self.dtype not in (*COMBINE_DTYPES, FP8):
-            raise TypeError(f"AllToAll: dtype is {self.dtype}; it must be one of {[*COMBINE_DTYPES, FP8]}")
+        if self.dtype not in (*COMBINE_DTYPES, FP8_DTYPE):
+            raise TypeError(f"AllToAll: dtype is {self.dtype}; it must be one of {[*COMBINE_DTYPES, FP8_DTYPE]}")
         if self.combine_dtype not in COMBINE_DTYPES:
             raise TypeError(f"AllToAll: combine_dtype is {self.combine_dtype}; it must be one of {[*COMBINE_DTYPES]}")
         for name, dtype in (("dtype", self.dtype), ("combine_dtype", self.combine_dtype)):
@@ -97,8 +102,8 @@ class Config:
                     f"AllToAll: hidden is {self.hidden}, a row of {self.hidden * dtype.itemsize} bytes of {name}; rows must "
                     "be a multiple of 16 bytes"
                 )
-        if type(self.scale_words) is not int or (self.scale_words < 1) == (self.dtype == FP8):
-            wanted = "a whole number of 1 or more for float8_e4m3fn rows, and not given for others"
+        if type(self.scale_words) is not int or (self.scale_words < 1) == (self.dtype == FP8_DTYPE):
+            wanted = "a positive integer for float8_e4m3fn rows, and not given for others"
             raise ValueError(f"AllToAll: scale_words is {self.scale_words!r}; it must be {wanted}")
         if self.mode not in MODES:
             raise ValueError(f"AllToAll: mode is {self.mode!r}; it must be one of {', '.join(MODES)}")
@@ -106,28 +111,28 @@ class Config:
             raise ValueError(f"AllToAll: drop is {self.drop!r}; it must be one of {', '.join(DROPS)}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"AllToAll: layout is {self.layout!r}; it must be one of {', '.join(LAYOUTS)}")
-        limit, others = self.traits.max_tokens, [m for m, t in MODES.items() if t.max_tokens is None]
+        limit, others = self.capabilities.max_tokens, [m for m, t in MODES.items() if t.max_tokens is None]
         if limit is not None and self.max_tokens > limit:
             raise ValueError(
                 f'AllToAll: max_tokens is {self.max_tokens}; {self.mode} mode takes up to {limit}, use mode="{others[0]}"'
             )
-        if self.layout not in self.traits.layouts:
+        if self.layout not in self.capabilities.layouts:
             has = " and ".join(m for m, t in MODES.items() if self.layout in t.layouts)
             raise ValueError(f'AllToAll: layout "{self.layout}" exists in {has} mode only')
         if self.tile_rows is not None:
-            self._check_tiles()
+            self._check_tiles(self.tile_rows)
         if not isinstance(self.column_scales, bool):
             raise TypeError(f"AllToAll: column_scales is {self.column_scales!r}; it must be True or False")
         if self.column_scales and not self.scale_words:
             raise ValueError("AllToAll: column_scales goes with float8_e4m3fn rows, which have scales")
 
-    def _check_tiles(self) -> None:
-        if not self.traits.counts_tiles or self.layout != "expert":
+    def _check_tiles(self, tile_rows: int) -> None:
+        if not self.capabilities.counts_tiles or self.layout != "expert":
             has = " and ".join(m for m, t in MODES.items() if t.counts_tiles)
             raise ValueError(
                 f'AllToAll: tile_rows is {self.tile_rows}; tiles are counted in {has} mode with layout "expert"'
             )
-        if self.alignment % self.tile_rows:
+        if self.alignment % tile_rows:
             raise ValueError(
                 f"AllToAll: tile_rows is {self.tile_rows}; alignment, {self.alignment}, must be a multiple of it, so that a "
                 "tile is of one expert"
@@ -139,7 +144,7 @@ class Config:
         return 0 if self.tile_rows is None else -(-self.capacity // self.tile_rows)
 
     @property
-    def traits(self) -> Traits:
+    def capabilities(self) -> ModeCapabilities:
         return MODES[self.mode]
 
     @property
@@ -147,7 +152,7 @@ class Config:
         return self.num_experts // self.ranks
 
     def most_rows(self, max_tokens: int) -> int:
-        """Rows that a rank receives at most from so many tokens of each; layout "expert": with the gaps of alignment."""
+        """Rows that a rank receives at most from this many tokens of each; layout "expert": with the gaps of alignment."""
         if self.layout == "rank":
             return self.ranks * max_tokens
         return min(self.capacity, self.ranks * max_tokens * self.top_k + self.local_experts * (self.alignment - 1))
@@ -164,13 +169,15 @@ class Config:
     @property
     def can_quantise(self) -> bool:
         """Whether rows may be quantised on their way: to FP8, with a scale per 128 elements."""
-        return self.traits.quantises_rows and self.dtype == FP8 and self.scale_words == groups_of(self.hidden)
+        return (
+            self.capabilities.quantises_rows and self.dtype == FP8_DTYPE and self.scale_words == groups_of(self.hidden)
+        )
 
     @property
     def signature(self) -> tuple:
         """What a handle must have been made with to be used: sizes that its tensors and its rows depend on."""
         shared = (self.ranks, self.num_experts, self.max_tokens, self.top_k, self.mode)
-        return (*shared, self.alignment, self.capacity) if self.traits.reuses_plan else shared
+        return (*shared, self.alignment, self.capacity) if self.capabilities.reuses_plan else shared
 
     def describe(self) -> str:
         """Every field that is given, for the agreement of all ranks."""
@@ -190,17 +197,19 @@ def default_capacity(
 
 
 def configure(
-    ranks, num_experts, max_tokens, hidden, top_k, dtype=torch.bfloat16, mode="throughput", *, layout="expert", alignment=1,
-    capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True, scale_words=None, expert_capacity=None,
-    drop=DROPS[0], tile_rows=None, column_scales=False,
+    ranks: int, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
+    mode: str = "throughput", *, layout: str = "expert", alignment: int = 1, capacity: int | None = None,
+    combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
+    scale_words: int | None = None, expert_capacity: int | None = None, drop: str = DROPS[0], tile_rows: int | None = None,
+    column_scales: bool = False,
 ) -> Config:  # fmt: skip
     """The configuration, with the defaults that depend on others filled in."""
     if combine_dtype is None:
-        combine_dtype = torch.bfloat16 if dtype == FP8 else dtype
+        combine_dtype = torch.bfloat16 if dtype == FP8_DTYPE else dtype
     if capacity is None:
         capacity = default_capacity(ranks, num_experts, max_tokens, top_k, alignment, expert_capacity)
     if scale_words is None:
-        known = dtype == FP8 and isinstance(hidden, int)
+        known = dtype == FP8_DTYPE and isinstance(hidden, int)
         scale_words = groups_of(hidden) if known else 0
     return Config(
         ranks, num_experts, max_tokens, hidden, top_k, dtype, mode, layout, alignment, capacity, combine_dtype,
@@ -244,19 +253,20 @@ class Tuning:
     def resolved(self, config: Config, device: torch.device) -> Tuning:
         """With every None replaced, for ranks on such a device.
 
-        Raises ValueError for what makes no sense; what the GPU cannot run is checked later.
+        Raises ValueError for invalid values; what the GPU cannot run is checked later.
         """
         on_gpu = device.type == "cuda"
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
-        mode, default = config.mode, defaults(config, on_gpu, multiprocessors)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+        mode = config.mode
+        default: Any = defaults(config, on_gpu, num_sms)  # without a None
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name, value in given.items():
             if name == "once_per_node":
                 if not isinstance(value, bool):
                     raise ValueError(f"AllToAll: once_per_node is {value!r}; it must be True or False")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number of 1 or more")
-        made = replace(default, **given)
+                raise ValueError(f"AllToAll: {name} is {value!r}; it must be a positive integer")
+        made: Any = replace(default, **given)
         if self.blocks is not None:  # keep the proportion
             shares = {
                 n: max(1, getattr(default, n) * made.blocks // default.blocks) for n in _SENDERS if n not in given
@@ -277,8 +287,8 @@ class Tuning:
         return made
 
 
-def shares(tuning: Tuning, blocks: int) -> tuple[int, int]:
-    """How many of `blocks` send in dispatch and in combine, in the proportion of the tuning."""
+def shares(tuning: Any, blocks: int) -> tuple[int, int]:
+    """How many of `blocks` send in dispatch and in combine, in the proportion of a Tuning that is resolved."""
 
     def part(senders: int) -> int:
         return senders if blocks == tuning.blocks else min(blocks - 1, max(1, senders * blocks // tuning.blocks))
@@ -287,7 +297,7 @@ def shares(tuning: Tuning, blocks: int) -> tuple[int, int]:
 
 
 def most_tokens(config: Config, blocks: int) -> int:
-    """Tokens of a call of throughput mode whose choices fit into the shared memory of so many blocks."""
+    """Tokens of a call of throughput mode whose choices fit into the shared memory of this many blocks."""
     ordered = config.tile_rows is not None
     sizes = config.num_experts, config.ranks, ordered
     cells = (BLOCK_SHARED - fixed_bytes(*sizes) - 8 * width_of(*sizes)) // bytes_of_choice(ordered)
@@ -307,12 +317,12 @@ def _check_shared(config: Config, blocks: int) -> None:
 _SENDERS = ("dispatch_senders", "combine_senders")
 
 
-def defaults(config: Config, on_gpu: bool, multiprocessors: int) -> Tuning:
+def defaults(config: Config, on_gpu: bool, num_sms: int) -> Tuning:
     """The choices that were measured best on 2 and 4 H200s; the simulator runs threads in turn, so it gets few."""
     if not on_gpu:
         return Tuning(4, 64, 2, 2, 64)
     if config.mode == "latency":
-        return Tuning(multiprocessors, 256, 1, 1, 256)
+        return Tuning(num_sms, 256, 1, 1, 256)
     # Rows that are summed or converted before they travel cost the senders more than those who receive them.
     if config.layout == "expert" or config.quantize_combine:
         senders = 22
@@ -336,7 +346,7 @@ def key_of(config: Config) -> str:
     )
 
 
-def chosen(config: Config, world) -> Tuning:
+def chosen(config: Config, world: World) -> Tuning:
     """What was tuned for a configuration, else the default. Collective the first time in a world."""
     key = key_of(config)
     choice = tuned.of(world, "AllToAll").get(key)

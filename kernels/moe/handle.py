@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -72,8 +73,8 @@ class RoutingPlan:
         end = at.received_base + ranks
         return t[at.counts : at.counts + local_experts], t[at.offsets : at.offsets + local_experts + 1], t[end]
 
-    def refused(self, ranks: int, local_experts: int) -> torch.Tensor:
-        """int32 [], not 0 where the dispatch was refused; a view."""
+    def rejected(self, ranks: int, local_experts: int) -> torch.Tensor:
+        """int32 [], not 0 where the dispatch was rejected; a view."""
         return self.totals[PlanOffsets(ranks, local_experts).rejected]
 
 
@@ -127,7 +128,7 @@ class ReceivedRows:
         }
 
     @classmethod
-    def of_nobody(cls, tokens: int, *sizes: int, device: torch.device) -> ReceivedRows:
+    def empty(cls, tokens: int, *sizes: int, device: torch.device) -> ReceivedRows:
         """A dispatch of `tokens` tokens that gave no rows; `sizes` are those of `shapes`."""
         shapes = cls.shapes(*sizes)
         return cls(tokens, **{name: torch.zeros(shape, dtype=t, device=device) for name, (shape, t) in shapes.items()})
@@ -139,14 +140,14 @@ class Handle:
 
     Attributes:
         signature: what a caller of it must agree with; see `Config.signature`.
-        plan: the tensors.
+        plan: RoutingPlan or ReceivedRows, of the mode.
         membership: who took part; see `Participant`.
         dropped: see `Dispatched`.
         max_tokens: of a rank in this dispatch, where it was given; all ranks gave the same.
     """
 
     signature: tuple
-    plan: RoutingPlan | ReceivedRows
+    plan: Any
     membership: tuple
     dropped: torch.Tensor | None = None
     max_tokens: int | None = field(default=None, init=False, repr=False, compare=False)
@@ -195,14 +196,14 @@ class Pending:
         handle: of the dispatch.
         result: what receiving gives.
         rest: what the mode needs to receive.
-        tiles: of its rows, that others learn of or that others finish while it is under way, see `AllToAll.alongside`.
+        tiles: of its rows, that others learn of or that others finish while it is in flight, see `AllToAll.alongside`.
         sums: launches what sums the rows, for a combine with tiles.
     """
 
     kind: str
     handle: Handle
-    result: object
-    rest: object = None
+    result: Any
+    rest: Any = None
     tiles: Tiles | None = None
     sums: Callable[[], None] | None = None
 
@@ -227,7 +228,7 @@ class Dispatched:
         row_weight: weight of each expert-major row (float32); None in latency mode.
         num_rows: layout "rank": rows in `x`, a scalar (int32); else None.
         handle: for combine, or for dispatch with the same choices.
-        refused: throughput mode: a scalar (int32), not 0 where the dispatch was refused and no row is there, such as for a
+        rejected: throughput mode: a scalar (int32), not 0 where the dispatch was rejected and no row is there, such as for a
             capacity that is too small: for kernels that follow in a CUDA graph; None in latency mode.
     """
 
@@ -239,12 +240,18 @@ class Dispatched:
     row_weight: torch.Tensor | None
     num_rows: torch.Tensor | None
     handle: Handle = field(repr=False)
-    refused: torch.Tensor | None = None
+    rejected: torch.Tensor | None = None
 
     @property
     def dropped(self) -> torch.Tensor | None:
         """Which choices of this rank's tokens were dropped: bool [tokens, top_k]; None without an `expert_capacity`."""
         return self.handle.dropped
+
+    @property
+    def refused(self) -> torch.Tensor | None:
+        """Former name of `rejected`."""
+        warnings.warn("Dispatched.refused is called rejected now", DeprecationWarning, stacklevel=2)
+        return self.rejected
 
 
 class DispatchedByPlan(Dispatched):
@@ -267,19 +274,18 @@ class DispatchedByPlan(Dispatched):
     num_rows = property(lambda self: self._numbers[2] if self._by_rank else None)
     row_index = property(lambda self: self.handle.plan.row_index if self._by_rank else None)
     row_weight = property(lambda self: self.handle.plan.row_weight)
-    refused = property(lambda self: self._refused)
 
     @functools.cached_property
-    def _refused(self) -> torch.Tensor:
+    def rejected(self) -> torch.Tensor:  # type: ignore[override]
         ranks, experts = self.handle.signature[:2]
-        return self.handle.plan.refused(ranks, experts // ranks)
+        return self.handle.plan.rejected(ranks, experts // ranks)
 
 
 # Vectors that are made at a time.
-MANY = 64
+POOL_SIZE = 64
 
 
-class Empty:
+class LikeFactory:
     """Makes tensors [rows, *tail]."""
 
     def __init__(self, tail: tuple[int, ...], dtype: torch.dtype, device: torch.device):
@@ -296,7 +302,7 @@ class Empty:
         return torch.empty_like(sample)
 
 
-class Vectors:
+class TensorPool:
     """Makes short vectors of int32, many at a time: parts of one tensor, each given out once."""
 
     def __init__(self, length: int, device: torch.device):
@@ -310,12 +316,12 @@ class Vectors:
         left = self._left.setdefault(stream, [])
         if not left:
             with torch.inference_mode(False):
-                left.extend(torch.empty((MANY, self._length), dtype=torch.int32, device=self._device).unbind(0))
+                left.extend(torch.empty((POOL_SIZE, self._length), dtype=torch.int32, device=self._device).unbind(0))
         return left.pop()
 
 
-# Plans that are kept for each stream; more at a time are made anew.
-KEPT = 4
+# Cached plans of a stream; more at a time are new ones.
+CACHED_PLANS = 4
 
 
 class _Tensors:
@@ -350,7 +356,7 @@ class _Tensors:
         self.arguments = tuple(kept(self._tensors[name]) for name in self._shapes)
 
 
-class _Kept:
+class _CachedPlan:
     """Half of a plan: fields other than `tokens` are there when they are asked for, and are the caller's from then on."""
 
     _of: _Tensors
@@ -359,18 +365,18 @@ class _Kept:
     def __init__(self, tokens: int, tensors: _Tensors):
         self.__dict__.update(tokens=tokens, _of=tensors)
 
-    def __copy__(self):
+    def __copy__(self) -> _CachedPlan:
         return self  # nothing of it changes, and a reference to it keeps the tensors from being used again
 
-    def __deepcopy__(self, memo: dict):
+    def __deepcopy__(self, memo: dict) -> RoutingPlan | ReceivedRows:
         return self._apart(clone=True)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return copy.copy, (self._apart(clone=False),)
 
-    def _apart(self, clone: bool):
+    def _apart(self, clone: bool) -> RoutingPlan | ReceivedRows:
         """A plan of the same kind, whose tensors belong to no AllToAll."""
-        kind = next(k for k in (RoutingPlan, ReceivedRows) if isinstance(self, k))
+        kind: Any = next(k for k in (RoutingPlan, ReceivedRows) if isinstance(self, k))
         tensors = {name: getattr(self, name) for name in self._of._shapes}
         return kind(self.tokens, **{name: t.clone() if clone else t for name, t in tensors.items()})
 
@@ -385,11 +391,11 @@ class _Kept:
         return self.__dict__.setdefault(name, of.take(name))
 
 
-class _KeptRoutingPlan(_Kept, RoutingPlan):
+class _CachedRoutingPlan(_CachedPlan, RoutingPlan):
     pass
 
 
-class _KeptReceivedRows(_Kept, ReceivedRows):
+class _CachedReceivedRows(_CachedPlan, ReceivedRows):
     pass
 
 
@@ -408,30 +414,34 @@ class Plans:
     """
 
     def __init__(
-        self, kind: type, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device, stream: Callable[[], Hashable]
+        self,
+        kind: type,
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        device: torch.device,
+        stream: Callable[[], Hashable],
     ):
         assert [f.name for f in fields(kind)] == ["tokens", *shapes]
-        self._make = _KeptRoutingPlan if kind is RoutingPlan else _KeptReceivedRows
+        self._make = _CachedRoutingPlan if kind is RoutingPlan else _CachedReceivedRows
         self._shapes, self._device, self._stream_now = shapes, device, stream
         self.stream: Hashable = None
-        self._kept: dict[Hashable, list[tuple[_Tensors, weakref.ref]]] = {}
+        self._cached: dict[Hashable, list[tuple[_Tensors, weakref.ref]]] = {}
 
-    def next(self, tokens: int):
-        """A plan for so many tokens, without another holder."""
+    def next(self, tokens: int) -> Any:
+        """A plan for this many tokens, which nobody else holds."""
         stream = self.stream = self._stream_now()
         if stream is None:
             return self._make(tokens, _Tensors(self._shapes, self._device))
-        kept = self._kept.setdefault(stream, [])
-        for i, (tensors, user) in enumerate(kept):
+        cached = self._cached.setdefault(stream, [])
+        for i, (tensors, user) in enumerate(cached):
             if user() is None:
-                del kept[i]
+                del cached[i]
                 tensors.renew()
                 break
         else:
             tensors = _Tensors(self._shapes, self._device)
         plan = self._make(tokens, tensors)
-        kept.append((tensors, weakref.ref(plan)))
-        del kept[:-KEPT]
+        cached.append((tensors, weakref.ref(plan)))
+        del cached[:-CACHED_PLANS]
         return plan
 
 

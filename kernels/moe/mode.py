@@ -1,20 +1,27 @@
 """What AllToAll asks of a mode, and what the modes share: launches with fixed arguments, and streams of send phases."""
 
+from __future__ import annotations
+
 import contextlib
-import enum
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs
-from tilescale_net.kernels.moe.checks import ArgumentError
-from tilescale_net.kernels.moe.config import Config, as_words
-from tilescale_net.kernels.moe.handle import Choices, Handle, Pending
-from tilescale_net.kernels.moe.layout import NO_FAULT
+from tilescale_net.kernels.moe.checks import CombineCall, DispatchCall
+from tilescale_net.kernels.moe.config import Config, Tuning, as_words
+from tilescale_net.kernels.moe.handle import Pending, Plans
+from tilescale_net.kernels.moe.layout import Forwarders, NodeLayout, with_room
 from tilescale_net.runtime import launch_args
 from tilescale_net.runtime.launch_args import constant
+
+if TYPE_CHECKING:
+    from tilescale_net.compiler.kernel import Kernel
+    from tilescale_net.kernels.moe.all_to_all import AllToAll
+    from tilescale_net.runtime.world import World
 
 
 class Launch:
@@ -25,16 +32,16 @@ class Launch:
     Args:
         fixed: arguments by name; what the kernel does not take is left out.
         given: names of the others, in the order in which a call gives them.
-        words: of those, tensors that the kernel takes as int32 rows of so many words. columns: of those, tensors that it takes
-            as rows of so many elements.
-        stand_ins: of those, what the kernel gets in the place of None and of a tensor without elements.
+        words: of those, tensors that the kernel takes as int32 rows of this many words. columns: of those, tensors that it takes
+            as rows of this many elements.
+        stand_ins: of those, what the kernel gets instead of None and of a tensor without elements.
 
     Raises:
         TypeError: the others are not exactly these.
     """
 
     def __init__(
-        self, kernel, fixed: Mapping[str, object], given: Sequence[str], world, *, words: Mapping[str, int] | None = None,
+        self, kernel: Kernel, fixed: Mapping[str, object], given: Sequence[str], world: World, *, words: Mapping[str, int] | None = None,
         columns: Mapping[str, int] | None = None, stand_ins: Mapping[str, torch.Tensor] | None = None,
     ):  # fmt: skip
         names = [name for name in kernel.parameters if name in fixed]
@@ -50,19 +57,19 @@ class Launch:
         self._fixed = tuple(value if i == kept else constant(value) for i, value in enumerate(values))
         self._in_order = operator.itemgetter(*(places[name] for name in kernel.parameters))
         words, stand_ins = words or {}, stand_ins or {}
-        rows = (columns or {}) | words
+        rows = {**(columns or {}), **words}
         self._given = {name: (rows.get(name, 0), name in words, stand_ins.get(name)) for name in given}
         self._converts = any(count or stand_in is not None for count, _, stand_in in self._given.values())
         self._run = kernel.launcher(world)
 
-    def __call__(self, *given) -> None:
+    def __call__(self, *given: Any) -> None:
         """Launch on the current stream."""
         if self._converts:
             given = tuple(map(self._converted, given, self._given.values()))
         self._run(*self._in_order(self._fixed + given))
 
     @staticmethod
-    def _converted(value, how: tuple[int, bool, torch.Tensor | None]):
+    def _converted(value: Any, how: tuple[int, bool, torch.Tensor | None]) -> Any:
         columns, words, stand_in = how
         if stand_in is not None and (value is None or not value.numel()):
             return stand_in
@@ -83,9 +90,9 @@ class Launch:
         integers = {first + place: (low, high) for place, low, high in self._kernel.integers}
         return launch_args.native_launch(fixed, given, self._plain_function, self, integers)
 
-    def _plain_function(self):
-        self._function = self._kernel.plain_function(self._world)
-        return self._function
+    def _plain_function(self) -> Callable[..., None]:
+        self._function = found = self._kernel.plain_function(self._world)
+        return found
 
 
 def stream_key(device: torch.device) -> Hashable:
@@ -106,10 +113,11 @@ class SideStream:
 
     def __init__(self, device: torch.device, in_order: bool = False):
         self._device, self._in_order = device, in_order
-        self._on_side, self._last = False, None
+        self._on_side = False
+        self._last: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def launch(self, kernel, *arguments) -> None:
+    def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Launch a kernel on the current stream."""
         if self._in_order and self._last is not None and not self._on_side:
             self.wait(self._last)
@@ -120,7 +128,7 @@ class SideStream:
         return stream_key(self._device)
 
     @contextlib.contextmanager
-    def on_side(self, tensors):
+    def on_side(self, tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
         """Run launches on this stream, after what the current stream holds; yields what `wait` waits for.
 
         Args:
@@ -143,7 +151,7 @@ class SideStream:
         """Nothing is kept: what was launched has ended."""
         self._last = None
 
-    def wait(self, event) -> None:
+    def wait(self, event: torch.cuda.Event) -> None:
         """Let the current stream wait for what ran on the side."""
         if event is self._last:
             self._last = None
@@ -164,7 +172,7 @@ class DeferredStream:
         self._queue: list[tuple] = []
         self._sent = self._done = 0
 
-    def launch(self, kernel, *arguments) -> None:
+    def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Launch a kernel, or keep it for later."""
         if self._on_side:
             self._queue.append((kernel, arguments))
@@ -179,9 +187,10 @@ class DeferredStream:
         return self._on_side
 
     @contextlib.contextmanager
-    def on_side(self, tensors):
+    def on_side(self, tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
         """Keep the launches made inside; yields what `wait` waits for."""
-        self._on_side, marks = True, []
+        self._on_side = True
+        marks: list[int] = []
         try:
             yield marks
         finally:
@@ -201,24 +210,6 @@ class DeferredStream:
             kernel(*arguments)
 
 
-class Phase(enum.Enum):
-    """What a call launches: all of it, or one half."""
-
-    WHOLE = "whole"
-    SEND = "send"
-    RECEIVE = "receive"
-
-    __hash__ = object.__hash__  # calls look launches up by it, and that of enum.Enum is Python
-
-    @property
-    def sends(self) -> bool:
-        return self is not Phase.RECEIVE
-
-    @property
-    def receives(self) -> bool:
-        return self is not Phase.SEND
-
-
 class Mode(ABC):
     """Buffers and launches of one AllToAll.
 
@@ -234,15 +225,23 @@ class Mode(ABC):
 
     symmetric_output = False
     meets_first = True
-    sums_over = 1  # nodes whose ranks' rows are summed before they travel
 
-    def __init__(self, base, config: Config, specs: BufferSpecs):
+    @property
+    def sums_over(self) -> int:
+        """Nodes whose ranks' rows are summed before they travel."""
+        return 1
+
+    _base: AllToAll
+    _fixed: dict[str, dict]  # arguments of each kernel that never change
+    _plans: Plans
+
+    def __init__(self, base: AllToAll, config: Config, specs: BufferSpecs):
         self._base, self._c = base, config
         self._symmetric = base.allocate(specs)
         self._launches: dict[tuple, Callable[..., None]] = {}
         self._signature = config.signature
 
-    def _launch(self, make: Callable[..., Launch], *which) -> Callable[..., None]:
+    def _launch(self, make: Callable[..., Launch], *which: Any) -> Callable[..., None]:
         """`make(*which)`, the launch of a kernel, made when it is first asked for."""
         key = (make.__name__, *which)
         found = self._launches.get(key)
@@ -255,6 +254,19 @@ class Mode(ABC):
         start = f"{kernel}."
         return {name.removeprefix(start): t for name, t in self._symmetric.items() if name.startswith(start)}
 
+    def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
+        """Buffers of a kernel that are parts of others, by the names of its parameters."""
+        return {}
+
+    @property
+    def node_plan_words(self) -> int:
+        """Elements of `RoutingPlan.node_plan`."""
+        return 0
+
+    @abstractmethod
+    def _new_plans(self) -> Plans:
+        """Plans of the sizes that the mode has now."""
+
     def reset(self) -> None:
         """As after construction, also after calls that were given up in the middle; all kernels have ended."""
         for tensor in self._symmetric.values():
@@ -262,7 +274,7 @@ class Mode(ABC):
                 tensor.view(torch.uint8).zero_()
 
     def regroup(self, mask: tuple[bool, ...]) -> None:  # noqa: B027 (most modes have nothing to do)
-        """From now on these ranks take part; collective among them, and nothing is under way."""
+        """From now on these ranks take part; collective among them, and nothing is in flight."""
 
     @abstractmethod
     def variants(self, everything: bool) -> list[Callable[[], object]]:
@@ -272,7 +284,7 @@ class Mode(ABC):
     def output_shape(self) -> tuple[int, ...]:
         """Shape of the rows that dispatch gives."""
 
-    def new_output(self, make=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def new_output(self, make: Callable[..., torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and scales (None unless FP8) of that shape, by `make(shape, dtype)`; default ordinary memory."""
         c, shape, device = self._c, self.output_shape(), self._base.device
         make = make or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
@@ -287,41 +299,66 @@ class Mode(ABC):
         return scales if given is None or scales is None else scales.view(given.dtype)
 
     @abstractmethod
-    def dispatch(
-        self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int, fault: ArgumentError | None = None
-    ) -> Pending:
-        """Launch a dispatch.
-
-        Args:
-            x, scales: rows of this rank, [tokens, hidden], and their scales [tokens, scale_words] of 4 bytes, or None.
-            choices: of these rows, or the handle of an earlier dispatch.
-            out: (rows, scales) for the result, or None.
-            phase: WHOLE, or SEND: what the caller launches before `receive` overlaps with it.
-            blocks: of its kernels, those of the tuning or fewer.
-            fault: why this rank's call is rejected: the others report it. The arguments are stand-ins then.
-        """
+    def dispatch(self, call: DispatchCall) -> Pending:
+        """Launch a dispatch: its phase WHOLE, or SEND, with which overlaps what the caller launches before `receive`."""
 
     @abstractmethod
-    def combine(
-        self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=(), code: int = NO_FAULT
-    ) -> Pending:
-        """Launch a combine.
-
-        Args:
-            y: rows in the shape that dispatch gives, of `combine_dtype`, or the first of them, up to the last that holds
-                one. out: [tokens, hidden] of the same.
-            weights: False: sum rows as they are; True: with the weights of the choices; or float32: `weights` of
-                AllToAll.combine.
-            phase, blocks: as in dispatch.
-            values: None, or (`values` of AllToAll.combine_values, float32 [tokens, top_k] for what comes back).
-            bias: up to two tensors like `out`, which are added before the sums are rounded.
-            code: of the fault of a rejected call, as `fault` of dispatch.
-        """
+    def combine(self, call: CombineCall) -> Pending:
+        """Launch a combine, as `dispatch`."""
 
     @abstractmethod
     def receive(self, pending: Pending) -> None:
-        """Launch the second half of what was sent."""
+        """Launch the receive phase of what was sent."""
 
     def start(self, pending: Pending) -> None:
-        """Let what follows on the current stream run beside a first half that has tiles; see `AllToAll.alongside`."""
+        """Let what follows on the current stream run beside a send phase that has tiles; see `AllToAll.alongside`."""
         raise NotImplementedError
+
+
+class OverNodes(Mode):
+    """What a mode adds whose rows cross the network once per node, in front of that mode among the bases: forwarders, see
+    layout.py."""
+
+    @staticmethod
+    @abstractmethod
+    def node_buffers(config: Config, tuning: Tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
+        """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype).
+
+        Args:
+            masks: ranks that take part when they are not all, now and later.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def carried(config: Config, tuning: Tuning, at: NodeLayout) -> BufferSpecs:
+        """The part for what a forwarder carries for others, which grows with the sources that it serves."""
+
+    def __init__(self, base: AllToAll, config: Config, masks: Sequence[tuple[bool, ...]]):
+        self._at = with_room(config.ranks, base.nodes, masks)
+        super().__init__(base, config, self.node_buffers(config, base.tuning, base.nodes, masks))
+        self._use_map(base.active_mask)
+
+    @property
+    def sums_over(self) -> int:
+        return self._at.nodes
+
+    def _use_map(self, mask: tuple[bool, ...]) -> None:
+        """Let the kernels go by the map of these members."""
+        words = Forwarders(mask, self._at.nodes).words(self._base.rank, self._at.slots)
+        node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
+        for fixed in self._fixed.values():
+            fixed["node_map"] = node_map
+
+    def regroup(self, mask: tuple[bool, ...]) -> None:
+        """A forwarder that is left out is replaced, by one that may then serve more sources than there was room for."""
+        at = with_room(self._c.ranks, self._at.nodes, [mask])
+        if at.slots > self._at.slots:
+            self._at = at
+            with torch.inference_mode(False):
+                grown = self._base.replace(self._symmetric, self.carried(self._c, self._base.tuning, at))
+            self._symmetric.update(grown)
+            for kernel, fixed in self._fixed.items():
+                fixed.update(self._buffers(kernel) | self._rows_of(kernel))
+            self._plans = self._new_plans()
+        self._use_map(mask)
+        self._launches.clear()

@@ -3,22 +3,24 @@
 `NodeThroughputMode` is the same where rows cross the network once per node: other buffers and kernels, the same calls.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
-from tilescale_net.kernels.moe.checks import ArgumentError
+from tilescale_net.kernels.moe.checks import CombineCall, DispatchCall, Phase
 from tilescale_net.kernels.moe.combine import combine_throughput, sum_combined
-from tilescale_net.kernels.moe.config import FP8, Config, as_words, shares
+from tilescale_net.kernels.moe.config import FP8_DTYPE, Config, Tuning, as_words, shares
 from tilescale_net.kernels.moe.dispatch import dispatch_throughput
-from tilescale_net.kernels.moe.handle import Choices, DispatchedByPlan, Handle, Pending, Plans, RoutingPlan
+from tilescale_net.kernels.moe.handle import DispatchedByPlan, Handle, Pending, Plans, RoutingPlan
 from tilescale_net.kernels.moe.layout import (
     NO_FAULT,
     CountsLayout,
-    Forwarders,
     NodeLayout,
     NodePlanOffsets,
     PlanOffsets,
@@ -27,11 +29,14 @@ from tilescale_net.kernels.moe.layout import (
     record_words,
     with_room,
 )
-from tilescale_net.kernels.moe.mode import DeferredStream, Launch, Mode, Phase, SideStream
+from tilescale_net.kernels.moe.mode import DeferredStream, Launch, Mode, OverNodes, SideStream
 from tilescale_net.kernels.moe.routing import plan_nodes, plan_routing
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.runtime.launch_args import kept
+
+if TYPE_CHECKING:
+    from tilescale_net.kernels.moe.all_to_all import AllToAll
 
 
 def placement_of(config: Config) -> str:
@@ -57,7 +62,7 @@ def shared_rows(config: Config, proxied: bool) -> dict[str, tuple[str, int, int,
     """
     c, placement = config, placement_of(config)
     sent, received = most_sent(c.ranks, c.max_tokens, c.top_k), rows_received(c)
-    payload = FP8 if c.quantize_combine else c.combine_dtype
+    payload = FP8_DTYPE if c.quantize_combine else c.combine_dtype
     arrivals = placement == "staged" or (proxied and placement == "expert")
     return {
         "dispatch.arrival": ("received", received if arrivals else 1, c.row_words, torch.int32),
@@ -67,7 +72,7 @@ def shared_rows(config: Config, proxied: bool) -> dict[str, tuple[str, int, int,
     }
 
 
-def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
+def symmetric_buffers(config: Config, tuning: Tuning, proxied: bool) -> BufferSpecs:
     """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype)."""
     c, R, M = config, config.ranks, config.max_tokens
     counts, W, placement = CountsLayout(c.num_experts, R), record_words(c.top_k), placement_of(c)
@@ -140,12 +145,13 @@ SUMS = ("y", "row_weight", "bias_0", "bias_1", "out", "tokens", "token_slot", "r
 
 
 class ThroughputMode(Mode):
-    """Many tokens: a routing plan is agreed before rows move; first halves run on a stream of their own."""
+    """Many tokens: a routing plan is agreed before rows move; send phases run on a stream of their own."""
 
-    node_plan_words = 0  # of a plan, see `NodeThroughputMode`
+    dispatch_takes: tuple[str, ...] = DISPATCH
+    combine_takes: tuple[str, ...] = COMBINE
     tiles: Tiles | None = None  # of rows that a dispatch brings
 
-    def __init__(self, base, config: Config, specs: BufferSpecs | None = None):
+    def __init__(self, base: AllToAll, config: Config, specs: BufferSpecs | None = None):
         super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
         R, c, tuning, device = config.ranks, config, base.tuning, base.device
         self._tuning, self._proxied = tuning, base.proxied
@@ -165,7 +171,7 @@ class ThroughputMode(Mode):
         shared = {"active": base.active, "status": base.status.tensor}
         words = CountsLayout(c.num_experts, R).words + (c.num_experts if c.tiles else 0)
         partial = torch.zeros((base.blocks, words), dtype=torch.int32, device=device)
-        if c.tiles:
+        if c.tile_rows is not None:
             calls = torch.zeros(1, dtype=torch.int64, device=device)
             self.tiles = Tiles(c.tile_rows, self._symmetric["dispatch.counted"], calls, c.tile_rows, base.blocks)
         self._fixed = {"routing": self._buffers("routing") | shared | {"partial": partial}}
@@ -181,6 +187,10 @@ class ThroughputMode(Mode):
         self._no_scales = torch.zeros((1, max(c.scale_words, 1)), dtype=torch.int32, device=device)
         self._no_row = torch.zeros((1, c.hidden), dtype=c.combine_dtype, device=device)
         self._no_values = torch.zeros((1, c.top_k), dtype=torch.float32, device=device)
+
+    @property
+    def _puts_staged(self) -> bool:  # rows of a dispatch that go to other nodes, each to its rank
+        return self._proxied
 
     @property
     def _shares_rows(self) -> bool:  # by dispatch and combine, see shared_rows
@@ -206,7 +216,7 @@ class ThroughputMode(Mode):
 
     def variants(self, everything: bool) -> list[Callable[[], object]]:
         by_rank, base = self._c.layout == "rank", self._base
-        ordinary = [
+        ordinary: list[Callable[[], object]] = [
             partial(self._routing_of, "int64", base.blocks),
             partial(self._dispatch_launch, base.blocks),
             partial(self._combine_of, base.blocks, "" if by_rank else "choices"),
@@ -235,8 +245,8 @@ class ThroughputMode(Mode):
         dispatch, combine = shares(self._tuning, blocks)
         return combine if kernel == "combine" else blocks if self.placement == "rank" else dispatch
 
-    def _in_nodes(self) -> dict[str, int]:
-        """What tells the kernel that plans how many ranks a node has, where that matters."""
+    def _route(self, kernel: str) -> dict[str, int]:
+        """What tells a kernel of nodes, and of forwarders between them."""
         return {}
 
     def _routing_of(self, index_dtype: str, blocks: int) -> Callable[..., None]:
@@ -246,7 +256,7 @@ class ThroughputMode(Mode):
         c, base = self._c, self._base
         kernel = plan_routing(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.capacity, c.alignment, blocks, base.threads, index_dtype,
-            **self._fewer(blocks), **self._in_nodes(), **({"ordered": True} if c.tiles else {}),
+            **self._fewer(blocks), **self._route("routing"), **({"ordered": True} if c.tiles else {}),
         )  # fmt: skip
         return Launch(kernel, self._fixed["routing"], _ROUTING, base.world)
 
@@ -256,13 +266,13 @@ class ThroughputMode(Mode):
     def _new_dispatch(self, blocks: int) -> Launch:
         c, base, t, senders = self._c, self._base, self._tuning, self._senders_of("dispatch", blocks)
         kernel = dispatch_throughput(
-            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, self.placement, self._proxied,
-            t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads,
-            **self._fewer(blocks, "dispatch"), **self._in_tiles(c.tiles),
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, self.placement,
+            self._puts_staged, t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads,
+            **self._fewer(blocks, "dispatch"), **self._in_tiles(c.tiles), **self._route("dispatch"),
         )  # fmt: skip
-        return Launch(kernel, self._fixed["dispatch"], DISPATCH, base.world, **self._forms("dispatch"))
+        return Launch(kernel, self._fixed["dispatch"], self.dispatch_takes, base.world, **self._forms("dispatch"))
 
-    def _in_tiles(self, tiles: int) -> dict[str, int]:
+    def _in_tiles(self, tiles: int) -> dict[str, int | None]:
         """What tells kernels to count tiles, or to wait for them."""
         return {"tile_rows": self._c.tile_rows, "tiles": tiles} if tiles else {}
 
@@ -273,16 +283,16 @@ class ThroughputMode(Mode):
 
     def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int, tiles: int = 0) -> Launch:
         c, base, t, senders = self._c, self._base, self._tuning, self._senders_of("combine", blocks)
-        payload = FP8 if c.quantize_combine else c.combine_dtype
+        payload = FP8_DTYPE if c.quantize_combine else c.combine_dtype
         if tiles:  # all blocks send
             senders = blocks = min(blocks, self._senders_of("combine"))
         kernel = combine_throughput(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), c.layout == "rank",
             weighted, c.quantize_combine, valued, biases, self._proxied, t.chunk,
             self._proxied_chunk(c.hidden * payload.itemsize), senders, blocks - senders, t.combine_threads,
-            **self._fewer(blocks, "combine"), **self._in_tiles(tiles),
+            **self._fewer(blocks, "combine"), **self._in_tiles(tiles), **self._route("combine"),
         )  # fmt: skip
-        given = (*COMBINE, *(_AWAITED if tiles else ()))
+        given = (*self.combine_takes, *(_AWAITED if tiles else ()))
         return Launch(kernel, self._fixed["combine"], given, base.world, **self._forms("combine"))
 
     def _sums_of(self, weighted: str, biases: int) -> Callable[..., None]:
@@ -290,7 +300,7 @@ class ThroughputMode(Mode):
 
     def _new_sums(self, weighted: str, biases: int) -> Launch:
         c, base, t = self._c, self._base, self._tuning
-        payload = FP8 if c.quantize_combine else c.combine_dtype
+        payload = FP8_DTYPE if c.quantize_combine else c.combine_dtype
         kernel = sum_combined(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted, c.quantize_combine,
             biases, self._proxied, t.chunk, self._proxied_chunk(c.hidden * payload.itemsize), base.all_blocks, t.combine_threads,
@@ -322,31 +332,32 @@ class ThroughputMode(Mode):
         """Rows and scales that dispatch fills when the caller brings none."""
         return self._output if self.symmetric_output else self.new_output()
 
-    def dispatch(
-        self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int, fault: ArgumentError | None = None
-    ) -> Pending:  # fmt: skip
+    def dispatch(self, call: DispatchCall) -> Pending:
         if self.tiles:
             self.tiles.next_call()
-        if phase is Phase.WHOLE:
-            return self._dispatch(x, scales, choices, out, blocks, fault)
-        tensors = [x, scales, *(() if isinstance(choices, Handle) else (choices.topk_idx, choices.topk_weights))]
+        if call.phase is Phase.WHOLE:
+            return self._dispatch(call)
+        choices = call.choices
+        tensors = [
+            call.x,
+            call.scales,
+            *(() if isinstance(choices, Handle) else (choices.topk_idx, choices.topk_weights)),
+        ]
         with self._stream.on_side([t for t in tensors if t is not None]) as event:
-            pending = self._dispatch(x, scales, choices, out, blocks)
+            pending = self._dispatch(call)
         pending.rest = event
         return pending
 
-    def _dispatch(self, x, scales, choices, out, blocks: int, fault: ArgumentError | None = None) -> Pending:
-        c = self._c
-        if isinstance(choices, Handle):
-            plan, handle = choices.plan, choices
+    def _dispatch(self, call: DispatchCall) -> Pending:
+        c, x, out = self._c, call.x, call.out
+        if isinstance(call.choices, Handle):
+            handle = call.choices
         else:
-            found = (fault.code, fault.value) if fault else (NO_FAULT, 0)
-            plan = self._plan_routing(
-                choices.topk_idx, choices.topk_weights, x.shape[0], blocks, *found, choices.cleared
-            )
-            handle = Handle(self._signature, plan, self._base.membership, choices.dropped)
-        tag = self._own_tag if out is None or not self.symmetric_output else output_tag(self._base.place(out[0]))
-        tag = fault.code if fault else tag
+            handle = Handle(self._signature, self._plan_routing(call), self._base.membership, call.choices.dropped)
+        if call.fault is not None:
+            tag = call.fault.code
+        else:
+            tag = self._own_tag if out is None or not self.symmetric_output else output_tag(self._base.place(out[0]))
         rows, row_scales = self._default_output() if out is None else out
         copied = self._in_place and not self.symmetric_output
         landing = self._landing if copied or rows is self._output[0] else (rows, row_scales)
@@ -355,22 +366,25 @@ class ThroughputMode(Mode):
             by_row = self._output[1] if self._in_place else new_scales(c, x.device)
             landing = landing if rows is self._output[0] else (rows, by_row)
             row_scales = new_scales(c, x.device, by_column=True) if row_scales is by_row else row_scales
-        self._move_rows(x, scales, plan, landing, tag, blocks)
+        self._stream.launch(
+            self._dispatch_launch(call.blocks), x, call.scales, *landing, tag, *self._moved_by(handle.plan)
+        )
         if copied:
             self._stream.launch(copy_output, (rows, row_scales), self._output)
         elif by_row is not None:
             self._stream.launch(copy_output, (row_scales,), (by_row,))
-        result = DispatchedByPlan(rows, self._seen_as(scales, row_scales), handle, c.layout == "rank")
+        result = DispatchedByPlan(rows, self._seen_as(call.scales, row_scales), handle, c.layout == "rank")
         return Pending("dispatch", handle, result, tiles=self.tiles)
 
     def start(self, pending: Pending) -> None:
         tiles, proxy = pending.tiles, self._base.world.proxy
+        assert tiles is not None
         if self._base.device.type == "cuda":
             # Not where a launch would return when the combine has ended, which waits for what follows.
             if pending.kind == "dispatch" or proxy is None or not proxy.holds_up_launches:
                 tiles.leave_multiprocessors()
         elif pending.kind == "dispatch":
-            self._stream.wait(pending.rest)  # the simulator runs a combine's kernels when the product has ended
+            self._stream.wait(pending.rest)  # the simulator runs a combine's kernels when the GEMM has ended
 
     def receive(self, pending: Pending) -> None:
         if pending.sums and self._base.device.type == "cuda":  # while the last rows are on their way
@@ -396,31 +410,24 @@ class ThroughputMode(Mode):
             "row_weight": ((c.capacity,), torch.float32),
         }
 
-    def _plan_routing(
-        self, topk_idx, topk_weights, tokens: int, blocks: int, fault: int = NO_FAULT, fault_value: int = 0,
-        cleared: bool = False,
-    ) -> RoutingPlan:  # fmt: skip
-        """Agree with all ranks on the routing of a dispatch; a fault makes them all refuse it.
+    def _plan_routing(self, call: DispatchCall) -> RoutingPlan:
+        """Agree with all ranks on the routing of a dispatch; a fault makes them all reject it.
 
-        Args:
-            topk_idx, topk_weights: [rows >= tokens, top_k].
-            cleared: a new plan of exactly these tokens, with zeros in the places of rows that do not exist.
+        `cleared`: a new plan of exactly these tokens, with zeros in the places of rows that do not exist.
         """
-        if cleared:
+        choices, fault, tokens = call.choices, call.fault, call.x.shape[0]
+        if choices.cleared:
             shapes = self._plan_shapes() | {"token_slot": ((max(tokens, 1), self._c.ranks), torch.int32)}
             device = self._base.device
             made = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes.values()]
             plan = RoutingPlan(tokens, *made)
         else:
             plan = self._plans.next(tokens)
-        routing = self._routing_of(dtype_name(topk_idx.dtype), blocks)
+        routing = self._routing_of(dtype_name(choices.topk_idx.dtype), call.blocks)
+        found = (NO_FAULT, 0) if fault is None else (fault.code, fault.value)
         _, *places = plan.arguments
-        self._stream.launch(routing, topk_idx, topk_weights, tokens, fault, fault_value, *places)
+        self._stream.launch(routing, choices.topk_idx, choices.topk_weights, tokens, *found, *places)
         return plan
-
-    def _move_rows(self, x, scales, plan: RoutingPlan, landing: tuple, tag: int, blocks: int) -> None:
-        """Launch the kernel that moves rows to `landing`, rows and scales."""
-        self._stream.launch(self._dispatch_launch(blocks), x, scales, *landing, tag, *self._moved_by(plan))
 
     def _moved_by(self, plan: RoutingPlan) -> tuple:
         """What the kernel that moves rows takes of a plan."""
@@ -429,41 +436,36 @@ class ThroughputMode(Mode):
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
-    def combine(
-        self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=(), tiles: Tiles | None = None,
-        code: int = NO_FAULT,
-    ) -> Pending:  # fmt: skip
-        pending = Pending("combine", handle, out, tiles=tiles)
-        if phase is Phase.WHOLE:
-            self._combine(y, handle.plan, out, weights, values, bias, blocks, code=code)
+    def combine(self, call: CombineCall) -> Pending:
+        pending = Pending("combine", call.handle, call.out, tiles=call.tiles)
+        if call.phase is Phase.WHOLE:
+            self._combine(call)
             return pending
-        tensors = [y, *bias, *([weights] if isinstance(weights, torch.Tensor) else [])]  # what the caller may drop
-        with self._stream.on_side(tensors) as pending.rest:
-            pending.sums = self._combine(y, handle.plan, out, weights, values, bias, blocks, tiles)
+        weights = [call.weights] if isinstance(call.weights, torch.Tensor) else []
+        with self._stream.on_side([call.y, *call.bias, *weights]) as pending.rest:  # what the caller may drop
+            pending.sums = self._combine(call)
         return pending
 
-    def _combine(
-        self, y, plan: RoutingPlan, out, weights, values, bias, blocks: int, tiles: Tiles | None = None,
-        code: int = NO_FAULT,
-    ) -> Callable[[], None] | None:  # fmt: skip
+    def _combine(self, call: CombineCall) -> Callable[[], None] | None:
         """Launch what sends and sums; what sums is given back where rows have tiles."""
+        y, plan, weights, bias, tiles = call.y, call.handle.plan, call.weights, call.bias, call.tiles
         by_row = isinstance(weights, torch.Tensor)
         weighted = "rows" if by_row else "choices" if weights and self._c.layout == "expert" else ""
         unused = plan.arguments[-1]  # stands in for what the kernel does not use
         row_weight, biases = weights if by_row else unused, (*bias, *(None,) * (2 - len(bias)))
-        valued, row_values, out_values = "", unused, None
-        if values is not None:
-            row_values, out_values = values
+        valued, row_values = "", unused
+        if call.values is not None:
+            row_values = call.values
             valued = "rows" if row_values.dim() == 1 else "choices"
             row_values = (row_values if row_values.numel() else self._no_values).view(-1)
         self._stream.launch(
-            self._combine_of(blocks, weighted, valued, len(bias), tiles.count if tiles else 0), y, row_weight, row_values,
-            *biases, out, out_values, code, plan.tokens, *self._summed_by(plan),
+            self._combine_of(call.blocks, weighted, valued, len(bias), tiles.count if tiles else 0), y, row_weight,
+            row_values, *biases, call.out, call.out_values, call.code, plan.tokens, *self._summed_by(plan),
             *((tiles.words, tiles.calls, tiles.growth) if tiles else ()),
         )  # fmt: skip
         if not tiles:
             return None
-        given = y, row_weight, *biases, out, plan.tokens, *self._summed_by(plan)
+        given = y, row_weight, *biases, call.out, plan.tokens, *self._summed_by(plan)
         return partial(self._stream.launch, self._sums_of(weighted, len(bias)), *given)
 
     def _summed_by(self, plan: RoutingPlan) -> tuple:
@@ -473,14 +475,12 @@ class ThroughputMode(Mode):
 
 # What a call gives to a launch, in this order.
 _NODES = ("tokens", "token_slot", "send_row", "totals", "node_plan")
-NODE_DISPATCH = (*DISPATCH, "node_plan")
-NODE_COMBINE = (*(name for name in COMBINE if name != "token_slot"), "node_plan")
 
 
 def _rows(config: Config, at: NodeLayout) -> dict[str, tuple[int, int, torch.dtype]]:
     """Buffers of rows: "kernel.parameter" -> (rows, columns, dtype). Dispatch and combine share the memory of theirs."""
     c, M = config, config.max_tokens
-    payload = FP8 if c.quantize_combine else c.combine_dtype
+    payload = FP8_DTYPE if c.quantize_combine else c.combine_dtype
     arrival = shared_rows(c, proxied=False)["dispatch.arrival"][1]
     back, kept = most_sent(at.origins, M, c.top_k), rows_received(c)
     # Rows that are not quantised lie behind the slots, see `_rows_of`.
@@ -501,62 +501,57 @@ def _words(rows: dict[str, tuple[int, int, torch.dtype]], kernel: str) -> int:
     return sum(-(-n * columns * dtype.itemsize // 256) * 64 for n, columns, dtype in found)
 
 
-def _forwarding_buffers(config: Config, tuning, at: NodeLayout) -> BufferSpecs:
-    """Symmetric memory of what a forwarder forwards, which grows with the sources that it serves."""
-    c, M, S = config, config.max_tokens, at.slots
-    scales, G, chunks, rows = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk), _rows(c, at)
-    ints, floats, words = torch.int32, torch.float32, torch.uint64
-    return {
-        "rows.shared": ((max(_words(rows, kernel) for kernel in ("dispatch", "combine")),), ints),
-        "nodes.heads_in": ((S, at.head_words), ints),
-        "nodes.pairs_in": ((S, M, 2 * at.size), ints),
-        "nodes.heads_arrived": ((S,), words),
-        "dispatch.to_forward_scales": ((S * M if c.scale_words else 1, scales), ints),
-        "dispatch.forward_arrived": ((S, chunks), words),
-        "combine.staged_scales": ((S * M if c.quantize_combine else 1, G), floats),
-        "combine.staged_values": ((S * M, c.top_k), floats),
-        "combine.slot_values": ((rows["combine.slots"][0], c.top_k), floats),
-        "combine.offered_values": ((rows["combine.offered"][0], c.top_k), floats),
-        "combine.offer_ready": ((at.lists, chunks), words),
-    }
+class NodeThroughputMode(OverNodes, ThroughputMode):
+    """Throughput mode where rows cross the network once per node."""
 
+    _shares_rows, _puts_staged = True, False
+    dispatch_takes = (*DISPATCH, "node_plan")
+    combine_takes = (*(name for name in COMBINE if name != "token_slot"), "node_plan")
 
-def node_symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
-    """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype).
-
-    Args:
-        masks: ranks that take part when they are not all, now and later.
-    """
-    c, M, at = config, config.max_tokens, with_room(config.ranks, nodes, masks)
-    staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
-    ints, floats, words = torch.int32, torch.float32, torch.uint64
-    base = symmetric_buffers(config, tuning, proxied=False)
-    return (
-        {name: spec for name, spec in base.items() if not name.startswith("rows.")}
-        | {
-            "nodes.heads_out": ((nodes, at.head_words), ints),
-            "nodes.pairs_out": ((nodes, M, 2 * at.size), ints),
-            "dispatch.staged_scales": ((staged if c.scale_words else 1, max(c.scale_words, 1)), ints),
-            "combine.slot_scales": (
-                (most_sent(at.origins, M, c.top_k) if c.quantize_combine else 1, groups_of(c.hidden)),
-                floats,
-            ),
-            "combine.arrived": ((at.origins, chunks), words),
+    @staticmethod
+    def carried(config: Config, tuning: Tuning, at: NodeLayout) -> BufferSpecs:
+        c, M, S = config, config.max_tokens, at.slots
+        scales, G, chunks, rows = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk), _rows(c, at)
+        ints, floats, words = torch.int32, torch.float32, torch.uint64
+        return {
+            "rows.shared": ((max(_words(rows, kernel) for kernel in ("dispatch", "combine")),), ints),
+            "nodes.heads_in": ((S, at.head_words), ints),
+            "nodes.pairs_in": ((S, M, 2 * at.size), ints),
+            "nodes.heads_arrived": ((S,), words),
+            "dispatch.to_forward_scales": ((S * M if c.scale_words else 1, scales), ints),
+            "dispatch.forward_arrived": ((S, chunks), words),
+            "combine.staged_scales": ((S * M if c.quantize_combine else 1, G), floats),
+            "combine.staged_values": ((S * M, c.top_k), floats),
+            "combine.slot_values": ((rows["combine.slots"][0], c.top_k), floats),
+            "combine.offered_values": ((rows["combine.offered"][0], c.top_k), floats),
+            "combine.offer_ready": ((at.lists, chunks), words),
         }
-        | _forwarding_buffers(c, tuning, at)
-    )
 
+    @staticmethod
+    def node_buffers(config: Config, tuning: Tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
+        c, M, at = config, config.max_tokens, with_room(config.ranks, nodes, masks)
+        staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
+        ints, floats, words = torch.int32, torch.float32, torch.uint64
+        base = symmetric_buffers(config, tuning, proxied=False)
+        return (
+            {name: spec for name, spec in base.items() if not name.startswith("rows.")}
+            | {
+                "nodes.heads_out": ((nodes, at.head_words), ints),
+                "nodes.pairs_out": ((nodes, M, 2 * at.size), ints),
+                "dispatch.staged_scales": ((staged if c.scale_words else 1, max(c.scale_words, 1)), ints),
+                "combine.slot_scales": (
+                    (most_sent(at.origins, M, c.top_k) if c.quantize_combine else 1, groups_of(c.hidden)),
+                    floats,
+                ),
+                "combine.arrived": ((at.origins, chunks), words),
+            }
+            | NodeThroughputMode.carried(c, tuning, at)
+        )
 
-class NodeThroughputMode(ThroughputMode):
-    """As its base, with forwarders between nodes; see layout.py."""
-
-    _shares_rows = True
-
-    def __init__(self, base, config: Config, masks: Sequence[tuple[bool, ...]]):
-        self._at = with_room(config.ranks, base.nodes, masks)
-        super().__init__(base, config, node_symmetric_buffers(config, base.tuning, base.nodes, masks))
+    def __init__(self, base: AllToAll, config: Config, masks: Sequence[tuple[bool, ...]]):
+        super().__init__(base, config, masks)
         self._fixed["nodes"] = self._buffers("nodes") | {"calls": base.counters(base.blocks)}
-        self._use_map(base.mask)
+        self._use_map(base.active_mask)
 
     def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
         c, found, begin = self._c, {}, 0
@@ -573,41 +568,18 @@ class NodeThroughputMode(ThroughputMode):
         return found
 
     @property
-    def sums_over(self) -> int:
-        return self._at.nodes
-
-    @property
     def node_plan_words(self) -> int:
         return NodePlanOffsets(self._at, self._c.max_tokens).words
-
-    def _use_map(self, mask: tuple[bool, ...]) -> None:
-        """Let the kernels go by the map of these members."""
-        words = Forwarders(mask, self._at.nodes).words(self._base.rank, self._at.slots)
-        node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
-        for fixed in ("nodes", "dispatch", "combine"):
-            self._fixed[fixed]["node_map"] = node_map
-
-    def regroup(self, mask: tuple[bool, ...]) -> None:
-        """A forwarder that is left out is replaced, by one that may then serve more sources than there was room for."""
-        at = with_room(self._c.ranks, self._at.nodes, [mask])
-        if at.slots > self._at.slots:
-            self._at = at
-            with torch.inference_mode(False):
-                grown = self._base.replace(self._symmetric, _forwarding_buffers(self._c, self._tuning, at))
-            self._symmetric.update(grown)
-            for kernel, fixed in self._fixed.items():
-                fixed.update(self._buffers(kernel) | self._rows_of(kernel))
-            self._plans = self._new_plans()
-        self._use_map(mask)
-        self._launches.clear()
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
     def variants(self, everything: bool) -> list[Callable[[], object]]:
         return [*super().variants(everything), functools.partial(self._nodes_launch, self._base.blocks)]
 
-    def _in_nodes(self) -> dict[str, int]:
-        return {"node_size": self._at.size}
+    def _route(self, kernel: str) -> dict[str, int]:
+        if kernel == "routing":
+            return {"node_size": self._at.size}
+        return {"nodes": self._at.nodes, "slots" if kernel == "dispatch" else "forwarder_slots": self._at.slots}
 
     def _nodes_launch(self, blocks: int) -> Callable[..., None]:
         return self._launch(self._new_nodes, blocks)
@@ -619,32 +591,12 @@ class NodeThroughputMode(ThroughputMode):
         )
         return Launch(kernel, self._fixed["nodes"], _NODES, base.world)
 
-    def _new_dispatch(self, blocks: int) -> Launch:
-        c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("dispatch", blocks)
-        kernel = dispatch_throughput(
-            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, self.placement, False, t.chunk,
-            self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads, nodes=at.nodes, slots=at.slots,
-            **self._fewer(blocks, "dispatch"),
-        )  # fmt: skip
-        return Launch(kernel, self._fixed["dispatch"], NODE_DISPATCH, base.world, **self._forms("dispatch"))
-
-    def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int) -> Launch:
-        c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("combine", blocks)
-        payload = FP8 if c.quantize_combine else c.combine_dtype
-        kernel = combine_throughput(
-            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), c.layout == "rank",
-            weighted, c.quantize_combine, valued, biases, True, t.chunk, self._proxied_chunk(c.hidden * payload.itemsize),
-            senders, blocks - senders, t.combine_threads, nodes=at.nodes, forwarder_slots=at.slots,
-            **self._fewer(blocks, "combine"),
-        )  # fmt: skip
-        return Launch(kernel, self._fixed["combine"], NODE_COMBINE, base.world, **self._forms("combine"))
-
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def _plan_routing(self, topk_idx, topk_weights, tokens: int, blocks: int, *fault, **options) -> RoutingPlan:
-        plan = super()._plan_routing(topk_idx, topk_weights, tokens, blocks, *fault, **options)
+    def _plan_routing(self, call: DispatchCall) -> RoutingPlan:
+        plan = super()._plan_routing(call)
         node_plan, _, send_row, token_slot, _, totals, _, _ = plan.arguments
-        self._stream.launch(self._nodes_launch(blocks), tokens, token_slot, send_row, totals, node_plan)
+        self._stream.launch(self._nodes_launch(call.blocks), plan.tokens, token_slot, send_row, totals, node_plan)
         return plan
 
     def _moved_by(self, plan: RoutingPlan) -> tuple:

@@ -10,7 +10,7 @@ import tvm_ffi
 
 from tilescale_net.kernels.moe import checks
 from tilescale_net.kernels.moe.checks import ArgumentError
-from tilescale_net.kernels.moe.handle import MANY, Empty, Vectors
+from tilescale_net.kernels.moe.handle import POOL_SIZE, LikeFactory, TensorPool
 from tilescale_net.runtime import launch_args
 from tilescale_net.runtime.launch_args import StreamOrder
 
@@ -128,15 +128,15 @@ def test_checks_agree_with_python():
 
 
 def test_new_tensors():
-    rows = Empty((3, 8), torch.float16, torch.device("cpu"))
+    rows = LikeFactory((3, 8), torch.float16, torch.device("cpu"))
     for count in (0, 1, 5, 5):
         made = rows(count)
         assert made.shape == (count, 3, 8) and made.is_contiguous() and made.dtype == torch.float16
     with torch.inference_mode():
-        assert Empty((2,), torch.int32, torch.device("cpu"))(2).is_inference()
+        assert LikeFactory((2,), torch.int32, torch.device("cpu"))(2).is_inference()
     for length in (8, 3):
-        vectors = Vectors(length, torch.device("cpu"))
-        given = [vectors.next(stream) for stream in ("a", "b", None) for _ in range(MANY + 1)]
+        vectors = TensorPool(length, torch.device("cpu"))
+        given = [vectors.next(stream) for stream in ("a", "b", None) for _ in range(POOL_SIZE + 1)]
         for number, vector in enumerate(given):
             assert vector.shape == (length,) and vector.is_contiguous()
             vector.fill_(number)

@@ -7,18 +7,16 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.deep_ep import high_throughput, low_latency
-from tilescale_net.deep_ep.groups import group_of, join, leave
+from tilescale_net.deep_ep.groups import group_of
 from tilescale_net.deep_ep.high_throughput import Bias
-from tilescale_net.deep_ep.objects import Config, Objects, low_latency_bytes
+from tilescale_net.deep_ep.objects import Config, GroupBuffer, low_latency_bytes
 from tilescale_net.deep_ep.utils import EventHandle, EventOverlap, begin, end
 from tilescale_net.kernels.moe.handle import Rows
-from tilescale_net.runtime.groups import MadeByRanks
-from tilescale_net.runtime.world import World
 
 SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is given
 
 
-class Buffer(MadeByRanks):
+class Buffer(GroupBuffer):
     """Communication of the ranks of a group. Made, used and destroyed by all of them together.
 
     Args:
@@ -43,7 +41,6 @@ class Buffer(MadeByRanks):
     """
 
     num_sms: int = 20
-    runtime = None
 
     def __init__(
         self, group: "tsn.Group" = None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
@@ -52,28 +49,10 @@ class Buffer(MadeByRanks):
     ):  # fmt: skip
         if comm is not None:
             group = group_of(comm)
-        self._world = join(group, num_nvl_bytes + num_rdma_bytes)
+        super().__init__(group, num_nvl_bytes + num_rdma_bytes, enable_shrink)
         self.rank, self.group_size, self.group = self._world.rank, self._world.size, group
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self._objects = Objects(self._world, enable_shrink)
-        self._alive = True
-
-    @property
-    def alive(self) -> bool:
-        """Whether neither destroy() nor finalize() was called."""
-        return self._alive and not self._world.closed
-
-    @property
-    def _made_in(self) -> World:
-        return self._world
-
-    def destroy(self) -> None:
-        """Give memory back, and the world if a Buffer has made it and this is the last one. Collective."""
-        if self._alive:
-            self._alive = False
-            self._objects.free()
-            leave(self._world)
 
     # -- settings and sizes -----------------------------------------------------------------------------------------
 
@@ -110,10 +89,6 @@ class Buffer(MadeByRanks):
     ) -> int:
         """Bytes that low-latency calls of this shape need, in BF16 and in FP8 together."""
         return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """A stream for the caller; work of this Buffer runs on the current stream."""
-        return self._objects.comm_stream()
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -174,7 +149,7 @@ class Buffer(MadeByRanks):
             event. With a handle, and without choices, None in place of what is missing.
 
         Raises:
-            ValueError, TypeError, HeapError: what `kernels.moe.AllToAll.dispatch` refuses, on all ranks.
+            ValueError, TypeError, HeapError: what `kernels.moe.AllToAll.dispatch` rejects, on all ranks.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
         num_sms = config.num_sms if config is not None else Buffer.num_sms
@@ -306,7 +281,7 @@ class Buffer(MadeByRanks):
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Fill `mask_status` [ranks] with 1 for ranks that are masked, by the caller or because they are lost, else 0.
 
-        With enable_shrink a rank that dies, or does not come within TSN_TIMEOUT, is lost. Low-latency calls under way then
+        With enable_shrink a rank that dies, or does not come within TSN_TIMEOUT, is lost. Low-latency calls in flight then
         give no rows and zeros on all others, and later ones go on without it: repeat the step when the mask has changed.
         """
         self._objects.masks.query(mask_status)

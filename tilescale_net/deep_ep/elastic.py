@@ -1,21 +1,18 @@
 """The interface of DeepEP's second version for dispatch and combine: ElasticBuffer and its EPHandle."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 import tilescale_net as tsn
-from tilescale_net.deep_ep.groups import join, leave
 from tilescale_net.deep_ep.high_throughput import Bias, biases_of, fresh, joined, parts
-from tilescale_net.deep_ep.objects import EXPERTS, Objects, widest
+from tilescale_net.deep_ep.objects import EXPERTS, GroupBuffer, widest
 from tilescale_net.deep_ep.utils import EventHandle, EventOverlap, begin, end
 from tilescale_net.errors import TileScaleError
-from tilescale_net.kernels.moe import AllToAll, Handle, metadata
+from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.layout import PlanOffsets
-from tilescale_net.runtime.groups import MadeByRanks
-from tilescale_net.runtime.world import World
 
 NUM_SMS = 24  # blocks of a kernel where a call does not say
 
@@ -70,7 +67,7 @@ class EPHandle:
         return slots.gather(1, rank.clamp(min=0)).masked_fill(rank < 0, -1)
 
 
-class ElasticBuffer(MadeByRanks):
+class ElasticBuffer(GroupBuffer):
     """Dispatch and combine of the ranks of a group. Made, used and destroyed by all of them together.
 
     Args:
@@ -81,7 +78,7 @@ class ElasticBuffer(MadeByRanks):
         allow_multiple_reduction: False: a sum is rounded once. Where rows are summed before they travel, with do_expand and on
             several nodes, they travel in float32 then, which takes twice the time and memory.
         The others change nothing: results never depend on timing, each rank sums its experts' rows before they travel, and
-        TSN_TIMEOUT limits waits of the host and of the GPU in the place of num_cpu_timeout_secs and
+        TSN_TIMEOUT limits waits of the host and of the GPU instead of num_cpu_timeout_secs and
         num_gpu_timeout_secs. Rows cross the network once per node.
 
     Attributes:
@@ -93,7 +90,6 @@ class ElasticBuffer(MadeByRanks):
     """
 
     num_allocated_qps = 0
-    runtime = None
 
     def __init__(
         self, group: "tsn.Group", num_bytes: int | None = None, num_cpu_bytes: int = 0, num_max_tokens_per_rank: int = 0,
@@ -106,44 +102,22 @@ class ElasticBuffer(MadeByRanks):
             raise TileScaleError("deep_ep.ElasticBuffer: num_cpu_bytes (Engram) is not supported; leave it out")
         self._rounds_once = not allow_multiple_reduction
         if num_bytes is None and hidden and num_max_tokens_per_rank:
-            sizes = (
-                num_max_tokens_per_rank,
-                hidden,
-                num_topk,
-                use_fp8_dispatch,
-                allow_hybrid_mode,
+            num_bytes = self.get_buffer_size_hint(
+                group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_hybrid_mode,
                 allow_multiple_reduction,
-            )
-            num_bytes = self.get_buffer_size_hint(group, *sizes)
+            )  # fmt: skip
         self.num_bytes = num_bytes or 0
-        self._world = join(group, self.num_bytes)
+        super().__init__(group, self.num_bytes)
         self.group, self.rank_idx, self.num_ranks = group, self._world.rank, self._world.size
         self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
-        self._objects, self._alive = Objects(self._world), True
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.allow_hybrid_mode, self.deterministic = allow_hybrid_mode, deterministic
 
-    @property
-    def alive(self) -> bool:
-        """Whether neither destroy() nor finalize() was called."""
-        return self._alive and not self._world.closed
-
-    @property
-    def _made_in(self) -> World:
-        return self._world
-
-    def destroy(self) -> None:
-        """As `Buffer.destroy`. Collective."""
-        if self._alive:
-            self._alive = False
-            self._objects.free()
-            leave(self._world)
-
     @staticmethod
     def get_buffer_size_hint(
-        group: ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
+        group: Any, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
         allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
     ) -> int:  # fmt: skip
         """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is requested.
@@ -154,7 +128,9 @@ class ElasticBuffer(MadeByRanks):
         sizes = -(-EXPERTS // ranks) * ranks, num_max_tokens_per_rank, hidden, num_topk or 8
         dtypes = [torch.bfloat16, torch.float8_e4m3fn][: 1 + use_fp8_dispatch]
         layouts = dict(layout="rank"), dict(layout="expert", zero_copy=False)
-        options = dict(combine_dtype=torch.bfloat16 if allow_multiple_reduction else torch.float32, ranks=ranks)
+        options: dict[str, Any] = dict(
+            combine_dtype=torch.bfloat16 if allow_multiple_reduction else torch.float32, ranks=ranks
+        )
         kinds = [(dtype, layout) for dtype in dtypes for layout in layouts]
         return widest(
             ranks,
@@ -165,10 +141,6 @@ class ElasticBuffer(MadeByRanks):
     def capture() -> EventHandle:
         """An event on the current stream."""
         return EventHandle()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """A stream for the caller; work of this buffer runs on the current stream."""
-        return self._objects.comm_stream()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait until the kernels of all ranks have ended, and all are here."""
@@ -209,7 +181,7 @@ class ElasticBuffer(MadeByRanks):
             topk_idx, topk_weights: [tokens, top_k], of choices, -1 for none, and their weights.
             handle: of an earlier dispatch: its choices, with other rows and, if one likes, other weights.
             num_experts, num_max_tokens_per_rank, expert_alignment: by default those of the handle; the last is 1 else.
-            do_cpu_sync: wait on the host for the number of rows, so that results have exactly so many; default, unless there
+            do_cpu_sync: wait on the host for the number of rows, so that results have exactly that many; default, unless there
                 is a handle. Otherwise they have room for the worst case.
             do_expand: a row for each choice, ordered by expert, instead of one for each token.
             do_zero_padding: with do_expand, zeros in the gaps of the alignment: rows, scales and weights.
@@ -221,7 +193,7 @@ class ElasticBuffer(MadeByRanks):
             do_expand), weights ([rows, top_k], with do_expand [rows]; None where none were given), EPHandle, event.
 
         Raises:
-            ValueError, TypeError, HeapError: what `kernels.moe.AllToAll.dispatch` refuses, on all ranks.
+            ValueError, TypeError, HeapError: what `kernels.moe.AllToAll.dispatch` rejects, on all ranks.
         """
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
@@ -238,6 +210,7 @@ class ElasticBuffer(MadeByRanks):
             num_experts, num_max_tokens_per_rank, expert_alignment = fixed
         if num_experts is None:
             raise ValueError("dispatch: give num_experts")
+        assert topk_idx is not None
         num_sms = num_sms or (known.num_sms if known is not None else NUM_SMS)
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         room = self._room(most) if known is None else known._op.config.max_tokens
@@ -252,8 +225,9 @@ class ElasticBuffer(MadeByRanks):
         if known is not None and topk_weights is None:
             received = op.dispatch(joined(rows, scales), handle=known._handle, blocks=blocks)
         else:
-            given = topk_idx.contiguous(), topk_weights
-            received = op.dispatch(joined(rows, scales), *given, blocks=blocks, max_tokens=most)
+            received = op.dispatch(
+                joined(rows, scales), topk_idx.contiguous(), topk_weights, blocks=blocks, max_tokens=most
+            )
         syncs = known is None if do_cpu_sync is None else do_cpu_sync
         if known is None:
             known = _handle_of(
@@ -270,12 +244,12 @@ class ElasticBuffer(MadeByRanks):
             out_scales = _column_major(out_scales)
         weights = None
         if topk_weights is not None:
-            weights = received.row_weight if do_expand else metadata(received.handle).topk_weights
-            weights = weights[:count] if gaps is None else weights[:count].masked_fill(gaps[:count], 0.0)
+            found: Any = received.row_weight if do_expand else metadata(received.handle).topk_weights
+            weights = found[:count] if gaps is None else found[:count].masked_fill(gaps[:count], 0.0)
         return joined(out, out_scales), known.recv_topk_idx, weights, known, end(async_with_compute_stream)
 
     def _room(self, most: int) -> int:
-        """Tokens of a rank for which there is an object, where a call has so many at most: no number has one of its own."""
+        """Tokens of a rank for which there is an object, where a call has that many at most: no number has one of its own."""
         return (
             self.num_max_tokens_per_rank
             if most <= self.num_max_tokens_per_rank
@@ -320,7 +294,14 @@ class ElasticBuffer(MadeByRanks):
 
 
 def _handle_of(
-    op: AllToAll, received, topk_idx, do_expand: bool, num_sms: int, syncs: bool, node_size: int, most: int
+    op: AllToAll,
+    received: Dispatched,
+    topk_idx: torch.Tensor,
+    do_expand: bool,
+    num_sms: int,
+    syncs: bool,
+    node_size: int,
+    most: int,
 ) -> EPHandle:
     c, handle = op.config, received.handle
     at, totals = PlanOffsets(c.ranks, c.local_experts), handle.plan.totals
@@ -332,7 +313,7 @@ def _handle_of(
         else min(c.capacity, c.ranks * most * c.top_k + c.local_experts * (c.alignment - 1))
     )
     per_expert = [-(-n // c.alignment) * c.alignment for n in counts.tolist()] if syncs else []
-    meta = metadata(handle)
+    meta: Any = metadata(handle)
     there = meta.source_rank >= 0
     choice = torch.arange(c.top_k, device=totals.device)
     last = torch.where(meta.topk_idx >= 0, choice, -1).amax(1)
@@ -352,7 +333,7 @@ def _handle_of(
     )  # fmt: skip
 
 
-def _gaps(received, rows: int) -> torch.Tensor:
+def _gaps(received: Any, rows: int) -> torch.Tensor:
     """Which rows of an expert-major output stand for nothing, bool [rows]."""
     index = torch.arange(rows, dtype=torch.int32, device=received.counts.device)
     expert = torch.searchsorted(received.offsets[1:].contiguous(), index, right=True).clamp(

@@ -1,10 +1,13 @@
 """The ranks of a Buffer: its world, its nodes, the groups of mpi4py's communicators, and the ranks that are masked."""
 
+from __future__ import annotations
+
 import os
 import socket
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +16,13 @@ import tilescale_net as tsn
 from tilescale_net.errors import ConfigurationError, FabricError, PeerLost, TileScaleError, WaitTimeout
 from tilescale_net.runtime import groups, placement, settings, this_host, worlds
 from tilescale_net.runtime.groups import StoreGroup
+from tilescale_net.runtime.world import World
 
 # Worlds that buffers have made, and how many of them use each.
-_users: dict = {}
+_users: dict[World, int] = {}
 
 
-def join(group, nbytes: int):
+def join(group: tsn.Group, nbytes: int) -> World:
     """The world of a group; made, with a heap of at least `nbytes` bytes, if it does not exist."""
     try:
         world = tsn.world(group)
@@ -26,6 +30,7 @@ def join(group, nbytes: int):
         raise
     except tsn.TileScaleError:
         on_gpu = settings.device_kind() == "cuda"
+        assert not isinstance(group, World)
         world = tsn.init(max(settings.heap_bytes(None, on_gpu), nbytes), group=group)
         _users[world] = 0
     if world in _users:
@@ -33,7 +38,7 @@ def join(group, nbytes: int):
     return world
 
 
-def leave(world) -> None:
+def leave(world: World) -> None:
     """Give a world back; the last buffer ends one that a buffer has made."""
     if world in _users:
         _users[world] -= 1
@@ -73,7 +78,7 @@ _known: list[
 ] = []  # communicators and what was made of them; both live as long as the process
 
 
-def group_of(comm) -> StoreGroup:
+def group_of(comm: Any) -> StoreGroup:
     """The group of a communicator, the same at every call. Collective over its ranks.
 
     Args:
@@ -151,7 +156,7 @@ class Masks:
         shrinks: the same.
     """
 
-    def __init__(self, world, shrinks: bool):
+    def __init__(self, world: World, shrinks: bool):
         self._world, self.shrinks = world, shrinks
         self._asked: set[int] = set()  # to be left out from the next call on
         self._warned_of: list[int] = []
@@ -205,7 +210,7 @@ class Masks:
         self._dispatches.begun += 1
         return self._dispatches.begun <= self._dispatches.void
 
-    def survive(self, call: Callable, nothing: Callable):
+    def survive(self, call: Callable[[], Any], nothing: Callable[[], Any]) -> Any:
         """The result of `call()`; where ranks are lost before it ends, the others go on and it is that of `nothing()`."""
         if not self.shrinks:
             self._leave_out()

@@ -1,7 +1,7 @@
 """DeepEP's high-throughput mode: layouts, dispatch and combine of any number of tokens."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,6 +11,7 @@ from tilescale_net.errors import HeapError
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.layout import PlanOffsets
+from tilescale_net.runtime.world import World
 
 # What combine adds to its sums: one or two tensors; of two, one may be missing.
 Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
@@ -39,7 +40,7 @@ class Routing:
 def layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens per rank [ranks] and per expert [num_experts] (int32), and to which ranks each goes [tokens, ranks].
 
-    Ids beyond the experts count for nothing here, as -1 does; the dispatch refuses them by name, on all ranks.
+    Ids beyond the experts count for nothing here, as -1 does; the dispatch rejects them by name, on all ranks.
     """
     if topk_idx.dim() != 2 or num_experts % ranks:
         raise ValueError(
@@ -56,7 +57,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[torch.
     return in_rank.sum(0, dtype=torch.int32), counts[:num_experts].clone(), in_rank.contiguous()
 
 
-def _widened(tensor: torch.Tensor, width: int, fill) -> torch.Tensor:
+def _widened(tensor: torch.Tensor, width: int, fill: float) -> torch.Tensor:
     """Columns up to `width`, missing ones of `fill`."""
     missing = width - tensor.shape[1]
     return torch.nn.functional.pad(tensor, (0, missing), value=fill) if missing else tensor.contiguous()
@@ -70,7 +71,9 @@ def parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
     return rows.contiguous(), None if scales is None else scales.contiguous()
 
 
-def _object(objects: Objects, experts: int, max_tokens: int, rows, scales, top_k: int, num_sms: int) -> AllToAll:
+def _object(
+    objects: Objects, experts: int, max_tokens: int, rows: torch.Tensor, scales: torch.Tensor | None, top_k: int, num_sms: int
+) -> AllToAll:  # fmt: skip
     words = None if scales is None else scales.shape[-1]
     return objects.high_throughput(experts, max_tokens, rows.shape[1], top_k, rows.dtype, num_sms, words)
 
@@ -88,7 +91,7 @@ def fresh(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return out
 
 
-def _results(x, received: Dispatched, rows: int):
+def _results(x: Rows, received: Dispatched, rows: int) -> Rows:
     """Rows, and scales in the dimensions that `x` has them."""
     if received.scales is None:
         return fresh(received.x, rows)
@@ -96,7 +99,7 @@ def _results(x, received: Dispatched, rows: int):
     return fresh(received.x, rows), scales[:, 0] if x[1].dim() == 1 else scales
 
 
-def dispatch_again(objects: Objects, x, routing: Routing, num_sms: int):
+def dispatch_again(objects: Objects, x: Rows, routing: Routing, num_sms: int) -> Rows:
     """Other rows with a routing that is known."""
     objects.order.follow()
     rows, scales = parts(x)
@@ -108,19 +111,20 @@ def dispatch_again(objects: Objects, x, routing: Routing, num_sms: int):
 
 
 def dispatch(
-    objects: Objects, x, topk_idx, topk_weights, in_rank, per_expert, alignment: int, worst: int, num_sms: int
-):
+    objects: Objects, x: Rows, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, in_rank: torch.Tensor,
+    per_expert: torch.Tensor, alignment: int, worst: int, num_sms: int,
+) -> tuple:  # fmt: skip
     """Rows with a new routing: (rows, topk_idx, topk_weights, rows per expert, rank prefix matrix, Routing)."""
     objects.order.follow()
     rows, scales = parts(x)
     ranks, experts, tokens = objects.world.size, len(per_expert), len(rows)
-    by_choice = topk_idx is not None
     objects.calls.note("dispatch: {} experts, hidden {}, {}", experts, rows.shape[1], rows.dtype)
-    top_k = topk_idx.shape[1] if by_choice else 0
+    top_k = 0 if topk_idx is None else topk_idx.shape[1]
     # Calls without choices use the object of those with.
     objects.top_k = max(top_k, ranks, objects.top_k)
     width = max(top_k, min(objects.top_k, experts))
-    if by_choice:
+    given: dict[str, Any]
+    if topk_idx is not None:
         choices = _widened(topk_idx, width, -1)
         weights = None if topk_weights is None else _widened(topk_weights, width, 0.0)
         given = dict(topk_idx=choices, topk_weights=weights)
@@ -137,26 +141,28 @@ def dispatch(
                 op.check()
             break
         except (ValueError, TypeError, HeapError):
-            # All ranks are here: what one of them refuses, check raises on all.
+            # All ranks are here: what one of them rejects, check raises on all.
             if worst or not objects.grow(tokens):
                 raise
     routing = Routing(op, received.handle, top_k, worst)
-    counts = [] if worst else _counts(objects, received, per_expert, by_choice, alignment)
+    counts = [] if worst else _counts(objects, received, per_expert, topk_idx is not None, alignment)
     recv_idx = recv_weights = None
-    if by_choice:
-        meta = metadata(received.handle)
+    if topk_idx is not None:
+        meta: Any = metadata(received.handle)
         recv_idx = _padded(meta.topk_idx[:, :top_k], routing.rows, -1)
         recv_weights = _padded(meta.topk_weights[:, :top_k], routing.rows, 0.0)
         recv_weights = None if topk_weights is None else recv_weights
     return _results(x, received, routing.rows), recv_idx, recv_weights, counts, _prefix(objects.world, routing), routing
 
 
-def _padded(tensor: torch.Tensor, rows: int, fill) -> torch.Tensor:
+def _padded(tensor: torch.Tensor, rows: int, fill: float) -> torch.Tensor:
     missing = rows - len(tensor)
     return torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=fill) if missing > 0 else tensor[:rows].clone()
 
 
-def _counts(objects: Objects, received: Dispatched, per_expert, by_choice: bool, alignment: int) -> list[int]:
+def _counts(
+    objects: Objects, received: Dispatched, per_expert: torch.Tensor, by_choice: bool, alignment: int
+) -> list[int]:
     """Rows per local expert, up to the next multiple of the alignment. A mask has no experts: ranks add up."""
     world, control = objects.world, objects.world.control
     if by_choice:
@@ -171,7 +177,7 @@ def _counts(objects: Objects, received: Dispatched, per_expert, by_choice: bool,
     return [-(-n // alignment) * alignment for n in counts]
 
 
-def _prefix(world, routing: Routing) -> torch.Tensor:
+def _prefix(world: World, routing: Routing) -> torch.Tensor:
     """[ranks, ranks]: in this rank's column, rows from all ranks up to each; -1 in the others, unknown here."""
     c = routing.op.config
     at = PlanOffsets(c.ranks, c.local_experts).received_base + 1
@@ -186,12 +192,14 @@ def biases_of(bias: Bias) -> tuple[torch.Tensor, ...]:
     return tuple(b.contiguous() for b in given if b is not None)
 
 
-def combine(objects: Objects, x: torch.Tensor, routing: Routing, topk_weights, bias, num_sms: int):
+def combine(
+    objects: Objects, x: torch.Tensor, routing: Routing, topk_weights: torch.Tensor | None, bias: Bias, num_sms: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(sums over ranks [tokens, hidden], sums of weights [tokens, top_k] or None)."""
     objects.order.follow()
     op, handle = routing.op, routing.handle
     objects.calls.note("combine{}: hidden {}", "" if topk_weights is None else " with weights", x.shape[-1])
-    how = dict(bias=biases_of(bias), blocks=objects.blocks(op, num_sms))
+    how: dict[str, Any] = dict(bias=biases_of(bias), blocks=objects.blocks(op, num_sms))
     if topk_weights is None:
         return op.combine(x.contiguous(), handle, weighted=False, **how), None
     values = _widened(topk_weights, op.config.top_k, 0.0)

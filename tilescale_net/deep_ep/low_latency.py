@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tilescale_net.deep_ep.objects import Objects
 from tilescale_net.kernels.moe import Dispatched, Handle
-from tilescale_net.kernels.moe.handle import ReceivedRows
+from tilescale_net.kernels.moe.handle import ReceivedRows, Rows
 from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX
 
 MANTISSA = 23  # bits of a float32
@@ -85,15 +86,15 @@ class LowLatencyHandle(tuple):
         handle.routing = routing
         return handle
 
-    def __getitem__(self, at):
+    def __getitem__(self, at: Any) -> Any:
         return tuple(self)[at] if isinstance(at, slice) or at in (1, 1 - len(self)) else super().__getitem__(at)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         for place, part in enumerate(super().__iter__()):
             yield _ranges(part) if place == 1 else part
 
 
-def routing_of(handle) -> Routing:
+def routing_of(handle: object) -> Routing:
     """What a dispatch has left for its combines. Raises TypeError for what is not its handle."""
     if not isinstance(handle, LowLatencyHandle):
         raise TypeError(
@@ -113,12 +114,12 @@ def _for_exponents(scales: torch.Tensor) -> torch.Tensor:
     return torch.empty((experts, groups // 4, rows), dtype=torch.int32, device=scales.device).transpose(1, 2)
 
 
-def _nothing(ranks: int, tokens: int, sizes: tuple, device) -> Dispatched:
-    """What a dispatch gives that was under way when ranks were lost: no rows."""
+def _nothing(ranks: int, tokens: int, sizes: tuple, device: torch.device) -> Dispatched:
+    """What a dispatch gives that was in flight when ranks were lost: no rows."""
     experts, max_tokens, hidden, top_k, dtype = sizes
     local, rows = experts // ranks, ranks * max_tokens
 
-    plan = ReceivedRows.of_nobody(tokens, ranks, max_tokens, local, top_k, device=device)
+    plan = ReceivedRows.empty(tokens, ranks, max_tokens, local, top_k, device=device)
     x = torch.zeros((local, rows, hidden), dtype=dtype, device=device)
     fp8, groups = dtype == torch.float8_e4m3fn, hidden // GROUP
     scales = x.new_zeros((local, groups, rows), dtype=torch.float32).transpose(1, 2) if fp8 else None
@@ -133,9 +134,10 @@ def _clear(received: Dispatched) -> None:
 
 
 def dispatch(
-    objects: Objects, x: torch.Tensor, topk_idx: torch.Tensor, max_tokens: int, num_experts: int, stats, use_fp8: bool,
-    round_scale: bool, use_ue8m0: bool, in_halves: bool, waited=None,
-):  # fmt: skip
+    objects: Objects, x: torch.Tensor, topk_idx: torch.Tensor, max_tokens: int, num_experts: int,
+    stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, in_phases: bool,
+    waited: torch.Tensor | None = None,
+) -> tuple[Rows, torch.Tensor, LowLatencyHandle, Callable[[], None] | None]:  # fmt: skip
     """(rows or (rows, scales), rows per expert, handle, what ends the call or None)."""
     hidden, masks = x.shape[1], objects.masks
     objects.order.follow()
@@ -147,15 +149,15 @@ def dispatch(
     sizes = num_experts, max_tokens, hidden, topk_idx.shape[1], dtype
     objects.calls.note(_DISPATCH, *sizes)
 
-    def send():
+    def send() -> tuple[Any, ...]:
         op = objects.low_latency("dispatch", *sizes)
-        given = quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
-        if not in_halves:
+        given: Rows = quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
+        if not in_phases:
             return op, None, op.dispatch(given, topk_idx.contiguous(), waited=waited), masks.members
         pending = op.dispatch_send(given, topk_idx.contiguous(), waited=waited)
         return op, pending, pending.result, masks.members
 
-    def nothing():
+    def nothing() -> tuple[Any, ...]:
         return None, None, _nothing(objects.world.size, len(x), sizes, x.device), None
 
     void = masks.begin_dispatch()
@@ -180,15 +182,21 @@ def dispatch(
         masks.survive(receive, lambda: _clear(received))
         finish()
 
-    if not in_halves:
+    if not in_phases:
         finish()
     rows = received.x if out_scales is None else (received.x, out_scales)
     handle = LowLatencyHandle.of(Routing(sizes, received, members))
-    return rows, received.counts, handle, hook if in_halves else None
+    return rows, received.counts, handle, hook if in_phases else None
 
 
 def combine(
-    objects: Objects, x: torch.Tensor, topk_weights: torch.Tensor, routing: Routing, out, in_halves: bool, waited=None
+    objects: Objects,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    routing: Routing,
+    out: torch.Tensor | None,
+    in_phases: bool,
+    waited: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """(sums [tokens, hidden], what ends the call or None)."""
     received, masks, members = routing.received, objects.masks, routing.members
@@ -197,12 +205,12 @@ def combine(
     if out is None:
         out = x.new_empty((received.handle.plan.tokens, x.shape[-1]))
 
-    def send():
+    def send() -> tuple[Any, ...]:
         if masks.members is not members:
             return None, out.zero_()
         op = objects.low_latency("combine", *routing.sizes)
-        given = dict(out=out, weights=topk_weights.float().contiguous(), waited=waited)
-        if not in_halves:
+        given: dict[str, Any] = dict(out=out, weights=topk_weights.float().contiguous(), waited=waited)
+        if not in_phases:
             return None, op.combine(x.contiguous(), received.handle, **given)
         pending = op.combine_send(x.contiguous(), received.handle, **given)
         return lambda: op.combine_recv(pending), pending.result
@@ -214,4 +222,4 @@ def combine(
         if receive is not None:
             masks.survive(receive if masks.members is members else result.zero_, result.zero_)
 
-    return result, hook if in_halves else None
+    return result, hook if in_phases else None

@@ -6,6 +6,8 @@ all ranks, which then agree on a larger object and repeat the call. Objects that
 of another world of the same ranks.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +16,14 @@ from typing import Any
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.deep_ep.groups import Masks
+from tilescale_net.deep_ep.groups import Masks, join, leave
 from tilescale_net.errors import HeapError, TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import settings, worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
+from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.launch_args import StreamOrder
+from tilescale_net.runtime.world import World
 
 IN_FLIGHT = 2  # low-latency calls of a kind that may be sent and not received
 
@@ -34,16 +38,16 @@ class Objects:
     Attributes:
         masks: the ranks that are masked.
         calls: noted by every call, so that ranks that differ learn of it.
-        order: of calls on different streams; each call, and each half of one, calls its `follow` first.
+        order: of calls on different streams; each call, and each phase of one, calls its `follow` first.
         max_tokens, top_k: of the high-throughput object that new routings use; 0 before the first.
     """
 
-    def __init__(self, world, shrinks: bool = False):
+    def __init__(self, world: World, shrinks: bool = False):
         self.calls = world.calls.track("deep_ep")
         self.world, self.masks, self.order = world, Masks(world, shrinks), StreamOrder(world.device)
         self.max_tokens = self.top_k = 0
         self._made: dict[tuple, AllToAll] = {}
-        self._era = world.control.generation
+        self._generation = world.control.generation
         self._worlds = [world]  # each with a heap; all but the first were made here
         self._stream: torch.cuda.Stream | None = None
 
@@ -56,7 +60,7 @@ class Objects:
         return self._stream
 
     def high_throughput(
-        self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype, num_sms: int, scale_words: int | None = None
+        self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype, num_sms: int, scale_words: int | None = None
     ) -> AllToAll:  # fmt: skip
         """For dispatches that give each token once per rank, and their combines in BF16."""
         options = dict(layout="rank", combine_dtype=torch.bfloat16, scale_words=scale_words)
@@ -76,7 +80,7 @@ class Objects:
         return self._throughput((*sizes, "throughput"), num_sms, options)
 
     def _throughput(self, sizes: tuple, num_sms: int, options: dict) -> AllToAll:
-        """One whose calls may run on so many blocks; see `blocks`."""
+        """One whose calls may run on this many blocks; see `blocks`."""
         if self.world.device.type != "cuda":
             return self._object(sizes, dict(options, tuning=None))
         kind = (*sizes, *options.items())
@@ -86,27 +90,30 @@ class Objects:
 
     @staticmethod
     def blocks(op: AllToAll, num_sms: int) -> int:
-        """On how many blocks a call of `op` runs that shall take so many multiprocessors."""
+        """On how many blocks a call of `op` runs that shall take this many SMs."""
         return min(max(num_sms, 2), op.blocks)
 
-    def low_latency(self, kind: str, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype) -> AllToAll:
+    def low_latency(
+        self, kind: str, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype
+    ) -> AllToAll:
         """For low-latency dispatches of one dtype and their combines in BF16.
 
         Args:
-            kind: "dispatch" or "combine": the object has none under way, where one of the IN_FLIGHT objects has not. Handles
+            kind: "dispatch" or "combine": the object has none in flight, where one of the IN_FLIGHT objects has not. Handles
                 of one serve the others.
         """
-        sizes, options = (num_experts, max_tokens, hidden, top_k, dtype, "latency"), dict(combine_dtype=torch.bfloat16)
+        sizes = (num_experts, max_tokens, hidden, top_k, dtype, "latency")
+        options: dict[str, Any] = dict(combine_dtype=torch.bfloat16)
         options |= dict(column_scales=True) if dtype == torch.float8_e4m3fn else {}
         for number in range(IN_FLIGHT):
             op = self._object(sizes, options, number)
-            if kind not in op.under_way:
+            if kind not in op.in_flight:
                 return op
-        return self._object(sizes, options)  # which raises with what is under way
+        return self._object(sizes, options)  # which raises with what is in flight
 
     def _object(self, sizes: tuple, options: dict, number: int = 0) -> AllToAll:
         key = (*sizes, *options.items(), number)
-        if self._era != self.world.control.generation:
+        if self._generation != self.world.control.generation:
             self._keep_common()
         if key not in self._made:
             self._made[key] = self._make(sizes, options)
@@ -120,7 +127,7 @@ class Objects:
         said = self.world.control.gather("deep_ep.Buffer: objects", json.dumps(list(names)))
         common = set(names).intersection(*(json.loads(text) for text in said))
         self._made = {names[name]: self._made[names[name]] for name in names if name in common}
-        self._era = self.world.control.generation
+        self._generation = self.world.control.generation
 
     def _make(self, sizes: tuple, options: dict) -> AllToAll:
         """In the first heap that has room, or in a new one. All ranks find the same."""
@@ -156,6 +163,41 @@ class Objects:
             if not world.closed:
                 tsn.finalize(world)
         self.world.calls.drop(self.calls)
+
+
+class GroupBuffer(MadeByRanks):
+    """What both interfaces' buffers are: the world of a group and its objects.
+
+    Args:
+        group, nbytes: see `groups.join`. shrinks: see `Objects`.
+    """
+
+    runtime = None
+
+    def __init__(self, group: tsn.Group, nbytes: int, shrinks: bool = False):
+        self._world = join(group, nbytes)
+        self._objects = Objects(self._world, shrinks)
+        self._alive = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether neither destroy() nor finalize() was called."""
+        return self._alive and not self._world.closed
+
+    @property
+    def _made_in(self) -> World:
+        return self._world
+
+    def destroy(self) -> None:
+        """Give memory back, and the world if a buffer has made it and this is the last one. Collective."""
+        if self._alive:
+            self._alive = False
+            self._objects.free()
+            leave(self._world)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """A stream for the caller; work of this buffer runs on the current stream."""
+        return self._objects.comm_stream()
 
 
 TOKENS = 4096  # of a rank, for which the hints of high-throughput buffers are made

@@ -12,7 +12,7 @@ sys.modules[f"{__name__}.event"] = sys.modules[__name__]
 class EventHandle:
     """The work on the current stream so far. In the simulator that is over already."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._event = torch.cuda.Event() if torch.cuda.is_available() else None
         if self._event is not None:
             self._event.record()
@@ -65,17 +65,17 @@ class EventOverlap:
         self._releases = release_handle
         return self
 
-    def __enter__(self):
+    def __enter__(self) -> "EventOverlap":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         releases, self._releases = self._releases, False
         if self.event is not None:
             self.current_stream_wait(releases)
 
 
 def begin(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:
-    """How a call begins: after `previous_event`. Raises ValueError for a combination that DeepEP refuses."""
+    """How a call begins: after `previous_event`. Raises ValueError for a combination that DeepEP rejects."""
     has_event = previous_event is not None and previous_event.event is not None
     if allocate_on_comm_stream and not (has_event and async_finish):
         raise ValueError("allocate_on_comm_stream goes with previous_event and async_finish=True")

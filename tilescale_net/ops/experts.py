@@ -252,7 +252,7 @@ def moe_dispatch_matmul(
     plan = RoutingPlan(x.shape[0], *others, weights)
     counts, offsets, _ = plan.counts(c.ranks, c.local_experts)
     handle = Handle(c.signature, plan, layer.membership, dropped)
-    refused = plan.refused(c.ranks, c.local_experts)
+    refused = plan.rejected(c.ranks, c.local_experts)
     return h, Dispatched(rows, None, counts, offsets, None, weights, None, handle, refused)
 
 

@@ -14,7 +14,7 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.all_to_all import OBJECTS, AllToAll
 from tilescale_net.kernels.moe.checks import beyond_capacity
-from tilescale_net.kernels.moe.config import FP8, Tuning
+from tilescale_net.kernels.moe.config import FP8_DTYPE, Tuning
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.layout import PlanOffsets, record_words
 from tilescale_net.kernels.moe.throughput import output_rows
@@ -27,7 +27,7 @@ def layer_key(op) -> str:
     Text, because the compiler makes a number that changes between calls symbolic.
     """
     c = op.config
-    if c.mode != "throughput" or c.dtype == FP8 or c.combine_dtype != c.dtype:
+    if c.mode != "throughput" or c.dtype == FP8_DTYPE or c.combine_dtype != c.dtype:
         raise ValueError(
             "moe_dispatch and moe_combine need a layer of throughput mode, of a dtype that is not FP8 and equals combine_dtype"
         )
@@ -230,7 +230,7 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
     by_rank = c.layout == "rank"
     handle = Handle(c.signature, plan, layer.membership, dropped)
     index = plan.row_index if by_rank else None
-    refused = plan.refused(c.ranks, c.local_experts)
+    refused = plan.rejected(c.ranks, c.local_experts)
     return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle, refused)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.moe import AllToAll, Tuning
-from tilescale_net.kernels.moe.config import FP8, TUNED, Config, configure, key_of
+from tilescale_net.kernels.moe.config import FP8_DTYPE, TUNED, Config, configure, key_of
 from tilescale_net.runtime import tuned
 from tilescale_net.runtime.tuned import Choice
 from tilescale_net.tuning.search import Call, Found, Measure, lockstep
@@ -69,9 +69,9 @@ def moe(
         idx = torch.rand((max_tokens, num_experts), **float32).topk(top_k, 1)[1]
         weights = torch.rand((max_tokens, top_k), **float32)
         rows = x
-        if dtype == FP8 and not config.can_quantise:
+        if dtype == FP8_DTYPE and not config.can_quantise:
             scales = torch.ones((max_tokens, config.scale_words), **float32)
-            rows = (x.to(FP8), scales)
+            rows = (x.to(FP8_DTYPE), scales)
         y = torch.zeros(op.dispatch(rows, idx, weights).x.shape, dtype=config.combine_dtype, device=op.device)
         return lambda: op.combine(y, op.dispatch(rows, idx, weights).handle), op.free
 

@@ -304,7 +304,7 @@ def _refused_when_made(moe, plain):
         ValueError, match=f'tile_rows is {ROWS}; tiles are counted in throughput mode with layout "expert"'
     ):
         AllToAll(**MOE, layout="rank")
-    with pytest.raises(ValueError, match="tile_rows is 0; it must be a whole number of 1 or more"):
+    with pytest.raises(ValueError, match="tile_rows is 0; it must be a positive integer"):
         AllToAll(**(MOE | dict(tile_rows=0)))
     with pytest.raises(TypeError, match="moe is None; it must be an AllToAll"):
         ExpertMatmul(None, 48, 40, tiling=SMALL)
@@ -320,7 +320,7 @@ def _refused_calls(moe, plain, up, choices, w):
     pending = plain.dispatch_send(*choices)
     with pytest.raises(ValueError, match="the object was made without tile_rows"):
         plain.alongside(pending)
-    with pytest.raises(ValueError, match="alongside: this half is not in flight"):
+    with pytest.raises(ValueError, match="alongside: this phase is not in flight"):
         up.arriving(pending, w)
     plain.dispatch_recv(pending)
 
@@ -331,7 +331,7 @@ def _refused_calls(moe, plain, up, choices, w):
         up.arriving(None, w)
     h = up.arriving(pending, w)
     received = moe.dispatch_recv(pending)
-    with pytest.raises(ValueError, match="alongside: this half is not in flight"):
+    with pytest.raises(ValueError, match="alongside: this phase is not in flight"):
         up.arriving(pending, w)
     with pytest.raises(ValueError, match="products have 40 columns of torch.bfloat16; the AllToAll combines rows of"):
         narrow.combined(received.x, w, received.handle)

@@ -16,7 +16,7 @@ from tests.kernels.moe.support import make_inputs
 from tests.kernels.moe.test_metadata import SHAPE
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.kernels.moe import AllToAll, metadata
-from tilescale_net.kernels.moe.handle import KEPT, Plans, ReceivedRows
+from tilescale_net.kernels.moe.handle import CACHED_PLANS, Plans, ReceivedRows
 from tilescale_net.kernels.moe.mode import DeferredStream
 
 # Of a dispatch and a combine of BF16 rows. Allocated: rows, sums and counts in latency mode (counts of a multiple of
@@ -70,7 +70,7 @@ def test_calls_of_torch(mode):
     ranks.run(2, count, *CALLS[mode])
 
 
-def hold(seed: int, options: dict, shape=SHAPE, calls: int = 6 * KEPT) -> None:
+def hold(seed: int, options: dict, shape=SHAPE, calls: int = 6 * CACHED_PLANS) -> None:
     """Handles and parts of plans are held at random; what they tell never changes, and they combine as at first."""
     op = AllToAll(**shape, **options)
     pace = random.Random(seed)  # the same on all ranks
@@ -85,7 +85,7 @@ def hold(seed: int, options: dict, shape=SHAPE, calls: int = 6 * KEPT) -> None:
             part = received.handle.plan.token_slot
             numbers.append((part, part.clone()))
         del received
-        while len(held) > pace.choice([0, 2, 2 * KEPT]):
+        while len(held) > pace.choice([0, 2, 2 * CACHED_PLANS]):
             handle, x, expected, source = held.pop(pace.randrange(len(held)))
             assert torch.equal(op.combine(x, handle), expected)
             assert torch.equal(metadata(handle).source_token, source)
@@ -122,7 +122,7 @@ def test_plans():
     stream[0] = None
     captured = plans.next(1)
     stream[0] = "a"
-    held = [plans.next(1) for _ in range(3 * KEPT)] + [captured]
+    held = [plans.next(1) for _ in range(3 * CACHED_PLANS)] + [captured]
     assert len({place for plan in held for place in places(plan)}) == len(held) * len(names)
     with torch.inference_mode():
         inference = plans.next(1).counts
@@ -139,7 +139,7 @@ def test_copies_of_plans():
             getattr(plan, name).fill_(7)
         other = duplicate(plan)
         del plan
-        for _ in range(2 * KEPT):
+        for _ in range(2 * CACHED_PLANS):
             for tensor in plans.next(5).arguments:
                 tensor.fill_(1)
         assert isinstance(other, ReceivedRows) and other.tokens == 3

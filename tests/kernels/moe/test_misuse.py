@@ -196,10 +196,10 @@ def _no_room() -> None:
         with raises(tsn.HeapError, "capacity is 12"):
             op.dispatch_recv(pending)
             op.check()
-        assert pending.result.refused.item() != 0
+        assert pending.result.rejected.item() != 0
         received = op.dispatch(x, idx, weights)
         op.check()
-        assert received.refused.item() == 0
+        assert received.rejected.item() == 0
 
 
 def test_no_room():

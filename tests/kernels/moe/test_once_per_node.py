@@ -10,7 +10,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe import mutants
 from tests.kernels.moe.support import FP8, ROUTES, choose, make_inputs, run_round, without_kernels
-from tests.kernels.moe.test_host_cost import CALLS, KEPT, count, hold
+from tests.kernels.moe.test_host_cost import CACHED_PLANS, CALLS, count, hold
 from tests.kernels.moe.test_misuse import raises
 from tests.kernels.moe.test_rounds import rejected, rounds, weights_at_combine
 from tests.kernels.support import assert_close
@@ -255,7 +255,7 @@ def test_a_forwarder_is_left_out(options, gone, halves):
 
 def _host(seed: int) -> None:
     count(dict(alignment=2), CALLS["throughput"][1], SHAPE)
-    hold(seed, dict(alignment=2), SHAPE, 2 * KEPT)
+    hold(seed, dict(alignment=2), SHAPE, 2 * CACHED_PLANS)
 
 
 @pytest.mark.nightly

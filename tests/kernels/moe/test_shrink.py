@@ -71,7 +71,7 @@ def _lose(seed: int, losses: list[tuple[signal.Signals, int]]) -> None:
             with pytest.raises(tsn.TileScaleError, match="call set_active"):
                 op.dispatch(None, None)
             op.set_active()
-            assert not op.under_way and list(op.mask) == active
+            assert not op.in_flight and list(op.active_mask) == active
             for turn in range(TURNS):
                 inputs = [make_inputs((seed, turn, r), op.config, 5 - r, "random") for r in range(RANKS)]
                 received = run_round(op, inputs, pace, f"seed {seed}, turn {turn}", active=active, **kind)

@@ -64,7 +64,7 @@ class Object:
         local = 6 // tsn.size()
         counts = []
         for row in idx.tolist():
-            hosts = [e // local for e in row if e >= 0 and self.op.mask[e // local]]
+            hosts = [e // local for e in row if e >= 0 and self.op.active_mask[e // local]]
             counts.append(len(set(hosts) if self.layout == "rank" else hosts))
         return x * torch.tensor(counts, dtype=torch.bfloat16, device=x.device)[:, None]
 
