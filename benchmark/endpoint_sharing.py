@@ -73,11 +73,11 @@ class Sharing:
             if self.job.rank == 0:
                 results.append(
                     self.bench.run(
-                        threads,
-                        args.window,
-                        args.size,
-                        args.op == "write",
-                        self.mode == "shared",
+                        threads=threads,
+                        window=args.window,
+                        bytes=args.size,
+                        write=args.op == "write",
+                        shared=self.mode == "shared",
                         duration_s=args.duration,
                         timeout_s=args.timeout,
                     )

@@ -19,7 +19,6 @@ from tilescale_net.runtime import launch_args
 from tilescale_net.runtime.launch_args import constant
 
 if TYPE_CHECKING:
-    from tilescale_net.compiler.kernel import Kernel
     from tilescale_net.kernels.moe.all_to_all import AllToAll
     from tilescale_net.runtime.world import World
 
@@ -41,7 +40,7 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Kernel, fixed: Mapping[str, object], given: Sequence[str], world: World, *, words: Mapping[str, int] | None = None,
+        self, kernel: Any, fixed: Mapping[str, object], given: Sequence[str], world: World, *, words: Mapping[str, int] | None = None,
         columns: Mapping[str, int] | None = None, stand_ins: Mapping[str, torch.Tensor] | None = None,
     ):  # fmt: skip
         names = [name for name in kernel.parameters if name in fixed]

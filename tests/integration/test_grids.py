@@ -129,7 +129,7 @@ def test_nodes(nodes, scope):
 @pytest.mark.skipif(settings.device_kind() == "cuda", reason="a GPU does not see blocks that share a barrier")
 def test_a_barrier_of_one_block_by_all():
     kind, text, _ = ranks.launch(1, misuse, "all blocks", 8, env={"TSN_TIMEOUT": "5"})[0].error
-    assert kind == "KernelError" and "barrier in block" in text and "met another one that was under way" in text, text
+    assert kind == "KernelError" and "barrier in block" in text and "met another one in flight" in text, text
 
 
 @pytest.mark.parametrize("how, come", [("not all", "3 of 4 have come"), ("grid", "32 of 40 have come")])

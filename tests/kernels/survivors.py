@@ -162,7 +162,6 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 2): LAST,
         ("no sync_threads", 5): MET,
         ("no sync_threads", 7): BEGINS,
-        ("no sync_threads", 10): LAST,
-        ("no wait", 4): ANNOUNCED,
+        ("no sync_threads", 9): LAST,
     },
 }

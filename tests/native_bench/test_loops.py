@@ -110,7 +110,8 @@ def test_duration():
 def test_ping_pong(bytes, chunk, window):
     ends = sessions(instruments.ping_pong_bytes(bytes, chunk), message_buffers=0)
     calls = [
-        lambda r=r: ends[r].ping_pong(1 - r, bytes, 7, 2, chunk=chunk, window=window, starter=r == 0) for r in range(2)
+        lambda r=r: ends[r].ping_pong(1 - r, bytes, iterations=7, warmup=2, chunk=chunk, window=window, starter=r == 0)
+        for r in range(2)
     ]
     trips, nothing = together(*calls)
     assert len(trips) == 7 and all(0 < t < 20 for t in trips) and nothing == []
@@ -122,7 +123,10 @@ def test_ping_pong_on_a_network_that_reorders(seed):
     chaos = f"seed={seed},reorder=0.7,delay_us=300,eagain=0.2"
     ends = sessions(instruments.ping_pong_bytes(50_001, 1000), message_buffers=0, chaos=chaos)
     trips, _ = together(
-        *[lambda r=r: ends[r].ping_pong(1 - r, 50_001, 4, 1, chunk=1000, window=16, starter=r == 0) for r in range(2)]
+        *[
+            lambda r=r: ends[r].ping_pong(1 - r, 50_001, iterations=4, warmup=1, chunk=1000, window=16, starter=r == 0)
+            for r in range(2)
+        ]
     )
     assert len(trips) == 4
 
@@ -149,14 +153,14 @@ def test_wrong_data_is_found():
 
     def start():
         try:
-            return ends[0].ping_pong(1, size, 1000, 100)
+            return ends[0].ping_pong(1, size, iterations=1000, warmup=100)
         finally:
             stop.set()
 
     with pytest.raises(FabricError, match="wrong data: chunk 0 of a message of 200000 bytes came back from rank 1"):
         for _ in range(100):  # on a busy machine the thread that scribbles may get no turn at the right time
             stop.clear()
-            together(start, lambda: ends[1].ping_pong(0, size, 1000, 100, starter=False), scribble)
+            together(start, lambda: ends[1].ping_pong(0, size, iterations=1000, warmup=100, starter=False), scribble)
 
 
 def test_bad_arguments():
@@ -169,21 +173,21 @@ def test_bad_arguments():
         ),
         ("send, write or read, not 'push'", lambda: ends[0].bandwidth(1, "push", 8)),
         ("are 1 or more", lambda: ends[0].bandwidth(1, "write", 8, tx_depth=0)),
-        ("are 1 or more", lambda: ends[0].ping_pong(1, 8, 0, 1)),
+        ("are 1 or more", lambda: ends[0].ping_pong(1, 8, iterations=0, warmup=1)),
     ]:
         with pytest.raises(ValueError, match=words):
             call()
     with pytest.raises(FabricError, match="needs a larger buffer"):
-        ends[0].ping_pong(1, 1 << 20, 1, 1)
+        ends[0].ping_pong(1, 1 << 20, iterations=1, warmup=1)
     with pytest.raises(FabricError, match="message_buffers == 0"):
-        ends[0].ping_pong(1, 8, 1, 1)
+        ends[0].ping_pong(1, 8, iterations=1, warmup=1)
 
 
 def test_a_ping_pong_refuses_receives_left_over():
     ends = sessions(message_buffers=0)
     bandwidth(ends, "send", 8, iterations=4)
     with pytest.raises(FabricError, match="receives left over"):
-        ends[1].ping_pong(0, 8, 1, 1)
+        ends[1].ping_pong(0, 8, iterations=1, warmup=1)
 
 
 def test_a_peer_that_never_comes_is_named():
@@ -239,7 +243,7 @@ for rank in range(2):
     ends[rank].connect(1 - rank, ends[1 - rank].address())
 trips = []
 def run(rank):
-    trips.extend(ends[rank].ping_pong(1 - rank, SIZE, 5, 2, chunk=CHUNK, window=8, starter=rank == 0,
+    trips.extend(ends[rank].ping_pong(1 - rank, SIZE, iterations=5, warmup=2, chunk=CHUNK, window=8, starter=rank == 0,
                                       device_address=ctypes.addressof(memory[rank])))
 threads = [threading.Thread(target=run, args=(r,)) for r in range(2)]
 [t.start() for t in threads]

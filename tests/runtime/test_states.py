@@ -42,7 +42,7 @@ def expected(call: str, state: str) -> tuple[str, str]:
         return error[1], error[2]
     return (
         ("reason", "")
-        if re.match(r"raises? the reason|gives everything back, then raises the reason", cell)
+        if re.match(r"raises? the reason|releases everything, then raises the reason", cell)
         else ("ok", "")
     )
 

@@ -12,7 +12,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import without_kernels
 from tilescale_net import cli, tuning
-from tilescale_net.kernels.fused import choice, tuned_choice
+from tilescale_net.kernels.fused import choice
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe import config as moe_choice
 from tilescale_net.launch import run
@@ -52,7 +52,7 @@ def _search() -> None:
     assert torch.equal(out, torch.mm(everyone, w))
     made = group_objects.of("")._products
     (key,) = made
-    how = tuned_choice.of_choice(found.best.choice, choice.GemmProblem(kind, 2, ROWS, K, N, torch.bfloat16))
+    how = choice.of_choice(found.best.choice, choice.GemmProblem(kind, 2, ROWS, K, N, torch.bfloat16))
     assert key[-1] == how and made[key].blocks == how.blocks and made[key].tiling == how.tiling
     # One that needs no communication kernel at all.
     slow = tuning.product(
@@ -131,9 +131,9 @@ def _search_and_read(folder: str) -> None:
     # Wrong entries of a file of rank 0 are ignored by all.
     product = choice.GemmProblem("all_gather_matmul", 2, ROWS, K, N, torch.bfloat16)
     for bad in ({"fused": True}, {"fused": True, "tile": [1, 2, 3], "blocks": 4, "engine": "auto"}, {"fused": 1}):
-        tuned.of(world, "test")[tuned_choice.key_of(product)] = bad
-        assert tuned_choice.chosen(product, world) is None
-        assert tuned_choice.key_of(product) not in tuned.of(world, "test")
+        tuned.of(world, "test")[choice.key_of(product)] = bad
+        assert choice.chosen(product, world) is None
+        assert choice.key_of(product) not in tuned.of(world, "test")
 
 
 PLACE = {"gpu": "NVIDIA H200", "ranks": 4, "nodes": 1, "package": "0.1.0"}
@@ -191,13 +191,13 @@ def test_the_prior_comes_first():
     assert found[0] == {"fused": False} and found[1]["blocks"] == 4 and found[1]["tile"] == [128, 256, 64]
     assert len(found) == 1 + 3 * 3 * 2 and len({json.dumps(c) for c in found}) == len(found)
     for one in found:
-        assert tuned_choice.as_choice(tuned_choice.of_choice(one, product)) == one
+        assert choice.as_choice(choice.of_choice(one, product)) == one
     pipelined = {"fused": False, "pipelined": True}  # copy engines do not reach other nodes
     assert gathers[0][2] == pipelined and pipelined not in gathers[1]
-    assert tuned_choice.as_choice(tuned_choice.of_choice(pipelined, gather)) == pipelined
+    assert choice.as_choice(choice.of_choice(pipelined, gather)) == pipelined
     for wrong, of in ((pipelined, product), (pipelined | {"pipelined": 1}, gather)):
         with pytest.raises(ValueError, match="no choice for a product"):
-            tuned_choice.of_choice(wrong, of)
+            choice.of_choice(wrong, of)
 
 
 def test_the_command(monkeypatch):

@@ -8,14 +8,11 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError, TileScaleError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # -- made by ranks -------------------------------------------------------------------------------------------------------
 
@@ -45,7 +42,7 @@ class MadeByRanks:
     _pickled_as: int | None = None
     _given: tuple[tuple[Any, ...], dict[str, Any]]
 
-    def __new__(cls, *args: Any, **named: Any) -> Self:
+    def __new__(cls, *args: Any, **named: Any) -> Any:
         self = super().__new__(cls)
         self.factory, self._given = cls, (args, named)
         return self
@@ -60,10 +57,10 @@ class MadeByRanks:
         """The world whose ranks made it."""
         raise NotImplementedError
 
-    def __copy__(self) -> Self:
+    def __copy__(self) -> Any:
         return self
 
-    def __deepcopy__(self, memo: dict[str, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[str, Any]) -> Any:
         return self
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
