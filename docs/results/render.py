@@ -170,7 +170,7 @@ def moe_calls() -> str:
 
 def moe_layers() -> str:
     head = ["on", "part", "tokens", "choices of a token", "blocks", "at once (us)", "one after the other (us)", "ratio"]
-    head += ["products alone (us)", "torch grouped_mm alone (us)", "communication alone (us)"]
+    head += ["GEMMs alone (us)", "torch grouped_mm alone (us)", "communication alone (us)"]
     lines = []
     for name in ("moe_layer", "moe_layer_top2", "moe_layer_two_gpus"):
         report = run(name)
@@ -237,7 +237,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe-layers": moe_layers,
     "moe-goals": moe_goals,
 }
-DRAWN_BY = ("reports.py", "reports.py", "plots.py")
+DRAWN_BY = ("reports.py", "plots.py")
 
 
 def digest(names: tuple[str, ...]) -> str:

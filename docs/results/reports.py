@@ -244,7 +244,7 @@ def fused_products() -> list[Row]:
 def products() -> list[Row]:
     """Products of one GPU without communication beside cuBLAS."""
     return [
-        Row("matmul", f"{r['dtype'].upper()} product alone, K {r['k']}, N {r['n']}", f"M {r['m']}", r["ours"], r["matmul"],
+        Row("matmul", f"{r['dtype'].upper()} GEMM alone, K {r['k']}, N {r['n']}", f"M {r['m']}", r["ours"], r["matmul"],
             "cuBLAS", "us")
         for r in rows("matmul")
     ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""05: a missing wait, found by the check for races.
+"""05: a missing wait, found by the race detector.
 
 The kernel below works nearly always, which is the worst that a kernel can do: the receiver reads `y` without waiting for
 the signal, and on a GPU the data are mostly there by then. Looking for it by its results means running it many times and
-hoping. The simulator's check for races (TSN_SIM_RACES=1) does not look at results: it follows what orders the accesses of
+hoping. The simulator's race detector (TSN_SIM_RACES=1) does not look at results: it follows what orders the accesses of
 all ranks, and reports two that nothing orders, in any schedule that runs, also where every byte came out right.
 
 How to read the report, which this program prints:

@@ -1,19 +1,19 @@
-"""07: a matrix product that begins before its rows are there, in four steps.
+"""07: a GEMM that begins before its rows are there, in four steps.
 
-Every rank has some rows of the left matrix and some columns of the right one, and wants the product of all rows with its
+Every rank has some rows of the left matrix and some columns of the right one, and wants the GEMM of all rows with its
 columns: the first half of a layer with tensor parallelism. No way can be faster than the larger of two times: that of the
 multiplications on tensor cores, and that of the rows on the links. How close does each step come to this bound?
 
-1. **The product alone.** An ordinary tilelang kernel, a tile a block, of rows that are there already. It is not the answer,
+1. **The GEMM alone.** An ordinary tilelang kernel, a tile a block, of rows that are there already. It is not the answer,
    but the measure: what it lacks of the bound, later steps lack too.
 2. **Gather, then multiply.** `push` puts this rank's rows into the matrix of every other rank, a signal for each row of tiles,
-   and waits for theirs; the product comes behind it on the stream. The times add up.
-3. **A wait for each tile.** The product itself waits, each block for the rows of its tile alone, and begins with this rank's
-   own, which no rank has to send. `push` no longer waits: what others send arrives during the product. What is left in
+   and waits for theirs; the GEMM comes behind it on the stream. The times add up.
+3. **A wait for each tile.** The GEMM itself waits, each block for the rows of its tile alone, and begins with this rank's
+   own, which no rank has to send. `push` no longer waits: what others send arrives during the GEMM. What is left in
    front of it is this rank's own sending.
-4. **A persistent product, with the copy beside it.** One kernel of as many blocks as the GPU has multiprocessors: some send,
-   the others take one tile after the other, in the order in which rows arrive. Nothing is left in front of the product;
-   it pays with the multiprocessors that send, a few of a hundred.
+4. **A persistent GEMM, with the copy beside it.** One kernel of as many blocks as the GPU has SMs: some send,
+   the others take one tile after the other, in the order in which rows arrive. Nothing is left in front of the GEMM;
+   it pays with the SMs that send, a few of a hundred.
 
 Three things to look at. The order of puts: hop by hop, so that a rank's rows go first to the rank that needs them next,
 and no link has two senders at a time. Step 4 cannot hang, because its blocks all run at once: a kernel with more blocks
@@ -23,7 +23,7 @@ a wait orders; what reads by TMA (T.tma_copy) waits with `proxy="async"`.
 With GPUs, each step prints its time and its share of the bound; without, what the bound is for the shape that GPUs get, and
 that the results are right; docs/results/products.md has what two H100s printed.
 tilescale_net.kernels.fused.all_gather_matmul goes on from here: two warpgroups multiply while a warp copies, tiles are
-taken from a counter, and halves of the gathered matrix take turns, in place of a barrier.
+taken from a counter, and halves of the gathered matrix take turns, instead of a barrier.
 """
 
 import statistics
@@ -56,7 +56,7 @@ def send(gathered, arrived, turn, block, blocks, rows, k, height):
 
 @tsn.macro
 def multiply(gathered, w, out, arrived, turn, left, right, total, pe, row, column, k, stages):
-    """One tile of the product, when its rows have come; with `turn` 0 at once."""
+    """One tile of the GEMM, when its rows have come; with `turn` 0 at once."""
     if pe != N.my_pe():
         N.wait_block(arrived[pe, row // left.shape[0]], "ge", turn)
     T.clear(total)
@@ -141,7 +141,7 @@ def persistent(n_pes, rows, n, k, tile, stages, blocks):
 
 
 class Layer:
-    """One rank's matrices, and the four ways to their product."""
+    """One rank's matrices, and the four ways to their GEMM."""
 
     def __init__(self, rows, n, k, tile, stages):
         size, rank, device = tsn.size(), tsn.rank(), tsn.device()
