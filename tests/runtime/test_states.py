@@ -241,7 +241,7 @@ class Walk(RuleBasedStateMachine):
     def no_shape(self, what):
         """On one rank alone: the others do not learn of it, so they must not have to wait."""
         answers = Walk.job.tell("no_shape", *what[:2], without=range(1, self.size))
-        self.misused("zeros", answers, "what is no shape or dtype", what[2])
+        self.misused("zeros", answers, "an invalid shape or dtype", what[2])
 
     @rule(call=st.sampled_from(["barrier", "check"]))
     def call(self, call):

@@ -125,7 +125,7 @@ def test_the_limit_of_time_bounds_one_schedule_too():
         report = search.random(case, 1 << 30, seconds=1)
         assert (report.failure, report.complete, report.schedules) == ("", False, 0), report
         assert not search.repeat(case, "0", seconds=1).failure
-    assert time.monotonic() - began < 60  # 100,000 decisions alone take minutes
+    assert time.monotonic() - began < 150  # 100,000 decisions alone take minutes
 
 
 def test_what_is_not_followed_without_the_race_detector_is_named():
