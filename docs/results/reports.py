@@ -282,22 +282,14 @@ SHOWN = {
     "moe": ("",),
     "fabric": ("NBI, 8 MiB", "blocking, 64 KiB", "one way, 8 B"),
 }
-# What the README shows: one line a subject, or two.
+# What the README shows: one line a subject.
 HIGHLIGHTS = (
     "push over NVLink by one block of 128 threads, 4 MiB",
-    "pull over NVLink by one block of 128 threads, 4 MiB",
     "put_signal, data and signal in one 16-byte line, 8 B",
-    "put_signal, one way, 64 KiB",
-    "all-reduce, 8 KiB",
     "all-reduce, 256 KiB",
-    "all-reduce, 64 MiB",
-    "all-gather, 1 MiB",
     "all-gather, 64 MiB",
-    "reduce-scatter, 64 MiB",
     "AG+GEMM, BF16, M 4096",
     "MoE dispatch, cached layout, 4096 tokens, BF16",
-    "MoE combine, 4096 tokens, BF16",
-    "put to another node (tcp over loopback, staged), NBI, 8 MiB",
 )
 HEAD = ["what", "tilescale_net", "best alternative of the same run", "ratio", "bound", "on"]
 
@@ -316,10 +308,9 @@ def comparison(found: Iterable[Row]) -> str:
 
 
 def highlights() -> str:
-    """What the README shows, with the benchmark that each line is of."""
+    """What the README shows."""
     by_name = {r.what: r for make in SUBJECTS.values() for r in make()}
-    found = [by_name[what] for what in HIGHLIGHTS]
-    return markdown([*HEAD, "by"], [[*r.cells(), f"`{words(r.report)}`"] for r in found])
+    return comparison(by_name[what] for what in HIGHLIGHTS)
 
 
 def others_ahead() -> str:
