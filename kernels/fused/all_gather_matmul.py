@@ -287,8 +287,9 @@ class AllGatherMatmul(FusedMatmul):
             wait_until_resident()(self._calls, self._begun, self.blocks, self.blocks)
         parts = out.view(self.n_pes, self.rows, self.n)
         all_scales = scales[0], self._gathered_scales, scales[1]
-        signals = self._arrived, self._tickets
-        self._product(transposed)(parts, x, self._gathered, held, self._calls, *signals, *all_scales)
+        self._product(transposed)(
+            parts, x, self._gathered, held, self._calls, self._arrived, self._tickets, *all_scales
+        )
         self._sides.join()
         return out
 

@@ -6,6 +6,8 @@ copy them to the result. What is left when the product is done, that of the last
 up and rounded once, and all PEs get the same bits.
 """
 
+from typing import Any
+
 import tilelang.language as T
 import torch
 
@@ -100,7 +102,9 @@ class MatmulAllReduce(MatmulReduceScatter):
         n_pes = tsn.world(group).size
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 or rows % n_pes:
             raise ValueError(f"{self.NAME}: rows is {rows!r}; it must be a positive multiple of the {n_pes} ranks")
-        options = dict(dtype=dtype, out_dtype=out_dtype, tiling=tiling, threads=threads, blocks=blocks, engine=engine)
+        options: dict[str, Any] = dict(
+            dtype=dtype, out_dtype=out_dtype, tiling=tiling, threads=threads, blocks=blocks, engine=engine
+        )
         super().__init__(rows // n_pes, k, n, **options, group=group)
 
     def _more_memory(self) -> BufferSpecs:

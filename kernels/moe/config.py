@@ -354,7 +354,7 @@ def chosen(config: Config, world: World) -> Tuning:
         try:
             if unknown := choice.keys() - {*TUNED}:
                 raise ValueError(f"it names {', '.join(sorted(unknown))}")
-            found = Tuning(**choice)  # type: ignore[arg-type]
+            found = Tuning(**choice)
             found.resolved(config, world.device)
             return found
         except (TypeError, ValueError) as err:  # on all ranks alike

@@ -10,6 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,7 +81,7 @@ class Case:
         if not 1 <= size <= MOST_RANKS:
             raise ConfigurationError(f"a check has 1 to {MOST_RANKS} ranks, not {size}")
         self.name = getattr(function, "__name__", "function")
-        self.native = None
+        self.native: Any = None
         self.worlds = ranks.make(size, settings.heap_bytes(heap_bytes, on_gpu=False))
         self._checks: list[Callable | None] = []
         self._kept: list = []  # tensors that launches name by their address
@@ -120,7 +121,8 @@ class Case:
                 f"{self.name} returned {made!r}; it must return a function that launches kernels, or that one and another "
                 "that checks their results"
             )
-        simulator.recorded_launches = kept = []
+        kept: list[Any] = []
+        simulator.recorded_launches = kept
         try:
             launch()
         finally:
@@ -170,7 +172,7 @@ class Case:
     def __enter__(self) -> Case:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 
 from tilescale_net import _simulator
@@ -62,9 +64,10 @@ class RankWorld(World):
 
     def __init__(self, rank: int, size: int, heap_bytes: int, made: list[tuple[str, object]]):
         self.timeout, self.failure, self.proxy, self.recorder, self.closed = TIMEOUT, None, None, None, False
-        self.control = SameCalls(rank, size, made)
+        control: Any = SameCalls(rank, size, made)  # in the place of a Control
+        self.control = control
         self.calls = CallLog(self.control)
-        self.group, self.job_ranks, self.rank, self.size = None, list(range(size)), rank, size
+        self.group, self.job_ranks, self.rank, self.size = None, tuple(range(size)), rank, size
         self.topology = Topology(rank, size, rank, 0, 1, rank, size, True)
         self.memory = SimulatorMemory(heap_bytes)
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
@@ -90,7 +93,7 @@ class RankWorld(World):
     def barrier(self) -> None:
         self.control.agree("tilescale_net.barrier")
 
-    def fail(self, error: TileScaleError) -> None:
+    def fail(self, error: TileScaleError) -> NoReturn:
         raise error
 
     def error(self) -> str:

@@ -6,16 +6,17 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
-def as_weights(x: torch.Tensor) -> torch.Tensor:
+def as_weights(x: Any) -> torch.Tensor:
     """Weights of a router, of a floating dtype, in float32 as kernels take them; their gradients are of the given dtype."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16, torch.float64) else x
 
 
-def check(call: str, **tensors: torch.Tensor) -> None:
+def check(call: str, **tensors: Any) -> None:
     """Raise TypeError, by name, for what is no tensor or one whose elements do not lie in memory by strides; ValueError for
     tensors on several devices, which on "meta" torch would take for a question of shapes alone.
     """

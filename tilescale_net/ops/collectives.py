@@ -223,7 +223,7 @@ def _all_to_all(
         objects.calls.note_operator(
             gradient, "all_to_all with splits of x of rows of shape {} and {}", x.shape[1:], x.dtype
         )
-    if output_splits is not None:
+    if output_splits is not None and input_splits is not None:
         rows = sum(output_splits)
         if max_rows < 0:
             room = _largest(objects.world, output_splits, input_splits)

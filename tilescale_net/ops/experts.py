@@ -27,7 +27,8 @@ def _product(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
     key = (*w.shape[1:], w.dtype)
     if key not in op.products:
         usual = DEFAULT if op.device.type == "cuda" else SIMULATED
-        tiling = dataclasses.replace(usual, tile=(op.config.tile_rows, *usual.tile[1:]))
+        rows: Any = op.config.tile_rows  # a number: `_check` has seen to it
+        tiling = dataclasses.replace(usual, tile=(rows, *usual.tile[1:]))
         op.products[key] = ExpertMatmul(op, *w.shape[1:], dtype=w.dtype, tiling=tiling)
     return op.products[key]
 
@@ -249,7 +250,7 @@ def moe_dispatch_matmul(
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
     h, rows, weights, *others = _ops.moe_dispatch_matmul(x, topk_idx, topk_weights, w, _is_fused(layer, fused), key)
-    plan = RoutingPlan(x.shape[0], *others, weights)
+    plan = RoutingPlan(x.shape[0], *[*others, weights])
     counts, offsets, _ = plan.counts(c.ranks, c.local_experts)
     handle = Handle(c.signature, plan, layer.membership, dropped)
     refused = plan.rejected(c.ranks, c.local_experts)

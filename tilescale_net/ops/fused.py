@@ -7,6 +7,8 @@ fastest; shapes and dtypes that the fused kernels do not take are computed one a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,7 +25,6 @@ from tilescale_net.kernels.fused.choice import (
 )
 from tilescale_net.kernels.fused.gemm import (
     SCALED,
-    DistributedMatmul,
     FusedMatmul,
     check_columns,
     check_scales,
@@ -43,7 +44,7 @@ CLASSES: dict[str, type[FusedMatmul]] = {
 
 def _fused(
     kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, objects, gradient: bool
-) -> DistributedMatmul | None:
+) -> Callable[..., torch.Tensor] | None:
     """The object for a call, or None where the product and the collective run one after the other."""
     ranks = objects.world.size
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0]:
@@ -62,7 +63,7 @@ def _fused(
         tuple(rows),
         x.dtype,
     )
-    product = GemmProblem(kind, ranks, *x.shape, w.shape[1], x.dtype)
+    product = GemmProblem(kind, ranks, x.shape[0], x.shape[1], w.shape[1], x.dtype)
     obstacle = fits(product)
     if fused and obstacle:
         raise ValueError(f"{kind}: fused=True, but {obstacle}")
@@ -72,15 +73,17 @@ def _fused(
     pipelined = tuned.pipelined if tuned else is_pipelined(product, device, is_mapped)
     if not (fused or pipelined or (tuned.fused if tuned else prefers_fused(product, device, is_mapped))):
         return None
-    rows = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
-    maker: type[DistributedMatmul] = CLASSES[kind]
-    options = dict(dtype=x.dtype, tiling=tiling_for(device, product), **objects.geometry) | blocks_for(device, product)
+    height = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
+    maker: Any = CLASSES[kind]
+    options: dict[str, Any] = dict(dtype=x.dtype, tiling=tiling_for(device, product), **objects.geometry) | blocks_for(
+        device, product
+    )
     if pipelined:
         maker, options = PipelinedAllGatherMatmul, {"dtype": x.dtype}
     elif tuned is not None and tuned.fused:
         options |= tuned.options
-    make = lambda: maker(rows, *w.shape, **options, group=objects.world)  # noqa: E731
-    key = (kind, rows, *w.shape, x.dtype, pipelined, tuned)
+    make = lambda: maker(height, *w.shape, **options, group=objects.world)  # noqa: E731
+    key = (kind, height, *w.shape, x.dtype, pipelined, tuned)
     if fused is None and key in objects.without_room:
         return None
     try:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import torch
 
@@ -129,7 +130,7 @@ class GroupObjects:
             if isinstance(collective, Collective):
                 collective.check()
 
-    def made(self, key: Hashable, make: Callable[[], Collective]) -> Collective:
+    def made(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The object of a key that is still alive; made by `make()` if none is."""
         found = self._made.get(key)
         if found is None or not found.alive:
@@ -138,7 +139,7 @@ class GroupObjects:
                 found = self._made[key] = make()
         return found
 
-    def product(self, key: Hashable, make: Callable[[], DistributedMatmul]) -> DistributedMatmul:
+    def product(self, key: Hashable, make: Callable[[], DistributedMatmul]) -> Any:
         """As `made`, for objects of which the KEPT used last are kept; those before them are freed when one is made.
 
         One that was called while a CUDA graph was captured, on any rank, stays, since the graph has its addresses.
@@ -210,6 +211,7 @@ class GroupObjects:
                 )
             with self._settling():
                 self._grow(end)
+        assert self._memory is not None
         self._memory_in_graph |= capturing
         found = []
         for start, (shape, dtype) in zip(starts, parts):

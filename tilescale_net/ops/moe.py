@@ -9,6 +9,8 @@ others waiting until TSN_TIMEOUT; let `x` or the weights require one on every ra
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import tilescale_net as tsn
@@ -198,7 +200,7 @@ def moe_layer(
     the first time. The arguments are those of `tilescale_net.kernels.moe.AllToAll`, which lists what it raises.
     """
     sizes = num_experts, max_tokens, hidden, top_k, dtype
-    options = dict(
+    options: dict[str, Any] = dict(
         layout=layout, alignment=alignment, capacity=capacity, tuning=tuning, expert_capacity=expert_capacity, drop=drop,
         tile_rows=tile_rows, grow=grow,
     )  # fmt: skip
@@ -225,7 +227,7 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
     rows, weights, *others = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
-    plan = RoutingPlan(x.shape[0], *others, weights)
+    plan = RoutingPlan(x.shape[0], *[*others, weights])
     counts, offsets, num_rows = plan.counts(c.ranks, c.local_experts)
     by_rank = c.layout == "rank"
     handle = Handle(c.signature, plan, layer.membership, dropped)

@@ -26,7 +26,7 @@ SCHEMA = 1
 _LARGEST = 1 << 20  # bytes of a file
 
 # What was chosen for a call: numbers and text by name.
-Choice = dict[str, object]
+Choice = dict[str, Any]
 
 
 def path_of(place: dict[str, object]) -> Path:

@@ -17,11 +17,12 @@ from tilescale_net.tuning.search import Call, Found, Measure, lockstep
 
 def candidates(config: Config, world, most: int) -> list[Choice]:
     """What is tried, at most so many: first the default, then its neighbours, one field after the other."""
-    usual = Tuning().resolved(config, world.device)
+    usual: Any = Tuning().resolved(config, world.device)  # all fields are numbers then
     blocks = [usual.blocks * n // 4 for n in (4, 3, 5, 6, 2)] if config.mode == "throughput" else [usual.blocks]
     senders = (0, -2, 2, -4, 4) if config.mode == "throughput" else (0,)
     threads = (usual.threads, usual.threads // 2, usual.threads * 2)
     found: dict[tuple, Choice] = {}
+    wanted: dict[str, Any]
     for wanted in [
         *(dict(blocks=b) for b in blocks),
         *(dict(dispatch_senders=usual.dispatch_senders + d) for d in senders),
@@ -64,11 +65,11 @@ def moe(
 
     def make(choice: Choice) -> tuple[Call, Call]:
         op = AllToAll(*shape, **options, tuning=Tuning(**choice), warm_up=False, group=world)
-        float32 = dict(dtype=torch.float32, device=op.device)  # not a user's default
+        float32: dict[str, Any] = dict(dtype=torch.float32, device=op.device)  # not a user's default
         x = torch.randn((max_tokens, hidden), **float32).to(config.combine_dtype)
         idx = torch.rand((max_tokens, num_experts), **float32).topk(top_k, 1)[1]
         weights = torch.rand((max_tokens, top_k), **float32)
-        rows = x
+        rows: Any = x
         if dtype == FP8_DTYPE and not config.can_quantise:
             scales = torch.ones((max_tokens, config.scale_words), **float32)
             rows = (x.to(FP8_DTYPE), scales)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import tilescale_net as tsn
@@ -42,10 +44,8 @@ def candidates(product: GemmProblem, device: torch.device, most: int, is_mapped:
     known = tiling_for(device, product)
     tilings = [tiling_of_dtype(t, product) for t, _ in GEOMETRIES] if on_gpu else [known, _smaller(known)]
     numbers = BLOCKS[product.kind] if on_gpu else (4, 2)
-    one_after_the_other, usual = (
-        Chosen(False),
-        Chosen(True, known, **({"blocks": numbers[0]} | blocks_for(device, product))),
-    )
+    options: dict[str, Any] = {"blocks": numbers[0]} | blocks_for(device, product)
+    one_after_the_other, usual = Chosen(False), Chosen(True, known, **options)
     by_engines = [Chosen(False, pipelined=True)] if on_gpu and is_mapped and product.kind == "all_gather_matmul" else []
     first = usual if prefers_fused(product, device, is_mapped) else one_after_the_other
     every = [
@@ -108,7 +108,8 @@ def product(
             return lambda: getattr(tsn.ops, kind)(*arguments, world, fused=False, **own), lambda: None
         height = rows // world.size if kind == "matmul_reduce_scatter" else rows
         options = {**objects.geometry, "dtype": dtype, **how.options}
-        op = fused.CLASSES[kind](height, k, n, **options, group=world)
+        maker: Any = fused.CLASSES[kind]
+        op = maker(height, k, n, **options, group=world)
         there = _where_they_travel(world, arguments, own) if kind == "all_gather_matmul" else (arguments, own)
         return lambda: op(*there[0], **there[1]), op.free
 
