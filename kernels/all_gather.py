@@ -137,7 +137,7 @@ def all_gather(
 
 @tsn.jit(name="all_gather_mapped", pass_configs=EXPLICIT_SYNC)
 def all_gather_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL, in_place=False):
-    """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange_mapped`."""
+    """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange.exchange_mapped`."""
     return exchange_mapped(n_pes, threads, blocks, unroll, split=False, in_place=in_place)
 
 

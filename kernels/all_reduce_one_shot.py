@@ -30,7 +30,7 @@ def all_reduce_one_shot(n_pes, dtype, capacity, aligned=True, threads=512, block
     `inbox` [2 * capacity, 16 bytes of dtype] and `arrived` (uint64 [n_pes, blocks]) are symmetric, `calls` (uint64
     [blocks]) is any device memory; signals and `calls` are zero before the first call, and then left alone. `tag` stands for
     what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
-    [STATUS_WORDS]), see `announcement`.
+    [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     vector, batch = vector_of(dtype), batch_of(n_pes)

@@ -13,7 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 
 from .algorithms import Algorithm, Call
-from .collective import EXPLICIT_SYNC, STATUS_WORDS, announcement, compare, dtype_name, is_aligned
+from .collective import EXPLICIT_SYNC, STATUS_WORDS, call_word, compare, dtype_name, is_aligned
 from .sums import accumulator
 
 DATA_BYTES, PACKET_BYTES = 8, 16
@@ -35,7 +35,7 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
     the first call, and then left alone. Calls take the two halves of the packets in turn: a PE that sends in call i + 2
     has seen packets of call i + 1 from all PEs, whose call i was over by then. Flags hold `tag` too, which stands for
     what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
-    [STATUS_WORDS]), see `announcement`.
+    [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     width = DATA_BYTES * 8 // tvm.DataType(dtype).bits
@@ -83,9 +83,9 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
                         packet[pe, thread % share, 0:width],
                         pe,
                         flags[half, me, i, 1],
-                        announcement(call, tag),
+                        call_word(call, tag),
                     )
-                    word = N.wait(flags[half, pe, i, 1], "ge", announcement(call, 0))
+                    word = N.wait(flags[half, pe, i, 1], "ge", call_word(call, 0))
                     compare(same, pe, call, tag, word, status, True)
                     for v in T.vectorized(width):
                         packet[pe, thread % share, v] = values[half, pe, i, v]

@@ -17,6 +17,7 @@ from .collective import (
     TAG_BITS,
     as_bytes,
     as_vectors,
+    call_word,
     report_other_call,
     slice_elements,
 )
@@ -27,12 +28,12 @@ from .exchange import STORES_FROM, UNROLL, Exchange, exchange, exchange_mapped
 #
 # The message with which a call begins holds, besides that the output may be overwritten, where in it the peer's rows belong
 # and how many are expected. So no PE needs more than the arguments of torch.distributed.all_to_all_single, and PEs that
-# disagree find out before any row moves. Its last word is the announcement of the call: a PE that makes another call at
+# disagree find out before any row moves. Its last word is the call's (`collective.call_word`): a PE that makes another call at
 # this point has not written it, or has written another one.
 
 
 # Words of the message between two PEs: where in the heap its sender wants the receiver's rows (in bytes), how many rows it
-# expects there, how many it will send itself, and the announcement (see `announcement`). A PE whose own splits do not add up
+# expects there, how many it will send itself, and the call's word. A PE whose own splits do not add up
 # sends REFUSED instead of numbers.
 PLACE, EXPECTED, SENDING, ANNOUNCED, WORDS = range(5)
 REFUSED = -1
@@ -88,7 +89,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
             thread = T.get_thread_binding()
             me = N.my_pe()
             call = calls[block] + T.uint64(1)
-            announcement = (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")
+            begun = call_word(call, tag)
             parity = T.cast(call % T.uint64(2), "int32")  # a fast peer writes into the other half already
             source = T.alloc_shared((n_pes,), "int64")  # where rows for each PE begin in `x`, in bytes
             target = T.alloc_shared((n_pes,), "int64")  # and where they go
@@ -117,13 +118,13 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                     outbox[thread, PLACE] = out_place + before[1] * row_bytes
                     outbox[thread, EXPECTED] = T.if_then_else(valid, receives[thread], T.int64(REFUSED))
                     outbox[thread, SENDING] = T.if_then_else(valid, sends[thread], T.int64(REFUSED))
-                    outbox[thread, ANNOUNCED] = T.cast(announcement, "int64")
+                    outbox[thread, ANNOUNCED] = T.cast(begun, "int64")
                     N.put_signal_thread(
-                        inbox[parity, me, 0], outbox[thread, 0], thread, ready[me], announcement, count=WORDS, unroll=2
+                        inbox[parity, me, 0], outbox[thread, 0], thread, ready[me], begun, count=WORDS, unroll=2
                     )
                 word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
                 announced = T.cast(inbox[parity, thread, ANNOUNCED], "uint64")
-                same = announced == announcement
+                same = announced == begun
                 may_send = valid and same and inbox[parity, thread, EXPECTED] == sends[thread]
                 may_receive = valid and same and inbox[parity, thread, SENDING] == receives[thread]
                 if block == 0:
@@ -176,7 +177,7 @@ def all_to_all(
 
 @tsn.jit(name="all_to_all_mapped", pass_configs=EXPLICIT_SYNC)
 def all_to_all_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL):
-    """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange_mapped`."""
+    """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange.exchange_mapped`."""
     return exchange_mapped(n_pes, threads, blocks, unroll, split=True)
 
 

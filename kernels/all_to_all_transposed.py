@@ -30,7 +30,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
         unroll: see `tilescale_net.language.put_block`.
 
     `out` is symmetric; `calls`, `ready` and `arrived` as in `exchange`. `tag` stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to `status`
-    (int64 [STATUS_WORDS]), see `announcement`.
+    (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     out_rows, out_pitch, x_rows, x_pitch = (
         T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch")

@@ -145,7 +145,7 @@ def broadcast(
 
     `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
     before the first call, and then left alone. `tag` stands for what must be equal on all PEs; where it is not, nothing
-    moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `announcement`.
+    moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     options = dict(engine=engine, unroll=unroll, ring=ring)

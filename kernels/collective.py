@@ -97,7 +97,7 @@ def report(status, code, rank, value):
     N.st(status[0], T.cast(code, "int64"), sem="release")
 
 
-def announcement(call, tag):
+def call_word(call, tag):
     """The word of a rank that has begun call `call` (uint64); with tag 0 the least such word."""
     return (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")
 
@@ -105,16 +105,16 @@ def announcement(call, tag):
 @tsn.macro
 def announce(ready, index, call, tag, pe):
     """Set word `index` of `ready` at `pe`: this rank has begun call `call`."""
-    N.signal(ready[index], announcement(call, tag), pe)
+    N.signal(ready[index], call_word(call, tag), pe)
 
 
 @tsn.macro
 def report_other_call(status, rank, call, tag, word):
-    """Report that `rank`, whose announcement `word` is, makes another call than this rank.
+    """Report that `rank`, whose call word is `word`, makes another call than this rank.
 
     A word of an earlier call does not concern this one: the job was aborted during the wait for it.
     """
-    if word >= announcement(call, 0):
+    if word >= call_word(call, 0):
         theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
         known = T.if_then_else(word >> T.uint64(TAG_BITS) == call, theirs, T.int64((1 << TAG_BITS) - 1))
         report(status, CALL_MISMATCH, rank, (T.cast(tag, "int64") << T.int64(TAG_BITS)) | known)
@@ -122,14 +122,14 @@ def report_other_call(status, rank, call, tag, word):
 
 @tsn.macro
 def compare(same: T.Ref, rank, call, tag, word, status, reports):
-    """same = whether `rank`, whose announcement `word` is, makes the call that this rank makes.
+    """same = whether `rank`, whose call word is `word`, makes the call that this rank makes.
 
     Args:
         same: int32 variable.
         word: at least that of call `call`; a rank with another call may be through with it and have begun the next one.
         reports: whether this thread reports the one that does not.
     """
-    same = T.cast(word == announcement(call, tag), "int32")
+    same = T.cast(word == call_word(call, tag), "int32")
     if same == 0 and reports:
         report_other_call(status, rank, call, tag, word)
 
@@ -137,7 +137,7 @@ def compare(same: T.Ref, rank, call, tag, word, status, reports):
 @tsn.macro
 def check_tag_or_newer(same: T.Ref, rank, call, tag, word, status, reports):
     """As `compare`, where nothing holds up a rank that has finished the call: a word of a later one shows it."""
-    same = T.cast(word == announcement(call, tag) or word >= announcement(call + T.uint64(1), 0), "int32")
+    same = T.cast(word == call_word(call, tag) or word >= call_word(call + T.uint64(1), 0), "int32")
     if same == 0 and reports:
         report_other_call(status, rank, call, tag, word)
 
@@ -154,8 +154,8 @@ def agree_by_blocks(agrees, ready, block, call: T.Ref, tag, status, thread, me, 
         same = T.alloc_var("int32")
         same = 1
         if thread != me:
-            N.signal(ready[me, block], announcement(call, tag), thread)
-            word = N.wait(ready[thread, block], "ge", announcement(call, 0))
+            N.signal(ready[me, block], call_word(call, tag), thread)
+            word = N.wait(ready[thread, block], "ge", call_word(call, 0))
             if runs_ahead:
                 check_tag_or_newer(same, thread, call, tag, word, status, True)
             else:

@@ -56,7 +56,7 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *
         in_place: `x` is `out[my_pe]` already.
 
     `tag` stands for what must be equal on all PEs, `out` above all; what differs is reported to `status` (int64
-    [STATUS_WORDS]), see `announcement`. `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks]
+    [STATUS_WORDS]), see `collective.call_word`. `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks]
     (symmetric) are uint64, zero before the first call, and then left alone.
     """
     count = T.dynamic("count", "int64")

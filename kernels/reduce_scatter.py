@@ -23,7 +23,7 @@ from .collective import (
     agree_by_blocks,
     all_agree,
     announce,
-    announcement,
+    call_word,
     check_chunk,
     compare,
     dtype_name,
@@ -53,7 +53,7 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
 
     `ready` and `done` (uint64 [n_pes, blocks]) are symmetric, `calls` (uint64 [blocks]) is any device memory; all are zero
     before the first call, and then left alone. `tag` stands for what must be equal on all PEs, `x` above all; where it is
-    not, nothing is read, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `announcement`.
+    not, nothing is read, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     count, rows = T.dynamic("count", "int64"), T.dynamic("rows", "int64")
     vector, batch = vector_of(dtype), batch_of(n_pes)
@@ -140,7 +140,7 @@ def node_reduce_scatter(
     parity of the call), `done` [node_size, blocks], `arrived` and `consumed` [nodes, blocks] are uint64; all of these are
     symmetric. `calls` (uint64 [blocks]) is any device memory. Signals and `calls` are zero before the first call, and then
     left alone. `tag` stands for what must be equal on all PEs, `x` above all; where it is not, nothing moves, and what
-    differs is reported to `status` (int64 [STATUS_WORDS]), see `announcement`.
+    differs is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     count, rows = T.dynamic("count", "int64"), T.dynamic("rows", "int64")
     vector, batch, nodes, chunk = vector_of(dtype), batch_of(node_size), n_pes // node_size, chunk_bytes // VECTOR_BYTES
@@ -181,7 +181,7 @@ def node_reduce_scatter(
                 views = [N.remote(x, me - index + p) for p in range(node_size)]
                 if thread < n_pes:
                     same = T.alloc_var("int32")
-                    word = N.wait(ready[parity * n_pes + thread], "ge", announcement(call, 0))
+                    word = N.wait(ready[parity * n_pes + thread], "ge", call_word(call, 0))
                     compare(same, thread, call, tag, word, status, block == 0)
                     agrees[thread] = same
                 T.sync_threads()
@@ -295,7 +295,7 @@ def reduce_scatter(
     (uint64 [n_pes, blocks]) and `ready` (uint64 [2 * n_pes], by parity of the call) are signals; all four are symmetric.
     `calls` and `chunks` (uint64 [blocks]) count calls and chunks in any device memory. Signals and counts are
     zero before the first call, and then left alone. `tag` stands for what must be equal on all PEs; what differs is
-    reported to `status` (int64 [STATUS_WORDS]), see `announcement`; the call may not end then.
+    reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`; the call may not end then.
     """
     count = T.dynamic("count", "int64")
     total_dtype = accumulator(dtype)
@@ -369,7 +369,7 @@ def reduce_scatter(
                 if step > 0:
                     if step == 1 and block == 0 and thread < n_pes:
                         word = N.wait(ready[parity * n_pes + thread], "ge", call << T.uint64(TAG_BITS))
-                        if word != (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64"):
+                        if word != call_word(call, tag):
                             report_other_call(status, thread, call, tag, word)
                     if thread < n_pes and thread != me:
                         N.wait_slot(arrived[thread, block], done + step - 1, slots)

@@ -95,7 +95,7 @@ def recv(n_pes, chunk, slots=2, threads=512, blocks=8):
         n_pes, chunk, slots, threads, blocks: as in `send`.
 
     `out`, `nbytes`, `inbox`, `arrived`, `taken` as in `send`; `received` as its `sent`. A message of another size is
-    taken as well, as much of it as fits; `status` (see `announcement.report`) gets code OTHER_SIZE, the rank and its size.
+    taken as well, as much of it as fits; `status` (see `collective.report`) gets code OTHER_SIZE, the rank and its size.
     """
     capacity = T.dynamic("capacity", "int64")
 

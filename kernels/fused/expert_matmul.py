@@ -33,7 +33,7 @@ from .gemm import (
 # ---------------------------------------------------------------------------------------------------------------------
 # Which tile of the experts' products is next, and what a product signals of the others; steps of `matmul_experts`.
 #
-# Their arguments: `shape`, see `gemm.Shape`; `at` and `totals`, see `totals.Totals`.
+# Their arguments: `shape`, see `gemm.Shape`; `at` and `totals`, see `kernels.moe.layout.PlanOffsets`.
 
 
 class Order(NamedTuple):
@@ -42,7 +42,7 @@ class Order(NamedTuple):
     Attributes:
         tickets: int32 [2], tiles that are taken, by the parity of the call. parity: int32.
         begins: int32 [experts + 1], of shared memory, see `count_tiles`.
-        totals: int32, see `totals.Totals`.
+        totals: int32, see `kernels.moe.layout.PlanOffsets`.
     """
 
     tickets: Any
@@ -168,7 +168,7 @@ def matmul_experts(
         scaled: sums are multiplied by the scale of their row, in `x_scales` [capacity], which come with the rows, and by that
             of their column, in `w_scales` [experts, n], both float32.
 
-    `totals` (int32, see `totals.Totals`) holds which rows an expert has; the first is that of a tile. What `out` holds
+    `totals` (int32, see `kernels.moe.layout.PlanOffsets`) holds which rows an expert has; the first is that of a tile. What `out` holds
     behind the last, up to the end of a tile, is not specified.
     `calls` (int64 [1]) holds the number of this call, 1 or more; `tickets` (int32 [2], zero before the first call) belongs
     to this kernel. `arrivals` (int64 [1]), `arrived` and `finished` (uint64 [1, tiles + 1], symmetric): see `Tiles`.

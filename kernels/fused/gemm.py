@@ -323,7 +323,7 @@ SUPPORTED_DTYPES = (*DTYPES, SCALED)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Geometry of a product, see `product.Shape`.
+    """Geometry of a GEMM, see `Shape`.
 
     Attributes:
         tile: rows, columns and depth of a tile.

@@ -28,13 +28,13 @@ class RoutingPlan:
 
     Attributes:
         tokens: of this rank.
-        node_plan: where rows cross the network once per node: see `node_layout.NodePlan`; else empty.
+        node_plan: where rows cross the network once per node: see `layout.NodePlanOffsets`; else empty.
         send_token: [ranks, max_tokens] token of each row sent to a rank. int32, as all others but `row_weight`.
         send_row: [ranks, max_tokens] its first row in the expert-major order at that rank.
         token_slot: [tokens or more, ranks] its place among the rows to that rank, or -1.
         records: [ranks, max_tokens, …] of each row received from a rank: its expert-major rows, their weights, and its
             token there.
-        totals: see `totals.Totals`.
+        totals: see `layout.PlanOffsets`.
         row_index: [index capacity] of each expert-major row: its row in rank-major order.
         row_weight: [index capacity] its weight (float32).
     """

@@ -77,7 +77,7 @@ class CompletionSignals(NamedTuple):
 
 @tsn.macro
 def check_announcement(word, tag, rank, status):
-    """Compare the tag in the announcement of `rank` with this rank's; report the fault of `rank`, if it has one."""
+    """Compare the tag in the call word of `rank` with this rank's; report the fault of `rank`, if it has one."""
     code = T.cast(word & T.uint64((1 << CODE_BITS) - 1), "int32")
     theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int32")
     if tag & ((1 << CODE_BITS) - 1) == 0:

@@ -108,7 +108,7 @@ class Work(NamedTuple):
     Attributes:
         loaded: [rows at once * vectors * width] of the rows' dtype. acc: float32 [vectors * width].
         from_row: int32 [rows at once], which rows; -1 where there is none.
-        slot_of: int32 [a word for 32 ranks or origins], see `combine_throughput.find_rows`.
+        slot_of: int32 [a word for 32 ranks or origins], see `combine.find_rows`.
         ones: float32 [rows at once], weights of rows that are added as they are.
     """
 

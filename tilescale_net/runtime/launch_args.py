@@ -147,7 +147,7 @@ def unresolved(tensor: torch.Tensor) -> str | None:
 
 
 def kept(value: Any) -> Any:
-    """As `constant`, for what a call gives: launches of `quick_calls` take tensors as they are."""
+    """As `constant`, for what a call gives: native launches take tensors as they are."""
     return value if native_available() else constant(value)
 
 

@@ -163,7 +163,7 @@ def write_calls(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[in
     ranges: dict[tuple[int, int], list[KnownCall]] = {}
     for known in calls:
         call, site = known.call, known.site
-        if site.operation == "kernel":  # see traced_kernels.py
+        if site.operation == "kernel":  # see gpu.py
             continue
         if site.operation == "range_begin":
             ranges.setdefault((call.block, call.thread), []).append(known)
