@@ -192,29 +192,24 @@ struct GidFields {
 };
 static_assert(sizeof(GidFields) == sizeof(ibv_gid));
 
-uint32_t start_time(pid_t pid) {
-  char path[40], text[512] = {};
-  snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  const int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return 0;
-  const ssize_t got = read(fd, text, sizeof text - 1);
-  close(fd);
-  if (got <= 0) return 0;
-  const char* at = strrchr(text, ')');
-  if (!at || at[2] == 'Z' || at[2] == 'X') return 0;
-  for (int field = 0; field < 20 && at; ++field) at = strchr(at + 1, ' ');
-  return at ? uint32_t(strtoull(at, nullptr, 10)) : 0;
-}
+// What /proc says of a process; `start` is 0 when it has ended.
+struct ProcessState {
+  uint32_t start = 0;
+  bool stopped = false;
+};
 
-bool is_stopped(pid_t pid) {
+ProcessState state_of(pid_t pid) {
   char path[40], text[512] = {};
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
   const int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return false;
+  if (fd < 0) return {};
   const ssize_t got = read(fd, text, sizeof text - 1);
   close(fd);
   const char* at = got > 0 ? strrchr(text, ')') : nullptr;
-  return at && (at[2] == 'T' || at[2] == 't');
+  if (!at || at[2] == 'Z' || at[2] == 'X') return {};
+  const bool stopped = at[2] == 'T' || at[2] == 't';
+  for (int field = 0; field < 20 && at; ++field) at = strchr(at + 1, ' ');
+  return {at ? uint32_t(strtoull(at, nullptr, 10)) : 0, stopped};
 }
 
 struct Ah {
@@ -229,7 +224,6 @@ struct Operation {
   enum Kind { kSend, kWrite, kRead } kind = kSend;
   Qp* qp = nullptr;
   uint64_t wr_id = 0;
-  unsigned flags = 0;
   bool has_imm = false;
   uint32_t imm = 0, rkey = 0, remote_qpn = 0, remote_qkey = 0;
   uint64_t remote_address = 0;
@@ -240,22 +234,18 @@ struct Operation {
   Clock::time_point due{}, begun{};
 };
 
-class Nic;
-
 struct Cq {
   ibv_cq_ex base{};
   efadv_cq efa{};
   uint64_t efa_more[2]{}; // functions that newer headers append
-  Nic* nic = nullptr;
   SharedCq* shared = nullptr;
   Completion current{};
-  bool holds = false;
 };
 
 struct Qp {
   ibv_qp_ex base{};
-  Nic* nic = nullptr;
   SharedQp* shared = nullptr;
+  ibv_gid gid{}; // of the device that it belongs to
   Cq *send_cq = nullptr, *recv_cq = nullptr;
   uint32_t depth = kSqDepth, rnr_retry = 7;
   uint32_t outstanding = 0; // guarded by the NIC's lock
@@ -285,7 +275,7 @@ public:
 
   SharedProcess& own() { return *own_; }
 
-  uint32_t lock_qp(uint32_t cq, uint32_t qkey, bool unsolicited) {
+  uint32_t reserve_qp(uint32_t cq, uint32_t qkey, bool unsolicited) {
     std::lock_guard<std::mutex> held(lock_);
     for (uint32_t i = 0; i < kMaxQps; ++i) {
       SharedQp& qp = own_->qps[i];
@@ -356,7 +346,7 @@ private:
     own_ = static_cast<SharedProcess*>(
         mmap(nullptr, sizeof(SharedProcess), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0));
     if (own_ == MAP_FAILED) abort();
-    start_ = start_time(getpid());
+    start_ = state_of(getpid()).start;
     pthread_mutexattr_t kind;
     pthread_mutexattr_init(&kind);
     pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
@@ -417,7 +407,7 @@ private:
       Peer made{nullptr, pid_t(fields.pid), fields.start};
       if (made.pid == getpid()) {
         made.memory = own_;
-      } else if (start_time(made.pid) == made.start) {
+      } else if (state_of(made.pid).start == made.start) {
         char path[64];
         snprintf(path, sizeof path, "/proc/%u/fd/%u", fields.pid, fields.fd);
         const int fd = open(path, O_RDWR | O_CLOEXEC);
@@ -483,8 +473,9 @@ private:
   // False: not yet. `code` says how it ended.
   bool carry_out(Operation& op, uint32_t& code) {
     Peer* to = peer(op.gid);
-    const bool gone = !to || (to->pid != getpid() && start_time(to->pid) != to->start);
-    if (gone || (to->pid != getpid() && is_stopped(to->pid))) {
+    const ProcessState state = to ? state_of(to->pid) : ProcessState{};
+    const bool gone = !to || state.start != to->start;
+    if (gone || state.stopped) {
       code = gone ? kUnreachable : kUnresponsive;
       op.due = Clock::now() + std::chrono::milliseconds(20);
       const auto patience = std::chrono::milliseconds(gone ? options().timeout_ms / 10 : options().timeout_ms);
@@ -508,7 +499,7 @@ private:
       const uint32_t needs = op.kind == Operation::kRead ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE;
       if (!mr || !(mr->access & needs)) return code = kBadAddress, true;
       if (!copy(*to, here, {{reinterpret_cast<void*>(op.remote_address), length}}, op.kind == Operation::kWrite))
-        return again(op, code);
+        return again(op);
       op.placed = true;
     }
     if (op.kind == Operation::kRead || (op.kind == Operation::kWrite && !op.has_imm)) return true;
@@ -516,7 +507,7 @@ private:
   }
 
   // The target went away meanwhile; what to report is decided by the next try.
-  bool again(Operation& op, uint32_t&) {
+  bool again(Operation& op) {
     op.due = Clock::now() + std::chrono::milliseconds(1);
     return false;
   }
@@ -543,7 +534,7 @@ private:
     }
     if (op.kind == Operation::kSend) {
       if (length > room) done.code = kBadLength, code = kRemoteBadLength;
-      if (!code && !copy(to, here, there, true)) return again(op, code);
+      if (!code && !copy(to, here, there, true)) return again(op);
     }
     done.opcode = op.kind == Operation::kSend ? IBV_WC_RECV : IBV_WC_RECV_RDMA_WITH_IMM;
     done.length = uint32_t(length);
@@ -552,7 +543,7 @@ private:
     done.qp = qp.number;
     done.src_qp = op.qp->base.qp_base.qp_num;
     done.unsolicited = unsolicited;
-    done.gid = gid(0);
+    done.gid = op.qp->gid;
     push(*to.memory, qp.cq, done);
     return true;
   }
@@ -744,7 +735,7 @@ Qp* qp_of(ibv_qp_ex* qp) { return reinterpret_cast<Qp*>(qp); }
 Operation& begin(ibv_qp_ex* qp, Operation::Kind kind) {
   Qp* q = qp_of(qp);
   Operation op;
-  op.kind = kind, op.qp = q, op.wr_id = qp->wr_id, op.flags = qp->wr_flags;
+  op.kind = kind, op.qp = q, op.wr_id = qp->wr_id;
   q->building.push_back(std::move(op));
   return q->building.back();
 }
@@ -806,7 +797,7 @@ int post_send(ibv_qp* plain, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
   Qp* qp = reinterpret_cast<Qp*>(plain);
   for (; wr; wr = wr->next) {
     Operation op;
-    op.kind = Operation::kSend, op.qp = qp, op.wr_id = wr->wr_id, op.flags = wr->send_flags;
+    op.kind = Operation::kSend, op.qp = qp, op.wr_id = wr->wr_id;
     op.gid = reinterpret_cast<Ah*>(wr->wr.ud.ah)->gid;
     op.remote_qpn = wr->wr.ud.remote_qpn, op.remote_qkey = wr->wr.ud.remote_qkey;
     op.has_imm = wr->opcode == IBV_WR_SEND_WITH_IMM, op.imm = wr->imm_data;
@@ -856,13 +847,14 @@ ibv_qp* make_qp(ibv_context* context, ibv_pd* pd, ibv_cq* send_cq, ibv_cq* recv_
                 bool unsolicited) {
   Cq *to_send = reinterpret_cast<Cq*>(send_cq), *to_recv = reinterpret_cast<Cq*>(recv_cq);
   SharedProcess& own = Nic::get().own();
-  const uint32_t at = Nic::get().lock_qp(uint32_t(to_recv->shared - own.cqs), 0, unsolicited);
+  const uint32_t at = Nic::get().reserve_qp(uint32_t(to_recv->shared - own.cqs), 0, unsolicited);
   if (at == kMaxQps) {
     errno = ENOMEM;
     return nullptr;
   }
   Qp* qp = new Qp;
   qp->shared = &own.qps[at];
+  qp->gid = Nic::get().gid(context_of(context)->device->index);
   qp->send_cq = to_send, qp->recv_cq = to_recv;
   qp->depth = depth ? std::min(depth, kSqDepth) : kSqDepth;
   ibv_qp_ex& b = qp->base;
