@@ -33,7 +33,7 @@ from benchmark.common import (
 from benchmark.common.fabric import SizeColumn
 from benchmark.common.measuring import SIMULATED as LABEL
 from benchmark.common.measuring import common_seeds, raise_if_wrong
-from benchmark.common.report import significant
+from benchmark.common.plot import significant
 
 BENCH = dict(nodes=2, quick="--sizes 8,64K --signal-sizes 8 --repeat 2 --iters 5")  # see common/suite.py
 

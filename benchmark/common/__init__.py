@@ -34,7 +34,8 @@ from benchmark.common.arguments import (
     size_list,
 )
 from benchmark.common.measuring import median, percentile
-from benchmark.common.report import Column, Report, Table, environment, format_bytes, is_rank_zero, rank, world_size
+from benchmark.common.plot import format_bytes
+from benchmark.common.report import Column, Report, Table, environment, is_rank_zero, rank, world_size
 
 __all__ = [
     "BenchmarkParser",

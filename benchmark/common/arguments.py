@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from benchmark.common.report import is_rank_zero, load_baseline, world_size
+from benchmark.common.report import is_rank_zero, read_json, world_size
 from tilescale_net.cli.arguments import non_negative_int, positive_float, positive_int, writable_file
 from tilescale_net.runtime import settings
 
@@ -118,7 +118,7 @@ def plot_file(text: str) -> str:
 
 def _baseline(text: str) -> dict[str, Any]:
     try:
-        return load_baseline(text)
+        return read_json(text)
     except ValueError as err:
         raise argparse.ArgumentTypeError(str(err)) from None
 

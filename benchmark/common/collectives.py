@@ -21,7 +21,8 @@ from benchmark.common.measuring import (
     raise_if_wrong,
     repeated,
 )
-from benchmark.common.report import Column, Report, format_bytes, world_size
+from benchmark.common.plot import format_bytes
+from benchmark.common.report import Column, Report, world_size
 
 # Flags whose values are tried one after the other, which are arguments of the kernels' classes too.
 CHOICES = ("algorithm", "threads", "blocks", "engine", "unroll")

@@ -29,7 +29,8 @@ from benchmark.common.measuring import (
     prepare,
     raise_if_wrong,
 )
-from benchmark.common.report import Column, Report, Table, format_bytes, world_size
+from benchmark.common.plot import format_bytes
+from benchmark.common.report import Column, Report, Table, world_size
 
 if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is imported
     import torch

@@ -14,7 +14,8 @@ from typing import Any, cast
 from benchmark.common import measuring
 from benchmark.common.arguments import BenchmarkParser, positive_float, positive_int
 from benchmark.common.measuring import GUARD, POISON, elapsed, gather, random_bytes
-from benchmark.common.report import Column, format_bytes, is_rank_zero, rank, world_size
+from benchmark.common.plot import format_bytes
+from benchmark.common.report import Column, is_rank_zero, rank, world_size
 
 
 class SizeColumn(Column):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import os
 import re
 import shlex
@@ -17,8 +16,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, NoReturn, TypeVar
 
+from benchmark.common.plot import Panel, draw, significant
 from tilescale_net.cli import machine
-from tilescale_net.runtime import settings
 
 
 @dataclass(frozen=True)
@@ -61,23 +60,6 @@ class Column:
         if isinstance(value, float) and not self.format:
             return significant(value)
         return format(value, self.format)
-
-
-def significant(value: float, digits: int = 4) -> str:
-    """A number with so many significant digits and no exponent: 0.001235, 12.35, 123,457."""
-    if not math.isfinite(value) or value == 0:
-        return f"{value:g}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(decimals, 9)}f}"
-
-
-def format_bytes(count: int) -> str:
-    """The shortest exact form: 2048 is `2K`, 1048576 is `1M`, 1000 is `1000`."""
-    for suffix in ("T", "G", "M", "K"):
-        unit = settings.SUFFIXES[suffix]
-        if count and count % unit == 0:
-            return f"{count // unit}{suffix}"
-    return str(count)
 
 
 @dataclass
@@ -164,10 +146,16 @@ class Layout:
         return "| " + " | ".join(padded) + " |"
 
 
+def markdown(head: Sequence[str], lines: Iterable[Iterable[Any]], words: int = 1) -> str:
+    """A table of a page; its first `words` columns are aligned as words are, the others as numbers."""
+    rule = ["---"] * words + ["--:"] * (len(head) - words)
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, rule, *lines])
+
+
 SCHEMA = 1  # of the JSON files that Report writes
 
 
-def load_baseline(path: str) -> dict[str, Any]:
+def read_json(path: str) -> dict[str, Any]:
     """The content of an earlier `--json` file.
 
     Raises:
@@ -521,9 +509,15 @@ class Report:
             sys.exit(f"{self.name}: --json {path}: {err.strerror}")
 
     def _write_plot(self, path: str) -> None:
-
+        found = self.content()["environment"]
+        shown = [panel for t in self.tables if t.rows and t.plotted for panel in panels_of(t, hardware(found))]
+        facts = [
+            self.name,
+            f"commit {found['tilescale_net']}" if "tilescale_net" in found else "",
+            found.get("date", ""),
+        ]
         try:
-            draw(self.tables, title_of(self.name, self.content()["environment"]), path)
+            draw(shown, path, ", ".join(filter(None, facts)))
         except (OSError, ValueError) as err:
             sys.exit(f"{self.name}: --plot {path}: {err}")
 
@@ -533,192 +527,39 @@ def _describe(column: Column) -> dict[str, str]:
 
 
 QUANTITIES = {
-    "GB/s": "Bandwidth",
-    "Gbps": "Bandwidth",
-    "Gb/s": "Bandwidth",
-    "MiB/s": "Bandwidth",
-    "us": "Time",
-    "M/s": "Rate",
-    "Mops": "Rate",
-    "Mpps": "Message rate",
-    "cycles/post": "Cost",
-}
-MOST_BARS = 40  # of a panel; more rows than that are mentioned, not drawn
-WIDTH, DPI = 7.0, 100  # inches of a panel; two panels side by side are 1400 px wide
-WIDE_RANGE = 30.0  # largest over smallest figure from which an axis is logarithmic
+    "GB/s": "Bandwidth", "Gbps": "Bandwidth", "Gb/s": "Bandwidth", "MiB/s": "Bandwidth", "us": "Time", "M/s": "Rate",
+    "Mops": "Rate", "Mpps": "Message rate", "cycles/post": "Cost",
+}  # fmt: skip
 
 
-def title_of(name: str, environment: Mapping[str, str]) -> str:
-    """Benchmark, hardware, version and date: what a figure needs beside it to be understood."""
+def hardware(environment: Mapping[str, str]) -> str:
+    """GPUs and ranks of a run, in few words."""
     gpus = environment.get("GPUs", "none")
-    hardware = gpus if gpus != "none" else f"simulator on {environment.get('cores', 'unknown')}"
-    facts = [hardware, f"{environment['ranks']} ranks"] if "ranks" in environment else [hardware]
-    facts += [f"commit {environment['tilescale_net']}"] if "tilescale_net" in environment else []
-    facts += [environment["date"]] if "date" in environment else []
-    return f"{name}: {', '.join(facts)}"
+    found = gpus.replace("NVIDIA ", "").replace(" 80GB HBM3", "") if gpus != "none" else "simulator"
+    return f"{found}, {environment['ranks']} ranks" if "ranks" in environment else found
 
 
-def panels_of(table: Table) -> dict[str, list[Column]]:
-    """The measured columns of a table by unit: one panel each."""
-    panels: dict[str, list[Column]] = {}
-    for column in table.columns:
-        if column.better and column.plotted and any(row.get(column.key) is not None for row in table.rows):
-            panels.setdefault(column.unit, []).append(column)
-    return panels
+def panels_of(table: Table, where: str) -> list[Panel]:
+    """A panel for each unit of the table's measured columns. `where`: the hardware."""
+    varying = [c for c in table.keys if len({row[c.key] for row in table.rows}) > 1] or list(table.keys)[-1:]
+    numeric = [c for c in varying if all(isinstance(row[c.key], (int, float)) for row in table.rows)]
+    along = next((c for c in numeric if c.key == "bytes"), numeric[-1] if numeric else None)
+    others = [c for c in varying if c is not along]
 
+    def words(row: Mapping[str, Any]) -> list[str]:
+        return [
+            row[c.key] if isinstance(row[c.key], str) else f"{c.show(row[c.key])} {c.title.lower()}" for c in others
+        ]
 
-def draw(tables: Sequence[Table], title: str, path: str) -> None:
-    """Draw every table, one panel for each unit.
-
-    Args:
-        path: the file; its suffix picks the format.
-
-    Raises:
-        ValueError: matplotlib is missing or does not know the suffix, or no table holds a measured column.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ValueError("--plot needs matplotlib; install the package's extra 'bench'") from None
-    shown = [t for t in tables if t.rows and t.plotted]
-    panels = [_Panel(table, unit, columns) for table in shown for unit, columns in panels_of(table).items()]
-    if not panels:
-        raise ValueError("nothing was measured, so there is nothing to plot")
-    across = min(2, len(panels))
-    lines = [panels[i : i + across] for i in range(0, len(panels), across)]
-    heights = [max(p.height for p in line) for line in lines]
-    figure, axes = pyplot.subplots(
-        len(lines),
-        across,
-        figsize=(WIDTH * across, sum(heights)),
-        squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-        layout="constrained",
-    )
-    try:
-        for axis in axes.flat[len(panels) :]:
-            axis.set_visible(False)
-        for axis, panel in zip(axes.flat, panels):
-            panel.draw(axis, named=len(shown) > 1)
-        figure.suptitle(title, fontsize=10, wrap=True)
-        figure.savefig(path, dpi=DPI, bbox_inches="tight")  # a legend may be below the figure
-    finally:
-        pyplot.close(figure)
-
-
-class _Panel:
-    """One quantity of one table.
-
-    Attributes:
-        height: in inches.
-    """
-
-    def __init__(self, table: Table, unit: str, columns: Sequence[Column]) -> None:
-        self.table, self.unit, self.columns = table, unit, columns
-        varying = [c for c in table.keys if len({row[c.key] for row in table.rows}) > 1] or list(table.keys)[-1:]
-        numeric = [c for c in varying if self._is_numeric(c)]
-        along = next((c for c in numeric if c.key == "bytes"), numeric[-1] if numeric else None)
-        self.along = along if along is not None and len({row[along.key] for row in table.rows}) > 1 else None
-        self.others = [c for c in varying if c is not self.along]
-        rows = min(len(table.rows), MOST_BARS)
-        self.height = 4.2 if self.along else min(16.0, 1.4 + rows * (0.12 + 0.16 * len(columns)))
-
-    def _is_numeric(self, column: Column) -> bool:
-        return all(isinstance(row[column.key], (int, float)) for row in self.table.rows)
-
-    def draw(self, axis: Any, named: bool) -> None:
-        if self.along:
-            self._lines(axis, self.along)
-        else:
-            self._bars(axis)
-        parts = [self.table.name] if named else []
-        handles, labels = axis.get_legend_handles_labels()
-        if len(labels) == 1:
-            parts.append(labels[0])
-        elif labels:
-            axis.legend(
-                fontsize=8,
-                loc="upper center",
-                bbox_to_anchor=(0.5, -0.22 if self.along else -0.9 / self.height),
-                ncols=2,
-            )
-        axis.set_title(", ".join(parts), fontsize=10)
-
-    def _quantity(self) -> str:
-        if not self.unit:
-            return ""
-        return f"{QUANTITIES.get(self.unit, 'Value')} ({self.unit})"
-
-    def _range(self) -> float:
-        values = [row[c.key] for c in self.columns for row in self.table.rows if row.get(c.key) is not None]
-        return max(values) / min(values) if min(values) > 0 else 0.0
-
-    def _name(self, column: Column, group: Sequence[Any]) -> str:
-        return ", ".join(
-            [
-                column.series or column.title,
-                *(
-                    f"{c.show(v)} {c.title.lower()}" if not isinstance(v, str) else v
-                    for c, v in zip(self.others, group)
-                ),
-            ]
-        )
-
-    def _lines(self, axis: Any, along: Column) -> None:
-        rows = self.table.rows
-        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-        for row in rows:
-            groups.setdefault(tuple(row[c.key] for c in self.others), []).append(row)
-        for group, members in groups.items():
-            for column in self.columns:
-                points = sorted((r[along.key], r[column.key]) for r in members if r.get(column.key) is not None)
-                if points:
-                    axis.plot(*zip(*points), marker="o", markersize=4, label=self._name(column, group))
-        if all(row[along.key] > 0 for row in rows):
-            axis.set_xscale("log", base=2)
-            ticks = sorted({row[along.key] for row in rows})
-            ticks = ticks[:: max(1, len(ticks) // 14)]
-            axis.set_xticks(ticks, [format_bytes(t) if along.key == "bytes" else f"{t:g}" for t in ticks], rotation=45)
-            axis.minorticks_off()
-        axis.set_xlabel("Size" if along.key == "bytes" else along.heading)
-        axis.set_ylabel(self._quantity())
-        if self._range() > WIDE_RANGE:
-            axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0)
-        axis.grid(True, alpha=0.3)
-
-    def _bars(self, axis: Any) -> None:
-        rows = self.table.rows[:MOST_BARS]
-        thickness = 0.8 / len(self.columns)
-        for index, column in enumerate(self.columns):
-            places = [i + index * thickness for i, row in enumerate(rows) if row.get(column.key) is not None]
-            values = [row[column.key] for row in rows if row.get(column.key) is not None]
-            bars = axis.barh(places, values, thickness, label=column.series or column.title)
-            axis.bar_label(bars, [significant(float(v), 3) for v in values], padding=2, fontsize=7)
-        labels = [", ".join(self._label(c, row[c.key]) for c in self.others) for row in rows]
-        axis.set_yticks([i + 0.4 - thickness / 2 for i in range(len(rows))], labels, fontsize=8)
-        axis.invert_yaxis()
-        axis.set_xlabel(self._quantity())
-        axis.margins(x=0.12)
-        if self._range() > WIDE_RANGE * 10:
-            axis.set_xscale("log")
-        axis.grid(True, axis="x", alpha=0.3)
-        if len(self.table.rows) > MOST_BARS:
-            axis.annotate(
-                f"the first {MOST_BARS} of {len(self.table.rows)} rows",
-                (1, 1),
-                xycoords="axes fraction",
-                ha="right",
-                va="bottom",
-                fontsize=7,
-            )
-
-    @staticmethod
-    def _label(column: Column, value: Any) -> str:
-        if isinstance(value, str):
-            return value or "-"
-        return format_bytes(value) if column.key == "bytes" else f"{column.title.lower()} {column.show(value)}"
+    units: dict[str, dict[str, dict[Any, float]]] = {}
+    for column in (c for c in table.columns if c.better and c.plotted):
+        for row in (row for row in table.rows if row.get(column.key) is not None):
+            name = column.series or column.title
+            at = row[along.key] if along else ", ".join(words(row))
+            points = units.setdefault(column.unit, {})
+            points.setdefault(", ".join([name, *words(row)]) if along else name, {})[at] = row[column.key]
+    axis = "" if along is None else "Size" if along.key == "bytes" else along.heading
+    return [
+        Panel(f"{table.name}, {where}", f"{QUANTITIES.get(unit, 'Value')} ({unit})" if unit else "", axis, points)
+        for unit, points in units.items()
+    ]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.common.report import NOTHING, Column, Layout
+from benchmark.common.report import NOTHING, Column, markdown
 from tilescale_net.launch import run
 from tilescale_net.runtime import settings
 
@@ -79,7 +79,7 @@ def _section(result: Result, common: dict[str, str], plots: str) -> list[str]:
         out += [f"![{result.name}]({plots}/{result.name}.svg)", ""]
     for table in result.content["tables"]:
         if table["rows"]:
-            out += [f"### {table['name']}", "", *_table(table), ""]
+            out += [f"### {table['name']}", "", _table(table), ""]
             out += [line for note in table["notes"] for line in (note, "")]
     return out + [line for note in result.content["notes"] for line in (note, "")]
 
@@ -95,13 +95,16 @@ def _public(arguments: list[str]) -> list[str]:
     return kept
 
 
-def _table(table: dict[str, Any]) -> list[str]:
+def _table(table: dict[str, Any]) -> str:
     columns = [
         Column(c["key"], c["title"], unit=c.get("unit", ""))
         for c in [*table["keys"], *table["columns"]]
         if any(r.get(c["key"]) is not None for r in table["rows"])
     ]
-    return Layout(columns, table["rows"]).lines(table["rows"])
+    words = sum(isinstance(table["rows"][0].get(c.key), str) for c in columns[:2])
+    return markdown(
+        [c.heading for c in columns], ([c.show(r.get(c.key)) for c in columns] for r in table["rows"]), words
+    )
 
 
 FOLDER = Path(__file__).resolve().parents[1]

@@ -3,6 +3,8 @@
     python docs/results/render.py            writes the plots here, and the tables into README.md and docs/results/*.md
     python docs/results/render.py --check    changes nothing; exit code 1 and a list when something is out of date
 
+Reports of a checkout with uncommitted changes are rejected: nobody can repeat them.
+
 The JSON files are what `--json` of the benchmarks wrote on the machine that they name. A table stands in a page between
 the lines `<!-- table NAME -->` and `<!-- end -->`: `reports.py` makes those that compare and the lines that say where
 figures come from, this program those with all rows of a report. A plot (`plots.py`) carries the digest of its data and
@@ -18,7 +20,9 @@ from typing import Any
 
 import plots
 import reports
-from reports import HERE, gpus, markdown, rows, run, size
+from reports import HERE, gpus, rows, run, size
+
+from benchmark.common.report import markdown
 
 ROOT = HERE.parents[1]
 PAGES = [ROOT / "README.md", *sorted(HERE.glob("*.md"))]
@@ -217,13 +221,13 @@ def moe_goals() -> str:
 
 
 def compared(subject: str) -> str:
-    return reports.comparison(reports.shown(subject))
+    return reports.comparison(reports.summary(subject))
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "highlights": reports.highlights,
     "others-ahead": reports.others_ahead,
-    "summary": lambda: reports.comparison(r for subject in reports.SUBJECTS for r in reports.shown(subject)),
+    "summary": lambda: reports.comparison(r for subject in reports.SUBJECTS for r in reports.summary(subject)),
     "source": lambda: reports.source(*reports.names()),
     **{name: functools.partial(compared, name) for name in reports.SUBJECTS},
     **{f"source-{page}": functools.partial(reports.source, *names) for page, names in SOURCES.items()},
@@ -237,14 +241,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe-layers": moe_layers,
     "moe-goals": moe_goals,
 }
-DRAWN_BY = ("reports.py", "plots.py")
+DRAWN_BY = (HERE / "reports.py", HERE / "plots.py", ROOT / "benchmark" / "common" / "plot.py")
 
 
 def digest(names: tuple[str, ...]) -> str:
     """Of the data of a plot and of the programs that draw it."""
     found = hashlib.sha256()
-    for name in (*DRAWN_BY, *(f"{name}.json" for name in names)):
-        found.update((HERE / name).read_bytes())
+    for path in (*DRAWN_BY, *(HERE / f"{name}.json" for name in names)):
+        found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
 
@@ -271,16 +275,18 @@ def stale() -> list[str]:
 
 
 def main() -> int:
+    rejected = reports.rejected()
+    print("".join(f"rejected: {reason}\n" for reason in rejected), end="")
     if sys.argv[1:] == ["--check"]:
         out = stale()
         print("\n".join([*(f"out of date: {o}" for o in out), *(["run docs/results/render.py"] if out else [])]))
-        return 1 if out else 0
-    if sys.argv[1:]:
-        print(__doc__)
+        return 1 if out or rejected else 0
+    if sys.argv[1:] or rejected:
+        print("" if rejected else __doc__, end="")
         return 2
     for page in PAGES:
         page.write_text(with_tables(page.read_text()))
-    for name, (names, _, _) in plots.PLOTS.items():
+    for name, (names, _) in plots.PLOTS.items():
         if not plot_is_current(name):
             plots.write(name, f"data {digest(names)}")
     return 0

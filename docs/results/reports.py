@@ -2,13 +2,18 @@
 compare: a figure of ours, the best of others in the same run, and what is possible at all."""
 
 import functools
-import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1]))  # of a program that is started here
+
+from benchmark.common.plot import significant  # noqa: E402
+from benchmark.common.report import markdown, read_json  # noqa: E402
+
 # Benchmarks that have another name now than when they wrote their report.
 RENAMED = {"queue.py": "device_queue.py"}
 
@@ -16,7 +21,7 @@ RENAMED = {"queue.py": "device_queue.py"}
 @functools.cache
 def run(name: str) -> dict[str, Any]:
     """One benchmark's report: environment, command, tables of rows."""
-    return json.loads((HERE / f"{name}.json").read_text())
+    return read_json(str(HERE / f"{name}.json"))
 
 
 def names() -> list[str]:
@@ -45,9 +50,9 @@ def gpus(name: str) -> str:
     return run(name)["environment"]["GPUs"].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
 
 
-def significant(number: float) -> str:
-    """Three significant digits, never in powers of ten."""
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+def shown(figure: float) -> str:
+    """A figure in three significant digits."""
+    return significant(figure, 3)
 
 
 def size(number: int) -> str:
@@ -56,12 +61,6 @@ def size(number: int) -> str:
         if number % unit == 0:
             return f"{number // unit} {name}"
     return f"{number} B"
-
-
-def markdown(head: list[str], lines: Iterable[Iterable[Any]], words: int = 1) -> str:
-    """A table; its first `words` columns are aligned as words are, the others as numbers."""
-    rule = ["---"] * words + ["--:"] * (len(head) - words)
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, rule, *lines])
 
 
 def words(name: str) -> str:
@@ -84,7 +83,25 @@ def command(name: str) -> str:
 
 def commit(name: str) -> str:
     """Of the package that a report was made with."""
-    return run(name)["environment"]["tilescale_net"]
+    found: str = run(name)["environment"]["tilescale_net"]
+    return found.removesuffix("-dirty") + (" with changes that were not committed" if found.endswith("-dirty") else "")
+
+
+# Published before such reports were rejected. A name goes when its report is made again, and none comes.
+MADE_WITH_CHANGES = frozenset({
+    "all_gather_matmul", "all_gather_matmul_fp8", "matmul_all_reduce", "matmul_all_reduce_fp8", "matmul_reduce_scatter_fp8",
+    "moe_calls", "moe_layer_two_gpus", "proxy_write",
+})  # fmt: skip
+
+
+def rejected() -> list[str]:
+    """Reports that cannot be repeated, as their checkout had changes that no commit holds; and names to be taken out."""
+    dirty = {name for name in names() if run(name)["environment"]["tilescale_net"].endswith("-dirty")}
+    again = "was made from a checkout with uncommitted changes: commit, and measure again"
+    return [
+        *(f"{name}.json {again}" for name in sorted(dirty - MADE_WITH_CHANGES)),
+        *(f"{name}.json is clean now: take it out of MADE_WITH_CHANGES" for name in sorted(MADE_WITH_CHANGES - dirty)),
+    ]
 
 
 def source(*found: str) -> str:
@@ -105,11 +122,13 @@ def source(*found: str) -> str:
     return "\n".join(parts[:-1])
 
 
-# What two H200s can do, by programs of CUDA that do nothing else (docs/results/signals.md, collectives.md, copies.md):
+# What two H200s can do, by programs of CUDA that do nothing else (docs/results/signals.md, collectives.md, copies.md).
+# Bounds, which nothing beats:
 LINK_GBPS = 390.8  # NVLink one way, 256 MiB by the copy engine
 ONE_STORE_US = 1.06  # from a store to what the peer sees: no call of two GPUs is faster
+# References, the best of what else was tried:
 ONE_BLOCK_GBPS = {"push": 44.65, "pull": 48.6}  # 4 MiB by bulk copies of one block, launch included
-PUT_SIGNAL_US = {8: 1.97, 8192: 2.10, 65536: 3.32}  # by size, the best of what was tried
+PUT_SIGNAL_US = {8: 1.97, 8192: 2.10, 65536: 3.32}  # by size
 
 COLLECTIVES = {
     "all_reduce": "all-reduce",
@@ -124,7 +143,12 @@ BEHIND = 0.995
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of ours beside the best that was measured of others in the same run, and its bound where one is known."""
+    """A figure of ours beside the best that was measured of others in the same run.
+
+    Attributes:
+        bound: what is possible at all, where that is known; nothing beats it.
+        reference: something else of the same kind, which may be beaten.
+    """
 
     report: str
     subject: str
@@ -134,6 +158,7 @@ class Row:
     peer_name: str
     unit: str
     bound: float | None = None
+    reference: float | None = None
 
     @property
     def what(self) -> str:
@@ -145,13 +170,13 @@ class Row:
         return self.peer / self.ours if self.unit == "us" else self.ours / self.peer
 
     def cells(self) -> list[str]:
-        bound = f"{significant(self.bound)} {self.unit}" if self.bound else ""
+        bound = f"{shown(self.bound)} {self.unit}" if self.bound else ""
         return [
             self.what,
-            f"{significant(self.ours)} {self.unit}",
-            f"{significant(self.peer)} {self.unit}, {self.peer_name}",
+            f"{shown(self.ours)} {self.unit}",
+            f"{shown(self.peer)} {self.unit}, {self.peer_name}",
             f"{self.ratio:.2f} x",
-            bound,
+            f"*{shown(self.reference)} {self.unit}*" if self.reference else bound,
             gpus(self.report),
         ]
 
@@ -168,9 +193,9 @@ def copies() -> list[Row]:
         for ours in rows("unrolledcp_p2p", threads=128):
             theirs = max(r[f"nvshmem_{way}_gbps"] for r in rows("unrolledcp_p2p", bytes=ours["bytes"]))
             what = f"{way} over NVLink by one block of 128 threads"
-            bound = ONE_BLOCK_GBPS[way] if ours["bytes"] == 4 << 20 else None
-            figures = ours[f"tilescale_net_{way}_gbps"], theirs, "NVSHMEM with 128 or 1024 threads"
-            result.append(Row("unrolledcp_p2p", what, size(ours["bytes"]), *figures, "GB/s", bound))
+            best = ONE_BLOCK_GBPS[way] if ours["bytes"] == 4 << 20 else None
+            figures = ours[f"tilescale_net_{way}_gbps"], theirs, "NVSHMEM with 128 or 1024 threads", "GB/s"
+            result.append(Row("unrolledcp_p2p", what, size(ours["bytes"]), *figures, reference=best))
     return result
 
 
@@ -180,9 +205,8 @@ def signals() -> list[Row]:
     for ours in rows("put_signal", threads=128):
         nbytes = ours["bytes"]
         best = min(r["nvshmem"] for r in rows("put_signal", bytes=nbytes)), "NVSHMEM", "us"
-        result.append(
-            Row("put_signal", "put_signal, one way", size(nbytes), ours["auto"], *best, PUT_SIGNAL_US.get(nbytes))
-        )
+        tried = PUT_SIGNAL_US.get(nbytes)
+        result.append(Row("put_signal", "put_signal, one way", size(nbytes), ours["auto"], *best, reference=tried))
         if "line" in ours:
             what = "put_signal, data and signal in one 16-byte line"
             result.append(Row("put_signal", what, size(nbytes), ours["line"], *best, ONE_STORE_US))
@@ -227,7 +251,7 @@ def fused_reports() -> list[str]:
 
 
 def fused_products() -> list[Row]:
-    """Products with their communication between two GPUs; the bound is cuBLAS alone in the same run."""
+    """Products with their communication between two GPUs; the reference is cuBLAS alone in the same run."""
     result = []
     for name in fused_reports():
         dtype = run(name)["settings"].get("dtype", "bf16").upper()
@@ -236,8 +260,8 @@ def fused_products() -> list[Row]:
             peers = {"cuBLAS, then NCCL": found["sequence"], "torch symmetric memory": found["torch"]}
             best = min(peers, key=lambda peer: peers[peer])
             taken = found.get("operator", found["ours"])  # what a user gets, where that was measured
-            figures = taken, peers[best], best, "us", found["matmul"]
-            result.append(Row(name, f"{what}, {dtype}", f"M {found['m']}", *figures))
+            figures = taken, peers[best], best, "us"
+            result.append(Row(name, f"{what}, {dtype}", f"M {found['m']}", *figures, reference=found["matmul"]))
     return result
 
 
@@ -291,10 +315,10 @@ HIGHLIGHTS = (
     "AG+GEMM, BF16, M 4096",
     "MoE dispatch, cached layout, 4096 tokens, BF16",
 )
-HEAD = ["what", "tilescale_net", "best alternative of the same run", "ratio", "bound", "on"]
+HEAD = ["what", "tilescale_net", "best alternative of the same run", "ratio", "bound, or *reference*", "on"]
 
 
-def shown(subject: str) -> list[Row]:
+def summary(subject: str) -> list[Row]:
     """Rows of a subject that the summary shows; KeyError for one of its sizes that no row has."""
     found = SUBJECTS[subject]()
     for end in SHOWN[subject]:

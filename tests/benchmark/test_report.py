@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmark.common import BenchmarkParser, Column, Report, Table
-from benchmark.common.report import ROOT, Layout, draw, load_baseline, panels_of, progress, ratio, title_of
+from benchmark.common.plot import Panel, draw
+from benchmark.common.report import ROOT, Layout, hardware, panels_of, progress, ratio, read_json
 
 
 def test_prints_header_and_table(filled, capsys):
@@ -54,7 +55,7 @@ def test_json_round_trip(filled, tmp_path, capsys):
     report = filled("--json", path, "--repeat", "3")
     report.environment["provider"] = "tcp"
     report.finish()
-    content = load_baseline(path)
+    content = read_json(path)
     assert content["benchmark"] == "demo"
     assert content["settings"] == {"warmup": 5, "repeat": 3, "sizes": [2048, 4096]}
     assert content["environment"]["provider"] == "tcp"
@@ -115,7 +116,7 @@ def test_bad_baseline(text, said, tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
-        load_baseline(str(path))
+        read_json(str(path))
 
 
 def test_ratio():
@@ -148,18 +149,9 @@ def test_plot(filled, tmp_path, capsys):
     path = tmp_path / "run.svg"
     filled("--plot", str(path)).finish()
     text = path.read_text()
-    for words in ("Push BW", "Bandwidth (GB/s)", "Time (us)", "2K", "demo: "):
-        assert f"<!-- {words}" in text  # matplotlib keeps each text as a comment before its glyphs
-
-
-def test_a_legend_below_bars_of_one_row_is_kept(tmp_path):
-    pytest.importorskip("matplotlib")
-    columns = [Column(key, key, better="higher", unit="GB/s") for key in ("peak", "average")]
-    table = Table("bandwidth", [Column("bytes", "Size", "d")], columns)
-    table.rows.append({"bytes": 4096, "peak": 3.0, "average": 2.0})
-    draw([table], "demo", str(tmp_path / "run.png"))
-    height = int.from_bytes((tmp_path / "run.png").read_bytes()[20:24], "big")
-    assert height > 100 * (1.4 + 0.12 + 0.16 * 2)  # of the panel, below which the legend is
+    for words in ("Bandwidth (GB/s)", "Time (us)", "2K", "demo, commit", "simulator, 1 ranks"):
+        assert words in text
+    assert "2.00" in text  # two sizes are bars, with their figures
 
 
 def test_plot_errors(filled, tmp_path, capsys):
@@ -217,7 +209,7 @@ def test_nothing_measured(tmp_path, capsys):
         report.nothing("it needs a GPU")
     assert ended.value.code == 3
     assert capsys.readouterr().out == "demo: not measured; it needs a GPU\n"
-    assert load_baseline(str(path))["tables"] == []
+    assert read_json(str(path))["tables"] == []
 
 
 @pytest.mark.parametrize(
@@ -235,38 +227,42 @@ raise {end}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == code
     assert done.stderr.count("\n") == 1 and said in done.stderr and "2.000" in done.stdout
-    content = load_baseline(str(tmp_path / "run.json"))
+    content = read_json(str(tmp_path / "run.json"))
     assert content["tables"][0]["rows"] == [{"n": 1, "a": 2.0}] and content["complete"] is False
 
 
-def test_one_panel_holds_one_quantity():
-    keys = [Column("what", "What")]
+def measured(sizes=1) -> Table:
+    keys = [Column("bytes", "Size"), Column("engine", "Engine")]
     columns = [
         Column("us", "kernel", better="lower", unit="us"),
         Column("gbs", "rate", better="higher", unit="GB/s"),
         Column("p99", "p99", better="lower", unit="us", plotted=False),
         Column("ratio", "x NCCL"),
     ]
-    table = Table("t", keys, columns, rows=[{"what": "a", "us": 1.0, "gbs": 2.0, "p99": 3.0, "ratio": 4.0}])
-    assert {unit: [c.key for c in cs] for unit, cs in panels_of(table).items()} == {"us": ["us"], "GB/s": ["gbs"]}
+    rows = [
+        {"bytes": 64 << i, "engine": e, "us": 1.0, "gbs": 2.0, "p99": 3.0, "ratio": 4.0}
+        for i in range(sizes)
+        for e in ("ldst", "bulk")
+    ]
+    return Table("t", keys, columns, rows=rows)
 
 
-def test_plots_are_of_a_size_that_fits_a_page(tmp_path):
+def test_one_panel_holds_one_quantity():
+    where = hardware({"ranks": "2", "GPUs": "2 x NVIDIA H100 80GB HBM3"})
+    time, rate = panels_of(measured(8), where)
+    assert time.title == "t, 2 x H100, 2 ranks" and (time.quantity, rate.quantity) == ("Time (us)", "Bandwidth (GB/s)")
+    assert set(rate.points) == {"rate, ldst", "rate, bulk"} and rate.keys == [64 << i for i in range(8)]
+    (words, _) = panels_of(measured(1), where)
+    assert words.points == {"kernel": {"ldst": 1.0, "bulk": 1.0}}
+
+
+def test_few_sizes_are_bars_and_panels_are_as_wide_as_a_phone(tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    tables = []
-    for name in ("send", "write", "read"):
-        keys = [Column("bytes", "Size", ",d"), Column("engine", "Engine")]
-        columns = [Column("bw", "BW", better="higher", unit="GB/s"), Column("us", "Time", better="lower", unit="us")]
-        rows = [
-            {"bytes": 64 << i, "engine": e, "bw": 1.0 * i, "us": 9.0} for i in range(1, 9) for e in ("ldst", "bulk")
-        ]
-        tables.append(Table(name, keys, columns, rows=rows))
-        tables.append(
-            Table(f"{name} by engine", keys[1:], columns, rows=[{"engine": e, "bw": 2.0, "us": 7.0} for e in "ab"])
-        )
-    draw(tables, title_of("demo", {"ranks": "2", "GPUs": "2 x H100"}), str(tmp_path / "x.png"))
+    few, many = (panels_of(measured(n), "2 x H100")[0] for n in (5, 6))
+    assert many.as_lines and not few.as_lines
+    draw([few, many, Panel("one", "Time (us)", "", {"a": {"x": 1.0}})], str(tmp_path / "x.png"), "all of them")
     height, width = image.imread(tmp_path / "x.png").shape[:2]
-    assert width <= 1500 and height <= 2800
+    assert width == 780 and height > 900
 
 
 def table() -> Table:
