@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -48,9 +49,14 @@ def declared(package, name: str) -> dict:
     return found
 
 
-def forget_kernels() -> None:
-    """Let this rank import kernels anew, and what tests have made of them: one of them is to be another."""
-    for name in sorted(n for n in sys.modules if n.startswith(("tilescale_net.kernels", "tests.kernels"))):
+def forget_kernels(forgotten: Callable[[str], bool] = lambda name: True) -> None:
+    """Let this rank import kernels anew, and what tests have made of them: one of them is to be another.
+
+    Args:
+        forgotten: whether a module of the kernels is; all by default.
+    """
+    names = [n for n in sys.modules if n.startswith("tilescale_net.kernels") and forgotten(n)]
+    for name in sorted([*names, *(n for n in sys.modules if n.startswith("tests.kernels"))]):
         parent, _, child = name.rpartition(".")
         if hasattr(sys.modules.get(parent), child):  # `from parent import child` looks there first
             delattr(sys.modules[parent], child)

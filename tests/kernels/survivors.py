@@ -159,9 +159,9 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 1): BEGINS,
     },
     "reduce_scatter": {
-        ("no sync_threads", 2): LAST,
-        ("no sync_threads", 5): MET,
-        ("no sync_threads", 7): BEGINS,
+        ("no sync_threads", 4): MET,
+        ("no sync_threads", 6): BEGINS,
         ("no sync_threads", 9): LAST,
+        ("no wait", 3): ANNOUNCED,
     },
 }

@@ -13,12 +13,14 @@ accesses and leaves out the barrier behind it alone: that is the mutant "no sync
 """
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import os
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from tests.kernels.declared import forget_kernels
 from tilescale_net import errors
 from tilescale_net.runtime import simulator
 
+KERNELS = "tilescale_net.kernels"
 ALONE = re.compile(
     r"(wait|fence|quiet)(_block|_warp)?|flush_wait|barrier_\w+|(take|wait)_slot(_block|_warp)?|sync_(threads|warp|grid)"
 )
@@ -167,15 +170,65 @@ def _anywhere(found: bool) -> bool:
     return bool(told)
 
 
+@functools.cache
+def _uses(module: str) -> frozenset[str]:
+    """Modules of the kernels that a module imports when it is imported, through others too, and itself."""
+    spec = importlib.util.find_spec(module)
+    found = {module}
+    for node in ast.parse(Path(spec.origin).read_text()).body if spec and spec.origin else ():
+        if isinstance(node, ast.ImportFrom):
+            of = importlib.util.resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
+            found |= {f"{of}.{alias.name}" if f"{of}.{alias.name}" in _modules() else of for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    found &= _modules()
+    return frozenset(found).union(*(_uses(name) for name in found - {module}))
+
+
+@functools.cache
+def _modules() -> frozenset[str]:
+    folder = Path(next(iter(importlib.util.find_spec(KERNELS).submodule_search_locations)))
+    paths = [path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.py")]
+    return frozenset(".".join([KERNELS, *parts]).removesuffix(".__init__") for parts in paths)
+
+
+def _cache_kernels(module: str, path: str) -> None:
+    """Let this rank cache kernels from now on, under names that no other program looks for.
+
+    Those of files that do not use the mutated one are the same for all mutants, and a rank need not build what another
+    has built: tracing kernels is most of what a mutant costs.
+    """
+    from tilescale_net.compiler.simulator import cache
+
+    digest, original = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12], cache.kernel_key
+    cache._unchanged = lambda function: True
+
+    def key(function, args, kwargs, options):
+        found = original(function, args, kwargs, options)
+        return found and f"{found}-{digest if module in _uses(function.__module__) else 'swept'}"
+
+    cache.kernel_key = key
+
+
+def _replace(file: str, path: str) -> str:
+    """Let this rank import kernels anew, the file at `path` in the place of `file` of small_runs; the module's name.
+
+    Those that do not use the file stay, with their macros, which the server has translated.
+    """
+    module = small_runs.module_of(file)
+    forget_kernels(lambda name: module in _uses(name))
+    sys.meta_path.insert(0, Replace(module, path))
+    _cache_kernels(module, path)
+    return module
+
+
 def explore(file: str, path: str, calls: tuple[str, ...]) -> str:
     """What goes wrong in some schedule of small calls, with the file at `path` in the place of kernels/`file`.py; or ""."""
     from tests.simulator import small_calls
     from tilescale_net.explore import search
     from tilescale_net.explore.case import Case
 
-    module = small_runs.module_of(file)
-    forget_kernels()
-    sys.meta_path.insert(0, Replace(module, path))
+    _replace(file, path)
     for name in calls:
         try:
             with Case(getattr(small_calls, name), 2, races=False) as case:
@@ -195,9 +248,7 @@ def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, 
     Raises:
         Shown: a run failed; what the check said first, a line, and the error.
     """
-    module = small_runs.module_of(file)
-    forget_kernels()
-    sys.meta_path.insert(0, Replace(module, path))
+    module = _replace(file, path)
     reports, programs = _reports(), _programs()
     for races, seed in [(1, 0), *((0, seed) for seed in seeds)]:
         os.environ |= {"TSN_SIM_RACES": str(races), "TSN_SIM_SEED": str(seed)}

@@ -54,8 +54,8 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = F
     size, nodes = (2 if runs[0] in OF_TWO else 4, 1 if runs[0] in small_runs.ONE_NODE else 2) if many else (2, 1)
     runs = [name for name in runs if nodes == 1 or name not in small_runs.ONE_NODE]
     env = {
-        "TSN_TIMEOUT": "40" if many else "30",
-        "TSN_SIM_STALL": "20",
+        "TSN_TIMEOUT": "30" if many else "20",
+        "TSN_SIM_STALL": "10",
         "VIRTUAL_NODES": str(nodes),
         "TSN_SIM_RACES": "1",
     }
