@@ -262,7 +262,7 @@ def test_bench_that_is_ended_keeps_what_there_is(tmp_path, monkeypatch, number, 
     thread.start()
     assert cli.main(["bench", "--output", str(page)]) == code
     thread.join()
-    assert "|  41 |" in page.read_text() and "interrupted" in page.read_text()
+    assert "| 41 |" in page.read_text() and "interrupted" in page.read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["benchmark", "measured", "page.md"]
 
 
