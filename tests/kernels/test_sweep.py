@@ -58,6 +58,7 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = F
         "TSN_SIM_STALL": "10",
         "VIRTUAL_NODES": str(nodes),
         "TSN_SIM_RACES": "1",
+        "TSN_SIM_CXXFLAGS": "-O0",  # each program runs once or a few times
     }
     outcomes = ranks.launch(size, sweep.run, file, str(path), runs, seeds, env=env, timeout=600)
     shown = [o.error[1].split("\n") for o in outcomes if o.error and o.error[0] == "Shown"]

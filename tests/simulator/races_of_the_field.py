@@ -20,7 +20,8 @@ class Kind:
 
     Attributes:
         gsan: what Triton's GSan does with it, from its tests and its proposal; on GPUs.
-        racecheck: what compute-sanitizer's racecheck does with it, from its manual; on GPUs.
+        racecheck: what compute-sanitizer's racecheck does with it, from the manual and release notes of its version 2026.4; on
+            GPUs.
         ours: what the race detector says of the wrong form; "" where it finds nothing. The right form is silent.
     """
 
@@ -32,6 +33,7 @@ class Kind:
 
 
 YES, RULES, NO, MANUAL = "yes, a test of its own", "yes, by its rules", "no", "yes"
+WARNING, NOTES, ASYNC = "yes, as a warning", "yes, by its release notes", "yes, of copies in a group or pipeline"
 GLOBAL, SHARED, ONE, BLOCK = (
     "no: shared memory only",
     "no: global memory only",
@@ -56,11 +58,11 @@ KINDS = {
     "shared_raw": Kind("shared memory: read after write without a barrier", SHARED, MANUAL, "T.sync_threads() is missing"),
     "shared_war": Kind("shared memory: write after read without a barrier", SHARED, MANUAL, "T.sync_threads() is missing"),
     "shared_waw": Kind("shared memory: write after write, other values", SHARED, MANUAL, "one thread is to store"),
-    "shared_warp": Kind("shared memory: lanes of a warp without __syncwarp", SHARED, MANUAL, "T.sync_warp()"),
-    "shared_some": Kind("shared memory: a named barrier that some writers do not reach", SHARED, MANUAL, "(shared memory)"),
+    "shared_warp": Kind("shared memory: lanes of a warp without __syncwarp", SHARED, WARNING, "T.sync_warp()"),
+    "shared_some": Kind("shared memory: a named barrier that some writers do not reach", SHARED, NOTES, "(shared memory)"),
     "mbarrier": Kind("shared memory: read before the wait for an mbarrier", SHARED, MANUAL, "(shared memory)"),
     "async": Kind(
-        "shared memory: read before the end of an asynchronous copy, behind a barrier", SHARED, MANUAL, "",
+        "shared memory: read before the end of an asynchronous copy, behind a barrier", SHARED, ASYNC, "",
         "no: copies are done when the call returns",
     ),
     "put": Kind("a put without a fence before its signal", NO, NO, "N.fence"),

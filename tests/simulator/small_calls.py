@@ -156,6 +156,5 @@ OF = {
     "exchange": ("all_gather", "all_to_all"),
     "moe/latency_combine": ("moe_latency", "moe_latency_two_blocks"),
     "moe/latency_dispatch": _ONE_BLOCK_MOE,
-    "reduce_scatter": ("reduce_scatter_push",),
-    "reduce_scatter_pull": ("reduce_scatter_pull",),
+    "reduce_scatter": ("reduce_scatter_push", "reduce_scatter_pull"),
 }

@@ -135,6 +135,7 @@ class SimulatedFunction:
         failure, message, line, remark, limits, _ = made.run(
             seed=simulator.next_launch_seed(context.my_pe if context else 0),
             stall_seconds=simulator.stall_seconds(timeout),
+            race_seconds=(timeout or simulator.stall_seconds(0)) / 2,
             stack_bytes=simulator.stack_bytes(),
             races=simulator.races(),
             heap=context.heap_base if context else 0,

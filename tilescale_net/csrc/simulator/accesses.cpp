@@ -132,11 +132,11 @@ std::string HappensBefore::viewed(const Actor& actor, const void* address, uint6
   Stamp mark = stamp(actor.warp, actor.lane());
   if (store) {
     const unsigned lane = actor.thread % 32;
-    auto& [epoch, number] = view_stores_[{actor.warp * 32ull + lane, pe}];
+    auto& [epoch, number] = view_stores_[{actor.warp * 32ull + lane, pe, actor.line}];
     if (epoch != at(actor.warp).epoch) {
       epoch = at(actor.warp).epoch;
       const Event event{actor.warp, epoch, pe, actor.line, kOpPut, 0, lane};
-      number = record(actor, event, 1, kNoWord, std::string("a store to ") + name, lane + 1);
+      number = record(actor, event, 1, kNoWord, std::string("a store to ") + name + line(actor.line), lane + 1);
       note_thread_put(event);
       direct_epochs_[{actor.warp * 32ull + lane, pe}] = epoch;
     }

@@ -101,8 +101,8 @@ void Grid::run() {
     ready_.insert(ready_.end(), next_.begin(), next_.end());
     next_.clear();
     if (finished_ < blocks_ && !between_rounds()) {
-      failure_ = Failure::deadlock;
-      message_ = describe_deadlock();
+      failure_ = race_.empty() ? Failure::deadlock : Failure::race;
+      message_ = race_.empty() ? describe_deadlock() : race_;
     }
   }
   if (order_ && failure_ == Failure::none) {
@@ -393,7 +393,14 @@ bool Grid::idle_step(bool still) {
     return true;
   }
   if (ready_.empty()) return false;
-  if (now_ns() - stalled_since_ns_ > static_cast<uint64_t>(launch_.stall_seconds * 1e9)) return false;
+  const double idle_seconds = static_cast<double>(now_ns() - stalled_since_ns_) * 1e-9;
+  if (idle_seconds > launch_.stall_seconds) return false;
+  // A race may be why nothing moves: it is reported before any wait gives up, here or in another rank.
+  if (!race_.empty() && idle_seconds > launch_.race_seconds) {
+    failure_ = Failure::race;
+    message_ = race_;
+    return true;
+  }
   if (!still) return true;
   starved_ = std::max(starved_, blocks_ - started_);
   // Every thread polls for something that another process has to do: let it run.

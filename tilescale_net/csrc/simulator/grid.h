@@ -96,6 +96,7 @@ struct Launch {
   uint64_t seed = 0;
   uint64_t resident_blocks = 1; // blocks that the simulated GPU holds at a time
   double stall_seconds = 60;    // without any progress: the grid hangs
+  double race_seconds = 30;     // the same where a race has been found: it ends with the race
   bool (*check_interrupt)() = nullptr;
   bool communicates = false;      // calls primitives
   bool races = false;             // followed by the race detector

@@ -22,6 +22,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -267,7 +268,8 @@ private:
   bool lanes_;                                                 // lanes are distinguished
   std::map<std::pair<uint32_t, int>, uint32_t> thread_epochs_; // by warp and PE: of the latest put or view store
   std::map<std::pair<uint64_t, int>, uint32_t> lane_epochs_;   // by lane and PE: the same
-  std::map<std::pair<uint64_t, int>, std::pair<uint32_t, uint64_t>> view_stores_; // by lane and PE: epoch and number
+  std::map<std::tuple<uint64_t, int, int>, std::pair<uint32_t, uint64_t>>
+      view_stores_;                     // by lane, PE, line: epoch, number
   std::map<uint64_t, uint64_t> benign_; // ends of ranges of the heap, by their beginnings
   // By lane and PE: the epoch of the latest store through a view or atomic operation without a result.
   std::map<std::pair<uint64_t, int>, uint32_t> direct_epochs_;

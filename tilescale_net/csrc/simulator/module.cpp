@@ -61,11 +61,12 @@ bool check_interrupt() {
 }
 
 // Returns (failure, message, line, remark, limits, switches); failure is 0 when the grid ran to its end.
-py::tuple run(const sim::BoundLaunch& bound, uint64_t seed, double stall_seconds, size_t stack_bytes, bool races,
-              uint64_t heap) {
+py::tuple run(const sim::BoundLaunch& bound, uint64_t seed, double stall_seconds, double race_seconds,
+              size_t stack_bytes, bool races, uint64_t heap) {
   sim::Launch launch = bound.launch;
   launch.seed = seed;
   launch.stall_seconds = stall_seconds;
+  launch.race_seconds = race_seconds;
   launch.check_interrupt = check_interrupt;
   launch.races = races;
   launch.heap = heap;
@@ -101,8 +102,8 @@ void bind_launch(py::module_& m) {
            py::arg("library"), py::arg("kernel"), py::arg("arguments"), py::kw_only(), py::arg("grid"),
            py::arg("block"), py::arg("shared_bytes"), py::arg("resident_blocks"), py::arg("communicates"),
            py::arg("lines"), py::arg("names"))
-      .def("run", run, py::kw_only(), py::arg("seed"), py::arg("stall_seconds"), py::arg("stack_bytes"),
-           py::arg("races"), py::arg("heap"));
+      .def("run", run, py::kw_only(), py::arg("seed"), py::arg("stall_seconds"), py::arg("race_seconds"),
+           py::arg("stack_bytes"), py::arg("races"), py::arg("heap"));
 }
 
 void bind_live_state(py::module_& m) {
