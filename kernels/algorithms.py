@@ -10,6 +10,10 @@ import torch
 BufferSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
+# Makes a launch again, for another `out` and `x`; None where it cannot.
+Again = Callable[[torch.Tensor, torch.Tensor], None] | None
+
+
 class Call(NamedTuple):
     """What one launch reduces.
 
@@ -34,7 +38,8 @@ class Algorithm:
     Attributes:
         name: for `AllReduce(algorithm=name)`.
         launch: `(op, memory, call)` launches the kernel on the current stream. `memory` has the tensors of `buffers` and
-            `counters` by name.
+            `counters` by name. It may return `again(out, x)`, which makes the same launch for other tensors of this size,
+            dtype, alignment to 16 bytes, tag and options; at other offsets only where `call` is not zero_copy.
         capacity: `(op)` -> bytes that a launch takes; a larger tensor is reduced in pieces. A multiple of 16.
         buffers: `(op)` -> shape and dtype, by name, of symmetric memory, which is zeroed.
         counters: `(op)` -> number, by name, of uint64 words of this rank alone, which are zeroed.
@@ -44,7 +49,7 @@ class Algorithm:
     """
 
     name: str
-    launch: Callable[[Any, dict[str, torch.Tensor], Call], None]
+    launch: Callable[[Any, dict[str, torch.Tensor], Call], Again]
     capacity: Callable[[Any], int]
     buffers: Callable[[Any], BufferSpecs]
     counters: Callable[[Any], dict[str, int]]

@@ -19,7 +19,7 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.runtime.profiling import named
 
-from .algorithms import ALGORITHMS, Algorithm, Call, register_algorithm
+from .algorithms import ALGORITHMS, Again, Algorithm, Call, register_algorithm
 from .all_gather import AllGather
 from .all_reduce_one_shot import ONE_SHOT
 from .all_reduce_packets import PACKETS
@@ -77,7 +77,7 @@ class AllReduce(Collective):
         self.staging_bytes = -(-staging_bytes // step) * step
         self._parts: tuple[ReduceScatter, AllGather] | None = None
         # (bytes up to which it is taken, launch of a call, whether tensors can be used where they lie), in this order.
-        self._choices: list[tuple[int, Callable[[Call], None], bool]] = []
+        self._choices: list[tuple[int, Callable[[Call], Again], bool]] = []
         if self._needs_symmetric_source and not (algorithm in ALGORITHMS and ALGORITHMS[algorithm].across_nodes):
             self._source = self._symmetric(self.staging_bytes, torch.uint8)
             way = "auto" if once_per_node else "push"
@@ -123,6 +123,9 @@ class AllReduce(Collective):
         """
         self._begin()
         x = out if x is None else x
+        key = self._key(out, x, overwrite_x)
+        if self._made_again(key, out, x):
+            return out
         self._check("out", out)
         self._check("x", x, out.dtype)
         if out.dtype not in self.DTYPES:
@@ -140,11 +143,13 @@ class AllReduce(Collective):
                 what = "x of shape {} and {}, which may be overwritten"
             else:
                 offsets.insert(0, self.place_of_vectors(out))
-            zero_copy, tag = self._agree_on_places(what, out.shape, out.dtype, places=offsets)
+            zero_copy, tag, noted = self._agree_on_places(what, out.shape, out.dtype, places=offsets)
         else:
-            tag = self._agree(what, out.shape, out.dtype)
+            tag, noted = self._agree(what, out.shape, out.dtype), (what, out.shape, out.dtype)
         if out.numel():
-            launch(Call(out.view(-1), x.view(-1), tag, zero_copy, overwrite_x))
+            again = launch(Call(out.view(-1), x.view(-1), tag, zero_copy, overwrite_x))
+            if again is not None and key is not None:
+                self._again[key] = noted, again
         return out
 
     def is_faster_overwritten(self, nbytes: int) -> bool:
@@ -154,9 +159,9 @@ class AllReduce(Collective):
 
     def is_copied_in_pieces(self, nbytes: int) -> bool:
         """Whether a tensor that is not symmetric takes several kernels, and a symmetric one a single one."""
-        return self._choose(nbytes)[1] and nbytes > self.staging_bytes and nbytes % VECTOR_BYTES == 0
+        return nbytes > self.staging_bytes and self._choose(nbytes)[1] and nbytes % VECTOR_BYTES == 0
 
-    def _choose(self, nbytes: int) -> tuple[Callable[[Call], None], bool]:
+    def _choose(self, nbytes: int) -> tuple[Callable[[Call], Again], bool]:
         """What makes a call of this size, and whether it can use tensors where they lie."""
         if self.n_pes == 1:
             return self._copy, False
@@ -177,16 +182,19 @@ class AllReduce(Collective):
         if call.x.data_ptr() != call.out.data_ptr():
             call.out.copy_(call.x)
 
-    def _in_pieces(self, launch: Callable[[Call], None], nbytes: int, call: Call) -> None:
+    def _in_pieces(self, launch: Callable[[Call], Again], nbytes: int, call: Call) -> Again:
         """A launch for each piece of at most so many bytes; one for all of it where tensors stay where they lie."""
         size = call.out.numel() if call.zero_copy else nbytes // call.out.element_size()
+        if size >= call.out.numel():
+            return self._launch_checked(launch, call)
 
         def run() -> None:
             for first in range(0, call.out.numel(), size):
                 piece = slice(first, first + size)
-                launch(Call(call.out[piece], call.x[piece], *call[2:]) if size < call.out.numel() else call)
+                launch(Call(call.out[piece], call.x[piece], *call[2:]))
 
         self._launch_checked(run)
+        return None
 
     def _over_nodes(self, call: Call) -> None:
         """Where some PEs are on other nodes."""

@@ -5,14 +5,17 @@ two halves of that memory in turn, and a PE that writes in call i + 2 has seen t
 whose call i was over by then.
 """
 
+import functools
+
 import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .algorithms import Algorithm, Call
+from .algorithms import Again, Algorithm, Call
 from .collective import EXPLICIT_SYNC, STATUS_WORDS, agree_by_blocks, all_agree, dtype_name, is_aligned
+from .launches import FLAT, Launch
 from .sums import VECTOR_BYTES, add_up, batch_of, pack, store_elements, vector_of
 
 
@@ -95,11 +98,17 @@ def one_shot_up_to(n_pes: int) -> int:
     return min(LARGEST, int(EXCHANGE_US / US_PER_MIB / more * 2**20) // VECTOR_BYTES * VECTOR_BYTES)
 
 
-def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> None:
-    inbox, dtype = memory["inbox"], call.out.dtype
-    aligned = is_aligned(VECTOR_BYTES, call.out, call.x)
-    kernel = all_reduce_one_shot(op.n_pes, dtype_name(dtype), len(inbox) // 2, aligned, op.threads, op.blocks)
-    kernel(call.out, call.x, call.tag, op.status_record, inbox.view(dtype), memory["arrived"], memory["calls"])
+def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
+    inbox, dtype, aligned = memory["inbox"], call.out.dtype, is_aligned(VECTOR_BYTES, call.out, call.x)
+
+    def make() -> Launch:
+        kernel = all_reduce_one_shot(op.n_pes, dtype_name(dtype), len(inbox) // 2, aligned, op.threads, op.blocks)
+        fixed = {**memory, "status": op.status_record, "inbox": inbox.view(dtype)}
+        return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms={"out": FLAT, "x": FLAT})
+
+    again = functools.partial(op.prepared(("one_shot", dtype, aligned), make), call.tag)
+    again(call.out, call.x)
+    return again
 
 
 ONE_SHOT = Algorithm(

@@ -5,6 +5,8 @@ docs/memory-model.md): no fence and no second message stand between data and fla
 other, so twice the bytes travel; that is cheaper than another hop while there are few.
 """
 
+import functools
+
 import tilelang.language as T
 import torch
 from tilelang import tvm
@@ -12,8 +14,9 @@ from tilelang import tvm
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .algorithms import Algorithm, Call
+from .algorithms import Again, Algorithm, Call
 from .collective import EXPLICIT_SYNC, STATUS_WORDS, call_word, compare, dtype_name, is_aligned
+from .launches import FLAT, Launch
 from .sums import accumulator
 
 DATA_BYTES, PACKET_BYTES = 8, 16
@@ -135,13 +138,20 @@ def _packets(op) -> int:
     return min(_blocks(op) * (op.threads // op.n_pes), UP_TO // op.n_pes // DATA_BYTES)
 
 
-def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> None:
-    packets, dtype = memory["packets"], call.out.dtype
-    aligned = is_aligned(DATA_BYTES, call.out, call.x)
-    kernel = all_reduce_packets(op.n_pes, dtype_name(dtype), packets.shape[2], aligned, op.threads, _blocks(op))
-    kernel(
-        call.out, call.x, call.tag, op.status_record, packets.view(dtype), packets.view(torch.uint64), memory["calls"]
-    )
+def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
+    packets, dtype, aligned = memory["packets"], call.out.dtype, is_aligned(DATA_BYTES, call.out, call.x)
+
+    def make() -> Launch:
+        kernel = all_reduce_packets(op.n_pes, dtype_name(dtype), packets.shape[2], aligned, op.threads, _blocks(op))
+        fixed = {
+            "status": op.status_record, "values": packets.view(dtype), "flags": packets.view(torch.uint64),
+            "calls": memory["calls"],
+        }  # fmt: skip
+        return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms={"out": FLAT, "x": FLAT})
+
+    again = functools.partial(op.prepared(("packets", dtype, aligned), make), call.tag)
+    again(call.out, call.x)
+    return again
 
 
 PACKETS = Algorithm(

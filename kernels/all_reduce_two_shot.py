@@ -9,7 +9,9 @@ there: then a block ends when its likes have read what it holds. Of two PEs each
 bytes cross the link, and one exchange is spared.
 """
 
+import functools
 import sys
+from collections.abc import Callable
 
 import tilelang.language as T
 import torch
@@ -17,8 +19,9 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .algorithms import Algorithm, Call
+from .algorithms import Again, Algorithm, Call
 from .collective import EXPLICIT_SYNC, STATUS_WORDS, agree_by_blocks, all_agree, dtype_name, is_aligned
+from .launches import FLAT, Launch
 from .sums import VECTOR_BYTES, add_up, batch_of, pack, store_elements, unpack, vector_of
 
 
@@ -140,18 +143,34 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
     return main
 
 
-def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> None:
-    out, x = call.out, call.x
-    shape, pulled = (-1, VECTOR_BYTES // out.element_size()), call.zero_copy and call.overwrite_x
-    if call.zero_copy:
-        source = x.view(shape)
-        target = source if pulled else out.view(shape)
+def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
+    dtype, pulled = call.out.dtype, call.zero_copy and call.overwrite_x
+    shape, aligned = (-1, VECTOR_BYTES // dtype.itemsize), is_aligned(VECTOR_BYTES, call.out, call.x)
+    vectors = {"target": (shape, None), "source": (shape, None)}
+
+    def make() -> Launch:
+        kernel = all_reduce_two_shot(
+            op.n_pes, dtype_name(dtype), not call.zero_copy, pulled, aligned, op.threads, op.blocks
+        )
+        fixed = {name: memory[name] for name in ("ready", "arrived", "done", "calls")} | {"status": op.status_record}
+        if call.zero_copy:
+            given: tuple[str, ...] = "tag", "out", "x", "target", "source"
+        else:
+            given = "tag", "out", "x"
+            fixed |= {name: memory[name].view(dtype).view(shape) for name in vectors}
+        forms = {"out": FLAT, "x": FLAT} | {name: form for name, form in vectors.items() if call.zero_copy}
+        return Launch(kernel, fixed, given, op.world, forms=forms)
+
+    launch, tag = op.prepared(("two_shot", dtype, aligned, call.zero_copy, pulled), make), call.tag
+    again: Callable[[torch.Tensor, torch.Tensor], None]
+    if not call.zero_copy:
+        again = functools.partial(launch, tag)
+    elif pulled:
+        again = lambda out, x: launch(tag, out, x, x, x)  # noqa: E731
     else:
-        target, source = memory["target"].view(out.dtype).view(shape), memory["source"].view(out.dtype).view(shape)
-    aligned, dtype = is_aligned(VECTOR_BYTES, out, x), dtype_name(out.dtype)
-    kernel = all_reduce_two_shot(op.n_pes, dtype, not call.zero_copy, pulled, aligned, op.threads, op.blocks)
-    words = memory["ready"], memory["arrived"], memory["done"], memory["calls"]
-    kernel(out, x, target, source, call.tag, op.status_record, *words)
+        again = lambda out, x: launch(tag, out, x, out, x)  # noqa: E731
+    again(call.out, call.x)
+    return again
 
 
 TWO_SHOT = Algorithm(

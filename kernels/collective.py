@@ -4,6 +4,7 @@ import ctypes
 import functools
 import inspect
 import math
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tilelang.language as T
@@ -17,6 +18,7 @@ from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.launch_args import StreamOrder, unresolved
 
 from .algorithms import BufferSpecs
+from .launches import Launch
 
 if TYPE_CHECKING:
     from tilescale_net.runtime.control import Track
@@ -386,7 +388,10 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self.threads, self.blocks, self.block_limit = threads, blocks, limit
         self._agreement = Agreement(name, self._world)
         self._order = StreamOrder(self.device)
-        self._mapped: dict[tuple, tuple[bool, int]] = {}
+        self._mapped: dict[tuple, tuple[bool, int, tuple]] = {}
+        self._launches: dict[Hashable, Callable[..., None]] = {}
+        self._again: dict[Hashable, tuple[tuple, Callable[..., Any]]] = {}
+        self._mismatch: tsn.RankMismatch | None = None  # which every call raises
         self._owned: list[torch.Tensor] = []
         self._counters: list[torch.Tensor] = []
         self._members = self._world.control.members
@@ -464,8 +469,15 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         owned, self._owned = self._owned, []
         for tensor in owned:
             tsn.free(tensor, group=self._world)
+        self._launches.clear()
+        self._again.clear()
         self._agreement.close()
         self._world.calls.drop(self._call_track)
+
+    @property
+    def world(self) -> "World":
+        """In which its kernels run."""
+        return self._world
 
     @property
     def _made_in(self) -> "World":
@@ -490,7 +502,15 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         Raises:
             TileScaleError: ranks are gone, or the object was freed. RankMismatch: an earlier call found it.
         """
-        self._check_callable()
+        world = self._world
+        if (
+            not self._owned
+            or world.closed
+            or self._members is not world.control.members
+            or self._mismatch is not None
+            or self._agreement.has_reported()
+        ):
+            self._check_callable()
         self._order.follow()
 
     def _check_callable(self) -> None:
@@ -585,23 +605,70 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         if self.device.type == "cpu":
             self._raise_mismatch()
 
-    def _launch_checked(self, launch) -> None:
+    def _launch_checked(self, launch: Callable[..., _Made], *arguments: Any) -> _Made:
         """Launch a kernel; what it found wrong with the ranks' arguments explains a wait that did not end."""
         try:
-            launch()
+            found = launch(*arguments)
         except tsn.TileScaleError:
             self._raise_mismatch()
             raise
         self._raise_mismatch_if_simulated()
+        return found
 
-    def _agree_on_places(self, describe: str, *arguments, places: list[int | None]) -> tuple[bool, int]:
+    # -- calls that are made again ----------------------------------------------------------------------------------
+
+    def prepared(self, key: Hashable, make: Callable[[], Launch]) -> Callable[..., None]:
+        """The launch `make()` of a key, made when it is first asked for."""
+        found = self._launches.get(key)
+        if found is None:
+            with torch.inference_mode(False):
+                found = self._launches[key] = make().quick()
+        return found
+
+    def _key(self, a: Any, b: Any, *options: Hashable) -> Hashable:
+        """What the checks, the agreement and the launch of a call with these tensors depend on; None: it is to be looked at.
+
+        Calls of one key do the same but for the tensors' addresses outside of the symmetric heap.
+        """
+        if (
+            type(a) is not torch.Tensor
+            or type(b) is not torch.Tensor
+            or a.device != self.device
+            or b.device != self.device
+        ):
+            return None
+        if not a.is_contiguous() or not b.is_contiguous() or a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj():
+            return None
+        first, second, heap = a.data_ptr(), b.data_ptr(), self._world.heap
+        base, size = heap.base, heap.size
+        places = (
+            first - base if 0 <= first - base <= size else None,
+            second - base if 0 <= second - base <= size else None,
+        )
+        if first < second + b.nbytes and second < first + a.nbytes and None in places:
+            options = *options, second - first  # they overlap
+        alike = a.shape, b.shape, a.dtype, b.dtype, first & 15, second & 15
+        return *alike, places, self._call_track.origin, *options
+
+    def _made_again(self, key: Hashable, *tensors: torch.Tensor) -> bool:
+        """Make a call as an earlier one of this key; False where there was none that can be made so."""
+        found = self._again.get(key) if key is not None else None
+        if found is None:
+            return False
+        noted, launch = found
+        self._call_track.note(*noted)
+        self._launch_checked(launch, *tensors)
+        return True
+
+    def _agree_on_places(self, describe: str, *arguments, places: list[int | None]) -> tuple[bool, int, tuple]:
         """As `_agree`; whether kernels may use some tensors where they lie, in the memory of all PEs.
 
         Args:
             places: heap offsets of the tensors, None for what lies elsewhere. They may differ between ranks.
 
         Returns:
-            Whether no rank has None and all have the same; and the tag of a call, which stands for the places too then.
+            Whether no rank has None and all have the same; the tag of a call, which stands for the places too then; and
+            what calls that follow note.
         """
         # A rank that copies does so wherever its other tensors lie.
         key = (self._call_track.origin, describe, *arguments, *([None] if None in places else places))
@@ -614,11 +681,12 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             mapped = None not in places and all(theirs == mine for theirs in everyone)
             if mapped:
                 tag = self._number(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
-            known = self._mapped[key] = mapped, tag
-        elif known[0]:
-            self._call_track.note(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
+                noted: tuple = f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places)
+            else:
+                noted = f"{describe}, tensors that were used before and are copied", *arguments
+            known = self._mapped[key] = mapped, tag, noted
         else:
-            self._call_track.note(f"{describe}, tensors that were used before and are copied", *arguments)
+            self._call_track.note(*known[2])
         return known
 
     def place_of_vectors(self, tensor: torch.Tensor) -> int | None:
@@ -647,8 +715,3 @@ def as_bytes(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     """A contiguous tensor as bytes, without a copy; its axes of one element may have any stride."""
     dense = tensor if tensor.dim() and tensor.stride(-1) == 1 else tensor.as_strided((tensor.numel(),), (1,))
     return dense.view(torch.uint8).view(shape)
-
-
-def as_vectors(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of whole vectors of 16 bytes as int32 [vectors, 4], without a copy."""
-    return as_bytes(tensor, tensor.nbytes).view(torch.int32).view(-1, 4)

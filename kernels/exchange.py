@@ -7,6 +7,8 @@ part has arrived, so that calls follow one another without a barrier. Between PE
 moves. Blocks share each part; block b waits for the blocks b of its peers.
 """
 
+from typing import Any
+
 import tilelang.language as T
 import torch
 
@@ -23,6 +25,7 @@ from .collective import (
     is_aligned,
     slice_elements,
 )
+from .launches import Form, Launch
 from .sums import VECTOR_BYTES
 
 
@@ -264,9 +267,16 @@ class Exchange(Collective):
             threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._min_slice_bytes
         )
         self._algorithm, self._stores_from = algorithm, stores_from
+        self._calls = self.counters(self.blocks)
+        self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, self.blocks)
         self._mapped_options = dict(
             threads=threads, blocks=blocks, unroll=max(1, min(unroll or UNROLL, 16, TILE_VECTORS // threads))
         )
+
+    def _launch_of(self, kernel: Any, out: Form, x: Form) -> Launch:
+        """Of a kernel `(out, x, tag, status, calls, ready, arrived)`, which takes the tensors in these forms."""
+        fixed = dict(status=self.status_record, calls=self._calls, ready=self._ready, arrived=self._arrived)
+        return Launch(kernel, fixed, ("tag", "out", "x"), self._world, forms={"out": out, "x": x})
 
     def _by_vectors(self, x: torch.Tensor, out: torch.Tensor, part: int) -> bool:
         """Whether parts of as many bytes go through registers, over mapped memory. Ranks may differ in this."""

@@ -578,11 +578,6 @@ class AllToAll(Collective):
         self._end_own_world()
 
     @property
-    def world(self) -> World:
-        """In which its kernels run."""
-        return self._world
-
-    @property
     def in_flight(self) -> tuple[str, ...]:
         """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
         return tuple(self._machine.pending)

@@ -30,7 +30,7 @@ def test_what_a_call_gives_meets_what_never_changes():
     function = tvm_ffi.convert(lambda *arguments: seen.append([*map(_seen, arguments)]))
     x, few = torch.arange(6).reshape(2, 3), torch.zeros((1, 4), dtype=torch.int32)
     slow: list = []
-    given = [(1, 0, False, None), (3, 4, True, few), (4, 2, False, None)]
+    given = [(1, (), 0, None), (3, (-1, 4), 32, few), (4, (-1, 2), 0, None)]
     launch = launch_args.native_launch([(0, x), (2, 5)], given, lambda: function, lambda *args: slow.append(args))
     rows, pairs = torch.zeros((2, 2, 4), dtype=torch.bfloat16), torch.zeros((3, 4))
     for value in (rows, None, rows[:0]):
@@ -48,7 +48,7 @@ def test_what_a_call_gives_meets_what_never_changes():
 def test_integers_beyond_their_range_go_the_other_way():
     seen: list = []
     function, slow = tvm_ffi.convert(lambda *arguments: seen.append(arguments)), []
-    given, ranges = [(0, 0, False, None), (1, 0, False, None)], {0: (-(2**31), 2**31 - 1)}
+    given, ranges = [(0, (), 0, None), (1, (), 0, None)], {0: (-(2**31), 2**31 - 1)}
     launch = launch_args.native_launch([(2, 1)], given, lambda: function, lambda *args: slow.append(args), ranges)
     for value in (-(2**31), 2**31 - 1, 2**31, -(2**31) - 1, 2**32 + 7):
         launch(value, 2**40)
@@ -76,7 +76,7 @@ def test_a_function_that_fails_or_is_missing():
 
     function = tvm_ffi.convert(fails)
     for found in (lambda: function, lambda: None):
-        launch = launch_args.native_launch([], [(0, 0, False, None)], found, otherwise)
+        launch = launch_args.native_launch([], [(0, (), 0, None)], found, otherwise)
         with pytest.raises(RuntimeError, match="because of"):
             launch(3)
 

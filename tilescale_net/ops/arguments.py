@@ -36,6 +36,65 @@ def check(call: str, **tensors: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Operators: registered with torch, which a graph, a gradient or a mode needs, and called without it where nothing does.
+
+_library = torch.library.Library("tilescale_net", "FRAGMENT")
+
+try:
+    # What may stand between a caller and an operator: modes, transforms of functions, tracers, the profiler, Dynamo.
+    from torch._C import _get_tracing_state, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._C._functorch import maybe_current_level
+    from torch.autograd import _profiler_enabled
+
+    _knows_modes = True
+except ImportError:  # of another torch: every call goes through its dispatcher
+    _knows_modes = False
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def is_eager(x: Any) -> bool:
+    """Whether nothing but this package has to learn of an operator's call with `x`: it is an ordinary dense tensor, and there
+    is no mode, transform, tracer or profiler. It costs a twentieth of a call through torch's dispatcher.
+    """
+    return (
+        not _is_compiling()
+        and type(x) is torch.Tensor
+        and _knows_modes
+        and not _len_torch_dispatch_stack()
+        and not _is_torch_function_mode_enabled()
+        and maybe_current_level() is None
+        and _get_tracing_state() is None
+        and not _profiler_enabled()
+        and get_eval_frame_callback() is None
+        and x.layout is torch.strided
+        and not x.is_quantized
+        and not x.is_nested
+    )
+
+
+def needs_gradient(x: torch.Tensor) -> bool:
+    """Whether what is computed from `x` now is to be differentiated."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def operator(name: str) -> Callable[[Callable], Callable]:
+    """A decorator: the operator tilescale_net::`name` does what the function does, which changes none of its arguments.
+
+    As `torch.library.custom_op`, without the checks that each of its calls makes anew.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, torch._compile._disable_dynamo(function), "CompositeExplicitAutograd")
+        return function
+
+    return decorate
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What torch.autocast asks of matrix products, for operators that torch does not know.
 
 

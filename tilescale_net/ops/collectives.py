@@ -12,6 +12,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.ops import arguments, group_objects
+from tilescale_net.ops.group_objects import GroupObjects
 from tilescale_net.runtime.launch_args import unresolved
 
 _ops = torch.ops.tilescale_net
@@ -31,9 +32,12 @@ def _size(name: str) -> int:
 # -- all-gather -----------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tilescale_net::all_gather", mutates_args=())
+@arguments.operator("all_gather")
 def _all_gather(x: torch.Tensor, group: str, gradient: bool = False) -> torch.Tensor:
-    objects = group_objects.in_order(group)
+    return _gather(group_objects.in_order(group), x, gradient)
+
+
+def _gather(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Tensor:
     objects.calls.note_operator(gradient, "all_gather of x of shape {} and {}", x.shape, x.dtype)
     (out,) = objects.gathered(x.contiguous())
     return out.view(_gathered(x, objects.world.size)).clone()
@@ -71,6 +75,8 @@ def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
         HeapError: the symmetric heap has no room for the result.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
+    if arguments.is_eager(x) and not arguments.needs_gradient(x):
+        return _gather(group_objects.quick(group), x, False)
     arguments.check("all_gather", x=x)
     return _ops.all_gather(x, group_objects.name_of(group))
 
@@ -78,9 +84,12 @@ def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
 # -- reduce-scatter -------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tilescale_net::reduce_scatter", mutates_args=())
+@arguments.operator("reduce_scatter")
 def _reduce_scatter(x: torch.Tensor, group: str, gradient: bool = False) -> torch.Tensor:
-    objects = group_objects.in_order(group)
+    return _scatter(group_objects.in_order(group), x, gradient)
+
+
+def _scatter(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Tensor:
     ranks, x = objects.world.size, x.contiguous()
     if not x.dim() or x.shape[0] % ranks:
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
@@ -123,6 +132,8 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
         HeapError: the symmetric heap has no room (ranks on several nodes).
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
+    if arguments.is_eager(x) and not arguments.needs_gradient(x):
+        return _scatter(group_objects.quick(group), x, False)
     arguments.check("reduce_scatter", x=x)
     return _ops.reduce_scatter(x, group_objects.name_of(group))
 
@@ -130,9 +141,13 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
 # -- all-reduce -----------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tilescale_net::all_reduce", mutates_args=())
+@arguments.operator("all_reduce")
 def _all_reduce(x: torch.Tensor, replicated: bool, group: str, gradient: bool = False) -> torch.Tensor:
-    objects, x = group_objects.in_order(group), x.contiguous()
+    return _reduce(group_objects.in_order(group), x, gradient)
+
+
+def _reduce(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Tensor:
+    x = x.contiguous()
     objects.calls.note_operator(gradient, "all_reduce of x of shape {} and {}", x.shape, x.dtype)
     # What is more than a piece is copied as a whole: a kernel for each piece waits for all ranks anew.
     if objects.all_reduce.is_copied_in_pieces(x.nbytes):
@@ -175,6 +190,8 @@ def all_reduce(x: torch.Tensor, group: tsn.Group = None, *, replicated: bool = F
         TypeError, ValueError: a dtype or device that does not fit; nothing was sent.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
+    if arguments.is_eager(x) and not arguments.needs_gradient(x):
+        return _reduce(group_objects.quick(group), x, False)
     arguments.check("all_reduce", x=x)
     return _ops.all_reduce(x, replicated, group_objects.name_of(group))
 
@@ -203,7 +220,7 @@ def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -
     return max(most for most, _ in told)
 
 
-@torch.library.custom_op("tilescale_net::all_to_all", mutates_args=())
+@arguments.operator("all_to_all")
 def _all_to_all(
     x: torch.Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None, max_rows: int, group: str,
     gradient: bool = False,

@@ -48,7 +48,7 @@ def native_available() -> bool:
 
 def native_launch(
     fixed: Sequence[tuple[int, object]],
-    given: Sequence[tuple[int, int, bool, torch.Tensor | None]],
+    given: Sequence[tuple[int, Sequence[int], int, torch.Tensor | None]],
     function: Callable[[], Any],
     otherwise: Callable[..., None],
     integers: Mapping[int, tuple[int, int]] | None = None,
@@ -58,9 +58,9 @@ def native_launch(
     Args:
         fixed: places among the function's arguments, and what stands there in every call: tensors, numbers. `otherwise`
             must hold them. Launches go to the current stream of the GPU on which the tensors are.
-        given: place of each argument of a call; elements of a row, where the function takes a tensor as rows (0: it
-            takes it as it is), and whether it takes them as int32; and what stands in for None and for a tensor without
-            elements, or None.
+        given: place of each argument of a call; the shape as which the function takes a tensor, with -1 for one extent
+            as in `torch.Tensor.view` (empty: as it is), and bits: 32 for int32, 8 for uint8, 0 for its own dtype; and
+            what stands in for None and for a tensor without elements, or None.
         function: called at the first call: a tvm_ffi.Function that the caller holds, or None without one. otherwise:
         called where something is unusual, or where a call fails, to report the reason.
         integers: lowest and highest value of integers, by place.

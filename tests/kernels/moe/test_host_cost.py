@@ -159,7 +159,7 @@ def test_order_of_streams(in_order):
 
 
 def test_launches_take_what_is_left():
-    from tilescale_net.kernels.moe.mode import Launch
+    from tilescale_net.kernels.launches import Launch
 
     class Twice:
         name, parameters = "twice", ("a", "b", "c")

@@ -90,11 +90,11 @@ void bind(py::module_& parent) {
                     capsule(std::make_unique<Bound>(called.ptr(), leading, std::move(ranges), otherwise.ptr())));
   });
 
-  // Places and values of fixed arguments; of those that a call gives, their places, columns, whether these are words,
-  // stand-ins, and lowest and highest values of integers.
+  // Places and values of fixed arguments; of those that a call gives, their places, forms (shape and bits), stand-ins,
+  // and lowest and highest values of integers.
   m.def("pack", [](uintptr_t exchange, const py::type& kind, std::array<uintptr_t, 4> calls,
                    const std::vector<std::pair<int, py::object>>& fixed,
-                   const std::vector<std::tuple<int, int64_t, bool, py::object, int64_t, int64_t>>& given,
+                   const std::vector<std::tuple<int, std::vector<int64_t>, int, py::object, int64_t, int64_t>>& given,
                    py::object resolve, py::object otherwise) {
     if (fixed.size() + given.size() > kMostArguments || given.size() > kMostGiven)
       throw py::value_error("too many arguments");
@@ -104,9 +104,10 @@ void bind(py::module_& parent) {
                                        resolve.ptr(), otherwise.ptr());
     bool readable = true;
     for (const auto& [place, value] : fixed) readable = readable && made->fix(place, value.ptr());
-    for (const auto& [place, columns, words, stand_in, low, high] : given) {
+    for (const auto& [place, shape, bits, stand_in, low, high] : given) {
+      if (shape.size() > kMostDims) throw py::value_error("a form has too many extents");
       PyObject* const tensor = stand_in.is_none() ? nullptr : stand_in.ptr();
-      readable = readable && made->give(place, columns, words, tensor, {low, high});
+      readable = readable && made->give(place, {shape, bits}, tensor, {low, high});
     }
     if (!readable) throw py::value_error("an argument cannot be exchanged");
     return function(pack_method, capsule(std::move(made)));

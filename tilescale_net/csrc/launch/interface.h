@@ -40,7 +40,7 @@ struct DlExchange {
 
 constexpr int32_t kDlCpu = 1;
 constexpr uint8_t kDlMostUnsigned = 1; // codes up to it are of integers
-constexpr DlDtype kInt32 = {0, 32, 1};
+constexpr DlDtype kInt32 = {0, 32, 1}, kUint8 = {1, 8, 1};
 
 struct TvmAny {
   int32_t type;

@@ -46,11 +46,10 @@ bool Pack::fix(int place, PyObject* value) {
   return true;
 }
 
-bool Pack::give(int place, int64_t columns, bool words, PyObject* stand_in, Range range) {
+bool Pack::give(int place, Form form, PyObject* stand_in, Range range) {
   Given given;
   given.place = place;
-  given.columns = columns;
-  given.words = words;
+  given.form = std::move(form);
   given.range = range;
   if (stand_in != nullptr) {
     auto view = std::make_unique<View>();
@@ -59,7 +58,7 @@ bool Pack::give(int place, int64_t columns, bool words, PyObject* stand_in, Rang
     given.stand_in = view.get();
     kept_.push_back(std::move(view));
   }
-  given_.push_back(given);
+  given_.push_back(std::move(given));
   return true;
 }
 
@@ -78,7 +77,7 @@ bool Pack::convert(TvmAny* arguments, PyObject* const* values, View* views) {
       if (given.stand_in == nullptr) return false;
       argument.type = kTvmTensor;
       argument.pointer = const_cast<DlTensor*>(&given.stand_in->tensor);
-    } else if (given.columns != 0 && !views[i].as_rows(given.columns, given.words)) {
+    } else if (!given.form.shape.empty() && !views[i].reshape(given.form)) {
       return false;
     }
   }

@@ -16,8 +16,7 @@ constexpr int kMostArguments = 64, kMostGiven = 32;
 // An argument that a call gives.
 struct Given {
   int place;                      // among the kernel's arguments
-  int64_t columns = 0;            // the kernel takes it as [rows, columns]; 0: as it is
-  bool words = false;             // as int32, from any element type
+  Form form;                      // as which the kernel takes a tensor
   const View* stand_in = nullptr; // taken for None and for a tensor without elements
   Range range;                    // of an integer
 };
@@ -36,7 +35,7 @@ public:
   // An argument of every call; false for one that cannot be read. The caller keeps the object alive.
   bool fix(int place, PyObject* value);
   // `stand_in`: a tensor or null; false for one that cannot be read.
-  bool give(int place, int64_t columns, bool words, PyObject* stand_in, Range range);
+  bool give(int place, Form form, PyObject* stand_in, Range range);
 
   PyObject* operator()(PyObject* const* values, Py_ssize_t count);
 

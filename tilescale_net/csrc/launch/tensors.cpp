@@ -22,15 +22,23 @@ int64_t View::elements() const {
   return count;
 }
 
-bool View::as_rows(int64_t columns, bool words) {
-  const int64_t bits = tensor.dtype.bits * tensor.dtype.lanes;
-  const int64_t count = words ? elements() * bits / 32 : elements();
-  if (!contiguous() || count % columns != 0) return false;
-  shape[0] = count / columns;
-  shape[1] = strides[0] = columns;
-  strides[1] = 1;
-  tensor.ndim = 2;
-  if (words) tensor.dtype = kInt32;
+bool View::reshape(const Form& form) {
+  const int64_t bits = elements() * tensor.dtype.bits * tensor.dtype.lanes;
+  const int64_t count = form.bits != 0 ? bits / form.bits : elements();
+  int64_t known = 1;
+  for (int64_t extent : form.shape) known *= extent < 0 ? 1 : extent;
+  if (!contiguous() || known == 0 || count % known != 0) return false;
+  bool whole = count == known;
+  int64_t run = 1;
+  for (int i = (int)form.shape.size() - 1; i >= 0; --i) {
+    whole = whole || form.shape[i] < 0;
+    shape[i] = form.shape[i] < 0 ? count / known : form.shape[i];
+    strides[i] = run;
+    run *= shape[i];
+  }
+  if (!whole) return false;
+  tensor.ndim = (int32_t)form.shape.size();
+  if (form.bits != 0) tensor.dtype = form.bits == 8 ? kUint8 : kInt32;
   tensor.shape = shape.data();
   tensor.strides = strides.data(); // kernels' host functions take none for strides of 1
   return true;

@@ -12,6 +12,12 @@ namespace tsn::launch {
 
 constexpr int kMostDims = 6;
 
+// As which a kernel takes a tensor.
+struct Form {
+  std::vector<int64_t> shape; // at most one extent is -1: what remains; empty: as it is
+  int bits = 0;               // 8: as uint8, 32: as int32; 0: of its own element type
+};
+
 // A view of a tensor, and room for extents that are not the tensor's own.
 struct View {
   DlTensor tensor;
@@ -19,8 +25,8 @@ struct View {
 
   bool contiguous() const;
   int64_t elements() const;
-  // See it as rows of so many elements, or words of int32; false for one that is not contiguous or does not divide.
-  bool as_rows(int64_t columns, bool words);
+  // See it in another form; false for one that is not contiguous or does not divide.
+  bool reshape(const Form& form);
   // Own the extents, so that they outlive the object.
   void keep();
 };

@@ -1,0 +1,101 @@
+"""Launches of kernels whose arguments are for the most part the same in every call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from tilescale_net.runtime import launch_args
+from tilescale_net.runtime.launch_args import constant
+
+if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
+
+Form: TypeAlias = tuple[tuple[int, ...], torch.dtype | None]  # shape and dtype as which a kernel takes a tensor
+FLAT: Form = ((-1,), None)
+VECTORS: Form = ((-1, 4), torch.int32)  # of 16 bytes
+
+
+class Launch:
+    """A kernel in a world, with those of its arguments that are the same in every call; a call gives the others.
+
+    So the order of a kernel's arguments stands in its signature alone.
+
+    Args:
+        fixed: arguments by name; what the kernel does not take is left out.
+        given: names of the others, in the order in which a call gives them.
+        words: of those, tensors that the kernel takes as int32 rows of this many words. columns: of those, tensors that it takes
+            as rows of this many elements. forms: of those, tensors that it takes in another shape, as `torch.Tensor.view`
+            has it, of their own dtype (None), int32 or uint8.
+        stand_ins: of those, what the kernel gets instead of None and of a tensor without elements.
+
+    Raises:
+        TypeError: the others are not exactly these.
+    """
+
+    def __init__(
+        self, kernel: Any, fixed: Mapping[str, object], given: Sequence[str], world: World, *, words: Mapping[str, int] | None = None,
+        columns: Mapping[str, int] | None = None, forms: Mapping[str, Form] | None = None,
+        stand_ins: Mapping[str, torch.Tensor] | None = None,
+    ):  # fmt: skip
+        names = [name for name in kernel.parameters if name in fixed]
+        places = {name: i for i, name in enumerate((*names, *given))}
+        if places.keys() != set(kernel.parameters) or len(places) != len(names) + len(given):
+            others = ", ".join(name for name in kernel.parameters if name not in fixed)
+            raise TypeError(f"kernel {kernel.name} takes {others}, not {', '.join(given)}")
+        self._kernel, self._world, self._function = kernel, world, None
+        self._values = {name: fixed[name] for name in names}
+        values = list(self._values.values())
+        # One stays a torch tensor: the launch takes its stream from it where a call gives none.
+        kept = next((i for i, value in enumerate(values) if isinstance(value, torch.Tensor)), None)
+        self._fixed = tuple(value if i == kept else constant(value) for i, value in enumerate(values))
+        self._in_order = operator.itemgetter(*(places[name] for name in kernel.parameters))
+        as_is: Form = ((), None)
+        rows: dict[str, Form] = {name: ((-1, count), None) for name, count in (columns or {}).items()}
+        rows |= {name: ((-1, count), torch.int32) for name, count in (words or {}).items()} | dict(forms or {})
+        self._given = {name: (*rows.get(name, as_is), (stand_ins or {}).get(name)) for name in given}
+        self._converts = any(shape or stand_in is not None for shape, _, stand_in in self._given.values())
+        self._run = kernel.launcher(world)
+
+    def __call__(self, *given: Any) -> None:
+        """Launch on the current stream."""
+        if self._converts:
+            given = tuple(map(self._converted, given, self._given.values()))
+        self._run(*self._in_order(self._fixed + given))
+
+    @staticmethod
+    def _converted(value: Any, how: tuple[tuple[int, ...], torch.dtype | None, torch.Tensor | None]) -> Any:
+        shape, dtype, stand_in = how
+        if stand_in is not None and (value is None or not value.numel()):
+            return stand_in
+        if not shape:
+            return value
+        if dtype is not None and value.dtype != dtype:
+            # A last axis of one element may have any stride, which a view of another size does not take.
+            value = (value if value.dim() and value.stride(-1) == 1 else value.as_strided((value.numel(),), (1,))).view(
+                dtype
+            )
+        return value.view(shape)
+
+    def quick(self) -> Callable[..., None]:
+        """The same with fewer steps between a call and the driver, where that can be; it holds this object, and not the
+        other way round.
+        """
+        first = int(self._kernel.takes_context)  # in front of all others
+        places = {name: i for i, name in enumerate(self._kernel.parameters, first)}
+        fixed = [(places[name], value) for name, value in self._values.items()]
+        if first:
+            fixed.append((0, self._world.context_tensor))
+        given = [
+            (places[name], shape, 8 * dtype.itemsize if dtype else 0, stand_in)
+            for name, (shape, dtype, stand_in) in self._given.items()
+        ]
+        integers = {first + place: (low, high) for place, low, high in self._kernel.integers}
+        return launch_args.native_launch(fixed, given, self._plain_function, self, integers)
+
+    def _plain_function(self) -> Callable[..., None]:
+        self._function = found = self._kernel.plain_function(self._world)
+        return found
