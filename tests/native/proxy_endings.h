@@ -63,7 +63,7 @@ inline void reasons(const WorldOptions& o) {
     Failure f;
     const uint64_t end = now_ns() + 10000000000ull;
     while (!w.pes[1]->proxy->failure(&f) && now_ns() < end) sched_yield();
-    const std::string wanted = why.empty() ? "PE 0 was aborted; look at" : "PE 0 gave up and said why: " + why;
+    const std::string wanted = why.empty() ? "PE 0 was aborted; look at" : "PE 0 gave up, for this reason: " + why;
     CHECK(f.kind == "PeerLost" && f.pe == 0 && f.text.find(wanted) != std::string::npos, "%s: %s", f.kind.c_str(),
           f.text.c_str());
     w.stop();

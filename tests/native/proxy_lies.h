@@ -248,7 +248,7 @@ inline void lies(WorldOptions o) {
   liar.write(liar.staged ? 0 : kSystemBytes, "12345678", 8, 0, 0); // PE 0 is the victim itself
   liar.send(AbortRecord{RecordType::abort, 0, 6, 0}, "\x1b[2Jno");
   const std::string verdict = liar.verdict();
-  CHECK(verdict.find("gave up and said why: ?[2Jno") != std::string::npos, "%s", verdict.c_str());
+  CHECK(verdict.find("gave up, for this reason: ?[2Jno") != std::string::npos, "%s", verdict.c_str());
   CHECK(liar.victim().proxy->stats().at("rejected_messages") == 1);
   liar.stop();
 }

@@ -13,8 +13,8 @@ constexpr uint32_t kAddressMagic = 0x54534e41; // "TSNA"
 constexpr uint32_t kKeyMagic = 0x54534e4b;     // "TSNK"
 constexpr uint64_t kMostRails = 1024;
 void warn_of_emulated_writes(const std::string& provider) {
-  static std::atomic<bool> said{false};
-  if (!said.exchange(true))
+  static std::atomic<bool> warned{false};
+  if (!warned.exchange(true))
     fprintf(stderr,
             "tilescale_net: warning: provider %s emulates RDMA writes by copies at the target, which is slow; update "
             "the EFA installer (libfabric 1.18 or later) and use a NIC with RDMA write\n",

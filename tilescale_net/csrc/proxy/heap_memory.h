@@ -56,7 +56,7 @@ std::unique_ptr<HeapMemory> make_host_memory_with_mailbox(void* base, int mailbo
 // the add mailbox (device/add_mailbox.h) that this object alone fills. Throws CudaError.
 std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int mailbox);
 
-// The host's half of an add mailbox (device/add_mailbox.h): which adds are published, and which wait for room. The
+// The host's side of an add mailbox (device/add_mailbox.h): which adds are published, and which wait for room. The
 // owner brings words into the heap.
 // Where mailbox `number` begins in the heap, in bytes.
 inline uint64_t add_mailbox_offset(int number) {

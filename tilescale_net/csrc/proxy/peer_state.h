@@ -47,6 +47,29 @@ private:
   size_t head_ = 0, tail_ = 0;
 };
 
+// Elements by indices, each of which is one element's until that is released.
+template <class T>
+class Table {
+public:
+  // A free index, whose element holds what was there before.
+  uint32_t take() {
+    if (free_.empty()) {
+      free_.push_back((uint32_t)elements_.size());
+      elements_.emplace_back();
+    }
+    const uint32_t index = free_.back();
+    free_.pop_back();
+    return index;
+  }
+  void release(uint32_t index) { free_.push_back(index); }
+  T& operator[](size_t index) { return elements_[index]; }
+  size_t size() const { return elements_.size(); }
+
+private:
+  std::vector<T> elements_;
+  std::vector<uint32_t> free_;
+};
+
 // Records on their way to one peer, packed into as few messages as possible.
 class Outbox {
 public:
@@ -208,7 +231,7 @@ struct WorkTransfer {
   };
   Kind kind;
   int pe;
-  int worker = 0; // place among the peer's workers
+  int worker = 0; // index among the peer's workers
   uint32_t pieces = 1;
   Op op;
 };

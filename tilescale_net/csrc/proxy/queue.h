@@ -1,4 +1,4 @@
-// The consumer's half of a device queue; device/queue.h is the producer's.
+// The consumer's side of a device queue; device/queue.h is the producer's.
 //
 // One proxy thread owns a HostQueue. pop() takes descriptors in the order of their positions; publish() hands the
 // slots back, once per batch; complete() writes the board that flush and get tickets are waited on.

@@ -137,7 +137,7 @@ struct Record {
   };
 };
 
-// Reads the record at the start of `room` bytes. False: it makes no sense.
+// Reads the record at the start of `room` bytes. False: it is damaged.
 bool read_record(const char* data, uint64_t room, const HeapBounds& heap, Record* out);
 
 // The chunks of a staging slot, one after the other. The peer can write to the slot at any time: what has been checked

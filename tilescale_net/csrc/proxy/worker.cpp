@@ -18,9 +18,9 @@ int bits_for(int n) {
   return bits;
 }
 
-// The places of PEs in a list, as runs of equal steps: what every rank gets from every other then has the same length
+// The PEs of a list, as runs of equal steps: what every rank gets from every other then has the same length
 // for any number of ranks.
-void write_places(BlobWriter* w, const std::vector<int>& pes) {
+void write_positions(BlobWriter* w, const std::vector<int>& pes) {
   struct Run {
     int first, step, count;
   };
@@ -36,23 +36,25 @@ void write_places(BlobWriter* w, const std::vector<int>& pes) {
     for (const int number : {run.first, run.step, run.count}) w->number((uint64_t)number);
 }
 
-// The place of `pe`, counted from 1; 0 where it has none. Throws FabricError for what write_places() has not written.
-uint64_t read_place(BlobReader* r, uint64_t n_pes, uint64_t pe, const std::string& whose) {
-  const auto bounded = [&](uint64_t least, uint64_t most) {
+// The position of `pe` in a list, counted from 1; 0 where it is not listed. Throws FabricError for what
+// write_positions() has not written.
+uint64_t read_position(BlobReader* r, uint64_t n_pes, uint64_t pe, const std::string& whose) {
+  const auto bounded = [&](const char* what, uint64_t least, uint64_t most) {
     const uint64_t number = r->number();
-    if (number < least || number > most) throw FabricError(whose + " makes no sense");
-    return number;
+    if (number >= least && number <= most) return number;
+    throw FabricError(whose + " is damaged: " + std::to_string(number) + " " + what + ", where " +
+                      std::to_string(least) + " to " + std::to_string(most) + " are possible");
   };
-  uint64_t place = 0, before = 0;
-  for (uint64_t runs = bounded(0, n_pes); runs > 0; runs--) {
-    const uint64_t first = bounded(0, n_pes - 1), step = bounded(1, n_pes);
-    const uint64_t count = bounded(1, (n_pes - 1 - first) / step + 1);
+  uint64_t position = 0, before = 0;
+  for (uint64_t runs = bounded("runs of PEs", 0, n_pes); runs > 0; runs--) {
+    const uint64_t first = bounded("as first PE of a run", 0, n_pes - 1), step = bounded("as step of a run", 1, n_pes);
+    const uint64_t count = bounded("PEs in a run", 1, (n_pes - 1 - first) / step + 1);
     const bool here = pe >= first && (pe - first) % step == 0 && (pe - first) / step < count;
-    if (here) place = before + (pe - first) / step + 1;
+    if (here) position = before + (pe - first) / step + 1;
     before += count;
   }
-  if (place > n_pes) throw FabricError(whose + " makes no sense");
-  return place;
+  if (position <= n_pes) return position;
+  throw FabricError(whose + " is damaged: it lists more than " + std::to_string(n_pes) + " PEs");
 }
 
 } // namespace
@@ -162,7 +164,7 @@ std::string Worker::address() const {
       (size_t)std::count_if(peers_.begin(), peers_.end(), [](const auto& s) { return s != nullptr; }));
   for (int pe = 0; pe < options_.n_pes; pe++)
     if (peer_index_[(size_t)pe] >= 0) served[(size_t)peer_index_[(size_t)pe]] = pe;
-  write_places(&w, served);
+  write_positions(&w, served);
   w.number(immediate_limit_);
   return w.take();
 }
@@ -186,7 +188,7 @@ void Worker::connect(int peer, const std::string& address) {
   const uint64_t slot_bytes = r.number();
   const uint64_t slots = r.number();
   const uint64_t mine =
-      read_place(&r, (uint64_t)options_.n_pes, (uint64_t)options_.rank, us + ": the proxy address of " + them);
+      read_position(&r, (uint64_t)options_.n_pes, (uint64_t)options_.rank, us + ": the proxy address of " + them);
   if (mine == 0) throw FabricError(them + " does not serve " + us + ": do all ranks see the same topology?");
   s->immediate_limit = r.number();
   if (s->immediate_limit < 1 || s->immediate_limit > UINT32_MAX)
@@ -390,12 +392,7 @@ bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
     if (s && covers(*s) && !has_room(*s)) return false;
   stats_.flushes.add();
   if (owns_entry) q->queue->begin(position);
-  if (free_flushes_.empty()) {
-    free_flushes_.push_back((uint32_t)flushes_.size());
-    flushes_.emplace_back();
-  }
-  const uint32_t index = free_flushes_.back();
-  free_flushes_.pop_back();
+  const uint32_t index = flushes_.take();
   flushes_[index] = {q, position, ticks(), 1, part, r.value};
   for (auto& entry : peers_) {
     PeerState* s = entry.get();
@@ -435,7 +432,7 @@ void Worker::finish_flush(uint32_t index) {
   stats_.flush.add(ticks() - f.started);
   if (f.part) proxy_state_->flush_part_done(f.ticket);
   else f.queue->queue->complete(f.position);
-  free_flushes_.push_back(index);
+  flushes_.release(index);
 }
 
 // What the threads of one peer share: chunks go from the owner to workers, their outcome goes back.
@@ -446,7 +443,7 @@ bool Worker::post_shared(PeerState* s) {
   const uint64_t bytes = std::min(op.bytes, op.chunk);
   if (bytes < options_.shared_bytes) return post_own(s);
   const auto least = (size_t)(std::min_element(s->delegated.begin(), s->delegated.end()) - s->delegated.begin());
-  const bool full = s->delegated[least] >= kMostGiven;
+  const bool full = s->delegated[least] >= kMostDelegated;
   if (full || s->own_pieces <= s->delegated[least]) {
     if (post_own(s)) return true;
     if (full) return false;

@@ -324,7 +324,7 @@ private:
   static constexpr uint32_t kMaxGetRequests = 256; // gets by request, per peer
   static constexpr int kPopsPerVisit = 256;
   static constexpr int kPostsPerTurn = 16;
-  static constexpr uint32_t kMostGiven = 16; // chunks of a peer that a worker has at a time
+  static constexpr uint32_t kMostDelegated = 16; // chunks of a peer that a worker has at a time
 
   ProxyState* proxy_state_;
   const ProxyOptions& options_;
@@ -341,7 +341,7 @@ private:
 
   std::vector<QueueState> queues_;
   std::vector<std::unique_ptr<PeerState>> peers_; // by PE; nullptr: not served here
-  std::vector<int> peer_index_;                   // by PE: place among this thread's peers
+  std::vector<int> peer_index_;                   // by PE: index among this thread's peers
   Inbox* const inbox_;                            // nullptr: no peer is shared
   std::vector<WorkTransfer> transfers_;           // what was taken from it
   bool counted_idle_ = false;                     // counted in ProxyState::idle_threads
@@ -357,14 +357,11 @@ private:
   uint32_t next_rail_ = 0;
   std::vector<Rail> rails_;
 
-  std::vector<InFlightOp> in_flight_ops_;
-  std::vector<uint32_t> free_in_flight_ops_;
+  Table<InFlightOp> in_flight_ops_;
   uint32_t in_flight_ = 0;
   uint64_t stamp_ = 0; // ticks() at the start of this round: reading the clock costs as much as posting
-  std::vector<Get> gets_;
-  std::vector<uint32_t> free_gets_;
-  std::vector<Flush> flushes_;
-  std::vector<uint32_t> free_flushes_;
+  Table<Get> gets_;
+  Table<Flush> flushes_;
   Ring<Arrived> arrived_;
   std::vector<Event> events_;
   ProxyStats stats_;

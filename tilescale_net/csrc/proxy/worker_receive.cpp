@@ -98,7 +98,7 @@ void Worker::on_message(const Event& e) {
   apply(s);
 }
 
-// Handles one record. False: it makes no sense here and now.
+// Handles one record. False: it is invalid here and now.
 bool Worker::on_record(PeerState* s, const Record& record) {
   const bool of_the_way = record.type == RecordType::ack || record.type == RecordType::credit;
   if (s->owned_elsewhere && !of_the_way && record.type != RecordType::abort) return false;
@@ -166,7 +166,7 @@ void Worker::on_abort(PeerState* s, const Record& record) {
   const std::string reason = printable(record.payload, record.abort.bytes);
   fail("PeerLost",
        pe + (reason.empty() ? " was aborted; look at the ranks' output for the reason"
-                            : " gave up and said why: " + reason),
+                            : " gave up, for this reason: " + reason),
        s->pe, "", 0);
 }
 

@@ -229,12 +229,7 @@ bool Worker::enqueue_get(QueueState* q, PeerState* s, const Request& r, uint64_t
   stats_.gets.add();
   if (r.bytes == 0) return q->queue->complete(position), true;
   q->queue->begin(position);
-  if (free_gets_.empty()) {
-    free_gets_.push_back((uint32_t)gets_.size());
-    gets_.emplace_back();
-  }
-  const uint32_t index = free_gets_.back();
-  free_gets_.pop_back();
+  const uint32_t index = gets_.take();
   gets_[index] = {q, s, position, r.bytes, s->open_interval()};
   if (staging_) {
     s->intervals.back().outstanding++;
@@ -277,12 +272,7 @@ int Worker::pick_rail() {
 }
 
 Worker::InFlightOp& Worker::begin_op(PeerState* s, Command command, int rail, uint32_t* index) {
-  if (free_in_flight_ops_.empty()) {
-    free_in_flight_ops_.push_back((uint32_t)in_flight_ops_.size());
-    in_flight_ops_.emplace_back();
-  }
-  *index = free_in_flight_ops_.back();
-  free_in_flight_ops_.pop_back();
+  *index = in_flight_ops_.take();
   InFlightOp& f = in_flight_ops_[*index];
   f.peer = s;
   f.command = command;
@@ -343,7 +333,7 @@ bool Worker::post_next(PeerState* s) {
   const Post post = read ? transport_->post_read(copy) : transport_->post_write(copy);
   if (post != Post::ok) {
     f.peer = nullptr;
-    free_in_flight_ops_.push_back(index);
+    in_flight_ops_.release(index);
     rails_[(size_t)rail].full = true;
     on_post_failed(s, post, op.command, op.remote, f.bytes);
     return false;
@@ -416,7 +406,7 @@ bool Worker::post_slots() {
     const Post post = transport_->post_write(copy);
     if (post != Post::ok) {
       f.peer = nullptr;
-      free_in_flight_ops_.push_back(index);
+      in_flight_ops_.release(index);
       rails_[(size_t)rail].full = true;
       on_post_failed(s, post, Command::put, 0, slot->bytes);
       break;
@@ -457,7 +447,7 @@ void Worker::on_completion(uint32_t index) {
   InFlightOp& f = in_flight_ops_[index]; // nothing below launches another one
   PeerState* s = f.peer;
   f.peer = nullptr;
-  free_in_flight_ops_.push_back(index);
+  in_flight_ops_.release(index);
   Rail& rail = rails_[(size_t)f.rail];
   rail.ops--;
   rail.bytes -= f.bytes;
@@ -483,7 +473,7 @@ void Worker::finish_get(uint32_t index, uint64_t bytes) {
   if (!staging_) memory_->settle_rdma(); // what the NIC has brought, before a kernel sees the ticket complete
   g.queue->queue->complete(g.position);
   g.queue = nullptr;
-  free_gets_.push_back(index);
+  gets_.release(index);
 }
 
 void Worker::failed_event(const Event& event) {
