@@ -13,7 +13,6 @@ from tilescale_net.launch import run
     [
         ({"GPUS": "0"}, "GPUS=0 is below the minimum of 1"),
         ({"GPUS": "two"}, "GPUS='two' is not a whole number"),
-        ({"GPUS": "-1"}, "GPUS=-1 is below"),
         ({"GPUS": "1000"}, "GPUS=1000 is more than the 64 ranks"),
         ({"GPUS": "4", "VIRTUAL_NODES": "3"}, "VIRTUAL_NODES=3 does not divide GPUS=4"),
         ({"NODES": "2", "NODE_RANK": "0", "MASTER_PORT": "1234"}, "MASTER_ADDR must be set"),
@@ -21,11 +20,8 @@ from tilescale_net.launch import run
         ({"NODES": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1234"}, "NODE_RANK must be set"),
         ({"NODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "NODE_RANK=2 is not below NODES=2"),
         ({"MASTER_PORT": "70000", "NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x"}, "MASTER_PORT=70000 is above"),
-        ({"TSN_TIMEOUT": "soon"}, "TSN_TIMEOUT='soon' is not a number"),
-        ({"TSN_TIME_OUT": "5"}, "there is no setting TSN_TIME_OUT; did you mean TSN_TIMEOUT?"),
         ({"TSN_SEED": "5"}, "there is no setting TSN_SEED; did you mean TSN_SIM_SEED?"),
         ({"TSN_CHAOS": "banana=1"}, "TSN_CHAOS='banana=1': unknown field 'banana'"),
-        ({"TSN_TRACE": "/proc/no/x.json"}, "TSN_TRACE=/proc/no/x.json: there is no folder /proc/no"),
         (
             {"TSN_HEAP_SIZE": "100T"},
             "TSN_HEAP_SIZE: a heap of 109951162777600 bytes is more than this machine has memory",

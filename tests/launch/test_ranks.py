@@ -84,7 +84,7 @@ if rank == 1:
     os.environ["MASTER_PORT"] = "1"
     assert placement.launched_rank(5.0).port == 1
     sys.exit()
-store = bootstrap._connect(place, 5.0, 5.0)
+store = bootstrap._connect(place, 5.0)
 store.set("key", "value")
 print(place.address, store.get("key").decode(), bootstrap._prefix() != "tsn", "TSN_STORE_FD" in os.environ)
 with open("/proc/net/tcp") as f:

@@ -50,6 +50,20 @@ def checkout(tmp_path):
     return run
 
 
+def without_network(tmp_path, **env: str) -> dict[str, str]:
+    """Variables with which an interpreter is chosen, and pip finds nothing."""
+    env = {"TSN_PYTHON": "", "VIRTUAL_ENV": "", "TSN_VENV": str(tmp_path / "venv"), **env}
+    return {**env, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+
+
+def bare_python(folder) -> str:
+    """The path that finds a python3 without any packages first."""
+    folder.mkdir()
+    (folder / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (folder / "python3").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 def built(root) -> str:
     (path,) = (root / "tilescale_net").glob("_native*")
     return path.read_text()
@@ -98,12 +112,7 @@ def test_a_checkout_of_another_user_says_what_is_missing(checkout, tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to("/nonexistent/python")
-    bare = tmp_path / "bin" / "python3"
-    bare.parent.mkdir()
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    bare.chmod(0o755)
-    env = {"TSN_PYTHON": "", "VIRTUAL_ENV": "", "TSN_VENV": str(tmp_path / "venv")}
-    done = checkout("hello.py", **env, PATH=f"{bare.parent}:{os.environ['PATH']}")
+    done = checkout("hello.py", **without_network(tmp_path), PATH=bare_python(tmp_path / "bin"))
     assert done.returncode == 1
     assert f"{python} does not start" in done.stderr and "python3 lacks: tilelang==" in done.stderr
     assert "cannot be written, and something must be installed in it" in done.stderr
@@ -128,8 +137,7 @@ def test_complete_interpreter_installs_nothing(checkout, tmp_path):
     missing = requirements["missing"]([])
     if missing:
         pytest.skip(f"the running interpreter lacks {missing}")
-    env = {"TSN_PYTHON": "", "VIRTUAL_ENV": sys.prefix, "TSN_VENV": str(tmp_path / "venv"), "PIP_NO_INDEX": "1"}
-    done = checkout("hello.py", **env)
+    done = checkout("hello.py", **without_network(tmp_path, VIRTUAL_ENV=sys.prefix))
     assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
     assert "setting up" not in done.stderr and not (tmp_path / "venv").exists()
 
@@ -139,9 +147,7 @@ def test_failed_installation_is_told_and_leaves_nothing(checkout, tmp_path):
     probe = "import importlib.util as u, sys; sys.exit(u.find_spec('tilelang') is None)"
     if subprocess.run(["python3", "-c", probe]).returncode == 0:
         pytest.skip("python3 has tilelang, so that nothing would be installed")
-    env = {"TSN_PYTHON": "", "TSN_VENV": str(tmp_path / "venv"), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-    env["VIRTUAL_ENV"] = ""
-    done = checkout("hello.py", **env)
+    done = checkout("hello.py", **without_network(tmp_path))
     assert done.returncode == 1
     assert "could not be installed" in done.stderr or "ensurepip, which could not be fetched" in done.stderr
     assert not (tmp_path / "venv").exists()
@@ -156,22 +162,14 @@ def test_failed_installation_is_told_and_leaves_nothing(checkout, tmp_path):
     ],
 )
 def test_what_cannot_run_is_told_before_anything_is_installed(checkout, tmp_path, script, env, said):
-    empty = tmp_path / "bin"
-    empty.mkdir()
-    # A python3 that has no packages at all.
-    (empty / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    (empty / "python3").chmod(0o755)
-    env |= {"TSN_PYTHON": "", "TSN_VENV": str(tmp_path / "venv"), "VIRTUAL_ENV": ""}
-    done = checkout(script, **env, PATH=f"{empty}:{os.environ['PATH']}")
+    done = checkout(script, **without_network(tmp_path, **env), PATH=bare_python(tmp_path / "bin"))
     assert (done.returncode, done.stdout) == (2, "") and said in done.stderr
     assert "setting up" not in done.stderr and not (tmp_path / "venv").exists()
 
 
 def test_what_tsn_python_lacks_is_told(checkout, tmp_path):
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    bare.chmod(0o755)
-    done = checkout("hello.py", TSN_PYTHON=str(bare))
+    bare = bare_python(tmp_path / "bin").partition(":")[0] + "/python3"
+    done = checkout("hello.py", TSN_PYTHON=bare)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"TSN_PYTHON={bare} lacks: tilelang==" in done.stderr and "torch>=2.6" in done.stderr
     assert "leave TSN_PYTHON out" in done.stderr and "building" not in done.stderr
@@ -190,8 +188,7 @@ def test_tests_run_with_what_there_is_when_nothing_can_be_installed(checkout, tm
     project.write_text(project.read_text().replace("test = [", 'test = ["no-such-package-anywhere", '))
     (checkout.root / "tests").mkdir()
     (checkout.root / "tests" / "test_one.py").write_text("def test_pass(): pass\n")
-    env = {"TSN_PYTHON": "", "TSN_VENV": str(tmp_path / "venv"), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-    done = checkout("pytest", VIRTUAL_ENV=sys.prefix, **env)
+    done = checkout("pytest", **without_network(tmp_path, VIRTUAL_ENV=sys.prefix))
     assert done.returncode == 0, done.stderr
     assert "which lacks: no-such-package-anywhere" in done.stderr
     assert "1 passed" in done.stdout

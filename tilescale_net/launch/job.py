@@ -177,51 +177,24 @@ def remove_objects_of_ended_processes() -> None:
                 os.unlink(path)
 
 
-class OrphanKiller:
-    """A process that ends what ranks have started when the launcher is killed: ranks end with it, their compilers do not.
-
-    It holds one end of a pipe whose other end closes with the launcher, however that comes about.
+def start_orphan_killer(groups: list[int]) -> tuple[int, int]:
+    """A process that ends process groups when the launcher ends, however that comes about: ranks that lose it end, their
+    compilers do not. Its number, and the descriptor that is closed with the launcher.
     """
-
-    def __init__(self) -> None:
-        reader, self._writer = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                _end_groups(reader)
-            finally:
-                os._exit(0)
+    reader, writer = os.pipe()
+    if pid := os.fork():
         os.close(reader)
-
-    def add(self, group: int) -> None:
-        """Count a process group among those to end."""
-        self._send(f"+{group}\n")
-
-    def remove(self, group: int) -> None:
-        """All of a process group has ended; its number may soon be another's."""
-        self._send(f"-{group}\n")
-
-    def close(self) -> None:
-        """End the groups that are left, and the process."""
-        os.close(self._writer)
-        os.waitpid(self._pid, 0)
-
-    def _send(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has been killed
-            os.write(self._writer, line.encode())
-
-
-def _end_groups(reader: int) -> None:
-    os.setsid()  # no signal of the terminal shall come here
-    # The listener of the store, and the output that others wait for the end of, stdin, stdout and stderr among it.
-    forking.close_all_but({reader}, first=0)
-    groups: set[int] = set()
-    with open(reader) as lines:
-        for line in lines:
-            (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        return pid, writer
+    try:
+        os.setsid()  # no signal of the terminal shall come here
+        # The listener of the store, and the output that others wait for the end of, stdin, stdout and stderr among it.
+        forking.close_all_but({reader}, first=0)
+        os.read(reader, 1)
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
 
 ProcessType = type[subprocess.Popen[bytes]] | type[forking.Process]
@@ -241,6 +214,7 @@ class Rank:
         self, command: list[str], environment: dict[str, str], process: ProcessType, store: socket.socket | None
     ):
         self.index = int(environment["RANK"])
+        self.code: int | None = None  # exit code, negative for a signal; None while the process runs
         first = self.index == 0
         self.output = Output(
             prefix="" if first else f"[rank {self.index}] ",
@@ -259,25 +233,20 @@ class Rank:
         )
         os.close(self.output.child_fd)
 
-    @property
-    def code(self) -> int | None:
-        """Exit code, negative for a signal; None while the process runs."""
-        return self.process.returncode
-
     def has_ended(self) -> bool:
-        """Whether the process has ended; it stays a zombie until `reap`."""
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        """Whether the process has ended, and how: `code`. It stays a zombie, so that its number is no other's."""
+        if found := os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return found is not None
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and all that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def reap(self) -> None:
+    def clean_up(self) -> None:
         """After the process has ended: end what it left behind, and take its last output."""
-        # First, while the process is a zombie: no other process can have its number yet.
         self.signal(signal.SIGKILL)
-        self.process.wait()
         self.output.drain()
         remove_objects_of_ended_processes()
 
@@ -333,7 +302,6 @@ class Job:
         process: ProcessType = subprocess.Popen,
         store: socket.socket | None = None,
     ):
-        self._orphans = OrphanKiller()
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
         self._catch_signals()
@@ -347,15 +315,19 @@ class Job:
             if store and first + local == 0:
                 store.close()  # this process keeps none, so that rank 0's end is seen at the other side
             self.running.append(rank)
-            self._orphans.add(rank.process.pid)
             self._selector.register(rank.output.fd, selectors.EVENT_READ, (self._on_output, rank))
 
     def run(self) -> int:
         """Wait for the job to end and return its exit code: 0, that of the rank that failed first, or 128 + signal."""
+        ranks = list(self.running)
+        killer, lifeline = start_orphan_killer([rank.process.pid for rank in ranks])
         try:
             return self._run()
         finally:
-            self._orphans.close()
+            os.close(lifeline)
+            os.waitpid(killer, 0)
+            for rank in ranks:
+                rank.process.wait()
 
     def _run(self) -> int:
         while self.running and not self.failed and not self._interrupted:
@@ -402,8 +374,7 @@ class Job:
     def _on_end(self, rank: Rank) -> None:
         if rank.output.fd in self._selector.get_map():
             self._selector.unregister(rank.output.fd)
-        rank.reap()
-        self._orphans.remove(rank.process.pid)
+        rank.clean_up()
         self.running.remove(rank)
         self.ended.append(rank)
         if rank.code != 0:

@@ -5,12 +5,14 @@ launcher shows the others' output when they fail, or always with TSN_OUTPUT=all.
 """
 
 import argparse
+import contextlib
 import ctypes
 import os
 import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,15 @@ from tilescale_net.runtime import placement, private_folder, settings, this_host
 
 PACKAGE = Path(__file__).resolve().parents[1]
 MAX_SIMULATED = 64  # ranks on a machine without a GPU; each is a Python process with torch in it
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """End with a message about settings that are wrong."""
+    try:
+        yield
+    except ConfigurationError as err:
+        refuse(str(err))
 
 
 def start(arguments: list[str]) -> int:
@@ -37,7 +48,7 @@ def start(arguments: list[str]) -> int:
     if _srun_starts_ranks():
         os.environ.update(_srun_rank())
         os.execv(command[0], command)
-    ranks = _value(settings.GPUS)
+    ranks = settings.GPUS.get()
     gpus = 0 if settings.DEVICE.get() == "simulator" else visible_gpus()
     check_ranks(ranks, gpus)
     shared, port, store = _shared_variables(ranks)  # the port stays reserved as long as this socket is open
@@ -57,6 +68,7 @@ def start(arguments: list[str]) -> int:
 # -- checks before anything starts ------------------------------------------------------------------------------------
 
 
+@_refusing()
 def check(arguments: list[str]) -> None:
     """Refuse what cannot run: no such script, a folder that cannot be on Python's path, wrong settings.
 
@@ -72,16 +84,14 @@ def check(arguments: list[str]) -> None:
         refuse(f"there is no script {script!r} in {os.getcwd()}")
     if (folder := import_folder()) and os.pathsep in str(folder):
         refuse(f"{PACKAGE.parent} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold; rename the folder")
-    try:
-        settings.check()
-    except ConfigurationError as err:
-        refuse(str(err))
+    settings.check()
     for name, near in settings.misspelt_launch():
         say(f"{name} has no meaning here; did you mean {near}?")
     if not _srun_starts_ranks():
-        _value(settings.GPUS)
+        settings.GPUS.get()  # which is one of its values
 
 
+@_refusing()
 def check_ranks(ranks: int, gpus: int) -> None:
     """Refuse more ranks than this host can hold, heaps larger than its memory, and VIRTUAL_NODES that do not divide the ranks.
 
@@ -104,16 +114,9 @@ def check_ranks(ranks: int, gpus: int) -> None:
         refuse(
             f"TSN_HEAP_SIZE: a heap of {heap} bytes is more than this machine has memory and swap ({memory} bytes); set it lower"
         )
-    virtual = _value(settings.VIRTUAL_NODES)
+    virtual = settings.VIRTUAL_NODES.get()
     if ranks % virtual:
         refuse(f"VIRTUAL_NODES={virtual} does not divide GPUS={ranks}; every node holds the same number of ranks")
-
-
-def _value(row: settings.Setting[int]) -> int:
-    try:
-        return row.get()
-    except ConfigurationError as err:
-        refuse(str(err))
 
 
 def visible_gpus() -> int:
@@ -161,6 +164,7 @@ def import_folder() -> Path | None:
 # -- variables of ranks -----------------------------------------------------------------------------------------------
 
 
+@_refusing()
 def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None, socket.socket | None]:
     """The variables that all ranks of this host share, the socket that reserves rank 0's port, and that of the store."""
     env = os.environ
@@ -170,7 +174,7 @@ def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None,
         named = settings.JOB.get() or f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
         address = _srun_address() | {settings.JOB.name: named}
     else:
-        nodes, node = _value(settings.NODES), _value(settings.NODE_RANK)
+        nodes, node = settings.NODES.get(), settings.NODE_RANK.get()
         if nodes > 1 and not env.get("NODE_RANK"):
             refuse("NODE_RANK must be set when NODES is above 1")
         if node >= nodes:
@@ -179,7 +183,7 @@ def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None,
             refuse("MASTER_ADDR must be set when NODES is above 1: name or address of the host with NODE_RANK=0")
         if nodes == 1 and not env.get("MASTER_PORT"):
             reserved = reserve_port()
-        port = reserved.getsockname()[1] if reserved else _value(settings.MASTER_PORT)
+        port = reserved.getsockname()[1] if reserved else settings.MASTER_PORT.get()
         # An IPv6 address in brackets is one to us, and none to torch.
         address = {"MASTER_ADDR": env.get("MASTER_ADDR", "").strip("[]") or "127.0.0.1", "MASTER_PORT": str(port)}
         if nodes == 1:
@@ -188,7 +192,7 @@ def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None,
             # not left from a job around theirs.
             key = f"{secrets.token_hex(16)}/{address['MASTER_ADDR']}:{port}"
             address["TSN_STORE"] = f"{store.getsockname()[1]}/{key}"
-    several = nodes > 1 or _value(settings.VIRTUAL_NODES) > 1
+    several = nodes > 1 or settings.VIRTUAL_NODES.get() > 1
     loading = settings.MODULE_LOADING.name  # see settings.load_kernels_early; here it comes before anything starts CUDA
     shared = {
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks)),
@@ -218,10 +222,7 @@ def reserve_port(host: str = "") -> socket.socket:
 
 def _open_store() -> socket.socket:
     """A socket that listens on loopback, where ranks of one host meet and which rank 0 takes over."""
-    try:
-        this_host.check_loopback()
-    except ConfigurationError as err:
-        refuse(str(err))
+    this_host.check_loopback()
     return socket.create_server(("127.0.0.1", 0), backlog=4096)
 
 
@@ -230,12 +231,13 @@ def _srun_starts_hosts() -> bool:
     return "NODES" not in os.environ and "GPUS" in os.environ and 1 < placement.slurm_tasks() == placement.slurm_nodes()
 
 
+@_refusing()
 def _srun_starts_ranks() -> bool:
     """Whether srun started one task per rank. Refuses a GPUS that says otherwise."""
     tasks, nodes = placement.slurm_tasks(), placement.slurm_nodes()
     if "NODES" in os.environ or tasks == 1 or _srun_starts_hosts():
         return False
-    if os.environ.get("GPUS") and _value(settings.GPUS) * nodes != tasks:
+    if os.environ.get("GPUS") and settings.GPUS.get() * nodes != tasks:
         refuse(
             f"GPUS={os.environ['GPUS']}, but srun started {tasks} tasks on {nodes} host{'s' * (nodes > 1)}, each of which is "
             "a rank: leave GPUS (-n) out, start as many tasks on each host (--ntasks-per-node), or one that starts the ranks "

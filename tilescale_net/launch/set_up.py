@@ -11,11 +11,11 @@ venv come from the distribution's packages: installed by root, unpacked into bui
 call this; the standard library is all it uses.
 """
 
+import contextlib
 import ctypes
 import glob
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -64,34 +64,17 @@ def dependencies() -> list[str]:
     return [r for r in metadata.requires("tilescale_net") or [] if "extra ==" not in r]
 
 
-def _match(pattern: str, text: str) -> re.Match[str]:
-    found = re.match(pattern, text)
-    if found is None:
-        raise ValueError(f"{text!r} is no requirement or version that this script understands")
-    return found
+def _parsed(requirement: str) -> Any:
+    """A packaging.requirements.Requirement."""
+    for owner in ("", "pip._vendor.", "setuptools._vendor."):  # packaging itself is in few interpreters
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"{owner}packaging.requirements").Requirement(requirement)
+    raise ImportError("packaging")
 
 
 def name_of(requirement: str) -> str:
     """Distribution name of a requirement such as `torch>=2.6; python_version < "4"`."""
-    return _match(r"[A-Za-z0-9._-]+", requirement).group(0)
-
-
-def _version(text: str) -> tuple[tuple[int, ...], int]:
-    """Numbers of a version without the zeros at the end, and -1 before that release, 0 for it, 1 after it; to be compared."""
-    release, rest = _match(r"(\d+(?:\.\d+)*)([^+]*)", text).groups()
-    numbers = tuple(int(n) for n in re.sub(r"(\.0+)+$", "", release).split("."))
-    return numbers, 0 if not rest else 1 if "post" in rest else -1
-
-
-# By PEP 440; versions before and after a release belong to neither of the ranges that end there.
-_ALLOWED = {
-    "==": lambda found, limit: found == limit,
-    "!=": lambda found, limit: found != limit,
-    ">=": lambda found, limit: found >= limit,
-    "<=": lambda found, limit: found <= limit,
-    "<": lambda found, limit: found[0] < limit[0],
-    ">": lambda found, limit: found[0] > limit[0],
-}
+    return str(_parsed(requirement).name)
 
 
 def satisfied(requirement: str) -> bool:
@@ -100,12 +83,7 @@ def satisfied(requirement: str) -> bool:
         found = metadata.version(name_of(requirement))
     except metadata.PackageNotFoundError:
         return False
-    limits = re.sub(r"^[A-Za-z0-9._-]+\s*(\[.*?\])?", "", requirement.partition(";")[0])
-    for limit in filter(None, map(str.strip, limits.split(","))):
-        how, version = _match(r"([=!<>]=|[<>])\s*(\d[\w.]*)$", limit).groups()
-        if not _ALLOWED[how](_version(found), _version(version)):
-            return False
-    return True
+    return bool(_parsed(requirement).specifier.contains(found, prereleases=True))
 
 
 def _opens(*libraries: str) -> bool:
@@ -137,7 +115,9 @@ def missing(extras: list[str]) -> list[str]:
         wanted = _wanted(_project(), extras)
     except ImportError:  # an interpreter of 3.10 without pip has none of them
         return ["pip"]
-    return [r for r in wanted if not satisfied(r) and not _stand_in(name_of(r))]
+    with contextlib.suppress(ImportError):  # one that cannot read requirements has none of them, either
+        return [r for r in wanted if not satisfied(r) and not _stand_in(name_of(r))]
+    return wanted
 
 
 def fresh(extras: list[str]) -> list[str]:
