@@ -131,7 +131,7 @@ def scale(shape, group, total, scales, w_scales, expert, column):
 
 
 @tsn.macro
-def fill_up(shape, at, totals, finished, tiles, thread):
+def add_missing_rows(shape, at, totals, finished, tiles, thread):
     """Add to the words of tiles that no product of this call finishes what it adds to the others. By a block."""
     begin = T.alloc_var("int32")
     end = T.alloc_var("int32")
@@ -234,7 +234,7 @@ def matmul_experts(
                 if thread == 0:
                     tickets[1 - parity] = 0
                 if tells:
-                    fill_up(shape, at, totals, finished, tiles, thread)
+                    add_missing_rows(shape, at, totals, finished, tiles, thread)
             order = Order(tickets, parity, begins, totals)
             if thread < 128:
                 T.dec_max_nreg(40)

@@ -14,7 +14,7 @@ import torch
 
 from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.runtime.launch_args import kept
+from tilescale_net.runtime.launch_args import launch_argument
 
 # Rows, or FP8 rows with their scales.
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -353,7 +353,7 @@ class _Tensors:
                 shape, dtype = self._shapes[name]
                 self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
         self._taken.clear()
-        self.arguments = tuple(kept(self._tensors[name]) for name in self._shapes)
+        self.arguments = tuple(launch_argument(self._tensors[name]) for name in self._shapes)
 
 
 class _CachedPlan:

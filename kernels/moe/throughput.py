@@ -33,7 +33,7 @@ from tilescale_net.kernels.moe.mode import DeferredStream, Launch, Mode, OverNod
 from tilescale_net.kernels.moe.routing import plan_nodes, plan_routing
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.runtime.launch_args import kept
+from tilescale_net.runtime.launch_args import launch_argument
 
 if TYPE_CHECKING:
     from tilescale_net.kernels.moe.all_to_all import AllToAll
@@ -163,7 +163,7 @@ class ThroughputMode(Mode):
         self.symmetric_output = config.zero_copy
         output = self._buffers("output")
         self._output = output["rows"], output["scales"] if c.scale_words else None
-        self._landing = tuple(kept(as_words(output[name], 0)) for name in ("rows", "scales"))
+        self._landing = tuple(launch_argument(as_words(output[name], 0)) for name in ("rows", "scales"))
         self._own_tag = output_tag(base.place(output["rows"])) if self._in_place else 0
         self._chunks = -(-c.max_tokens // tuning.chunk)
 

@@ -25,26 +25,8 @@ from tilescale_net.runtime import control, cuda_memory, job_store, liveness, pla
 from tilescale_net.runtime.job_store import SignedStore
 from tilescale_net.trace import events, reporter, timeline
 
-NUMBERS = (
-    0,
-    1,
-    -1,
-    2,
-    3,
-    255,
-    65535,
-    65536,
-    2**31 - 1,
-    2**31,
-    2**53,
-    2**63,
-    2**64,
-    -(2**63),
-    10**400,
-    0.5,
-    -0.0,
-    1e308,
-)
+NUMBERS = (0, 1, -1, 2, 3, 255, 65535, 65536, 2**31 - 1, 2**31, 2**53, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.0,
+           1e308)  # fmt: skip
 TEXTS = ("", "0", "1", "a", "\0", "\0bytes", "²", "٣", "\ud800", "AA==", "%%%", "x" * 300, "rank 1", "end")
 
 

@@ -15,7 +15,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tilescale_net.errors import PeerLost
 from tilescale_net.runtime import bootstrap, placement, settings
-from tilescale_net.runtime.bootstrap import ArrivalTracker, ConnectTracker
+from tilescale_net.runtime.bootstrap import ArrivalTracker, Rendezvous
 from tilescale_net.runtime.job_store import SignedStore
 
 
@@ -50,14 +50,14 @@ def test_rank_0_stays_until_a_slow_rank_knows_who_is_lost():
 
     def rank_0():
         with pytest.raises(PeerLost, match="Missing: rank 1"):
-            ConnectTracker(store, 0, 3, 5.0).run_collectively(lambda: _cannot_connect(0))
+            Rendezvous(store, 0, 3, 5.0).run_collectively(lambda: _cannot_connect(0))
         store.ended.set()
 
     first = threading.Thread(target=rank_0)
     first.start()
     try:
         with pytest.raises(PeerLost, match="Missing: rank 1 "):
-            ConnectTracker(store, 2, 3, 5.0).run_collectively(lambda: _cannot_connect(2.5))
+            Rendezvous(store, 2, 3, 5.0).run_collectively(lambda: _cannot_connect(2.5))
     finally:
         first.join()
 
@@ -223,24 +223,18 @@ def test_a_port_that_is_taken():
     assert kind == "ConfigurationError" and "cannot listen at 127.0.0.1:" in text and "MASTER_PORT" in text
 
 
-def _wrong_interface():
-    os.environ["GLOO_SOCKET_IFNAME"] = "nonesuch0"
+def _init_with(env):
+    os.environ.update(env)
     tsn.init("4M")
 
 
 def test_an_interface_that_does_not_exist():
-    for o in ranks.launch(2, _wrong_interface, env=QUICK, init=False):
+    for o in ranks.launch(2, _init_with, {"GLOO_SOCKET_IFNAME": "nonesuch0"}, env=QUICK, init=False):
         kind, text, _ = o.error
         assert kind == "ConfigurationError" and "nonesuch0" in text and "GLOO_SOCKET_IFNAME" in text, o.error
 
 
-def _init_with(env):
-    for name, value in env.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
-    tsn.init("4M")
+OF_SRUN = {"RANK": None, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": None}
 
 
 @pytest.mark.parametrize(
@@ -250,16 +244,14 @@ def _init_with(env):
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a number"),
         ({"RANK": "1"}, "RANK=1 is not below WORLD_SIZE=1"),
         ({"RANK": "-1"}, "RANK='-1' is not a number"),
-        (
-            {"RANK": None, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": None},
-            "several ranks were started",
-        ),
+        (OF_SRUN, "SLURM_PROCID=0 of SLURM_STEP_NUM_TASKS=2, but MASTER_ADDR is not set: several ranks were started"),
     ],
 )
-def test_an_environment_that_makes_no_sense(env, said):
-    (outcome,) = ranks.launch(1, _init_with, env, init=False)
-    kind, text, _ = outcome.error
-    assert kind == "ConfigurationError" and said in text, outcome.error
+def test_an_environment_that_is_wrong(monkeypatch, env, said):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **env}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(tsn.ConfigurationError, match=said):
+        placement.launched_rank(1.0)
 
 
 def _late(seconds):
@@ -355,15 +347,3 @@ def _gives_up_and_tries_again():
 def test_a_second_try_finds_the_others():
     outcomes = ranks.launch(2, _gives_up_and_tries_again, env=QUICK, init=False)
     assert all(o.ok for o in outcomes), [o.error for o in outcomes]
-
-
-def _own_group():
-    dist.init_process_group("gloo")
-    tsn.init("4M")
-    tsn.barrier()
-    tsn.finalize()
-    dist.destroy_process_group()
-
-
-def test_a_group_of_the_users_own_is_used():
-    assert all(o.ok for o in ranks.launch(2, _own_group, init=False))

@@ -14,6 +14,11 @@ from tilescale_net.runtime import context, placement
 from tilescale_net.runtime.context import COMPARISONS, OPERATIONS, ErrorKind, ErrorRecord
 
 DEVICE = os.path.join(os.path.dirname(tilescale_net.__file__), "device")
+CONSTANTS = {
+    "kContextVersion": context.VERSION, "kSystemBytes": context.SYSTEM_BYTES, "kQueueWords": context.QUEUE_WORDS,
+    "kQueueWordsStride": context.QUEUE_WORDS_STRIDE, "kMaxQueues": context.MAX_QUEUES, "kMaxPes": context.MAX_PES,
+    "kInlineBases": context.INLINE_BASES,
+}  # fmt: skip
 
 
 def test_layout_matches_the_header(tmp_path):
@@ -24,15 +29,7 @@ def test_layout_matches_the_header(tmp_path):
                 f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name}*)0)->{field}));'
             )
     lines.append('printf("Context.peer_base %zu\\n", offsetof(Context, peer_base));')
-    for name in (
-        "kContextVersion",
-        "kSystemBytes",
-        "kQueueWords",
-        "kQueueWordsStride",
-        "kMaxQueues",
-        "kMaxPes",
-        "kInlineBases",
-    ):
+    for name in CONSTANTS:
         lines.append(f'printf("{name} %llu\\n", (unsigned long long){name});')
     shares = '"share[%u] %llu\\n", n, (unsigned long long)queue_share_of(n)'
     lines.append(f"for (unsigned n = 0; n <= kMaxQueues; n++) printf({shares});")
@@ -47,13 +44,7 @@ def test_layout_matches_the_header(tmp_path):
             d = getattr(cls, field)
             assert seen[f"{name}.{field}"] == f"{d.offset} {d.size}", field
     assert int(seen["Context.peer_base"]) == context.HEADER_BYTES
-    assert int(seen["kContextVersion"]) == context.VERSION
-    assert int(seen["kSystemBytes"]) == context.SYSTEM_BYTES
-    assert int(seen["kQueueWords"]) == context.QUEUE_WORDS
-    assert int(seen["kQueueWordsStride"]) == context.QUEUE_WORDS_STRIDE
-    assert int(seen["kMaxQueues"]) == context.MAX_QUEUES
-    assert int(seen["kMaxPes"]) == context.MAX_PES
-    assert int(seen["kInlineBases"]) == context.INLINE_BASES
+    assert {name: int(seen[name]) for name in CONSTANTS} == CONSTANTS
     for n in range(context.MAX_QUEUES + 1):
         header = context.ContextHeader(n_queues=n)
         context.pack(header, [])
@@ -106,44 +97,32 @@ def test_a_wait_names_its_comparison(compare):
     comparison = 1 + COMPARISONS.index(compare)
     error = said("wait timeout", "wait", comparison=comparison, address=BASE + 512, expected=-3, observed=-9)
     assert isinstance(error, errors.WaitTimeout)
-    assert f"waited 4 s for {compare} -3 on the signal at heap offset 512; last seen -9; check that the peer" in str(
-        error
-    )
+    words = f"waited 4 s for {compare} -3 on the signal at heap offset 512; last seen -9; check that the peer"
+    assert words in str(error)
 
 
-def test_a_wait_names_its_tensor():
-    error = said("wait timeout", "wait", lambda at: f"word of {at}", comparison=3, address=BASE + 512, expected=1)
-    assert "on the signal word of 512 (heap offset 512); last seen 0" in str(error)
+WORD = dict(address=BASE + 512, expected=1)
+# Kind, operation, fields of the record; what its message has, and has not.
+MESSAGES = [
+    ("wait timeout", "wait", dict(WORD, comparison=3, name_of=lambda at: f"word of {at}"),
+     ["on the signal word of 512 (heap offset 512); last seen 0"], []),
+    ("wait timeout", "wait", dict(WORD, comparison=1, observed=4),
+     ["for eq 1", "last seen 4; the word went past that value", "wait with ge"], []),
+    ("wait timeout", "barrier", dict(comparison=3, pe=1, address=BASE + 8, expected=2, observed=1),
+     ["for PE 1 at barrier 2; it has come to barrier 1", "several blocks of a PE"], ["sends this signal"]),
+    ("wait timeout", "barrier_grid", dict(expected=8, observed=3),
+     ["waited 4 s for all blocks of the launch; 3 of 8 have come; all blocks of the launch must call it"], []),
+    ("barriers overlap", "barrier", {}, ["barrier in block 0 met another one in flight; one block of a PE at a time"], []),
+    ("not direct", "put_signal", dict(pe=1), ["failed: not direct; a source in shared memory"], []),
+    ("not direct", "remote", dict(pe=1), ["N.is_direct(pe)"], []),
+    ("not symmetric", "put", dict(pe=1, address=BASE + 4096, bytes=-20),
+     ["put in block 0 towards PE 1: a size of -20 bytes; a count that is computed at run time was negative"], []),
+    ("not symmetric", "put", dict(pe=1, address=BASE - 16, bytes=8),
+     [f"8 bytes at address {BASE - 16:#x} are not in the symmetric heap; pass tensors made with"], []),
+]  # fmt: skip
 
 
-def test_a_wait_for_eq_that_came_too_late():
-    text = str(said("wait timeout", "wait", comparison=1, address=BASE + 512, expected=1, observed=4))
-    assert "for eq 1" in text and "last seen 4; the word went past that value" in text and "wait with ge" in text
-
-
-def test_a_barrier_is_no_signal_of_a_peer():
-    text = str(said("wait timeout", "barrier", comparison=3, pe=1, address=BASE + 8, expected=2, observed=1))
-    assert "for PE 1 at barrier 2; it has come to barrier 1" in text
-    assert "several blocks of a PE" in text and "sends this signal" not in text
-
-
-def test_grid_barriers():
-    text = str(said("wait timeout", "barrier_grid", expected=8, observed=3))
-    assert "waited 4 s for all blocks of the launch; 3 of 8 have come; all blocks of the launch must call it" in text
-    text = str(said("barriers overlap", "barrier"))
-    assert "barrier in block 0 met another one in flight; one block of a PE at a time" in text
-
-
-def test_a_tile_for_another_node():
-    assert "failed: not direct; a source in shared memory" in str(said("not direct", "put_signal", pe=1))
-    assert "N.is_direct(pe)" in str(said("not direct", "remote", pe=1))
-
-
-def test_a_negative_count():
-    text = str(said("not symmetric", "put", pe=1, address=BASE + 4096, bytes=-20))
-    assert "put in block 0 towards PE 1: a size of -20 bytes; a count that is computed at run time was negative" in text
-
-
-def test_an_address_elsewhere():
-    text = str(said("not symmetric", "put", pe=1, address=BASE - 16, bytes=8))
-    assert f"8 bytes at address {BASE - 16:#x} are not in the symmetric heap; pass tensors made with" in text
+@pytest.mark.parametrize("kind, operation, fields, words, others", MESSAGES)
+def test_messages(kind, operation, fields, words, others):
+    text = str(said(kind, operation, **fields))
+    assert all(word in text for word in words) and not any(word in text for word in others), text

@@ -1,5 +1,6 @@
 """The end of a program or world: nothing of the package outlives the interpreter, no kernel the memory it uses."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,39 +15,36 @@ from tests import ranks
 from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.runtime import simulator
 
-SCRIPT = """
-import atexit
+LEAVES = """
+import atexit, os, sys
 import torch.distributed as dist
 
 atexit.register(lambda: print("process group alive:", dist.is_initialized()))  # runs last
 import tilescale_net as tsn
 
-tsn.init("8M")
-{finalize}
-print("after finalize:", dist.is_initialized())
+for finalizes in (True, False):
+    if (pid := os.fork()) == 0:
+        tsn.init("8M")
+        if finalizes:
+            tsn.finalize()
+        print("another init may follow:", dist.is_initialized())
+        sys.exit()
+    assert os.waitpid(pid, 0)[1] == 0
+os._exit(0)
 """
 
 
-def _run(finalize: str) -> str:
+def test_process_group_is_left_before_the_interpreter_ends():
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(finalize=finalize)], env=env, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, "-c", LEAVES], env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.stdout == "another init may follow: True\nprocess group alive: False\n" * 2
 
 
-def test_process_group_is_left_before_the_interpreter_ends():
-    for finalize in ("tsn.finalize()", ""):
-        printed = _run(finalize)
-        assert "after finalize: True" in printed, "another init may follow"
-        assert "process group alive: False" in printed
-
-
-# A world that prints how it ends, in a program of which only the end counts.
+# Each text runs in a fork of a program that has imported the package, to its end, with a world that prints how it ends.
 END = """
-import sys, threading
+import json, os, sys, threading
 from sys import exit as early
 from tilescale_net.runtime import worlds
 
@@ -56,29 +54,35 @@ class World:
     close = lambda self, described_as: print(described_as)
 
 worlds._take_all = lambda: [World()]
-worlds.watch_process_end()
+for number, text in enumerate(json.loads(sys.argv[1])):
+    if (pid := os.fork()) == 0:
+        os.dup2(os.open(f"{sys.argv[2]}/{number}", os.O_CREAT | os.O_WRONLY), 1)
+        worlds.watch_process_end()
+        exec(text)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+ENDS = [
+    ("sys.exit(3)", 3),
+    ("early(3)", 3),
+    ("exit(3)", 3),
+    ("quit('a word')", 1),
+    ("raise SystemExit(259)", 3),
+    ("raise SystemExit", 0),
+    ("try: early(3)\nexcept SystemExit as e: assert e.code == 3", 0),
+    ("try: early(3)\nexcept SystemExit as e: e.code = 4; raise", 4),
+    ("threading.Thread(target=sys.exit, args=(3,)).start()", 0),
+]
 
 
-@pytest.mark.parametrize(
-    "text, code",
-    [
-        ("sys.exit(3)", 3),
-        ("early(3)", 3),
-        ("exit(3)", 3),
-        ("quit('a word')", 1),
-        ("raise SystemExit(259)", 3),
-        ("raise SystemExit", 0),
-        ("try: early(3)\nexcept SystemExit as e: assert e.code == 3", 0),
-        ("try: early(3)\nexcept SystemExit as e: e.code = 4; raise", 4),
-        ("threading.Thread(target=sys.exit, args=(3,)).start()", 0),
-    ],
-)
-def test_code_of_the_end(text, code):
+def test_code_of_the_end(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", END + text], env=env, capture_output=True, text=True, timeout=100)
-    said = f"it ended (exit code {code})" if code else "ended (exit code 0)"
-    assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr
+    command = [sys.executable, "-c", END, json.dumps([text for text, _ in ENDS]), str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert [int(code) for code in done.stdout.split()] == [code for _, code in ENDS], done.stderr
+    for number, (text, code) in enumerate(ENDS):
+        said = f"it ended (exit code {code})" if code else "ended (exit code 0)"
+        assert (tmp_path / str(number)).read_text().strip() == said, text
 
 
 def _finalize_beside_a_kernel():

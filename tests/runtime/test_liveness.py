@@ -329,8 +329,9 @@ class Control:
 
     rank, size, generation, lost, failed_key = 0, 2, 0, set(), "failed"
 
-    def __init__(self, store: SlowStore):
+    def __init__(self, store: SlowStore, process: tuple[int, int]):
         self.store, self.said = store, []
+        self.hosts, self.processes = ["here"] * 2, [(0, 0), process]
 
     def announce_failure(self, text, rank=None, seconds=1.0, key=None) -> None:
         self.said.append((rank, text))
@@ -347,16 +348,9 @@ def _started(pid: int) -> int:
 )  # fmt: skip
 def test_a_process_has_ended(slow, words, blamed):
     process = subprocess.Popen(["sleep", "0.2"])
-    reasons, control = [], Control(SlowStore(slow, words))
-    watchdog = Watchdog(
-        control,
-        ["here"] * 2,
-        [(0, 0), (process.pid, _started(process.pid))],
-        30.0,
-        lambda: None,
-        lambda why, _: reasons.append(why),
-        lambda _: None,
-    )
+    control = Control(SlowStore(slow, words), (process.pid, _started(process.pid)))
+    reasons = []
+    watchdog = Watchdog(control, 30.0, lambda: None, lambda: reasons.append(watchdog.reason()), lambda _: None)
     end = time.monotonic() + (30 if blamed else 4)
     while not reasons and time.monotonic() < end:
         time.sleep(0.05)
@@ -369,16 +363,8 @@ def test_a_process_has_ended(slow, words, blamed):
 def test_an_error_of_this_rank_is_not_taken_for_the_loss_of_a_peer():
     """The watchdog meets the error while another thread is about to ask why it met the same one."""
     own = WaitTimeout("rank 0: wait in block 0 waited 2 s")
-    seen, control = [], Control(SlowStore(0.0, True))
-    watchdog = Watchdog(
-        control,
-        ["here"] * 2,
-        [(0, 0), this_host.own_process()],
-        30.0,
-        lambda: own,
-        lambda *_: seen.append(watchdog.loss()),
-        lambda _: None,
-    )
+    seen, control = [], Control(SlowStore(0.0, True), this_host.own_process())
+    watchdog = Watchdog(control, 30.0, lambda: own, lambda: seen.append(watchdog.loss()), lambda _: None)
     end = time.monotonic() + 30
     while not seen and time.monotonic() < end:
         time.sleep(0.05)
@@ -391,15 +377,8 @@ def test_a_stranger_is_no_rank():
     """A process that has the number of a rank, but began at another time, is neither watched nor ended."""
     stranger = subprocess.Popen(["sleep", "60"])
     losses = []
-    watchdog = Watchdog(
-        Control(SlowStore(0.0, False)),
-        ["here"] * 2,
-        [(0, 0), (stranger.pid, _started(stranger.pid) - 1)],
-        30.0,
-        lambda: None,
-        lambda why, _: losses.append(why),
-        lambda _: None,
-    )
+    control = Control(SlowStore(0.0, False), (stranger.pid, _started(stranger.pid) - 1))
+    watchdog = Watchdog(control, 30.0, lambda: None, lambda: losses.append(watchdog.reason()), lambda _: None)
     stranger.send_signal(signal.SIGSTOP)
     assert watchdog.end_processes({1}) == {1}
     time.sleep(1.2)

@@ -12,13 +12,29 @@ from tilescale_net.errors import ConfigurationError
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.runtime import placement
 
+OF_JOBS = [("aab", (1, 3)), ("aaaabb", (2, 3)), ("aaaaaabb", (2, 4)), ("aabb", (2, 2))]
+OF_GROUPS = [
+    ("aaaa", (4, 1)),
+    ("aabb", (2, 2)),
+    ("abab", (1, 4)),
+    ("aab", (1, 3)),
+    ("aaabbb", (3, 2)),
+    ("aabbbb", (2, 3)),
+]
 
-@pytest.mark.parametrize("hosts, sizes", [("aab", (1, 3)), ("aaaabb", (2, 3)), ("aaaaaabb", (2, 4)), ("aabb", (2, 2))])
-def test_topology(hosts, sizes):
+
+@pytest.mark.parametrize(
+    "of_job, hosts, sizes", [(True, *row) for row in OF_JOBS] + [(False, *row) for row in OF_GROUPS]
+)
+def test_topology(of_job, hosts, sizes):
     for rank in range(len(hosts)):
-        found = placement.job_topology(rank, len(hosts), list(hosts))
-        assert (found.node_size, found.nodes) == sizes and not found.single_host
-        assert found.local_rank == hosts[:rank].count(hosts[rank]) and rank in found.node_members
+        if of_job:
+            found = placement.job_topology(rank, len(hosts), list(hosts))
+        else:
+            found = placement.group_topology(rank, len(hosts), list(hosts), [0] * len(hosts))
+        assert (found.node_size, found.nodes) == sizes and found.single_host == (len(set(hosts)) == 1)
+        assert found.local_rank == hosts[:rank].count(hosts[rank])
+        assert rank in found.node_members and len({hosts[pe] for pe in found.node_members}) == 1
 
 
 def test_virtual_nodes_of_uneven_hosts(monkeypatch):

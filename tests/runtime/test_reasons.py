@@ -86,10 +86,12 @@ def _killed():
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_rank_is_named(lost):
-    for o in ranks.launch(3, _dies, lost, _killed, env=QUICK, init=False, timeout=60):
+    begin = time.monotonic()
+    for o in ranks.launch(3, _dies, lost, _killed, init=False, timeout=60):
         if o.rank != lost:
             kind, text, _ = o.error
             assert kind == "PeerLost" and f"rank {lost} (process ended without a report)" in text, text
+    assert time.monotonic() - begin < 30  # far below TSN_TIMEOUT
 
 
 def _wrong_setting(wrong):

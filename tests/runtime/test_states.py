@@ -229,7 +229,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.freed)
     @rule()
     def free_again(self):
-        self.misused("free", self.tell("free_again"), "`free()` of what is not live", "freed already")
+        self.misused("free", self.tell("free_again"), "`free()` of a tensor that is not live", "freed already")
 
     @rule()
     def mismatch(self):

@@ -177,9 +177,9 @@ def test_a_trace_has_its_room_on_the_disk_from_the_start(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    world = SimpleNamespace(rank=0, size=1, device_kind="simulator")
+    world = SimpleNamespace(rank=0, size=1, device_kind="simulator", control=SimpleNamespace(hosts=["here"]))
     with pytest.raises(ConfigurationError, match="No space left on device.*TSN_TRACE_EVENTS"):
-        recorder.Recorder(world, ["here"], str(tmp_path / "u"))
+        recorder.Recorder(world, str(tmp_path / "u"))
     assert not list(tmp_path.glob("u*"))
 
 

@@ -92,7 +92,7 @@ def group_of(comm: Any) -> StoreGroup:
         if known is comm:
             return group
     rank, size = comm.Get_rank(), comm.Get_size()
-    places = [tuple(place) for place in comm.allgather([this_host.network_identity(), socket.gethostname()])]
+    places = [tuple(place) for place in comm.allgather([this_host.identity("net"), socket.gethostname()])]
     store = None
     if rank == 0:
         try:

@@ -63,7 +63,7 @@ class RankWorld(World):
     """A World of a rank whose peers are in the same process."""
 
     def __init__(self, rank: int, size: int, heap_bytes: int, made: list[tuple[str, object]]):
-        self.timeout, self.failure, self.proxy, self.recorder, self.closed = TIMEOUT, None, None, None, False
+        self.timeout, self.proxy, self.recorder, self.closed = TIMEOUT, None, None, False
         control: Any = SameCalls(rank, size, made)  # in the place of a Control
         self.control = control
         self.calls = CallLog(self.control)
@@ -83,6 +83,11 @@ class RankWorld(World):
         pages = [w.races.base for w in worlds]
         _simulator.attach_race_memory(self.rank, self.memory.base, self.memory.size, pages, self.peer_base)
         self._make_context()
+
+    @property
+    def failure(self) -> None:
+        """None: what fails is raised at once."""
+        return None
 
     def check(self) -> None:
         """Nothing runs before the check does."""

@@ -13,12 +13,12 @@ import atexit
 import contextlib
 import datetime
 import hashlib
+import json
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -38,26 +38,28 @@ _ADVICE = f"let {this_host.GLOO_INTERFACE} name, on every host, the network inte
 
 
 class _Tracker:
-    """Args:
-    store: where the ranks report their steps.
-    rank, size: of this process, of all.
-    timeout: seconds that ranks may take.
+    """What the steps of a rendezvous share.
+
+    Args:
+        store: where the ranks report their steps.
+        rank, size: of this process, of all.
+        timeout: seconds that ranks may take.
     """
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
 
     def poll(self, look: Callable[[SignedStore], T | None], seconds: float) -> T | None:
         """The first thing that `look` finds in the store; None when it finds nothing in time."""
         begin = time.monotonic()
-        while (found := self._store.ask(look)) is None and (spent := time.monotonic() - begin) <= seconds:
-            time.sleep(min(0.25, 0.002 + self._size / 10_000 + spent / 20))
+        while (found := self.store.ask(look)) is None and (spent := time.monotonic() - begin) <= seconds:
+            time.sleep(min(0.25, 0.002 + self.size / 10_000 + spent / 20))
         return found
 
     def _lost(self, what: str, ranks: list[int], cause: str = "") -> PeerLost:
         who = ", ".join(f"rank {r}" for r in ranks)
         return PeerLost(
-            f"rank {self._rank}: not all of {self._size} ranks could meet within {self._timeout:g} s. Missing: {who} "
+            f"rank {self.rank}: not all of {self.size} ranks could meet within {self.timeout:g} s. Missing: {who} "
             f"({what}). Look at the output of those ranks, or raise TSN_TIMEOUT if they are only slow{cause}"
         )
 
@@ -65,8 +67,8 @@ class _Tracker:
         """Report that this rank knows. The store ends with the rank that keeps it, and the others look at it for their
         message: slow ones, too.
         """
-        self._store.ask(lambda s: s.set(mine, "1"))
-        if self._rank == self._store.kept_by:
+        self.store.ask(lambda s: s.set(mine, "1"))
+        if self.rank == self.store.kept_by:
             keys = list(others)
             self.poll(lambda s: s.check(keys) or None, _FAILURE_GRACE_S + SLACK)
 
@@ -93,21 +95,21 @@ class ArrivalTracker(_Tracker):
             PeerLost: ranks did not come in time; names them.
         """
         try:
-            if self._size == 1:
-                return self._store.within(self._number), [word]
+            if self.size == 1:
+                return self.store.within(self._number), [word]
             name = self._agree(word, absent)
-            return self._store.within(name), [said.partition(" ")[2] for said in self._store.ask(self._words)]
+            return self.store.within(name), [said.partition(" ")[2] for said in self.store.ask(self._words)]
         finally:
-            self._store.close()
+            self.store.close()
 
     def _agree(self, word: str, absent: str) -> str:
         said = f"{self._number} {word}"
-        self._store.ask(lambda s: s.set(f"come/{self._rank}", said))
-        step, seconds = self._lead if self._rank == 0 else self._follow, self._timeout
+        self.store.ask(lambda s: s.set(f"come/{self.rank}", said))
+        step, seconds = self._lead if self.rank == 0 else self._follow, self.timeout
         while (name := self.poll(step, seconds)) is None:
             seconds = 0.25
-            if missing := self._store.ask(self._missing):
-                numbers = self._store.ask(lambda s: [self._number_of(s, r) for r in range(self._size)])
+            if missing := self.store.ask(self._missing):
+                numbers = self.store.ask(lambda s: [self._number_of(s, r) for r in range(self.size)])
                 acks = [f"acked/{number}" for r, number in enumerate(numbers) if r not in missing]
                 self._ack_failure(f"acked/{self._number}", acks)
                 raise self._lost(absent, missing)
@@ -115,7 +117,7 @@ class ArrivalTracker(_Tracker):
 
     def _words(self, store: SignedStore) -> list[str]:
         """What the ranks have reported, once all have; none before. In front stands the number of each."""
-        keys = [f"come/{r}" for r in range(self._size)]
+        keys = [f"come/{r}" for r in range(self.size)]
         words = store.get_all(keys) if store.check(keys) else [None]
         return [] if None in words else [word.decode(errors="replace") for word in words if word is not None]
 
@@ -126,7 +128,7 @@ class ArrivalTracker(_Tracker):
         if (name := _name(proposal)) != self._agreed:
             self._agreed = name
             store.set("proposal", proposal)
-        keys = [f"agreed/{r}" for r in range(1, self._size)]
+        keys = [f"agreed/{r}" for r in range(1, self.size)]
         if not store.check(keys) or any(word != name.encode() for word in store.get_all(keys)):
             return None
         store.set(f"met/{name}", "1")
@@ -137,20 +139,20 @@ class ArrivalTracker(_Tracker):
             return self._agreed
         proposal = job_store.get_text(store, "proposal") or ""
         numbers = proposal.split(" ")
-        if len(numbers) == self._size and numbers[self._rank] == self._number:
+        if len(numbers) == self.size and numbers[self.rank] == self._number:
             if (name := _name(proposal)) != self._agreed:
                 self._agreed = name
-                store.set(f"agreed/{self._rank}", name)
+                store.set(f"agreed/{self.rank}", name)
         return None
 
     def _missing(self, store: SignedStore) -> list[int]:
         """Ranks that have not come; where all seem to have, those whose word is of an earlier time."""
-        if absent := [r for r in range(self._size) if not self._number_of(store, r)]:
+        if absent := [r for r in range(self.size) if not self._number_of(store, r)]:
             return absent
-        late = [r for r in range(1, self._size) if job_store.get_text(store, f"agreed/{r}") != self._agreed]
-        if self._rank == 0:
+        late = [r for r in range(1, self.size) if job_store.get_text(store, f"agreed/{r}") != self._agreed]
+        if self.rank == 0:
             return late
-        return [r for r in late if r != self._rank and self._agreed] or [0]
+        return [r for r in late if r != self.rank and self._agreed] or [0]
 
     def _number_of(self, store: SignedStore, rank: int) -> str:
         return (job_store.get_text(store, f"come/{rank}") or "").partition(" ")[0]
@@ -160,46 +162,63 @@ def _name(proposal: str) -> str:
     return hashlib.sha256(proposal.encode()).hexdigest()[:16]
 
 
-class ConnectTracker(_Tracker):
-    """The processes of one rendezvous, on their way to a gloo group: nobody else has written to this store."""
+class Rendezvous(_Tracker):
+    """Ranks that have come, and connect: nobody else has written to their store.
 
-    def find_address(self, words: list[str], host: str) -> str:
+    Attributes:
+        store: where these ranks speak of this meeting.
+        rank, size: of this process among them; how many they are.
+        address: by which the others reach this rank; '' where nothing tells it.
+        hosts: identity of each rank's host, see placement.host_identity.
+        processes: number and start time of each rank's process, see this_host.own_process.
+        ranks: the job's rank of each of them, when `join` has returned.
+        group: a gloo group of the package's own, with the ranks in this order; as late.
+    """
+
+    address: str
+    hosts: list[str]
+    processes: list[tuple[int, int]]
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    _steps = 0  # that were taken together
+
+    def find_address(self, networks: list[str], addresses: list[str], host: str) -> str:
         """The address by which the others reach this rank; '' where nothing tells it.
 
         gloo tries to connect for as long as its calls may take. Here each rank connects to the next one, and all know
         within seconds that one cannot.
 
         Args:
-            words: `this_host.advertised_address` of each rank.
+            networks, addresses: of each rank, see `this_host.own_address`.
             host: that keeps the store of the launcher, as this process names it; '' for none.
 
         Raises:
             ConfigurationError: on all ranks, where one does not reach the next.
         """
-        if self._size == 1:
+        if self.size == 1:
             return "127.0.0.1"
         address = ""
         with contextlib.ExitStack() as stack:
             try:
-                if address := this_host.own_address(words, self._rank, host):
+                if address := this_host.own_address(networks, addresses, self.rank, host):
                     listener = stack.enter_context(this_host.listen(address))
                     self._announce("at", f"{listener.getsockname()[1]} {address}")
-                    self._reach((self._rank + 1) % self._size)
+                    self._reach((self.rank + 1) % self.size)
                 else:
                     self._announce("at", "")
             except (RuntimeError, OSError) as err:
                 self._announce("at", "")
-                reason = f"rank {self._rank}: {first_line(err)}"
-                self._store.ask(lambda s: s.set_once("why", reason))
+                reason = f"rank {self.rank}: {first_line(err)}"
+                self.store.ask(lambda s: s.set_once("why", reason))
             self._announce("tried")
-            if self.poll(lambda s: s.check(self._of_all("tried")) or None, self._timeout + _REACH_S) is None:
-                raise self._missed(self._store.ask(lambda s: self._silent(s, "tried")))
-        if why := self._store.ask(lambda s: job_store.get_text(s, "why")):
+            if self.poll(lambda s: s.check(self._of_all("tried")) or None, self.timeout + _REACH_S) is None:
+                raise self._missed(self.store.ask(lambda s: self._silent(s, "tried")))
+        if why := self.store.ask(lambda s: job_store.get_text(s, "why")):
             raise self._unconnected(why)
         return address
 
     def _reach(self, other: int) -> None:
-        said = self.poll(lambda s: job_store.get_text(s, f"at/{other}"), self._timeout)
+        said = self.poll(lambda s: job_store.get_text(s, f"at/{other}"), self.timeout)
         if not said:
             return  # it is missing, or has no address
         port, _, address = said.partition(" ")
@@ -210,121 +229,50 @@ class ConnectTracker(_Tracker):
 
     def run_collectively(self, run: Callable[[], T]) -> T:
         """The result of a step that all ranks take together; when it fails, name ranks that do not even report it."""
+        self._steps += 1
+        failed, joined = f"failed {self._steps}", f"joined {self._steps}"
         try:
-            result = run_with_timeout(self._timeout + SLACK, run)
+            result = run_with_timeout(self.timeout + SLACK, run)
         except (RuntimeError, ValueError, TimeoutError) as err:
-            self._announce("failed")
+            self._announce(failed)
             time.sleep(_FAILURE_GRACE_S)
-            if silent := self._store.ask(lambda s: self._silent(s, "failed", "joined")):
+            if silent := self.store.ask(lambda s: self._silent(s, failed, joined)):
                 raise self._missed(silent, f" ({first_line(err)})") from err
             if isinstance(err, TimeoutError):
                 raise PeerLost(
-                    f"rank {self._rank}: the ranks came, but did not connect to each other in time; {_ADVICE}, or raise "
+                    f"rank {self.rank}: the ranks came, but did not connect to each other in time; {_ADVICE}, or raise "
                     "TSN_TIMEOUT if they are only slow"
                 ) from err
             raise self._unconnected(first_line(err)) from err
-        self._announce("joined")
+        self._announce(joined)
         return result
 
     def _missed(self, ranks: list[int], cause: str = "") -> PeerLost:
-        self._ack_failure(f"acked/{self._rank}", self._of_all("acked"))
+        self._ack_failure(f"acked/{self.rank}", self._of_all("acked"))
         return self._lost("came, then stopped responding", ranks, cause)
 
     def _unconnected(self, why: str) -> ConfigurationError:
-        self._ack_failure(f"acked/{self._rank}", self._of_all("acked"))
+        self._ack_failure(f"acked/{self.rank}", self._of_all("acked"))
         return ConfigurationError(
-            f"rank {self._rank}: all {self._size} ranks came, but they could not connect to each other ({why}); {_ADVICE}"
+            f"rank {self.rank}: all {self.size} ranks came, but they could not connect to each other ({why}); {_ADVICE}"
         )
 
     def _of_all(self, word: str) -> list[str]:
-        return [f"{word}/{r}" for r in range(self._size)]
+        return [f"{word}/{r}" for r in range(self.size)]
 
     def _silent(self, store: SignedStore, *words: str) -> list[int]:
         """Ranks that have reported none of the words."""
         if store.check(self._of_all(words[0])):
             return []
-        return [r for r in range(self._size) if not any(store.check([f"{word}/{r}"]) for word in words)]
+        return [r for r in range(self.size) if not any(store.check([f"{word}/{r}"]) for word in words)]
 
     def _announce(self, word: str, value: str = "1") -> None:
-        self._store.ask(lambda s: s.set(f"{word}/{self._rank}", value))
-
-
-# -- group store ---------------------------------------------------------------------------------------------------------
-
-_PREFIX = "tsn"
-
-
-def store_keeper(ranks: Sequence[int]) -> int | None:
-    """Which of a group's ranks keeps the store of the job, by its number in the group; None: none of them."""
-    return ranks.index(0) if 0 in ranks and not job_store.has_agent() else None
-
-
-def store_ends_with_rank_0() -> bool:
-    """Whether the store of the job is lost with the job's rank 0. A launcher's is not, nor is one in a file."""
-    return not job_store.has_agent() and isinstance(_of_job(), dist.TCPStore)
-
-
-def open_group_store(job: JobStore, address: str, rank: int, size: int, timeout: float, silence: float) -> JobStore:
-    """The store of a group; called by all of its ranks.
-
-    Args:
-        job: where the ranks of the group speak to each other up to now.
-        address: by which the others reach this rank. Where it is loopback no other process shall act as a rank.
-        rank, size: of this process, of the group.
-        timeout: seconds that the others may take.
-        silence: seconds without an answer after which the new store counts as lost.
-
-    Raises:
-        RuntimeError, OSError, TimeoutError: it cannot be opened or reached.
-    """
-    limit = datetime.timedelta(seconds=timeout)
-    if rank == 0:
-        with this_host.listen(address) as listener:
-            host, port, fd = address, listener.getsockname()[1], os.dup(listener.fileno())
-        opened = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=fd)
-        job.ask(lambda s: s.set("own store", f"{port} {host}"))
-    else:
-        said = _Tracker(job, rank, size, timeout).poll(lambda s: job_store.get_text(s, "own store"), timeout)
-        if said is None:
-            raise TimeoutError
-        port, _, host = said.partition(" ")
-        opened = dist.TCPStore(host, int(port), None, False, limit / 2, wait_for_workers=False)
-    return JobStore(opened, _PREFIX, rank, silence, kept_by=0, secret=job.secret)
-
-
-def _of_job() -> dist.Store:
-    return underlying_store(dist.distributed_c10d._get_default_store())
-
-
-def underlying_store(store: dist.Store) -> dist.Store:
-    """The store of torch below all prefixes."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
+        self.store.ask(lambda s: s.set(f"{word}/{self.rank}", value))
 
 
 # -- the rendezvous ----------------------------------------------------------------------------------------------------------
 
 _RESOLVING = 5.0  # seconds that a name server may take to come up
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Ranks that have met.
-
-    Attributes:
-        ranks: the job's rank of each of them.
-        rank: of this process among them.
-        store: where these ranks speak of this meeting.
-        group: a gloo group of the package's own, with the ranks in this order.
-        address: by which the others reach this rank; '' where nothing tells it.
-    """
-
-    ranks: tuple[int, ...]
-    rank: int
-    store: JobStore
-    group: dist.ProcessGroup
-    address: str
 
 
 def join(timeout: float, silence: float, group: groups.Group = None) -> Rendezvous:
@@ -344,58 +292,103 @@ def join(timeout: float, silence: float, group: groups.Group = None) -> Rendezvo
         PeerLost: ranks did not come within the timeout, or were lost on the way; names them.
     """
     silence = min(silence, timeout)
-    kept, kept_by, prefix, rank = _place(group, timeout, silence)
-    # Processes that meet in a store of the program's own may have been started by different launchers, or by none.
-    secret = None if isinstance(group, groups.StoreGroup) else placement.job_identity().secret
+    of_job = not isinstance(group, groups.StoreGroup)
+    come = _make_default(timeout, silence) if of_job and not dist.is_initialized() else None
     ranks = groups.ranks(group)
-    size = len(ranks)
-    base = JobStore(kept, prefix, rank, silence, kept_by, secret)
-    store, tracker, address = _come(base, _host_of(kept), size, timeout, "has not called tilescale_net.init")
+    if come is None:
+        come = _come(_meeting_store(group, ranks, silence), len(ranks), timeout, "has not called tilescale_net.init")
     try:
-        if kept_by is None and not isinstance(group, groups.StoreGroup) and store_ends_with_rank_0():
-            own = tracker.run_collectively(lambda: open_group_store(store, address, rank, size, timeout, silence))
-            store.close()
-            store = own
-            tracker = ConnectTracker(store, rank, size, timeout)
-        raw = dist.PrefixStore("gloo", store.raw)
-        connected = tracker.run_collectively(lambda: connect_gloo(raw, address, rank, size, timeout))
+        if come.store.kept_by is None and of_job and _ends_with_rank_0(dist.distributed_c10d._get_default_store()):
+            own = come.run_collectively(lambda: open_group_store(come, silence))
+            come.store.close()
+            come.store = own
+        come.ranks, come.group = (
+            ranks,
+            come.run_collectively(
+                lambda: connect_gloo(
+                    dist.PrefixStore("gloo", come.store.raw), come.address, come.rank, come.size, timeout
+                )
+            ),
+        )
     except BaseException:
-        store.close()
+        come.store.close()
         raise
-    return Rendezvous(ranks, rank, store, connected, address)
+    return come
 
 
-def _come(base: JobStore, host: str, size: int, timeout: float, absent: str) -> tuple[JobStore, ConnectTracker, str]:
-    """Wait until all ranks have come, and learn by which address they reach this one.
-
-    Args:
-        base: where they come; is closed.
-        host: that keeps it.
-        absent: what a missing rank has not done.
-
-    Returns:
-        A store of these processes alone, the tracker of their further steps, and the address.
-    """
-    store, words = ArrivalTracker(base, base.rank, size, timeout).meet(this_host.advertised_address(host), absent)
-    tracker = ConnectTracker(store, base.rank, size, timeout)
-    try:
-        return store, tracker, tracker.find_address(words, host)
-    except BaseException:
-        store.close()
-        raise
+def _ends_with_rank_0(store: dist.Store) -> bool:
+    """Whether the store of the job is lost with the job's rank 0. A launcher's is not, nor is one in a file."""
+    return not has_agent() and isinstance(underlying_store(store), dist.TCPStore)
 
 
-def _place(group: groups.Group, timeout: float, silence: float) -> tuple[dist.Store, int | None, str, int]:
-    """Where the ranks of a group meet: a store, which of them keeps it, a prefix for their keys; and this one's rank."""
+def _meeting_store(group: groups.Group, ranks: Sequence[int], silence: float) -> JobStore:
+    """Where the ranks of a group come."""
     if isinstance(group, groups.StoreGroup):
-        return group.store, group.kept_by, f"tsn/of {group.size()}", group.rank()
-    if not dist.is_initialized():
-        _make_default(timeout, silence)
-    ranks = groups.ranks(group)
+        # Processes that meet in a store of the program's own may have been started by different launchers, or by none.
+        return JobStore(group.store, f"tsn/of {group.size()}", group.rank(), silence, group.kept_by)
     # Ranks of different groups have nothing to do with each other, and the groups are not counted.
     prefix = _prefix() if group is None else f"{_prefix()}/group/{hashlib.sha256(str(ranks).encode()).hexdigest()}"
-    kept = dist.distributed_c10d._get_default_store()
-    return kept, store_keeper(ranks), prefix, ranks.index(dist.get_rank())
+    kept, secret = dist.distributed_c10d._get_default_store(), placement.job_identity().secret
+    kept_by = ranks.index(0) if 0 in ranks and not has_agent() else None
+    return JobStore(kept, prefix, ranks.index(dist.get_rank()), silence, kept_by, secret)
+
+
+def _come(base: JobStore, size: int, timeout: float, absent: str) -> Rendezvous:
+    """Wait until all ranks have come to `base`, which is closed then; `absent`: what a missing rank has not done."""
+    host = str(getattr(underlying_store(base.raw), "host", ""))
+    own = (this_host.identity("net"), this_host.address_reaching([host]), placement.host_identity())
+    mine = [*own, *this_host.own_process()]
+    store, words = ArrivalTracker(base, base.rank, size, timeout).meet(json.dumps(mine), absent)
+    tracker = Rendezvous(store, base.rank, size, timeout)
+    try:
+        networks, addresses, tracker.hosts, pids, started = map(list, zip(*(_parse_arrival(mine, w) for w in words)))
+        tracker.processes = list(zip(pids, started))
+        tracker.address = tracker.find_address(networks, addresses, host)
+        return tracker
+    except BaseException:
+        store.close()
+        raise
+
+
+def _parse_arrival(mine: list[Any], word: str) -> list[Any]:
+    try:
+        theirs: list[Any] = job_store.parse_json(word)
+        job_store.check_alike(mine, theirs)
+        return theirs
+    except ValueError as err:
+        raise PeerLost(f"what a rank reports of itself cannot be read: {err}") from None
+
+
+def open_group_store(ranks: Rendezvous, silence: float) -> JobStore:
+    """A store of the ranks of a group, kept by its rank 0; called by all of them.
+
+    Args:
+        ranks: where the address is loopback, no other process shall act as one of them.
+        silence: seconds without an answer after which the new store counts as lost.
+
+    Raises:
+        RuntimeError, OSError, TimeoutError: it cannot be opened or reached.
+    """
+    job, limit = ranks.store, datetime.timedelta(seconds=ranks.timeout)
+    if ranks.rank == 0:
+        with this_host.listen(ranks.address) as listener:
+            host, port, fd = ranks.address, listener.getsockname()[1], os.dup(listener.fileno())
+        opened = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=fd)
+        job.ask(lambda s: s.set("own store", f"{port} {host}"))
+    else:
+        said = ranks.poll(lambda s: job_store.get_text(s, "own store"), ranks.timeout)
+        if said is None:
+            raise TimeoutError
+        port, _, host = said.partition(" ")
+        opened = dist.TCPStore(host, int(port), None, False, limit / 2, wait_for_workers=False)
+    return JobStore(opened, "tsn", ranks.rank, silence, kept_by=0, secret=job.secret)
+
+
+def underlying_store(store: dist.Store) -> dist.Store:
+    """The store of torch below all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout: float) -> Any:
@@ -414,19 +407,17 @@ def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout:
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _host_of(store: dist.Store) -> str:
-    return str(getattr(underlying_store(store), "host", ""))
-
-
 def _prefix() -> str:
     """Before the keys of this job: a second job that comes to the same port by mistake does not act for this one."""
     name = placement.job_identity().name
     return f"tsn/{name}" if name else "tsn"
 
 
-def _make_default(timeout: float, silence: float) -> None:
+def _make_default(timeout: float, silence: float) -> Rendezvous | None:
+    """Make torch's default group; its ranks, where that needed them to come."""
     place = placement.launched_rank(timeout)
     limit = datetime.timedelta(seconds=timeout)
+    come = None
     if place is None:
         try:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
@@ -434,21 +425,22 @@ def _make_default(timeout: float, silence: float) -> None:
             this_host.check_loopback()
             raise
     else:
-        kept, rank, size = _connect(place, timeout, silence), place.rank, place.size
+        kept, rank, size = _connect(place, timeout), place.rank, place.size
         kept_by, secret = None if has_agent() else 0, placement.job_identity().secret
-        base = JobStore(kept, f"{_prefix()}/default", rank, silence, kept_by, secret)
-        store, tracker, address = _come(base, _host_of(kept), size, timeout, "did not come")
+        come = _come(JobStore(kept, _prefix(), rank, silence, kept_by, secret), size, timeout, "did not come")
         try:
-            this_host.choose_interface(address)
-            mine = dist.PrefixStore("group", store.raw)
-            tracker.run_collectively(
+            this_host.choose_interface(come.address)
+            mine = dist.PrefixStore("group", come.store.raw)
+            come.run_collectively(
                 lambda: dist.init_process_group("gloo", store=mine, rank=rank, world_size=size, timeout=limit)
             )
-        finally:
-            store.close()
+        except BaseException:
+            come.store.close()
+            raise
     # Gloo's threads may still drop references to tensors when the last collective call has returned. A thread that
     # does so while the interpreter shuts down aborts the process; destroying the group waits for them.
     atexit.register(_leave, os.getpid())
+    return come
 
 
 def _leave(pid: int) -> None:
@@ -456,10 +448,10 @@ def _leave(pid: int) -> None:
         dist.destroy_process_group()
 
 
-def _connect(place: placement.LaunchedRank, timeout: float, silence: float) -> dist.Store:
+def _connect(place: placement.LaunchedRank, timeout: float) -> dist.Store:
     if _is_loopback(place.address):
         this_host.check_loopback()
-    keeps = place.keeps_store
+    keeps = place.rank == 0 and not has_agent()  # torchrun's agent keeps one there, the same for all attempts
     limit = datetime.timedelta(seconds=timeout)
     try:
         _resolve(place.address, place.port)

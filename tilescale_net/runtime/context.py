@@ -119,7 +119,7 @@ def pack(header: ContextHeader, peer_base: list[int]) -> bytes:
 # Turns the record that a kernel left behind into an exception that a user can act on.
 
 _SENDER = "check that the peer sends this signal (and that it still runs), or raise TSN_TIMEOUT"
-_passED = "the word went past that value, and a wait for eq misses one that is soon replaced: wait with ge"
+_PASSED = "the word went past that value, and a wait for eq misses one that is soon replaced: wait with ge"
 _BARRIER = (
     "check that every PE calls the barrier as often as this one, by one block at a time: where several blocks of a PE call "
     'it, each call counts (scope="grid" is for whole grids); or raise TSN_TIMEOUT'
@@ -169,7 +169,7 @@ def _timeout(
     name = name_of(offset) if name_of is not None and offset is not None else None
     word = f"the signal {name} (heap offset {offset})" if name else f"the signal at heap offset {offset}"
     text = f"waited {timeout_s:g} s for {f'{compare} {wanted}'.strip()} on {word}; last seen {seen}"
-    return text, _passED if compare == "eq" and seen > wanted else _SENDER
+    return text, _PASSED if compare == "eq" and seen > wanted else _SENDER
 
 
 def describe_error(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import hashlib
 import json
 import threading
@@ -26,14 +27,13 @@ from tilescale_net.runtime.groups import Group
 
 # -- call log ------------------------------------------------------------------------------------------------------------
 
-# What the collectives of a rank were called with last, so that ranks that wait for each other learn in which call they differ.
+# The last calls of each object, so that ranks that wait for each other learn in which call they differ.
 #
-# A rank whose call is new to it queries the others' hosts, and one whose call is known starts a kernel: where they
-# differ, each waits for the other, and neither can report it. So every rank notes its calls. When it has made none for a
-# moment, it writes them to the store, and its watchdog compares them with those of the next rank. They differ where a call
-# of one object has other arguments; and where each rank has made a call that the other has not, of another object or of the
-# host: all ranks make all calls in one order, so that what one has made is the beginning of what the other has made. Numbers of
-# calls that were replayed by a CUDA graph are not counted by any host, so they do not matter.
+# A rank whose call is new asks the others' hosts; one whose call is known starts a kernel. Where calls differ, each waits
+# for the other, and neither can report it. So every rank notes its calls, writes them to the store when it has made none
+# for a moment, and its watchdog compares them with those of the next rank. They differ where a call of one object has
+# other arguments, or where each rank has made a call that the other has not: all ranks make all calls in one order. No
+# host counts what a CUDA graph replays, so that does not matter.
 
 # What ends the message of ranks whose calls differ; ranks that receive it recognise it by this.
 RULE = "all ranks make the same calls in the same order"
@@ -102,24 +102,17 @@ class Track:
 
 
 class CallLog:
-    """The calls of all objects of a world on this rank.
-
-    Args:
-        control: rank, members and store.
-    """
+    """The calls of all objects of a world on this rank; `control` has its rank, members and store."""
 
     def __init__(self, control: Control):
         self._control = control
         self._tracks: dict[str, Track] = {}
         self._of_name: Counter[str] = Counter()
         self._of_freed = 0  # calls of objects that are gone
-        self._seen = self._sent = self._quiet = (
-            0  # calls at the last look, and when they were sent; looks without a new one
-        )
+        self._seen = self._sent = 0  # calls at the last look, and when they were sent
+        self._looks = self._quiet = 0  # looks, and those without a new call
         self._answer: Future[Any] | None = None
-        self._looks = 0
-        # Ranks that did not agree, and go on, are a call apart in some objects.
-        self._in_order = True
+        self._in_order = True  # until ranks do not agree and go on: they are a call apart in some objects then
 
     def track(self, name: str) -> Track:
         """The calls of a new object; collective, as making the object is."""
@@ -168,7 +161,7 @@ class CallLog:
         asks = (self._quiet + self._control.rank) % (every * (_SELDOM if late else 1)) == 0
         if asks and self._sent != calls:
             word = json.dumps(self._last_calls())
-            if self._all_calls() == calls:  # none came in between, which would be told without those before it
+            if self._all_calls() == calls:  # no call came in between, which would be reported without those before it
                 self._sent = calls
                 self._control.store.post(lambda s: s.set(self._key(self._control.rank), word))
         return self._compare(members[(members.index(self._control.rank) + 1) % len(members)], asks)
@@ -181,12 +174,12 @@ class CallLog:
 
     def _last_calls(self) -> list[Any]:
         """[key of the object, calls so far, texts of the last of them, its name] of the objects called last, and the host."""
-        told = [[_HOST, self._control.calls, [self._control.last_call[:_LONGEST]], "the host"]]
+        reported = [[_HOST, self._control.calls, [self._control.last_call[:_LONGEST]], "the host"]]
         for track in sorted(list(self._tracks.values()), key=lambda track: track.last)[-_MOST:]:
             count = track.count
             texts = [track.text(c) for c in range(max(1, count - _SENT + 1), count + 1)]
-            told.append([track.key, count, texts, track.name])
-        return told
+            reported.append([track.key, count, texts, track.name])
+        return reported
 
     def _compare(self, other: int, asks: bool) -> RankMismatch | None:
         """Take the store's answer about the other rank, and query it again where that is due."""
@@ -195,22 +188,17 @@ class CallLog:
             return None
         if answer is not None and answer.exception() is None:
             error = self._differs(other, answer.result())
-        if not asks:
-            return error
-        key = self._key(other)
-        try:
-            self._answer = self._control.store.post(lambda s: job_store.get_text(s, key))
-        except PeerLost:
-            self._answer = None
+        if asks:
+            self._answer = self._control.store.post(functools.partial(job_store.get_text, key=self._key(other)))
         return error
 
     def _differs(self, other: int, said: str | None) -> RankMismatch | None:
         """The first call that both ranks have made and made differently, or that each has made and the other has not."""
         try:
-            told = [
+            reported = [
                 entry for entry in job_store.parse_json(said or "[]") if entry[0] == _HOST or entry[0] in self._tracks
             ]
-            for key, count, texts, _ in told[1:]:
+            for key, count, texts, _ in reported[1:]:
                 track = self._tracks[key]
                 for call, theirs in zip(range(count - len(texts) + 1, count + 1), texts):
                     mine = track.text(call) if call > track.settled else None
@@ -221,18 +209,20 @@ class CallLog:
                             f"{job_store.printable(str(theirs))}; "
                             f"{RULE}"
                         )
-            return self._crossed(other, told) if self._in_order else None
+            return self._crossed(other, reported) if self._in_order else None
         except (ValueError, TypeError, IndexError, KeyError, OverflowError):  # nonsense
             pass
         return None
 
-    def _crossed(self, other: int, told: list[Any]) -> RankMismatch | None:
+    def _crossed(self, other: int, reported: list[Any]) -> RankMismatch | None:
         """What two ranks have made last, where each is ahead of the other."""
-        mine = {_HOST: self._control.calls} | {key: self._tracks[key].count for key, *_ in told[1:]}
+        mine = {_HOST: self._control.calls} | {key: self._tracks[key].count for key, *_ in reported[1:]}
         if self._all_calls() != self._seen:
             return None
-        ahead = [key for key, count, *_ in told if mine[key] > int(count)]
-        behind = [(texts, name, mine[key] - int(count)) for key, count, texts, name in told if mine[key] < int(count)]
+        ahead = [key for key, count, *_ in reported if mine[key] > int(count)]
+        behind = [
+            (texts, name, mine[key] - int(count)) for key, count, texts, name in reported if mine[key] < int(count)
+        ]
         if not ahead or not behind:
             return None
         of = max((self._tracks[key] for key in ahead if key != _HOST), key=lambda track: track.last, default=None)
@@ -257,7 +247,9 @@ def error_of_loss(text: str) -> TileScaleError:
 # follows in another message, the beginning of the text, and a value that has room behind it.
 _RECORD, _DIGEST, _HEAD = 1024, 32, 48
 _LARGEST = 64 << 20  # bytes of a value that `gather` takes from a rank
-_REASON = 2.0  # seconds that the watchdog may take longer than gloo to learn why a connection closed
+# Seconds that the watchdog may take longer than gloo to learn why a connection closed: those after which a heartbeat is
+# overdue, and one more. And seconds that the store may take.
+_REASON, _ANSWER = 3.0, 2.0
 _POLL = datetime.timedelta(seconds=0.25)  # between looks, while gloo waits, at whether the call can still finish
 
 # Calls that were given up while gloo's thread goes on with them. Kept until the process ends: freeing the group would wait
@@ -276,9 +268,11 @@ class Control:
 
     Attributes:
         rank, size: of this process, of the group.
-        job_ranks: the ranks of the group in the job, by their rank in the group. address: see bootstrap.Rendezvous.
+        job_ranks: the ranks of the group in the job, by their rank in the group.
+        address, hosts, processes: see bootstrap.Rendezvous.
         store: the JobStore of these ranks.
-        reason_of: set by the watchdog: () -> str | None, why peers are known to be lost.
+        reason_of, explanation: set by the watchdog: why peers are known to be lost; and the same, after the given number
+            of seconds, and longer while a rank is silent.
         calls, last_call: how many collective calls this rank has made, and the last one.
         on_mismatch: called when ranks have made different ones.
         refuse: called first by every collective call; raises in a child made by fork.
@@ -295,9 +289,11 @@ class Control:
         self.timeout = timeout
         found = bootstrap.join(timeout, silence, group)
         self.job_ranks, self.rank, self.store, self.address = found.ranks, found.rank, found.store, found.address
+        self.hosts, self.processes = found.hosts, found.processes
         self.size = len(self.job_ranks)
         self._group: Any = found.group
-        self.reason_of: Callable[[], str | None] | None = None
+        self.reason_of: Callable[[], str | None] = lambda: None
+        self.explanation: Callable[[float], str | None] = lambda seconds: None
         self.on_loss: Callable[[TileScaleError], TileScaleError] = lambda error: error
         self.on_collective_begin = self.on_collective_done = self.on_mismatch = lambda: None
         self.on_ranks_excluded = lambda ranks: None
@@ -453,7 +449,7 @@ class Control:
                 if work.is_completed():
                     work.wait()
                     return True
-                if self.reason_of and self.reason_of():
+                if self.reason_of():
                     return False
 
     # -- ranks that are left out ------------------------------------------------------------------------------------
@@ -466,36 +462,31 @@ class Control:
             PeerLost: a member did not come in time.
         """
         if members != self.members:
-            told = f"keep/{self.generation}/{len(self.members)}/"
-            self.store.post(lambda s: s.set(f"{told}{self.rank}", json.dumps(members)))
+            prefix, mine = f"keep/{self.generation}/{len(self.members)}/", json.dumps(members)
+            self.store.post(lambda s: s.set(f"{prefix}{self.rank}", mine))
             end = time.monotonic() + self.timeout
             for other in members:
-                said = self._said(told, other)
-                while said is None and time.monotonic() < end and not (self.reason_of and self.reason_of()):
+                look = functools.partial(job_store.get_text, key=f"{prefix}{other}")
+                while (theirs := self.store.ask(look, seconds=self.timeout)) is None:
+                    if time.monotonic() > end or self.reason_of():
+                        raise PeerLost(f"rank {self.rank}: {call} did not finish: rank {other} did not call it")
                     time.sleep(0.005)
-                    said = self._said(told, other)
-                if said is None:
-                    raise PeerLost(f"rank {self.rank}: {call} did not finish: rank {other} did not call it")
-                if said != json.dumps(members):
+                if theirs != mine:
                     raise RankMismatch(
                         f"rank {self.rank} called {call} to keep {members}, rank {other} to keep "
-                        f"{job_store.printable(said)}"
+                        f"{job_store.printable(theirs)}"
                     )
-            begin = time.monotonic()
-            try:
-                self._connect(members, f"members/{self.generation}/{len(members)}")
-            except (RuntimeError, ValueError) as err:
-                raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
+            self._connect(members, f"members/{self.generation}/{len(members)}", call)
             self.on_ranks_excluded(sorted(set(self.members) - set(members)))
             self.members = list(members)
         self.agree(call, str(members))
 
-    def _said(self, told: str, other: int) -> str | None:
-        return self.store.ask(lambda s: job_store.get_text(s, f"{told}{other}"), seconds=self.timeout)
-
-    def _connect(self, members: list[int], prefix: str) -> None:
-        store = dist.PrefixStore(prefix, self.store.raw)
-        group = bootstrap.connect_gloo(store, self.address, members.index(self.rank), len(members), self.timeout)
+    def _connect(self, members: list[int], prefix: str, call: str) -> None:
+        store, begin = dist.PrefixStore(prefix, self.store.raw), time.monotonic()
+        try:
+            group = bootstrap.connect_gloo(store, self.address, members.index(self.rank), len(members), self.timeout)
+        except (RuntimeError, ValueError) as err:
+            raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
         self._outer.append(self._group)
         self._group = group
 
@@ -507,7 +498,7 @@ class Control:
     def give_up_others(self, members: list[int]) -> None:
         """Only `members` count from here on, and failures so far are over; `connect_members` must come next."""
         self.lost |= set(self.members) - set(members)
-        self.generation, self.members, self.calls, self.reason_of = self.generation + 1, list(members), 0, None
+        self.generation, self.members, self.calls, self.reason_of = self.generation + 1, list(members), 0, lambda: None
 
     def connect_members(self) -> None:
         """Make collective calls with the members alone from here on.
@@ -515,11 +506,7 @@ class Control:
         Raises:
             PeerLost: they could not connect to each other.
         """
-        begin = time.monotonic()
-        try:
-            self._connect(self.members, f"shrink/{self.generation}")
-        except (RuntimeError, ValueError) as err:
-            raise PeerLost(self._explain("tilescale_net.shrink", err, time.monotonic() - begin)) from err
+        self._connect(self.members, f"shrink/{self.generation}", "tilescale_net.shrink")
 
     @property
     def failed_key(self) -> str:
@@ -529,20 +516,14 @@ class Control:
     # -- ranks and places ---------------------------------------------------------------------------------------------
 
     def _explain(self, what: str, err: Exception, spent: float) -> str:
-        """Why a collective call failed; takes a few seconds at most, whichever ranks are gone."""
+        """Why a collective call failed; takes a few seconds, and longer only while a rank is silent."""
         failed = f"rank {self.rank}: {what} could not finish"
-        end = time.monotonic() + _REASON
-        reason = None
-        while reason is None and time.monotonic() < end:
-            reason = self.reason_of() if self.reason_of else self._announced()
-            if reason is None:
-                time.sleep(0.05)
-        if reason:
+        if reason := self.reason_of() or self.explanation(_REASON):
             return f"{failed}: {reason}"
         try:
             words, steps = self.store.ask(
                 lambda s: [[job_store.get_text(s, f"{key}/{r}") for r in range(self.size)] for key in ("call", "step")],
-                seconds=_REASON,
+                seconds=_ANSWER,
             )
         except PeerLost as gone:
             return f"{failed}: {str(gone).partition(': ')[2]}"
@@ -551,32 +532,12 @@ class Control:
             calls, call = last_call(said)
             if calls < self.calls and other in self.members and other != self.rank:
                 behind.append(f"rank {other} ({job_store.printable(step) + '; ' if step else ''}last call: {call})")
-        if not behind:  # a connection broke: ranks that still live report, the rest is gone
-            behind = [f"rank {r} (stopped responding)" for r in self._unheard()]
         who = ", ".join(behind) if behind else "no rank is known to be missing"
         return (
             f"rank {self.rank}: {what} did not finish (gave up after {spent:.1f} s; the limit is {self.timeout:g} s); not "
             f"arrived: {who}. Look at those ranks' output, or raise TSN_TIMEOUT if they are only slow "
             f"({job_store.first_line(err)})"
         )
-
-    def _unheard(self) -> list[int]:
-        """Ranks that send no sign of life when a call has failed on all of them."""
-        key = f"failing/{self.generation}/{self.calls}"
-        try:
-            self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), _REASON)
-            time.sleep(1.0)
-            return self.store.ask(lambda s: [r for r in range(self.size) if not s.check([f"{key}/{r}"])], _REASON)
-        except PeerLost:
-            return [0]  # which keeps the store
-
-    def _announced(self) -> str | None:
-        try:
-            return announced(
-                self.store.ask(lambda s: job_store.get_text(s, self.failed_key), seconds=_REASON), self.rank
-            )
-        except PeerLost as gone:
-            return str(gone).partition(": ")[2]
 
     def announce_failure(
         self, text: str, rank: int | None = None, seconds: float = 1.0, key: str | None = None
@@ -596,13 +557,8 @@ class Control:
         except PeerLost:  # no rank is there to read it, or it is written when the store answers
             pass
 
-    def close(self, unwatched_failure: bool = False) -> None:
-        """Leave the package's own group. The default group stays: others may use it, and another init needs it.
-
-        Args:
-            unwatched_failure: the world ends by an error before its ranks are watched: the others learn of it when this
-                rank leaves the group, and then read in the store what it was.
-        """
+    def close(self) -> None:
+        """Leave the package's own group. The default group stays: others may use it, and another init needs it."""
         # With the last reference to a group its connections end, for which a thread has to end. Gloo's threads may still
         # drop references to tensors when the last collective call has returned. Calls that were given up keep theirs.
         groups = [self._group, *self._outer]
@@ -611,48 +567,26 @@ class Control:
             job_store.run_with_timeout(self.timeout, groups.clear)
         except TimeoutError:
             pass
-        if unwatched_failure:
-            self._let_others_read()
         self.store.close()
-
-    def _let_others_read(self, seconds: float = 5.0) -> None:
-        """The rank that keeps the store stays until the others have read what failed, which they report."""
-        key, end = f"read/{self.generation}", time.monotonic() + seconds
-        try:
-            if self.rank != self.store.kept_by:
-                self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), 1.0)
-                return
-            others = [f"{key}/{r}" for r in range(self.size) if r != self.rank]
-            while time.monotonic() < end and not self.store.ask(lambda s: s.check(others), seconds):
-                time.sleep(0.02)
-        except PeerLost:
-            pass
 
 
 def last_call(said: str | None) -> tuple[int, str]:
     """Number and name of the last collective call that a rank has reported."""
-    try:
-        calls, call = job_store.parse_json(said or '[0, "nothing yet"]')
-        return int(calls), job_store.printable(str(call))
-    except (ValueError, TypeError, OverflowError):
-        return 0, "nothing that can be read"
+    if not said:
+        return 0, "nothing yet"
+    unreadable = 0, "nothing that can be read"
+    return job_store.read(said, lambda found: (int(found[0]), job_store.printable(str(found[1]))), unreadable)
 
 
 def announced(said: str | None, rank: int) -> str | None:
     """The failure that another rank has reported, as text; None for none, and for that of `rank` itself."""
-    if not said:
-        return None
-    try:
-        who, why = job_store.parse_json(said)
-        who, why = int(who), job_store.printable(str(why))
-    except (ValueError, TypeError, OverflowError):
+    unreadable = rank, ""
+    who, why = job_store.read(said, lambda found: (int(found[0]), job_store.printable(str(found[1]))), unreadable)
+    if said and (who, why) == unreadable:
         return "a rank failed, and what it said cannot be read"
     return None if who == rank else f"rank {who} {why}"
 
 
 def failed_rank(said: str | None) -> int | None:
     """The rank whose failure was reported; None for none."""
-    try:
-        return int(job_store.parse_json(said or "null")[0])
-    except (ValueError, TypeError, IndexError, KeyError, OverflowError):
-        return None
+    return job_store.read(said, lambda found: int(found[0]), None)

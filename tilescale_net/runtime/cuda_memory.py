@@ -56,26 +56,14 @@ class Driver:
             raise TileScaleError(f"{name} failed: {getattr(status, 'name', status)}")
         return values[0] if values else None
 
-    def synchronize(self) -> None:
-        """Wait for what this GPU does: unmapping memory does not."""
-        self.call("cuCtxSynchronize")
-
     def granularity(self) -> int:
         """Bytes of which sizes and places of memory are multiples."""
         least = self._driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._properties, least))
 
-    def reserve(self, size: int) -> int:
-        return int(self.call("cuMemAddressReserve", size, 0, 0, 0))
-
-    def unreserve(self, address: int, size: int) -> None:
-        self.call("cuMemAddressFree", address, size)
-
     def create(self, size: int) -> Any:
+        """New memory of the GPU."""
         return self.call("cuMemCreate", size, self._properties, 0)
-
-    def release(self, memory: object) -> None:
-        self.call("cuMemRelease", memory)
 
     def map(self, address: int, size: int, memory: object) -> None:
         """Have `memory` at an address, for this GPU."""
@@ -83,17 +71,15 @@ class Driver:
         try:
             self.call("cuMemSetAccess", address, size, [self._access], 1)
         except TileScaleError:
-            self.unmap(address, size)
+            self.call("cuMemUnmap", address, size)
             raise
-
-    def unmap(self, address: int, size: int) -> None:
-        self.call("cuMemUnmap", address, size)
 
     def export(self, memory: object) -> int:
         """A file descriptor by which another process maps the memory."""
         return int(self.call("cuMemExportToShareableHandle", memory, self._kind, 0))
 
     def adopt(self, fd: int) -> Any:
+        """The memory that another process has exported."""
         return self.call("cuMemImportFromShareableHandle", fd, self._kind)
 
 
@@ -113,7 +99,7 @@ class Range:
         self._driver, self._limit = driver, limit
         self._pieces: list[tuple[int, object]] = []  # bytes and memory of each
         self.size = 0
-        self.address = driver.reserve(limit)
+        self.address = int(driver.call("cuMemAddressReserve", limit, 0, 0, 0))
 
     def extend(self, size: int, memory: object | None = None) -> object:
         """Map `memory`, or new memory, of `size` bytes behind the mapped part; returns it. It belongs to this object
@@ -128,7 +114,7 @@ class Range:
                 raise TileScaleError(f"{self.size} + {size} bytes are more than the {self._limit} that are reserved")
             self._driver.map(self.address + self.size, size, memory)
         except TileScaleError:
-            self._driver.release(memory)
+            self._driver.call("cuMemRelease", memory)
             raise
         self._pieces.append((size, memory))
         self.size += size
@@ -137,18 +123,18 @@ class Range:
     def cut(self, size: int) -> None:
         """Unmap what lies behind the first `size` bytes, which are whole pieces; waits for kernels, which may use it."""
         if self.size > size:
-            self._driver.synchronize()
+            self._driver.call("cuCtxSynchronize")
         while self.size > size:
             nbytes, memory = self._pieces.pop()
             self.size -= nbytes
-            self._driver.unmap(self.address + self.size, nbytes)
-            self._driver.release(memory)
+            self._driver.call("cuMemUnmap", self.address + self.size, nbytes)
+            self._driver.call("cuMemRelease", memory)
 
     def close(self) -> None:
         """Give everything back; nothing may use it any more."""
         if self.address:
             self.cut(0)
-            self._driver.unreserve(self.address, self._limit)
+            self._driver.call("cuMemAddressFree", self.address, self._limit)
             self.address = 0
 
 

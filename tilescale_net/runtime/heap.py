@@ -51,13 +51,8 @@ class Memory(Protocol):
     def map_peer(self, pe: int, handle: Any) -> int:
         """Map a peer's heap and return its address here. Raises ConfigurationError when the system refuses."""
 
-    def on_mapped(self, control: Control, rank: int, hosts: list[str], peer_base: list[int]) -> None:
-        """All ranks have mapped their peers. Collective.
-
-        Args:
-            hosts: of every rank.
-            peer_base: address of every rank's heap in this process; 0 if not mapped.
-        """
+    def on_mapped(self, control: Control, peer_base: list[int]) -> None:
+        """All ranks have mapped their peers, whose heaps are at `peer_base` here (0: not mapped). Collective."""
         return
 
     def grow(self, size: int) -> None:

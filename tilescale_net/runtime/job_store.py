@@ -57,6 +57,14 @@ def parse_json(data: bytes | str, object_hook: Callable[[dict[str, Any]], object
         raise ValueError(f"not a value that a rank has sent: {err}") from None
 
 
+def read(text: str | None, convert: Callable[[Any], T], otherwise: T) -> T:
+    """`convert` of the JSON that another process has written; `otherwise` where there is none, or it has another shape."""
+    try:
+        return convert(parse_json(text)) if text else otherwise
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError):
+        return otherwise
+
+
 def printable(text: str) -> str:
     """What another process has said, without what would steer a terminal; lines and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

@@ -146,7 +146,7 @@ def unresolved(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def kept(value: Any) -> Any:
+def launch_argument(value: Any) -> Any:
     """As `constant`, for what a call gives: native launches take tensors as they are."""
     return value if native_available() else constant(value)
 

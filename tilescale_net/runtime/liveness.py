@@ -1,11 +1,13 @@
 """Notices that a rank failed or vanished, and ends this rank's waits."""
 
 import contextlib
+import dataclasses
 import functools
 import json
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
 from dataclasses import dataclass, field
@@ -78,46 +80,37 @@ class Heartbeats:
         failed_key: str = "failed",
     ):
         self._rank, self._timeout, self._stopped, self._clock = rank, timeout, stopped, clock
-        self._first: dict[str, list[int]] = {}
         self._failed_key = failed_key
-        for r, host in enumerate(hosts):
-            if members is not None and r not in members:
-                continue
-            self._first.setdefault(host, []).append(r)
+        self._first: dict[str, list[int]] = {}  # the members of each host
+        for r in range(len(hosts)) if members is None else members:
+            self._first.setdefault(hosts[r], []).append(r)
         self._mine = hosts[rank]
         self._index = self._first[self._mine].index(rank)
-        self._keys = [f"beat/{members[0]}" for members in self._first.values()]
+        self._keys = [f"beat/{ranks[0]}" for ranks in self._first.values()]
         self._complete = False  # every host has sent a heartbeat
-        self._rounds = 0
-        self._sent = 0
+        self._rounds = self._sent = 0
         self._seen: dict[str, tuple[str, float]] = {}
         self._watched, self._looked = 0.0, clock()  # seconds that silence may count, and when this rank looked last
         self._stopped_since: dict[int, float] = {}
-        self._silent: tuple[int, str] | None = None
-        self._lost: set[int] = set()
-        self._quiet = False
-        self._failed: str | None = None
-        self._alarms = 0  # of the round that looked at the failure key last
+        self._report = HealthReport()
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
         self._late = 2 * _BEAT * self.interval  # seconds of silence that are worth a second look
 
     def round(self, store: SignedStore) -> HealthReport:
         """Look, and send what is due. Raises what the store raises."""
-        news = HealthReport(alarms=store.count(job_store.ALARMS))
+        alarms, failed, beats = store.count(job_store.ALARMS), self._report.failed, self._rounds % _BEAT == 0
         # One request where nothing happened: a rank that fails raises an alarm too, after it has written the reason.
-        if news.alarms != self._alarms or self._rounds % _BEAT == 0:
-            self._alarms = news.alarms
-            self._failed = self._failed or announced(job_store.get_text(store, self._failed_key), self._rank)
-        news.failed = self._failed
-        if self._rounds % _BEAT == 0:
+        if failed is None and (beats or alarms != self._report.alarms):
+            failed = announced(job_store.get_text(store, self._failed_key), self._rank)
+        if beats:
             self._count()
             self._beat(store)
-            self._look(store)
+            self._report = self._look(store)
         self._rounds += 1
         now = self._clock()
-        news.silent, news.quiet, news.lost = self._silent, self._quiet, set(self._lost)
-        news.stopped = {r: now - since for r, since in self._stopped_since.items()}
-        return news
+        stopped = {r: now - since for r, since in self._stopped_since.items()}
+        self._report = dataclasses.replace(self._report, failed=failed, alarms=alarms, stopped=stopped)
+        return self._report
 
     def _count(self) -> None:
         """A pause of this rank itself, by a busy machine or SIGSTOP, does not count as silence of others."""
@@ -135,19 +128,17 @@ class Heartbeats:
             self._sent += 1
             store.set(key, json.dumps([self._rank, self._sent, self._stopped()]))
 
-    def _look(self, store: SignedStore) -> None:
+    def _look(self, store: SignedStore) -> HealthReport:
         self._complete = self._complete or store.check(self._keys)
+        values: dict[str, str] = {}
         if self._complete:
             values = {k: (v or b"").decode(errors="replace") for k, v in zip(self._keys, store.get_all(self._keys))}
         elif self._watched > self._late:  # a rank may be lost before its first heartbeat: the others are not
             values = {k: job_store.get_text(store, k) or "" for k in self._keys}
-        else:
-            values = {}
-        self._judge(store, values)
+        return self._judge(store, values)
 
-    def _judge(self, store: SignedStore, values: dict[str, str]) -> None:
-        now = self._watched
-        self._silent, self._quiet, self._lost = None, False, set()
+    def _judge(self, store: SignedStore, values: dict[str, str]) -> HealthReport:
+        now, report = self._watched, HealthReport()
         stopped: set[int] = set()
         longest = self._timeout
         for (host, members), key in zip(self._first.items(), self._keys):
@@ -158,33 +149,28 @@ class Heartbeats:
             self._seen[key] = (value, since)
             stopped |= set(_stopped_in(value)) & set(members)
             silence = now - since
-            if host == self._mine or silence <= min(self._late, self._timeout) or self._ended(store, members):
+            if host == self._mine or silence <= min(self._late, self._timeout) or _ended_ranks(store, members):
                 continue
-            self._quiet = True
+            report.quiet = True
             if silence > self._timeout:
-                self._lost |= set(members)
+                report.lost |= set(members)
             if silence > longest:  # others may only be busy with its loss
                 longest = silence
                 others = f" (nor did ranks {members[1]} to {members[-1]} of its host)" if len(members) > 1 else ""
-                self._silent = members[0], f"sent no heartbeat for {silence:.0f} s{others}"
+                report.silent = members[0], f"sent no heartbeat for {silence:.0f} s{others}"
         clock = self._clock()
         self._stopped_since = {r: self._stopped_since.get(r, clock) for r in stopped if r != self._rank}
-
-    @staticmethod
-    def _ended(store: SignedStore, members: list[int]) -> bool:
-        return any(store.check([f"ended/{r}"]) for r in members)
+        return report
 
 
-def _ended_ranks(store: SignedStore, ranks: set[int]) -> set[int]:
+def _ended_ranks(store: SignedStore, ranks: Iterable[int]) -> set[int]:
     """Those that have left in good order."""
     return {r for r in ranks if store.check([f"ended/{r}"])}
 
 
 def _stopped_in(value: str) -> list[int]:
-    try:
-        return [int(r) for r in job_store.parse_json(value)[2]]
-    except (ValueError, TypeError, IndexError, KeyError, OverflowError):
-        return []
+    nothing: list[int] = []
+    return job_store.read(value, lambda found: [int(rank) for rank in found[2]], nothing)
 
 
 # -- watchdog ------------------------------------------------------------------------------------------------------------
@@ -198,7 +184,7 @@ def _stopped_in(value: str) -> list[int]:
 
 _STOPPED = 1.0  # seconds that a process has been stopped, where others go on without it
 _SLOW = 3.0  # seconds without an answer after which the store is not only slow
-_LONG = 1.0  # seconds after which a step of this rank is told to the others
+_LONG = 1.0  # seconds after which a step of this rank is reported to the others
 _EXPLAIN = 0.5  # seconds that a peer's death or report has to arrive, which explains an error of this rank
 
 
@@ -206,23 +192,19 @@ class Watchdog:
     """Watches the other members of a job.
 
     Args:
-        control: the control plane (rank, members, store).
-        hosts: identity of each rank's host.
-        processes: number and start time of every rank's process, see `this_host.own_process`.
+        control: the control plane (rank, members, store, and where the ranks are).
         heartbeat_timeout: seconds of silence after which ranks of another host are lost.
         poll_local: looks for an error of this rank's kernels or proxy.
         on_alarm: called with the number of alarms whenever another rank has raised one.
-        on_loss: called once when a peer or this rank fails, with the reason and this rank's own error, if it has one.
+        on_loss: called once when a peer or this rank has failed, see `loss`.
     """
 
     def __init__(
         self,
         control: Control,
-        hosts: list[str],
-        processes: list[tuple[int, int]],
         heartbeat_timeout: float,
         poll_local: Callable[[], TileScaleError | None],
-        on_loss: Callable[[str, TileScaleError | None], None],
+        on_loss: Callable[[], None],
         on_alarm: Callable[[int], None],
     ):
         self._control = control
@@ -242,7 +224,8 @@ class Watchdog:
         self._stopped_since: dict[int, float] = {}
         self._lock = threading.Lock()
         self._failed_key, self._ack_key = control.failed_key, f"acked/{control.generation}"
-        for rank, (host, process) in enumerate(zip(hosts, processes)):
+        hosts = control.hosts
+        for rank, (host, process) in enumerate(zip(hosts, control.processes)):
             if rank == control.rank or rank in control.lost or host != hosts[control.rank]:
                 continue
             with contextlib.suppress(OSError):  # gone already: its report or a broken connection will show it
@@ -282,12 +265,11 @@ class Watchdog:
         return left
 
     def explanation_of(self, error: TileScaleError) -> str | None:
-        """What happened to a peer, if that may be why this rank met `error`.
+        """What happened to a peer, if that may be why this rank met `error`."""
+        return self.explanation() if isinstance(error, WaitTimeout | FabricError | PeerLost) else None
 
-        Waits half a second for it to become known; while a rank is silent, until it responds again or is lost.
-        """
-        if not isinstance(error, WaitTimeout | FabricError | PeerLost):
-            return None
+    def explanation(self, seconds: float = _EXPLAIN) -> str | None:
+        """What happened to a peer. Waits for it to become known; while a rank is silent, until it responds or is lost."""
         begin = looked = time.monotonic()
         while True:
             loss = self._loss
@@ -296,7 +278,7 @@ class Watchdog:
                 return found
             now = time.monotonic()
             closed = self._stop.is_set() and threading.current_thread() is self._thread
-            if closed or now > begin + _EXPLAIN and not (self._heartbeat_overdue() and now < begin + 2 * self._timeout):
+            if closed or now > begin + seconds and not (self._heartbeat_overdue() and now < begin + 2 * self._timeout):
                 return self._stopped_peer(0.0)
             if threading.current_thread() is self._thread and now >= looked + self._beats.interval:
                 looked = now
@@ -321,16 +303,8 @@ class Watchdog:
 
     def keep_store(self) -> None:
         """Stay until all others have ended, or the job is lost, if the store ends with this process."""
-        if self._control.store.kept_by != self._control.rank:
-            return
-        left = set(range(self._control.size)) - {self._control.rank} - self._control.lost
-        while left and self._loss is None:
-            left -= set(self._dead())
-            try:
-                left -= self._control.store.ask(functools.partial(_ended_ranks, ranks=left))
-            except PeerLost:
-                return
-            time.sleep(0.1)
+        if self._control.rank == self._control.store.kept_by:
+            self._stay_while(lambda others, store: self._loss is None and bool(others - _ended_ranks(store, others)))
 
     def wait_for_others(self, seconds: float = 10.0) -> None:
         """After a failure: let the other ranks learn what it was. Only the one that keeps the store has to wait.
@@ -338,27 +312,25 @@ class Watchdog:
         It does not wait for ranks that are gone, or that are the failure; the limit is for ranks that are slow, or
         silent.
         """
-        if self._control.rank != (self._control.store.kept_by or 0):
-            return
-        end, pause = time.monotonic() + seconds, 0.02
-        while (left := end - time.monotonic()) > 0:
-            gone = {*self._dead(), *self._departed}
+        self._stay_while(self._unacked, seconds)
+
+    def _stay_while(self, wanted: Callable[[set[int], SignedStore], bool], seconds: float = math.inf) -> None:
+        """Wait while other ranks, of those not known to be gone, want it; on rank 0 where none keeps the store."""
+        control, end, pause = self._control, time.monotonic() + seconds, 0.02
+        while control.rank == (control.store.kept_by or 0) and (left := end - time.monotonic()) > 0:
+            others = set(range(control.size)) - {control.rank, *self._dead(), *self._departed} - control.lost
             try:
-                unacked = self._control.store.ask(functools.partial(self._unacked, gone=gone), left)
+                if not control.store.ask(functools.partial(wanted, others), min(left, control.store.silence)):
+                    return
             except PeerLost:
-                return
-            if not unacked:
                 return
             time.sleep(min(pause, left))
             pause = min(2 * pause, self._beats.interval)
 
-    def _unacked(self, store: SignedStore, gone: set[int]) -> bool:
+    def _unacked(self, others: set[int], store: SignedStore) -> bool:
         """Whether a rank has still to learn of a failure."""
         lost = failed_rank(job_store.get_text(store, self._failed_key))
-        present = set(range(self._control.size)) - {self._control.rank, lost} - self._control.lost - gone
-        if store.check([f"{self._ack_key}/{r}" for r in present]):
-            return False
-        return not all(store.check([f"{self._ack_key}/{r}"]) or store.check([f"ended/{r}"]) for r in present)
+        return not all(store.check([f"{self._ack_key}/{r}"]) or store.check([f"ended/{r}"]) for r in others - {lost})
 
     def close(self) -> None:
         """Stop looking; there is no reason any more."""
@@ -381,7 +353,7 @@ class Watchdog:
                 if found and not self._stop.is_set():
                     self._loss = found
                     self._control.store.post(self._ack_failure)
-                    self._on_loss(*found)
+                    self._on_loss()
 
     def _report_step(self) -> None:
         """What keeps this rank for long: others that wait for it may give up."""
@@ -390,8 +362,7 @@ class Watchdog:
             self._control.store.post(lambda s: s.set(f"step/{self._control.rank}", step))
 
     def _ack_failure(self, store: SignedStore) -> None:
-        rank = self._control.rank
-        if rank != (self._control.store.kept_by or 0):
+        if (rank := self._control.rank) != (self._control.store.kept_by or 0):
             store.set(f"{self._ack_key}/{rank}", "1")
 
     def _look(self) -> tuple[str, TileScaleError | None] | None:

@@ -7,12 +7,13 @@ import secrets
 import socket
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import private_folder, settings
+from tilescale_net.runtime import private_folder, settings, this_host
 from tilescale_net.runtime.context import MAX_PES
 
 # -- placement -----------------------------------------------------------------------------------------------------------
@@ -43,11 +44,6 @@ class LaunchedRank:
     address: str
     port: int
     listener: int = -1
-
-    @property
-    def keeps_store(self) -> bool:
-        """Whether this process keeps the store. torchrun's agent has one there already, the same for all attempts."""
-        return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def launched_rank(timeout: float) -> LaunchedRank | None:
@@ -148,8 +144,8 @@ def _place(rank_name: str, size_name: str, local_name: str | None, timeout: floa
     if here:
         return _meet_on_this_host(rank, size, timeout)
     raise ConfigurationError(
-        f"{rank_name}={rank} of {size_name}={size}, but MASTER_ADDR is not set: several ranks were started and not told "
-        f"where to meet; export MASTER_ADDR (the first host) and MASTER_PORT (a free port there, if not "
+        f"{rank_name}={rank} of {size_name}={size}, but MASTER_ADDR is not set: several ranks were started without "
+        f"a place to meet; export MASTER_ADDR (the first host) and MASTER_PORT (a free port there, if not "
         f"{settings.MASTER_PORT.default}), or start the script through launch.sh"
     )
 
@@ -323,7 +319,7 @@ def job_topology(rank: int, size: int, hosts: list[str]) -> Topology:
         ConfigurationError: too many ranks, ranks of a host are not consecutive, or VIRTUAL_NODES does not divide them
             evenly.
     """
-    counts = {h: hosts.count(h) for h in hosts}
+    counts = Counter(hosts)
     if hosts != [h for h, n in counts.items() for _ in range(n)]:
         raise ConfigurationError(
             f"rank {rank}: every host must run consecutive ranks, but the hosts of ranks 0.. are {hosts}; start the job with "
@@ -364,7 +360,7 @@ def _placed(rank: int, size: int, hosts: list[str], virtual_nodes: list[int], wh
         _warn_of_containers(hosts)
     nodes = list(zip(hosts, virtual_nodes))
     node_size = next(n for n in range(size, 0, -1) if size % n == 0 and _are_nodes(nodes, n))
-    if node_size < max(map(nodes.count, nodes)) and rank == 0:
+    if node_size < max(Counter(nodes).values()) and rank == 0:
         settings.log.warning(
             "the ranks of a %s are not spread evenly and in order over its hosts: nodes of %d ranks are made, which reach "
             "each other through the network even on one host",
@@ -407,16 +403,7 @@ def host_identity() -> str:
     another PID namespace. Other namespaces may differ between ranks of a host, as under Apptainer: where they keep one
     from mapping the memory of another, that is an error.
     """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read().strip()
-    except OSError:
-        boot = ""
-    try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        namespace = 0
-    return f"{os.uname().nodename}/{boot}/{namespace}"
+    return this_host.identity("pid")
 
 
 def _warn_of_containers(hosts: list[str]) -> None:

@@ -24,6 +24,7 @@ from tilescale_net.errors import ConfigurationError, FabricError
 log = logging.getLogger("tilescale_net")
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 MOST_BYTES = 1 << 60  # more than any memory holds
 SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -130,15 +131,16 @@ def _words(value: str, name: str) -> list[str]:
         raise ConfigurationError(f"{name}={value!r} cannot be split into words ({err})") from None
 
 
-def _number(minimum: float, maximum: float = 1e9) -> Callable[[str, str], float]:
-    """A number within limits."""
+def _limited(kind: Callable[[str], N], minimum: N, maximum: N) -> Callable[[str, str], N]:
+    """A number of a kind, float or int, within limits."""
+    what = "a whole number" if kind is int else "a number"
 
-    def parse(value: str, name: str) -> float:
+    def parse(value: str, name: str) -> N:
         try:
-            found = float(value)
+            found = kind(value)
         except ValueError:
-            raise ConfigurationError(f"{name}={value!r} is not a number") from None
-        if not math.isfinite(found):
+            raise ConfigurationError(f"{name}={value!r} is not {what}") from None
+        if isinstance(found, float) and not math.isfinite(found):
             raise ConfigurationError(f"{name}={value!r} is not a finite number")
         if found < minimum:
             raise ConfigurationError(f"{name}={value} is below the minimum of {minimum:g}")
@@ -149,19 +151,12 @@ def _number(minimum: float, maximum: float = 1e9) -> Callable[[str, str], float]
     return parse
 
 
+def _number(minimum: float, maximum: float = 1e9) -> Callable[[str, str], float]:
+    return _limited(float, minimum, maximum)
+
+
 def _whole(minimum: int, maximum: int = 1 << 53) -> Callable[[str, str], int]:
-    """A whole number within limits."""
-    within = _number(minimum, maximum)
-
-    def parse(value: str, name: str) -> int:
-        try:
-            found = int(value)
-        except ValueError:
-            raise ConfigurationError(f"{name}={value!r} is not a whole number") from None
-        within(value, name)
-        return found
-
-    return parse
+    return _limited(int, minimum, maximum)
 
 
 def _power_of_two(minimum: int) -> Callable[[str, str], int]:

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import logging
 import mmap
 import os
 import random
@@ -166,7 +165,6 @@ def next_launch_seed(rank: int) -> int:
 # those of torch.distributed.
 
 _MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only the first ones are looked at
-_LOGGER = logging.getLogger("tilescale_net")
 _READERS = ("numpy", "tolist")  # methods of tensors
 _WITHOUT_DATA = ("new_", "empty", "is_pinned", "_has_compatible")
 _thread = threading.local()  # `inside`: whether the mode is on the stack of this thread
@@ -243,8 +241,6 @@ class HostAccessMode(TorchDispatchMode):
 
     def access(self, tensor: torch.Tensor, store: bool, name: str) -> None:
         """The host reads or writes a tensor, by torch's function of this name."""
-        from tilescale_net import _simulator
-
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return
         begin = tensor.untyped_storage().data_ptr()
@@ -285,7 +281,7 @@ def _is_filled(argument: str, name: str, args: tuple[Any, ...]) -> bool:
 
 @functools.cache
 def _warn_of_arrays() -> None:
-    _LOGGER.warning(
+    settings.log.warning(
         "numpy() of a symmetric tensor: the race detector has compared what it reads now; what is read or written through "
         "the array later is not followed"
     )
@@ -395,8 +391,6 @@ def host_meets(base: int | None = None) -> None:
         base: the heap of the ranks that have met by a call of the package; None where they met by one of torch.distributed,
             after which a rank that has gone on may have finished more than it had then, which is taken to come before, too.
     """
-    from tilescale_net import _simulator
-
     _follow_thread()
     if base is None:
         _simulator.host_meets()
@@ -415,8 +409,6 @@ def before_launch() -> None:
 
 def host_frees(base: int, address: int, size: int) -> None:
     """The host gives back memory of a heap, which may have another use then."""
-    from tilescale_net import _simulator
-
     if not is_followed(base) or not races():
         return
     _mode.settle()
@@ -476,11 +468,9 @@ class SharedMemory(Memory):
         self._pinned: list[mmap.mmap] = []
 
     def handle(self) -> tuple[int, int, str]:
-        """What a peer on this host needs to map this heap."""
         return (this_host.own_process()[0], self._fd, self._name)
 
     def map_peer(self, pe: int, handle: tuple[int, int, str]) -> int:
-        """Map a peer's heap and return its address here. Raises ConfigurationError when the system refuses."""
         pid, fd, name = handle
         try:
             peer = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -507,7 +497,6 @@ class SharedMemory(Memory):
         return mapped.address
 
     def grow(self, size: int) -> None:
-        """Grow the heap to `size` bytes. Raises OSError if that fails."""
         os.ftruncate(self._fd, size)
         self.size = size
 
@@ -524,18 +513,15 @@ class SharedMemory(Memory):
         self.size = size
 
     def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor over heap bytes [offset, offset + nbytes)."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._maps[0], dtype=torch.uint8, count=nbytes, offset=offset)
 
     def upload(self, data: bytes) -> torch.Tensor:
-        """A uint8 tensor that kernels can read, holding `data`."""
         # torch aligns its allocations to 64 bytes, which is more than the context needs.
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
 
     def pinned(self, nbytes: int) -> int:
-        """Address of zeroed memory that host and kernels both reach; it lives as long as this object."""
         block = mmap.mmap(-1, nbytes)
         self._pinned.append(block)
         return _address(block)
@@ -597,18 +583,14 @@ def _address(mapped: mmap.mmap) -> int:
 
 # What the ranks of the simulator share so that each can find accesses of others that nothing orders with its own.
 
-_LOGGER = logging.getLogger("tilescale_net")
 MOST_RANKS, MOST_BYTES = 64, 1 << 36  # that clocks have room for: kMaxRanks, and a heap of kMaxWords
 
 
-def share_race_memory(
-    heap: SharedMemory, control: Control, rank: int, hosts: list[str], heaps: list[int]
-) -> SharedMemory | None:
+def share_race_memory(heap: SharedMemory, control: Control, heaps: list[int]) -> SharedMemory | None:
     """Give every rank of a job on one host a race memory, and map those of the others. Collective.
 
     Args:
         heap: this rank's.
-        hosts: host identity of each rank.
         heaps: where each rank's heap is mapped; 0 if only the proxy reaches it.
 
     Returns:
@@ -616,16 +598,14 @@ def share_race_memory(
         some are on other hosts, or there are too many, or the heap is too large. A job with the race detector gets a
         warning.
     """
-    from tilescale_net import _simulator
-
-    if limit := _race_limit(hosts, heap.limit):
-        if races() and rank == 0:
-            _LOGGER.warning("races between ranks are not checked: %s; each rank is checked by itself", limit)
+    if limit := _race_limit(control.hosts, heap.limit):
+        if races() and control.rank == 0:
+            settings.log.warning("races between ranks are not checked: %s; each rank is checked by itself", limit)
         return None
     memory = SharedMemory(_simulator.race_memory_bytes(heap.limit))
     handles = control.gather("tilescale_net.init", memory.handle())
-    pages = [memory.base if pe == rank else memory.map_peer(pe, handle) for pe, handle in enumerate(handles)]
-    _simulator.attach_race_memory(rank, heap.base, heap.limit, pages, heaps)
+    pages = [memory.base if pe == control.rank else memory.map_peer(pe, handle) for pe, handle in enumerate(handles)]
+    _simulator.attach_race_memory(control.rank, heap.base, heap.limit, pages, heaps)
     return memory
 
 
@@ -654,9 +634,9 @@ class SimulatorMemory(SharedMemory):
         _simulator.register_heap(self.base, size)
         self.on_allocate(self.base, SYSTEM_BYTES, "system area")
 
-    def on_mapped(self, control: Control, rank: int, hosts: list[str], peer_base: list[int]) -> None:
+    def on_mapped(self, control: Control, peer_base: list[int]) -> None:
         """Share with the ranks of this host what finds races between ranks."""
-        self._race_memory = share_race_memory(self, control, rank, hosts, peer_base)
+        self._race_memory = share_race_memory(self, control, peer_base)
         if races() and self._race_memory is not None:
             follow_host(self.base, self.limit)
             control.on_collective_begin = functools.partial(_simulator.host_comes, self.base)

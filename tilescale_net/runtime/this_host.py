@@ -1,7 +1,6 @@
 """This host as the package sees it: its addresses, its processes, locks between them, and the built native part."""
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import importlib
@@ -39,9 +38,7 @@ def address_towards(host: str) -> str:
 
 
 def address_reaching(hosts: Iterable[str]) -> str:
-    """As `towards`, for the first of the hosts that is known and that this host reaches by more than loopback; '' for
-    none.
-    """
+    """As `address_towards`, for the first host that is known and not reached by loopback; '' for none."""
     for host in filter(None, hosts):
         try:
             address = address_towards(host)
@@ -65,36 +62,33 @@ def users_interface() -> str:
 def choose_interface(address: str) -> None:
     """For torch's default group, which takes no address, and for what the program makes of it."""
     global _chosen
-    if not users_interface() and (interface := interface_of(address)):
+    number = address.partition("%")[0]
+    interface = next((name for name, its in _interfaces() if its.partition("%")[0] == number), None)
+    if not users_interface() and interface:
         os.environ[GLOO_INTERFACE] = _chosen = interface
 
 
-def advertised_address(host: str) -> str:
-    """What a rank tells the others for `own`: its network, and its address there towards a host, unless that is loopback."""
-    return f"{network_identity()} {address_reaching([host])}"
-
-
-def own_address(ways: list[str], rank: int, host: str) -> str:
+def own_address(networks: list[str], addresses: list[str], rank: int, host: str) -> str:
     """By which address the others reach this rank, as far as this host tells; '' where nothing does.
 
     That of the interface which the user has named; loopback where all share it, whatever address the store has; else of
     the interface towards the store. What this host calls the store's may be loopback: then that towards another rank.
 
     Args:
-        ways: `way` of each rank.
+        networks: `identity("net")` of each rank.
+        addresses: by which each rank reaches the store; '' for loopback.
         host: that keeps the store of the ranks, as this process names it; '' for none.
 
     Raises:
         RuntimeError: there is no such interface as the user has named, or it has no address.
     """
     if interface := users_interface():
-        if found := address_of_interface(interface):
+        if found := next((its for name, its in _interfaces() if name == interface), None):
             return found
         raise RuntimeError(f"this host has no network interface {interface!r} with an address")
-    networks, _, found_by = zip(*(said.partition(" ") for said in ways))
     if len(set(networks)) == 1:
         return "127.0.0.1"
-    return found_by[rank] or address_reaching(found_by) or ("127.0.0.1" if host else "")
+    return addresses[rank] or address_reaching(addresses) or ("127.0.0.1" if host else "")
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -111,60 +105,22 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def network_identity() -> str:
-    """Equal for processes that share their loopback, and only for those."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read().strip()
-        space = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        boot, space = "", 0
+def identity(namespace: str) -> str:
+    """Equal for processes of this machine that share a namespace of Linux ("net": their loopback), and only for those."""
+    boot, space = "", 0
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as f:
+        boot = f.read().strip()
+    with contextlib.suppress(OSError):
+        space = os.stat(f"/proc/self/ns/{namespace}").st_ino
     return f"{os.uname().nodename}/{boot}/{space}"
 
 
-def interface_of(address: str) -> str | None:
-    """Name of the interface that has an address; None for none."""
-    number = address.partition("%")[0]
-    return next((name for name, its in _interfaces() if its.partition("%")[0] == number), None)
-
-
-def address_of_interface(name: str) -> str | None:
-    """The first address of an interface, as gloo takes it; None for an interface that has none."""
-    return next((its for interface, its in _interfaces() if interface == name), None)
-
-
-class _Entry(ctypes.Structure):
-    """`struct ifaddrs` of getifaddrs(3), as far as it is read."""
-
-    _fields_ = [
-        ("next", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("flags", ctypes.c_uint),
-        ("address", ctypes.c_void_p),
-    ]
-
-
-_IN_SOCKADDR = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # where the number stands, in bytes
-
-
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Each address of this host with the name of its interface, in the system's order."""
-    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
-    if libc.getifaddrs(ctypes.byref(first)):
-        return
-    try:
-        entry = first.value
-        while entry:
-            found = _Entry.from_address(entry)
-            family = ctypes.cast(found.address, ctypes.POINTER(ctypes.c_ushort))[0] if found.address else None
-            if family in _IN_SOCKADDR:
-                begin, size = _IN_SOCKADDR[family]
-                number = ctypes.string_at(found.address + begin, size)
-                name, text = found.name.decode(), socket.inet_ntop(family, number)
-                yield name, f"{text}%{name}" if text.startswith("fe80:") else text
-            entry = found.next
-    finally:
-        libc.freeifaddrs(first)
+    """Each address of this host with the name of its interface."""
+    import psutil  # the launcher reads this module before anything is installed
+
+    for name, addresses in psutil.net_if_addrs().items():
+        yield from ((name, its.address) for its in addresses if its.family in (socket.AF_INET, socket.AF_INET6))
 
 
 def check_loopback() -> None:

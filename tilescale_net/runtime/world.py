@@ -32,22 +32,21 @@ LOADED_LATE = (
 
 def check_settings() -> tuple[ConfigurationError | None, float, float]:
     """What is wrong with the environment, and the seconds of the two timeouts: their defaults where they are wrong."""
+    wrong = None
     try:
         if missing := this_host.missing_native():
             raise ConfigurationError(missing)
         settings.check()
         settings.load_kernels_early()
         from tilescale_net import _native, _simulator  # noqa: F401
-
-        return None, settings.TIMEOUT.get(), settings.HEARTBEAT_TIMEOUT.get()
     except (ConfigurationError, ImportError) as err:
         wrong = ConfigurationError(str(err))
 
-    def seconds(row: settings.Setting[Any]) -> float:
+    def seconds(row: settings.Setting[float]) -> float:
         try:
-            return float(row.get())
+            return row.get()
         except ConfigurationError:
-            return float(row.default)
+            return row.default
 
     return wrong, seconds(settings.TIMEOUT), seconds(settings.HEARTBEAT_TIMEOUT)
 
@@ -75,13 +74,13 @@ class WorldHooks:
     Attributes:
         device_code: hash of what kernels are compiled with, the same on all ranks.
         reporter: of a new world; has its control plane.
-        recorder: of a new world and the host of every rank; None where nothing is traced. Collective.
+        recorder: of a new world; None where nothing is traced. Collective.
         report_on_signal: has the given reporters report whenever SIGUSR1 comes.
     """
 
     device_code: Callable[[], str]
     reporter: Callable[[World], HangReporter]
-    recorder: Callable[[World, list[str]], profiling.TraceRecorder | None]
+    recorder: Callable[[World], profiling.TraceRecorder | None]
     report_on_signal: Callable[[Callable[[], list[Any]]], None]
 
 
@@ -129,7 +128,6 @@ class World:
         reporter: queries all ranks for what they do, for the report of a hang.
         recorder: writes this rank's part of the trace, or None when nothing is traced here.
         page: through which this rank gives up.
-        failure: what ended the world for this rank, or None; every further call raises it.
         closed: whether finalize() has ended it.
     """
 
@@ -149,18 +147,19 @@ class World:
         """See `tilescale_net.init`; `device` is that of the other worlds of this process."""
         wrong, self.timeout, self._silence = check_settings()
         self.hooks = hooks
-        self.failure: TileScaleError | None = None
+        self._failure: TileScaleError | None = None
         self.proxy: RunningProxy | None = None
         self.recorder: profiling.TraceRecorder | None = None
-        self.closed = self._has_memory = self._is_watched = False
+        self.closed = self._has_memory = False
         self.page = context.AbortPage()
         self.control = Control(self.timeout + 5.0, self._silence, group)
-        self.control.on_loss = self._lost_in_a_call
+        self.control.on_loss = self._record
         self.group, self.job_ranks = group, self.control.job_ranks
         self.rank, self.size = self.control.rank, self.control.size
         self.calls = CallLog(self.control)
         self.control.on_mismatch = self.calls.on_mismatch
         self.reporter = hooks.reporter(self)
+        self._watch()
         try:
             if wrong is not None:
                 raise wrong  # now that it can be reported to the others
@@ -174,17 +173,17 @@ class World:
         kind = settings.device_kind() if device is None else "cuda" if device.type == "cuda" else "simulator"
         size = settings.heap_bytes(heap_bytes, on_gpu=kind == "cuda")
         limit = settings.heap_limit(size, on_gpu=kind == "cuda")
-        hosts = self._find_others(f"heap_bytes={size}, TSN_HEAP_LIMIT={limit}, device={kind}")
+        self._agree_on_settings(f"heap_bytes={size}, TSN_HEAP_LIMIT={limit}, device={kind}")
         self.memory, self._has_memory = create_memory(kind, size, limit, device, self.group, self.topology), True
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
-        self.recorder = self.hooks.recorder(self, hosts)
+        self.recorder = self.hooks.recorder(self)
         self.page.address = self.memory.pinned(context.ABORT_PAGE_BYTES)
         self.records = context.Records(self.memory.pinned)
         self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle, self._grow)
         limits, handles = zip(*self.control.gather("tilescale_net.init", [self.memory.limit, self.memory.handle()]))
         self.memory.limit = min(limits)  # some ranks may not have got so many addresses
         self.peer_base = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
-        self.memory.on_mapped(self.control, self.rank, hosts, self.peer_base)
+        self.memory.on_mapped(self.control, self.peer_base)
         if self.topology.nodes > 1:
             proxy = RunningProxy(self)
             proxy.connect_peers("tilescale_net.init")
@@ -196,15 +195,7 @@ class World:
         # Peers may touch this heap from here on: its system area is zero and every rank has mapped every other.
         self.control.agree("tilescale_net.init", "ready")
 
-    def _find_others(self, wanted: str) -> list[str]:
-        """Learn where the ranks are, watch over them from now on, and agree on what is wanted; the host of every rank."""
-        node = placement.virtual_node(*groups.own_number(self.group)) if self.group is not None else 0
-        facts = self.control.gather("tilescale_net.init", [placement.host_identity(), this_host.own_process(), node])
-        hosts, processes, nodes = map(list, zip(*facts))
-        self._start_watchdog = lambda: Watchdog(
-            self.control, hosts, processes, self._silence, self._poll_local, self._on_loss, self.reporter.answer
-        )
-        self._watch()
+    def _agree_on_settings(self, wanted: str) -> None:
         traced = f", TSN_TRACE={settings.TRACE.get()}" if settings.TRACE.get() else ""
         self.control.agree(
             "tilescale_net.init",
@@ -212,14 +203,16 @@ class World:
             f"code {self.hooks.device_code()}{traced}",
         )
         if self.group is None:
-            self.topology = placement.job_topology(self.rank, self.size, hosts)
+            self.topology = placement.job_topology(self.rank, self.size, self.control.hosts)
         else:
-            self.topology = placement.group_topology(self.rank, self.size, hosts, nodes)
-        return hosts
+            node = placement.virtual_node(*groups.own_number(self.group))
+            nodes = self.control.gather("tilescale_net.init", node)
+            self.topology = placement.group_topology(self.rank, self.size, self.control.hosts, nodes)
 
     def _watch(self) -> None:
-        self._watchdog, self._is_watched = self._start_watchdog(), True
-        self.control.reason_of = self._watchdog.reason
+        answer = self.reporter.answer
+        self._watchdog = Watchdog(self.control, self._silence, self._poll_local, self._on_loss, answer)
+        self.control.reason_of, self.control.explanation = self._watchdog.reason, self._explanation
 
     def _base_of(self, pe: int, handle: Any) -> int:
         """Where the heap of a PE is in this process; 0 for one that is reached through the fabric."""
@@ -255,16 +248,23 @@ class World:
 
     # -- failures: the first one counts, whoever met it -------------------------------------------------------------
 
+    @property
+    def failure(self) -> TileScaleError | None:
+        """What ended the world for this rank, or None; every further call raises it."""
+        if self._failure is None and (loss := self._watchdog.loss()) is not None:
+            reason, error = loss
+            self._failure = error or error_of_loss(f"rank {self.rank}: {reason}; {self._advice}")
+        return self._failure
+
     def check(self) -> None:
         """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
-        if not (self.closed or self.failure or self.page.touched or self._watchdog.reason()):
+        if not (self.closed or self.page.touched or self.failure):
             return  # as nearly always, and every call comes here
         if self.closed:
             self.control.refuse()
             raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
         if self.failure is None and (error := self._device_error()) is not None:
             self.fail(error)
-        self._notice_loss()
         if self.failure is None and self.page.aborted:
             # Kernels return early from here on, with incomplete data: the rank that set the word gives the reason.
             self._await_reason()
@@ -281,9 +281,13 @@ class World:
 
     def announce(self, error: TileScaleError) -> TileScaleError:
         """Record what ends this rank, unless something has, and report it to the others; what has ended it."""
-        self.failure = self.failure or error
-        self.control.announce_failure(str(self.failure))
-        return self.failure
+        failure = self._record(error)
+        self.control.announce_failure(str(failure))
+        return failure
+
+    def _record(self, error: TileScaleError) -> TileScaleError:
+        self._failure = self.failure or error
+        return self._failure
 
     def abort(self) -> None:
         """End every device-side wait of this rank."""
@@ -300,33 +304,26 @@ class World:
 
     def _poll_local(self) -> TileScaleError | None:
         """What this rank's kernels or proxy have met, for the watchdog."""
-        failed = self.failure or (self.proxy.failure() if self.proxy is not None else None)
+        failed = self._failure or (self.proxy.failure() if self.proxy is not None else None)
         found = failed or self._device_error() or self.calls.difference()
         self.reporter.ask_about(found)  # at once: what the others do meanwhile may end
         return found
 
-    def _on_loss(self, reason: str, error: TileScaleError | None) -> None:
-        """The watchdog has found that the job is lost, by this rank's `error` if there is one."""
-        if self.failure is None:
-            self.failure = error or error_of_loss(f"rank {self.rank}: {reason}; {self._advice}")
+    def _on_loss(self) -> None:
+        """The watchdog has found that the job is lost."""
         self.abort()
-        self.reporter.print_failure(self.failure)
-
-    def _notice_loss(self) -> None:
-        if self.failure is None and (loss := self._watchdog.loss()) is not None:
-            self._on_loss(*loss)
-
-    def _lost_in_a_call(self, error: TileScaleError) -> TileScaleError:
-        """A collective call of any object lost a rank: the world ends, at once and with the first reason."""
-        if self._is_watched:
-            self._notice_loss()  # it may be this rank's own error that the watchdog has met
-        self.failure = self.failure or error
-        return self.failure
+        if self.failure is not None:
+            self.reporter.print_failure(self.failure)
 
     def _explained(self, error: TileScaleError) -> TileScaleError:
         """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
-        reason = self._watchdog.explanation_of(error) if self._is_watched else None
+        reason = self._watchdog.explanation_of(error)
         return error_of_loss(f"rank {self.rank}: {reason}; {self._advice} ({error})") if reason else error
+
+    def _explanation(self, seconds: float) -> str | None:
+        """What happened to a peer, and what to do; see Watchdog.explanation."""
+        reason = self._watchdog.explanation(seconds)
+        return f"{reason}; {self._advice}" if reason else None
 
     @property
     def _advice(self) -> str:
@@ -337,14 +334,11 @@ class World:
     def _await_reason(self, seconds: float = 2.0) -> None:
         end = time.monotonic() + seconds
         while self.failure is None and time.monotonic() < end:
-            found = self._poll_local()
-            if found is not None and self.failure is None:
-                self.failure = self._explained(found)
-            self._notice_loss()
-            if self.failure is None:
+            if (found := self._poll_local()) is not None:
+                self._record(self._explained(found))
+            else:
                 time.sleep(0.01)
-        if self.failure is None:
-            self.failure = TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
+        self._record(TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output"))
 
     # -- ranks that are lost ----------------------------------------------------------------------------------------
 
@@ -362,7 +356,7 @@ class World:
         except TileScaleError as err:
             if not isinstance(err, PeerLost):
                 self.control.announce_failure(str(err))
-            self.failure = self.failure or err
+            self._record(err)
             raise
 
     def _shrink(self, step: int, seconds: float) -> Survivors:
@@ -374,7 +368,7 @@ class World:
         # As before the first failure; no kernel runs.
         self.page.clear()
         self.write_context(context.ContextHeader.aborted.offset, bytes(8))
-        self.failure = None
+        self._failure = None
         self.reporter.forget_failure(self.control.generation + 1)
         self.control.give_up_others(members)
         self._watch()  # before ranks wait for each other again
@@ -473,8 +467,7 @@ class World:
 
     def wait_for_others(self) -> None:
         """After a failure: report it to the other ranks, where they would not learn of it without this process."""
-        if self._is_watched:
-            self._watchdog.wait_for_others()
+        self._watchdog.wait_for_others()
 
     def end_in_child(self, refuse: Callable[[], None]) -> None:
         """In a child made by fork, which has none of this process's other threads: nothing here reaches the ranks any more.
@@ -494,14 +487,13 @@ class World:
         if self.proxy is not None:
             self.proxy.close()
             self.proxy = None
-        if self._is_watched:
-            self._watchdog.close()
+        self._watchdog.close()
         if self.recorder is not None:
             self.recorder.stop()
         self.page.close()
         if self._has_memory:
             self.memory.close()
-        self.control.close(unwatched_failure=self.failure is not None and not self._is_watched)
+        self.control.close()
 
 
 # -- growth of the heap --------------------------------------------------------------------------------------------------------------
@@ -688,10 +680,8 @@ def _shrink_key(control: Control) -> str:
 
 
 def _parse_members(said: str, members: list[int]) -> list[int]:
-    try:
-        kept = sorted({int(r) for r in job_store.parse_json(said)} & set(members))
-    except (ValueError, TypeError, OverflowError):
-        kept = []
+    nobody: list[int] = []
+    kept = job_store.read(said, lambda found: sorted({int(r) for r in found} & set(members)), nobody)
     if not kept:
         raise PeerLost(f"who goes on after ranks were lost cannot be read from the store of the job: {said[:100]!r}")
     return kept
@@ -703,11 +693,10 @@ def live_everywhere(control: Control, live: dict[int, int]) -> dict[int, int]:
     A rank that is lost in the middle of a collective call leaves members that have allocated, or freed, and others that
     have not. What one of them may still use, no other gives away.
     """
-    said = control.gather("tilescale_net.shrink", json.dumps(sorted(live.items())))
     union: dict[int, int] = {}
-    for text in said:
-        try:
-            union |= {int(offset): int(size) for offset, size in job_store.parse_json(text)}
-        except (ValueError, TypeError, OverflowError) as err:
-            raise PeerLost(f"what the heap of another rank holds cannot be read: {err}") from None
+    for text in control.gather("tilescale_net.shrink", json.dumps(sorted(live.items()))):
+        blocks = job_store.read(text, lambda found: {int(offset): int(size) for offset, size in found}, None)
+        if blocks is None:
+            raise PeerLost("what the heap of another rank holds cannot be read")
+        union |= blocks
     return union

@@ -32,14 +32,14 @@ class Recorder:
 
     Args:
         world: whose ranks are traced; its memory is there, its proxy is not.
-        hosts: identity of each rank's host.
         path: the file that rank 0 writes.
 
     Raises:
         ConfigurationError: the file cannot be written.
     """
 
-    def __init__(self, world: World, hosts: list[str], path: str):
+    def __init__(self, world: World, path: str):
+        hosts = world.control.hosts
         self._world, self._path, self._hosts = world, path, hosts
         self._adding = threading.Lock()
         self._capacity = settings.TRACE_EVENTS.get()
@@ -197,14 +197,14 @@ def _put(key: str, value: bytes, store: Any) -> None:
     store.set(key, value)
 
 
-def start(world: World, hosts: list[str]) -> Recorder | None:
+def start(world: World) -> Recorder | None:
     """The recorder of a new world; None where nothing is to be traced. Collective."""
     path = settings.TRACE.get()
     if not path or profiling.recorder is not None:
         return None
     if world.group is not None:
         path += f".of_{'_'.join(map(str, world.job_ranks[:8]))}"
-    made = Recorder(world, hosts, os.path.abspath(path))
+    made = Recorder(world, os.path.abspath(path))
     profiling.recorder = made
     return made
 
