@@ -8,33 +8,21 @@ Size is that of the output, in bytes per rank. Without a GPU the simulator runs 
 
 from typing import Any
 
+import tilescale_net as tsn
 from benchmark.common.arguments import on_gpu
 from benchmark.common.collectives import CollectiveCase, parse, run
+from benchmark.common.modules import dist, torch
 
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
 
 
 class AllGatherCase(CollectiveCase):
     def __init__(self, size: int) -> None:
-        import torch
-
-        import tilescale_net as tsn
-
-        self._n, self._rank = tsn.size(), tsn.rank()
-        self._part = max(16, size // self._n // 16 * 16)
-        self.nbytes = self._part * self._n
-        self._x = tsn.empty(self._part, torch.uint8)
-        self._out = tsn.empty((self._n, self._part), torch.uint8)
+        super().__init__()
+        part = max(16, size // self._n // 16 * 16)
+        self.nbytes = part * self._n
+        self._x, self._out = tsn.empty(part, torch.uint8), tsn.empty((self._n, part), torch.uint8)
         self.heap = [self._x, self._out]
-
-    def _data(self, seed: int, rank: int) -> Any:
-        from benchmark.common.measuring import random_bytes
-
-        return random_bytes(self._part, seed + rank, self._x.device)
-
-    def fill(self, seed: int) -> None:
-        self._x.copy_(self._data(seed, self._rank))
-        self._out.fill_(0xA5)
 
     def ours(self, choices: dict[str, Any]) -> Any:
         from tilescale_net.kernels.all_gather import AllGather
@@ -43,16 +31,10 @@ class AllGatherCase(CollectiveCase):
         return lambda: op(self._out, self._x), op.free
 
     def nccl(self, group: Any) -> Any:
-        import torch.distributed as dist
-
         return lambda: dist.all_gather_into_tensor(self._out.view(-1), self._x, group=group)
 
-    def difference(self, seed: int) -> str | None:
-        for rank in range(self._n):
-            wrong = int((self._out[rank] != self._data(seed, rank)).sum())
-            if wrong:
-                return f"{wrong} of {self._part} bytes from rank {rank} are wrong"
-        return None
+    def received(self, seed: int) -> Any:
+        return ((self._out[rank], self._data(seed, rank)) for rank in range(self._n))
 
 
 if __name__ == "__main__":

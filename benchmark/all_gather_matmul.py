@@ -8,39 +8,24 @@ simulator runs the same kernels on small shapes, without NCCL.
 """
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
-from benchmark.common.gemm import (
-    Implementations,
-    Operands,
-    difference,
-    gemm_alone,
-    if_works,
-    operands,
-    options_of,
-    parse,
-    run,
-)
+import tilescale_net as tsn
+from benchmark.common import gemm
+from benchmark.common.gemm import Implementations, Operands, difference, gemm_alone, if_works, operands, options_of
+from benchmark.common.modules import dist, symmetric_memory, torch
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
 def gathered(x: Any, group: Any = None) -> Any:
     """The `x` of all ranks, one after the other."""
-    import torch
-    import torch.distributed as dist
-
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather([p.view(torch.uint8) for p in parts], x.view(torch.uint8), group=group)
     return torch.cat(parts)
 
 
 def implementations(args: argparse.Namespace, m: int, blocks: int | None, group: Any) -> Implementations:
-    import torch
-    import torch.distributed as dist
-
-    import tilescale_net as tsn
     from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
 
     rows = m // tsn.size()
@@ -55,7 +40,7 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
     pipelined = PipelinedAllGatherMatmul(rows, args.k, args.n, dtype=mine.x.dtype)
     by_engines = torch.empty_like(out)
     result = everyone.matmul(torch.empty_like(out))
-    calls: dict[str, Callable[[], object]] = {
+    calls: dict[str, Any] = {
         "ours": lambda: op(x, mine.w, out, **mine.scales),
         "pipelined": lambda: pipelined(x, mine.w, by_engines, **mine.scales),
         "matmul": lambda: everyone.matmul(whole),
@@ -74,17 +59,14 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
         pipelined.free()
         tsn.free(x)
 
-    return Implementations(mine, calls, {"torch"}, wrong, free, op)
+    return Implementations(mine, op, calls, wrong, free)
 
 
 def torchs(mine: Operands, group: Any) -> Any:
     """A call of torch's own fused operator."""
-    import torch
-    import torch.distributed._symmetric_memory as symmetric
-
     ops, name = torch.ops.symm_mem, group.group_name
-    shard = symmetric.empty(mine.x.shape, dtype=mine.x.dtype, device=mine.x.device)
-    symmetric.rendezvous(shard, name)
+    shard = symmetric_memory.empty(mine.x.shape, dtype=mine.x.dtype, device=mine.x.device)
+    symmetric_memory.rendezvous(shard, name)
     shard.copy_(mine.x)
     if mine.x_scales is None or mine.w_scales is None:
         return lambda: ops.fused_all_gather_matmul(shard, [mine.w], 0, name)
@@ -94,6 +76,5 @@ def torchs(mine: Operands, group: Any) -> Any:
 
 
 if __name__ == "__main__":
-    args = parse(__doc__.splitlines()[0], 8192, 14336)
-    heap = int(max(args.m) * args.k * 2 * 3.5)
-    run("all_gather_matmul", args, heap, lambda *which: implementations(args, *which))
+    args = gemm.parse(__doc__.splitlines()[0], 8192, 14336)
+    gemm.run("all_gather_matmul", args, int(max(args.m) * args.k * 2 * 3.5), implementations)

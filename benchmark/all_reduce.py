@@ -10,40 +10,36 @@ simulator runs the same kernels alone.
 
 from typing import Any
 
+import tilescale_net as tsn
 from benchmark.common.arguments import BenchmarkParser
-from benchmark.common.collectives import CollectiveCase, parse, run, wrong_sums
+from benchmark.common.collectives import DTYPES, CollectiveCase, parse, run, wrong_sums
+from benchmark.common.measuring import normal_numbers
+from benchmark.common.modules import dist, symmetric_memory, torch
 
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
 
 ONE_SHOT_UP_TO = 4 << 20  # bytes; beyond, torch's takes far longer than its other way
 
 
-class Sum(CollectiveCase):
+class AllReduceCase(CollectiveCase):
     passes = 2
     in_place = True
 
     def __init__(self, size: int, dtype: str, staged: bool) -> None:
-        import torch
-
-        import tilescale_net as tsn
-
-        self._n, self._rank, self._dtype = tsn.size(), tsn.rank(), getattr(torch, dtype)
+        super().__init__()
+        self._dtype = getattr(torch, dtype)
         self._count = max(8, size // self._dtype.itemsize // 8 * 8)
-        kind = dict(dtype=self._dtype, device=tsn.device())
-        tensors: list[Any] = [
-            torch.empty(self._count, **kind) if staged else tsn.empty(self._count, self._dtype) for _ in range(2)
-        ]
+        if staged:
+            tensors = [torch.empty(self._count, dtype=self._dtype, device=tsn.device()) for _ in range(2)]
+        else:
+            tensors = [tsn.empty(self._count, self._dtype) for _ in range(2)]
         self._x, self._out = tensors
-        self.heap = [] if staged else tensors
+        self.heap, self.nbytes = [] if staged else tensors, self._x.nbytes
         # What the implementation that runs works on, and its result where that lies elsewhere.
         self._sums, self._found, self._exact = self._out, None, True
-        self.nbytes = self._x.nbytes
 
     def _data(self, seed: int, rank: int) -> Any:
-        import torch
-
-        generator = torch.Generator(device=self._x.device).manual_seed(seed + rank)
-        return torch.randn(self._count, dtype=self._dtype, device=self._x.device, generator=generator)
+        return normal_numbers((self._count,), seed + rank, self._dtype, self._x.device)
 
     def fill(self, seed: int) -> None:
         self._x.copy_(self._data(seed, self._rank))
@@ -58,15 +54,10 @@ class Sum(CollectiveCase):
         return lambda: op(self._out, self._x), op.free
 
     def nccl(self, group: Any) -> Any:
-        import torch.distributed as dist
-
         self._sums, self._exact = self._out, False
         return lambda: dist.all_reduce(self._out, group=group)
 
     def symmetric(self, group: Any) -> Any:
-        import torch
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         self._exact = False
         self._sums = symmetric_memory.empty(self._count, dtype=self._dtype, device=self._x.device)
         symmetric_memory.rendezvous(self._sums, group.group_name)
@@ -83,15 +74,14 @@ class Sum(CollectiveCase):
         return wrong_sums(found, (self._data(seed, rank) for rank in range(self._n)), self._exact)
 
 
+def extend(parser: BenchmarkParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
+    parser.flag("--staged", "tensors outside the symmetric heap")
+
+
 if __name__ == "__main__":
-
-    def extend(parser: BenchmarkParser) -> None:
-        dtypes = ("bfloat16", "float16", "float32")
-        parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the tensors (bfloat16)")
-        parser.add_argument("--staged", action="store_true", help="tensors outside the symmetric heap")
-
     args = parse(
         __doc__.splitlines()[0], extend, sizes="8K..64M", simulated="8K,64K,512K", blocks=64, engines=False,
         algorithms=("packets", "one_shot", "two_shot"),
     )  # fmt: skip
-    run("all_reduce", args, lambda size: Sum(size, args.dtype, args.staged))
+    run("all_reduce", args, lambda size: AllReduceCase(size, args.dtype, args.staged))

@@ -12,8 +12,11 @@ kernels, without NCCL.
 import random
 from typing import Any
 
+import tilescale_net as tsn
 from benchmark.common.arguments import on_gpu
 from benchmark.common.collectives import CollectiveCase, parse, run
+from benchmark.common.measuring import random_bytes
+from benchmark.common.modules import dist, torch
 
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
 
@@ -22,36 +25,24 @@ ROW = 1024  # bytes
 
 class AllToAllCase(CollectiveCase):
     def __init__(self, size: int, uneven: bool) -> None:
-        import torch
-
-        import tilescale_net as tsn
-
-        self._n, self._rank, self._uneven = tsn.size(), tsn.rank(), uneven
+        super().__init__()
+        ranks, self._uneven = range(self._n), uneven
         row = ROW if uneven else 16
         mean = max(1, size // self._n // row)
         pace = random.Random(size)  # equal on all ranks
         low, high = (mean // 2, mean + mean // 2) if uneven else (mean, mean)
-        self._splits = [[pace.randint(low, high) for _ in range(self._n)] for _ in range(self._n)]
-        self._sends = self._splits[self._rank]
-        self._receives = [self._splits[src][self._rank] for src in range(self._n)]
-        most = max(max(sum(s) for s in self._splits), max(sum(s[r] for s in self._splits) for r in range(self._n)))
+        self._splits = [[pace.randint(low, high) for _ in ranks] for _ in ranks]
+        self._sends, self._receives = self._splits[self._rank], [split[self._rank] for split in self._splits]
+        most = max(max(map(sum, self._splits)), max(map(sum, zip(*self._splits))))
         self.heap = [tsn.empty((most, row), torch.uint8) for _ in range(2)]
         self._x, self._out = self.heap[0][: sum(self._sends)], self.heap[1][: sum(self._receives)]
         self.nbytes = sum(map(sum, self._splits)) * row // self._n
 
     def _data(self, seed: int, rank: int) -> Any:
-        from benchmark.common.measuring import random_bytes
-
         row = self._x.shape[1]
         return random_bytes(sum(self._splits[rank]) * row, seed + rank, self._x.device).view(-1, row)
 
-    def fill(self, seed: int) -> None:
-        self._x.copy_(self._data(seed, self._rank))
-        self._out.fill_(0xA5)
-
     def ours(self, choices: dict[str, Any]) -> Any:
-        import torch
-
         from tilescale_net.kernels.all_to_all import AllToAll
 
         op = AllToAll(**choices)
@@ -61,23 +52,18 @@ class AllToAllCase(CollectiveCase):
         return lambda: op(self._out, self._x, *splits), op.free
 
     def nccl(self, group: Any) -> Any:
-        import torch.distributed as dist
-
         receives, sends = (self._receives, self._sends) if self._uneven else (None, None)
         return lambda: dist.all_to_all_single(self._out, self._x, receives, sends, group=group)
 
-    def difference(self, seed: int) -> str | None:
+    def received(self, seed: int) -> Any:
         for rank, found in enumerate(self._out.split(self._receives)):
-            wrong = int((found != self._data(seed, rank).split(self._splits[rank])[self._rank]).sum())
-            if wrong:
-                return f"{wrong} of {found.numel()} bytes from rank {rank} are wrong"
-        return None
+            yield found, self._data(seed, rank).split(self._splits[rank])[self._rank]
 
 
 if __name__ == "__main__":
     args = parse(
         __doc__.splitlines()[0],
-        lambda parser: parser.add_argument("--uneven", action="store_true", help="random numbers of rows per pair"),
+        lambda parser: parser.flag("--uneven", "random numbers of rows per pair"),
         algorithms=("puts", "stores"),
         blocks=64 if on_gpu() else 16,
     )

@@ -10,6 +10,10 @@ queue is all there is to see; for the stages, two proxies of this process talk o
 import argparse
 import os
 
+import tilescale_net as tsn
+from benchmark.common import BenchmarkParser, Report, is_rank_zero, one_of, positive_int
+from benchmark.common.measuring import SIMULATED
+
 BENCH = dict(ranks=1, quick="--parts push,dispatch --repeat 1")  # see common/suite.py
 
 PARTS = ("push", "round-trip", "dispatch", "stages")
@@ -18,23 +22,14 @@ DEFAULTS = {"repeat": (7, 3), "trips": (2000, 50), "capacity": (65536, 4096)}
 
 
 def parse() -> argparse.Namespace:
-    from benchmark.common import BenchmarkParser, one_of, positive_int
-
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
-    parser.add_argument("--parts", type=one_of(*PARTS), default=list(PARTS), metavar="LIST", help=", ".join(PARTS))
-    parser.add_argument(
-        "--repeat", type=positive_int, metavar="N", help="timed runs, whose median is shown (7; simulator 3)"
-    )
-    parser.add_argument("--trips", type=positive_int, metavar="N", help="round trips of a run (2000; simulator 50)")
-    parser.add_argument(
-        "--capacity", type=positive_int, metavar="N", help="descriptors of a ring (65536; simulator 4096)"
-    )
-    parser.add_argument(
-        "--cpu", type=int, default=-1, metavar="N", help="CPU of the proxy's and the flag's thread (any)"
-    )
-    parser.add_argument(
-        "--provider", metavar="NAME", help="libfabric provider of the stages (TSN_PROVIDER, else the best)"
-    )
+    parser.option("--parts", one_of(*PARTS), list(PARTS), ", ".join(PARTS))
+    parser.option("--repeat", positive_int, None, "timed runs, whose median is shown (7; simulator 3)")
+    parser.option("--trips", positive_int, None, "round trips of a run (2000; simulator 50)")
+    parser.option("--capacity", positive_int, None, "descriptors of a ring (65536; simulator 4096)")
+    parser.option("--cpu", int, -1, "CPU of the proxy's and the flag's thread (any)", "N")
+    text = "libfabric provider of the stages (TSN_PROVIDER, else the best)"
+    parser.add_argument("--provider", metavar="NAME", help=text)
     args = parser.parse_args()
     if args.capacity and args.capacity & (args.capacity - 1):
         parser.error(f"a ring of {args.capacity} descriptors; the number must be a power of two")
@@ -44,8 +39,6 @@ def parse() -> argparse.Namespace:
 
 def alone() -> None:
     """One rank measures the queue: the others end here, and rank 0 becomes a job of its own."""
-    from benchmark.common import is_rank_zero
-
     if not is_rank_zero():
         raise SystemExit(0)
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_WORLD_SIZE="1")
@@ -66,9 +59,7 @@ def without_fabric() -> str:
 
 def main() -> None:
     args = parse()
-    import tilescale_net as tsn
-    from benchmark.common import Report, queue
-    from benchmark.common.measuring import SIMULATED
+    from benchmark.common import queue  # seconds of imports, after the arguments
 
     report = Report("queue", args)
     if "stages" in args.parts and (reason := without_fabric()):

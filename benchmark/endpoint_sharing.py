@@ -14,8 +14,9 @@ import argparse
 import os
 from typing import Any
 
-from benchmark.common import BenchmarkParser, Column, Report, byte_count, median, positive_float, positive_int
-from benchmark.common.fabric import FabricJob, add_fabric_arguments, run
+from benchmark.common import BenchmarkParser, Column, Report, byte_count, positive_float, positive_int, rate
+from benchmark.common.fabric import FabricJob, add_fabric_arguments, middle, run
+from benchmark.common.modules import instruments
 
 BENCH = dict(nodes=2, quick="--duration 0.1 --repeat 1 --num-endpoints 6")  # see common/suite.py
 
@@ -26,18 +27,14 @@ MOST_THREADS, MOST_ENDPOINTS, MOST_WINDOW = 256, 1024, 512
 
 def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=3)
-    parser.add_argument("--num-threads", type=positive_int, default=3, metavar="N", help="threads of rank 0 (3)")
-    parser.add_argument(
-        "--num-endpoints", type=positive_int, default=12, metavar="N", help="endpoints of each rank (12)"
-    )
-    parser.add_argument(
-        "--window", type=positive_int, default=32, metavar="N", help="operations outstanding by thread (32)"
-    )
-    parser.add_argument("--size", type=byte_count, default=8, metavar="SIZE", help="bytes of an operation (8)")
+    parser.option("--num-threads", positive_int, 3, "threads of rank 0")
+    parser.option("--num-endpoints", positive_int, 12, "endpoints of each rank")
+    parser.option("--window", positive_int, 32, "operations outstanding by thread")
+    parser.option("--size", byte_count, 8, "bytes of an operation")
     parser.add_argument("--op", choices=("read", "write"), default="read", help="operation (read)")
     parser.add_argument("--mode", choices=(*MODES, "both"), default="both", help="who uses an endpoint (both)")
-    parser.add_argument("--duration", type=positive_float, default=0.5, metavar="S", help="seconds of a run (0.5)")
-    parser.add_argument("--sweep", action="store_true", help="threads x endpoints up to the two numbers given")
+    parser.option("--duration", positive_float, 0.5, "seconds of a run")
+    parser.flag("--sweep", "threads x endpoints up to the two numbers given")
     add_fabric_arguments(parser)
     args = parser.parse_args()
     for name, most in (("num_threads", MOST_THREADS), ("num_endpoints", MOST_ENDPOINTS), ("window", MOST_WINDOW)):
@@ -56,8 +53,6 @@ class Sharing:
     """Runs of one mode and number of endpoints."""
 
     def __init__(self, job: FabricJob, mode: str, endpoints: int) -> None:
-        from benchmark import instruments
-
         self.job, self.args, self.mode = job, job.args, mode
         self.bench = instruments.SharingBench(job.options(), endpoints, mode == "shared")
         addresses = job.control.gather("addresses", self.bench.address())
@@ -71,17 +66,9 @@ class Sharing:
         for _ in range(args.repeat):
             self.rounds += 1
             if self.job.rank == 0:
-                results.append(
-                    self.bench.run(
-                        threads=threads,
-                        window=args.window,
-                        bytes=args.size,
-                        write=args.op == "write",
-                        shared=self.mode == "shared",
-                        duration_s=args.duration,
-                        timeout_s=args.timeout,
-                    )
-                )
+                options = dict(window=args.window, bytes=args.size, write=args.op == "write", duration_s=args.duration)
+                options |= dict(shared=self.mode == "shared", timeout_s=args.timeout)
+                results.append(self.bench.run(threads=threads, **options))
                 self.bench.end_round(self.rounds, args.timeout)
             else:
                 self.bench.serve(self.rounds, args.duration + 2 * args.timeout)
@@ -98,12 +85,6 @@ def cycles(result: dict[str, Any]) -> float:
     return sum(r * c for r, c in zip(rates, result["cycles_per_post"])) / sum(rates)
 
 
-def middle(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The repetition whose total is nearest to the median."""
-    target = median([total(r) for r in results])
-    return min(results, key=lambda r: abs(total(r) - target))
-
-
 def powers_up_to(most: int) -> list[int]:
     return sorted({1 << n for n in range(most.bit_length()) if 1 << n <= most} | {most})
 
@@ -112,10 +93,7 @@ def measure_threads(report: Report, job: FabricJob, modes: list[str]) -> None:
     """Per-thread and total figures of one configuration."""
     args = job.args
     keys = [Column("mode", "Mode"), Column("thread", "Thread")]
-    columns = [
-        Column("mops", "Rate", better="higher", unit="Mops"),
-        Column("cycles", "Cost", ".0f", better="lower", unit="cycles/post"),
-    ]
+    columns = [rate("mops", "Rate", "Mops"), Column("cycles", "Cost", ".0f", better="lower", unit="cycles/post")]
     table = report.table("threads", keys, columns)
     for mode in report.progress(modes, "modes"):
         sharing = Sharing(job, mode, args.num_endpoints)
@@ -124,9 +102,9 @@ def measure_threads(report: Report, job: FabricJob, modes: list[str]) -> None:
         del sharing
         if job.rank:
             continue
-        result = middle(results)
-        for thread, (rate, cost) in enumerate(zip(result["operations_per_s"], result["cycles_per_post"])):
-            table.add({"mode": mode, "thread": str(thread), "mops": rate / 1e6, "cycles": cost})
+        result = middle(results, total)
+        for thread, (speed, cost) in enumerate(zip(result["operations_per_s"], result["cycles_per_post"])):
+            table.add({"mode": mode, "thread": str(thread), "mops": speed / 1e6, "cycles": cost})
         row = {"mode": mode, "thread": "total", "mops": total(result), "cycles": cycles(result)}
         table.add(row, samples={"mops": [total(r) for r in results]})
 
@@ -137,8 +115,8 @@ def sweep(report: Report, job: FabricJob, modes: list[str]) -> None:
     columns = []
     for mode in modes:
         columns += [
-            Column(f"{mode}_mops", f"{mode}", better="higher", series=mode, unit="Mops"),
-            Column(f"{mode}_cycles", f"{mode}", better="lower", series=mode, unit="cycles/post"),
+            rate(f"{mode}_mops", mode, "Mops"),
+            Column(f"{mode}_cycles", mode, better="lower", unit="cycles/post"),
         ]
     if len(modes) == 2:
         columns.append(Column("cost", "shared / exclusive", ".2f"))
@@ -157,7 +135,7 @@ def sweep(report: Report, job: FabricJob, modes: list[str]) -> None:
                 if job.rank:
                     continue
                 row = rows.setdefault(threads, {"threads": threads, "endpoints": endpoints})
-                row |= {f"{mode}_mops": total(middle(results)), f"{mode}_cycles": cycles(middle(results))}
+                row |= {f"{mode}_mops": total(middle(results, total)), f"{mode}_cycles": cycles(middle(results, total))}
                 samples.setdefault(threads, {})[f"{mode}_mops"] = [total(r) for r in results]
             del sharing
         for threads, row in rows.items():

@@ -17,20 +17,13 @@ from benchmark.common import (
     Report,
     byte_count,
     format_bytes,
-    median,
     non_negative_int,
     one_of,
     positive_float,
     positive_int,
+    rate,
 )
-from benchmark.common.fabric import (
-    FabricJob,
-    SizeColumn,
-    add_fabric_arguments,
-    add_rails_argument,
-    note_of_cores,
-    run,
-)
+from benchmark.common.fabric import FabricJob, SizeColumn, add_fabric_arguments, middle, note_of_cores, run
 
 BENCH = dict(nodes=2, quick="--op write -s 64K -n 100 --repeat 1")  # see common/suite.py
 
@@ -43,9 +36,7 @@ MIB, GIGABIT = 1 << 20, 1e9 / 8
 
 def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=3)
-    parser.add_argument(
-        "--op", type=one_of(*OPERATIONS), default=list(OPERATIONS), help="send, write, read, or all (all)"
-    )
+    parser.option("--op", one_of(*OPERATIONS), list(OPERATIONS), "send, write, read, or all (all)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-a", "--all", action="store_true", help="sizes of 2, 4, … bytes up to 8M")
     which.add_argument("-s", "--size", type=byte_count, default=65536, metavar="SIZE", help="bytes of a message (64K)")
@@ -53,22 +44,21 @@ def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
     text = "messages of a size (1000; fewer where they would exceed 1G)"
     length.add_argument("-n", "--iters", type=positive_int, metavar="N", help=text)
     length.add_argument("-D", "--duration", type=positive_float, metavar="S", help="seconds of a size, instead of -n")
-    parser.add_argument(
-        "-t", "--tx-depth", type=positive_int, default=128, metavar="N", help="messages outstanding (128)"
+    numbers = (
+        ("-t", "--tx-depth", 128, "messages outstanding (128)"),
+        ("-r", "--rx-depth", 512, "receives posted (512)"),
+        ("-l", "--post-list", 1, "messages posted behind one doorbell (1)"),
     )
-    parser.add_argument("-r", "--rx-depth", type=positive_int, default=512, metavar="N", help="receives posted (512)")
-    text = "messages posted behind one doorbell (1)"
-    parser.add_argument("-l", "--post-list", type=positive_int, default=1, metavar="N", help=text)
-    parser.add_argument(
-        "--recv-post-list", type=positive_int, default=1, metavar="N", help="receives posted at once (1)"
-    )
+    for short, name, default, text in numbers:
+        parser.add_argument(short, name, type=positive_int, default=default, metavar="N", help=text)
+    parser.option("--recv-post-list", positive_int, 1, "receives posted at once")
     parser.add_argument("-b", "--bidirectional", action="store_true", help="both ranks at once; shows the sum")
-    parser.add_argument("--report-gbits", action="store_true", help="10^9 bits a second instead of MiB/s")
-    text = "untimed messages before those of a size (one queue full)"
-    parser.add_argument("--warmup", type=non_negative_int, metavar="N", help=text)
+    parser.flag("--report-gbits", "10^9 bits a second instead of MiB/s")
+    parser.option("--warmup", non_negative_int, None, "untimed messages before those of a size (one queue full)")
     text = "speed of the link in 10^9 bits a second, for the summary (as the NIC tells)"
-    parser.add_argument("--link-gbps", type=positive_float, metavar="G", help=text)
-    add_rails_argument(parser)
+    parser.option("--link-gbps", positive_float, None, text)
+    text = "network endpoints that carry the messages in turn (one for each NIC near the GPU)"
+    parser.add_argument("--rails", type=positive_int, default=0, metavar="N", help=text)
     add_fabric_arguments(parser)
     args = parser.parse_args()
     if args.iters and args.iters % args.post_list:
@@ -146,9 +136,7 @@ class Bandwidth:
             peak = sum(size / r["least_s_per_message"] for r in both)  # NaN without stamps
             runs.append({"iterations": sum(r["iterations"] for r in both), "average": average, "peak": peak})
         self._verify(size, seed)
-        middle = median([r["average"] for r in runs])
-        chosen = min(runs, key=lambda r: abs(r["average"] - middle))
-        return {**chosen, "samples": [r["average"] for r in runs]}
+        return {**middle(runs, lambda run: run["average"]), "samples": [r["average"] for r in runs]}
 
     def _verify(self, size: int, seed: int) -> None:
         reader = self.job.rank == (0 if self.operation == "read" else 1)
@@ -163,28 +151,24 @@ class Bandwidth:
 def table_of(report: Report, args: argparse.Namespace, operation: str) -> Any:
     unit = "Gb/s" if args.report_gbits else "MiB/s"
     mark = " sum of both ways" if args.bidirectional else ""
-    return report.table(
-        operation,
-        keys=[Column("bytes", "bytes", "d")],
-        columns=[
-            Column("iterations", "iterations", "d"),
-            Column("peak", f"BW peak{mark}", better="higher", series="peak", unit=unit),
-            Column("average", f"BW average{mark}", better="higher", series="average", unit=unit),
-            Column("rate", f"MsgRate{mark}", better="higher", series=operation, unit="Mpps"),
-        ],
-    )
+    columns = [
+        Column("iterations", "iterations", "d"),
+        rate("peak", f"BW peak{mark}", unit, series="peak"),
+        rate("average", f"BW average{mark}", unit, series="average"),
+        rate("rate", f"MsgRate{mark}", "Mpps", series=operation),
+    ]
+    return report.table(operation, [Column("bytes", "bytes", "d")], columns)
 
 
 def summary_of(report: Report, args: argparse.Namespace) -> Any:
     mark = ", both ways" if args.bidirectional else ""
     rates = [
-        Column(f"{op}_{key}", f"{op}{mark}", better="higher", series=op, unit=unit, plotted=key == "gbps")
+        rate(f"{op}_{key}", f"{op}{mark}", unit, series=op, plotted=key == "gbps")
         for key, unit in (("mib", "MiB/s"), ("gbps", "Gbps"))
         for op in args.op
     ]
-    return report.table(
-        "summary", [SizeColumn("bytes", "Data Size", unit="B")], [*rates, Column("link", "Peak", unit="Gbps")]
-    )
+    keys = [SizeColumn("bytes", "Data Size", unit="B")]
+    return report.table("summary", keys, [*rates, Column("link", "Peak", unit="Gbps")])
 
 
 def main() -> None:
@@ -197,7 +181,7 @@ def main() -> None:
         bench = Bandwidth(job, operation)
         report.environment.update(job.header(bench.properties))
         table = table_of(report, args, operation)
-        link = args.link_gbps or job.link_gbps(bench.properties)
+        link = args.link_gbps or bench.properties["link_gbps"]
         for size in report.progress(args.sizes, f"{operation}, sizes", format_bytes):
             got = bench.measure(size)
             row = {"bytes": size, "iterations": got["iterations"], "average": got["average"] / scale}

@@ -6,46 +6,42 @@
 Buffers of 256 MiB by default, of 1 MiB in the simulator, which has no copy engine.
 """
 
-import argparse
-
-from benchmark.common import Report, int_list
+import tilescale_net as tsn
+from benchmark.common import Report
 from benchmark.common.arguments import on_gpu
-from benchmark.common.copies import copy_parser, finish, join, nvshmem, require_two_ranks
+from benchmark.common.copies import (
+    CopyEngine,
+    Implementation,
+    Nvshmem,
+    TilescaleNet,
+    compare,
+    copy_parser,
+    finish,
+    join,
+    nvshmem,
+)
 
 BENCH = dict(quick="--sizes 256K --blocks 1,4 --repeat 2")  # see common/suite.py
 
-SIMULATED_BLOCKS = "1,4,16"
-BLOCKS = "1,4,8,12,16,24,32,64,132"
-
-
-def parse() -> argparse.Namespace:
-    parser = copy_parser(
-        __doc__.splitlines()[0], sizes="256M", simulated="1M", threads="512", blocks=BLOCKS, engine="auto"
-    )
-    parser.add_argument("--nvshmem", action="store_true", help="measure NVSHMEM too, at the same threads and blocks")
-    parser.set_defaults(blocks=None)
-    parser.set_defaults(timing="launch")  # a copy takes a hundred launches' time; graphs would only cost memory
-    args = parser.parse_args()
-    args.blocks = args.blocks or int_list(1, 1024)(BLOCKS if on_gpu() else SIMULATED_BLOCKS)
-    require_two_ranks(parser)
-    return args
+SIMULATED_BLOCKS = (1, 4, 16)
+BLOCKS = (1, 4, 8, 12, 16, 24, 32, 64, 132)
 
 
 def main() -> None:
-    args = parse()
-    import tilescale_net as tsn
-    from benchmark.common.copies import CopyEngine, Implementation, Nvshmem, TilescaleNet, compare
-
+    blocks = BLOCKS if on_gpu() else SIMULATED_BLOCKS
+    parser = copy_parser(__doc__.splitlines()[0], sizes="256M", simulated="1M", threads=512, blocks=blocks)
+    parser.flag("--nvshmem", "measure NVSHMEM too, at the same threads and blocks")
+    parser.set_defaults(timing="launch")  # a copy takes a hundred launches' time; graphs would only cost memory
+    args = parser.parse_args()
+    parser.require_two_ranks("copies need")
     report = Report("large_copy", args)
     timer = join(report, args)
     library = nvshmem(report) if args.nvshmem else None
     capacity = max(args.sizes)
     ours = TilescaleNet(capacity, args.offset)
-    implementations: list[Implementation] = [ours]
-    if timer.on_gpu and tsn.world().topology.is_direct(1):
-        implementations.insert(0, CopyEngine(ours))
-    implementations += [Nvshmem(capacity, library, args.offset)] if library else []
-    compare(report, args, implementations, timer, reference=CopyEngine.name, percent=True)
+    engines: list[Implementation] = [CopyEngine(ours)] if timer.on_gpu and tsn.world().topology.is_direct(1) else []
+    others = [Nvshmem(capacity, library, args.offset)] if library else []
+    compare(report, args, [*engines, ours, *others], timer, reference=CopyEngine.name, percent=True)
     finish(report, library)
 
 

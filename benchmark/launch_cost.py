@@ -6,20 +6,17 @@ Host time is that of queueing launches from Python; graph time is per kernel of 
 row's kernel is captured. Needs a GPU; in the simulator a launch is a run.
 """
 
-import argparse
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from benchmark.common import BenchmarkParser, Column, Report, median, positive_int
+import tilescale_net as tsn
+from benchmark.common import BenchmarkParser, Column, Report, median, positive_int, us
+from benchmark.common.measuring import captured, device_us, in_turn, repeated, wall_us
+from benchmark.common.modules import p2p, torch
 
 BENCH = dict(ranks=1, quick="--launches 100 --repeat 3", gpu=True)  # see common/suite.py
-
-
-def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=15)
-    parser.add_argument("--launches", type=positive_int, default=1000, metavar="N", help="launches of a sample (1000)")
-    return parser.parse_args()
+IN_GRAPH = 100  # kernels
 
 
 def plain_kernel() -> Any:
@@ -50,7 +47,6 @@ def context_kernel() -> Any:
     """The same kernel with the context, which it uses."""
     import tilelang.language as T
 
-    import tilescale_net as tsn
     import tilescale_net.language as N
 
     @tsn.jit
@@ -75,11 +71,6 @@ def context_kernel() -> Any:
 
 def launchers() -> dict[str, Any]:
     """Name of each row and a function that launches its kernel once."""
-    import torch
-
-    import tilescale_net as tsn
-    from tilescale_net.kernels import p2p
-
     a = torch.randn(512, device=tsn.device())
     b = torch.empty_like(a)
     c = torch.zeros(8, dtype=torch.int64, device=tsn.device())
@@ -95,67 +86,48 @@ def launchers() -> dict[str, Any]:
     }
 
 
-def host_cost(launch: Callable[..., Any], launches: int) -> float:
+def host_cost(launch: Callable[[], object], launches: int) -> float:
     """Microseconds of host time per launch."""
-    import torch
-
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(launches):
-        launch()
-    spent = time.perf_counter() - start
+    spent = wall_us(partial(repeated(launch), launches))
     torch.cuda.synchronize()
-    return spent * 1e6 / launches
+    return spent / launches
 
 
-def graph_cost(launch: Callable[..., Any], kernels: int = 100) -> float:
+def graph_cost(launch: Callable[[], object]) -> float:
     """Microseconds per kernel of a replayed graph."""
-    import torch
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(kernels):
-            launch()
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    before.record()
-    graph.replay()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) * 1e3 / kernels
+    replay = captured(launch, IN_GRAPH)
+    replay()
+    return device_us(replay) / IN_GRAPH
 
 
 def main() -> None:
-    args = parse()
-    import tilescale_net as tsn
     from tilescale_net.runtime import settings
 
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=15)
+    parser.option("--launches", positive_int, 1000, "launches of a sample")
+    args = parser.parse_args()
     report = Report("launch_cost", args)
     if settings.device_kind() != "cuda":
         report.nothing("it needs a GPU")
     tsn.init("64M")
     report.environment["timing"] = f"median of {args.repeat} x {args.launches} launches, kernels in turn"
-    columns = [
-        Column("host_us", "Host", better="lower", unit="us"),
-        Column("beyond_us", "beyond tilelang", "+.2f", unit="us"),
-        Column("graph_us", "in a graph", better="lower", unit="us"),
-    ]
-    table = report.table("launch", [Column("kernel", "Kernel")], columns)
+    columns = [us("host_us", "Host"), Column("beyond_us", "beyond tilelang", "+.2f", unit="us")]
+    table = report.table("launch", [Column("kernel", "Kernel")], [*columns, us("graph_us", "in a graph")])
     runs = launchers()
-    host: dict[str, list[float]] = {name: [] for name in runs}
-    graph: dict[str, list[float]] = {name: [] for name in runs}
     # Kernels take turns, so that a change of the host's clock touches all alike.
-    for turn in report.progress(range(args.warmup + args.repeat), "turns"):
-        for name, launch in runs.items():
-            cost, replay = host_cost(launch, args.launches), graph_cost(launch)
-            if turn >= args.warmup:
-                host[name].append(cost)
-                graph[name].append(replay)
-    base = median(host["tilelang, 4 tensors"])
+    costs: dict[tuple[str, str], Callable[[], float]] = {}
+    for name, launch in runs.items():
+        costs[name, "host_us"] = partial(host_cost, launch, args.launches)
+        costs[name, "graph_us"] = partial(graph_cost, launch)
+    samples = in_turn(costs, args.warmup, args.repeat)
+    base = median(samples["tilelang, 4 tensors", "host_us"])
     for name in runs:
-        figures = {"host_us": median(host[name]), "graph_us": median(graph[name])}
-        samples = {"host_us": host[name], "graph_us": graph[name]}
-        table.add({"kernel": name, "beyond_us": figures["host_us"] - base, **figures}, samples)
+        mine = {what: samples[name, what] for what in ("host_us", "graph_us")}
+        host = median(mine["host_us"])
+        table.add(
+            {"kernel": name, "beyond_us": host - base, "host_us": host, "graph_us": median(mine["graph_us"])}, mine
+        )
     report.finish()
     tsn.finalize()
 

@@ -10,13 +10,16 @@ GPUs. Without a GPU the simulator runs a small GEMM.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import tilescale_net as tsn
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
 from benchmark.common.gemm import difference, eight_bits, gemm_alone, scaled_mm
-from benchmark.common.measuring import Timer, add_timing_arguments, median, raise_if_wrong, repeated
-from benchmark.common.report import Column, Report
+from benchmark.common.measuring import Timer, medians, normal_numbers, raise_if_wrong, repeated
+from benchmark.common.modules import fused_choice, torch
+from benchmark.common.report import Column, Report, us
 
 BENCH = dict(ranks=1, quick="--repeat 2 --parts product")  # see common/suite.py
 WIDTHS = ((8192, 14336), (8192, 28672), (7168, 8192))  # k and n of layers
@@ -26,57 +29,40 @@ HEAP = 4 << 30  # of `calls`: summands and gathered rows of 16384 rows, and as m
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
-    add_timing_arguments(parser)
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
     parts = ["product", "calls"] if on_gpu() else ["product"]
     m = [512, 1024, 2048, 4096, 8192, 16384] if on_gpu() else [72]
-    parser.add_argument("--m", type=int_list(1, 1 << 24), default=m, metavar="LIST", help=f"rows {m}")
-    text = f"what to measure ({', '.join(parts)})"
-    parser.add_argument("--parts", type=one_of("product", "calls"), default=parts, metavar="LIST", help=text)
+    parser.option("--m", int_list(1, 1 << 24), m, "rows")
+    parser.option("--parts", one_of("product", "calls"), parts, "what to measure")
     text = "bf16, next to torch.mm; fp8 (e4m3, scales by row and column), next to torch._scaled_mm"
-    dtypes = ["bf16", "fp8"] if on_gpu() else ["bf16"]
-    parser.add_argument("--dtypes", type=one_of("bf16", "fp8"), default=dtypes, metavar="LIST", help=text)
-    parser.add_argument(
-        "--kinds", type=one_of(*KINDS), default=[*KINDS], metavar="LIST", help=f"of calls ({', '.join(KINDS)})"
-    )
-    parser.add_argument("--ranks", type=positive_int, default=4, metavar="N", help="of a call (4)")
-    parser.add_argument("--blocks", type=positive_int, default=None, metavar="N", help="of a call that send")
+    parser.option("--dtypes", one_of("bf16", "fp8"), ["bf16", "fp8"] if on_gpu() else ["bf16"], text)
+    parser.option("--kinds", one_of(*KINDS), [*KINDS], "of calls")
+    parser.option("--ranks", positive_int, 4, "of a call")
+    parser.option("--blocks", positive_int, None, "of a call that send")
     args = parser.parse_args()
     if "calls" in args.parts and not on_gpu():
         parser.error("--parts calls needs a GPU")
     return args
 
 
-def random(*shape: Any, seed: int = 0) -> Any:
-    import torch
-
-    import tilescale_net as tsn
-
-    generator = torch.Generator(device=tsn.device()).manual_seed(sum(shape) + seed)
-    return torch.empty(shape, dtype=torch.bfloat16, device=tsn.device()).normal_(generator=generator)
+def random(*shape: int, seed: int = 0) -> Any:
+    return normal_numbers(shape, sum(shape) + seed, torch.bfloat16, tsn.device())
 
 
 def times(
-    timer: Timer, calls: dict[str, Callable[[], object]], wrong: Any, what: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    timer: Timer, calls: dict[str, Callable[[], object]], wrong: Callable[[], str | None], what: str
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Median us of every implementation, and the samples; raises WrongData when `wrong()` returns an error."""
-    import tilescale_net as tsn
-
-    launches = {key: repeated(call) for key, call in calls.items()}
-    samples = timer.interleaved(launches, 5, lambda: None, set())
+    samples = timer.interleaved({key: repeated(call) for key, call in calls.items()}, 5)
     calls["ours"]()
     tsn.synchronize()
     raise_if_wrong(what, wrong())
-    return {key: median(values) for key, values in samples.items()}, samples
+    took: dict[str, Any] = medians(samples)
+    return took | {"over": took["ours"] / took["matmul"]}, samples
 
 
 def gemm_of(m: int, k: int, n: int, eight: bool) -> Any:
     """`(calls by name, what is wrong or None, the geometry)` of a GEMM."""
-    import torch
-
-    import tilescale_net as tsn
-    from tilescale_net.kernels.fused.choice import GemmProblem, tiling_for
-
     out, theirs = (random(m, n) for _ in range(2))
     if eight:
         (x, of_rows), (held, of_columns) = eight_bits(random(m, k, seed=1)), eight_bits(random(n, k, seed=2))
@@ -86,7 +72,7 @@ def gemm_of(m: int, k: int, n: int, eight: bool) -> Any:
     else:
         x, w = random(m, k), random(k, n)
         matmul = reference = lambda: torch.mm(x, w, out=theirs)
-    tiling = tiling_for(tsn.device(), GemmProblem("all_gather_matmul", 1, m, k, n, x.dtype))
+    tiling = fused_choice.tiling_for(tsn.device(), fused_choice.GemmProblem("all_gather_matmul", 1, m, k, n, x.dtype))
     calls = {"ours": gemm_alone(tiling, x, w, out, (of_rows, of_columns) if eight else None), "matmul": matmul}
 
     def wrong() -> str | None:
@@ -99,24 +85,21 @@ def gemm_of(m: int, k: int, n: int, eight: bool) -> Any:
 
 
 def gemms(report: Report, timer: Timer, args: argparse.Namespace) -> None:
-    keys = [Column("dtype", "Dtype"), Column("k", "K", ",d"), Column("n", "N", ",d"), Column("m", "M", ",d")]
-    columns = [Column("ours", "Ours", better="lower", unit="us"), Column("matmul", "cuBLAS", better="lower", unit="us")]
-    columns += [Column("over", "x cuBLAS", ".3f"), Column("tflops", "TFLOP/s", ".0f"), Column("tile", "Tile")]
-    table = report.table("product", keys, columns)
-    for dtype, k, n in ((d, *w) for d in args.dtypes for w in (WIDTHS if timer.on_gpu else ((64, 128),))):
-        for m in args.m:
-            if dtype == "fp8" and not timer.on_gpu:
-                continue
-            calls, wrong, tile = gemm_of(m, k, n, dtype == "fp8")
-            took, samples = times(timer, calls, wrong, f"{dtype}, m {m}, k {k}, n {n}")
-            tflops = 2 * m * n * k / took["ours"] / 1e6
-            over = took["ours"] / took["matmul"]
-            table.add(dict(dtype=dtype, k=k, n=n, m=m, **took, over=over, tflops=tflops, tile=tile), samples)
+    keys = [Column("dtype", "Dtype"), *(Column(name, name.upper(), ",d") for name in "knm")]
+    columns = [us("ours", "Ours"), us("matmul", "cuBLAS"), Column("over", "x cuBLAS", ".3f")]
+    table = report.table("product", keys, [*columns, Column("tflops", "TFLOP/s", ".0f"), Column("tile", "Tile")])
+    widths = WIDTHS if timer.on_gpu else ((64, 128),)
+    for dtype, (k, n), m in itertools.product(args.dtypes, widths, args.m):
+        if dtype == "fp8" and not timer.on_gpu:
+            continue
+        calls, wrong, tile = gemm_of(m, k, n, dtype == "fp8")
+        took, samples = times(timer, calls, wrong, f"{dtype}, m {m}, k {k}, n {n}")
+        row = dict(dtype=dtype, k=k, n=n, m=m, **took, tflops=2 * m * n * k / took["ours"] / 1e6, tile=tile)
+        table.add(row, samples)
 
 
 def cublas(eight: bool) -> Any:
     """cuBLAS's GEMM of `x`, `w` and, of 8 bits, their scales; `out` is where it goes."""
-    import torch
 
     def scaled(x: Any, w: Any, of_rows: Any, of_columns: Any, out: Any = None) -> Any:
         return scaled_mm(x, w, of_rows, of_columns)
@@ -137,8 +120,6 @@ def fake_world(world: Any, ranks: int) -> None:
     their signals are there from the beginning. So this measures what a fused call costs a rank beside its GEMM, not
     what waiting for real peers costs.
     """
-    import torch
-
     from tilescale_net.kernels.collective import Collective
     from tilescale_net.runtime import context
 
@@ -152,26 +133,19 @@ def fake_world(world: Any, ranks: int) -> None:
     words = torch.frombuffer(bytearray(context.pack(header, bases)), dtype=torch.int64)
     world.context_tensor.as_strided(words.shape, (1,)).copy_(words)  # the bases lie behind what kernels take
     world.size, world.peer_base = ranks, bases
-    Collective.allows_partial_membership = (
-        True  # with one member of the job: its peers have not left, they were never there
-    )
+    # One member of the job: its peers have not left, they were never there.
+    Collective.allows_partial_membership = True
 
 
 def preset_signals(*signals: Any) -> None:
     """All that peers could signal has been signalled."""
-    import torch
-
     for words in signals:
         words.view(torch.int64).fill_(SOON)
 
 
 def call_of(kind: str, args: argparse.Namespace, m: int, eight: bool) -> Any:
     """`(call, cuBLAS's, what is wrong or None, free)` of a fused call on a rank with prompt peers."""
-    import torch
-
-    import tilescale_net as tsn
     from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-    from tilescale_net.kernels.fused.choice import GemmProblem, blocks_for, tiling_for
     from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
     from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 
@@ -180,8 +154,9 @@ def call_of(kind: str, args: argparse.Namespace, m: int, eight: bool) -> Any:
     k, n = (8192, 14336) if kind == "AG+GEMM" else (7168, 8192)
     name = {"AG+GEMM": "all_gather_matmul", "GEMM+RS": "matmul_reduce_scatter", "GEMM+AR": "matmul_all_reduce"}[kind]
     dtype, mm = torch.float8_e4m3fn if eight else torch.bfloat16, cublas(eight)
-    product = GemmProblem(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, dtype)
-    options: dict[str, Any] = dict(tiling=tiling_for(tsn.device(), product), **blocks_for(tsn.device(), product))
+    problem = fused_choice.GemmProblem(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, dtype)
+    options: dict[str, Any] = dict(tiling=fused_choice.tiling_for(tsn.device(), problem))
+    options |= fused_choice.blocks_for(tsn.device(), problem)
     options |= {"blocks": args.blocks} if args.blocks else {}
     (held, of_columns), whole = operand(n, k, eight, 2), random(m, n)
     w = held.t() if eight else held.t().contiguous()
@@ -215,26 +190,19 @@ def call_of(kind: str, args: argparse.Namespace, m: int, eight: bool) -> Any:
 
 def calls(report: Report, timer: Timer, args: argparse.Namespace) -> None:
     keys = [Column("kind", "Call"), Column("dtype", "Dtype"), Column("ranks", "Ranks", ",d"), Column("m", "M", ",d")]
-    columns = [
-        Column("ours", "Ours", better="lower", unit="us"),
-        Column("matmul", "cuBLAS alone", better="lower", unit="us"),
-    ]
-    columns += [Column("over", "x cuBLAS", ".3f")]
+    columns = [us("ours", "Ours"), us("matmul", "cuBLAS alone"), Column("over", "x cuBLAS", ".3f")]
     table = report.table("calls", keys, columns)
     table.plotted = False
-    for dtype, kind, m in ((d, k, m) for d in args.dtypes for k in args.kinds for m in args.m):
+    for dtype, kind, m in itertools.product(args.dtypes, args.kinds, args.m):
         if m % args.ranks:
             continue
         ours, theirs, wrong, free = call_of(kind, args, m, dtype == "fp8")
         took, samples = times(timer, {"ours": ours, "matmul": theirs}, wrong, f"{dtype} {kind}, m {m}")
-        over = took["ours"] / took["matmul"]
-        table.add(dict(kind=kind, dtype=dtype, ranks=args.ranks, m=m, **took, over=over), samples)
+        table.add(dict(kind=kind, dtype=dtype, ranks=args.ranks, m=m, **took), samples)
         free()
 
 
 def main() -> None:
-    import tilescale_net as tsn
-
     args = parse()
     report = Report("matmul", args)
     world = tsn.init(HEAP if "calls" in args.parts else 64 << 20)
@@ -246,9 +214,8 @@ def main() -> None:
     if "product" in args.parts:
         gemms(report, timer, args)
     if "calls" in args.parts:
-        report.environment["calls"] = (
-            "of one rank, whose peers are this GPU's memory and always ahead; not of several GPUs"
-        )
+        text = "of one rank, whose peers are this GPU's memory and always ahead; not of several GPUs"
+        report.environment["calls"] = text
         fake_world(world, args.ranks)
         calls(report, timer, args)
     report.finish()

@@ -8,28 +8,16 @@ simulator runs the same kernels on small shapes, without NCCL.
 """
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
-from benchmark.common.gemm import (
-    Implementations,
-    Operands,
-    difference,
-    gemm_alone,
-    if_works,
-    operands,
-    options_of,
-    parse,
-    run,
-)
+from benchmark.common import gemm
+from benchmark.common.gemm import Implementations, Operands, difference, gemm_alone, if_works, operands, options_of
+from benchmark.common.modules import dist, symmetric_memory, torch
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
 def implementations(args: argparse.Namespace, m: int, blocks: int | None, group: Any) -> Implementations:
-    import torch
-    import torch.distributed as dist
-
     from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 
     mine = operands(args, m)
@@ -39,7 +27,7 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
     step = 16 if m > 1024 else 1
     wanted = mine.exact(slice(None, None, step)).cpu()
     dist.all_reduce(wanted)
-    calls: dict[str, Callable[[], object]] = {
+    calls: dict[str, Any] = {
         "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
         "matmul": lambda: mine.matmul(whole),
         "tilelang": gemm_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
@@ -50,16 +38,13 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
         calls |= if_works("torch's symmetric memory", lambda: torchs(mine, args.n, group))
     rounding = 0.04 if mine.scales else 0.02
     is_wrong = lambda: difference(out[::step], wanted.to(out.device), "the sum", rounding)  # noqa: E731
-    return Implementations(mine, calls, {"torch"}, is_wrong, op.free, op)
+    return Implementations(mine, op, calls, is_wrong, op.free)
 
 
 def torchs(mine: Operands, n: int, group: Any) -> Any:
     """torch's GEMM and the all-reduce of its symmetric memory; it has no fused operator."""
-    import torch
-    import torch.distributed._symmetric_memory as symmetric
-
-    shared = symmetric.empty((mine.x.shape[0], n), dtype=torch.bfloat16, device=mine.x.device)
-    symmetric.rendezvous(shared, group.group_name)
+    shared = symmetric_memory.empty((mine.x.shape[0], n), dtype=torch.bfloat16, device=mine.x.device)
+    symmetric_memory.rendezvous(shared, group.group_name)
 
     def call() -> None:
         result = mine.matmul(shared)
@@ -71,5 +56,5 @@ def torchs(mine: Operands, n: int, group: Any) -> Any:
 
 
 if __name__ == "__main__":
-    args = parse(__doc__.splitlines()[0], 7168, 8192)
-    run("matmul_all_reduce", args, int(max(args.m) * args.n * 2 * 5.5), lambda *which: implementations(args, *which))
+    args = gemm.parse(__doc__.splitlines()[0], 7168, 8192)
+    gemm.run("matmul_all_reduce", args, int(max(args.m) * args.n * 2 * 5.5), implementations)

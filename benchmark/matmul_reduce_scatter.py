@@ -8,29 +8,17 @@ Without a GPU the simulator runs the same kernels on small shapes, without NCCL.
 """
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
-from benchmark.common.gemm import (
-    Implementations,
-    Operands,
-    difference,
-    gemm_alone,
-    if_works,
-    operands,
-    options_of,
-    parse,
-    run,
-)
+import tilescale_net as tsn
+from benchmark.common import gemm
+from benchmark.common.gemm import Implementations, Operands, difference, gemm_alone, if_works, operands, options_of
+from benchmark.common.modules import dist, torch
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
 def implementations(args: argparse.Namespace, m: int, blocks: int | None, group: Any) -> Implementations:
-    import torch
-    import torch.distributed as dist
-
-    import tilescale_net as tsn
     from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 
     size, rows = tsn.size(), m // tsn.size()
@@ -43,7 +31,7 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
     picked = torch.cat([mine.exact(slice(p * rows, (p + 1) * rows, step)) for p in range(size)]).cpu()
     dist.all_reduce(picked)
     wanted = picked.view(size, -1, args.n)[tsn.rank()].to(out.device)
-    calls: dict[str, Callable[[], object]] = {
+    calls: dict[str, Any] = {
         "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
         "matmul": lambda: mine.matmul(whole),
         "tilelang": gemm_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
@@ -54,16 +42,12 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
         calls |= {"communication": scatter, "sequence": sequence}
         calls |= if_works("torch's fused operator", lambda: torchs(mine, group))
     rounding = 0.04 if mine.scales else 0.02
-    return Implementations(
-        mine, calls, {"torch"}, lambda: difference(out[::step], wanted, "the sum", rounding), op.free, op
-    )
+    is_wrong = lambda: difference(out[::step], wanted, "the sum", rounding)  # noqa: E731
+    return Implementations(mine, op, calls, is_wrong, op.free)
 
 
 def torchs(mine: Operands, group: Any) -> Any:
     """A call of torch's own fused operator."""
-    import torch
-    import torch.distributed._symmetric_memory
-
     ops, name = torch.ops.symm_mem, group.group_name
     if mine.x_scales is None or mine.w_scales is None:
         return lambda: ops.fused_matmul_reduce_scatter(mine.x, mine.w, "sum", 0, name)
@@ -73,7 +57,5 @@ def torchs(mine: Operands, group: Any) -> Any:
 
 
 if __name__ == "__main__":
-    args = parse(__doc__.splitlines()[0], 7168, 8192)
-    run(
-        "matmul_reduce_scatter", args, int(max(args.m) * args.n * 2 * 3.5), lambda *which: implementations(args, *which)
-    )
+    args = gemm.parse(__doc__.splitlines()[0], 7168, 8192)
+    gemm.run("matmul_reduce_scatter", args, int(max(args.m) * args.n * 2 * 3.5), implementations)

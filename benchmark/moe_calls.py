@@ -14,9 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmark.common import Column, Report, is_rank_zero, median, positive_int, world_size
-from benchmark.common.arguments import MOE_TIMING, MoeParser, on_gpu
-from benchmark.common.measuring import SIMULATED, DeviceTimer, gather
+import tilescale_net as tsn
+from benchmark.common import Column, is_rank_zero, median, medians, positive_int, us
+from benchmark.common import moe as common
+from benchmark.common.arguments import on_gpu
+from benchmark.common.measuring import DeviceTimer, captured, device_us, gather, in_turn
+from benchmark.common.modules import moe, torch
+from benchmark.common.moe import Exchange
 
 BENCH = dict(ranks=0, quick="--mode throughput --layout rank --dtype bf16 --blocks 2 --warmup 1 --repeat 2")
 
@@ -28,14 +32,10 @@ COLUMNS = ("dispatch", "cached", "agreeing", "combine", "graph", "host", "wall")
 
 
 def parse() -> argparse.Namespace:
-    parser = MoeParser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--blocks",
-        type=lambda text: [positive_int(part) for part in text.split(",")],
-        metavar="LIST",
-        help="of throughput mode (8,12,24; simulator 2)",
-    )
-    parser.add_argument("--no-quantised", action="store_true", help="leave out rows that travel back as FP8")
+    parser = common.MoeParser(__doc__.splitlines()[0])
+    numbers = lambda text: [positive_int(part) for part in text.split(",")]  # noqa: E731
+    parser.option("--blocks", numbers, None, "of throughput mode (8,12,24; simulator 2)")
+    parser.flag("--no-quantised", "leave out rows that travel back as FP8")
     args = parser.parse_args()
     args.blocks = args.blocks or BLOCKS[on_gpu()]
     return args
@@ -49,95 +49,14 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for layout in ["expert"] if latency else args.layout:
             for blocks in [0] if latency else args.blocks:  # 0: as many as there are
                 for dtype in args.dtype:
-                    back = ["bf16"] + ["fp8"] * (
-                        blocks == max(args.blocks) and dtype == "fp8" and not args.no_quantised
-                    )
-                    found += [dict(mode=mode, layout=layout, blocks=blocks, dtype=dtype, back=b) for b in back]
+                    both = blocks == max(args.blocks) and dtype == "fp8" and not args.no_quantised
+                    for back in ("bf16", "fp8") if both else ("bf16",):
+                        found.append(dict(mode=mode, layout=layout, blocks=blocks, dtype=dtype, back=back))
     return found
-
-
-class Case:
-    """An AllToAll with its inputs, and calls of it that are timed.
-
-    Args:
-        everyone: all ranks' inputs.
-    """
-
-    def __init__(self, args: argparse.Namespace, case: dict[str, Any], everyone: Any) -> None:
-        import torch
-
-        import tilescale_net as tsn
-        from benchmark.common.moe import FP8, returned_rows
-        from tilescale_net.kernels.moe import AllToAll, Tuning
-
-        self._mine, self._everyone, self._case = everyone[tsn.rank()], everyone, case
-        self.throughput, fp8 = case["mode"] == "throughput", case["dtype"] == "fp8"
-        tokens, options = len(self._mine.x), {}
-        if self.throughput:  # twice the rows of an even spread, not all rows of all ranks
-            rows = max(2 * tokens * args.topk, world_size() * tokens)
-            options = dict(layout=case["layout"], capacity=rows, tuning=Tuning(blocks=case["blocks"]))
-        self.op = AllToAll(
-            args.experts, tokens, args.hidden, args.topk, FP8 if fp8 else torch.bfloat16, case["mode"], warm_up=False,
-            quantize_combine=case["back"] == "fp8", **options,
-        )  # fmt: skip
-        self._x = (self._mine.x_fp8, self._mine.scales) if fp8 and self.throughput else self._mine.x
-        received = self.dispatch()
-        self._y = returned_rows(received)
-        self._handle, self._out = received.handle, torch.empty_like(self._mine.x)
-        self.combine()
-        self.op.check()
-        if not args.no_check:
-            self._check(received)
-
-    def _check(self, received: Any) -> None:
-        import tilescale_net as tsn
-        from benchmark.common.moe import check_combine, check_dispatch
-        from tilescale_net.kernels.moe.row_ops import dequantise
-
-        case, mine, experts = self._case, self._mine, self.op.config.num_experts
-        check_dispatch(received, self._everyone, experts, tsn.rank(), case["mode"], case["layout"])
-        if case["back"] == "bf16":
-            rows = dequantise(mine.x_fp8, mine.scales).to(self._y.dtype) if case["dtype"] == "fp8" else mine.x
-            weighted = case["layout"] == "expert"
-            check_combine(self._out, mine, rows, experts, world_size(), weighted, tsn.rank(), self.op.sums_over)
-
-    def dispatch(self) -> Any:
-        return self.op.dispatch(self._x, self._mine.topk_idx, self._mine.topk_weights)
-
-    def cached(self) -> Any:
-        return self.op.dispatch(self._x, handle=self._handle)
-
-    def combine(self) -> Any:
-        return self.op.combine(self._y, self._handle, out=self._out)
-
-    def pair(self) -> Any:
-        return self.op.combine(self._y, self.dispatch().handle, out=self._out)
-
-    def kernels(self, timer: DeviceTimer) -> dict[str, list[float]]:
-        """Samples of each kernel, or chain of kernels."""
-        nothing, found = lambda: None, {}
-        found["dispatch"] = timer.kernel(nothing, lambda _: self.dispatch())
-        if self.throughput:
-            found["cached"] = timer.kernel(nothing, lambda _: self.cached())
-            found["combine"] = timer.kernel(nothing, lambda _: self.combine())
-        else:  # a combine each for the dispatches before it
-            found["combine"] = timer.kernel(
-                self.dispatch, lambda received: self.op.combine(self._y, received.handle, out=self._out)
-            )
-        return found
-
-    def close(self) -> None:
-        import tilescale_net as tsn
-
-        self.op.check()
-        tsn.barrier()
-        self.op.free()
 
 
 def launched(call: Callable[..., Any], pairs: int) -> tuple[list[float], list[float]]:
     """Microseconds of a call: until it returns, and, of many in a row, until they have ended."""
-    import tilescale_net as tsn
-
     host, wall = [], []
     for _ in range(SAMPLES):
         tsn.synchronize()
@@ -145,57 +64,40 @@ def launched(call: Callable[..., Any], pairs: int) -> tuple[list[float], list[fl
         start = time.perf_counter()
         for _ in range(pairs):
             call()
-        returned = time.perf_counter()
+        host.append((time.perf_counter() - start) / pairs * 1e6)
         tsn.synchronize()
-        host.append((returned - start) / pairs * 1e6)
         wall.append((time.perf_counter() - start) / pairs * 1e6)
     return host, wall
 
 
 def replayed(call: Callable[..., Any]) -> list[float]:
     """Microseconds of a call in a CUDA graph of several."""
-    import torch
-
-    import tilescale_net as tsn
-
-    stream, graph, samples = torch.cuda.Stream(), torch.cuda.CUDAGraph(), []
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()
     torch.cuda.synchronize()
     tsn.barrier()
-    # Other threads, such as a proxy's, may use CUDA meanwhile.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(IN_GRAPH):
-            call()
-    for _ in range(SAMPLES + 1):
+    replay = captured(call, IN_GRAPH, stream)
+
+    def sample() -> float:
         tsn.synchronize()
         tsn.barrier()
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        graph.replay()
-        after.record()
-        torch.cuda.synchronize()
-        samples.append(before.elapsed_time(after) * 1e3 / IN_GRAPH)
-    return samples[1:]
+        return device_us(replay) / IN_GRAPH
+
+    return in_turn({"": sample}, 1, SAMPLES)[""]
 
 
-def table_of(report: Report) -> Any:
-    keys = [Column(name, name) for name in ("mode", "layout", "blocks", "dtype")] + [Column("back", "combine of")]
-    columns = [Column(name, name, better="lower", unit="us") for name in COLUMNS]
-    table = report.table("MoE calls", keys, columns)
-    table.notes.append(
-        "agreeing: on the layout, dispatch less the same with a layout that is known. graph, host, wall: of a "
-        "dispatch and its combine. Medians over the samples of a rank, of which the median over ranks is shown. blocks 0: all "
-        "SMs."
-    )
-    return table
-
-
-def measure(
-    args: argparse.Namespace, case: dict[str, Any], everyone: Any, timer: DeviceTimer
-) -> dict[str, list[float]]:
-    made = Case(args, case, everyone)
-    samples = made.kernels(timer)
+def measure(args: argparse.Namespace, case: dict[str, Any], timer: DeviceTimer) -> dict[str, list[float]]:
+    """Samples of each kernel, or chain of kernels."""
+    everyone = common.all_inputs(args, args.tokens_of[case["mode"]], case["dtype"] == "fp8")
+    options: dict[str, Any] = {"tuning": moe.Tuning(blocks=case["blocks"])} if case["mode"] == "throughput" else {}
+    keys = {name: case[name] for name in ("mode", "layout", "dtype", "back")}
+    made = Exchange(args, everyone, **keys, warm_up=False, **options)
+    samples = {"dispatch": timer.kernel(made.dispatch)}
+    if made.throughput:
+        samples |= {"cached": timer.kernel(made.cached), "combine": timer.kernel(made.combine)}
+    else:  # a combine each for the dispatches before it
+        samples["combine"] = timer.kernel(made.combine, made.handle_of_dispatch)
     if timer.on_gpu:
         samples["host"], samples["wall"] = launched(made.pair, PAIRS)
         samples["graph"] = replayed(made.pair)
@@ -205,25 +107,20 @@ def measure(
 
 def main() -> None:
     args = parse()
-    import tilescale_net as tsn
-    from benchmark.common.moe import make
-    from benchmark.moe_all_to_all import heap_bytes
-
-    report = Report("moe_calls", args)
-    world = tsn.init(heap_bytes(args, args.tokens_of))
-    timer = DeviceTimer(args, world.device_kind == "cuda", MOE_TIMING)
-    report.environment |= {
-        "shape": f"hidden {args.hidden}, top-{args.topk} of {args.experts} experts, tokens "
-        + ", ".join(f"{n} in {mode} mode" for mode, n in args.tokens_of.items()),
-        "data": "not verified" if args.no_check else "verified, every byte, but what travels back as FP8",
-        "timing": f"median of {timer.repeat}" + ("" if timer.on_gpu else f"; {SIMULATED}"),
-    }
-    table = table_of(report)
+    report, timer = common.start("moe_calls", args, "verified, every byte, but what travels back as FP8")
+    tokens = ", ".join(f"{n} in {mode} mode" for mode, n in args.tokens_of.items())
+    report.environment["shape"] += f", tokens {tokens}"
+    keys = [Column(name, name) for name in ("mode", "layout", "blocks", "dtype")] + [Column("back", "combine of")]
+    table = report.table("MoE calls", keys, [us(name, name) for name in COLUMNS])
+    table.notes.append(
+        "agreeing: on the layout, dispatch less the same with a layout that is known. graph, host, wall: of a "
+        "dispatch and its combine. Medians over the samples of a rank, of which the median over ranks is shown. blocks 0: all "
+        "SMs."
+    )
     for case in report.progress(cases(args), "rows"):
-        shape = (args.tokens_of[case["mode"]], args.hidden, args.experts, args.topk, case["dtype"] == "fp8", 7)
-        everyone = [make(rank, *shape, tsn.device()) for rank in range(tsn.size())]
-        samples = measure(args, case, everyone, timer)
-        middle = {name: median(gather(median(found))) for name, found in samples.items()}
+        samples = measure(args, case, timer)
+        everyone = gather(medians(samples))
+        middle = {name: median([found[name] for found in everyone]) for name in samples}
         if "cached" in middle:
             middle["agreeing"] = middle["dispatch"] - middle["cached"]
         if is_rank_zero():

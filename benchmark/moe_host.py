@@ -10,10 +10,14 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
-from benchmark.common import BenchmarkParser, Column, Report, median, positive_int
+import tilescale_net as tsn
+from benchmark.common import BenchmarkParser, Column, Report, medians, positive_int, us
+from benchmark.common.measuring import in_turn
+from benchmark.common.modules import moe, torch
 
 # Calls between two synchronisations: a host too far ahead of a GPU waits for room in its queue.
 AT_A_TIME = 50
@@ -22,36 +26,29 @@ BENCH = dict(ranks=1, quick="--calls 50 --repeat 3", gpu=False)  # see common/su
 
 def parse() -> argparse.Namespace:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=None)
-    text = "timed runs, whose median is shown (15; 5 in the simulator)"
-    parser.add_argument("--repeat", type=positive_int, metavar="N", help=text)
-    parser.add_argument("--calls", type=positive_int, default=200, metavar="N", help="calls of a sample (200)")
-    parser.add_argument("--tokens", type=positive_int, default=16, metavar="N", help="tokens of a call (16)")
-    parser.add_argument("--hidden", type=positive_int, default=128, metavar="N", help="elements of a row (128)")
-    parser.add_argument("--experts", type=positive_int, default=8, metavar="N", help="experts of the layer (8)")
-    parser.add_argument("--top-k", type=positive_int, default=4, metavar="N", help="choices per token (4)")
+    parser.option("--repeat", positive_int, None, "timed runs, whose median is shown (15; 5 in the simulator)")
+    parser.option("--calls", positive_int, 200, "calls of a sample")
+    parser.option("--tokens", positive_int, 16, "tokens of a call")
+    parser.option("--hidden", positive_int, 128, "elements of a row")
+    parser.option("--experts", positive_int, 8, "experts of the layer")
+    parser.option("--top-k", positive_int, 4, "choices per token")
     return parser.parse_args()
 
 
 def objects(args: argparse.Namespace) -> dict[str, Any]:
     """Name of each row and its AllToAll."""
-    import torch
-
-    from tilescale_net.kernels.moe import AllToAll
-
     sizes = (args.experts, args.tokens, args.hidden, args.top_k)
     fp8 = torch.float8_e4m3fn
     return {
-        "latency, BF16": AllToAll(*sizes, torch.bfloat16, "latency"),
-        "latency, FP8": AllToAll(*sizes, fp8, "latency"),
-        "throughput, by rank": AllToAll(*sizes, torch.bfloat16, layout="rank"),
-        "throughput, by expert": AllToAll(*sizes, torch.bfloat16),
+        "latency, BF16": moe.AllToAll(*sizes, torch.bfloat16, "latency"),
+        "latency, FP8": moe.AllToAll(*sizes, fp8, "latency"),
+        "throughput, by rank": moe.AllToAll(*sizes, torch.bfloat16, layout="rank"),
+        "throughput, by expert": moe.AllToAll(*sizes, torch.bfloat16),
     }
 
 
 def inputs(args: argparse.Namespace, device: Any) -> tuple[Any, ...]:
     """Rows, choices and weights."""
-    import torch
-
     x = torch.randn((args.tokens, args.hidden), device=device).to(torch.bfloat16)
     chosen = torch.rand((args.tokens, args.experts), device=device).topk(args.top_k, 1)[1]
     return x, chosen, torch.rand((args.tokens, args.top_k), device=device)
@@ -59,8 +56,6 @@ def inputs(args: argparse.Namespace, device: Any) -> tuple[Any, ...]:
 
 def calls_of(op: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Name of each column and a function that makes its calls."""
-    import torch
-
     device = op.device
     x, chosen, weights = inputs(args, device)
     received = op.dispatch(x, chosen, weights)
@@ -81,9 +76,6 @@ def calls_of(op: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 def calls_of_deep_ep(args: argparse.Namespace, fp8: bool) -> dict[str, Any]:
     """The same of low-latency calls in DeepEP's words, which bring weights at combine."""
-    import torch
-
-    import tilescale_net as tsn
     from tilescale_net.deep_ep import Buffer
 
     buffer, (x, chosen, weights) = Buffer(), inputs(args, tsn.device())
@@ -140,30 +132,22 @@ def without_launches(made: Any) -> Any:
 
 def main() -> None:
     args = parse()
-    import tilescale_net as tsn
-
     report = Report("moe_host", args)
     tsn.init()
     on_gpu = tsn.device().type == "cuda"
     args.repeat = args.repeat or (15 if on_gpu else 5)
     report.environment["timing"] = f"median of {args.repeat} x {args.calls} calls, {AT_A_TIME} at a time, in turn"
     names = ("dispatch", "cached", "combine", "both")
-    columns = [Column(f"{name}_us", name, better="lower", unit="us") for name in names]
-    if on_gpu:
-        columns += [Column(f"{name}_all_us", f"{name}, launched", better="lower", unit="us") for name in names]
+    columns = [us(f"{name}_us", name) for name in names]
+    columns += [us(f"{name}_all_us", f"{name}, launched") for name in names] if on_gpu else []
     table = report.table("calls", [Column("what", "AllToAll")], columns)
-
     runs = without_launches(lambda: timed_calls(args, ""))
     runs |= timed_calls(args, "_all") if on_gpu else {}
-    samples: dict[tuple[Any, ...], list[float]] = {key: [] for key in runs}
-    for turn in report.progress(range(args.warmup + args.repeat), "turns"):
-        for key, call in runs.items():
-            spent = cost(call, args.calls, tsn.synchronize)
-            if turn >= args.warmup:
-                samples[key].append(spent)
+    turns = {key: partial(cost, call, args.calls, tsn.synchronize) for key, call in runs.items()}
+    samples = in_turn(turns, args.warmup, args.repeat)
     for name in dict.fromkeys(row for row, _ in runs):
         mine = {what: values for (row, what), values in samples.items() if row == name}
-        table.add({"what": name, **{what: median(values) for what, values in mine.items()}}, mine)
+        table.add({"what": name, **medians(mine)}, mine)
     report.finish()
     tsn.finalize()
 

@@ -11,9 +11,22 @@ kernels on small shapes; one rank on a GPU shows the overlap with copies in its 
 import argparse
 from typing import Any
 
+import tilescale_net as tsn
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
-from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong, repeated
-from benchmark.common.report import Column, Report, world_size
+from benchmark.common.gemm import difference
+from benchmark.common.measuring import (
+    Timer,
+    gather,
+    medians,
+    normal_numbers,
+    raise_if_wrong,
+    repeated,
+    slowest_ranks,
+    start_together,
+)
+from benchmark.common.modules import moe, torch
+from benchmark.common.moe import all_inputs, traffic
+from benchmark.common.report import Column, Report, us, world_size
 
 BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
 
@@ -29,23 +42,19 @@ TITLES = {
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
-    add_timing_arguments(parser)
-    shape = ON_GPU if on_gpu() else SIMULATED
-    text = f"per rank {shape['tokens']}"
-    parser.add_argument("--tokens", type=int_list(1, 1 << 20), default=shape["tokens"], metavar="LIST", help=text)
-    texts = dict(hidden="elements of a row", inner="columns of an expert's first matrix", experts="of all ranks")
-    for name, text in (texts | dict(topk="choices of a token")).items():
-        parser.add_argument(
-            f"--{name}", type=positive_int, default=shape[name], metavar="N", help=f"{text} ({shape[name]})"
-        )
-    blocks = [8] if on_gpu() else [2]
-    text = f"of a dispatch and of a combine beside a GEMM {blocks}; elsewhere they take those of Tuning"
-    parser.add_argument("--blocks", type=int_list(2, 132), default=blocks, metavar="LIST", help=text)
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
+    shape: dict[str, Any] = ON_GPU if on_gpu() else SIMULATED
+    parser.option("--tokens", int_list(1, 1 << 20), shape["tokens"], "per rank")
+    parser.option("--hidden", positive_int, shape["hidden"], "elements of a row")
+    parser.option("--inner", positive_int, shape["inner"], "columns of an expert's first matrix")
+    parser.option("--experts", positive_int, shape["experts"], "of all ranks")
+    parser.option("--topk", positive_int, shape["topk"], "choices of a token")
+    text = "of a dispatch and of a combine beside a GEMM; elsewhere they take those of Tuning"
+    parser.option("--blocks", int_list(2, 132), [8] if on_gpu() else [2], text)
     tile = [128, 256, 64] if on_gpu() else [32, 32, 16]
-    parser.add_argument("--tile", type=int_list(16, 512), default=tile, metavar="M,N,K", help=f"of a GEMM {tile}")
-    parser.add_argument("--peak", type=positive_int, default=989, metavar="N", help="TFLOP/s of the bound (989)")
-    parser.add_argument("--link", type=positive_int, default=450, metavar="N", help="GB/s of the bound (450)")
+    parser.option("--tile", int_list(16, 512), tile, "of a GEMM", "M,N,K")
+    parser.option("--peak", positive_int, 989, "TFLOP/s of the bound")
+    parser.option("--link", positive_int, 450, "GB/s of the bound")
     args = parser.parse_args()
     args.stages, args.panel, args.columns = (4, 8, 128) if on_gpu() else (2, 2, 16)
     if len(args.tile) != 3:
@@ -73,33 +82,27 @@ class Layer:
     """
 
     def __init__(self, args: argparse.Namespace, tokens: int, blocks: int) -> None:
-        import torch
-
-        import tilescale_net as tsn
-        from benchmark.common.moe import make, traffic
         from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
         from tilescale_net.kernels.fused.gemm import Tiling
-        from tilescale_net.kernels.moe import AllToAll
 
         rank, ranks, device = tsn.rank(), tsn.size(), tsn.device()
         sizes, options = shape_of(args, tokens)
         options |= {"warm_up": False}  # each side is called before it is timed
-        self.overlapping = AllToAll(*sizes, **options, tile_rows=args.tile[0])
-        self.plain = AllToAll(*sizes, **options)
+        self.overlapping = moe.AllToAll(*sizes, **options, tile_rows=args.tile[0])
+        self.plain = moe.AllToAll(*sizes, **options)
         tiling = Tiling(args.tile, args.stages, args.panel, args.columns)
         self.up = ExpertMatmul(self.overlapping, args.hidden, args.inner, tiling=tiling)
         self.down = ExpertMatmul(self.overlapping, args.inner, args.hidden, tiling=tiling)
-        everyone = [make(r, tokens, args.hidden, args.experts, args.topk, False, 7, device) for r in range(ranks)]
+        everyone = all_inputs(args, tokens, False)
         mine, indices = everyone[rank], [e.topk_idx for e in everyone]
         self.choices, self.blocks = (mine.x, mine.topk_idx, mine.topk_weights), blocks
         self.remote = traffic(indices, args.experts, rank, [False] * ranks).remote
         local = args.experts // ranks
         self.rows = sum(int((idx // local == rank).sum()) for idx in indices)
-        generator = torch.Generator(device=device).manual_seed(rank)
         shape = local, args.inner, args.hidden
-        self.held = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        self.held = [normal_numbers(shape, 2 * rank + i, torch.bfloat16, device) for i in range(2)]
         for held in self.held:
-            held.normal_(generator=generator).div_(args.hidden**0.5)
+            held.div_(args.hidden**0.5)
         # Columns of the first and rows of the second are contiguous.
         self.w_up, self.w_down = self.held[0].transpose(1, 2), self.held[1]
         self.received = self.plain.dispatch(*self.choices)
@@ -151,8 +154,6 @@ class Layer:
 
     def torchs(self) -> list[Any]:
         """torch's own grouped GEMM of each part, where it works."""
-        import torch
-
         assert self.received.offsets is not None
         ends = self.received.offsets[1:].clone()
         up = lambda: torch._grouped_mm(self.rows_in, self.w_up, offs=ends)  # noqa: E731
@@ -169,10 +170,6 @@ class Layer:
 
     def wrong(self) -> str | None:
         """What is wrong with our results: GEMMs against torch, the rest against one after the other."""
-        import torch
-
-        from benchmark.common.gemm import difference
-
         assert self.received.offsets is not None
         h, handle = self.first()
         out, begins = self.second(h, handle), self.received.offsets.tolist()
@@ -200,10 +197,8 @@ def measure(args: argparse.Namespace, tokens: int, blocks: int, timer: Timer, to
     flops, moved = 2 * most * args.hidden * args.inner, 2 * max(gather(layer.remote)) * args.hidden
     for part, calls in layer.implementations().items():
         launches = {key: repeated(call) for key, call in calls.items()}
-        samples = timer.interleaved(launches, 5, together, set())
-        everyone = gather(samples)
-        slowest = {key: max((s[key] for s in everyone), key=median) for key in samples}
-        times = {key: median(values) for key, values in slowest.items()}
+        slowest = slowest_ranks(timer.interleaved(launches, 5, together))
+        times = medians(slowest)
         both = 2 if part == "layer" else 1
         bound = both * max(flops / args.peak / 1e6, moved / args.link / 1e3)
         row = {"part": part, "tokens": tokens, "blocks": blocks, **{key: times.get(key) for key in TITLES}}
@@ -215,26 +210,19 @@ def measure(args: argparse.Namespace, tokens: int, blocks: int, timer: Timer, to
 
 def main() -> None:
     args = parse()
-    import tilescale_net as tsn
-    from tilescale_net.kernels.moe import AllToAll
-
     report = Report("moe_layer", args)
     sizes, options = shape_of(args, max(args.tokens))
-    need = sum(
-        AllToAll.heap_bytes(*sizes, ranks=world_size(), **options, **more) for more in ({}, {"tile_rows": args.tile[0]})
-    )
+    more: list[dict[str, Any]] = [{}, {"tile_rows": args.tile[0]}]
+    need = sum(moe.AllToAll.heap_bytes(*sizes, ranks=world_size(), **options, **these) for these in more)
     world = tsn.init(need + (64 << 20))
-    timer, together = Timer.of(args, world.device_kind == "cuda"), None
-    if timer.on_gpu:
-        from tilescale_net.kernels import p2p
-
-        together = p2p.meet()
+    timer = Timer.of(args, world.device_kind == "cuda")
+    together = start_together(timer.on_gpu)
     shape = f"hidden {args.hidden}, inner {args.inner}, top {args.topk} of {args.experts} experts, bfloat16"
     report.environment |= {"shape": f"{shape}, normal random data, verified"}
     report.environment["timing"] = f"{timer.label(5)}, implementations in turn, slowest rank"
     report.environment["bound"] = f"{args.peak} TFLOP/s or {args.link} GB/s from other ranks, the rank with most of it"
     keys = [Column("part", "Part"), Column("tokens", "Tokens", ",d"), Column("blocks", "Blocks", ",d", plotted=False)]
-    columns = [Column(key, title, better="lower", unit="us") for key, title in TITLES.items()]
+    columns = [us(key, title) for key, title in TITLES.items()]
     columns += [Column("over", "x one after the other", ".3f"), Column("share", "share of the bound", ".0f", unit="%")]
     table = report.table("moe_layer", keys, columns)
     for tokens in args.tokens:

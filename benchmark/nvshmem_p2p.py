@@ -6,7 +6,7 @@ Timed and verified as in unrolledcp_p2p.py. NVSHMEM 3.7 and later copy by TMA wh
 """
 
 from benchmark.common import Report
-from benchmark.common.copies import copy_parser, finish, join, nvshmem, require_two_ranks
+from benchmark.common.copies import Nvshmem, compare, copy_parser, finish, join, nvshmem
 
 
 def main() -> None:
@@ -17,10 +17,7 @@ def main() -> None:
     report = Report("nvshmem_p2p", args)
     if reason := missing():
         report.nothing(reason.partition("not measured; ")[2] or reason)
-    require_two_ranks(parser)
-
-    from benchmark.common.copies import Nvshmem, compare
-
+    parser.require_two_ranks("copies need")
     timer = join(report, args)
     library = nvshmem(report)
     if library:

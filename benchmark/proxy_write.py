@@ -13,8 +13,10 @@ import argparse
 import os
 import random
 import sys
+from functools import partial
 from typing import Any
 
+import tilescale_net as tsn
 from benchmark.common import (
     BenchmarkParser,
     Column,
@@ -23,16 +25,18 @@ from benchmark.common import (
     format_bytes,
     is_rank_zero,
     median,
+    medians,
     non_negative_int,
     percentile,
     positive_float,
     positive_int,
+    rate,
     size_list,
-    world_size,
+    us,
 )
-from benchmark.common.fabric import SizeColumn
+from benchmark.common.fabric import ProxyBench, SizeColumn
 from benchmark.common.measuring import SIMULATED as LABEL
-from benchmark.common.measuring import common_seeds, raise_if_wrong
+from benchmark.common.measuring import common_seeds, in_turn, raise_if_wrong
 from benchmark.common.plot import significant
 
 BENCH = dict(nodes=2, quick="--sizes 8,64K --signal-sizes 8 --repeat 2 --iters 5")  # see common/suite.py
@@ -47,29 +51,24 @@ MODES = {"": 1, "NBI": 0}  # suffix of a configuration's name, and whether it bl
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=1, repeat=5)
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=1, repeat=5, check=True)
     text = f"sizes and doubling ranges ({SIMULATED[0]} in the simulator, up to 64M or 1G on GPUs)"
-    parser.add_argument("--sizes", type=size_list, metavar="LIST", help=text)
-    parser.add_argument("--iters", type=positive_int, metavar="N", help="writes of one timed run (by size)")
-    parser.add_argument(
-        "--link-gbps", type=positive_float, metavar="G", help="rate of one channel, for BusBW; else measured"
-    )
+    parser.option("--sizes", size_list, None, text)
+    parser.option("--iters", positive_int, None, "writes of one timed run (by size)")
+    parser.option("--link-gbps", positive_float, None, "rate of one channel, for BusBW; else measured")
     parser.add_argument("--provider", metavar="NAME", help="libfabric provider (TSN_PROVIDER, else the best one)")
-    text = "pieces in which proxy and bare writer post (TSN_PROXY_CHUNK)"
-    parser.add_argument("--chunk", type=byte_count, metavar="SIZE", help=text)
-    parser.add_argument("--put", type=byte_count, metavar="SIZE", help="bytes of one descriptor (the whole write)")
+    parser.option("--chunk", byte_count, None, "pieces in which proxy and bare writer post (TSN_PROXY_CHUNK)")
+    parser.option("--put", byte_count, None, "bytes of one descriptor (the whole write)")
     text = "channels of the Multi configurations; 0: one for each NIC near the GPU (2 in the simulator)"
-    parser.add_argument("--rails", type=non_negative_int, metavar="N", help=text)
+    parser.option("--rails", non_negative_int, None, text)
     parser.add_argument("--channels", choices=("both", "single", "multi"), default="both", help="configurations to run")
     text = f"sizes of put_signal ({SIGNAL_SIZES}); 'none' leaves that part out"
     signal = lambda t: [] if t == "none" else size_list(t)  # noqa: E731
     parser.add_argument("--signal-sizes", type=signal, default=signal(SIGNAL_SIZES), metavar="LIST", help=text)
     text = "the PE that rank 0 writes to writes back at the same time; figures are of rank 0, data are not verified"
     parser.add_argument("-b", "--bidirectional", action="store_true", help=text)
-    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
     args = parser.parse_args()
-    if world_size() < 2:
-        parser.error("writes need two ranks; start it with GPUS=2 VIRTUAL_NODES=2 bash launch.sh …")
+    parser.require_two_ranks("writes need", "GPUS=2 VIRTUAL_NODES=2")
     args.no_check |= args.bidirectional  # both write to the same memory of the bare writers
     if args.provider:
         os.environ["TSN_PROVIDER"] = args.provider
@@ -86,22 +85,21 @@ def measure(
     Raises:
         WrongData: on all ranks, when what was written is not what was sent.
     """
-    samples: dict[str, list[float]] = {**{name + mode: [] for mode in MODES}, f"Bare{name[5:]}": []}
-    complaints = []
-    for turn in range(args.warmup + args.repeat):
-        for kind, values in samples.items():
-            seed = seeds.getrandbits(62)
-            if not args.no_check:
-                bench.prepare(count, seed)
-            bare = kind.startswith("Bare")
-            if bare:
-                spent = bench.bare_write(count, writes)
-            else:
-                spent = bench.write(count, args.put, writes, MODES[kind[len(name) :]])
-            if not args.no_check:
-                complaints.append(bench.difference(bench.src if bare else bench.dst, count, seed))
-            if turn >= args.warmup:
-                values.append(spent)
+    complaints: list[str | None] = []
+
+    def write(call: Any, buffer: Any) -> float:
+        seed = seeds.getrandbits(62)
+        if not args.no_check:
+            bench.prepare(count, seed)
+        spent: float = call()
+        if not args.no_check:
+            complaints.append(bench.difference(buffer, count, seed))
+        return spent
+
+    calls = {name + mode: partial(bench.write, count, args.put, writes, blocking) for mode, blocking in MODES.items()}
+    turns = {kind: partial(write, call, bench.dst) for kind, call in calls.items()}
+    turns[f"Bare{name[5:]}"] = partial(write, partial(bench.bare_write, count, writes), bench.src)
+    samples = in_turn(turns, args.warmup, args.repeat)
     raise_if_wrong(f"{name}, {count} bytes", next(filter(None, complaints), None))
     return samples
 
@@ -116,20 +114,24 @@ def tables(report: Report, kinds: list[str]) -> Any:
     keys = [SizeColumn("bytes", "Size"), Column("count", "Count")]
     columns, limits = [], []
     for mode in MODES:
-        for kind in kinds:
-            name = f"Proxy{kind}{mode}"
-            columns += [
-                Column(name, f"{name}", better="higher", unit="Gbps"),
-                Column(f"{name}_busbw", "BusBW", unit="%"),
-                Column(f"{name}_us", "Lat", better="lower", series=name, unit="us"),
-            ]
+        for name in (f"Proxy{kind}{mode}" for kind in kinds):
+            columns += [rate(name, name, "Gbps"), Column(f"{name}_busbw", "BusBW", unit="%")]
+            columns += [us(f"{name}_us", "Lat", series=name)]
     for kind in kinds:
-        limits.append(Column(f"Bare{kind}", f"Bare {kind.lower()}", better="higher", unit="Gbps"))
+        limits.append(rate(f"Bare{kind}", f"Bare {kind.lower()}", "Gbps"))
         limits += [Column(f"Proxy{kind}{mode}_bare", f"Proxy{kind}{mode} of it", ".1%") for mode in MODES]
-    bandwidth = report.table("bandwidth", keys, columns)
-    limit = report.table("bare writer", keys, limits)
-    limit.notes.append("of it: the proxy's bandwidth over the bare writer's, median of the turns that both took.")
+    bandwidth, limit = report.table("bandwidth", keys, columns), report.table("bare writer", keys, limits)
+    limit.notes += [
+        "Bare: a CPU thread that writes the same with libfabric alone, the limit. of it: the proxy's bandwidth over the bare "
+        "writer's, median of the turns that both took.",
+    ]
     return bandwidth, limit
+
+
+LEGEND = (
+    "ProxySingle, ProxyMulti: the kernel waits (quiet) after each write, over one channel (network endpoint) or all of them; "
+    "NBI: it waits once, after the last write. Lat: a run's time over its writes. Count: of 4-byte elements."
+)
 
 
 def fill(
@@ -160,27 +162,20 @@ def fill(
     for row in limits:
         limit.add(row)
     text = ", ".join(f"{k} {v:.2f}" for k, v in whole.items())
-    bandwidth.notes.append(
-        f"BusBW is of {'the link' if link else 'the best of the bare writer'} (Gbps): {text}. Count is of 4 bytes."
-    )
+    of = "the link" if link else "the bare writer's best"
+    bandwidth.notes += [LEGEND, f"BusBW: bandwidth in percent of {of} (Gbps: {text})."]
 
 
-def signals(bench: Any, table: Any, args: argparse.Namespace) -> None:
+def signals(bench: ProxyBench, table: Any, args: argparse.Namespace) -> None:
     """Rows of put_signal's one-way times."""
-    import tilescale_net as tsn
-
     trips = 500 if bench.on_gpu else 20
     for count in args.signal_sizes:
-        ours, bare = [], []
-        for turn in range(args.warmup + args.repeat):
-            both = bench.one_way(count, trips), bench.bare_one_way(count, trips)
-            if turn >= args.warmup:
-                ours.append(both[0])
-                bare.append(both[1])
+        turns = {"signal": partial(bench.one_way, count, trips), "bare": partial(bench.bare_one_way, count, trips)}
+        found = in_turn(turns, args.warmup, args.repeat)
         if tsn.rank() == 0:
-            row = {"signal": median(ours), "bare": median(bare), "beyond": median([a - b for a, b in zip(ours, bare)])}
-            row |= {"signal_p99": percentile(ours, 99), "bare_p99": percentile(bare, 99)}
-            table.add({"bytes": count, **row}, {"signal": ours, "bare": bare})
+            row = medians(found) | {f"{name}_p99": percentile(samples, 99) for name, samples in found.items()}
+            beyond = median([a - b for a, b in zip(found["signal"], found["bare"])])
+            table.add({"bytes": count, **row, "beyond": beyond}, found)
 
 
 def main() -> None:
@@ -191,17 +186,15 @@ def main() -> None:
     report = Report("proxy_write", args)
     kinds = {"both": ["Single", "Multi"], "single": ["Single"], "multi": ["Multi"]}[args.channels]
     bandwidth, limit = tables(report, kinds)
-    title = [
-        Column("bare", "Bare", better="lower", unit="us"),
-        Column("bare_p99", "p99", better="lower", unit="us", plotted=False),
-        Column("signal", "put_signal", better="lower", unit="us"),
-        Column("signal_p99", "p99", better="lower", unit="us", plotted=False),
+    columns = [us("bare", "Bare"), us("bare_p99", "p99", plotted=False), us("signal", "put_signal")]
+    columns += [us("signal_p99", "p99", plotted=False), Column("beyond", "beyond bare", unit="us")]
+    signal = report.table("put_signal, one way", [SizeColumn("bytes", "Size")], columns)
+    signal.notes += [
+        "Bare: two bare writers, until the target's CPU has seen the data. put_signal: from a kernel's call until the waiting "
+        "kernel has seen the signal.",
+        "p99: of the samples, each of which is a mean over the round trips of a launch.",
+        "beyond bare: the median of the differences of turns, not the difference of the row's medians.",
     ]
-    signal = report.table(
-        "put_signal, one way", [SizeColumn("bytes", "Size")], [*title, Column("beyond", "beyond bare", unit="us")]
-    )
-    signal.notes.append("p99: of the samples, each of which is a mean over the round trips of a launch.")
-    signal.notes.append("beyond bare: the median of the differences of turns, not the difference of the row's medians.")
 
     results: dict[int, dict[str, list[float]]] = {}
     rails: dict[str, int] = {}
@@ -234,8 +227,6 @@ def measure_all(
     on_gpu: bool,
 ) -> None:
     """Fill `results` (samples by size and configuration) and `rails`, and the table of put_signal. Collective."""
-    from benchmark.common.fabric import ProxyBench
-
     for kind in kinds:
         wanted = 1 if kind == "Single" else (0 if on_gpu else 2) if args.rails is None else args.rails
         largest = max([*(args.sizes or size_list((DIRECT if on_gpu else SIMULATED)[0])), *args.signal_sizes])

@@ -7,49 +7,44 @@ Ranks 0 and 1 answer each other inside one kernel, one block each; a sample is a
 """
 
 import argparse
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
+import tilescale_net as tsn
 from benchmark.common import (
     BenchmarkParser,
     Column,
     Report,
     format_bytes,
     int_list,
-    median,
+    medians,
     one_of,
     percentile,
     positive_int,
+    us,
 )
 from benchmark.common.arguments import on_gpu
-from benchmark.common.copies import SLACK, finish, nvshmem, require_two_ranks
+from benchmark.common.copies import SLACK, finish, nvshmem
 from benchmark.common.measuring import GUARD, SIMULATED, common_seeds, difference, prepare, raise_if_wrong
+from benchmark.common.modules import p2p, torch
 
 BENCH = dict(quick="--sizes 8,8K --threads 128 --repeat 3")  # see common/suite.py
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=20, sizes="8,64,1K,8K,64K", simulated="8,1K,8K")
-    threads = int_list(1, 1024)
-    parser.add_argument("--threads", type=threads, metavar="LIST", help="of the block (32,128,1024; simulator 32,128)")
-    parser.add_argument(
-        "--engine",
-        type=one_of("auto", "ldst", "bulk"),
-        default=["auto"],
-        metavar="LIST",
-        help="of the copy: auto, ldst, bulk, or all (auto)",
+    parser = BenchmarkParser(
+        __doc__.splitlines()[0], warmup=2, repeat=20, sizes="8,64,1K,8K,64K", simulated="8,1K,8K", check=True
     )
-    parser.add_argument(
-        "--unroll", type=positive_int, metavar="N", help="16-byte accesses that a thread keeps in flight"
-    )
-    parser.add_argument(
-        "--trips", type=positive_int, metavar="N", help="round trips a launch (1000; in the simulator 5)"
-    )
-    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
-    parser.add_argument("--no-nvshmem", action="store_true", help="leave NVSHMEM out even where it can run")
+    parser.option("--threads", int_list(1, 1024), None, "of the block (32,128,1024; simulator 32,128)")
+    parser.option("--engine", one_of("auto", "ldst", "bulk"), ["auto"], "of the copy: auto, ldst, bulk, or all")
+    parser.option("--unroll", positive_int, None, "16-byte accesses that a thread keeps in flight")
+    parser.option("--trips", positive_int, None, "round trips a launch (1000; in the simulator 5)")
+    parser.flag("--no-nvshmem", "leave NVSHMEM out even where it can run")
     args = parser.parse_args()
-    args.threads = args.threads or threads("32,128,1024" if on_gpu() else "32,128")
-    require_two_ranks(parser)
+    args.threads = args.threads or ([32, 128, 1024] if on_gpu() else [32, 128])
+    parser.require_two_ranks("copies need")
     return args
 
 
@@ -57,19 +52,12 @@ class TilescaleNet:
     """Round trips of N.put_signal_block."""
 
     def __init__(self, capacity: int) -> None:
-        import torch
-
-        import tilescale_net as tsn
-
         self._capacity = capacity + GUARD
         self.dst, self.src = (tsn.empty(self._capacity, torch.uint8) for _ in range(2))
         self._flag = tsn.zeros((1,), torch.uint64)
         self._base = 0
 
     def launch(self, count: int, threads: int, engine: str, unroll: int | None, trips: int) -> None:
-        import tilescale_net as tsn
-        from tilescale_net.kernels import p2p
-
         kernel = p2p.ping_pong(self._capacity, threads, engine, unroll)
         starts = int(tsn.rank() == 0)
         kernel(self.dst, self.src, self._flag, count, 1 - tsn.rank(), self._base, starts, trips)
@@ -82,10 +70,6 @@ class InOneLine(TilescaleNet):
     SIZE = 8
 
     def __init__(self) -> None:
-        import torch
-
-        import tilescale_net as tsn
-
         line = tsn.zeros((2,), torch.uint64)
         self._capacity = self.SIZE
         self.dst, self._flag = line.view(torch.uint8)[: self.SIZE], line[1:]
@@ -97,16 +81,12 @@ class Nvshmem:
     """Round trips of nvshmemx_putmem_signal_block."""
 
     def __init__(self, capacity: int, library: Any) -> None:
-        import torch
-
         self._library = library
         self.dst, self.src = (library.empty(capacity + GUARD) for _ in range(2))
         self._flag = library.empty(8).view(torch.int64).zero_()
         self._base = 0
 
     def launch(self, count: int, threads: int, engine: str, unroll: int | None, trips: int) -> None:
-        import tilescale_net as tsn
-
         me = tsn.rank()
         self._library.ping_pong(
             self.dst, self.src, count, self._flag, self._base, 1 - me, me == 0, loops=trips, threads=threads
@@ -116,18 +96,13 @@ class Nvshmem:
 
 def measure(implementation: Any, count: int, threads: int, engine: str, args: argparse.Namespace) -> list[float]:
     """Samples in microseconds, one way; on rank 0, elsewhere empty. Collective. Raises WrongData on all ranks."""
-    import tilescale_net as tsn
-
     rank = tsn.rank()
     seeds = common_seeds(2)
     if rank < 2 and not args.no_check:
         prepare(implementation.src, implementation.dst, count, seeds[rank])
     tsn.barrier()
-    times = (
-        _stamps(lambda: implementation.launch(count, threads, engine, args.unroll, args.trips), args)
-        if rank < 2
-        else []
-    )
+    launch = lambda: implementation.launch(count, threads, engine, args.unroll, args.trips)  # noqa: E731
+    times = _stamps(launch, args) if rank < 2 else []
     tsn.barrier()
     wrong = difference(implementation.dst, count, seeds[1 - rank]) if rank < 2 and not args.no_check else None
     raise_if_wrong(f"put_signal of {count} bytes, {threads} threads, engine {engine}", wrong)
@@ -136,10 +111,6 @@ def measure(implementation: Any, count: int, threads: int, engine: str, args: ar
 
 def _stamps(launch: Callable[..., Any], args: argparse.Namespace) -> list[float]:
     """Microseconds of each of warmup + repeat launches, queued back to back so that the ranks stay in step."""
-    import time
-
-    import torch
-
     turns = args.warmup + args.repeat
     if not torch.cuda.is_available():
         stamps = [time.perf_counter()]
@@ -158,8 +129,6 @@ def _stamps(launch: Callable[..., Any], args: argparse.Namespace) -> list[float]
 
 def main() -> None:
     args = parse()
-    import tilescale_net as tsn
-
     report = Report("put_signal", args)
     world = tsn.init(2 * max(args.sizes) + SLACK)
     on_gpu = world.device_kind == "cuda"
@@ -175,17 +144,14 @@ def main() -> None:
 
     columns = []
     for engine in args.engine:
-        title = "put_signal" if len(args.engine) == 1 else f"put_signal, {engine}"
-        columns.append(Column(engine, title, better="lower", unit="us"))
-        columns.append(Column(f"{engine}_p99", "p99", better="lower", unit="us", plotted=False))
-    columns.append(Column("line", "in one line", better="lower", unit="us"))
-    columns += [Column("nvshmem", "NVSHMEM", better="lower", unit="us"), Column("ratio", "x NVSHMEM", ".2f")]
-    table = report.table(
-        "one way", [Column("threads", "Threads"), Column("bytes", "Size", ",d", unit="Bytes")], columns
-    )
+        columns.append(us(engine, "put_signal" if len(args.engine) == 1 else f"put_signal, {engine}"))
+        columns.append(us(f"{engine}_p99", "p99", plotted=False))
+    columns += [us("line", "in one line"), us("nvshmem", "NVSHMEM"), Column("ratio", "x NVSHMEM", ".2f")]
+    keys = [Column("threads", "Threads"), Column("bytes", "Size", ",d", unit="Bytes")]
+    table = report.table("one way", keys, columns)
     table.notes.append("in one line: 8 bytes and their signal word in one aligned 16-byte line, sent in one store.")
     table.notes.append("p99: of the samples, each of which is a mean over the round trips of a launch.")
-    steps = [(threads, count) for threads in args.threads for count in args.sizes]
+    steps = itertools.product(args.threads, args.sizes)
     for threads, count in report.progress(steps, "latencies", lambda s: f"{format_bytes(s[1])}, {s[0]} threads"):
         samples = {engine: measure(ours, count, threads, engine, args) for engine in args.engine}
         if count == InOneLine.SIZE:
@@ -193,7 +159,7 @@ def main() -> None:
         if theirs:
             samples["nvshmem"] = measure(theirs, count, threads, "auto", args)
         if tsn.rank() == 0:
-            row = {name: median(values) for name, values in samples.items()}
+            row = medians(samples)
             row |= {f"{engine}_p99": percentile(samples[engine], 99) for engine in args.engine}
             if theirs:
                 row["ratio"] = row["nvshmem"] / min(row[engine] for engine in args.engine)

@@ -21,8 +21,11 @@ from benchmark.common import (
     percentile,
     positive_float,
     positive_int,
+    rate,
+    us,
 )
 from benchmark.common.fabric import FabricJob, SizeColumn, add_fabric_arguments, note_of_cores, run
+from benchmark.common.modules import instruments, torch
 
 BENCH = dict(nodes=2, quick="--sizes 64K,1M --repeat 3")  # see common/suite.py
 
@@ -30,14 +33,15 @@ MEASURED_LINK = 4 << 20  # bytes of the messages that measure the link where its
 
 
 def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=10, sizes="128K..128M", simulated="128K..16M")
+    parser = BenchmarkParser(
+        __doc__.splitlines()[0], warmup=2, repeat=10, sizes="128K..128M", simulated="128K..16M", check=True
+    )
     text = "where messages start and end (both; device needs a GPU)"
     parser.add_argument("--buffers", choices=("device", "host", "both"), default="both", help=text)
-    parser.add_argument("--chunk", type=byte_count, default=1 << 20, metavar="SIZE", help="largest transfer (1M)")
-    parser.add_argument("--window", type=positive_int, default=64, metavar="N", help="chunks in flight each way (64)")
+    parser.option("--chunk", byte_count, 1 << 20, "largest transfer (1M)")
+    parser.option("--window", positive_int, 64, "chunks in flight each way")
     text = "speed of the link in 10^9 bits a second, for BusBW (as the NIC tells, else measured one way)"
-    parser.add_argument("--link-gbps", type=positive_float, metavar="G", help=text)
-    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
+    parser.option("--link-gbps", positive_float, None, text)
     add_fabric_arguments(parser)
     return parser, parser.parse_args()
 
@@ -50,8 +54,6 @@ class BufferSet:
     """
 
     def __init__(self, job: FabricJob, kind: str) -> None:
-        from benchmark import instruments
-
         self.job, self.args = job, job.args
         self.bytes = instruments.ping_pong_bytes(max(job.args.sizes), job.args.chunk)
         fields = {"message_buffers": 0, "delivery_complete": False}
@@ -63,8 +65,6 @@ class BufferSet:
         self.properties = self.session.properties()
 
     def _on_gpu(self) -> dict[str, Any]:
-        import torch
-
         from tilescale_net import _native
 
         ordinal = self.job.device()
@@ -145,11 +145,8 @@ def main() -> None:
     columns = [Column("count", "Count", "d")]
     for kind in kinds:
         name = kind.capitalize()
-        columns += [
-            Column(f"{kind}_gbps", f"{name}", better="higher", unit="Gbps"),
-            Column(f"{kind}_bus", "BusBW", unit="%"),
-            Column(f"{kind}_us", "Lat", better="lower", series=name, unit="us"),
-        ]
+        columns += [rate(f"{kind}_gbps", name, "Gbps"), Column(f"{kind}_bus", "BusBW", unit="%")]
+        columns += [us(f"{kind}_us", "Lat", series=name)]
     table = report.table("send_recv", [SizeColumn("bytes", "Size")], columns)
     link = args.link_gbps
     buffer_sets = {}
@@ -158,17 +155,17 @@ def main() -> None:
         report.environment.update(job.header(buffers.properties))
         report.environment[f"{kind} buffers"] = buffers.how
         if not link:
-            link = job.link_gbps(buffers.properties)
+            link = buffers.properties["link_gbps"]
             said = "as the NIC tells" if link else "measured with large messages, one way"
             link = link or one_way_gbps(job)
             report.environment["link"] = f"{link:.1f} Gbps, {said}"
     for size in report.progress(args.sizes, "sizes", format_bytes):
         row, samples = {"bytes": size, "count": size // 4 or None}, {}
         for kind, buffers in buffer_sets.items():
-            us, samples[f"{kind}_us"] = buffers.measure(size)
+            trip, samples[f"{kind}_us"] = buffers.measure(size)
             if job.rank == 0:
-                gbps = size * 8 / us / 1e3
-                row |= {f"{kind}_us": us, f"{kind}_gbps": gbps, f"{kind}_bus": 100 * gbps / link}
+                gbps = size * 8 / trip / 1e3
+                row |= {f"{kind}_us": trip, f"{kind}_gbps": gbps, f"{kind}_bus": 100 * gbps / link}
                 row[f"{kind}_p99"] = percentile(samples[f"{kind}_us"], 99)
         table.add(row, samples)
     table.notes.append("Lat is the round trip; Gbps = bytes x 8 / Lat, so 50 % of the link is the ceiling.")

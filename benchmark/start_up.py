@@ -6,19 +6,15 @@ One row for the job that runs it. The heap is small, so that what grows with the
 have imported everything; where ranks outnumber processors they wait for one another.
 """
 
-import argparse
 import os
-import time
 from typing import Any
 
+import tilescale_net as tsn
 from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median
+from benchmark.common.measuring import gather, in_turn, wall_us
 
 BENCH = dict(ranks=2, quick="--warmup 1 --repeat 1")  # see common/suite.py
 HEAP = 4 << 20
-
-
-def parse() -> argparse.Namespace:
-    return BenchmarkParser(__doc__.splitlines()[0], warmup=1, repeat=3).parse_args()
 
 
 def resident() -> float:
@@ -33,30 +29,18 @@ def open_files() -> int:
 
 
 def main() -> None:
-    args = parse()
-    import tilescale_net as tsn
-    import tilescale_net._native
-    import tilescale_net.language
-    import tilescale_net.runtime.control
-    import tilescale_net.runtime.fabric
-    from benchmark.common.measuring import gather
+    args = BenchmarkParser(__doc__.splitlines()[0], warmup=1, repeat=3).parse_args()
 
     report = Report("start_up", args)
     before, files = resident(), open_files()
-    start = time.perf_counter()
-    world = tsn.init(HEAP)
-    seconds = time.perf_counter() - start
-    rates = []
-    for turn in range(args.warmup + args.repeat):
-        begun = time.perf_counter()
-        tsn.barrier()
-        if turn >= args.warmup:
-            rates.append((time.perf_counter() - begun) * 1e3)
+    seconds = wall_us(lambda: tsn.init(HEAP)) / 1e6
+    world = tsn.world()
+    barriers = in_turn({"": lambda: wall_us(tsn.barrier)}, args.warmup, args.repeat)[""]
     proxy: dict[str, Any] = world.proxy.properties if world.proxy is not None else {}
     staging = proxy.get("staging_bytes", 0) / 2**20
     found = gather(
         dict(
-            seconds=seconds, barrier=median(rates), memory=resident() - before, files=open_files() - files,
+            seconds=seconds, barrier=median(barriers) / 1e3, memory=resident() - before, files=open_files() - files,
             context=world.context_tensor.untyped_storage().nbytes(), endpoints=proxy.get("endpoints", 0), staging=staging,
             **{name: proxy.get(f"{name}_bytes", 0) / 1024 for name in ("queue", "window")},
         )

@@ -27,35 +27,16 @@ from benchmark.common.arguments import (
     int_list,
     non_negative_int,
     one_of,
-    parse_bytes,
-    parse_sizes,
     positive_float,
     positive_int,
     size_list,
 )
-from benchmark.common.measuring import median, percentile
+from benchmark.common.measuring import median, medians, percentile
 from benchmark.common.plot import format_bytes
-from benchmark.common.report import Column, Report, Table, environment, is_rank_zero, rank, world_size
+from benchmark.common.report import Column, Report, Table, is_rank_zero, rank, rate, us, world_size
 
 __all__ = [
-    "BenchmarkParser",
-    "Column",
-    "Report",
-    "Table",
-    "byte_count",
-    "environment",
-    "format_bytes",
-    "int_list",
-    "is_rank_zero",
-    "median",
-    "non_negative_int",
-    "one_of",
-    "percentile",
-    "parse_bytes",
-    "parse_sizes",
-    "positive_float",
-    "positive_int",
-    "rank",
-    "size_list",
-    "world_size",
-]
+    "BenchmarkParser", "Column", "Report", "Table", "byte_count", "format_bytes", "int_list", "is_rank_zero", "median",
+    "medians", "non_negative_int", "one_of", "percentile", "positive_float", "positive_int", "rank", "rate", "size_list",
+    "us", "world_size",
+]  # fmt: skip

@@ -48,6 +48,30 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
+def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An argparse type whose errors are the messages of `parse`."""
+
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as err:
+            raise argparse.ArgumentTypeError(str(err)) from None
+
+    return checked
+
+
+def _one_size(text: str) -> int:
+    value = parse_bytes(text)
+    if value == 0:
+        raise ValueError("a size of zero bytes; the smallest size is 1")
+    return value
+
+
+byte_count = _argument(_one_size)  # argparse type: one size in bytes, such as 64K
+size_list = _argument(parse_sizes)  # argparse type: see `parse_sizes`
+_baseline = _argument(read_json)
+
+
 def int_list(minimum: int, maximum: int) -> Callable[[str], list[int]]:
     """argparse type: a comma-separated list of whole numbers within [minimum, maximum]."""
 
@@ -62,25 +86,6 @@ def int_list(minimum: int, maximum: int) -> Callable[[str], list[int]]:
         return values
 
     return parse
-
-
-def byte_count(text: str) -> int:
-    """argparse type: one size in bytes, such as 64K."""
-    try:
-        value = parse_bytes(text)
-    except ValueError as err:
-        raise argparse.ArgumentTypeError(str(err)) from None
-    if value == 0:
-        raise argparse.ArgumentTypeError("a size of zero bytes; the smallest size is 1")
-    return value
-
-
-def offsets(text: str) -> tuple[int, int]:
-    """argparse type: one or two whole numbers from 0 to 255, of a destination and a source; one is for both."""
-    values = int_list(0, 255)(text)
-    if len(values) > 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than an offset of the destination and one of the source")
-    return values[0], values[-1]
 
 
 def one_of(*choices: str) -> Callable[[str], list[str]]:
@@ -98,14 +103,6 @@ def one_of(*choices: str) -> Callable[[str], list[str]]:
     return parse
 
 
-def size_list(text: str) -> list[int]:
-    """argparse type: see `parse_sizes`."""
-    try:
-        return parse_sizes(text)
-    except ValueError as err:
-        raise argparse.ArgumentTypeError(str(err)) from None
-
-
 PLOTS = (".png", ".svg", ".pdf")
 
 
@@ -116,25 +113,22 @@ def plot_file(text: str) -> str:
     return writable_file(text)
 
 
-def _baseline(text: str) -> dict[str, Any]:
-    try:
-        return read_json(text)
-    except ValueError as err:
-        raise argparse.ArgumentTypeError(str(err)) from None
+def on_gpu() -> bool:
+    """Whether kernels will run on a GPU: by TSN_DEVICE, else as torch reports."""
+    settings.load_kernels_early()  # before CUDA starts, which torch may do now
+    return settings.device_kind() == "cuda"
 
 
 EXIT_CODES = (
     "Exit codes: 0 fine; 1 wrong data or another failure; 2 wrong arguments; 3 nothing could be measured here; 130 "
     "interrupted. Rows are printed, and written to --json, as they are measured."
 )
-
-
-def on_gpu() -> bool:
-    """Whether kernels will run on a GPU: by TSN_DEVICE, else as torch reports."""
-    from tilescale_net.runtime import settings
-
-    settings.load_kernels_early()  # before CUDA starts, which torch may do now
-    return settings.device_kind() == "cuda"
+METAVARS: dict[Any, str] = {positive_int: "N", non_negative_int: "N", positive_float: "X", byte_count: "SIZE"}
+ON_GPU, IN_SIMULATOR = (
+    (5, 20),
+    (1, 3),
+)  # (warmup, repeat) where the user gives none; in the simulator they only cost time
+TIMINGS = ("launch", "graph", "loop")
 
 
 class BenchmarkParser(argparse.ArgumentParser):
@@ -148,6 +142,8 @@ class BenchmarkParser(argparse.ArgumentParser):
         warmup, repeat: defaults of the flags; None leaves both out (for benchmarks that define their own).
         sizes: default of `--sizes`, such as `2K..4M`; None leaves it out.
         simulated: the same in the simulator, where large sizes only cost time; None for the same sizes.
+        timing: add `--timing`, and defaults of warmup and repeat that `Timer.of` chooses by device.
+        check: add `--no-check`.
     """
 
     def __init__(
@@ -158,29 +154,40 @@ class BenchmarkParser(argparse.ArgumentParser):
         repeat: int | None = 20,
         sizes: str | None = None,
         simulated: str | None = None,
+        timing: bool = False,
+        check: bool = False,
     ) -> None:
         super().__init__(description=description, allow_abbrev=False, epilog=EXIT_CODES)
         self._sizes = sizes, simulated
-        output = self.add_argument_group("output")
-        text = "write all samples and medians to FILE"
-        output.add_argument("--json", type=writable_file, metavar="FILE", help=text)
-        output.add_argument(
-            "--plot", type=plot_file, metavar="FILE", help="draw the tables into FILE (.png, .svg, .pdf)"
-        )
-        output.add_argument(
-            "--baseline", type=_baseline, metavar="FILE", help="add ratios to an earlier run's --json file"
-        )
-        if warmup is not None:
-            text = f"untimed runs before the timed ones ({warmup})"
-            self.add_argument("--warmup", type=non_negative_int, default=warmup, metavar="N", help=text)
-        if repeat is not None:
-            text = f"timed runs, whose median is shown ({repeat})"
-            self.add_argument("--repeat", type=positive_int, default=repeat, metavar="N", help=text)
+        self.option("--json", writable_file, None, "write all samples and medians to FILE", "FILE")
+        self.option("--plot", plot_file, None, f"draw the tables into FILE ({', '.join(PLOTS)})", "FILE")
+        self.option("--baseline", _baseline, None, "add ratios to an earlier run's --json file", "FILE")
+        untimed, timed = "untimed runs before the timed ones", "timed runs, whose median is shown"
+        if timing:
+            text = "launches from Python, replays of a CUDA graph (default), or a loop inside the kernel; on a GPU"
+            self.add_argument("--timing", choices=TIMINGS, default="graph", help=text)
+            by_device = "({}; in the simulator {})"
+            self.option("--warmup", non_negative_int, None, f"{untimed} {by_device.format(ON_GPU[0], IN_SIMULATOR[0])}")
+            self.option("--repeat", positive_int, None, f"{timed} {by_device.format(ON_GPU[1], IN_SIMULATOR[1])}")
+        elif warmup is not None:
+            self.option("--warmup", non_negative_int, warmup, untimed)
+        if repeat is not None and not timing:
+            self.option("--repeat", positive_int, repeat, timed)
         if sizes is not None:
-            text = (
-                f"sizes and doubling ranges such as 8,1K..4M ({sizes}{f'; simulator {simulated}' if simulated else ''})"
-            )
-            self.add_argument("--sizes", type=size_list, metavar="LIST", help=text)
+            shown = f"{sizes}{f'; simulator {simulated}' if simulated else ''}"
+            self.option("--sizes", size_list, None, f"sizes and doubling ranges such as 8,1K..4M ({shown})", "LIST")
+        if check:
+            self.flag("--no-check", "do not verify the data")
+
+    def option(self, name: str, kind: Callable[[str], Any], default: Any, text: str, metavar: str = "") -> None:
+        """Add an option with a value. The help ends with the default, unless `text` ends with one in brackets."""
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        about = text if default is None or text.endswith(")") else f"{text} ({shown})"
+        self.add_argument(name, type=kind, default=default, metavar=metavar or METAVARS.get(kind, "LIST"), help=about)
+
+    def flag(self, name: str, text: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=text)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse; also keeps the command line for the report."""
@@ -190,6 +197,11 @@ class BenchmarkParser(argparse.ArgumentParser):
             parsed.sizes = parse_sizes(simulated if simulated and not on_gpu() else sizes)
         parsed.command = [os.path.basename(sys.argv[0]), *(sys.argv[1:] if args is None else args)]
         return parsed
+
+    def require_two_ranks(self, what: str, start: str = "GPUS=2") -> None:
+        """Reject (exit code 2) a launch with one rank. `what`: of the benchmark, such as "copies need"."""
+        if world_size() < 2:
+            self.error(f"{what} two ranks or more; start it with {start} bash launch.sh …")
 
     def print_help(self, file: Any = None) -> None:
         if is_rank_zero():
@@ -201,47 +213,3 @@ class BenchmarkParser(argparse.ArgumentParser):
             self.print_usage(sys.stderr)
             sys.stderr.write(f"{self.prog}: error: {message}\n")
         raise SystemExit(2)
-
-
-# (warmup, repeat) of kernels of MoE on a GPU; and the shapes where the user gives none: tokens of a rank by mode, ….
-MOE_TIMING = (10, 30)
-MOE_ON_GPU = {"throughput": 4096, "latency": 128, "hidden": 7168, "topk": 8, "experts": 256}
-MOE_SIMULATED = {"throughput": 32, "latency": 16, "hidden": 512, "topk": 4, "experts": 16}
-
-
-class MoeParser(BenchmarkParser):
-    """With the flags of dispatch and combine: modes, layouts, dtypes, the shape, and whether data are verified.
-
-    `parse_args` fills in the shape, and `tokens_of`: tokens of a rank by mode.
-    """
-
-    def __init__(self, description: str) -> None:
-        super().__init__(description, warmup=None, repeat=None)
-        choices = {
-            "mode": (("throughput", "latency"), "throughput, latency, or all (all)"),
-            "layout": (("rank", "expert"), "of throughput mode: rank, expert, or all (all)"),
-            "dtype": (("bf16", "fp8"), "of dispatch: bf16, fp8, or all (all)"),
-        }
-        for name, (values, text) in choices.items():
-            self.add_argument(f"--{name}", type=one_of(*values), default=list(values), metavar="LIST", help=text)
-        numbers = {
-            "tokens": "per rank (4096; in latency mode 128; simulator 32, 16)",
-            "hidden": "elements of a row (7168; simulator 512)",
-            "topk": "choices per token (8; simulator 4)",
-            "experts": "of all ranks (256; simulator 16)",
-            "warmup": f"untimed calls ({MOE_TIMING[0]})",
-            "repeat": f"timed calls, whose median is shown ({MOE_TIMING[1]})",
-        }
-        for name, text in numbers.items():
-            self.add_argument(f"--{name}", type=positive_int, metavar="N", help=text)
-        self.add_argument("--no-check", action="store_true", help="do not verify the data")
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        parsed = super().parse_args(args, namespace)
-        shape = MOE_ON_GPU if on_gpu() else MOE_SIMULATED
-        for name in ("hidden", "topk", "experts"):
-            setattr(parsed, name, getattr(parsed, name) or shape[name])
-        parsed.tokens_of = {mode: parsed.tokens or shape[mode] for mode in parsed.mode}
-        if parsed.experts % world_size():
-            self.error(f"--experts is {parsed.experts}; it must be a multiple of the {world_size()} ranks")
-        return parsed

@@ -6,21 +6,14 @@ import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from benchmark.common.arguments import (
-    BenchmarkParser,
-    byte_count,
-    int_list,
-    offsets,
-    one_of,
-    parse_bytes,
-    positive_int,
-)
+import tilescale_net as tsn
+from benchmark.common.arguments import BenchmarkParser, byte_count, int_list, one_of, parse_bytes, positive_int
 from benchmark.common.measuring import (
     GUARD,
     Timer,
-    add_timing_arguments,
     common_seeds,
     difference,
     gather,
@@ -28,16 +21,16 @@ from benchmark.common.measuring import (
     median,
     prepare,
     raise_if_wrong,
+    start_together,
 )
+from benchmark.common.modules import p2p, torch
 from benchmark.common.plot import format_bytes
-from benchmark.common.report import Column, Report, Table, world_size
+from benchmark.common.report import Column, Report, Table, rate, us
 
-if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is imported
-    import torch
-
-
+DIRECTIONS = ("push", "pull")
 # Those of kernels/p2p.py, which is not imported here because that takes seconds.
 PARTITIONS = ("contiguous", "interleaved", "dynamic")
+SLACK = 4 << 20  # bytes of the heap beyond the buffers: system area, alignment
 
 
 @dataclass(frozen=True)
@@ -58,16 +51,12 @@ class Geometry:
 
 def describe(args: argparse.Namespace) -> str:
     """The geometries asked for, in one line of a report's header."""
-    parts = [f"blocks {_list(args.blocks)}", f"threads {_list(args.threads)}", f"engine {_list(args.engine)}"]
+    parts = [f"{name} {'/'.join(map(str, getattr(args, name)))}" for name in ("blocks", "threads", "engine")]
     parts += [f"unroll {args.unroll}"] if args.unroll else []
     parts += [f"ring {args.ring[0]}x{format_bytes(args.ring[1])}"] if args.ring else []
     if max(args.blocks) > 1:
         parts.append(args.partition + (f" {format_bytes(args.chunk)}" if args.partition != "contiguous" else ""))
     return ", ".join(parts)
-
-
-def _list(values: list[Any]) -> str:
-    return "/".join(map(str, values))
 
 
 def ring_shape(text: str) -> tuple[int, int]:
@@ -79,71 +68,50 @@ def ring_shape(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not stages x bytes per stage, such as 8x16K") from None
 
 
-def add_geometry_arguments(
-    parser: BenchmarkParser, threads: str = "128", blocks: str = "1", engine: str = "auto"
-) -> None:
-    """Add the flags of Geometry. `--threads`, `--blocks` and `--engine` take lists, which are measured one by one."""
-    add = parser.add_argument
-    number = int_list(1, 1024)
-    add("--threads", type=number, default=number(threads), metavar="LIST", help=f"threads per block ({threads})")
-    number = int_list(1, 1024)
-    add("--blocks", type=number, default=number(blocks), metavar="LIST", help=f"blocks that share a copy ({blocks})")
-    way = one_of("auto", "ldst", "bulk")
-    add("--engine", type=way, default=way(engine), metavar="LIST", help=f"auto, ldst, bulk, or all ({engine})")
-    add("--unroll", type=positive_int, metavar="N", help="16-byte accesses that a thread keeps in flight")
-    add(
-        "--ring", type=ring_shape, metavar="SxB", help="stages and bytes per stage of a bulk copy's ring, such as 8x16K"
-    )
-    add("--partition", choices=PARTITIONS, default=PARTITIONS[0], help="how blocks share the bytes")
-    add("--chunk", type=byte_count, default=1 << 20, metavar="BYTES", help="bytes of a chunk of such a share (1M)")
+def offsets(text: str) -> tuple[int, int]:
+    """argparse type: one or two whole numbers from 0 to 255, of a destination and a source; one is for both."""
+    values = int_list(0, 255)(text)
+    if len(values) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than an offset of the destination and one of the source")
+    return values[0], values[-1]
+
+
+def copy_parser(
+    description: str, sizes: str, simulated: str | None = None, threads: int = 128, blocks: Sequence[int] = (1,)
+) -> BenchmarkParser:
+    """A parser with the flags of every comparison of copies, of Geometry among them: lists are measured one by one.
+
+    Args:
+        sizes: default of `--sizes`; simulated: the same in the simulator.
+        threads, blocks: defaults.
+    """
+    parser = BenchmarkParser(description, sizes=sizes, simulated=simulated, timing=True, check=True)
+    parser.option("--threads", int_list(1, 1024), [threads], "threads per block")
+    parser.option("--blocks", int_list(1, 1024), list(blocks), "blocks that share a copy")
+    parser.option("--engine", one_of("auto", "ldst", "bulk"), ["auto"], "auto, ldst, bulk, or all")
+    parser.option("--unroll", positive_int, None, "16-byte accesses that a thread keeps in flight")
+    parser.option("--ring", ring_shape, None, "stages and bytes per stage of a bulk copy's ring, such as 8x16K", "SxB")
+    parser.add_argument("--partition", choices=PARTITIONS, default=PARTITIONS[0], help="how blocks share the bytes")
+    parser.option("--chunk", byte_count, 1 << 20, "bytes of a chunk of such a share (1M)")
+    parser.flag("--bidirectional", "both ranks copy at once; rates are per direction")
+    text = "bytes by which both ends, or each, begin beyond a multiple of 256 (0)"
+    parser.option("--offset", offsets, (0, 0), text, "DST[,SRC]")
+    return parser
 
 
 def geometries(args: argparse.Namespace) -> list[Geometry]:
     """Every combination of the lists."""
-    combinations = itertools.product(args.blocks, args.threads, args.engine)
     return [
         Geometry(
             threads, blocks, engine, args.unroll, args.ring, args.partition if blocks > 1 else PARTITIONS[0], args.chunk
         )
-        for blocks, threads, engine in combinations
+        for blocks, threads, engine in itertools.product(args.blocks, args.threads, args.engine)
     ]
 
 
 def varying_columns(args: argparse.Namespace) -> list[Column]:
     """Key columns for the lists that hold more than one value."""
-    titles = {"blocks": "Blocks", "threads": "Threads", "engine": "Engine"}
-    return [Column(name, title) for name, title in titles.items() if len(getattr(args, name)) > 1]
-
-
-SLACK = 4 << 20  # bytes of the heap beyond the buffers: system area, alignment
-
-
-def copy_parser(description: str, sizes: str, simulated: str | None = None, **geometry: str) -> BenchmarkParser:
-    """A parser with the flags of every comparison of copies.
-
-    Args:
-        sizes: default of `--sizes`; simulated: the same in the simulator.
-        geometry: defaults of `--threads`, `--blocks`, `--engine`.
-    """
-    parser = BenchmarkParser(description, warmup=None, repeat=None, sizes=sizes, simulated=simulated)
-    add_timing_arguments(parser)
-    add_geometry_arguments(parser, **geometry)
-    parser.add_argument("--bidirectional", action="store_true", help="both ranks copy at once; rates are per direction")
-    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
-    parser.add_argument(
-        "--offset",
-        type=offsets,
-        default=(0, 0),
-        metavar="DST[,SRC]",
-        help="bytes by which both ends, or each, begin beyond a multiple of 256 (0)",
-    )
-    return parser
-
-
-def require_two_ranks(parser: BenchmarkParser) -> None:
-    """Refuse (exit code 2) a launch with one rank."""
-    if world_size() < 2:
-        parser.error("copies need two ranks; start it with GPUS=2 bash launch.sh …")
+    return [Column(name, name.capitalize()) for name in ("blocks", "threads", "engine") if len(getattr(args, name)) > 1]
 
 
 def join(report: Report, args: argparse.Namespace) -> Timer:
@@ -152,8 +120,6 @@ def join(report: Report, args: argparse.Namespace) -> Timer:
     Args:
         args: from `copy_parser`.
     """
-    import tilescale_net as tsn
-
     world = tsn.init(2 * (max(args.sizes) + GUARD) + SLACK)
     timer = Timer.of(args, world.device_kind == "cuda")
     report.environment["geometry"] = describe(args)
@@ -173,7 +139,6 @@ def nvshmem(report: Report) -> Any:
 
     Every rank must be able to run it, on one node.
     """
-    import tilescale_net as tsn
     from benchmark import nvshmem as baseline
 
     reason = baseline.missing()
@@ -190,15 +155,10 @@ def nvshmem(report: Report) -> Any:
 
 def finish(report: Report, library: Any = None) -> None:
     """End the report, NVSHMEM (from `nvshmem`) and the job. Collective."""
-    import tilescale_net as tsn
-
     report.finish()
     if library:
         library.finalize()
     tsn.finalize()
-
-
-DIRECTIONS = ("push", "pull")
 
 
 class Implementation:
@@ -206,15 +166,17 @@ class Implementation:
 
     Attributes:
         name: in columns and messages.
-        dst, src: symmetric uint8 tensors of capacity + GUARD bytes.
+        dst, src: symmetric uint8 tensors of capacity + GUARD bytes, which begin `offset` bytes beyond a multiple of 256.
+
+    Args:
+        empty: makes a symmetric tensor of that many bytes.
     """
 
     name = ""
     dst: torch.Tensor
     src: torch.Tensor
 
-    def place(self, empty: Callable[[int], torch.Tensor], capacity: int, offset: tuple[int, int]) -> None:
-        """Make `dst` and `src`, which begin that many bytes beyond a multiple of 256, from tensors that do not."""
+    def __init__(self, empty: Callable[[int], torch.Tensor], capacity: int, offset: tuple[int, int] = (0, 0)) -> None:
         self.dst, self.src = (empty(at + capacity + GUARD)[at:] for at in offset)
 
     def launcher(self, direction: str, count: int, pe: int, geometry: Geometry) -> Callable[[int], None]:
@@ -232,22 +194,14 @@ class TilescaleNet(Implementation):
     name = "tilescale_net"
 
     def __init__(self, capacity: int, offset: tuple[int, int] = (0, 0)) -> None:
-        import torch
-
-        import tilescale_net as tsn
-
+        super().__init__(lambda count: tsn.empty(count, torch.uint8), capacity, offset)
         self._capacity = capacity + GUARD
-        self.place(lambda count: tsn.empty(count, torch.uint8), capacity, offset)
         self._work = torch.zeros(2, dtype=torch.int32, device=tsn.device())  # counters of the dynamic partition
 
     def launcher(self, direction: str, count: int, pe: int, geometry: Geometry) -> Callable[[int], None]:
-        from tilescale_net.kernels import p2p
-
-        factory = {"push": p2p.push, "pull": p2p.pull}[direction]
-        kernel = factory(self._capacity, **vars(geometry))
-        if geometry.partition == "dynamic":
-            return lambda loops: kernel(self.dst, self.src, self._work, count, pe, loops)
-        return lambda loops: kernel(self.dst, self.src, count, pe, loops)
+        kernel = getattr(p2p, direction)(self._capacity, **vars(geometry))
+        work = (self._work,) if geometry.partition == "dynamic" else ()
+        return partial(kernel, self.dst, self.src, *work, count, pe)
 
 
 class Nvshmem(Implementation):
@@ -256,13 +210,12 @@ class Nvshmem(Implementation):
     name = "NVSHMEM"
 
     def __init__(self, capacity: int, library: Any, offset: tuple[int, int] = (0, 0)) -> None:
+        super().__init__(library.empty, capacity, offset)
         self._library = library
-        self.place(library.empty, capacity, offset)
 
     def launcher(self, direction: str, count: int, pe: int, geometry: Geometry) -> Callable[[int], None]:
-        launch = {"push": self._library.put, "pull": self._library.get}[direction]
-        blocks, threads = geometry.blocks, geometry.threads
-        return lambda loops: launch(self.dst, self.src, count, pe, loops=loops, blocks=blocks, threads=threads)
+        copy = {"push": self._library.put, "pull": self._library.get}[direction]
+        return partial(copy, self.dst, self.src, count, pe, blocks=geometry.blocks, threads=geometry.threads)
 
     def relevant(self, geometry: Geometry) -> object:
         return geometry.blocks, geometry.threads
@@ -277,10 +230,7 @@ class CopyEngine(Implementation):
         self.dst, self.src = ours.dst, ours.src
 
     def launcher(self, direction: str, count: int, pe: int, geometry: Geometry) -> Callable[[int], None]:
-        import torch
         from cuda.bindings import driver
-
-        import tilescale_net as tsn
 
         world = tsn.world()
         distance = world.peer_base[pe] - world.peer_base[world.rank]
@@ -288,7 +238,6 @@ class CopyEngine(Implementation):
         src = self.src.data_ptr() + (distance if direction == "pull" else 0)
 
         def launch(times: int) -> None:
-
             stream = torch.cuda.current_stream().cuda_stream
             for _ in range(times):
                 (status,) = driver.cuMemcpyDtoDAsync(dst, src, count, stream)
@@ -324,9 +273,6 @@ def measure(
     Raises:
         WrongData: on all ranks, when the timed copies did not deliver exactly what was sent.
     """
-    import tilescale_net as tsn
-    from tilescale_net.kernels import p2p
-
     rank = tsn.rank()
     seeds = common_seeds(2)  # of the data of ranks 0 and 1
     active = rank == 0 or (bidirectional and rank == 1)
@@ -334,8 +280,7 @@ def measure(
     if check and rank < 2:
         prepare(implementation.src, implementation.dst, count, seeds[rank])
     launch = implementation.launcher(direction, count, 1 - rank, geometry) if rank < 2 else lambda times: None
-    # Two ranks that start together on the device: the hosts leave a barrier too far apart for small copies.
-    together = p2p.meet() if bidirectional and tsn.size() == 2 and timer.on_gpu else None
+    together = start_together(bidirectional and tsn.size() == 2 and timer.on_gpu)
     tsn.barrier()
     samples = timer.measure(launch, batch_for(count), together) if active else []
     tsn.barrier()
@@ -344,24 +289,20 @@ def measure(
     return max((s for s in gather(samples) if s), key=median)
 
 
-def _key(implementation: Implementation, direction: str, what: str) -> str:
-    return f"{implementation.name} {direction} {what}".lower().replace(" ", "_")
+def _key(name: str, direction: str, what: str) -> str:
+    return f"{name} {direction} {what}".lower().replace(" ", "_")
 
 
-def columns_of(implementations: Sequence[Implementation], reference: str | None, percent: bool) -> list[Column]:
-    """Bandwidth of every implementation, ratios to the reference implementation, then times."""
-    named = len(implementations) > 1
+def columns_of(names: Sequence[str], reference: str | None, percent: bool) -> list[Column]:
+    """Bandwidth of every implementation, ratios to the reference, then times."""
     bandwidth, ratios, times = [], [], []
-    for implementation in implementations:
-        for direction in DIRECTIONS:
-            title = f"{implementation.name} {direction.capitalize()}" if named else direction.capitalize()
-            bandwidth.append(
-                Column(_key(implementation, direction, "gbps"), f"{title} BW", better="higher", unit="GB/s")
-            )
-            times.append(Column(_key(implementation, direction, "us"), f"{title}", better="lower", unit="us"))
-            if reference and implementation.name != reference:
-                shown = f"{title} of {reference}" if percent else f"{title} x {reference}"
-                ratios.append(Column(_key(implementation, direction, "ratio"), shown, ".1%" if percent else ".2f"))
+    for name, direction in itertools.product(names, DIRECTIONS):
+        title = f"{name} {direction.capitalize()}" if len(names) > 1 else direction.capitalize()
+        bandwidth.append(rate(_key(name, direction, "gbps"), f"{title} BW", "GB/s"))
+        times.append(us(_key(name, direction, "us"), title))
+        if reference and name != reference:
+            shown = f"{title} of {reference}" if percent else f"{title} x {reference}"
+            ratios.append(Column(_key(name, direction, "ratio"), shown, ".1%" if percent else ".2f"))
     return bandwidth + ratios + times
 
 
@@ -377,34 +318,33 @@ def compare(
     """Measure every implementation and add one table, `bandwidth`, to the report. Collective.
 
     Args:
-        args: with `sizes`, `bidirectional`, `no_check` and the flags of Geometry.
+        args: from `copy_parser`.
         implementations: columns, in this order.
         reference: name of the implementation that the others are divided by; ignored when it was not measured.
         percent: show those ratios as percentages.
     """
-    if reference not in [implementation.name for implementation in implementations]:
-        reference = None
+    names = [implementation.name for implementation in implementations]
+    reference = reference if reference in names else None
     size = Column("bytes", "Size", ",d", unit="Bytes")
-    table = report.table("bandwidth", [*varying_columns(args), size], columns_of(implementations, reference, percent))
+    table = report.table("bandwidth", [*varying_columns(args), size], columns_of(names, reference, percent))
     known: dict[tuple[Any, ...], list[float]] = {}
     steps = [(geometry, count) for geometry in geometries(args) for count in args.sizes]
     for geometry, count in report.progress(steps, "copies", lambda s: f"{format_bytes(s[1])}, {s[0]}"):
         row = {"bytes": count, "threads": geometry.threads, "blocks": geometry.blocks, "engine": geometry.engine}
         samples = {}
-        for implementation in implementations:
-            for direction in DIRECTIONS:
-                key = (implementation.name, direction, count, implementation.relevant(geometry))
-                if key not in known:
-                    known[key] = measure(
-                        implementation, direction, count, geometry, timer,
-                        bidirectional=args.bidirectional, check=not args.no_check,
-                    )  # fmt: skip
-                samples[_key(implementation, direction, "us")] = known[key]
-                row[_key(implementation, direction, "us")] = median(known[key])
-                row[_key(implementation, direction, "gbps")] = gigabytes_per_second(count, median(known[key]))
-        for implementation in implementations if reference else ():
-            for direction in DIRECTIONS:
-                base = row[_key(next(s for s in implementations if s.name == reference), direction, "gbps")]
-                row[_key(implementation, direction, "ratio")] = row[_key(implementation, direction, "gbps")] / base
+        for implementation, direction in itertools.product(implementations, DIRECTIONS):
+            key = (implementation.name, direction, count, implementation.relevant(geometry))
+            if key not in known:
+                known[key] = measure(
+                    implementation, direction, count, geometry, timer,
+                    bidirectional=args.bidirectional, check=not args.no_check,
+                )  # fmt: skip
+            time = median(known[key])
+            samples[_key(implementation.name, direction, "us")] = known[key]
+            row[_key(implementation.name, direction, "us")] = time
+            row[_key(implementation.name, direction, "gbps")] = gigabytes_per_second(count, time)
+        for name, direction in itertools.product(names, DIRECTIONS) if reference else ():
+            base = row[_key(str(reference), direction, "gbps")]
+            row[_key(name, direction, "ratio")] = row[_key(name, direction, "gbps")] / base
         table.add(row, samples)
     return table

@@ -3,6 +3,8 @@
 `FabricJob` needs libfabric and nothing else of the package: no heap, no kernels, no GPU.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
@@ -11,9 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import tilescale_net as tsn
 from benchmark.common import measuring
-from benchmark.common.arguments import BenchmarkParser, positive_float, positive_int
-from benchmark.common.measuring import GUARD, POISON, elapsed, gather, random_bytes
+from benchmark.common.arguments import BenchmarkParser, positive_float
+from benchmark.common.measuring import GUARD, POISON, device_us, gather, median, random_bytes
+from benchmark.common.modules import fabric, instruments, p2p, torch
 from benchmark.common.plot import format_bytes
 from benchmark.common.report import Column, is_rank_zero, rank, world_size
 
@@ -27,19 +31,11 @@ class SizeColumn(Column):
 
 def add_fabric_arguments(parser: BenchmarkParser) -> None:
     """Adds --provider, --domain and --timeout."""
-    group = parser.add_argument_group("fabric")
-    group.add_argument(
-        "--provider", default="", metavar="NAME", help="libfabric provider (TSN_PROVIDER, else the best)"
-    )
+    text = "libfabric provider (TSN_PROVIDER, else the best)"
+    parser.add_argument("--provider", default="", metavar="NAME", help=text)
     text = "domain or interface, such as lo or rdmap0s0; several separated by commas (loopback on one host)"
-    group.add_argument("-d", "--domain", default="", metavar="NAME", help=text)
-    text = "seconds without any progress after which a run gives up (30)"
-    group.add_argument("--timeout", type=positive_float, default=30.0, metavar="S", help=text)
-
-
-def add_rails_argument(parser: BenchmarkParser) -> None:
-    text = "network endpoints that carry the messages in turn (one for each NIC near the GPU)"
-    parser.add_argument("--rails", type=positive_int, default=0, metavar="N", help=text)
+    parser.add_argument("-d", "--domain", default="", metavar="NAME", help=text)
+    parser.option("--timeout", positive_float, 30.0, "seconds without any progress after which a run gives up")
 
 
 class FabricJob:
@@ -53,13 +49,11 @@ class FabricJob:
     def __init__(self, parser: BenchmarkParser, args: argparse.Namespace, ranks: int | None = None) -> None:
         size = world_size()
         if ranks and size != ranks:
-            parser.error(
-                f"the method takes {ranks} ranks, this job has {size}; start it with GPUS={ranks} bash launch.sh …"
-            )
-        if size < 2:
-            parser.error("the method takes two ranks or more; start it with GPUS=2 bash launch.sh …")
+            start = f"start it with GPUS={ranks} bash launch.sh …"
+            parser.error(f"the method takes {ranks} ranks, this job has {size}; {start}")
+        parser.require_two_ranks("the method takes")
         from tilescale_net import errors
-        from tilescale_net.runtime import control, fabric, placement
+        from tilescale_net.runtime import control, placement
 
         self.parser, self.args = parser, args
         self.rank, self.size = rank(), size
@@ -85,8 +79,6 @@ class FabricJob:
 
     def options(self, **fields: Any) -> Any:
         """Transport options: the user's choices, this rank, and `fields`."""
-        from tilescale_net.runtime import fabric
-
         fields.setdefault("gpu_pci", self.gpu_pci())
         return fabric.transport_options(
             rank=self.rank,
@@ -105,8 +97,6 @@ class FabricJob:
 
     def device(self) -> int | None:
         """Ordinal of this rank's GPU, None without one."""
-        import torch
-
         return self._local_rank % torch.cuda.device_count() if torch.cuda.is_available() else None
 
     def gpu_pci(self) -> str:
@@ -114,8 +104,6 @@ class FabricJob:
         ordinal = self.device()
         if ordinal is None:
             return ""
-        import torch
-
         p: Any = torch.cuda.get_device_properties(ordinal)
         return f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
 
@@ -125,8 +113,6 @@ class FabricJob:
         Args:
             fields: of the transport options; `device_address` and `device` put the buffer into GPU memory.
         """
-        from benchmark import instruments
-
         place = {name: fields.pop(name) for name in ("device_address", "device") if name in fields}
         session = instruments.Session(self.options(**fields), self.size, size, self.args.timeout, **place)
         for other, address in enumerate(self.control.gather("addresses", session.address())):
@@ -143,10 +129,6 @@ class FabricJob:
             "hosts": "several" if self.multi_host else "one: both ends share its processors and memory",
         }
 
-    def link_gbps(self, properties: dict[str, Any]) -> float:
-        """Speed of all rails together as the NICs tell it, in 10^9 bits a second; 0 when they do not."""
-        return properties["link_gbps"]
-
 
 def run(main: Callable[[], None]) -> None:
     """Call main(); an error of the package becomes its message on stderr and exit code 1."""
@@ -158,6 +140,12 @@ def run(main: Callable[[], None]) -> None:
         sys.stderr.write(f"{err}\n")
         sys.stderr.flush()
         os._exit(1)  # at once: other ranks may be waiting for this one
+
+
+def middle(runs: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
+    """The run whose figure is nearest to the median of all."""
+    target = median([figure(run) for run in runs])
+    return min(runs, key=lambda run: abs(figure(run) - target))
 
 
 def note_of_cores(needed: int, what: str) -> str | None:
@@ -174,9 +162,6 @@ MEMORY = 64 << 20  # bytes of each thread that moves data as MoE does: more than
 
 def bare_writer(world: Any, memory: Any, rails: int) -> Any:
     """A bare writer on `memory` (uint8), which goes the proxy's way to it, staged or not."""
-    from benchmark import instruments
-    from tilescale_net.runtime import fabric
-
     on_gpu, properties = world.device_kind == "cuda", world.proxy.properties
     options = fabric.transport_options(rank=world.rank, multi_host=not world.topology.single_host, rails=rails)
     return instruments.BareWriter(
@@ -210,10 +195,6 @@ class BareWriterPair:
     """
 
     def __init__(self) -> None:
-        import torch
-
-        import tilescale_net as tsn
-
         world = cast(Any, tsn.world())
         size, step = world.size, world.topology.node_size
         self._to, self._from = (world.rank + step) % size, (world.rank - step) % size
@@ -230,8 +211,6 @@ class BareWriterPair:
 
     def move(self, count: int) -> float:
         """Move about `count` bytes each way; microseconds until what this rank sends is in place."""
-        import tilescale_net as tsn
-
         share = -(-count // self.threads)
         laps = max(1, -(-share // self._bytes))
         tsn.barrier()
@@ -248,8 +227,6 @@ class BareWriterPair:
         return end
 
     def close(self) -> None:
-        import tilescale_net as tsn
-
         tsn.barrier()
         self._pool.shutdown()
         self._writers.clear()
@@ -262,23 +239,18 @@ class ProxyBench:
         rails: channels in use.
         dst, src: symmetric uint8 tensors.
         peer: the PE that is written to; ranks other than 0 and it only take part in barriers.
+
+    Args:
+        rails: channels; 0 for one per NIC near the GPU.
+        largest: bytes of the largest write.
+        both: the peer writes to rank 0 at the same time.
+
+    Raises:
+        SystemExit: with 2, when every PE is mapped.
     """
 
     def __init__(self, rails: int, largest: int, both: bool = False) -> None:
-        """Join the job.
-
-        Args:
-            rails: channels; 0 for one per NIC near the GPU.
-            largest: bytes of the largest write.
-            both: the peer writes to rank 0 at the same time.
-
-        Raises:
-            SystemExit: with 2, when every PE is mapped.
-        """
-        import torch
-
-        import tilescale_net as tsn
-        from tilescale_net.kernels import p2p, proxy_write
+        from tilescale_net.kernels import proxy_write
 
         os.environ["TSN_RAILS"] = str(rails)
         self._both = both
@@ -290,6 +262,7 @@ class ProxyBench:
             raise SystemExit(2)
         self.on_gpu = self.world.device_kind == "cuda"
         self.rank, self.peer = tsn.rank(), self.world.topology.node_size
+        self._other = self.peer - self.rank  # of the two that take part
         self.properties = self.world.proxy.properties
         self.rails = self.properties["rails"]
         self.dst, self.src = (tsn.empty(capacity, torch.uint8) for _ in range(2))
@@ -302,68 +275,51 @@ class ProxyBench:
         """Make the bare writer, on the proxy's own memory and by its way to it, staged or not. Collective."""
         self._bare = bare_writer(self.world, self.src, self.rails)
         addresses = gather(self._bare.address())
-        other = {0: self.peer, self.peer: 0}.get(self.rank)
-        if other is not None:
-            self._bare.connect(other, addresses[other])
+        if self.rank in (0, self.peer):
+            self._bare.connect(self._other, addresses[self._other])
         gather(None)
+
+    def _timed(self, mine: Callable[[], float] | None, peers: Callable[[], float] | None, count: int) -> float:
+        """Microseconds over `count` of what this rank does, between barriers of all; 0 where it does nothing."""
+        tsn.barrier()
+        act = mine if self.rank == 0 else peers if self.rank == self.peer else None
+        spent = act() if act else 0.0
+        tsn.barrier()
+        return spent / count
 
     def write(self, count: int, piece: int, writes: int, blocking: int) -> float:
         """Microseconds per write through the proxy; on ranks other than 0 it returns nothing of use."""
-        import tilescale_net as tsn
-
-        tsn.barrier()
-        spent = 0.0
-        if self.rank == 0 or (self._both and self.rank == self.peer):
-            arguments = (self.dst, self.src, count, piece or count, self.peer - self.rank, writes, blocking)
-            spent = elapsed(lambda: self._write(*arguments), self.on_gpu)
-        tsn.barrier()
-        return spent / writes
+        arguments = (self.dst, self.src, count, piece or count, self._other, writes, blocking)
+        write = lambda: device_us(lambda: self._write(*arguments), self.on_gpu)  # noqa: E731
+        return self._timed(write, write if self._both else None, writes)
 
     def bare_write(self, count: int, writes: int) -> float:
         """Microseconds per write by the bare writer, which fills its window as a proxy without blocking does."""
-        import tilescale_net as tsn
 
-        tsn.barrier()
-        spent = 0.0
-        if self._both and self.rank in (0, self.peer):
-            other = self.peer - self.rank
-            spent = self._bare.write(other, count, writes, from_peer=other) * 1e6
-            self._bare.finish(other)
-            self._bare.serve(other)
-        elif self.rank == 0:
-            spent = self._bare.write(self.peer, count, writes) * 1e6
-            self._bare.finish(self.peer)
-        elif self.rank == self.peer:
-            self._bare.serve(0)
-        tsn.barrier()
-        return spent / writes
+        def write() -> float:
+            both = {"from_peer": self._other} if self._both else {}
+            spent: float = self._bare.write(self._other, count, writes, **both) * 1e6
+            self._bare.finish(self._other)
+            return spent + (serve() if self._both else 0.0)
+
+        def serve() -> float:
+            self._bare.serve(self._other)
+            return 0.0
+
+        return self._timed(write, write if self._both else serve, writes)
 
     def one_way(self, count: int, trips: int) -> float:
         """Microseconds from put_signal to the wait at the other side: half a round trip."""
-        import tilescale_net as tsn
-
-        tsn.barrier()
-        spent = 0.0
-        if self.rank in (0, self.peer):
-            other = self.peer - self.rank
-            arguments = (self.dst, self.src, self._flag, count, other, self._sent, int(self.rank == 0), trips)
-            spent = elapsed(lambda: self._ping_pong(*arguments), self.on_gpu)
+        arguments = (self.dst, self.src, self._flag, count, self._other, self._sent, int(self.rank == 0), trips)
+        trip = lambda: device_us(lambda: self._ping_pong(*arguments), self.on_gpu)  # noqa: E731
         self._sent += trips
-        tsn.barrier()
-        return spent / (2 * trips)
+        return self._timed(trip, trip, 2 * trips)
 
     def bare_one_way(self, count: int, trips: int) -> float:
         """The same by two bare writers: until the target's CPU has seen the data."""
-        import tilescale_net as tsn
-
-        tsn.barrier()
-        spent = 0.0
-        if self.rank == 0:
-            spent = self._bare.ping(self.peer, count, trips) * 1e6
-        elif self.rank == self.peer:
-            self._bare.pong(0, count, trips)
-        tsn.barrier()
-        return spent / (2 * trips)
+        ping = lambda: self._bare.ping(self._other, count, trips) * 1e6  # noqa: E731
+        pong = lambda: self._bare.pong(self._other, count, trips) or 0.0  # noqa: E731
+        return self._timed(ping, pong, 2 * trips)
 
     def prepare(self, count: int, seed: int) -> None:
         """Fresh data at rank 0, poison at its peer, in the proxy's destination and the bare writer's."""
@@ -378,7 +334,5 @@ class ProxyBench:
         return measuring.difference(buffer, count, seed) if self.rank == self.peer else None
 
     def close(self) -> None:
-        import tilescale_net as tsn
-
         del self._bare, self.dst, self.src, self._flag
         tsn.finalize()

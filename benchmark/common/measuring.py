@@ -11,14 +11,14 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, TypeVar
 
-from benchmark.common.arguments import BenchmarkParser, non_negative_int, positive_int
+import tilescale_net as tsn
+from benchmark.common.arguments import IN_SIMULATOR, ON_GPU, TIMINGS
+from benchmark.common.modules import dist, p2p, torch
 from benchmark.common.report import WrongData, world_size
-
-if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is imported
-    import torch
 
 
 def median(samples: Sequence[float]) -> float:
@@ -35,13 +35,33 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return float(sorted(samples)[max(0, math.ceil(len(samples) * percent / 100) - 1)])
 
 
+def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median by name."""
+    return {name: median(values) for name, values in samples.items()}
+
+
+def gigabytes_per_second(count: int, microseconds: float) -> float:
+    """Bandwidth in GB/s (10^9 bytes a second) of `count` bytes moved in `microseconds`."""
+    return count / microseconds / 1e3
+
+
 def gather(value: Any) -> list[Any]:
     """Every rank's `value`. Collective."""
-    import torch.distributed as dist
-
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, value)
     return everyone
+
+
+def slowest_ranks(samples: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Of each name, the samples of the rank with the highest median. Collective."""
+    everyone = gather(samples)
+    return {key: max((s[key] for s in everyone), key=median) for key in samples}
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+GUARD = 256  # bytes behind the destination that must stay as they are
+POISON = 0xA5
 
 
 def raise_if_wrong(what: str, complaint: str | None) -> None:
@@ -56,19 +76,18 @@ def common_seeds(count: int) -> list[int]:
     return gather([secrets.randbits(60) for _ in range(count)])[0]
 
 
-GUARD = 256  # bytes behind the destination that must stay as they are
-POISON = 0xA5
-
-
 def random_bytes(count: int, seed: int, device: torch.device) -> torch.Tensor:
     """`count` random bytes (uint8), equal on all ranks for the same seed and kind of device."""
-    import torch
-
     generator = torch.Generator(device=device).manual_seed(seed)
-    words = torch.randint(
-        -(2**63), 2**63 - 1, ((count + 7) // 8,), dtype=torch.int64, generator=generator, device=device
-    )
+    size = ((count + 7) // 8,)
+    words = torch.randint(-(2**63), 2**63 - 1, size, dtype=torch.int64, generator=generator, device=device)
     return words.view(torch.uint8)[:count]
+
+
+def normal_numbers(shape: Sequence[int], seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Normal random numbers, equal on all ranks for the same seed and kind of device."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.empty(tuple(shape), dtype=dtype, device=device).normal_(generator=generator)
 
 
 def prepare(src: torch.Tensor, dst: torch.Tensor, count: int, seed: int) -> None:
@@ -79,8 +98,6 @@ def prepare(src: torch.Tensor, dst: torch.Tensor, count: int, seed: int) -> None
 
 def difference(dst: torch.Tensor, count: int, seed: int) -> str | None:
     """What is wrong with `dst` after `count` bytes of this seed's data were copied to it; None when nothing is."""
-    import torch
-
     expected = random_bytes(count, seed, dst.device)
     if not torch.equal(dst[:count], expected):
         wrong = (dst[:count] != expected).nonzero().flatten()
@@ -93,28 +110,54 @@ def difference(dst: torch.Tensor, count: int, seed: int) -> str | None:
     return None
 
 
-MODES = ("launch", "graph", "loop")
+# -- time -------------------------------------------------------------------------------------------------------------
+
 SIMULATED = "simulated: times mean nothing but order"
-# (warmup, repeat) where the user gives none; in the simulator they only cost time.
-ON_GPU, IN_SIMULATOR = (5, 20), (1, 3)
+Key = TypeVar("Key", bound=Hashable)
 
 
-def add_timing_arguments(parser: BenchmarkParser) -> None:
-    """Add `--timing`, `--warmup` and `--repeat`; make the parser itself with warmup=None, repeat=None."""
-    parser.add_argument(
-        "--timing",
-        choices=MODES,
-        default="graph",
-        help="launches from Python, replays of a CUDA graph (default), or a loop inside the kernel; on a GPU",
-    )
-    text = "untimed runs before the timed ones ({}; in the simulator {})"
-    parser.add_argument("--warmup", type=non_negative_int, metavar="N", help=text.format(ON_GPU[0], IN_SIMULATOR[0]))
-    text = "timed runs, whose median is shown ({}; in the simulator {})"
-    parser.add_argument("--repeat", type=positive_int, metavar="N", help=text.format(ON_GPU[1], IN_SIMULATOR[1]))
+def in_turn(samplers: Mapping[Key, Callable[[], float]], warmup: int, repeat: int) -> dict[Key, list[float]]:
+    """Samples of several things by turns, so that a clock that changes changes for all; the first turns do not count."""
+    samples: dict[Key, list[float]] = {key: [] for key in samplers}
+    for turn in range(warmup + repeat):
+        for key, sample in samplers.items():
+            figure = sample()
+            if turn >= warmup:
+                samples[key].append(figure)
+    return samples
+
+
+def wall_us(call: Callable[[], object]) -> float:
+    """Microseconds of the host's clock until the call returns."""
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def device_us(launch: Callable[[], object], on_gpu: bool = True) -> float:
+    """Microseconds of what `launch` starts: between two events on a GPU, else of the host's clock."""
+    if not on_gpu:
+        return wall_us(launch)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    launch()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) * 1e3
+
+
+def captured(call: Callable[[], object], times: int, stream: Any = None) -> Callable[[], None]:
+    """The replay of a CUDA graph that makes the call that often; the call has been made before."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (NVSHMEM's, a proxy's) may use CUDA meanwhile without breaking the capture.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(times):
+            call()
+    return graph.replay
 
 
 def repeated(call: Callable[[], object]) -> Callable[[int], None]:
-    """What does the call so many times."""
+    """What makes the call that often."""
 
     def launch(times: int) -> None:
         for _ in range(times):
@@ -123,26 +166,31 @@ def repeated(call: Callable[[], object]) -> Callable[[int], None]:
     return launch
 
 
+def start_together(on_gpu: bool) -> Callable[[], None]:
+    """Launches a barrier of all ranks on a GPU; hosts leave theirs too far apart for small kernels."""
+    return p2p.meet() if on_gpu else lambda: None
+
+
 class Timer:
     """Times one operation at a time on this rank.
 
     Args:
-        mode: one of MODES; the simulator has no graphs and launches instead.
+        mode: one of TIMINGS; the simulator has no graphs and launches instead.
         warmup: untimed repetitions.
         repeat: timed repetitions, each of which is a sample.
         on_gpu: whether kernels run on a GPU.
     """
 
     def __init__(self, mode: str, warmup: int, repeat: int, on_gpu: bool) -> None:
-        if mode not in MODES:
-            raise ValueError(f"timing mode {mode!r} is not one of {', '.join(MODES)}")
+        if mode not in TIMINGS:
+            raise ValueError(f"timing mode {mode!r} is not one of {', '.join(TIMINGS)}")
         self.mode = mode
         self.warmup, self.repeat = warmup, repeat
         self.on_gpu = on_gpu
 
     @classmethod
     def of(cls, args: argparse.Namespace, on_gpu: bool) -> Timer:
-        """The timer for the arguments of `add_timing_arguments`."""
+        """The timer for the arguments of a parser with `timing`."""
         warmup, repeat = ON_GPU if on_gpu else IN_SIMULATOR
         args.warmup = warmup if args.warmup is None else args.warmup
         args.repeat = repeat if args.repeat is None else args.repeat
@@ -152,15 +200,11 @@ class Timer:
         """How the times came about, for the report's header."""
         if not self.on_gpu:
             return f"wall clock, median of {self.repeat}; {SIMULATED}"
-        ways = {
-            "launch": "launches from Python",
-            "graph": "kernels in a CUDA graph",
-            "loop": "turns of a loop in the kernel",
-        }
+        ways = dict(zip(TIMINGS, ("launches from Python", "kernels in a CUDA graph", "turns of a loop in the kernel")))
         return f"{self.mode}: median of {self.repeat} x {batch} {ways[self.mode]}"
 
     def measure(
-        self, launch: Callable[[int], None], batch: int = 20, together: Callable[[], None] | None = None
+        self, launch: Callable[[int], None], batch: int = 20, together: Callable[[], None] = lambda: None
     ) -> list[float]:
         """Samples in microseconds per operation.
 
@@ -169,81 +213,44 @@ class Timer:
             batch: operations of one sample on a GPU; 1 in the simulator.
             together: launches a barrier kernel before each sample, so that ranks that are timed at once start at once.
         """
-        if not self.on_gpu:
-            return self._wall_clock(launch)
-        together = together or (lambda: None)
-        run = self._prepared(launch, batch)
-        for _ in range(self.warmup):
-            run()
-        samples = []
-        for _ in range(self.repeat):
-            samples.append(self._sample(run, together) / batch)
-        return samples
+        return self.interleaved({"": launch}, batch, together)[""]
 
     def interleaved(
-        self, launches: dict[str, Callable[[int], None]], batch: int, together: Callable[[], None], plain: set[str]
+        self,
+        launches: Mapping[str, Callable[[int], None]],
+        batch: int,
+        together: Callable[[], None] = lambda: None,
+        plain: Set[str] = frozenset(),
     ) -> dict[str, list[float]]:
-        """As `measure`, for several operations by turns, so that a clock that changes changes for all; by name.
+        """As `measure`, for several operations by turns; by name.
 
         Args:
             plain: calls that are launched from Python, because they cannot be captured.
         """
         if not self.on_gpu:
-            return {name: self._wall_clock(launch) for name, launch in launches.items()}
+            walls = {name: partial(wall_us, partial(launch, 1)) for name, launch in launches.items()}
+            return in_turn(walls, self.warmup, self.repeat)
         runs = {}
         for name, launch in launches.items():
-            runs[name] = (lambda launch=launch: launch(batch)) if name in plain else self._prepared(launch, batch)
+            runs[name] = partial(launch, batch) if name in plain else self._prepared(launch, batch)
             for _ in range(self.warmup):
                 runs[name]()
-        samples: dict[str, list[float]] = {name: [] for name in launches}
-        for _ in range(self.repeat):
-            for name, run in runs.items():
-                samples[name].append(self._sample(run, together) / batch)
-        return samples
 
-    @staticmethod
-    def _sample(run: Callable[[], None], together: Callable[[], None]) -> float:
-        """Microseconds of one run."""
-        import torch
+        def sample(run: Callable[[], None]) -> float:
+            run()  # keeps the device busy until the timed run is in its queue: the host's delay is not part of it
+            together()
+            return device_us(run) / batch
 
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        run()  # keeps the device busy until the timed run is in its queue: the host's delay is not part of it
-        together()
-        before.record()
-        run()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) * 1e3
+        return in_turn({name: partial(sample, run) for name, run in runs.items()}, 0, self.repeat)
 
     def _prepared(self, launch: Callable[[int], None], batch: int) -> Callable[[], None]:
         """A function that does the operation `batch` times."""
-        import torch
-
         launch(1)  # loads the module, which a graph under capture may not
         torch.cuda.synchronize()
         if self.mode == "loop":
-            return lambda: launch(batch)
-
-        def launches() -> None:
-            for _ in range(batch):
-                launch(1)
-
-        if self.mode == "launch":
-            return launches
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (NVSHMEM's, a proxy's) may use CUDA meanwhile without breaking the capture.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            launches()
-        return graph.replay
-
-    def _wall_clock(self, launch: Callable[[int], None]) -> list[float]:
-        samples = []
-        for turn in range(self.warmup + self.repeat):
-            start = time.perf_counter()
-            launch(1)
-            if turn >= self.warmup:
-                samples.append((time.perf_counter() - start) * 1e6)
-        return samples
+            return partial(launch, batch)
+        one = partial(launch, 1)
+        return partial(repeated(one), batch) if self.mode == "launch" else captured(one, batch)
 
 
 class DeviceTimer:
@@ -254,75 +261,42 @@ class DeviceTimer:
     """
 
     def __init__(self, args: argparse.Namespace, on_gpu: bool, defaults: tuple[int, int]) -> None:
-        import torch
-
-        import tilescale_net as tsn
-        from tilescale_net.kernels import p2p
-
         warmup, repeat = defaults if on_gpu else IN_SIMULATOR
         self.warmup, self.repeat = args.warmup or warmup, args.repeat or repeat
         self.on_gpu = on_gpu
-        self._torch, self._tsn = torch, tsn
+        self._meet = start_together(on_gpu)
         if on_gpu:
             self._flush = torch.empty(256 << 20, dtype=torch.uint8, device=tsn.device())
-            self._meet = p2p.meet()
 
-    def _ready(self) -> None:
-        """Cold caches, a device that is busy until the host has launched what follows, and ranks that start together."""
-        self._flush.zero_()
-        self._torch.cuda._sleep(1_500_000)
-        self._meet()
+    def label(self) -> str:
+        """How the times came about, for the report's header."""
+        return f"median of {self.repeat}" + ("" if self.on_gpu else f"; {SIMULATED}")
 
-    def kernel(self, prepare: Callable[[], Any], call: Callable[..., Any]) -> list[float]:
+    def kernel(self, call: Callable[..., Any], prepare: Callable[[], Any] = lambda: None) -> list[float]:
         """Microseconds on the device, per repetition; `prepare()` is not timed and its result goes to `call`."""
         if not self.on_gpu:
-            return self._wall(prepare, call)
-        torch, samples = self._torch, []
-        for turn in range(self.warmup + self.repeat):
-            given = prepare()
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._ready()
-            before.record()
-            call(given)
-            after.record()
-            torch.cuda.synchronize()
-            if turn >= self.warmup:
-                samples.append(before.elapsed_time(after) * 1e3)
-        return samples
+            return self.whole(call, prepare)
 
-    def whole(self, prepare: Callable[[], Any], call: Callable[..., Any]) -> list[float]:
+        def sample() -> float:
+            given = prepare()
+            # Cold caches, a device that is busy until the host has launched what follows, ranks that start together.
+            self._flush.zero_()
+            torch.cuda._sleep(1_500_000)
+            self._meet()
+            return device_us(lambda: call(given))
+
+        return in_turn({"": sample}, self.warmup, self.repeat)[""]
+
+    def whole(self, call: Callable[..., Any], prepare: Callable[[], Any] = lambda: None) -> list[float]:
         """Microseconds from the call on the host to the end of its work, on an idle device."""
-        return self._wall(prepare, call)
 
-    def _wall(self, prepare: Callable[[], Any], call: Callable[..., Any]) -> list[float]:
-        samples = []
-        for turn in range(self.warmup + self.repeat):
-            given = prepare()
-            self._tsn.barrier()
-            start = time.perf_counter()
+        def timed(given: Any) -> None:
             call(given)
-            self._tsn.synchronize()
-            if turn >= self.warmup:
-                samples.append((time.perf_counter() - start) * 1e6)
-        return samples
+            tsn.synchronize()
 
+        def sample() -> float:
+            given = prepare()
+            tsn.barrier()
+            return wall_us(partial(timed, given))
 
-def elapsed(launch: Callable[[], None], on_gpu: bool) -> float:
-    """Microseconds of what `launch` starts, for launches that are long compared with their own cost."""
-    if not on_gpu:
-        start = time.perf_counter()
-        launch()
-        return (time.perf_counter() - start) * 1e6
-    import torch
-
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record()
-    launch()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) * 1e3
-
-
-def gigabytes_per_second(count: int, microseconds: float) -> float:
-    """Bandwidth in GB/s (10^9 bytes a second) of `count` bytes moved in `microseconds`."""
-    return count / microseconds / 1e3
+        return in_turn({"": sample}, self.warmup, self.repeat)[""]

@@ -1,15 +1,75 @@
-"""Mixture of experts: data that every rank can make for every rank, their check, and what our kernels are compared with."""
+"""Mixture of experts: flags, data that every rank can make for every rank, their check, and what our kernels are compared
+with."""
 
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import tilescale_net as tsn
+from benchmark.common.arguments import BenchmarkParser, on_gpu, one_of, positive_int
+from benchmark.common.measuring import DeviceTimer
+from benchmark.common.modules import dist, moe, row_ops, torch
+from benchmark.common.report import Report, WrongData, world_size
 
-from benchmark.common.report import WrongData
-from tilescale_net.kernels.moe.row_ops import dequantise, groups_of, quantise, sum_of_ranks
+# (warmup, repeat) of kernels on a GPU; and the shapes where the user gives none: tokens of a rank by mode, ….
+TIMING = (10, 30)
+ON_GPU = {"throughput": 4096, "latency": 128, "hidden": 7168, "topk": 8, "experts": 256}
+SIMULATED = {"throughput": 32, "latency": 16, "hidden": 512, "topk": 4, "experts": 16}
 
-FP8 = torch.float8_e4m3fn
+
+class MoeParser(BenchmarkParser):
+    """With the flags of dispatch and combine: modes, layouts, dtypes, the shape, and whether data are verified.
+
+    `parse_args` fills in the shape, and `tokens_of`: tokens of a rank by mode.
+    """
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description, warmup=None, repeat=None, check=True)
+        choices = {
+            "mode": (("throughput", "latency"), "throughput, latency, or all (all)"),
+            "layout": (("rank", "expert"), "of throughput mode: rank, expert, or all (all)"),
+            "dtype": (("bf16", "fp8"), "of dispatch: bf16, fp8, or all (all)"),
+        }
+        for name, (values, text) in choices.items():
+            self.option(f"--{name}", one_of(*values), list(values), text)
+        numbers = {
+            "tokens": "per rank (4096; in latency mode 128; simulator 32, 16)",
+            "hidden": "elements of a row (7168; simulator 512)",
+            "topk": "choices per token (8; simulator 4)",
+            "experts": "of all ranks (256; simulator 16)",
+            "warmup": f"untimed calls ({TIMING[0]})",
+            "repeat": f"timed calls, whose median is shown ({TIMING[1]})",
+        }
+        for name, text in numbers.items():
+            self.option(f"--{name}", positive_int, None, text)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        parsed = super().parse_args(args, namespace)
+        shape = ON_GPU if on_gpu() else SIMULATED
+        for name in ("hidden", "topk", "experts"):
+            setattr(parsed, name, getattr(parsed, name) or shape[name])
+        parsed.tokens_of = {mode: parsed.tokens or shape[mode] for mode in parsed.mode}
+        if parsed.experts % world_size():
+            self.error(f"--experts is {parsed.experts}; it must be a multiple of the {world_size()} ranks")
+        return parsed
+
+
+def start(name: str, args: argparse.Namespace, data: str) -> tuple[Report, DeviceTimer]:
+    """Join the job with room for one AllToAll at a time; the report with its header, and the timer. Collective."""
+    most = 64 << 20
+    for mode, tokens in args.tokens_of.items():
+        row = 2 * args.hidden + 4 * (args.hidden // 128 + 1) + 16 * args.topk
+        rows = world_size() * tokens * (5 if mode == "throughput" else 8) + 2 * tokens * args.topk
+        most = max(most, rows * row * 5 // 4 + (256 << 20 if args.hidden > 2048 else 32 << 20))
+    report = Report(name, args)
+    timer = DeviceTimer(args, tsn.init(most).device_kind == "cuda", TIMING)
+    report.environment["shape"] = f"hidden {args.hidden}, top-{args.topk} of {args.experts} experts"
+    report.environment |= {"data": "not verified" if args.no_check else data, "timing": timer.label()}
+    return report, timer
 
 
 @dataclass
@@ -17,8 +77,8 @@ class Inputs:
     """One rank's inputs: rows (bfloat16), their FP8 form with scales (or None), choices and weights."""
 
     x: torch.Tensor
-    x_fp8: torch.Tensor | None
-    scales: torch.Tensor | None
+    x_fp8: Any
+    scales: Any
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
 
@@ -29,8 +89,14 @@ def make(rank: int, tokens: int, hidden: int, experts: int, top_k: int, fp8: boo
     x = torch.randn((tokens, hidden), generator=g, device=device).to(torch.bfloat16)
     idx = torch.rand((tokens, experts), generator=g, device=device).topk(top_k, 1)[1]
     weights = torch.randint(1, 17, (tokens, top_k), generator=g, device=device) / 16
-    q, scales = quantise(x) if fp8 else (None, None)
+    q, scales = row_ops.quantise(x) if fp8 else (None, None)
     return Inputs(x, q, scales, idx, weights)
+
+
+def all_inputs(args: argparse.Namespace, tokens: int, fp8: bool) -> list[Inputs]:
+    """Of every rank."""
+    shape = (tokens, args.hidden, args.experts, args.topk, fp8, 7, tsn.device())
+    return [make(rank, *shape) for rank in range(tsn.size())]
 
 
 @dataclass
@@ -38,10 +104,10 @@ class Traffic:
     """Rows (one per token and rank) that a rank receives in dispatch and sends in combine.
 
     Attributes:
-        rows: all; remote: from other ranks; proxied: from other nodes.
+        logical: all; remote: from other ranks; proxied: from other nodes.
     """
 
-    rows: int
+    logical: int
     remote: int
     proxied: int
 
@@ -55,13 +121,13 @@ def traffic(indices: list[torch.Tensor], experts: int, rank: int, proxied: list[
 
 def row_bytes(hidden: int, fp8: bool) -> int:
     """Bytes of a row with its scales."""
-    return hidden + 4 * groups_of(hidden) if fp8 else 2 * hidden
+    return hidden + 4 * row_ops.groups_of(hidden) if fp8 else 2 * hidden
 
 
 def check_dispatch(received: Any, everyone: list[Inputs], experts: int, rank: int, mode: str, layout: str) -> None:
     """Raise WrongData unless `received` (tilescale_net.kernels.moe.Dispatched) holds exactly the rows of `everyone`."""
     ranks, local = len(everyone), experts // len(everyone)
-    fp8 = received.x.dtype == FP8
+    fp8 = received.x.dtype == torch.float8_e4m3fn
     tokens = [len(e.topk_idx) for e in everyone]
     flat = torch.cat([e.topk_idx.flatten() for e in everyone])
     token = torch.cat(
@@ -105,7 +171,7 @@ def returned_rows(received: Any) -> torch.Tensor:
         part = slice(begin, begin + 4096)
         found = flat[part]
         if received.scales is not None:
-            found = dequantise(found, received.scales.reshape(-1, received.scales.shape[-1])[part])
+            found = row_ops.dequantise(found, received.scales.reshape(-1, received.scales.shape[-1])[part])
         rows.view(-1, rows.shape[-1])[part] = found.to(rows.dtype)
     return rows
 
@@ -124,18 +190,76 @@ def check_combine(
         here = (mine.topk_idx // local == host) & (mine.topk_idx >= 0)
         factor = (mine.topk_weights * here).sum(1) if weighted else here.any(1).float()
         parts.append(factor[:, None] * rows.float())
-    if not torch.equal(out, sum_of_ranks(parts, rank, torch.bfloat16, nodes=nodes)):
+    if not torch.equal(out, row_ops.sum_of_ranks(parts, rank, torch.bfloat16, nodes=nodes)):
         raise WrongData("combine: sums differ")
 
 
-_groups: dict[str, Any] = {}
+class Exchange:
+    """An AllToAll with this rank's inputs, whose dispatch and combine have been verified; and calls of it. Collective.
+
+    Args:
+        everyone: all ranks' inputs.
+        back: dtype of rows on their way back.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        everyone: list[Inputs],
+        mode: str,
+        layout: str,
+        dtype: str,
+        back: str = "bf16",
+        **options: Any,
+    ) -> None:
+        rank, ranks = tsn.rank(), tsn.size()
+        self.mine, fp8 = everyone[rank], dtype == "fp8"
+        tokens, self.throughput = len(self.mine.x), mode == "throughput"
+        if self.throughput:  # twice the rows of an even spread, not all rows of all ranks
+            options |= {"layout": layout, "capacity": max(2 * tokens * args.topk, ranks * tokens)}
+        self.op = moe.AllToAll(
+            args.experts, tokens, args.hidden, args.topk, torch.float8_e4m3fn if fp8 else torch.bfloat16, mode,
+            quantize_combine=back == "fp8", **options,
+        )  # fmt: skip
+        self._x = (self.mine.x_fp8, self.mine.scales) if fp8 and self.throughput else self.mine.x
+        received = self.dispatch()
+        self.y, self.handle = returned_rows(received), received.handle
+        out = self.op.combine(self.y, self.handle)
+        self.op.check()
+        if not args.no_check:
+            check_dispatch(received, everyone, args.experts, rank, mode, layout)
+            if back == "bf16":
+                rows = row_ops.dequantise(self.mine.x_fp8, self.mine.scales).to(self.y.dtype) if fp8 else self.mine.x
+                weighted = layout == "expert" or mode == "latency"
+                check_combine(out, self.mine, rows, args.experts, ranks, weighted, rank, self.op.sums_over)
+        self.out = torch.empty_like(out)
+
+    def dispatch(self, _: Any = None) -> Any:
+        return self.op.dispatch(self._x, self.mine.topk_idx, self.mine.topk_weights)
+
+    def cached(self, _: Any = None) -> Any:
+        return self.op.dispatch(self._x, handle=self.handle)
+
+    def combine(self, handle: Any = None) -> Any:
+        return self.op.combine(self.y, handle or self.handle, out=self.out)
+
+    def pair(self, _: Any = None) -> Any:
+        return self.combine(self.dispatch().handle)
+
+    def handle_of_dispatch(self) -> Any:
+        """For the combine of latency mode, which takes the handle of the dispatch before it."""
+        return self.dispatch().handle
+
+    def close(self) -> None:
+        self.op.check()
+        tsn.barrier()
+        self.op.free()
 
 
+@functools.cache
 def nccl_group() -> Any:
     """A process group over NCCL, made once. Collective."""
-    if "nccl" not in _groups:
-        _groups["nccl"] = dist.new_group(backend="nccl")
-    return _groups["nccl"]
+    return dist.new_group(backend="nccl")
 
 
 class Nccl:

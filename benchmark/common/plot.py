@@ -68,10 +68,14 @@ class Panel:
         return not any(isinstance(key, str) for key in self.keys) and (self.lines or len(self.keys) > FEW)
 
     @property
+    def legend_columns(self) -> int:
+        return 2 if max(map(len, self.points)) <= 28 else 1
+
+    @property
     def height(self) -> float:
         """In inches."""
         bars = sum(len([k for k in figures if k in self.keys[:MOST_BARS]]) for figures in self.points.values())
-        legend = 0.2 * math.ceil(len(self.points) / 2) if len(self.points) > 1 else 0
+        legend = 0.2 * math.ceil(len(self.points) / self.legend_columns) if len(self.points) > 1 else 0
         return (2.4 if self.as_lines else 0.7 + 0.17 * bars + 0.08 * min(len(self.keys), MOST_BARS)) + 0.3 + legend
 
 
@@ -185,7 +189,12 @@ def draw(panels: Sequence[Panel], path: str, title: str = "", description: str =
             axes = part.subplots()
             (_lines if panel.as_lines else _bars)(axes, panel)
             if len(panel.points) > 1:
-                place = {"loc": "outside upper center", "ncols": 2, "frameon": False, "borderaxespad": 0.2}
+                place = {
+                    "loc": "outside upper center",
+                    "ncols": panel.legend_columns,
+                    "frameon": False,
+                    "borderaxespad": 0.2,
+                }
                 part.legend(title=words, title_fontproperties=bold, fontsize=SMALL, **place)
             else:
                 part.suptitle(words, **bold)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-from collections.abc import Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from benchmark.common.measuring import elapsed, median, percentile
-from benchmark.common.report import Column, Report
+from benchmark.common.measuring import device_us, in_turn, median, medians, percentile
+from benchmark.common.modules import fabric, instruments, torch
+from benchmark.common.report import Column, Report, rate, us
 
 THREADS = 128  # of a block; idle ones leave at once
 
@@ -86,8 +87,6 @@ class QueueBench:
     HEAP = 2 << 20
 
     def __init__(self, world: Any, cpu: int) -> None:
-        import torch
-
         self.world, self.cpu = world, cpu
         self.on_gpu = world.device_kind == "cuda"
         self.heaps = [torch.zeros(self.HEAP, dtype=torch.uint8, device=world.device) for _ in range(2)]
@@ -100,7 +99,6 @@ class QueueBench:
     def proxy(self, rank: int, n_pes: int, heap: int, provider: str, **options: Any) -> Any:
         """A native proxy of `rank` that serves rank 0's peers, or, for other ranks, rank 0."""
         from tilescale_net import _native
-        from tilescale_net.runtime import fabric
 
         return _native.Proxy(
             fabric.transport_options(provider=provider),
@@ -145,8 +143,6 @@ class ProxyUnderTest:
     """Running proxies and the context with which kernels reach PE 0's queues; a `with` block ends them."""
 
     def __init__(self, bench: QueueBench, proxies: list[Any], n_pes: int, queues: int) -> None:
-        import torch
-
         from tilescale_net.runtime import context
 
         self._bench, self._proxies = bench, proxies
@@ -191,12 +187,11 @@ class ProxyUnderTest:
         only: int = -1,
     ) -> float:
         """Microseconds of one launch of `kind`, a Probe. Raises what kernel or proxy met."""
-        import tilescale_net as tsn
         from tilescale_net import errors
 
         kernel = probe()
         arguments = (int(kind), self.payload, size, out, into, pes, first, turns, lanes, warps, blocks, only)
-        spent = elapsed(lambda: kernel(self._context, *arguments), self._bench.on_gpu)
+        spent = device_us(lambda: kernel(self._context, *arguments), self._bench.on_gpu)
         for p in self._proxies:
             found = p.error()
             if found:
@@ -227,14 +222,19 @@ PLACES = (16, 2)  # SMs that a single thread is tried on: on a GPU, in the simul
 STAGE_BYTES = 256  # more than travels inside a message
 
 
+def _push_rate(
+    proxies: ProxyUnderTest, queues: int, pushers: int, shape: dict[str, int], kind: Probe, turns: int
+) -> float:
+    """Millions of pushes a second."""
+    spent = proxies.run(kind, turns, pes=queues, **shape)
+    proxies.drain(queues)
+    return pushers * turns / spent
+
+
 def push_rates(report: Report, bench: QueueBench, args: argparse.Namespace) -> None:
     keys = [Column(k, k.capitalize()) for k in ("blocks", "warps", "lanes", "queues")]
-    columns = [
-        Column("published", "each published", better="higher", unit="M/s"),
-        Column("batch", "behind one fence", better="higher", unit="M/s"),
-        Column("sustained", "sustained", better="higher", unit="M/s"),
-    ]
-    table = report.table("pushes", keys, columns)
+    titles = {"published": "each published", "batch": "behind one fence", "sustained": "sustained"}
+    table = report.table("pushes", keys, [rate(key, title, "M/s") for key, title in titles.items()])
     table.notes.append(
         "The first two fit the ring; sustained, they turn round it and go at the proxy's pace. Lanes of a warp push "
         "together; a block pushes to one queue."
@@ -242,26 +242,21 @@ def push_rates(report: Report, bench: QueueBench, args: argparse.Namespace) -> N
     for blocks, warps, lanes, queues in report.progress(GEOMETRIES, "pushes", str):
         pushers = blocks * warps * lanes
         burst, long = max(1, args.capacity // 2 // pushers), 8 * args.capacity // pushers
-        samples: dict[str, list[float]] = {"published": [], "batch": [], "sustained": []}
         with bench.null(args.capacity, queues) as proxies:
-            for _ in range(1 + args.repeat):
-                for name, turns in (("published", burst), ("batch", burst), ("sustained", long)):
-                    kind = Probe.PUSH_PUBLISHED if name == "published" else Probe.PUSH
-                    spent = proxies.run(kind, turns, pes=queues, lanes=lanes, warps=warps, blocks=blocks)
-                    samples[name].append(pushers * turns / spent)
-                    proxies.drain(queues)
-        samples = {name: values[1:] for name, values in samples.items()}
-        row = {"blocks": blocks, "warps": warps, "lanes": lanes, "queues": queues}
-        table.add(row | {name: median(values) for name, values in samples.items()}, samples)
+            ways = {
+                "published": (Probe.PUSH_PUBLISHED, burst),
+                "batch": (Probe.PUSH, burst),
+                "sustained": (Probe.PUSH, long),
+            }
+            shape = dict(lanes=lanes, warps=warps, blocks=blocks)
+            turns = {name: partial(_push_rate, proxies, queues, pushers, shape, *way) for name, way in ways.items()}
+            samples = in_turn(turns, 1, args.repeat)
+        table.add({"blocks": blocks, "warps": warps, "lanes": lanes, "queues": queues, **medians(samples)}, samples)
 
 
 def places(report: Report, bench: QueueBench, args: argparse.Namespace) -> None:
     """One thread again, on one SM after another, spread over the device."""
-    columns = [
-        Column("slowest", "slowest", better="higher", unit="M/s"),
-        Column("mean", "mean", better="higher", unit="M/s"),
-        Column("fastest", "fastest", better="higher", unit="M/s"),
-    ]
+    columns = [rate(name, name, "M/s") for name in ("slowest", "mean", "fastest")]
     count = PLACES[0 if bench.on_gpu else 1]
     table = report.table("one thread, by SM", [Column("what", "What")], columns)
     table.notes.append(
@@ -269,40 +264,30 @@ def places(report: Report, bench: QueueBench, args: argparse.Namespace) -> None:
         "a push, and takes longer where the queue's head lies in the other half of the L2 cache. Mean: all pushes over all "
         "their time."
     )
-    blocks = _num_sms(bench) if bench.on_gpu else count
+    sms = torch.cuda.get_device_properties(bench.world.device).multi_processor_count if bench.on_gpu else count
     burst = max(1, args.capacity // 2)
     with bench.null(args.capacity) as proxies:
+
+        def push(kind: Probe, sm: int) -> float:
+            spent = proxies.run(kind, burst, blocks=sms, only=sm)
+            proxies.drain()
+            return spent
+
         for what, kind in (("each published", Probe.PUSH_PUBLISHED), ("behind one fence", Probe.PUSH)):
-            medians = []
-            for place in report.progress(range(count), f"pushes, {what}", str):
-                spent = []
-                for _ in range(1 + args.repeat):
-                    spent.append(proxies.run(kind, burst, blocks=blocks, only=place * blocks // count))
-                    proxies.drain()
-                medians.append(median(spent[1:]))
-            rates = [burst / spent for spent in medians]
-            mean = count * burst / sum(medians)
+            found = [
+                median(in_turn({"": partial(push, kind, place * sms // count)}, 1, args.repeat)[""])
+                for place in report.progress(range(count), f"pushes, {what}", str)
+            ]
+            rates = [burst / spent for spent in found]
+            mean = count * burst / sum(found)
             table.add({"what": what, "slowest": min(rates), "mean": mean, "fastest": max(rates)}, {"by SM": rates})
-
-
-def _num_sms(bench: QueueBench) -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(bench.world.device).multi_processor_count
 
 
 def round_trips(report: Report, bench: QueueBench, args: argparse.Namespace) -> dict[str, float]:
     """The table of round trips; what the stages need of it."""
-    from benchmark import instruments
-
-    columns = [
-        Column("released", "bare flag, release", better="lower", unit="us"),
-        Column("flag", "bare flag, relaxed", better="lower", unit="us"),
-        Column("queue", "queue", better="lower", unit="us"),
-        Column("queue_p99", "p99", better="lower", unit="us", plotted=False),
-        Column("released_ratio", "x release", ".3f"),
-        Column("ratio", "x relaxed", ".3f"),
-    ]
+    columns = [us("released", "bare flag, release"), us("flag", "bare flag, relaxed"), us("queue", "queue")]
+    columns += [us("queue_p99", "p99", plotted=False)]
+    columns += [Column("released_ratio", "x release", ".3f"), Column("ratio", "x relaxed", ".3f")]
     table = report.table("round trip", [Column("what", "What")], columns)
     table.notes.append(
         "A flag with release order is what a program must send that has written anything before; before the relaxed "
@@ -312,119 +297,105 @@ def round_trips(report: Report, bench: QueueBench, args: argparse.Namespace) -> 
     found: dict[str, float] = {}
     sent = 0
     echo = instruments.FlagEcho(bench.on_gpu, args.cpu)
+    plain = {"released": Probe.RELEASE_TRIP, "flag": Probe.FLAG_TRIP, "queue": Probe.QUEUE_TRIP}
+    published = (Probe.RELEASE_TRIP_PUBLISHED, Probe.FLAG_TRIP_PUBLISHED, Probe.QUEUE_TRIP_PUBLISHED)
     with bench.null(args.capacity) as proxies:
-        for publish in (False, True):
-            flags = {
-                "released": Probe.RELEASE_TRIP_PUBLISHED if publish else Probe.RELEASE_TRIP,
-                "flag": Probe.FLAG_TRIP_PUBLISHED if publish else Probe.FLAG_TRIP,
-            }
-            queue = Probe.QUEUE_TRIP_PUBLISHED if publish else Probe.QUEUE_TRIP
-            samples: dict[str, list[float]] = {"released": [], "flag": [], "queue": []}
-            for _ in range(1 + args.repeat):
-                for name, flag in flags.items():
-                    spent = proxies.run(flag, args.trips, out=echo.ping, into=echo.pong, first=sent)
-                    sent += args.trips
-                    samples[name].append(spent / args.trips)
-                samples["queue"].append(proxies.run(queue, args.trips) / args.trips)
-            samples = {name: values[1:] for name, values in samples.items()}
-            row = {name: median(values) for name, values in samples.items()}
+
+        def trip(kind: Probe, flag: bool) -> float:
+            nonlocal sent
+            words = dict(out=echo.ping, into=echo.pong, first=sent) if flag else {}
+            sent += args.trips if flag else 0
+            return proxies.run(kind, args.trips, **words) / args.trips
+
+        both = {"flush": plain, "payload published: fence, put, flush": dict(zip(plain, published))}
+        for what, kinds in both.items():
+            turns = {name: partial(trip, kind, name != "queue") for name, kind in kinds.items()}
+            samples = in_turn(turns, 1, args.repeat)
+            row = medians(samples)
             for ratio, base in (("released_ratio", "released"), ("ratio", "flag")):
                 row[ratio] = median([q / f for q, f in zip(samples["queue"], samples[base])])
             row["queue_p99"] = percentile(samples["queue"], 99)
-            table.add({"what": "payload published: fence, put, flush" if publish else "flush", **row}, samples)
-            if not publish:
-                found = row
+            table.add({"what": what, **row}, samples)
+            found = found or row
         found["flush_stage"] = proxies.stats()["flush_us_mean"]
-    del echo
     return found
 
 
 def dispatch(report: Report, args: argparse.Namespace) -> None:
-    from benchmark import instruments
-
-    column = Column("rate", "taken and posted", better="higher", unit="M/s")
+    column = rate("rate", "taken and posted", "M/s")
     table = report.table("one proxy thread", [Column("what", "Descriptors")], [column])
     table.notes.append("From a full ring into a transport that completes at once; the CPU's own time, on any machine.")
     kinds = {"put of 64 B": (64, False), "put of 4 KiB": (4096, False), "put_signal of 4 KiB": (4096, True)}
     for what, (size, signal) in report.progress(list(kinds.items()), "descriptors", lambda k: k[0]):
-        rates = [
-            instruments.measure_dispatch(descriptors=1 << 20, bytes=size, with_signal=signal, cpu=args.cpu) / 1e6
-            for _ in range(args.repeat)
-        ]
-        table.add({"what": what, "rate": median(rates)}, {"rate": rates})
+        options = dict(descriptors=1 << 20, bytes=size, with_signal=signal, cpu=args.cpu)
+        rates = in_turn({"rate": partial(instruments.measure_dispatch, **options)}, 0, args.repeat)
+        rates = {"rate": [each / 1e6 for each in rates["rate"]]}
+        table.add({"what": what, **medians(rates)}, rates)
 
 
 def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> list[float]:
     """Microseconds of a write with an immediate between two CPU threads of this process, one way."""
-    from benchmark import instruments
-    from tilescale_net.runtime import fabric
+    options = [fabric.transport_options(rank=i, provider=provider, rails=1) for i in range(2)]
+    writers = [instruments.BareWriter(option, bytes=1 << 20, dedicated=dedicated) for option in options]
+    for i, address in enumerate([w.address() for w in writers]):
+        writers[1 - i].connect(i, address)
 
-    writers = [
-        instruments.BareWriter(
-            fabric.transport_options(rank=i, provider=provider, rails=1),
-            bytes=1 << 20,
-            dedicated=dedicated,
-        )
-        for i in range(2)
-    ]
-    addresses = [w.address() for w in writers]
-    for i, w in enumerate(writers):
-        w.connect(1 - i, addresses[1 - i])
-    samples = []
-    for turn in range(1 + repeat):
+    def trip() -> float:
         other = threading.Thread(target=writers[1].pong, args=(0, STAGE_BYTES, trips))
         other.start()
-        spent = writers[0].ping(1, STAGE_BYTES, trips)
+        spent: float = writers[0].ping(1, STAGE_BYTES, trips)
         other.join()
-        if turn:
-            samples.append(spent * 1e6 / (2 * trips))
-    return samples
+        return spent * 1e6 / (2 * trips)
+
+    return in_turn({"": trip}, 1, repeat)[""]
 
 
 def stages(report: Report, bench: QueueBench, trip: dict[str, float], args: argparse.Namespace) -> None:
     """Each stage of a put_signal on its way, measured alone, and all of them together."""
     from tilescale_net.runtime import settings
 
-    table = report.table(
-        "stages",
-        [Column("stage", "Stage")],
-        [Column("us", "Time", better="lower", unit="us"), Column("how", "Measured as")],
-    )
-
-    def add(stage: str, us: float | None, how: str, samples: Sequence[float] = ()) -> None:
-        table.add({"stage": stage, "us": us, "how": how}, {"us": samples} if samples else None)
-
-    total, sent = [], 0
+    table = report.table("stages", [Column("stage", "Stage")], [us("us", "Time"), Column("how", "Measured as")])
+    sent = 0
     provider = args.provider or settings.PROVIDER.get()
     bare = bare_one_way(provider, args.trips, args.repeat, bench.on_gpu)
     with bench.null(args.capacity) as proxies:
         turns = args.capacity // 2
-        fence = [proxies.run(Probe.FENCE, turns) / turns for _ in range(1 + args.repeat)][1:]
-        push = []
-        for _ in range(1 + args.repeat):
-            push.append(proxies.run(Probe.PUSH, turns) / turns)
+
+        def one(kind: Probe) -> float:
+            spent = proxies.run(kind, turns) / turns
             proxies.drain()
-        push = push[1:]
+            return spent
+
+        alone = in_turn({kind: partial(one, kind) for kind in (Probe.FENCE, Probe.PUSH)}, 1, args.repeat)
     with bench.pair(provider, 1024) as proxies:
-        for _ in range(1 + args.repeat):
-            spent = proxies.run(
-                Probe.ONE_WAY, args.trips, size=STAGE_BYTES, out=proxies.signal, into=proxies.there, first=sent
-            )
+
+        def whole() -> float:
+            nonlocal sent
+            words = dict(out=proxies.signal, into=proxies.there, first=sent)
             sent += args.trips
-            total.append(spent / args.trips)
+            return proxies.run(Probe.ONE_WAY, args.trips, size=STAGE_BYTES, **words) / args.trips
+
+        total = in_turn({"": whole}, 1, args.repeat)[""]
         proxy = proxies.stats()
-    total = total[1:]
-    add("fence", median(fence), "device: payload written, system-scope fence", fence)
-    add("push", median(push), "device: one thread, behind one fence", push)
-    add("flag to the CPU, or back", trip["flag"] / 2, "half of the bare flag's round trip")
-    add("poll and pop", proxy["pop_us_mean"], "proxy: a visit to a queue that held something")
-    add("post", proxy["post_us_mean"], "proxy: a round of posting")
-    add("completion", proxy["completion_us_mean"], "proxy: from post until the provider reports it")
-    add("flush", trip["flush_stage"], "proxy: from its pop until its ticket is written")
-    add("network", median(bare), f"bare writer, one way, {STAGE_BYTES} B", bare)
-    known = (
-        median(fence) + median(push) + trip["flag"] / 2 + proxy["pop_us_mean"] + proxy["post_us_mean"] + median(bare)
-    )
-    rest = median(total) - known  # a difference of medians: noise can be larger than what is left
-    add("remote visibility", rest if rest > 0 else None, "the rest: target's proxy, signal seen by the waiting kernel")
-    add("put_signal to remote wait", median(total), "device: all of it, by one clock", total)
+    fence, push = alone[Probe.FENCE], alone[Probe.PUSH]
+    parts = [median(fence), median(push), trip["flag"] / 2, proxy["pop_us_mean"], proxy["post_us_mean"], median(bare)]
+    rest = median(total) - sum(parts)  # a difference of medians: noise can be larger than what is left
+    rows: list[tuple[str, float | None, str, list[float]]] = [
+        ("fence", parts[0], "device: payload written, system-scope fence", fence),
+        ("push", parts[1], "device: one thread, behind one fence", push),
+        ("flag to the CPU, or back", parts[2], "half of the bare flag's round trip", []),
+        ("poll and pop", parts[3], "proxy: a visit to a queue that held something", []),
+        ("post", parts[4], "proxy: a round of posting", []),
+        ("completion", proxy["completion_us_mean"], "proxy: from post until the provider reports it", []),
+        ("flush", trip["flush_stage"], "proxy: from its pop until its ticket is written", []),
+        ("network", parts[5], f"bare writer, one way, {STAGE_BYTES} B", bare),
+        (
+            "remote visibility",
+            rest if rest > 0 else None,
+            "the rest: target's proxy, signal seen by the waiting kernel",
+            [],
+        ),
+        ("put_signal to remote wait", median(total), "device: all of it, by one clock", total),
+    ]
+    for stage, time, how, samples in rows:
+        table.add({"stage": stage, "us": time, "how": how}, {"us": samples} if samples else None)

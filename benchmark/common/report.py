@@ -62,6 +62,16 @@ class Column:
         return format(value, self.format)
 
 
+def us(key: str, title: str, **more: Any) -> Column:
+    """A column of times."""
+    return Column(key, title, better="lower", unit="us", **more)
+
+
+def rate(key: str, title: str, unit: str, **more: Any) -> Column:
+    """A column of rates."""
+    return Column(key, title, better="higher", unit=unit, **more)
+
+
 @dataclass
 class Table:
     """Rows of one question. Key columns distinguish rows.
@@ -189,7 +199,7 @@ def with_ratios(table: Table, earlier: Mapping[str, Any]) -> Table:
     """A copy of `table` in which each column with a direction is followed by its ratio to the earlier run.
 
     Args:
-        earlier: content of a JSON file, from `load_baseline`. Rows are matched by table name and key columns.
+        earlier: content of a JSON file, from `read_json`. Rows are matched by table name and key columns.
     """
     old_table = next((t for t in earlier["tables"] if t["name"] == table.name), None)
     keys = [column.key for column in table.keys]

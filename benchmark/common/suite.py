@@ -36,6 +36,7 @@ class Result:
         plot: an SVG image.
         outcome: why there are no results, or not all.
         seconds: that it took.
+        nodes: VIRTUAL_NODES of the run.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Result:
     outcome: str = ""
     failed: bool = False
     seconds: float = 0.0
+    nodes: int = 1
 
     @property
     def measured(self) -> bool:
@@ -56,15 +58,13 @@ def page(results: Sequence[Result], plots: str) -> str:
     common = (
         {k: v for k, v in environments[0].items() if all(e.get(k) == v for e in environments)} if environments else {}
     )
-    lines = ["# tilescale_net benchmarks", "", *_facts(common)]
-    lines += [f"- [{r.name}](#{r.name}): {r.outcome or f'{r.seconds:.0f} s'}" for r in results]
+    lines = ["# tilescale_net benchmarks", ""]
+    lines += [markdown(["all of them", ""], common.items(), 2), ""] if common else []
+    index = ([f"[{r.name}](#{r.name})", r.outcome or "measured", f"{r.seconds:.0f}"] for r in results)
+    lines.append(markdown(["benchmark", "outcome", "seconds"], index, 2))
     for result in results:
         lines += _section(result, common, plots)
     return "\n".join(lines) + "\n"
-
-
-def _facts(facts: dict[str, str]) -> list[str]:
-    return [*(f"- {name}: {value}" for name, value in facts.items()), ""] if facts else []
 
 
 def _section(result: Result, common: dict[str, str], plots: str) -> list[str]:
@@ -73,8 +73,13 @@ def _section(result: Result, common: dict[str, str], plots: str) -> list[str]:
         out += [f"**{result.outcome}**" if result.failed else result.outcome, ""]
     if not result.content:
         return out
-    out += [f"`{' '.join(result.content['command'][:1] + _public(result.content['command'][1:]))}`", ""]
-    out += _facts({k: v for k, v in result.content["environment"].items() if k not in common})
+    script, *arguments = result.content["command"]
+    environment = result.content["environment"]
+    ranks = f"GPUS={environment['ranks']} " if "ranks" in environment else ""
+    nodes = f"VIRTUAL_NODES={result.nodes} " if result.nodes > 1 else ""
+    command = f"{ranks}{nodes}bash launch.sh benchmark/{script} {' '.join(_public(arguments))}".rstrip()
+    own = "; ".join(f"{k}: {v}" for k, v in environment.items() if k not in common and k != "ranks")
+    out += ["```bash", command, "```", "", *([own, ""] if own else [])]
     if result.plot:
         out += [f"![{result.name}]({plots}/{result.name}.svg)", ""]
     for table in result.content["tables"]:
@@ -261,4 +266,5 @@ def _outcome(entry: Entry, work: Path, code: int, seconds: float) -> Result:
         outcome = "interrupted"
     elif code:
         outcome = f"failed with exit code {code}"
-    return Result(entry.name, content, plot, outcome, failed=code not in (0, NOTHING, *INTERRUPTED), seconds=seconds)
+    failed = code not in (0, NOTHING, *INTERRUPTED)
+    return Result(entry.name, content, plot, outcome, failed, seconds, entry.nodes)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,12 +75,14 @@ def build(folder: str, compiler: str, arch: str) -> Path:
 def missing() -> str | None:
     """What this machine lacks to run the NVSHMEM baseline, in one line; None when it can run."""
     if settings.device_kind() != "cuda":
-        return "NVSHMEM baseline: not measured; it needs GPUs that reach each other's memory"
-    if home() is None:
-        return f"NVSHMEM baseline: not measured; it needs the package {WHEELS[0]} (or NVSHMEM_HOME)"
-    if toolchain.find_tool("nvcc") is None:
-        return "NVSHMEM baseline: not measured; it needs nvcc on PATH or in CUDA_HOME"
-    return None
+        lacks = "GPUs that reach each other's memory"
+    elif home() is None:
+        lacks = f"the package {WHEELS[0]} (or NVSHMEM_HOME)"
+    elif toolchain.find_tool("nvcc") is None:
+        lacks = "nvcc on PATH or in CUDA_HOME"
+    else:
+        return None
+    return f"NVSHMEM baseline: not measured; it needs {lacks}"
 
 
 class Nvshmem:
@@ -113,11 +116,9 @@ class Nvshmem:
             raise RuntimeError("NVSHMEM gave no unique id; NVSHMEM_DEBUG=INFO tells more")
         shared = [identity.raw]
         dist.broadcast_object_list(shared, src=0)
-        status = self._lib.tsn_nvshmem_init(shared[0], dist.get_rank(), dist.get_world_size(), device)
-        if status != 0:
-            raise RuntimeError(
-                f"NVSHMEM did not start on rank {dist.get_rank()} (status {status}); NVSHMEM_DEBUG=INFO tells more"
-            )
+        rank = dist.get_rank()
+        if status := self._lib.tsn_nvshmem_init(shared[0], rank, dist.get_world_size(), device):
+            raise RuntimeError(f"NVSHMEM did not start on rank {rank} (status {status}); NVSHMEM_DEBUG=INFO tells more")
 
     def empty(self, count: int) -> torch.Tensor:
         """A symmetric uint8 tensor of `count` bytes. Collective; lives until finalize."""
@@ -127,48 +128,28 @@ class Nvshmem:
         self._memories.append(tensor_at(pointer, count, torch.device("cuda")))
         return self._memories[-1]
 
-    def put(
-        self,
-        dst: torch.Tensor,
-        src: torch.Tensor,
-        count: int,
-        pe: int,
-        *,
-        loops: int = 1,
-        blocks: int = 1,
-        threads: int = 128,
-    ) -> None:
-        """Launch a kernel that pushes `count` bytes of `src` to `dst` on `pe`, `loops` times, then calls quiet."""
-        self._check(
-            self._lib.tsn_nvshmem_put(dst.data_ptr(), src.data_ptr(), count, pe, loops, blocks, threads, _stream())
-        )
+    def put(self, dst: torch.Tensor, src: torch.Tensor, count: int, pe: int, loops: int = 1, **launch: int) -> None:
+        """Launch a kernel (`blocks`, `threads`) that pushes `count` bytes of `src` to `dst` on `pe`, `loops` times, then
+        calls quiet."""
+        self._copy(self._lib.tsn_nvshmem_put, dst, src, count, pe, loops, **launch)
 
-    def get(
-        self,
-        dst: torch.Tensor,
-        src: torch.Tensor,
-        count: int,
-        pe: int,
-        *,
-        loops: int = 1,
-        blocks: int = 1,
+    def get(self, dst: torch.Tensor, src: torch.Tensor, count: int, pe: int, loops: int = 1, **launch: int) -> None:
+        """Launch a kernel (`blocks`, `threads`) that pulls `count` bytes of `src` on `pe` into `dst`, `loops` times."""
+        self._copy(self._lib.tsn_nvshmem_get, dst, src, count, pe, loops, **launch)
+
+    def _copy(
+        self, function: Any, dst: torch.Tensor, src: torch.Tensor, count: int, pe: int, loops: int, blocks: int = 1,
         threads: int = 128,
-    ) -> None:
-        """Launch a kernel that pulls `count` bytes of `src` on `pe` into `dst`, `loops` times."""
-        self._check(
-            self._lib.tsn_nvshmem_get(dst.data_ptr(), src.data_ptr(), count, pe, loops, blocks, threads, _stream())
-        )
+    ) -> None:  # fmt: skip
+        self._check(function(dst.data_ptr(), src.data_ptr(), count, pe, loops, blocks, threads, _stream()))
 
     def ping_pong(
         self, dst: torch.Tensor, src: torch.Tensor, count: int, signal: torch.Tensor, base: int, pe: int, starts: bool,
         *, loops: int, threads: int,
     ) -> None:  # fmt: skip
         """Launch `loops` round trips of put-with-signal with `pe`; signal values run from base + 1 to base + loops."""
-        self._check(
-            self._lib.tsn_nvshmem_ping_pong(
-                dst.data_ptr(), src.data_ptr(), count, signal.data_ptr(), base, pe, starts, loops, threads, _stream()
-            )
-        )
+        addresses = dst.data_ptr(), src.data_ptr(), count, signal.data_ptr()
+        self._check(self._lib.tsn_nvshmem_ping_pong(*addresses, base, pe, starts, loops, threads, _stream()))
 
     def finalize(self) -> None:
         """Free everything and leave NVSHMEM. Collective."""
@@ -192,20 +173,10 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size, integer, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint64
     copy = [pointer, pointer, size, integer, integer, integer, integer, pointer]
     signatures = {
-        "version": (integer, []),
-        "lent": (integer, []),
-        "error": (ctypes.c_char_p, [integer]),
-        "id_bytes": (integer, []),
-        "get_id": (integer, [pointer]),
-        "init": (integer, [pointer, integer, integer, integer]),
-        "finalize": (None, []),
-        "malloc": (pointer, [size]),
-        "free": (None, [pointer]),
-        "put": (integer, copy),
-        "get": (integer, copy),
-        "ping_pong": (
-            integer, [pointer, pointer, size, pointer, word, integer, integer, integer, integer, pointer],
-        ),
+        "version": (integer, []), "lent": (integer, []), "error": (ctypes.c_char_p, [integer]), "id_bytes": (integer, []),
+        "get_id": (integer, [pointer]), "init": (integer, [pointer, integer, integer, integer]), "finalize": (None, []),
+        "malloc": (pointer, [size]), "free": (None, [pointer]), "put": (integer, copy), "get": (integer, copy),
+        "ping_pong": (integer, [pointer, pointer, size, pointer, word, integer, integer, integer, integer, pointer]),
     }  # fmt: skip
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, f"tsn_nvshmem_{name}")

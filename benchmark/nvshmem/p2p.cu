@@ -36,23 +36,19 @@ __device__ void part_of_block(size_t bytes, size_t* first, size_t* count) {
   *count = min(part, bytes - *first);
 }
 
-__global__ void put(char* dst, const char* src, size_t bytes, int pe, int loops, int lent) {
+template <bool push>
+__global__ void copy(char* dst, const char* src, size_t bytes, int pe, int loops, int lent) {
   extern __shared__ __align__(128) char shared[];
   size_t first, count;
   part_of_block(bytes, &first, &count);
   lend(shared, lent);
-  for (int i = 0; i < loops; i++) nvshmemx_putmem_block(dst + first, src + first, count, pe);
-  __syncthreads();
-  if (threadIdx.x == 0) nvshmem_quiet();
-  take_back(lent);
-}
-
-__global__ void get(char* dst, const char* src, size_t bytes, int pe, int loops, int lent) {
-  extern __shared__ __align__(128) char shared[];
-  size_t first, count;
-  part_of_block(bytes, &first, &count);
-  lend(shared, lent);
-  for (int i = 0; i < loops; i++) nvshmemx_getmem_block(dst + first, src + first, count, pe);
+  for (int i = 0; i < loops; i++)
+    if (push) nvshmemx_putmem_block(dst + first, src + first, count, pe);
+    else nvshmemx_getmem_block(dst + first, src + first, count, pe);
+  if (push) {
+    __syncthreads();
+    if (threadIdx.x == 0) nvshmem_quiet();
+  }
   take_back(lent);
 }
 
@@ -84,10 +80,14 @@ int shared_bytes() {
   return 0;
 }
 
-template <class Kernel>
-cudaError_t allow_shared(Kernel* kernel, int bytes) {
-  if (bytes <= 48 * 1024) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+// Launches a kernel whose last argument is the shared memory that it lends.
+template <class Kernel, class... Arguments>
+int launch(Kernel* kernel, int blocks, int threads, cudaStream_t stream, Arguments... arguments) {
+  const int lent = shared_bytes();
+  if (lent > 48 * 1024)
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, lent)) return e;
+  kernel<<<blocks, threads, lent, stream>>>(arguments..., lent);
+  return cudaGetLastError();
 }
 
 } // namespace
@@ -123,24 +123,15 @@ EXPORT void tsn_nvshmem_free(void* pointer) { nvshmem_free(pointer); }
 
 EXPORT int tsn_nvshmem_put(void* dst, const void* src, size_t bytes, int pe, int loops, int blocks, int threads,
                            cudaStream_t stream) {
-  const int lent = shared_bytes();
-  if (cudaError_t e = allow_shared(put, lent)) return e;
-  put<<<blocks, threads, lent, stream>>>((char*)dst, (const char*)src, bytes, pe, loops, lent);
-  return cudaGetLastError();
+  return launch(copy<true>, blocks, threads, stream, (char*)dst, (const char*)src, bytes, pe, loops);
 }
 
 EXPORT int tsn_nvshmem_get(void* dst, const void* src, size_t bytes, int pe, int loops, int blocks, int threads,
                            cudaStream_t stream) {
-  const int lent = shared_bytes();
-  if (cudaError_t e = allow_shared(get, lent)) return e;
-  get<<<blocks, threads, lent, stream>>>((char*)dst, (const char*)src, bytes, pe, loops, lent);
-  return cudaGetLastError();
+  return launch(copy<false>, blocks, threads, stream, (char*)dst, (const char*)src, bytes, pe, loops);
 }
 
 EXPORT int tsn_nvshmem_ping_pong(void* dst, const void* src, size_t bytes, uint64_t* signal, uint64_t base, int pe,
                                  int starts, int loops, int threads, cudaStream_t stream) {
-  const int lent = shared_bytes();
-  if (cudaError_t e = allow_shared(ping_pong, lent)) return e;
-  ping_pong<<<1, threads, lent, stream>>>((char*)dst, (const char*)src, bytes, signal, base, pe, starts, loops, lent);
-  return cudaGetLastError();
+  return launch(ping_pong, 1, threads, stream, (char*)dst, (const char*)src, bytes, signal, base, pe, starts, loops);
 }

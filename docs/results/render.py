@@ -15,7 +15,7 @@ import functools
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import plots
@@ -47,14 +47,18 @@ SOURCES = {
 }
 
 
-def listing(rows: Iterable[dict[str, Any]], cells: dict[str, str], words: int = 1) -> str:
-    """A table of rows: a column for each heading, whose text its format makes of a row's fields."""
-    return markdown([*cells], [[form.format(**row) for form in cells.values()] for row in rows], words)
-
-
 def report_table(name: str, table: int, cells: dict[str, str], words: int = 1, **wanted: Any) -> Callable[[], str]:
-    """What makes the listing of a report's table, of the rows whose fields have the values wanted."""
-    return lambda: listing(rows(name, table, **wanted), cells, words)
+    """What makes a table of a report's rows whose fields have the values wanted.
+
+    Args:
+        cells: by heading: a format of a row's fields.
+    """
+
+    def made() -> str:
+        found = rows(name, table, **wanted)
+        return markdown([*cells], ([form.format(**row) for form in cells.values()] for row in found), words)
+
+    return made
 
 
 def by_threads(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -87,15 +91,11 @@ def signals() -> str:
 
 
 def writes() -> str:
-    ours, bare = rows("proxy_write"), rows("proxy_write", 1)
     lines = []
-    for mine, other in zip(ours, bare):
+    for mine, other in zip(rows("proxy_write"), rows("proxy_write", 1)):
         for channels, kind in (("one", "Single"), ("several", "Multi")):
-            shares = [
-                cell
-                for name in (f"Proxy{kind}", f"Proxy{kind}NBI")
-                for cell in (f"{mine[name]:.1f}", f"{100 * other[f'{name}_bare']:.0f} %")
-            ]
+            names = f"Proxy{kind}", f"Proxy{kind}NBI"
+            shares = [f"{mine[n]:.1f} | {100 * other[f'{n}_bare']:.0f} %" for n in names]
             lines.append([size(mine["bytes"]), channels, f"{other[f'Bare{kind}']:.1f}", *shares])
     return markdown(["Gbit/s", "channels", "bare writer", "blocking", "of bare", "NBI", "of bare"], lines, 2)
 
@@ -134,12 +134,9 @@ LISTINGS = {
 
 
 def remote_signals() -> str:
-    cells = {
-        "put_signal to another node, one way (us)": "{at}",
-        "tilescale_net": "{signal:.1f}",
-        "bare writer": "{bare:.1f}",
-    }
-    return listing(({"at": size(r["bytes"]), **r} for r in rows("proxy_write", 2)), cells)
+    head = ["put_signal to another node, one way (us)", "tilescale_net", "bare writer"]
+    found = rows("proxy_write", 2)
+    return markdown(head, ([size(r["bytes"]), f"{r['signal']:.1f}", f"{r['bare']:.1f}"] for r in found))
 
 
 def fused_pairs() -> str:

@@ -63,22 +63,17 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def words(name: str) -> str:
-    """Benchmark and flags of a report, without the file that it was written to."""
-    found = list(run(name)["command"])
-    if "--json" in found:
-        at = found.index("--json")
-        del found[at : at + 2]
-    return " ".join([RENAMED.get(found[0], found[0]), *found[1:]])
-
-
 def command(name: str) -> str:
-    """The command of a report, as one types it."""
-    environment = run(name)["environment"]
+    """The command of a report, as one types it, without the file that it was written to."""
+    environment, (script, *flags) = run(name)["environment"], run(name)["command"]
+    if "--json" in flags:
+        at = flags.index("--json")
+        del flags[at : at + 2]
     # Reports of proxy_write name the provider, since its two ranks are always on two nodes.
     nodes = environment.get("nodes", "2" if "provider" in environment else "1")
     virtual = f"VIRTUAL_NODES={nodes} " if nodes != "1" else ""
-    return f"`GPUS={environment['ranks']} {virtual}bash launch.sh benchmark/{words(name)}`"
+    words = " ".join([RENAMED.get(script, script), *flags])
+    return f"`GPUS={environment['ranks']} {virtual}bash launch.sh benchmark/{words}`"
 
 
 def commit(name: str) -> str:
@@ -181,6 +176,11 @@ class Row:
         ]
 
 
+def least(peers: dict[str, float | None]) -> tuple[float, str]:
+    """The least of those that were measured, and whose it is."""
+    return min((figure, peer) for peer, figure in peers.items() if figure is not None)
+
+
 def over_links(nbytes: float) -> float:
     """us that these bytes of a rank take on their way to the other GPU at least."""
     return max(nbytes / LINK_GBPS / 1e3, ONE_STORE_US)
@@ -220,12 +220,9 @@ def collectives() -> list[Row]:
         for found in rows(name):
             nbytes = found["bytes"]
             found = row(name, bytes=nbytes)
-            peers = {"NCCL": found["nccl_us"]}
-            if found.get("symm_mem_us") is not None:
-                peers["torch symmetric memory"] = found["symm_mem_us"]
-            best = min(peers, key=lambda peer: peers[peer])
+            peer = least({"NCCL": found["nccl_us"], "torch symmetric memory": found.get("symm_mem_us")})
             bound = over_links(nbytes if name == "all_reduce" else nbytes / 2)
-            result.append(Row(name, what, size(nbytes), found["us"], peers[best], best, "us", bound))
+            result.append(Row(name, what, size(nbytes), found["us"], *peer, "us", bound))
     return result
 
 
@@ -257,11 +254,10 @@ def fused_products() -> list[Row]:
         dtype = run(name)["settings"].get("dtype", "bf16").upper()
         what = FUSED[name.removesuffix("_fp8")]
         for found in rows(name):
-            peers = {"cuBLAS, then NCCL": found["sequence"], "torch symmetric memory": found["torch"]}
-            best = min(peers, key=lambda peer: peers[peer])
+            peer = least({"cuBLAS, then NCCL": found["sequence"], "torch symmetric memory": found["torch"]})
             taken = found.get("operator", found["ours"])  # what a user gets, where that was measured
-            figures = taken, peers[best], best, "us"
-            result.append(Row(name, f"{what}, {dtype}", f"M {found['m']}", *figures, reference=found["matmul"]))
+            at = f"M {found['m']}"
+            result.append(Row(name, f"{what}, {dtype}", at, taken, *peer, "us", reference=found["matmul"]))
     return result
 
 
@@ -345,15 +341,13 @@ def others_ahead() -> str:
     lines = []
     for subject, compared in by_subject.items():
         behind = [r for r in compared if r.ratio < BEHIND]
-        if behind:
-            low, high = (f"{pick(r.ratio for r in behind):.2f}" for pick in (min, max))
-            places = [r.at for r in behind]
-            at = (
-                ", ".join(places)
-                if len(places) <= 3
-                else f"{len(places)} of {len(compared)}, {places[0]} to {places[-1]}"
-            )
-            peers = ", ".join(dict.fromkeys(r.peer_name for r in behind))
-            ratios = f"{low} x" if low == high else f"{low} to {high} x"
-            lines.append([subject, at, ratios, peers, gpus(compared[0].report)])
+        if not behind:
+            continue
+        low, high = (f"{pick(r.ratio for r in behind):.2f}" for pick in (min, max))
+        places = [r.at for r in behind]
+        some = f"{len(places)} of {len(compared)}, {places[0]} to {places[-1]}"
+        peers = ", ".join(dict.fromkeys(r.peer_name for r in behind))
+        ratios = f"{low} x" if low == high else f"{low} to {high} x"
+        at = ", ".join(places) if len(places) <= 3 else some
+        lines.append([subject, at, ratios, peers, gpus(compared[0].report)])
     return markdown(["what", "where", "ratio", "who is ahead", "on"], lines, 2)

@@ -1,20 +1,16 @@
 """Wrong arguments end with exit code 2 and one message, from rank 0."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmark.common import (
-    BenchmarkParser,
-    byte_count,
-    format_bytes,
-    int_list,
-    one_of,
-    parse_bytes,
-    parse_sizes,
-    positive_float,
-)
-from benchmark.common.copies import add_geometry_arguments, copy_parser, geometries, require_two_ranks, varying_columns
+from benchmark.common import BenchmarkParser, byte_count, format_bytes, int_list, one_of, positive_float, suite
+from benchmark.common.arguments import parse_bytes, parse_sizes
+from benchmark.common.copies import copy_parser, geometries, varying_columns
+from benchmark.common.report import ROOT
 
 
 def parser() -> BenchmarkParser:
@@ -85,11 +81,11 @@ def test_help_is_shown_once(capsys, monkeypatch):
 
 def test_one_rank_is_too_few_for_copies(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
-        require_two_ranks(parser())
+        parser().require_two_ranks("copies need")
     assert ended.value.code == 2
     assert "GPUS=2" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
-    require_two_ranks(parser())
+    parser().require_two_ranks("copies need")
 
 
 def test_geometries_are_all_combinations():
@@ -118,8 +114,7 @@ def test_offsets_that_are_none(text, complaint, capsys):
 
 @pytest.mark.parametrize("ring", ["8", "x", "8x", "x16K", "8x16Q", "8 16"])
 def test_ring_shape(ring, capsys):
-    made = BenchmarkParser("test")
-    add_geometry_arguments(made)
+    made = copy_parser("test", sizes="2K")
     with pytest.raises(SystemExit):
         made.parse_args(["--ring", ring])
     assert "such as 8x16K" in capsys.readouterr().err
@@ -169,3 +164,12 @@ def test_parse_sizes(text, value):
 def test_parse_sizes_refuses(text):
     with pytest.raises(ValueError):
         parse_sizes(text)
+
+
+def test_scripts_load_nothing_that_takes_seconds():
+    """Before their arguments are right."""
+    names = [path.stem for path in suite.FOLDER.glob("*.py") if path.stem != "__init__"]
+    code = f"import importlib, sys\nfor name in {names}: importlib.import_module('benchmark.' + name)\n"
+    code += "print([name for name in ('torch', 'tilelang', 'matplotlib') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr

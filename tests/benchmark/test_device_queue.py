@@ -20,12 +20,8 @@ def test_every_part(tmp_path):
     done = launch("device_queue.py", *arguments, "--json", str(path), GPUS="2")
     assert done.returncode == 0, done.stderr
     pushes, places, trips, dispatch, stages = json.loads(path.read_text())["tables"]
-    assert [(r["blocks"], r["warps"], r["lanes"]) for r in pushes["rows"]][:4] == [
-        (1, 1, 1),
-        (1, 1, 8),
-        (1, 1, 32),
-        (1, 4, 32),
-    ]
+    shapes = [(r["blocks"], r["warps"], r["lanes"]) for r in pushes["rows"]]
+    assert shapes[:4] == [(1, 1, 1), (1, 1, 8), (1, 1, 32), (1, 4, 32)]
     assert sorted({r["queues"] for r in pushes["rows"]}) == [1, 2, 4]
     assert all(r[c] > 0 for r in pushes["rows"] for c in ("published", "batch", "sustained"))
     assert [r["what"] for r in places["rows"]] == ["each published", "behind one fence"]
@@ -66,13 +62,10 @@ def test_without_a_fabric_the_rest_is_measured(tmp_path):
 def test_the_standard_librarys_queue_is_still_found(tmp_path, how):
     """Scripts of the folder, torch among their imports, would otherwise get the benchmark."""
     folder = os.path.join(ROOT, "benchmark")
-    code = "import queue; print(queue.Queue.__module__, queue.__file__)"
-    if how == "script":
-        link = tmp_path / "benchmark"
-        link.symlink_to(folder)
-        code = f"import sys; sys.path.insert(0, {str(link)!r}); " + code
-    else:
-        code = f"import sys; sys.path.insert(0, {folder!r}); " + code
+    link = tmp_path / "benchmark"
+    link.symlink_to(folder)
+    path = str(link) if how == "script" else folder
+    code = f"import sys; sys.path.insert(0, {path!r}); import queue; print(queue.Queue.__module__, queue.__file__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     module, file = done.stdout.split()

@@ -120,18 +120,7 @@ def test_moe_host(tmp_path):
 @pytest.mark.sample(0)
 def test_large_copy(tmp_path):
     path = tmp_path / "run.json"
-    arguments = [
-        "--sizes",
-        "300001",
-        "--blocks",
-        "2,3",
-        "--threads",
-        "64",
-        "--partition",
-        "interleaved",
-        "--chunk",
-        "8K",
-    ]
+    arguments = "--sizes 300001 --blocks 2,3 --threads 64 --partition interleaved --chunk 8K".split()
     done = launch("large_copy.py", *arguments, "--repeat", "1", "--json", str(path))
     assert done.returncode == 0, done.stderr
     assert [r["blocks"] for r in rows_of(path)] == [2, 3]

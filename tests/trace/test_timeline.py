@@ -15,6 +15,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.trace import chrome_format
 from tilescale_net import cli
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.trace import events as trace_events
@@ -66,9 +67,9 @@ def test_a_timeline_of_two_nodes(tmp_path, capsys):
     path = tmp_path / "t.json"
     ranks.run(2, rounds, 1, env=QUICK | {"TSN_TRACE": str(path)})
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
-    found = json.loads(path.read_text())
+    found = chrome_format.load(path.read_text())
+    assert chrome_format.problems(found) == []
     events = found["traceEvents"]
-    assert all(e["pid"] > 0 for e in events)  # Perfetto takes process 0 for the idle one
     for rank in (0, 1):
         names = {e["name"] for e in of(events, pid=timeline.process_of(rank))}
         assert {"N.put_signal_block", "N.wait_slot_block", "N.barrier_node", "swap", "tilescale_net.barrier"} <= names
@@ -99,20 +100,46 @@ def test_a_timeline_of_two_nodes(tmp_path, capsys):
                 slice["args"]["line"].startswith("test_timeline.py:")
                 and "zeros([1], torch.uint64)" in slice["args"]["word"]
             )
-    # Slices of one track lie side by side or one inside another.
-    for key in {(e["pid"], e["tid"]) for e in of(events, ph="X")}:
-        stack = []
-        for e in sorted(of(events, ph="X", pid=key[0], tid=key[1]), key=lambda e: (e["ts"], -e["dur"])):
-            while stack and stack[-1] <= e["ts"] + 0.002:
-                stack.pop()
-            assert not stack or e["ts"] + e["dur"] <= stack[-1] + 0.002, key
-            stack.append(e["ts"] + e["dur"])
     # Rank 1 came late by 0.3 s a round: rank 0 has waited for it.
     total = timeline.waiting(found)
     assert total[0, 1] > 0.1e6 * ROUNDS and total[0, 1] > total.get((1, 0), 0)
     assert cli.main(["trace", str(path), "--longest", "3"]) == 0
     said = capsys.readouterr().out
     assert "rank 1: others waited" in said and said.count("for rank 1  at") == 3 and "not known" not in said
+
+
+SLICE = {"name": "a", "cat": "c", "ph": "X", "ts": 1.0, "dur": 9.0, "pid": 1, "tid": 1}
+FLOW = {**SLICE, "id": 1, "name": "flow"}
+del FLOW["dur"]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ([{}], ""),
+        ([{"ts": float("nan")}], "ts"),
+        ([{"ph": "Z"}], "phase"),
+        ([{"pid": 0}], "pid"),
+        ([{"dur": -1.0}], "dur"),
+        ([{"colour": "red"}], "not documented"),
+        ([{"tid": 2}], "has no name"),
+        ([{}, {"ts": 5.0}], "ends after"),
+        ([{"ph": "B", "dur": None}], "B without E"),
+        ([{"ph": "i", "dur": None}], "scope"),
+        ([{"ph": "b", "dur": None, "id": 7}], "not one b and a later e"),
+        ([{}, {**FLOW, "ph": "s", "dur": None}], "not one s and a later f"),
+        ([{}, {**FLOW, "ph": "s", "dur": None}, {**FLOW, "ph": "f", "ts": 10.0, "dur": None}], "in no slice"),
+        ([{}, {**FLOW, "ph": "s", "dur": None}, {**FLOW, "ph": "f", "ts": 9.999, "dur": None}], ""),
+    ],
+)
+def test_the_format_is_checked(changes, said):
+    """Each rule finds what breaks it."""
+    named = [
+        {"name": f"{kind}_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "x"}} for kind in ("process", "thread")
+    ]
+    events = [{k: v for k, v in {**SLICE, **change}.items() if v is not None} for change in changes]
+    found = chrome_format.problems({"traceEvents": named + events})
+    assert said in " ".join(found) and bool(found) == bool(said), found
 
 
 def test_a_killed_rank_leaves_its_part(tmp_path, capsys):

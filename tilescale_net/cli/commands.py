@@ -84,7 +84,17 @@ def _tune(args: argparse.Namespace) -> None:
     from tilescale_net import tuning
     from tilescale_net.runtime import tuned
 
-    tsn.init(args.heap)
+    world = tsn.init(args.heap)
+    kept = tuned.path_of(tuned.place_of(world))
+    if world.rank == 0:
+        what = "dispatch and combine of kernels.moe.AllToAll" if args.what == "moe" else f"ops.{args.what}"
+        where = "GPUs" if world.device_kind == "cuda" else "simulated ranks, whose times mean nothing"
+        print(
+            f"tune: {what} on {world.size} {where}; tries up to {args.most} ways for each number of rows "
+            f"({', '.join(map(str, args.rows))}), a line for each, and keeps the fastest in {kept}; later calls of these "
+            "sizes take it. The first call of a way compiles its kernels, which can take a minute.",
+            flush=True,
+        )
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}[args.dtype]
     for rows in args.rows:
         if args.what == "moe":
@@ -92,10 +102,10 @@ def _tune(args: argparse.Namespace) -> None:
             found = tuning.moe(*sizes, dtype, args.mode, layout=args.layout, most=args.most)
         else:
             found = tuning.product(args.what, rows, args.k, args.n, dtype=dtype, most=args.most)
-        if tsn.rank() == 0:
+        if world.rank == 0:
             print(found.text(), flush=True)
-    if tsn.rank() == 0:
-        print(f"kept in {tuned.path_of(tuned.place_of(tsn.world()))}")
+    if world.rank == 0:
+        print(f"kept in {kept}")
     tsn.finalize()
 
 

@@ -18,9 +18,10 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import comb, inf
+from math import comb
 from typing import Any
 
+from tilescale_net.cli.arguments import positive_float, positive_int
 from tilescale_net.errors import ConfigurationError
 
 NVLINK = 372.0  # GB/s one way, what single copies reach between two H200s
@@ -91,6 +92,43 @@ class Expectation:
     limit: str
 
 
+def _expect(
+    operation: str,
+    way: str,
+    network: Network,
+    sent: tuple[float, float, float],
+    nvlink_us: float,
+    fixed_us: float,
+    hops: int,
+    steps: int = 1,
+) -> Expectation:
+    """What a call is expected to take.
+
+    Args:
+        sent: bytes over NVLink and over the network, and messages of the network.
+        nvlink_us: with what the kernels take beyond the bound.
+        fixed_us: independent of the size.
+        hops: 1 where a rank forwards what comes from another node.
+        steps: how often data wait for the network.
+    """
+    nvlink, proxied, messages = sent
+    wire, sending = network.time(proxied, messages)
+    waits = steps * (network.latency + hops * HOP_US)
+    times = {"NVLink": nvlink_us, "network": waits + sending if proxied else 0.0}
+    limit = max(times, key=lambda link: times[link])
+    bound, expected = max(nvlink / NVLINK / 1e3, wire), fixed_us + times[limit]
+    named = "messages" if limit == "network" and sending > wire else limit
+    return Expectation(operation, way, nvlink, proxied, messages, bound, expected, named)
+
+
+WAYS = ("once per rank", "once per node")
+
+
+def _ways(nodes: int, gpus: int) -> Sequence[str]:
+    """Those that differ."""
+    return WAYS if nodes > 1 and gpus > 1 else WAYS[:1]
+
+
 # -- MoE --------------------------------------------------------------------------------------------------------------
 
 ROW: dict[str, Callable[[int], int]] = {
@@ -106,6 +144,7 @@ KERNELS = {
     ("latency", "dispatch"): (16.5, 1.27),
     ("latency", "combine"): (19.0, 1.13),
 }
+OPERATIONS = {"latency": ("dispatch", "combine"), "throughput": ("dispatch", "dispatch, cached layout", "combine")}
 
 
 @dataclass(frozen=True)
@@ -124,9 +163,6 @@ class Cluster:
 
     def check(self) -> None:
         """Raise ValueError for what cannot be."""
-        for name in ("tokens", "hidden", "top_k", "experts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be 1 or more")
         ranks = self.nodes * self.gpus
         if self.experts % ranks:
             raise ValueError(f"--experts is {self.experts}; it must be a multiple of the {ranks} ranks")
@@ -138,54 +174,28 @@ class Cluster:
         others = self.experts - self.experts // (self.nodes * self.gpus) * ranks
         return 1 - comb(others, self.top_k) / comb(self.experts, self.top_k)
 
+    def rows(self, way: str) -> tuple[float, float]:
+        """Expected rows that a rank sends to others over NVLink, with those that it forwards, and over the network.
 
-@dataclass(frozen=True)
-class Rows:
-    """Expected rows that a rank sends, by way. With `once_per_node`, rows forwarded for other nodes are in `nvlink`."""
-
-    own: float
-    nvlink: float
-    network: float
-
-
-def once_per_rank(c: Cluster) -> Rows:
-    """Each row crosses to every rank that needs it: with `Tuning(once_per_node=False)`, or where nodes have one rank."""
-    each = c.tokens * c.reached(1)
-    return Rows(each, each * (c.gpus - 1), each * c.gpus * (c.nodes - 1))
-
-
-def once_per_node(c: Cluster) -> Rows:
-    """Each row crosses the network once for each node that needs it, and goes on over NVLink there."""
-    each = c.tokens * c.reached(1)
-    return Rows(each, each * (c.gpus - 1) * c.nodes, c.tokens * c.reached(c.gpus) * (c.nodes - 1))
-
-
-WAYS = {"once per rank": once_per_rank, "once per node": once_per_node}
+        Args:
+            way: "once per rank": each row crosses to every rank that needs it, as with `Tuning(once_per_node=False)` or where
+                nodes have one rank; "once per node": it crosses once for each node, and goes on over NVLink there.
+        """
+        each = self.tokens * self.reached(1)
+        if way == "once per rank":
+            return each * (self.gpus - 1), each * self.gpus * (self.nodes - 1)
+        return each * (self.gpus - 1) * self.nodes, self.tokens * self.reached(self.gpus) * (self.nodes - 1)
 
 
 def expect(c: Cluster, operation: str, way: str) -> Expectation:
-    """`operation`: "dispatch", "dispatch, cached layout" or "combine". Rows of combine are bfloat16 for any `dtype`."""
-    rows, kind = WAYS[way](c), operation.partition(",")[0]
+    """`operation`: one of OPERATIONS. Rows of combine are bfloat16 for any `dtype`."""
+    (nvlink, network), kind = c.rows(way), operation.partition(",")[0]
     row = ROW["bf16" if kind == "combine" else c.dtype](c.hidden)
     fixed, slowdown = KERNELS[c.mode, kind]
-    messages = rows.network / (max(1, PROXIED_BYTES // row) if c.mode == "throughput" else 1)
-    nvlink = rows.nvlink * row / NVLINK / 1e3
-    wire, sending = c.network.time(rows.network * row, messages)
-    hop = HOP_US if rows.network and WAYS[way] is once_per_node and c.gpus > 1 else 0.0
-    times = {"NVLink": nvlink * slowdown, "network": c.network.latency + sending + hop if rows.network else 0.0}
-    limit = max(times, key=lambda link: times[link])
-    agree = LAYOUT_US if operation == "dispatch" and c.mode == "throughput" else 0.0
-    return Expectation(
-        operation, way, rows.nvlink * row, rows.network * row, messages, max(nvlink, wire), fixed + agree + times[limit],
-        "messages" if limit == "network" and sending > wire else limit,
-    )  # fmt: skip
-
-
-def expectations(c: Cluster) -> list[Expectation]:
-    """All operations of a mode by all ways that differ."""
-    ways = list(WAYS) if c.nodes > 1 and c.gpus > 1 else list(WAYS)[:1]
-    operations = ["dispatch", "combine"] if c.mode == "latency" else ["dispatch", "dispatch, cached layout", "combine"]
-    return [expect(c, operation, way) for way in ways for operation in operations]
+    fixed += LAYOUT_US if operation == "dispatch" and c.mode == "throughput" else 0.0
+    messages = network / (max(1, PROXIED_BYTES // row) if c.mode == "throughput" else 1)
+    sent, hops = (nvlink * row, network * row, messages), int(way == "once per node" and c.gpus > 1)
+    return _expect(operation, way, c.network, sent, nvlink * row / NVLINK / 1e3 * slowdown, fixed, hops)
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -219,24 +229,11 @@ def expect_collective(operation: str, nbytes: int, nodes: int, gpus: int, way: s
     """One of COLLECTIVES of `nbytes` (see `sent`)."""
     fixed, rate, steps = COLLECTIVES[operation]
     direct, proxied = sent(operation, nbytes, nodes, gpus, way)
-    wire, sending = network.time(proxied, proxied / CHUNK)
-    hop = HOP_US if way == "once per node" and gpus > 1 else 0.0
-    times = {"NVLink": direct / rate / 1e3, "network": steps * (network.latency + hop) + sending if proxied else 0.0}
-    limit = max(times, key=lambda link: times[link])
-    expected = fixed + times[limit]
+    hops, all_sent = int(way == "once per node" and gpus > 1), (direct, proxied, proxied / CHUNK)
+    found = _expect(operation, way, network, all_sent, direct / rate / 1e3, fixed, hops, steps)
     if operation == "all_reduce" and nodes == 1:
-        expected = min(expected, SMALL_ALL_REDUCE[0] + nbytes * (gpus - 1) / SMALL_ALL_REDUCE[1] / 1e3)
-    bound = max(direct / NVLINK / 1e3, wire)
-    return Expectation(operation, way, direct, proxied, proxied / CHUNK, bound, expected, limit)
-
-
-def collectives(nbytes: int, nodes: int, gpus: int, network: Network) -> list[Expectation]:
-    """All collectives by all ways that differ."""
-    found = []
-    for operation in COLLECTIVES:
-        both = nodes > 1 and gpus > 1 and operation != "all_to_all"
-        ways = list(WAYS) if both else list(WAYS)[:1]
-        found += [expect_collective(operation, nbytes, nodes, gpus, way, network) for way in ways]
+        small = SMALL_ALL_REDUCE[0] + nbytes * (gpus - 1) / SMALL_ALL_REDUCE[1] / 1e3
+        return replace(found, expected=min(found.expected, small))
     return found
 
 
@@ -248,13 +245,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     whole = (("nodes", 8), ("gpus", 8), ("tokens", 4096), ("hidden", 7168), ("top-k", 8), ("experts", 256))
     for name, default in whole:
         what = {"gpus": "GPUs of a node", "tokens": "of a rank", "experts": "of the whole job"}.get(name, "")
-        command.add_argument(f"--{name}", type=int, default=default, help=f"{what} (%(default)s)".strip())
+        command.add_argument(f"--{name}", type=positive_int, default=default, help=f"{what} (%(default)s)".strip())
     command.add_argument("--dtype", choices=list(ROW), default="bf16", help="of dispatched rows (%(default)s)")
-    command.add_argument("--mode", choices=("throughput", "latency"), default="throughput", help="(%(default)s)")
-    command.add_argument("--nic-gbps", type=float, default=400.0, help="of a NIC, 1e9 bit/s one way (%(default)s)")
-    command.add_argument("--nics", type=int, help="of a node (one a GPU)")
+    command.add_argument("--mode", choices=list(OPERATIONS), default="throughput", help="(%(default)s)")
+    command.add_argument(
+        "--nic-gbps", type=positive_float, default=400.0, help="of a NIC, 1e9 bit/s one way (%(default)s)"
+    )
+    command.add_argument("--nics", type=positive_int, help="of a node (one a GPU)")
     text = "the network of virtual nodes on one host, and what it carries one way, by proxy_write.py (%(const)s)"
-    command.add_argument("--tcp-loopback", nargs="?", const=TCP.gbps, type=float, metavar="GBPS", help=text)
+    command.add_argument("--tcp-loopback", nargs="?", const=TCP.gbps, type=positive_float, metavar="GBPS", help=text)
     text = "a collective's bytes (K, M, G) instead of a layer: output of an all-gather, input of the others"
     command.add_argument("--bytes", metavar="SIZE", help=text)
     command.add_argument("--json", action="store_true", help="as JSON")
@@ -262,24 +261,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; exit code 0. Raises ConfigurationError for arguments that make no sense."""
-    for name in ("nic_gbps", "nics", "tcp_loopback"):
-        given = getattr(args, name)
-        if given is not None and not 0 < given < inf:
-            raise ConfigurationError(f"model: --{name.replace('_', '-')} is {given}; it must be above 0")
-    for name in ("nodes", "gpus"):
-        if getattr(args, name) < 1:
-            raise ConfigurationError(f"model: --{name} is {getattr(args, name)}; it must be 1 or more")
     network = tcp(args.tcp_loopback) if args.tcp_loopback else nic(args.nic_gbps * (args.nics or args.gpus), args.gpus)
-    if args.bytes is not None:
-        found, facts, head = _of_collectives(args, network)
-    else:
-        found, facts, head = _of_a_layer(args, network)
+    found, facts, head = (_of_a_layer if args.bytes is None else _of_collectives)(args, network)
     if args.json:
         print(json.dumps({**facts, "expected": [asdict(e) for e in found]}, indent=1))
         return 0
     print(*head, "", sep="\n")
+    titles = ("NVLink", "network", "messages", "bound", "expected")
     print(
-        f"{'way':15} {'operation':24} {'NVLink':>11} {'network':>11} {'messages':>9} {'bound':>10} {'expected':>10}  limit"
+        f"{'way':15} {'operation':24} {titles[0]:>11} {titles[1]:>11} {titles[2]:>9} {titles[3]:>10} {titles[4]:>10}  limit"
     )
     for e in found:
         print(
@@ -295,14 +285,19 @@ Report = tuple[Sequence[Expectation], dict[str, Any], list[str]]
 def _of_collectives(args: argparse.Namespace, network: Network) -> Report:
     from tilescale_net.runtime.settings import parse_bytes
 
-    nbytes = parse_bytes(args.bytes, "--bytes")
+    nbytes, nodes, gpus = parse_bytes(args.bytes, "--bytes"), args.nodes, args.gpus
     head = [
-        f"{args.nodes * args.gpus} ranks on {args.nodes} nodes, {nbytes} bytes: output of all-gather, input of the others",
-        f"network {network.gbps:.1f} Gbit/s a rank ({network.source})" if args.nodes > 1 else "NVLink alone",
+        f"{nodes * gpus} ranks on {nodes} nodes, {nbytes} bytes: output of all-gather, input of the others",
+        f"network {network.gbps:.1f} Gbit/s a rank ({network.source})" if nodes > 1 else "NVLink alone",
     ]
-    if args.gpus > 2:
+    if gpus > 2:
         head.append("fixed costs and NVLink's rate are those between two GPUs; more were not measured")
-    return collectives(nbytes, args.nodes, args.gpus, network), {"network": asdict(network)}, head
+    found = [
+        expect_collective(operation, nbytes, nodes, gpus, way, network)
+        for operation in COLLECTIVES
+        for way in (_ways(nodes, gpus) if operation != "all_to_all" else WAYS[:1])
+    ]
+    return found, {"network": asdict(network)}, head
 
 
 def _of_a_layer(args: argparse.Namespace, network: Network) -> Report:
@@ -313,16 +308,16 @@ def _of_a_layer(args: argparse.Namespace, network: Network) -> Report:
     ranks = c.nodes * c.gpus
     try:
         c.check()
-        found = expectations(c)
+        found = [expect(c, operation, way) for way in _ways(c.nodes, c.gpus) for operation in OPERATIONS[c.mode]]
         memory = AllToAll.heap_bytes(c.experts, c.tokens, c.hidden, c.top_k, ranks=ranks, nodes=c.nodes, mode=c.mode)
     except ValueError as err:
         raise ConfigurationError(f"model: {err}") from None
+    over = f"; network {network.gbps:.1f} Gbit/s a rank ({network.source})" if c.nodes > 1 else ""
     head = [
         f"{ranks} ranks on {c.nodes} nodes, {c.tokens} tokens a rank, hidden {c.hidden} {c.dtype}, top-{c.top_k} of "
         f"{c.experts} experts, {c.mode} mode",
         f"a token goes to {ranks * c.reached(1):.2f} ranks on {c.nodes * c.reached(c.gpus):.2f} nodes; symmetric heap of a "
         f"rank {memory / 2**20:.0f} MiB",
-        f"NVLink {NVLINK:.0f} GB/s"
-        + (f"; network {network.gbps:.1f} Gbit/s a rank ({network.source})" if c.nodes > 1 else ""),
+        f"NVLink {NVLINK:.0f} GB/s{over}",
     ]
     return found, {"cluster": asdict(c), "heap_bytes": memory}, head

@@ -198,7 +198,9 @@ def _arrows(pairs: list[tuple[Placed, Placed]], base: int) -> list[Json]:
         start = _slice(from_part, sent, _thread_track(sent), base, "signal", "signal")
         end = _slice(part, event, _thread_track(event), base, "signal", "signal")
         out.append(start | {"ph": "s", "id": number})
-        out.append(end | {"ph": "f", "bp": "e", "id": number, "ts": (event.end_ns - base) / 1e3})
+        # Inside the slice: at its end, a reader may take the arrow for one to the next slice.
+        inside = max(event.begin_ns, event.end_ns - 1)
+        out.append(end | {"ph": "f", "bp": "e", "id": number, "ts": (inside - base) / 1e3})
     return out
 
 
