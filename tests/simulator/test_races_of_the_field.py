@@ -1,43 +1,34 @@
 """Races of the kinds that other tools know: the wrong form is reported, with lines, and the right one is silent."""
 
+import itertools
+
 import pytest
 import torch
 
 import tilescale_net as tsn
 from tests import ranks
 from tests.simulator import races_of_the_field as field
-from tests.simulator.recorded import recorded_errors
+from tests.simulator.recorded import first_reports
 from tilescale_net.explore import coverage
-from tilescale_net.runtime import simulator
 
 SEEDS = range(3)
 
 
-def _reports(right, cases):
+def _reports(right):
     """What this rank reports of each kind under each seed."""
-    said = recorded_errors()
-    told = {}
-    kernel = field.races(right)
-    for name in cases:
-        for seed in SEEDS:
-            data, word, out = (
-                torch.zeros(field.THREADS),
-                torch.zeros(2, dtype=torch.uint64),
-                torch.zeros(4, field.THREADS),
-            )
-            x, y, flag = tsn.zeros(field.THREADS), tsn.zeros(field.THREADS), tsn.zeros((2,), torch.uint64)
-            tsn.barrier()
-            said.clear()
-            with simulator.schedule(seed):
-                kernel(field.CASES[name], data, word, x, y, flag, out)
-            tsn.barrier()
-            told[name, seed] = said[0] if said else ""
-    return told
+    kernel, of_threads = field.races(right), (field.THREADS,)
+
+    def launch(name, seed):
+        data, word, out = torch.zeros(of_threads), torch.zeros(2, dtype=torch.uint64), torch.zeros(4, *of_threads)
+        x, y, flag = tsn.zeros(of_threads), tsn.zeros(of_threads), tsn.zeros((2,), torch.uint64)
+        yield kernel(field.CASES[name], data, word, x, y, flag, out)
+
+    return first_reports(itertools.product(field.KINDS, SEEDS), launch)
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_kinds(right):
-    told = ranks.run(2, _reports, right, list(field.KINDS), env={"TSN_SIM_RACES": "1"}, timeout=200)
+    told = ranks.run(2, _reports, right, env={"TSN_SIM_RACES": "1"}, timeout=200)
     for name, kind in field.KINDS.items():
         said = [of_rank[name, seed] for of_rank in told for seed in SEEDS]
         if right or not kind.ours:

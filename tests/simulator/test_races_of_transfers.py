@@ -1,5 +1,7 @@
 """Races of puts and gets: rows that lie apart, ends outside the heap, odd sizes, and mistakes of protocols of three ranks."""
 
+import itertools
+
 import pytest
 import tilelang.language as T
 import torch
@@ -7,8 +9,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
-from tests.simulator.recorded import recorded_errors
-from tilescale_net.runtime import simulator
+from tests.simulator.recorded import first_reports
 
 SEEDS = range(3)
 ROWS_READ_EARLY, ROWS_REUSED, ROWS_GOT_EARLY, ROWS_GOT_BY_A_WARP = range(4)
@@ -140,22 +141,6 @@ def copies(dtype="float32"):
     return main
 
 
-def _reports(kernel, cases, *tensors):
-    """What this rank reports of each case in its wrong and its right form, under each seed."""
-    reports = recorded_errors()
-    told = {}
-    for case in cases:
-        for right in (0, 1):
-            for seed in SEEDS:
-                flag = tsn.zeros((2,), torch.uint64)
-                reports.clear()
-                with simulator.schedule(seed):
-                    kernel(case, right, *tensors[:-1], flag, tensors[-1])
-                tsn.barrier()
-                told[case, right, seed] = reports[0] if reports else ""
-    return told
-
-
 def _judge(told_by_ranks):
     for key in told_by_ranks[0]:
         said = [told[key] for told in told_by_ranks if told[key]]
@@ -166,8 +151,14 @@ def _judge(told_by_ranks):
 
 def _copies(dtype):
     cases = (*range(COLUMN), FLUSHED) if dtype == torch.float32 else range(ROWS_GOT_BY_A_WARP, ONTO_ITSELF + 1)
-    tensors = tsn.zeros((16, 16), dtype), tsn.zeros((128,), dtype), *torch.zeros((2, 64), dtype=dtype)
-    return _reports(copies(str(dtype).split(".")[1]), cases, *tensors)
+    kernel, m, y = copies(str(dtype).split(".")[1]), tsn.zeros((16, 16), dtype), tsn.zeros((128,), dtype)
+    plain, out = torch.zeros((2, 64), dtype=dtype)
+
+    def launch(case, right, seed):
+        flag = tsn.zeros((2,), torch.uint64)
+        yield kernel(case, right, m, y, plain, flag, out)
+
+    return first_reports(itertools.product(cases, (0, 1), SEEDS), launch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
@@ -413,24 +404,21 @@ def protocols():
     return main
 
 
+def _launch(case, right, seed):
+    x, y, out = tsn.zeros((8, WIDTH)), tsn.zeros((8, WIDTH)), torch.zeros((8, WIDTH))
+    flag, count, word = (
+        tsn.zeros((8,), torch.uint64),
+        tsn.zeros((1,), torch.uint64),
+        torch.zeros((1,), dtype=torch.uint64),
+    )
+    x.fill_(tsn.rank() + 1)
+    yield  # all ranks have filled theirs
+    for turn in (1, 2) if case == STALE_FLAG else (1,):
+        yield protocols()(case, right, turn, x, y, flag, count, word, out)
+
+
 def _protocols():
-    """What this rank reports of each protocol in its wrong and its right form, under each seed."""
-    reports, kernel, told = recorded_errors(), protocols(), {}
-    for case in range(PREFETCH + 1):
-        for right in (0, 1):
-            for seed in SEEDS:
-                x, y = tsn.zeros((8, WIDTH)), tsn.zeros((8, WIDTH))
-                flag, count = tsn.zeros((8,), torch.uint64), tsn.zeros((1,), torch.uint64)
-                word, out = torch.zeros((1,), dtype=torch.uint64), torch.zeros((8, WIDTH))
-                x.fill_(tsn.rank() + 1)
-                tsn.barrier()
-                reports.clear()
-                with simulator.schedule(seed):
-                    for turn in (1, 2) if case == STALE_FLAG else (1,):
-                        kernel(case, right, turn, x, y, flag, count, word, out)
-                        tsn.barrier()
-                told[case, right, seed] = reports[0] if reports else ""
-    return told
+    return first_reports(itertools.product(range(PREFETCH + 1), (0, 1), SEEDS), _launch)
 
 
 def test_mistakes_of_protocols_are_reported():
@@ -438,11 +426,8 @@ def test_mistakes_of_protocols_are_reported():
 
 
 def _hangs():
-    x, y, flag = tsn.zeros((8, WIDTH)), tsn.zeros((8, WIDTH)), tsn.zeros((8,), torch.uint64)
-    count, word = tsn.zeros((1,), torch.uint64), torch.zeros((1,), dtype=torch.uint64)
-    tsn.barrier()
-    protocols()(HANGS, 0, 1, x, y, flag, count, word, torch.zeros((8, WIDTH)))
-    tsn.barrier()
+    for _ in _launch(HANGS, 0, 0):
+        tsn.barrier()
 
 
 def test_a_race_is_reported_before_waits_give_up():

@@ -21,7 +21,9 @@ const std::vector<Rule>& rules() {
        "release, acquire, fences and scopes as in PTX; a word of another rank's heap gives what was left in that word",
        "which of several releases an acquire has read: it counts as having read all that came by then", "order.cpp"},
       {false, "signals", "what a wait or test shows by its value, for certain, whichever signals came first",
-       "words with more than 1,024 signals in a launch: a wait has then seen all that came", "race_memory.cpp"},
+       "smaller values than the one that a kernel gets and looks at, which other schedules show (a check tries them); "
+       "words with more than 1,024 signals in a launch: a wait has then seen all that came",
+       "race_memory.cpp"},
       {false, "barriers and warp operations", "of blocks, of named barriers, of the grid, mbarriers, T.sync_warp",
        "a put_signal of a block or warp: its threads may meet at its end, which no GPU promises", "happens_before.cpp"},
       {false, "remote views", "stores as puts, loads as gets, atomic accesses as such", "", "accesses.cpp"},
