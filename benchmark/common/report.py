@@ -147,10 +147,6 @@ class Layout:
         """A line of the table."""
         return self._line([c.show(row.get(c.key)) for c in self.columns])
 
-    def lines(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Headings, rule and rows."""
-        return [*self.head(), *(self.row(r) for r in rows)]
-
     def _line(self, texts: Sequence[str]) -> str:
         padded = (t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, self._widths, self._right))
         return "| " + " | ".join(padded) + " |"

@@ -91,13 +91,8 @@ def _section(result: Result, common: dict[str, str], plots: str) -> list[str]:
 
 def _public(arguments: list[str]) -> list[str]:
     """Arguments without the files that the suite itself requests."""
-    kept, skip = [], False
-    for argument in arguments:
-        if skip or argument in ("--json", "--plot"):
-            skip = not skip
-            continue
-        kept.append(argument)
-    return kept
+    files = {"--json", "--plot"}
+    return [word for before, word in zip(["", *arguments], arguments) if not {before, word} & files]
 
 
 def _table(table: dict[str, Any]) -> str:

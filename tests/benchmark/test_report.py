@@ -275,7 +275,8 @@ def table() -> Table:
 
 
 def lines_of(t: Table) -> list[str]:
-    return list(Layout([*t.keys, *t.columns], t.rows).lines(t.rows))
+    layout = Layout([*t.keys, *t.columns], t.rows)
+    return [*layout.head(), *map(layout.row, t.rows)]
 
 
 def test_lines():

@@ -47,8 +47,10 @@ class Finding:
     remedy: str = ""
 
 
-def _judge(what: str, good: bool, found: str, remedy: str, bad: str = WARNING) -> Finding:
-    """GOOD, or `bad` with the remedy."""
+def _judge(what: str, good: bool, found: str, remedy: str, bad: str = WARNING, unused: str = "") -> Finding:
+    """GOOD, or `bad` with the remedy; UNUSED where `unused` says why nothing here needs it."""
+    if unused:
+        return Finding(what, UNUSED, f"{found}; {unused}" if found else unused)
     return Finding(what, GOOD, found) if good else Finding(what, bad, found, remedy)
 
 
@@ -70,8 +72,7 @@ class Doctor:
             self.open_files,
             self.huge_pages,
         )
-        disk = (self.cache, self.cache_of_tilelang, self.disk)
-        for check in (*build, *memory, *disk, self.libfabric, self.nics):
+        for check in (*build, *memory, self.cache, self.cache_of_tilelang, self.disk, self.libfabric, self.nics):
             yield from check()
 
     def packages(self) -> Iterator[Finding]:
@@ -129,15 +130,14 @@ class Doctor:
         from tilescale_net.compiler import toolchain
 
         found = toolchain.find_tool("nvcc")
-        if found:
-            version = _nvcc_version(found)
-            text = f"{'.'.join(map(str, version)) or 'a version that it does not print'}, {found}"
-            remedy = "pip install 'nvidia-cuda-nvcc>=13.0,<13.1', or set CUDA_HOME to a newer toolkit"
-            yield _judge("nvcc", not self.gpus or version >= NVCC, text, remedy)
-        elif self.gpus:
-            yield Finding("nvcc", MISSING, "none", "pip install nvidia-cuda-nvcc, or set CUDA_HOME")
-        else:
-            yield Finding("nvcc", UNUSED, "none")
+        if not found:
+            remedy, unused = "pip install nvidia-cuda-nvcc, or set CUDA_HOME", "" if self.gpus else "none"
+            yield _judge("nvcc", False, "" if unused else "none", remedy, MISSING, unused)
+            return
+        version = _nvcc_version(found)
+        text = f"{'.'.join(map(str, version)) or 'a version that it does not print'}, {found}"
+        remedy = "pip install 'nvidia-cuda-nvcc>=13.0,<13.1', or set CUDA_HOME to a newer toolkit"
+        yield _judge("nvcc", not self.gpus or version >= NVCC, text, remedy)
 
     def peers(self) -> Iterator[Finding]:
         if len(self.gpus) < 2:
@@ -173,9 +173,7 @@ class Doctor:
         if not self.gpus or not machine.nics([]):
             yield Finding(what, UNUSED, "needs a GPU and a NIC for remote memory")
             return
-        dmabuf = _dmabuf()
-        peermem = sorted(self.loaded & {"nvidia_peermem", "efa_nv_peermem"})
-        found = ["DMABUF"] * dmabuf + peermem
+        found = ["DMABUF"] * _dmabuf() + sorted(self.loaded & {"nvidia_peermem", "efa_nv_peermem"})
         remedy = (
             "use the open kernel modules of the driver (DMABUF), or modprobe nvidia_peermem; until then data are staged"
         )
@@ -229,12 +227,10 @@ class Doctor:
     def memlock(self) -> Iterator[Finding]:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
-        if not machine.nics([]):
-            yield Finding("memory that may be locked", UNUSED, f"{found}; NICs for remote memory need it")
-        else:
-            enough = limit == resource.RLIM_INFINITY or limit >= settings.heap_bytes(None, bool(self.gpus))
-            remedy = "ulimit -l unlimited (limits.conf: * - memlock unlimited; docker: --ulimit memlock=-1)"
-            yield _judge("memory that may be locked", enough, found, remedy, MISSING)
+        unused = "" if machine.nics([]) else "NICs for remote memory need it"
+        enough = limit == resource.RLIM_INFINITY or limit >= settings.heap_bytes(None, bool(self.gpus))
+        remedy = "ulimit -l unlimited (limits.conf: * - memlock unlimited; docker: --ulimit memlock=-1)"
+        yield _judge("memory that may be locked", enough, found, remedy, MISSING, unused)
 
     def open_files(self) -> Iterator[Finding]:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -250,11 +246,9 @@ class Doctor:
 
     def huge_pages(self) -> Iterator[Finding]:
         total, free = machine.huge_pages()
-        found = f"{free} of {total} are free"
-        if not self._efa():
-            yield Finding("huge pages", UNUSED, f"{found}; EFA uses some")
-        else:
-            yield _judge("huge pages", bool(free), found, "sysctl vm.nr_hugepages=5128, or FI_EFA_USE_HUGE_PAGE=0")
+        remedy = "sysctl vm.nr_hugepages=5128, or FI_EFA_USE_HUGE_PAGE=0"
+        unused = "" if self._efa() else "EFA uses some"
+        yield _judge("huge pages", bool(free), f"{free} of {total} are free", remedy, unused=unused)
 
     def libfabric(self) -> Iterator[Finding]:
         remedy = "pip install mpich (has one inside), apt-get install libfabric1, or name a library in TSN_LIBFABRIC"
