@@ -74,9 +74,9 @@ class Panel:
     @property
     def height(self) -> float:
         """In inches."""
-        bars = sum(len([k for k in figures if k in self.keys[:MOST_BARS]]) for figures in self.points.values())
+        bars = sum(_slots(self, key) for key in self.keys[:MOST_BARS])
         legend = 0.2 * math.ceil(len(self.points) / self.legend_columns) if len(self.points) > 1 else 0
-        return (2.4 if self.as_lines else 0.7 + 0.17 * bars + 0.08 * min(len(self.keys), MOST_BARS)) + 0.3 + legend
+        return (2.4 if self.as_lines else 0.7 + 0.17 * bars) + 0.3 + legend
 
 
 def _range(panel: Panel) -> float:
@@ -127,22 +127,29 @@ def _lines(axes: Any, panel: Panel) -> None:
     axes.grid(True, alpha=0.3)
 
 
+def _slots(panel: Panel, key: Any) -> float:
+    """Of a group of bars, in bars: as many as there are figures, or as its label is high, and a gap."""
+    return (
+        max(sum(key in figures for figures in panel.points.values()), 0.85 * len(_key(panel, key).splitlines())) + 0.5
+    )
+
+
 def _bars(axes: Any, panel: Panel) -> None:
-    keys, position = panel.keys[:MOST_BARS], 0.0
-    ticks = []
+    keys, begin, ticks = panel.keys[:MOST_BARS], 0.0, []
     for key in keys:  # names without a figure leave no gap
         there = [(i, name) for i, name in enumerate(panel.points) if key in panel.points[name]]
-        ticks.append(position + (len(there) - 1) / 2)
-        for index, name in there:
+        middle = begin + (_slots(panel, key) - 0.5) / 2
+        ticks.append(middle)
+        for place, (index, name) in enumerate(there):
             figure = panel.points[name][key]
-            bar = axes.barh(position, figure, 0.9, color=_style(panel, index, name)[0])
+            at = middle + place - (len(there) - 1) / 2
+            bar = axes.barh(at, figure, 0.9, color=_style(panel, index, name)[0])
             axes.bar_label(bar, [significant(figure, 3)], padding=2, fontsize=SMALL - 0.5)
-            position += 1
-        position += 0.5
+        begin += _slots(panel, key)
     for index, name in enumerate(panel.points):  # a handle for the legend
         axes.fill_between([], [], [], color=_style(panel, index, name)[0], label=name)
     axes.set_yticks(ticks, [_key(panel, key) for key in keys])
-    axes.set_ylim(position - 0.9, -0.6)
+    axes.set_ylim(begin - 0.4, -0.1)
     axes.margins(x=0.14)
     axes.set_xlabel(panel.quantity, fontsize=SMALL)
     if _range(panel) > 30 * WIDE_RANGE:

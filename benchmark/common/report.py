@@ -538,6 +538,9 @@ QUANTITIES = {
 }  # fmt: skip
 
 
+MOST_LINES = 6  # of a panel, over another key than the size
+
+
 def hardware(environment: Mapping[str, str]) -> str:
     """GPUs and ranks of a run, in few words."""
     gpus = environment.get("GPUs", "none")
@@ -550,6 +553,9 @@ def panels_of(table: Table, where: str) -> list[Panel]:
     varying = [c for c in table.keys if len({row[c.key] for row in table.rows}) > 1] or list(table.keys)[-1:]
     numeric = [c for c in varying if all(isinstance(row[c.key], (int, float)) for row in table.rows)]
     along = next((c for c in numeric if c.key == "bytes"), numeric[-1] if numeric else None)
+    if along and along.key != "bytes":  # where each line would be another row's, words are better
+        groups = {tuple(row[c.key] for c in varying if c is not along) for row in table.rows}
+        along = None if len(groups) > MOST_LINES else along
     others = [c for c in varying if c is not along]
 
     def words(row: Mapping[str, Any]) -> list[str]:

@@ -256,6 +256,17 @@ def test_one_panel_holds_one_quantity():
     assert words.points == {"kernel": {"ldst": 1.0, "bulk": 1.0}}
 
 
+def test_many_choices_are_words_beside_bars_that_leave_room_for_them():
+    table = measured(8)
+    for i, row in enumerate(table.rows):
+        row["tokens"] = row["bytes"]
+        row["engine"] = f"engine {i} with a name of several lines"
+    table.keys = [Column("tokens", "Tokens"), table.keys[1]]
+    time, _ = panels_of(table, "2 x H100")
+    assert list(time.points) == ["kernel"] and len(time.keys) == 16 and not time.as_lines
+    assert time.height > 16 * 3 * 0.12  # three lines of 9 points each
+
+
 def test_few_sizes_are_bars_and_panels_are_as_wide_as_a_phone(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     few, many = (panels_of(measured(n), "2 x H100")[0] for n in (5, 6))
