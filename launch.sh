@@ -10,6 +10,7 @@ VIRTUAL_NODES  split the ranks of a host into nodes that may only talk through t
 TSN_DEVICE     cuda or simulator; a GPU is used where there is one
 TSN_PYTHON     interpreter to use as it is; otherwise an active virtual environment, .venv, python3 or a new .venv
 TSN_VENV       folder of that virtual environment (.venv)
+TSN_TORCH      torch of a new environment: cpu (2 GB in all, from PyTorch's index); default PyPI's, with CUDA (5.3 GB)
 TSN_OUTPUT     all: show the output of all ranks, not only of rank 0
 TSN_BUILD      0: never build the native part
 Under srun, each task is a rank; with GPUS=N and one task per node, each task starts N ranks. Defaults: docs/settings.md"
@@ -82,7 +83,10 @@ install() {
     lacks="$(tail -n +2 <<<"$answer" | wc -l) Python packages that $venv lacks"
   else
     all+=(fresh)
-    lacks="Python packages, torch among them, into $venv: 2 GB, or 6 GB with a torch built for CUDA (some minutes)"
+    lacks="Python packages, torch among them, into $venv: 2 GB, or 5.3 GB with a torch for CUDA (some minutes)"
+    if [ -z "${TSN_TORCH:-}" ] && [ ! -e /dev/nvidiactl ]; then
+      say "no GPU here: TSN_TORCH=cpu takes a torch without CUDA's libraries, from download.pytorch.org; PyPI has none"
+    fi
   fi
   wanted=$("$venv/bin/python" "$root/tilescale_net/launch/set_up.py" list "${all[@]}") || return
   mapfile -t wanted <<<"$wanted"

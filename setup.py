@@ -95,7 +95,7 @@ class BuildNative(build_ext):
         self._use(cxx)
         python, fabric = system["python_include"](), system["fabric_include"]()
         if python is None:
-            (advice,) = [p for p in system["missing_headers"]() if "python" in p]
+            (advice,) = [p for p in system["missing_packages"](["headers"]) if "python" in p]
             sys.exit(f"tilescale_net: Python.h was not found. Debian, Ubuntu: apt-get install {advice}")
         if fabric is None and os.environ.get(system["EXPLICIT"], system["NO_FABRIC"]) not in ("", system["NO_FABRIC"]):
             sys.exit(f"tilescale_net: TSN_LIBFABRIC_INCLUDE={os.environ[system['EXPLICIT']]} has no rdma/fabric.h")

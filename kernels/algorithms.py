@@ -35,7 +35,7 @@ class Call(NamedTuple):
 class Algorithm:
     """A way to make an all-reduce. Functions get the `AllReduce` (`n_pes`, `threads`, `blocks`, `status_record`, …) as `op`.
 
-    Attributes:
+    Args:
         name: for `AllReduce(algorithm=name)`.
         launch: `(op, memory, call)` launches the kernel on the current stream. `memory` has the tensors of `buffers` and
             `counters` by name. It may return `again(out, x)`, which makes the same launch for other tensors of this size,
@@ -64,6 +64,9 @@ ALGORITHMS: dict[str, Algorithm] = {}
 
 def register_algorithm(row: Algorithm) -> None:
     """Make an algorithm of all-reduce known to every `AllReduce` that is constructed afterwards; on all ranks alike.
+
+    Args:
+        row: the algorithm.
 
     Raises:
         ValueError: the name is taken.

@@ -146,8 +146,10 @@ class AllGather(Exchange):
     """All-gather of tensors of any dtype and size; constructed and called by all ranks.
 
     Args:
-        threads, engine, unroll, ring: see `exchange`.
-        blocks: default 64; in the simulator 16.
+        threads: see `Collective`.
+        blocks: of a launch; default 64, in the simulator 16.
+        engine, unroll, ring: of puts, see `put_block`.
+        stores_from: bytes of `x`, see `algorithm`.
         algorithm: "stores" to mapped PEs, where `x`, `out` and its parts are aligned to 16 bytes, else puts; "puts" always;
             "auto": by puts and, from `stores_from` bytes of `x`, by stores.
         once_per_node: where nodes have several ranks, a part crosses the network once per node; else once per rank.

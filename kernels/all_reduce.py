@@ -41,7 +41,7 @@ class AllReduce(Collective):
     """Sum of tensors over all PEs, which each of them gets; constructed and called by all ranks.
 
     Args:
-        threads, blocks: launch geometry.
+        threads, blocks: see `Collective`.
         staging_bytes: tensors outside the symmetric heap are reduced in chunks of this many bytes; twice as many are
             allocated in the heap, beside up to 8 MiB for small tensors.
         algorithm: "packets", "one_shot", "two_shot", a name that `register_algorithm` has added, or "auto": by the size.

@@ -178,7 +178,7 @@ class AllReduceNorm(Collective):
 
     Args:
         hidden: elements of a row; a row is a multiple of 16 bytes, and at most 64 KiB.
-        threads, blocks: launch geometry.
+        threads, blocks: see `Collective`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Attributes:

@@ -187,8 +187,8 @@ class AllToAll(Exchange):
     ranks.
 
     Args:
-        threads, blocks, engine, unroll, ring: see the kernels; `blocks` as in `AllGather`.
-        stores_from, algorithm: of equal parts, see `AllGather`.
+        threads, blocks, engine, unroll, ring: as in `AllGather`.
+        stores_from, algorithm: as in `AllGather`; for equal parts.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:

@@ -102,7 +102,8 @@ class AllToAllTransposed(Collective):
     """All-to-all that cuts one axis and joins another; constructed and called by all ranks.
 
     Args:
-        threads, blocks, unroll: see the kernel.
+        threads, blocks: see `Collective`.
+        unroll: see `put_block`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:

@@ -211,7 +211,8 @@ class Broadcast(Collective):
     """Broadcast of tensors of any dtype and size; constructed and called by all ranks.
 
     Args:
-        threads, blocks, engine, unroll, ring: see the kernel.
+        threads, blocks: see `Collective`.
+        engine, unroll, ring: see `put_block`.
         once_per_node, chunk_bytes: as those of `AllGather`.
         group: whose ranks these are; see `tilescale_net.world`.
 

@@ -357,7 +357,8 @@ class Collective(MadeByRanks, metaclass=_Constructed):
     Args:
         name: shown in errors.
         configuration: what must be equal on all ranks.
-        threads, blocks: launch geometry.
+        threads: of a block, a multiple of 32 from the number of ranks to 1024.
+        blocks: of a launch; all of them must be able to run at once.
         group: see `tilescale_net.world`.
 
     Raises:

@@ -401,9 +401,12 @@ class ReduceScatter(Collective):
     """Sum of tensors over all PEs, of which each PE gets its part; constructed and called by all ranks.
 
     Args:
-        threads, blocks, slots, chunk_bytes, engine, unroll, ring: see the kernel. The staging memory takes
-            n_pes * blocks * slots * chunk_bytes bytes of the symmetric heap; where nodes have several ranks, twice as much
-            with nodes in the place of PEs, and the rest when a tensor is pushed for the first time.
+        threads, blocks: see `Collective`.
+        slots: chunks between two PEs that may be in flight in each block, 2 or more. The staging memory takes n_pes * blocks *
+            slots * chunk_bytes bytes of the symmetric heap; where nodes have several ranks, twice as much with nodes instead
+            of PEs, and the rest when a tensor is pushed for the first time.
+        chunk_bytes: bytes of a chunk.
+        engine, unroll, ring: see `put_block`.
         algorithm: "pull" where `x` is at the same place of all heaps and parts are whole multiples of 16 bytes: over mapped
             memory, and where nodes have several ranks, a node's sum crosses the network (reduce_scatter.py);
             "push" for all tensors: a rank's part crosses the network; "auto": by pull where that is possible.

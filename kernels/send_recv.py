@@ -152,7 +152,8 @@ class SendRecv(Collective):
     Args:
         chunk: bytes of a slot, a multiple of 16. A message of up to 2 * blocks * chunk bytes leaves without waiting for
             its receiver, if those before it were taken.
-        threads, blocks, engine: see `send`.
+        threads, blocks: see `Collective`.
+        engine: see `put_block`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Takes 2 * n_pes * blocks * chunk bytes of the symmetric heap, twice as many where some PEs are on other nodes.

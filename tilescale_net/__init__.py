@@ -143,7 +143,7 @@ def init(
 def finalize(group: Group = None) -> None:
     """Leave the world of a group; without one, all worlds of this process.
 
-    Collective; waits for all ranks of the world, then unmaps everything. Raises what is still unreported.
+    Collective; waits for all ranks of the world, then unmaps everything. Raises what is still unreported. Group: see `world`.
 
     A CUDA graph that holds kernels of this world must not be replayed afterwards: they use what is unmapped now. Capture it
     again after another init.
@@ -170,12 +170,12 @@ def world(group: Group = None) -> World:
 
 
 def rank(group: Group = None) -> int:
-    """Index of this PE in team "world" of the group."""
+    """Index of this PE in team "world" of the group, see `world`."""
     return world(group).rank
 
 
 def size(group: Group = None) -> int:
-    """Number of PEs in team "world" of the group."""
+    """Number of PEs in team "world" of the group, see `world`."""
     return world(group).size
 
 
@@ -184,6 +184,7 @@ def team(name: str = "world", group: Group = None) -> builtins.range:
 
     Args:
         name: "world" for all PEs of the group, "node" for those of this PE's node (they are direct: mapped memory).
+        group: see `world`.
     """
     w = world(group)
     if name == "world":
@@ -194,7 +195,7 @@ def team(name: str = "world", group: Group = None) -> builtins.range:
 
 
 def device(group: Group = None) -> torch.device:
-    """The torch device that symmetric tensors live on: this rank's GPU, or the CPU under the simulator."""
+    """The torch device that symmetric tensors live on: this rank's GPU, or the CPU under the simulator. Group: see `world`."""
     return world(group).device
 
 
@@ -232,6 +233,7 @@ def free(tensor: torch.Tensor, *, group: Group = None) -> None:
     """Give a tensor of `empty` or `zeros` back to the heap. Collective; the tensor must not be used afterwards.
 
     Args:
+        tensor: the tensor itself, not a view of it.
         group: whose heap holds it; where it is left out, the tensor determines it, unless it has no elements: then see
         `world`.
 
@@ -248,6 +250,7 @@ def barrier(group: Group = None) -> None:
     """Wait until the kernels of every rank of the group have finished and every rank is here.
 
     Orders everything that was quiet: a put whose kernel called quiet, or that went to a direct PE, is visible after it.
+    Group: see `world`.
 
     Raises:
         WaitTimeout, PeerLost, InvalidDescriptor, FabricError: what a kernel or the proxy met; PeerLost when a rank
@@ -284,17 +287,17 @@ def shrink(step: int = 0, *, timeout: float | None = None, group: Group = None) 
 
 
 def synchronize(group: Group = None) -> None:
-    """Wait for this rank's kernels and raise what they or the proxy met in the group. Not collective."""
+    """Wait for this rank's kernels and raise what they or the proxy met in the group (see `world`). Not collective."""
     world(group).synchronize()
 
 
 def check(group: Group = None) -> None:
-    """Raise what kernels, the proxy or lost peers have left behind so far; waits only for the reason of an abort."""
+    """Raise what kernels, the proxy or lost peers have left behind so far; waits only for the reason of an abort. Group: see `world`."""
     world(group).check()
 
 
 def stats(group: Group = None) -> dict[str, Any]:
-    """Counters of the proxy (operations, bytes, queue depth, retries, time in each stage); empty without a proxy."""
+    """Counters of the proxy (operations, bytes, queue depth, retries, time in each stage); empty without a proxy. Group: see `world`."""
     w = world(group)
     return w.proxy.stats() if w.proxy is not None else {}
 
@@ -303,6 +306,9 @@ def range(name: str) -> AbstractContextManager[None]:
     """Show what the `with` block does on this rank's host track of the timeline, under `name`; see TSN_TRACE.
 
     Without TSN_TRACE it does next to nothing.
+
+    Args:
+        name: shown in the timeline.
     """
     from tilescale_net.trace import recorder
 

@@ -52,18 +52,21 @@ def main():
     rank, size, generator = tsn.rank(), tsn.size(), torch.Generator().manual_seed(7)
     local = EXPERTS // size
     tokens = torch.randn((size, TOKENS, HIDDEN), generator=generator).to(torch.bfloat16)
-    scores = torch.rand((size, TOKENS, EXPERTS), generator=generator)
-    choices = scores.topk(TOP_K).indices.to(torch.int32)
     x, slots = tsn.empty((TOKENS, HIDDEN), torch.bfloat16), tsn.empty((local, size, TOKENS, HIDDEN), torch.bfloat16)
     arrived = tsn.zeros((local, size), torch.uint64)
     counts = torch.zeros((local, size), dtype=torch.int32, device=tsn.device())
-    x.copy_(tokens[rank])
-    dispatch(size)(x, choices[rank].to(tsn.device()), slots, arrived, counts, 1)
-    for place in range(local):
-        for source in range(size):
-            chosen = (choices[source] == rank * local + place).any(dim=1)
-            assert torch.equal(slots[place, source, : counts[place, source]].cpu(), tokens[source][chosen])
-    print(f"rank {rank} hosts experts {rank * local} to {rank * local + local - 1}; rows by source: {counts.tolist()}")
+    kernel = dispatch(size)
+    for turn in (1, 2):
+        choices = torch.rand((size, TOKENS, EXPERTS), generator=generator).topk(TOP_K).indices.to(torch.int32)
+        x.copy_(turn * tokens[rank])
+        kernel(x, choices[rank].to(tsn.device()), slots, arrived, counts, turn)
+        for place in range(local):
+            for source in range(size):
+                chosen = (choices[source] == rank * local + place).any(dim=1)
+                rows = slots[place, source, : counts[place, source]].cpu()
+                assert torch.equal(rows, turn * tokens[source][chosen])
+        print(f"rank {rank}, turn {turn}: experts {rank * local} to {rank * local + local - 1} got {counts.tolist()}")
+        tsn.barrier()  # the rows are read: the next turn may overwrite them
     tsn.finalize()
 
 

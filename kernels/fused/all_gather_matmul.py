@@ -218,9 +218,9 @@ class AllGatherMatmul(FusedMatmul):
         dtype: of `x` and `w`, torch.bfloat16 or torch.float16; or torch.float8_e4m3fn, with a scale for each row of `x` and
             column of `w`, see `FusedMatmul`.
         out_dtype: of the result; default `dtype`. Sums are made in float32.
-        tiling: geometry of the product, see `matmul_arriving`.
-        threads, blocks, engine: of the kernel that pushes rows, see `push_rows`. Its blocks take the place of as many
-            SMs until the rows are sent.
+        tiling: geometry of the GEMM, see `Tiling`.
+        threads, blocks: of the kernel that pushes rows, see `Collective`. Its blocks take as many SMs until the rows are sent.
+        engine: of that kernel, see `put_block`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Takes 2 * n_pes * rows * k elements of the symmetric heap, and 2 * n_pes * rows scales.
@@ -437,7 +437,8 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
         self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream. As `AllGatherMatmul`'s."""
+        """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream; arguments as in
+        `AllGatherMatmul.__call__`."""
         out, _, _, scales = self._arguments(
             x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._needs_symmetric_source
         )

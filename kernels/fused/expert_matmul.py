@@ -389,9 +389,8 @@ class ExpertMatmul(FusedMatmul):
         Returns:
             [tokens, hidden], as `AllToAll.combine`.
 
-        Raises:
-            As `__call__` and `AllToAll.combine`. Where it is not the combine that refuses, nothing was sent, and the other
-            ranks wait for this one.
+        Errors are those of `__call__` and `AllToAll.combine`. Where the combine is not what rejects the call, nothing was
+        sent, and the other ranks wait for this one.
         """
         self._begin()
         config = self._moe.config

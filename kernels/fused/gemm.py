@@ -325,7 +325,7 @@ SUPPORTED_DTYPES = (*DTYPES, SCALED)
 class Tiling:
     """Geometry of a GEMM, see `Shape`.
 
-    Attributes:
+    Args:
         tile: rows, columns and depth of a tile.
         stages: of the ring of operands in shared memory.
         panel: rows of tiles that are walked together, for the sake of the L2 cache.

@@ -238,9 +238,9 @@ class MatmulReduceScatter(FusedMatmul):
         dtype: of `x`, `w` and the summands that travel, torch.bfloat16 or torch.float16; or torch.float8_e4m3fn, with a
             scale for each row of `x` and column of `w`, see `FusedMatmul`.
         out_dtype: of the result; default `dtype`. Sums are made in float32.
-        tiling: geometry of the products, see `all_gather_matmul.matmul_arriving`.
-        threads, blocks, engine: of the kernel that sends meanwhile, see `send_parts`. Its blocks take the place of as many
-            SMs.
+        tiling: geometry of the GEMM, see `Tiling`.
+        threads, blocks: of the kernel that sends meanwhile, see `Collective`. Its blocks take as many SMs.
+        engine: of that kernel: "auto" or "ldst": warps send; "bulk": blocks do, see `put_block`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Takes 3 * n_pes * rows * n elements of the symmetric heap.

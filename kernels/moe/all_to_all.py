@@ -377,7 +377,7 @@ class AllToAll(Collective):
         mask: torch.Tensor | None = None, handle: Handle | None = None, out: Rows | None = None, cleared: bool = False,
         after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
-        """Send phase of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
+        """Send phase of `dispatch`, with its arguments; work that the caller launches before `dispatch_recv` overlaps with it.
 
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
@@ -389,7 +389,11 @@ class AllToAll(Collective):
 
     @named("tilescale_net.moe.dispatch_recv")
     def dispatch_recv(self, pending: Pending) -> Dispatched:
-        """Receive phase of dispatch: the rows are there for what the caller launches next."""
+        """Receive phase of dispatch: the rows are there for what the caller launches next.
+
+        Args:
+            pending: what `dispatch_send` gave.
+        """
         return self._receive("dispatch", pending)
 
     def _receive(self, kind: str, pending: Pending) -> Any:
@@ -494,12 +498,15 @@ class AllToAll(Collective):
         weights: torch.Tensor | None = None, bias: Sequence[torch.Tensor] = (), after: torch.Event | None = None,
         blocks: int | None = None, tiles: Tiles | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
-        """Send phase of combine; work that the caller launches before `combine_recv` overlaps with it.
+        """Send phase of `combine`, with its arguments; work that the caller launches before `combine_recv` overlaps with it.
 
         `y`, `weights`, `bias` and `out` belong to the call until then. Latency mode: with `weights` it waits on the GPU for
         those of the other ranks. With `tiles`, of an object with `tile_rows`, `y` is what a kernel launched next will
         store, after `alongside`: each row is read when its tiles are there, those of the last expert first. All `blocks`
         send then; `combine_recv` launches what sums.
+
+        Args:
+            tiles: see `kernels.moe.Tiles`; of this object.
         """
         if tiles is not None:
             self._check_tiles(tiles)
@@ -511,7 +518,11 @@ class AllToAll(Collective):
 
     @named("tilescale_net.moe.combine_recv")
     def combine_recv(self, pending: Pending) -> torch.Tensor:
-        """Receive phase of combine: the sums are there for what the caller launches next."""
+        """Receive phase of combine: the sums are there for what the caller launches next.
+
+        Args:
+            pending: what `combine_send` gave.
+        """
         return self._receive("combine", pending)
 
     @named("tilescale_net.moe.combine_values")
@@ -530,8 +541,7 @@ class AllToAll(Collective):
             The sums, [tokens, hidden], and the numbers, [tokens, top_k]: those of expert-major rows at the choices that they
             belong to, 0 elsewhere; those of choices added up over the ranks that have a row of the token.
 
-        Raises:
-            As `combine`.
+        Errors are those of `combine`.
         """
         self._begin("combine_values", after)
         pending = self._combine(
@@ -702,6 +712,9 @@ class AllToAll(Collective):
         That is a dispatch of an object with `tile_rows`, or a combine that got `tiles`. Kernels that follow may wait for
         tiles of the dispatch (`Dispatched.x` is `pending.result.x`), or finish those that the combine waits for: the phase
         has its SMs.
+
+        Args:
+            pending: the phase, what `dispatch_send` or `combine_send` gave.
 
         Returns:
             The tiles. Tile t is there when a wait for `words[t]`, "ge", `calls[0] * growth` ends; TMA copies of its rows want

@@ -95,6 +95,7 @@ def heap_bytes(
         sizes, options: what the constructor gets: num_experts, max_tokens, hidden, top_k and so on.
         ranks, nodes: of the job; default those of `group` (one node where `ranks` is given).
         tuning: as for the constructor.
+        group: whose ranks these are; see `tilescale_net.world`.
         in_arena: what it takes beside an arena.
 
     Returns:
@@ -194,7 +195,7 @@ class Arena(MadeByRanks):
     a CUDA graph, before each of its calls.
 
     Args:
-        nbytes: the most that `AllToAll.arena_bytes` says of one of the objects. Equal on all ranks.
+        nbytes: bytes, the most that `AllToAll.arena_bytes` says of one of the objects. Equal on all ranks.
         group: see `tilescale_net.world`.
 
     Attributes:

@@ -227,7 +227,7 @@ def as_words(tensor: torch.Tensor, words: int) -> torch.Tensor:
 class Tuning:
     """Choices for one AllToAll; None: the default of `defaults`. Equal on all ranks.
 
-    Attributes:
+    Args:
         blocks: of every kernel; all of them must run at once.
         threads: of a block, a multiple of 32.
         dispatch_senders, combine_senders: throughput mode: how many of the blocks send (layout "rank": all of them

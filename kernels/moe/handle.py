@@ -469,7 +469,11 @@ class Metadata:
 
 
 def metadata(handle: Handle) -> Metadata:
-    """The metadata of a dispatch's rows, by its handle; some small kernels on the current stream."""
+    """The metadata of a dispatch's rows, by its handle; some small kernels on the current stream.
+
+    Args:
+        handle: `Dispatched.handle`.
+    """
     ranks, experts, max_tokens, top_k = handle.signature[:4]
     if isinstance(handle.plan, ReceivedRows):
         return _of_experts(handle.plan)

@@ -7,9 +7,11 @@ tests/tutorials.
 import argparse
 import contextlib
 import io
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,9 +22,11 @@ from tilescale_net import cli
 
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 # Files that the text speaks of as the reader's own, or that come with something else.
-READERS = re.compile(r"(script|shift|moe|slow|layer)\.py(::\w+)?|DeepEP/.*")
+READERS = re.compile(
+    r"(script|shift|moe|slow|layer|ring_sum|layer_twice|two_collectives|sharded_weight)\.py(::\w+)?|DeepEP/.*"
+)
 # `-m` of Python that is not ours.
-OTHERS = ("pip", "venv")
+OTHERS = ("pip", "venv", "mkdocs")
 
 
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
@@ -111,6 +115,38 @@ def check_module(where: str, words: list[str]) -> None:
             cli.parser().parse_args(words)
         except SystemExit:
             raise AssertionError(f"{where}: {' '.join(words)}: not what python -m tilescale_net takes") from None
+
+
+# Pages whose first commands a newcomer copies as they are, variables in front included.
+FIRST = [
+    ROOT / "README.md",
+    ROOT / "docs" / "install.md",
+    ROOT / "docs" / "quick-start.md",
+    ROOT / "docs" / "cluster.md",
+]
+
+
+@pytest.mark.parametrize("page", FIRST, ids=lambda p: p.name)
+def test_the_launcher_takes_the_variables_of_a_page(page, tmp_path):
+    """`launch --check` refuses a job that could not start: a missing address or port, a wrong number, an unknown name."""
+    lines = [line for b in blocks_of(page) if b.language == "bash" for line in b.text.splitlines()]
+    found = [m for line in lines if (m := re.match(r"((?:[A-Z_]+=\S+ )+)bash launch\.sh (\S+\.py)", line))]
+    assert found
+    for m in found:
+        given = dict(pair.split("=", 1) for pair in m[1].split())
+        given = {name: "0" if value.startswith("$") else value for name, value in given.items()}
+        script = ROOT / m[2] if (ROOT / m[2]).exists() else tmp_path / m[2]
+        script.touch()
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if not re.fullmatch("RANK|WORLD_SIZE|LOCAL_RANK|VIRTUAL_NODES|TSN_DEVICE", k)
+        }
+        command = [sys.executable, str(ROOT / "tilescale_net" / "launch"), "--check", str(script)]
+        done = subprocess.run(
+            command, env=env | {"TSN_DEVICE": "simulator"} | given, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{page.name}: {m[0]}\n{done.stderr}"
 
 
 class Parsed(Exception):

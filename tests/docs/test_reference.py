@@ -1,10 +1,16 @@
-"""The reference has every public name, and the site's menu every page."""
+"""The reference has every public name, with every parameter and an example of each primitive; the menu has every page."""
 
 import ast
 import functools
 import importlib.util
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+import tilescale_net.language as N
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -44,6 +50,34 @@ def defined(name: str) -> str:
     return place if place == name else defined(place)
 
 
+@functools.cache
+def parameters():
+    """docs/parameters.py, by which the site is made."""
+    spec = importlib.util.spec_from_file_location("parameters", DOCS / "parameters.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shown() -> Iterator[str]:
+    """Paths of all callables that the pages of the reference show, with the methods that they name."""
+    index = parameters().index()
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        entry = re.compile(
+            r"^::: (\S+)\n(?:    options:\n(?:      .*\n)*?      members: \[(.*)\]\n(?:      .*\n)*)?", re.M
+        )
+        for match in entry.finditer(page.read_text() + "\n"):
+            name, members = match.groups()
+            found = [defined(f"{name}.{last}") for last in all_of(source(name))] if source(name) else [defined(name)]
+            for path in found:
+                if "show_signature: false" not in match[0]:
+                    yield path
+                if "." in path and path.rpartition(".")[2][0].isupper():
+                    methods = [p.rpartition(".")[2] for p in index if p.rpartition(".")[0] == path]
+                    public = [m for m in methods if m == "__call__" or not m.startswith("_")]
+                    yield from (f"{path}.{m}" for m in (public if members is None else members.split(", ")))
+
+
 def documented() -> set[str]:
     """What the pages of the reference show, by where it is defined."""
     found = set()
@@ -51,7 +85,7 @@ def documented() -> set[str]:
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
             found.add(defined(name))
             if source(name):  # of a module, what its `__all__` names, wherever that is defined
-                found |= {defined(f"{name}.{last}") for last in all_of(source(name))}
+                found |= {defined(f"{name}.{last}") for last in all_of(source(name)) or names(name)}
     return found
 
 
@@ -111,3 +145,62 @@ def test_every_page_is_in_the_menu():
     pages |= {f"tutorials/{p.stem}.md" for p in (DOCS / "tutorials").glob("[0-9]*.py")}
     top = re.findall(r'"(\w+\.md)": "', (DOCS / "site.py").read_text())
     assert len(top) == 4 and nav == pages | set(top)
+
+
+def test_every_parameter_of_the_reference_has_a_text():
+    index, paths = parameters().index(), set(shown())
+    missing, count = [], 0
+    for path in sorted(paths & set(index)):
+        for name in index[path].parameters:
+            count += 1
+            if not parameters().meaning(name, index[path]):
+                missing.append(f"{path}: {name}")
+    assert count > 700, count
+    assert not missing, "no docstring says what these parameters are:\n" + "\n".join(missing)
+
+
+def test_a_parameter_without_a_text_is_noticed():
+    documented = parameters().Documented
+    at = documented(
+        "m.f", "Do it.\n\nArgs:\n    x, y: as in `wait`.\n    n: rows. k: columns.", ("x", "n", "k", "z"), "m"
+    )
+    assert parameters().rows(at.doc) == {"x": "as in `wait`.", "y": "as in `wait`.", "n": "rows.", "k": "columns."}
+    assert parameters().meaning("z", at) is None
+
+
+EXAMPLES = {
+    name: m[1].split("  #")[0]
+    for name in sorted(N.__all__)
+    if (m := re.search(r"^ *Example: (.*)$", inspect.getdoc(getattr(N, name)) or "", re.M))
+}
+KERNEL = """
+import tilelang.language as T
+import tilescale_net.language as N
+
+
+@T.prim_func
+def example(
+    ctx: N.Context(), x: T.Tensor((8, 64), "float32"), y: T.Tensor((8, 64), "float32"), flag: T.Tensor((1,), "uint64"),
+    counter: T.Tensor((1,), "int32"), pe: T.int32, call: T.int64, row: T.int32, n: T.int32,
+):
+    with T.Kernel(1, threads=32):
+        tx = T.get_thread_binding()
+        shared = T.alloc_shared((64,), "float32")
+"""
+
+
+def test_every_primitive_has_an_example():
+    assert sorted(EXAMPLES) == sorted(N.__all__)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_examples_of_primitives_compile(part, tmp_path):
+    from tilescale_net.compiler import inspect as generated
+
+    mine = [text for name, text in EXAMPLES.items() if name != "Context"][part::4]
+    path = tmp_path / "example.py"
+    path.write_text(KERNEL + "".join(f"        {text}\n" for text in mine))
+    spec = importlib.util.spec_from_file_location("example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert "tsn::" in generated.cuda_source(module.example)

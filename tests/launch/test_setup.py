@@ -202,6 +202,22 @@ def test_requirements_come_from_pyproject():
     assert "torch==2.13.0" in fresh
 
 
+@pytest.mark.parametrize(
+    "chosen, torch",
+    [
+        ("", ["torch==2.13.0"]),
+        ("cpu", ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "torch==2.13.0+cpu"]),
+        ("torch==2.11.0", ["torch==2.11.0"]),
+        ("/wheels/torch-2.11.0-cp311-cp311-linux_x86_64.whl", ["/wheels/torch-2.11.0-cp311-cp311-linux_x86_64.whl"]),
+    ],
+)
+def test_tsn_torch_chooses_the_torch_of_a_new_environment(monkeypatch, chosen, torch):
+    monkeypatch.setenv("TSN_TORCH", chosen)
+    wanted = requirements["fresh"](["fresh"])
+    assert [w for w in wanted if w.startswith(("torch==", "/wheels", "--extra", "https"))] == torch
+    assert "torch>=2.6" in wanted and "torch==2.13.0" not in requirements["fresh"]([])
+
+
 def test_pins_are_checked():
     satisfied = requirements["satisfied"]
     assert satisfied("pytest>=8")

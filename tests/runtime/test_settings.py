@@ -39,6 +39,7 @@ def test_variables_are_read_through_the_table_alone():
         ("tilescale_net/csrc/fabric/provider.cpp", "TSN_LIBFABRIC"),
         ("tilescale_net/csrc/cuda/driver.cpp", "TSN_LIBCUDA"),
         ("tilescale_net/launch/set_up.py", "TSN_LIBFABRIC"),
+        ("tilescale_net/launch/set_up.py", "TSN_TORCH"),
     }
 
 

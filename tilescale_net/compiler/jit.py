@@ -442,6 +442,9 @@ def macro(function: Callable[..., Any]) -> Macro:
     tilelang takes about 20 ms for a macro of 20 lines, which every process that imports its module would pay. Meant for
     macros of modules; what a nested one refers to may have changed by its first use.
 
+    Args:
+        function: defined in a file, as `T.macro` takes it.
+
     Raises:
         KernelError: `function` is not a Python function.
     """

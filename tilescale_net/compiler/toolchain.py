@@ -198,7 +198,12 @@ def compile_source(
 
 
 def disassemble(cubin: bytes, *options: str) -> str:
-    """SASS of a cubin; `options` are nvdisasm's. Raises ConfigurationError when nvdisasm is missing."""
+    """SASS of a cubin. Raises ConfigurationError when nvdisasm is missing.
+
+    Args:
+        cubin: of `compile_source`.
+        options: nvdisasm's.
+    """
     tool = find_tool("nvdisasm")
     if tool is None:
         raise ConfigurationError("nvdisasm was not found; install it with `pip install nvidia-cuda-nvdisasm`")

@@ -32,6 +32,23 @@ class Buffer(GroupBuffer):
         rank, group_size, group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy: as given.
         runtime: None: there is no object of C++ behind it.
 
+    Args of methods:
+        num_max_dispatch_tokens_per_rank: tokens that a rank dispatches at most in a low-latency call, equal on all ranks.
+        hidden: elements of a row, a multiple of 128.
+        num_experts: experts of all ranks together, equal on all ranks.
+        num_ranks: ranks of the group.
+        handle: of the dispatch.
+        previous_event: the call begins after it.
+        async_finish: give an event back.
+        allocate_on_comm_stream: changes nothing; as in DeepEP, True needs previous_event and async_finish=True (ValueError).
+        dtype: of the memory.
+        size: shape of the memory; default 1 MiB.
+        offset, use_rdma_buffer: change nothing.
+        new_num_sms: SMs, an even number.
+        rank_to_mask: index in the group.
+        mask: whether to leave it out.
+        mask_status: int32 [ranks], written.
+
     What a call needs is compiled and allocated at its first use, by all ranks together: make it once before a CUDA graph
     is captured. Work runs on the current stream; events end there. Calls that are made on different streams run one after the
     other, in the order in which they were made.
@@ -134,7 +151,8 @@ class Buffer(GroupBuffer):
             x: [tokens, hidden] bfloat16, or a pair of float8_e4m3fn rows and scales, [tokens, any] or [tokens], float32 or
                 int32, of any strides.
             handle: of an earlier dispatch: the same tokens go the same ways, and nothing else is given.
-            is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`; the other counts are not looked at.
+            is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`.
+            num_tokens_per_rank, num_tokens_per_rdma_rank: not looked at.
             topk_idx, topk_weights: travel with the rows. Without them `is_token_in_rank` decides where rows go.
             expert_alignment: counts of experts are rounded up to a multiple of it.
             num_worst_tokens: rows of the results, where the host shall not wait for their number. It is the same on all
@@ -206,11 +224,13 @@ class Buffer(GroupBuffer):
         """Send each token to its experts. Collective.
 
         Args:
-            x: [tokens, hidden] bfloat16, up to `num_max_dispatch_tokens_per_rank` tokens (1024 at most).
+            x: [tokens, hidden] bfloat16, up to `num_max_dispatch_tokens_per_rank` tokens.
+            num_max_dispatch_tokens_per_rank: up to 1024, equal on all ranks.
             topk_idx: [tokens, top_k] expert of each choice, -1 for none.
             cumulative_local_expert_recv_stats: [local experts] int32, to which the counts are added.
-            use_fp8: rows travel as float8_e4m3fn with a scale per 128 elements; round_scale: scales are powers of two;
-                use_ue8m0: four of their exponents to an int32.
+            use_fp8: rows travel as float8_e4m3fn with a scale per 128 elements.
+            round_scale: scales are powers of two.
+            use_ue8m0: four exponents of these scales to an int32.
             return_recv_hook: give a function back that ends the call; two dispatches may be waiting for theirs.
             dispatch_wait_recv_cost_stats: [ranks] int64; to each is added for how many clocks of the GPU this call's
                 threads have waited for that rank, by the time that the call ends.

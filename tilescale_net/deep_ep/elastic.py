@@ -77,9 +77,23 @@ class ElasticBuffer(GroupBuffer):
         num_max_tokens_per_rank: also the default of `dispatch`, and the most of its calls that take no object of their own.
         allow_multiple_reduction: False: a sum is rounded once. Where rows are summed before they travel, with do_expand and on
             several nodes, they travel in float32 then, which takes twice the time and memory.
-        The others change nothing: results never depend on timing, each rank sums its experts' rows before they travel, and
-        TSN_TIMEOUT limits waits of the host and of the GPU instead of num_cpu_timeout_secs and
-        num_gpu_timeout_secs. Rows cross the network once per node.
+        num_cpu_bytes: 0; others are not supported.
+        deterministic, prefer_overlap_with_compute: change nothing: results never depend on timing, and each rank sums its
+            experts' rows before they travel.
+        allow_hybrid_mode: changes nothing: rows cross the network once per node.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: change nothing: TSN_TIMEOUT limits all waits.
+        sl_idx, num_allocated_qps, explicitly_destroy: change nothing.
+
+    Args of methods:
+        cumulative_local_expert_recv_stats: [local experts] int32, to which the counts are added.
+        num_sms: blocks of the call's kernels; 0: `get_theoretical_num_sms`.
+        num_qps: changes nothing.
+        previous_event, previous_event_before_epilogue: the call begins after them.
+        async_with_compute_stream: give an event back.
+        allocate_on_comm_stream: changes nothing.
+        do_handle_copy: the handle has a copy of the choices; else they may not be written while it is used.
+        use_comm_stream, with_cpu_sync, sequential: change nothing.
+        num_experts, num_scaleout_topk, rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: change nothing.
 
     Attributes:
         group, rank_idx, num_ranks, num_max_tokens_per_rank, allow_hybrid_mode, deterministic: as given.
@@ -186,7 +200,6 @@ class ElasticBuffer(GroupBuffer):
             do_expand: a row for each choice, ordered by expert, instead of one for each token.
             do_zero_padding: with do_expand, zeros in the gaps of the alignment: rows, scales and weights.
             use_tma_aligned_col_major_sf: scales in columns, each of which begins at a multiple of 16 bytes.
-            The others: see `Buffer.dispatch`.
 
         Returns:
             Rows (and scales), local experts of the choices ([rows, top_k] int64, -1 for those of other ranks; None with
@@ -268,6 +281,7 @@ class ElasticBuffer(GroupBuffer):
 
         Args:
             x: [rows, hidden] bfloat16, in the order of dispatch's rows.
+            handle: of that dispatch.
             topk_weights: float32, [rows, top_k] or with do_expand [rows], brought back to the choices.
             bias: one or two tensors [tokens, hidden] bfloat16, added before the sum is rounded.
             num_sms: of which at most as many as the dispatch had are taken; 0: those.

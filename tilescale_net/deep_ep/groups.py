@@ -67,7 +67,11 @@ def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """As `get_physical_domain_size`: rows always cross the network once per node, and `allow_hybrid_mode` changes nothing."""
+    """As `get_physical_domain_size`: rows always cross the network once per node.
+
+    Args:
+        allow_hybrid_mode: changes nothing.
+    """
     return get_physical_domain_size(group)
 
 

@@ -209,9 +209,14 @@ NODE_RANKS = 8  # of a node at most, where hints count nodes
 class Config:
     """Choices for a high-throughput call.
 
-    Attributes:
+    Args:
         num_sms: blocks of its kernels, on a GPU.
-        The others are sizes of DeepEP's rings, which do not exist here; they change nothing.
+        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: change nothing: DeepEP's rings do not exist here.
+        num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens: change nothing.
+
+    Args of methods:
+        hidden_bytes: of a row.
+        num_ranks: of the group.
     """
 
     num_sms: int = 20
@@ -231,7 +236,7 @@ class Config:
         return widest(num_ranks, lambda nodes: AllToAll.heap_bytes(*sizes, **options, nodes=nodes))
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: ranks on other nodes use the same memory."""
+        """0: ranks on other nodes use the same memory. Arguments as in `get_nvl_buffer_size_hint`."""
         return 0
 
 

@@ -44,7 +44,11 @@ class EventOverlap:
         self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Let the current stream wait for the event; drop it if `release_handle`. ValueError without an event."""
+        """Let the current stream wait for the event. ValueError without an event.
+
+        Args:
+            release_handle: drop the event.
+        """
         if self.event is None:
             raise ValueError("EventOverlap: there is no event; calls give one with async_finish=True")
         self.event.current_stream_wait()
@@ -61,7 +65,7 @@ class EventOverlap:
         self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> "EventOverlap":
-        """This object, for `with`."""
+        """This object, for `with`; arguments as in `current_stream_wait`."""
         self._releases = release_handle
         return self
 

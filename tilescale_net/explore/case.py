@@ -70,6 +70,7 @@ class Case:
         function: called once for each rank. It makes tensors, and returns a function that launches the rank's kernels, or
             that and one that checks the results: it raises, or returns False, where they are wrong. All three may use
             `tilescale_net` as a rank does, but ranks cannot learn anything from each other on the host.
+        size: number of ranks.
         heap_bytes: of the symmetric heap of each rank; default TSN_HEAP_SIZE.
         races: whether what the race detector finds is wrong.
 

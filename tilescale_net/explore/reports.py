@@ -15,13 +15,15 @@ class Report:
     """What came of an exploration.
 
     Attributes:
-        schedules: how many were run to their end; `cut`: and how many were given up because they would have repeated others.
+        schedules: how many were run to their end.
+        cut: how many were given up because they would have repeated others.
         states: final states of memory that differ.
         events: decisions of the longest schedule.
         complete: whether there are no other schedules.
         not_followed: what kernels did that other schedules may order otherwise, with lines; then it is not complete.
         failure: what was wrong; "" for nothing.
-        schedule: of the failure, as `repeat` takes it; `preemptions`: how often it leaves a block that could go on.
+        schedule: of the failure, as `repeat` takes it.
+        preemptions: how often that schedule leaves a block that could go on.
         steps: what happens in it.
         seed: of the failure, where schedules were random.
         seconds: that it took.

@@ -1,7 +1,7 @@
 """put, get and put_signal at block, warp and thread scope, and put_value.
 
 Common to all: `dst` and `src` are tensors, elements (`buf[i]`: from there on) or regions (`buf[i, 0:n]`) of the same
-dtype in global memory; the symmetric one is named by its *local* address. `count` is in elements and may be a run-time
+dtype; the symmetric one is named by its *local* address. `count` is in elements and may be a run-time
 value; without it the whole tensor or region is meant, and one element where both are elements. A region may be made of
 rows that lie apart, such as a box `m[i:i+8, j:j+32]` or a column `m[0:n, j]`, at one end or both; its extents may be
 run-time values, and `count` is not given then. On the proxy path each row is an operation of its own. The source of a put
@@ -9,8 +9,8 @@ may be a tile in shared memory, for PEs whose memory is mapped. Any size and any
 alignment is right; 16-byte aligned is fast, and from 32 KiB on fastest where both ends lie alike within a line of 128
 bytes. Addresses and sizes are 64-bit.
 
-All raise KernelError, with the author's line, when the kernel is built: tensors of different dtypes or outside global
-memory, regions whose rows have more than one pitch, counts that are negative or exceed the tensor, unknown options.
+All raise KernelError, with the author's line, when the kernel is built: tensors of different dtypes or in memory that a
+copy does not reach, regions whose rows have more than one pitch, counts that are negative or exceed the tensor, unknown options.
 """
 
 from collections.abc import Callable
@@ -194,6 +194,8 @@ def put_block(
 
     The data are visible at the target only after a signal, fence and signal, or quiet and barrier; `src` may be written
     again only after `quiet` or `flush_wait`.
+
+    Example: N.put_block(y[row, 0:n], x[row, 0:n], pe)
     """
     return _copy("put", "block", dst, src, pe, count, unroll, engine, ring)
 
@@ -204,7 +206,10 @@ def put_warp(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """As `put_block`, called by all 32 lanes of a warp with equal arguments."""
+    """As `put_block`, called by all 32 lanes of a warp with equal arguments.
+
+    Example: N.put_warp(y[row, 0:n], x[row, 0:n], pe)  # each warp a row
+    """
     return _copy("put", "warp", dst, src, pe, count, unroll, engine, ring)
 
 
@@ -214,7 +219,10 @@ def put_thread(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """As `put_block`, called by one thread, each with its own arguments."""
+    """As `put_block`, called by one thread, each with its own arguments.
+
+    Example: N.put_thread(y[row, tx], x[row, tx], pe)  # one element
+    """
     return _copy("put", "thread", dst, src, pe, count, unroll, engine, ring)
 
 
@@ -231,6 +239,8 @@ def get_block(
             a region (buf[i, 0:n]).
         src: what, of the same dtype, by its local address in symmetric memory.
         pe: index in team "world", integer.
+
+    Example: N.get_block(x, y, pe, count=n)
     """
     return _copy("get", "block", dst, src, pe, count, unroll, engine, ring)
 
@@ -241,7 +251,10 @@ def get_warp(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """As `get_block`, called by all 32 lanes of a warp with equal arguments; the data are readable by the warp."""
+    """As `get_block`, called by all 32 lanes of a warp with equal arguments; the data are readable by the warp.
+
+    Example: N.get_warp(x[row, 0:n], y[row, 0:n], pe)
+    """
     return _copy("get", "warp", dst, src, pe, count, unroll, engine, ring)
 
 
@@ -251,7 +264,10 @@ def get_thread(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """As `get_block`, called by one thread; the data are readable by that thread."""
+    """As `get_block`, called by one thread; the data are readable by that thread.
+
+    Example: N.get_thread(x[row, tx], y[row, tx], pe)  # one element
+    """
     return _copy("get", "thread", dst, src, pe, count, unroll, engine, ring)
 
 
@@ -273,6 +289,8 @@ def put_signal_block(
         sig: one uint64 or int64 word of symmetric memory, by its local address, such as flags[0].
         value: unsigned 64-bit integer to store or to add.
         op: "set" or "add"; one word is changed by one of the two only.
+
+    Example: N.put_signal_block(y, x, pe, flag[0], call)  # the receiver: N.wait_block(flag[0], "ge", call)
     """
     return _copy("put_signal", "block", dst, src, pe, count, unroll, engine, ring, sig, value, op)
 
@@ -283,7 +301,10 @@ def put_signal_warp(
     dst: Place, src: Place, pe: Number, sig: Place, value: Number, op: str = "set", *, count: Number | None = None,
     unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """As `put_signal_block`, called by all 32 lanes of a warp, whose data come before the signal."""
+    """As `put_signal_block`, called by all 32 lanes of a warp, whose data come before the signal.
+
+    Example: N.put_signal_warp(y[row, 0:n], x[row, 0:n], pe, flag[0], 1, "add")
+    """
     return _copy("put_signal", "warp", dst, src, pe, count, unroll, engine, ring, sig, value, op)
 
 
@@ -293,7 +314,10 @@ def put_signal_thread(
     dst: Place, src: Place, pe: Number, sig: Place, value: Number, op: str = "set", *, count: Number | None = None,
     unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """As `put_signal_block`, called by one thread, whose data come before the signal."""
+    """As `put_signal_block`, called by one thread, whose data come before the signal.
+
+    Example: N.put_signal_thread(y[row, tx], x[row, tx], pe, flag[0], 1, "add")
+    """
     return _copy("put_signal", "thread", dst, src, pe, count, unroll, engine, ring, sig, value, op)
 
 
@@ -307,6 +331,8 @@ def put_value(dst: Place, value: Scalar, pe: Number) -> None:
         pe: index in team "world".
 
     As in tilelang, a store whose index is outside its tensor vanishes.
+
+    Example: N.put_value(y[row, tx], 2.5, pe)
     """
     to = element("dst", dst)
     if to.element_bytes > 8:

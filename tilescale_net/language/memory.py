@@ -43,6 +43,8 @@ def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
 
     Returns:
         A tensor of buf's shape, dtype and strides. Writes through it are ordered like puts.
+
+    Example: T.copy(N.remote(x, pe)[row, 0], shared)  # loads over NVLink
     """
     if not isinstance(buf, tirx.Buffer):
         raise PrimitiveError(f"buf must be a whole tensor; index the view instead of {operand('buf', buf).buffer.name}")
@@ -73,6 +75,8 @@ def ld(src: Place, sem: str = "relaxed", scope: str = "sys") -> tirx.PrimExpr:
 
     Returns:
         The value, of src's dtype. Never served from the non-coherent cache, never merged with another load.
+
+    Example: value = N.ld(flag[0], sem="acquire", scope="gpu")
     """
     place = _accessible("src", src)
     order = one_of("sem", sem, LOAD_ORDERS)
@@ -89,6 +93,8 @@ def st(dst: Place, value: Scalar, sem: str = "relaxed", scope: str = "sys") -> N
         value: converted to dst's dtype.
         sem: "weak", "relaxed", "release" or "volatile".
         scope: "cta", "gpu" or "sys".
+
+    Example: N.st(flag[0], call, sem="release")
     """
     place = _accessible("dst", dst)
     order = one_of("sem", sem, STORE_ORDERS)
@@ -106,6 +112,8 @@ def benign_race(place: Place) -> None:
 
     Until the kernel ends, what nothing orders there, at this PE and at the same place of others, is not reported as a
     `DataRace` by the simulator. It orders nothing, and is no instruction on a GPU.
+
+    Example: N.benign_race(counter)
     """
     where = operand("place", place)
     return OPERATORS["benign_race"](where.pointer(), int64(product([where.extent, where.element_bytes])))
@@ -146,49 +154,75 @@ def atomic_add(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
 
     Returns:
         The old value. Direct path only; for PEs of other nodes use `signal(op="add")`.
+
+    Example: old = N.atomic_add(counter[0], 1, pe)
     """
     return _atomic("add", dst, value, pe)
 
 
 @primitive
 def atomic_and(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
-    """Bitwise and; integers only, otherwise as `atomic_add`."""
+    """Bitwise and; integers only, otherwise as `atomic_add`.
+
+    Example: old = N.atomic_and(counter[0], 7, pe)
+    """
     return _atomic("and", dst, value, pe)
 
 
 @primitive
 def atomic_or(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
-    """Bitwise or; integers only, otherwise as `atomic_add`."""
+    """Bitwise or; integers only, otherwise as `atomic_add`.
+
+    Example: old = N.atomic_or(counter[0], 1, pe)
+    """
     return _atomic("or", dst, value, pe)
 
 
 @primitive
 def atomic_xor(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
-    """Bitwise exclusive or; integers only, otherwise as `atomic_add`."""
+    """Bitwise exclusive or; integers only, otherwise as `atomic_add`.
+
+    Example: old = N.atomic_xor(counter[0], 1, pe)
+    """
     return _atomic("xor", dst, value, pe)
 
 
 @primitive
 def atomic_min(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
-    """Minimum; integers only, otherwise as `atomic_add`."""
+    """Minimum; integers only, otherwise as `atomic_add`.
+
+    Example: old = N.atomic_min(counter[0], 3, pe)
+    """
     return _atomic("min", dst, value, pe)
 
 
 @primitive
 def atomic_max(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
-    """Maximum; integers only, otherwise as `atomic_add`."""
+    """Maximum; integers only, otherwise as `atomic_add`.
+
+    Example: old = N.atomic_max(counter[0], 3, pe)
+    """
     return _atomic("max", dst, value, pe)
 
 
 @primitive
 def atomic_exch(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
-    """Exchange, otherwise as `atomic_add`."""
+    """Exchange, otherwise as `atomic_add`.
+
+    Example: old = N.atomic_exch(counter[0], 0, pe)
+    """
     return _atomic("exch", dst, value, pe)
 
 
 @primitive
 def atomic_cas(dst: Place, compare: Scalar, value: Scalar, pe: Number) -> tirx.PrimExpr:
-    """Store `value` if the element equals `compare`; integers only, otherwise as `atomic_add`."""
+    """Store `value` if the element equals `compare`; integers only, otherwise as `atomic_add`.
+
+    Args:
+        compare: converted to dst's dtype.
+
+    Example: old = N.atomic_cas(counter[0], 0, 1, pe)  # 0 becomes 1
+    """
     to = _target("cas", dst)
     expected, desired = scalar("compare", compare, to.dtype), scalar("value", value, to.dtype)
     call = OPERATORS["atomic_cas"](to.pointer(), expected, desired, pe_index(pe), dtype=to.dtype)

@@ -27,13 +27,21 @@ def fence(pe: Number | None = None) -> None:
 
     Called by one thread. It covers this thread's puts and those of other threads that come before it, by a barrier for
     instance. Costs no round trip and drains nothing.
+
+    Args:
+        pe: index in team "world", integer; None: every PE.
+
+    Example: N.fence(pe)
     """
     return _by_scope("fence", "thread", pe)
 
 
 @primitive
 def fence_warp(pe: Number | None = None) -> None:
-    """As `fence_block`, called by all 32 lanes of a warp."""
+    """As `fence_block`, called by all 32 lanes of a warp.
+
+    Example: N.fence_warp(pe)
+    """
     return _by_scope("fence", "warp", pe)
 
 
@@ -41,6 +49,8 @@ def fence_warp(pe: Number | None = None) -> None:
 def fence_block(pe: Number | None = None) -> None:
     """As `fence`, called by all threads of the block: orders the block's puts before it ahead of signals that any of its
     threads sends after it. Where one signal follows, `signal_block` does both.
+
+    Example: N.fence_block()  # then signals to several PEs
     """
     return _by_scope("fence", "block", pe)
 
@@ -51,13 +61,21 @@ def quiet(pe: Number | None = None) -> None:
 
     Called by one thread. It covers this thread's puts and those of other threads that come before it, by a barrier for
     instance. Afterwards their sources may be written again.
+
+    Args:
+        pe: as in `fence`.
+
+    Example: N.quiet(pe)
     """
     return _by_scope("quiet", "thread", pe)
 
 
 @primitive
 def quiet_warp(pe: Number | None = None) -> None:
-    """As `quiet_block`, called by all 32 lanes of a warp."""
+    """As `quiet_block`, called by all 32 lanes of a warp.
+
+    Example: N.quiet_warp()
+    """
     return _by_scope("quiet", "warp", pe)
 
 
@@ -65,6 +83,8 @@ def quiet_warp(pe: Number | None = None) -> None:
 def quiet_block(pe: Number | None = None) -> None:
     """As `quiet`, called by all threads of the block: when it returns, the block's puts before it are complete, and any
     of its threads may write their sources again.
+
+    Example: N.quiet_block(pe)  # now x may be written again
     """
     return _by_scope("quiet", "block", pe)
 
@@ -73,15 +93,26 @@ def quiet_block(pe: Number | None = None) -> None:
 def flush_async(pe: Number | None = None) -> tirx.PrimExpr:
     """Ask for completion of all puts before it to `pe` (all PEs when None) without waiting for it; called by one thread.
 
+    Args:
+        pe: as in `fence`.
+
     Returns:
         A ticket (uint64) for `flush_wait`.
+
+    Example: ticket = N.flush_async(pe)
     """
     return OPERATORS["flush_async"](_peer_or_all(pe))
 
 
 @primitive
 def flush_wait(ticket: Number) -> None:
-    """Wait until the puts that a ticket of `flush_async` covers are complete; their sources may be written again."""
+    """Wait until the puts that a ticket of `flush_async` covers are complete; their sources may be written again.
+
+    Args:
+        ticket: the result of `flush_async`, uint64.
+
+    Example: N.flush_wait(N.flush_async())
+    """
     return OPERATORS["flush_wait"](as_integer("ticket", ticket, "uint64", 0, 2**64 - 1))
 
 
@@ -99,13 +130,18 @@ def barrier_all(scope: str = "block") -> None:
     Args:
         scope: "block": called by all threads of one block per PE; the other blocks take no part. "grid": called by all
             threads of all blocks, which synchronise as well; they must be able to run at the same time, as for `barrier_grid`.
+
+    Example: N.barrier_all(scope="grid")
     """
     return _barrier("barrier_all", scope)
 
 
 @primitive
 def barrier_node(scope: str = "block") -> None:
-    """As `barrier_all`, among the PEs of this node."""
+    """As `barrier_all`, among the PEs of this node.
+
+    Example: N.barrier_node()
+    """
     return _barrier("barrier_node", scope)
 
 
@@ -115,6 +151,8 @@ def barrier_grid() -> None:
 
     What any thread did before it, its waits and puts included, comes before what any thread does after it. All blocks
     must be able to run at the same time: a grid that is larger than that ends in WaitTimeout.
+
+    Example: N.barrier_grid()
     """
     require_converged("block")
     return OPERATORS["barrier_grid"]()

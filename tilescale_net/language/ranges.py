@@ -35,6 +35,8 @@ def range(name: str) -> contextlib.AbstractContextManager[None]:
 
     Args:
         name: shown in the timeline; not empty.
+
+    Example: with N.range("send"): N.put_block(y, x, pe)
     """
     if not isinstance(name, str) or not name or not name.isprintable():
         raise PrimitiveError(f"the name of a range is a text that can be shown, not {name!r}")

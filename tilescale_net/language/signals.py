@@ -42,13 +42,18 @@ def signal(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: boo
         pe: index in team "world".
         op: "set" or "add"; the two are not mixed on one word.
         fence: as if `fence(pe)` came first, and cheaper: a thread that sees the signal sees all earlier puts to `pe`.
+
+    Example: N.signal(flag[0], 1, pe, "add", fence=True)
     """
     return _signal("thread", sig, value, pe, op, fence)
 
 
 @primitive
 def signal_warp(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = True) -> None:
-    """As `signal_block`, called by all 32 lanes of a warp; orders what the warp's lanes did before."""
+    """As `signal_block`, called by all 32 lanes of a warp; orders what the warp's lanes did before.
+
+    Example: N.signal_warp(flag[0], call, pe)
+    """
     return _signal("warp", sig, value, pe, op, fence)
 
 
@@ -63,6 +68,8 @@ def signal_block(sig: Place, value: Number, pe: Number, op: str = "set", *, fenc
         sig, value, pe, op: as in `signal`.
         fence: a thread that sees the signal sees all earlier puts to `pe` of this block or synchronised with it. False
             if there are none to order, as in an answer to what was read.
+
+    Example: N.signal_block(flag[0], call, pe)  # behind the block's puts
     """
     return _signal("block", sig, value, pe, op, fence)
 
@@ -84,19 +91,27 @@ def wait(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx
         The word's value that ended the wait, uint64.
 
     A wait ends with an error on the host (WaitTimeout, PeerLost) when the word does not change in time.
+
+    Example: N.wait(flag[0], "ge", call)
     """
     return _wait("thread", sig, cmp, value, proxy)
 
 
 @primitive
 def wait_warp(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx.PrimExpr:
-    """As `wait`, called by all lanes of a warp: one lane polls, all are ordered and get the value."""
+    """As `wait`, called by all lanes of a warp: one lane polls, all are ordered and get the value.
+
+    Example: N.wait_warp(flag[0], "ge", call)
+    """
     return _wait("warp", sig, cmp, value, proxy)
 
 
 @primitive
 def wait_block(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx.PrimExpr:
-    """As `wait`, called by all threads of the block: one thread polls, all are ordered and get the value."""
+    """As `wait`, called by all threads of the block: one thread polls, all are ordered and get the value.
+
+    Example: N.wait_block(flag[0], "ge", call)  # as many signals as calls
+    """
     return _wait("block", sig, cmp, value, proxy)
 
 
@@ -104,8 +119,13 @@ def wait_block(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -
 def test(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
     """Compare once, without waiting; acquires when true.
 
+    Args:
+        sig, cmp, value: as in `wait`.
+
     Returns:
         A boolean expression.
+
+    Example: ready = N.test(flag[0], "ge", call)
     """
     word, wanted = _comparison(sig, cmp, value)
     return OPERATORS["test"](cmp, word, wanted)

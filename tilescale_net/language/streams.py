@@ -65,13 +65,19 @@ def _return(scope: str, credit: Place, index: Number, pe: Number) -> tirx.Call:
 
 @primitive
 def take_slot(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
-    """As `take_slot_block`, called by one thread; orders that thread."""
+    """As `take_slot_block`, called by one thread; orders that thread.
+
+    Example: slot = N.take_slot(flag[0], call, 2)
+    """
     return _take("thread", credit, index, slots)
 
 
 @primitive
 def take_slot_warp(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
-    """As `take_slot_block`, called by all 32 lanes of a warp."""
+    """As `take_slot_block`, called by all 32 lanes of a warp.
+
+    Example: slot = N.take_slot_warp(flag[0], call, 2)
+    """
     return _take("warp", credit, index, slots)
 
 
@@ -86,19 +92,27 @@ def take_slot_block(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
 
     Returns:
         The slot, index % slots.
+
+    Example: slot = N.take_slot_block(flag[0], call, 2)
     """
     return _take("block", credit, index, slots)
 
 
 @primitive
 def wait_slot(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
-    """As `wait_slot_block`, called by one thread; orders that thread."""
+    """As `wait_slot_block`, called by one thread; orders that thread.
+
+    Example: slot = N.wait_slot(flag[0], call, 2)
+    """
     return _arrive("thread", arrived, index, slots)
 
 
 @primitive
 def wait_slot_warp(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
-    """As `wait_slot_block`, called by all 32 lanes of a warp."""
+    """As `wait_slot_block`, called by all 32 lanes of a warp.
+
+    Example: slot = N.wait_slot_warp(flag[0], call, 2)
+    """
     return _arrive("warp", arrived, index, slots)
 
 
@@ -112,19 +126,27 @@ def wait_slot_block(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
 
     Returns:
         The slot, index % slots, readable by the block.
+
+    Example: slot = N.wait_slot_block(flag[0], call, 2)
     """
     return _arrive("block", arrived, index, slots)
 
 
 @primitive
 def return_credit(credit: Place, index: Number, pe: Number) -> None:
-    """As `return_credit_block`, called by one thread after all that read the slot, or with it as the only one."""
+    """As `return_credit_block`, called by one thread after all that read the slot, or with it as the only one.
+
+    Example: N.return_credit(flag[0], call, pe)
+    """
     return _return("thread", credit, index, pe)
 
 
 @primitive
 def return_credit_warp(credit: Place, index: Number, pe: Number) -> None:
-    """As `return_credit_block`, called by all 32 lanes of a warp."""
+    """As `return_credit_block`, called by all 32 lanes of a warp.
+
+    Example: N.return_credit_warp(flag[0], call, pe)
+    """
     return _return("warp", credit, index, pe)
 
 
@@ -136,5 +158,7 @@ def return_credit_block(credit: Place, index: Number, pe: Number) -> None:
         credit: the sender's signal word, by its local address.
         index: number of the message, from 0.
         pe: the sender.
+
+    Example: N.return_credit_block(flag[0], call, pe)
     """
     return _return("block", credit, index, pe)

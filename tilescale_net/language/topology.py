@@ -15,35 +15,55 @@ def Context() -> tirx.Buffer:
     """Annotation of the one parameter that a communicating kernel takes: `ctx: N.Context()`.
 
     The body does not use it; the primitives find it. Calls of the compiled kernel leave it out.
+
+    Example: def main(ctx: N.Context(), x: T.Tensor((n,), "float32")): ...
     """
     return T.Tensor((tirx.Var(CONTEXT_WORDS, "int32"),), "int64")
 
 
 @primitive
 def my_pe() -> tirx.PrimExpr:
-    """Index of this PE in team "world", int32."""
+    """Index of this PE in team "world", int32.
+
+    Example: me = N.my_pe()
+    """
     return OPERATORS["my_pe"]()
 
 
 @primitive
 def n_pes() -> tirx.PrimExpr:
-    """Size of team "world", int32."""
+    """Size of team "world", int32.
+
+    Example: right = (N.my_pe() + 1) % N.n_pes()
+    """
     return OPERATORS["n_pes"]()
 
 
 @primitive
 def node_pe() -> tirx.PrimExpr:
-    """Index of this PE in team "node", int32. A node's PEs are consecutive: my_pe() - node_pe() + i."""
+    """Index of this PE in team "node", int32. A node's PEs are consecutive: my_pe() - node_pe() + i.
+
+    Example: first = N.my_pe() - N.node_pe()
+    """
     return OPERATORS["node_pe"]()
 
 
 @primitive
 def n_node_pes() -> tirx.PrimExpr:
-    """Size of team "node", int32."""
+    """Size of team "node", int32.
+
+    Example: nodes = N.n_pes() // N.n_node_pes()
+    """
     return OPERATORS["n_node_pes"]()
 
 
 @primitive
 def is_direct(pe: Number) -> tirx.PrimExpr:
-    """Whether the memory of `pe` is mapped (same node), bool; if not, it is reached through the proxy."""
+    """Whether the memory of `pe` is mapped (same node), bool; if not, it is reached through the proxy.
+
+    Args:
+        pe: index in team "world", integer.
+
+    Example: near = N.is_direct(pe)
+    """
     return OPERATORS["is_direct"](pe_index(pe))

@@ -120,10 +120,23 @@ def missing(extras: list[str]) -> list[str]:
     return wanted
 
 
+# Of PyTorch itself: PyPI has torch for Linux with CUDA's libraries only.
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
 def fresh(extras: list[str]) -> list[str]:
-    """Requirements of a new environment: build tools, dependencies, and all extras named, without duplicates."""
+    """What pip gets for a new environment: build tools, dependencies, and all extras named, without duplicates.
+
+    TSN_TORCH takes the place of the pinned torch: `cpu` for the same version without CUDA, or another requirement or wheel.
+    """
     content = _project()
-    return list(dict.fromkeys([*content["build-system"]["requires"], *_wanted(content, extras)]))
+    wanted = list(dict.fromkeys([*content["build-system"]["requires"], *_wanted(content, extras)]))
+    pinned = next((r for r in wanted if r.startswith("torch==")), None)
+    chosen = os.environ.get("TSN_TORCH", "")
+    if pinned and chosen:
+        words = ["--extra-index-url", CPU_INDEX, f"{pinned}+cpu"] if chosen == "cpu" else [chosen]
+        wanted = [*(r for r in wanted if r != pinned), *words]
+    return wanted
 
 
 # -- compiler and headers ---------------------------------------------------------------------------------------------

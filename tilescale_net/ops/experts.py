@@ -266,13 +266,13 @@ def moe_matmul_combine(
     Args:
         layer, received, weighted: as for `moe_combine`; the layer has `tile_rows`.
         h: [capacity, k], expert-major rows.
-        w: [local experts, k, hidden], and fused: as for `moe_dispatch_matmul`.
+        w: [local experts, k, hidden], its last two axes in either order in memory.
+        fused: as for `moe_dispatch_matmul`.
 
     Returns:
         [tokens, hidden], with gradients to `h`, `w` and, if weighted, to `received.row_weight`.
 
-    Raises:
-        As `moe_dispatch_matmul`.
+    Errors are those of `moe_dispatch_matmul`.
     """
     arguments.check("moe_matmul_combine", h=h, w=w)
     h, w = arguments.operands(h, w)
@@ -288,13 +288,13 @@ def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: D
 
     Args:
         layer, received: as for `moe_matmul_combine`.
-        x: [capacity, k]. w: [local experts, k, n], as for `moe_dispatch_matmul`.
+        x: [capacity, k].
+        w: [local experts, k, n], its last two axes in either order in memory.
 
     Returns:
         [capacity, n], with gradients to `x` and `w`.
 
-    Raises:
-        As `moe_dispatch_matmul`.
+    Errors are those of `moe_dispatch_matmul`.
     """
     arguments.check("expert_matmul", x=x, w=w)
     x, w = arguments.operands(x, w)

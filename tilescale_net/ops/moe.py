@@ -197,7 +197,7 @@ def moe_layer(
     """The `AllToAll` for layers of this shape: one object for all calls of a group with equal arguments.
 
     Layers that do not run at the same time share its memory, and a function compiled for one serves them all. Collective
-    the first time. The arguments are those of `tilescale_net.kernels.moe.AllToAll`, which lists what it raises.
+    the first time. The arguments are those of `moe.AllToAll`, which lists what it raises.
     """
     sizes = num_experts, max_tokens, hidden, top_k, dtype
     options: dict[str, Any] = dict(
@@ -212,7 +212,7 @@ def moe_layer(
 
 
 def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
-    """As AllToAll.dispatch; `x` and `row_weight` of the result carry gradients to `x` and `topk_weights`.
+    """As `AllToAll.dispatch`; `x` and `row_weight` of the result carry gradients to `x` and `topk_weights`.
 
     Args:
         layer: of `moe_layer`, or an AllToAll of throughput mode.
@@ -237,9 +237,13 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
 
 
 def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted: bool = True) -> torch.Tensor:
-    """As AllToAll.combine, with gradients to `y` and, if weighted, to `received.row_weight`.
+    """As `AllToAll.combine`, with gradients to `y` and, if weighted, to `received.row_weight`.
 
     Layout "rank" sums rows as they are.
+
+    Args:
+        layer: as for `moe_dispatch`.
+        received: what `moe_dispatch` gave.
     """
     arguments.check("moe_combine", y=y)
     plan = received.handle.plan

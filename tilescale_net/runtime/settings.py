@@ -405,6 +405,13 @@ PYTHON = Setting(
     "",
     "launch.sh: interpreter to use as it is; otherwise an active virtual environment, `.venv`, python3 or a new `.venv`",
 )
+TORCH = Setting(
+    "TSN_TORCH",
+    _text,
+    "",
+    "launch.sh: the torch of a new environment: `cpu` for one without CUDA, from PyTorch's index, or a requirement or wheel",
+    "PyPI's, with CUDA",
+)
 VENV = Setting("TSN_VENV", _text, "", "launch.sh: folder of that virtual environment", "`.venv`")
 CHECKOUT = Setting("TSN_CHECKOUT", _text, "", "for scripts around a checkout: its folder; the package does not read it")
 BUILD = Setting("TSN_BUILD", _flag, True, "launch.sh: 0: never build the native part")

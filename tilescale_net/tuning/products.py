@@ -77,6 +77,7 @@ def product(
         kind: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
         rows, k, n: of `x` [rows, k] and `w` [k, n] on a rank; the choice serves up to the next power of two of rows.
         dtype: of both.
+        group: see `tilescale_net.world`.
         most: how many candidates are tried.
         measure: see `search.lockstep`.
 

@@ -27,6 +27,7 @@ class Trial:
     """A candidate and what it took.
 
     Attributes:
+        choice: what was tried, by field.
         us: of a call, on the slowest rank; None where it could not be made.
         why: it could not be made.
     """

@@ -11,7 +11,7 @@
 #define __managed__
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
+// No __noinline__: headers of libstdc++ 13 and newer use it as the name of an attribute, and nothing here needs it.
 #define __launch_bounds__(...)
 #define __device_builtin__
 #define __device_builtin_texture_type__
