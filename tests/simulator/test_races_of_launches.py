@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import tilelang.language as T
 import torch
 
@@ -194,3 +195,29 @@ def _late_behind_two_meetings():
 def test_a_meeting_by_torch_orders_nothing_behind_a_later_one():
     """A kernel that another rank runs behind `tsn.barrier` is not ordered by a torch.distributed.barrier before that."""
     ranks.run(2, _late_behind_two_meetings, env={"TSN_SIM_RACES": "1"})
+
+
+def _word_set_anew(host_first, right):
+    """What this rank reports of a host that zeroes a word to which the other rank's kernel signals."""
+    reports = recorded_errors()
+    simulator.on_race = lambda base, error: reports.append(str(error))
+    x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
+    kernel = step()
+    kernel(QUIET, x, y, flag, 0, out)  # nothing is left to compile
+    tsn.barrier()
+    for of_host in (host_first, not host_first):
+        if of_host and tsn.rank() == 1:
+            flag.zero_()
+        if not of_host and tsn.rank() == 0:
+            kernel(TELL, x, y, flag, 1, out)
+        torch.distributed.barrier() if right else time.sleep(0.3)
+    tsn.barrier()
+    return list(reports)
+
+
+@pytest.mark.parametrize("host_first", [True, False])
+def test_a_word_that_a_host_sets_anew_beside_signals(host_first):
+    for right in (True, False):
+        told = sum(ranks.run(2, _word_set_anew, host_first, right, env={"TSN_SIM_RACES": "1"}), [])
+        assert bool(told) == (not right), told
+        assert all("tsn.barrier() is missing" in text for text in told), told

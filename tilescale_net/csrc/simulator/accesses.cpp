@@ -186,10 +186,14 @@ std::string HappensBefore::changed_word(const Actor& actor, const Event& event, 
   const uint64_t offset = memory_->offset(call.signal);
   Found found;
   const Stamp mark = access_stamp(memory_->me, event.warp, actor.lane(), event.epoch) | kSignalStamp;
-  look(call.pe, true, offset, 8, actor, mark, nullptr);
-  look(call.pe, false, offset, 8, actor, 0, &found, false, mark);
+  const auto of_host = [&] {
+    return touch_of(found.stamp) == Touch::access && (found.stamp >> 8 & 0xffff) == kHostWarp;
+  };
+  look(call.pe, true, offset, 8, actor, mark, &found);
+  if (found.stamp && !of_host()) found = {}; // see stored_plainly
+  look(call.pe, false, offset, 8, actor, 0, found.stamp ? nullptr : &found, false, mark);
   if (!found.stamp || touch_of(found.stamp) != Touch::access) return "";
-  if ((found.stamp >> 8 & 0xffff) == kHostWarp) return ""; // the host may look at words
+  if (!found.stores && of_host()) return ""; // the host may look at words
   const std::string what = name(event) + " of rank " + std::to_string(memory_->me) + " to " + pe_text(call.pe);
   return race(actor, what + " changes", found, call.pe, Change::signal);
 }
@@ -378,7 +382,7 @@ std::string HappensBefore::host(uint64_t offset, uint64_t bytes, bool store, con
   const Stamp mark = stamp(kHostWarp, 0);
   const Actor host{kHostWarp, 0, 0, -1};
   look(memory_->me, true, offset, bytes, host, store ? mark : 0, &found);
-  if (is_signal(found.stamp)) found = {}; // the host may look at words, and set them anew
+  if (!store && is_signal(found.stamp)) found = {}; // the host may look at words
   look(memory_->me, false, offset, bytes, host, store ? 0 : mark, store ? &found : nullptr, true);
   if (!found.stamp) return "";
   return race(host, std::string(name) + (store ? " writes" : " reads"), found, memory_->me,
@@ -438,6 +442,9 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
            "are "
            "needed on both sides (T.atomic_* have the scope of the GPU)";
   const bool words = is_signal(found.stamp) || change == Change::signal;
+  const bool of_host = touch_of(found.stamp) == Touch::access && (found.stamp >> 8 & 0xffff) == kHostWarp;
+  if (words && (of_host || actor.warp == kHostWarp))
+    return "tsn.barrier() is missing before the host sets a signal word anew, or after it";
   if (words) return "a signal word is read by N.wait or N.test, or after one of them";
   // Which of the two is meant to come first is not known: the other one may come too early.
   const bool to_owner = rank == owner && (change == Change::put || change == Change::store);
