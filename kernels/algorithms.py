@@ -45,6 +45,7 @@ class Algorithm:
         counters: `(op)` -> number, by name, of uint64 words of this rank alone, which are zeroed.
         auto_up_to: `(op)` -> bytes up to which "auto" takes the row; of several, the one registered last. 0: by name alone.
         zero_copy: launches use whole tensors where they lie, if that is the same offset of all heaps (`Call.zero_copy`).
+        dtypes: that it takes; None: all of `AllReduce.DTYPES`.
         across_nodes: works between PEs that are not mapped; else AllReduce(algorithm=name) takes its form by node there.
     """
 
@@ -55,6 +56,7 @@ class Algorithm:
     counters: Callable[[Any], dict[str, int]]
     auto_up_to: Callable[[Any], int] = lambda op: 0
     zero_copy: bool = False
+    dtypes: tuple[torch.dtype, ...] | None = None
     across_nodes: bool = False
 
 

@@ -1,11 +1,12 @@
 """All-reduce: the host class, which chooses an algorithm by the number of bytes.
 
-    packets    few bytes: data that carry their own flag, one hop            all_reduce_packets.py
-    one_shot   more: every PE reads all PEs' data, one exchange           all_reduce_one_shot.py
-    two_shot   the rest: every PE adds up its part, two exchanges            all_reduce_two_shot.py
+    one_shot        few floats: all send all to all, data are their own flags    all_reduce_push.py
+    two_shot_push   more floats, and those outside of symmetric memory: every PE adds up its part; data are their own flags
+    packets         few bytes of other types: flags travel beside the data       all_reduce_packets.py
+    two_shot        the rest: every PE reads and adds up its part                all_reduce_two_shot.py
 
-Each file has a row (`Algorithm`); `register_algorithm` adds rows, also from outside of the package.
-These three add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
+Each file has a row (`Algorithm`) or two; `register_algorithm` adds rows, also from outside of the package.
+All of them add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
 some PEs are on other nodes, a reduce-scatter and an all-gather take their place, and a node's sum is rounded too; small
 tensors are gathered whole and added up everywhere, which spares one of two exchanges over the network.
 """
@@ -21,8 +22,8 @@ from tilescale_net.runtime.profiling import named
 
 from .algorithms import ALGORITHMS, Again, Algorithm, Call, register_algorithm
 from .all_gather import AllGather
-from .all_reduce_one_shot import ONE_SHOT
 from .all_reduce_packets import PACKETS
+from .all_reduce_push import ONE_SHOT, TWO_SHOT_PUSH
 from .all_reduce_two_shot import TWO_SHOT
 from .collective import Collective, dtype_name
 from .reduce_scatter import ReduceScatter
@@ -30,7 +31,7 @@ from .sums import VECTOR_BYTES, sum_of_rows
 
 __all__ = ["ALGORITHMS", "Algorithm", "AllReduce", "Call", "register_algorithm"]
 
-for _row in (TWO_SHOT, ONE_SHOT, PACKETS):
+for _row in (TWO_SHOT, PACKETS, TWO_SHOT_PUSH, ONE_SHOT):
     register_algorithm(_row)
 
 # Over nodes: bytes of all PEs' tensors, and PEs, up to which they are gathered whole.
@@ -42,9 +43,10 @@ class AllReduce(Collective):
 
     Args:
         threads, blocks: see `Collective`.
-        staging_bytes: tensors outside the symmetric heap are reduced in chunks of this many bytes; twice as many are
-            allocated in the heap, beside up to 8 MiB for small tensors.
-        algorithm: "packets", "one_shot", "two_shot", a name that `register_algorithm` has added, or "auto": by the size.
+        staging_bytes: tensors outside the symmetric heap are reduced in chunks of this many bytes, of floats of up to 32 bits
+            in chunks of twice as many; up to ten times as many are allocated in the heap, beside up to 8 MiB for small tensors.
+        algorithm: "one_shot", "two_shot_push", "packets", "two_shot", a name that `register_algorithm` has added, or "auto": by
+            the size.
         once_per_node: as that of `AllGather`.
         group: whose ranks these are; see `tilescale_net.world`.
 
@@ -76,8 +78,8 @@ class AllReduce(Collective):
         step = self.n_pes * VECTOR_BYTES
         self.staging_bytes = -(-staging_bytes // step) * step
         self._parts: tuple[ReduceScatter, AllGather] | None = None
-        # (bytes up to which it is taken, launch of a call, whether tensors can be used where they lie), in this order.
-        self._choices: list[tuple[int, Callable[[Call], Again], bool]] = []
+        # (row, bytes up to which it is taken, launch of a call), in this order.
+        self._choices: list[tuple[Algorithm, int, Callable[[Call], Again]]] = []
         if self._needs_symmetric_source and not (algorithm in ALGORITHMS and ALGORITHMS[algorithm].across_nodes):
             self._source = self._symmetric(self.staging_bytes, torch.uint8)
             way = "auto" if once_per_node else "push"
@@ -96,7 +98,7 @@ class AllReduce(Collective):
             own = {n: memory[f"{row.name}.{n}"] for n in row.buffers(self)}
             own |= {n: self.counters(count) for n, count in row.counters(self).items()}
             launch = functools.partial(self._in_pieces, functools.partial(row.launch, self, own), row.capacity(self))
-            self._choices.append((limits[row.name], launch, row.zero_copy))
+            self._choices.append((row, limits[row.name], launch))
 
     @named("tilescale_net.AllReduce")
     def __call__(self, out: torch.Tensor, x: torch.Tensor | None = None, *, overwrite_x: bool = False) -> torch.Tensor:
@@ -134,7 +136,7 @@ class AllReduce(Collective):
             raise ValueError(f"{self.name}: x has shape {list(x.shape)} and out {list(out.shape)}; they must be equal")
         if x.data_ptr() != out.data_ptr():
             self._check_apart("out", out, "x", x)
-        launch, can_stay = self._choose(out.nbytes)
+        launch, can_stay = self._choose(out.nbytes, out.dtype)
         overwrite_x = overwrite_x and x.data_ptr() != out.data_ptr()
         what, zero_copy = "out of shape {} and {}", False
         if can_stay:  # else tensors are copied anyway, so that their offsets do not matter
@@ -144,6 +146,8 @@ class AllReduce(Collective):
             else:
                 offsets.insert(0, self.place_of_vectors(out))
             zero_copy, tag, noted = self._agree_on_places(what, out.shape, out.dtype, places=offsets)
+            if not zero_copy:
+                launch = self._choose(out.nbytes, out.dtype, copies=True)[0]
         else:
             tag, noted = self._agree(what, out.shape, out.dtype), (what, out.shape, out.dtype)
         if out.numel():
@@ -157,12 +161,16 @@ class AllReduce(Collective):
         fits = self._choose(nbytes)[1] and nbytes % VECTOR_BYTES == 0
         return fits and (self.n_pes == 2 or nbytes > self.staging_bytes)
 
-    def is_copied_in_pieces(self, nbytes: int) -> bool:
-        """Whether a tensor that is not symmetric takes several kernels, and a symmetric one a single one."""
-        return nbytes > self.staging_bytes and self._choose(nbytes)[1] and nbytes % VECTOR_BYTES == 0
+    def is_copied_in_pieces(self, nbytes: int, dtype: torch.dtype = torch.float32) -> bool:
+        """Whether a tensor that is not symmetric is copied, by several kernels, where a symmetric one takes a single one."""
+        if nbytes <= self.staging_bytes or nbytes % VECTOR_BYTES:
+            return False
+        return self._choose(nbytes, dtype)[1] and self._choose(nbytes, dtype, copies=True)[1]
 
-    def _choose(self, nbytes: int) -> tuple[Callable[[Call], Again], bool]:
-        """What makes a call of this size, and whether it can use tensors where they lie."""
+    def _choose(
+        self, nbytes: int, dtype: torch.dtype = torch.float32, copies: bool = False
+    ) -> tuple[Callable[[Call], Again], bool]:
+        """What makes a call of this size, and whether it can use tensors where they lie. `copies`: it shall not."""
         if self.n_pes == 1:
             return self._copy, False
         if self._parts is not None:
@@ -170,7 +178,13 @@ class AllReduce(Collective):
                 return self._gather, False
             # Tensors can be used where they lie if every PE's part has as many vectors.
             return self._over_nodes, nbytes % (self.n_pes * VECTOR_BYTES) == 0
-        return next((launch, can_stay) for limit, launch, can_stay in self._choices if nbytes <= limit)
+        rows = [choice for choice in self._choices if choice[0].dtypes is None or dtype in choice[0].dtypes]
+        if not rows:
+            raise TypeError(f"{self.name}: algorithm {self._algorithm!r} does not take dtype {dtype}")
+        row, _, launch = next(choice for choice in rows if nbytes <= choice[1])
+        if copies and row.zero_copy:  # in pieces, by the row that takes the largest ones
+            row, _, launch = max(rows, key=lambda choice: choice[0].capacity(self))
+        return launch, row.zero_copy
 
     def _is_gathered(self, nbytes: int) -> bool:
         """Over nodes: whether tensors are gathered whole."""

@@ -1,7 +1,8 @@
 """All-reduce with what follows it in a transformer's layer: bias, residual and RMSNorm, in the same kernel.
 
-Few rows are summed as in all_reduce_one_shot.py, a block a row at a time, whose values stay in registers until they are
-normalised. Many rows are summed by AllReduce, and the same kernel does the rest. Results have the same bits either way.
+Rows travel as in all_reduce_push.py, in one shot or two, and are normalised by the block that has summed or received them,
+whose threads keep them in registers. Where PEs are on other nodes, AllReduce sums and the same kernel does the rest.
+Results have the same bits every way, and a row's do not depend on the other rows.
 """
 
 import math
@@ -13,43 +14,33 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
+from .algorithms import BufferSpecs
 from .all_reduce import AllReduce
-from .all_reduce_one_shot import one_shot_up_to
-from .collective import (
-    EXACT_SUMS,
-    EXPLICIT_SYNC,
-    STATUS_WORDS,
-    Collective,
-    agree_by_blocks,
-    all_agree,
-    dtype_name,
-    is_aligned,
-)
-from .sums import VECTOR_BYTES, pack, vector_of
+from .all_reduce_push import AGREEING, DTYPES, add_rows, meet_blocks
+from .collective import EXACT_SUMS, EXPLICIT_SYNC, STATUS_WORDS, Collective, all_agree, dtype_name, is_aligned
+from .sums import VECTOR_BYTES, vector_of
+
+# Vectors of summed rows that a thread keeps while it normalises them.
+MOST_VECTORS = 4
 
 
 @tsn.macro
-def mean_of_squares(result, values, slots, thread, threads, count, hidden):
-    """result[0] = the mean of the squares of a row that the block's threads hold, `count` values each; in a fixed order."""
-    total = T.alloc_var("float32")
-    total = T.float32(0)
-    for v in T.unroll(count):
-        total += values[v] * values[v]
-    for step in T.unroll(5):
-        total += T.shfl_xor(total, 16 >> step)
-    if thread % 32 == 0:
-        slots[thread // 32] = total
-    T.sync_threads()
-    result[0] = T.float32(0)
-    for warp in T.unroll(threads // 32):
-        result[0] += slots[warp]
-    result[0] = result[0] / T.float32(hidden)
-    T.sync_threads()
+def load_vector(row, u, elements, at, dtype):
+    """row[u] = the vector that begins at element `at`."""
+    for v in T.vectorized(vector_of(dtype)):
+        row[u, v] = elements[at + v]
+
+
+@tsn.macro
+def add_vector(sums, rows, u, dtype):
+    """sums (float32) += rows[u]."""
+    for v in T.unroll(vector_of(dtype)):
+        sums[v] += T.cast(rows[u, v], "float32")
 
 
 @tsn.jit(name="all_reduce_norm", pass_configs=EXPLICIT_SYNC, compile_flags=[EXACT_SUMS])
-def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks=64):
-    """Kernel `(out, x, residual, bias, weight, eps, resumes, biased, tag, status, inbox, arrived, calls)` on rows of `hidden`
+def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_blocks=64):
+    """Kernel `(out, x, residual, bias, weight, eps, resumes, biased, tag, status, inbox, tags, calls)` on rows of `hidden`
     elements.
 
     The sum over all PEs of `x` is rounded; bias and residual are added to it in float32, and the result, rounded, is the
@@ -57,26 +48,31 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.
-        dtype: of `out`, `x`, `residual` [rows, hidden], `bias`, `weight` [hidden]; a row is a multiple of 16 bytes.
-        capacity: rows that a call has at most.
-        reduces: False: `x` is a sum already.
-        threads, blocks: launch geometry; all blocks must be able to run at once.
+        dtype: of `out`, `x`, `residual` [rows * hidden], `bias`, `weight` [hidden]; a row is a multiple of 16 bytes.
+        capacity: rows of a part that a call has at most.
+        shots: as in `all_reduce_push`, a part being whole rows; 0: `x` is a sum already.
+        threads, max_blocks: launch geometry; as many blocks run as a part has rows, at most `max_blocks`, all of them at
+            once.
 
     `resumes` and `biased` state, at run time, whether there are `residual` and `bias`; missing ones are left alone.
-    `inbox` [2 * capacity * hidden / vector, vector], `tag`, `status`, `arrived` and `calls` as in
-    `all_reduce_one_shot`.
+    `inbox` [2, shots, n_pes, capacity * hidden / vector, vector], `tag`, `status`, `tags` and `calls` as in
+    `all_reduce_push`; without shots they are left alone.
     """
-    rows = T.dynamic("rows", "int64")
+    count = T.dynamic("count", "int64")
     vector = vector_of(dtype)
     width = hidden // vector  # vectors of a row
-    held = -(-width // threads)  # of them by a thread
+    workers = threads - AGREEING if shots else threads
+    held = -(-width // workers)  # of them by a thread
+    parts = n_pes if shots == 2 else 1
+    # Rows, one of each of so many parts, that a block normalises at once.
+    group = next(g for g in range(parts, 0, -1) if parts % g == 0 and (g * held <= MOST_VECTORS or g == 1))
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        out: T.Tensor((rows, hidden), dtype),
-        x: T.Tensor((rows * hidden,), dtype),
-        residual: T.Tensor((T.dynamic("residual_rows", "int64"), hidden), dtype),
+        out: T.Tensor((count,), dtype),
+        x: T.Tensor((count,), dtype),
+        residual: T.Tensor((T.dynamic("residual_count", "int64"),), dtype),
         bias: T.Tensor((hidden,), dtype),
         weight: T.Tensor((hidden,), dtype),
         eps: T.float32,
@@ -84,91 +80,152 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks
         biased: T.int32,
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
-        inbox: T.Tensor((2 * capacity * width, vector), dtype),
-        arrived: T.Tensor((n_pes, blocks), "uint64"),
-        calls: T.Tensor((blocks,), "uint64"),
+        inbox: T.Tensor((2, max(shots, 1), n_pes, capacity * width, vector), dtype),
+        tags: T.Tensor((2, n_pes, max_blocks, vector), dtype),
+        calls: T.Tensor((max_blocks,), "uint64"),
     ):
-        with T.Kernel(blocks, threads=threads) as block:
-            thread = T.get_thread_binding()
+        with T.Kernel(T.min(T.ceildiv(count, T.int64(parts * hidden)), T.int64(max_blocks)), threads=threads) as block:
             me = N.my_pe()
-            slots = T.alloc_shared((threads // 32,), "float32")
+            thread = T.get_thread_binding()
+            slots = T.alloc_shared((group, threads // 32), "float32")
             agrees = T.alloc_shared((n_pes,), "int32")
-            mean = T.alloc_local((1,), "float32")
-            part = T.alloc_local((n_pes, held, vector), dtype)
-            values = T.alloc_local((held * vector,), "float32")
-            row_part = T.alloc_local((vector,), dtype)
+            got = T.alloc_local((n_pes, vector), dtype)
+            own = T.alloc_local((held, vector), dtype)
+            row = T.alloc_local((held, group, vector), dtype)
+            sums = T.alloc_local((vector,), "float32")
+            squares = T.alloc_local((group,), "float32")
+            factors = T.alloc_local((held, vector), dtype)
+            before = T.alloc_local((held, vector), dtype)
+            agreed = T.alloc_var("int32")
+            agreed = 1
+            T.clear(got)
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
-            half = T.cast(call % T.uint64(2), "int64") * (capacity * width)
-            share = T.ceildiv(rows, T.int64(blocks))
-            first = T.alloc_var("int64")
-            first = T.min(share * block, rows)
-            end = T.alloc_var("int64")
-            end = T.min(first + share, rows)
-            if first < end:
-                if reduces:
-                    pack(inbox, half, x, first * width, end * width, thread, threads, rows * hidden, dtype, True)
-                    T.sync_threads()
-                    agree_by_blocks(agrees, arrived, block, call, tag, status, thread, me, n_pes, runs_ahead=True)
-                    agreed = T.alloc_var("int32")
-                    all_agree(agreed, agrees, n_pes)
-                    end = T.if_then_else(agreed != 0, end, first)
-                for step in T.serial(end - first):
-                    row = first + step
-                    if reduces:
-                        views = [N.remote(inbox, p) for p in range(n_pes)]
-                        for p, view in enumerate(views):
-                            for h in T.unroll(held):
-                                if h * threads + thread < width:
-                                    for v in T.vectorized(vector):
-                                        part[p, h, v] = view[half + row * width + h * threads + thread, v]
-                    else:
-                        for h in T.unroll(held):
-                            if h * threads + thread < width:
-                                for v in T.vectorized(vector):
-                                    part[0, h, v] = x[(row * width + h * threads + thread) * vector + v]
-                    for i in T.unroll(held * vector):
-                        values[i] = T.float32(0)
-                    for h in T.unroll(held):
-                        if h * threads + thread < width:
-                            for p in T.unroll(n_pes if reduces else 1):
-                                for v in T.unroll(vector):
-                                    values[h * vector + v] += T.cast(part[p, h, v], "float32")
-                            for v in T.unroll(vector):
-                                values[h * vector + v] = T.cast(T.cast(values[h * vector + v], dtype), "float32")
-                            if biased != 0:
-                                for v in T.vectorized(vector):
-                                    row_part[v] = bias[(h * threads + thread) * vector + v]
-                                for v in T.unroll(vector):
-                                    values[h * vector + v] += T.cast(row_part[v], "float32")
-                            if resumes != 0:
-                                for v in T.vectorized(vector):
-                                    row_part[v] = residual[row, (h * threads + thread) * vector + v]
-                                for v in T.unroll(vector):
-                                    values[h * vector + v] += T.cast(row_part[v], "float32")
-                            for v in T.unroll(vector):
-                                row_part[v] = T.cast(values[h * vector + v], dtype)
-                                values[h * vector + v] = T.cast(row_part[v], "float32")
-                            if resumes != 0:
-                                for v in T.vectorized(vector):
-                                    residual[row, (h * threads + thread) * vector + v] = row_part[v]
-                    mean_of_squares(mean, values, slots, thread, threads, held * vector, hidden)
-                    scale = T.alloc_var("float32")
-                    scale = T.float32(1) / T.sqrt(mean[0] + eps)
-                    for h in T.unroll(held):
-                        if h * threads + thread < width:
-                            for v in T.vectorized(vector):
-                                row_part[v] = weight[(h * threads + thread) * vector + v]
-                            for v in T.unroll(vector):
-                                row_part[v] = T.cast(
-                                    values[h * vector + v] * scale * T.cast(row_part[v], "float32"), dtype
+            half = T.cast(call % T.uint64(2), "int32")
+            rows = T.alloc_var("int64")
+            rows = count // T.int64(hidden)
+            part = T.alloc_var("int64")
+            part = T.ceildiv(rows, T.int64(parts))
+            # A thread beyond the workers has no vector.
+            lane = T.alloc_var("int32")
+            lane = T.if_then_else(thread < workers, thread, width)
+            if shots > 0:
+                if thread >= workers:
+                    meet_blocks(agrees, tags, half, block, call, tag, status, thread - workers, me, n_pes, dtype)
+            for turn in T.serial(T.ceildiv(part - block, T.int64(max_blocks))):
+                r = block + turn * T.int64(max_blocks)
+                # Rows go to the PEs that add them up.
+                for h in T.unroll(held):
+                    i = h * workers + lane
+                    if i < width:
+                        if shots < 2:
+                            load_vector(own, h, x, r * hidden + i * vector, dtype)
+                        if shots == 2:
+                            for hop in T.unroll(n_pes):
+                                of = (me + hop + 1) % n_pes * part + r
+                                if of < rows:
+                                    load_vector(got, hop, x, of * hidden + i * vector, dtype)
+                        if shots > 0:
+                            for hop in T.unroll(n_pes):
+                                pe = (me + hop + 1) % n_pes
+                                N.put_vector(
+                                    inbox[half, 0, me, r * width + i, 0:vector],
+                                    got[hop, 0:vector] if shots == 2 else own[h, 0:vector],
+                                    pe,
                                 )
-                            for v in T.vectorized(vector):
-                                out[row, (h * threads + thread) * vector + v] = row_part[v]
-            T.sync_threads()
-            if reduces:
+                if shots < 2 and resumes != 0:
+                    for h in T.unroll(held):
+                        i = h * workers + lane
+                        if i < width:
+                            load_vector(before, h, residual, r * hidden + i * vector, dtype)
+                # One is added up here, and goes to all.
+                if shots > 0:
+                    for h in T.unroll(held):
+                        i = h * workers + lane
+                        if i < width:
+                            N.take_vectors(got, inbox[half, 0, 0:n_pes, r * width + i, 0:vector])
+                            add_rows(own, h, got, 0, n_pes, dtype)
+                            if shots == 2:
+                                for hop in T.unroll(n_pes):
+                                    N.put_vector(
+                                        inbox[half, 1, me, r * width + i, 0:vector],
+                                        own[h, 0:vector],
+                                        (me + hop + 1) % n_pes,
+                                    )
+                    if turn == 0:
+                        T.sync_threads()
+                        all_agree(agreed, agrees, n_pes)
+                # Rows, of some parts at once, get bias, residual and norm.
+                for step in T.unroll(parts // group):
+                    for g in T.unroll(group):
+                        squares[g] = T.float32(0)
+                    for h in T.unroll(held):
+                        i = h * workers + lane
+                        if i < width:
+                            if shots == 2:
+                                N.take_vectors(
+                                    row[h, 0:group, 0:vector],
+                                    inbox[half, 1, step * group : step * group + group, r * width + i, 0:vector],
+                                )
+                            else:
+                                for v in T.unroll(vector):
+                                    row[h, 0, v] = own[h, v]
+                            for g in T.unroll(group):
+                                of = (step * group + g) * part + r
+                                if of < rows:
+                                    for v in T.unroll(vector):
+                                        sums[v] = T.cast(row[h, g, v], "float32")
+                                    if biased != 0:
+                                        load_vector(factors, h, bias, i * vector, dtype)
+                                        add_vector(sums, factors, h, dtype)
+                                    if resumes != 0:
+                                        if shots == 2:
+                                            load_vector(before, h, residual, of * hidden + i * vector, dtype)
+                                        add_vector(sums, before, h, dtype)
+                                    for v in T.unroll(vector):
+                                        row[h, g, v] = T.cast(sums[v], dtype)
+                                    if resumes != 0 and agreed != 0:
+                                        for v in T.vectorized(vector):
+                                            residual[of * hidden + i * vector + v] = row[h, g, v]
+                                    for v in T.unroll(vector):
+                                        sums[v] = T.cast(row[h, g, v], "float32")
+                                        squares[g] += sums[v] * sums[v]
+                    for h in T.unroll(held):
+                        i = h * workers + lane
+                        if i < width:
+                            load_vector(factors, h, weight, i * vector, dtype)
+                    for g in T.unroll(group):
+                        for lanes in T.unroll(5):
+                            squares[g] += T.shfl_xor(squares[g], 16 >> lanes)
+                        if thread % 32 == 0:
+                            slots[g, thread // 32] = squares[g]
+                    T.sync_threads()
+                    for g in T.unroll(group):
+                        squares[g] = T.float32(0)
+                        for warp in T.unroll(threads // 32):
+                            squares[g] += slots[g, warp]
+                        squares[g] = T.float32(1) / T.sqrt(squares[g] / T.float32(hidden) + eps)
+                    T.sync_threads()
+                    for h in T.unroll(held):
+                        i = h * workers + lane
+                        if i < width:
+                            for g in T.unroll(group):
+                                of = (step * group + g) * part + r
+                                if of < rows and agreed != 0:
+                                    for v in T.unroll(vector):
+                                        sums[v] = T.cast(row[h, g, v], "float32") * squares[g]
+                                        sums[v] = sums[v] * T.cast(factors[h, v], "float32")
+                                    for v in T.unroll(vector):
+                                        row[h, g, v] = T.cast(sums[v], dtype)
+                                    for v in T.vectorized(vector):
+                                        out[of * hidden + i * vector + v] = row[h, g, v]
+            if shots > 0:
                 if thread == 0:
                     calls[block] = call
+                if block == 0:  # also for the blocks that later calls have and this one has not
+                    for turn in T.serial(T.ceildiv(max_blocks, threads)):
+                        if turn * threads + thread < max_blocks and turn * threads + thread >= part:
+                            calls[turn * threads + thread] = call
 
     return main
 
@@ -182,7 +239,7 @@ class AllReduceNorm(Collective):
         group: whose ranks these are; see `tilescale_net.world`.
 
     Attributes:
-        fused_bytes: bytes up to which one kernel does all; equal on all ranks, at most `largest_fused`.
+        shots: 1 or 2 steps over the links, of kernels for PEs that are all mapped; None: by the size.
 
     Raises:
         ValueError: a launch geometry or a size that the kernels or the GPU cannot run.
@@ -190,19 +247,36 @@ class AllReduceNorm(Collective):
         HeapError: no room for the staging memory.
     """
 
-    DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+    DTYPES = DTYPES
     LARGEST_ROW = 64 * 1024
+    # Bytes that one kernel takes in two shots; larger tensors take several.
+    LARGEST_CALL = 8 << 20
 
     def __init__(self, hidden: int, *, threads: int = 512, blocks: int = 64, group: "tsn.Group" = None) -> None:
         if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
             raise ValueError(f"AllReduceNorm: hidden is {hidden!r}; it must be a positive number of elements")
         super().__init__("AllReduceNorm", f"hidden={hidden}", threads, blocks, group)
         self.hidden = hidden
-        self.largest_fused = max(self.LARGEST_ROW, one_shot_up_to(self.n_pes))
-        self.fused_bytes = self.largest_fused
-        self._inbox = self._symmetric(2 * self.largest_fused, torch.uint8)
-        self._arrived, self._calls = self._signals(self.n_pes, blocks), self.counters(blocks)
-        self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world).tracked_by(self._call_track)
+        self.shots: int | None = None
+        self._all_reduce: AllReduce | None = None
+        self._max_blocks = self.block_limit
+        # Bytes up to which one shot is faster, measured on two and on four H100; a row at least.
+        self._one_shot_bytes = max(self.LARGEST_ROW, (4 << 20) if self.n_pes == 2 else (5 << 20) // self.n_pes)
+        if self._needs_symmetric_source:
+            self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world).tracked_by(self._call_track)
+        capacity = {1: self._one_shot_bytes, 2: -(-self.LARGEST_CALL // self.n_pes) + self.LARGEST_ROW}
+        if self._all_reduce is not None or self.n_pes == 1:
+            capacity |= {1: 0, 2: 0}
+        # Whole rows of any dtype, so that the halves are the same for all.
+        widest = hidden * max(dtype.itemsize for dtype in self.DTYPES)
+        specs: BufferSpecs = {
+            f"inbox{n}": ((2, n, self.n_pes, -(-size // widest) * widest), torch.uint8)
+            for n, size in capacity.items()
+            if size
+        }
+        specs |= {"tags": ((2, self.n_pes, self._max_blocks, VECTOR_BYTES), torch.uint8)}
+        self._memory = self.allocate(specs)
+        self._calls = self.counters(self._max_blocks)
 
     @named("tilescale_net.AllReduceNorm")
     def __call__(
@@ -252,33 +326,68 @@ class AllReduceNorm(Collective):
         )
         if out.numel() == 0:
             return out
-        fused = out.nbytes <= self.fused_bytes and not self._needs_symmetric_source and self.n_pes > 1
-        if not fused:
-            self._all_reduce(out, x)
-        capacity = self.largest_fused // (self.hidden * out.element_size())
-        kernel = all_reduce_norm(
-            self.n_pes, dtype_name(out.dtype), self.hidden, capacity, fused, self.threads, self.blocks
-        )
-        rows = out.view(-1, self.hidden)
+        x = x.view(-1)
+        if self._all_reduce is not None:
+            x = self._all_reduce(out, x.view(out.shape)).view(-1)
+        flat = out.view(-1)
+        shots, rows = self._shots_and_rows(out)
+        for first in range(0, flat.numel(), rows * self.hidden):
+            piece = slice(first, first + rows * self.hidden)
+            before = None if residual is None else residual.view(-1)[piece]
+            self._launch(shots, flat[piece], x[piece], weight, before, bias, float(eps), tag)
+        return out
+
+    def _shots_and_rows(self, out: torch.Tensor) -> tuple[int, int]:
+        """Steps over the links, and rows that one kernel takes."""
+        row = self.hidden * out.element_size()
+        if self.n_pes == 1 or self._all_reduce is not None:
+            return 0, out.numel() // self.hidden
+        if (self.shots or (1 if out.nbytes <= self._one_shot_bytes else 2)) == 1:
+            return 1, self._one_shot_bytes // row
+        return 2, self._memory["inbox2"].shape[3] // row * self.n_pes
+
+    def _launch(
+        self,
+        shots: int,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        tag: int,
+    ) -> None:
+        """One kernel, for whole rows."""
         vector = VECTOR_BYTES // out.element_size()
-        words = capacity * self.hidden
+        width = self.hidden // vector
+        # As few vectors a thread as possible, and as few threads then.
+        most = 1024 - (AGREEING if shots else 0)
+        threads = -(-width // -(-width // most) // 32) * 32 + (AGREEING if shots else 0)
+        if shots:
+            memory = self._memory[f"inbox{shots}"]
+            capacity = memory.shape[3] // (width * VECTOR_BYTES)
+            inbox = memory.view(-1).view(out.dtype)
+        else:
+            capacity, inbox = 0, x[:0]
+        kernel = all_reduce_norm(
+            self.n_pes, dtype_name(out.dtype), self.hidden, capacity, shots, threads, self._max_blocks
+        )
         arguments = (
-            rows,
-            (x if fused else out).view(-1),
-            rows if residual is None else residual.view(-1, self.hidden),
+            out,
+            x,
+            out if residual is None else residual,
             weight if bias is None else bias,
             weight,
-            float(eps),
+            eps,
             int(residual is not None),
             int(bias is not None),
             tag,
             self.status_record,
-            self._inbox.view(out.dtype)[: 2 * words].view(-1, vector),
-            self._arrived,
+            inbox.view(2, max(shots, 1), self.n_pes, capacity * width, vector),
+            self._memory["tags"].view(out.dtype),
             self._calls,
         )
         self._launch_checked(lambda: kernel(*arguments))
-        return out
 
     def _check_rows(self, name: str, tensor, dtype, shape) -> None:
         self._check(name, tensor, dtype)
@@ -298,5 +407,6 @@ class AllReduceNorm(Collective):
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._check_alive()
-        self._all_reduce.free()
+        if self._all_reduce is not None:
+            self._all_reduce.free()
         super().free()

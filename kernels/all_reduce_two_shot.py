@@ -25,6 +25,11 @@ from .launches import FLAT, Launch
 from .sums import VECTOR_BYTES, add_up, batch_of, pack, store_elements, unpack, vector_of
 
 
+def _batch(n_pes: int) -> int:
+    """Vectors of each PE that a thread has in flight; beyond two PEs fewer than `batch_of`, and fewer blocks, are faster."""
+    return batch_of(n_pes) if n_pes == 2 else max(1, 8 // n_pes)
+
+
 @tsn.jit(name="all_reduce_two_shot", pass_configs=EXPLICIT_SYNC)
 def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, threads=512, blocks=64):
     """Kernel `(out, x, target, source, tag, status, ready, arrived, done, calls)`: `out` is the sum of all PEs' `x`; `out`
@@ -47,7 +52,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
     nothing moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     count, target_rows, source_rows = (T.dynamic(n, "int64") for n in ("count", "target_rows", "source_rows"))
-    vector, batch = vector_of(dtype), batch_of(n_pes)
+    vector, batch = vector_of(dtype), _batch(n_pes)
     whole = pulled and n_pes == 2  # every PE adds up all
     parts = 1 if whole else n_pes
 
@@ -143,6 +148,10 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
     return main
 
 
+def _blocks(op) -> int:
+    return op.blocks if op.n_pes == 2 else max(1, op.blocks // 2)
+
+
 def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
     dtype, pulled = call.out.dtype, call.zero_copy and call.overwrite_x
     shape, aligned = (-1, VECTOR_BYTES // dtype.itemsize), is_aligned(VECTOR_BYTES, call.out, call.x)
@@ -150,7 +159,7 @@ def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
 
     def make() -> Launch:
         kernel = all_reduce_two_shot(
-            op.n_pes, dtype_name(dtype), not call.zero_copy, pulled, aligned, op.threads, op.blocks
+            op.n_pes, dtype_name(dtype), not call.zero_copy, pulled, aligned, op.threads, _blocks(op)
         )
         fixed = {name: memory[name] for name in ("ready", "arrived", "done", "calls")} | {"status": op.status_record}
         if call.zero_copy:
@@ -179,9 +188,9 @@ TWO_SHOT = Algorithm(
     capacity=lambda op: op.staging_bytes,
     buffers=lambda op: {
         **{name: ((op.staging_bytes,), torch.uint8) for name in ("source", "target")},
-        **{name: ((op.n_pes, op.blocks), torch.uint64) for name in ("ready", "arrived", "done")},
+        **{name: ((op.n_pes, _blocks(op)), torch.uint64) for name in ("ready", "arrived", "done")},
     },
-    counters=lambda op: {"calls": op.blocks},
+    counters=lambda op: {"calls": _blocks(op)},
     auto_up_to=lambda op: sys.maxsize,
     zero_copy=True,
 )

@@ -57,6 +57,9 @@ def everything():
                     N.atomic_xor(words[1], 7, pe)
                     N.atomic_add(a[0], 1.5, pe)
                 N.put_value(a[7], b[8], pe)
+                vector = T.alloc_local((2, 4), "float32")
+                N.put_vector(a[8:12], vector[1, 0:4], pe)
+                N.take_vectors(vector, b[0:8])
                 N.fence(pe)
                 N.benign_race(u64[3])
                 with N.range("some words"):

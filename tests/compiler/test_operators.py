@@ -58,6 +58,8 @@ def test_traced_operations_are_known():
         ("put_signal", [(1, 3), (2, 3), (5, None)]),
         ("put_shared", [(1, 3)]),
         ("put_value", [(1, None)]),
+        ("put_vector", [(1, 3)]),
+        ("take_vectors", []),
         ("wait", [(1, None)]),
         ("ld", [(0, None)]),
         ("put_rows", []),  # the device function checks them

@@ -192,7 +192,7 @@ RUNS = {
     "reduce-scatter": (("reduce_scatter",), reduce_by_push),
     "reduce-scatter by pull": (("collective", "reduce_scatter"), reduce_by_pull),
     "all-reduce": (
-        ("collective", "all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"),
+        ("collective", "all_reduce_push", "all_reduce_packets", "all_reduce_two_shot"),
         reduce_everywhere,
     ),
     "reduce-scatter across nodes": (("reduce_scatter",), reduce_across_nodes),

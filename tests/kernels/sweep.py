@@ -32,7 +32,7 @@ from tilescale_net.runtime import simulator
 
 KERNELS = "tilescale_net.kernels"
 ALONE = re.compile(
-    r"(wait|fence|quiet)(_block|_warp)?|flush_wait|barrier_\w+|(take|wait)_slot(_block|_warp)?|sync_(threads|warp|grid)"
+    r"(wait|fence|quiet)(_block|_warp)?|flush_wait|barrier_\w+|(take|wait)_slot(_block|_warp)?|take_vectors|sync_(threads|warp|grid)"
 )
 
 

@@ -81,7 +81,7 @@ RUNS = [
     (1, ("auto",), torch.bfloat16),
     (2, [*ALGORITHMS], torch.bfloat16),
     (2, ("packets", "two_shot"), torch.float32),
-    (3, ("one_shot",), torch.float16),
+    (3, ("one_shot", "two_shot_push"), torch.float16),
     (4, ("packets", "two_shot"), torch.bfloat16),
 ]
 
@@ -220,9 +220,9 @@ SM_90 = {
         dict(n_pes=4, dtype="bfloat16", capacity=16384),
         dict(n_pes=8, dtype="float32", capacity=8192, aligned=False),
     ],
-    "tilescale_net.kernels.all_reduce_one_shot.all_reduce_one_shot": [
-        dict(n_pes=4, dtype="bfloat16", capacity=32768),
-        dict(n_pes=2, dtype="float16", capacity=65536, aligned=False),
+    "tilescale_net.kernels.all_reduce_push.all_reduce_push": [
+        dict(n_pes=4, dtype="bfloat16", capacity=32768, shots=1),
+        dict(n_pes=2, dtype="float16", capacity=65536, shots=2, batch=2, aligned=False),
     ],
     "tilescale_net.kernels.all_reduce_two_shot.all_reduce_two_shot": [
         dict(n_pes=4, dtype="bfloat16", staged=False),

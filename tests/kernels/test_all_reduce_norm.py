@@ -38,8 +38,7 @@ def _layers(seed, dtype, hidden, calls=12):
         data = [values(shape, dtype, seed, call, p) for p in range(n)]
         x = data[rank].to(tsn.device(), copy=True)
         out = x if call % 4 == 0 else torch.empty_like(x)
-        # One in three calls is made as for tensors that are too large for one shot.
-        op.fused_bytes = 0 if turns.randrange(3) == 0 else op.largest_fused
+        op.shots = turns.choice([None, 1, 2])
         given = {k: v.to(tsn.device(), copy=True) for k, v in (("bias", bias), ("residual", residual)) if v is not None}
         unsettle(pace, 0.1)
         assert op(out, x, weight, eps=EPS, **given) is out
@@ -100,6 +99,6 @@ def test_misuse_is_named(case, error, words):
 
 SM_90 = {
     "tilescale_net.kernels.all_reduce_norm.all_reduce_norm": [
-        dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, reduces=True)
+        dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=shots, threads=544) for shots in (0, 1, 2)
     ],
 }

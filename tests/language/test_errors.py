@@ -53,6 +53,26 @@ WRONG = {
         lambda k: N.put_value(k.a[0:8], 1, 1),
         "N.put_value: dst names 8 elements of a; name one, such as a[0]",
     ),
+    "vector of integers": (
+        lambda k: N.put_vector(k.i32[0:4], T.alloc_local((4,), "int32"), 1),
+        "dst (i32) has dtype int32; it must be one of float32, float16, bfloat16",
+    ),
+    "vector from memory": (
+        lambda k: N.put_vector(k.a[0:4], k.b[0:4], 1),
+        "src (b) lives in global; it must be an array of",
+    ),
+    "part of a vector": (
+        lambda k: N.put_vector(k.a[0:3], T.alloc_local((4,), "float32"), 1),
+        "name whole vectors of 16 bytes",
+    ),
+    "vectors of a run-time number": (
+        lambda k: N.take_vectors(T.alloc_local((4, 4), "float32"), k.m[0 : k.r, 0:4]),
+        "name whole vectors of 16 bytes, whose number is known when the kernel is built",
+    ),
+    "more vectors than registers": (
+        lambda k: N.take_vectors(T.alloc_local((2, 4), "float32"), k.a[0:16]),
+        "holds 2 vectors, src (a) 4; make them equal",
+    ),
     "atomic on a tensor": (lambda k: N.atomic_add(k.i32, 1, 1), "dst names 64 elements of i32; name one"),
     "load of a region": (lambda k: N.ld(k.a[0 : k.r]), "elements of a; name one, such as a[0]"),
     "rows of another size": (

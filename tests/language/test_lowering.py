@@ -89,6 +89,14 @@ CALLS = {
     ),
     "whole rows are one piece": (lambda k: N.put_block(k.m[0:4, :], k.m[8:12, :], 1), "tsn::put<tsn::Scope::block,"),
     "put_value": (lambda k: N.put_value(k.i64[3], k.r, 1), "tsn::put_value(CTX, (&(i64[3])), r, 1);"),
+    "put_vector": (
+        lambda k: N.put_vector(k.a[4:8], T.alloc_local((4,), "float32"), k.r),
+        "tsn::put_vector(CTX, (&(a[4])), (&(",
+    ),
+    "take_vectors": (
+        lambda k: N.take_vectors(T.alloc_local((3, 4), "float32"), k.m[1:4, 8:12]),
+        "(&(m[108])), 400);",
+    ),
     "put_value float16": (lambda k: N.put_value(k.h[3], 1.5, 1), "tsn::put_value(CTX, (&(h[3])), half_t("),
     "signal": (
         lambda k: N.signal(k.flags[1], 5, k.r),

@@ -73,7 +73,9 @@ def all_reduce_overwritten():
     return _twice(make, lambda: torch.zeros(N), lambda call: _all(call).sum(0))()
 
 
-all_reduce_one_shot, all_reduce_packets, all_reduce_two_shot = map(_all_reduce, ("one_shot", "packets", "two_shot"))
+all_reduce_one_shot, all_reduce_two_shot_push, all_reduce_packets, all_reduce_two_shot = map(
+    _all_reduce, ("one_shot", "two_shot_push", "packets", "two_shot")
+)
 
 
 def _reduce_scatter(algorithm):
@@ -143,13 +145,14 @@ moe_dispatch, moe_dispatch_two_blocks = _moe(1, False), _moe(2, False)
 moe_latency, moe_latency_two_blocks = _moe(1, True), _moe(2, True)
 CALLS = (
     "all_gather", "all_to_all", "all_reduce_one_shot", "all_reduce_overwritten", "all_reduce_packets", "all_reduce_two_shot",
+    "all_reduce_two_shot_push",
     "reduce_scatter_push", "reduce_scatter_pull", "broadcast", "moe_dispatch", "moe_dispatch_two_blocks", "moe_latency",
     "moe_latency_two_blocks",
 )  # fmt: skip
 # Which of them run kernels of a file of tilescale_net/kernels.
 _ONE_BLOCK_MOE = ("moe_dispatch", "moe_latency")
 OF = {
-    "all_reduce_one_shot": ("all_reduce_one_shot",),
+    "all_reduce_push": ("all_reduce_one_shot", "all_reduce_two_shot_push"),
     "all_reduce_packets": ("all_reduce_packets",),
     "all_reduce_two_shot": ("all_reduce_two_shot", "all_reduce_overwritten"),
     "broadcast": ("broadcast",),

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import tilescale_net as tsn
+from tests import ranks
+from tests.integration import test_vectors
 from tests.simulator import kernels, wrong_kernels
 from tests.simulator.kernels import simulate
 from tilescale_net.compiler.simulator import host_compiler
@@ -259,3 +261,19 @@ def test_seed_decides_the_schedule():
     schedules = [places(seed) for seed in range(12)]
     assert schedules == [places(seed) for seed in range(12)]
     assert len(set(schedules)) >= 6
+
+
+def _too_early() -> None:
+    n, dtype = tsn.size(), "float32"
+    inbox = tsn.zeros((2, n, test_vectors.VECTORS, 4))
+    if tsn.rank() == 0:
+        inbox.fill_(1)
+    tsn.barrier()
+    x = torch.ones((test_vectors.VECTORS, 4), device=tsn.device())
+    test_vectors.to_all(n, dtype)(torch.empty((n, test_vectors.VECTORS, 4), device=tsn.device()), x, inbox, 0)
+    tsn.synchronize()
+
+
+def test_a_vector_that_is_put_too_early_is_an_error():
+    outcomes = ranks.launch(2, _too_early)
+    assert any(o.error and "put_vector writes to memory that is not empty" in o.error[1] for o in outcomes), outcomes

@@ -30,7 +30,7 @@ CHOICES: dict[str, dict[str, str]] = {
 # How run-time parameters are typed: kind -> dtype of the traced expression (None: the dtype of the buffer or value itself).
 # "memory" is accessed: the number of bytes in the argument "bytes", or one element where there is none; "words" are signals
 # of 8 bytes. "rows" lie apart, and the device function checks them itself; a "place" is named, but not accessed. A "tile" is
-# shared memory, a "ring" the shared memory of bulk copies.
+# shared memory, a "ring" the shared memory of bulk copies; "registers" are an array of the thread's own.
 # Kinds in C_TYPES are pointers whose C++ type differs from the buffer's; they are cast in the generated call.
 KINDS: dict[str, str | None] = {
     "context": "handle",
@@ -38,6 +38,7 @@ KINDS: dict[str, str | None] = {
     "rows": "handle",
     "place": "handle",
     "tile": "handle",
+    "registers": "handle",
     "words": "handle",
     "ring": "handle",
     "bytes": "int64",
@@ -218,6 +219,8 @@ OPERATORS: dict[str, Operator] = {
         Operator("put_signal", (*_COPY, "SignalOp"), (*_ENDS, *_SIGNAL, "ring"), operation="put_signal"),
         Operator("put_signal_shared", ("Scope", "SignalOp"), (*_TILE, *_SIGNAL), operation="put_signal"),
         Operator("put_signal_rows", ("Scope", "unroll:int", "SignalOp"), (*_ROWS, *_SIGNAL), operation="put_signal"),
+        Operator("put_vector", (), ("context", "dst:memory", "src:registers", "bytes", "pe")),
+        Operator("take_vectors", ("rows:int",), ("context", "dst:registers", "src:rows", "pitch:bytes")),
         Operator("put_value", (), ("context", "memory", "value", "pe"), operation="put_value"),
         Operator("signal", ("Scope", "SignalOp", "fence:int"), ("context", *_SIGNAL, "pe"), operation="signal"),
         Operator("wait", *_WAIT, acquires="generic", async_form="wait_async"),

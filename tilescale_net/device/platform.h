@@ -112,6 +112,7 @@
 //                                           a signal to a mapped PE follows that was not offered
 //   void flushed(uint64_t ticket, bool ended)   a flush has begun, or ended
 //   void waited(const uint64_t* sig)        a wait or test has seen its signal
+//   void expect_empty(const Vec16*)         a vector that carries its own arrival is about to be written there
 //   void benign_race(const void*, int64_t bytes)   accesses there are meant to race
 //   void wait_begins(Operation, int pe, const uint64_t* word, uint64_t wanted, uint32_t comparison)
 //                                           a thread has looked once and has to wait; pe = -1: for which PE is unknown,

@@ -158,6 +158,13 @@ TSN_DEVICE void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp
 }
 TSN_DEVICE void flushed(uint64_t ticket, bool ended) { sim::api().remote->flushed(ticket, ended); }
 TSN_DEVICE void benign_race(const void* p, int64_t bytes) { sim::api().remote->benign_race(p, uint64_t(bytes)); }
+TSN_DEVICE void expect_empty(const Vec16* peer) {
+  check_aligned(peer);
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(peer);
+  uint32_t left = 0;
+  for (int i = 0; i < 4; i++) left |= __atomic_load_n(words + i, __ATOMIC_RELAXED);
+  if (left) sim::api().trap("put_vector writes to memory that is not empty: take_vectors has not taken the vector before");
+}
 TSN_DEVICE void waited(const uint64_t* sig) { sim::api().remote->waited(sig); }
 
 TSN_DEVICE void inspect(Operation operation, const void* local, int64_t bytes) {

@@ -10,4 +10,5 @@
 #include "range.h"
 #include "rows.h"
 #include "signal.h"
+#include "vector.h"
 #include "wait.h"

@@ -292,16 +292,24 @@ def _box_of(name: str, value: Any) -> tuple[tirx.Buffer, list[Any], list[Any], b
     )
 
 
-def operand(name: str, value: Any, is_guarded: bool = False, in_rows: bool = False, in_shared: bool = False) -> Operand:
+def operand(
+    name: str,
+    value: Any,
+    is_guarded: bool = False,
+    in_rows: bool = False,
+    in_shared: bool = False,
+    scope: str = "global",
+) -> Operand:
     """Resolve what an author passed as `name`.
 
     Args:
         is_guarded: the condition `inside` will be used.
         in_rows: it may be made of rows that lie apart.
         in_shared: it may lie in shared memory.
+        scope: where it must lie else; "local" is an array of T.alloc_local.
 
     Raises:
-        PrimitiveError: not a tensor, element or region; not in global memory; not contiguous; outside its tensor; an element
+        PrimitiveError: not a tensor, element or region; not in that memory; not contiguous; outside its tensor; an element
             type without whole bytes.
     """
     buffer, mins, extents, is_element = _box_of(name, value)
@@ -309,10 +317,12 @@ def operand(name: str, value: Any, is_guarded: bool = False, in_rows: bool = Fal
     mins = [settled("index", index, loads=is_guarded) for index in mins]
     # The extents of both ends are compared, and are the size.
     extents = [settled("extent", extent, loads=in_rows) for extent in extents]
-    scope = scope_of(buffer)
-    if scope != "global" and not (in_shared and scope == "shared"):
+    found = scope_of(buffer)
+    if scope == "local" and found != scope:
+        raise PrimitiveError(f"{name} ({buffer.name}) lives in {found}; it must be an array of T.alloc_local")
+    if found != scope and not (in_shared and found == "shared"):
         raise PrimitiveError(
-            f"{name} ({buffer.name}) lives in {scope}; it must be in global {'or shared ' if in_shared else ''}memory, so T.copy it "
+            f"{name} ({buffer.name}) lives in {found}; it must be in global {'or shared ' if in_shared else ''}memory, so T.copy it "
             f"to a {'tile in shared memory or a ' if in_shared else ''}symmetric tensor first"
         )
     dtype = tvm.DataType(str(buffer.dtype))

@@ -21,12 +21,15 @@ from tvm import tirx
 from tilescale_net.compiler.operators import OPERATORS, SHARED_BYTES, ring_placeholder
 from tilescale_net.language._operands import (
     Number,
+    Operand,
     Place,
     Scalar,
     Transfer,
     as_integer,
+    constant,
     element,
     one_of,
+    operand,
     pe_index,
     scalar,
     signal_word,
@@ -35,7 +38,7 @@ from tilescale_net.language._trace import PrimitiveError, block_threads, guarded
 
 __all__ = [
     "get_block", "get_thread", "get_warp", "put_block", "put_signal_block", "put_signal_thread", "put_signal_warp",
-    "put_thread", "put_value", "put_warp",
+    "put_thread", "put_value", "put_vector", "put_warp", "take_vectors",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -339,3 +342,91 @@ def put_value(dst: Place, value: Scalar, pe: Number) -> None:
         raise PrimitiveError(f"dst ({to.buffer.name}) has dtype {to.dtype}; put_value carries up to 8 bytes")
     call = OPERATORS["put_value"](to.pointer(), scalar("value", value, to.dtype), pe_index(pe))
     return guarded(to, call)  # type: ignore[return-value] # it is for the tracer alone
+
+
+# -- vectors that carry their own arrival -----------------------------------------------------------------------------
+
+VECTOR_BYTES = 16
+# What a receiver can tell from memory that is still empty; see device/vector.h.
+VECTOR_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _vectors(name: str, place: Place, scope: str = "global") -> tuple[Operand, int]:
+    """Vectors that lie one after the other (in registers) or apart, and how many there are."""
+    where = operand(name, place, in_rows=scope == "global", scope=scope)
+    if where.dtype not in VECTOR_DTYPES:
+        raise PrimitiveError(
+            f"{name} ({where.buffer.name}) has dtype {where.dtype}; it must be one of {', '.join(VECTOR_DTYPES)}"
+        )
+    row, rows = constant(where.row), constant(where.rows)
+    if scope == "local" or rows == 1:
+        row, rows = VECTOR_BYTES // where.element_bytes, constant(where.extent)
+        rows = rows and (rows // row if rows % row == 0 else None)
+    if rows is None or row is None or row * where.element_bytes != VECTOR_BYTES:
+        raise PrimitiveError(
+            f"{name} ({where.buffer.name}) has {where.rows} rows of {where.row} elements; name whole vectors of {VECTOR_BYTES} bytes, "
+            "whose number is known when the kernel is built"
+        )
+    return where, rows
+
+
+@primitive
+def put_vector(dst: Place, src: Place, pe: Number) -> None:
+    """Write 16 bytes of registers to `pe`, for `take_vectors` there; called by one thread. Direct path only.
+
+    The data are their own flag: nothing else travels, and nothing is ordered. A vector is put again only where the receiver
+    has taken the one before.
+
+    Args:
+        dst: region of 16 bytes of symmetric memory, by its local address, at a multiple of 16; zero before its first use.
+            float32, float16 or bfloat16. All values arrive as they are, but a NaN whose bits are all ones arrives as another
+            NaN.
+        src: region of 16 bytes of an array of `T.alloc_local`, of dst's dtype.
+        pe: index in team "world"; also this PE.
+
+    Example:
+        mine = T.alloc_local((4,), "float32")
+        N.put_vector(inbox[me, 0:4], mine, pe)
+    """
+    (to, n), (source, m) = _vectors("dst", dst), _vectors("src", src, "local")
+    if to.dtype != source.dtype:
+        raise PrimitiveError(
+            f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}"
+        )
+    for name, place, vectors in (("dst", to, n), ("src", source, m)):
+        if vectors != 1:
+            raise PrimitiveError(
+                f"{name} ({place.buffer.name}) spans {vectors} vectors of {VECTOR_BYTES} bytes; name one"
+            )
+    size = as_integer("bytes", VECTOR_BYTES, "int64")
+    return OPERATORS["put_vector"](to.pointer(), source.pointer(), size, pe_index(pe))
+
+
+@primitive
+def take_vectors(dst: Place, src: Place) -> None:
+    """Wait until vectors have been put to this PE, move them to registers and leave their memory empty; by one thread.
+
+    Nothing else is ordered: what the sender wrote besides needs a signal of its own. All vectors are polled at once.
+
+    Args:
+        dst: array of `T.alloc_local`, or a region of one, that holds as many vectors as `src`, one after the other.
+        src: region of this PE's symmetric memory, where `put_vector` sends: one vector of 16 bytes or rows of one vector, such
+            as `inbox[0:8, 3, 0:4]`. Their number is known when the kernel is built.
+
+    A wait ends with an error on the host (WaitTimeout, PeerLost) when a vector does not arrive in time.
+
+    Example:
+        theirs = T.alloc_local((8, 4), "float32")
+        N.take_vectors(theirs, inbox[0:8, 0:4])
+    """
+    (to, n), (source, m) = _vectors("dst", dst, "local"), _vectors("src", src)
+    if to.dtype != source.dtype:
+        raise PrimitiveError(
+            f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}"
+        )
+    if n != m:
+        raise PrimitiveError(
+            f"dst ({to.buffer.name}) holds {n} vectors, src ({source.buffer.name}) {m}; make them equal"
+        )
+    pitch = VECTOR_BYTES if constant(source.rows) == 1 else source.pitch * source.element_bytes
+    return OPERATORS["take_vectors"](n, to.pointer(), source.pointer(), as_integer("pitch", pitch, "int64"))

@@ -25,11 +25,13 @@ from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, ch
 from tilescale_net.ops.experts import expert_matmul, moe_dispatch_matmul, moe_matmul_combine
 from tilescale_net.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tilescale_net.ops.moe import moe_combine, moe_dispatch, moe_layer
+from tilescale_net.ops.norms import all_reduce_norm
 
 __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "all_reduce_norm",
     "all_to_all",
     "check",
     "expert_matmul",

@@ -150,7 +150,7 @@ def _reduce(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Ten
     x = x.contiguous()
     objects.calls.note_operator(gradient, "all_reduce of x of shape {} and {}", x.shape, x.dtype)
     # What is more than a piece is copied as a whole: a kernel for each piece waits for all ranks anew.
-    if objects.all_reduce.is_copied_in_pieces(x.nbytes):
+    if objects.all_reduce.is_copied_in_pieces(x.nbytes, x.dtype):
         there = objects.source(x.shape, x.dtype, x.device)
         if there is not None:
             return objects.all_reduce(torch.empty_like(x), there.copy_(x), overwrite_x=True)
