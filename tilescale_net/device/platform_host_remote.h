@@ -163,7 +163,8 @@ TSN_DEVICE void expect_empty(const Vec16* peer) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(peer);
   uint32_t left = 0;
   for (int i = 0; i < 4; i++) left |= __atomic_load_n(words + i, __ATOMIC_RELAXED);
-  if (left) sim::api().trap("put_vector writes to memory that is not empty: take_vectors has not taken the vector before");
+  if (left)
+    sim::api().trap("put_vector writes to memory that is not empty: take_vectors has not taken the vector before");
 }
 TSN_DEVICE void waited(const uint64_t* sig) { sim::api().remote->waited(sig); }
 

@@ -1,5 +1,5 @@
-// Vectors of 16 bytes that carry their own arrival: a receiver polls the data, so no flag travels with them and no fence
-// stands between data and flag (the protocol that TensorRT-LLM calls Lamport).
+// Vectors of 16 bytes that carry their own arrival: a receiver polls the data, so no flag travels with them and no
+// fence stands between data and flag (the protocol that TensorRT-LLM calls Lamport).
 //
 // A word of 32 bits that is 0 in memory has not arrived. A word travels with its top bit flipped, so only -0.0 would be
 // 0; it travels as the word of ones, which is a NaN in float32 and twice one in 16-bit formats, and a word of ones as
@@ -39,8 +39,8 @@ TSN_DEVICE void store_words(Vec16* p, Vec16 v) {
 
 } // namespace detail
 
-// Writes 16 bytes of registers to the PE's `dst`, given by its local address. By one thread. A PE that is not mapped is an
-// error.
+// Writes 16 bytes of registers to the PE's `dst`, given by its local address. By one thread. A PE that is not mapped is
+// an error.
 TSN_DEVICE void put_vector(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   const PeerAccess access(ctx, pe);
   if (TSN_UNLIKELY(!access.validate<Scope::thread>(kOpPut, dst, bytes) || access.aborted)) return;
