@@ -1,4 +1,4 @@
-"""Every kernel between two nodes on networks that misbehave: in a few ways, and nightly in TSN_CHAOS_SEEDS (240) ways."""
+"""Every kernel between two nodes on networks that misbehave: in a few ways, and nightly in TSN_CHAOS_SEEDS ways."""
 
 import os
 import random
@@ -27,9 +27,10 @@ from tests.kernels.fused import (
 from tests.kernels.moe.test_rounds import rounds
 from tests.kernels.small_runs import GEOMETRY, MOE
 from tilescale_net.kernels.moe import Tuning
+from tilescale_net.runtime import settings
 
 FEW = 3
-SEEDS = int(os.environ.get("TSN_CHAOS_SEEDS", "240"))
+SEEDS = settings.CHAOS_SEEDS.get()
 AT_ONCE = 24  # seeds of one test, whose ranks build each kernel once
 TUNING = Tuning(blocks=2, threads=64, combine_threads=64, chunk=2)  # as in small_runs: the same kernels
 

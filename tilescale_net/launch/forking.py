@@ -58,7 +58,7 @@ def preload(environment: dict[str, str]) -> bool:
 
 
 class Process:
-    """A forked rank, in place of the subprocess.Popen of a fresh interpreter; raises BecomeRank in the rank."""
+    """A forked rank, instead of the subprocess.Popen of a fresh interpreter; raises BecomeRank in the rank."""
 
     def __init__(
         self,

@@ -1,12 +1,11 @@
 """How ranks find each other: torch.distributed's default process group, made here where the user has made none.
 
-torch waits for ranks in several places, each with an error of its own that names no rank. Here every rank announces
-itself in the store, so that a rank that waits in vain can name the missing ones.
+torch's errors name no missing rank. Here every rank reports its arrival in the store, so that one that waits in vain can
+name the missing ones.
 
-The store may be older than the meeting: a launcher's holds what the processes of an earlier attempt have said. So ranks
-come under a number that each process draws at random. Rank 0 proposes the numbers that it reads; those who find their own
-among them agree, and when all have, these processes meet, under a name made of their numbers. What others have said, or
-say later, is not asked for.
+The store may hold words of an earlier attempt, such as a launcher's. So ranks come under a number that each process draws
+at random. Rank 0 proposes the numbers that it reads; ranks that find their own among them agree, and when all have, these
+processes meet, under a name made of their numbers.
 """
 
 import atexit
@@ -89,7 +88,7 @@ class ArrivalTracker(_Tracker):
             absent: what a missing rank has not done.
 
         Returns:
-            A store of these processes alone, in place of the one given, and what each of them reports.
+            A store of these processes alone, instead of the one given, and what each of them reports.
 
         Raises:
             PeerLost: ranks did not come in time; names them.
@@ -248,7 +247,7 @@ class Rendezvous(_Tracker):
         return result
 
     def _missed(self, ranks: list[int], cause: str = "") -> PeerLost:
-        self._ack_failure(f"acked/{self.rank}", self._of_all("acked"))
+        self._ack_failure(f"acked/{self.rank}", self._of_all("acked"))  # some may only be slow
         return self._lost("came, then stopped responding", ranks, cause)
 
     def _unconnected(self, why: str) -> ConfigurationError:
@@ -415,17 +414,17 @@ def _prefix() -> str:
 
 def _make_default(timeout: float, silence: float) -> Rendezvous | None:
     """Make torch's default group; its ranks, where that needed them to come."""
-    place = placement.launched_rank(timeout)
+    launched = placement.launched_rank(timeout)
     limit = datetime.timedelta(seconds=timeout)
     come = None
-    if place is None:
+    if launched is None:
         try:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         except RuntimeError:  # gloo found no interface
             this_host.check_loopback()
             raise
     else:
-        kept, rank, size = _connect(place, timeout), place.rank, place.size
+        kept, rank, size = _connect(launched, timeout), launched.rank, launched.size
         kept_by, secret = None if has_agent() else 0, placement.job_identity().secret
         come = _come(JobStore(kept, _prefix(), rank, silence, kept_by, secret), size, timeout, "did not come")
         try:
@@ -448,47 +447,47 @@ def _leave(pid: int) -> None:
         dist.destroy_process_group()
 
 
-def _connect(place: placement.LaunchedRank, timeout: float) -> dist.Store:
-    if _is_loopback(place.address):
+def _connect(launched: placement.LaunchedRank, timeout: float) -> dist.Store:
+    if _is_loopback(launched.address):
         this_host.check_loopback()
-    keeps = place.rank == 0 and not has_agent()  # torchrun's agent keeps one there, the same for all attempts
+    keeps = launched.rank == 0 and not has_agent()  # torchrun's agent keeps one there, the same for all attempts
     limit = datetime.timedelta(seconds=timeout)
     try:
-        _resolve(place.address, place.port)
+        _resolve(launched.address, launched.port)
         if keeps:
-            store = _listen(place, limit)
+            store = _listen(launched, limit)
         else:
-            _wait_for_port(place.address, place.port, timeout)
+            _wait_for_port(launched.address, launched.port, timeout)
             # A client tries twice, so half of the time each.
             store = run_with_timeout(
                 timeout + SLACK, lambda: dist.TCPStore(
-                    place.address, place.port, place.size, False, limit / 2, wait_for_workers=False, multi_tenant=True
+                    launched.address, launched.port, launched.size, False, limit / 2, wait_for_workers=False, multi_tenant=True
                 )
             )  # fmt: skip
     except socket.gaierror as err:
         raise ConfigurationError(
-            f"rank {place.rank}: the host MASTER_ADDR={place.address!r} is not known ({err.strerror}); set MASTER_ADDR to "
+            f"rank {launched.rank}: the host MASTER_ADDR={launched.address!r} is not known ({err.strerror}); set MASTER_ADDR to "
             "the name or address of the host of rank 0"
         ) from err
     except (RuntimeError, OSError) as err:  # DistNetworkError is a RuntimeError, TimeoutError an OSError
         if keeps:
             raise ConfigurationError(
-                f"rank 0 cannot listen at {place.address}:{place.port} ({first_line(err)}); set MASTER_ADDR to this host "
+                f"rank 0 cannot listen at {launched.address}:{launched.port} ({first_line(err)}); set MASTER_ADDR to this host "
                 "and MASTER_PORT to a free port"
             ) from err
         raise PeerLost(
-            f"rank {place.rank}: rank 0 does not answer at {place.address}:{place.port} within {timeout:g} s. Look at its "
+            f"rank {launched.rank}: rank 0 does not answer at {launched.address}:{launched.port} within {timeout:g} s. Look at its "
             f"output, check MASTER_ADDR and MASTER_PORT, or raise TSN_TIMEOUT if it is only slow ({first_line(err)})"
         ) from err
     store.set_timeout(limit)
     return store
 
 
-def _listen(place: placement.LaunchedRank, limit: datetime.timedelta) -> dist.Store:
+def _listen(launched: placement.LaunchedRank, limit: datetime.timedelta) -> dist.Store:
     """The store of rank 0, on loopback alone where the address is loopback: no other process shall act as a rank."""
-    fd = place.listener
-    if fd < 0 and _is_loopback(place.address):
-        with this_host.listen(place.address, place.port) as listener:
+    fd = launched.listener
+    if fd < 0 and _is_loopback(launched.address):
+        with this_host.listen(launched.address, launched.port) as listener:
             fd = os.dup(listener.fileno())
     elif fd >= 0:
         os.set_inheritable(fd, False)
@@ -496,7 +495,14 @@ def _listen(place: placement.LaunchedRank, limit: datetime.timedelta) -> dist.St
         os.environ.pop("TSN_STORE_FD", None)
     listening: dict[str, Any] = {"master_listen_fd": fd} if fd >= 0 else {}
     return dist.TCPStore(
-        place.address, place.port, place.size, True, limit, wait_for_workers=False, multi_tenant=True, **listening
+        launched.address,
+        launched.port,
+        launched.size,
+        True,
+        limit,
+        wait_for_workers=False,
+        multi_tenant=True,
+        **listening,
     )
 
 

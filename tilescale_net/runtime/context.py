@@ -11,9 +11,6 @@ from tilescale_net import errors
 
 VERSION = 1
 SYSTEM_BYTES = 64 * 1024
-QUEUE_WORDS = 128
-QUEUE_WORDS_STRIDE = 32
-MAX_QUEUES = 64
 MAX_PES = (1 << 14) - 1
 INLINE_BASES = 128
 

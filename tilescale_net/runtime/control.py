@@ -547,7 +547,7 @@ class Control:
         Args:
             text: the reason; of another rank, what happened to it.
             rank: another rank, which cannot report it itself.
-            seconds: how long the store may take; a process that ends at once is not heard.
+            seconds: how long the store may take; what a process that ends at once reports may be lost.
             key: see job_store.failed_key; default that of now.
         """
         word = json.dumps([self.rank, f"failed: {text[:2000]}"] if rank is None else [rank, text[:2000]])

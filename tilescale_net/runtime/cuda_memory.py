@@ -1,6 +1,6 @@
 """Memory of a GPU rank: the heap from cudaMalloc, peers mapped by CUDA IPC, pinned host words.
 
-A heap that can grow lies in reserved addresses in place of that; see `Range`.
+A heap that can grow lies in reserved addresses instead; see `Range`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def bundled_library() -> str:
 def transport_options(**fields: Any) -> Any:
     """Options of a native transport.
 
-    What is not given is taken from TSN_PROVIDER, TSN_FABRIC_INTERFACE and TSN_CHAOS.
+    Defaults come from TSN_PROVIDER, TSN_FABRIC_INTERFACE and TSN_CHAOS.
 
     Args:
         fields: members of `TransportOptions` in csrc/fabric/transport.h (rank, provider, interface, rails, depth,

@@ -31,8 +31,8 @@ def process_identity() -> str:
 class MadeByRanks:
     """Base of such objects: a copy is the object itself, since all ranks share what it stands for.
 
-    What is pickled are the arguments. Loaded while the object is alive, in its process, it is the object; else another one is
-    made of them, on the world of the same group: collective, as making the first was.
+    Its arguments are pickled. Loaded in its process while the object is alive, it is the object; else another one is made of
+    them, on the world of the same group: collective, as making the first was.
 
     Attributes:
         factory: makes another one of the same arguments.
@@ -106,7 +106,7 @@ class StoreGroup:
         kept_by: the rank whose process keeps the store, if one of the group does.
 
     Raises:
-        TypeError, ValueError: what is no store, or no rank of the group.
+        TypeError, ValueError: not a store, or not a rank of the group.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, kept_by: int | None = None):

@@ -62,7 +62,7 @@ class Memory(Protocol):
         """What a peer on this host needs to map what `grow` has added."""
 
     def map_grown(self, pe: int, handle: Any) -> None:
-        """Map what a peer has added, behind what is mapped of it."""
+        """Map what a peer has added, behind its mapped part."""
 
     def take_back(self, size: int) -> None:
         """Undo `grow` and `map_grown`, to a heap of `size` bytes."""
@@ -143,7 +143,7 @@ def attempt() -> Iterator[None]:
     """What this thread allocates inside, of any heap, is given back where an exception ends the block.
 
     That is done by each rank for itself: in a call on which the ranks did not agree, all of them fail. Where a rank is
-    lost, what is live is left to `tilescale_net.shrink`.
+    lost, live blocks are left to `tilescale_net.shrink`.
     """
     made: list[tuple[Heap, int]] = []
     outer = getattr(_attempts, "made", None)
@@ -408,7 +408,7 @@ class Heap:
         return dict(self._allocator.live)
 
     def restore(self, live: dict[int, int]) -> None:
-        """Take what is live on other ranks too for given away here, after a collective call that not all have ended."""
+        """Count blocks that are live on other ranks as allocated here, after a collective call that not all have ended."""
         restored = live.keys() - self._allocator.live.keys()
         for offset in sorted(restored):
             self._memory.on_allocate(self.base + offset, live[offset] - GAP, "what another rank still may use")

@@ -109,12 +109,10 @@ def check_alike(mine: object, theirs: object) -> None:
 
 # -- signed store --------------------------------------------------------------------------------------------------------
 
-# What ranks write to the store of the job, signed with the secret that the ranks of the job share.
-#
-# Every process that reaches the port of the store can write there: at least those of other users of the host. So a value
-# counts only with a code that cannot be made without the secret, for this key of this job; any other counts as not
-# written. Other writers can still remove keys, and repeat what was written under the same key. Counters are such values,
-# too: torch's own, which `add` counts, end the connection of each rank that asks when one holds no number.
+# Every process that reaches the port of the store can write there, at least those of other users of the host. So a value
+# counts only with a code that cannot be made without the job's secret, for this key of this job; any other counts as not
+# written. Other writers can still remove keys, and repeat values under the same key. Counters are such values too:
+# torch's own, which `add` counts, end the connection of each rank that asks when one holds no number.
 
 _CODE = 16  # bytes
 _TURNS = 16  # how often another writer may come in between before a rank gives up being the first to write
@@ -317,7 +315,7 @@ class JobStore:
 
 
 def _is_done(answer: Future[Any], seconds: float) -> bool:
-    """Whether an answer is there within `seconds`; waits in steps, so that Ctrl-C is heard and a pause does not count."""
+    """Whether an answer is there within `seconds`; waits in steps, so that Ctrl-C works and a pause does not count."""
     while not answer.done() and seconds > 0:
         wait([answer], min(_STEP, seconds))
         seconds -= _STEP
@@ -336,7 +334,7 @@ def get_text(store: SignedStore, key: str) -> str | None:
 
 
 def failed_key(generation: int) -> str:
-    """Key of the first failure, as [rank, text]. Era: how often lost ranks were given up, after which others count."""
+    """Key of the first failure, as [rank, text]; `generation`: how often lost ranks were given up."""
     return f"failed in generation {generation}" if generation else "failed"
 
 

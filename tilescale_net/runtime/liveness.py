@@ -21,11 +21,8 @@ from tilescale_net.runtime.this_host import Process
 
 # -- heartbeats ----------------------------------------------------------------------------------------------------------
 
-# What the ranks of a job report to each other through its store while all is well: that they live, and that none
-# failed.
-#
-# One host sends as few requests as it can: one of its ranks sends heartbeats for all of them, with the stopped ones. Each
-# rank looks at one key for failures, and at the heartbeats of all hosts with one request.
+# Ranks report through the job's store that they live, with few requests: one rank of a host sends heartbeats for all of
+# them, with the stopped ones; each rank looks at one key for failures, and at the heartbeats of all hosts in one request.
 
 INTERVAL = 0.25  # seconds between looks at the failure key
 _BEAT = 4  # looks from one heartbeat to the next
@@ -175,12 +172,10 @@ def _stopped_in(value: str) -> list[int]:
 
 # -- watchdog ------------------------------------------------------------------------------------------------------------
 
-# Notices that a rank failed or vanished, and ends this rank's waits.
-#
-# A thread per rank. Peers on this host are watched as processes, whose exit is seen at once; peers on other hosts by
-# heartbeats in the store. A rank that fails writes the reason to the store, so that the others can name
-# the reason and not only the silence. On a loss the abort word is set: kernels return from their waits, and the next call
-# of the package raises PeerLost. The thread never waits for the store: one that does not answer is a loss too.
+# A thread per rank. It watches peers on this host as processes, whose exit is seen at once, and peers on other hosts by
+# heartbeats in the store. A rank that fails writes the reason to the store, so that the others can name it. On a loss the
+# abort word is set: kernels return from their waits, and the next call of the package raises PeerLost. The thread never
+# waits for the store: one that does not answer is a loss too.
 
 _STOPPED = 1.0  # seconds that a process has been stopped, where others go on without it
 _SLOW = 3.0  # seconds without an answer after which the store is not only slow
@@ -312,6 +307,7 @@ class Watchdog:
         It does not wait for ranks that are gone, or that are the failure; the limit is for ranks that are slow, or
         silent.
         """
+        self._control.store.post(self._ack_failure)  # this rank fails too, and waits for no reason of another
         self._stay_while(self._unacked, seconds)
 
     def _stay_while(self, wanted: Callable[[set[int], SignedStore], bool], seconds: float = math.inf) -> None:
@@ -329,8 +325,10 @@ class Watchdog:
 
     def _unacked(self, others: set[int], store: SignedStore) -> bool:
         """Whether a rank has still to learn of a failure."""
-        lost = failed_rank(job_store.get_text(store, self._failed_key))
-        return not all(store.check([f"{self._ack_key}/{r}"]) or store.check([f"ended/{r}"]) for r in others - {lost})
+        others = others - {failed_rank(job_store.get_text(store, self._failed_key))}
+        if store.check([f"{self._ack_key}/{r}" for r in others]):
+            return False
+        return not all(store.check([f"{self._ack_key}/{r}"]) or store.check([f"ended/{r}"]) for r in others)
 
     def close(self) -> None:
         """Stop looking; there is no reason any more."""

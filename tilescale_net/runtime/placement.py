@@ -47,10 +47,10 @@ class LaunchedRank:
 
 
 def launched_rank(timeout: float) -> LaunchedRank | None:
-    """The place of this process; None for a process that no launcher has started: a job of one rank.
+    """Rank and size of this process; None for a process that no launcher has started: a job of one rank.
 
     Raises:
-        ConfigurationError: variables that make no sense, or several ranks without a place to meet.
+        ConfigurationError: wrong variables, or several ranks without an address to meet at.
     """
     env = os.environ
     for rank, size, local in _LAUNCHERS:
@@ -63,7 +63,7 @@ def launched_rank(timeout: float) -> LaunchedRank | None:
                     "MASTER_PORT, or start the script through launch.sh or torchrun"
                 )
             continue  # one task: alone unless another launcher has set more
-        return _place(rank, size, local, timeout)
+        return _launched(rank, size, local, timeout)
     if "RANK" in env:
         raise ConfigurationError(f"RANK={env['RANK']} is set but WORLD_SIZE is not; {_ADVICE}")
     if notice := slurm_notice():
@@ -125,7 +125,7 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-def _place(rank_name: str, size_name: str, local_name: str | None, timeout: float) -> LaunchedRank:
+def _launched(rank_name: str, size_name: str, local_name: str | None, timeout: float) -> LaunchedRank:
     env = os.environ
     if rank_name == "RANK" and "MASTER_ADDR" not in env:
         raise ConfigurationError(f"RANK={env['RANK']} is set but MASTER_ADDR is not; {_ADVICE}")

@@ -156,13 +156,11 @@ def next_launch_seed(rank: int) -> int:
 
 # -- host accesses -------------------------------------------------------------------------------------------------------
 
-# What the host does with symmetric tensors between launches, for the race detector of the simulator.
-#
-# While it is on, every operator of torch passes here, in the threads that call the package or that are started
-# meanwhile: modes of torch belong to a thread. One that reads or writes symmetric memory is compared with the transfers of all
-# ranks, as a kernel's loads and stores are; the threads of a rank count as one. `numpy()` and `tolist()`, which are no
-# operators, are replaced by functions that say what they read. Ranks meet on the host in the package's collective calls and in
-# those of torch.distributed.
+# What the host does with symmetric tensors between launches, for the race detector. While that is on, every operator of
+# torch passes here, in the threads that call the package or are started meanwhile: modes of torch belong to a thread. One
+# that reads or writes symmetric memory is compared with the transfers of all ranks, as a kernel's loads and stores are;
+# the threads of a rank count as one. `numpy()` and `tolist()`, which are no operators, are replaced by functions that
+# report their reads. Ranks meet on the host in the collective calls of the package and of torch.distributed.
 
 _MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only the first ones are looked at
 _READERS = ("numpy", "tolist")  # methods of tensors
@@ -203,7 +201,7 @@ class _Dispatch:
 
 
 class HostAccessMode(TorchDispatchMode):
-    """Looks at the tensors of each operator that lie in `heaps`, and forgets what is no symmetric memory."""
+    """Looks at the tensors of each operator that lie in `heaps`, and ignores other memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +298,7 @@ def _reader(name: str) -> Callable[..., Any]:
 
 
 class _Hooks:
-    """What is put instead of others while a heap is followed."""
+    """Functions of torch and threading that are replaced while a heap is followed."""
 
     def __init__(self) -> None:
         self.readers: dict[str, Callable[..., Any]] = {}

@@ -239,8 +239,7 @@ def _started(fields: list[bytes]) -> int:
 
 # A lock that processes of one host take turns at: a file that one of them holds at a time.
 #
-# What is done under such a lock is right without it, too, and only done twice then: so a process that was stopped while it
-# held one is not waited for.
+# Work under such a lock is right without it, and only done twice then: so a holder that is stopped is not waited for.
 
 _LOOK_SECONDS = 0.02
 _STOPPED_SECONDS = 2.0  # for which a holder has been seen stopped before it is not waited for

@@ -31,7 +31,7 @@ LOADED_LATE = (
 
 
 def check_settings() -> tuple[ConfigurationError | None, float, float]:
-    """What is wrong with the environment, and the seconds of the two timeouts: their defaults where they are wrong."""
+    """The error of the environment, if there is one, and the two timeouts in seconds: defaults where they are wrong."""
     wrong = None
     try:
         if missing := this_host.missing_native():
@@ -181,7 +181,7 @@ class World:
         self.records = context.Records(self.memory.pinned)
         self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle, self._grow)
         limits, handles = zip(*self.control.gather("tilescale_net.init", [self.memory.limit, self.memory.handle()]))
-        self.memory.limit = min(limits)  # some ranks may not have got so many addresses
+        self.memory.limit = min(limits)  # some ranks may have got fewer addresses
         self.peer_base = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
         self.memory.on_mapped(self.control, self.peer_base)
         if self.topology.nodes > 1:
@@ -350,7 +350,7 @@ class World:
         self._end_kernels()
         if self.failure is not None and not isinstance(self.failure, PeerLost | WaitTimeout | FabricError):
             stay_out(self.control)
-            raise self.failure  # this rank is what is wrong
+            raise self.failure  # this rank has caused it
         try:
             return self._shrink(int(step), self.timeout if seconds is None else seconds)
         except TileScaleError as err:

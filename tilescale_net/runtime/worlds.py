@@ -26,10 +26,9 @@ from tilescale_net.runtime.world import World, WorldHooks
 
 # -- process end ---------------------------------------------------------------------------------------------------------
 
-# The end of this process while its rank is in a job: it is reported to the other ranks, with the reason.
-#
-# Uncaught exceptions, SystemExit, the end of the program, `finalize` and children made by fork all come here. What ends a
-# rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.
+# The end of this process while its rank is in a job is reported to the other ranks, with the reason: uncaught exceptions,
+# SystemExit, the end of the program, `finalize`. What ends a rank without Python's doing (a signal, os._exit) is found by
+# the other ranks' watchdogs. Children made by fork are no ranks.
 
 # Seconds that other ranks may take to come to a `finalize` that handles an exception, before that exception is reported
 # to them.
@@ -94,7 +93,7 @@ def _at_exit(worlds: list[Any]) -> None:
 def _end(world: World) -> bool:
     """End a world at the end of the process; whether the exit status may stay as it is."""
     code = _status(_exit_code)
-    # The uncaught exception; Python notes it even where another excepthook has taken the place of the one above.
+    # The uncaught exception; Python notes it even where another excepthook has replaced the one above.
     uncaught = getattr(sys, "last_value", None)
     if world.failure is None and uncaught is not None:
         world.give_up(_words(uncaught))
@@ -369,7 +368,7 @@ def world_of_tensors(name: str, arguments: Iterable[object]) -> World:
         return default()
     except TileScaleError as err:
         raise KernelError(
-            f"kernel {name}: {err}: give the kernel a symmetric tensor of that world, or its context_tensor at the place of "
+            f"kernel {name}: {err}: give the kernel a symmetric tensor of that world, or its context_tensor as "
             "the context"
         ) from None
 
