@@ -390,6 +390,8 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._agreement = Agreement(name, self._world)
         self._order = StreamOrder(self.device)
         self._mapped: dict[tuple, tuple[bool, int, tuple]] = {}
+        # Up to its limit: beyond its size there are no tensors yet.
+        self._heap_range = self._world.heap.base, self._world.heap.base + self._world.heap.limit
         self._launches: dict[Hashable, Callable[..., None]] = {}
         self._again: dict[Hashable, tuple[tuple, Callable[..., Any]]] = {}
         self._mismatch: tsn.RankMismatch | None = None  # which every call raises
@@ -631,25 +633,20 @@ class Collective(MadeByRanks, metaclass=_Constructed):
 
         Calls of one key do the same but for the tensors' addresses outside of the symmetric heap.
         """
-        if (
-            type(a) is not torch.Tensor
-            or type(b) is not torch.Tensor
-            or a.device != self.device
-            or b.device != self.device
-        ):
+        device = self.device
+        if type(a) is not torch.Tensor or type(b) is not torch.Tensor or a.device != device or b.device != device:
             return None
-        if not a.is_contiguous() or not b.is_contiguous() or a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj():
+        if not a.is_contiguous() or not b.is_contiguous():
             return None
-        first, second, heap = a.data_ptr(), b.data_ptr(), self._world.heap
-        base, size = heap.base, heap.size
-        places = (
-            first - base if 0 <= first - base <= size else None,
-            second - base if 0 <= second - base <= size else None,
-        )
+        kind, other = a.dtype, b.dtype
+        if a.is_neg() or b.is_neg() or (kind.is_complex and a.is_conj()) or (other.is_complex and b.is_conj()):
+            return None
+        first, second = a.data_ptr(), b.data_ptr()
+        base, end = self._heap_range
+        places = first - base if base <= first <= end else None, second - base if base <= second <= end else None
         if first < second + b.nbytes and second < first + a.nbytes and None in places:
             options = *options, second - first  # they overlap
-        alike = a.shape, b.shape, a.dtype, b.dtype, first & 15, second & 15
-        return *alike, places, self._call_track.origin, *options
+        return a.shape, b.shape, kind, other, first & 15, second & 15, places, self._call_track.origin, *options
 
     def _made_again(self, key: Hashable, *tensors: torch.Tensor) -> bool:
         """Make a call as an earlier one of this key; False where there was none that can be made so."""

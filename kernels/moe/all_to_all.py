@@ -590,7 +590,8 @@ class AllToAll(Collective):
     @property
     def in_flight(self) -> tuple[str, ...]:
         """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
-        return tuple(self._machine.pending)
+        pending = self._machine.pending
+        return tuple(pending) if pending else ()
 
     @property
     def under_way(self) -> tuple[str, ...]:

@@ -211,6 +211,8 @@ class ArgumentChecks:
         self._are_scales = launch_args.tensor_check(SCALE_DTYPES, device, scales, 4)
         self._are_choices = launch_args.tensor_check(INDEX_DTYPES, device, choices, 1)
         self._are_weights = launch_args.tensor_check(FLOATS, device, choices, 1)
+        self._are_given = launch_args.tensor_check(FLOATS, device, choices, 4)
+        self._are_sums = launch_args.tensor_check(self._sum_dtypes, device, self._row, 16)
         self._are_outputs = launch_args.tensor_check(self._sum_dtypes, device, output_shape, 16)
 
     def dispatch(self, call: DispatchCall, membership: tuple, pending: Pending | None) -> None:
@@ -257,9 +259,11 @@ class ArgumentChecks:
         else:
             if c.layout != "expert":
                 raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
-            each = (handle.tokens, c.top_k) if self._capabilities.weighs_choices else (c.capacity,)
-            check_tensor("weights", weights, self._device, WEIGHTS, each, alignment=4)
-            call.weights = weights.float()
+            by_choice = self._capabilities.weighs_choices
+            if not (by_choice and self._are_given(weights, shape[0])):
+                each = (handle.tokens, c.top_k) if by_choice else (c.capacity,)
+                check_tensor("weights", weights, self._device, WEIGHTS, each, alignment=4)
+                call.weights = weights.float()
         if not isinstance(bias, list | tuple):
             raise ArgumentError("bias", TypeError(f"bias must be a list of tensors, not {type(bias).__name__}"))
         if len(bias) > 2:
@@ -268,7 +272,7 @@ class ArgumentChecks:
             check_tensor("bias", given, self._device, self._sum_dtypes, shape)
         if call.out is None:
             call.out = self._new_sums(handle.plan.tokens)
-        else:
+        elif not self._are_sums(call.out, shape[0]):
             check_tensor("out", call.out, self._device, self._sum_dtypes, shape)
         if call.name == "combine_values":
             self._check_values(call.values, y)

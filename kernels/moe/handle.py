@@ -14,7 +14,7 @@ import torch
 
 from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.runtime.launch_args import launch_argument
+from tilescale_net.runtime.launch_args import constant, native_available
 
 # Rows, or FP8 rows with their scales.
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -171,7 +171,7 @@ class Handle:
         return self._rows[layout != "rank"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Choices:
     """What the tokens of a dispatch have chosen.
 
@@ -353,7 +353,8 @@ class _Tensors:
                 shape, dtype = self._shapes[name]
                 self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
         self._taken.clear()
-        self.arguments = tuple(launch_argument(self._tensors[name]) for name in self._shapes)
+        found = tuple([self._tensors[name] for name in self._shapes])
+        self.arguments = found if native_available() else tuple(map(constant, found))
 
 
 class _CachedPlan:

@@ -113,6 +113,7 @@ class LatencyMode(Mode):
         }
         self._fixed["weights"] = self._buffers("weights") | {"active": base.active, "calls": base.counters(c.ranks)}
 
+        self._new_weights = LikeFactory((c.top_k,), torch.float32, device)
         self._new_counts = TensorPool(c.local_experts, device)
         experts, *rest = self.output_shape()
         rows = LikeFactory((*rest,), c.dtype, device)
@@ -141,7 +142,7 @@ class LatencyMode(Mode):
         blocks = self._base.blocks
         if not everything:
             return [
-                partial(self._dispatch_of, blocks, Phase.WHOLE, "", "int64"),
+                partial(self._dispatch_of, blocks, Phase.WHOLE, "bfloat16" if self._c.can_quantise else "", "int64"),
                 partial(self._combine_of, blocks, Phase.WHOLE, True),
             ]
         sources = ("", "bfloat16", "float16", "float32") if self._c.can_quantise else ("",)
@@ -256,8 +257,8 @@ class LatencyMode(Mode):
 
     def _launch_dispatch(self, phase: Phase, call: DispatchCall, plan: ReceivedRows, results: tuple) -> None:
         x, choices, fault = call.x, call.choices, call.fault
-        timed = _timed(call.waited) if phase.receives else ()
-        quantises = x is not None and self._quantises and x.dtype != FP8_DTYPE
+        timed = _timed(call.waited) if call.waited is not None and phase.receives else ()
+        quantises = self._quantises and x is not None and x.dtype != FP8_DTYPE
         topk_idx, topk_weights = (None, None) if choices is None else (choices.topk_idx, choices.topk_weights)
         index_dtype = "int64" if topk_idx is None else dtype_name(topk_idx.dtype)
         source = dtype_name(x.dtype) if quantises else ""
@@ -271,7 +272,7 @@ class LatencyMode(Mode):
     def combine(self, call: CombineCall) -> Pending:
         c, given = self._c, None
         if isinstance(call.weights, torch.Tensor):
-            given = torch.empty((c.ranks * c.max_tokens, c.top_k), dtype=torch.float32, device=call.out.device)
+            given = self._new_weights(c.ranks * c.max_tokens)
             self._launch_weights(call.weights, call.handle.plan, given, call.waited)
         self._launch_combine(call.phase, call, given)
         call.y = None  # the receive phase does not need it

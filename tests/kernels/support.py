@@ -4,12 +4,15 @@ import gc
 import os
 import random
 import time
+import unittest.mock
 
 import numpy
 import tilelang.language as T
 import torch
+import tvm_ffi
 
 import tilescale_net as tsn
+from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 
 GUARD = 0xA5
 GUARD_BYTES = 64
@@ -107,3 +110,10 @@ def zeroed(count):
                 x[i] = T.cast(0, "uint8")
 
     return zeroed
+
+
+def nothing_launched():
+    """A context in which kernels of the simulator are launched as those of a GPU are, and do nothing."""
+    nothing = tvm_ffi.get_global_func("testing.nop")
+    launched = {"_function": lambda self: nothing, "_supervised": lambda self, function, present: function}
+    return unittest.mock.patch.multiple(SimulatedKernel, **launched)

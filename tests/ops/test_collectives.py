@@ -208,3 +208,25 @@ def test_ranks_whose_operators_differ():
 @pytest.mark.sample(0)
 def test_on_several_nodes():
     ranks.run(3, _on_several_nodes, env={"VIRTUAL_NODES": "3"}, timeout=280)
+
+
+def _views() -> None:
+    """Views of torch whose bytes are not their values, and parameters, are taken as the values that they stand for."""
+    n, me, device = tsn.size(), tsn.rank(), tsn.device()
+    for _ in range(2):
+        parts = [torch.complex(a, b).to(device) for a, b in zip(_parts((4, 2)), _parts((4, 2))[::-1])]
+        x = parts[me]
+        assert torch.equal(ops.all_gather(x.conj()), torch.cat(parts).conj().resolve_conj())
+        assert torch.equal(ops.all_reduce(x.conj().imag), -sum(p.imag for p in parts))
+        assert torch.equal(ops.all_reduce(x.real), sum(p.real for p in parts))  # of other strides
+        zeros = torch._efficientzerotensor((4, 2), device=device)
+        assert not ops.all_reduce(zeros).any() and not ops.reduce_scatter(zeros).any()
+    weight = torch.nn.Parameter(x.real.contiguous())
+    found = ops.all_reduce(weight)
+    assert type(found) is torch.Tensor and found.requires_grad
+    with torch.no_grad():
+        assert not ops.all_reduce(weight).requires_grad
+
+
+def test_views():
+    ranks.run(2, _views)

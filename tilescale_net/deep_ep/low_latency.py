@@ -68,9 +68,8 @@ class Routing:
 class LowLatencyHandle(tuple):
     """DeepEP's handle of a low-latency dispatch: source tokens, ranges of ranks, largest number of tokens, hidden, experts.
 
-    Its second part, begin << 32 | count of each rank's rows of each expert, takes some small kernels and few callers look at
-    it: it is made from the counts, [local experts, ranks] int32, when a caller requests it, after the dispatch has
-    ended.
+    Few callers look at its first two parts, which are made when one does, after the dispatch has ended: the tensors that hold
+    them are the caller's then, and else serve a later dispatch.
 
     Attributes:
         routing: what calls here need of the dispatch.
@@ -81,17 +80,19 @@ class LowLatencyHandle(tuple):
     @classmethod
     def of(cls, routing: Routing) -> LowLatencyHandle:
         """The handle of a dispatch."""
-        plan, (experts, max_tokens, hidden, *_) = routing.received.handle.plan, routing.sizes
-        handle = cls((plan.source_token, plan.source_counts, max_tokens, hidden, experts))
+        experts, max_tokens, hidden, *_ = routing.sizes
+        handle = cls((None, None, max_tokens, hidden, experts))
         handle.routing = routing
         return handle
 
     def __getitem__(self, at: Any) -> Any:
-        return tuple(self)[at] if isinstance(at, slice) or at in (1, 1 - len(self)) else super().__getitem__(at)
+        return tuple(self)[at] if isinstance(at, slice) or at in (0, 1, -5, -4) else super().__getitem__(at)
 
     def __iter__(self) -> Iterator[Any]:
-        for place, part in enumerate(super().__iter__()):
-            yield _ranges(part) if place == 1 else part
+        plan = self.routing.received.handle.plan
+        yield plan.source_token
+        yield _ranges(plan.source_counts)
+        yield from list(super().__iter__())[2:]
 
 
 def routing_of(handle: object) -> Routing:

@@ -47,6 +47,7 @@ class Objects:
         self.world, self.masks, self.order = world, Masks(world, shrinks), StreamOrder(world.device)
         self.max_tokens = self.top_k = 0
         self._made: dict[tuple, AllToAll] = {}
+        self._usual: dict[tuple, AllToAll] = {}  # by sizes, what low-latency calls take that find none in flight
         self._generation = world.control.generation
         self._worlds = [world]  # each with a heap; all but the first were made here
         self._stream: torch.cuda.Stream | None = None
@@ -103,10 +104,20 @@ class Objects:
                 of one serve the others.
         """
         sizes = (num_experts, max_tokens, hidden, top_k, dtype, "latency")
+        usual = self._usual.get(sizes)
+        if (
+            usual is not None
+            and kind not in usual.in_flight
+            and not usual.outdated
+            and self._generation == self.world.control.generation
+        ):
+            return usual
         options: dict[str, Any] = dict(combine_dtype=torch.bfloat16)
         options |= dict(column_scales=True) if dtype == torch.float8_e4m3fn else {}
         for number in range(IN_FLIGHT):
             op = self._object(sizes, options, number)
+            if not number:
+                self._usual[sizes] = op
             if kind not in op.in_flight:
                 return op
         return self._object(sizes, options)  # which raises with what is in flight
@@ -123,6 +134,7 @@ class Objects:
 
     def _keep_common(self) -> None:
         """After ranks were lost, which may have been in the middle of a construction: keep what all of the others have."""
+        self._usual.clear()
         names = {str(key): key for key in self._made}
         said = self.world.control.gather("deep_ep.Buffer: objects", json.dumps(list(names)))
         common = set(names).intersection(*(json.loads(text) for text in said))
@@ -130,10 +142,14 @@ class Objects:
         self._generation = self.world.control.generation
 
     def _make(self, sizes: tuple, options: dict) -> AllToAll:
-        """In the first heap that has room, or in a new one. All ranks find the same."""
+        """In the first heap that has room, or in a new one. All ranks find the same.
+
+        It compiles what an ordinary call needs; a call of another kind compiles its kernels when it is made first, on all
+        ranks, which is a fifth of all that there are.
+        """
         for world in self._worlds:
             try:
-                return AllToAll(*sizes, **options, group=world)
+                return AllToAll(*sizes, **options, warm_up=False, group=world)
             except HeapError:
                 if self.masks.shrinks:  # all objects lose the same ranks
                     raise
@@ -141,7 +157,7 @@ class Objects:
         nbytes = AllToAll.heap_bytes(*sizes, **options, ranks=self.world.size, nodes=topology.nodes)
         usual = settings.heap_bytes(None, self.world.device.type == "cuda")
         self._worlds.append(worlds.make_sibling(self.world, max(usual, nbytes + SYSTEM_BYTES)))
-        return AllToAll(*sizes, **options, group=self._worlds[-1])
+        return AllToAll(*sizes, **options, warm_up=False, group=self._worlds[-1])
 
     def grow(self, tokens: int) -> bool:
         """Agree with all ranks on room for the most tokens that one of them has; False where there was room."""
@@ -154,6 +170,7 @@ class Objects:
     def free(self) -> None:
         """Free all objects; collective."""
         self.world.control.refuse()
+        self._usual.clear()
         made, self._made = self._made, {}
         for op in made.values():
             if op.alive:

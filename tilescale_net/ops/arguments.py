@@ -71,12 +71,40 @@ def is_eager(x: Any) -> bool:
         and x.layout is torch.strided
         and not x.is_quantized
         and not x.is_nested
+        and not (x.dtype.is_complex and x.is_conj())  # torch's dispatcher hands on what such views stand for
+        and not x.is_neg()
+        and not torch.Tensor._is_zerotensor(x)
     )
 
 
 def needs_gradient(x: torch.Tensor) -> bool:
     """Whether what is computed from `x` now is to be differentiated."""
     return x.requires_grad and torch.is_grad_enabled()
+
+
+def is_unseen(x: torch.Tensor) -> bool:
+    """Whether nobody but the operator has to learn of its call with `x`: `is_eager`, and no gradient."""
+    return is_eager(x) and not needs_gradient(x)
+
+
+def differentiable(function: Callable, setup: Callable, gradient: Callable) -> Callable:
+    """Give the operator of a function its gradient, as `torch.library.register_autograd`; the operator as eager calls make it
+    that need one.
+    """
+    torch.library.register_autograd(f"tilescale_net::{function.__name__[1:]}", gradient, setup_context=setup)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = function(*inputs)
+            setup(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return gradient(ctx, *grads)
+
+    return Eager.apply
 
 
 def operator(name: str) -> Callable[[Callable], Callable]:

@@ -39,8 +39,11 @@ def _all_gather(x: torch.Tensor, group: str, gradient: bool = False) -> torch.Te
 
 def _gather(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Tensor:
     objects.calls.note_operator(gradient, "all_gather of x of shape {} and {}", x.shape, x.dtype)
-    (out,) = objects.gathered(x.contiguous())
-    return out.view(_gathered(x, objects.world.size)).clone()
+    x, world = x.contiguous(), objects.world
+    (out,) = objects.symmetric((_gathered(x, world.size), x.dtype))
+    if objects.needs_symmetric_source and x.device == out.device:  # the collective refuses what is on another device
+        x = out.view(world.size, *x.shape)[world.rank].copy_(x)
+    return objects.all_gather(out, x).clone()
 
 
 @arguments.register_fake("all_gather")
@@ -53,11 +56,11 @@ def _all_gather_setup(ctx, inputs, output):
 
 
 def _all_gather_gradient(ctx, grad):
-    mine = _ops.reduce_scatter(grad, ctx.group, True)
+    mine = _scatter_of(grad, ctx.group, True)
     return (mine.view(()) if ctx.scalar else mine), None, None
 
 
-torch.library.register_autograd("tilescale_net::all_gather", _all_gather_gradient, setup_context=_all_gather_setup)
+_gather_differentiably = arguments.differentiable(_all_gather, _all_gather_setup, _all_gather_gradient)
 
 
 def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
@@ -75,10 +78,20 @@ def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
         HeapError: the symmetric heap has no room for the result.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
-    if arguments.is_eager(x) and not arguments.needs_gradient(x):
-        return _gather(group_objects.quick(group), x, False)
+    if arguments.is_eager(x):
+        if arguments.needs_gradient(x):
+            return _gather_differentiably(x, group_objects.name_of(group), False)
+        return _gather(group_objects.in_order(group), x, False)
     arguments.check("all_gather", x=x)
     return _ops.all_gather(x, group_objects.name_of(group))
+
+
+def _scatter_of(x: torch.Tensor, group: str, gradient: bool) -> torch.Tensor:
+    return (_reduce_scatter if arguments.is_unseen(x) else _ops.reduce_scatter)(x, group, gradient)
+
+
+def _gather_of(x: torch.Tensor, group: str, gradient: bool) -> torch.Tensor:
+    return (_all_gather if arguments.is_unseen(x) else _ops.all_gather)(x, group, gradient)
 
 
 # -- reduce-scatter -------------------------------------------------------------------------------------------------
@@ -96,7 +109,7 @@ def _scatter(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Te
     objects.calls.note_operator(gradient, "reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
     # To copy x and to pull its parts is faster than to push them from where x lies, at every size.
     there = objects.source(x.shape, x.dtype, x.device)
-    out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
+    out = objects.empty((x.shape[0] // ranks, *x.shape[1:]), x.dtype)
     return objects.reduce_scatter(out, x if there is None else there.copy_(x))
 
 
@@ -109,11 +122,11 @@ def _group_setup(ctx, inputs, output):
     ctx.group = inputs[1]
 
 
-torch.library.register_autograd(
-    "tilescale_net::reduce_scatter",
-    lambda ctx, grad: (_ops.all_gather(grad, ctx.group, True), None, None),
-    setup_context=_group_setup,
-)
+def _reduce_scatter_gradient(ctx, grad):
+    return _gather_of(grad, ctx.group, True), None, None
+
+
+_scatter_differentiably = arguments.differentiable(_reduce_scatter, _group_setup, _reduce_scatter_gradient)
 
 
 def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
@@ -132,8 +145,10 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
         HeapError: the symmetric heap has no room (ranks on several nodes).
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
-    if arguments.is_eager(x) and not arguments.needs_gradient(x):
-        return _scatter(group_objects.quick(group), x, False)
+    if arguments.is_eager(x):
+        if arguments.needs_gradient(x):
+            return _scatter_differentiably(x, group_objects.name_of(group), False)
+        return _scatter(group_objects.in_order(group), x, False)
     arguments.check("reduce_scatter", x=x)
     return _ops.reduce_scatter(x, group_objects.name_of(group))
 
@@ -167,10 +182,12 @@ def _all_reduce_setup(ctx, inputs, output):
 
 
 def _all_reduce_gradient(ctx, grad):
-    return grad if ctx.replicated else _ops.all_reduce(grad, False, ctx.group, True), None, None, None
+    if not ctx.replicated:
+        grad = (_all_reduce if arguments.is_unseen(grad) else _ops.all_reduce)(grad, False, ctx.group, True)
+    return grad, None, None, None
 
 
-torch.library.register_autograd("tilescale_net::all_reduce", _all_reduce_gradient, setup_context=_all_reduce_setup)
+_reduce_differentiably = arguments.differentiable(_all_reduce, _all_reduce_setup, _all_reduce_gradient)
 
 
 def all_reduce(x: torch.Tensor, group: tsn.Group = None, *, replicated: bool = False) -> torch.Tensor:
@@ -190,8 +207,10 @@ def all_reduce(x: torch.Tensor, group: tsn.Group = None, *, replicated: bool = F
         TypeError, ValueError: a dtype or device that does not fit; nothing was sent.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
-    if arguments.is_eager(x) and not arguments.needs_gradient(x):
-        return _reduce(group_objects.quick(group), x, False)
+    if arguments.is_eager(x):
+        if arguments.needs_gradient(x):
+            return _reduce_differentiably(x, replicated, group_objects.name_of(group), False)
+        return _reduce(group_objects.in_order(group), x, False)
     arguments.check("all_reduce", x=x)
     return _ops.all_reduce(x, replicated, group_objects.name_of(group))
 
@@ -266,11 +285,12 @@ def _all_to_all_setup(ctx, inputs, output):
 
 
 def _all_to_all_gradient(ctx, grad):
-    back = _ops.all_to_all(grad, ctx.input_splits, ctx.output_splits, ctx.max_rows, ctx.group, True)
+    operator = _all_to_all if arguments.is_unseen(grad) else _ops.all_to_all
+    back = operator(grad, ctx.input_splits, ctx.output_splits, ctx.max_rows, ctx.group, True)
     return back, None, None, None, None, None
 
 
-torch.library.register_autograd("tilescale_net::all_to_all", _all_to_all_gradient, setup_context=_all_to_all_setup)
+_exchange_differentiably = arguments.differentiable(_all_to_all, _all_to_all_setup, _all_to_all_gradient)
 
 
 def all_to_all(
@@ -300,12 +320,15 @@ def all_to_all(
         RankMismatch: ranks that pass different row shapes or dtypes, or splits that differ between two ranks; with
             `max_rows` on a GPU, these are raised by `check`, and no row moves between the two.
     """
-    arguments.check("all_to_all", x=x)
+    eager = output_splits is None and input_splits is None and arguments.is_eager(x)
+    if not eager:
+        arguments.check("all_to_all", x=x)
     if max_rows is not None and max_rows < 0:
         raise ValueError(f"all_to_all: max_rows is {max_rows}; it must be 0 or more, or None for no bound")
-    return _ops.all_to_all(
-        x, output_splits, input_splits, -1 if max_rows is None else max_rows, group_objects.name_of(group)
-    )
+    given = x, output_splits, input_splits, -1 if max_rows is None else max_rows, group_objects.name_of(group)
+    if not eager:
+        return _ops.all_to_all(*given)
+    return (_exchange_differentiably if arguments.needs_gradient(x) else _all_to_all)(*given, False)
 
 
 def check(group: tsn.Group = None) -> None:

@@ -29,6 +29,7 @@ from tilescale_net.runtime.world import World
 TRACK = "tilescale_net.ops"  # of the calls of all operators of a world
 
 _of_worlds: dict = {}
+MOST_VIEWS = 1024  # shapes whose views are kept
 KEPT = 32  # products of a group, of different shapes: each has symmetric memory of its own
 
 
@@ -69,26 +70,21 @@ def of(name: str) -> GroupObjects:
     return found
 
 
-def in_order(name: str) -> GroupObjects:
-    """As `of`; what uses them on the current stream comes after such calls so far, whose memory it uses too."""
-    found = of(name)
-    found.order.follow()
-    return found
-
-
-_quick: dict[Any, GroupObjects] = {}  # by group, of the worlds that there are
+_quick: dict[Any, GroupObjects] = {}  # by group or its name, of the worlds that there are now
 _quick_of: object = None
 
 
-def quick(group: tsn.Group) -> GroupObjects:
-    """As `in_order`, of a group instead of its name."""
+def in_order(group: tsn.Group) -> GroupObjects:
+    """As `of`, by a group or its name; what uses them on the current stream comes after such calls so far, whose memory it
+    uses too.
+    """
     global _quick_of
     if worlds.launch_generation is not _quick_of:
         _quick.clear()
         _quick_of = worlds.launch_generation
     try:
         found = _quick.get(group)
-    except TypeError:  # no group, and not hashable
+    except TypeError:  # not hashable, and no group
         found = None
     if found is None:
         found = of(name_of(group))
@@ -116,10 +112,13 @@ class GroupObjects:
         self.needs_symmetric_source = 0 in world.peer_base
         # The simulator runs threads in turn, so it gets few; elsewhere the defaults.
         self.geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
+        self._on_gpu = world.device.type == "cuda"
         self.calls = world.calls.only_track(TRACK)
         self.order = StreamOrder(world.device)
         self._memory: torch.Tensor | None = None
         self._memory_in_graph = False  # some CUDA graph of this rank has its addresses
+        self._views: dict[tuple, list[torch.Tensor]] = {}  # of the memory that there is now
+        self._samples: dict[tuple, torch.Tensor] = {}
         self._of_graphs: list[torch.Tensor] = []  # earlier memory that graphs have the addresses of
         self._made: dict[Hashable, Collective] = {}
         self._products: dict[Hashable, DistributedMatmul] = {}  # the one used last is the last
@@ -188,7 +187,7 @@ class GroupObjects:
         return found
 
     def _is_capturing(self) -> bool:
-        return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._on_gpu and torch._C._cuda_isCurrentStreamCapturing()
 
     def _free_oldest(self) -> None:
         """Make room for one more product; all ranks together, which call alike, but need not all capture graphs."""
@@ -220,6 +219,11 @@ class GroupObjects:
             HeapError: the heap has no room.
             RankMismatch: ranks ask for different sizes, of which some are new.
         """
+        views = self._views.get(parts)
+        if views is not None:
+            if not self._memory_in_graph:
+                self._memory_in_graph = self._is_capturing()
+            return views
         starts, end = [], 0
         for shape, dtype in parts:
             starts.append(end)
@@ -236,10 +240,25 @@ class GroupObjects:
         assert self._memory is not None
         self._memory_in_graph |= capturing
         found = []
-        for start, (shape, dtype) in zip(starts, parts):
-            nbytes = math.prod(shape) * dtype.itemsize
-            found.append(self._memory[start : start + nbytes].view(dtype).view(shape))
+        with torch.inference_mode(False):
+            for start, (shape, dtype) in zip(starts, parts):
+                nbytes = math.prod(shape) * dtype.itemsize
+                found.append(self._memory[start : start + nbytes].view(dtype).view(shape))
+        if len(self._views) >= MOST_VIEWS:
+            self._views.clear()
+        self._views[parts] = found
         return found
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor of this rank's own; `torch.empty_like` takes a third of the time of `new_empty`."""
+        sample = self._samples.get((shape, dtype))
+        if sample is None:
+            with torch.inference_mode(False):
+                one = torch.empty(1, dtype=dtype, device=self.world.device)
+                if len(self._samples) >= MOST_VIEWS:
+                    self._samples.clear()
+                sample = self._samples[shape, dtype] = one.expand(shape)  # takes no memory
+        return torch.empty_like(sample)
 
     def source(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Symmetric memory for what a collective reads, as `symmetric` hands it out: what all ranks hold at the same place
@@ -250,15 +269,14 @@ class GroupObjects:
         """
         if device != self.world.device:
             return None
-        key = ("source", math.prod(shape) * dtype.itemsize)
-        if key in self.without_room:
+        if self.without_room and ("source", math.prod(shape) * dtype.itemsize) in self.without_room:
             return None
         try:
             (found,) = self.symmetric((shape, dtype))
         except tsn.HeapError:
             if self.needs_symmetric_source:
                 raise
-            self.without_room.add(key)
+            self.without_room.add(("source", math.prod(shape) * dtype.itemsize))
             return None
         return found
 
@@ -275,6 +293,7 @@ class GroupObjects:
 
     def _grow(self, nbytes: int) -> None:
         """Make the memory larger: by powers of two, so that sizes that grow slowly are agreed on rarely."""
+        self._views.clear()
         if self._memory is not None:
             memory, self._memory = self._memory, None
             told = self.world.control.gather("tilescale_net.ops: memory in CUDA graphs", self._memory_in_graph)

@@ -86,7 +86,7 @@ def zero_where_not(valid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.where(valid[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
 
-@torch.library.custom_op("tilescale_net::moe_dispatch", mutates_args=())
+@arguments.operator("moe_dispatch")
 def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: str) -> list[torch.Tensor]:
     """Rows, their weights, then the other tensors of the plan."""
     op = called("moe_dispatch", key)
@@ -113,7 +113,7 @@ def dispatch_fake(x, topk_idx, topk_weights, key):
     ]  # fmt: skip
 
 
-@torch.library.custom_op("tilescale_net::moe_combine", mutates_args=())
+@arguments.operator("moe_combine")
 def _combine(y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Sums of rows times `weights` (an empty tensor: all one) per token."""
     op = called("moe_combine", key)

@@ -107,7 +107,7 @@ def all_reduce_norm(
     """
     given = [t for t in (x, weight, residual, bias) if t is not None]
     if all(arguments.is_eager(t) and not arguments.needs_gradient(t) for t in given):
-        return _normalised(group_objects.quick(group), x, weight, residual, bias, eps)
+        return _normalised(group_objects.in_order(group), x, weight, residual, bias, eps)
     named = dict(zip(("x", "weight", "residual", "bias"), (x, weight, residual, bias)))
     arguments.check("all_reduce_norm", **{name: t for name, t in named.items() if t is not None})
     return _ops.all_reduce_norm(x, weight, residual, bias, float(eps), replicated, group_objects.name_of(group))

@@ -153,7 +153,7 @@ def named(name: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not (_profiled() or _wants_nvtx()):
+            if not (_profiled() or (_nvtx is not False and _wants_nvtx())):
                 if recorder is None:
                     return function(*args, **kwargs)
                 with in_call:

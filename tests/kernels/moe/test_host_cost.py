@@ -3,18 +3,16 @@
 import copy
 import pickle
 import random
-import unittest.mock
 from dataclasses import fields
 
 import pytest
 import torch
-import tvm_ffi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import ranks
 from tests.kernels.moe.support import make_inputs
 from tests.kernels.moe.test_metadata import SHAPE
-from tilescale_net.compiler.simulator.kernel import SimulatedKernel
+from tests.kernels.support import nothing_launched
 from tilescale_net.kernels.moe import AllToAll, metadata
 from tilescale_net.kernels.moe.handle import CACHED_PLANS, Plans, ReceivedRows
 from tilescale_net.kernels.moe.mode import DeferredStream
@@ -44,9 +42,7 @@ class _Calls(TorchDispatchMode):
 
 
 def count(options: dict, wanted: dict, shape=SHAPE) -> None:
-    nothing = tvm_ffi.get_global_func("testing.nop")  # launched as kernels of a GPU are
-    launched = {"_function": lambda self: nothing, "_supervised": lambda self, function, present: function}
-    with unittest.mock.patch.multiple(SimulatedKernel, **launched):
+    with nothing_launched():
         _count(options, wanted, shape)
 
 

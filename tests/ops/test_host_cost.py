@@ -1,0 +1,95 @@
+"""What an eager call costs the host, without its launches, in calls of torch's that do nothing: it must not creep up."""
+
+import time
+import unittest.mock
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.support import nothing_launched
+from tilescale_net import ops
+from tilescale_net.deep_ep import Buffer
+from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_reduce import AllReduce
+from tilescale_net.kernels.moe import AllToAll, checks
+from tilescale_net.kernels.reduce_scatter import ReduceScatter
+
+# Of each call: times that of `add_` on 8 numbers. About half as much again as was measured.
+LIMITS = {
+    "ops.all_reduce": 5, "ops.all_gather": 6, "ops.reduce_scatter": 7, "ops.all_to_all": 9,
+    "ops.all_reduce, gradient": 10, "AllReduce": 3, "AllGather": 3, "ReduceScatter": 3,
+    "AllToAll, latency": 12, "AllToAll, throughput": 11, "deep_ep, low latency": 21,
+}  # fmt: skip
+CALLS, TURNS = 40, 25
+
+
+def _pair(op: AllToAll, *choices: torch.Tensor) -> Callable[[], Any]:
+    y = torch.zeros(op.dispatch(*choices).x.shape, dtype=torch.bfloat16, device=op.device)
+    return lambda: op.combine(y, op.dispatch(*choices).handle)
+
+
+def _low_latency(buffer: Buffer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> Callable[[], Any]:
+    y = torch.zeros((4, 2 * len(x), x.shape[1]), dtype=torch.bfloat16, device=x.device)
+
+    def both() -> None:
+        handle = buffer.low_latency_dispatch(x, idx, len(x), 8)[2]
+        buffer.low_latency_combine(y, idx, weights, handle, out=x)
+
+    return both
+
+
+def _calls() -> dict[str, Callable[[], Any]]:
+    n, device = tsn.size(), tsn.device()
+    x, geometry = torch.ones((64, 128), dtype=torch.bfloat16, device=device), dict(threads=64, blocks=4)
+    leaf, out, rows = x.clone().requires_grad_(), torch.empty_like(x), tsn.zeros((n, 64, 128), torch.bfloat16)
+    reduce, gather, scatter = AllReduce(**geometry), AllGather(**geometry), ReduceScatter(**geometry)
+    tokens = x[:16].clone(), torch.rand((16, 8), device=device).topk(4, 1)[1], torch.ones((16, 4), device=device)
+    sizes, buffer = (8, 16, 128, 4, torch.bfloat16), Buffer()
+    return {
+        "ops.all_reduce": lambda: ops.all_reduce(x),
+        "ops.all_gather": lambda: ops.all_gather(x),
+        "ops.reduce_scatter": lambda: ops.reduce_scatter(x),
+        "ops.all_to_all": lambda: ops.all_to_all(x),
+        "ops.all_reduce, gradient": lambda: ops.all_reduce(leaf),
+        "AllReduce": lambda: reduce(out, x),
+        "AllGather": lambda: gather(rows, x),
+        "ReduceScatter": lambda: scatter(out, rows),
+        "AllToAll, latency": _pair(AllToAll(*sizes, "latency"), *tokens),
+        "AllToAll, throughput": _pair(AllToAll(*sizes), *tokens),
+        "deep_ep, low latency": _low_latency(buffer, *tokens),
+    }
+
+
+def _cost(call: Callable[[], Any]) -> float:
+    start = time.thread_time()
+    for _ in range(CALLS):
+        call()
+    return (time.thread_time() - start) / CALLS
+
+
+def _measured() -> dict[str, float]:
+    """Least cost of each call, in empty calls of torch's; of the rank that measures."""
+    nothing = torch.zeros(8, device=tsn.device())
+    # The simulator alone looks at ids of experts on the host.
+    with nothing_launched(), unittest.mock.patch.object(checks, "check_experts", lambda *ids: None):
+        calls = _calls() | {"nothing": lambda: nothing.add_(1)}
+        for _ in range(3):  # the memory that operators share grows
+            for call in calls.values():
+                call()
+        tsn.barrier()
+        least = dict.fromkeys(calls, float("inf"))
+        for _ in range(TURNS if tsn.rank() == 0 else 0):
+            for name, call in calls.items():
+                least[name] = min(least[name], _cost(call))
+        tsn.barrier()
+    unit = least.pop("nothing")
+    return {name: cost / unit for name, cost in least.items()}
+
+
+def test_host_cost():
+    found = ranks.run(2, _measured, env={"TSN_DEVICE": "simulator"})[0]
+    print(", ".join(f"{name} {cost:.1f} of {LIMITS[name]}" for name, cost in found.items()))
+    assert not [f"{name}: {cost:.1f}" for name, cost in found.items() if cost > LIMITS[name]]
