@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import re
 import signal
 import time
@@ -159,6 +160,14 @@ def pytest_runtest_makereport(item, call):
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
     return _without_fabric((yield), collector.path)
+
+
+@pytest.fixture
+def seed() -> int:
+    """A random number that pytest prints with a test that fails."""
+    number = random.randrange(1 << 30)
+    print(f"seed {number}")
+    return number
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ conditions. Most tests are content with that; tests that look at what ships, and
 from __future__ import annotations
 
 import functools
+import importlib
+import pkgutil
 import re
 import tempfile
 from collections.abc import Iterable
@@ -63,6 +65,24 @@ class Traced:
         source = jit.lower(prepare(func).func, target, configs, instruments).kernel_source
         threads = known_threads(func, factory.pass_configs)
         return cls(source, f"{kernel_name(func)}_kernel", threads, factory.compile_flags)
+
+
+def factory_of(name: str) -> KernelFactory:
+    """A kernel by its module and its name."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def kernels_of(package) -> set[str]:
+    """Names, as `factory_of` takes them, of the kernels that the modules of a package define, without its packages'."""
+    modules = [m.name for m in pkgutil.iter_modules(package.__path__, package.__name__ + ".") if not m.ispkg]
+    found = {
+        (m, name, value)
+        for m in modules
+        for name, value in vars(importlib.import_module(m)).items()
+        if isinstance(value, KernelFactory)
+    }
+    return {f"{module}.{name}" for module, name, value in found if value.__module__ == module}
 
 
 class Generated:

@@ -72,7 +72,12 @@ class RankFailure(AssertionError):
     """At least one rank raised, was killed, or did not end in time."""
 
 
+_is_rank = False
+
+
 def _body(rank: int, size: int, env: dict[str, str], fn: Callable, args: tuple, init: bool, heap: str, pipe) -> None:
+    global _is_rank
+    _is_rank = True
     os.environ.update(env)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     if prefix := env.get(hosts.VARIABLE):
@@ -180,3 +185,31 @@ def run(size: int, fn: Callable, *args, **kwargs) -> list:
             lines.append(f"rank {o.rank}: {name}: {text}\n{trace}")
         raise RankFailure("\n".join(lines))
     return [o.value for o in outcomes]
+
+
+# Arguments of tests that say where they run, and the variables of their ranks.
+_VARIABLES = {"nodes": "VIRTUAL_NODES", "visibility": "TSN_SIM_VISIBILITY", "races": "TSN_SIM_RACES"}
+
+
+def on(size: int = 2, *, heap: str = "32M", init: bool = True, timeout: float = 240.0, **env: str) -> Callable:
+    """A test whose body runs on each of `size` ranks, as `run` runs a function.
+
+    Its own arguments `size`, `nodes`, `visibility` and `races` say how many ranks there are, and what they are told; a
+    fixture `seed` is the same on all of them.
+
+    Args:
+        env: environment of the ranks.
+    """
+
+    def decorate(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def test(**arguments) -> None:
+            if _is_rank:
+                return body(**arguments)
+            told = {_VARIABLES[name]: str(value) for name, value in arguments.items() if name in _VARIABLES}
+            how = dict(env=env | told, heap=heap, init=init, timeout=timeout)
+            run(arguments.get("size", size), functools.partial(test, **arguments), **how)
+
+        return test
+
+    return decorate

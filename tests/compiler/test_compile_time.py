@@ -8,15 +8,14 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tests.generated import Traced
+from tests.generated import Traced, factory_of
 from tests.kernels.moe import test_generated_code as moe
 from tests.kernels.test_generated_code import KERNELS, tools  # noqa: F401 (a fixture)
-from tests.kernels.test_generated_code import _factory as factory
 from tilescale_net.compiler import inspect
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800), pytest.mark.usefixtures("tools")]
 # Without the probe of a benchmark, whose C++ is its own.
-CASES = {name: (factory(name), v[0]) for name, v in KERNELS.items() if name.startswith("tilescale_net.")}
+CASES = {name: (factory_of(name), v[0]) for name, v in KERNELS.items() if name.startswith("tilescale_net.")}
 CASES |= {f"moe.{name}": (moe._factory(name), variants[0]) for name, variants in moe.KERNELS.items()}
 # Times as much as without; and what each copy after the first adds, whose code is inlined where it is called.
 MOST, EACH_COPY = 2.0, 0.4

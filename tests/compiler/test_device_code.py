@@ -1,22 +1,20 @@
 """Every primitive compiles for sm_90 with nvcc, and the code is what it should be where that matters."""
 
-import importlib
 import re
 
 import pytest
 import tilelang.language as T
 
 import tilescale_net.language as N
-from tests import integration
 from tests.compiler.kernels import matmul
-from tests.kernels.declared import declared
+from tests.integration.test_streams import from_tiles, streams
 from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect
 from tilescale_net.compiler.operators import OPERATORS
 
 
 def everything():
-    """Calls every primitive that no test between ranks declares in SM_90."""
+    """Calls every primitive but those of OTHERS."""
 
     @T.prim_func
     def kernel(
@@ -80,13 +78,11 @@ def everything():
     return kernel
 
 
-# Kernels of tests between ranks, by what those say in SM_90.
-DECLARED = declared(integration, "SM_90")
-
-
-def traced(name: str):
-    module, arguments = DECLARED[name]
-    return getattr(importlib.import_module(module), name.rpartition(".")[2]).trace(**arguments)
+# Kernels of tests between ranks, which call what `everything` does not.
+OTHERS = {
+    "streams": lambda: streams.trace(scope="warp", slots=2),
+    "from_tiles": lambda: from_tiles.trace(dtype="float16"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +91,7 @@ def everything_ptx():
 
 
 def test_every_primitive_is_called():
-    sources = [inspect.cuda_source(kernel) for kernel in (everything(), *map(traced, DECLARED))]
+    sources = [inspect.cuda_source(kernel) for kernel in (everything(), *(make() for make in OTHERS.values()))]
     # A kernel that waits for the async proxy may use little else.
     sources.append(inspect.cuda_source(matmul(proxy="async"), {"kind": "cuda", "arch": "sm_90a"}))
     assert set(re.findall(r"tsn::(\w+)[<(]", "".join(sources))) == set(OPERATORS)
@@ -106,9 +102,9 @@ def test_every_primitive_compiles(everything_ptx):
     assert not read_only_loads(everything_ptx)
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", OTHERS)
 def test_kernels_of_tests_between_ranks_compile(name):
-    assert not read_only_loads(inspect.ptx(traced(name)))
+    assert not read_only_loads(inspect.ptx(OTHERS[name]()))
 
 
 @pytest.mark.parametrize(

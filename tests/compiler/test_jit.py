@@ -219,17 +219,6 @@ def test_kernels_belong_to_their_process_and_factories_travel_by_name(world):
     assert pickle.loads(pickle.dumps(copy)) is copy and deepcopy(copy) is copy
 
 
-def test_equal_arguments_of_other_types_are_other_kernels(monkeypatch):
-    made = []
-    monkeypatch.setattr(jit, "compile", lambda func, **options: made.append(func) or len(made))
-
-    @tsn.jit(target=inspect.SM_90)
-    def factory(flag):
-        return kernels.pusher(64 if flag is True else 128)
-
-    assert (factory(True), factory(1), factory(True)) == (1, 2, 1)
-
-
 @tsn.jit
 def numbers(n):
     @T.prim_func

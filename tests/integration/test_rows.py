@@ -21,6 +21,13 @@ WAYS = [(primitive, scope, shape) for primitive in ("put", "put_signal", "get") 
 HEIGHT, WIDTH, FLAT = 48, 72, 2048
 
 
+def ends(shape, dst, src, flat_dst, flat_src, dr, dc, sr, sc, rows, columns):
+    """What a copy of one of SHAPES goes to, and comes from."""
+    to, of = dst[dr : dr + rows, dc : dc + columns], src[sr : sr + rows, sc : sc + columns]
+    column = dst[dr : dr + rows, dc], src[sr : sr + rows, sc]
+    return {"box": (to, of), "pack": (flat_dst[dc], of), "unpack": (to, flat_src[sc]), "column": column}[shape]
+
+
 @tsn.jit
 def copy_rows_all_ways(dtype, threads=64):
     """Kernel `(dst, src, flat_dst, flat_src, flag, way, to, dst_row, dst_column, src_row, src_column, rows, columns, turn)`.
@@ -61,61 +68,17 @@ def copy_rows_all_ways(dtype, threads=64):
             for index, (primitive, scope, shape) in enumerate(WAYS):
                 call = getattr(N, f"{primitive}_{scope}")
                 if way == index:
-                    if shape == "box":
-                        copy(
-                            primitive,
-                            call,
-                            thread,
-                            scope,
-                            dst[dr : dr + rows, dc : dc + columns],
-                            src[sr : sr + rows, sc : sc + columns],
-                            to,
-                            flag,
-                            turn,
-                        )
-                    if shape == "pack":
-                        copy(
-                            primitive,
-                            call,
-                            thread,
-                            scope,
-                            flat_dst[dc],
-                            src[sr : sr + rows, sc : sc + columns],
-                            to,
-                            flag,
-                            turn,
-                        )
-                    if shape == "unpack":
-                        copy(
-                            primitive,
-                            call,
-                            thread,
-                            scope,
-                            dst[dr : dr + rows, dc : dc + columns],
-                            flat_src[sc],
-                            to,
-                            flag,
-                            turn,
-                        )
-                    if shape == "column":
-                        copy(
-                            primitive,
-                            call,
-                            thread,
-                            scope,
-                            dst[dr : dr + rows, dc],
-                            src[sr : sr + rows, sc],
-                            to,
-                            flag,
-                            turn,
-                        )
+                    copy(
+                        primitive, call, thread, scope,
+                        *ends(shape, dst, src, flat_dst, flat_src, dr, dc, sr, sc, rows, columns), to, flag, turn,
+                    )  # fmt: skip
                     if primitive == "put":
                         N.signal_block(flag[0], turn, to)
                     if primitive != "get":
                         N.wait_block(flag[0], "ge", turn)
             N.quiet_block()
 
-    return main  # fmt: skip
+    return main
 
 
 class Boxes:

@@ -83,8 +83,6 @@ def stream(scope: str, slots: int, launches: int, n: int, seed: int) -> int:
 
 
 TILE = 200
-# Compiled for GPUs by tests/compiler/test_device_code.py.
-SM_90 = {f"{__name__}.streams": {"scope": "warp", "slots": 2}, f"{__name__}.from_tiles": {"dtype": "float16"}}
 
 
 @tsn.jit

@@ -7,6 +7,7 @@ import time
 import unittest.mock
 
 import numpy
+import pytest
 import tilelang.language as T
 import torch
 import tvm_ffi
@@ -90,6 +91,14 @@ class Guarded:
 
     def free(self) -> None:
         tsn.free(self._raw)
+
+
+def rejected(*cases) -> None:
+    """Each case is a call, the error that it raises on every rank, and words that the message holds."""
+    for number, (call, kind, *words) in enumerate(cases):
+        with pytest.raises(kind) as caught:
+            call()
+        assert all(word in str(caught.value) for word in words), (number, words, str(caught.value))
 
 
 def unsettle(pace: random.Random, chance: float = 0.3, seconds: float = 0.02) -> None:

@@ -25,8 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels import small_runs
-from tests.kernels.declared import forget_kernels
+from tests.kernels import registry
 from tilescale_net import errors
 from tilescale_net.runtime import simulator
 
@@ -211,12 +210,12 @@ def _cache_kernels(module: str, path: str) -> None:
 
 
 def _replace(file: str, path: str) -> str:
-    """Let this rank import kernels anew, the file at `path` in the place of `file` of small_runs; the module's name.
+    """Let this rank import kernels anew, the file at `path` in the place of `file` of the registry; the module's name.
 
     Those that do not use the file stay, with their macros, which the server has translated.
     """
-    module = small_runs.module_of(file)
-    forget_kernels(lambda name: module in _uses(name))
+    module = registry.module_of(file)
+    registry.forget_kernels(lambda name: module in _uses(name))
     sys.meta_path.insert(0, Replace(module, path))
     _cache_kernels(module, path)
     return module
@@ -240,21 +239,23 @@ def explore(file: str, path: str, calls: tuple[str, ...]) -> str:
     return ""
 
 
-def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, list[str]]:
-    """The small runs `names` on this rank, with the file at `path` in the place of `file` of small_runs: once with the check for races, then under `seeds` without it.
+def run(file: str, path: str, names: list[str], seeds: list[int], checked: bool = True) -> tuple[str, list[str]]:
+    """The small runs `names` on this rank, with the file at `path` in the place of `file` of the registry: once with the race detector (`checked`), then under `seeds` without it.
 
-    Returns: what the check said, and digests of the programs that ran.
+    Returns: what the detector reported, and digests of the programs that ran.
 
     Raises:
-        Shown: a run failed; what the check said first, a line, and the error.
+        Shown: a run failed; what the detector reported first, a line, and the error.
     """
     module = _replace(file, path)
     reports, programs = _reports(), _programs()
-    for races, seed in [(1, 0), *((0, seed) for seed in seeds)]:
+    for races, seed in [*([(1, 0)] if checked else []), *((0, seed) for seed in seeds)]:
         os.environ |= {"TSN_SIM_RACES": str(races), "TSN_SIM_SEED": str(seed)}
+        if not checked:
+            os.environ["TSN_SIM_VISIBILITY"] = ("late", "random")[seed % 2]
         for name in names:
             try:
-                small_runs.RUNS[name][1](seed)
+                registry.RUNS[name].run(seed)
             except (Exception, pytest.fail.Exception) as error:
                 said = next(iter(reports), "")
                 raise Shown(f"{said}\n{type(error).__name__}\n{seed if not races else 'check'}\n{error}") from error

@@ -9,8 +9,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.declared import NO_WAIT, WAIT_ARRIVED, WAIT_READY, Mutant
-from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle
+from tests.kernels.support import Guarded, assert_same, random_tensor, rejected, unsettle
 from tilescale_net.kernels.all_gather import AllGather
 
 # shape of a part, dtype, misalignment of x and of out in bytes
@@ -53,23 +52,19 @@ def _gather(seed, cases, options, calls=2):
     op.free()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size, visibility", [(1, "eager"), (2, "random"), (3, "late"), (4, "random")])
 @pytest.mark.sample(2)
-def test_equals_stacked_parts(size):
-    ranks.run(size, _gather, random.randrange(1 << 30), CASES, dict(threads=64, blocks=3))
+@ranks.on()
+def test_equals_stacked_parts(size, visibility, seed):
+    _gather(seed, CASES, dict(threads=64, blocks=3))
 
 
-@pytest.mark.parametrize("visibility", ["eager", "late", "random"])
-@pytest.mark.sample(1)
-def test_any_schedule(visibility):
-    seed = random.randrange(1 << 30)
-    env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
-    ranks.run(3, _gather, seed, CASES[:6], dict(threads=32, blocks=2), 4, env=env)
-
-
-def _in_place(seed):
+# By stores also where some ranks choose puts.
+@pytest.mark.parametrize("stores", [False, True])
+@ranks.on(3)
+def test_in_place(stores, seed):
     rank, n = tsn.rank(), tsn.size()
-    op = AllGather(threads=64, blocks=2)
+    op = AllGather(threads=64, blocks=3, stores_from=16 if stores and rank != 2 else 1 << 40)
     out = Guarded((n, 20_000), torch.bfloat16)
     for call in range(4):
         data = torch.stack([random_tensor((20_000,), torch.bfloat16, seed, call, p) for p in range(n)])
@@ -77,20 +72,18 @@ def _in_place(seed):
         op(out.tensor, out.tensor[rank])
         tsn.synchronize()
         assert_same(out.tensor, data, f"seed {seed}, call {call}")
+        tsn.barrier()
     out.check()
 
 
-def test_in_place():
-    ranks.run(3, _in_place, random.randrange(1 << 30))
-
-
-def _many_calls(seed, calls):
+@ranks.on()
+def test_thousand_calls_without_a_barrier(seed):
     rank, n = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
     op = AllGather(threads=32, blocks=2)
     x, out = tsn.empty(64, torch.int64), tsn.empty((n, 64), torch.int64)
     ramp = torch.arange(64, device=tsn.device())
-    for call in range(calls):
+    for call in range(1000):
         x.copy_(ramp + 1_000_000 * call + 1_000 * rank)
         unsettle(pace, 0.02, 0.01)
         op(out, x)
@@ -98,11 +91,8 @@ def _many_calls(seed, calls):
         assert torch.equal(out, expected), (seed, call)
 
 
-def test_thousand_calls_without_a_barrier():
-    ranks.run(2, _many_calls, random.randrange(1 << 30), 1000)
-
-
-def _two_of_them(seed):
+@ranks.on()
+def test_objects_are_independent():
     """Two objects, used in turn, do not disturb each other, and freed memory is used again."""
     for turn in range(3):
         a, b = AllGather(threads=32, blocks=1), AllGather(threads=64, blocks=2)
@@ -112,15 +102,11 @@ def _two_of_them(seed):
                 x.fill_(tsn.rank() + 10 * call + 100 * turn)
                 op(out, x)
                 tsn.synchronize()
-                assert out[:, 0].tolist() == [p + 10 * call + 100 * turn for p in range(tsn.size())], seed
+                assert out[:, 0].tolist() == [p + 10 * call + 100 * turn for p in range(tsn.size())]
+        for thing in (a, b):
+            thing.free()
         for tensor in (x, out):
             tsn.free(tensor)
-        a.free()
-        b.free()
-
-
-def test_objects_are_independent():
-    ranks.run(2, _two_of_them, 0)
 
 
 def _die_in_the_middle():
@@ -143,87 +129,26 @@ def test_the_death_of_a_rank_ends_the_others():
     assert time.monotonic() - start < 30
 
 
-def _misuse(case):
-    op = AllGather(threads=32, blocks=1)
-    n = tsn.size()
+@ranks.on()
+def test_misuse_is_named():
+    op, n = AllGather(threads=32, blocks=1), tsn.size()
     x, out = tsn.zeros(8, torch.float32), tsn.zeros((n, 8), torch.float32)
-    calls = {
-        "dtype": lambda: op(out, x.to(torch.float64)),
-        "not symmetric": lambda: op(torch.zeros((n, 8), device=tsn.device()), x),
-        "shape": lambda: op(out, x[:7]),
-        "strides": lambda: op(out.t(), x),
-        "negative": lambda: op(out, torch._neg_view(x)),
-        "conjugate": lambda: op(tsn.zeros((n, 8), torch.complex64), torch.complex(x, x).conj()),
-        "no tensor": lambda: op(out, [1.0] * 8),
-        "overlap": lambda: op(out, out.view(-1)[4:12]),
-        "device": lambda: op(out, x.to("meta")),
-        "ranks differ": lambda: op(*_of(4 + tsn.rank())),
-        "freed": lambda: (op.free(), op(out, x)),
-        "threads": lambda: AllGather(threads=33),
-        "blocks": lambda: AllGather(blocks=100_000),
-        "geometry differs": lambda: AllGather(threads=32, blocks=1 + tsn.rank()),
-    }
-    calls[case]()
-
-
-def _of(count):
-    """Tensors whose sizes differ between ranks, which the heap itself would refuse: views of equal ones."""
-    n = tsn.size()
-    return tsn.zeros(n * 8, torch.float32)[: n * count].view(n, count), tsn.zeros(8, torch.float32)[:count]
-
-
-@pytest.mark.parametrize(
-    "case, error, words",
-    [
-        ("dtype", "TypeError", ["x", "float64", "float32"]),
-        ("not symmetric", "HeapError", ["out", "symmetric"]),
-        ("shape", "ValueError", ["out", "[2, 8]", "[2, 7]"]),
-        ("strides", "ValueError", ["out", "contiguous"]),
-        ("negative", "ValueError", ["x", "resolve_neg"]),
-        ("conjugate", "ValueError", ["x", "resolve_conj"]),
-        ("no tensor", "TypeError", ["x", "list"]),
-        ("overlap", "ValueError", ["overlap"]),
-        ("device", "ValueError", ["x", "meta"]),
-        ("ranks differ", "RankMismatch", ["[4]", "[5]"]),
-        ("freed", "TileScaleError", ["free"]),
-        ("threads", "ValueError", ["threads", "33"]),
-        ("blocks", "ValueError", ["blocks", "100000"]),
-        ("geometry differs", "RankMismatch", ["blocks=1", "blocks=2"]),
-    ],
-)
-def test_misuse_is_named(case, error, words):
-    for outcome in ranks.launch(2, _misuse, case):
-        assert outcome.error is not None and outcome.error[0] == error, outcome
-        assert all(word in outcome.error[1] for word in words), outcome.error
-
-
-SM_90 = {
-    "tilescale_net.kernels.all_gather.all_gather": [
-        dict(n_pes=4),
-        dict(n_pes=8, in_place=True, engine="bulk", threads=128),
-    ],
-    "tilescale_net.kernels.all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, in_place=True)],
-}
-
-
-def short(seed, algorithm="puts"):
-    cases = [((2_000,), torch.float32, 0, 0), ((300,), torch.float32, 4, 4)]
-    _gather(seed, cases, dict(threads=32, blocks=2, algorithm=algorithm), 24)
-
-
-def short_by_stores(seed):
-    short(seed, "stores")
-
-
-# A fence too few of kernels by stores shows in no data of the simulator, whose plain stores arrive at once.
-MUTANTS = {
-    "gather without wait for room": Mutant("exchange", "await_room", WAIT_READY, "short", NO_WAIT),
-    "gather without wait for data": Mutant("exchange", "exchange", WAIT_ARRIVED, "short", nightly=True),
-    "gather without fence": Mutant("exchange", "exchange", ", fence=True", "short", "", nightly=True),
-    "gather without quiet": Mutant("exchange", "exchange", "N.quiet(thread)", "short", nightly=True),
-    "gather that does not count its calls": Mutant("exchange", "exchange", "calls[block] = call", "short"),
-    "stores without wait for room": Mutant(
-        "exchange", "await_room", WAIT_READY, "short_by_stores", NO_WAIT, nightly=True
-    ),
-    "stores without wait for data": Mutant("exchange", "exchange_mapped", WAIT_ARRIVED, "short_by_stores"),
-}
+    # Sizes that differ between ranks, which the heap itself would refuse: views of equal ones.
+    count = 4 + tsn.rank()
+    few = tsn.zeros(n * 8, torch.float32)[: n * count].view(n, count), tsn.zeros(8, torch.float32)[:count]
+    rejected(
+        (lambda: op(out, x.to(torch.float64)), TypeError, "x", "float64", "float32"),
+        (lambda: op(torch.zeros((n, 8), device=tsn.device()), x), tsn.HeapError, "out", "symmetric"),
+        (lambda: op(out, x[:7]), ValueError, "out", "[2, 8]", "[2, 7]"),
+        (lambda: op(out.t(), x), ValueError, "out", "contiguous"),
+        (lambda: op(out, torch._neg_view(x)), ValueError, "x", "resolve_neg"),
+        (lambda: op(tsn.zeros((n, 8), torch.complex64), torch.complex(x, x).conj()), ValueError, "x", "resolve_conj"),
+        (lambda: op(out, [1.0] * 8), TypeError, "x", "list"),
+        (lambda: op(out, out.view(-1)[4:12]), ValueError, "overlap"),
+        (lambda: op(out, x.to("meta")), ValueError, "x", "meta"),
+        (lambda: op(*few), tsn.RankMismatch, "[4]", "[5]"),
+        (lambda: AllGather(threads=33), ValueError, "threads", "33"),
+        (lambda: AllGather(blocks=100_000), ValueError, "blocks", "100000"),
+        (lambda: AllGather(threads=32, blocks=1 + tsn.rank()), tsn.RankMismatch, "blocks=1", "blocks=2"),
+        (lambda: (op.free(), op(out, x)), tsn.TileScaleError, "free"),
+    )

@@ -7,7 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.support import Guarded, assert_same, unsettle
+from tests.kernels.support import Guarded, assert_same, rejected, unsettle
 from tests.kernels.test_reduce_scatter import reference, reference_of_nodes, values
 from tilescale_net.kernels.all_reduce import ALGORITHMS, AllReduce
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
@@ -40,10 +40,11 @@ def _tensors(case):
     return None, None, out, out if x_offset is None else torch.empty_like(out)
 
 
-def _reduce(seed, cases, options, calls=2):
+def _reduce(seed, cases, options, calls=2, algorithms=("auto",)):
+    """`algorithms`: their names, or "all"."""
     rank, n = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
-    for algorithm in options.pop("algorithms", ("auto",)):
+    for algorithm in ALGORITHMS if algorithms == "all" else algorithms:
         op = AllReduce(algorithm=algorithm, **options)
         for number, case in enumerate(cases):
             guards = _tensors(case)
@@ -78,45 +79,38 @@ GEOMETRY = dict(threads=64, blocks=2, staging_bytes=4096)
 
 # PEs, algorithms, dtype: every pair compiles two or three kernels of its own.
 RUNS = [
-    (1, ("auto",), torch.bfloat16),
-    (2, [*ALGORITHMS], torch.bfloat16),
-    (2, ("packets", "two_shot"), torch.float32),
-    (3, ("one_shot", "two_shot_push"), torch.float16),
-    (4, ("packets", "two_shot"), torch.bfloat16),
+    (1, "eager", ("auto",), torch.bfloat16),
+    (2, "random", "all", torch.bfloat16),
+    (2, "late", ("packets", "two_shot"), torch.float32),
+    (3, "random", ("one_shot", "two_shot_push"), torch.float16),
+    (4, "late", ("packets", "two_shot"), torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("size, algorithms, dtype", RUNS)
+@pytest.mark.parametrize("size, visibility, algorithms, dtype", RUNS)
 @pytest.mark.sample(2)
-def test_equals_sum_in_order(size, algorithms, dtype):
-    seed = random.randrange(1 << 30)
-    cases = random_cases(seed, 12, 6000, (dtype,))
-    ranks.run(size, _reduce, seed, cases, dict(**GEOMETRY, algorithms=algorithms), timeout=400)
+@ranks.on(timeout=400)
+def test_equals_sum_in_order(size, visibility, algorithms, dtype, seed):
+    _reduce(seed, random_cases(seed, 12, 6000, (dtype,)), GEOMETRY, 2, algorithms)
 
 
-@pytest.mark.parametrize("visibility", ["late", "random"])
-@pytest.mark.sample(1)
-def test_any_schedule(visibility):
-    seed = random.randrange(1 << 30)
-    env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
-    cases = [((3000,), torch.bfloat16, 0, 0, True), ((3000,), torch.bfloat16, 2, None, False)]
-    ranks.run(2, _reduce, seed, cases, dict(**GEOMETRY, algorithms=[*ALGORITHMS]), 6, env=env, timeout=400)
-
-
-def test_nodes():
-    seed = random.randrange(1 << 30)
+@pytest.mark.parametrize("size, algorithms", [(4, ("auto", "two_shot")), (2, ("auto",))])
+@ranks.on(VIRTUAL_NODES="2", timeout=400)
+def test_nodes(size, algorithms, seed):
     cases = random_cases(seed, 5, 3000, (torch.bfloat16,))
-    options = dict(GEOMETRY, algorithms=("auto", "two_shot"))
-    ranks.run(4, _reduce, seed, cases, options, env={"VIRTUAL_NODES": "2"}, timeout=400)
+    if size == 2:  # nodes of one rank
+        cases = [
+            ((3000,), torch.float32, 0, 0, True),
+            ((1024,), torch.float32, 0, None, True),
+            *random_cases(seed, 4, 900),
+        ]
+    _reduce(seed, cases, GEOMETRY, 2, algorithms)
 
 
-def test_nodes_of_one_rank():
-    seed = random.randrange(1 << 30)
-    cases = [((3000,), torch.float32, 0, 0, True), ((1024,), torch.float32, 0, None, True), *random_cases(seed, 4, 900)]
-    ranks.run(2, _reduce, seed, cases, dict(GEOMETRY), env={"VIRTUAL_NODES": "2"}, timeout=400)
-
-
-def _places_differ():
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
+@ranks.on(timeout=200)
+def test_places_that_differ(nodes):
     """A tensor that is symmetric on one rank and not on another."""
     rank, n = tsn.rank(), tsn.size()
     reduce, scatter = AllReduce(**GEOMETRY), ReduceScatter(threads=64, blocks=2)
@@ -142,13 +136,9 @@ def _places_differ():
         assert total.eq(n * (n + 1) // 2).all()
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
-def test_places_that_differ(nodes):
-    ranks.run(2, _places_differ, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
-
-
-def _mixed(seed):
+@pytest.mark.sample(0)
+@ranks.on(timeout=400)
+def test_calls_of_all_algorithms_in_turn(seed):
     """Calls of all algorithms and of one tensor and another in turn, as layers of a model make them."""
     rank, n = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
@@ -167,67 +157,19 @@ def _mixed(seed):
         assert_same(total, reference(data), f"seed {seed}, call {call}, {op._algorithm}")
 
 
-@pytest.mark.sample(0)
-def test_calls_of_all_algorithms_in_turn():
-    ranks.run(2, _mixed, random.randrange(1 << 30), timeout=400)
-
-
-def _misuse(case):
-    made = {
-        "algorithm": lambda: AllReduce(algorithm="ring"),
-        "staging": lambda: AllReduce(staging_bytes=0),
-        "blocks differ": lambda: AllReduce(blocks=1 + tsn.rank(), threads=64),
-    }
-    if case in made:
-        return made[case]()
+@ranks.on()
+def test_misuse_is_named():
     op = AllReduce(threads=64, blocks=1, staging_bytes=4096)
     x, out = torch.zeros(8, device=tsn.device()), torch.zeros(8, device=tsn.device())
-    calls = {
-        "dtype": lambda: op(out.to(torch.uint8)),
-        "mixed": lambda: op(out, x.double()),
-        "shape": lambda: op(out, x[:7]),
-        "overlap": lambda: op(out[:4], out[2:6]),
-        "strided": lambda: op(out[::2]),
-        "ranks differ": lambda: op(out[: 4 + tsn.rank()]),
-        "freed": lambda: (op.free(), op(out)),
-    }
-    calls[case]()
-
-
-@pytest.mark.parametrize(
-    "case, error, words",
-    [
-        ("algorithm", "ValueError", ["algorithm", "'ring'", "two_shot"]),
-        ("staging", "ValueError", ["staging_bytes", "0"]),
-        ("blocks differ", "RankMismatch", ["blocks=1", "blocks=2"]),
-        ("dtype", "TypeError", ["uint8", "bfloat16"]),
-        ("mixed", "TypeError", ["x", "float64", "float32"]),
-        ("shape", "ValueError", ["x", "[7]", "[8]"]),
-        ("overlap", "ValueError", ["overlap"]),
-        ("strided", "ValueError", ["out", "contiguous"]),
-        ("ranks differ", "RankMismatch", ["[4]", "[5]"]),
-        ("freed", "TileScaleError", ["free()"]),
-    ],
-)
-def test_misuse_is_named(case, error, words):
-    for outcome in ranks.launch(2, _misuse, case):
-        assert outcome.error is not None and outcome.error[0] == error, outcome
-        assert all(word in outcome.error[1] for word in words), outcome.error
-
-
-SM_90 = {
-    "tilescale_net.kernels.all_reduce_packets.all_reduce_packets": [
-        dict(n_pes=4, dtype="bfloat16", capacity=16384),
-        dict(n_pes=8, dtype="float32", capacity=8192, aligned=False),
-    ],
-    "tilescale_net.kernels.all_reduce_push.all_reduce_push": [
-        dict(n_pes=4, dtype="bfloat16", capacity=32768, shots=1),
-        dict(n_pes=2, dtype="float16", capacity=65536, shots=2, batch=2, aligned=False),
-    ],
-    "tilescale_net.kernels.all_reduce_two_shot.all_reduce_two_shot": [
-        dict(n_pes=4, dtype="bfloat16", staged=False),
-        dict(n_pes=4, dtype="bfloat16", staged=False, pulled=True),
-        dict(n_pes=8, dtype="float32", staged=True, aligned=False),
-    ],
-    "tilescale_net.kernels.sums.sum_of_rows": [dict(rows=8, dtype="bfloat16")],
-}
+    rejected(
+        (lambda: AllReduce(algorithm="ring"), ValueError, "algorithm", "'ring'", "two_shot"),
+        (lambda: AllReduce(staging_bytes=0), ValueError, "staging_bytes", "0"),
+        (lambda: AllReduce(blocks=1 + tsn.rank(), threads=64), tsn.RankMismatch, "blocks=1", "blocks=2"),
+        (lambda: op(out.to(torch.uint8)), TypeError, "uint8", "bfloat16"),
+        (lambda: op(out, x.double()), TypeError, "x", "float64", "float32"),
+        (lambda: op(out, x[:7]), ValueError, "x", "[7]", "[8]"),
+        (lambda: op(out[:4], out[2:6]), ValueError, "overlap"),
+        (lambda: op(out[::2]), ValueError, "out", "contiguous"),
+        (lambda: op(out[: 4 + tsn.rank()]), tsn.RankMismatch, "[4]", "[5]"),
+        (lambda: (op.free(), op(out)), tsn.TileScaleError, "free()"),
+    )

@@ -7,7 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.support import assert_same, unsettle
+from tests.kernels.support import assert_same, rejected, unsettle
 from tests.kernels.test_reduce_scatter import reference_of_nodes, values
 from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 
@@ -57,48 +57,23 @@ def _layers(seed, dtype, hidden, calls=12):
 
 @pytest.mark.parametrize("size, dtype, hidden", [(2, torch.bfloat16, 520), (3, torch.float32, 96)])
 @pytest.mark.sample(1)
-def test_equals_torch(size, dtype, hidden):
-    found = ranks.run(size, _layers, random.randrange(1 << 30), dtype, hidden, timeout=400)
+def test_equals_torch(size, dtype, hidden, seed):
+    found = ranks.run(size, _layers, seed, dtype, hidden, timeout=400)
     assert all(bits == found[0] for bits in found), "ranks have results with different bits"
 
 
-def _misuse(case):
-    if case == "hidden":
-        return AllReduceNorm(0)
-    op = AllReduceNorm(20 if case == "row" else 64, threads=64, blocks=1)
-    x = torch.zeros((3, 20 if case == "row" else 64), dtype=torch.bfloat16, device=tsn.device())
+@ranks.on()
+def test_misuse_is_named():
+    op, narrow = AllReduceNorm(64, threads=64, blocks=1), AllReduceNorm(20, threads=64, blocks=1)
+    x, few = (torch.zeros((3, hidden), dtype=torch.bfloat16, device=tsn.device()) for hidden in (64, 20))
     out, weight = torch.zeros_like(x), x[0].clone()
-    calls = {
-        "row": lambda: op(out, x, weight),
-        "weight": lambda: op(out, x, weight[:32]),
-        "dtype": lambda: op(out.to(torch.int32), x, weight),
-        "residual": lambda: op(out, x, weight, residual=out),
-        "bias": lambda: op(out, x, weight, bias=weight.float()),
-        "ranks differ": lambda: op(out, x, weight, residual=torch.zeros_like(x) if tsn.rank() else None),
-    }
-    calls[case]()
-
-
-@pytest.mark.parametrize(
-    "case, error, words",
-    [
-        ("hidden", "ValueError", ["hidden", "0"]),
-        ("row", "ValueError", ["40 bytes", "16"]),
-        ("weight", "ValueError", ["weight", "[32]", "[64]"]),
-        ("dtype", "TypeError", ["int32", "bfloat16"]),
-        ("residual", "ValueError", ["residual", "out", "overlap"]),
-        ("bias", "TypeError", ["bias", "float32"]),
-        ("ranks differ", "RankMismatch", ["neither", "residual"]),
-    ],
-)
-def test_misuse_is_named(case, error, words):
-    for outcome in ranks.launch(2, _misuse, case):
-        assert outcome.error is not None and outcome.error[0] == error, outcome
-        assert all(word in outcome.error[1] for word in words), outcome.error
-
-
-SM_90 = {
-    "tilescale_net.kernels.all_reduce_norm.all_reduce_norm": [
-        dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=shots, threads=544) for shots in (0, 1, 2)
-    ],
-}
+    residual = torch.zeros_like(x) if tsn.rank() else None
+    rejected(
+        (lambda: AllReduceNorm(0), ValueError, "hidden", "0"),
+        (lambda: narrow(torch.zeros_like(few), few, few[0].clone()), ValueError, "40 bytes", "16"),
+        (lambda: op(out, x, weight[:32]), ValueError, "weight", "[32]", "[64]"),
+        (lambda: op(out.to(torch.int32), x, weight), TypeError, "int32", "bfloat16"),
+        (lambda: op(out, x, weight, residual=out), ValueError, "residual", "out", "overlap"),
+        (lambda: op(out, x, weight, bias=weight.float()), TypeError, "bias", "float32"),
+        (lambda: op(out, x, weight, residual=residual), tsn.RankMismatch, "neither", "residual"),
+    )

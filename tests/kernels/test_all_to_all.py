@@ -7,8 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.declared import WAIT_ARRIVED, Mutant
-from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle
+from tests.kernels.support import Guarded, assert_same, random_tensor, rejected, unsettle
 from tilescale_net.kernels.all_to_all import AllToAll
 
 # rows per PE, shape of a row, dtype, misalignment of x and of out in bytes
@@ -44,10 +43,11 @@ def _equal(seed, cases, options, calls=2):
         out.free()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size, visibility", [(1, "eager"), (2, "random"), (3, "late"), (4, "random")])
 @pytest.mark.sample(2)
-def test_equal_splits(size):
-    ranks.run(size, _equal, random.randrange(1 << 30), EQUAL, dict(threads=64, blocks=3))
+@ranks.on()
+def test_equal_splits(size, visibility, seed):
+    _equal(seed, EQUAL, dict(threads=64, blocks=3))
 
 
 def random_splits(pace: random.Random, n: int) -> list[list[int]]:
@@ -94,26 +94,16 @@ def _uneven(seed, calls, options, row, dtype, as_tensors):
     out_heap.check()
 
 
-def _uneven_rows(seed):
+@pytest.mark.parametrize("size, visibility", [(2, "random"), (3, "late"), (4, "eager")])
+@pytest.mark.sample(1)
+@ranks.on()
+def test_uneven_splits(size, visibility, seed):
     for row, dtype in (((3,), torch.bfloat16), ((), torch.float32), ((129,), torch.uint8)):
         _uneven(seed, 8, dict(threads=32, blocks=2), row, dtype, dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.sample(1)
-def test_uneven_splits(size):
-    ranks.run(size, _uneven_rows, random.randrange(1 << 30), timeout=240)
-
-
-@pytest.mark.parametrize("visibility", ["eager", "late", "random"])
-@pytest.mark.sample(1)
-def test_any_schedule(visibility):
-    seed = random.randrange(1 << 30)
-    env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
-    ranks.run(3, _uneven, seed, 10, dict(threads=32, blocks=3), (40,), torch.float32, False, env=env)
-
-
-def _mixed(seed):
+@ranks.on()
+def test_hundreds_of_mixed_calls(seed):
     """Equal and uneven calls in turn share signals; 300 of them without a barrier."""
     rank, n = tsn.rank(), tsn.size()
     pace, own = random.Random(seed), random.Random(f"{seed} {rank}")
@@ -136,55 +126,26 @@ def _mixed(seed):
             assert out[: sum(receives)].tolist() == expected, (seed, call)
 
 
-def test_hundreds_of_mixed_calls():
-    ranks.run(2, _mixed, random.randrange(1 << 30))
+@ranks.on()
+def test_misuse_is_named():
+    op, x, out = AllToAll(threads=32, blocks=1), tsn.zeros((6, 4), torch.float32), tsn.zeros((6, 4), torch.float32)
+    split = torch.tensor([3, 3], dtype=torch.int64, device=tsn.device())
+    rejected(
+        (lambda: op(out[:5], x[:5]), ValueError, "multiple of the 2 PEs", "[5, 4]"),
+        (lambda: op(out.view(8, 3), x), ValueError, "[8, 3]", "[6, 4]"),
+        (lambda: op(out, x, [3, 3]), ValueError, "input_splits", "together"),
+        (lambda: op(out, x, [3, 3], [3, 2]), ValueError, "input_splits", "[3, 2]", "5 rows", "6"),
+        (lambda: op(out, x, [7, -1], [3, 3]), ValueError, "output_splits", "negative"),
+        (lambda: op(out, x, [2, 2, 2], [3, 3]), ValueError, "output_splits", "3 numbers"),
+        (lambda: op(out, x, split.int(), split), TypeError, "output_splits", "int32", "int64"),
+        (lambda: op(out, out), ValueError, "overlap"),
+        (lambda: op(out[0, 0], x[0, 0]), ValueError, "rows of one shape"),
+        (lambda: op(torch.zeros((6, 4), device=tsn.device()), x), tsn.HeapError, "out", "symmetric"),
+    )
 
 
-def _misuse(case):
-    op = AllToAll(threads=32, blocks=1)
-    rank, n = tsn.rank(), tsn.size()
-    x, out = tsn.zeros((6, 4), torch.float32), tsn.zeros((6, 4), torch.float32)
-
-    def tensor(*numbers):
-        return torch.tensor(numbers, dtype=torch.int64, device=tsn.device())
-
-    calls = {
-        "rows": lambda: op(out[:5], x[:5]),
-        "row shape": lambda: op(out.view(8, 3), x),
-        "one split": lambda: op(out, x, [3, 3]),
-        "sum": lambda: op(out, x, [3, 3], [3, 2]),
-        "negative": lambda: op(out, x, [7, -1], [3, 3]),
-        "length": lambda: op(out, x, [2, 2, 2], [3, 3]),
-        "split dtype": lambda: op(out, x, tensor(3, 3).to(torch.int32), tensor(3, 3)),
-        "overlap": lambda: op(out, out),
-        "0 dim": lambda: op(out[0, 0], x[0, 0]),
-        "not symmetric": lambda: op(torch.zeros((6, 4), device=tsn.device()), x),
-    }
-    calls[case]()
-
-
-@pytest.mark.parametrize(
-    "case, error, words",
-    [
-        ("rows", "ValueError", ["multiple of the 2 PEs", "[5, 4]"]),
-        ("row shape", "ValueError", ["[8, 3]", "[6, 4]"]),
-        ("one split", "ValueError", ["input_splits", "together"]),
-        ("sum", "ValueError", ["input_splits", "[3, 2]", "5 rows", "6"]),
-        ("negative", "ValueError", ["output_splits", "negative"]),
-        ("length", "ValueError", ["output_splits", "3 numbers"]),
-        ("split dtype", "TypeError", ["output_splits", "int32", "int64"]),
-        ("overlap", "ValueError", ["overlap"]),
-        ("0 dim", "ValueError", ["rows of one shape"]),
-        ("not symmetric", "HeapError", ["out", "symmetric"]),
-    ],
-)
-def test_misuse_is_named(case, error, words):
-    for outcome in ranks.launch(2, _misuse, case):
-        assert outcome.error is not None and outcome.error[0] == error, outcome
-        assert all(word in outcome.error[1] for word in words), outcome.error
-
-
-def _disagree():
+@ranks.on()
+def test_splits_that_differ_between_ranks():
     """Rank 0 sends 2 rows to rank 1, which expects 3; everything else fits, and moves."""
     rank = tsn.rank()
     op = AllToAll(threads=32, blocks=2)
@@ -192,29 +153,19 @@ def _disagree():
     x.fill_(rank + 1)
     sends = ([1, 2], [4, 1])[rank]
     receives = ([1, 4], [3, 1])[rank]
-    message = None
-    try:
+    text = ("0 sends 2 rows to rank 1, which expects 3", "1 expects 3 rows from rank 0, which sends 2")[rank]
+    with pytest.raises(tsn.RankMismatch, match=f"rank {text}"):
         op(out[: sum(receives)], x[: sum(sends)], receives, sends)
         op.check()
-    except tsn.RankMismatch as error:
-        message = str(error)
-    moved = out[:, 0].tolist()
+    assert out[:, 0].tolist() == ([1, 2, 2, 2, 2, 0], [0, 0, 0, 2, 0, 0])[rank], "agreed rows arrive, others do not"
     op(out[:4], x[:4])  # the object still works
     tsn.synchronize()
-    return message, moved, out[:4, 0].tolist()
+    assert out[:4, 0].tolist() == [1, 1, 2, 2]
 
 
-def test_splits_that_differ_between_ranks():
-    (first, moved, after), (second, moved_1, after_1) = ranks.run(2, _disagree)
-    assert "rank 0 sends 2 rows to rank 1, which expects 3" in first
-    assert "rank 1 expects 3 rows from rank 0, which sends 2" in second
-    assert moved == [1, 2, 2, 2, 2, 0] and moved_1 == [0, 0, 0, 2, 0, 0], "agreed rows arrive, others do not"
-    assert after == after_1 == [1, 1, 2, 2]
-
-
-def _wrong_in_device_memory():
-    """Splits in tensors that do not add up are found by the kernel; no rank sends, and none hangs."""
-
+@ranks.on()
+def test_wrong_splits_in_device_memory():
+    """They do not add up, which the kernel finds; no rank sends, and none hangs."""
     rank, n = tsn.rank(), tsn.size()
     op = AllToAll(threads=32, blocks=1)
     x, out = tsn.zeros((4, 4), torch.float32), tsn.zeros((4, 4), torch.float32)
@@ -226,39 +177,6 @@ def _wrong_in_device_memory():
     op.check = lambda: None
     op._uneven(out, x, receives, sends)
     tsn.synchronize()
-    try:
+    with pytest.raises(ValueError if rank else tsn.RankMismatch, match="6" if rank else "(?=.*do not add up).*rank 1"):
         op._uneven_checked()
-    except (ValueError, tsn.RankMismatch) as error:
-        return type(error).__name__, str(error), out.sum().item()
-
-
-def test_wrong_splits_in_device_memory():
-    first, second = ranks.run(2, _wrong_in_device_memory)
-    assert first[0] == "RankMismatch" and "do not add up" in first[1] and "rank 1" in first[1]
-    assert second[0] == "ValueError" and "6" in second[1]
-    assert first[2] == 2 * 4 * 7 and second[2] == 0, "only rank 0's own rows moved"
-
-
-SM_90 = {
-    "tilescale_net.kernels.all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
-    "tilescale_net.kernels.all_to_all.all_to_all_mapped": [dict(n_pes=4)],
-    "tilescale_net.kernels.all_to_all.all_to_all_uneven": [dict(n_pes=4)],
-}
-
-
-def short(seed):
-    cases = [(2_000, (), torch.float32, 0, 0), (300, (), torch.float32, 4, 4)]
-    _equal(seed, cases, dict(threads=32, blocks=2, algorithm="puts"), 24)
-
-
-def short_uneven(seed):
-    _uneven(seed, 24, dict(threads=32, blocks=2), (40,), torch.float32, False)
-
-
-UNEVEN = ("all_to_all", "all_to_all_uneven")
-MUTANTS = {
-    "all-to-all without wait for data": Mutant("exchange", "exchange", WAIT_ARRIVED, "short"),
-    "uneven without wait for data": Mutant(*UNEVEN, WAIT_ARRIVED, "short_uneven", nightly=True),
-    "uneven without fence": Mutant(*UNEVEN, ", fence=True", "short_uneven", ""),
-    "uneven without quiet": Mutant(*UNEVEN, "N.quiet(thread)", "short_uneven"),
-}
+    assert out.sum().item() == (0 if rank else 2 * 4 * 7), "only rank 0's own rows moved"

@@ -7,7 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle, zeroed
+from tests.kernels.support import Guarded, assert_same, random_tensor, rejected, unsettle, zeroed
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
 
@@ -65,60 +65,34 @@ def _transposed(seed, cases=8, largest=5):
     op.free()
 
 
-def _both(seed):
+@pytest.mark.parametrize("size, nodes", [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.sample(1)
+@ranks.on(timeout=400)
+def test_equals_torch(size, nodes, seed):
     _broadcast(seed)
     _transposed(seed)
 
 
-@pytest.mark.parametrize("size, nodes", [(1, 1), (2, 1), (4, 1), (4, 2)])
-@pytest.mark.sample(1)
-def test_equals_torch(size, nodes):
-    ranks.run(size, _both, random.randrange(1 << 30), env={"VIRTUAL_NODES": str(nodes)}, timeout=400)
-
-
-def _misuse(case):
+@ranks.on()
+def test_misuse_is_named():
     op, transposed = Broadcast(**GEOMETRY), AllToAllTransposed(**GEOMETRY)
     x, out = tsn.zeros((4, 6), torch.float32), tsn.zeros((8, 3), torch.float32)
     plain = torch.zeros((4, 6), device=tsn.device())
-    calls = {
-        "root": lambda: op(x, 2),
-        "roots differ": lambda: op(x, tsn.rank()),
-        "not symmetric": lambda: op(plain),
-        "axis": lambda: transposed(out, x, 2, 0),
-        "one axis": lambda: transposed(out, x, 1, -1),
-        "no multiple": lambda: transposed(out, x[:3], 0, 1),
-        "shape": lambda: transposed(out[:7], x, 1, 0),
-        "out not symmetric": lambda: transposed(plain.view(8, 3), x, 1, 0),
-        "overlap": lambda: transposed(x.view(8, 3), x, 1, 0),
-    }
-    calls[case]()
+    rejected(
+        (lambda: op(x, 2), ValueError, "root", "2", "between 0 and 1"),
+        (lambda: op(x, tsn.rank()), tsn.RankMismatch, "root 0", "root 1"),
+        (lambda: op(plain), tsn.HeapError, "x", "symmetric"),
+        (lambda: transposed(out, x, 2, 0), ValueError, "cut", "2"),
+        (lambda: transposed(out, x, 1, -1), ValueError, "cut", "join"),
+        (lambda: transposed(out, x[:3], 0, 1), ValueError, "[3, 6]", "2 PEs"),
+        (lambda: transposed(out[:7], x, 1, 0), ValueError, "out"),
+        (lambda: transposed(plain.view(8, 3), x, 1, 0), tsn.HeapError, "out", "symmetric"),
+        (lambda: transposed(x.view(8, 3), x, 1, 0), ValueError, "overlap"),
+    )
 
 
-@pytest.mark.parametrize(
-    "case, error, words",
-    [
-        ("root", "ValueError", ["root", "2", "between 0 and 1"]),
-        ("roots differ", "RankMismatch", ["root 0", "root 1"]),
-        ("not symmetric", "HeapError", ["x", "symmetric"]),
-        ("axis", "ValueError", ["cut", "2"]),
-        ("one axis", "ValueError", ["cut", "join"]),
-        ("no multiple", "ValueError", ["[3, 6]", "2 PEs"]),
-        ("shape", "ValueError", ["out"]),
-        ("out not symmetric", "HeapError", ["out", "symmetric"]),
-        ("overlap", "ValueError", ["overlap"]),
-    ],
-)
-def test_misuse_is_named(case, error, words):
-    for outcome in ranks.launch(2, _misuse, case):
-        assert outcome.error is not None and outcome.error[0] == error, outcome
-        assert all(word in outcome.error[1] for word in words), outcome.error
-
-
-SMALL_RUN_OF = ("broadcast",)
-
-
-def _root_writes_again():
-    """Behind the call, a kernel writes the root's tensor, which the call has sent from."""
+def small_run(seed):
+    """Behind some calls, a kernel writes the root's tensor, which they have sent from."""
     op, x, clear = Broadcast(**GEOMETRY, chunk_bytes=4096), tsn.zeros(40_000, torch.uint8), zeroed(40_000)
     for call in (1, 2, 3):
         x.fill_(call if tsn.rank() == 0 else 0)
@@ -128,14 +102,4 @@ def _root_writes_again():
         tsn.synchronize()
         assert tsn.rank() == 0 or x.eq(call).all()
     op.free()
-
-
-def small_run(seed):
-    _root_writes_again()
     _broadcast(seed)
-
-
-SM_90 = {
-    "tilescale_net.kernels.broadcast.broadcast": [dict(n_pes=4)],
-    "tilescale_net.kernels.all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True)],
-}

@@ -1,31 +1,23 @@
 """Every kernel of kernels/ compiled for sm_90: wide stores, bulk copies, and no read-only loads, which may be stale."""
 
 import functools
-import importlib
-import pkgutil
 import re
 
 import pytest
 
-import tests.kernels
 from tests import sass
-from tests.generated import Code, Generated
-from tests.kernels.declared import declared
+from tests.generated import Code, Generated, factory_of, kernels_of
+from tests.kernels.registry import SM_90
 from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
 from tilescale_net import kernels
 from tilescale_net.compiler import toolchain
-from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.errors import ConfigurationError
 
-# Kernels that only benchmarks run. Those of kernels/ stand in the files of their tests; `test_every_kernel_is_compiled`
-# fails while one is missing.
-OTHERS = {
-    "tilescale_net.kernels.proxy_write.write": [dict(capacity=1 << 20)],
-    "benchmark.common.queue.probe": [dict()],
-}
 # What the fused products send with; the products are in fused/test_generated_code.py.
 ROWS = dict(n_pes=4, rows=1024, n=8192, height=128, across=32, slices=2, pieces=4)
 PIPELINED = "tilescale_net.kernels.fused.all_gather_matmul"
+PROBE = "benchmark.common.queue.probe"  # of a benchmark
+PUSH, PING_PONG = "tilescale_net.kernels.p2p.push", "tilescale_net.kernels.p2p.ping_pong"
 FUSED = {
     "tilescale_net.kernels.fused.all_gather_matmul.push_rows": [
         dict(n_pes=4, rows=1024, k=8192, dtype="bfloat16", chunk=128)
@@ -43,7 +35,7 @@ FUSED = {
         dict(ROWS, carried="bfloat16", dtype="bfloat16", threads=512)
     ],
 }
-KERNELS = {name: variants for name, (_, variants) in declared(tests.kernels, "SM_90").items()} | OTHERS | FUSED
+KERNELS = {f"tilescale_net.kernels.{name}": variants for name, variants in SM_90.items()} | FUSED | {PROBE: [dict()]}
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 # These copy nothing with a block's threads, a barrier, one thread's puts, and pushes into the queue; or add up what has
 # come, small and aligned to elements only.
@@ -53,17 +45,8 @@ WITHOUT_DATA = {
     f"{PIPELINED}.barrier_peers",
     f"{PIPELINED}.await_rows",
     "tilescale_net.kernels.proxy_write.write",
-    "benchmark.common.queue.probe",
+    PROBE,
 }
-
-
-PROBE = "benchmark.common.queue.probe"
-PUSH, PING_PONG = "tilescale_net.kernels.p2p.push", "tilescale_net.kernels.p2p.ping_pong"
-
-
-def _factory(name: str) -> KernelFactory:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
 
 
 # With the bulk engine too, in every run: one that a whole block runs, one whose copies are interleaved with sums.
@@ -87,13 +70,13 @@ def _is_long(name: str, arguments: dict) -> bool:
 SHORT = [(name, arguments) for name, arguments in CASES if not _is_long(name, arguments)]
 # What the assembler makes of them is looked at in every run, as it ships.
 SMALL = [
-    (_factory(name), dict(capacity=1 << 20, threads=threads)) for name in (PUSH, PING_PONG) for threads in (128, 1024)
+    (factory_of(name), dict(capacity=1 << 20, threads=threads)) for name in (PUSH, PING_PONG) for threads in (128, 1024)
 ]
 
 
 @functools.cache
 def _generated(ships: bool = False) -> Generated:
-    return Generated(((_factory(name), arguments) for name, arguments in (CASES if ships else SHORT)), ships=ships)
+    return Generated(((factory_of(name), arguments) for name, arguments in (CASES if ships else SHORT)), ships=ships)
 
 
 @functools.cache
@@ -104,7 +87,7 @@ def _small() -> Generated:
 
 
 def build(name: str, **arguments) -> Code:
-    return _generated().code(_factory(name), **arguments)
+    return _generated().code(factory_of(name), **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +101,8 @@ def tools():
 
 
 def test_every_kernel_is_compiled():
-    """kernels/moe and kernels/fused have tests like this of their own."""
-    found = set()
-    for module in pkgutil.iter_modules(kernels.__path__, kernels.__name__ + "."):
-        if module.ispkg:
-            continue
-        for name, value in vars(importlib.import_module(module.name)).items():
-            if isinstance(value, KernelFactory) and value.__module__ == module.name:
-                found.add(f"{module.name}.{name}")
+    """A kernel that registry.SM_90 lacks fails this. kernels/moe and kernels/fused have tests like this of their own."""
+    found = kernels_of(kernels)
     # This one waits for one flag and does nothing else.
     found -= {"tilescale_net.kernels.collective.wait_until_resident"}
     assert found == {name for name in KERNELS.keys() - FUSED.keys() if name.startswith("tilescale_net.kernels.")}
@@ -143,7 +120,7 @@ def test_code_for_sm_90(tools, name, arguments):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name, arguments", CASES, ids=_ids(CASES))
 def test_code_that_ships(tools, name, arguments):
-    check(_generated(ships=True).code(_factory(name), **arguments), name, arguments)
+    check(_generated(ships=True).code(factory_of(name), **arguments), name, arguments)
 
 
 def check(code: Code, name: str, arguments: dict) -> None:
@@ -181,7 +158,7 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
 @pytest.mark.sample(0)
 def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
     """What large copies need in registers once made small pushes by 1024 threads 0.2 us slower."""
-    instructions = _small().code(_factory(PUSH), capacity=1 << 20, threads=threads).instructions
+    instructions = _small().code(factory_of(PUSH), capacity=1 << 20, threads=threads).instructions
     before = instructions[: next(i for i, name in enumerate(instructions) if re.match(r"STG.*\.128", name))]
     assert any(re.match(r"LDG.*\.128", name) for name in before)
     assert not [name for name in before if name.startswith(("STL", "LDL"))]
@@ -204,7 +181,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
     It did, by computing with one of them before it loaded the next, and by making one wait for the data, with which it
     shared a counter: 0.2 us each.
     """
-    code = _small().code(_factory(kernel), capacity=1 << 20, threads=threads).schedule
+    code = _small().code(factory_of(kernel), capacity=1 << 20, threads=threads).schedule
     first, last = _look_up(code)
     assert last - first < 10, "the loads follow one another"
     start = max(i for i in range(first) if code[i].text.startswith("BAR.SYNC"))

@@ -28,7 +28,8 @@ pytestmark = [
 COUNT = 50_000
 
 
-def _replayed():
+@ranks.on(heap="256M")
+def test_replay():
     rank, n, device = tsn.rank(), tsn.size(), tsn.device()
     gather, exchange, reduce = AllGather(blocks=8), AllToAll(blocks=8), ReduceScatter(blocks=8)
     reductions = [AllReduce(algorithm=algorithm, blocks=8) for algorithm in ALGORITHMS]
@@ -85,7 +86,8 @@ def _replayed():
     tsn.barrier()
 
 
-def _replayed_operators():
+@ranks.on(heap="512M", timeout=400)
+def test_replay_of_operators():
     """The other collectives and the fused products, against the same calls outside of the graph."""
     rank, n, device = tsn.rank(), tsn.size(), tsn.device()
     spread, norm, transpose, neighbour = Broadcast(), AllReduceNorm(512), AllToAllTransposed(), SendRecv()
@@ -145,11 +147,3 @@ def _replayed_operators():
             assert torch.equal(once, again), (turn, i)
         tsn.synchronize()
         tsn.barrier()
-
-
-def test_replay():
-    ranks.run(2, _replayed, heap="256M")
-
-
-def test_replay_of_operators():
-    ranks.run(2, _replayed_operators, heap="512M", timeout=400)

@@ -39,10 +39,8 @@ def _collectives(seed: int) -> None:
 
 
 def _sums_and_roots(seed: int) -> None:
-    options = dict(**GEOMETRY, staging_bytes=4096)
-    test_all_reduce._reduce(
-        seed, [((501,), torch.bfloat16, 0, 0, True), ((7,), torch.bfloat16, 0, None, False)], options
-    )
+    sums = [((501,), torch.bfloat16, 0, 0, True), ((7,), torch.bfloat16, 0, None, False)]
+    test_all_reduce._reduce(seed, sums, dict(**GEOMETRY, staging_bytes=4096))
     test_all_reduce_norm._layers(seed, torch.bfloat16, 96, calls=4)
     test_broadcast._broadcast(seed, cases=2)
     test_broadcast._transposed(seed, cases=4, largest=1)
@@ -80,7 +78,7 @@ def _by_rank(seed: int) -> None:
 def _latency(seed: int) -> None:
     rounds(seed, MOE, dict(mode="latency"), dict(halves=True), ("random", "masked"))
     rounds(seed, MOE, dict(mode="latency", dtype=FP8), dict(), ("random",))
-    weights_at_combine(seed, MOE, dict(mode="latency"), dict())
+    weights_at_combine(seed, MOE, dict(mode="latency"))
 
 
 def _without_a_rank(mode: str, seed: int) -> None:
@@ -102,15 +100,10 @@ JOBS = {
 }
 
 
-def _run(size: int, nodes: int, job: str) -> None:
-    seed = random.randrange(1 << 20)
-    env = {"VIRTUAL_NODES": str(nodes), "TSN_CHAOS": "on", "TSN_TIMEOUT": "300"}
-    ranks.run(size, JOBS[job], seed, env=env, heap="8M", timeout=900)
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(1000)  # 32 ranks share two processors
 @pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize("job", JOBS)
-def test_four_nodes(size, job):
-    _run(size, 4, job)
+@ranks.on(VIRTUAL_NODES="4", TSN_CHAOS="on", TSN_TIMEOUT="300", heap="8M", timeout=900)
+def test_four_nodes(size, job, seed):
+    JOBS[job](seed)

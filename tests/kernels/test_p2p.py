@@ -24,7 +24,7 @@ WAYS = [
 ]
 
 
-def _copies(direction, way, cases, seed):
+def _copies(seed, direction, way, cases):
     rank, pace = tsn.rank(), random.Random(f"{seed} {tsn.rank()}")
     peer = (rank + 1) % tsn.size()
     source = {"push": (rank - 1) % tsn.size(), "pull": peer}[direction]
@@ -63,20 +63,18 @@ def _name(way) -> str:
     + [pytest.param("pull", way, id="pull-" + _name(way), marks=pytest.mark.nightly) for way in (WAYS[2], WAYS[7])],
 )
 @pytest.mark.sample(2)
-def test_delivers_exactly_what_was_asked(direction, way):
-    seed = random.randrange(1 << 30)
+@ranks.on()
+def test_delivers_exactly_what_was_asked(direction, way, seed):
     pace = random.Random(seed)
     cases = [(count, 1 + number % 2, 0, 0) for number, count in enumerate(COUNTS)]
     cases += [(pace.choice(COUNTS), 1, pace.randrange(16), pace.randrange(16)) for _ in range(4)]
-    ranks.run(2, _copies, direction, way, cases, seed)
+    _copies(seed, direction, way, cases)
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])
-def test_any_schedule(visibility):
-    seed = random.randrange(1 << 30)
-    env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
-    cases = [(33_333, 2, 0, 0), (CAPACITY, 1, 4, 4)]
-    ranks.run(3, _copies, "push", dict(threads=64, blocks=2), cases, seed, env=env)
+@ranks.on(3)
+def test_any_schedule(visibility, seed):
+    _copies(seed, "push", dict(threads=64, blocks=2), [(33_333, 2, 0, 0), (CAPACITY, 1, 4, 4)])
 
 
 def _ping_pong(seed, threads):
@@ -124,8 +122,9 @@ def _meetings(seed):
         tsn.free(tensor)
 
 
-def test_meetings():
-    ranks.run(2, _meetings, random.randrange(1 << 30))
+@ranks.on()
+def test_meetings(seed):
+    _meetings(seed)
 
 
 def _writes(seed):
@@ -146,9 +145,9 @@ def _writes(seed):
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])
-def test_ping_pong(visibility):
-    seed = random.randrange(1 << 30)
-    ranks.run(2, _ping_pong, seed, 64, env={"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility})
+@ranks.on()
+def test_ping_pong(visibility, seed):
+    _ping_pong(seed, 64)
 
 
 def test_ping_pong_of_a_rank_alone_ends():
@@ -173,14 +172,3 @@ def test_bad_choices():
     for chunk in (0, 100, -128):
         with pytest.raises(ValueError, match=f"chunk is {chunk}"):
             p2p.pull.trace(1024, blocks=2, partition="interleaved", chunk=chunk)
-
-
-SM_90 = {
-    "tilescale_net.kernels.p2p.push": [
-        dict(capacity=1 << 22, engine="ldst"),
-        dict(capacity=1 << 22, blocks=8, engine="bulk"),
-    ],
-    "tilescale_net.kernels.p2p.pull": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, engine="bulk")],
-    "tilescale_net.kernels.p2p.ping_pong": [dict(capacity=1 << 20, threads=128)],
-    "tilescale_net.kernels.p2p.meet": [dict()],
-}

@@ -1,4 +1,7 @@
-"""The simulator's check for races reports nothing in the kernels that are shipped, and costs little."""
+"""The small runs of all kernels under many seeds and on networks that misbehave: right data, and no report of the race detector.
+
+TSN_CHAOS_SEEDS is the number of networks without the race detector.
+"""
 
 import os
 import random
@@ -11,14 +14,31 @@ import pytest
 import tilescale_net as tsn
 import tilescale_net.runtime.settings as settings
 from tests import jobs, ranks
-from tests.kernels import small_runs
+from tests.kernels.registry import RUNS
 from tests.kernels.support import alive_objects
-from tests.kernels.test_chaos_seeds import chaos_of
 from tests.tutorials.test_tutorials import PROGRAMS, expected_runs
 
-pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
-SEEDS, AT_ONCE = 50, 5  # seeds, and how many of one test's networks
+in_the_simulator = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
+SEEDS = 50  # of each run with the race detector
+NETWORKS = settings.CHAOS_SEEDS.get()
 IN_A_ROW = 5  # runs of one test of the ordinary suite
+ACROSS_NODES = [name for name, run in RUNS.items() if not run.one_node]
+
+
+def chaos_of(seed: int) -> str:
+    """A network: what it does, and how badly, depends on the seed."""
+    pace = random.Random(seed)
+    faults = {
+        "reorder": f"{pace.uniform(0.1, 0.9):.2f}",
+        "split": f"{pace.uniform(0.1, 0.9):.2f}",
+        "eagain": f"{pace.uniform(0.05, 0.5):.2f}",
+        "delay_us": str(pace.choice((50, 200, 400))),
+        "imm_bits": str(pace.choice((8, 16, 20, 32))),
+        "depth": str(pace.choice((4, 16, 64))),
+        "max_write": str(pace.choice((256, 1000, 4096))),
+    }
+    chosen = pace.sample(sorted(faults), pace.randrange(2, len(faults) + 1))
+    return ",".join([f"seed={seed}", *(f"{name}={faults[name]}" for name in chosen)])
 
 
 def run(names, seeds) -> dict:
@@ -32,7 +52,7 @@ def run(names, seeds) -> dict:
             os.environ["TSN_SIM_VISIBILITY"] = ("random", "late", "random", "eager")[seed % 4]
             began = time.process_time()
             try:
-                small_runs.RUNS[name][1](seed)
+                RUNS[name].run(seed)
             except Exception as error:
                 raise AssertionError(f"{name}, seed {seed}: {type(error).__name__}: {error}") from error
             seconds += time.process_time() - began if number else 0  # kernels are loaded in the first
@@ -65,42 +85,62 @@ def _check(names, seeds, nodes=1, races=True, timeout=200, **env):
     return ranks.run(2, run, names, seeds, env=env, timeout=timeout)
 
 
+def _check_networks(names, seeds, races, timeout=7000):
+    """In a world for each network: starting the ranks, and building and loading the kernels, takes longer than a seed."""
+    env = {"TSN_SIM_RACES": str(int(races)), "VIRTUAL_NODES": "2"}
+    ranks.run(2, _on_networks, names, seeds, env=env, init=False, timeout=timeout)
+
+
+@in_the_simulator
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", range(0, len(small_runs.RUNS), IN_A_ROW))
+@pytest.mark.parametrize("first", range(0, len(RUNS), IN_A_ROW))
 @pytest.mark.sample(2)
 def test_nothing_is_accused_under_a_seed(first):
     """Several runs on the same two ranks: starting those takes longer than a run."""
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
-    _check(list(small_runs.RUNS)[first : first + IN_A_ROW], [seed], timeout=280)
+    _check(list(RUNS)[first : first + IN_A_ROW], [seed], timeout=280)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", range(0, len(ACROSS_NODES), IN_A_ROW))
+@pytest.mark.sample(2)
+def test_data_are_right_on_some_networks(first):
+    seed = random.randrange(1 << 20)
+    _check_networks(ACROSS_NODES[first : first + IN_A_ROW], [seed, seed + 1], races=False, timeout=280)
+
+
+@in_the_simulator
 @pytest.mark.nightly
 def test_rows_for_a_rank_that_rejects_a_call_are_read_before_they_are_written_again():
     env = {"TSN_SIM_RACES": "1", "VIRTUAL_NODES": "2", "TSN_CHAOS": chaos_of(0)}
     ranks.run(4, run, ("MoE latency, rejected",), [0], env=env, timeout=200)
 
 
+@in_the_simulator
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("name", small_runs.RUNS)
+@pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_accused(name, nodes):
-    if nodes > 1 and name in small_runs.ONE_NODE:
-        return  # nothing to run: it needs mapped peers
-    _check([name], range(SEEDS), nodes, timeout=3600)
+    if nodes == 1 or not RUNS[name].one_node:
+        _check([name], range(SEEDS), nodes, timeout=3600)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
-def test_nothing_is_accused_on_networks_that_misbehave(first):
-    """In a world for each network: starting the ranks, and building and loading the kernels, takes longer than a seed."""
-    names = [name for name in small_runs.RUNS if name not in small_runs.ONE_NODE]
-    env = {"TSN_SIM_RACES": "1", "VIRTUAL_NODES": "2"}
-    ranks.run(2, _on_networks, names, range(first, first + AT_ONCE), env=env, init=False, timeout=7000)
+@pytest.mark.parametrize(
+    "first, count, races",
+    [
+        *(pytest.param(first, 5, True, marks=in_the_simulator) for first in range(0, SEEDS, 5)),
+        *((first, min(24, NETWORKS - first), False) for first in range(0, NETWORKS, 24)),
+    ],
+)
+def test_networks_that_misbehave(first, count, races):
+    _check_networks(ACROSS_NODES, range(first, first + count), races)
 
 
+@in_the_simulator
 @pytest.mark.nightly
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
 def test_tutorials_are_not_accused(program):
@@ -116,11 +156,12 @@ def test_tutorials_are_not_accused(program):
             assert re.search(load + ".* nothing orders the two: .*a wait .*is missing", done.stderr), done.stderr
 
 
+@in_the_simulator
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_cost():
     """Prints the table of docs/simulator.md. The kernels are compiled before."""
-    names = list(small_runs.RUNS)
+    names = list(RUNS)
     _check(names, [0], timeout=3600)
     without, checked = ({name: _check([name], range(7), races=r)[0][name] for name in names} for r in (False, True))
     print(

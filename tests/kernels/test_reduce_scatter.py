@@ -7,8 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.declared import Mutant
-from tests.kernels.support import Guarded, assert_same, unsettle
+from tests.kernels.support import Guarded, assert_same, rejected, unsettle
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 # shape of a part, dtype, misalignment of x and of out in bytes
@@ -76,35 +75,38 @@ def _reduce(seed, cases, options, calls=2, by_nodes=()):
     op.free()
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.nightly), 4])
+# The number of PEs and the dtype are compiled in: every case is tried with two.
+@pytest.mark.parametrize(
+    "size, visibility", [(1, "eager"), (2, "random"), pytest.param(3, "late", marks=pytest.mark.nightly), (4, "eager")]
+)
 @pytest.mark.sample(1)
-def test_equals_sum_in_order(size):
-    # The number of PEs and the dtype are compiled in: every case is tried with two. test_any_schedule has three.
-    cases = CASES if size == 2 else CASES[1:3]
-    ranks.run(size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096, **PUSH))
+@ranks.on()
+def test_equals_sum_in_order(size, visibility, seed):
+    _reduce(seed, CASES if size == 2 else CASES[1:3], dict(threads=64, blocks=2, chunk_bytes=4096, **PUSH))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_pull_equals_sum_in_order(size):
+@pytest.mark.parametrize("size, visibility", [(1, "late"), (2, "random")])
+@ranks.on(timeout=400)
+def test_pull_equals_sum_in_order(size, visibility, seed):
     """Some cases cannot be pulled, and are pushed."""
     cases = [CASES[1], CASES[8], ((20_000,), torch.bfloat16, 0, 0), ((8,), torch.bfloat16, 0, 16)]
-    ranks.run(
-        size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096), timeout=400
-    )
+    _reduce(seed, cases, dict(threads=64, blocks=2, chunk_bytes=4096))
 
 
-@pytest.mark.parametrize("visibility, slots", [("eager", 3), ("late", 2), ("random", 3), ("random", 2)])
-@pytest.mark.sample(2)
-def test_any_schedule(visibility, slots):
-    seed = random.randrange(1 << 30)
-    env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
+@pytest.mark.parametrize("visibility, slots", [("late", 2), ("random", 3)])
+@pytest.mark.sample(1)
+@ranks.on(3)
+def test_slots_are_used_again(visibility, slots, seed):
     cases = [CASES[1], CASES[1], ((9_000,), torch.bfloat16, 0, 0)]
     for algorithm in ("push", "pull") if slots == 2 else ("push",):
         options = dict(threads=32, blocks=2, slots=slots, chunk_bytes=1024, algorithm=algorithm)
-        ranks.run(3, _reduce, seed, cases, options, 3, env=env)
+        _reduce(seed, cases, options, 3)
 
 
-def _in_place_and_many(seed, algorithm):
+@pytest.mark.parametrize("algorithm", ["push", "pull"])
+@pytest.mark.sample(1)
+@ranks.on()
+def test_in_place_hundreds_of_calls(algorithm, seed):
     rank, n = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
     op = ReduceScatter(threads=32, blocks=1, chunk_bytes=512, algorithm=algorithm)
@@ -119,76 +121,20 @@ def _in_place_and_many(seed, algorithm):
         assert_same(x[(rank + 1) % n], data[rank][(rank + 1) % n])
 
 
-@pytest.mark.parametrize("algorithm", ["push", "pull"])
-@pytest.mark.sample(1)
-def test_in_place_hundreds_of_calls(algorithm):
-    ranks.run(2, _in_place_and_many, random.randrange(1 << 30), algorithm)
-
-
-def _misuse(case):
-    if case == "slots":
-        return ReduceScatter(slots=1)
-    if case == "algorithm":
-        return ReduceScatter(algorithm="tree")
-    if case == "chunk":
-        return ReduceScatter(chunk_bytes=100)
-    if case == "chunks differ":
-        return ReduceScatter(blocks=1, chunk_bytes=128 * (1 + tsn.rank()))
+@ranks.on()
+def test_misuse_is_named():
     op = ReduceScatter(threads=32, blocks=1, chunk_bytes=1024)
     x, out = tsn.zeros((2, 8), torch.float32), tsn.zeros(8, torch.float32)
-    calls = {
-        "dtype": lambda: op(out.to(torch.uint8), x.to(torch.uint8)),
-        "shape": lambda: op(out[:7], x),
-        "mixed": lambda: op(out, x.to(torch.float64)),
-        "overlap": lambda: op(x.view(-1)[4:12], x),
-        "pull": lambda: ReduceScatter(blocks=1, threads=32, algorithm="pull")(out, torch.zeros_like(x)),
-    }
-    calls[case]()
-
-
-@pytest.mark.parametrize(
-    "case, error, words",
-    [
-        ("slots", "ValueError", ["slots", "1"]),
-        ("chunk", "ValueError", ["chunk_bytes", "100"]),
-        ("chunks differ", "RankMismatch", ["chunk_bytes=128", "chunk_bytes=256"]),
-        ("dtype", "TypeError", ["uint8", "bfloat16"]),
-        ("shape", "ValueError", ["x", "[2, 7]", "[2, 8]"]),
-        ("mixed", "TypeError", ["x", "float64", "float32"]),
-        ("overlap", "ValueError", ["overlap"]),
-        ("algorithm", "ValueError", ["algorithm", "'tree'"]),
-        ("pull", "ValueError", ["x", "symmetric", "push"]),
-    ],
-)
-def test_misuse_is_named(case, error, words):
-    for outcome in ranks.launch(2, _misuse, case):
-        assert outcome.error is not None and outcome.error[0] == error, outcome
-        assert all(word in outcome.error[1] for word in words), outcome.error
-
-
-SM_90 = {
-    "tilescale_net.kernels.reduce_scatter.reduce_scatter": [
-        dict(n_pes=4, dtype="bfloat16", vector=8),
-        dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
-    ],
-    "tilescale_net.kernels.reduce_scatter.reduce_scatter_pull": [
-        dict(n_pes=4, dtype="bfloat16"),
-        dict(n_pes=8, dtype="float32", threads=1024),
-    ],
-}
-
-
-def short(seed):
-    cases = [((2_000,), torch.float32, 0, 0), ((300,), torch.float32, 4, 4)]
-    _reduce(seed, cases, dict(threads=32, blocks=1, slots=2, chunk_bytes=256, algorithm="push"), 24)
-
-
-PUSHED = ("reduce_scatter", "reduce_scatter")
-WAIT_SLOT = "N.wait_slot(arrived[thread, block], done + step - 1, slots)"
-TAKE_SLOT = "N.take_slot(consumed[thread, block], done + step, slots)"
-MUTANTS = {
-    "reduce without wait for data": Mutant(*PUSHED, WAIT_SLOT, "short"),
-    "reduce without wait for a slot": Mutant(*PUSHED, TAKE_SLOT, "short"),
-    "reduce without fence": Mutant(*PUSHED, ", fence=True", "short", "", nightly=True),
-    "reduce without quiet": Mutant(*PUSHED, "N.quiet(thread)", "short", nightly=True),
-}
+    pull = ReduceScatter(blocks=1, threads=32, algorithm="pull")
+    differing = dict(blocks=1, chunk_bytes=128 * (1 + tsn.rank()))
+    rejected(
+        (lambda: ReduceScatter(slots=1), ValueError, "slots", "1"),
+        (lambda: ReduceScatter(algorithm="tree"), ValueError, "algorithm", "'tree'"),
+        (lambda: ReduceScatter(chunk_bytes=100), ValueError, "chunk_bytes", "100"),
+        (lambda: ReduceScatter(**differing), tsn.RankMismatch, "chunk_bytes=128", "chunk_bytes=256"),
+        (lambda: op(out.to(torch.uint8), x.to(torch.uint8)), TypeError, "uint8", "bfloat16"),
+        (lambda: op(out[:7], x), ValueError, "x", "[2, 7]", "[2, 8]"),
+        (lambda: op(out, x.to(torch.float64)), TypeError, "x", "float64", "float32"),
+        (lambda: op(x.view(-1)[4:12], x), ValueError, "overlap"),
+        (lambda: pull(out, torch.zeros_like(x)), ValueError, "x", "symmetric", "push"),
+    )

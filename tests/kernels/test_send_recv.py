@@ -7,17 +7,12 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.declared import Mutant
 from tests.kernels.support import assert_same, random_tensor, unsettle
 from tilescale_net import ops
 from tilescale_net.kernels import send_recv
 from tilescale_net.kernels.send_recv import SendRecv
 
 GEOMETRY = dict(chunk=128, threads=32, blocks=2)
-SM_90 = {
-    "tilescale_net.kernels.send_recv.send": [dict(n_pes=8, chunk=1 << 16)],
-    "tilescale_net.kernels.send_recv.recv": [dict(n_pes=8, chunk=1 << 16)],
-}
 
 
 def _messages(seed, apart=1, cases=6) -> None:
@@ -150,21 +145,11 @@ def _gradients() -> None:
         ops.recv(torch.empty(4, dtype=torch.int32, device=device), 1 - rank, requires_grad=True)
 
 
-def _everything(seed) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
+@ranks.on()
+def test_messages(nodes, seed):
     _messages(seed)
     _numbers_begin_anew()
     _operators_and_refusals()
     _gradients()
-
-
-MUTANTS = {
-    "send overwrites a slot": Mutant(
-        "send_recv", "send", 'N.wait_block(taken[pe, block], "ge", number + 1 - slots)', "_messages", nightly=True
-    ),
-}
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
-def test_messages(nodes):
-    ranks.run(2, _everything, random.randrange(1 << 30), env={"VIRTUAL_NODES": str(nodes)}, timeout=240)

@@ -102,7 +102,8 @@ def _noted():
         StreamOrder.follow = follow
 
 
-def _every_call_is_ordered():
+@ranks.on(heap="64M")
+def test_every_call_is_ordered():
     torch.set_default_device(tsn.device())
     calls = _calls_with_data()
     known = {c for c in _classes(Collective) if c.__module__.startswith("tilescale_net.")}
@@ -121,11 +122,8 @@ def _every_call_is_ordered():
         assert group_objects.of("").order in followed if call in operators else followed, i
 
 
-def test_every_call_is_ordered():
-    ranks.run(2, _every_call_is_ordered, heap="64M")
-
-
-def _messages_of_two_directions():
+@ranks.on()
+def test_messages_of_two_directions():
     """Those to a rank and those from it do not wait for each other: two ranks may exchange large ones on two streams."""
     messages, x, other = SendRecv(threads=64, blocks=2, chunk=1024), torch.zeros(8, device=tsn.device()), 1 - tsn.rank()
     with _noted() as followed:
@@ -135,11 +133,12 @@ def _messages_of_two_directions():
     assert len(followed) == 4 and followed[:2] == followed[2:] and followed[0] is not followed[1]
 
 
-def test_messages_of_two_directions():
-    ranks.run(2, _messages_of_two_directions)
-
-
-def _two_streams():
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    settings.device_kind() != "cuda" or torch.cuda.device_count() < 2, reason="needs two GPUs; streams are CUDA's"
+)
+@ranks.on(heap="512M")
+def test_two_streams():
     rank, n, device, count, turns = tsn.rank(), tsn.size(), tsn.device(), 100_000, 12
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     outs = [tsn.empty((n, count)) for _ in range(turns)]
@@ -178,11 +177,3 @@ def _two_streams():
         assert_same(reduced.cpu(), reference(sent))
         assert_same(summed.cpu(), found[0][2].cpu())
     tsn.barrier()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    settings.device_kind() != "cuda" or torch.cuda.device_count() < 2, reason="needs two GPUs; streams are CUDA's"
-)
-def test_two_streams():
-    ranks.run(2, _two_streams, heap="512M")

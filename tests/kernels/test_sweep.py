@@ -1,7 +1,8 @@
-"""The simulator's check for races finds kernels that lack one synchronisation, in one run, in any schedule."""
+"""Kernels that lack one synchronisation: the race detector finds them in one run, in any schedule, and some show in data."""
 
 import functools
 import os
+import random
 import re
 import sys
 import tempfile
@@ -13,21 +14,22 @@ import pytest
 
 import tilescale_net.runtime.settings as settings
 from tests import jobs, ranks
-from tests.kernels import small_runs, survivors, sweep
+from tests.kernels import registry, survivors, sweep
+from tests.kernels.registry import MUTANTS, RUNS, Mutant
 from tests.simulator import small_calls
 from tests.tutorials.test_tutorials import PROGRAMS, expected_runs
 from tilescale_net import kernels
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
 FOLDER = Path(next(iter(kernels.__path__)))
-OF_TWO = ("copies", "writes by the proxy", "send and receive")  # runs for two ranks only
 SEEDS = 20  # of runs without the check
+ATTEMPTS = 36  # of mutants of the registry: a right schedule may hide a missing line, and most show at once
 # The sample of the ordinary suite: of a file, what was changed, the how manieth of its kind, and what shows it.
 SAMPLE = [("exchange", "no sync_threads", 1, "DataRace")]
 
 
 def _runs_of(file: str) -> list[str]:
-    return [name for name, (files, _) in small_runs.RUNS.items() if file in files]
+    return [name for name, run in RUNS.items() if file in run.files]
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = F
     path = folder / f"{file.replace('/', '_')}.py"
     path.write_text(text)
     runs = _runs_of(file)
-    size, nodes = (2 if runs[0] in OF_TWO else 4, 1 if runs[0] in small_runs.ONE_NODE else 2) if many else (2, 1)
-    runs = [name for name in runs if nodes == 1 or name not in small_runs.ONE_NODE]
+    first = RUNS[runs[0]]
+    size, nodes = (2 if first.two_ranks else 4, 1 if first.one_node else 2) if many else (2, 1)
+    runs = [name for name in runs if nodes == 1 or not RUNS[name].one_node]
     env = {
         "TSN_TIMEOUT": "30" if many else "20",
         "TSN_SIM_STALL": "10",
@@ -123,6 +126,51 @@ def test_every_call_is_changed_once():
         "N.signal_block(a[0], 1, pe, fence=False)", "N.st(a[0], 1, sem='relaxed', scope='gpu')",
     ]  # fmt: skip
     assert all(len(sweep.mutants((FOLDER / f"{file}.py").read_text())) for file in ("exchange", "moe/handshake"))
+
+
+# -- the registry's, which must show without the race detector: that is what makes the runs worth passing -------------
+
+
+def _data_shows(mutant: Mutant, path: Path, seeds: list[int]) -> str | None:
+    """What went wrong in one of the runs: wrong data or a wait that never ended; None when all was right."""
+    env = {"TSN_TIMEOUT": "3"}
+    if mutant.nodes > 1:  # what is not waited for comes late
+        env |= {"VIRTUAL_NODES": str(mutant.nodes), "TSN_CHAOS": f"seed={seeds[0]},reorder=0.5,delay_us=3000"}
+    arguments = mutant.file, str(path), [mutant.run], seeds, False
+    outcomes = ranks.launch(2 * mutant.nodes, sweep.run, *arguments, env=env, timeout=150)
+    if all(outcome.ok for outcome in outcomes):
+        return None
+    # The other rank may only have noticed that this one failed. A mutant that does not compile shows nothing.
+    kinds = {o.error[1].split("\n")[1] if o.error[0] == "Shown" else o.error[0] for o in outcomes if o.error}
+    shown = kinds & {"AssertionError", "WaitTimeout", "RankMismatch", "OutOfBounds", "IndexError"}
+    assert shown, [o.error for o in outcomes]
+    return shown.pop()
+
+
+@pytest.mark.parametrize("run, nodes", sorted({(mutant.run, mutant.nodes) for mutant in MUTANTS.values()}))
+@pytest.mark.sample(1)
+def test_the_originals_pass(run, nodes):
+    mutant = next(m for m in MUTANTS.values() if (m.run, m.nodes) == (run, nodes))
+    assert _data_shows(mutant, FOLDER / f"{mutant.file}.py", [random.randrange(1 << 20)]) is None
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly if mutant.nightly else []) for n, mutant in MUTANTS.items()]
+)
+@pytest.mark.sample(3)
+def test_mutants_fail(name, tmp_path):
+    mutant, path = MUTANTS[name], tmp_path / "mutant.py"
+    original = (FOLDER / f"{mutant.file}.py").read_text()
+    assert mutant.old in original, f"the text to replace is not there: {mutant.old}"
+    path.write_text(original.replace(mutant.old, mutant.new))
+    first = random.randrange(1 << 20)
+    for seed in range(first, first + ATTEMPTS, 3):  # ranks that found nothing wrong go on to another schedule
+        if _data_shows(mutant, path, [seed, seed + 1, seed + 2]) is not None:
+            return
+    raise AssertionError(f"{name}: {ATTEMPTS} schedules from seed {first} on did not show it")
+
+
+# -- all that a machine makes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file, what, number, shown", SAMPLE)
@@ -206,7 +254,7 @@ def row(place: Place, folder: Path, seeds: list[int]) -> str:
 def _swept() -> list[str]:
     """Files of kernels and numbers of tutorials in which there is something to leave out."""
     files = [str(p.relative_to(FOLDER).with_suffix("")) for p in sorted(FOLDER.rglob("*.py"))]
-    files += [f"examples/{name}" for name in small_runs.EXAMPLES]
+    files += [f"examples/{name}" for name in registry.EXAMPLES]
     return [name for name in [*files, *(p.name[:2] for p in PROGRAMS)] if _mutants(name)]
 
 

@@ -14,7 +14,6 @@ from tilescale_net.kernels.moe import AllToAll, Arena
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.launch_args import StreamOrder
 
-SM_90 = {"buffers.meet": [dict(ranks=4, threads=32)]}
 OPTIONS = [dict(), dict(mode="latency"), dict(alignment=2)]  # as test_misuse.py has them, which saves compiling
 
 
@@ -54,6 +53,13 @@ def _by_turns(seed: int, turns: int, halves: bool) -> None:
     _wrongly()
 
 
+@pytest.mark.parametrize("nodes, races", [(1, 0), *(pytest.param(n, 1, marks=pytest.mark.nightly) for n in (1, 2))])
+@pytest.mark.sample(0)
+@ranks.on()
+def test_objects_by_turns(nodes, races, seed):
+    _by_turns(seed, 10, not races)
+
+
 def _wrongly() -> None:
     arena = Arena(AllToAll.arena_bytes(**SHAPE))
     live = sum(tsn.world().heap._allocator.live.values())
@@ -71,13 +77,6 @@ def _wrongly() -> None:
     arena.free()
     with raises(tsn.HeapError, "has been freed"):
         AllToAll(**SHAPE, arena=arena)
-
-
-@pytest.mark.parametrize("nodes, races", [(1, 0), *(pytest.param(n, 1, marks=pytest.mark.nightly) for n in (1, 2))])
-@pytest.mark.sample(0)
-def test_objects_by_turns(nodes, races):
-    env = {"VIRTUAL_NODES": str(nodes), "TSN_SIM_RACES": str(races)}
-    ranks.run(2, _by_turns, random.randrange(1 << 30), 10, not races, env=env, timeout=240)
 
 
 def test_most_of_an_object_lies_in_the_arena():

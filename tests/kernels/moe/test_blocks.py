@@ -15,7 +15,18 @@ from tilescale_net.kernels.moe.config import most_tokens
 from tilescale_net.kernels.moe.routing import BLOCK_SHARED, PlanConfig, bytes_of_choice, fixed_bytes
 
 
-def _calls(options: dict, least: int) -> None:
+@pytest.mark.parametrize(
+    "size, nodes, options, least",
+    [
+        (2, 1, {}, 2),
+        pytest.param(2, 1, dict(layout="rank"), 2, marks=pytest.mark.nightly),
+        pytest.param(2, 1, dict(mode="latency"), 1, marks=pytest.mark.nightly),
+        pytest.param(4, 2, {}, 2, marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.sample(0)
+@ranks.on(timeout=180)
+def test_blocks_of_a_call(size, nodes, options, least):
     op, rank, device = AllToAll(**SHAPE, **options), tsn.rank(), tsn.device()
     for turn in range(4):
         mine = make_inputs((turn, rank), op.config, 4, "random")
@@ -44,21 +55,6 @@ def _calls(options: dict, least: int) -> None:
         with raises(ValueError, "blocks"):
             op.combine(received.x, received.handle, blocks=wrong)
     op.free()
-
-
-CASES = {
-    "throughput": (2, 1, {}, 2),
-    "rank-major": (2, 1, dict(layout="rank"), 2),
-    "latency": (2, 1, dict(mode="latency"), 1),
-    "once per node": (4, 2, {}, 2),
-}
-
-
-@pytest.mark.parametrize("case", ["throughput", *(pytest.param(c, marks=pytest.mark.nightly) for c in [*CASES][1:])])
-@pytest.mark.sample(0)
-def test_blocks_of_a_call(case):
-    size, nodes, options, least = CASES[case]
-    ranks.run(size, _calls, options, least, env={"VIRTUAL_NODES": str(nodes)}, timeout=180)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def test_capacity_follows():
         configure(**sizes, expert_capacity=1, drop="last")
 
 
-def _dropping() -> None:
+@ranks.on(timeout=120)
+def test_dropping():
     device, rank, torch_rank = tsn.device(), tsn.rank(), torch.Generator().manual_seed(tsn.rank())
     idx = torch.tensor([[0, 1], [0, 2], [0, 3], [2, 0]] if rank else [[3, 1], [3, 1], [1, 3], [2, 3]], device=device)
     x = torch.randn((4, 32), generator=torch_rank).to(device, torch.bfloat16)
@@ -83,7 +84,3 @@ def _dropping() -> None:
             x, **(dict(mask=torch.ones((4, 2), dtype=torch.bool, device=device)) if rank else dict(topk_idx=idx))
         )
         op.check()
-
-
-def test_dropping():
-    ranks.run(2, _dropping, timeout=120)

@@ -17,7 +17,11 @@ from tilescale_net.kernels.moe import AllToAll
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
 
 
-def _masked(seed: int, mode: str, gone: int) -> None:
+# Rank 0 keeps the store of the job.
+@pytest.mark.parametrize("mode, gone", [("throughput", 0), ("latency", 1)])
+@pytest.mark.sample(1)
+@ranks.on(3, timeout=120)
+def test_a_rank_that_is_left_out(mode, gone, seed):
     """Rank `gone` takes part in the first rounds and then never again; its process ends long before the others."""
     op = AllToAll(**SHAPE, mode=mode)
     pace = random.Random(f"{seed} {tsn.rank()}")
@@ -65,7 +69,9 @@ def _arguments(op):
     return torch.ones((2, c.hidden), dtype=c.dtype, device=device), torch.tensor([[0, 1, -1]] * 2, device=device)
 
 
-def _masked_from_the_start() -> None:
+@pytest.mark.sample(0)
+@ranks.on(3, timeout=120)
+def test_a_rank_that_never_takes_part():
     op = AllToAll(**SHAPE, active=[True, True, False])
     if tsn.rank() == 2:
         with pytest.raises(tsn.TileScaleError, match="left this rank out"):
@@ -76,12 +82,8 @@ def _masked_from_the_start() -> None:
     op.free()
 
 
-@pytest.mark.sample(0)
-def test_a_rank_that_never_takes_part():
-    ranks.run(3, _masked_from_the_start, timeout=120)
-
-
-def _other_lists() -> None:
+@ranks.on(4, timeout=100)
+def test_ranks_that_leave_out_others():
     with without_kernels():
         op = AllToAll(**dict(SHAPE, num_experts=4))
     if tsn.rank() < 2:
@@ -89,20 +91,10 @@ def _other_lists() -> None:
             op.set_active([True, True, tsn.rank() == 0, tsn.rank() == 1])
 
 
-def test_ranks_that_leave_out_others():
-    ranks.run(4, _other_lists, timeout=100)
-
-
-# Rank 0 keeps the store of the job here.
-@pytest.mark.parametrize("mode, gone", [("throughput", 0), ("latency", 1)])
-@pytest.mark.sample(1)
-def test_a_rank_that_is_left_out(mode, gone):
-    ranks.run(3, _masked, random.randrange(1 << 30), mode, gone, timeout=120)
-
-
-def _late(mode: str) -> None:
+@ranks.on(TSN_TIMEOUT="20", timeout=60)
+def test_a_rank_that_is_late():
     """Rank 1 comes later than the deadline of a wait would bear if it counted from anything but the wait's begin."""
-    op = AllToAll(**SHAPE, mode=mode)
+    op = AllToAll(**SHAPE)
     everyone = [make_inputs((turn, r), op.config, 4, "random") for turn, r in ((0, 0), (0, 1))]
     for turn in range(2):
         if tsn.rank() == turn % 2:
@@ -158,7 +150,3 @@ def test_a_rank_that_never_calls(mode):
     outcomes = ranks.launch(2, _silent, mode, env={"TSN_TIMEOUT": "2"}, timeout=200)
     assert outcomes[0].error[0] == "WaitTimeout", outcomes[0].error
     assert re.search(r"waited 2 s for \w+ \d+ on the signal", outcomes[0].error[1]), outcomes[0].error[1]
-
-
-def test_a_rank_that_is_late():
-    ranks.run(2, _late, "throughput", env={"TSN_TIMEOUT": "20"}, timeout=60)

@@ -1,20 +1,17 @@
 """Every kernel compiled for sm_90 at full size: wide accesses, no read-only loads, no spilled registers."""
 
 import functools
-import importlib
-import pkgutil
 
 import pytest
 
-import tests.kernels.moe
 import tilescale_net.kernels.moe
 from tests import sass
-from tests.generated import Code, Generated
-from tests.kernels.declared import declared
+from tests.generated import Code, Generated, factory_of, kernels_of
 from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
 from tilescale_net.compiler.jit import KernelFactory
 
+PACKAGE = "tilescale_net.kernels.moe"
 SHAPE = dict(ranks=4, experts=256, top_k=8, max_tokens=4096)
 FEW = dict(ranks=4, experts=256, top_k=8, max_tokens=128)
 MOVE = dict(SHAPE, proxied=False, chunk=4, proxied_chunk=16, senders=14, receivers=10, threads=512)
@@ -31,6 +28,8 @@ RETURN = dict(
 )  # fmt: skip
 # Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
 KERNELS = {
+    "buffers.meet": [dict(ranks=4, threads=32)],
+    "routing.plan_nodes": [dict(ranks=32, experts=256, nodes=4, slots=3, max_tokens=4096, blocks=24, threads=512)],
     "routing.plan_routing": [dict(SHAPE, capacity=65536, alignment=16, blocks=24, threads=512, index_dtype="int64")],
     "dispatch.dispatch_throughput": [
         dict(MOVE, row_words=3584, scale_words=0, placement="expert"),
@@ -56,8 +55,6 @@ KERNELS = {
     ],
     "latency_combine.exchange_weights": [dict(ranks=4, top_k=8, max_tokens=128, threads=256)],
 }
-# Those of a mode with a file of tests of its own stand there.
-KERNELS |= {name: variants for name, (_, variants) in declared(tests.kernels.moe, "SM_90").items()}
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 # Beside products, see tiles.py.
 TILES = dict(tile_rows=128, tiles=512)
@@ -74,8 +71,7 @@ LONG = [
 
 
 def _factory(name: str) -> KernelFactory:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(f"tilescale_net.kernels.moe.{module}"), attribute)
+    return factory_of(f"{PACKAGE}.{name}")
 
 
 SHORT = [
@@ -98,12 +94,7 @@ def _sums() -> Generated:
 
 
 def test_every_kernel_is_compiled():
-    found = set()
-    for module in pkgutil.iter_modules(tilescale_net.kernels.moe.__path__):
-        for name, value in vars(importlib.import_module(f"tilescale_net.kernels.moe.{module.name}")).items():
-            if isinstance(value, KernelFactory) and value.__module__ == f"tilescale_net.kernels.moe.{module.name}":
-                found.add(f"{module.name}.{name}")
-    assert found == set(KERNELS)
+    assert kernels_of(tilescale_net.kernels.moe) == {f"{PACKAGE}.{name}" for name in KERNELS}
 
 
 def _ids(cases: list) -> list[str]:

@@ -31,7 +31,10 @@ def _live() -> int:
     return sum(tsn.world().heap._allocator.live.values())
 
 
-def _sizes() -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
+@ranks.on(heap="16M", TSN_HEAP_LIMIT="0")
+def test_heap_bytes(nodes):
     for options in CONFIGURATIONS:
         before = _live()
         with without_kernels():
@@ -45,12 +48,6 @@ def _sizes() -> None:
     assert _live() == before
     enough = AllToAll.heap_bytes(**dict(SHAPE, hidden=1 << 16, max_tokens=64)) + SYSTEM_BYTES
     assert f"TSN_HEAP_SIZE={-(-enough // (2 * MIB)) * 2 * MIB} " in str(caught.value)
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
-def test_heap_bytes(nodes):
-    ranks.run(2, _sizes, env={"VIRTUAL_NODES": str(nodes), "TSN_HEAP_LIMIT": "0"}, heap="16M")
 
 
 def test_heap_bytes_before_init():
@@ -112,7 +109,9 @@ def test_memory_beyond_the_output(gib, ranks_, capacity, options):
     assert abs(found / 1024 / MIB - gib) < 0.01
 
 
-def _grow() -> None:
+@pytest.mark.sample(0)
+@ranks.on(heap="16M", TSN_HEAP_LIMIT="0", timeout=200)
+def test_a_heap_that_grows():
     """An object that the heap has no room for brings another, and takes it away."""
     filler = tsn.empty((tsn.world().heap.size - SYSTEM_BYTES - 4096,), torch.uint8)
     with raises(tsn.HeapError, "TSN_HEAP_SIZE="):
@@ -145,11 +144,8 @@ def _grow() -> None:
 
 
 @pytest.mark.sample(0)
-def test_a_heap_that_grows():
-    ranks.run(2, _grow, heap="16M", env={"TSN_HEAP_LIMIT": "0"}, timeout=200)
-
-
-def _outputs() -> None:
+@ranks.on(timeout=240)
+def test_outputs():
     """Ranks give different outputs: noticed in every call, also where both were used before."""
     with torch.inference_mode():  # as servers do; what is made here is used outside
         op = AllToAll(**SHAPE)
@@ -211,11 +207,6 @@ def _ordinary_outputs(x, idx, weights) -> None:
         op.free()
 
 
-@pytest.mark.sample(0)
-def test_outputs():
-    ranks.run(2, _outputs, timeout=240)
-
-
 def _kept() -> tuple[int, ...]:
     """What objects that were freed must not add to: mappings of this process, and what the world keeps of them."""
     world = tsn.world()
@@ -224,7 +215,11 @@ def _kept() -> tuple[int, ...]:
     return mappings, len(world.calls._tracks), len(world.heap.live), alive, len(world.records._unused)
 
 
-def _many() -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
+@ranks.on(timeout=200)
+def test_objects_that_are_freed_leave_nothing(nodes):
+    """The last of many costs what the first did."""
     x = torch.ones((3, SHAPE["hidden"]), dtype=torch.bfloat16, device=tsn.device())
     idx = torch.tensor([[0, 1], [2, 3], [1, 2]], device=tsn.device())
     gathered = tsn.empty((tsn.size(), 4), torch.float32)
@@ -251,10 +246,3 @@ def _many() -> None:
     after = _kept()
     # A hundred objects: each would leave one mapping or more.
     assert after[1:] == before[1:] and after[0] <= before[0] + 10, (before, after)
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
-def test_objects_that_are_freed_leave_nothing(nodes):
-    """The last of many costs what the first did."""
-    ranks.run(2, _many, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)

@@ -1,7 +1,5 @@
 """What comes with rows and goes back with them: metadata, weights, bias, masks, short inputs, handles used again."""
 
-import random
-
 import pytest
 import torch
 
@@ -124,13 +122,6 @@ def _latency(op, everyone) -> None:
     assert torch.equal(op.combine(received.x, plain.handle, weights=weights), wanted)
 
 
-def _all(seed: int, options: dict, test) -> None:
-    op = AllToAll(**SHAPE, **options, warm_up=False)
-    for kind in ("random", "masked", "one rank", "none"):
-        test(op, _everyone(op, seed, kind))
-    op.free()
-
-
 CASES = {
     "rank": (dict(layout="rank"), _by_rank),
     "expert": (dict(alignment=4), _by_expert),
@@ -143,5 +134,10 @@ NIGHTLY = pytest.param("latency", 1, marks=pytest.mark.nightly)  # the same on t
 
 @pytest.mark.parametrize("case, nodes", [*((c, 1) for c in CASES if c != "latency"), NIGHTLY, ("latency", 2)])
 @pytest.mark.sample(0)
-def test_metadata(case, nodes):
-    ranks.run(2, _all, random.randrange(1 << 30), *CASES[case], env={"VIRTUAL_NODES": str(nodes)}, timeout=280)
+@ranks.on(timeout=280)
+def test_metadata(case, nodes, seed):
+    options, test = CASES[case]
+    op = AllToAll(**SHAPE, **options, warm_up=False)
+    for kind in ("random", "masked", "one rank", "none"):
+        test(op, _everyone(op, seed, kind))
+    op.free()

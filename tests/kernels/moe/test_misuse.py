@@ -31,23 +31,57 @@ def _arguments(device):
     return x, idx, torch.ones((3, 2), device=device)
 
 
-def _dispatch_wrongly(op, mistakes: list, right: tuple) -> None:
-    pace = random.Random(tsn.rank())
-    for turn, (argument, kind, word, wrong) in enumerate(mistakes):
+def _one_is_wrong(op, given: tuple, mistakes: list) -> None:
+    """Each call is made wrongly by rank 1 alone, whole or in halves: rank 0's fails with it, and the calls after it are right."""
+    for turn, (argument, kind, word, wrong, right) in enumerate(mistakes):
+        received = op.dispatch(*given)
         if tsn.rank() == 1:
             with raises(kind, "rank 1", argument, word):
-                op.dispatch(*wrong)
+                wrong(received)
                 op.check()  # a GPU finds out about the contents of tensors when the kernel runs
         else:
-            with raises(ValueError, "rank 1", argument):
-                op.dispatch(*right)
+            with raises(ValueError, "rank 1" if word else "rank 1 was called with a wrong", argument):
+                right(received)
                 op.check()
         everyone = [make_inputs((turn, r), op.config, 3, "random") for r in range(2)]
-        run_round(op, everyone, pace, f"after {argument}: {word}")
+        run_round(op, everyone, random.Random(turn + tsn.rank()), f"after rank 1's wrong {argument}: {word}")
 
 
-def _wrong_calls(mode: str) -> None:
-    """Each mistake is made by rank 1 alone; rank 0's call must fail with it, and the calls after it must be right."""
+def _wrong_combines(op, x, weights) -> list:
+    """Calls that nothing announces."""
+    out = torch.empty((2, 32), dtype=torch.bfloat16, device=tsn.device())
+    elsewhere = torch.empty(op.empty_output().shape, dtype=torch.bfloat16, device=tsn.device())
+
+    def whole(r):
+        op.combine(r.x, r.handle)
+
+    def halves(r):
+        op.combine_recv(op.combine_send(r.x, r.handle))
+
+    def values(r):
+        op.combine_values(r.x, r.row_weight, r.handle)
+
+    def again(r):
+        op.dispatch(x, handle=r.handle)
+
+    mistakes = [
+        ("y", TypeError, "", lambda r: op.combine(r.x.float(), r.handle), whole),
+        ("y", TypeError, "", lambda r: op.combine(fake(r.x), r.handle), whole),
+        ("out", ValueError, "", lambda r: op.combine(r.x, r.handle, out=out), halves),
+        ("y", ValueError, "", lambda r: op.combine_send(r.x[:1], r.handle), whole),
+        ("bias", TypeError, "", lambda r: op.combine(r.x, r.handle, bias=None), whole),
+        ("weight", TypeError, "", lambda r: op.combine(r.x, r.handle, weighted=weights), whole),
+        ("values", TypeError, "", lambda r: op.combine_values(r.x, None, r.handle), values),
+        ("x", ValueError, "", lambda r: op.dispatch(x[:2], handle=r.handle), again),
+        ("out", tsn.HeapError, "", lambda r: op.dispatch(x, handle=r.handle, out=elsewhere), again),
+    ]
+    return mistakes if op.config.mode == "throughput" else mistakes[:6]
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+@pytest.mark.sample(1)
+@ranks.on()
+def test_wrong_calls(mode):
     op = AllToAll(**SHAPE, mode=mode)
     # Of another configuration; in throughput mode one with most of the same kernels, which take long to compile.
     other = AllToAll(**(dict(SHAPE, alignment=2) if mode == "throughput" else dict(SHAPE, top_k=1)), mode=mode)
@@ -68,8 +102,9 @@ def _wrong_calls(mode: str) -> None:
         ("x", TypeError, "FakeTensor", (fake(x), idx, weights)),
         ("topk_idx", TypeError, "FakeTensor", (x, fake(idx), weights)),
     ]
-    _dispatch_wrongly(op, mistakes, (x, idx, weights))
-
+    right = x, idx, weights
+    calls = [(*m, lambda r, wrong=wrong: op.dispatch(*wrong), lambda r: op.dispatch(*right)) for *m, wrong in mistakes]
+    _one_is_wrong(op, right, calls)
     received = op.dispatch(x, idx, weights)
     with raises(TypeError, "y", "float32"):
         op.combine(received.x.float(), received.handle)
@@ -89,7 +124,7 @@ def _wrong_calls(mode: str) -> None:
         found, wanted = (op.combine(r.x.clone(), r.handle).clone() for r in rounds)
         assert torch.equal(found, wanted), dtype
 
-    _one_rank_combines_wrongly(op, x, idx, weights)
+    _one_is_wrong(op, right, _wrong_combines(op, x, weights))
     pending = op.dispatch_send(x, idx, weights)
     with raises(ValueError, "dispatch", "not been received"):
         op.dispatch_send(x, idx, weights)
@@ -111,53 +146,6 @@ def _wrong_calls(mode: str) -> None:
     op.free()
     with raises(tsn.TileScaleError, "free"):
         op.dispatch(x, idx, weights)
-
-
-def _one_rank_combines_wrongly(op, x, idx, weights) -> None:
-    """Calls that nothing announces: rank 1's mistake ends rank 0's call too, whole or in halves."""
-    device, mode = tsn.device(), op.config.mode
-    wrong_out = torch.empty((2, 32), dtype=torch.bfloat16, device=device)
-
-    mistakes = [
-        ("y", TypeError, lambda r: op.combine(r.x.float(), r.handle)),
-        ("y", TypeError, lambda r: op.combine(fake(r.x), r.handle)),
-        ("out", ValueError, lambda r: op.combine(r.x, r.handle, out=wrong_out)),
-        ("y", ValueError, lambda r: op.combine_send(r.x[:1], r.handle)),
-        ("bias", TypeError, lambda r: op.combine(r.x, r.handle, bias=None)),
-        ("weight", TypeError, lambda r: op.combine(r.x, r.handle, weighted=weights)),
-    ]
-    first_of_throughput = len(mistakes)
-    if mode == "throughput":
-        elsewhere = torch.empty(op.empty_output().shape, dtype=torch.bfloat16, device=device)
-        mistakes += [
-            ("values", TypeError, lambda r: op.combine_values(r.x, None, r.handle)),
-            ("x", ValueError, lambda r: op.dispatch(x[:2], handle=r.handle)),
-            ("out", tsn.HeapError, lambda r: op.dispatch(x, handle=r.handle, out=elsewhere)),
-        ]
-    for turn, (argument, kind, call) in enumerate(mistakes):
-        received = op.dispatch(x, idx, weights)
-        if tsn.rank() == 1:
-            with raises(kind, "rank 1", argument):
-                call(received)
-        else:
-            with raises(ValueError, "rank 1 was called with a wrong", argument):
-                if turn == 2:
-                    op.combine_recv(op.combine_send(received.x, received.handle))
-                elif turn < first_of_throughput:
-                    op.combine(received.x, received.handle)
-                elif argument == "values":
-                    op.combine_values(received.x, received.row_weight, received.handle)
-                else:
-                    op.dispatch(x, handle=received.handle)
-                op.check()
-        everyone = [make_inputs((turn, r), op.config, 3, "random") for r in range(2)]
-        run_round(op, everyone, random.Random(turn), f"after rank 1's wrong {argument}")
-
-
-@pytest.mark.parametrize("mode", ["throughput", "latency"])
-@pytest.mark.sample(1)
-def test_wrong_calls(mode):
-    ranks.run(2, _wrong_calls, mode, timeout=240)
 
 
 def _wrong_handle(mode: str, call: str) -> None:
@@ -182,7 +170,8 @@ def test_a_wrong_handle_of_one_rank(mode, call):
         assert "rejected: its handle is invalid" in outcome.error[1], outcome
 
 
-def _no_room() -> None:
+@ranks.on()
+def test_no_room():
     """A dispatch that does not fit on one rank is rejected on all, and only it."""
     op = AllToAll(**SHAPE, capacity=12)
     x, idx, weights = _arguments(tsn.device())
@@ -202,25 +191,13 @@ def _no_room() -> None:
         assert received.rejected.item() == 0
 
 
-def test_no_room():
-    ranks.run(2, _no_room, timeout=240)
-
-
-def _disagree(field: str, values: list) -> str:
-    options = dict(SHAPE)
-    options[field] = values[tsn.rank()]
-    with raises(tsn.RankMismatch, f"{field}=") as caught:
-        AllToAll(**options)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "field, values",
-    [("hidden", [32, 64]), ("top_k", [2, 1]), ("alignment", [1, 8]), ("mode", ["latency", "throughput"])],
-)
-def test_ranks_that_disagree(field, values):
-    for text in ranks.run(2, _disagree, field, values):
-        assert f"{field}={values[0]}" in text and f"{field}={values[1]}" in text
+@ranks.on()
+def test_ranks_that_disagree():
+    for field, values in (
+        ("hidden", [32, 64]), ("top_k", [2, 1]), ("alignment", [1, 8]), ("mode", ["latency", "throughput"])
+    ):  # fmt: skip
+        with raises(tsn.RankMismatch, f"{field}={values[0]}", f"{field}={values[1]}"):
+            AllToAll(**SHAPE | {field: values[tsn.rank()]})
 
 
 WRONG = [
@@ -251,17 +228,20 @@ WRONG = [
 ]
 
 
-def _constructions() -> None:
+@ranks.on(heap="128M")  # on GPUs the defaults have more blocks, and more counters
+def test_wrong_constructions():
     for options, kind, *words in WRONG:
         with raises(kind, *words):
             AllToAll(**{**SHAPE, **options}, warm_up=False)
 
 
-def test_wrong_constructions():
-    ranks.run(2, _constructions, heap="128M")  # on GPUs the defaults have more blocks, and more counters
-
-
-def _crowded(top_k: int, choices: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    "top_k, choices",
+    [pytest.param(2, [[0, 0]] * 3 + [[1, -1]], marks=pytest.mark.nightly), (4, [[0, 1, 2, 0]] * 4)],
+)
+@pytest.mark.sample(0)
+@ranks.on()
+def test_crowded_expert(top_k, choices):
     """Rank 1 names an expert more often than there is room for: all ranks learn of it, nothing runs out of bounds."""
     op = AllToAll(4, 4, 32, top_k, mode="latency")
     device, rank = tsn.device(), tsn.rank()
@@ -279,12 +259,3 @@ def _crowded(top_k: int, choices: list[list[int]]) -> None:
         assert int(pending.result.counts.max()) <= 8, pending.result.counts
         everyone = [make_inputs((turn, r), op.config, 4, "masked") for r in range(2)]
         run_round(op, everyone, random.Random(0), "after a crowd")
-
-
-@pytest.mark.parametrize(
-    "top_k, choices",
-    [pytest.param(2, [[0, 0]] * 3 + [[1, -1]], marks=pytest.mark.nightly), (4, [[0, 1, 2, 0]] * 4)],
-)
-@pytest.mark.sample(0)
-def test_crowded_expert(top_k, choices):
-    ranks.run(2, _crowded, top_k, choices, timeout=240)

@@ -1,7 +1,5 @@
 """The same kernels on two virtual nodes, whose ranks only talk through the fabric, also one that misbehaves."""
 
-import random
-
 import pytest
 import torch
 
@@ -19,12 +17,9 @@ SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
 KINDS = ("random", "masked", "one rank")
 
 
-def _everything(seed: int, halves: bool = True) -> None:
-    rounds(seed, SHAPE, dict(alignment=2, tuning=Tuning(once_per_node=False)), dict(again=True), KINDS)
-    rounds(seed, SHAPE, dict(mode="latency", quantize_combine=True), dict(halves=halves), KINDS)
-
-
-def _fp8_by_rank(seed: int) -> None:
+@pytest.mark.sample(0)
+@ranks.on(VIRTUAL_NODES="2", timeout=280)
+def test_rows_by_rank(seed):
     """Where each node has one rank, rows that cross once per node take the kernels of those that cross once per rank."""
     used: dict[bool, set] = {}
     call = KernelFactory.__call__
@@ -51,19 +46,18 @@ def _fp8_by_rank(seed: int) -> None:
 
 # Halves across nodes are in every run in test_metadata.py and tests/deep_ep.
 @pytest.mark.parametrize("halves", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_four_ranks_on_two_nodes(halves):
-    ranks.run(4, _everything, random.randrange(1 << 30), halves, env={"VIRTUAL_NODES": "2"}, timeout=280)
+@ranks.on(4, VIRTUAL_NODES="2", timeout=280)
+def test_four_ranks_on_two_nodes(halves, seed):
+    rounds(seed, SHAPE, dict(alignment=2, tuning=Tuning(once_per_node=False)), dict(again=True), KINDS)
+    rounds(seed, SHAPE, dict(mode="latency", quantize_combine=True), dict(halves=halves), KINDS)
 
 
 @pytest.mark.sample(0)
-def test_rows_by_rank():
-    ranks.run(2, _fp8_by_rank, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=280)
-
-
-def _turns(seed: int, capacity: int) -> None:
-    """Dispatches are sent while the combine before is made; buffers hold `capacity` rows."""
+@ranks.on(4, VIRTUAL_NODES="2", timeout=280)
+def test_calls_in_turns(seed):
+    """Dispatches are sent while the combine before is made."""
     for once in (False, True):  # once per rank they share memory
-        _turn(seed, AllToAll(**SHAPE, alignment=2, capacity=capacity, tuning=Tuning(once_per_node=once)))
+        _turn(seed, AllToAll(**SHAPE, alignment=2, capacity=32, tuning=Tuning(once_per_node=once)))
 
 
 def _turn(seed: int, op: AllToAll) -> None:
@@ -81,20 +75,3 @@ def _turn(seed: int, op: AllToAll) -> None:
         received = op.dispatch_recv(pending)
         previous, expected = (received.x.clone(), received.handle), c.top_k * x
     op.free()
-
-
-@pytest.mark.sample(0)
-def test_calls_in_turns():
-    ranks.run(4, _turns, random.randrange(1 << 30), 32, env={"VIRTUAL_NODES": "2"}, timeout=280)
-
-
-# tests/kernels/test_chaos_seeds.py has dispatch and combine on a few such networks for every run.
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "chaos",
-    ["reorder=0.3,split=0.5,eagain=0.2,imm_bits=16", "reorder=0.7,split=0.8,delay_us=300,depth=4,max_write=1000"],
-)
-def test_networks_that_misbehave(chaos):
-    seed = random.randrange(1 << 20)
-    env = {"VIRTUAL_NODES": "2", "TSN_CHAOS": f"seed={seed},{chaos}", "TSN_SIM_VISIBILITY": "late"}
-    ranks.run(2, _everything, seed, env=env, timeout=200)

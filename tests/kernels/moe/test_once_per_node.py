@@ -8,99 +8,16 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.moe import mutants
-from tests.kernels.moe.support import FP8, ROUTES, choose, make_inputs, run_round, without_kernels
+from tests.kernels.moe.support import FP8, choose, make_inputs, run_round, without_kernels
 from tests.kernels.moe.test_host_cost import CACHED_PLANS, CALLS, count, hold
 from tests.kernels.moe.test_misuse import raises
-from tests.kernels.moe.test_rounds import rejected, rounds, weights_at_combine
+from tests.kernels.moe.test_rounds import LATENCY, SHAPE, rejected, weights_at_combine
 from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.buffers import symmetric_buffers
 from tilescale_net.kernels.moe.layout import Forwarders, HeaderLayout, MessageLayout
 from tilescale_net.runtime import heap
-
-SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
-KINDS = ("random", "masked", "one rank")
-TWO_NODES = {"VIRTUAL_NODES": "2"}
-LATENCY = dict(mode="latency")
-
-SM_90 = {
-    "routing.plan_nodes": [
-        dict(ranks=32, experts=256, nodes=4, slots=3, max_tokens=4096, blocks=24, threads=512)
-    ],
-}  # fmt: skip
-
-MUTANTS = {
-    "forwarder without wait for rows": (
-        "dispatch",
-        'N.wait_warp(mem.forward_arrived[chunk.k, slot], "ge", call)',
-        mutants.RANK,
-    ),
-    "forwarder without wait for sums": (
-        "combine",
-        'N.wait(mem.offer_ready[k * at.size + g * 32 + lane, index // s.chunk], "ge", call)',
-        mutants.RANK,
-    ),
-    "forwarder sums without fence": (
-        "combine",
-        mutants.unfenced("N.signal_warp(arrived[forwarder, c], call, peer)"),
-        mutants.RANK,
-    ),
-    "rows for a forwarder without quiet": ("combine", "N.quiet(me)", mutants.RANK),
-    "forwarder without what sources said": ("routing", 'N.wait_block(heads_arrived[b], "ge", call)', mutants.RANK),
-    "latency forwarder without wait for messages": (
-        "latency_dispatch",
-        'N.wait_warp(mem.forward_arrived[row], "ge", now.call)',
-        mutants.LATENCY,
-    ),
-    "latency forwarder without wait for sums": (
-        "latency_combine",
-        'N.wait(mem.partials_arrived[row * at.size + index, part], "ge", now.call)',
-        mutants.LATENCY,
-    ),
-}
-MUTANTS = {name: mutants.MoeMutant(*mutant, nodes=2) for name, mutant in MUTANTS.items()}
-
-CASES = {
-    "expert": (dict(alignment=2), dict(again=True), ROUTES),
-    "rank": (dict(layout="rank", dtype=FP8, quantize_combine=True), dict(again=True, halves=True), KINDS),
-    "elsewhere": (
-        dict(zero_copy=False, dtype=FP8, column_scales=True, quantize_combine=True),
-        dict(halves=True, index=torch.int32),
-        KINDS,
-    ),
-    "latency": (LATENCY, dict(), (*KINDS, "twice", "none")),
-    "latency, fp8": (
-        dict(LATENCY, dtype=FP8, quantize_combine=True),
-        dict(quantise_inside=True, halves=True),
-        ("random", "masked"),
-    ),
-    "latency, fp8 with scales": (
-        dict(LATENCY, dtype=FP8),
-        dict(halves=True, index=torch.int32),
-        (*KINDS, "twice", "none"),
-    ),
-}
-
-
-def _rounds(case: str) -> None:
-    options, how, kinds = CASES[case]
-    ranks.run(4, rounds, random.randrange(1 << 30), SHAPE, options, how, kinds, env=TWO_NODES, timeout=280)
-
-
-@pytest.mark.parametrize("case", ["expert", "rank", pytest.param("elsewhere", marks=pytest.mark.nightly)])
-@pytest.mark.sample(0)
-def test_rounds(case):
-    _rounds(case)
-
-
-@pytest.mark.parametrize(
-    "case", ["latency", "latency, fp8", pytest.param("latency, fp8 with scales", marks=pytest.mark.nightly)]
-)
-@pytest.mark.sample(1)
-def test_rounds_in_latency_mode(case):
-    _rounds(case)
 
 
 def bytes_put() -> int:
@@ -128,7 +45,10 @@ def rows_that_cross(choices: list[torch.Tensor], size: int) -> int:
     return rows
 
 
-def _bytes(seed: int, options: dict) -> None:
+@pytest.mark.parametrize("options", [dict(alignment=2), LATENCY], ids=["throughput", "latency"])
+@pytest.mark.sample(0)
+@ranks.on(4, VIRTUAL_NODES="2", timeout=280)
+def test_bytes_on_the_network(options, seed):
     """What crosses the network is what the routing says; both ways give the same rows, and the same sums but for rounding."""
     choices, mine, x = masked_choices(seed)
     latency, found = options == LATENCY, {}
@@ -157,13 +77,9 @@ def _bytes(seed: int, options: dict) -> None:
     assert_close(found[True][1], found[False][1])
 
 
-@pytest.mark.parametrize("options", [dict(alignment=2), LATENCY], ids=["throughput", "latency"])
-@pytest.mark.sample(0)
-def test_bytes_on_the_network(options):
-    ranks.run(4, _bytes, random.randrange(1 << 20), options, env=TWO_NODES, timeout=280)
-
-
-def _values(seed: int, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["expert", pytest.param("rank", marks=pytest.mark.nightly)])
+@ranks.on(4, VIRTUAL_NODES="2", timeout=280)
+def test_values_and_rejected_calls(layout, seed):
     """Numbers of rows come back to their choices, bias is added; a rejected call ends everywhere."""
     device, rank = tsn.device(), tsn.rank()
     pace = random.Random(seed + rank)
@@ -196,14 +112,11 @@ def _values(seed: int, layout: str) -> None:
     op.free()
 
 
-@pytest.mark.parametrize("layout", ["expert", pytest.param("rank", marks=pytest.mark.nightly)])
-def test_values_and_rejected_calls(layout):
-    ranks.run(4, _values, random.randrange(1 << 20), layout, env=TWO_NODES, timeout=280)
-
-
-def _more(seed: int) -> None:
+@pytest.mark.sample(0)
+@ranks.on(4, VIRTUAL_NODES="2", timeout=280)
+def test_weights_rejected_calls_and_bits_in_latency_mode(seed):
     """Weights at combine, bias, calls that one rank rejects; bits do not change from call to call."""
-    weights_at_combine(seed, SHAPE, LATENCY, dict(), ("random", "masked"))
+    weights_at_combine(seed, SHAPE, LATENCY, ("random", "masked"))
     rejected(seed, SHAPE, LATENCY)
     op, device = AllToAll(**SHAPE, **LATENCY), tsn.device()
     mine = make_inputs((seed, tsn.rank()), op.config, 5 + tsn.rank(), "random")
@@ -215,11 +128,6 @@ def _more(seed: int) -> None:
         again = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
         assert torch.equal(op.combine(again.x, again.handle), sums), seed
     op.free()
-
-
-@pytest.mark.sample(0)
-def test_weights_rejected_calls_and_bits_in_latency_mode():
-    ranks.run(4, _more, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
 
 
 def without_a_forwarder(seed: int, gone: int, options: dict, halves: tuple[bool, ...], shape: dict = SHAPE) -> None:
@@ -249,22 +157,30 @@ def without_a_forwarder(seed: int, gone: int, options: dict, halves: tuple[bool,
     ids=["throughput", "latency"],
 )
 @pytest.mark.sample(0)
-def test_a_forwarder_is_left_out(options, gone, halves):
-    ranks.run(4, without_a_forwarder, random.randrange(1 << 20), gone, options, halves, env=TWO_NODES, timeout=280)
+@ranks.on(4, VIRTUAL_NODES="2", timeout=280)
+def test_a_forwarder_is_left_out(options, gone, halves, seed):
+    without_a_forwarder(seed, gone, options, halves)
 
 
-def _host(seed: int) -> None:
+@pytest.mark.nightly
+@ranks.on(4, VIRTUAL_NODES="2", timeout=280)
+def test_the_host(seed):
+    """Calls cost it as little as in one node, and plans are used again."""
     count(dict(alignment=2), CALLS["throughput"][1], SHAPE)
     hold(seed, dict(alignment=2), SHAPE, 2 * CACHED_PLANS)
 
 
-@pytest.mark.nightly
-def test_the_host():
-    """Calls cost it as little as in one node, and plans are used again."""
-    ranks.run(4, _host, random.randrange(1 << 30), env=TWO_NODES, timeout=280)
-
-
-def _sizes(cases: list[dict]) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [dict(), dict(layout="rank", dtype=FP8, quantize_combine=True), dict(zero_copy=False)],
+        [LATENCY, dict(LATENCY, dtype=FP8, quantize_combine=True)],
+    ],
+    ids=["throughput", "latency"],
+)
+@pytest.mark.sample(1)
+@ranks.on(4, VIRTUAL_NODES="2")
+def test_heap_bytes(cases):
     with without_kernels():
         for options in cases:
             memory = tsn.world().heap._allocator
@@ -280,19 +196,6 @@ def _sizes(cases: list[dict]) -> None:
         assert sum(memory.live.values()) - before == heap.footprint(sizes_of(specs))
         assert options == LATENCY or heap.footprint(sizes_of(specs)) > AllToAll.heap_bytes(**SHAPE)
         op.free()
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [dict(), dict(layout="rank", dtype=FP8, quantize_combine=True), dict(zero_copy=False)],
-        [LATENCY, dict(LATENCY, dtype=FP8, quantize_combine=True)],
-    ],
-    ids=["throughput", "latency"],
-)
-@pytest.mark.sample(1)
-def test_heap_bytes(cases):
-    ranks.run(4, _sizes, cases, env=TWO_NODES)
 
 
 def test_forwarders():
@@ -311,7 +214,9 @@ def test_forwarders():
                     assert words[forwarder][6 + slot] == source
 
 
-def _waiting(seed: int) -> None:
+@pytest.mark.nightly
+@ranks.on(4, VIRTUAL_NODES="2", timeout=120)
+def test_who_is_waited_for(seed):
     """A rank that comes late is waited for: by its own node and, for what it forwards, by the other one's."""
     op, rank, late = AllToAll(**SHAPE, **LATENCY), tsn.rank(), 3
     mine = make_inputs((seed, rank), op.config, 12, "random")
@@ -333,22 +238,3 @@ def _waiting(seed: int) -> None:
         assert waited[:2, late].gt(5e7).all(), waited
         assert waited[:2, late].gt(waited[:2, rank]).all(), waited
     op.free()
-
-
-@pytest.mark.nightly
-def test_who_is_waited_for():
-    ranks.run(4, _waiting, random.randrange(1 << 20), env=TWO_NODES, timeout=120)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("nodes", ["4", "2"])
-def test_eight_ranks_on_a_network_that_misbehaves(nodes):
-    seed, shape = random.randrange(1 << 20), dict(num_experts=16, max_tokens=9, hidden=64, top_k=5)
-    env = {
-        "VIRTUAL_NODES": nodes,
-        "TSN_CHAOS": f"seed={seed},reorder=0.3,split=0.2,eagain=0.1",
-        "TSN_SIM_VISIBILITY": "late",
-    }
-    ranks.run(
-        8, rounds, seed, shape, LATENCY, dict(halves=True), ("random", "masked", "one rank"), env=env, timeout=280
-    )

@@ -58,6 +58,22 @@ CASES = {
 }  # fmt: skip
 
 
+# Rows that cross the network once per node: ranks of two nodes.
+SHAPE, KINDS, LATENCY = (
+    dict(num_experts=8, max_tokens=20, hidden=64, top_k=3),
+    ("random", "masked", "one rank"),
+    dict(mode="latency"),
+)
+NODES = {
+    "nodes": (dict(alignment=2), dict(again=True), ROUTES),
+    "nodes, by rank": (dict(layout="rank", dtype=FP8, quantize_combine=True), dict(again=True, halves=True), KINDS),
+    "nodes, elsewhere": (dict(zero_copy=False, dtype=FP8, column_scales=True, quantize_combine=True), dict(halves=True, index=torch.int32), KINDS),
+    "nodes, latency": (LATENCY, dict(), (*KINDS, "twice", "none")),
+    "nodes, latency, fp8": (dict(LATENCY, dtype=FP8, quantize_combine=True), dict(quantise_inside=True, halves=True), ("random", "masked")),
+    "nodes, latency, fp8 with scales": (dict(LATENCY, dtype=FP8), dict(halves=True, index=torch.int32), (*KINDS, "twice", "none")),
+}  # fmt: skip
+
+
 # Their like is elsewhere: FP8 by rank in test_nodes.py, latency mode in bfloat16 in test_misuse.py.
 LONG = {
     "latency": (4, SMALL, dict(mode="latency"), dict()),
@@ -68,16 +84,25 @@ LONG = {
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in LONG)])
 @pytest.mark.sample(3)
-def test_rounds(case):
+def test_rounds(case, seed):
     size, shape, options, how = (CASES | LONG)[case]
-    ranks.run(size, rounds, random.randrange(1 << 30), shape, options, how, timeout=180)
+    ranks.run(size, rounds, seed, shape, options, how, timeout=180)
 
 
-def in_a_row(seed: int, shape: dict, options: dict, how: dict, kinds=("random",)) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.nightly if c.endswith(("elsewhere", "scales")) else []) for c in NODES]
+)
+@pytest.mark.sample(1)
+@ranks.on(4, VIRTUAL_NODES="2", timeout=280)
+def test_rounds_once_per_node(case, seed):
+    rounds(seed, SHAPE, *NODES[case])
+
+
+def in_a_row(seed: int, shape: dict, options: dict) -> None:
     """Dispatches with one layout and no combine between: a fast rank must not overwrite what a slow one still reads."""
     pace = random.Random(f"{seed} {tsn.rank()}")
     op = AllToAll(**shape, **options)
-    everyone = [make_inputs((seed, r), op.config, op.config.max_tokens, kinds[0]) for r in range(tsn.size())]
+    everyone = [make_inputs((seed, r), op.config, op.config.max_tokens, "random") for r in range(tsn.size())]
     mine, device = everyone[tsn.rank()], tsn.device()
     received = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
     routing = route([e.topk_idx for e in everyone], op.config.num_experts, tsn.rank())
@@ -93,7 +118,7 @@ def in_a_row(seed: int, shape: dict, options: dict, how: dict, kinds=("random",)
     op.free()
 
 
-def weights_at_combine(seed: int, shape: dict, options: dict, how: dict, kinds=("random",)) -> None:
+def weights_at_combine(seed: int, shape: dict, options: dict, kinds=("random",)) -> None:
     """Latency mode: weights given to combine do what weights given to dispatch do, call after call."""
     op, device = AllToAll(**shape, **options), tsn.device()
     for number, kind in enumerate(kinds):
@@ -141,15 +166,19 @@ def rejected(seed: int, shape: dict, options: dict) -> None:
     op.free()
 
 
-def test_dispatches_in_a_row():
+@ranks.on(timeout=120)
+def test_dispatches_in_a_row(seed):
     # The shape of test_failures.py and test_states.py, whose kernels these are.
-    shape = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
-    ranks.run(2, in_a_row, random.randrange(1 << 30), shape, dict(), dict(), timeout=120)
+    in_a_row(seed, dict(num_experts=6, max_tokens=5, hidden=32, top_k=3), dict())
 
 
-def _many(seed: int, calls: int, options: dict) -> None:
+@pytest.mark.parametrize("calls", [300, pytest.param(3000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("options", [dict(), dict(mode="latency")], ids=["throughput", "latency"])
+@pytest.mark.sample(1)
+@ranks.on(timeout=180)
+def test_hundreds_of_calls(options, calls, seed):
+    """No call may leave anything that a later one trips over; results of equal inputs are equal bits."""
     pace = random.Random(f"{seed} {tsn.rank()}")
-    # The kernels are those of test_mutations.py.
     op = AllToAll(4, 7, 64, 3, tuning=Tuning(blocks=2, threads=32, combine_threads=32, chunk=2), **options)
     prepared = []
     for number in range(3):
@@ -166,11 +195,3 @@ def _many(seed: int, calls: int, options: dict) -> None:
         out = op.combine(received.x, received.handle)
         if not torch.equal(out, expected):
             raise AssertionError(f"seed {seed}: call {call} gave other bits than the first")
-
-
-@pytest.mark.parametrize("calls", [300, pytest.param(3000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("options", [dict(), dict(mode="latency")], ids=["throughput", "latency"])
-@pytest.mark.sample(1)
-def test_hundreds_of_calls(options, calls):
-    """No call may leave anything that a later one trips over; results of equal inputs are equal bits."""
-    ranks.run(2, _many, random.randrange(1 << 30), calls, options, timeout=180)

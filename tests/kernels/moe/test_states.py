@@ -346,20 +346,18 @@ def _walk_and_lose(seed: int) -> None:
 
 # With three ranks one can leave, and everything else happens too.
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
-def test_walk(size):
-    ranks.run(size, _walk, random.randrange(1 << 30), 5, 25, timeout=280)
+@ranks.on(timeout=280)
+def test_walk(size, seed):
+    _walk(seed, 5, 25)
 
 
-def _others_shrink() -> None:
+@ranks.on(3, timeout=100)
+def test_ranks_go_on_while_one_that_is_left_out_keeps_the_store():
     thing = Object("throughput", "expert")
     thing.op.set_active([False, True, True])
     if tsn.rank():
         assert tsn.shrink().ranks == [1, 2]
     thing.op.free()
-
-
-def test_ranks_go_on_while_one_that_is_left_out_keeps_the_store():
-    ranks.run(3, _others_shrink, timeout=100)
 
 
 def test_walk_that_ends_with_a_loss():
@@ -373,5 +371,6 @@ def test_walk_that_ends_with_a_loss():
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("turn", range(10))
 @pytest.mark.timeout(1100)
-def test_long_walk(size, turn):
-    ranks.run(size, _walk, random.randrange(1 << 30), 40, 60, timeout=1000)
+@ranks.on(timeout=1000)
+def test_long_walk(size, turn, seed):
+    _walk(seed, 40, 60)

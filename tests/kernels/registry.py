@@ -1,0 +1,414 @@
+"""Every kernel that is shipped, entered once in each table: small runs, mutants, arguments to compile it with for sm_90.
+
+`RUNS`: test_races.py runs them under many seeds and on many networks, test_sweep.py with each synchronisation of the files
+that they name left out. Blocks have two warps or more wherever a kernel allows it, so that threads of a block can race.
+`MUTANTS`: test_sweep.py runs them; the data must show them. `SM_90`: test_generated_code.py compiles them.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import tilescale_net as tsn
+
+
+def file_of_tests(name: str):
+    """A file of tests, by what follows "test_"; imported by the runs that need it, which takes longer than most runs."""
+    folder, _, name = name.rpartition("/")
+    return importlib.import_module(".".join(["tests.kernels", *filter(None, [folder]), f"test_{name}"]))
+
+
+def module_of(file: str) -> str:
+    """Of a file that RUNS names."""
+    return ("tests.kernels." if file.startswith("examples/") else "tilescale_net.kernels.") + file.replace("/", ".")
+
+
+def forget_kernels(forgotten: Callable[[str], bool] = lambda name: True) -> None:
+    """Let this rank import kernels anew, and what tests have made of them: one of them is to be another.
+
+    Args:
+        forgotten: whether a module of the kernels is; all by default.
+    """
+    names = [n for n in sys.modules if n.startswith("tilescale_net.kernels") and forgotten(n)]
+    for name in sorted([*names, *(n for n in sys.modules if n.startswith("tests.kernels"))]):
+        parent, _, child = name.rpartition(".")
+        if hasattr(sys.modules.get(parent), child):  # `from parent import child` looks there first
+            delattr(sys.modules[parent], child)
+        del sys.modules[name]
+
+
+# -- small runs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A small run.
+
+    Attributes:
+        files: of tilescale_net/kernels, or examples/…, whose kernels it runs and whose mutants it shall show.
+        run: function of a seed, called on every rank.
+        one_node: needs mapped peers, or runs another kernel across nodes.
+        two_ranks: is for two ranks alone.
+    """
+
+    files: tuple[str, ...]
+    run: Callable[[int], None]
+    one_node: bool = False
+    two_ranks: bool = False
+
+
+GEOMETRY = dict(threads=64, blocks=2)
+MOE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
+TUNING = dict(blocks=2, threads=64, combine_threads=64, chunk=2)
+ROUTINGS = ("random", "masked", "one rank")
+PARTS = [((1_001,), torch.bfloat16, 2, 0), ((300,), torch.float32, 4, 4)]
+SUMS = [((1000,), torch.bfloat16, 0, 0, True), ((77,), torch.float32, 0, 0, True)]
+# In the second a block has nothing to do.
+SUMS_OF_NODES = [((3000,), torch.bfloat16, 0, 0), ((40,), torch.bfloat16, 0, 0)]
+PAIR = [(30, (5,), torch.bfloat16, 2, 0)]
+MANY = dict(threads=32, blocks=2)
+FP8 = torch.float8_e4m3fn
+
+
+def _of(file: str, function: str, *args):
+    """A run: a function of a file of tests, called with the seed and the arguments."""
+    return lambda seed: getattr(file_of_tests(file), function)(seed, *args)
+
+
+def _moe(function: str, options: dict, *rest, shape: dict = MOE, **tuning):
+    """The same of moe/test_rounds.py, with an AllToAll of few blocks."""
+
+    def run(seed: int) -> None:
+        from tilescale_net.kernels.moe import Tuning
+
+        tuned = dict(options, tuning=Tuning(**TUNING | tuning))
+        getattr(file_of_tests("moe/rounds"), function)(seed, shape, tuned, *rest)
+
+    return run
+
+
+def _all(*runs):
+    def run(seed: int) -> None:
+        for one in runs:
+            one(seed)
+
+    return run
+
+
+def _example(name: str, seed: int) -> None:
+    importlib.import_module(f"tests.kernels.examples.{name}").small_run(seed)
+
+
+def _copies(direction: str, count: int = 3000, **way):
+    return _of("p2p", "_copies", direction, way, [(count, 2, 1, 3)])
+
+
+def _experts(seed: int) -> None:
+    of = file_of_tests("fused/expert_matmul")
+    importlib.import_module("tests.kernels.fused.counted").counted(seed)
+    of.fed(seed)
+    # The copying warp may begin with several tiles before the first is multiplied: all of k is less than its stages.
+    of.fed(seed, 16, of.dataclasses.replace(of.SMALL, stages=4), 1)
+    of.fed_combine(seed)
+    of.layers(seed, dict(tuning=of.TUNING), False, ("random", "one expert"))
+
+
+def _messages(seed: int) -> None:
+    file_of_tests("send_recv")._messages(seed)
+    if tsn.size() == 2:
+        file_of_tests("send_recv")._numbers_begin_anew()
+
+
+_gathered = functools.partial(_of, "fused/all_gather_matmul", "_products")
+EXCHANGE = ("exchange", "collective")
+GATHER_MATMUL = ("fused/all_gather_matmul", "fused/gemm")
+THROUGHPUT = ("moe/handshake", "moe/routing", "moe/dispatch", "moe/combine")
+LATENCY = ("moe/handshake", "moe/latency_dispatch", "moe/latency_combine")
+RUNS = {
+    "copies": Run(
+        ("p2p",),
+        _all(
+            _copies("push", threads=64, blocks=4, partition="interleaved", chunk=1024),
+            _copies("push", threads=96, blocks=3),
+            _copies("push", 20_000, threads=64, blocks=4, partition="dynamic", chunk=4096),
+            _copies("pull"),
+            _of("p2p", "_ping_pong", 64),
+            _of("p2p", "_meetings"),
+        ),
+        two_ranks=True,
+    ),
+    "writes by the proxy": Run(("proxy_write",), _of("p2p", "_writes"), two_ranks=True),
+    "all-gather": Run(
+        (*EXCHANGE, "all_gather"),
+        _of("all_gather", "_gather", PARTS, dict(GEOMETRY, chunk_bytes=512, algorithm="puts"), 3),
+    ),
+    "all-gather, many calls": Run(
+        (),
+        _of("all_gather", "_gather", [((2_000,), torch.float32, 0, 0), PARTS[1]], dict(MANY, algorithm="puts"), 24),
+        two_ranks=True,
+    ),
+    "all-gather by stores": Run(
+        EXCHANGE,
+        _of("all_gather", "_gather", [((1_000,), torch.float32, 0, 0)], dict(GEOMETRY, algorithm="stores"), 3),
+        one_node=True,
+    ),
+    "all-to-all": Run(EXCHANGE, _of("all_to_all", "_equal", PAIR, dict(GEOMETRY, algorithm="puts"), 3)),
+    "all-to-all, uneven": Run(("all_to_all",), _of("all_to_all", "_uneven", 4, GEOMETRY, (129,), torch.uint8, False)),
+    "all-to-all, uneven, many calls": Run((), _of("all_to_all", "_uneven", 24, MANY, (40,), torch.float32, False)),
+    "reduce-scatter": Run(
+        ("reduce_scatter",),
+        _of("reduce_scatter", "_reduce", PARTS[:1], dict(GEOMETRY, chunk_bytes=512, slots=2, algorithm="push"), 3),
+    ),
+    "reduce-scatter by pull": Run(
+        ("collective", "reduce_scatter"),
+        _of("reduce_scatter", "_reduce", [((1000,), torch.bfloat16, 0, 0)], dict(GEOMETRY, algorithm="pull"), 3),
+        one_node=True,
+    ),
+    "all-reduce": Run(
+        ("collective", "all_reduce_push", "all_reduce_packets", "all_reduce_two_shot"),
+        _of("all_reduce", "_reduce", SUMS, GEOMETRY, 3, "all"),
+        one_node=True,
+    ),
+    "all-reduce across nodes": Run((), _of("all_reduce", "_reduce", SUMS, dict(GEOMETRY, staging_bytes=4096))),
+    "reduce-scatter across nodes": Run(
+        ("reduce_scatter",),
+        _of("reduce_scatter", "_reduce", SUMS_OF_NODES, dict(GEOMETRY, chunk_bytes=512, slots=2), 3, (0, 1)),
+    ),
+    "broadcast": Run(("broadcast",), _of("broadcast", "small_run")),
+    "all-reduce and norm": Run(
+        ("all_reduce_norm",), _of("all_reduce_norm", "_layers", torch.bfloat16, 520), one_node=True
+    ),
+    "all-reduce and norm across nodes": Run((), _of("all_reduce_norm", "_layers", torch.bfloat16, 96, 3)),
+    "all-to-all, transposed": Run(("all_to_all_transposed",), _of("broadcast", "_transposed")),
+    "all-gather and matmul": Run(
+        GATHER_MATMUL,
+        _all(
+            _gathered(72, 48, 40, torch.bfloat16, False, 3, 4),
+            _gathered(72, 48, 48, FP8, True, 3, 4),
+            _gathered(72, 16, 40, torch.bfloat16, False, 2, 4),  # tiles of a single step
+        ),
+    ),
+    "all-gather and matmul, pipelined": Run(
+        GATHER_MATMUL[:1],
+        _all(_gathered(72, 48, 40, torch.bfloat16, False, 3, None), _gathered(72, 48, 48, FP8, True, 2, None)),
+    ),
+    "matmul and reduce-scatter": Run(
+        ("fused/matmul_reduce_scatter", "fused/gemm"),
+        _of("fused/matmul_reduce_scatter", "_sums", 72, 48, 40, torch.bfloat16, False, 3, 4),
+    ),
+    "matmul and all-reduce": Run(
+        ("fused/matmul_all_reduce", "fused/gemm"), _of("fused/matmul_all_reduce", "_sums", 72, 48, 40, False, 3, 4)
+    ),
+    "MoE and its products": Run(("fused/expert_matmul", "moe/tiles", "moe/routing", "moe/combine"), _experts),
+    "send and receive": Run(("send_recv",), _messages, two_ranks=True),
+    "MoE by expert": Run(THROUGHPUT[1:], _moe("rounds", dict(alignment=2), {}, ROUTINGS)),
+    # Across nodes each row to each of its ranks.
+    "MoE, once per rank": Run(
+        ("moe/dispatch",), _moe("rounds", dict(alignment=2), {}, ("random",), once_per_node=False)
+    ),
+    # More choices of a block than its threads are: each warp numbers two groups of 32.
+    "MoE, many choices": Run(
+        ("moe/routing",),
+        _moe("rounds", dict(layout="rank"), {}, ("one rank", "random"), shape=dict(MOE, max_tokens=96, hidden=16)),
+    ),
+    "MoE by rank": Run(THROUGHPUT, _moe("rounds", dict(layout="rank"), dict(again=True), ROUTINGS)),
+    "MoE, dispatches in a row": Run(("moe/dispatch",), _moe("in_a_row", dict())),
+    "MoE latency": Run(LATENCY, _moe("rounds", dict(mode="latency"), {}, ROUTINGS)),
+    # Rows and scales of a combine are two puts with one signal.
+    "MoE latency, quantised": Run(
+        LATENCY[2:],
+        _moe("rounds", dict(mode="latency", quantize_combine=True), {}, ("random",), shape=dict(MOE, hidden=128)),
+    ),
+    "MoE latency, weights at combine": Run(LATENCY[2:], _moe("weights_at_combine", dict(mode="latency"), ROUTINGS)),
+    "MoE in an arena": Run(("moe/buffers",), _of("moe/arena", "_by_turns", 4, False)),
+    "MoE by rank, rejected": Run(("moe/routing",), _moe("rejected", dict(layout="rank"))),
+    "MoE latency, rejected": Run((LATENCY[0], LATENCY[2]), _moe("rejected", dict(mode="latency"))),
+}
+EXAMPLES = sorted(p.stem for p in Path(__file__).with_name("examples").glob("*.py") if "def small_run" in p.read_text())
+RUNS |= {
+    f"example {name}": Run(
+        (f"examples/{name}",), functools.partial(_example, name), name in ("mailbox", "matmul_atomics", "stealing")
+    )
+    for name in EXAMPLES
+}
+
+
+# -- mutants ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A kernel without a line of its synchronisation, whose data must be wrong, or which must stand still.
+
+    Attributes:
+        file: in tilescale_net/kernels, without its ending.
+        old, new: text, which the file has, and what takes its place wherever it stands.
+        run: the small run that shows it.
+        nodes: 2 for four ranks on two nodes, else two ranks on one.
+        nightly: others like it run with every change.
+    """
+
+    file: str
+    old: str
+    run: str
+    new: str = "pass"
+    nodes: int = 1
+    nightly: bool = True
+
+
+def _unfenced(file: str, signal: str, run: str, nodes: int = 1) -> Mutant:
+    """A call of `signal_warp` without its fence."""
+    return Mutant(file, signal, run, signal.removesuffix(")") + ", fence=False)", nodes)
+
+
+# A wait whose answer is used, and what takes its place.
+READY = (
+    'N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))',
+    '(call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")',
+)
+ARRIVED = 'N.wait(arrived[thread, block], "ge", call)'
+# A fence too few of kernels by stores shows in no data of the simulator, whose plain stores arrive at once.
+MUTANTS = {
+    "gather without wait for room": Mutant("exchange", READY[0], "all-gather", READY[1], nightly=False),
+    "gather without wait for data": Mutant("exchange", ARRIVED, "all-gather"),
+    "gather without fence": Mutant("exchange", ", fence=True", "all-gather", ""),
+    "gather without quiet": Mutant("exchange", "N.quiet(thread)", "all-gather, many calls"),
+    "gather that does not count its calls": Mutant("exchange", "calls[block] = call", "all-gather", nightly=False),
+    "stores without wait for room": Mutant("exchange", READY[0], "all-gather by stores", READY[1]),
+    "stores without wait for data": Mutant("exchange", ARRIVED, "all-gather by stores", nightly=False),
+    "all-to-all without wait for data": Mutant("exchange", ARRIVED, "all-to-all", nightly=False),
+    "uneven without wait for data": Mutant("all_to_all", ARRIVED, "all-to-all, uneven, many calls"),
+    "uneven without fence": Mutant("all_to_all", ", fence=True", "all-to-all, uneven, many calls", "", nightly=False),
+    "uneven without quiet": Mutant("all_to_all", "N.quiet(thread)", "all-to-all, uneven, many calls", nightly=False),
+    "reduce without wait for data": Mutant(
+        "reduce_scatter",
+        "N.wait_slot(arrived[thread, block], done + step - 1, slots)",
+        "reduce-scatter",
+        nightly=False,
+    ),
+    "reduce without wait for a slot": Mutant(
+        "reduce_scatter", "N.take_slot(consumed[thread, block], done + step, slots)", "reduce-scatter", nightly=False
+    ),
+    "reduce without fence": Mutant("reduce_scatter", ", fence=True", "reduce-scatter", ""),
+    "reduce without quiet": Mutant("reduce_scatter", "N.quiet(thread)", "reduce-scatter"),
+    "send overwrites a slot": Mutant(
+        "send_recv", 'N.wait_block(taken[pe, block], "ge", number + 1 - slots)', "send and receive"
+    ),
+    "plan without wait for records": Mutant(
+        "moe/routing",
+        'N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))',
+        "MoE by expert",
+        nightly=False,
+    ),
+    "dispatch without wait for room": Mutant(
+        "moe/dispatch",
+        "handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)",
+        "MoE, dispatches in a row",
+    ),
+    "dispatch without wait for rows": Mutant(
+        "moe/dispatch", 'N.wait_warp(arrived[peer, c], "ge", call)', "MoE by expert", nightly=False
+    ),
+    "dispatch without fence": _unfenced(
+        "moe/dispatch", "N.signal_warp(mem.arrived[me, chunk.c], call, chunk.peer)", "MoE by expert"
+    ),
+    "combine without wait for rows": Mutant(
+        "moe/combine", 'N.wait(mem.arrived[peer, slot // size], "ge", now.call)', "MoE by expert"
+    ),
+    "combine without fence": _unfenced("moe/combine", "N.signal_warp(arrived[me, c], call, peer)", "MoE by rank"),
+    "weights without wait": Mutant(
+        "moe/latency_combine",
+        'N.wait_block(sent[parity * R + peer], "ge", call)',
+        "MoE latency, weights at combine",
+        nightly=False,
+    ),
+    "latency without wait for messages": Mutant(
+        "moe/latency_dispatch", 'N.wait_warp(arrived[index], "ge", call)', "MoE latency", nightly=False
+    ),
+    "forwarder without wait for rows": Mutant(
+        "moe/dispatch",
+        'N.wait_warp(mem.forward_arrived[chunk.k, slot], "ge", call)',
+        "MoE by rank",
+        nodes=2,
+        nightly=False,
+    ),
+    "forwarder without wait for sums": Mutant(
+        "moe/combine",
+        'N.wait(mem.offer_ready[k * at.size + g * 32 + lane, index // s.chunk], "ge", call)',
+        "MoE by rank",
+        nodes=2,
+    ),
+    "forwarder sums without fence": _unfenced(
+        "moe/combine", "N.signal_warp(arrived[forwarder, c], call, peer)", "MoE by rank", 2
+    ),
+    "rows for a forwarder without quiet": Mutant("moe/combine", "N.quiet(me)", "MoE by rank", nodes=2),
+    "forwarder without what sources said": Mutant(
+        "moe/routing", 'N.wait_block(heads_arrived[b], "ge", call)', "MoE by rank", nodes=2
+    ),
+    "latency forwarder without wait for messages": Mutant(
+        "moe/latency_dispatch",
+        'N.wait_warp(mem.forward_arrived[row], "ge", now.call)',
+        "MoE latency",
+        nodes=2,
+        nightly=False,
+    ),
+    "latency forwarder without wait for sums": Mutant(
+        "moe/latency_combine",
+        'N.wait(mem.partials_arrived[row * at.size + index, part], "ge", now.call)',
+        "MoE latency",
+        nodes=2,
+    ),
+}
+
+
+# -- code for sm_90 ---------------------------------------------------------------------------------------------------
+
+# By file and kernel of tilescale_net/kernels; those of kernels/moe and kernels/fused are in test_generated_code.py there.
+SM_90 = {
+    "all_gather.all_gather": [dict(n_pes=4), dict(n_pes=8, in_place=True, engine="bulk", threads=128)],
+    "all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, in_place=True)],
+    "all_gather.node_all_gather": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
+    "all_reduce_norm.all_reduce_norm": [
+        dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=shots, threads=544) for shots in (0, 1, 2)
+    ],
+    "all_reduce_packets.all_reduce_packets": [
+        dict(n_pes=4, dtype="bfloat16", capacity=16384),
+        dict(n_pes=8, dtype="float32", capacity=8192, aligned=False),
+    ],
+    "all_reduce_push.all_reduce_push": [
+        dict(n_pes=4, dtype="bfloat16", capacity=32768, shots=1),
+        dict(n_pes=2, dtype="float16", capacity=65536, shots=2, batch=2, aligned=False),
+    ],
+    "all_reduce_two_shot.all_reduce_two_shot": [
+        dict(n_pes=4, dtype="bfloat16", staged=False),
+        dict(n_pes=4, dtype="bfloat16", staged=False, pulled=True),
+        dict(n_pes=8, dtype="float32", staged=True, aligned=False),
+    ],
+    "all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
+    "all_to_all.all_to_all_mapped": [dict(n_pes=4)],
+    "all_to_all.all_to_all_uneven": [dict(n_pes=4)],
+    "all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True)],
+    "broadcast.broadcast": [dict(n_pes=4)],
+    "broadcast.node_broadcast": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
+    "p2p.push": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, blocks=8, engine="bulk")],
+    "p2p.pull": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, engine="bulk")],
+    "p2p.ping_pong": [dict(capacity=1 << 20, threads=128)],
+    "p2p.meet": [dict()],
+    "proxy_write.write": [dict(capacity=1 << 20)],
+    "reduce_scatter.node_reduce_scatter": [dict(n_pes=16, node_size=8, dtype="bfloat16")],
+    "reduce_scatter.reduce_scatter": [
+        dict(n_pes=4, dtype="bfloat16", vector=8),
+        dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
+    ],
+    "reduce_scatter.reduce_scatter_pull": [
+        dict(n_pes=4, dtype="bfloat16"),
+        dict(n_pes=8, dtype="float32", threads=1024),
+    ],
+    "send_recv.recv": [dict(n_pes=8, chunk=1 << 16)],
+    "send_recv.send": [dict(n_pes=8, chunk=1 << 16)],
+    "sums.sum_of_rows": [dict(rows=8, dtype="bfloat16")],
+}
