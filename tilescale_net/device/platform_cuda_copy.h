@@ -165,6 +165,7 @@ void begin(Operation, Scope, const void*, const void*, int64_t, int, const uint6
            int64_t, int64_t);
 void waited(const uint64_t*);
 void benign_race(const void*, int64_t);
+void expect_empty(const Vec16*);
 void signalling(const uint64_t*, int, uint64_t, SignalOp);
 void wait_begins(Operation, int, const uint64_t*, uint64_t, uint32_t);
 bool waits_without_a_look();
