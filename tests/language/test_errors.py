@@ -307,7 +307,8 @@ def zeroed(n, value=0.0):
     return kernel
 
 
-@pytest.mark.parametrize("n", [64.0, torch.tensor(64), None])
+# tilelang before 0.1.15 ends the process for a tensor whose extent is None.
+@pytest.mark.parametrize("n", [64.0, torch.tensor(64), *([None] if hasattr(builder, "PythonLoopFrame") else [])])
 def test_factory_arguments_of_a_wrong_kind(n):
     with pytest.raises(
         KernelError, match=r"kernel zeroed cannot be built: argument n is .*\n  at .*test_errors.py:\d+$"

@@ -114,7 +114,7 @@ def test_a_checkout_of_another_user_says_what_is_missing(checkout, tmp_path):
     python.symlink_to("/nonexistent/python")
     done = checkout("hello.py", **without_network(tmp_path), PATH=bare_python(tmp_path / "bin"))
     assert done.returncode == 1
-    assert f"{python} does not start" in done.stderr and "python3 lacks: tilelang==" in done.stderr
+    assert f"{python} does not start" in done.stderr and "python3 lacks: tilelang>=" in done.stderr
     assert "cannot be written, and something must be installed in it" in done.stderr
 
 
@@ -171,7 +171,7 @@ def test_what_tsn_python_lacks_is_told(checkout, tmp_path):
     bare = bare_python(tmp_path / "bin").partition(":")[0] + "/python3"
     done = checkout("hello.py", TSN_PYTHON=bare)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"TSN_PYTHON={bare} lacks: tilelang==" in done.stderr and "torch>=2.6" in done.stderr
+    assert f"TSN_PYTHON={bare} lacks: tilelang>=" in done.stderr and "torch>=2.6" in done.stderr
     assert "leave TSN_PYTHON out" in done.stderr and "building" not in done.stderr
     # What may be of another version is reported, and runs.
     project = checkout.root / "pyproject.toml"

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from tilelang import tvm
-from tilelang.ir import get_stmt_span
 from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
 from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING, TYPED, Operator
+from tilescale_net.compiler.versions import get_stmt_span, launch_threads_of
 from tilescale_net.errors import KernelError
 
 # A node of a kernel's tree.
@@ -66,11 +66,7 @@ def loads_memory(expr: tirx.PrimExpr) -> bool:
 
 def block_threads(func: tirx.PrimFunc) -> int | None:
     """Threads per block, where all launches of a traced kernel agree and have one dimension; else None."""
-    launches = []
-    for block in collect(func.body, lambda node: isinstance(node, tirx.SBlock) and node.name_hint == "tilelang_root"):
-        extents = block.annotations.get("tl.launch_threads") or ()
-        known = extents and all(isinstance(extent, int | tirx.IntImm) for extent in extents)
-        launches.append(tuple(int(extent) for extent in extents) if known else None)
+    launches = launch_threads_of(func.body)
     if len(set(launches)) != 1 or launches[0] is None or any(extent != 1 for extent in launches[0][1:]):
         return None
     return launches[0][0]

@@ -23,9 +23,6 @@ from typing import Any, overload
 import tilelang
 import torch
 from tilelang import tvm
-from tilelang.engine.param import CompiledArtifact
-from tilelang.language.eager.ast import mutate
-from tilelang.language.eager.builder import Macro, get_type_hints
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
@@ -36,6 +33,7 @@ from tilescale_net.compiler.passes import hazards, prepare
 from tilescale_net.compiler.simulator import cache
 from tilescale_net.compiler.simulator import lowering as simulated
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
+from tilescale_net.compiler.versions import CompiledArtifact, Macro, get_type_hints, mutate
 from tilescale_net.errors import ConfigurationError, KernelError, TileScaleError
 from tilescale_net.runtime import profiling, settings, worlds
 from tilescale_net.trace import traced_calls

@@ -17,8 +17,8 @@ from typing import Any, Literal, overload
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import this_host
 
-# The package uses parts of tilelang that are not a public interface; they were checked for this version.
-TILELANG_VERSION = "0.1.15"
+# The package uses parts of tilelang that are not a public interface, see versions.py; they were checked for these versions.
+TILELANG_VERSIONS = ("0.1.12", "0.1.13", "0.1.14", "0.1.15")
 COMPILER_DIR = Path(__file__).resolve().parent
 DEVICE_DIR = COMPILER_DIR.parent / "device"
 HEADER = "tilescale_net.h"
@@ -31,12 +31,12 @@ def check_tilelang(version: str | None = None) -> None:
             version = importlib.metadata.version("tilelang")
         except importlib.metadata.PackageNotFoundError:
             raise ConfigurationError(
-                f"tilelang is not installed; run `pip install tilelang=={TILELANG_VERSION}`"
+                f"tilelang is not installed; run `pip install tilelang=={TILELANG_VERSIONS[-1]}`"
             ) from None
-    if version.partition("+")[0] != TILELANG_VERSION:
+    if version.partition("+")[0] not in TILELANG_VERSIONS:
         raise ConfigurationError(
-            f"tilelang {version} is installed, but tilescale_net supports {TILELANG_VERSION}; "
-            f"run `pip install tilelang=={TILELANG_VERSION}`"
+            f"tilelang {version} is installed, but tilescale_net supports {TILELANG_VERSIONS[0]} to {TILELANG_VERSIONS[-1]}; "
+            f"run `pip install tilelang=={TILELANG_VERSIONS[-1]}`"
         )
 
 

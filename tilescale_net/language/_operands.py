@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from tilelang import tvm
-from tilelang.language.eager.builder import unwrap_expr
-from tilelang.language.frame import get_let_value, has_let_value
-from tilelang.language.utils import get_buffer_region_from_load
 from tvm import tirx
 
 from tilescale_net.compiler.operators import agreed_value
+from tilescale_net.compiler.versions import get_buffer_region_from_load, get_let_value, has_let_value, unwrap_expr
 from tilescale_net.language._trace import PrimitiveError, settled
 
 # -- arithmetic in 64 bits --------------------------------------------------------------------------------------------

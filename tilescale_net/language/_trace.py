@@ -13,17 +13,14 @@ statement is there: the trace records what the variable stands for, and compiler
 import functools
 import inspect
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from tilelang.ir import make_span
-from tilelang.language.eager import builder as eager_builder
-from tilelang.language.eager.builder import BoolOpFrame, Builder
-from tilelang.language.frame import get_let_value, has_let_value
-from tilelang.language.kernel import KernelLaunchFrame
+import tilelang  # noqa: F401 (makes `tvm` importable)
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder
@@ -33,6 +30,16 @@ from tvm.tirx.stmt_functor import post_order_visit, substitute
 from tilescale_net.compiler.ir import Node, loads_memory, opaque_call, splits
 from tilescale_net.compiler.operators import TYPED, guard_condition
 from tilescale_net.compiler.passes.effects import UNNAMED, deferred, has_effect
+from tilescale_net.compiler.versions import (
+    BoolOpFrame,
+    Builder,
+    KernelLaunchFrame,
+    eager_builder,
+    get_let_value,
+    has_let_value,
+    make_span,
+    threads_of_launch,
+)
 from tilescale_net.errors import KernelError
 
 P = ParamSpec("P")
@@ -142,8 +149,7 @@ def evaluate(call: tirx.Call) -> None:
 
 def block_threads() -> int:
     """Threads per block of the kernel being traced; 128, tilelang's default, where T.Kernel was given none."""
-    launch = KernelLaunchFrame.Current()
-    return 128 if launch.thread_extents is None else launch.get_num_threads()
+    return math.prod(threads_of_launch(KernelLaunchFrame.Current()) or (128,))
 
 
 # -- values that are computed once ------------------------------------------------------------------------------------
@@ -221,12 +227,10 @@ def _inline(expr: tirx.PrimExpr) -> tirx.PrimExpr:
 def _splits(condition: Any, scope: str) -> bool:
     """Whether `condition`, a function of threadIdx.x alone, differs among the threads of some block or warp."""
     launch = KernelLaunchFrame.Current()
-    if not isinstance(condition, tirx.PrimExpr) or launch.thread_extents is None:
+    threads, *others = threads_of_launch(launch) or (0, 0, 0)
+    if not isinstance(condition, tirx.PrimExpr) or others != [1, 1]:
         return False
-    threads, height, depth = launch.get_thread_extents()
-    if (height, depth) != (1, 1):
-        return False
-    return splits(_inline(condition), launch.thread_vars[0], threads, threads if scope == "block" else WARP)
+    return splits(_inline(condition), launch.get_thread_binding(0), threads, threads if scope == "block" else WARP)
 
 
 # -- errors while a kernel is traced ----------------------------------------------------------------------------------

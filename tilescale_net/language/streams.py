@@ -13,10 +13,10 @@ A message of several puts ends with `N.signal_block(arrived[0], i + 1, pe)`. Aft
 may be written again. Each call has a form for a block, a warp and a thread.
 """
 
-from tilelang.language.eager.builder import unwrap_expr
 from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
+from tilescale_net.compiler.versions import unwrap_expr
 from tilescale_net.language._operands import Number, Place, as_integer, constant, pe_index, signal_word
 from tilescale_net.language._trace import PrimitiveError, evaluate, primitive, require_converged, settled
 

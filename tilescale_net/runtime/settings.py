@@ -294,6 +294,11 @@ TUNED = Setting(
     "TSN_TUNED", _flag, True, "`0`: do not use the results of `tilescale_net.tuning`; the value of rank 0 counts"
 )
 
+VLLM = Setting(
+    "TSN_VLLM", _flag, False, "1: vLLM's processes take this package for `deep_ep`; see docs/integrations.md"
+)
+SGLANG = Setting("TSN_SGLANG", _flag, False, "1: so do SGLang's")
+
 TRACE = Setting(
     "TSN_TRACE",
     _new_file,

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tilelang import tvm
-from tilelang.language.eager.ast import DSLMutator
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
@@ -39,6 +38,7 @@ from tilescale_net.compiler.ir import (
     sequence,
 )
 from tilescale_net.compiler.operators import DEFERRED
+from tilescale_net.compiler.versions import DSLMutator
 from tilescale_net.errors import KernelError
 
 # Variables that hold the result of a primitive have names that begin so until the author names them.

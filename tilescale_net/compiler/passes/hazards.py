@@ -46,11 +46,12 @@ from tilescale_net.compiler.ir import (
     typed_name,
 )
 from tilescale_net.compiler.operators import OPAQUE, OPERATORS
+from tilescale_net.compiler.versions import lane_variables
 from tilescale_net.errors import KernelError
 
 _COPY = "tl.tileop.copy"
 _TMA_OPS = {"tl.tileop.tma_copy", "tl.tileop.im2col", "tl.tma_load", "tl.tma_store"}
-_BARRIER, _LANE = "tirx.tvm_storage_sync", "tl.launch_thread_idx"
+_BARRIER = "tirx.tvm_storage_sync"
 _BLOCK_SCOPE = "|".join(row.name for row in OPERATORS.values() if row.scope == "block")
 _TMA_ADD, _STORE_WAIT = "tl.tileop.atomicadd", "tl.tma_store_wait"
 _TMA_ANNOTATIONS = ("is_gather4", "is_scatter4", "cluster_mask")
@@ -113,7 +114,7 @@ def _warp_splitting(func: tirx.PrimFunc) -> Iterator[tirx.IfThenElse]:
     if not branches or threads is None:
         return
     bound = bound_values(func.body)
-    lanes = {v for v, value in bound.items() if op_name(value) == _LANE and int(value.args[0]) == 0}
+    lanes = lane_variables(func.body)
     named = {v: value for v, value in bound.items() if v not in lanes}
     for branch in branches:
         condition = branch.condition

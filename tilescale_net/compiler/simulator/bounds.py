@@ -15,12 +15,13 @@ from tvm.tirx.stmt_functor import ir_transform
 
 from tilescale_net.compiler.ir import Node, collect, op_name
 from tilescale_net.compiler.operators import AGREED, INSIDE
+from tilescale_net.compiler.versions import REGIONS
 
 UNGUARDED = {"tl.disable_safe_memory_legalize": True}
 _TILES = (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED)
 _CHOICE = "tirx.if_then_else"
 # Operators that take a place in memory: their first argument is written as a load, but does not load.
-_PLACES = ("tl.access_ptr", "tirx.address_of", "tl.region")
+_PLACES = ("tl.access_ptr", "tirx.address_of", *REGIONS)
 # What reports an index that is outside, and sizes that differ; of device/host/checked.h.
 _REPORT, _REPORT_SIZES = "tsn_report_index", "tsn_agreed"
 

@@ -27,22 +27,6 @@ from typing import Any
 
 import tilelang.language as T
 from tilelang import tvm
-from tilelang.cuda import pipeline
-from tilelang.cuda.op.gemm import (
-    GEMM_INST_FMA,
-    GEMM_INST_MMA,
-    GEMM_INST_WGMMA,
-    GemmFMA,
-    GemmMMA,
-    GemmMMASm70,
-    GemmWGMMA,
-)
-from tilelang.cuda.target import target_is_cuda, target_is_turing, target_is_volta
-from tilelang.engine.param import CompiledArtifact
-from tilelang.tileop.gemm.gemm_base import GemmBase
-from tilelang.tileop.gemm.registry import register_gemm_impl
-from tilelang.transform.simplify import _Simplify as simplify
-from tilelang.utils.language import is_fragment
 from tvm import tirx
 from tvm.ir.instrument import pass_instrument
 from tvm.tirx import PrimFunc
@@ -51,6 +35,15 @@ from tvm.tirx.stmt_functor import ir_transform
 from tilescale_net.compiler.ir import kernel_name, op_name
 from tilescale_net.compiler.passes import Prepared, prepare
 from tilescale_net.compiler.simulator import bounds, cache, sites
+from tilescale_net.compiler.versions import (
+    GEMM_IMPLEMENTATIONS,
+    CompiledArtifact,
+    GemmBase,
+    cuda_pipeline,
+    is_fragment,
+    register_gemm_impl,
+    simplify,
+)
 from tilescale_net.errors import SimulatorUnsupported
 
 # The simulator runs code for an architecture without asynchronous copies.
@@ -225,18 +218,10 @@ def _plain_gemm(gemm: GemmBase, multiply: Callable[..., Any], stage_a: Any, stag
 def _install_gemm() -> None:
     """Put this implementation beside tilelang's own; called once, when this module is imported."""
 
-    def is_ampere_or_later(target: Any) -> bool:
-        return target_is_cuda(target) and not (target_is_volta(target) or target_is_turing(target))
-
     # tilelang's own entries, by their names, except while `plain` is on.
-    for name, instruction, fits, implementation in (
-        ("cuda.mma", GEMM_INST_MMA, is_ampere_or_later, GemmMMA),
-        ("cuda.mma_sm70", GEMM_INST_MMA, target_is_volta, GemmMMASm70),
-        ("cuda.wgmma", GEMM_INST_WGMMA, target_is_cuda, GemmWGMMA),
-        ("cuda.fma", GEMM_INST_FMA, target_is_cuda, GemmFMA),
-    ):
+    for name, instruction, fits, implementation in GEMM_IMPLEMENTATIONS:
         register_gemm_impl(name, instruction, lambda t, fits=fits: not is_plain() and fits(t), implementation)
-    for instruction in (GEMM_INST_MMA, GEMM_INST_WGMMA, GEMM_INST_FMA):
+    for instruction in {entry[1] for entry in GEMM_IMPLEMENTATIONS}:
         register_gemm_impl(f"simulator.{instruction}", instruction, lambda t: is_plain(), PlainGemm)
 
 
@@ -310,12 +295,11 @@ def without_engines(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 def _install_barriers() -> None:
     """Let kernels for the simulator have barriers, though the architecture that they are lowered for has none."""
-    known = pipeline.have_mbarrier
-    pipeline.have_mbarrier = lambda target: is_plain() or known(target)
+    known = cuda_pipeline.have_mbarrier
+    cuda_pipeline.have_mbarrier = lambda target: is_plain() or known(target)
 
 
-with contextlib.suppress(AttributeError):  # another tilelang: kernels with barriers are refused, as they were
-    _install_barriers()
+_install_barriers()
 
 
 # -- passes that need not run -----------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ statement: nothing may come between its parts.
 import os
 from collections.abc import Container
 
-from tilelang.ir import get_stmt_span
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
 from tilescale_net.compiler.ir import OUR_OPS, Node, collect, op_name, operator_of, our_calls, sequence, typed_name
 from tilescale_net.compiler.operators import DEFERRED, OPERATORS, PURE
+from tilescale_net.compiler.versions import get_stmt_span
 
 # -- calls of primitives ----------------------------------------------------------------------------------------------
 

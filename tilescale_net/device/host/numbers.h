@@ -118,6 +118,20 @@ using fp8_e4_t = tl::float_e4m3_t;
 using fp8_e5_t = tl::float_e5m2_t;
 using fp8_e8_t = __nv_fp8_e8m0;
 
+template <typename Vector, typename Element, typename... Given>
+inline Vector tsn_vector_of(Given... given) {
+  const Element elements[] = {static_cast<Element>(given)...};
+  static_assert(sizeof(elements) == sizeof(Vector), "a vector is given all of its elements");
+  Vector vector;
+  memcpy(&vector, elements, sizeof(Vector));
+  return vector;
+}
+
+#define TSN_FP8_MAKE(name, n)                                                                                          \
+  template <typename... Given>                                                                                         \
+  inline name##_##n##_t make_##name##_##n##_t(Given... given) {                                                        \
+    return tsn_vector_of<name##_##n##_t, name##_t>(given...);                                                          \
+  }
 #define TSN_FP8_VECTORS(name)                                                                                          \
   struct alignas(2) name##_2_t {                                                                                       \
     name##_t x, y;                                                                                                     \
@@ -133,11 +147,17 @@ using fp8_e8_t = __nv_fp8_e8m0;
   };                                                                                                                   \
   struct alignas(32) name##_32_t {                                                                                     \
     name##_16_t x, y;                                                                                                  \
-  };
+  };                                                                                                                   \
+  TSN_FP8_MAKE(name, 2)                                                                                                \
+  TSN_FP8_MAKE(name, 4)                                                                                                \
+  TSN_FP8_MAKE(name, 8)                                                                                                \
+  TSN_FP8_MAKE(name, 16)                                                                                               \
+  TSN_FP8_MAKE(name, 32)
 TSN_FP8_VECTORS(fp8_e4)
 TSN_FP8_VECTORS(fp8_e5)
 TSN_FP8_VECTORS(fp8_e8)
 #undef TSN_FP8_VECTORS
+#undef TSN_FP8_MAKE
 
 // The same bits as another type of the same size.
 template <typename To, typename From>

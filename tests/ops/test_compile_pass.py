@@ -1,0 +1,59 @@
+"""The pass of torch.compile: what it replaces, what it leaves alone, and that results are the same."""
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed import _functional_collectives as functional
+
+import tilescale_net as tsn
+from tests import ranks
+from tilescale_net.ops.compile_pass import FuseCollectives
+
+
+def _layers() -> None:
+    group, n = dist.group.WORLD, tsn.size()
+    fuse = FuseCollectives()
+
+    def passed(module, inputs):
+        fuse(module.graph)
+        module.recompile()
+        return module
+
+    def compiled(layer, *given):
+        fuse.replaced.clear()
+        torch._dynamo.reset()
+        with torch.no_grad():
+            found = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=passed))(*given)
+            torch.testing.assert_close(found, layer(*given), rtol=2e-2, atol=0.5)
+        return list(fuse.replaced)
+
+    torch.manual_seed(tsn.rank())
+    x, up, down = (torch.randn(shape).bfloat16() for shape in ((16, 64), (64, 32), (32, 64)))
+
+    def sequence_parallel(x, up, down):
+        hidden = torch.relu(functional.all_gather_tensor(x, 0, group) @ up)
+        return functional.reduce_scatter_tensor(hidden @ down, "sum", 0, group)
+
+    def tensor_parallel(x, up, down):
+        return functional.all_reduce(torch.relu(x @ up) @ down, "sum", group)
+
+    assert compiled(sequence_parallel, x, up, down) == ["all_gather_matmul", "matmul_reduce_scatter"]
+    assert compiled(tensor_parallel, x, up, down) == ["matmul_all_reduce"]
+
+    def rows_are_read_again(x, up):
+        rows = functional.all_gather_tensor(x, 0, group)
+        return rows @ up, rows.sum()
+
+    def not_a_sum(x, up):
+        return functional.all_reduce(x @ up, "max", group)
+
+    for layer in (rows_are_read_again, not_a_sum):
+        assert compiled(layer, x, up) == []
+    odd = torch.randn(64, 30).bfloat16()  # rows of 60 bytes, which no fused kernel takes
+    assert compiled(lambda x, w: functional.all_reduce(x @ w, "sum", group), x, odd) == []
+    alone = [dist.new_group([rank]) for rank in range(n)][tsn.rank()]  # of torch's, not of this package
+    assert compiled(lambda x, w: functional.all_reduce(x @ w, "sum", alone), x, up) == []
+
+
+def test_layers():
+    ranks.run(2, _layers, timeout=250)

@@ -1,0 +1,74 @@
+"""Entry points that servers call in every process they start: with a variable set, `deep_ep` is tilescale_net.deep_ep there.
+
+Without it they do nothing, and import nothing: installing this package takes nothing over. docs/integrations.md says what is
+taken over, how to see it and how to turn it off.
+"""
+
+import importlib
+import logging
+import sys
+from typing import Any
+
+from tilescale_net.runtime import settings
+
+# Modules of SGLang that its processes import before they load plug-ins, and what these have taken from deep_ep.
+_DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher."
+_SGLANG = {
+    _DISPATCHERS + "deepep": (("Buffer", "Config"), "use_deepep", "_deepep_import_error"),
+    _DISPATCHERS + "deepep_v2": (("ElasticBuffer",), "use_deepep_v2", "_deepep_v2_import_error"),
+}
+# The module of vLLM that looks for deep_ep once, when it is imported.
+_VLLM = "vllm.model_executor.layers.fused_moe.all2all_utils"
+
+
+def vllm() -> None:
+    """Of `vllm.general_plugins`: obeys TSN_VLLM. Raises TileScaleError where vLLM has looked for deep_ep already."""
+    if not settings.VLLM.get():
+        return
+    from tilescale_net.errors import TileScaleError
+
+    if _VLLM in sys.modules and sys.modules.get("deep_ep") is not _ours():
+        raise TileScaleError(
+            f"TSN_VLLM=1: {_VLLM} was imported before vLLM's plug-ins were loaded, and has looked for deep_ep; put a "
+            "deep_ep.py in a folder of PYTHONPATH, see docs/integrations.md"
+        )
+    _take_over("vllm", settings.VLLM.name)
+    found = sys.modules.get("vllm.utils.import_utils")
+    if found is not None:  # it remembers which modules it has not found
+        vars(found)["_has_module"].cache_clear()
+
+
+def sglang() -> None:
+    """Of `sglang.srt.plugins`: obeys TSN_SGLANG."""
+    if not settings.SGLANG.get():
+        return
+    _take_over("sglang", settings.SGLANG.name)
+    for name, (taken, flag, error) in _SGLANG.items():
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        for each in taken:
+            setattr(module, each, getattr(_ours(), each))
+        if not getattr(module, flag):
+            name = "sglang_per_token_group_quant_fp8"  # which the module imports behind deep_ep
+            quantise = getattr(importlib.import_module("sglang.kernels.ops.quantization.fp8_kernel"), name)
+            vars(module).update({name: quantise, flag: True, error: None})
+
+
+def _ours() -> Any:
+    import tilescale_net.deep_ep
+
+    return tilescale_net.deep_ep
+
+
+def _take_over(server: str, variable: str) -> None:
+    """Put this package in DeepEP's place, also where DeepEP was imported, and log it where the server's log shows it."""
+    if sys.modules.get("deep_ep", _ours()) is not _ours():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "deep_ep"]:
+            del sys.modules[name]
+    _ours().install()
+    from tilescale_net import __version__
+
+    logging.getLogger(f"{server}.tilescale_net").info(
+        "deep_ep is tilescale_net.deep_ep %s in this process, by %s=1", __version__, variable
+    )
