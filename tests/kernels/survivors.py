@@ -16,6 +16,7 @@ STARTS = "orders no data: it leaves multiprocessors to other blocks"
 CALL_BEFORE = (
     "the product of the call before has waited for rows of every PE, sent when it had read those of the one before that"
 )
+RECEIVED = "the receive phase of the call before, without which none is sent, has waited for the same word"
 MET = "the block has met since, and what follows touches nothing that was touched since then"
 NUMBERED = "numbering the choices begins with counts of its own, and the block meets before it reads a choice"
 BINS = (
@@ -40,7 +41,7 @@ NOTHING_LEFT = "in the simulator the kernel before it has sent all pieces, and t
 NOT_RUN = {ON_GPUS, NOTHING_LEFT, FAULTS}
 HARMLESS = {
     BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET, OWN, UNREAD, TIMED, NUMBERED, BINS, HOSTS,
-    COUNTED,
+    COUNTED, RECEIVED,
 }  # fmt: skip
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "02": {
@@ -129,6 +130,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "moe/handshake": {
         ("no quiet", 0): NEXT_CALL,
         ("no wait", 2): TIMED,
+        ("no wait", 3): RECEIVED,
     },
     "moe/latency_combine": {
         ("no quiet", 0): NEXT_CALL,
