@@ -150,7 +150,8 @@ def meaning(parameter: str, at: Documented, seen: frozenset[str] = frozenset(), 
 
 def complete(at: Documented) -> str:
     """The docstring with one row for each parameter, in the order of the signature, and its example as code."""
-    doc = re.sub(r"^Example: (.*)$", r"Example:\n    ```python\n    \1\n    ```", at.doc, flags=re.M)
+    doc = re.sub(r"^Example: (.*)$", r"Example:\n    \1", at.doc, flags=re.M)
+    doc = re.sub(r"^Example:\n((?:    .*\n?)+)", r"Example:\n    ```python\n\1\n    ```\n", doc, flags=re.M)
     if not at.parameters:
         return doc
     attributes = section(at.doc, "Attributes")

@@ -169,9 +169,9 @@ def test_a_parameter_without_a_text_is_noticed():
 
 
 EXAMPLES = {
-    name: m[1].split("  #")[0]
+    name: (m[1] or m[2].replace("\n    ", "\n        ").strip()).split("  #")[0]
     for name in sorted(N.__all__)
-    if (m := re.search(r"^ *Example: (.*)$", inspect.getdoc(getattr(N, name)) or "", re.M))
+    if (m := re.search(r"^Example:(?: (.*)|\n((?:    .*\n?)+))", inspect.getdoc(getattr(N, name)) or "", re.M))
 }
 KERNEL = """
 import tilelang.language as T

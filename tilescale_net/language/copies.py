@@ -386,7 +386,7 @@ def put_vector(dst: Place, src: Place, pe: Number) -> None:
 
     Example:
         mine = T.alloc_local((4,), "float32")
-        N.put_vector(inbox[me, 0:4], mine, pe)
+        N.put_vector(y[row, 0:4], mine, pe)
     """
     (to, n), (source, m) = _vectors("dst", dst), _vectors("src", src, "local")
     if to.dtype != source.dtype:
@@ -417,7 +417,7 @@ def take_vectors(dst: Place, src: Place) -> None:
 
     Example:
         theirs = T.alloc_local((8, 4), "float32")
-        N.take_vectors(theirs, inbox[0:8, 0:4])
+        N.take_vectors(theirs, y[0:8, 0:4])
     """
     (to, n), (source, m) = _vectors("dst", dst, "local"), _vectors("src", src)
     if to.dtype != source.dtype:
