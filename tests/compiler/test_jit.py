@@ -433,3 +433,17 @@ def long_chain(which):
     )
     assert said[1] == str(tmp_path / "chain_of_elif.py")
     assert text.splitlines()[int(said[2]) - 1].lstrip().startswith(("elif", "out["))
+
+
+def test_what_nvcc_rejects_is_named():
+    @tsn.jit(target={"kind": "cuda", "arch": "sm_90"})
+    def unknown_function(dtype):
+        @T.prim_func
+        def main(x: T.Tensor((4,), dtype)):
+            with T.Kernel(1, threads=32):
+                T.evaluate(T.call_extern("int32", "no_such_function", T.address_of(x[0])))
+
+        return main
+
+    with pytest.raises(KernelError, match='nvcc rejects its CUDA source\n.*"no_such_function" is undefined'):
+        unknown_function("float32")

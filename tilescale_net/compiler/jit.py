@@ -156,6 +156,17 @@ def compile(
         if "[ThreadSync]" not in str(error):
             raise
         raise hazards.barrier_refused(func) from None
+    except RuntimeError as error:
+        raise _rejected_by_nvcc(func, str(error)) or error from None
+
+
+def _rejected_by_nvcc(func: PrimFunc, text: str) -> KernelError | None:
+    """What nvcc says of a kernel's source, which tilelang repeats before it."""
+    _, found, said = text.rpartition("Compilation error:")
+    if not found:
+        return None
+    lines = [line for line in said.splitlines() if "error" in line] or said.strip().splitlines()
+    return KernelError("\n  ".join((f"kernel {kernel_name(func)}: nvcc rejects its CUDA source", *lines[:5])))
 
 
 def _compiled(func: PrimFunc, chosen: Any, configs: dict[str, Any], flags: list[str], name: str | None) -> Kernel:
