@@ -43,7 +43,7 @@ def test_a_layer_of_megatron():
 
 
 PLUGINS = {
-    "vllm==0.33.0": ("vllm.plugins", "import vllm; vllm.envs.VLLM_PLUGINS = None", "load_general_plugins"),
+    "vllm==0.33.0": ("vllm.plugins", "import vllm.envs; vllm.envs.VLLM_PLUGINS = None", "load_general_plugins"),
     "sglang==0.5.23": ("sglang.srt.plugins", "", "load_plugins"),
 }
 
