@@ -43,6 +43,11 @@ def gpus() -> int:
     return 0 if _simulated() else visible_gpus()
 
 
+def _heap_for(size: int) -> str:
+    """Bytes of the heap of such a job: on GPUs it does not grow, and an `AllReduce` with its defaults takes 44 MiB."""
+    return "256M" if 0 < size <= gpus() else "32M"
+
+
 def _preload() -> None:
     """Import what is slow before ranks fork. tilelang looks for GPUs when imported, after which a fork could not use one.
 
@@ -119,7 +124,7 @@ def launch(
     *args,
     env: dict[str, str] | None = None,
     init: bool = True,
-    heap: str = "32M",
+    heap: str | None = None,
     timeout: float = 240.0,
     on_start: Callable[[list], None] | None = None,
 ) -> list[Outcome]:
@@ -127,6 +132,7 @@ def launch(
 
     Args:
         fn: a module-level function.
+        heap: of each rank; by default 32M, which grows, and on GPUs 256M.
         init: call tsn.init(heap) before and tsn.finalize() after.
         on_start: called with the process objects, for tests that kill ranks.
     """
@@ -143,7 +149,9 @@ def launch(
         pipes, procs = [], []
         for rank in range(size):
             mine, theirs = _context.Pipe(duplex=False)
-            proc = _context.Process(target=_body, args=(rank, size, base, fn, args, init, heap, theirs), daemon=True)
+            proc = _context.Process(
+                target=_body, args=(rank, size, base, fn, args, init, heap or _heap_for(size), theirs), daemon=True
+            )
             proc.start()
             theirs.close()
             pipes.append(mine)
@@ -191,7 +199,7 @@ def run(size: int, fn: Callable, *args, **kwargs) -> list:
 _VARIABLES = {"nodes": "VIRTUAL_NODES", "visibility": "TSN_SIM_VISIBILITY", "races": "TSN_SIM_RACES"}
 
 
-def on(size: int = 2, *, heap: str = "32M", init: bool = True, timeout: float = 240.0, **env: str) -> Callable:
+def on(size: int = 2, *, heap: str | None = None, init: bool = True, timeout: float = 240.0, **env: str) -> Callable:
     """A test whose body runs on each of `size` ranks, as `run` runs a function.
 
     Its own arguments `size`, `nodes`, `visibility` and `races` say how many ranks there are, and what they are told; a
