@@ -5,6 +5,7 @@ that they name left out. Blocks have two warps or more wherever a kernel allows 
 `MUTANTS`: test_sweep.py runs them; the data must show them. `SM_90`: test_generated_code.py compiles them.
 """
 
+import dataclasses
 import functools
 import importlib
 import sys
@@ -113,7 +114,7 @@ def _experts(seed: int) -> None:
     importlib.import_module("tests.kernels.fused.counted").counted(seed)
     of.fed(seed)
     # The copying warp may begin with several tiles before the first is multiplied: all of k is less than its stages.
-    of.fed(seed, 16, of.dataclasses.replace(of.SMALL, stages=4), 1)
+    of.fed(seed, 16, dataclasses.replace(of.SMALL, stages=4), 1)
     of.fed_combine(seed)
     of.layers(seed, dict(tuning=of.TUNING), False, ("random", "one expert"))
 

@@ -181,7 +181,8 @@ def _few_are_kept() -> None:
         assert first.alive and again.alive and not third.alive and call("all_gather_matmul") is first
     gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), rank=tsn.rank())
     with (
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, create=True),
+        mock.patch.object(objects, "_on_gpu", True),
         mock.patch.object(objects, "world", gpu),
     ):
         key = next(iter(objects._products))
