@@ -157,7 +157,10 @@ def compile(
             raise
         raise hazards.barrier_refused(func) from None
     except RuntimeError as error:
-        raise _rejected_by_nvcc(func, str(error)) or error from None
+        rejected = _rejected_by_nvcc(func, str(error))
+        if rejected is None:
+            raise
+        raise rejected from None
 
 
 def _rejected_by_nvcc(func: PrimFunc, text: str) -> KernelError | None:
