@@ -17,7 +17,16 @@ from tilescale_net.runtime.profiling import named
 from .algorithms import BufferSpecs
 from .all_reduce import AllReduce
 from .all_reduce_push import AGREEING, DTYPES, add_rows, meet_blocks
-from .collective import EXACT_SUMS, EXPLICIT_SYNC, STATUS_WORDS, Collective, all_agree, dtype_name, is_aligned
+from .collective import (
+    EXACT_SUMS,
+    EXPLICIT_SYNC,
+    STATUS_WORDS,
+    Collective,
+    all_agree,
+    count_call,
+    dtype_name,
+    is_aligned,
+)
 from .sums import VECTOR_BYTES, vector_of
 
 # Vectors of summed rows that a thread keeps while it normalises them.
@@ -220,12 +229,7 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
                                     for v in T.vectorized(vector):
                                         out[of * hidden + i * vector + v] = row[h, g, v]
             if shots > 0:
-                if thread == 0:
-                    calls[block] = call
-                if block == 0:  # also for the blocks that later calls have and this one has not
-                    for turn in T.serial(T.ceildiv(max_blocks, threads)):
-                        if turn * threads + thread < max_blocks and turn * threads + thread >= part:
-                            calls[turn * threads + thread] = call
+                count_call(calls, block, call, part, thread, threads, max_blocks)
 
     return main
 
@@ -235,7 +239,7 @@ class AllReduceNorm(Collective):
 
     Args:
         hidden: elements of a row; a row is a multiple of 16 bytes, and at most 64 KiB.
-        threads, blocks: see `Collective`.
+        threads, blocks: of the `AllReduce` that sums where PEs are on other nodes; other kernels take theirs from `hidden`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Attributes:

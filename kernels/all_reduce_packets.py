@@ -15,7 +15,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 
 from .algorithms import Again, Algorithm, Call
-from .collective import EXPLICIT_SYNC, STATUS_WORDS, call_word, compare, dtype_name, is_aligned
+from .collective import EXPLICIT_SYNC, STATUS_WORDS, call_word, compare, count_call, dtype_name, is_aligned
 from .launches import FLAT, Launch
 from .sums import accumulator
 
@@ -113,13 +113,7 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
                         for v in T.unroll(width):
                             if first + v < count:
                                 out[first + v] = T.cast(totals[v], dtype)
-            if thread == 0:
-                calls[block] = call
-            if block == 0:  # also for the blocks that later calls have and this one has not
-                for turn in T.serial(T.ceildiv(max_blocks, threads)):
-                    other = turn * threads + thread
-                    if other < max_blocks and other * T.int64(share * width) >= count:
-                        calls[other] = call
+            count_call(calls, block, call, T.ceildiv(count, T.int64(share * width)), thread, threads, max_blocks)
 
     return main
 

@@ -1,7 +1,7 @@
 """All-reduce of floats whose data are their own flags, in one step or two: see `N.put_vector`.
 
 One shot: every PE sends all of its vectors to every PE, and each adds up what it gets. Two shots: PE p gets part p of the
-tensor from all, adds it up and sends the sums to all: more latency, fewer bytes. A thread has one vector of each part, and
+tensor from all, adds it up and sends the sums to all: more latency, fewer bytes. A thread has a few vectors of each part, and
 waits for nobody but the same thread of other PEs.
 
 A call copies nothing, so that tensors may lie anywhere. Calls take two halves of the memory in turn: a PE that sends in
@@ -19,7 +19,16 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 
 from .algorithms import Again, Algorithm, BufferSpecs, Call
-from .collective import EXPLICIT_SYNC, STATUS_WORDS, all_agree, call_word, dtype_name, is_aligned, report_other_call
+from .collective import (
+    EXPLICIT_SYNC,
+    STATUS_WORDS,
+    all_agree,
+    call_word,
+    count_call,
+    dtype_name,
+    is_aligned,
+    report_other_call,
+)
 from .launches import FLAT, Launch
 from .sums import VECTOR_BYTES, accumulator, store_elements, vector_of
 
@@ -183,13 +192,7 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
                         for p in T.unroll(n_pes):
                             if (p * part + i) * vector < count:
                                 store_elements(out, p * part + i, rows, u * n_pes + p, count, dtype, aligned)
-            if thread == 0:
-                calls[block] = call
-            if block == 0:  # also for the blocks that later calls have and this one has not
-                for turn in T.serial(T.ceildiv(max_blocks, threads)):
-                    other = turn * threads + thread
-                    if other < max_blocks and other * T.int64(workers * batch) >= part:
-                        calls[other] = call
+            count_call(calls, block, call, T.ceildiv(part, T.int64(workers * batch)), thread, threads, max_blocks)
 
     return main
 

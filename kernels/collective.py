@@ -174,6 +174,23 @@ def all_agree(agreed: T.Ref, agrees, n_pes):
         agreed = agreed & agrees[p]
 
 
+@tsn.macro
+def count_call(calls, block, call: T.Ref, used, thread, threads, max_blocks):
+    """calls[b] = call, for this block, and by block 0 also for blocks that later calls have and this one has not.
+
+    Args:
+        calls: uint64 [max_blocks].
+        used: int64, number of blocks that this call has work for.
+    """
+    if thread == 0:
+        calls[block] = call
+    if block == 0:
+        for turn in T.serial(T.ceildiv(max_blocks, threads)):
+            other = turn * threads + thread
+            if other < max_blocks and other >= used:
+                calls[other] = call
+
+
 class StatusRecord:
     """A record in host memory that kernels write when they refuse a call; reading it does not wait for the GPU."""
 
