@@ -72,7 +72,8 @@ def gemm_of(m: int, k: int, n: int, eight: bool) -> Any:
     else:
         x, w = random(m, k), random(k, n)
         matmul = reference = lambda: torch.mm(x, w, out=theirs)
-    tiling = fused_choice.tiling_for(tsn.device(), fused_choice.GemmProblem("all_gather_matmul", 1, m, k, n, x.dtype))
+    problem = fused_choice.GemmProblem("all_gather_matmul", 1, m, k, n, x.dtype)
+    tiling = fused_choice.usual_options(problem, tsn.device())["tiling"]
     calls = {"ours": gemm_alone(tiling, x, w, out, (of_rows, of_columns) if eight else None), "matmul": matmul}
 
     def wrong() -> str | None:
@@ -155,8 +156,7 @@ def call_of(kind: str, args: argparse.Namespace, m: int, eight: bool) -> Any:
     name = {"AG+GEMM": "all_gather_matmul", "GEMM+RS": "matmul_reduce_scatter", "GEMM+AR": "matmul_all_reduce"}[kind]
     dtype, mm = torch.float8_e4m3fn if eight else torch.bfloat16, cublas(eight)
     problem = fused_choice.GemmProblem(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, dtype)
-    options: dict[str, Any] = dict(tiling=fused_choice.tiling_for(tsn.device(), problem))
-    options |= fused_choice.blocks_for(tsn.device(), problem)
+    options = fused_choice.usual_options(problem, tsn.device())
     options |= {"blocks": args.blocks} if args.blocks else {}
     (held, of_columns), whole = operand(n, k, eight, 2), random(m, n)
     w = held.t() if eight else held.t().contiguous()

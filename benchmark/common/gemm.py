@@ -49,6 +49,7 @@ class Implementations:
 TITLES = {
     "ours": "Ours",
     "pipelined": "Pipelined",
+    "unfused": "Unfused",
     "operator": "Operator",
     "matmul": "cuBLAS alone",
     "tilelang": "tilelang alone",
@@ -150,8 +151,7 @@ def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | Non
 
     dtype = torch.float8_e4m3fn if args.dtype == "fp8" else torch.bfloat16
     problem = fused_choice.GemmProblem(kind, tsn.size(), rows, args.k, args.n, dtype)
-    chosen = {"dtype": dtype, "engine": args.engine, "tiling": fused_choice.tiling_for(tsn.device(), problem)}
-    chosen |= fused_choice.blocks_for(tsn.device(), problem)
+    chosen = {"dtype": dtype, "engine": args.engine} | fused_choice.usual_options(problem, tsn.device())
     if args.tile is not None:
         chosen["tiling"] = Tiling(tuple(args.tile), args.stages, args.panel, args.columns)
     return chosen if blocks is None else chosen | {"blocks": blocks}
@@ -212,11 +212,11 @@ def moved_bytes(name: str, args: argparse.Namespace, m: int) -> float:
     return part * args.n * 2 * (2 if name == "matmul_all_reduce" else 1)
 
 
-def operator(name: str, given: Operands) -> Callable[[], torch.Tensor]:
-    """The call as users make it: the operator chooses whether it is fused."""
+def operator(name: str, given: Operands, fused: bool | None = None) -> Callable[[], torch.Tensor]:
+    """The call as users make it: the operator chooses whether it is fused; or it is told so."""
     from tilescale_net import ops
 
-    return lambda: getattr(ops, name)(given.x, given.w, **given.scales)
+    return lambda: getattr(ops, name)(given.x, given.w, fused=fused, **given.scales)
 
 
 def run(
@@ -249,8 +249,10 @@ def run(
     for m, blocks in itertools.product(args.m, args.blocks):
         these = implementations_of(args, m, blocks, group)
         these.calls["operator"] = operator(name, these.given)
+        these.calls["unfused"] = operator(name, these.given, fused=False)
         these.calls["ours"]()
         these.calls["operator"]()
+        these.calls["unfused"]()
         tsn.synchronize()
         tsn.barrier()
         launches = {key: repeated(call) for key, call in these.calls.items()}

@@ -113,7 +113,18 @@ def matmul_arriving(
     gathers_scales = scaled and peers
 
     @T.macro
+    def copy_left(x, gathered, call, at, b, half, first, depth, stage):
+        if at.part[0] == 0:
+            gemm.copy(x[first : first + shape.half, depth : depth + bk], b.left[stage, half, :, :], b, stage)
+        elif peers:
+            gemm.copy(
+                gathered[call % 2, at.pe[0], first : first + shape.half, depth : depth + bk],
+                b.left[stage, half, :, :], b, stage,
+            )  # fmt: skip
+
+    @T.macro
     def finish(group, total, result, out, at, call, scales):
+        at.pe[0] = (N.my_pe() + at.part[0]) % n_pes if peers else 0
         if scaled:
             if at.part[0] == 0:
                 gemm.get_row_scales(rows, shape, group, scales.tile, lambda r: scales.x[r], at.row[0])
@@ -121,7 +132,7 @@ def matmul_arriving(
                 gemm.get_row_scales(
                     rows, shape, group, scales.tile, lambda r: scales.gathered[call % 2, at.pe[0], r], at.row[0]
                 )
-            gemm.scale(shape, group, total, scales.tile, scales.w, at.column[0])
+            gemm.scale(shape, group, total, scales.tile, lambda c: scales.w[c], at.column[0])
         gemm.store(shape, group, total, result, out, at.pe[0], at.row[0], at.column[0])
 
     @T.prim_func
@@ -139,26 +150,21 @@ def matmul_arriving(
         w_scales: T.Tensor((n,) if scaled else (1,), "float32"),
     ):
         with T.Kernel(workers, threads=gemm.THREADS):
-            left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
-            right = T.alloc_shared((stages, *shape.right), dtype)
-            result = T.alloc_shared((2, shape.half, columns), out_dtype)
-            upper, lower = T.alloc_fragment((shape.half, bn), "float32"), T.alloc_fragment((shape.half, bn), "float32")
-            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([gemm.WARPS] * stages)
-            chosen = T.alloc_shared((2,), "int32")
-            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([gemm.WARPS] * 2)
-            step, turn, tile, part, pe, row, column = (T.alloc_local((1,), "int32") for _ in range(7))
-            scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
-            all_scales = gemm.Scales(scales, x_scales, w_scales, gathered_scales)
-            at = gemm.Place(part, row, column, pe)
-            thread, call = T.get_thread_binding(), calls[0]
-            step[0] = 0
-            turn[0] = 0
-            if thread < 128:
+            b = gemm.Block(*gemm.block_memory(shape, dtype, (out_dtype,)))
+            part, pe, row, column = (T.alloc_local((1,), "int32") for _ in range(4))
+            tile_scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
+            scales = gemm.Scales(tile_scales, x_scales, w_scales, gathered_scales)
+            at, call = gemm.Place(part, row, column, pe), calls[0]
+            is_tile = lambda: b.tile[0] < shape.total  # noqa: E731
+            find = lambda: gemm.place(shape, b.tile[0], at)  # noqa: E731
+            end = lambda group, total: finish(group, total, b.result[0], out, at, call, scales)  # noqa: E731
+            gemm.begin(b)
+            if b.thread < 128:
                 T.dec_max_nreg(40)
-                if thread < 32:
-                    gemm.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
-                    while tile[0] < shape.total:
-                        gemm.place(shape, tile[0], part, row, column)
+                if b.thread < 32:
+                    gemm.next_tile(shape, tickets, call, b)
+                    while b.tile[0] < shape.total:
+                        find()
                         pe[0] = (N.my_pe() + part[0]) % n_pes
                         if peers:
                             if part[0] > 0:
@@ -166,44 +172,16 @@ def matmul_arriving(
                                     # The warps that multiply read them behind the first barrier of the ring.
                                     N.wait_warp(arrived[pe[0], shape.tiles_m], "ge", call, proxy="async")
                                 N.wait_warp(arrived[pe[0], row[0] // bm], "ge", call, proxy="async")
-                        for i in T.serial(T.ceildiv(k, bk)):
-                            s = step[0] % stages
-                            T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
-                            for half in T.unroll(2):
-                                first = row[0] + half * shape.half
-                                if part[0] == 0:
-                                    gemm.copy_left(
-                                        x[first : first + shape.half, i * bk : i * bk + bk], left, s, half, full
-                                    )
-                                elif peers:
-                                    gemm.copy_left(
-                                        gathered[call % 2, pe[0], first : first + shape.half, i * bk : i * bk + bk],
-                                        left, s, half, full,
-                                    )  # fmt: skip
-                            gemm.copy_right(shape, w, right, s, full, i * bk, column[0])
-                            T.barrier_arrive(full[s])
-                            step[0] = step[0] + 1
-                        gemm.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
-            elif thread < 256:
-                T.inc_max_nreg(232)
-                gemm.get_tile(chosen, given, taken, tile, turn, thread)
-                while tile[0] < shape.total:
-                    gemm.place(shape, tile[0], part, row, column)
-                    gemm.multiply(shape, 0, left, right, upper, full, empty, step, thread)
-                    pe[0] = (N.my_pe() + part[0]) % n_pes if peers else 0
-                    finish(0, upper, result, out, at, call, all_scales)
-                    gemm.get_tile(chosen, given, taken, tile, turn, thread)
-                T.tma_store_wait(0)
+                        gemm.copy_tile(
+                            shape, b, lambda: row[0],
+                            lambda half, first, depth, s: copy_left(x, gathered, call, at, b, half, first, depth, s),
+                            lambda depth, s: gemm.copy_right(shape, w, b, depth, column[0], s),
+                        )  # fmt: skip
+                        gemm.next_tile(shape, tickets, call, b)
+            elif b.thread < 256:
+                gemm.multiply_tiles(shape, 0, b, is_tile, find, end)
             else:
-                T.inc_max_nreg(232)
-                gemm.get_tile(chosen, given, taken, tile, turn, thread)
-                while tile[0] < shape.total:
-                    gemm.place(shape, tile[0], part, row, column)
-                    gemm.multiply(shape, 1, left, right, lower, full, empty, step, thread)
-                    pe[0] = (N.my_pe() + part[0]) % n_pes if peers else 0
-                    finish(1, lower, result, out, at, call, all_scales)
-                    gemm.get_tile(chosen, given, taken, tile, turn, thread)
-                T.tma_store_wait(0)
+                gemm.multiply_tiles(shape, 1, b, is_tile, find, end)
 
     return main
 

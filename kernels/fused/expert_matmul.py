@@ -21,14 +21,7 @@ from ..moe.handle import Dispatched, Handle, Pending
 from ..moe.layout import PlanOffsets
 from ..moe.tiles import Tiles
 from . import gemm
-from .gemm import (
-    DEFAULT,
-    SCALED,
-    FusedMatmul,
-    Tiling,
-    check_columns,
-    check_extents,
-)
+from .gemm import DEFAULT, FusedMatmul, Tiling, check_extents, check_scales
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which tile of the experts' products is next, and what a product signals of the others; steps of `matmul_experts`.
@@ -77,18 +70,18 @@ def count_tiles(shape, at, totals, heights, begins, thread):
 
 
 @tsn.macro
-def next_tile(shape, at, backwards, order, chosen, given, taken, tile, turn, thread):
-    """tile [3] = expert, row and column of the next tile, which the warps that multiply get too; expert -1: no more.
+def next_tile(shape, at, backwards, order, b):
+    """b.tile [3] = expert, row and column of the next tile, which the warps that multiply get too; expert -1: no more.
 
     By the copying warp. Experts go one by one, in each of them columns, in each column rows; `backwards` from the last one.
     """
     expert = T.alloc_var("int32")
     inside = T.alloc_var("int32")
     height = T.alloc_var("int32")
-    T.barrier_wait(taken[turn[0] % 2], ((turn[0] // 2) & 1) ^ 1)
+    T.barrier_wait(b.taken[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
     for i in T.unroll(3):
-        tile[i] = -1
-    if thread == 0:
+        b.tile[i] = -1
+    if b.thread == 0:
         inside = T.atomic_add(order.tickets[order.parity], 1, return_prev=True)
         if inside < order.begins[at.local_experts] * shape.tiles_n:
             if backwards:
@@ -98,36 +91,15 @@ def next_tile(shape, at, backwards, order, chosen, given, taken, tile, turn, thr
                 expert = expert + 1
             inside = inside - order.begins[expert] * shape.tiles_n
             height = order.begins[expert + 1] - order.begins[expert]
-            tile[0] = expert
-            tile[1] = order.totals[at.offsets + expert] + inside % height * shape.tile[0]
-            tile[2] = inside // height * shape.tile[1]
+            b.tile[0] = expert
+            b.tile[1] = order.totals[at.offsets + expert] + inside % height * shape.tile[0]
+            b.tile[2] = inside // height * shape.tile[1]
         for i in T.unroll(3):
-            chosen[turn[0] % 2, i] = tile[i]
+            b.chosen[b.turn[0] % 2 * 3 + i] = b.tile[i]
     for i in T.unroll(3):
-        tile[i] = T.shfl_sync(tile[i], 0)
-    T.barrier_arrive(given[turn[0] % 2])
-    turn[0] = turn[0] + 1
-
-
-@tsn.macro
-def get_tile(chosen, given, taken, tile, turn, thread):
-    """tile [3] = the next tile. By the warps that multiply."""
-    T.barrier_wait(given[turn[0] % 2], (turn[0] // 2) & 1)
-    for i in T.unroll(3):
-        tile[i] = chosen[turn[0] % 2, i]
-    T.sync_warp()
-    if thread % 32 == 0:
-        T.barrier_arrive(taken[turn[0] % 2])
-    turn[0] = turn[0] + 1
-
-
-@tsn.macro
-def scale(shape, group, total, scales, w_scales, expert, column):
-    """As `gemm.scale`, of a column of the expert's. By warpgroup `group`."""
-    for j in T.Parallel(shape.tile[1]):
-        scales[group, shape.half + j] = w_scales[expert, T.min(column + j, shape.n - 1)]
-    for i, j in T.Parallel(shape.half, shape.tile[1]):
-        total[i, j] = total[i, j] * scales[group, i] * scales[group, shape.half + j]
+        b.tile[i] = T.shfl_sync(b.tile[i], 0)
+    T.barrier_arrive(b.given[b.turn[0] % 2])
+    b.turn[0] = b.turn[0] + 1
 
 
 @tsn.macro
@@ -177,26 +149,24 @@ def matmul_experts(
     (bm, bn, bk), tiles, at = tile, -(-capacity // tile[0]), PlanOffsets(ranks, experts)
 
     @T.macro
-    def copy_right(w, right, s, full, expert, depth, column):
+    def copy_right(w, b, depth, stage):
         if transposed:
-            T.tma_copy(
-                w[expert, column : column + bn, depth : depth + bk], right[s, :, :], barrier=full[s],
-                leader_scope_threads=32,
+            gemm.copy(
+                w[b.tile[0], b.tile[2] : b.tile[2] + bn, depth : depth + bk], b.right[stage, :, :], b, stage
             )  # fmt: skip
         else:
-            T.tma_copy(
-                w[expert, depth : depth + bk, column : column + bn], right[s, :, :], barrier=full[s],
-                leader_scope_threads=32,
+            gemm.copy(
+                w[b.tile[0], depth : depth + bk, b.tile[2] : b.tile[2] + bn], b.right[stage, :, :], b, stage
             )  # fmt: skip
 
     @T.macro
-    def finish(group, total, result, out, tile, finished, thread, scales):
+    def finish(group, total, b, out, finished, scales):
         if scaled:
-            gemm.get_row_scales(capacity, shape, group, scales.tile, lambda r: scales.x[r], tile[1])
-            scale(shape, group, total, scales.tile, scales.w, tile[0], tile[2])
-        gemm.store(shape, group, total, result, out, 0, tile[1], tile[2])
+            gemm.get_row_scales(capacity, shape, group, scales.tile, lambda r: scales.x[r], b.tile[1])
+            gemm.scale(shape, group, total, scales.tile, lambda c: scales.w[b.tile[0], c], b.tile[2])
+        gemm.store(shape, group, total, b.result[0], out, 0, b.tile[1], b.tile[2])
         if tells:
-            gemm.announce(finished, 0, tile[1] // bm, thread)
+            gemm.announce(finished, 0, b.tile[1] // bm, b.thread)
 
     @T.prim_func
     def main(
@@ -214,21 +184,14 @@ def matmul_experts(
         w_scales: T.Tensor((experts, n), "float32") if scaled else None,
     ):
         with T.Kernel(workers, threads=gemm.THREADS) as block:
-            left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
-            right = T.alloc_shared((stages, *shape.right), dtype)
-            result = T.alloc_shared((2, shape.half, columns), out_dtype)
-            upper, lower = T.alloc_fragment((shape.half, bn), "float32"), T.alloc_fragment((shape.half, bn), "float32")
-            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([gemm.WARPS] * stages)
-            chosen, heights = T.alloc_shared((2, 3), "int32"), T.alloc_shared((experts,), "int32")
-            begins = T.alloc_shared((experts + 1,), "int32")
-            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([gemm.WARPS] * 2)
-            step, turn, tile = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32"), T.alloc_local((3,), "int32")
-            thread, parity = T.get_thread_binding(), T.cast(calls[0] % 2, "int32")
-            scales = gemm.Scales(
-                T.alloc_shared((2, shape.half + bn), "float32") if scaled else None, x_scales, w_scales
-            )
-            step[0] = 0
-            turn[0] = 0
+            b = gemm.Block(*gemm.block_memory(shape, dtype, (out_dtype,), 3))
+            heights, begins = T.alloc_shared((experts,), "int32"), T.alloc_shared((experts + 1,), "int32")
+            thread, parity = b.thread, T.cast(calls[0] % 2, "int32")
+            tile_scales = T.alloc_shared((2, shape.half + bn), "float32") if scaled else None
+            scales = gemm.Scales(tile_scales, x_scales, w_scales)
+            is_tile = lambda: b.tile[0] >= 0  # noqa: E731
+            end = lambda group, total: finish(group, total, b, out, finished, scales)  # noqa: E731
+            gemm.begin(b)
             count_tiles(shape, at, totals, heights, begins, thread)
             if block == 0:
                 if thread == 0:
@@ -242,36 +205,22 @@ def matmul_experts(
                     if tells and not waits:
                         # Holds at once: what TMA reads is this PE's own, of kernels before.
                         N.wait_warp(arrived[0, tiles], "ge", 0, proxy="async")
-                    next_tile(shape, at, tells, order, chosen, given, taken, tile, turn, thread)
-                    while tile[0] >= 0:
+                    next_tile(shape, at, tells, order, b)
+                    while b.tile[0] >= 0:
                         if waits:
-                            N.wait_warp(arrived[0, tile[1] // bm], "ge", arrivals[0] * bm, proxy="async")
-                        for i in T.serial(T.ceildiv(k, bk)):
-                            s = step[0] % stages
-                            T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
-                            for half in T.unroll(2):
-                                first = tile[1] + half * shape.half
-                                gemm.copy_left(x[first : first + shape.half, i * bk : i * bk + bk], left, s, half, full)
-                            copy_right(w, right, s, full, tile[0], i * bk, tile[2])
-                            T.barrier_arrive(full[s])
-                            step[0] = step[0] + 1
-                        next_tile(shape, at, tells, order, chosen, given, taken, tile, turn, thread)
+                            N.wait_warp(arrived[0, b.tile[1] // bm], "ge", arrivals[0] * bm, proxy="async")
+                        gemm.copy_tile(
+                            shape, b, lambda: b.tile[1],
+                            lambda half, first, depth, stage: gemm.copy(
+                                x[first : first + shape.half, depth : depth + bk], b.left[stage, half, :, :], b, stage
+                            ),
+                            lambda depth, stage: copy_right(w, b, depth, stage),
+                        )  # fmt: skip
+                        next_tile(shape, at, tells, order, b)
             elif thread < 256:
-                T.inc_max_nreg(232)
-                get_tile(chosen, given, taken, tile, turn, thread)
-                while tile[0] >= 0:
-                    gemm.multiply(shape, 0, left, right, upper, full, empty, step, thread)
-                    finish(0, upper, result, out, tile, finished, thread, scales)
-                    get_tile(chosen, given, taken, tile, turn, thread)
-                T.tma_store_wait(0)
+                gemm.multiply_tiles(shape, 0, b, is_tile, lambda: None, end)
             else:
-                T.inc_max_nreg(232)
-                get_tile(chosen, given, taken, tile, turn, thread)
-                while tile[0] >= 0:
-                    gemm.multiply(shape, 1, left, right, lower, full, empty, step, thread)
-                    finish(1, lower, result, out, tile, finished, thread, scales)
-                    get_tile(chosen, given, taken, tile, turn, thread)
-                T.tma_store_wait(0)
+                gemm.multiply_tiles(shape, 1, b, is_tile, lambda: None, end)
 
     return main
 
@@ -415,35 +364,18 @@ class ExpertMatmul(FusedMatmul):
         return self._moe.combine_recv(pending)
 
     def _matrices(self, w) -> tuple[torch.Tensor, bool]:
-        """`w` as a contiguous tensor, and whether that is [experts, n, k]. TypeError or ValueError for what does not fit."""
-        transposed = isinstance(w, torch.Tensor) and w.dim() == 3 and not w.is_contiguous()
-        held = w.transpose(1, 2) if transposed else w
-        self._check("w", held, self.dtype)
-        shape = self._moe.config.local_experts, self.k, self.n
-        if tuple(w.shape) != shape:
-            raise ValueError(f"{self.name}: w has shape {list(w.shape)}; it must be {list(shape)}")
-        check_columns(self.name, w[0])
-        return held, transposed
+        return self._weight(w, self._moe.config.local_experts, self.k, self.n)
 
     def _all_scales(self, x_scales, w_scales) -> tuple[torch.Tensor, ...]:
         """What kernels take behind the rest: scales for 8 bits, else nothing. TypeError or ValueError, by name."""
-        shapes = {"x_scales": (self._capacity,), "w_scales": (self._moe.config.local_experts, self.n)}
-        for (what, shape), scales in zip(shapes.items(), (x_scales, w_scales)):
-            if not self.scaled:
-                if scales is not None:
-                    raise TypeError(f"{self.name}: {what} goes with {SCALED}; x and w are {self.dtype}")
-            elif not isinstance(scales, torch.Tensor):
-                raise TypeError(f"{self.name}: {what} is {scales!r}; {SCALED} takes a float32 tensor {list(shape)}")
-            else:
-                self._check(what, scales, torch.float32)
-                if tuple(scales.shape) not in (shape, (*shape, 1)):
-                    blocks = (
-                        "scales of 128 elements are not supported; an AllToAll with scale_words=1 has one for each row"
-                    )
-                    raise ValueError(
-                        f"{self.name}: {what} has shape {list(scales.shape)}; it must be {list(shape)} ({blocks})"
-                    )
-        return (x_scales.view(-1), w_scales.view(shapes["w_scales"])) if self.scaled else ()
+        columns = self._moe.config.local_experts, self.n
+        hint = " (scales of 128 elements are not supported; an AllToAll with scale_words=1 has one for each row)"
+        check_scales(self.name, self.dtype, x_scales, w_scales, self._capacity, *columns, hint=hint)
+        if not self.scaled:
+            return ()
+        self._check("x_scales", x_scales, torch.float32)
+        self._check("w_scales", w_scales, torch.float32)
+        return x_scales.view(-1), w_scales.view(columns)
 
     def _totals(self, handle: Handle) -> torch.Tensor:
         if not isinstance(handle, Handle):

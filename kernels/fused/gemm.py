@@ -107,83 +107,148 @@ class Scales(NamedTuple):
     gathered: Any = None
 
 
-class Ring(NamedTuple):
-    """The ring of right operands, through which summands come as well.
+class Block(NamedTuple):
+    """Memory of a block: shared by its warps, and registers of each thread (int32).
 
     Attributes:
-        right: [stages, rows and columns of a tile], shared memory. full, empty: barriers [stages].
+        left, right: the ring of operands, [stages, 2, rows of a warpgroup, depth] and [stages, *Shape.right]. Summands come
+            through that of the right ones as well.
+        result: [2, rows of a warpgroup, columns] of each dtype that leaves, tiles on their way to memory.
+        sums: of a tile, fragments of the two warpgroups.
+        full, empty: barriers of the ring's stages.
+        chosen, given, taken: the next two tiles, and their barriers.
+        step: of the ring. turn: tiles so far. tile: the current one, as many words as describe it.
+        thread: of the block.
     """
 
+    left: Any
     right: Any
+    result: Any
+    sums: Any
     full: Any
     empty: Any
+    chosen: Any
+    given: Any
+    taken: Any
+    step: Any
+    turn: Any
+    tile: Any
+    thread: Any
 
 
 @tsn.macro
-def place(shape, tile, part, row, column):
-    """part, row, column [1] = those of the number `tile`: panels of rows, in each of them columns, in each of them rows."""
+def block_memory(shape, dtype, out_dtypes, words=1):
+    """Memory of a block of a kernel that multiplies: the fields of `Block`.
+
+    A macro, so that buffers have names: those without one have one alignment in shared memory, the largest of any.
+
+    Args:
+        out_dtypes: of what leaves, one or two. words: that describe a tile.
+    """
+    left = T.alloc_shared((shape.stages, 2, shape.half, shape.tile[2]), dtype)
+    right = T.alloc_shared((shape.stages, *shape.right), dtype)
+    result = T.alloc_shared((2, shape.half, shape.columns), out_dtypes[0])
+    upper = T.alloc_fragment((shape.half, shape.tile[1]), "float32")
+    lower = T.alloc_fragment((shape.half, shape.tile[1]), "float32")
+    full = T.alloc_barrier([32] * shape.stages)
+    empty = T.alloc_barrier([WARPS] * shape.stages)
+    chosen = T.alloc_shared((2 * words,), "int32")
+    given = T.alloc_barrier([32] * 2)
+    taken = T.alloc_barrier([WARPS] * 2)
+    step = T.alloc_local((1,), "int32")
+    turn = T.alloc_local((1,), "int32")
+    tile = T.alloc_local((words,), "int32")
+    others = [T.alloc_shared((2, shape.half, shape.columns), other) for other in out_dtypes[1:]]
+    return (
+        left, right, (result, *others), (upper, lower), full, empty, chosen, given, taken, step, turn, tile,
+        T.get_thread_binding(),
+    )  # fmt: skip
+
+
+@tsn.macro
+def begin(b):
+    """By all threads of a block."""
+    b.step[0] = 0
+    b.turn[0] = 0
+
+
+@tsn.macro
+def place(shape, tile, at):
+    """at = the place of the number `tile`: panels of rows, in each of them columns, in each of them rows."""
     inside = tile % (shape.tiles_m * shape.tiles_n)
     first = inside // (shape.panel * shape.tiles_n) * shape.panel
     height = T.min(shape.panel, shape.tiles_m - first)
     rest = inside - first * shape.tiles_n
-    part[0] = tile // (shape.tiles_m * shape.tiles_n)
-    row[0] = (first + rest % height) * shape.tile[0]
-    column[0] = rest // height * shape.tile[1]
+    at.part[0] = tile // (shape.tiles_m * shape.tiles_n)
+    at.row[0] = (first + rest % height) * shape.tile[0]
+    at.column[0] = rest // height * shape.tile[1]
 
 
 @tsn.macro
-def next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread):
-    """tile [1] = the next tile of this call, which the warps that multiply get too; `shape.total` or more: no more.
+def next_tile(shape, tickets, call, b):
+    """b.tile = the next tile of this call, which the warps that multiply get too; `shape.total` or more: no more.
 
     By the copying warp. A call takes one ticket for each tile, and one in vain for each block, so that the counter
     `tickets` (uint64 [1]) goes on from call to call.
     """
-    T.barrier_wait(taken[turn[0] % 2], ((turn[0] // 2) & 1) ^ 1)
-    tile[0] = 0
-    if thread == 0:
+    T.barrier_wait(b.taken[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
+    b.tile[0] = 0
+    if b.thread == 0:
         ticket = T.atomic_add(tickets[0], T.uint64(1), return_prev=True)
-        tile[0] = T.cast(T.cast(ticket, "int64") - (call - 1) * (shape.total + shape.workers), "int32")
-        chosen[turn[0] % 2] = tile[0]
-    tile[0] = T.shfl_sync(tile[0], 0)
-    T.barrier_arrive(given[turn[0] % 2])
-    turn[0] = turn[0] + 1
+        b.tile[0] = T.cast(T.cast(ticket, "int64") - (call - 1) * (shape.total + shape.workers), "int32")
+        b.chosen[b.turn[0] % 2] = b.tile[0]
+    b.tile[0] = T.shfl_sync(b.tile[0], 0)
+    T.barrier_arrive(b.given[b.turn[0] % 2])
+    b.turn[0] = b.turn[0] + 1
 
 
 @tsn.macro
-def get_tile(chosen, given, taken, tile, turn, thread):
-    """tile [1] = the next tile. By the warps that multiply."""
-    T.barrier_wait(given[turn[0] % 2], (turn[0] // 2) & 1)
-    tile[0] = chosen[turn[0] % 2]
+def get_tile(b):
+    """b.tile = the next tile. By the warps that multiply."""
+    T.barrier_wait(b.given[b.turn[0] % 2], (b.turn[0] // 2) & 1)
+    words = b.tile.shape[0]
+    for i in T.unroll(words):
+        b.tile[i] = b.chosen[b.turn[0] % 2 * words + i]
     T.sync_warp()
-    if thread % 32 == 0:
-        T.barrier_arrive(taken[turn[0] % 2])
-    turn[0] = turn[0] + 1
+    if b.thread % 32 == 0:
+        T.barrier_arrive(b.taken[b.turn[0] % 2])
+    b.turn[0] = b.turn[0] + 1
 
 
 @tsn.macro
-def copy_left(rows, left, stage, half, full):
-    """Begin to copy a warpgroup's rows of the left operand. By the copying warp."""
-    T.tma_copy(rows, left[stage, half, :, :], barrier=full[stage], leader_scope_threads=32)
+def copy(source, target, b, stage):
+    """Begin to copy a part of a tile to a stage of the ring. By the copying warp."""
+    T.tma_copy(source, target, barrier=b.full[stage], leader_scope_threads=32)
 
 
 @tsn.macro
-def copy_right(shape, w, right, stage, full, depth, column):
+def copy_tile(shape, b, row, copy_left, copy_right):
+    """Copy the operands of a tile, step by step of its depth. By the copying warp.
+
+    Args:
+        row(): the first of the tile. copy_left(half, first, depth, stage), copy_right(depth, stage): begin to copy the rows
+            of a warpgroup from row `first` on, and the right operand; from column or row `depth` on.
+    """
+    bk = shape.tile[2]
+    for i in T.serial(T.ceildiv(shape.k, bk)):
+        stage = b.step[0] % shape.stages
+        T.barrier_wait(b.empty[stage], ((b.step[0] // shape.stages) & 1) ^ 1)
+        for half in T.unroll(2):
+            first = row() + half * shape.half
+            copy_left(half, first, i * bk, stage)
+        copy_right(i * bk, stage)
+        T.barrier_arrive(b.full[stage])
+        b.step[0] = b.step[0] + 1
+
+
+@tsn.macro
+def copy_right(shape, w, b, depth, column, stage):
     """Begin to copy a tile of the right operand. By the copying warp."""
     _, bn, bk = shape.tile
     if shape.transposed:
-        T.tma_copy(
-            w[column : column + bn, depth : depth + bk],
-            right[stage, :, :],
-            barrier=full[stage],
-            leader_scope_threads=32,
-        )
+        copy(w[column : column + bn, depth : depth + bk], b.right[stage, :, :], b, stage)
     else:
-        T.tma_copy(
-            w[depth : depth + bk, column : column + bn],
-            right[stage, :, :],
-            barrier=full[stage],
-            leader_scope_threads=32,
-        )
+        copy(w[depth : depth + bk, column : column + bn], b.right[stage, :, :], b, stage)
 
 
 @tsn.macro
@@ -200,7 +265,7 @@ def wait_for_all(arrived, chunk, n_pes, call, thread):
 
 
 @tsn.macro
-def copy_summand(shape, wide, summands, half, pe, right, stage, full, row, column):
+def copy_summand(shape, wide, summands, half, pe, b, stage, row, column):
     """Begin to copy a warpgroup's rows of a tile of summands[half, pe] [rows, n] to where a tile of the right operand would be.
 
     By the copying warp. `wide`: elements of the right operand that a summand takes the place of; `summands` is [rows, wide *
@@ -210,19 +275,15 @@ def copy_summand(shape, wide, summands, half, pe, right, stage, full, row, colum
     if shape.transposed:
         for c in T.unroll(bn * wide // bk):
             first = column * wide + c * bk
-            T.tma_copy(
+            copy(
                 summands[half, pe, row : row + shape.half, first : first + bk],
-                right[stage, c * shape.half : (c + 1) * shape.half, :],
-                barrier=full[stage],
-                leader_scope_threads=32,
-            )
+                b.right[stage, c * shape.half : (c + 1) * shape.half, :], b, stage,
+            )  # fmt: skip
     else:
-        T.tma_copy(
+        copy(
             summands[half, pe, row : row + shape.half, column : column + bn],
-            right[stage, 0 : shape.half, :],
-            barrier=full[stage],
-            leader_scope_threads=32,
-        )
+            b.right[stage, 0 : shape.half, :], b, stage,
+        )  # fmt: skip
 
 
 def byte(value):
@@ -231,52 +292,69 @@ def byte(value):
 
 
 @tsn.macro
-def add_summand(shape, wide, dtype, mine, right, total, full, empty, step, thread):
+def add_summand(shape, wide, dtype, mine, total, b):
     """total += what `copy_summand` has copied, of `dtype`, where that is `mine`. By a warpgroup that multiplies."""
     stages, bk = shape.stages, shape.tile[2] // wide
-    s = step[0] % stages
-    T.barrier_wait(full[s], (step[0] // stages) & 1)
+    s = b.step[0] % stages
+    T.barrier_wait(b.full[s], (b.step[0] // stages) & 1)
     if mine:
         for i, j in T.Parallel(shape.half, shape.tile[1]):
             if wide == 2:
                 # Byte by byte: the ring is laid out for operands of a byte.
                 total[i, j] += T.cast(
                     T.reinterpret(
-                        byte(right[s, j // bk * shape.half + i, j % bk * 2])
-                        | byte(right[s, j // bk * shape.half + i, j % bk * 2 + 1]) << T.uint16(8),
+                        byte(b.right[s, j // bk * shape.half + i, j % bk * 2])
+                        | byte(b.right[s, j // bk * shape.half + i, j % bk * 2 + 1]) << T.uint16(8),
                         dtype,
                     ),
                     "float32",
                 )
             elif shape.transposed:
-                total[i, j] += T.cast(right[s, j // bk * shape.half + i, j % bk], "float32")
+                total[i, j] += T.cast(b.right[s, j // bk * shape.half + i, j % bk], "float32")
             else:
-                total[i, j] += T.cast(right[s, i, j], "float32")
+                total[i, j] += T.cast(b.right[s, i, j], "float32")
     T.sync_warp()
-    if thread % 32 == 0:
-        T.barrier_arrive(empty[s])
-    step[0] = step[0] + 1
+    if b.thread % 32 == 0:
+        T.barrier_arrive(b.empty[s])
+    b.step[0] = b.step[0] + 1
 
 
 @tsn.macro
-def multiply(shape, group, left, right, total, full, empty, step, thread):
+def multiply(shape, group, total, b):
     """total = the product of warpgroup `group`'s rows of a tile; one step of tensor cores is always in flight."""
     stages, depth = shape.stages, -(-shape.k // shape.tile[2])
     for i in T.serial(depth):
-        T.barrier_wait(full[step[0] % stages], (step[0] // stages) & 1)
+        T.barrier_wait(b.full[b.step[0] % stages], (b.step[0] // stages) & 1)
         T.wgmma_gemm(
-            left[step[0] % stages, group, :, :], right[step[0] % stages, :, :], total, transpose_B=shape.transposed,
+            b.left[b.step[0] % stages, group, :, :], b.right[b.step[0] % stages, :, :], total, transpose_B=shape.transposed,
             policy=T.GemmWarpPolicy.FullRow, clear_accum=i == 0,
         )  # fmt: skip
         T.wait_wgmma(1)
         if i > 0:
-            if thread % 32 == 0:
-                T.barrier_arrive(empty[(step[0] + stages - 1) % stages])
-        step[0] = step[0] + 1
+            if b.thread % 32 == 0:
+                T.barrier_arrive(b.empty[(b.step[0] + stages - 1) % stages])
+        b.step[0] = b.step[0] + 1
     T.wait_wgmma(0)
-    if thread % 32 == 0:
-        T.barrier_arrive(empty[(step[0] + stages - 1) % stages])
+    if b.thread % 32 == 0:
+        T.barrier_arrive(b.empty[(b.step[0] + stages - 1) % stages])
     T.warpgroup_fence_operand(total, num_regs=shape.half * shape.tile[1] // 128)
+
+
+@tsn.macro
+def multiply_tiles(shape, group, b, is_tile, find, finish):
+    """Multiply tiles until there are none left. By warpgroup `group` of the two that multiply.
+
+    Args:
+        is_tile(): whether `b.tile` is one. find(): where it is. finish(group, total): what becomes of its sums.
+    """
+    T.inc_max_nreg(232)
+    get_tile(b)
+    while is_tile():
+        find()
+        multiply(shape, group, b.sums[group], b)
+        finish(group, b.sums[group])
+        get_tile(b)
+    T.tma_store_wait(0)
 
 
 @tsn.macro
@@ -288,13 +366,13 @@ def get_row_scales(rows, shape, group, scales, of_row, row):
 
 
 @tsn.macro
-def scale(shape, group, total, scales, w_scales, column):
-    """total[i, j] *= scales[group, i] * the scale of column j in `w_scales`. By warpgroup `group`.
+def scale(shape, group, total, scales, of_column, column):
+    """total[i, j] *= scales[group, i] * of_column(column of j). By warpgroup `group`.
 
     All pass through shared memory, since each thread needs those of a quarter of the columns.
     """
     for j in T.Parallel(shape.tile[1]):
-        scales[group, shape.half + j] = w_scales[T.min(column + j, shape.n - 1)]
+        scales[group, shape.half + j] = of_column(T.min(column + j, shape.n - 1))
     for i, j in T.Parallel(shape.half, shape.tile[1]):
         total[i, j] = total[i, j] * scales[group, i] * scales[group, shape.half + j]
 
@@ -481,14 +559,14 @@ class DistributedMatmul(Collective):
         self._call_track.note("x of shape {} and w of shape {}", x.shape, w.shape)
         return out, held, transposed, scales
 
-    def _weight(self, w, k: int, n: int) -> tuple[torch.Tensor, bool]:
-        """`w` as a contiguous tensor, and whether that is [n, k]. TypeError or ValueError for what does not fit."""
-        transposed = isinstance(w, torch.Tensor) and w.dim() == 2 and not w.is_contiguous()
-        held = w.t() if transposed else w
+    def _weight(self, w, *shape: int) -> tuple[torch.Tensor, bool]:
+        """`w` [..., k, n] as a contiguous tensor, and whether that is [..., n, k]. TypeError or ValueError for what does not fit."""
+        transposed = isinstance(w, torch.Tensor) and w.dim() == len(shape) and not w.is_contiguous()
+        held = w.transpose(-1, -2) if transposed else w
         self._check("w", held, self.dtype)
-        if tuple(w.shape) != (k, n):
-            raise ValueError(f"{self.name}: w has shape {list(w.shape)}; it must be [{k}, {n}]")
-        check_columns(self.name, w)
+        if tuple(w.shape) != shape:
+            raise ValueError(f"{self.name}: w has shape {list(w.shape)}; it must be {list(shape)}")
+        check_columns(self.name, w if w.dim() == 2 else w[0])
         return held, transposed
 
     def _scales(self, x_scales, w_scales, rows: int, n: int, travel: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -580,19 +658,23 @@ def check_columns(name: str, w: torch.Tensor) -> None:
         )
 
 
-def check_scales(name: str, dtype: torch.dtype, x_scales, w_scales, rows: int, n: int) -> None:
-    """Raise TypeError or ValueError unless there are scales as a product of `dtype` takes them."""
-    given = {"x_scales": (x_scales, rows, (rows, 1)), "w_scales": (w_scales, n, (1, n))}
-    for what, (scales, extent, shape) in given.items():
+def check_scales(name: str, dtype: torch.dtype, x_scales, w_scales, rows: int, *columns: int, hint: str = "") -> None:
+    """Raise TypeError or ValueError unless there are scales as a GEMM of `dtype` takes them: of `rows` rows and of `columns`,
+    (n,) or (experts, n). `hint` ends the message about a shape.
+    """
+    other = (1, *columns) if len(columns) == 1 else (*columns, 1)
+    given = {"x_scales": (x_scales, (rows,), (rows, 1)), "w_scales": (w_scales, columns, other)}
+    for what, (scales, shape, other) in given.items():
         if dtype != SCALED:
             if scales is not None:
                 raise TypeError(f"{name}: {what} goes with {SCALED}; x and w are {dtype}")
         elif not isinstance(scales, torch.Tensor):
-            raise TypeError(f"{name}: {what} is {scales!r}; {SCALED} takes a float32 tensor [{extent}]")
+            raise TypeError(f"{name}: {what} is {scales!r}; {SCALED} takes a float32 tensor {list(shape)}")
         elif scales.dtype != torch.float32:
             raise TypeError(f"{name}: {what} has dtype {scales.dtype}; it must be torch.float32")
-        elif tuple(scales.shape) not in ((extent,), shape):
-            raise ValueError(f"{name}: {what} has shape {list(scales.shape)}; it must be [{extent}] or {list(shape)}")
+        elif tuple(scales.shape) not in (shape, other):
+            wanted = f"{list(shape)} or {list(other)}"
+            raise ValueError(f"{name}: {what} has shape {list(scales.shape)}; it must be {wanted}{hint}")
 
 
 def check_extents(name: str, dtype: torch.dtype, **extents: int) -> None:

@@ -17,9 +17,17 @@ from tilescale_net.runtime.profiling import named
 
 from ..collective import BufferSpecs
 from . import gemm
-from .choice import slices_of
 from .gemm import DEFAULT, Tiling
 from .matmul_reduce_scatter import MatmulReduceScatter
+
+
+def slices_of(tiles: int, across: int, workers: int) -> int:
+    """Slices of an all-reduce's rows: as many as have a tile for each block that multiplies, so that none waits.
+
+    Args:
+        tiles: rows of tiles that a rank owns. across: tiles of one.
+    """
+    return max(s for s in range(1, tiles + 1) if tiles % s == 0 and (s == 1 or tiles // s * across >= workers))
 
 
 @tsn.jit(name="matmul_all_reduce_end")
@@ -148,18 +156,8 @@ class MatmulAllReduce(MatmulReduceScatter):
         if shares:
             memory, part = self.memory, out.view(1, self.rows, self.n)
             end = send_and_collect(*self._sent_of(), self.threads, self._ending_blocks)
-            signals = memory["arrived"], memory["shared"]
-            end(
-                self._everyone,
-                part,
-                memory["partial"],
-                memory["summands"],
-                memory["sums"],
-                calls,
-                *signals,
-                sent,
-                memory["done"],
-            )
+            buffers = part, memory["partial"], memory["summands"], memory["sums"]
+            end(self._everyone, *buffers, calls, memory["arrived"], memory["shared"], sent, memory["done"])
 
     @property
     def _slices(self) -> int:

@@ -98,30 +98,28 @@ def matmul_reducing(
     wide = 2 if scaled else 1
 
     @T.macro
-    def place(tile, hop, row, column):
-        """Of the PE `hop` places behind this one; the own rows are the last of a slice."""
-        gemm.place(shape, tile[0], hop, row, column)
-        row[0] = row[0] + hop[0] // n_pes * part_rows
-        hop[0] = hop[0] % n_pes + 1
+    def place(b, at):
+        """Of the PE `part` places behind this one; the own rows are the last of a slice."""
+        gemm.place(shape, b.tile[0], at)
+        at.row[0] = at.row[0] + at.part[0] // n_pes * part_rows
+        at.part[0] = at.part[0] % n_pes + 1
 
     @T.macro
-    def finish(group, total, ring, results, targets, done, step, at, thread, scales):
+    def finish(group, total, b, out, partial, done, at, scales):
         pe = (N.my_pe() + at.part[0]) % n_pes
         if scaled:
             gemm.get_row_scales(rows, shape, group, scales.tile, lambda r: scales.x[pe, r], at.row[0])
-            gemm.scale(shape, group, total, scales.tile, scales.w, at.column[0])
+            gemm.scale(shape, group, total, scales.tile, lambda c: scales.w[c], at.column[0])
         if at.part[0] == n_pes:
             for _hop in T.serial(1, n_pes):
                 for half in T.unroll(2):
-                    gemm.add_summand(
-                        shape, wide, carried, half == group, ring.right, total, ring.full, ring.empty, step, thread
-                    )
-            gemm.store(shape, group, total, results[0], targets[0], 0, at.row[0], at.column[0])
+                    gemm.add_summand(shape, wide, carried, half == group, total, b)
+            gemm.store(shape, group, total, b.result[0], out, 0, at.row[0], at.column[0])
             if shares:
-                gemm.announce(done, n_pes - 1, at.row[0] // bm, thread)
+                gemm.announce(done, n_pes - 1, at.row[0] // bm, b.thread)
         else:
-            gemm.store(shape, group, total, results[1], targets[1], pe, at.row[0], at.column[0])
-            gemm.announce(done, at.part[0] - 1, at.row[0] // bm, thread)
+            gemm.store(shape, group, total, b.result[-1], partial, pe, at.row[0], at.column[0])
+            gemm.announce(done, at.part[0] - 1, at.row[0] // bm, b.thread)
 
     @T.prim_func
     def main(
@@ -144,76 +142,52 @@ def matmul_reducing(
         seen_summands: T.Tensor((2, n_pes, rows, 2 * n), dtype) if scaled else None,
     ):
         with T.Kernel(senders + workers, threads=gemm.THREADS) as block:
-            left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
-            right = T.alloc_shared((stages, *shape.right), dtype)
-            result = T.alloc_shared((2, shape.half, columns), out_dtype)
-            results = result, result if carried == out_dtype else T.alloc_shared((2, shape.half, columns), carried)
-            upper, lower = T.alloc_fragment((shape.half, bn), "float32"), T.alloc_fragment((shape.half, bn), "float32")
-            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([gemm.WARPS] * stages)
-            chosen = T.alloc_shared((2,), "int32")
-            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([gemm.WARPS] * 2)
-            scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
-            ring = gemm.Ring(right, full, empty)
-            step, turn, tile, hop, row, column = (T.alloc_local((1,), "int32") for _ in range(6))
-            thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
-            at, all_scales = gemm.Place(hop, row, column), gemm.Scales(scales, x_scales, w_scales)
-            step[0] = 0
-            turn[0] = 0
+            b = gemm.Block(*gemm.block_memory(shape, dtype, tuple(dict.fromkeys((out_dtype, carried)))))
+            hop, row, column = (T.alloc_local((1,), "int32") for _ in range(3))
+            tile_scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
+            at, scales = gemm.Place(hop, row, column), gemm.Scales(tile_scales, x_scales, w_scales)
+            thread, call, me = b.thread, calls[0], N.my_pe()
+            is_tile = lambda: b.tile[0] < shape.total  # noqa: E731
+            find = lambda: place(b, at)  # noqa: E731
+            end = lambda group, total: finish(group, total, b, out, partial, done, at, scales)  # noqa: E731
+            gemm.begin(b)
             if senders > 0 and block < senders:
                 gemm.begin_call(ready, sent, call, me, n_pes, block, thread)
                 mem = gemm.Memory(partial, summands, out, sums, done, arrived, shared, sent)
-                gemm.send_all_by_warps(s, tile, mem, call, me, thread)
+                gemm.send_all_by_warps(s, b.tile, mem, call, me, thread)
                 if thread < n_pes and thread != me:
                     N.quiet(thread)
             elif thread < 128:
                 T.dec_max_nreg(40)
                 if thread < 32:
-                    gemm.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
-                    while tile[0] < shape.total:
-                        place(tile, hop, row, column)
+                    gemm.next_tile(shape, tickets, call, b)
+                    while b.tile[0] < shape.total:
+                        find()
                         pe = (me + hop[0]) % n_pes
-                        for i in T.serial(T.ceildiv(k, bk)):
-                            slot = step[0] % stages
-                            T.barrier_wait(empty[slot], ((step[0] // stages) & 1) ^ 1)
-                            for half in T.unroll(2):
-                                first = row[0] + half * shape.half
-                                gemm.copy_left(
-                                    x[pe, first : first + shape.half, i * bk : i * bk + bk], left, slot, half, full
-                                )
-                            gemm.copy_right(shape, w, right, slot, full, i * bk, column[0])
-                            T.barrier_arrive(full[slot])
-                            step[0] = step[0] + 1
+                        gemm.copy_tile(
+                            shape, b, lambda: row[0],
+                            lambda half, first, depth, stage: gemm.copy(
+                                x[pe, first : first + shape.half, depth : depth + bk], b.left[stage, half, :, :], b, stage
+                            ),
+                            lambda depth, stage: gemm.copy_right(shape, w, b, depth, column[0], stage),
+                        )  # fmt: skip
                         if hop[0] == n_pes:
                             gemm.wait_for_all(arrived, row[0] // bm, n_pes, call * pieces, thread)
                             for other in T.serial(1, n_pes):
                                 for half in T.unroll(2):
-                                    slot = step[0] % stages
-                                    T.barrier_wait(empty[slot], ((step[0] // stages) & 1) ^ 1)
+                                    slot = b.step[0] % stages
+                                    T.barrier_wait(b.empty[slot], ((b.step[0] // stages) & 1) ^ 1)
                                     gemm.copy_summand(
                                         shape, wide, seen_summands if scaled else summands, call % 2, (me + other) % n_pes,
-                                        right, slot, full, row[0] + half * shape.half, column[0],
+                                        b, slot, row[0] + half * shape.half, column[0],
                                     )  # fmt: skip
-                                    T.barrier_arrive(full[slot])
-                                    step[0] = step[0] + 1
-                        gemm.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
+                                    T.barrier_arrive(b.full[slot])
+                                    b.step[0] = b.step[0] + 1
+                        gemm.next_tile(shape, tickets, call, b)
             elif thread < 256:
-                T.inc_max_nreg(232)
-                gemm.get_tile(chosen, given, taken, tile, turn, thread)
-                while tile[0] < shape.total:
-                    place(tile, hop, row, column)
-                    gemm.multiply(shape, 0, left, right, upper, full, empty, step, thread)
-                    finish(0, upper, ring, results, (out, partial), done, step, at, thread, all_scales)
-                    gemm.get_tile(chosen, given, taken, tile, turn, thread)
-                T.tma_store_wait(0)
+                gemm.multiply_tiles(shape, 0, b, is_tile, find, end)
             else:
-                T.inc_max_nreg(232)
-                gemm.get_tile(chosen, given, taken, tile, turn, thread)
-                while tile[0] < shape.total:
-                    place(tile, hop, row, column)
-                    gemm.multiply(shape, 1, left, right, lower, full, empty, step, thread)
-                    finish(1, lower, ring, results, (out, partial), done, step, at, thread, all_scales)
-                    gemm.get_tile(chosen, given, taken, tile, turn, thread)
-                T.tma_store_wait(0)
+                gemm.multiply_tiles(shape, 1, b, is_tile, find, end)
 
     return main
 
@@ -328,10 +302,8 @@ class MatmulReduceScatter(FusedMatmul):
     def _launch(self, out, x, held, transposed, scales, calls, tickets, sent, shares: bool = False) -> None:
         memory, rows = self.memory, x.view(self.n_pes, self.rows, self.k)
         part, simulated = out.view(1, self.rows, self.n), self.device.type != "cuda"
-        buffers, signals = (
-            (memory["partial"], memory["summands"], memory["sums"]),
-            (memory["arrived"], memory["shared"]),
-        )
+        buffers = memory["partial"], memory["summands"], memory["sums"]
+        signals = memory["arrived"], memory["shared"]
         if self.n_pes > 1 and not simulated:
             self._sides.fork()
             with self._sides[0]:
@@ -344,20 +316,8 @@ class MatmulReduceScatter(FusedMatmul):
         )  # fmt: skip
         all_scales = scales[0].view(self.n_pes, -1) if self.scaled else scales[0].view(1, 1), scales[1]
         seen = (memory["summands"].view(self.dtype),) if self.scaled else ()
-        kernel(
-            part,
-            rows,
-            held,
-            *buffers,
-            calls,
-            memory["ready"],
-            *signals,
-            tickets,
-            sent,
-            memory["done"],
-            *all_scales,
-            *seen,
-        )
+        rest = tickets, sent, memory["done"], *all_scales, *seen
+        kernel(part, rows, held, *buffers, calls, memory["ready"], *signals, *rest)
 
     def _sent_of(self) -> tuple:
         """The first arguments of kernels that send."""

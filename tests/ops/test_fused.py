@@ -13,6 +13,7 @@ from tests import ranks
 from tilescale_net import ops
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.fused.all_gather_matmul import PipelinedAllGatherMatmul
+from tilescale_net.kernels.fused.choice import SIMULATED
 from tilescale_net.ops import group_objects
 
 operators = torch.ops.tilescale_net
@@ -245,11 +246,17 @@ def _larger_than_a_piece() -> None:
 
 
 def _pipelined() -> None:
-    """By copies beside torch's product, where that is chosen."""
+    """By copies beside torch's product, where that was the fastest."""
     objects = group_objects.of("")
-    with mock.patch.object(tsn.ops.fused, "is_pipelined", lambda product, *_: product.kind == "all_gather_matmul"):
+    objects.decisions.clear()
+    with mock.patch.object(
+        tsn.ops.fused,
+        "choose",
+        lambda problem, *_: ("copy_engines" if problem.kind == "all_gather_matmul" else "fused", {"tiling": SIMULATED}),
+    ):
         _results_and_gradients(None, ["all_gather_matmul"])
         assert any(isinstance(product, PipelinedAllGatherMatmul) for product in objects._products.values())
+    objects.decisions.clear()
 
 
 def _everything() -> None:

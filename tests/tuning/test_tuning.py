@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,14 +52,16 @@ def _search() -> None:
     everyone = tsn.ops.all_gather(x)
     assert torch.equal(out, torch.mm(everyone, w))
     made = group_objects.of("")._products
-    (key,) = made
-    how = choice.of_choice(found.best.choice, choice.GemmProblem(kind, 2, ROWS, K, N, torch.bfloat16))
-    assert key[-1] == how and made[key].blocks == how.blocks and made[key].tiling == how.tiling
+    ((problem, way, *_),) = made
+    (op,) = made.values()
+    point = choice.of_choice(tuned.of(world, "test")[choice.key_of(problem)], problem)
+    assert way == "fused" and point.us == {"fused": 10.0, "unfused": 50.0}
+    assert {name: getattr(op, name) for name in ("blocks", "tiling")} | {"engine": "auto"} == point.fused
     # One that needs no communication kernel at all.
     slow = tuning.product(
-        kind, ROWS, K, N, most=2, measure=lambda candidate, call: 1.0 if not candidate["fused"] else 9.0
+        kind, ROWS, K, N, most=2, measure=lambda candidate, call: 1.0 if candidate["way"] == "unfused" else 9.0
     )
-    assert not slow.best.choice["fused"]
+    assert slow.best.choice == {"way": "unfused"}
     assert torch.equal(tsn.ops.all_gather_matmul(x, w), out) and len(made) == 1
     # A small gain does not count, and what fails on one rank is left out on both.
     trial = search.lockstep(
@@ -129,11 +132,9 @@ def _search_and_read(folder: str) -> None:
     tuned._tables.clear()
     assert tuned.of(world, "test") == kept
     # Wrong entries of a file of rank 0 are ignored by all.
-    product = choice.GemmProblem("all_gather_matmul", 2, ROWS, K, N, torch.bfloat16)
-    for bad in ({"fused": True}, {"fused": True, "tile": [1, 2, 3], "blocks": 4, "engine": "auto"}, {"fused": 1}):
-        tuned.of(world, "test")[choice.key_of(product)] = bad
-        assert choice.chosen(product, world) is None
-        assert choice.key_of(product) not in tuned.of(world, "test")
+    problem = choice.GemmProblem("all_gather_matmul", 2, ROWS, K, N, torch.bfloat16)
+    tuned.of(world, "test")[choice.key_of(problem)] = {"fused": True}
+    assert choice.choose(problem, world)[0] == "fused" and choice.key_of(problem) not in tuned.of(world, "test")
 
 
 PLACE = {"gpu": "NVIDIA H200", "ranks": 4, "nodes": 1, "package": "0.1.0"}
@@ -175,29 +176,30 @@ def test_a_file_that_others_may_write(tmp_path, monkeypatch, caplog):
     assert "others" in caplog.text
 
 
-def test_the_prior_comes_first():
-    """On a GPU: what a call takes without a search, the usual fused call, the sequence, then by the model."""
-
-    class Properties:
-        multi_processor_count = 132
-
-    product = choice.GemmProblem("matmul_all_reduce", 4, 4096, 7168, 8192, torch.bfloat16)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        found = products.candidates(product, torch.device("cuda", 0), 100)
-        gather = dataclasses.replace(product, kind="all_gather_matmul")
-        gathers = [products.candidates(gather, torch.device("cuda", 0), 100, mapped) for mapped in (True, False)]
-    assert found[0] == {"fused": False} and found[1]["blocks"] == 4 and found[1]["tile"] == [128, 256, 64]
-    assert len(found) == 1 + 3 * 3 * 2 and len({json.dumps(c) for c in found}) == len(found)
-    for one in found:
-        assert choice.as_choice(choice.of_choice(one, product)) == one
-    pipelined = {"fused": False, "pipelined": True}  # copy engines do not reach other nodes
-    assert gathers[0][2] == pipelined and pipelined not in gathers[1]
-    assert choice.as_choice(choice.of_choice(pipelined, gather)) == pipelined
-    for wrong, of in ((pipelined, product), (pipelined | {"pipelined": 1}, gather)):
-        with pytest.raises(ValueError, match="no choice for a product"):
-            choice.of_choice(wrong, of)
+def test_what_is_tried_first(monkeypatch):
+    """On a GPU: one after the other, the usual fused call, copy engines where they reach, then one option after the other."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    gpu, problem = torch.device("cuda", 0), choice.GemmProblem("matmul_all_reduce", 4, 4096, 7168, 8192, torch.bfloat16)
+    found = products.candidates(problem, gpu, 100)
+    usual = {
+        "way": "fused",
+        "blocks": 4,
+        "engine": "auto",
+        "tile": [128, 256, 64],
+        "stages": 4,
+        "panel": 8,
+        "columns": 128,
+    }
+    assert found[:2] == [{"way": "unfused"}, usual] and len(found) == 1 + 3 * 3 * 2
+    changed = [sum(one[name] != usual[name] for name in ("tile", "blocks", "engine")) for one in found[1:]]
+    assert changed == sorted(changed) and len({json.dumps(c) for c in found}) == len(found)
+    for one in found[1:]:
+        options = {name: value for name, value in one.items() if name != "way"}
+        assert choice.options_as_choice(choice.options_of(options, problem)) == options
+    gather = dataclasses.replace(problem, kind="all_gather_matmul")
+    by_engines = {"way": "copy_engines"}
+    assert products.candidates(gather, gpu, 3)[2] == by_engines
+    assert by_engines not in products.candidates(gather, gpu, 100, is_mapped=False)
 
 
 def test_the_command(monkeypatch):

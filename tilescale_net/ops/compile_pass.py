@@ -14,7 +14,6 @@ them: anything else stays as it is. All ranks compile the same graph, so all rep
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class FuseCollectives(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """For Inductor's cache of graphs."""
-        return get_hash_for_files((__file__, choice.__file__))
+        return get_hash_for_files((__file__, choice.__file__, str(choice.MEASURED)))
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Replace what is replaced, in place."""
@@ -115,6 +114,8 @@ def _is_faster(kind: str, x: Any, w: Any, group: str) -> bool:
         return False
     (rows, k), n = left.shape, right.shape[1]
     problem = choice.GemmProblem(kind, world.size, rows, k, n, left.dtype)
-    is_mapped = 0 not in world.peer_base
-    ways: list[Callable[..., bool]] = [choice.is_pipelined, choice.prefers_fused]
-    return choice.fits(problem) is None and any(way(problem, world.device, is_mapped) for way in ways)
+    if choice.fits(problem):
+        return False
+    # Ranks cannot ask one another while torch traces a graph; the operator itself looks at all points.
+    way, _ = choice.choose(problem, world, is_mapped=0 not in world.peer_base, of_this_machine=False)
+    return way != "unfused"

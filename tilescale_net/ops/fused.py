@@ -1,28 +1,22 @@
-"""Matrix products with the collective before or behind them as operators: at the same time, or one after the other.
+"""GEMMs with the collective before or behind them as operators: at the same time, or one after the other.
 
-All ways give what torch.matmul and a collective of torch.distributed give. `kernels.fused.choice` decides which is
-fastest; shapes and dtypes that the fused kernels do not take are computed one after the other.
+All ways give what torch.matmul and a collective of torch.distributed give. The way of a call:
+
+1. the public function checks devices and gradients, which torch.compile must see, and calls the operator;
+2. the operator checks shapes, dtypes and scales (`_checked`), and asks `_decided` for its object;
+3. `_decided` asks `kernels.fused.choice.choose` once for each shape, and remembers the answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
-from tilescale_net.kernels.fused.choice import (
-    GemmProblem,
-    blocks_for,
-    chosen,
-    fits,
-    is_pipelined,
-    prefers_fused,
-    tiling_for,
-)
+from tilescale_net.kernels.fused.choice import GemmProblem, choose, fits, usual_options
 from tilescale_net.kernels.fused.gemm import (
     SCALED,
     FusedMatmul,
@@ -33,6 +27,7 @@ from tilescale_net.kernels.fused.gemm import (
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.ops import arguments, group_objects
+from tilescale_net.ops.group_objects import GroupObjects
 
 _ops = torch.ops.tilescale_net
 CLASSES: dict[str, type[FusedMatmul]] = {
@@ -42,72 +37,83 @@ CLASSES: dict[str, type[FusedMatmul]] = {
 }
 
 
-def _fused(
-    kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, objects, gradient: bool
-) -> Callable[..., torch.Tensor] | None:
-    """The object for a call, or None where the product and the collective run one after the other."""
-    ranks = objects.world.size
+def make(objects: GroupObjects, problem: GemmProblem, way: str, options: dict[str, Any]) -> Any:
+    """The object for calls like `problem`; collective. `way`: "fused", with `options` of its class, or "copy_engines"."""
+    p = problem
+    if way == "copy_engines":
+        return PipelinedAllGatherMatmul(p.rows, p.k, p.n, dtype=p.dtype, group=objects.world)
+    maker: Any = CLASSES[p.kind]
+    rows = p.rows // p.ranks if p.kind == "matmul_reduce_scatter" else p.rows
+    return maker(rows, p.k, p.n, dtype=p.dtype, group=objects.world, **objects.geometry | options)
+
+
+def _decided(objects: GroupObjects, problem: GemmProblem, fused: bool | None) -> Any:
+    """The object for a call, or None where the GEMM and the collective run one after the other."""
+    key = problem, fused
+    decision = objects.decisions.get(key)
+    if decision is None:
+        obstacle = fits(problem)
+        if fused and obstacle:
+            raise ValueError(f"{problem.kind}: fused=True, but {obstacle}")
+        if obstacle or fused is False:
+            decision = "unfused", {}
+        else:
+            decision = choose(problem, objects.world, not objects.needs_symmetric_source)
+            if fused and decision[0] == "unfused":
+                decision = "fused", usual_options(problem, objects.world.device)
+        objects.decisions[key] = decision
+    way, options = decision
+    if way == "unfused":
+        return None
+    try:
+        return objects.product((problem, way, *options.values()), lambda: make(objects, problem, way, options))
+    except tsn.HeapError:  # on all ranks alike
+        if fused:
+            raise
+        objects.decisions[key] = "unfused", {}
+        return None
+
+
+def _checked(
+    kind: str, x: torch.Tensor, w: torch.Tensor, x_scales, w_scales, fused: bool | None, group: str, gradient: bool
+) -> tuple[GroupObjects, torch.Tensor, dict[str, torch.Tensor], Any]:
+    """The group's objects, `x` and scales as kernels take them, and the object of a call, see `_decided`."""
+    objects, x = group_objects.in_order(group), x.contiguous()
+    ranks, is_gather = objects.world.size, kind == "all_gather_matmul"
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(
             f"{kind}: x has shape {list(x.shape)} and w {list(w.shape)}; they must be [rows, k] and [k, n]"
         )
+    (rows, k), n = x.shape, w.shape[1]
+    check_scales(kind, x.dtype, x_scales, w_scales, rows, n)
     if x.dtype != w.dtype:
         raise TypeError(f"{kind}: x has dtype {x.dtype} and w {w.dtype}; they must be equal")
-    if kind == "matmul_reduce_scatter" and x.shape[0] % ranks:
-        raise ValueError(f"{kind}: x has {x.shape[0]} rows; they must be a multiple of {ranks} ranks")
+    if kind == "matmul_reduce_scatter" and rows % ranks:
+        raise ValueError(f"{kind}: x has {rows} rows; they must be a multiple of {ranks} ranks")
     check_columns(kind, w)
-    rows = x.shape if kind == "all_gather_matmul" else (x.shape[0], w.shape[1])
-    objects.calls.note_operator(
-        gradient,
-        f"{kind} of {'x' if kind == 'all_gather_matmul' else 'sums'} of shape {{}} and {{}}",
-        tuple(rows),
-        x.dtype,
-    )
-    product = GemmProblem(kind, ranks, x.shape[0], x.shape[1], w.shape[1], x.dtype)
-    obstacle = fits(product)
-    if fused and obstacle:
-        raise ValueError(f"{kind}: fused=True, but {obstacle}")
-    if obstacle or fused is False:
-        return None
-    tuned, device, is_mapped = chosen(product, objects.world), objects.world.device, not objects.needs_symmetric_source
-    pipelined = tuned.pipelined if tuned else is_pipelined(product, device, is_mapped)
-    if not (fused or pipelined or (tuned.fused if tuned else prefers_fused(product, device, is_mapped))):
-        return None
-    height = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
-    maker: Any = CLASSES[kind]
-    options: dict[str, Any] = dict(dtype=x.dtype, tiling=tiling_for(device, product), **objects.geometry) | blocks_for(
-        device, product
-    )
-    if pipelined:
-        maker, options = PipelinedAllGatherMatmul, {"dtype": x.dtype}
-    elif tuned is not None and tuned.fused:
-        options |= tuned.options
-    make = lambda: maker(height, *w.shape, **options, group=objects.world)  # noqa: E731
-    key = (kind, height, *w.shape, x.dtype, pipelined, tuned)
-    if fused is None and key in objects.without_room:
-        return None
-    try:
-        return objects.product(key, make)
-    except tsn.HeapError:  # on all ranks alike
-        if fused:
-            raise
-        objects.without_room.add(key)
-        return None
+    scales = {}
+    if x.dtype == SCALED:
+        scales = dict(x_scales=x_scales.contiguous().view(-1), w_scales=w_scales.contiguous().view(-1))
+    text = f"{kind} of {'x' if is_gather else 'sums'} of shape {{}} and {{}}"
+    objects.calls.note_operator(gradient, text, (rows, k if is_gather else n), x.dtype)
+    return objects, x, scales, _decided(objects, GemmProblem(kind, ranks, rows, k, n, x.dtype), fused)
+
+
+def travelling(
+    objects: GroupObjects, x: torch.Tensor, w: torch.Tensor, scales: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The arguments of an all-gather with GEMM, rows and their scales in symmetric memory where some ranks are on other nodes."""
+    if not objects.needs_symmetric_source:
+        return x, w, scales
+    parts = [x, *([scales["x_scales"]] if scales else [])]
+    there = objects.symmetric(*((tuple(part.shape), part.dtype) for part in parts))
+    x, *of_rows = (target.copy_(part) for target, part in zip(there, parts))
+    return x, w, scales | ({"x_scales": of_rows[0]} if scales else {})
 
 
 def _held(w: torch.Tensor) -> torch.Tensor:
     """`w`, or a contiguous copy where neither it nor its transpose is contiguous."""
     return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
-
-
-def _scales(kind: str, x, w, x_scales, w_scales) -> dict[str, torch.Tensor]:
-    """The scales, checked, as arguments by name; none for dtypes without."""
-    if x.dim() != 2 or w.dim() != 2:
-        return {}  # `_fused` reports what is wrong
-    check_scales(kind, x.dtype, x_scales, w_scales, x.shape[0], w.shape[1])
-    if x.dtype != SCALED:
-        return {}
-    return dict(x_scales=x_scales.contiguous().view(-1), w_scales=w_scales.contiguous().view(-1))
 
 
 def _result_dtype(x: torch.Tensor) -> torch.dtype:
@@ -144,21 +150,16 @@ def _all_gather_matmul(
     w_scales: torch.Tensor | None = None,
     gradient: bool = False,
 ) -> torch.Tensor:
-    objects, x = group_objects.in_order(group), x.contiguous()
-    scales = _scales("all_gather_matmul", x, w, x_scales, w_scales)
-    op = _fused("all_gather_matmul", x, w, fused, objects, gradient)
-    if op is None:
-        if not scales:
-            (rows,) = objects.gathered(x)
-            return torch_gemm(rows.view(-1, x.shape[1]), w)
-        rows, of_rows = objects.gathered(x, scales["x_scales"])
-        return torch_gemm(rows.view(-1, x.shape[1]), w, of_rows, scales["w_scales"])
-    if objects.needs_symmetric_source:
-        there, *more = objects.symmetric((tuple(x.shape), x.dtype), *([((len(x),), torch.float32)] if scales else []))
-        x = there.copy_(x)
-        if scales:
-            scales["x_scales"] = more[0].copy_(scales["x_scales"])
-    return op(x, _held(w), **scales)
+    given = x_scales, w_scales, fused, group, gradient
+    objects, x, scales, op = _checked("all_gather_matmul", x, w, *given)
+    if op is not None:
+        x, w, scales = travelling(objects, x, _held(w), scales)
+        return op(x, w, **scales)
+    if not scales:
+        (rows,) = objects.gathered(x)
+        return torch_gemm(rows.view(-1, x.shape[1]), w)
+    rows, of_rows = objects.gathered(x, scales["x_scales"])
+    return torch_gemm(rows.view(-1, x.shape[1]), w, of_rows, scales["w_scales"])
 
 
 @arguments.register_fake("all_gather_matmul")
@@ -192,9 +193,9 @@ def all_gather_matmul(
         w: [k, n] of the same dtype, contiguous or the transpose of a contiguous tensor (others are copied); n may not
             differ between ranks.
         group: see `tilescale_net.ops`.
-        fused: whether product and communication overlap; None: where `tilescale_net.tuning` has found that it is faster on
-            this machine, else where it was measured to be (on GPUs between two ranks: `kernels.fused.choice`)
-            and the symmetric heap has room for the shape's buffers.
+        fused: whether GEMM and communication overlap; None: where that was faster at the nearest shape that was measured
+            (`kernels/fused/measured.json`, and `tilescale_net.tuning` on this machine), and the symmetric heap has room for
+            the shape's buffers.
         x_scales, w_scales: for `x` and `w` of torch.float8_e4m3fn, and for them alone: float32 [rows] or [rows, 1], and [n]
             or [1, n], by which rows and columns of the product are multiplied, as torch._scaled_mm does. `w` must be the
             transpose of a contiguous tensor then, k and n multiples of 16 for a fused call; the result is bfloat16, and
@@ -229,9 +230,8 @@ def _matmul_reduce_scatter(
     w_scales: torch.Tensor | None = None,
     gradient: bool = False,
 ) -> torch.Tensor:
-    objects, x = group_objects.in_order(group), x.contiguous()
-    scales = _scales("matmul_reduce_scatter", x, w, x_scales, w_scales)
-    op = _fused("matmul_reduce_scatter", x, w, fused, objects, gradient)
+    given = x_scales, w_scales, fused, group, gradient
+    objects, x, scales, op = _checked("matmul_reduce_scatter", x, w, *given)
     if op is not None:
         return op(x, _held(w), **scales)
     there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
@@ -299,9 +299,8 @@ def _matmul_all_reduce(
     w_scales: torch.Tensor | None = None,
     gradient: bool = False,
 ) -> torch.Tensor:
-    objects, x = group_objects.in_order(group), x.contiguous()
-    scales = _scales("matmul_all_reduce", x, w, x_scales, w_scales)
-    op = _fused("matmul_all_reduce", x, w, fused, objects, gradient)
+    given = x_scales, w_scales, fused, group, gradient
+    objects, x, scales, op = _checked("matmul_all_reduce", x, w, *given)
     if op is not None:
         return op(x, _held(w), **scales)
     shape, dtype = (x.shape[0], w.shape[1]), _result_dtype(x)

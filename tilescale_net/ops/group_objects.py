@@ -104,7 +104,8 @@ class GroupObjects:
         needs_symmetric_source: whether inputs must lie in symmetric memory, because some PEs are on other nodes.
         calls: noted by every operator, so that ranks that differ learn of it.
         order: of calls on different streams, which pass through the same memory.
-        without_room: keys of objects that the symmetric heap had no room for.
+        without_room: keys of memory that the symmetric heap had no room for.
+        decisions: of calls of GEMMs with their communication, see fused.py.
     """
 
     def __init__(self, world):
@@ -124,6 +125,7 @@ class GroupObjects:
         self._products: dict[Hashable, DistributedMatmul] = {}  # the one used last is the last
         self._captured: set[Hashable] = set()
         self.without_room: set[Hashable] = set()
+        self.decisions: dict[Hashable, tuple[str, dict[str, Any]]] = {}
 
     @functools.cached_property
     def all_gather(self) -> AllGather:

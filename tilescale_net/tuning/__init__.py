@@ -5,8 +5,8 @@
     print(tuning.product("matmul_all_reduce", 4096, 7168, 8192).text())
     print(tuning.moe(256, 4096, 7168, 8).text())
 
-or `python -m tilescale_net tune`. Without it, calls take what a model of them (`kernels.fused.choice`) or measurements on
-H200s (`kernels.moe.config`) say is good; nothing is ever searched in a call.
+or `python -m tilescale_net tune`. Without it, calls take what was measured on H100s and H200s (`kernels.fused.choice`,
+`kernels.moe.config`); nothing is ever searched in a call.
 """
 
 from tilescale_net.tuning.moe import moe

@@ -12,7 +12,7 @@ from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.config import FP8_DTYPE, TUNED, Config, configure, key_of
 from tilescale_net.runtime import tuned
 from tilescale_net.runtime.tuned import Choice
-from tilescale_net.tuning.search import Call, Found, Measure, lockstep
+from tilescale_net.tuning.search import Call, Found, Measure, check_most, lockstep
 
 
 def candidates(config: Config, world, most: int) -> list[Choice]:
@@ -57,8 +57,7 @@ def moe(
         TypeError, ValueError, HeapError: as `AllToAll`.
         RankMismatch: ranks that ask for something else.
     """
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise ValueError(f"tuning: most is {most!r}; it must be 1 or more")
+    check_most(most)
     world = tsn.world(group)
     shape = (num_experts, max_tokens, hidden, top_k, dtype, mode)
     config = configure(world.size, *shape, **options)

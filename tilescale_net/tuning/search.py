@@ -60,6 +60,12 @@ class Found:
         return "\n".join(lines)
 
 
+def check_most(most: int) -> None:
+    """Raise ValueError unless `most` is a number of candidates."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ValueError(f"tuning: most is {most!r}; it must be 1 or more")
+
+
 def lockstep(
     world, key: str, candidates: Sequence[Choice], make: Callable[[Choice], tuple[Call, Call]], measure: Measure | None = None
 ) -> Found:  # fmt: skip

@@ -1,6 +1,8 @@
-"""Which shapes are expected to be faster fused, and what the fused kernels do not take."""
+"""Which way a call takes, by the table of measured points; geometry; and what the fused kernels do not take."""
 
 import dataclasses
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,137 +12,139 @@ import tilescale_net as tsn
 from tilescale_net.kernels.fused import choice
 from tilescale_net.kernels.fused.choice import (
     GEOMETRIES,
+    WAYS,
     GemmProblem,
+    Point,
     best_tiling,
-    blocks_for,
-    expected_pipelined_us,
-    expected_us,
+    choose,
     fits,
-    is_fused_faster,
-    is_pipelined,
+    measured,
+    nearest,
     of_dtype,
-    prefers_fused,
-    senders,
+    usual_options,
 )
 from tilescale_net.kernels.fused.gemm import DEFAULT, SCALED, FusedMatmul, Tiling, check_tensor_cores
 from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+TABLE = json.loads(Path(choice.__file__).with_name("measured.json").read_text())
+H100, H200 = TABLE["gpus"]
 
 
-def _product(kind: str, ranks: int, m: int, k: int, n: int) -> GemmProblem:
-    return GemmProblem(kind, ranks, m // ranks if kind == "all_gather_matmul" else m, k, n, torch.bfloat16)
+def _problem(kind: str, ranks: int, m: int, k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:
+    return GemmProblem(kind, ranks, m // ranks if kind == "all_gather_matmul" else m, k, n, dtype)
 
 
-NEVER = 1 << 15
+@pytest.fixture
+def gpu(monkeypatch):
+    """A world on a GPU of the table where nothing was tuned; its name and capability may be changed."""
+    this = SimpleNamespace(name=H100, capability=(9, 0), device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: this.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: this.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(choice.tuned, "of", lambda world, name: {})
+    return this
 
 
-# Layers of a model on as many GPUs: rows of all ranks, and where the fused call begins to pay.
+def _rows():
+    for group in TABLE["groups"]:
+        for row in group["points"]:
+            us = {way: us for way, us in zip(TABLE["columns"][1:], row[1:]) if us is not None}
+            dtype = getattr(torch, group["dtype"])
+            yield group, us, _problem(group["operator"], group["ranks"], row[0], group["k"], group["n"], dtype)
+
+
+def test_no_call_takes_a_way_that_its_own_point_shows_slower(gpu):
+    assert TABLE["columns"][1:] == list(WAYS)
+    for group, us, problem in _rows():
+        assert group["source"] and problem.kind in KINDS and group["gpu"] in (H100, H200) and "unfused" in us
+        gpu.name = group["gpu"]
+        way, _ = choose(problem, gpu)
+        assert us[way] <= 1.02 * min(us.values()), (group["source"], problem, way)
+
+
+# Rows of a GEMM, and the way they take: as measured, between points, and beyond them.
 @pytest.mark.parametrize(
-    "dtype, kind, k, n, first",
+    "kind, ranks, dtype, ways",
     [
-        (torch.bfloat16, "all_gather_matmul", 8192, 14336, {2: 1024, 4: 512, 8: 1024}),
-        (torch.bfloat16, "matmul_reduce_scatter", 7168, 8192, {2: 1024, 4: 2048, 8: 2048}),
-        (torch.bfloat16, "matmul_all_reduce", 7168, 8192, {2: 2048, 4: 4096, 8: 8192}),
-        (SCALED, "all_gather_matmul", 8192, 14336, {2: NEVER, 4: NEVER, 8: NEVER}),
-        (SCALED, "matmul_reduce_scatter", 7168, 8192, {2: 2048, 4: 4096, 8: 4096}),
-        (SCALED, "matmul_all_reduce", 7168, 8192, {2: 16384, 4: 4096, 8: 8192}),
+        (KINDS[0], 2, torch.bfloat16, {128: "unfused", 512: "copy_engines", 1024: "fused", 65536: "fused"}),
+        (KINDS[0], 2, SCALED, {512: "fused", 1024: "copy_engines", 16384: "copy_engines"}),
+        (KINDS[0], 4, torch.bfloat16, {4: "unfused", 512: "unfused", 1024: "unfused", 1200: "fused", 8192: "fused"}),
+        (KINDS[1], 2, torch.bfloat16, {512: "unfused", 1024: "fused", 3000: "fused"}),
+        (KINDS[1], 2, SCALED, {1024: "unfused", 2048: "fused", 8192: "fused"}),
+        (KINDS[1], 4, torch.bfloat16, {512: "unfused", 2048: "fused", 4096: "fused"}),
+        (KINDS[2], 2, torch.bfloat16, {1024: "unfused", 2048: "fused"}),
+        (KINDS[2], 2, SCALED, {1024: "unfused", 16384: "unfused"}),
+        (KINDS[2], 4, torch.bfloat16, {512: "unfused", 2048: "fused", 4096: "fused"}),
+        (KINDS[0], 8, torch.bfloat16, {8192: "unfused"}),  # not measured
+        (KINDS[0], 2, torch.float16, {8192: "unfused"}),
     ],
 )
-def test_small_products_run_one_after_the_other(dtype, kind, k, n, first):
-    for ranks, start in first.items():
-        for m in (256, 512, 1024, 2048, 4096, 8192, 16384):
-            product = dataclasses.replace(_product(kind, ranks, m, k, n), dtype=dtype)
-            assert is_fused_faster(product) == (m >= start), (ranks, m, *expected_us(product))
+def test_ways_of_the_shipped_table(gpu, kind, ranks, dtype, ways):
+    k, n = (8192, 14336) if kind == KINDS[0] else (7168, 8192)
+    for m, way in ways.items():
+        assert choose(_problem(kind, ranks, m, k, n, dtype), gpu)[0] == way, m
 
 
-# us between two H100s, sides by turns in one run: docs/results/products.md.
-@pytest.mark.parametrize(
-    "kind, k, n, m, measured, dtype",
-    [
-        ("all_gather_matmul", 8192, 14336, 1024, 359, torch.bfloat16),
-        ("all_gather_matmul", 8192, 14336, 8192, 2727, torch.bfloat16),
-        ("matmul_reduce_scatter", 7168, 8192, 1024, 168, torch.bfloat16),
-        ("matmul_reduce_scatter", 7168, 8192, 2048, 397, torch.bfloat16),
-        ("matmul_reduce_scatter", 7168, 8192, 4096, 719, torch.bfloat16),
-        ("matmul_reduce_scatter", 7168, 8192, 16384, 2809, torch.bfloat16),
-        ("matmul_all_reduce", 7168, 8192, 2048, 407, torch.bfloat16),
-        ("matmul_all_reduce", 7168, 8192, 4096, 775, torch.bfloat16),
-        ("matmul_all_reduce", 7168, 8192, 16384, 3092, torch.bfloat16),
-        ("all_gather_matmul", 8192, 14336, 2048, 370, SCALED),
-        ("all_gather_matmul", 8192, 14336, 16384, 3087, SCALED),
-        ("matmul_reduce_scatter", 7168, 8192, 1024, 126, SCALED),
-        ("matmul_reduce_scatter", 7168, 8192, 2048, 199, SCALED),
-        ("matmul_all_reduce", 7168, 8192, 1024, 169, SCALED),
-        ("matmul_all_reduce", 7168, 8192, 4096, 608, SCALED),
-    ],
-)
-def test_the_model_agrees_with_two_gpus(kind, k, n, m, measured, dtype):
-    product = dataclasses.replace(_product(kind, 2, m, k, n), dtype=dtype)
-    assert expected_us(product)[0] == pytest.approx(measured, rel=0.15)
+def test_the_nearest_point_decides():
+    points = [Point(m, 1024, 1024, {"unfused": float(m)}) for m in (512, 2048)]
+
+    def near(m: int, k: int = 1024, n: int = 1024) -> int | None:
+        found = nearest(points, _problem(KINDS[1], 2, m, k, n))
+        return found and found.m
+
+    assert [near(m) for m in (254, 256, 1024, 1026, 1 << 20)] == [None, 512, 512, 2048, 2048]
+    assert near(512, 4096) == near(512, 256) == near(512, 2048, 512) == 512  # a factor of four, either way
+    assert near(512, 4112) is None and near(512, 240) is None
+    mine = Point(512, 1024, 1024, {"fused": 1.0})
+    assert nearest([mine, *points], _problem(KINDS[1], 2, 512, 1024, 1024)) is mine  # of equally near ones the first
+    # Unfused unless another way gains 2 %; what was not measured is not taken.
+    assert [Point(1, 1, 1, {"fused": us, "unfused": 100.0}).best for us in (97.9, 98.1)] == ["fused", "unfused"]
+    assert mine.best == "fused"
 
 
-@pytest.mark.parametrize(
-    "m, measured", [(512, 103), (1024, 194), (2048, 367), (4096, 749), (8192, 1495), (16384, 2959)]
-)
-def test_the_model_of_pipelined_products_agrees_with_two_gpus(m, measured):
-    product = dataclasses.replace(_product("all_gather_matmul", 2, m, 8192, 14336), dtype=SCALED)
-    assert expected_pipelined_us(product) == pytest.approx(measured, rel=0.04)
+def test_points_are_of_the_gpu_first_and_never_of_one_that_is_unlike(gpu):
+    problem = _problem(KINDS[0], 4, 4096, 8192, 14336)
+    assert {p.gpu for p in measured(KINDS[0], 4, "bfloat16", H200)} == {H100}
+    assert choose(problem, gpu)[0] == "fused" and choose(problem, gpu, is_mapped=False)[0] == "unfused"
+    gpu.name = "NVIDIA A100"
+    assert choose(problem, gpu)[0] == "unfused"
+    gpu.name, gpu.capability = H200, (10, 0)
+    assert choose(problem, gpu)[0] == "unfused"
+    simulated = SimpleNamespace(device=torch.device("cpu"))
+    assert choose(problem, simulated) == ("fused", usual_options(problem, simulated.device))
 
 
-def test_pipelined_where_it_was_measured(monkeypatch):
-    """Copies that cuBLAS hides leave its own time; few rows fill SMs badly, and more ranks have fewer each."""
-    gpu, eight = torch.device("cuda", 0), dict(dtype=SCALED)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    large = dataclasses.replace(_product("all_gather_matmul", 2, 8192, 8192, 14336), **eight)
-    alone = dataclasses.replace(large, ranks=1, rows=8192)
-    assert 1 < expected_pipelined_us(large) / expected_pipelined_us(alone) < 1.02
-    assert expected_pipelined_us(large) < min(expected_us(large))
-    few = _product("all_gather_matmul", 4, 1024, 8192, 14336)
-    assert expected_pipelined_us(few) > expected_us(few)[0]
-    # The rows of seven peers take longer than the product of the own ones: 64 columns are soon computed.
-    narrow = _product("all_gather_matmul", 8, 8192, 8192, 64)
-    assert expected_pipelined_us(narrow) > 7 * 1024 * 8192 * 2 / choice.COPY_ENGINE
-    assert is_pipelined(large, gpu) and not is_pipelined(dataclasses.replace(large, ranks=4), gpu)
-    # What the host takes longer to launch than the GPU to compute.
-    assert is_pipelined(dataclasses.replace(large, rows=256), gpu)
-    assert not is_pipelined(dataclasses.replace(large, rows=128), gpu)
-    monkeypatch.setattr(choice, "MEASURED_PIPELINED", {(2, SCALED), (4, torch.bfloat16)})
-    assert is_pipelined(large, gpu) and not is_pipelined(few, gpu)
-    assert not is_pipelined(large, gpu, is_mapped=False) and not is_pipelined(large, torch.device("cpu"))
-    assert not is_pipelined(dataclasses.replace(large, kind="matmul_all_reduce"), gpu)
+def test_what_this_machine_measured_counts(gpu, monkeypatch, caplog):
+    """Its ways, and the geometry of its fused call for calls of the same layer."""
+    layer = _problem(KINDS[1], 8, 4096, 1024, 2048)
+    options = {"tiling": GEOMETRIES[1][0], "blocks": 2, "engine": "bulk"}
+    point = Point(4096, 1024, 2048, {"fused": 1.0, "unfused": 2.0}, options)
+    kept = choice.as_choice(point)
+    assert json.loads(json.dumps(kept)) == kept and choice.of_choice(kept, layer) == point
+    table = {choice.key_of(layer): kept}
+    monkeypatch.setattr(choice.tuned, "of", lambda world, name: table)
+    assert choose(layer, gpu) == ("fused", options)
+    wider = dataclasses.replace(layer, n=2056)
+    assert choose(wider, gpu) == ("fused", usual_options(wider, gpu.device))
+    assert choose(dataclasses.replace(layer, kind=KINDS[2]), gpu)[0] == "unfused"
+    good = kept["fused"]
+    for wrong in (
+        kept | {"m": 0}, kept | {"us": {}}, kept | {"us": {"fused": -1}}, kept | {"us": {"copy_engines": 1.0}},
+        kept | {"us": {"quickly": 1.0}}, kept | {"fused": 3}, kept | {"fused": good | {"tile": [1, 2, 3]}},
+        kept | {"fused": good | {"blocks": 65}}, kept | {"fused": good | {"engine": "steam"}},
+        kept | {"fused": good | {"depth": 1}},
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError)):
+            choice.of_choice(wrong, layer)
 
 
-def test_calls_between_nodes_are_not_fused_by_themselves(monkeypatch):
-    """Only GPUs that map one another's memory have been measured."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    gpu, product = torch.device("cuda", 0), _product("matmul_reduce_scatter", 2, 8192, 7168, 8192)
-    assert prefers_fused(product, gpu) and not prefers_fused(product, gpu, is_mapped=False)
-    assert not prefers_fused(dataclasses.replace(product, kind="matmul_all_reduce", dtype=SCALED), gpu)
+def test_eight_bits_have_more_senders_where_four_were_too_slow():
+    def blocks(kind, ranks, dtype):
+        return choice.senders(_problem(kind, ranks, 8192, 7168, 8192, dtype))
 
-
-def test_eight_bits_have_more_senders_where_that_is_faster():
-    """As measured: eight blocks let a reduce-scatter of large products keep up, and cost small ones a wave of tiles."""
-    large, small = (_product("matmul_reduce_scatter", 4, m, 7168, 8192) for m in (8192, 256))
-    assert senders(large) == senders(small) == 4
-    large, small = (dataclasses.replace(product, dtype=SCALED) for product in (large, small))
-    assert (senders(large), senders(small)) == (8, 4)
-    assert expected_us(large)[0] == expected_us(large, blocks=8)[0] < expected_us(large, blocks=4)[0]
-    assert senders(dataclasses.replace(large, kind="matmul_all_reduce")) == 4
-    assert blocks_for(torch.device("cpu"), large) == {}
-
-
-def test_the_geometry_counts():
-    """That of the call, by default; another one where it is named."""
-    product = _product("all_gather_matmul", 4, 1024, 8192, 14336)
-    narrow, wide = best_tiling(product), GEOMETRIES[0][0]
-    assert narrow.tile[1] == 192
-    assert expected_us(product) == expected_us(product, tiling=narrow)
-    assert expected_us(product)[0] < expected_us(product, tiling=wide)[0]
-    eight = dataclasses.replace(product, dtype=SCALED)
-    assert expected_us(eight)[0] < 0.6 * expected_us(product)[0]
+    assert [blocks(KINDS[1], ranks, SCALED) for ranks in (2, 4)] == [4, 8]
+    assert blocks(KINDS[1], 4, torch.bfloat16) == blocks(KINDS[2], 4, SCALED) == 4 and blocks(KINDS[0], 4, SCALED) == 8
 
 
 def test_gpus_that_the_kernels_are_not_written_for_are_named(monkeypatch):
@@ -156,7 +160,7 @@ def test_gpus_that_the_kernels_are_not_written_for_are_named(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_does_not_fit_is_named(kind):
-    product = _product(kind, 2, 64, 32, 48)
+    product = _problem(kind, 2, 64, 32, 48)
     assert fits(product) is None
     for field, value, text in (
         ("dtype", torch.float32, "dtype torch.float32 is not one of"),
@@ -174,12 +178,12 @@ def test_what_does_not_fit_is_named(kind):
     "m, k, n, columns",
     [(512, 8192, 28672, 192), (1024, 8192, 14336, 192), (512, 8192, 14336, 256), (8192, 7168, 8192, 256)],
 )
-def test_geometry_of_a_product(m, k, n, columns):
+def test_geometry_of_a_problem(m, k, n, columns):
     for kind in KINDS:
-        tiling = best_tiling(_product(kind, 1, m, k, n))
+        tiling = best_tiling(_problem(kind, 1, m, k, n))
         assert tiling.tile[1] == columns
         check_ring(kind, tiling, torch.bfloat16)
-        _check_geometry_of_eight_bits(dataclasses.replace(_product(kind, 1, m, k, n), dtype=SCALED), tiling.tile)
+        _check_geometry_of_eight_bits(dataclasses.replace(_problem(kind, 1, m, k, n), dtype=SCALED), tiling.tile)
 
 
 def test_a_ring_of_eight_bits_has_room_for_half_as_many_summands():
@@ -191,22 +195,22 @@ def test_a_ring_of_eight_bits_has_room_for_half_as_many_summands():
         check_ring("x", Tiling((128, 96, 128), stages=4, panel=8, columns=32), SCALED)
 
 
-def _check_geometry_of_eight_bits(product: GemmProblem, wide: tuple[int, int, int]) -> None:
+def _check_geometry_of_eight_bits(problem: GemmProblem, wide: tuple[int, int, int]) -> None:
     """Tiles as many bytes deep; with scales, results and summands they fit into the shared memory of a block."""
-    tiling = best_tiling(product)
+    tiling = best_tiling(problem)
     rows, columns, depth = tiling.tile
     assert (rows, columns, depth // 2) == wide
     ring, results = tiling.stages * (rows + columns) * depth, rows * tiling.columns * 2
     scales = (rows + 2 * columns) * 4
     assert 1024 + ring + results + scales + 16 <= 227 << 10  # barriers lie in the first of these
-    check_ring(product.kind, tiling, SCALED)
+    check_ring(problem.kind, tiling, SCALED)
 
 
 @pytest.mark.parametrize("dtype, out_dtype", [(torch.bfloat16, torch.bfloat16), (torch.float8_e4m3fn, torch.bfloat16)])
 def test_all_geometries_run_on_tensor_cores(dtype, out_dtype):
     for geometry, _ in GEOMETRIES:
-        product = GemmProblem("all_gather_matmul", 2, 8192, 8192, 8192, dtype)
-        check_tensor_cores("product", of_dtype(geometry, product), dtype, out_dtype)
+        problem = GemmProblem("all_gather_matmul", 2, 8192, 8192, 8192, dtype)
+        check_tensor_cores("product", of_dtype(geometry, problem), dtype, out_dtype)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Products of experts beside the dispatch and the combine of their rows, against torch: whole numbers, exact in any order."""
 
 import random
+from unittest import mock
 
 import pytest
 import tilelang.language as T
@@ -18,6 +19,7 @@ from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.buffers import crosses_once
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.layout import PlanOffsets
+from tilescale_net.kernels.moe.throughput import ThroughputMode
 from tilescale_net.kernels.moe.tiles import Tiles
 
 # As in docs/expert-products.md, whose kernels are these.
@@ -62,8 +64,14 @@ def _check(moe, everyone, matrices, received, h, out, what):
             for e, begin in enumerate(received.offsets.tolist()[:-1]):
                 assert_same(received.x[begin : begin + len(rows[e])].cpu(), rows[e], f"{what}: rows of expert {e}")
                 assert_same(h[begin : begin + len(rows[e])].cpu(), inner[e], f"{what}: products of expert {e}")
-    weights = [e.weights for e in everyone]
-    expected = reference.combine(outputs, choices, weights, c.num_experts, rank, c.combine_dtype, False, None, True, 1)
+    _check_sums(moe, everyone, outputs, out, what)
+
+
+def _check_sums(moe, everyone, outputs, out, what):
+    c, choices, weights = moe.config, [e.topk_idx for e in everyone], [e.weights for e in everyone]
+    expected = reference.combine(
+        outputs, choices, weights, c.num_experts, moe.rank, c.combine_dtype, False, None, True, 1
+    )
     assert_same(out.cpu(), expected, f"{what}: sums")
 
 
@@ -100,7 +108,7 @@ def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
     moe.free()
 
 
-# Between two ranks of a node: test_combine_behind_a_product.py.
+# Between two ranks of a node: test_all_sms_send_what_is_left.
 @pytest.mark.parametrize(
     "size, nodes, transposed", [(4, 1, False), pytest.param(2, 2, True, marks=pytest.mark.nightly)]
 )
@@ -108,6 +116,28 @@ def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
 def test_equals_torch(size, nodes, transposed):
     args = random.randrange(1 << 30), dict(tuning=TUNING), transposed
     ranks.run(size, layers, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
+
+
+def _sent_behind(seed):
+    """The blocks beside the product send all or nothing, as when they are slow; the kernel that sums finds the rest."""
+    pace = random.Random(f"{seed} {tsn.rank()}")
+
+    def receive(mode, pending):
+        if pending.sums is None:
+            return mode._stream.wait(pending.rest)
+        sending, taken = mode._fixed["combine"]["tickets"][:, 0], pace.choice((0, 1 << 20))
+        sending.fill_(taken)
+        mode._stream.wait(pending.rest)
+        if taken:
+            sending.zero_()
+        pending.sums()
+
+    with mock.patch.object(ThroughputMode, "receive", receive):
+        layers(seed, dict(tuning=TUNING), False, ("random", "twice", "one expert"))
+
+
+def test_all_sms_send_what_is_left():
+    ranks.run(2, _sent_behind, random.randrange(1 << 30), timeout=300)
 
 
 def eight_bits(seed):
@@ -155,11 +185,7 @@ def eight_bits(seed):
             if host == moe.rank:
                 for e, begin in enumerate(received.offsets.tolist()[:-1]):
                     assert_same(h[begin : begin + len(first[e])].cpu(), first[e], f"{what}: products of expert {e}")
-        weights = [e.weights for e in everyone]
-        expected = reference.combine(
-            outputs, choices, weights, c.num_experts, moe.rank, c.combine_dtype, False, None, True, 1
-        )
-        assert_same(out.cpu(), expected, f"{what}: sums")
+        _check_sums(moe, everyone, outputs, out, what)
     for thing in (up, down, moe):
         thing.free()
 
@@ -204,30 +230,13 @@ def fed(seed, k=MOE["hidden"], tiling=SMALL, workers=3):
     """A product waits for tiles that come from another rank while it runs: the simulator runs no two kernels of a rank at
     once, so that one beside a dispatch of its own rank never waits there."""
     counts, n = [33, 0, 70, 5], INNER
-    totals, capacity, device, pace = (
-        _totals(counts),
-        MOE["capacity"],
-        tsn.device(),
-        random.Random(f"{seed} {tsn.rank()}"),
-    )
+    totals, capacity, device = _totals(counts), MOE["capacity"], tsn.device()
+    pace, at = random.Random(f"{seed} {tsn.rank()}"), PlanOffsets(2, len(counts))
     target, words = tsn.zeros((capacity, k), torch.bfloat16), tsn.zeros((capacity // ROWS + 1,), torch.uint64)
     source = tsn.zeros((capacity, k), torch.bfloat16)
     w = whole_numbers((len(counts), k, n), torch.bfloat16, seed).to(device)
-    kernel = matmul_experts(
-        2,
-        len(counts),
-        capacity,
-        n,
-        k,
-        "bfloat16",
-        "bfloat16",
-        False,
-        **vars(tiling),
-        workers=workers,
-        waits=True,
-        tells=False,
-        scaled=False,
-    )
+    sizes = 2, len(counts), capacity, n, k, "bfloat16", "bfloat16"
+    kernel = matmul_experts(*sizes, **vars(tiling), workers=workers, waits=True)
     calls, tickets = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
     for call in range(1, 4):
         source.copy_(whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank()))
@@ -238,10 +247,7 @@ def fed(seed, k=MOE["hidden"], tiling=SMALL, workers=3):
         none = words.view(1, -1)
         kernel(out, target, w, totals.to(device), calls, tickets, calls, none, none)
         tsn.synchronize()
-        theirs, at = (
-            whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank() ^ 1),
-            PlanOffsets(2, len(counts)),
-        )
+        theirs = whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank() ^ 1)
         for e, count in enumerate(counts):
             begin = int(totals[at.offsets + e])
             wanted = _product(theirs[begin : begin + count], w[e].cpu())
@@ -282,11 +288,7 @@ def fed_combine(seed):
             counts = [len(rows) for rows in reference.route(choices, c.num_experts, host).order]
             begins = [sum(-(-n // ROWS) * ROWS for n in counts[:e]) for e in range(len(counts))]
             outputs.append([products[host][begin : begin + n] for begin, n in zip(begins, counts)])
-        weights = [e.weights for e in everyone]
-        expected = reference.combine(
-            outputs, choices, weights, c.num_experts, rank, c.combine_dtype, False, None, True, 1
-        )
-        assert_same(out.cpu(), expected, f"seed {seed}, call {call}, rank {rank}")
+        _check_sums(moe, everyone, outputs, out, f"seed {seed}, call {call}, rank {rank}")
         tsn.barrier()
     for tensor in (y, source, words):
         tsn.free(tensor)
