@@ -182,7 +182,12 @@ RUNS = {
     ),
     "broadcast": Run(("broadcast",), _of("broadcast", "small_run")),
     "all-reduce and norm": Run(
-        ("all_reduce_norm",), _of("all_reduce_norm", "_layers", torch.bfloat16, 520), one_node=True
+        ("all_reduce_norm",),
+        _all(
+            _of("all_reduce_norm", "_layers", torch.bfloat16, 520),
+            _of("all_reduce_norm", "_layers", torch.bfloat16, 8192, 6),  # rows of a call in several steps
+        ),
+        one_node=True,
     ),
     "all-reduce and norm across nodes": Run((), _of("all_reduce_norm", "_layers", torch.bfloat16, 96, 3)),
     "all-to-all, transposed": Run(("all_to_all_transposed",), _of("broadcast", "_transposed")),

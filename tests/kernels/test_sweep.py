@@ -41,23 +41,29 @@ class Outcome:
     programs: tuple[str, ...] = ()
 
 
-def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = False) -> Outcome:
+def _worlds(file: str) -> list[tuple[int, int]]:
+    """Ranks and nodes: two ranks; four on two nodes, so that ranks have several peers, and puts go both ways; four that are
+    all mapped, where a file has kernels of its own for them. Runs for two ranks or for one node have no others."""
+    first = RUNS[_runs_of(file)[0]]
+    size = 2 if first.two_ranks else 4
+    return list(dict.fromkeys([(2, 1), *([] if first.one_node else [(size, 2)]), (size, 1)]))
+
+
+def outcome(file: str, text: str, folder: Path, seeds: list[int], world: tuple[int, int] = (2, 1)) -> Outcome:
     """What shows that the text of a kernel's file is wrong.
 
-    What fails in the run with the check would have failed without it, too: it has the first seed.
+    What fails in the run with the check would have failed without it, too: it has the first seed. SWEEP_TIMEOUT, in
+    seconds, replaces TSN_TIMEOUT on machines that have more to do.
 
     Args:
-        many: four ranks on two nodes, so that ranks have several peers, and puts go both ways; on one node those runs
-            that need one, and two ranks in those that are for two. Else two ranks on one node.
+        world: number of ranks, and of nodes.
     """
     path = folder / f"{file.replace('/', '_')}.py"
     path.write_text(text)
-    runs = _runs_of(file)
-    first = RUNS[runs[0]]
-    size, nodes = (2 if first.two_ranks else 4, 1 if first.one_node else 2) if many else (2, 1)
-    runs = [name for name in runs if nodes == 1 or not RUNS[name].one_node]
+    size, nodes = world
+    runs = [name for name in _runs_of(file) if nodes == 1 or not RUNS[name].one_node]
     env = {
-        "TSN_TIMEOUT": "30" if many else "20",
+        "TSN_TIMEOUT": os.environ.get("SWEEP_TIMEOUT", "30" if size > 2 else "20"),
         "TSN_SIM_STALL": "10",
         "VIRTUAL_NODES": str(nodes),
         "TSN_SIM_RACES": "1",
@@ -80,8 +86,8 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = F
 def kernel_outcome(file: str, mutant: sweep.Swept, folder: Path, seeds: list[int]) -> tuple[str, str]:
     """What shows a mutant among two ranks, or else among four; that it is the original program where nothing does."""
     programs = []
-    for many in (False, True):
-        found = outcome(file, mutant.text, folder, seeds, many)
+    for world in _worlds(file):
+        found = outcome(file, mutant.text, folder, seeds, world)
         if found.checked or found.random:
             return found.checked, found.random
         programs += found.programs
@@ -215,7 +221,7 @@ def _mutants(name: str) -> dict[Place, sweep.Swept]:
 def _programs(name: str) -> list[str]:
     """What a file that is left as it is becomes in the runs of `kernel_outcome`, none of which is accused."""
     with tempfile.TemporaryDirectory() as folder:
-        found = [outcome(name, _original(name), Path(folder), [], many) for many in (False, True)]
+        found = [outcome(name, _original(name), Path(folder), [], world) for world in _worlds(name)]
     assert not any(o.checked for o in found), f"{name} as it is: {found}"
     return [p for o in found for p in o.programs]
 
