@@ -7,8 +7,8 @@
 
 Each file has a row (`Algorithm`) or two; `register_algorithm` adds rows, also from outside of the package.
 All of them add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
-some PEs are on other nodes, a reduce-scatter and an all-gather take their place, and a node's sum is rounded too; small
-tensors are gathered whole and added up everywhere, which spares one of two exchanges over the network.
+some PEs are on other nodes, a reduce-scatter and an all-gather take their place; small tensors are gathered whole and added
+up everywhere, which spares one of two exchanges over the network. Either way a node's sum is rounded too.
 """
 
 import functools
@@ -114,8 +114,8 @@ class AllReduce(Collective):
 
         Returns:
             `out`, with equal bits on all ranks: sums are made in float32 (float64 and integers in their own type), in the
-            order of the PEs, and rounded once; where a node's sum crosses the network, as it does of all but small
-            tensors, it is rounded too.
+            order of the PEs, and rounded once; where nodes have several PEs each, a node's sum is rounded too. Bits do not
+            depend on the algorithm, on other elements or on where tensors lie.
 
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
@@ -235,7 +235,7 @@ class AllReduce(Collective):
         rows = self._source[: self.n_pes * call.x.nbytes].view(call.x.dtype).view(self.n_pes, -1)
         rows[self.rank].copy_(call.x)
         self._parts[1](rows, rows[self.rank])
-        sum_of_rows(self.n_pes, dtype_name(call.x.dtype), self.threads)(call.out, rows)
+        sum_of_rows(self.n_pes, dtype_name(call.x.dtype), self.node_sum, self.threads)(call.out, rows)
 
     def _by_staged_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
         vector = VECTOR_BYTES // out.element_size()

@@ -2,8 +2,10 @@
 
 By push every PE puts the parts of its input to their owners, which add them up in the order of the PEs. Parts travel in
 chunks through a few staging slots per pair of PEs and block, so that the staging memory does not grow with the tensors.
-A chunk is added up while the next one is in flight. The owner notifies the sender when a slot is free. The order of
-additions is fixed: results are equal bit by bit from run to run, in any order of arrival.
+A chunk is added up while the next one is in flight. The owner notifies the sender when a slot is free.
+
+The order of additions is fixed, and the same in all kernels (`Collective.node_sum`): results are equal bit by bit from run
+to run, in any order of arrival, whichever kernel runs.
 """
 
 import functools
@@ -279,6 +281,7 @@ def reduce_scatter(
     unroll=None,
     ring=None,
     least_bytes=MIN_BYTES,
+    node_size=None,
 ):
     """Kernel `(out, x, tag, status, staging, calls, chunks, ready, arrived, consumed)`: `out` is the sum over all PEs p of
     `x[my_pe]` of PE p.
@@ -287,6 +290,7 @@ def reduce_scatter(
         n_pes: number of PEs, at most `threads`.
         dtype: of `out` [count, vector] and `x` [n_pes, count, vector]; count is taken from the tensors. Sums are made
             in float32 (see `accumulator`) in the order of the PEs and rounded once.
+        node_size: sums of so many PEs are rounded before they are added up, as in `node_reduce_scatter`; default all.
         vector: elements that one load moves; above 1, `x` and `out` must be aligned to as many.
         threads, blocks: launch geometry; all blocks must be able to run at once.
         slots: chunks between two PEs that may be in flight in each block, 2 or more.
@@ -301,7 +305,7 @@ def reduce_scatter(
     reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`; the call may not end then.
     """
     count = T.dynamic("count", "int64")
-    total_dtype = accumulator(dtype)
+    total_dtype, by_nodes = accumulator(dtype), node_size is not None
     chunk = chunk_bytes // (vector * tvm.DataType(dtype).bits // 8)
 
     @T.macro
@@ -311,6 +315,9 @@ def reduce_scatter(
             totals = T.alloc_local((UNROLL, vector), total_dtype)
             part = T.alloc_local((UNROLL, vector), dtype)
             T.clear(totals)
+            if by_nodes:
+                of_nodes = T.alloc_local((UNROLL, vector), total_dtype)
+                T.clear(of_nodes)
             for p in T.serial(n_pes):
                 for u in T.unroll(UNROLL):
                     i = (turn * UNROLL + u) * threads + thread
@@ -323,11 +330,18 @@ def reduce_scatter(
                 for u in T.unroll(UNROLL):
                     for v in T.unroll(vector):
                         totals[u, v] += T.cast(part[u, v], total_dtype)
+                if by_nodes:
+                    if p % node_size == node_size - 1:
+                        for u in T.unroll(UNROLL):
+                            for v in T.unroll(vector):
+                                part[u, v] = T.cast(totals[u, v], dtype)
+                                of_nodes[u, v] += T.cast(part[u, v], total_dtype)
+                        T.clear(totals)
             for u in T.unroll(UNROLL):
                 i = (turn * UNROLL + u) * threads + thread
                 if i < size:
                     for v in T.vectorized(vector):
-                        out[start + i, v] = T.cast(totals[u, v], dtype)
+                        out[start + i, v] = T.cast(of_nodes[u, v] if by_nodes else totals[u, v], dtype)
 
     @T.prim_func
     def main(
@@ -462,8 +476,8 @@ class ReduceScatter(Collective):
 
         Returns:
             `out`; sums are made in float32 (float64 and integers in their own type), in the order of the PEs, and
-            rounded once; where a node's sum crosses the network, it is rounded too. Later work on the stream may write
-            `x` again.
+            rounded once; where nodes have several PEs each, a node's sum is rounded too. Bits do not depend on the algorithm
+            or on other elements. Later work on the stream may write `x` again.
 
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
@@ -528,8 +542,9 @@ class ReduceScatter(Collective):
         aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % VECTOR_BYTES == 0
         vector = VECTOR_BYTES // out.element_size() if aligned else 1
         kernel = reduce_scatter(
-            self.n_pes, dtype_name(out.dtype), vector, **self._options, least_bytes=self._min_slice_bytes
-        )
+            self.n_pes, dtype_name(out.dtype), vector, **self._options, least_bytes=self._min_slice_bytes,
+            node_size=self.node_sum,
+        )  # fmt: skip
         # Over nodes, all ranks come here for the first time in the same call, and most never do.
         staging = self._staging if self._staging is not None else self._allocate_staging()
         staging = staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)

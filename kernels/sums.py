@@ -117,14 +117,16 @@ def unpack(elements, vectors, first, end, thread, threads, count, dtype, aligned
 
 
 @tsn.jit(name="sum_of_rows")
-def sum_of_rows(rows, dtype, threads=512, blocks=16):
+def sum_of_rows(rows, dtype, node_size=None, threads=512, blocks=16):
     """Kernel `(out, x)`: `out` [count] is the sum of the rows of `x` [rows, count], both of `dtype`.
 
     Args:
         rows: how many there are.
         dtype: of both; sums are made as `accumulator` says and rounded once.
+        node_size: sums of so many rows are rounded before they are added up, as where they cross the network; default all.
         threads, blocks: launch geometry.
     """
+    node_size = node_size or rows
     count, total_dtype = T.dynamic("count", "int64"), accumulator(dtype)
 
     @T.prim_func
@@ -134,10 +136,15 @@ def sum_of_rows(rows, dtype, threads=512, blocks=16):
             for turn in T.serial(T.ceildiv(count, T.int64(blocks * threads))):
                 i = (turn * blocks + block) * threads + thread
                 if i < count:
-                    total = T.alloc_var(total_dtype)
-                    total = T.cast(0, total_dtype)
-                    for row in T.unroll(rows):
-                        total += T.cast(x[row, i], total_dtype)
-                    out[i] = T.cast(total, dtype)
+                    total, of_node = T.alloc_local((1,), total_dtype), T.alloc_local((1,), total_dtype)
+                    rounded = T.alloc_local((1,), dtype)
+                    total[0] = T.cast(0, total_dtype)
+                    for node in T.unroll(rows // node_size):
+                        of_node[0] = T.cast(0, total_dtype)
+                        for row in T.unroll(node_size):
+                            of_node[0] += T.cast(x[node * node_size + row, i], total_dtype)
+                        rounded[0] = T.cast(of_node[0], dtype)
+                        total[0] += T.cast(rounded[0], total_dtype)
+                    out[i] = T.cast(total[0], dtype)
 
     return main

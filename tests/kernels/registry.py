@@ -178,7 +178,7 @@ RUNS = {
     "all-reduce across nodes": Run((), _of("all_reduce", "_reduce", SUMS, dict(GEOMETRY, staging_bytes=4096))),
     "reduce-scatter across nodes": Run(
         ("reduce_scatter",),
-        _of("reduce_scatter", "_reduce", SUMS_OF_NODES, dict(GEOMETRY, chunk_bytes=512, slots=2), 3, (0, 1)),
+        _of("reduce_scatter", "_reduce", SUMS_OF_NODES, dict(GEOMETRY, chunk_bytes=512, slots=2), 3),
     ),
     "broadcast": Run(("broadcast",), _of("broadcast", "small_run")),
     "all-reduce and norm": Run(
@@ -409,6 +409,7 @@ SM_90 = {
     "reduce_scatter.reduce_scatter": [
         dict(n_pes=4, dtype="bfloat16", vector=8),
         dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
+        dict(n_pes=16, dtype="bfloat16", vector=8, node_size=8),
     ],
     "reduce_scatter.reduce_scatter_pull": [
         dict(n_pes=4, dtype="bfloat16"),
@@ -416,5 +417,5 @@ SM_90 = {
     ],
     "send_recv.recv": [dict(n_pes=8, chunk=1 << 16)],
     "send_recv.send": [dict(n_pes=8, chunk=1 << 16)],
-    "sums.sum_of_rows": [dict(rows=8, dtype="bfloat16")],
+    "sums.sum_of_rows": [dict(rows=8, dtype="bfloat16", node_size=node_size) for node_size in (None, 4)],
 }

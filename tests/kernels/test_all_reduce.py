@@ -62,8 +62,7 @@ def _reduce(seed, cases, options, calls=2, algorithms=("auto",)):
                     x.zero_()  # the call is over with x
                 tsn.synchronize()
                 what = f"{algorithm}, seed {seed}, case {number} {case}, call {call}, rank {rank}"
-                by_nodes = 0 if op._is_gathered(out.nbytes) else tsn.world().topology.node_size
-                assert_same(out, reference_of_nodes(data, by_nodes) if by_nodes else reference(data), what)
+                assert_same(out, reference_of_nodes(data, tsn.world().topology.node_size), what)
             if guards[0] is not None:
                 tsn.barrier()
                 guards[0].check()

@@ -49,8 +49,7 @@ def reference_of_nodes(parts: list[torch.Tensor], node_size: int) -> torch.Tenso
     return reference([reference(parts[first : first + node_size]) for first in range(0, len(parts), node_size)])
 
 
-def _reduce(seed, cases, options, calls=2, by_nodes=()):
-    """`by_nodes`: the cases that cross the network as sums of nodes."""
+def _reduce(seed, cases, options, calls=2):
     rank, n, node_size = tsn.rank(), tsn.size(), tsn.world().topology.node_size
     pace = random.Random(f"{seed} {rank}")
     op = ReduceScatter(**options)
@@ -66,8 +65,7 @@ def _reduce(seed, cases, options, calls=2, by_nodes=()):
             tsn.synchronize()
             what = f"seed {seed}, case {number}, call {call}, rank {rank}"
             parts = [d[rank] for d in data]
-            expected = reference_of_nodes(parts, node_size) if number in by_nodes else reference(parts)
-            assert_same(out.tensor, expected, what)
+            assert_same(out.tensor, reference_of_nodes(parts, node_size), what)
         x.check()
         out.check()
         x.free()
