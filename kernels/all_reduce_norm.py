@@ -262,6 +262,7 @@ class AllReduceNorm(Collective):
         super().__init__("AllReduceNorm", f"hidden={hidden}", threads, blocks, group)
         self.hidden = hidden
         self.shots: int | None = None
+        self._warm: set[torch.dtype] = set()
         self._all_reduce: AllReduce | None = None
         self._max_blocks = self.block_limit
         # Bytes up to which one shot is faster, measured on two and on four H100; a row at least.
@@ -340,6 +341,27 @@ class AllReduceNorm(Collective):
             before = None if residual is None else residual.view(-1)[piece]
             self._launch(shots, flat[piece], x[piece], weight, before, bias, float(eps), tag)
         return out
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Make the kernels for rows of a dtype, whatever their number: later calls may be captured into a CUDA graph.
+
+        Collective where it is the first one for the dtype; does nothing while a graph is captured.
+
+        Args:
+            dtype: one of `DTYPES`.
+        """
+        on_gpu = self._world.device.type == "cuda"
+        if dtype in self._warm or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            return
+        self._warm.add(dtype)
+        x, residual, weight = (torch.zeros(self.hidden, dtype=dtype, device=self._world.device) for _ in range(3))
+        forced = self.shots
+        try:
+            for shots in (1, 2):
+                self.shots = shots
+                self(x, x, weight, residual=residual)
+        finally:
+            self.shots = forced
 
     def _shots_and_rows(self, out: torch.Tensor) -> tuple[int, int]:
         """Steps over the links, and rows that one kernel takes."""

@@ -1,4 +1,5 @@
-"""Entry points that servers call in every process they start: with a variable set, `deep_ep` is tilescale_net.deep_ep there.
+"""Entry points that servers call in every process they start: with a variable set, `deep_ep` is tilescale_net.deep_ep there,
+and vLLM's tensor parallelism uses this package's all-reduce.
 
 Without it they do nothing, and import nothing: installing this package takes nothing over. docs/integrations.md says what is
 taken over, how to see it and how to turn it off.
@@ -17,19 +18,30 @@ _SGLANG = {
     _DISPATCHERS + "deepep": (("Buffer", "Config"), "use_deepep", "_deepep_import_error"),
     _DISPATCHERS + "deepep_v2": (("ElasticBuffer",), "use_deepep_v2", "_deepep_v2_import_error"),
 }
+# What vLLM's platform of CUDA names as the communicator of a group, and what it names instead.
+_COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator"
+_OURS = "tilescale_net.vllm_communicator.Communicator"
 # The module of vLLM that looks for deep_ep once, when it is imported.
 _VLLM = "vllm.model_executor.layers.fused_moe.all2all_utils"
 
 
 def vllm() -> None:
     """Of `vllm.general_plugins`: obeys TSN_VLLM. Raises TileScaleError where vLLM has looked for deep_ep already."""
-    if not settings.VLLM.get():
-        return
+    parts = settings.VLLM.get()
+    if "deep_ep" in parts:
+        _vllm_all_to_all()
+    if "all_reduce" in parts or "norm" in parts:
+        platform = importlib.import_module("vllm.platforms").current_platform
+        if platform.get_device_communicator_cls() == _COMMUNICATOR:
+            type(platform).get_device_communicator_cls = classmethod(lambda cls: _OURS)
+
+
+def _vllm_all_to_all() -> None:
     from tilescale_net.errors import TileScaleError
 
     if _VLLM in sys.modules and sys.modules.get("deep_ep") is not _ours():
         raise TileScaleError(
-            f"TSN_VLLM=1: {_VLLM} was imported before vLLM's plug-ins were loaded, and has looked for deep_ep; put a "
+            f"TSN_VLLM: {_VLLM} was imported before vLLM's plug-ins were loaded, and has looked for deep_ep; put a "
             "deep_ep.py in a folder of PYTHONPATH, see docs/integrations.md"
         )
     _take_over("vllm", settings.VLLM.name)
@@ -70,5 +82,5 @@ def _take_over(server: str, variable: str) -> None:
     from tilescale_net import __version__
 
     logging.getLogger(f"{server}.tilescale_net").info(
-        "deep_ep is tilescale_net.deep_ep %s in this process, by %s=1", __version__, variable
+        "deep_ep is tilescale_net.deep_ep %s in this process, by %s", __version__, variable
     )

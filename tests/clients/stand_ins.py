@@ -71,6 +71,9 @@ class _Event:
     def query(self):
         return True
 
+    def elapsed_time(self, other):
+        return 1.0
+
 
 class _StreamContext(contextlib.AbstractContextManager):
     def __init__(self, stream=None): ...
@@ -104,6 +107,7 @@ def torch_cuda() -> None:
     same = lambda self, *given, **named: self  # noqa: E731
     torch.Tensor.cuda = torch.Tensor.pin_memory = torch.nn.Module.cuda = same
     torch.Tensor.record_stream = lambda self, stream: None
+    torch.set_default_device = lambda device: None
     # A mode is off while it handles a call, and backward runs functions that name a GPU.
     torch.Tensor.backward = lambda self, gradient=None, **named: torch.autograd.backward(self, gradient, **named)
     to = torch.nn.Module.to
@@ -122,6 +126,7 @@ def torch_cuda() -> None:
 def _gloo() -> None:
     """Groups of nccl are groups of gloo, whose collectives take fewer shapes and dtypes."""
     init, new, gather, barrier = dist.init_process_group, dist.new_group, dist.all_gather_into_tensor, dist.barrier
+    exchange = dist.all_to_all_single
 
     def init_process_group(backend=None, *given, **named):
         return init("gloo", *given, **{k: v for k, v in named.items() if k not in ("device_id", "pg_options")})
@@ -134,9 +139,14 @@ def _gloo() -> None:
     def all_gather_into_tensor(out, x, group=None, async_op=False):
         return gather(out.view(-1, *x.shape[1:]) if x.dim() else out, x, group, async_op)
 
+    def all_to_all_single(out, x, *given, **named):
+        if x.dtype in (torch.bfloat16, torch.float8_e4m3fn) and x.dim() > 1:  # bytes; splits count rows
+            out, x = out.view(torch.uint8), x.contiguous().view(torch.uint8)
+        return exchange(out, x, *given, **named)
+
     for module in (dist, dist.distributed_c10d):
         module.init_process_group, module.new_group = init_process_group, new_group
-        module.all_gather_into_tensor = all_gather_into_tensor
+        module.all_gather_into_tensor, module.all_to_all_single = all_gather_into_tensor, all_to_all_single
     dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group=group, async_op=async_op)
 
 

@@ -16,7 +16,9 @@ from tilescale_net.launch.set_up import _project
 PROGRAMS = {
     "megatron_layer.py": "megatron-core==0.16.1",
     "sglang_dispatchers.py": "sglang==0.5.23",
+    "torchtitan_layer.py": "torchtitan==0.3.0",
     "vllm_layers.py": "vllm==0.33.0",
+    "vllm_tensor_parallel.py": "vllm==0.33.0",
 }
 
 
@@ -31,7 +33,7 @@ def run(program: str, gpus: int, nodes: int = 1, cases: str = "") -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1600)
-@pytest.mark.parametrize("gpus, nodes", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("gpus, nodes", [(2, 1), (2, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_published_modules(program, gpus, nodes):
     run(program, gpus, nodes)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tilescale_net.deep_ep
 from tilescale_net import plugins
 
-os.environ["TSN_VLLM"] = "1"
+os.environ["TSN_VLLM"] = "deep_ep"
 plugins.vllm()
 MOE, COMMUNICATORS = "vllm.model_executor.layers.fused_moe.", "vllm.distributed.device_communicators."
 stand_ins.install_modules(

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 # Downloads, of which the Python files are kept in a temporary folder for later runs.
-SIZES = {"megatron-core==0.16.1": "2.6 MB", "sglang==0.5.23": "39 MB", "vllm==0.33.0": "336 MB"}
+SIZES = {
+    "megatron-core==0.16.1": "2.6 MB",
+    "sglang==0.5.23": "39 MB",
+    "torchtitan==0.3.0": "1.3 MB",
+    "vllm==0.33.0": "336 MB",
+}
 
 
 def modules(requirement: str) -> Path:

@@ -47,9 +47,9 @@ del sys.modules["deep_ep"]
 sys.modules[plugins._VLLM] = types.ModuleType(plugins._VLLM)
 plugins.vllm()
 """
-    done = run(program, TSN_VLLM="1")
+    done = run(program, TSN_VLLM="deep_ep")
     assert "INFO:vllm.tilescale_net:deep_ep is tilescale_net.deep_ep" in done.stderr
-    assert "TileScaleError: TSN_VLLM=1: vllm.model_executor" in done.stderr and "PYTHONPATH" in done.stderr
+    assert "TileScaleError: TSN_VLLM: vllm.model_executor" in done.stderr and "PYTHONPATH" in done.stderr
 
 
 def test_sglang_with_a_deep_ep_of_its_own():
@@ -71,3 +71,31 @@ assert deep_ep.utils.__name__ == "tilescale_net.deep_ep.utils"
 """
     done = run(program, TSN_SGLANG="1")
     assert done.returncode == 0, done.stderr
+
+
+def test_vllm_communicator():
+    """Named to the platform of CUDA alone, and only for the parts that need it."""
+    program = """
+import sys, types
+from tilescale_net import plugins
+platforms = sys.modules["vllm.platforms"] = types.ModuleType("vllm.platforms")
+
+class Platform:
+    named = plugins._COMMUNICATOR
+
+    @classmethod
+    def get_device_communicator_cls(cls):
+        return cls.named
+
+platforms.current_platform = Platform()
+plugins.vllm()
+print(Platform().get_device_communicator_cls() == plugins._OURS)
+Platform.get_device_communicator_cls, Platform.named = classmethod(lambda cls: cls.named), "vllm.of.a.processor"
+plugins.vllm()
+assert Platform().get_device_communicator_cls() == "vllm.of.a.processor" and "deep_ep" not in sys.modules
+"""
+    for value, named in (("all_reduce", "True"), ("norm, all_reduce", "True"), ("0", "False")):
+        done = run(program, TSN_VLLM=value)
+        assert done.stdout.split() == [named], done.stderr
+    done = run(program, TSN_VLLM="allreduce")
+    assert "TSN_VLLM='allreduce': 'allreduce' is not one of deep_ep, all_reduce, norm" in done.stderr

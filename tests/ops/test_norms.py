@@ -66,3 +66,20 @@ def _gradient_is_summed() -> None:
 
 def test_gradient_is_summed():
     ranks.run(2, _gradient_is_summed)
+
+
+def _in_place() -> None:
+    """The operator for passes has the bits of the other, and writes the residual, however it lies."""
+    x, weight = (_drawn(tsn.rank(), k).to(tsn.device()) for k in (1, 2))
+    residual = _drawn(3, shape=(HIDDEN, 5)).to(tsn.device()).T
+    out, total = ops.all_reduce_norm(x, weight[0], residual=residual, eps=EPS)
+    for given in (residual.clone(memory_format=torch.contiguous_format), residual):
+        found = torch.ops.tilescale_net.all_reduce_norm_(x, weight[0], given, EPS, "")
+        assert torch.equal(found, out) and torch.equal(given, total)
+    torch.library.opcheck(
+        torch.ops.tilescale_net.all_reduce_norm_.default, (x, weight[0], residual, EPS, ""), test_utils=("test_schema",)
+    )
+
+
+def test_in_place():
+    ranks.run(2, _in_place)

@@ -112,6 +112,8 @@ def _ranges(counts: torch.Tensor) -> torch.Tensor:
 def _for_exponents(scales: torch.Tensor) -> torch.Tensor:
     """Memory for four scales of [experts, rows, groups] to an int32, whose rows are next to one another."""
     experts, rows, groups = scales.shape
+    if groups == 4:  # one column, of a stride with which it can be viewed as bytes
+        return torch.empty((experts, rows, 1), dtype=torch.int32, device=scales.device)
     return torch.empty((experts, groups // 4, rows), dtype=torch.int32, device=scales.device).transpose(1, 2)
 
 

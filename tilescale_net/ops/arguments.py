@@ -107,14 +107,14 @@ def differentiable(function: Callable, setup: Callable, gradient: Callable) -> C
     return Eager.apply
 
 
-def operator(name: str) -> Callable[[Callable], Callable]:
-    """A decorator: the operator tilescale_net::`name` does what the function does, which changes none of its arguments.
+def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """A decorator: the operator tilescale_net::`name` does what the function does, which changes these of its arguments.
 
     As `torch.library.custom_op`, without the checks that each of its calls makes anew.
     """
 
     def decorate(function: Callable) -> Callable:
-        schema = torch.library.infer_schema(function, mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, torch._compile._disable_dynamo(function), "CompositeExplicitAutograd")
         return function

@@ -24,25 +24,49 @@ def _all_reduce_norm(
     return _normalised(group_objects.in_order(group), x, weight, residual, bias, eps)
 
 
-def _normalised(objects, x, weight, residual, bias, eps) -> tuple[torch.Tensor, torch.Tensor]:
-    objects.calls.note_operator(False, "all_reduce_norm of x of shape {} and {}", x.shape, x.dtype)
-    hidden = x.shape[-1] if x.dim() else 1
-    norm = objects.made(
+def norm_of(objects: group_objects.GroupObjects, hidden: int) -> AllReduceNorm:
+    """The object behind the operators for rows of `hidden` elements."""
+    return objects.made(
         ("all_reduce_norm", hidden),
         lambda: AllReduceNorm(hidden, group=objects.world, **objects.geometry).tracked_by(objects.calls),
     )
+
+
+def _normalised(objects, x, weight, residual, bias, eps) -> tuple[torch.Tensor, torch.Tensor]:
     # What is added to a sum of zeros is the sum as it is rounded.
     total = x.new_zeros(x.shape) if residual is None else residual.clone(memory_format=torch.contiguous_format)
+    return _normalised_in_place(objects, x, weight, total, bias, eps), total
+
+
+def _normalised_in_place(objects, x, weight, residual, bias, eps) -> torch.Tensor:
+    objects.calls.note_operator(False, "all_reduce_norm of x of shape {} and {}", x.shape, x.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    norm(
+    return norm_of(objects, x.shape[-1] if x.dim() else 1)(
         out,
         x.contiguous(),
         weight.contiguous(),
-        residual=total,
+        residual=residual,
         bias=bias if bias is None else bias.contiguous(),
         eps=eps,
     )
-    return out, total
+
+
+@arguments.operator("all_reduce_norm_", mutates=("residual",))
+def _all_reduce_norm_(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, eps: float, group: str
+) -> torch.Tensor:
+    """For passes over graphs, which know that nothing else reads `residual`: no copy of it, and no gradient."""
+    objects, dense = group_objects.in_order(group), residual.contiguous()
+    norm_of(objects, x.shape[-1]).warm_up(x.dtype)
+    out = _normalised_in_place(objects, x, weight, dense, None, eps)
+    if dense is not residual:
+        residual.copy_(dense)
+    return out
+
+
+@arguments.register_fake("all_reduce_norm_")
+def _(x, weight, residual, eps, group):
+    return x.new_empty(x.shape)
 
 
 @arguments.register_fake("all_reduce_norm")

@@ -131,6 +131,23 @@ def _words(value: str, name: str) -> list[str]:
         raise ConfigurationError(f"{name}={value!r} cannot be split into words ({err})") from None
 
 
+def _parts(known: tuple[str, ...]) -> Callable[[str, str], tuple[str, ...]]:
+    """Some of these words, separated by commas; 1 for all, 0 for none."""
+
+    def parse(value: str, name: str) -> tuple[str, ...]:
+        if value in ("0", "1"):
+            return known if value == "1" else ()
+        found = tuple(word.strip() for word in value.split(","))
+        for word in found:
+            if word not in known:
+                raise ConfigurationError(
+                    f"{name}={value!r}: {word!r} is not one of {', '.join(known)}; 1 stands for all"
+                )
+        return found
+
+    return parse
+
+
 def _limited(kind: Callable[[str], N], minimum: N, maximum: N) -> Callable[[str, str], N]:
     """A number of a kind, float or int, within limits."""
     what = "a whole number" if kind is int else "a number"
@@ -294,10 +311,18 @@ TUNED = Setting(
     "TSN_TUNED", _flag, True, "`0`: do not use the results of `tilescale_net.tuning`; the value of rank 0 counts"
 )
 
+VLLM_PARTS = ("deep_ep", "all_reduce", "norm")
 VLLM = Setting(
-    "TSN_VLLM", _flag, False, "1: vLLM's processes take this package for `deep_ep`; see docs/integrations.md"
+    "TSN_VLLM",
+    _parts(VLLM_PARTS),
+    (),
+    "what vLLM's processes take of this package, separated by commas: `deep_ep` in DeepEP's place, `all_reduce` for tensor "
+    "parallelism, `norm` to fuse that with RMSNorm; `1`: all of it; see docs/integrations.md",
+    shown="0",
 )
-SGLANG = Setting("TSN_SGLANG", _flag, False, "1: so do SGLang's")
+SGLANG = Setting(
+    "TSN_SGLANG", _flag, False, "1: SGLang's processes take this package for `deep_ep`; see docs/integrations.md"
+)
 
 TRACE = Setting(
     "TSN_TRACE",
