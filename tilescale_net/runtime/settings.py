@@ -312,7 +312,7 @@ TUNED = Setting(
 )
 
 VLLM_PARTS = ("deep_ep", "all_reduce", "norm")
-VLLM = Setting(
+VLLM: Setting[tuple[str, ...]] = Setting(
     "TSN_VLLM",
     _parts(VLLM_PARTS),
     (),
