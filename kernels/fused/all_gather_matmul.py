@@ -6,6 +6,7 @@ a tile whose rows come from a peer waits for their signal, and then is an ordina
 """
 
 import contextlib
+import functools
 
 import tilelang.language as T
 import torch
@@ -255,6 +256,8 @@ class AllGatherMatmul(FusedMatmul):
         out, held, transposed, scales = self._arguments(
             x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._needs_symmetric_source
         )
+        moved = (self._push, wait_until_resident) if self.n_pes > 1 else ()
+        self._compile(transposed, *moved, functools.partial(self._product, transposed))
         self._calls.add_(1)
         if self.n_pes > 1:
             self._sides.fork()

@@ -1,6 +1,7 @@
 """What the fused products share on the host: shapes and dtypes, the geometry of tiles, and streams beside the caller's."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.compiler.together import compile_together
 
 from ..collective import Collective
 
@@ -538,10 +540,22 @@ class DistributedMatmul(Collective):
         self.dtype, self.scaled = dtype, dtype == SCALED
         configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}"
         super().__init__(name, configuration, threads, blocks, group)
+        self._compiled: set[bool] = set()  # for which layouts of `w`
         # int64: torch's operators do not know uint64 on GPUs.
         with torch.inference_mode(False):
             self._calls = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._no_scales = torch.zeros(1, dtype=torch.float32, device=self.device)
+
+    def _compile(self, transposed: bool, *kernels: Callable[[], object]) -> None:
+        """Compile the kernels of a first call at the same time.
+
+        Args:
+            transposed: as `_weight` has it. kernels: each compiles one.
+        """
+        if transposed not in self._compiled:
+            place = self._world.topology
+            compile_together(kernels, self.device, place.local_rank, place.node_size)
+            self._compiled.add(transposed)
 
     def _arguments(
         self, x, w, out, x_scales, w_scales, rows: int, rows_of_result: int, travel: bool = False

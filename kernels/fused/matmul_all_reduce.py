@@ -6,6 +6,7 @@ copy them to the result. What is left when the product is done, that of the last
 up and rounded once, and all PEs get the same bits.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tilelang.language as T
@@ -155,9 +156,15 @@ class MatmulAllReduce(MatmulReduceScatter):
         super()._launch(out, x, held, transposed, scales, calls, tickets, sent, shares)
         if shares:
             memory, part = self.memory, out.view(1, self.rows, self.n)
-            end = send_and_collect(*self._sent_of(), self.threads, self._ending_blocks)
             buffers = part, memory["partial"], memory["summands"], memory["sums"]
-            end(self._everyone, *buffers, calls, memory["arrived"], memory["shared"], sent, memory["done"])
+            self._ending()(self._everyone, *buffers, calls, memory["arrived"], memory["shared"], sent, memory["done"])
+
+    def _kernels(self, transposed: bool, shares: bool = True) -> list[Callable[[], object]]:
+        shares = shares and self.n_pes > 1
+        return super()._kernels(transposed, shares) + ([self._ending] if shares else [])
+
+    def _ending(self):
+        return send_and_collect(*self._sent_of(), self.threads, self._ending_blocks)
 
     @property
     def _slices(self) -> int:

@@ -6,6 +6,9 @@ those of the others first; meanwhile a few blocks put what has been computed to 
 come last: their tiles add what has arrived from the peers, and write the sum.
 """
 
+import functools
+from collections.abc import Callable
+
 import tilelang.language as T
 import torch
 
@@ -286,6 +289,7 @@ class MatmulReduceScatter(FusedMatmul):
 
     def _sum(self, out, x, held, transposed: bool, scales) -> None:
         """Launch the product and what sends it."""
+        self._compile(transposed, *self._kernels(transposed))
         arguments = out, x, held, transposed, scales
         if self.device.type == "cuda" and transposed not in self._loaded and self.n_pes > 1:
             # A kernel's first launch loads it, for which the driver waits until running kernels have ended; those of a call
@@ -301,23 +305,38 @@ class MatmulReduceScatter(FusedMatmul):
 
     def _launch(self, out, x, held, transposed, scales, calls, tickets, sent, shares: bool = False) -> None:
         memory, rows = self.memory, x.view(self.n_pes, self.rows, self.k)
-        part, simulated = out.view(1, self.rows, self.n), self.device.type != "cuda"
+        part = out.view(1, self.rows, self.n)
         buffers = memory["partial"], memory["summands"], memory["sums"]
         signals = memory["arrived"], memory["shared"]
-        if self.n_pes > 1 and not simulated:
+        if self._sends_apart:
             self._sides.fork()
             with self._sides[0]:
-                send = send_parts(*self._sent_of(), shares, self.threads, self.blocks, self._engine)
-                send(part, *buffers, calls, memory["ready"], *signals, sent, memory["done"])
-        kernel = matmul_reducing(
-            self.n_pes, self.rows, self.n, self.k, dtype_name(self.dtype), dtype_name(self.out_dtype), transposed,
-            **vars(self.tiling), workers=self._workers, senders=self.blocks if simulated and self.n_pes > 1 else 0,
-            slices=self._slices, pieces=self._pieces, shares=shares, scaled=self.scaled,
-        )  # fmt: skip
+                self._sender(shares)(part, *buffers, calls, memory["ready"], *signals, sent, memory["done"])
         all_scales = scales[0].view(self.n_pes, -1) if self.scaled else scales[0].view(1, 1), scales[1]
         seen = (memory["summands"].view(self.dtype),) if self.scaled else ()
         rest = tickets, sent, memory["done"], *all_scales, *seen
-        kernel(part, rows, held, *buffers, calls, memory["ready"], *signals, *rest)
+        self._product(transposed, shares)(part, rows, held, *buffers, calls, memory["ready"], *signals, *rest)
+
+    @property
+    def _sends_apart(self) -> bool:
+        """Whether a kernel beside the product sends; in the simulator it is the product's."""
+        return self.n_pes > 1 and self.device.type == "cuda"
+
+    def _kernels(self, transposed: bool, shares: bool = False) -> list[Callable[[], object]]:
+        """What compiles the kernels of a call, each one."""
+        sends = [functools.partial(self._sender, shares)] if self._sends_apart else []
+        return [functools.partial(self._product, transposed, shares), *sends]
+
+    def _sender(self, shares: bool):
+        return send_parts(*self._sent_of(), shares, self.threads, self.blocks, self._engine)
+
+    def _product(self, transposed: bool, shares: bool):
+        return matmul_reducing(
+            self.n_pes, self.rows, self.n, self.k, dtype_name(self.dtype), dtype_name(self.out_dtype), transposed,
+            **vars(self.tiling), workers=self._workers,
+            senders=0 if self._sends_apart or self.n_pes == 1 else self.blocks,
+            slices=self._slices, pieces=self._pieces, shares=shares, scaled=self.scaled,
+        )  # fmt: skip
 
     def _sent_of(self) -> tuple:
         """The first arguments of kernels that send."""

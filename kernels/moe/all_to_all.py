@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.compiler.together import compile_together
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.collective import BufferSpecs, Collective
 from tilescale_net.kernels.moe.buffers import Arena, arena_bytes, divide, heap_bytes, make, world_with_room
@@ -686,17 +687,10 @@ class AllToAll(Collective):
         self._world.control.agree("AllToAll.set_active", "begins anew")
 
     def _compile(self, everything: bool) -> None:
-        """Compile on all ranks before any of them goes on; an error of one is an error of all.
-
-        Each rank of a node begins elsewhere in the list, so that they compile at the same time what all of them find in the
-        cache afterwards.
-        """
+        """Compile on all ranks before any of them goes on; an error of one is an error of all."""
         error, place = None, self._world.topology
         try:
-            variants = self._mode.variants(everything)
-            first = len(variants) * place.local_rank // place.node_size
-            for compiled in variants[first:] + variants[:first]:
-                compiled()
+            compile_together(self._mode.variants(everything), self.device, place.local_rank, place.node_size)
         except Exception as found:
             error = found
         said = self._world.control.gather("AllToAll: kernels compiled", str(error or ""))

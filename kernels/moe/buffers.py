@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import types
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import tilelang.language as T
 import torch
@@ -46,6 +47,40 @@ def make(base: AllToAll, config: Config, active: tuple[bool, ...] | None = None)
     if crosses_once(config, base.tuning, base.nodes):
         return OVER_NODES[config.mode][0](base, config, [base.active_mask, *([active] if active else [])])
     return IMPLEMENTATIONS[config.mode][0](base, config)
+
+
+class Blueprint:
+    """Stands for an AllToAll of which only the kernels are wanted: no memory, no ranks, no GPU. Attributes as there."""
+
+    def __init__(self, config: Config, tuning: Tuning, nodes: int):
+        assert tuning.blocks and tuning.threads
+        self.tuning, self.blocks, self.threads, self.nodes = tuning, tuning.blocks, tuning.threads, nodes
+        self.all_blocks, self.rank, self.proxied, self.world = tuning.blocks, 0, nodes > 1, None
+        self.device, self.active_mask = torch.device("meta"), (True,) * config.ranks
+        self.active = self._tensor((config.ranks,), torch.int32)
+        self.status = types.SimpleNamespace(tensor=self._tensor((4,), torch.int64))
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
+        return {name: self._tensor(*spec) for name, spec in specs.items()}
+
+    def counters(self, count: int) -> torch.Tensor:
+        return self._tensor((count,), torch.uint64)
+
+    def place(self, tensor: torch.Tensor) -> int:
+        return 0
+
+
+def variants_of(config: Config, tuning: Tuning, num_sms: int, nodes: int = 1) -> list[Callable[[], object]]:
+    """Calls that each ask for a kernel of an AllToAll on GPUs: all that its calls may need.
+
+    Args:
+        num_sms: of the GPU. nodes: of the ranks.
+    """
+    resolved = tuning.resolved(config, torch.device("meta"), num_sms)
+    return make(cast("AllToAll", Blueprint(config, resolved, nodes)), config).variants(True)
 
 
 def crosses_once(config: Config, tuning: Tuning, nodes: int) -> bool:

@@ -15,6 +15,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.collective import StatusRecord
 from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8_DTYPE, Config, most_tokens
 from tilescale_net.kernels.moe.handle import Choices, Handle, LikeFactory, Pending
+from tilescale_net.kernels.moe.handshake import RECEIVES, SENDS
 from tilescale_net.kernels.moe.layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_FAULT, NO_ROOM, OTHER_OUTPUT
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.runtime import launch_args
@@ -97,12 +98,12 @@ class Phase(enum.Enum):
     __hash__ = object.__hash__  # calls look launches up by it, and that of enum.Enum is Python
 
     @property
-    def sends(self) -> bool:
-        return self is not Phase.RECEIVE
+    def bits(self) -> int:
+        """As kernels of latency mode take it."""
+        return _PHASES[self]
 
-    @property
-    def receives(self) -> bool:
-        return self is not Phase.SEND
+
+_PHASES = {Phase.WHOLE: SENDS | RECEIVES, Phase.SEND: SENDS, Phase.RECEIVE: RECEIVES}
 
 
 @dataclass(slots=True)

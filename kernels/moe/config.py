@@ -250,15 +250,18 @@ class Tuning:
     once_per_node: bool = True
     parts: int = 2
 
-    def resolved(self, config: Config, device: torch.device) -> Tuning:
+    def resolved(self, config: Config, device: torch.device, num_sms: int = 0) -> Tuning:
         """With every None replaced, for ranks on such a device.
+
+        Args:
+            num_sms: of a GPU that this host need not have, instead of `device`.
 
         Raises ValueError for invalid values; what the GPU cannot run is checked later.
         """
-        on_gpu = device.type == "cuda"
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+        if device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         mode = config.mode
-        default: Any = defaults(config, on_gpu, num_sms)  # without a None
+        default: Any = defaults(config, num_sms > 0, num_sms)  # without a None
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name, value in given.items():
             if name == "once_per_node":

@@ -13,6 +13,9 @@ import tilescale_net.language as N
 from tilescale_net.kernels.collective import TAG_BITS, announce, report
 from tilescale_net.kernels.moe.layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
 
+# Phases that a kernel of latency mode makes, each a bit of its argument `phases`.
+SENDS, RECEIVES = 1, 2
+
 
 class CallState(NamedTuple):
     """The call that a kernel makes; variables of the kernel, which steps read where they stand.

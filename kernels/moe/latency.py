@@ -39,13 +39,13 @@ from tilescale_net.kernels.moe.row_ops import groups_of
 
 # What a call gives to a launch, in this order.
 DISPATCH = (
-    "tokens", "fault", "fault_value", "x", "x_scales", "topk_idx", "topk_weights", "token_slot", "targets", "weights",
+    "tokens", "fault", "fault_value", "phases", "x", "x_scales", "topk_idx", "topk_weights", "token_slot", "targets", "weights",
     "received", "source_counts", "source_token", "out", "out_scales", "counts",
 )  # fmt: skip
 
 if TYPE_CHECKING:
     from tilescale_net.kernels.moe.all_to_all import AllToAll
-COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "tag", "token_slot", "tokens")
+COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "tag", "phases", "token_slot", "tokens")
 TIMED = ("waited",)  # behind the others
 _WEIGHTS = ("topk_weights", "tokens", "token_slot", "received", "weights")
 
@@ -142,15 +142,15 @@ class LatencyMode(Mode):
         blocks = self._base.blocks
         if not everything:
             return [
-                partial(self._dispatch_of, blocks, Phase.WHOLE, "bfloat16" if self._c.can_quantise else "", "int64"),
-                partial(self._combine_of, blocks, Phase.WHOLE, True),
+                partial(self._dispatch_of, blocks, "bfloat16" if self._c.can_quantise else "", "int64"),
+                partial(self._combine_of, blocks, True),
+                # deep_ep's combines bring weights. The simulator compiles one kernel after the other.
+                *([self._exchange_weights] if self._base.device.type != "cpu" else []),
             ]
         sources = ("", "bfloat16", "float16", "float32") if self._c.can_quantise else ("",)
-        dispatches = product((Phase.WHOLE, Phase.SEND), sources, ("int64", "int32"))
         return [
-            *(partial(self._dispatch_of, blocks, *which) for which in dispatches),
-            partial(self._dispatch_of, blocks, Phase.RECEIVE, "", "int64"),
-            *(partial(self._combine_of, blocks, *which) for which in product(Phase, (True, False))),
+            *(partial(self._dispatch_of, blocks, *which) for which in product(sources, ("int64", "int32"))),
+            *(partial(self._combine_of, blocks, weighted) for weighted in (True, False)),
             self._exchange_weights,
         ]
 
@@ -161,12 +161,11 @@ class LatencyMode(Mode):
         """What tells a kernel that it runs on fewer blocks than the tuning has."""
         return {"absent": self._base.blocks - blocks} if blocks != self._base.blocks else {}
 
-    def _new_dispatch(self, blocks: int, phase: Phase, source: str, index_dtype: str, timed: bool = False) -> Launch:
+    def _new_dispatch(self, blocks: int, source: str, index_dtype: str, timed: bool = False) -> Launch:
         c, base = self._c, self._base
         kernel = dispatch_latency(
-            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
-            phase.receives, blocks, base.threads, index_dtype, timed=timed, **self._fewer(blocks), **self._route("dispatch"),
-            **self._order(),
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, blocks, base.threads,
+            index_dtype, timed=timed, **self._fewer(blocks), **self._route("dispatch"), **self._order(),
         )  # fmt: skip
         given, forms = self.dispatch_takes + TIMED * timed, self._dispatch_forms(source, index_dtype)
         return Launch(kernel, self._fixed["dispatch"], given, base.world, **forms)
@@ -191,16 +190,14 @@ class LatencyMode(Mode):
         }  # fmt: skip
         return {"words": words, "stand_ins": nothing}
 
-    def _combine_of(
-        self, blocks: int, phase: Phase, weighted: bool, biases: int = 0, *timed: bool
-    ) -> Callable[..., None]:
-        return self._launch(self._new_combine, blocks, phase, weighted, biases, *timed)
+    def _combine_of(self, blocks: int, weighted: bool, biases: int = 0, *timed: bool) -> Callable[..., None]:
+        return self._launch(self._new_combine, blocks, weighted, biases, *timed)
 
-    def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int, timed: bool = False) -> Launch:
+    def _new_combine(self, blocks: int, weighted: bool, biases: int, timed: bool = False) -> Launch:
         c, base = self._c, self._base
         kernel = combine_latency(
             c.ranks, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted, c.quantize_combine,
-            self._proxied, phase.sends, phase.receives, self._parts, biases, blocks, base.threads,
+            self._proxied, self._parts, biases, blocks, base.threads,
             timed=timed, **self._fewer(blocks), **self._route("combine"),
         )  # fmt: skip
         given = self.combine_takes + TIMED * timed
@@ -248,23 +245,24 @@ class LatencyMode(Mode):
     def dispatch(self, call: DispatchCall) -> Pending:
         plan = self._plans.next(call.x.shape[0])
         rows, row_scales, results = self._results(call.out)
-        self._launch_dispatch(call.phase, call, plan, results)
+        source = dtype_name(call.x.dtype) if self._quantises and call.x.dtype != FP8_DTYPE else ""
+        timed = () if call.waited is None else (True,)
+        launch = self._dispatch_of(call.blocks, source, dtype_name(call.choices.topk_idx.dtype), *timed)
+        self._launch_dispatch(call.phase, call, plan, results, launch)
         handle = Handle(self._signature, plan, self._base.membership, call.choices.dropped)
         row_scales = self._seen_as(call.scales, row_scales)
         result = Dispatched(rows, row_scales, results[2], None, None, None, None, handle)
         call.x = call.scales = call.choices = None  # the receive phase does not need them
-        return Pending("dispatch", handle, result, (call, plan, results))
+        return Pending("dispatch", handle, result, (call, plan, results, launch))
 
-    def _launch_dispatch(self, phase: Phase, call: DispatchCall, plan: ReceivedRows, results: tuple) -> None:
-        x, choices, fault = call.x, call.choices, call.fault
-        timed = _timed(call.waited) if call.waited is not None and phase.receives else ()
-        quantises = self._quantises and x is not None and x.dtype != FP8_DTYPE
+    def _launch_dispatch(
+        self, phase: Phase, call: DispatchCall, plan: ReceivedRows, results: tuple, launch: Callable[..., None]
+    ) -> None:
+        choices, fault = call.choices, call.fault
         topk_idx, topk_weights = (None, None) if choices is None else (choices.topk_idx, choices.topk_weights)
-        index_dtype = "int64" if topk_idx is None else dtype_name(topk_idx.dtype)
-        source = dtype_name(x.dtype) if quantises else ""
-        self._dispatch_of(call.blocks, phase, source, index_dtype, *(True,) * len(timed))(
-            plan.tokens, NO_FAULT if fault is None else fault.code, 0 if fault is None else fault.value, x, call.scales,
-            topk_idx, topk_weights, *self._received_by(plan), *results, *timed,
+        launch(
+            plan.tokens, NO_FAULT if fault is None else fault.code, 0 if fault is None else fault.value, phase.bits, call.x,
+            call.scales, topk_idx, topk_weights, *self._received_by(plan), *results, *_timed(call.waited),
         )  # fmt: skip
 
     # -- combine ----------------------------------------------------------------------------------------------------
@@ -296,11 +294,11 @@ class LatencyMode(Mode):
         plan = call.handle.plan
         _, targets, weights, counts = plan.arguments[:4]
         weighted = given is not None or bool(call.weights)
-        bias = call.bias if phase.receives and plan.tokens else ()
-        timed = _timed(call.waited) if phase.receives else ()
-        self._combine_of(call.blocks, phase, weighted, len(bias), *(True,) * len(timed))(
+        bias = call.bias if plan.tokens else ()
+        timed = _timed(call.waited)
+        self._combine_of(call.blocks, weighted, len(bias), *(True,) * len(timed))(
             call.y, targets, weights if given is None else given, counts, *bias, *(None,) * (2 - len(bias)),
-            call.out if phase.receives else None, call.code, *self._summed_by(plan), *timed,
+            call.out, call.code, phase.bits, *self._summed_by(plan), *timed,
         )  # fmt: skip
 
 

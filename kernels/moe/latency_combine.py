@@ -22,6 +22,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import EXACT_SUMS, EXPLICIT_SYNC, STATUS_WORDS, TAG_BITS, announce
 from tilescale_net.kernels.moe import handshake
+from tilescale_net.kernels.moe.handshake import RECEIVES, SENDS
 from tilescale_net.kernels.moe.layout import LatencyNodePlanOffsets, NodeLayout, Route
 from tilescale_net.kernels.moe.row_ops import (
     FP8,
@@ -296,7 +297,7 @@ def send_back(s, mem, route, work, now, k: T.Ref, j: T.Ref, part: T.Ref, end: T.
 
 @tsn.jit(name="moe::combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_latency(
-    ranks, top_k, max_tokens, hidden, dtype, weighted, quantised, proxied, sends, receives, parts, biases, blocks, threads,
+    ranks, top_k, max_tokens, hidden, dtype, weighted, quantised, proxied, parts, biases, blocks, threads,
     absent=0, timed=False, nodes=0, forwarder_slots=0,
 ):  # fmt: skip
     """Kernel that sends, receives, or both.
@@ -305,12 +306,12 @@ def combine_latency(
         ranks, top_k, max_tokens, hidden: sizes. dtype: of a row, "bfloat16", "float16" or "float32".
         weighted: multiply each row by its weight. quantised: rows travel as FP8 with a scale per 128 elements.
         proxied: whether some ranks are on other nodes.
-        sends, receives: which phases; the receive phase follows the send phase on the same stream.
         parts: into how many parts to cut a row, about. biases: how many of `bias_0` and `bias_1` are added to the sums.
         blocks, threads, absent, timed: as in dispatch_latency.
         nodes, forwarder_slots: see NodeLayout; 0: each row goes to its rank straight.
 
     Parameters of the kernel:
+        phases (int32): SENDS, RECEIVES or both; the receive phase follows the send phase on the same stream.
         y [local experts * ranks * max_tokens, hidden] of `dtype`; targets, weights, received: see ReceivedRows.
         bias_0, bias_1 [rows, hidden] of `dtype`.
         out [rows, hidden] of `dtype`, tokens <= rows; active [ranks] int32. token_slot [rows, ranks] int32, or with nodes
@@ -350,6 +351,7 @@ def combine_latency(
         origin_slot: T.Tensor((T.dynamic("slot_rows"), V), "int32") if nodes else None,
         tokens: T.int32,
         tag: T.int32,
+        phases: T.int32,
         active: T.Tensor((R,), "int32"),
         slots: T.Tensor((2 * V * M, hidden), payload),
         slot_scales: T.Tensor((T.dynamic("scale_rows"), groups), "float32"),
@@ -382,8 +384,9 @@ def combine_latency(
             if nodes:
                 route = Route(node_at, plan, node_map, node_plan)
 
-            if sends:
-                total, source = int_vars(2)
+            total = T.alloc_var("int32")
+            if phases & SENDS != 0:
+                source = T.alloc_var("int32")
                 direct = T.alloc_var("int32", init=1)
                 handshake.begin_phase(send_calls, call, parity, block)
                 begin_sending(mem, incoming, total, now, tag, block, thread, R)
@@ -419,7 +422,7 @@ def combine_latency(
                 T.sync_threads()
                 handshake.end_phase(send_calls, call, blocks, absent, block, thread, threads)
 
-            if receives:
+            if phases & RECEIVES != 0:
                 token = T.alloc_var("int32")
                 word = T.alloc_var("uint64")
                 loaded = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
@@ -435,8 +438,6 @@ def combine_latency(
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         handshake.check_announcement(word, tag, thread, status)
                 if nodes:
-                    if not sends:
-                        total = T.alloc_var("int32")
                     k = T.alloc_var("int32")
                     held_rows = T.alloc_local((held * s.sum_batch * s.width,), dtype)
                     ones = T.alloc_local((held,), "float32")

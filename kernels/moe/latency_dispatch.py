@@ -26,7 +26,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import EXPLICIT_SYNC, STATUS_WORDS
 from tilescale_net.kernels.moe import handshake
-from tilescale_net.kernels.moe.handshake import await_previous
+from tilescale_net.kernels.moe.handshake import RECEIVES, SENDS, await_previous
 from tilescale_net.kernels.moe.layout import (
     BAD_EXPERT,
     COUNT_BITS,
@@ -596,7 +596,7 @@ def note_message(s, mem, route, me: T.Ref, source: T.Ref, slot: T.Ref, index: T.
 
 @tsn.jit(name="moe::dispatch_latency", pass_configs=EXPLICIT_SYNC)
 def dispatch_latency(
-    ranks, experts, top_k, max_tokens, row_words, scale_words, source_dtype, sends, receives, blocks, threads, index_dtype,
+    ranks, experts, top_k, max_tokens, row_words, scale_words, source_dtype, blocks, threads, index_dtype,
     absent=0, timed=False, nodes=0, slots=0, column_scales=False,
 ):  # fmt: skip
     """Kernel that sends, receives, or both.
@@ -605,7 +605,6 @@ def dispatch_latency(
         ranks, experts, top_k, max_tokens: sizes; rank r hosts experts [r * experts / ranks, (r + 1) * …).
         row_words, scale_words: 4-byte words of a row as it travels (a multiple of 4) and of its scales (0: it has none).
         source_dtype: "bfloat16", "float16" or "float32": quantise rows of this type to FP8; "": send them as they are.
-        sends, receives: which phases; the receive phase follows the send phase on the same stream.
         blocks, threads: launch geometry; all blocks must run at once. index_dtype: of `topk_idx`.
         absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
         timed: whether to add up how long the receive phase waits for each rank.
@@ -614,6 +613,7 @@ def dispatch_latency(
             other of a word's.
 
     Parameters of the kernel (int32 where no type is named):
+        phases: SENDS, RECEIVES or both; the receive phase follows the send phase on the same stream.
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
         what the host found wrong; active [ranks]: 0 for a rank that is left out.
@@ -647,6 +647,7 @@ def dispatch_latency(
         tokens: T.int32,
         fault: T.int32,
         fault_value: T.int32,
+        phases: T.int32,
         active: T.Tensor((R,), "int32"),
         message: T.Tensor((2 * M, msg.words), "int32"),
         message_fp8: T.Tensor((2 * M, msg.words * 4), FP8),
@@ -703,7 +704,7 @@ def dispatch_latency(
             )  # fmt: skip
             route = Route(at, plan, node_map, node_plan)
 
-            if sends:
+            if phases & SENDS != 0:
                 token = T.alloc_var("int32")
                 loaded = T.alloc_local((s.batch * s.width,), s.source_type)
                 # A block without a token does not use its count, so its threads need not meet before it is raised.
@@ -734,7 +735,7 @@ def dispatch_latency(
                         send_message(s, mem, route, chosen, token, now, thread, warp, lane)
                 handshake.end_phase(send_calls, call, blocks, absent, block, thread, threads)
 
-            if receives:
+            if phases & RECEIVES != 0:
                 source, slot, index, total = int_vars(4)
                 if nodes:
                     choice = T.alloc_var("int32")

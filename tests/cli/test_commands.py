@@ -1,4 +1,4 @@
-"""`tilescale_net info`, `doctor`, `settings`: what they print here, and what they would on machines that a test makes up."""
+"""`tilescale_net info`, `doctor`, `settings`, `precompile`: what they print here, and what they would on machines that a test makes up."""
 
 import json
 import os
@@ -18,6 +18,8 @@ from cuda.bindings import runtime
 import tilescale_net
 from tilescale_net import cli
 from tilescale_net.cli import doctor, info, machine
+from tilescale_net.compiler import jit, toolchain
+from tilescale_net.compiler.simulator import cache
 from tilescale_net.runtime import private_folder
 
 GPU = {"name": "H100", "compute_capability": "9.0", "memory": 80 << 30, "pci": "0000:04:00.0", "numa_node": "0"}
@@ -271,3 +273,83 @@ def test_the_suite_knows_every_benchmark():
 
     files = {path.stem for path in suite.FOLDER.glob("*.py")} - {"__init__", "nvshmem_p2p"}
     assert {entry.name for entry in suite.entries()} == files
+
+
+# -- precompile -------------------------------------------------------------------------------------------------------
+
+LAYER = dict(object="AllToAll", ranks=2, num_experts=4, max_tokens=16, hidden=128, top_k=2)
+
+
+def _precompile(folder, listed, *more):
+    (folder / "list.json").write_text(listed if isinstance(listed, str) else json.dumps(listed))
+    return cli.main(["precompile", str(folder / "list.json"), "--output", str(folder / "out"), *more])
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The kernels that are asked for, none of which is compiled."""
+    found = []
+
+    def noted(factory, args, kwargs, target):
+        found.append((factory.__name__, args, kwargs, target))
+        return object()
+
+    monkeypatch.setattr(jit.KernelFactory, "cached_for_gpu", noted)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: "nvcc")
+    return found
+
+
+def test_precompile_asks_for_every_kernel_once(asked, tmp_path, capsys):
+    both = [LAYER, LAYER, dict(LAYER, object="deep_ep.low_latency"), dict(LAYER, nodes=2, ranks=4)]
+    assert _precompile(tmp_path, both, "--arch", "sm_100a", "--sms", "148", "--jobs", "2") == 0
+    names = [name for name, *_ in asked]
+    assert len({str(call) for call in asked}) == len(asked) and names.count("exchange_weights") == 1
+    assert {"plan_routing", "dispatch_throughput", "combine_throughput", "plan_nodes", "exchange_weights"} <= {*names}
+    assert {str(target) for *_, target in asked} == {str({"kind": "cuda", "arch": "sm_100a"})}
+    assert 148 in next(args for name, args, *_ in asked if name == "dispatch_latency"), "blocks"
+    said = capsys.readouterr().out
+    assert f"1 of {len(asked)}: " in said and f"TSN_KERNELS={tmp_path / 'out'}" in said
+
+
+@pytest.mark.parametrize(
+    "listed, said",
+    [
+        ("[", "is no JSON"),
+        ({}, "must hold a list of objects"),
+        ([dict(LAYER, object="Ring")], "object 1: object is 'Ring'; it must be AllToAll, deep_ep.low_latency or"),
+        ([LAYER, dict(LAYER, dtype="int8")], "object 2: dtype is 'int8'"),
+        ([dict(LAYER, num_experts=3)], "num_experts is 3; it must be a multiple"),
+        ([dict(object="AllToAll", ranks=2)], "missing"),
+        ([dict(ranks=2)], "'object' is missing"),
+        ([dict(LAYER, tuning={"speed": 1})], "speed"),
+    ],
+)
+def test_precompile_names_what_is_wrong_with_a_list(asked, tmp_path, capsys, listed, said):
+    assert _precompile(tmp_path, listed) == 2
+    assert said in capsys.readouterr().err and not asked
+
+
+def test_precompile_compiles_what_a_folder_holds(asked, tmp_path, capsys):
+    def file(name, made_by):
+        text = json.dumps({"made_by": made_by}).encode()
+        (tmp_path / name).write_bytes(b"library" + text + len(text).to_bytes(8, "little"))
+        cache.seal(tmp_path / name)
+
+    assert cli.main(["precompile", "--like", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    file("a.so", ["tilescale_net.kernels.p2p:push", [64], {"threads": 32, "shape": [1, [2]]}])
+    file("b.so", [])  # with arguments that have no text
+    assert cli.main(["precompile", "--like", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    ((name, args, kwargs, _),) = asked
+    assert (name, args, kwargs) == ("push", (64,), {"threads": 32, "shape": (1, (2,))})
+    for factory in ("tilescale_net.kernels.p2p:absent", "os:system"):
+        file("a.so", [factory, [], {}])
+        assert cli.main(["precompile", "--like", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+        assert f"{factory}, which this version does not have" in capsys.readouterr().err
+    (tmp_path / "a.so").write_bytes(b"cut")
+    assert cli.main(["precompile", "--like", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_precompile_needs_something_to_compile(capsys):
+    assert cli.main(["precompile"]) == 2
+    assert "give a LIST" in capsys.readouterr().err

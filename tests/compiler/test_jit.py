@@ -369,7 +369,7 @@ def test_launches_keep_out_of_the_way_of_a_proxy(monkeypatch, staged):
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
     adapter = types.SimpleNamespace(get_exportable_executable=lambda: {"main": lambda *args: events.append("launch")})
     compiled = types.SimpleNamespace(get_kernel_source=lambda: "", adapter=adapter)
-    kernel = CudaKernel(prepare(kernels.pusher()), compiled, {})
+    kernel = CudaKernel.compiled(prepare(kernels.pusher()), compiled, {})
     kernel(1, 2, 3, 4)
     kernel(1, 2, 3, 4)
     stream[0] = "another"

@@ -1,5 +1,5 @@
 """`python -m tilescale_net`, installed as the command `tilescale_net` too: run, info, doctor, bench,
-model, tune, trace, check, settings.
+model, tune, trace, check, precompile, settings.
 
 Only the standard library is imported before a subcommand is chosen, so that `run` starts at once.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 from tilescale_net import __version__, launch
-from tilescale_net.cli import commands, model
+from tilescale_net.cli import commands, model, precompile
 from tilescale_net.cli.arguments import positive_int, writable_file
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import run
@@ -57,6 +57,8 @@ def parser() -> argparse.ArgumentParser:
     text = "run the kernels of a small job under every schedule, and say which one goes wrong"
     epilog = "Exit code: 0, 1 when a schedule goes wrong, 2 for wrong arguments, 3 when not all could be run."
     commands.check_arguments(add("check", text, "", commands.check, epilog))
+    text = "compile the kernels of listed objects into a folder that an image ships, without a GPU"
+    precompile.precompile_arguments(add("precompile", text, "", precompile.precompile))
     add("settings", "the environment variables that the package reads, as markdown", "Prints ", _settings)
     return top
 

@@ -16,6 +16,7 @@ import inspect
 import logging
 import os
 import struct
+import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, overload
@@ -26,7 +27,7 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import ir, lowering, toolchain
+from tilescale_net.compiler import gpu_cache, ir, lowering, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel, describe
 from tilescale_net.compiler.passes import hazards, prepare
@@ -179,7 +180,8 @@ def _compiled(func: PrimFunc, chosen: Any, configs: dict[str, Any], flags: list[
         if chosen == "simulator":
             lowered = simulated.lowered(func, configs, lower)
             return SimulatedKernel(lowered, lambda: simulated.prepared(func, configs).func)
-        prepared = prepare(func)
+        with _tracing:
+            prepared = prepare(func)
         toolchain.find_nvcc()
         code, of_trace = prepared.func, []
         if settings.TRACE.get():
@@ -196,26 +198,36 @@ def _compiled(func: PrimFunc, chosen: Any, configs: dict[str, Any], flags: list[
                 compile_flags=toolchain.compile_flags(flags + of_trace, known_threads(prepared.func, configs)),
             )
             _check_specialized(func, configs, compiled.get_kernel_source())
-        return CudaKernel(prepared, compiled, chosen, known_threads(prepared.func, configs), tuple(of_trace))
+        return CudaKernel.compiled(prepared, compiled, chosen, known_threads(prepared.func, configs), tuple(of_trace))
 
 
 def _lock_name(func: PrimFunc) -> str:
-    """One of a few names for each kernel, so that ranks may compile variants of it at the same time."""
-    return f"{kernel_name(func)}-{hashlib.sha256(func.script().encode()).digest()[0] % 16}"
+    """A name for each kernel that variants of it rarely have, so that they are compiled at the same time."""
+    return f"{kernel_name(func)}-{hashlib.sha256(func.script().encode()).hexdigest()[:3]}"
+
+
+# Tracing and preparing a kernel is Python, which threads gain nothing by doing at the same time.
+_tracing = threading.RLock()
+_QUIET = {"tilelang.jit.kernel": logging.WARNING, "tilelang.cache.kernel_cache": logging.ERROR}
+_loud: dict[str, int] = {}  # their levels before
+_compiling: list[int] = []  # threads that compile now
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep tilelang from printing a line per kernel and rank; warnings of its compiler still show."""
-    loggers = [logging.getLogger(name) for name in ("tilelang.jit.kernel", "tilelang.cache.kernel_cache")]
-    before = [logger.level for logger in loggers]
-    for logger, level in zip(loggers, (logging.WARNING, logging.ERROR)):
-        logger.setLevel(level)
+    with _tracing:
+        for name, level in _QUIET.items() if not _compiling else ():
+            _loud[name] = logging.getLogger(name).level
+            logging.getLogger(name).setLevel(level)
+        _compiling.append(threading.get_ident())
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before):
-            logger.setLevel(level)
+        with _tracing:
+            _compiling.pop()
+            for name, level in _loud.items() if not _compiling else ():
+                logging.getLogger(name).setLevel(level)
 
 
 def _renamed(func: PrimFunc, name: str) -> PrimFunc:
@@ -224,6 +236,25 @@ def _renamed(func: PrimFunc, name: str) -> PrimFunc:
     if hasattr(func, "orig_func"):
         renamed.orig_func = func.orig_func
     return renamed
+
+
+class Recorded(Exception):
+    """A kernel was asked for and noted, see `recording`."""
+
+
+Call = tuple["KernelFactory", tuple[Any, ...], dict[str, Any]]
+_recorded: list[Call] | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Factories note their calls in the list that this yields, and raise Recorded, instead of making kernels."""
+    global _recorded
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
 
 
 class KernelFactory:
@@ -257,6 +288,9 @@ class KernelFactory:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Kernel:
         """The kernel for these arguments; compiled once per set of arguments and per target."""
+        if _recorded is not None:
+            _recorded.append((self, args, kwargs))
+            raise Recorded
         target = self._options["target"] if self._options["target"] is not None else _device_kind()
         try:
             key = (str(target), *kwargs, identities((*args, *kwargs.values())))
@@ -269,6 +303,8 @@ class KernelFactory:
             try:
                 if target == "simulator":
                     kernel = self._cached(args, kwargs)
+                else:
+                    kernel = self.cached_for_gpu(args, kwargs, _target(target))
                 kernel = kernel or compile(self.trace(*args, **kwargs), **self._options)
             except TileScaleError as error:
                 raise error.with_traceback(None) from error.__cause__
@@ -296,10 +332,37 @@ class KernelFactory:
         cached = cache.get_or_write(self.__name__, key, ".kernel", make, cache.CachedKernel.parse)
         return made[0] if made else SimulatedKernel(cached, again)
 
+    def cached_for_gpu(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> CudaKernel | None:
+        """The same for a GPU, see gpu_cache.py; `target` names its architecture."""
+        if not gpu_cache.is_enabled():
+            return None
+        options = self._options | {"target": target}
+        key = cache.kernel_key(self._function, args, kwargs, options, anywhere=True)
+        if key is None:
+            return None
+        made: list[CudaKernel] = []
+
+        def make() -> CudaKernel:
+            kernel = compile(self.trace(*args, **kwargs), **options)
+            assert isinstance(kernel, CudaKernel)
+            made.append(kernel)
+            return kernel
+
+        def again() -> PrimFunc:
+            with _tracing:
+                return prepare(self.trace(*args, **kwargs)).func
+
+        made_by = [f"{self._function.__module__}:{self._function.__qualname__}", args, kwargs]
+        found = gpu_cache.get_or_compile(self.__name__, key, make, made_by)
+        if made or found is None:
+            return made[0] if made else None
+        return CudaKernel.found(*found, again, target)
+
     def trace(self, *args: Any, **kwargs: Any) -> PrimFunc:
         """The traced T.prim_func for these arguments, not compiled, named `name` or after this factory."""
         try:
-            func = self._function(*args, **kwargs)
+            with _tracing:
+                func = self._function(*args, **kwargs)
         except TileScaleError as error:
             raise error.with_traceback(None) from error.__cause__
         except OSError as error:

@@ -6,13 +6,18 @@ They run first, because they cost nothing; when one of them refuses, `mismatch` 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
+import shutil
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import tvm_ffi
+from tilelang import tvm
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import lowering, toolchain
@@ -248,18 +253,93 @@ def _is_context(value: Any) -> bool:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class GpuKernel:
+    """What a kernel is made of, except for its library and its traced function.
+
+    Attributes:
+        name: the kernel's.
+        context_index, names, ring_bytes: see passes.Prepared.
+        source: generated CUDA source.
+        threads: of a block, where one number is known.
+        integers: see `kernel.narrow_integers`.
+        has_tensors: whether it takes tensors besides the context.
+    """
+
+    name: str
+    context_index: int | None
+    names: tuple[str, ...]
+    ring_bytes: int
+    source: str
+    threads: int | None
+    integers: tuple[tuple[int, int, int], ...]
+    has_tensors: bool
+
+
 class CudaKernel(Kernel):
-    """A kernel compiled for a GPU by tilelang."""
+    """A kernel compiled for a GPU by tilelang.
+
+    Args:
+        cached: what it is made of.
+        executable: holds its function "main".
+        prim_func: gives the rewritten function; called when a call is wrong, to find the error.
+        target: tilelang's. flags: of the device compiler, of a kernel in a trace.
+        compiled: what tilelang has compiled; None for a kernel that was found in the cache.
+    """
 
     def __init__(
-        self, prepared: Prepared, compiled: Any, target: Any, threads: int | None = None, flags: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(kernel_name(prepared.func), prepared, compiled.get_kernel_source(), target)
+        self, cached: GpuKernel, executable: Any, prim_func: Callable[[], PrimFunc], target: Any, flags: tuple[str, ...] = (),
+        compiled: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(cached.name, cached, cached.source, target)
+        self.cached = cached
         self._is_noted = lowering.TRACED_KERNEL in self.source
-        self.prim_func = prepared.func
-        self._compiled = compiled
-        self._threads = threads
+        self._executable, self._prim_func, self._compiled = executable, prim_func, compiled
         self._flags = flags
+
+    @classmethod
+    def compiled(
+        cls, prepared: Prepared, compiled: Any, target: Any, threads: int | None = None, flags: tuple[str, ...] = ()
+    ) -> CudaKernel:
+        """Of what tilelang has compiled; `threads` of a block, where one number is known."""
+        func = prepared.func
+        index, names = prepared.context_index, list(prepared.names)
+        if index is not None:
+            names.pop(index)
+        cached = GpuKernel(
+            name=kernel_name(func),
+            context_index=index,
+            names=tuple(prepared.names),
+            ring_bytes=prepared.ring_bytes,
+            source=compiled.get_kernel_source(),
+            threads=threads,
+            integers=tuple(narrow_integers(func, names)),
+            has_tensors=any(p in func.buffer_map for p in func.params[1:]),
+        )
+        executable = compiled.adapter.get_exportable_executable()
+        return cls(cached, executable, lambda: func, target, flags, compiled)
+
+    @classmethod
+    def found(cls, cached: GpuKernel, library: Path, prim_func: Callable[[], PrimFunc], target: Any) -> CudaKernel:
+        """Of a file of the cache."""
+        return cls(cached, tvm.runtime.load_module(str(library)), prim_func, target)
+
+    @functools.cached_property
+    def prim_func(self) -> PrimFunc:
+        return self._prim_func()
+
+    @property
+    def integers(self) -> list[tuple[int, int, int]]:
+        return [*self.cached.integers]
+
+    def export(self, path: Path) -> None:
+        """Write the library of a kernel that was compiled in this process; tilelang's cache has often written it already."""
+        try:
+            shutil.copyfile(
+                os.path.join(getattr(self._compiled, "_tilelang_cache_path", None) or "", "executable.so"), path
+            )
+        except OSError:
+            self._executable.export_library(str(path))
 
     @functools.cache  # noqa: B019 (kernels live as long as the program)
     def _function(self) -> Callable[..., None]:
@@ -272,13 +352,13 @@ class CudaKernel(Kernel):
                 torch.cuda.synchronize(device)
         # tilelang's own wrapper checks and copies the arguments in Python for several microseconds; the host function
         # that it calls in the end checks every shape and dtype itself.
-        return self._compiled.adapter.get_exportable_executable()["main"]
+        function: Callable[..., None] = self._executable["main"]
+        return function
 
     def _argument(self, context: Any) -> Any:
         # Converted once instead of at every launch. The launch takes its stream from the torch tensors among the
         # arguments, so the context has to stay one when there is no other.
-        others = [p for p in self.prim_func.params[1:] if p in self.prim_func.buffer_map]
-        return tvm_ffi.from_dlpack(context) if others else context
+        return tvm_ffi.from_dlpack(context) if self.cached.has_tensors else context
 
     def _supervised(self, function: Callable[..., Any], present: Sequence[World]) -> Callable[..., None]:
         if profiling.recorder is not None and not self._is_noted:
@@ -301,12 +381,12 @@ class CudaKernel(Kernel):
 
     def ptx(self) -> str:
         """PTX of the kernel, compiled on request by toolchain."""
-        return toolchain.compile_source(self.source, "ptx", self.target, self._flags, self._threads)
+        return toolchain.compile_source(self.source, "ptx", self.target, self._flags, self.cached.threads)
 
     def sass(self) -> str:
         """Machine code of the kernel, disassembled by nvdisasm."""
         return toolchain.disassemble(
-            toolchain.compile_source(self.source, "cubin", self.target, self._flags, self._threads)
+            toolchain.compile_source(self.source, "cubin", self.target, self._flags, self.cached.threads)
         )
 
 

@@ -28,6 +28,17 @@ from tilescale_net.runtime.world import World
 IN_FLIGHT = 2  # low-latency calls of a kind that may be sent and not received
 
 
+def low_latency_options(dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of the AllToAll of low-latency calls with rows of this dtype, besides its sizes."""
+    scales = dict(column_scales=True) if dtype == torch.float8_e4m3fn else {}
+    return dict(dtype=dtype, mode="latency", combine_dtype=torch.bfloat16, **scales)
+
+
+def high_throughput_options(scale_words: int | None) -> dict[str, Any]:
+    """Arguments of the AllToAll of high-throughput calls, besides its sizes, dtype and mode."""
+    return dict(layout="rank", combine_dtype=torch.bfloat16, scale_words=scale_words)
+
+
 class Objects:
     """The AllToAll objects of a Buffer.
 
@@ -64,7 +75,7 @@ class Objects:
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype, num_sms: int, scale_words: int | None = None
     ) -> AllToAll:  # fmt: skip
         """For dispatches that give each token once per rank, and their combines in BF16."""
-        options = dict(layout="rank", combine_dtype=torch.bfloat16, scale_words=scale_words)
+        options = high_throughput_options(scale_words)
         return self._throughput((num_experts, max_tokens, hidden, top_k, dtype, "throughput"), num_sms, options)
 
     def elastic(
@@ -112,8 +123,8 @@ class Objects:
             and self._generation == self.world.control.generation
         ):
             return usual
-        options: dict[str, Any] = dict(combine_dtype=torch.bfloat16)
-        options |= dict(column_scales=True) if dtype == torch.float8_e4m3fn else {}
+        options = low_latency_options(dtype)
+        del options["dtype"], options["mode"]
         for number in range(IN_FLIGHT):
             op = self._object(sizes, options, number)
             if not number:

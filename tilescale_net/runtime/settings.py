@@ -307,6 +307,9 @@ NVTX = Setting(
 )
 LIBCUDA = Setting("TSN_LIBCUDA", _text, "", "the CUDA driver library", "`libcuda.so.1`")
 CACHE_HOME = Setting("XDG_CACHE_HOME", _text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`")
+KERNELS = Setting(
+    "TSN_KERNELS", _text, "", "folder of compiled kernels for GPUs that is only read, such as one of an image"
+)
 TUNED = Setting(
     "TSN_TUNED", _flag, True, "`0`: do not use the results of `tilescale_net.tuning`; the value of rank 0 counts"
 )

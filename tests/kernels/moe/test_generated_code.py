@@ -19,12 +19,10 @@ SUM = dict(
     SHAPE, hidden=7168, dtype="bfloat16", quantised=False, valued="", biases=0, proxied=False, chunk=4, proxied_chunk=16, senders=16,
     reducers=8, threads=384,
 )  # fmt: skip
-SEND = dict(
-    FEW, row_words=1792, scale_words=56, sends=True, receives=True, blocks=132, threads=256, index_dtype="int64"
-)
+SEND = dict(FEW, row_words=1792, scale_words=56, blocks=132, threads=256, index_dtype="int64")
 RETURN = dict(
     ranks=4, top_k=8, max_tokens=128, hidden=7168, dtype="bfloat16", weighted=True, quantised=False, proxied=False,
-    sends=True, receives=True, parts=2, biases=0, blocks=132, threads=256,
+    parts=2, biases=0, blocks=132, threads=256,
 )  # fmt: skip
 # Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
 KERNELS = {

@@ -45,19 +45,23 @@ def folder() -> Path:
     return private_folder.of_user("simulator")
 
 
-def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path]) -> Path:
+def get_or_build(
+    name: str, key: str, suffix: str, make: Callable[[Path], Path], place: Path | None = None, lock_name: str = ""
+) -> Path:
     """Path of what `make` makes, made now or found.
 
     Args:
         name, key, suffix: of the file; `key` covers everything that the file depends on.
         make: writes the file into the empty folder that it is given, and returns its path. Ranks of one machine make a
             file once: the others wait for it.
+        place: the folder; default `folder()`.
+        lock_name: files of one lock are made one after the other; default one of a few.
 
     Raises:
         ConfigurationError: the folder cannot be written, or is full.
         Any exception of `make`; then nothing is cached.
     """
-    place = folder()
+    place = place or folder()
     try:
         if not private_folder.make(place):
             place = private_folder.temporary(place)
@@ -65,7 +69,7 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
         if is_usable(path):
             return path
         # Sixteen serve all files of a kind. A whole kernel is made of the others, under whose locks it must not be.
-        lock = this_host.lock_file(place / f"lock-{'k' if suffix == '.kernel' else ''}{key[0]}")
+        lock = this_host.lock_file(place / (lock_name or f"lock-{'k' if suffix == '.kernel' else ''}{key[0]}"))
     except OSError as err:
         raise _unusable(place, err) from err
     try:
@@ -267,13 +271,14 @@ _IMPORTED = time.time()
 
 
 def kernel_key(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
-) -> str | None:
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any], anywhere: bool = False
+) -> str | None:  # fmt: skip
     """A key that identifies a kernel; None where it may not be cached.
 
     Args:
         function: the factory, with its arguments.
         options: of `tsn.jit`.
+        anywhere: the kernel does not depend on where the package lies: it holds no lines of its files.
     """
     if not (function.__module__ or "").startswith(_KERNELS + "."):
         return None
@@ -283,7 +288,13 @@ def kernel_key(
         values = _written([args, sorted(kwargs.items()), sorted(options.items())])
     except TypeError:
         return None
-    parts = [package_hash(), *tool_versions(), function.__module__, function.__qualname__, values]
+    parts = [
+        contents_hash() if anywhere else package_hash(),
+        *tool_versions(),
+        function.__module__,
+        function.__qualname__,
+        values,
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -301,10 +312,20 @@ def _folders() -> tuple[Path, ...]:
 @functools.cache
 def package_hash() -> str:
     """Hash of the package's Python files, where they lie, and of what `toolchain.sources_hash` covers."""
+    return _hash_of_files(lambda path, folder: path)
+
+
+@functools.cache
+def contents_hash() -> str:
+    """The same of a package that lies anywhere."""
+    return _hash_of_files(lambda path, folder: path.relative_to(folder))
+
+
+def _hash_of_files(named: Callable[[Path, Path], Path]) -> str:
     digest = hashlib.sha256(toolchain.sources_hash().encode())
     for folder in _folders():
         for path in sorted(folder.rglob("*.py")):
-            digest.update(str(path).encode() + b"\0" + path.read_bytes() + b"\0")
+            digest.update(str(named(path, folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

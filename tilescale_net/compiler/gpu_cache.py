@@ -1,0 +1,173 @@
+"""Kernels of `tilescale_net.kernels` for GPUs, cached under what they are made from, so that they are not traced again.
+
+tilelang caches kernels too, under the traced kernel: each rank traces and prepares each kernel to find it, which takes 0.1
+to 0.3 s. Here ranks that want the same kernel know so beforehand: one compiles it, the others wait for the file.
+
+A file is the library that tilelang has made of a kernel, then what else the kernel needs, see `kernel.GpuKernel`. Files lie beside
+tilelang's own; those that `python -m tilescale_net precompile` has written are read from TSN_KERNELS first, by any user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tilescale_net.compiler.kernel import CudaKernel, GpuKernel
+from tilescale_net.compiler.simulator import cache
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import job_store, settings
+
+SUFFIX = ".so"
+_LENGTH = 8  # bytes that say how long the text before them is
+_written_to: Path | None = None  # see `writing_to`
+
+
+def folder() -> Path:
+    """Where files are written."""
+    from tilelang import env
+
+    return _written_to or Path(env.TILELANG_CACHE_DIR) / "tilescale_net"
+
+
+def is_enabled() -> bool:
+    """Whether kernels are cached: not where tilelang's cache is off, nor in a trace, whose kernels have lines of files."""
+    from tilelang import env
+
+    return bool(env.is_cache_enabled()) and not settings.TRACE.get()
+
+
+@contextlib.contextmanager
+def writing_to(place: Path) -> Iterator[None]:
+    """Kernels are looked for in `place` alone, and written there, readable for everybody.
+
+    Raises:
+        ConfigurationError: it cannot be made, or other users may write there.
+    """
+    global _written_to
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if place.stat().st_uid == os.getuid():
+            place.chmod(0o700)
+        if not _is_trusted(place):
+            raise ConfigurationError(
+                f"{place} belongs to another user or may be written by others: kernels from there would not be loaded; name "
+                "a folder of your own"
+            )
+    except OSError as err:
+        raise ConfigurationError(f"kernels cannot be written to {place}: {err.strerror}") from err
+    before, _written_to = _written_to, place
+    try:
+        yield
+    finally:
+        _written_to = before
+        place.chmod(0o755)
+        for path in place.glob(f"*{SUFFIX}"):
+            path.chmod(0o644)
+
+
+def get_or_compile(
+    name: str, key: str, compile: Callable[[], CudaKernel], made_by: Sequence[Any] = ()
+) -> tuple[GpuKernel, Path] | None:
+    """A kernel and its library, found or made now; None where nothing can be cached.
+
+    Args:
+        name, key: of the file; `key` is of `cache.kernel_key`.
+        compile: called where it is not found; other ranks and threads that want the same kernel wait meanwhile.
+        made_by: see `made_by`.
+
+    Raises:
+        Any exception of `compile`; then nothing is cached.
+    """
+    if _written_to is None and (shipped := _shipped(f"{name[:60]}-{key}{SUFFIX}")) is not None:
+        return shipped
+
+    def make(work: Path) -> Path:
+        compiled, path = compile(), work / f"kernel{SUFFIX}"
+        compiled.export(path)
+        fields = dataclasses.asdict(compiled.cached)
+        try:
+            text = json.dumps(fields | {"made_by": made_by}).encode()
+        except TypeError:  # arguments that are no numbers and text
+            text = json.dumps(fields | {"made_by": []}).encode()
+        with open(path, "ab") as file:
+            file.write(text + len(text).to_bytes(_LENGTH, "little"))
+        return path
+
+    while True:
+        try:
+            path = cache.get_or_build(name, key, SUFFIX, make, folder(), f"lock-{key[:4]}")
+        except ConfigurationError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            return None  # the folder cannot be written
+        try:
+            return read(path), path
+        except (OSError, ValueError, KeyError, TypeError):  # another program has removed or damaged it
+            cache.discard(path)
+
+
+def read(path: Path) -> GpuKernel:
+    """From a file of this cache. Raises OSError, ValueError, KeyError or TypeError where it is none."""
+    fields = _fields(path)
+    del fields["made_by"]
+    fields["names"] = tuple(fields["names"])
+    fields["integers"] = tuple((place, low, high) for place, low, high in fields["integers"])
+    return GpuKernel(**fields)
+
+
+def made_by(path: Path) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
+    """Factory ("module:name") and arguments of the kernel of a file; None where they are no numbers and text.
+
+    Raises as `read`.
+    """
+
+    def as_given(value: Any) -> Any:
+        return tuple(map(as_given, value)) if isinstance(value, list) else value
+
+    found = _fields(path)["made_by"]
+    if not found:
+        return None
+    factory, args, kwargs = found
+    return str(factory), as_given(args), {name: as_given(value) for name, value in kwargs.items()}
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    held = cache.unseal(path.read_bytes())
+    length = int.from_bytes(held[-_LENGTH:], "little")
+    fields = job_store.parse_json(held[-_LENGTH - length : -_LENGTH].decode())
+    if not isinstance(fields, dict):
+        raise TypeError("it is no kernel")
+    return fields
+
+
+def _shipped(file: str) -> tuple[GpuKernel, Path] | None:
+    """A kernel of TSN_KERNELS."""
+    place = settings.KERNELS.get()
+    path = Path(place) / file
+    if not place or not path.exists():
+        return None
+    if not (_is_trusted(Path(place)) and _is_trusted(path)):
+        _warn(f"TSN_KERNELS: {place} belongs to another user than root or you, or may be written by others; not used")
+        return None
+    try:
+        return read(path), path
+    except (OSError, ValueError, KeyError, TypeError):
+        _warn(f"TSN_KERNELS: {path} is damaged; not used")
+        return None
+
+
+def _is_trusted(path: Path) -> bool:
+    """Whether code may be loaded from a file or folder: it is root's or this user's, and no other may write it."""
+    status = path.stat()
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    settings.log.warning("%s", text)
