@@ -250,6 +250,7 @@ class AllToAll(Collective):
             # What a phase on one stream reads, another object's call on another would overwrite.
             self._order = arena.order
             self._order.follow()
+        self._simulated = self.device.type == "cpu"
         self.proxied, self.nodes = 0 in world.peer_base, world.topology.nodes
         with torch.inference_mode(False):
             self._mode = make(self, config, active)
@@ -361,6 +362,12 @@ class AllToAll(Collective):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("dispatch", after)
+        others = mask is None and handle is None and out is None and blocks is None and waited is None
+        if others and max_tokens is None and not cleared and not self._machine.pending:
+            tokens = self._checks.usual_dispatch(x, topk_idx, topk_weights)
+            if tokens >= 0:
+                self._call_track.note(_DISPATCH, self.config)
+                return self._ended(self._mode.usual_dispatch(tokens, x, topk_idx, topk_weights))
         if max_tokens is not None:
             self._agree("dispatch with max_tokens={}", max_tokens)
         call = DispatchCall(
@@ -488,6 +495,19 @@ class AllToAll(Collective):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("combine", after)
+        if (
+            blocks is None
+            and waited is None
+            and weighted is True
+            and type(bias) is tuple
+            and not bias
+            and not self._machine.pending
+        ):
+            sums = self._checks.usual_combine(y, handle, out, weights, self.membership)
+            if sums is not None:
+                self._call_track.note(_COMBINES["combine" if weights is None else "combine with weights"], self.config)
+                self._mode.usual_combine(y, handle, sums, weights)
+                return self._ended(sums)
         call = CombineCall("combine", Phase.WHOLE, y, handle, out, weighted, weights, bias, blocks, None, None, waited)
         pending = self._combine(call)
         self._raise_fault_if_simulated()
@@ -786,9 +806,14 @@ class AllToAll(Collective):
         if error is not None:
             raise error
 
+    def _ended(self, result: Any) -> Any:
+        """The result of a call that was launched whole."""
+        self._raise_fault_if_simulated()
+        return result
+
     def _raise_fault_if_simulated(self) -> None:
         """Where kernels have ended when their launch returns, a fault is known at once."""
-        if self.device.type == "cpu":
+        if self._simulated and self.status.written:
             self._raise_fault()
 
     def _discard_fault(self) -> None:

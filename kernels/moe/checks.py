@@ -216,6 +216,37 @@ class ArgumentChecks:
         self._are_sums = launch_args.tensor_check(self._sum_dtypes, device, self._row, 16)
         self._are_outputs = launch_args.tensor_check(self._sum_dtypes, device, output_shape, 16)
 
+    def usual_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any) -> int:
+        """The tokens of a dispatch of nothing else than these, which are right as they are; -1 for others, which `dispatch`
+        is to look at."""
+        if not self._is_unscaled(x) or self._c.expert_capacity is not None:
+            return -1
+        tokens: int = x.shape[0]
+        if tokens > self._c.max_tokens or not self._are_choices(topk_idx, tokens):
+            return -1
+        if not self._are_weights(topk_weights, tokens):
+            return -1
+        if self._on_cpu:
+            try:
+                check_experts(topk_idx, self._c.num_experts)
+            except ArgumentError:
+                return -1
+        return tokens
+
+    def usual_combine(self, y: Any, handle: Any, out: Any, weights: Any, membership: tuple) -> torch.Tensor | None:
+        """The output of a combine of nothing else than these, which are right as they are; None for others, which `combine`
+        is to look at. No dispatch is in flight."""
+        if type(handle) is not Handle or handle.signature is not self._signature or handle.membership is not membership:
+            return None
+        tokens = handle.plan.tokens
+        if not self._are_outputs(y):
+            return None
+        if weights is not None and not (self._capabilities.weighs_choices and self._are_given(weights, tokens)):
+            return None
+        if out is None:
+            return self._new_sums(tokens)
+        return out if self._are_sums(out, tokens) else None
+
     def dispatch(self, call: DispatchCall, membership: tuple, pending: Pending | None) -> None:
         """Check a dispatch, and fill in its rows, choices, output and blocks.
 

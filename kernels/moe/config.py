@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +174,7 @@ class Config:
             self.capabilities.quantises_rows and self.dtype == FP8_DTYPE and self.scale_words == groups_of(self.hidden)
         )
 
-    @property
+    @functools.cached_property
     def signature(self) -> tuple:
         """What a handle must have been made with to be used: sizes that its tensors and its rows depend on."""
         shared = (self.ranks, self.num_experts, self.max_tokens, self.top_k, self.mode)

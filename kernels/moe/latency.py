@@ -45,6 +45,7 @@ DISPATCH = (
 
 if TYPE_CHECKING:
     from tilescale_net.kernels.moe.all_to_all import AllToAll
+WHOLE = Phase.WHOLE.bits
 COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "tag", "phases", "token_slot", "tokens")
 TIMED = ("waited",)  # behind the others
 _WEIGHTS = ("topk_weights", "tokens", "token_slot", "received", "weights")
@@ -265,6 +266,18 @@ class LatencyMode(Mode):
             call.scales, topk_idx, topk_weights, *self._received_by(plan), *results, *_timed(call.waited),
         )  # fmt: skip
 
+    def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any) -> Dispatched:
+        which = x.dtype, topk_idx.dtype
+        launch = self._usual.get(which)
+        if launch is None:
+            source = dtype_name(x.dtype) if self._quantises else ""
+            launch = self._usual[which] = self._dispatch_of(self._base.blocks, source, dtype_name(topk_idx.dtype))
+        plan = self._plans.next(tokens)
+        rows, scales, results = self._results(None)
+        launch(tokens, NO_FAULT, 0, WHOLE, x, None, topk_idx, topk_weights, *self._received_by(plan), *results)
+        handle = Handle(self._signature, plan, self._base.membership)
+        return Dispatched(rows, scales, results[2], None, None, None, None, handle)
+
     # -- combine ----------------------------------------------------------------------------------------------------
 
     def combine(self, call: CombineCall) -> Pending:
@@ -279,6 +292,16 @@ class LatencyMode(Mode):
     def receive(self, pending: Pending) -> None:
         call, *rest = pending.rest
         (self._launch_dispatch if pending.kind == "dispatch" else self._launch_combine)(Phase.RECEIVE, call, *rest)
+
+    def usual_combine(self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None) -> None:
+        plan, launch = handle.plan, self._usual.get("combine")
+        if launch is None:
+            launch = self._usual["combine"] = self._combine_of(self._base.blocks, True)
+        _, targets, given, counts = plan.arguments[:4]
+        if weights is not None:
+            given = self._new_weights(self._c.ranks * self._c.max_tokens)
+            self._launch_weights(weights, plan, given, None)
+        launch(y, targets, given, counts, None, None, out, NO_FAULT, WHOLE, *self._summed_by(plan))
 
     def _launch_weights(
         self, weights: torch.Tensor, plan: ReceivedRows, received: torch.Tensor, waited: torch.Tensor | None

@@ -11,9 +11,9 @@ import torch
 
 from tilescale_net.kernels.collective import BufferSpecs
 from tilescale_net.kernels.launches import Launch
-from tilescale_net.kernels.moe.checks import CombineCall, DispatchCall
+from tilescale_net.kernels.moe.checks import CombineCall, DispatchCall, Phase
 from tilescale_net.kernels.moe.config import Config, Tuning
-from tilescale_net.kernels.moe.handle import Pending, Plans
+from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Plans
 from tilescale_net.kernels.moe.layout import Forwarders, NodeLayout, with_room
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ class Mode(ABC):
         self._base, self._c = base, config
         self._symmetric = base.allocate(specs)
         self._launches: dict[tuple, Callable[..., None]] = {}
+        self._usual: dict[Hashable, Any] = {}  # launches of usual calls, by what they depend on
         self._signature = config.signature
 
     def _launch(self, make: Callable[..., Launch], *which: Any) -> Callable[..., None]:
@@ -231,6 +232,16 @@ class Mode(ABC):
     def combine(self, call: CombineCall) -> Pending:
         """Launch a combine, as `dispatch`."""
 
+    def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any) -> Dispatched:
+        """What `dispatch` does with a whole call of nothing else than these, on all blocks; modes do it with fewer steps."""
+        call = DispatchCall(Phase.WHOLE, x, blocks=self._base.blocks, choices=Choices(topk_idx, topk_weights))
+        result: Dispatched = self.dispatch(call).result
+        return result
+
+    @abstractmethod
+    def usual_combine(self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None) -> None:
+        """The same of `combine`; `weights`: of the choices, other than dispatch's."""
+
     @abstractmethod
     def receive(self, pending: Pending) -> None:
         """Launch the receive phase of what was sent."""
@@ -287,3 +298,4 @@ class OverNodes(Mode):
             self._plans = self._new_plans()
         self._use_map(mask)
         self._launches.clear()
+        self._usual.clear()

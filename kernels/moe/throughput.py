@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from tilescale_net.kernels.moe.checks import CombineCall, DispatchCall, Phase
 from tilescale_net.kernels.moe.combine import combine_throughput, sum_combined
 from tilescale_net.kernels.moe.config import FP8_DTYPE, Config, Tuning, as_words, shares
 from tilescale_net.kernels.moe.dispatch import dispatch_throughput
-from tilescale_net.kernels.moe.handle import DispatchedByPlan, Handle, Pending, Plans, RoutingPlan
+from tilescale_net.kernels.moe.handle import Dispatched, DispatchedByPlan, Handle, Pending, Plans, RoutingPlan
 from tilescale_net.kernels.moe.layout import (
     NO_FAULT,
     CountsLayout,
@@ -348,6 +348,25 @@ class ThroughputMode(Mode):
         pending.rest = event
         return pending
 
+    def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any) -> Dispatched:
+        if not self._lands_whole:
+            return super().usual_dispatch(tokens, x, topk_idx, topk_weights)
+        launches = self._usual.get(topk_idx.dtype)
+        if launches is None:
+            blocks = self._base.blocks
+            launches = self._routing_of(dtype_name(topk_idx.dtype), blocks), self._dispatch_launch(blocks)
+            self._usual[topk_idx.dtype] = launches
+        plan = self._plans.next(tokens)
+        self._stream.launch(launches[0], topk_idx, topk_weights, tokens, NO_FAULT, 0, *plan.arguments[1:])
+        self._stream.launch(launches[1], x, None, *self._landing, self._own_tag, *self._moved_by(plan))
+        handle = Handle(self._signature, plan, self._base.membership)
+        return DispatchedByPlan(*self._output, handle, self._c.layout == "rank")
+
+    @property
+    def _lands_whole(self) -> bool:
+        """Whether a dispatch without `out` is a routing and a kernel, after which the rows lie in symmetric memory."""
+        return self.symmetric_output and not self.tiles and not self._c.column_scales
+
     def _dispatch(self, call: DispatchCall) -> Pending:
         c, x, out = self._c, call.x, call.out
         if isinstance(call.choices, Handle):
@@ -446,6 +465,17 @@ class ThroughputMode(Mode):
             pending.sums = self._combine(call)
         return pending
 
+    def usual_combine(self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None) -> None:
+        launch = self._usual.get("combine")
+        if launch is None:
+            weighted = "choices" if self._c.layout == "expert" else ""
+            launch = self._usual["combine"] = self._combine_of(self._base.blocks, weighted)
+        plan = handle.plan
+        unused = plan.arguments[-1]
+        self._stream.launch(
+            launch, y, unused, unused, None, None, out, None, NO_FAULT, plan.tokens, *self._summed_by(plan)
+        )
+
     def _combine(self, call: CombineCall) -> Callable[[], None] | None:
         """Launch what sends and sums; what sums is given back where rows have tiles."""
         y, plan, weights, bias, tiles = call.y, call.handle.plan, call.weights, call.bias, call.tiles
@@ -504,7 +534,7 @@ def _words(rows: dict[str, tuple[int, int, torch.dtype]], kernel: str) -> int:
 class NodeThroughputMode(OverNodes, ThroughputMode):
     """Throughput mode where rows cross the network once per node."""
 
-    _shares_rows, _puts_staged = True, False
+    _shares_rows, _puts_staged, _lands_whole = True, False, False
     dispatch_takes = (*DISPATCH, "node_plan")
     combine_takes = (*(name for name in COMBINE if name != "token_slot"), "node_plan")
 

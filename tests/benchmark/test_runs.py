@@ -117,6 +117,16 @@ def test_moe_host(tmp_path):
     assert len(rows) == 6 and all(row["both_us"] > 0 for row in rows)
 
 
+@pytest.mark.nightly
+def test_first_calls(tmp_path):
+    path = tmp_path / "run.json"
+    sizes = "--tokens 8 --few 8 --local-experts 8 --rows 8 --hidden 128".split()
+    done = launch("first_calls.py", *sizes, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(path)
+    assert len(rows) == 8 and all(row["empty"] > 0 < row["cached"] for row in rows)
+
+
 @pytest.mark.sample(0)
 def test_large_copy(tmp_path):
     path = tmp_path / "run.json"

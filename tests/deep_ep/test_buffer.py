@@ -1,5 +1,6 @@
 """What DeepEP's own tests ask of a Buffer, with small shapes, in a subgroup of a larger job."""
 
+import itertools
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ import tilescale_net.deep_ep
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, plain_rows
 from tests.kernels.moe import reference
+from tests.kernels.support import nothing_launched
 from tilescale_net.kernels.moe import AllToAll
 from tilescale_net.runtime import worlds
 
@@ -402,3 +404,31 @@ def test_size_hints():
     assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 4, 8) > 0  # fewer experts than the hint has choices
     for ranks_ in (1, 3, 48, 96):
         assert Buffer.get_dispatch_config(ranks_) == Buffer.get_combine_config(ranks_) == Config(Buffer.num_sms)
+
+
+def _kernels_of_low_latency() -> int:
+    """How many kernels the calls of DeepEP's low-latency test take: rows of both dtypes, rounded scales, hooks."""
+    from tilescale_net.kernels.moe.latency_combine import combine_latency, exchange_weights
+    from tilescale_net.kernels.moe.latency_dispatch import dispatch_latency
+
+    with nothing_launched():
+        buffer, hidden = tilescale_net.deep_ep.Buffer(), 512
+        x, idx = torch.ones((4, hidden), dtype=torch.bfloat16), torch.tensor([[0, 1]] * 4)
+        weights = torch.ones((4, 2))
+        for hooked, (use_fp8, rounded, ue8m0) in itertools.product(
+            (False, True), ((False, False, False), (True, False, False), (True, True, False), (True, True, True))
+        ):
+            scales = dict(use_fp8=use_fp8, round_scale=rounded, use_ue8m0=ue8m0)
+            rows, _, handle, _, hook = buffer.low_latency_dispatch(x, idx, 8, 4, **scales, return_recv_hook=hooked)
+            if hooked:
+                hook()
+            y = torch.zeros((rows[0] if use_fp8 else rows).shape, dtype=torch.bfloat16)
+            *_, hook = buffer.low_latency_combine(y, idx, weights, handle, return_recv_hook=hooked)
+            if hooked:
+                hook()
+        buffer.destroy()
+    return sum(len(factory._kernels) for factory in (dispatch_latency, combine_latency, exchange_weights))
+
+
+def test_low_latency_calls_take_few_kernels():
+    assert ranks.run(1, _kernels_of_low_latency, env={"TSN_DEVICE": "simulator"}) == [5]

@@ -208,6 +208,7 @@ def _lock_name(func: PrimFunc) -> str:
 
 # Tracing and preparing a kernel is Python, which threads gain nothing by doing at the same time.
 _tracing = threading.RLock()
+_keys = threading.Lock()  # the first key takes a hash of all files, which threads would all make
 _QUIET = {"tilelang.jit.kernel": logging.WARNING, "tilelang.cache.kernel_cache": logging.ERROR}
 _loud: dict[str, int] = {}  # their levels before
 _compiling: list[int] = []  # threads that compile now
@@ -337,7 +338,8 @@ class KernelFactory:
         if not gpu_cache.is_enabled():
             return None
         options = self._options | {"target": target}
-        key = cache.kernel_key(self._function, args, kwargs, options, anywhere=True)
+        with _keys:
+            key = cache.kernel_key(self._function, args, kwargs, options, anywhere=True)
         if key is None:
             return None
         made: list[CudaKernel] = []
@@ -357,6 +359,10 @@ class KernelFactory:
         if made or found is None:
             return made[0] if made else None
         return CudaKernel.found(*found, again, target)
+
+    def forget(self) -> None:
+        """Kernels that were made in this process are looked for, and made, again."""
+        self._kernels.clear()
 
     def trace(self, *args: Any, **kwargs: Any) -> PrimFunc:
         """The traced T.prim_func for these arguments, not compiled, named `name` or after this factory."""

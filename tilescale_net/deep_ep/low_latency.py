@@ -151,6 +151,13 @@ def dispatch(
     dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
     sizes = num_experts, max_tokens, hidden, topk_idx.shape[1], dtype
     objects.calls.note(_DISPATCH, *sizes)
+    void = masks.begin_dispatch()
+    if not (void or in_phases or round_scale or masks.intervenes):  # as most calls are
+        whole = objects.low_latency("dispatch", *sizes).dispatch(x.contiguous(), topk_idx.contiguous(), waited=waited)
+        if stats is not None:
+            stats.add_(whole.counts)
+        scaled = whole.x if whole.scales is None else (whole.x, whole.scales)
+        return scaled, whole.counts, LowLatencyHandle.of(Routing(sizes, whole, masks.members)), None
 
     def send() -> tuple[Any, ...]:
         op = objects.low_latency("dispatch", *sizes)
@@ -163,7 +170,6 @@ def dispatch(
     def nothing() -> tuple[Any, ...]:
         return None, None, _nothing(objects.world.size, len(x), sizes, x.device), None
 
-    void = masks.begin_dispatch()
     op, pending, received, members = nothing() if void else masks.survive(send, nothing)
     packs = use_fp8 and use_ue8m0
     out_scales = _for_exponents(received.scales) if packs else received.scales
@@ -205,6 +211,10 @@ def combine(
     received, masks, members = routing.received, objects.masks, routing.members
     objects.order.follow()
     objects.calls.note(_COMBINE, *routing.sizes)
+    if not (in_phases or masks.intervenes) and masks.members is members:
+        weights = topk_weights.float().contiguous()
+        op = objects.low_latency("combine", *routing.sizes)
+        return op.combine(x.contiguous(), received.handle, out=out, weights=weights, waited=waited), None
     if out is None:
         out = x.new_empty((received.handle.plan.tokens, x.shape[-1]))
 

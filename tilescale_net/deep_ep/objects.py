@@ -114,8 +114,7 @@ class Objects:
             kind: "dispatch" or "combine": the object has none in flight, where one of the IN_FLIGHT objects has not. Handles
                 of one serve the others.
         """
-        sizes = (num_experts, max_tokens, hidden, top_k, dtype, "latency")
-        usual = self._usual.get(sizes)
+        usual = self._usual.get((num_experts, max_tokens, hidden, top_k, dtype))
         if (
             usual is not None
             and kind not in usual.in_flight
@@ -123,12 +122,13 @@ class Objects:
             and self._generation == self.world.control.generation
         ):
             return usual
+        sizes = (num_experts, max_tokens, hidden, top_k, dtype, "latency")
         options = low_latency_options(dtype)
         del options["dtype"], options["mode"]
         for number in range(IN_FLIGHT):
             op = self._object(sizes, options, number)
             if not number:
-                self._usual[sizes] = op
+                self._usual[sizes[:-1]] = op
             if kind not in op.in_flight:
                 return op
         return self._object(sizes, options)  # which raises with what is in flight

@@ -1,0 +1,134 @@
+"""How long the first call of an object takes where no kernel has been compiled before, and where all have been.
+
+    GPUS=4 bash launch.sh benchmark/first_calls.py
+
+From the constructor to the end of the first call, by the slowest rank. "empty": of an empty cache of kernels; "cached": of
+another process that finds them on the disk, as it were: what this one has in memory is forgotten.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tilescale_net as tsn
+from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, positive_int
+from benchmark.common.measuring import gather, wall_us
+from benchmark.common.modules import moe, torch
+
+BENCH = dict(gpu=True, ranks=0, quick="--hidden 1024 --tokens 256 --local-experts 8")  # see common/suite.py
+
+
+# The ranks of a host have one parent.
+FOLDER = Path(tempfile.gettempdir()) / f"tilescale_net_first_calls-{os.getppid()}"
+
+
+def forget(number: int) -> None:
+    """Kernels are looked for on the disk again, in folder `number`."""
+    import tilelang.cache as cache
+
+    from tilescale_net.compiler.jit import KernelFactory
+
+    os.environ["TILELANG_CACHE_DIR"] = str(FOLDER / str(number))
+    for kernels in cache._dispatch_map.values():
+        vars(kernels)["_memory_cache"].clear()  # of tilelang, by the kernel's text
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("tilescale_net.kernels"):
+            for value in vars(module).values():
+                if isinstance(value, KernelFactory):
+                    value.forget()
+
+
+def first_calls(args: Any) -> dict[str, Callable[[], None]]:
+    """Name of each row and what is timed."""
+    from tilescale_net.deep_ep import Buffer
+    from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
+    from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
+    from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
+
+    device, n = tsn.device(), tsn.size()
+    experts, few, rows = args.local_experts * n, args.few, args.rows
+    x = torch.randn((args.tokens, args.hidden), device=device).to(torch.bfloat16)
+    chosen = torch.rand((args.tokens, experts), device=device).topk(8, 1)[1]
+    weights = torch.rand((args.tokens, 8), device=device)
+
+    def layer(tokens: int, dtype: Any, mode: str) -> Callable[[], None]:
+        def call() -> None:
+            op = moe.AllToAll(experts, tokens, args.hidden, 8, dtype, mode, grow=True)
+            rows: Any = x[:tokens]
+            if dtype == torch.float8_e4m3fn and mode == "throughput":
+                rows = rows.to(dtype), torch.ones((tokens, args.hidden // 128), device=device)
+            received = op.dispatch(rows, chosen[:tokens], weights[:tokens])
+            y = torch.zeros(received.x.shape, dtype=torch.bfloat16, device=device)
+            op.combine(y, received.handle)
+            op.check()
+            op.free()
+
+        return call
+
+    def deep_ep() -> None:
+        buffer = Buffer()
+        rows, _, handle, *_ = buffer.low_latency_dispatch(x[:few], chosen[:few], few, experts, use_fp8=True)
+        y = torch.zeros(rows[0].shape, dtype=torch.bfloat16, device=device)
+        buffer.low_latency_combine(y, chosen[:few], weights[:few], handle)
+        tsn.synchronize()
+        buffer.destroy()
+
+    def product(kind: Any, rows: int, gathers: bool) -> Callable[[], None]:
+        def call() -> None:
+            op = kind(rows, args.hidden, args.hidden)
+            a = torch.zeros((rows if gathers or kind is MatmulAllReduce else n * rows, args.hidden), device=device)
+            op(a.to(torch.bfloat16), torch.zeros((args.hidden, args.hidden), dtype=torch.bfloat16, device=device))
+            tsn.synchronize()
+            op.free()
+
+        return call
+
+    fp8 = torch.float8_e4m3fn
+    return {
+        "AllToAll, latency, BF16": layer(few, torch.bfloat16, "latency"),
+        "AllToAll, latency, FP8": layer(few, fp8, "latency"),
+        "AllToAll, throughput, BF16": layer(args.tokens, torch.bfloat16, "throughput"),
+        "AllToAll, throughput, FP8": layer(args.tokens, fp8, "throughput"),
+        "deep_ep, low latency, FP8": deep_ep,
+        "AllGatherMatmul": product(AllGatherMatmul, rows, True),
+        "MatmulReduceScatter": product(MatmulReduceScatter, rows, False),
+        "MatmulAllReduce": product(MatmulAllReduce, rows * n, False),
+    }
+
+
+def main() -> None:
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
+    parser.option("--tokens", positive_int, 4096, "tokens of a rank in throughput mode")
+    parser.option("--few", positive_int, 128, "the same in latency mode")
+    parser.option("--local-experts", positive_int, 64, "experts of a rank")
+    parser.option("--rows", positive_int, 512, "of a rank, of fused GEMMs")
+    parser.option("--hidden", positive_int, 7168, "elements of a row")
+    args = parser.parse_args()
+    report = Report("first_calls", args)
+    tsn.init(2 << 30)
+    columns = [
+        Column(key, title, ",.1f", better="lower", unit="s")
+        for key, title in (("empty", "empty"), ("cached", "cached"))
+    ]
+    table = report.table("First calls", [Column("what", "object")], columns)
+    for number, (what, call) in enumerate(first_calls(args).items()):
+        row: dict[str, Any] = {"what": what}
+        for key in ("empty", "cached"):
+            forget(number)
+            tsn.barrier()
+            seconds = wall_us(call) / 1e6
+            row[key] = max(found["seconds"] for found in gather(dict(seconds=seconds)))
+        if is_rank_zero():
+            table.add(row)
+    tsn.barrier()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    report.finish()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()
