@@ -95,6 +95,18 @@ def test_gemm_alone(tmp_path):
 
 
 @pytest.mark.nightly
+def test_fp8_gemm(tmp_path):
+    path = tmp_path / "run.json"
+    done = launch("fp8_gemm.py", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(path)
+    assert [(row["form"], row["part"]) for row in rows] == [
+        (form, part) for form in ("block", "row") for part in ("plain", "grouped")
+    ]
+    assert all(row["ours"] > 0 and row["cublas"] is None for row in rows)
+
+
+@pytest.mark.nightly
 def test_moe_layer(tmp_path):
     path = tmp_path / "run.json"
     done = launch("moe_layer.py", "--warmup", "0", "--repeat", "1", "--json", str(path))

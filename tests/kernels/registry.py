@@ -119,6 +119,14 @@ def _experts(seed: int) -> None:
     of.layers(seed, dict(tuning=of.TUNING), False, ("random", "one expert"))
 
 
+def _scaled(seed: int) -> None:
+    of = file_of_tests("fused/scaled_gemm")
+    of.gemms(seed, True, of.TILINGS[0], alone=False)
+    # The copying warp is stages ahead, and tiles have several steps.
+    of.gemms(seed, True, dataclasses.replace(of.TILINGS[0], stages=3), 40, 72, 400, alone=False)
+    file_of_tests("fused/swiglu")._rows()
+
+
 def _messages(seed: int) -> None:
     file_of_tests("send_recv")._messages(seed)
     if tsn.size() == 2:
@@ -211,6 +219,7 @@ RUNS = {
         ("fused/matmul_all_reduce", "fused/gemm"), _of("fused/matmul_all_reduce", "_sums", 72, 48, 40, False, 3, 4)
     ),
     "MoE and its products": Run(("fused/expert_matmul", "moe/tiles", "moe/routing", "moe/combine"), _experts),
+    "scaled GEMMs": Run(("fused/scaled_gemm", "fused/swiglu"), _scaled, two_ranks=True),
     "send and receive": Run(("send_recv",), _messages, two_ranks=True),
     "MoE by expert": Run(THROUGHPUT[1:], _moe("rounds", dict(alignment=2), {}, ROUTINGS)),
     # Across nodes each row to each of its ranks.

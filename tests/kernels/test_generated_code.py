@@ -34,6 +34,11 @@ FUSED = {
     "tilescale_net.kernels.fused.matmul_all_reduce.send_and_collect": [
         dict(ROWS, carried="bfloat16", dtype="bfloat16", threads=512)
     ],
+    "tilescale_net.kernels.fused.swiglu.swiglu_rows": [
+        dict(inner=2048, words=16, weighted=True),
+        dict(inner=7168, words=56, gated=False),
+        dict(inner=2048, words=1, quantised=False),
+    ],
 }
 KERNELS = {f"tilescale_net.kernels.{name}": variants for name, variants in SM_90.items()} | FUSED | {PROBE: [dict()]}
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
@@ -44,6 +49,7 @@ WITHOUT_DATA = {
     "tilescale_net.kernels.p2p.meet",
     f"{PIPELINED}.barrier_peers",
     f"{PIPELINED}.await_rows",
+    "tilescale_net.kernels.fused.swiglu.swiglu_rows",
     "tilescale_net.kernels.proxy_write.write",
     PROBE,
 }

@@ -17,6 +17,7 @@ from tilescale_net.kernels.fused.choice import GEOMETRIES, GemmProblem, best_til
 from tilescale_net.kernels.fused.expert_matmul import matmul_experts
 from tilescale_net.kernels.fused.gemm import SCALED
 from tilescale_net.kernels.fused.matmul_reduce_scatter import matmul_reducing
+from tilescale_net.kernels.fused.scaled_gemm import ScaledTiling, scaled_gemm
 
 
 def _geometry(kind: str) -> dict:
@@ -49,16 +50,24 @@ LONG |= {
     "experts-8": (matmul_experts, EXPERTS | EIGHT | _geometry("all_gather_matmul") | dict(waits=True)),
     "experts-alone": (matmul_experts, dict(EXPERTS, transposed=True)),
 }
+# With scales of blocks: parts of 128 columns, two of which a warpgroup multiplies one after the other.
+DEEP = dict(experts=64, capacity=65536, n=4096, k=7168)
+SCALES = {
+    "scales": DEEP | vars(ScaledTiling(cluster=2)),
+    "scales-alone": DEEP | vars(ScaledTiling()),
+    "scales-narrow": DEEP | vars(ScaledTiling((128, 128, 128), stages=6)),
+    "scales-of-rows": dict(DEEP, form="row"),
+}
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in LONG)]
 
 
 @functools.cache
 def _generated() -> Generated:
-    return Generated(CASES.values(), {"kind": "cuda", "arch": "sm_90a"})
+    return Generated([*CASES.values(), (scaled_gemm, SCALES["scales"])], {"kind": "cuda", "arch": "sm_90a"})
 
 
 def _code(name: str) -> Code:
-    factory, arguments = (CASES | LONG)[name]
+    factory, arguments = (CASES | LONG | {name: (scaled_gemm, given) for name, given in SCALES.items()})[name]
     return _generated().code(factory, **arguments)
 
 
@@ -71,7 +80,7 @@ def test_every_kernel_is_compiled():
             if isinstance(value, KernelFactory) and value.__module__ == module.name:
                 found.add(f"{module.name}.{name}")
     here = {f"{factory.__module__}.{factory.__wrapped__.__name__}" for factory, _ in CASES.values()}
-    assert found == here | FUSED.keys()
+    assert found == here | FUSED.keys() | {f"{scaled_gemm.__module__}.scaled_gemm"}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -87,6 +96,20 @@ def test_tensor_cores_have_registers_and_run_on(tools, name):  # noqa: F811
         assert not [i for i in together if i.startswith(("STL", "LDL", "WARPGROUP.DEPBAR"))]
     assert sum(i.startswith("USETMAXREG") for i in code.instructions) == 3
     assert sum(i.startswith("UTMASTG") for i in code.instructions) >= 2, "results leave by TMA"
+
+
+@pytest.mark.parametrize("name", ["scales", *(pytest.param(n, marks=pytest.mark.nightly) for n in [*SCALES][1:])])
+@pytest.mark.sample(0)
+def test_scaled_sums_stay_in_registers(tools, name):  # noqa: F811
+    """Two sums of a warpgroup's rows: what the tensor cores add up, and what is promoted."""
+    code, parts = _code(name), 1 if "narrow" in name else 2
+    assert not [i for i in code.instructions if i.startswith(("STL", "LDL"))]
+    steps = [i for i, what in enumerate(code.instructions) if what.startswith("QGMMA.64x128x32.F32.E4M3.E4M3")]
+    assert len(steps) == 2 * parts * 4, "a step of two warpgroups"
+    promoted = sum(i.startswith(("FFMA", "FADD")) for i in code.instructions[steps[0] : steps[-1]])
+    assert promoted >= (2 * parts - 1) * 64
+    multicast = re.findall(r"cp\.async\.bulk\.tensor\.\S*multicast", code.ptx)
+    assert bool(multicast) == (SCALES[name].get("cluster", 1) > 1)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if "alone" not in str(name)])

@@ -1,0 +1,220 @@
+"""FP8 GEMMs with scales of blocks on one GPU, of one matrix and of experts' rows, next to cuBLAS and DeepGEMM.
+
+    GPUS=1 bash launch.sh benchmark/fp8_gemm.py
+    GPUS=1 bash launch.sh benchmark/fp8_gemm.py --tiles 128x256x4 --clusters 1 --forms block
+
+Scales are one for 1 x 128 elements of x and 128 x 128 of w (`block`), or one for a row of each (`row`). Each row of the
+table is a geometry: columns and stages of its tiles, and blocks of threads that share a tile of w. cuBLAS is
+torch.nn.functional.scaled_mm, where it has the form; DeepGEMM is measured where it is installed. Without a GPU the
+simulator runs small GEMMs.
+"""
+
+import argparse
+import importlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import tilescale_net as tsn
+from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of
+from benchmark.common.gemm import difference
+from benchmark.common.measuring import Timer, medians, normal_numbers, raise_if_wrong, repeated
+from benchmark.common.modules import torch
+from benchmark.common.report import Column, Report, us
+
+BENCH = dict(ranks=1, quick="--repeat 2")  # see common/suite.py
+# n and k of DeepSeek-V3's and V4-Pro's layers.
+WIDTHS = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384))
+GROUPED = ((4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072))
+EXPERTS = 32
+# Columns x stages; (rows are 128).
+TILES = ("256x4", "128x6", "256x3", "128x4")
+
+
+def parse() -> argparse.Namespace:
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
+    m = [128, 4096, 8192] if on_gpu() else [72]
+    parser.option("--m", int_list(1, 1 << 24), m, "rows of a GEMM of one matrix")
+    rows = [128, 512] if on_gpu() else [24]
+    parser.option("--rows", int_list(1, 1 << 20), rows, f"rows of each of {EXPERTS if on_gpu() else 2} experts, about")
+    tiles = [*TILES[:2]] if on_gpu() else ["64x2"]
+    parser.option("--tiles", one_of(*TILES, "64x2"), tiles, "columns and stages of the tiles")
+    clusters = [1, 2] if on_gpu() else [1]
+    parser.option("--clusters", int_list(1, 4), clusters, "blocks of threads that share a tile of w")
+    parser.option("--forms", one_of("block", "row"), ["block", "row"], "of the scales")
+    parser.option("--parts", one_of("plain", "grouped"), ["plain", "grouped"], "what to measure")
+    return parser.parse_args()
+
+
+def tiling_of(name: str, cluster: int) -> Any:
+    from tilescale_net.kernels.fused.scaled_gemm import ScaledTiling
+
+    columns, stages = map(int, name.split("x"))
+    rows = 128 if on_gpu() else 32
+    return ScaledTiling((rows, columns, 128), stages, columns=min(64, columns), cluster=cluster)
+
+
+class Problem:
+    """Operands of a GEMM of `experts` matrices, whose rows begin at multiples of 128, and what computes it.
+
+    Args:
+        rows: of each expert; with several experts, between half and one and a half of it.
+    """
+
+    def __init__(self, form: str, experts: int, rows: int, n: int, k: int) -> None:
+        from tilescale_net.kernels.fused import scaled_gemm
+        from tilescale_net.kernels.moe.row_ops import dequantise, quantise
+
+        self._gemm, self.form, self.experts, self.n, self.k = scaled_gemm, form, experts, n, k
+        device, generator = tsn.device(), torch.Generator().manual_seed(rows + n + k)
+        spread = torch.randint(rows // 2, rows + rows // 2 + 1, (experts,), generator=generator)
+        counts = spread if experts > 1 else torch.tensor([rows])
+        ends = (-(-counts // 128) * 128).cumsum(0) if experts > 1 else counts
+        self.rows, self.begins, self.of_expert = int(ends[-1]), [0, *ends.tolist()], counts.tolist()
+        self.total = sum(self.of_expert)
+        self.counts = counts.to(device, torch.int32)
+        self.offsets = torch.tensor(self.begins, dtype=torch.int32, device=device)
+        x = normal_numbers((self.rows, k), 1, torch.bfloat16, device)
+        w = normal_numbers((experts, n, k), 2, torch.bfloat16, device)
+        if form == "block":
+            (self.x, self.of_x), held = quantise(x), [scaled_gemm.quantise_weights(each) for each in w]
+        else:
+            (self.x, self.of_x), held = _by_row(x), [_by_row(each) for each in w]
+        self.w, self.of_w = (torch.stack(each) for each in zip(*held))
+        self.out = torch.zeros((self.rows, n), dtype=torch.bfloat16, device=device)
+        last = self.begins[experts - 1]
+        some = slice(last, last + min(16, self.of_expert[-1]))
+        wide = (
+            scaled_gemm.dequantise_weights(self.w[-1], self.of_w[-1], torch.float32)
+            if form == "block"
+            else self.w[-1].float() * self.of_w[-1][:, None]
+        )
+        exact = dequantise(self.x[some], self.of_x[some]) if form == "block" else self.x[some].float()
+        exact = exact if form == "block" else exact * self.of_x[some, None]
+        self.some, self.exact = some, exact @ wide.t()
+
+    def ours(self, tiling: Any) -> Callable[[], Any]:
+        if self.experts == 1:
+            given = (self.x, self.w[0], self.of_x, self.of_w[0])
+            return lambda: self._gemm.scaled_matmul(*given, out=self.out, tiling=tiling)
+        experts = dict(counts=self.counts, offsets=self.offsets)
+        given = (self.x, self.w, self.of_x, self.of_w)
+        return lambda: self._gemm.scaled_matmul(*given, out=self.out, tiling=tiling, **experts)
+
+    def cublas(self) -> Callable[[], Any]:
+        """torch's GEMM of such scales. Raises what torch raises where it has none."""
+        from torch.nn.functional import ScalingType, scaled_mm
+
+        if self.experts > 1:
+            raise NotImplementedError("torch has no grouped GEMM with such scales")
+        if self.form == "row":
+            scales = self.of_x[:, None], self.of_w[0][None]
+            return lambda: torch._scaled_mm(self.x, self.w[0].t(), *scales, out_dtype=torch.bfloat16)
+        # Rows of the scales of x are next to one another, as cuBLAS takes them.
+        of_x, of_w = self.of_x.t().contiguous().t(), self.of_w[0].t()
+        recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+        return lambda: scaled_mm(self.x, self.w[0].t(), of_x, recipes[0], of_w, recipes[1], output_dtype=torch.bfloat16)
+
+    def deep_gemm(self) -> Callable[[], Any]:
+        """DeepGEMM's. Raises ImportError where it is not installed."""
+        peer = importlib.import_module("deep_gemm")
+        if self.form == "row":
+            raise NotImplementedError("DeepGEMM has no GEMM with scales of rows on Hopper")
+        out = torch.zeros_like(self.out)
+        if self.experts == 1:
+            return lambda: (peer.fp8_gemm_nt((self.x, self.of_x), (self.w[0], self.of_w[0]), out), out)[1]
+        index = torch.full((self.rows,), -1, dtype=torch.int32, device=self.x.device)
+        for e, (begin, count) in enumerate(zip(self.begins, self.of_expert)):
+            index[begin : begin + count] = e
+        given = (self.x, self.of_x), (self.w, self.of_w), out, index
+        return lambda: (peer.m_grouped_fp8_gemm_nt_contiguous(*given), out)[1]
+
+
+def _by_row(numbers: Any) -> Any:
+    """Numbers as float8_e4m3fn, and the scale (float32) of each row."""
+    scales = numbers.abs().amax(1).float() / torch.finfo(torch.float8_e4m3fn).max
+    return (numbers / scales[:, None]).to(torch.float8_e4m3fn), scales
+
+
+REASONS: set[str] = set()
+
+
+def if_works(what: str, make: Callable[[], Callable[[], Any]], problem: Problem) -> Callable[[], Any] | None:
+    """A peer's call that has run with right results; None, and a line with the reason once, else."""
+    if not on_gpu():
+        return None
+    try:
+        call = make()
+        found = call()
+        torch.cuda.synchronize()
+        complaint = difference(found[problem.some], problem.exact, "its first rows", 0.04)
+        reason = complaint and f"its result is wrong: {complaint}"
+    except Exception as error:
+        call, reason = None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if reason and (line := f"{what}, {problem.form}, {'grouped' if problem.experts > 1 else 'plain'}: {reason:.300}"):
+        if line not in REASONS:
+            REASONS.add(line)
+            print(line, flush=True)
+        return None
+    return call
+
+
+def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
+    keys = [Column("part", "Part"), Column("form", "Scales"), *(Column(c, c.upper(), ",d") for c in "mnk")]
+    keys += [Column("tile", "Columns x stages"), Column("cluster", "Cluster", ",d")]
+    columns = [us("ours", "Ours"), us("cublas", "cuBLAS"), us("deep_gemm", "DeepGEMM")]
+    columns += [Column("over", "x cuBLAS", ".3f"), Column("over_deep_gemm", "x DeepGEMM", ".3f")]
+    table = report.table("fp8_gemm", keys, [*columns, Column("tflops", "TFLOP/s", ".0f")])
+    table.plotted = False
+    shapes: list[tuple[str, int, int, int, int]] = []
+    if "plain" in args.parts:
+        widths = WIDTHS if timer.on_gpu else ((64, 256),)
+        shapes += [("plain", 1, m, n, k) for (n, k), m in itertools.product(widths, args.m)]
+    if "grouped" in args.parts:
+        widths, experts = (GROUPED, EXPERTS) if timer.on_gpu else (((64, 256),), 2)
+        shapes += [("grouped", experts, rows, n, k) for (n, k), rows in itertools.product(widths, args.rows)]
+    for form, (part, experts, rows, n, k) in itertools.product(args.forms, shapes):
+        problem = Problem(form, experts, rows, n, k)
+        peers = {"cublas": problem.cublas, "deep_gemm": problem.deep_gemm}
+        found = {name: if_works(name, make, problem) for name, make in peers.items()}
+        calls: dict[Any, Callable[[], Any]] = {name: call for name, call in found.items() if call}
+        ours = {(t, c): problem.ours(tiling_of(t, c)) for t, c in itertools.product(args.tiles, args.clusters)}
+        for geometry, call in ours.items():
+            problem.out.fill_(float("nan"))
+            call()
+            tsn.synchronize()
+            what = f"{part}, {form}, {problem.total} rows, n {n}, k {k}, {geometry}"
+            raise_if_wrong(what, difference(problem.out[problem.some], problem.exact, "its last rows"))
+            if "cublas" in calls:
+                raise_if_wrong(what, difference(problem.out, calls["cublas"](), "the GEMM", 0.04))
+        launches: dict[Any, Any] = {key: repeated(call) for key, call in {**calls, **ours}.items()}
+        samples: dict[Any, list[float]] = timer.interleaved(launches, 5)
+        took: dict[Any, float] = medians(samples)
+        for tile, cluster in ours:
+            time = took[tile, cluster]
+            row = dict(part=part, form=form, m=problem.total, n=n, k=k, tile=tile, cluster=cluster, ours=time)
+            row |= {name: took.get(name) for name in peers}
+            row |= dict(
+                over=time / took["cublas"] if "cublas" in took else None,
+                over_deep_gemm=time / took["deep_gemm"] if "deep_gemm" in took else None,
+            )
+            own = {"ours": samples[tile, cluster], **{name: samples[name] for name in calls}}
+            table.add(row | dict(tflops=2 * problem.total * n * k / time / 1e6), own)
+
+
+def main() -> None:
+    args = parse()
+    report = Report("fp8_gemm", args)
+    world = tsn.init(64 << 20)
+    timer = Timer.of(args, world.device_kind == "cuda")
+    report.environment |= {
+        "data": "normal random numbers, quantised, verified",
+        "timing": f"{timer.mode}, implementations in turn",
+    }
+    measure(report, timer, args)
+    report.finish()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

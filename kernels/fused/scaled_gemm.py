@@ -1,0 +1,490 @@
+"""GEMMs of float8_e4m3fn with scales of blocks, of one matrix or of one for each expert's rows.
+
+The tensor cores of Hopper keep about 14 bits of the mantissas of such sums. So each step of a tile's depth, 128 elements,
+is summed there by itself and then multiplied by its scales and added in float32 (the "promotion" of the DeepSeek-V3
+technical report, arXiv:2412.19437, section 3.3.2, whose blocks these are). A block of threads is as in `gemm`: a warp
+copies by TMA, two warpgroups multiply; while one of them promotes, the other has the tensor cores. Tiles are dealt out in
+turn, since all take the same time and nothing else runs.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+
+from ..collective import dtype_name
+from ..moe.layout import align4
+from ..moe.row_ops import FP8, FP8_MAX, SMALLEST_AMAX
+from ..moe.row_ops import GROUP as BLOCK  # elements that share a scale, of a row of `x` or of rows and columns of `w`
+from . import gemm
+from .gemm import DTYPES, SCALED, device_obstacle
+
+SCALES_AT_ONCE = 4  # of a row: the least that TMA copies are 16 bytes
+
+
+@dataclass(frozen=True)
+class ScaledShape:
+    """Extents of a GEMM with scales and of its tiles, known when its kernel is compiled.
+
+    Attributes:
+        experts, capacity, n, k: of `x` [capacity, k], `w` [experts, n, k] and `out` [capacity, n].
+        tile: rows, columns and depth, which is a block's.
+        panel: rows of tiles that are walked together, for the sake of the L2 cache.
+        columns: that leave at once.
+        cluster: blocks of threads that share a tile of `w`, each with rows of its own.
+    """
+
+    experts: int
+    capacity: int
+    n: int
+    k: int
+    tile: tuple[int, int, int]
+    panel: int
+    columns: int
+    cluster: int
+
+    @property
+    def half(self) -> int:
+        """Rows of a warpgroup."""
+        return self.tile[0] // 2
+
+    @property
+    def tall(self) -> int:
+        """Rows of a cluster."""
+        return self.tile[0] * self.cluster
+
+    @property
+    def parts(self) -> int:
+        """In which the columns of a tile are multiplied, since the registers do not hold two sums of all of them."""
+        return max(1, self.tile[1] // BLOCK)
+
+    @property
+    def width(self) -> int:
+        """Columns of a part, which have one scale."""
+        return self.tile[1] // self.parts
+
+    @property
+    def tiles_n(self) -> int:
+        return -(-self.n // self.tile[1])
+
+    @property
+    def depth(self) -> int:
+        """Steps of a tile."""
+        return -(-self.k // BLOCK)
+
+
+@tsn.macro
+def count_tiles(shape, counts, offsets, heights, begins, thread):
+    """begins [experts + 1] = rows of clusters' tiles of the experts before each. By all threads of a block."""
+    for i in T.serial(-(-shape.experts // gemm.THREADS)):
+        e = i * gemm.THREADS + thread
+        if e < shape.experts:
+            # A dispatch that was rejected has counts, and no room for their rows.
+            heights[e] = (T.min(counts[e], offsets[e + 1] - offsets[e]) + shape.tall - 1) // shape.tall
+    T.sync_threads()
+    before = T.alloc_var("int32")
+    for i in T.serial(-(-(shape.experts + 1) // gemm.THREADS)):
+        end = i * gemm.THREADS + thread
+        if end <= shape.experts:
+            before = 0
+            for e in T.serial(end):
+                before = before + heights[e]
+            begins[end] = before
+    T.sync_threads()
+
+
+@tsn.macro
+def locate(shape, counts, offsets, begins, number, rank, at):
+    """at [4] = expert, first row, end of the expert's rows, and first column of tile `number`, which grows from call to call.
+
+    Args:
+        rank: of the block of threads in its cluster.
+    """
+    while number >= begins[at[0] + 1] * shape.tiles_n:
+        at[0] = at[0] + 1
+    inside = number - begins[at[0]] * shape.tiles_n
+    first = inside // (shape.panel * shape.tiles_n) * shape.panel
+    height = T.min(shape.panel, begins[at[0] + 1] - begins[at[0]] - first)
+    rest = inside - first * shape.tiles_n
+    at[1] = offsets[at[0]] + (first + rest % height) * shape.tall + rank * shape.tile[0]
+    at[2] = offsets[at[0]] + T.min(counts[at[0]], offsets[at[0] + 1] - offsets[at[0]])
+    at[3] = rest // height * shape.tile[1]
+
+
+@tsn.macro
+def store_part(shape, warpgroup, total, result, out, at, first):
+    """out = a part's sums of a warpgroup, those of rows before at[2] alone; see `T.tma_store_wait`."""
+    row = at[1] + warpgroup * shape.half
+    for h in T.unroll(shape.width // shape.columns):
+        column = at[3] + first + h * shape.columns
+        if row + shape.half <= at[2]:
+            T.tma_store_wait(0)
+            T.copy(total[:, h * shape.columns : (h + 1) * shape.columns], result[warpgroup, :, :])
+            T.fence_proxy_async()
+            T.tma_copy(
+                result[warpgroup, :, :], out[row : row + shape.half, column : column + shape.columns]
+            )  # fmt: skip
+        else:  # rows of the next expert follow
+            for i, j in T.Parallel(shape.half, shape.columns):
+                if row + i < at[2] and column + j < shape.n:
+                    out[row + i, column + j] = T.cast(total[i, h * shape.columns + j], out.dtype)
+
+
+@tsn.jit(name="scaled_gemm")
+def scaled_gemm(
+    experts, capacity, n, k, out_dtype="bfloat16", form="block", tile=(128, 256, 128), stages=4, panel=8, columns=64,
+    workers=132, cluster=1,
+):  # fmt: skip
+    """Kernel `(out, x, w, x_scales, w_scales, counts, offsets)`: `out` = the rows of each expert times its matrix.
+
+    Args:
+        experts, capacity, n, k: of `x` [capacity, k] and `w` [experts, n, k], float8_e4m3fn, and of `out` [capacity, n].
+        out_dtype: of `out`; sums are made in float32.
+        form: of the scales, float32. "block": `x_scales` [capacity, blocks of k, padded to a multiple of 4] of 128
+            elements of a row, `w_scales` [experts, blocks of n, blocks of k] of 128 x 128 elements. "row": `x_scales`
+            [capacity] and `w_scales` [experts, n], of rows and of columns.
+        tile, panel, columns, cluster: see `ScaledShape`. stages: of the ring of operands.
+        workers: blocks of threads, a multiple of `cluster`.
+
+    `counts` (int32 [experts]) and `offsets` (int32 [experts + 1]) hold how many rows an expert has and where they begin;
+    other rows of `out` stay as they are.
+    """
+    shape = ScaledShape(experts, capacity, n, k, tile, panel, columns, cluster)
+    (bm, bn, bk), half, width, by_block = tile, shape.half, shape.width, form == "block"
+    fragments = (half, width)
+    in_cluster: dict[str, Any] = {"cluster_dims": cluster} if cluster > 1 else {}
+    shared_by = {"cluster_mask": (1 << cluster) - 1} if cluster > 1 else {}
+    of_x = (capacity, align4(shape.depth)) if by_block else (capacity,)
+    of_w = (experts, -(-n // BLOCK), shape.depth) if by_block else (experts, n)
+
+    @T.macro
+    def release(empty, s, thread):
+        """This warp has read stage `s`, of which all blocks of the cluster learn that copy to it."""
+        T.sync_warp()
+        if thread % 32 == 0:
+            if cluster == 1:
+                T.barrier_arrive(empty[s])
+            else:
+                for peer in T.unroll(cluster):
+                    T.mbarrier_arrive(empty[s], peer)
+
+    @T.macro
+    def multiply_part(warpgroup, p, left, right, part, total, of_rows, of_block, empty, s, thread):
+        """total += the GEMM of a part of stage `s`, scaled."""
+        T.wgmma_gemm(
+            left[s, warpgroup, :, :], right[s, p, :, :], part, transpose_B=True, policy=T.GemmWarpPolicy.FullRow,
+            clear_accum=True,
+        )  # fmt: skip
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(part, num_regs=half * width // 128)
+        if p == shape.parts - 1:
+            release(empty, s, thread)
+        for i, j in T.Parallel(half, width):
+            if by_block:
+                total[i, j] += part[i, j] * (of_rows[i] * of_block)
+            else:
+                total[i, j] += part[i, j]
+
+    @T.macro
+    def scale_part(total, of_rows, w_scales, at, first):
+        for i, j in T.Parallel(half, width):
+            total[i, j] = total[i, j] * of_rows[i] * w_scales[at[0], T.min(at[3] + first + j, n - 1)]
+
+    @T.macro
+    def work(
+        warpgroup, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at, number,
+        out, x_scales, w_scales, thread, rank,
+    ):  # fmt: skip
+        """What a warpgroup that multiplies does."""
+        part, first, second = (T.alloc_fragment(fragments, "float32") for _ in range(3))
+        of_rows = T.alloc_fragment((half,), "float32")
+        of_block = T.alloc_local((2,), "float32")
+        while number[0] < begins[experts] * shape.tiles_n:
+            locate(shape, counts, offsets, begins, number[0], rank, at)
+            T.clear(first)
+            if shape.parts == 2:
+                T.clear(second)
+            for i in T.serial(shape.depth):
+                s = step[0] % stages
+                if by_block:
+                    for p in T.unroll(shape.parts):
+                        of_block[p] = w_scales[at[0], T.min((at[3] + p * BLOCK) // BLOCK, of_w[1] - 1), i]
+                T.barrier_wait(full[s], (step[0] // stages) & 1)
+                if by_block:
+                    if i % SCALES_AT_ONCE == 0:
+                        chunk[0] = chunk[0] + 1
+                    for r in T.Parallel(half):
+                        of_rows[r] = factors[(chunk[0] - 1) % stages, warpgroup * half + r, i % SCALES_AT_ONCE]
+                multiply_part(warpgroup, 0, left, right, part, first, of_rows, of_block[0], empty, s, thread)
+                if shape.parts == 2:
+                    multiply_part(warpgroup, 1, left, right, part, second, of_rows, of_block[1], empty, s, thread)
+                step[0] = step[0] + 1
+            if not by_block:
+                for r in T.Parallel(half):
+                    of_rows[r] = x_scales[T.min(at[1] + warpgroup * half + r, capacity - 1)]
+                scale_part(first, of_rows, w_scales, at, 0)
+                if shape.parts == 2:
+                    scale_part(second, of_rows, w_scales, at, width)
+            store_part(shape, warpgroup, first, result, out, at, 0)
+            if shape.parts == 2:
+                store_part(shape, warpgroup, second, result, out, at, width)
+            number[0] = number[0] + workers // cluster
+        T.tma_store_wait(0)
+
+    @T.prim_func
+    def main(
+        out: T.Tensor((capacity, n), out_dtype),
+        x: T.Tensor((capacity, k), FP8),
+        w: T.Tensor((experts, n, k), FP8),
+        x_scales: T.Tensor(of_x, "float32"),
+        w_scales: T.Tensor(of_w, "float32"),
+        counts: T.Tensor((experts,), "int32"),
+        offsets: T.Tensor((experts + 1,), "int32"),
+    ):
+        with T.Kernel(workers, threads=gemm.THREADS, **in_cluster) as block:
+            left = T.alloc_shared((stages, 2, half, bk), FP8)
+            right = T.alloc_shared((stages, shape.parts, width, bk), FP8)
+            factors = T.alloc_shared((stages, bm, SCALES_AT_ONCE), "float32")
+            result = T.alloc_shared((2, half, columns), out_dtype)
+            full = T.alloc_barrier([32] * stages)
+            released = [gemm.WARPS * cluster] * stages
+            empty = T.alloc_barrier(released) if cluster == 1 else T.alloc_cluster_barrier(released)
+            heights, begins = T.alloc_shared((experts,), "int32"), T.alloc_shared((experts + 1,), "int32")
+            step, chunk = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
+            number, at = T.alloc_local((1,), "int32"), T.alloc_local((4,), "int32")
+            thread = T.get_thread_binding()
+            rank = block % cluster
+            if cluster > 1:
+                T.pdl_sync()  # tilelang launches clusters so that they may begin before what the kernel before wrote is there
+            step[0] = 0
+            chunk[0] = 0
+            number[0] = block // cluster
+            at[0] = 0
+            count_tiles(shape, counts, offsets, heights, begins, thread)
+            if thread < 128:
+                T.dec_max_nreg(40)
+                if thread < 32:
+                    while number[0] < begins[experts] * shape.tiles_n:
+                        locate(shape, counts, offsets, begins, number[0], rank, at)
+                        for i in T.serial(shape.depth):
+                            s = step[0] % stages
+                            T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
+                            for h in T.unroll(2):
+                                T.tma_copy(
+                                    x[at[1] + h * half : at[1] + (h + 1) * half, i * bk : i * bk + bk],
+                                    left[s, h, :, :],
+                                    barrier=full[s],
+                                    leader_scope_threads=32,
+                                )
+                            if by_block:
+                                if i % SCALES_AT_ONCE == 0:
+                                    T.tma_copy(
+                                        x_scales[at[1] : at[1] + bm, i : i + SCALES_AT_ONCE],
+                                        factors[chunk[0] % stages, :, :],
+                                        barrier=full[s],
+                                        leader_scope_threads=32,
+                                    )
+                                    chunk[0] = chunk[0] + 1
+                            for p in T.unroll(shape.parts):
+                                T.tma_copy(
+                                    w[
+                                        at[0], at[3] + p * width : at[3] + (p + 1) * width, i * bk : i * bk + bk
+                                    ],
+                                    right[s, p, :, :],
+                                    barrier=full[s],
+                                    leader_scope_threads=32,
+                                    **shared_by,
+                                )  # fmt: skip
+                            T.barrier_arrive(full[s])
+                            step[0] = step[0] + 1
+                        number[0] = number[0] + workers // cluster
+            elif thread < 256:
+                T.inc_max_nreg(232)
+                work(
+                    0, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at,
+                    number, out, x_scales, w_scales, thread, rank,
+                )  # fmt: skip
+            else:
+                T.inc_max_nreg(232)
+                work(
+                    1, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at,
+                    number, out, x_scales, w_scales, thread, rank,
+                )  # fmt: skip
+            if cluster > 1:
+                T.cluster_sync()  # no block leaves while another one signals in its shared memory
+
+    return main
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls.
+
+
+@dataclass(frozen=True)
+class ScaledTiling:
+    """Geometry of a GEMM with scales.
+
+    Args:
+        tile: rows, columns and depth of a tile; the depth is 128, columns are 256 or divide 128.
+        stages: of the ring of operands in shared memory.
+        panel: rows of tiles that are walked together, for the sake of the L2 cache.
+        columns: that leave at once; they divide those of the tile, and 128.
+        cluster: blocks of threads, each with rows of its own, to which one TMA copy brings a tile of `w`; 1: none. GPUs only.
+    """
+
+    tile: tuple[int, int, int] = (128, 256, BLOCK)
+    stages: int = 4
+    panel: int = 8
+    columns: int = 64
+    cluster: int = 1
+
+    def __post_init__(self) -> None:
+        numbers = (*self.tile, self.stages, self.panel, self.columns, self.cluster)
+        if len(numbers) != 7 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in numbers):
+            raise ValueError(f"{self}: tile must be three positive integers, the others one each")
+        rows, columns, depth = self.tile
+        if depth != BLOCK or (columns != 2 * BLOCK and BLOCK % columns) or rows % 32:
+            raise ValueError(
+                f"{self}: a tile must have a multiple of 32 rows, 256 columns or a divisor of {BLOCK}, and a depth of {BLOCK}"
+            )
+        if min(columns, BLOCK) % self.columns or self.columns % 8:
+            raise ValueError(f"{self}: columns must be a multiple of 8 and divide those of the tile, and {BLOCK}")
+
+
+DEFAULT = ScaledTiling()
+SIMULATED = ScaledTiling((32, 64, BLOCK), stages=2, panel=2, columns=32)
+
+
+@functools.lru_cache(256)
+def _all_rows(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts and offsets of one expert that has all rows."""
+    with torch.inference_mode(False):
+        counts, offsets = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([rows], [0, rows]))
+        return counts, offsets
+
+
+def scaled_matmul(
+    x: torch.Tensor, w: torch.Tensor, x_scales: torch.Tensor, w_scales: torch.Tensor, *, out: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None, offsets: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    tiling: ScaledTiling | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`x @ w.T` of float8_e4m3fn with scales, summed in float32; or each expert's rows with its matrix.
+
+    Args:
+        x: [rows, k], contiguous.
+        w: [n, k], as torch.nn.Linear holds it, or [experts, n, k]; contiguous.
+        x_scales: float32, [rows, ceil(k / 128)] of blocks, or [rows] of whole rows. A number of blocks that is not a
+            multiple of 4 is copied, unless it is padded to one.
+        w_scales: float32, […, ceil(n / 128), ceil(k / 128)] of blocks of 128 x 128, or […, n] of whole rows of `w`; of
+            the same form as `x_scales`. Blocks of x whose number is not a multiple of 4 are copied.
+        out: [rows, n] of `out_dtype`; default a new tensor.
+        counts, offsets: int32, [experts] rows of each expert and [experts + 1] where they begin in `x`, as a dispatch
+            gives them; with `w` [experts, n, k].
+        out_dtype: torch.bfloat16 or torch.float16.
+        tiling: geometry; default `DEFAULT`.
+
+    Returns:
+        `out`; rows of no expert are not written.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name.
+        ConfigurationError: a GPU that is not of compute capability 9.0.
+    """
+    name = "scaled_matmul"
+    tensors: dict[str, Any] = dict(x=x, w=w, x_scales=x_scales, w_scales=w_scales)
+    if not isinstance(w, torch.Tensor) or w.dim() == 3 or counts is not None or offsets is not None:
+        tensors |= dict(counts=counts, offsets=offsets)
+    for what, tensor in tensors.items():
+        dtype = {"x": SCALED, "w": SCALED, "counts": torch.int32, "offsets": torch.int32}.get(what, torch.float32)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: {what} is {tensor!r}; it must be a tensor of {dtype}")
+        if tensor.dtype != dtype or tensor.device != x.device:
+            raise TypeError(
+                f"{name}: {what} is of {tensor.dtype} on {tensor.device}; it must be of {dtype} on {x.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: {what} has strides {list(tensor.stride())}; it must be contiguous")
+    if out_dtype not in DTYPES:
+        raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
+    if x.device.type == "cuda" and (obstacle := device_obstacle(x.device)):
+        raise tsn.ConfigurationError(f"{name}: {obstacle}")
+    if x.dim() != 2 or w.dim() not in (2, 3) or w.shape[-1] != x.shape[1]:
+        raise ValueError(f"{name}: x is {list(x.shape)} and w {list(w.shape)}; they must be [rows, k] and […, n, k]")
+    (rows, k), n, experts = x.shape, w.shape[-2], w.shape[0] if w.dim() == 3 else 1
+    for what, size, unit in (("k", k, 16), ("n", n, 8)):
+        if size == 0 or size % unit:
+            raise ValueError(f"{name}: {what} is {size}; it must be a multiple of {unit}, and not 0")
+    form = "block" if w_scales.dim() == w.dim() else "row"
+    blocks, head = -(-k // BLOCK), tuple(w.shape[:-2])
+    wanted: dict[str, list[tuple[int, ...]]] = (
+        dict(x_scales=[(rows, blocks), (rows, align4(blocks))], w_scales=[(*head, -(-n // BLOCK), blocks)])
+        if form == "block"
+        else dict(x_scales=[(rows,)], w_scales=[(*head, n)])
+    )
+    for what, shapes in wanted.items():
+        if tuple(tensors[what].shape) not in shapes:
+            raise ValueError(
+                f"{name}: {what} is {list(tensors[what].shape)}; with scales of {form}s it must be {list(shapes[0])}"
+            )
+    if counts is None or offsets is None:
+        counts, offsets = _all_rows(rows, x.device)
+    for what, tensor, size in (("counts", counts, experts), ("offsets", offsets, experts + 1)):
+        if tuple(tensor.shape) != (size,):
+            raise ValueError(f"{name}: {what} is {list(tensor.shape)}; it must be [{size}]")
+    if out is None:
+        out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
+    elif tuple(out.shape) != (rows, n) or out.dtype != out_dtype or not out.is_contiguous() or out.device != x.device:
+        raise ValueError(f"{name}: out must be contiguous, [{rows}, {n}] of {out_dtype} on {x.device}")
+    if rows == 0:
+        return out
+    if form == "block" and x_scales.shape[1] % SCALES_AT_ONCE:
+        x_scales = torch.nn.functional.pad(x_scales, (0, -x_scales.shape[1] % SCALES_AT_ONCE))
+    simulated = x.device.type != "cuda"
+    tiling = tiling or (SIMULATED if simulated else DEFAULT)
+    if simulated and tiling.cluster > 1:
+        raise ValueError(f"{name}: {tiling}: the simulator has no clusters; give cluster 1")
+    rows_of_tiles = -(-rows // (tiling.tile[0] * tiling.cluster)) + experts - 1
+    most = rows_of_tiles * -(-n // tiling.tile[1]) * tiling.cluster
+    sms = gemm.SIMULATED_WORKERS if simulated else torch.cuda.get_device_properties(x.device).multi_processor_count
+    workers = min(most, sms // tiling.cluster * tiling.cluster)
+    kernel = scaled_gemm(
+        experts, rows, n, k, dtype_name(out_dtype), form, **vars(tiling), workers=workers
+    )  # fmt: skip
+    kernel(
+        out, x, w.view(experts, n, k), x_scales, w_scales.view(experts, *w_scales.shape[w.dim() - 2 :]), counts, offsets
+    )
+    return out
+
+
+def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices as float8_e4m3fn, and a scale for each block of 128 x 128 elements. By plain torch; not for every call.
+
+    Args:
+        w: […, n, k].
+
+    Returns:
+        As `w`, and float32 […, ceil(n / 128), ceil(k / 128)]: `w` is about the one times the other.
+    """
+    *head, n, k = w.shape
+    blocks = -(-n // BLOCK), -(-k // BLOCK)
+    padded = torch.nn.functional.pad(w.contiguous().float(), (0, blocks[1] * BLOCK - k, 0, blocks[0] * BLOCK - n))
+    padded = padded.view(*head, blocks[0], BLOCK, blocks[1], BLOCK)
+    amax = padded.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX)
+    largest = torch.full_like(amax, FP8_MAX)
+    q = (padded * (largest / amax)).to(SCALED).view(*head, blocks[0] * BLOCK, blocks[1] * BLOCK)
+    return q[..., :n, :k].contiguous(), (amax / largest).view(*head, *blocks)
+
+
+def dequantise_weights(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """What `quantise_weights` gave, multiplied.
+
+    Args:
+        q, scales: from there.
+        dtype: of the result.
+    """
+    wide = scales.repeat_interleave(BLOCK, -2)[..., : q.shape[-2], :].repeat_interleave(BLOCK, -1)[..., : q.shape[-1]]
+    return (q.float() * wide).to(dtype)

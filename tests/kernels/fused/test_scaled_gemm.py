@@ -1,0 +1,119 @@
+"""GEMMs of eight bits with scales of blocks and of rows, against torch: whole numbers, whose sums are exact in any order."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.fused.test_all_gather_matmul import powers_of_two, whole_numbers
+from tests.kernels.support import assert_same
+from tilescale_net.kernels.fused import scaled_gemm
+from tilescale_net.kernels.fused.scaled_gemm import ScaledTiling, scaled_matmul
+from tilescale_net.kernels.moe.row_ops import dequantise, quantise
+
+FP8 = torch.float8_e4m3fn
+# The first has tiles of one part, the second of two; GPUs take rows by 128.
+TILINGS = (
+    [ScaledTiling((128, 128, 128), stages=6), ScaledTiling()]
+    if ranks.gpus()
+    else [scaled_gemm.SIMULATED, ScaledTiling((32, 256, 128), stages=3, panel=1, columns=32)]
+)
+
+
+def _scales(shape, *key):
+    return powers_of_two(torch.Size(shape).numel(), *key).clamp(0.5, 2).view(shape)
+
+
+def gemms(seed, by_block, tiling, rows=100, n=264, k=272, experts=3, alone=True):
+    """Of one matrix (`alone`), then of three experts' rows with gaps between them, the second without rows."""
+    device, blocks = tsn.device(), lambda size: -(-size // 128)
+    x = whole_numbers((rows, k), FP8, seed, "x")
+    w = whole_numbers((experts, n, k), FP8, seed, "w")
+    of_x = _scales((rows, blocks(k)) if by_block else (rows,), seed, "of x")
+    of_w = _scales((experts, blocks(n), blocks(k)) if by_block else (experts, n), seed, "of w")
+    if by_block:
+        wide = scaled_gemm.dequantise_weights(w, of_w, torch.float32)
+        exact = dequantise(x, of_x)
+    else:
+        wide, exact = w.float() * of_w[..., None], x.float() * of_x[:, None]
+    products = (exact @ wide.transpose(1, 2)).bfloat16()
+    given = [t.to(device) for t in (x, w, of_x, of_w)]
+    if alone:
+        found = scaled_matmul(given[0], given[1][0], given[2], given[3][0], tiling=tiling)
+        assert_same(found.cpu(), products[0], f"seed {seed}, one matrix")
+    counts, offsets = (
+        torch.tensor([rows // 3, 0, 13], dtype=torch.int32),
+        torch.tensor([3, 20, 21, rows], dtype=torch.int32),
+    )
+    offsets[1:3] += rows // 3
+    wanted = torch.full((rows, n), 7, dtype=torch.bfloat16)
+    out = wanted.to(device, copy=True)
+    for e, (begin, count) in enumerate(zip(offsets.tolist(), counts.tolist())):
+        wanted[begin : begin + count] = products[e, begin : begin + count]
+    scaled_matmul(*given, out=out, counts=counts.to(device), offsets=offsets.to(device), tiling=tiling)
+    tsn.synchronize()
+    assert_same(out.cpu(), wanted, f"seed {seed}, experts")
+
+
+@pytest.mark.parametrize("by_block, tiling", [(True, TILINGS[0]), (True, TILINGS[1]), (False, TILINGS[0])])
+@pytest.mark.sample(1)
+def test_equals_torch(by_block, tiling):
+    alone = by_block and tiling is TILINGS[0]
+    ranks.run(1, gemms, random.randrange(1 << 30), by_block, tiling, 100, 264, 272, 3, alone)
+
+
+def _of_random_numbers():
+    """As a layer has them: the error is that of the numbers, not of the sums."""
+    generator = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(shape, generator=generator) for shape in ((40, 512), (64, 512)))
+    (q, of_x), (held, of_w) = quantise(x), scaled_gemm.quantise_weights(w)
+    for found, wanted in zip(scaled_gemm.quantise_weights(w.t().contiguous().t()), (held, of_w)):  # other strides
+        assert_same(found, wanted)
+    found = scaled_matmul(*(t.to(tsn.device()) for t in (q, held, of_x, of_w))).float().cpu()
+    exact = dequantise(q, of_x) @ scaled_gemm.dequantise_weights(held, of_w, torch.float32).t()
+    assert torch.allclose(found, exact, rtol=2**-8, atol=1e-3)
+    assert (found - x @ w.t()).abs().mean() < 0.05 * (x @ w.t()).abs().mean()
+
+
+def test_quantised_numbers():
+    ranks.run(1, _of_random_numbers)
+
+
+def _misuse():
+    x, w = torch.zeros((8, 128), dtype=FP8), torch.zeros((2, 64, 128), dtype=FP8)
+    of_x, of_w = torch.ones((8, 1)), torch.ones((2, 1, 1))
+    counts, offsets = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    experts = dict(counts=counts, offsets=offsets)
+    for given, options, error, words in (
+        ((x, w, of_x, of_w), {}, TypeError, "counts is None; it must be a tensor of torch.int32"),
+        ((x.float(), w, of_x, of_w), experts, TypeError, "x is of torch.float32 .* must be of torch.float8_e4m3fn"),
+        (
+            (x, w, of_x[:, 0], of_w),
+            experts,
+            ValueError,
+            r"x_scales is \[8\]; with scales of blocks it must be \[8, 1\]",
+        ),
+        ((x, w[..., :64], of_x, of_w), experts, ValueError, "w has strides .*; it must be contiguous"),
+        ((x, w[0], of_x, of_w[0]), experts, ValueError, r"counts is \[2\]; it must be \[1\]"),
+        ((x, w[0, :3], of_x, of_w[0]), {}, ValueError, "n is 3; it must be a multiple of 8"),
+        ((x, w[0], of_x, of_w[0]), dict(out_dtype=torch.float32), TypeError, "out_dtype torch.float32 is not one of"),
+        ((x, w[0], of_x, of_w[0]), dict(out=of_x), ValueError, r"out must be contiguous, \[8, 64\] of torch.bfloat16"),
+        ((x, w[0], of_x, of_w[0]), dict(tiling=ScaledTiling(cluster=2)), ValueError, "the simulator has no clusters"),
+    ):
+        with pytest.raises(error, match=words):
+            scaled_matmul(*given, **options)
+    assert scaled_matmul(x[:0], w[0], of_x[:0], of_w[0]).shape == (0, 64)
+    for wrong, words in (
+        (dict(tile=(128, 192, 128)), "256 columns or a divisor of 128"),
+        (dict(tile=(128, 128, 64)), "a depth of 128"),
+        (dict(columns=48), "columns must be a multiple of 8 and divide"),
+        (dict(stages=0), "positive integers"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ScaledTiling(**wrong)
+
+
+def test_misuse():
+    ranks.run(1, _misuse, env={"TSN_DEVICE": "simulator"})
