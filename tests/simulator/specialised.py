@@ -1,5 +1,7 @@
 """Warps that copy by TMA into a ring of stages, and warps that multiply, with mbarriers between them."""
 
+import inspect
+
 import tilelang.language as T
 
 import tilescale_net.language as N
@@ -167,6 +169,8 @@ BODIES = {
     "tensor memory": _tensor_memory,
     "all that it can": _other_ways_to_copy,
 }
+if "cluster_mask" not in inspect.signature(T.tma_copy).parameters:  # before tilelang 0.1.14
+    del BODIES["a copy to several blocks of a cluster"]
 
 
 def with_body(name):

@@ -26,6 +26,7 @@ Differences:
 | --- | --- | --- |
 | 0.1.13 | statements carry the author's line | before: a table of lines beside the kernel, filled while it is traced (`_StatementLines`) |
 | 0.1.13 | `GemmFMA`, plain T.gemm for GPUs without tensor cores | before: T.gemm of such shapes and dtypes is refused by tilelang |
+| 0.1.14 | `T.tma_copy` takes `cluster_mask` | before: kernels have no copy to several blocks of a cluster |
 | 0.1.14 | parts of tensors are `tl.region` | before: `tl.tileop.region` (`REGIONS`) |
 | 0.1.15 | a kernel loops over Python's iterables, which expands the loop's body | before: `_install_python_loops`, without `break` and `continue` |
 | 0.1.15 | an error while a kernel is traced leaves no open frames | before: `_install_unwinding` |
