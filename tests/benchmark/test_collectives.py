@@ -1,5 +1,6 @@
 """Benchmarks of collectives: as users start them, and the proof that wrong data is found."""
 
+import argparse
 import json
 
 import pytest
@@ -34,6 +35,34 @@ def test_runs(tmp_path, name, arguments, env):
         assert row["algbw"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
         assert row["busbw"] == pytest.approx(row["algbw"] * (size - 1) / size * (2 if name == "all_reduce" else 1))
         assert row["p99"] >= row["us"]
+
+
+def test_decode_context(tmp_path):
+    path = tmp_path / "run.json"
+    shape = ("--batch", "1,3", "--heads", "4", "--dim", "16", "--threads", "64", "--blocks", "1,2")
+    done = launch("decode_context.py", *QUICK[2:], *shape, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "- data: verified" in done.stdout and "NCCL" not in done.stdout
+    (table,) = json.loads(path.read_text())["tables"]
+    assert [(row["batch"], row["blocks"]) for row in table["rows"]] == [(1, 1), (1, 2), (3, 1), (3, 2)]
+
+
+def _peers():
+    """The peer's calls, through gloo, which are compared as ours are."""
+    from benchmark.common.collectives import measure
+    from benchmark.common.measuring import Timer
+    from benchmark.decode_context import MergeCase
+
+    for all_heads in (False, True):
+        case = MergeCase(argparse.Namespace(dtype="float32", heads=4, dim=16, all_heads=all_heads), 3)
+        sequence, calls = case.nccl(None)
+        measure(case, sequence, Timer("launch", 0, 1, on_gpu=False), None, True, "the peer", alone=all_heads)
+        with pytest.raises(Exception, match="outputs or lse are wrong"):
+            measure(case, calls, Timer("launch", 0, 1, on_gpu=False), None, True, "the calls alone", alone=True)
+
+
+def test_peers_of_decode_context():
+    ranks.run(2, _peers)
 
 
 def test_wrong_arguments():

@@ -198,6 +198,12 @@ RUNS = {
         one_node=True,
     ),
     "all-reduce and norm across nodes": Run((), _of("all_reduce_norm", "_layers", torch.bfloat16, 96, 3)),
+    "attention merge": Run(
+        ("attention_merge",),
+        _all(_of("attention_merge", "merges", False, False, 4), _of("attention_merge", "merges", True, True, 4)),
+        one_node=True,
+    ),
+    "attention merge across nodes": Run((), _of("attention_merge", "merges", False, True, 3)),
     "all-to-all, transposed": Run(("all_to_all_transposed",), _of("broadcast", "_transposed")),
     "all-gather and matmul": Run(
         GATHER_MATMUL,
@@ -300,6 +306,15 @@ MUTANTS = {
     "uneven without wait for data": Mutant("all_to_all", ARRIVED, "all-to-all, uneven, many calls"),
     "uneven without fence": Mutant("all_to_all", ", fence=True", "all-to-all, uneven, many calls", "", nightly=False),
     "uneven without quiet": Mutant("all_to_all", "N.quiet(thread)", "all-to-all, uneven, many calls", nightly=False),
+    "merge without wait for lse": Mutant(
+        "attention_merge", "T.sync_threads()\n                all_agree", "attention merge", "all_agree"
+    ),
+    "merge that does not count its calls": Mutant(
+        "attention_merge",
+        "count_call(calls, block, call, used, thread, threads, max_blocks)",
+        "attention merge",
+        nightly=False,
+    ),
     "reduce without wait for data": Mutant(
         "reduce_scatter",
         "N.wait_slot(arrived[thread, block], done + step - 1, slots)",
@@ -407,6 +422,12 @@ SM_90 = {
     "all_to_all.all_to_all_mapped": [dict(n_pes=4)],
     "all_to_all.all_to_all_uneven": [dict(n_pes=4)],
     "all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True)],
+    "attention_merge.attention_merge": [
+        dict(n_pes=4, dtype="bfloat16", heads=32, dim=512),
+        dict(n_pes=2, dtype="float16", heads=32, dim=128, all_heads=True, steps=2, base_2=True),
+        dict(n_pes=8, dtype="float32", heads=16, dim=128, all_heads=True),
+        dict(n_pes=4, dtype="bfloat16", heads=32, dim=512, steps=0),
+    ],
     "broadcast.broadcast": [dict(n_pes=4)],
     "broadcast.node_broadcast": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
     "p2p.push": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, blocks=8, engine="bulk")],

@@ -16,7 +16,7 @@ from tilescale_net.errors import ConfigurationError
 # What the fused products send with; the products are in fused/test_generated_code.py.
 ROWS = dict(n_pes=4, rows=1024, n=8192, height=128, across=32, slices=2, pieces=4)
 PIPELINED = "tilescale_net.kernels.fused.all_gather_matmul"
-PROBE = "benchmark.common.queue.probe"  # of a benchmark
+PROBE, WEIGHTED = "benchmark.common.queue.probe", "benchmark.decode_context.weighted_outputs"  # of benchmarks
 PUSH, PING_PONG = "tilescale_net.kernels.p2p.push", "tilescale_net.kernels.p2p.ping_pong"
 FUSED = {
     "tilescale_net.kernels.fused.all_gather_matmul.push_rows": [
@@ -40,7 +40,8 @@ FUSED = {
         dict(inner=2048, words=1, quantised=False),
     ],
 }
-KERNELS = {f"tilescale_net.kernels.{name}": variants for name, variants in SM_90.items()} | FUSED | {PROBE: [dict()]}
+KERNELS = {f"tilescale_net.kernels.{name}": variants for name, variants in SM_90.items()} | FUSED
+KERNELS |= {PROBE: [dict()], WEIGHTED: [dict(n_pes=4, dtype="bfloat16", heads=32, dim=512, by_heads=True)]}
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 # These copy nothing with a block's threads, a barrier, one thread's puts, and pushes into the queue; or add up what has
 # come, small and aligned to elements only.
@@ -52,6 +53,7 @@ WITHOUT_DATA = {
     "tilescale_net.kernels.fused.swiglu.swiglu_rows",
     "tilescale_net.kernels.proxy_write.write",
     PROBE,
+    WEIGHTED,
 }
 
 

@@ -14,6 +14,7 @@ from tilescale_net.kernels.all_reduce import ALGORITHMS, AllReduce
 from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
+from tilescale_net.kernels.attention_merge import AttentionMerge
 from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.fused.all_gather_matmul import PipelinedAllGatherMatmul
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
@@ -91,12 +92,16 @@ def test_replay_of_operators():
     """The other collectives and the fused products, against the same calls outside of the graph."""
     rank, n, device = tsn.rank(), tsn.size(), tsn.device()
     spread, norm, transpose, neighbour = Broadcast(), AllReduceNorm(512), AllToAllTransposed(), SendRecv()
-    by_engines = PipelinedAllGatherMatmul(128, 256, 512)
+    by_engines, merge = PipelinedAllGatherMatmul(128, 256, 512), AttentionMerge()
     shared, heads = tsn.empty((n, 1000)), tsn.empty((2, 2 * n, 4, 8), torch.bfloat16)
     sequence = torch.empty((2, 2, 4 * n, 8), dtype=torch.bfloat16, device=device)
     hidden, weight, got = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in ((6, 512), 512, (3, 70)))
     x, w, rows = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in ((128, 256), (256, 512), (128 * n, 256)))
-    everything = [shared, sequence, hidden, weight, got, x, w, rows]
+    partial, lse = (
+        torch.empty((5, 2 * n, 64), dtype=torch.bfloat16, device=device),
+        torch.empty((5, 2 * n), device=device),
+    )
+    everything = [shared, sequence, hidden, weight, got, x, w, rows, partial, lse]
 
     def calls():
         spread(shared, root=n - 1)
@@ -118,6 +123,8 @@ def test_replay_of_operators():
             normed,
             heads,
             back,
+            *merge(torch.empty_like(partial[:, :2]), torch.empty_like(lse[:, :2]), partial, lse),
+            *ops.merge_attention(partial, lse, all_heads=True),
             *products,
             ops.all_reduce(rows),
             ops.reduce_scatter(rows),

@@ -13,6 +13,7 @@ from tests.kernels import (
     test_all_reduce,
     test_all_reduce_norm,
     test_all_to_all,
+    test_attention_merge,
     test_broadcast,
     test_reduce_scatter,
     test_send_recv,
@@ -42,6 +43,7 @@ def _sums_and_roots(seed: int) -> None:
     sums = [((501,), torch.bfloat16, 0, 0, True), ((7,), torch.bfloat16, 0, None, False)]
     test_all_reduce._reduce(seed, sums, dict(**GEOMETRY, staging_bytes=4096))
     test_all_reduce_norm._layers(seed, torch.bfloat16, 96, calls=4)
+    test_attention_merge.merges(seed, False, False, calls=2)
     test_broadcast._broadcast(seed, cases=2)
     test_broadcast._transposed(seed, cases=4, largest=1)
 

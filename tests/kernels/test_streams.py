@@ -20,6 +20,7 @@ from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
+from tilescale_net.kernels.attention_merge import AttentionMerge
 from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.fused import gemm
@@ -49,7 +50,7 @@ def _calls_with_data() -> dict[type, list]:
     x, w, wide = (torch.zeros(s, dtype=dtype) for s in (rows_k_n[:2], rows_k_n[1:], (2 * rows_k_n[0], rows_k_n[1])))
     gather, exchange, scatter, reduce = AllGather(**few), AllToAll(**few), ReduceScatter(**few), AllReduce(**few)
     transpose, spread, norm = AllToAllTransposed(**few), Broadcast(**few), AllReduceNorm(64, **few)
-    neighbour = SendRecv(**few, chunk=1024)
+    neighbour, merge = SendRecv(**few, chunk=1024), AttentionMerge(**few)
     products = [
         AllGatherMatmul(*rows_k_n, **how),
         PipelinedAllGatherMatmul(*rows_k_n, dtype=dtype, threads=64),
@@ -70,6 +71,9 @@ def _calls_with_data() -> dict[type, list]:
         AllToAllTransposed: [lambda: transpose(heads, sequence, cut=2, join=1)],
         Broadcast: [lambda: spread(shared)],
         AllReduceNorm: [lambda: norm(torch.zeros_like(weight[None]), torch.zeros_like(weight[None]), weight)],
+        AttentionMerge: [
+            lambda: merge(torch.zeros((1, 1, 8)), torch.zeros((1, 1)), torch.zeros((1, 2, 8)), torch.zeros((1, 2)))
+        ],
         SendRecv: [
             lambda: neighbour.send(row, 1 - me),
             lambda: neighbour.recv(row, 1 - me),

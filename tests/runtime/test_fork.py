@@ -18,6 +18,7 @@ from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 from tilescale_net.kernels.all_to_all import AllToAll as EvenAllToAll
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
+from tilescale_net.kernels.attention_merge import AttentionMerge
 from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
@@ -106,7 +107,7 @@ def _objects() -> list:
     made = [
         moe, AllToAll(4, 4, 64, 2, mode="latency"), AllGather(**small), AllReduce(**small), AllReduceNorm(64, **small),
         EvenAllToAll(**small), AllToAllTransposed(**small), Broadcast(**small), ReduceScatter(**small), SendRecv(**small),
-        *fused, PipelinedAllGatherMatmul(**product), ExpertMatmul(moe, 64, 32, tiling=TILING),
+        AttentionMerge(**small), *fused, PipelinedAllGatherMatmul(**product), ExpertMatmul(moe, 64, 32, tiling=TILING),
     ]  # fmt: skip
     assert {type(op) for op in made} >= {c for c in _leaves(Collective) if "tests" not in c.__module__}
     return [*made, Arena(4096), tsn.world()]

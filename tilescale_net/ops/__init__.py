@@ -22,6 +22,7 @@ addresses; call a shape once just before it is captured.
 """
 
 from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, check, recv, reduce_scatter, send
+from tilescale_net.ops.context_parallel import merge_attention
 from tilescale_net.ops.experts import expert_matmul, moe_dispatch_matmul, moe_matmul_combine
 from tilescale_net.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tilescale_net.ops.moe import moe_combine, moe_dispatch, moe_layer
@@ -37,6 +38,7 @@ __all__ = [
     "expert_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "merge_attention",
     "moe_combine",
     "moe_dispatch",
     "moe_dispatch_matmul",
