@@ -26,8 +26,8 @@ BENCH = dict(ranks=0, quick="--batch 1,16 --repeat 2")  # see common/suite.py
 
 
 @tsn.jit(name="weighted_outputs")
-def weighted_outputs(n_pes, dtype, heads, dim, by_heads, threads=256):
-    """Kernel `(out, x, lse, lses, rank)`: x [batch, heads, vectors, vector], times the weight of this rank by the lse of all
+def weighted_outputs(n_pes: int, dtype: str, heads: int, dim: int, by_heads: bool, threads: int = 256) -> Any:
+    """Kernel `(out, x, lse, lses)`: x [batch, heads, vectors, vector], times the weight of this rank by the lse of all
     (float32 [n_pes, batch, heads]). `by_heads`: `out` is [heads, batch, …], as a reduce-scatter by heads takes it.
     """
     batch, vector = T.dynamic("batch", "int64"), vector_of(dtype)
@@ -40,7 +40,7 @@ def weighted_outputs(n_pes, dtype, heads, dim, by_heads, threads=256):
         x: T.Tensor((batch, heads, width, vector), dtype),
         lse: T.Tensor((batch, heads), "float32"),
         lses: T.Tensor((n_pes, batch, heads), "float32"),
-    ):
+    ) -> None:
         with T.Kernel(T.ceildiv(batch * heads * width, T.int64(threads)), threads=threads) as block:
             index = block * T.int64(threads) + T.get_thread_binding()
             row, i = index // width, index % width

@@ -1,9 +1,14 @@
 """All-to-all that cuts one axis and joins another, as sequence parallelism (Ulysses) needs it: heads for sequence and back.
 
-A message is a box of the input and a box of the output, so that no copy reorders anything before or after.
+A message is a box of the input and a box of the output, so that no copy reorders anything before or after. Parts of the
+earlier axis may differ in length, and of the later one a call may move a chunk.
 """
 
+import functools
+import itertools
 import math
+import operator
+from collections.abc import Callable, Sequence
 
 import tilelang.language as T
 import torch
@@ -12,25 +17,29 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from .collective import STATUS_WORDS, Collective, all_agree, announce, as_bytes
+from .collective import STATUS_WORDS, Collective, all_agree, announce
 from .exchange import await_room
+from .launches import Form, Launch
 
 
 @tsn.jit(name="all_to_all_transposed")
 def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None):
-    """Kernel `(out, x, batches, tag, status, calls, ready, arrived)` on rows of bytes; every PE gets a box of `rows` rows, `width` bytes
-    wide, of each batch from every PE.
+    """Kernel `(out, x, starts, batches, column, tag, status, calls, ready, arrived)` on rows of bytes; every PE gets a box of
+    each batch from every PE.
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        joins_rows: `x` is [batches * rows, n_pes * width], and PE p gets the p-th columns, which become the rows
-            me * rows … of its `out` [batches * n_pes * rows, width]. Otherwise the reverse: `x` is [batches * n_pes *
-            rows, width], and PE p gets the p-th rows, which become the columns me * width … of its `out`.
+        joins_rows: `x` is [batches * rows of this PE, n_pes * width], and of each batch PE p gets `size` bytes from p * width +
+            column of each row, which become the rows starts[me] … of its `out` [batches * rows of all PEs, size]. Otherwise the
+            reverse: `x` is [batches * rows of all PEs, size], and PE p gets the rows starts[p] …, which become `size` bytes from
+            me * width + column of each row of its `out` [batches * rows of PE p, n_pes * width].
         threads, blocks: launch geometry; all blocks must be able to run at once.
         unroll: see `tilescale_net.language.put_block`.
 
-    `out` is symmetric; `calls`, `ready` and `arrived` as in `exchange`. `tag` stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to `status`
-    (int64 [STATUS_WORDS]), see `collective.call_word`.
+    `starts` (int64 [n_pes + 1]) has the first of each PE's rows among those of all, and their number at the end. `out` is
+    symmetric, and given with as many rows as the PE with the most has; `calls`, `ready` and `arrived` as in `exchange`. `tag`
+    stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to `status` (int64
+    [STATUS_WORDS]), see `collective.call_word`.
     """
     out_rows, out_pitch, x_rows, x_pitch = (
         T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch")
@@ -41,7 +50,9 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
         ctx: N.Context(),
         out: T.Tensor((out_rows, out_pitch), "uint8"),
         x: T.Tensor((x_rows, x_pitch), "uint8"),
+        starts: T.Tensor((n_pes + 1,), "int64"),
         batches: T.int64,
+        column: T.int64,
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
         calls: T.Tensor((blocks,), "uint64"),
@@ -52,45 +63,46 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
             thread = T.get_thread_binding()
             me = N.my_pe()
             call = calls[block] + T.uint64(1)
-            rows = (x_rows if joins_rows else out_rows) // batches
-            width = out_pitch if joins_rows else x_pitch
-            share = T.ceildiv(rows, T.int64(blocks))
-            first = share * block
-            size = T.min(share, rows - first)
+            size = out_pitch if joins_rows else x_pitch
+            width = (x_pitch if joins_rows else out_pitch) // n_pes
             agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
-            if first < rows:
-                same = T.alloc_var("int32")
-                same = 1
-                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
-                agreed = T.alloc_var("int32")
-                all_agree(agreed, agrees, n_pes)
-                moved = T.alloc_var("int64")
-                moved = T.if_then_else(agreed != 0, batches, T.int64(0))
-                for hop in T.serial(n_pes):
-                    pe = (me + hop) % n_pes
+            same = T.alloc_var("int32")
+            same = 1
+            await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
+            agreed = T.alloc_var("int32")
+            all_agree(agreed, agrees, n_pes)
+            moved = T.alloc_var("int64")
+            moved = T.if_then_else(agreed != 0, batches, T.int64(0))
+            for hop in T.serial(n_pes):
+                # Blocks begin with different PEs, so that what stays here holds up nothing that leaves.
+                pe = (me + hop + block) % n_pes
+                first_row = starts[me] if joins_rows else starts[pe]
+                rows = (starts[me + 1] if joins_rows else starts[pe + 1]) - first_row
+                first = rows * block // blocks
+                end = rows * (block + 1) // blocks
+                if first < end:
                     for batch in T.serial(moved):
-                        narrow = batch * rows + first  # of the side whose rows are n_pes boxes wide
+                        wide = batch * rows + first  # of the side whose rows are n_pes parts wide
+                        narrow = batch * starts[n_pes] + first_row + first
                         if joins_rows:
-                            to = (batch * n_pes + me) * rows + first
                             N.put_block(
-                                out[to : to + size, 0:width],
-                                x[narrow : narrow + size, pe * width : (pe + 1) * width],
+                                out[narrow : narrow + (end - first), 0:size],
+                                x[wide : wide + (end - first), pe * width + column : pe * width + column + size],
                                 pe, unroll=unroll,
                             )  # fmt: skip
                         else:
-                            of = (batch * n_pes + pe) * rows + first
                             N.put_block(
-                                out[narrow : narrow + size, me * width : (me + 1) * width],
-                                x[of : of + size, 0:width],
+                                out[wide : wide + (end - first), me * width + column : me * width + column + size],
+                                x[narrow : narrow + (end - first), 0:size],
                                 pe, unroll=unroll,
                             )  # fmt: skip
-                T.sync_threads()
-                if thread < n_pes and agreed != 0:
-                    N.signal(arrived[me, block], call, thread, fence=True)
-                    N.wait(arrived[thread, block], "ge", call)
-                    N.quiet(thread)
+            T.sync_threads()
+            if thread < n_pes and agreed != 0:
+                N.signal(arrived[me, block], call, thread, fence=True)
+                N.wait(arrived[thread, block], "ge", call)
+                N.quiet(thread)
             T.sync_threads()
             if thread == 0:
                 calls[block] = call
@@ -98,11 +110,27 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
     return main
 
 
+# As many push fastest when all PEs send at once; in the simulator, where times mean nothing, each one costs.
+BLOCKS, SIMULATED_BLOCKS = 64, 16
+
+
+def checked_lengths(name: str, lengths: Sequence[int], n_pes: int) -> list[int]:
+    """Lengths of the parts of all PEs; TypeError or ValueError, in the name of the collective, for what is none."""
+    try:
+        parts = [operator.index(length) for length in lengths]
+    except TypeError:
+        raise TypeError(f"{name}: lengths is {lengths!r}; it must be whole numbers") from None
+    if len(parts) != n_pes or min(parts) < 0:
+        raise ValueError(f"{name}: lengths is {parts}; it must have a number of 0 or more for each of {n_pes} PEs")
+    return parts
+
+
 class AllToAllTransposed(Collective):
     """All-to-all that cuts one axis and joins another; constructed and called by all ranks.
 
     Args:
-        threads, blocks: see `Collective`.
+        threads: see `Collective`.
+        blocks: see `Collective`; None: 64, and 16 in the simulator.
         unroll: see `put_block`.
         group: whose ranks these are; see `tilescale_net.world`.
 
@@ -112,14 +140,29 @@ class AllToAllTransposed(Collective):
     """
 
     def __init__(
-        self, *, threads: int = 512, blocks: int = 16, unroll: int | None = None, group: "tsn.Group" = None
+        self, *, threads: int = 512, blocks: int | None = None, unroll: int | None = None, group: "tsn.Group" = None
     ) -> None:
+        if blocks is None:
+            blocks = BLOCKS if tsn.world(group).device_kind == "cuda" else SIMULATED_BLOCKS
         super().__init__("AllToAllTransposed", f"unroll={unroll}", threads, blocks, group)
         self._options = dict(threads=threads, blocks=blocks, unroll=unroll)
-        self._words = self.counters(blocks), self._signals(self.n_pes), self._signals(self.n_pes, blocks)
+        self._words = dict(
+            calls=self.counters(blocks), ready=self._signals(self.n_pes), arrived=self._signals(self.n_pes, blocks)
+        )
+        self._heap = self._world.heap.as_bytes()
+        self._starts: dict[tuple[int, ...], torch.Tensor] = {}  # by lengths
 
     @named("tilescale_net.AllToAllTransposed")
-    def __call__(self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int) -> torch.Tensor:
+    def __call__(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        cut: int,
+        join: int,
+        *,
+        lengths: Sequence[int] | None = None,
+        chunk: tuple[int, int] = (0, 1),
+    ) -> torch.Tensor:
         """The p-th part of `x` along axis `cut` goes to PE p, and parts are joined along axis `join` in the order of the
         PEs; asynchronous on the current stream.
 
@@ -128,10 +171,14 @@ class AllToAllTransposed(Collective):
 
         Args:
             out: symmetric, contiguous, of x's dtype; its shape is that of `x` with axis `cut` divided, and axis `join`
-                multiplied, by the number of PEs.
-            x: contiguous, of the same shape on all ranks, apart from `out` in memory. Symmetric where some PEs are on
-                other nodes.
+                multiplied, by the number of PEs; with `lengths` and `chunk` as they say.
+            x: contiguous, of the same shape on all ranks but for `lengths`, apart from `out` in memory. Symmetric where some PEs
+                are on other nodes.
             cut, join: two axes; negative ones count from the end.
+            lengths: number of elements of each PE's part of the earlier of the two axes, equal on all ranks; 0 or more. Without
+                them parts are equal.
+            chunk: (c, count): of each PE's part of the later axis only the c-th of `count` equal parts moves, to or from a tensor
+                that has no more of this axis. So a result of all heads can be made, and used, chunk by chunk.
 
         Returns:
             `out`. Later work on the stream may write `x` again.
@@ -142,44 +189,119 @@ class AllToAllTransposed(Collective):
                 call or `check`.
         """
         self._begin()
+        key = self._key(out, x, cut, join, chunk) if lengths is None else None
+        if self._made_again(key, out, x):
+            return out
         self._check("out", out, symmetric=True)
         self._check("x", x, out.dtype, symmetric=self._needs_symmetric_source)
         cut, join = self._axis("cut", cut, x), self._axis("join", join, x)
         if cut == join:
             raise ValueError(f"{self.name}: cut and join are both axis {cut}; they must be two axes")
-        if x.shape[cut] % self.n_pes:
-            raise ValueError(
-                f"{self.name}: axis {cut} of x of shape {list(x.shape)} is cut among {self.n_pes} PEs, of which it is no "
-                "multiple"
+        parts = self._parts(x, cut, join, lengths)
+        self._check_shapes(out, x, cut, join, parts, chunk)
+        self._check_apart("out", out, "x", x)
+        place, shape = self._place_of(out), list(x.shape)
+        if lengths is not None:
+            shape[min(cut, join)] = -1
+        noted = (
+            "x of shape {} and {}, cut {}, join {}, lengths {}, chunk {}, out at heap offset {}",
+            tuple(shape), x.dtype, cut, join, None if lengths is None else tuple(parts), chunk, place,
+        )  # fmt: skip
+        tag = self._agree(*noted)
+        if sum(parts) * math.prod(shape[: min(cut, join)]) * math.prod(shape[min(cut, join) + 1 :]):
+            again = self._launch(out, x, cut, join, parts, chunk, place, tag)
+            if key is not None:
+                self._again[key] = noted, again
+        return out
+
+    def _launch(
+        self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int, parts: list[int], chunk: tuple[int, int], place: int, tag: int
+    ) -> Callable[..., None]:  # fmt: skip
+        joins_rows, (early, late) = join < cut, sorted((cut, join))
+        middle = math.prod(x.shape[early + 1 : late])
+        size = math.prod((out if joins_rows else x).shape[late:]) * x.element_size()
+        wide = size * chunk[1] * self.n_pes
+        batches = math.prod(x.shape[:early])
+        out_pitch, x_pitch = (size, wide) if joins_rows else (wide, size)
+        extents = (middle, *parts)
+        starts = self._starts.get(extents)
+        if starts is None:
+            with torch.inference_mode(False):
+                sums = itertools.accumulate((middle * part for part in parts), initial=0)
+                starts = self._starts[extents] = torch.tensor(list(sums), dtype=torch.int64, device=self.device)
+        if not joins_rows and len(set(parts)) > 1:
+            # Peers have more rows; an empty tensor has no address.
+            out = self._heap[place : place + batches * max(parts) * middle * out_pitch]
+        if not x.numel():
+            x = self._heap[:x_pitch]
+
+        def make() -> Launch:
+            forms: dict[str, Form] = {"out": ((-1, out_pitch), torch.uint8), "x": ((-1, x_pitch), torch.uint8)}
+            given = ("starts", "batches", "column", "tag", "out", "x")
+            fixed = {"status": self.status_record, **self._words}
+            return Launch(
+                all_to_all_transposed(self.n_pes, joins_rows, **self._options), fixed, given, self._world, forms=forms
             )
-        shape = list(x.shape)
-        shape[cut] //= self.n_pes
-        shape[join] *= self.n_pes
+
+        launch = self.prepared((joins_rows, out_pitch, x_pitch), make)
+        again = functools.partial(launch, starts, batches, chunk[0] * size, tag)
+        self._launch_checked(again, out, x)
+        return again
+
+    def _parts(self, x: torch.Tensor, cut: int, join: int, lengths: Sequence[int] | None) -> list[int]:
+        """The number of elements of every PE's part of the earlier axis."""
+        early = min(cut, join)
+        if lengths is None:
+            if early == cut and x.shape[cut] % self.n_pes:
+                raise self._not_cut(x, cut, self.n_pes)
+            return [x.shape[early] // (self.n_pes if early == cut else 1)] * self.n_pes
+        parts = checked_lengths(self.name, lengths, self.n_pes)
+        wanted = sum(parts) if early == cut else parts[self.rank]
+        if x.shape[early] != wanted:
+            raise ValueError(
+                f"{self.name}: axis {early} of x of shape {list(x.shape)} has {x.shape[early]} elements; with lengths {parts} it "
+                f"must have {wanted} on rank {self.rank}"
+            )
+        return parts
+
+    def _check_shapes(
+        self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int, parts: list[int], chunk: tuple[int, int]
+    ) -> None:
+        if not (
+            isinstance(chunk, tuple)
+            and len(chunk) == 2
+            and all(type(n) is int for n in chunk)
+            and 0 <= chunk[0] < chunk[1]
+        ):
+            raise ValueError(f"{self.name}: chunk is {chunk!r}; it must be (c, count), with c from 0 to count - 1")
+        shape, joins_rows = list(x.shape), join < cut
+        of_all = self.n_pes * chunk[1]
+        if joins_rows and x.shape[cut] % of_all:
+            raise self._not_cut(x, cut, of_all)
+        shape[cut] = x.shape[cut] // of_all if joins_rows else parts[self.rank]
+        shape[join] = sum(parts) if joins_rows else x.shape[join] * of_all
         if list(out.shape) != shape:
             raise ValueError(
                 f"{self.name}: out has shape {list(out.shape)}; for x of shape {list(x.shape)} it is {shape}"
             )
-        self._check_apart("out", out, "x", x)
-        tag = self._agree("x of shape {} and {}, cut {}, join {}, out at heap offset {}", x.shape, x.dtype, cut, join, self.place(out))  # fmt: skip
-        if x.nbytes:
-            self._launch_checked(lambda: self._launch(out, x, cut, join, tag))
-        return out
 
-    def _launch(self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int, tag: int) -> None:
-        joins_rows = join < cut
-        batches = math.prod(x.shape[: min(cut, join)])
-        # The side whose rows are one box wide; the other has rows of n_pes boxes.
-        width = math.prod((out if joins_rows else x).shape[max(cut, join) :]) * x.element_size()
-        wide = width * self.n_pes
-        kernel = all_to_all_transposed(self.n_pes, joins_rows, **self._options)
-        kernel(
-            as_bytes(out, out.nbytes // (width if joins_rows else wide), width if joins_rows else wide),
-            as_bytes(x, x.nbytes // (wide if joins_rows else width), wide if joins_rows else width),
-            batches,
-            tag,
-            self.status_record,
-            *self._words,
+    def _not_cut(self, x: torch.Tensor, cut: int, parts: int) -> ValueError:
+        chunks = f" in {parts // self.n_pes} chunks" if parts > self.n_pes else ""
+        return ValueError(
+            f"{self.name}: axis {cut} of x of shape {list(x.shape)} is cut among {self.n_pes} PEs{chunks}, of which it is no "
+            "multiple"
         )
+
+    def _place_of(self, out: torch.Tensor) -> int:
+        """Heap offset, of a tensor without elements too, to which peers with more rows refer."""
+        place: int = (
+            out.untyped_storage().data_ptr() + int(out.storage_offset()) * out.element_size() - self._world.heap.base
+        )
+        if not 0 <= place <= self._world.heap.size:
+            raise tsn.HeapError(
+                f"{self.name}: out of shape {list(out.shape)} is not in the symmetric heap; make it with tilescale_net.empty or zeros"
+            )
+        return place
 
     def _axis(self, name: str, axis: int, x: torch.Tensor) -> int:
         if isinstance(axis, bool) or not isinstance(axis, int) or not -x.dim() <= axis < x.dim():

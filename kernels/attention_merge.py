@@ -9,6 +9,7 @@ The memory is used as in all_reduce_push.py: calls take two halves of it in turn
 """
 
 import functools
+from collections.abc import Callable
 
 import tilelang.language as T
 import torch
@@ -17,7 +18,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from .algorithms import Again, BufferSpecs
+from .algorithms import BufferSpecs
 from .all_gather import AllGather
 from .all_to_all import AllToAll
 from .collective import (
@@ -458,7 +459,7 @@ class AttentionMerge(Collective):
         rows = heads if self._all_heads and steps < 2 else heads // self.n_pes
         return steps, min(self._capacity // (rows * vectors), self._lse_capacity // rows)
 
-    def _launch(self, steps: int, tag: int, out, out_lse, x, lse) -> Again:
+    def _launch(self, steps: int, tag: int, out, out_lse, x, lse) -> Callable[..., None]:
         """One kernel."""
         _, heads, dim = x.shape
         vector = VECTOR_BYTES // x.element_size()

@@ -1,6 +1,7 @@
 """Benchmarks of collectives: as users start them, and the proof that wrong data is found."""
 
 import argparse
+import itertools
 import json
 
 import pytest
@@ -45,6 +46,35 @@ def test_decode_context(tmp_path):
     assert "- data: verified" in done.stdout and "NCCL" not in done.stdout
     (table,) = json.loads(path.read_text())["tables"]
     assert [(row["batch"], row["blocks"]) for row in table["rows"]] == [(1, 1), (1, 2), (3, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("env", [{}, {"VIRTUAL_NODES": "2"}], ids=["even", "uneven"])
+@pytest.mark.sample(1)
+def test_ulysses(tmp_path, env):
+    path = tmp_path / "run.json"
+    uneven = ("--uneven", "--batch", "2") if env else ()
+    done = launch("ulysses.py", *QUICK[2:], "--sequence", "18", *uneven, "--json", str(path), **env)
+    assert done.returncode == 0, done.stderr
+    assert "- data: verified" in done.stdout and "NCCL" not in done.stdout
+    (table,) = json.loads(path.read_text())["tables"]
+    assert [row["way"] for row in table["rows"]] == ["scatter", "gather", "attention"]
+
+
+def _torchs_exchanges():
+    """Torch's way, through gloo, which is compared as ours is."""
+    from benchmark.common.collectives import measure
+    from benchmark.common.measuring import Timer
+    from benchmark.ulysses import WAYS, UlyssesCase
+
+    for uneven, batch, way in itertools.product((False, True), (1, 2), WAYS):
+        args = argparse.Namespace(uneven=uneven, batch=batch, heads=4, dim=8, dtype="float32", chunks=1)
+        case = UlyssesCase(args, way, 12)
+        measure(case, case.torchs(None), Timer("launch", 0, 1, on_gpu=False), None, True, f"torch, {way}")
+        case.free()
+
+
+def test_peers_of_ulysses():
+    ranks.run(2, _torchs_exchanges)
 
 
 def _peers():

@@ -13,7 +13,7 @@ PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py"))
 
 def test_every_example_is_listed():
     text = (FOLDER / "README.md").read_text()
-    assert len(PROGRAMS) == 4 and all(f"[{name}]({name})" in text for name in PROGRAMS)
+    assert len(PROGRAMS) == 5 and all(f"[{name}]({name})" in text for name in PROGRAMS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -204,7 +204,9 @@ RUNS = {
         one_node=True,
     ),
     "attention merge across nodes": Run((), _of("attention_merge", "merges", False, True, 3)),
-    "all-to-all, transposed": Run(("all_to_all_transposed",), _of("broadcast", "_transposed")),
+    "all-to-all, transposed": Run(
+        ("all_to_all_transposed",), _all(_of("broadcast", "_transposed"), _of("broadcast", "_uneven"))
+    ),
     "all-gather and matmul": Run(
         GATHER_MATMUL,
         _all(
@@ -421,7 +423,7 @@ SM_90 = {
     "all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
     "all_to_all.all_to_all_mapped": [dict(n_pes=4)],
     "all_to_all.all_to_all_uneven": [dict(n_pes=4)],
-    "all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True)],
+    "all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True), dict(n_pes=2, joins_rows=False)],
     "attention_merge.attention_merge": [
         dict(n_pes=4, dtype="bfloat16", heads=32, dim=512),
         dict(n_pes=2, dtype="float16", heads=32, dim=128, all_heads=True, steps=2, base_2=True),

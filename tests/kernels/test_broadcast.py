@@ -1,5 +1,6 @@
 """Broadcast and the all-to-all that transposes, against plain torch, bit by bit, on one node and on two."""
 
+import itertools
 import random
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.support import Guarded, assert_same, random_tensor, rejected, unsettle, zeroed
+from tests.kernels.support import GUARD, Guarded, assert_same, random_tensor, rejected, unsettle, zeroed
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
 
@@ -65,12 +66,50 @@ def _transposed(seed, cases=8, largest=5):
     op.free()
 
 
+def _uneven(seed, cases=6):
+    """Parts of the earlier axis of any lengths, and chunks of the later one, there and back."""
+    rank, n = tsn.rank(), tsn.size()
+    pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
+    op = AllToAllTransposed(**GEOMETRY)
+    for case in range(cases):
+        dtype, count = turns.choice(DTYPES), turns.choice([1, 2, 3])
+        lengths = [turns.choice([0, 1, 3, 8]) for _ in range(n)]
+        lengths[turns.randrange(n)] += 1
+        batch, own, dim = turns.choice([1, 3]), count * turns.choice([1, 2]), turns.choice([1, 3, 16])
+        ends = [0, *itertools.accumulate(lengths)]
+        mine, most = slice(ends[rank], ends[rank + 1]), batch * max(lengths) * own * n * dim
+        part, chunk = (batch, lengths[rank], own * n, dim), (batch, ends[-1], own // count, dim)
+        x, back = (Guarded((most,), dtype) for _ in range(2))
+        y = Guarded((count, *chunk), dtype)
+        source, result = (t.tensor[: torch.Size(part).numel()].view(part) for t in (x, back))
+        for call in range(2):
+            whole = random_tensor((batch, ends[-1], own * n, dim), dtype, seed, case, call)
+            source.copy_(whole[:, mine])
+            for c in range(count):
+                unsettle(pace, 0.1)
+                op(y.tensor[c], source, 2, 1, lengths=lengths, chunk=(c, count))
+            for c in reversed(range(count)):
+                op(result, y.tensor[c], 1, 2, lengths=lengths, chunk=(c, count))
+            tsn.synchronize()
+            what = f"seed {seed}, {part}, lengths {lengths}, {count} chunks, rank {rank}"
+            assert_same(torch.cat(list(y.tensor.cpu()), 2), whole.chunk(n, 2)[rank].contiguous(), what)
+            assert_same(result, whole[:, mine].contiguous(), what)
+            tsn.barrier()
+        beyond = back.tensor[result.numel() :].contiguous().view(torch.uint8)
+        assert bool((beyond == GUARD).all()), f"{what}: rows of longer ranks were written here"
+        for tensor in (x, y, back):
+            tensor.check()
+            tensor.free()
+    op.free()
+
+
 @pytest.mark.parametrize("size, nodes", [(1, 1), (2, 1), (4, 1), (4, 2)])
 @pytest.mark.sample(1)
 @ranks.on(timeout=400)
 def test_equals_torch(size, nodes, seed):
     _broadcast(seed)
     _transposed(seed)
+    _uneven(seed)
 
 
 @ranks.on()
@@ -86,6 +125,12 @@ def test_misuse_is_named():
         (lambda: transposed(out, x, 1, -1), ValueError, "cut", "join"),
         (lambda: transposed(out, x[:3], 0, 1), ValueError, "[3, 6]", "2 PEs"),
         (lambda: transposed(out[:7], x, 1, 0), ValueError, "out"),
+        (lambda: transposed(out, x, 1, 0, lengths=[4]), ValueError, "lengths", "2 PEs"),
+        (lambda: transposed(out, x, 1, 0, lengths=[4, -1]), ValueError, "lengths", "0 or more"),
+        (lambda: transposed(out, x, 1, 0, lengths=[3, 3]), ValueError, "lengths [3, 3]", "must have 3 on rank"),
+        (lambda: transposed(out, x, 1, 0, lengths="ab"), TypeError, "lengths", "whole numbers"),
+        (lambda: transposed(out, x, 1, 0, chunk=(2, 2)), ValueError, "chunk", "(2, 2)"),
+        (lambda: transposed(out, x, 1, 0, chunk=(0, 2)), ValueError, "axis 1", "2 PEs in 2 chunks"),
         (lambda: transposed(plain.view(8, 3), x, 1, 0), tsn.HeapError, "out", "symmetric"),
         (lambda: transposed(x.view(8, 3), x, 1, 0), ValueError, "overlap"),
     )

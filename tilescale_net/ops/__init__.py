@@ -22,7 +22,7 @@ addresses; call a shape once just before it is captured.
 """
 
 from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, check, recv, reduce_scatter, send
-from tilescale_net.ops.context_parallel import merge_attention
+from tilescale_net.ops.context_parallel import attention_by_heads, gather_heads, merge_attention, scatter_heads
 from tilescale_net.ops.experts import expert_matmul, moe_dispatch_matmul, moe_matmul_combine
 from tilescale_net.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tilescale_net.ops.moe import moe_combine, moe_dispatch, moe_layer
@@ -34,8 +34,10 @@ __all__ = [
     "all_reduce",
     "all_reduce_norm",
     "all_to_all",
+    "attention_by_heads",
     "check",
     "expert_matmul",
+    "gather_heads",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "merge_attention",
@@ -46,5 +48,6 @@ __all__ = [
     "moe_matmul_combine",
     "recv",
     "reduce_scatter",
+    "scatter_heads",
     "send",
 ]

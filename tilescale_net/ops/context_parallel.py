@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed, checked_lengths
 from tilescale_net.kernels.attention_merge import AttentionMerge
 from tilescale_net.ops import arguments, group_objects
-from tilescale_net.ops.group_objects import GroupObjects
+from tilescale_net.ops.group_objects import GroupObjects, SideStream
 
 _ops = torch.ops.tilescale_net
 
@@ -82,3 +86,278 @@ def merge_attention(
     if eager:
         return _merge(group_objects.in_order(group), x, lse, all_heads, base_2)
     return _ops.merge_attention(x, lse, all_heads, base_2, group_objects.name_of(group))
+
+
+# -- Ulysses: heads for sequence and back -----------------------------------------------------------------------------
+
+SEQUENCE, HEADS = -3, -2  # axes
+
+
+def _exchange(
+    objects: GroupObjects, x: torch.Tensor, scatters: bool, lengths: Sequence[int] | None, gradient: bool
+) -> torch.Tensor:
+    name, n, rank = "scatter_heads" if scatters else "gather_heads", objects.world.size, objects.world.rank
+    if x.dim() < 3:
+        raise ValueError(f"{name}: x has shape {list(x.shape)}; it must be [..., sequence, heads, dim]")
+    x = x.contiguous()
+    *batch, sequence, heads, dim = x.shape
+    lengths = None if lengths is None else checked_lengths(name, lengths, n)
+    if lengths is None:
+        objects.calls.note_operator(gradient, f"{name} of x of shape {{}} and {{}}", x.shape, x.dtype)
+    else:
+        objects.calls.note_operator(
+            gradient,
+            f"{name} with lengths {{}} of x of shape {{}} and {{}}",
+            tuple(lengths),
+            (*batch, "sequence", heads, dim),
+            x.dtype,
+        )
+    # Of the most that a rank has, in elements.
+    most = (
+        math.prod(batch) * heads * dim * (sequence if lengths is None else max(lengths) if scatters else sum(lengths))
+    )
+    shape = _exchanged_shape(x.shape, scatters, lengths, n, rank)
+    room = math.prod(shape) if scatters or lengths is None else math.prod(batch) * max(lengths) * heads * n * dim
+    memory, *sources = objects.symmetric(
+        ((room,), x.dtype), *([((most,), x.dtype)] if objects.needs_symmetric_source else [])
+    )
+    if sources and x.device == memory.device:  # the collective rejects what is on another device
+        x = sources[0][: x.numel()].view(x.shape).copy_(x)
+    out = memory[: math.prod(shape)].view(shape)
+    cut, join = (HEADS, SEQUENCE) if scatters else (SEQUENCE, HEADS)
+    return _transposed(objects)(out, x, cut, join, lengths=lengths).clone()
+
+
+def _exchanged_shape(
+    shape: Sequence[int], scatters: bool, lengths: Sequence[int] | None, n: int, rank: int
+) -> tuple[int, ...]:
+    *batch, sequence, heads, dim = shape
+    if scatters:
+        return *batch, sequence * n if lengths is None else sum(lengths), heads // n, dim
+    return *batch, sequence // n if lengths is None else lengths[rank], heads * n, dim
+
+
+def _transposed(objects: GroupObjects) -> AllToAllTransposed:
+    made: AllToAllTransposed = objects.made(
+        "all_to_all_transposed",
+        lambda: AllToAllTransposed(group=objects.world, **objects.geometry).tracked_by(objects.calls),
+    )
+    return made
+
+
+def _fake_exchange(x: torch.Tensor, scatters: bool, lengths: Sequence[int] | None, group: str) -> torch.Tensor:
+    world = group_objects.world_of(group)
+    return x.new_empty(_exchanged_shape(x.shape, scatters, lengths, world.size, world.rank))
+
+
+@arguments.operator("scatter_heads")
+def _scatter_heads(x: torch.Tensor, lengths: Sequence[int] | None, group: str, gradient: bool = False) -> torch.Tensor:
+    return _exchange(group_objects.in_order(group), x, True, lengths, gradient)
+
+
+@arguments.operator("gather_heads")
+def _gather_heads(x: torch.Tensor, lengths: Sequence[int] | None, group: str, gradient: bool = False) -> torch.Tensor:
+    return _exchange(group_objects.in_order(group), x, False, lengths, gradient)
+
+
+@arguments.register_fake("scatter_heads")
+def _(x, lengths, group, gradient=False):
+    return _fake_exchange(x, True, lengths, group)
+
+
+@arguments.register_fake("gather_heads")
+def _(x, lengths, group, gradient=False):
+    return _fake_exchange(x, False, lengths, group)
+
+
+def _exchange_setup(ctx, inputs, output):
+    _, ctx.lengths, ctx.group, _ = inputs
+
+
+def _scatter_gradient(ctx, grad):
+    back = (_gather_heads if arguments.is_unseen(grad) else _ops.gather_heads)(grad, ctx.lengths, ctx.group, True)
+    return back, None, None, None
+
+
+def _gather_gradient(ctx, grad):
+    back = (_scatter_heads if arguments.is_unseen(grad) else _ops.scatter_heads)(grad, ctx.lengths, ctx.group, True)
+    return back, None, None, None
+
+
+_scatter_differentiably = arguments.differentiable(_scatter_heads, _exchange_setup, _scatter_gradient)
+_gather_differentiably = arguments.differentiable(_gather_heads, _exchange_setup, _gather_gradient)
+
+
+def scatter_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence[int] | None = None) -> torch.Tensor:
+    """From this rank's part of the sequence with all heads to the whole sequence with this rank's part of the heads: what comes
+    before attention in sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509). No copy reorders anything.
+
+    Args:
+        x: [..., sequence of this rank, heads, dim] of any dtype, of one shape on all ranks but for `lengths`; heads are a
+            multiple of the ranks.
+        group: see `tilescale_net.ops`.
+        lengths: of the sequence on each rank, equal on all ranks; 0 or more. Without them all are equal.
+
+    Returns:
+        [..., sequence of all ranks, heads / ranks, dim]: rank p has the p-th part of the heads. The gradient of `x` is the
+        gather_heads of that of the result.
+
+    Raises:
+        TypeError, ValueError: a shape or device that does not fit; nothing was sent.
+        HeapError: the symmetric heap has no room for the result.
+        RankMismatch: ranks that pass different shapes, lengths or dtypes; seen when they are used for the first time.
+    """
+    if arguments.is_eager(x):
+        differentiate = arguments.needs_gradient(x)
+        return (_scatter_differentiably if differentiate else _scatter_heads)(
+            x, lengths, group_objects.name_of(group), False
+        )
+    arguments.check("scatter_heads", x=x)
+    return _ops.scatter_heads(x, lengths, group_objects.name_of(group))
+
+
+def gather_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence[int] | None = None) -> torch.Tensor:
+    """The way back of `scatter_heads`, after attention.
+
+    Args:
+        x: [..., sequence of all ranks, heads of this rank, dim] of any dtype, of one shape on all ranks; without `lengths` the
+            sequence is a multiple of the ranks.
+        group: see `tilescale_net.ops`.
+        lengths: of the sequence on each rank, equal on all ranks; 0 or more. Without them all are equal.
+
+    Returns:
+        [..., sequence of this rank, heads * ranks, dim]. The gradient of `x` is the scatter_heads of that of the result.
+
+    Raises:
+        TypeError, ValueError: a shape or device that does not fit; nothing was sent.
+        HeapError: the symmetric heap has no room for the result.
+        RankMismatch: ranks that pass different shapes, lengths or dtypes; seen when they are used for the first time.
+    """
+    if arguments.is_eager(x):
+        differentiate = arguments.needs_gradient(x)
+        return (_gather_differentiably if differentiate else _gather_heads)(
+            x, lengths, group_objects.name_of(group), False
+        )
+    arguments.check("gather_heads", x=x)
+    return _ops.gather_heads(x, lengths, group_objects.name_of(group))
+
+
+# -- attention by chunks of heads -------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def attention_by_heads(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: tsn.Group = None,
+    *,
+    lengths: Sequence[int] | None = None,
+    chunks: int = 2,
+) -> torch.Tensor:
+    """Attention whose sequence is spread over the ranks, in chunks of heads: while one chunk is computed, the next ones come
+    and those before leave, on a stream of their own. Breaks a graph of torch.compile.
+
+    Args:
+        attend: attention to some heads: from q, k and v [..., sequence of all ranks, heads / (ranks * chunks), dim] to an output
+            of q's sequence and heads and v's dim. It is called once for each chunk, on the current stream, and keeps none of
+            its arguments beyond what autograd keeps. It makes no calls of this group.
+        q, k, v: [..., sequence of this rank, heads, dim] of one floating dtype; heads of each are a multiple of ranks * chunks,
+            and may be fewer in k and v. The same batch and sequence.
+        group: see `tilescale_net.ops`.
+        lengths: of the sequence on each rank, as for `scatter_heads`.
+        chunks: of the heads of each rank; 1: nothing overlaps.
+
+    Returns:
+        [..., sequence of this rank, heads of q, dim of v], as attention to the whole sequence. Gradients take the same way back,
+        chunk by chunk.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, by name, or what `attend` returns.
+        HeapError, RankMismatch: see `scatter_heads`.
+    """
+    call = "attention_by_heads"
+    arguments.check(call, q=q, k=k, v=v)
+    objects = group_objects.in_order(group)
+    n = objects.world.size
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"{call}: chunks is {chunks!r}; it must be 1 or more")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() < 3 or x.shape[:HEADS] != q.shape[:HEADS] or x.dtype != q.dtype or x.shape[HEADS] % (n * chunks):
+            raise ValueError(
+                f"{call}: {name} has shape {list(x.shape)} and {x.dtype}, q {list(q.shape)} and {q.dtype}; they must be "
+                f"[..., sequence, heads, dim] of one batch, sequence and dtype, and heads a multiple of {n} ranks * {chunks} chunks"
+            )
+    lengths = None if lengths is None else checked_lengths(call, lengths, n)
+    beside = objects.side_stream
+    if any(arguments.needs_gradient(x) for x in (q, k, v)):
+        return _by_heads_with_gradient(attend, (q, k, v), objects, group, lengths, chunks, beside)
+    return _by_heads(attend, (q, k, v), objects, lengths, chunks, beside)
+
+
+def _by_heads(attend, tensors, objects: GroupObjects, lengths, chunks: int, beside: SideStream) -> torch.Tensor:
+    """Without a copy: attention reads a chunk where it has arrived, and chunks of the output arrive in one tensor."""
+    q, _, v = tensors
+    n, (*batch, mine, heads, _) = objects.world.size, q.shape
+    objects.calls.note_operator(
+        False, "attention_by_heads in {} chunks with lengths {} of q of {}", chunks, lengths and tuple(lengths), q.dtype
+    )
+    total, most = (mine * n, mine) if lengths is None else (sum(lengths), max(lengths))
+    shapes = [(*batch, total, x.shape[HEADS] // (n * chunks), x.shape[-1]) for x in tensors]
+    attended = (*shapes[0][:-1], v.shape[-1])
+    rooms = [(chunks, *shape) for shape in shapes] + [(math.prod(batch) * most * heads * v.shape[-1],)]
+    if objects.needs_symmetric_source:
+        rooms += [(math.prod(batch) * most * x.shape[HEADS] * x.shape[-1],) for x in tensors] + [(chunks, *attended)]
+    *found, out = (memory := objects.symmetric(*((room, q.dtype) for room in rooms)))[:4]
+    sources = memory[4:]  # where PEs of other nodes get their data from
+    exchange = _transposed(objects)
+    out = out[: math.prod(batch) * mine * heads * v.shape[-1]].view(*batch, mine, heads, v.shape[-1])
+    arrived = []
+    with beside.following(*tensors):
+        given = [
+            sources[i][: x.numel()].view(x.shape).copy_(x) if sources else x.contiguous() for i, x in enumerate(tensors)
+        ]
+        for c in range(chunks):
+            for x, room in zip(given, found):
+                exchange(room[c], x, HEADS, SEQUENCE, lengths=lengths, chunk=(c, chunks))
+            arrived.append(beside.mark())
+    for c in range(chunks):
+        beside.join(arrived[c])
+        y = _attended(attend, [room[c] for room in found], attended)
+        with beside.following(y):
+            y = sources[3][c].copy_(y) if sources else y
+            exchange(out, y, SEQUENCE, HEADS, lengths=lengths, chunk=(c, chunks))
+    beside.join(beside.mark())
+    return out.clone()
+
+
+def _by_heads_with_gradient(
+    attend, tensors, objects: GroupObjects, group, lengths, chunks: int, beside: SideStream
+) -> torch.Tensor:
+    """Of operators: autograd runs the way back of each on the stream of its way there."""
+    n, v = objects.world.size, tensors[2]
+    arrived, left = [], []
+    with beside.following(*tensors):
+        parts = [x.unflatten(HEADS, (n, chunks, x.shape[HEADS] // (n * chunks))) for x in tensors]
+        for c in range(chunks):
+            found = [scatter_heads(x[..., c, :, :].flatten(-3, -2), group, lengths=lengths) for x in parts]
+            arrived.append((found, beside.mark()))
+    for found, mark in arrived:
+        beside.join(mark, *found)
+        y = _attended(attend, found, (*found[0].shape[:-1], v.shape[-1]))
+        with beside.following(y):
+            back = gather_heads(y, group, lengths=lengths)
+            left.append(back.unflatten(HEADS, (n, back.shape[HEADS] // n)))
+    beside.join(beside.mark(), *left)
+    return torch.stack(left, -3).flatten(-4, -2)
+
+
+def _attended(attend, found: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    y = attend(*found)
+    if not isinstance(y, torch.Tensor) or y.shape != torch.Size(shape) or y.dtype != found[0].dtype:
+        what = f"{list(y.shape)} and {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
+        raise ValueError(
+            f"attention_by_heads: attend returned {what}; it must be a tensor of shape {list(shape)} and {found[0].dtype}"
+        )
+    return y.contiguous()

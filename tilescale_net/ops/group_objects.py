@@ -93,6 +93,42 @@ def in_order(group: tsn.Group) -> GroupObjects:
     return found
 
 
+class SideStream:
+    """A stream beside the caller's, of higher priority; none on a CPU, where a kernel has ended when its launch returns.
+
+    Args:
+        device: of the stream.
+    """
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def following(self, *used: torch.Tensor) -> Iterator[None]:
+        """What is launched inside runs on it, after what the current stream holds, and uses these tensors."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for tensor in used:
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The end of what it holds now."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, mark: torch.cuda.Event | None, *made: torch.Tensor) -> None:
+        """The current stream goes on after the mark, and uses tensors that were made there."""
+        if self._stream is None or mark is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(mark)
+        for tensor in made:
+            tensor.record_stream(current)
+
+
 class GroupObjects:
     """The collectives of a world, and the memory that functional calls pass through.
 
@@ -126,6 +162,10 @@ class GroupObjects:
         self._captured: set[Hashable] = set()
         self.without_room: set[Hashable] = set()
         self.decisions: dict[Hashable, tuple[str, dict[str, Any]]] = {}
+
+    @functools.cached_property
+    def side_stream(self) -> SideStream:
+        return SideStream(self.world.device)
 
     @functools.cached_property
     def all_gather(self) -> AllGather:
