@@ -124,7 +124,7 @@ def weigh(weights, merged: T.Ref, lses, j, n_pes, base_2):
 
 
 @tsn.jit(name="attention_merge", pass_configs=EXPLICIT_SYNC)
-def attention_merge(n_pes, dtype, heads, dim, all_heads=False, steps=1, base_2=False, threads=288, max_blocks=64):
+def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=False, threads=288, max_blocks=64):
     """Kernel `(out, out_lse, x, lse, tag, status, inbox, lse_inbox, calls)`: rows of `dim` elements, one of each head.
 
     Args:
@@ -134,27 +134,27 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, steps=1, base_2=F
             merges all in one step.
         dim: elements of a row.
         all_heads: `out` and `out_lse` have all heads, and may be `x` and `lse`; else PE p's have the p-th part of them.
-        steps: trips over the links: 1, or 2 with `all_heads`, where each PE merges a part and sends it to all; 0: `inbox` has the
+        shots: trips over the links: 1, or 2 with `all_heads`, where each PE merges a part and sends it to all; 0: `inbox` has the
             rows of all PEs, and behind each PE's its lse.
         base_2: lse are logarithms to base 2, else natural ones.
         threads, max_blocks: launch geometry; all blocks run at once.
 
     `inbox` [2, trips, n_pes, capacity, vector] and `lse_inbox` (float32 [2, trips, n_pes, lse_capacity, LSE_WORDS]), of 2 trips
     with `all_heads` and else 1, are symmetric, and `calls` (uint64 [max_blocks]) is any device memory; all are zero before the
-    first call, and then left alone. With `steps` 0 the inboxes are two views of the same memory [1, 1, n_pes, capacity, 16 bytes]. `tag` stands for what must
-    be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64 [STATUS_WORDS]),
-    see `collective.call_word`.
+    first call, and then left alone. With `shots` 0 the inboxes are two views of the same memory [1, 1, n_pes, capacity, 16
+    bytes]. `tag` stands for what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to
+    `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     batch = T.dynamic("batch", "int64")
     capacity, lse_capacity = T.dynamic("capacity", "int64"), T.dynamic("lse_capacity", "int64")
     vector = vector_of(dtype)
     width, workers = dim // vector, threads - LSE_THREADS
-    parts = n_pes if steps == 2 or not all_heads else 1
-    own, sent = heads // parts, (parts if steps else 1)
+    parts = n_pes if shots == 2 or not all_heads else 1
+    own, sent = heads // parts, (parts if shots else 1)
     out_heads = heads if all_heads else own
     group = max(1, workers // width)  # rows that a block merges at once
     held = -(-group * width // workers)  # vectors of them that a thread has
-    halves, trips = (2, 2 if all_heads else 1) if steps else (1, 1)
+    halves, trips = (2, 2 if all_heads else 1) if shots else (1, 1)
 
     @T.prim_func
     def main(
@@ -192,7 +192,7 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, steps=1, base_2=F
             for turn in T.serial(T.ceildiv(rows - block * group, T.int64(max_blocks * group))):
                 first = (block + turn * T.int64(max_blocks)) * group
                 if thread >= workers:
-                    if steps > 0:
+                    if shots > 0:
                         exchange_lses(
                             lses, agrees, lse_inbox, lse, half, first, rows, call, tag, status, thread - workers, me, n_pes,
                             heads, own, group,
@@ -200,7 +200,7 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, steps=1, base_2=F
                     else:
                         load_lses(lses, agrees, lse_inbox, first, rows, rows * width, thread - workers, n_pes, group)
                 else:
-                    if steps > 0:
+                    if shots > 0:
                         for u in T.unroll(held):
                             i = u * workers + thread
                             r = first + i // width
@@ -223,7 +223,7 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, steps=1, base_2=F
                         i = u * workers + thread
                         r = first + i // width
                         if i < group * width and r < rows:
-                            if steps > 0:
+                            if shots > 0:
                                 N.take_vectors(
                                     got[u * n_pes : u * n_pes + n_pes, 0:vector],
                                     inbox[half, 0, 0:n_pes, r * width + i % width, 0:vector],
@@ -248,7 +248,7 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, steps=1, base_2=F
                         for v in T.unroll(vector):
                             merged[u, v] = T.cast(sums[v], dtype)
                         whole[u, LSE] = row_lse
-                        if steps == 2:
+                        if shots == 2:
                             for hop in T.unroll(n_pes):
                                 pe = (me + hop + 1) % n_pes
                                 N.put_vector(
@@ -261,7 +261,7 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, steps=1, base_2=F
                                 out[r // own, r % own, i % width, v] = merged[u, v]
                             if i % width == 0:
                                 out_lse[r // own, r % own] = row_lse
-                if steps == 2:
+                if shots == 2:
                     for u in T.unroll(held):
                         i = u * workers + thread
                         r = first + i // width
@@ -279,7 +279,7 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, steps=1, base_2=F
                                     if i % width == 0:
                                         out_lse[r // own, p * own + r % own] = theirs[p, LSE]
                 T.sync_threads()
-            if steps > 0:
+            if shots > 0:
                 used = T.min(T.ceildiv(rows, T.int64(group)), T.int64(max_blocks))
                 count_call(calls, block, call, used, thread, threads, max_blocks)
 
@@ -353,10 +353,10 @@ class AttentionMerge(Collective):
                     self._call_track
                 )
         else:
-            steps = 2 if all_heads else 1
+            shots = 2 if all_heads else 1
             specs = {
-                "inbox": ((2, steps, self.n_pes, self._capacity, VECTOR_BYTES), torch.uint8),
-                "lse_inbox": ((2, steps, self.n_pes, self._lse_capacity, LSE_WORDS), torch.float32),
+                "inbox": ((2, shots, self.n_pes, self._capacity, VECTOR_BYTES), torch.uint8),
+                "lse_inbox": ((2, shots, self.n_pes, self._lse_capacity, LSE_WORDS), torch.float32),
             }
         self._memory = self.allocate(specs)
         self._calls = self.counters(blocks)
@@ -395,13 +395,13 @@ class AttentionMerge(Collective):
         tag = self._agree(*noted)
         if x.numel() == 0:
             return out, out_lse
-        steps, tokens = self._steps_and_tokens(x)
-        if tokens < x.shape[0] or steps == 0:
+        shots, tokens = self._shots_and_tokens(x)
+        if tokens < x.shape[0] or shots == 0:
             for first in range(0, x.shape[0], tokens):
                 piece = slice(first, first + tokens)
-                self._launch(steps, tag, out[piece], out_lse[piece], x[piece], lse[piece])
+                self._launch(shots, tag, out[piece], out_lse[piece], x[piece], lse[piece])
         else:
-            again = self._launch(steps, tag, out, out_lse, x, lse)
+            again = self._launch(shots, tag, out, out_lse, x, lse)
             if key is not None:
                 self._again[key] = noted, again
         return out, out_lse
@@ -444,22 +444,22 @@ class AttentionMerge(Collective):
                 if not itself:
                     self._check_apart(name, result, of, given)
         self._check_apart("out", out, "out_lse", out_lse)
-        if x.numel() and self._steps_and_tokens(x)[1] == 0:
+        if x.numel() and self._shots_and_tokens(x)[1] == 0:
             raise ValueError(
                 f"{self.name}: one entry of the batch has {heads * row} bytes, for which the memory of this object is too small; "
                 f"construct it with call_bytes={heads * max(row, 64) * self.n_pes} or more"
             )
 
-    def _steps_and_tokens(self, x: torch.Tensor) -> tuple[int, int]:
+    def _shots_and_tokens(self, x: torch.Tensor) -> tuple[int, int]:
         """Trips over the links, and entries of the batch that one kernel takes."""
         heads, vectors = x.shape[1], x.shape[2] * x.element_size() // VECTOR_BYTES
-        steps = 0 if self._needs_symmetric_source else 1
-        if self._all_heads and steps and x.nbytes > self._one_shot_bytes and heads % self.n_pes == 0:
-            steps = 2
-        rows = heads if self._all_heads and steps < 2 else heads // self.n_pes
-        return steps, min(self._capacity // (rows * vectors), self._lse_capacity // rows)
+        shots = 0 if self._needs_symmetric_source else 1
+        if self._all_heads and shots and x.nbytes > self._one_shot_bytes and heads % self.n_pes == 0:
+            shots = 2
+        rows = heads if self._all_heads and shots < 2 else heads // self.n_pes
+        return shots, min(self._capacity // (rows * vectors), self._lse_capacity // rows)
 
-    def _launch(self, steps: int, tag: int, out, out_lse, x, lse) -> Callable[..., None]:
+    def _launch(self, shots: int, tag: int, out, out_lse, x, lse) -> Callable[..., None]:
         """One kernel."""
         _, heads, dim = x.shape
         vector = VECTOR_BYTES // x.element_size()
@@ -471,23 +471,23 @@ class AttentionMerge(Collective):
                 heads,
                 dim,
                 self._all_heads,
-                steps,
+                shots,
                 self._base_2,
                 self.threads,
                 self.blocks,
             )
             fixed = {"status": self.status_record, "calls": self._calls}
-            if steps:
+            if shots:
                 fixed |= {"inbox": self._memory["inbox"].view(x.dtype), "lse_inbox": self._memory["lse_inbox"]}
-            given = (*(() if steps else ("inbox", "lse_inbox")), "tag", "out", "out_lse", "x", "lse")
+            given = (*(() if shots else ("inbox", "lse_inbox")), "tag", "out", "out_lse", "x", "lse")
             forms = {
                 name: ((-1, count, dim // vector, vector), None)
                 for name, count in (("out", out.shape[1]), ("x", heads))
             }
             return Launch(kernel, fixed, given, self._world, forms=forms)
 
-        inboxes = () if steps else self._exchanged(x, lse)
-        launch = functools.partial(self.prepared((x.dtype, heads, dim, steps), make), *inboxes, tag)
+        inboxes = () if shots else self._exchanged(x, lse)
+        launch = functools.partial(self.prepared((x.dtype, heads, dim, shots), make), *inboxes, tag)
         self._launch_checked(launch, out, out_lse, x, lse)
         return launch
 

@@ -426,9 +426,9 @@ SM_90 = {
     "all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True), dict(n_pes=2, joins_rows=False)],
     "attention_merge.attention_merge": [
         dict(n_pes=4, dtype="bfloat16", heads=32, dim=512),
-        dict(n_pes=2, dtype="float16", heads=32, dim=128, all_heads=True, steps=2, base_2=True),
+        dict(n_pes=2, dtype="float16", heads=32, dim=128, all_heads=True, shots=2, base_2=True),
         dict(n_pes=8, dtype="float32", heads=16, dim=128, all_heads=True),
-        dict(n_pes=4, dtype="bfloat16", heads=32, dim=512, steps=0),
+        dict(n_pes=4, dtype="bfloat16", heads=32, dim=512, shots=0),
     ],
     "broadcast.broadcast": [dict(n_pes=4)],
     "broadcast.node_broadcast": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],

@@ -113,7 +113,7 @@ def test_equals_attention_to_the_whole_cache():
 
 
 def _alone():
-    """Rows do not depend on the rest of the batch: each has the bits that it has alone, in any number of steps."""
+    """Rows do not depend on the rest of the batch: each has the bits that it has alone, in any number of shots."""
     x, lse = (t.to(tsn.device()) for t in partial_of((9, 4, 64), torch.bfloat16, False, tsn.rank()))
     for all_heads in (False, True):
         op = AttentionMerge(**SMALL, all_heads=all_heads)
@@ -124,7 +124,7 @@ def _alone():
         for which in (0, 1):
             together = found[0][which].cpu()
             assert_same(torch.cat([one[which].cpu() for one in found[1:]]), together)
-        assert {op._steps_and_tokens(t)[0] for t in (x, x[:1])} <= {0, 1, 2}
+        assert {op._shots_and_tokens(t)[0] for t in (x, x[:1])} <= {0, 1, 2}
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
