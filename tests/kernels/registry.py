@@ -311,12 +311,6 @@ MUTANTS = {
     "merge without wait for lse": Mutant(
         "attention_merge", "T.sync_threads()\n                all_agree", "attention merge", "all_agree"
     ),
-    "merge that does not count its calls": Mutant(
-        "attention_merge",
-        "count_call(calls, block, call, used, thread, threads, max_blocks)",
-        "attention merge",
-        nightly=False,
-    ),
     "reduce without wait for data": Mutant(
         "reduce_scatter",
         "N.wait_slot(arrived[thread, block], done + step - 1, slots)",
