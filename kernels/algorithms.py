@@ -47,6 +47,8 @@ class Algorithm:
         zero_copy: launches use whole tensors where they lie, if that is the same offset of all heaps (`Call.zero_copy`).
         dtypes: that it takes; None: all of `AllReduce.DTYPES`.
         across_nodes: works between PEs that are not mapped; else AllReduce(algorithm=name) takes its form by node there.
+        is_exact: sums are made in the order of the PEs in float32 and rounded once, as those of all other rows. Others are
+            taken by name alone, and an error between PEs that are not mapped, unless `across_nodes`.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Algorithm:
     zero_copy: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
     across_nodes: bool = False
+    is_exact: bool = True
 
 
 # Of all-reduce, by name, in the order of registration.

@@ -4,9 +4,10 @@
     two_shot_push   more floats, and those outside of symmetric memory: every PE adds up its part; data are their own flags
     packets         few bytes of other types: flags travel beside the data       all_reduce_packets.py
     two_shot        the rest: every PE reads and adds up its part                all_reduce_two_shot.py
+    fp8             by name alone: data travel as FP8, with an error              all_reduce_fp8.py
 
 Each file has a row (`Algorithm`) or two; `register_algorithm` adds rows, also from outside of the package.
-All of them add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
+All but "fp8" add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
 some PEs are on other nodes, a reduce-scatter and an all-gather take their place; small tensors are gathered whole and added
 up everywhere, which spares one of two exchanges over the network. Either way a node's sum is rounded too.
 """
@@ -22,6 +23,7 @@ from tilescale_net.runtime.profiling import named
 
 from .algorithms import ALGORITHMS, Again, Algorithm, Call, register_algorithm
 from .all_gather import AllGather
+from .all_reduce_fp8 import ALL_REDUCE_FP8
 from .all_reduce_packets import PACKETS
 from .all_reduce_push import ONE_SHOT, TWO_SHOT_PUSH
 from .all_reduce_two_shot import TWO_SHOT
@@ -31,7 +33,7 @@ from .sums import VECTOR_BYTES, sum_of_rows
 
 __all__ = ["ALGORITHMS", "Algorithm", "AllReduce", "Call", "register_algorithm"]
 
-for _row in (TWO_SHOT, PACKETS, TWO_SHOT_PUSH, ONE_SHOT):
+for _row in (TWO_SHOT, PACKETS, TWO_SHOT_PUSH, ONE_SHOT, ALL_REDUCE_FP8):
     register_algorithm(_row)
 
 # Over nodes: bytes of all PEs' tensors, and PEs, up to which they are gathered whole.
@@ -46,12 +48,14 @@ class AllReduce(Collective):
         staging_bytes: tensors outside the symmetric heap are reduced in chunks of this many bytes, of floats of up to 32 bits
             in chunks of twice as many; up to ten times as many are allocated in the heap, beside up to 8 MiB for small tensors.
         algorithm: "one_shot", "two_shot_push", "packets", "two_shot", a name that `register_algorithm` has added, or "auto": by
-            the size.
+            the size. "fp8": data travel as FP8, in half the bytes of bfloat16, with the error that `all_reduce_fp8` states;
+            for tensors of some MiB and more, of floats of up to 32 bits, on PEs that are all mapped.
         once_per_node: as that of `AllGather`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
-        ValueError: a launch geometry, an algorithm or a size that the kernels or the GPU cannot run.
+        ValueError: a launch geometry, an algorithm or a size that the kernels or the GPU cannot run; "fp8" where PEs are on
+            several nodes.
         RankMismatch: ranks that want different ones.
         HeapError: no room for the staging memory.
     """
@@ -81,6 +85,11 @@ class AllReduce(Collective):
         # (row, bytes up to which it is taken, launch of a call), in this order.
         self._choices: list[tuple[Algorithm, int, Callable[[Call], Again]]] = []
         if self._needs_symmetric_source and not (algorithm in ALGORITHMS and ALGORITHMS[algorithm].across_nodes):
+            if algorithm in ALGORITHMS and not ALGORITHMS[algorithm].is_exact:
+                raise ValueError(
+                    f"AllReduce: algorithm {algorithm!r} needs PEs that are all mapped, and these are on "
+                    f"{self._world.topology.nodes} nodes; take a group of the ranks of one node, or another algorithm"
+                )
             self._source = self._symmetric(self.staging_bytes, torch.uint8)
             way = "auto" if once_per_node else "push"
             reduce = ReduceScatter(threads=threads, blocks=blocks, algorithm=way, group=self._world)
@@ -115,7 +124,7 @@ class AllReduce(Collective):
         Returns:
             `out`, with equal bits on all ranks: sums are made in float32 (float64 and integers in their own type), in the
             order of the PEs, and rounded once; where nodes have several PEs each, a node's sum is rounded too. Bits do not
-            depend on the algorithm, on other elements or on where tensors lie.
+            depend on the algorithm, on other elements or on where tensors lie. With "fp8", rounded as `all_reduce_fp8` states.
 
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.

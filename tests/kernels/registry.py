@@ -183,6 +183,14 @@ RUNS = {
         _of("all_reduce", "_reduce", SUMS, GEOMETRY, 3, "all"),
         one_node=True,
     ),
+    # One of its blocks writes its slots more than once.
+    "all-reduce by FP8": Run(
+        ("all_reduce_fp8",),
+        _of(
+            "all_reduce", "_reduce", [((18_000,), torch.bfloat16, 0, 0, False)], dict(threads=64, blocks=1), 2, ("fp8",)
+        ),
+        one_node=True,
+    ),
     "all-reduce across nodes": Run((), _of("all_reduce", "_reduce", SUMS, dict(GEOMETRY, staging_bytes=4096))),
     "reduce-scatter across nodes": Run(
         ("reduce_scatter",),
@@ -311,6 +319,13 @@ MUTANTS = {
     "merge without wait for lse": Mutant(
         "attention_merge", "T.sync_threads()\n                all_agree", "attention merge", "all_agree"
     ),
+    "FP8 without wait for data": Mutant(
+        "all_reduce_fp8",
+        'N.wait(arrived[thread, block], "ge", piece_number(call, step + 2 - LAG))',
+        "all-reduce by FP8",
+        nightly=False,
+    ),
+    "FP8 with a slot too few": Mutant("all_reduce_fp8", "SLOTS = 2 * LAG", "all-reduce by FP8", "SLOTS = 2 * LAG - 1"),
     "reduce without wait for data": Mutant(
         "reduce_scatter",
         "N.wait_slot(arrived[thread, block], done + step - 1, slots)",
@@ -398,6 +413,10 @@ SM_90 = {
     "all_gather.all_gather": [dict(n_pes=4), dict(n_pes=8, in_place=True, engine="bulk", threads=128)],
     "all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, in_place=True)],
     "all_gather.node_all_gather": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
+    "all_reduce_fp8.all_reduce_fp8": [
+        dict(n_pes=4, dtype="bfloat16"),
+        dict(n_pes=2, dtype="float32", batch=2, aligned=False),
+    ],
     "all_reduce_norm.all_reduce_norm": [
         dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=shots, threads=544) for shots in (0, 1, 2)
     ],

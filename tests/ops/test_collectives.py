@@ -134,9 +134,28 @@ def _refusals() -> None:
     assert {"tilescale_net::all_gather", "tilescale_net.AllGather"} <= names, names
 
 
+def _quantized() -> None:
+    """An all-reduce of what float8_e4m3fn holds exactly; its gradient is not quantised."""
+    n, device = tsn.size(), tsn.device()
+    x = torch.arange(300.0, device=device).remainder(8).requires_grad_()
+    w = torch.randn(300, generator=torch.Generator().manual_seed(tsn.rank())).to(device)
+    found = ops.all_reduce(x, quantize="fp8")
+    (found * w).sum().backward()
+    assert torch.equal(found, n * x) and torch.equal(x.grad, ops.all_reduce(w))
+    third = torch.full((300,), 1 / 3, device=device)
+    compiled = torch.compile(lambda x: ops.all_reduce(x, quantize="fp8"), fullgraph=True, backend="aot_eager")
+    assert compiled(third).eq(n * 0.34375).all()  # 1.375 / 4
+    with pytest.raises(ValueError, match="quantize is 'int3'; it must be 'fp8' or None"):
+        ops.all_reduce(x, quantize="int3")
+    with pytest.raises(TypeError, match="int32"):
+        ops.all_reduce(x.detach().int(), quantize="fp8")
+
+
 def _on_several_nodes() -> None:
     _results(None)
     _gradients()
+    with pytest.raises(ValueError, match="'fp8' needs PEs that are all mapped"):
+        ops.all_reduce(torch.ones(4, device=tsn.device()), quantize="fp8")
 
 
 def _everything() -> None:
@@ -150,6 +169,7 @@ def _everything() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device("cpu")
     _gradients()
+    _quantized()
     _compiled()
     _refusals()
 

@@ -78,6 +78,17 @@ all_reduce_one_shot, all_reduce_two_shot_push, all_reduce_packets, all_reduce_tw
 )
 
 
+def all_reduce_fp8():
+    from tilescale_net.kernels.all_reduce import AllReduce
+    from tilescale_net.kernels.all_reduce_fp8 import rounded_to_fp8
+
+    def total(call):
+        once = torch.stack([rounded_to_fp8(row) for row in _all(call)]).sum(0)
+        return rounded_to_fp8(once) if tsn.size() > 2 else once
+
+    return _twice(lambda: AllReduce(algorithm="fp8", **BLOCK), lambda: torch.zeros(N), total)()
+
+
 def _reduce_scatter(algorithm):
     def set_up():
         from tilescale_net.kernels.reduce_scatter import ReduceScatter
@@ -144,7 +155,7 @@ def _moe(blocks, combines):
 moe_dispatch, moe_dispatch_two_blocks = _moe(1, False), _moe(2, False)
 moe_latency, moe_latency_two_blocks = _moe(1, True), _moe(2, True)
 CALLS = (
-    "all_gather", "all_to_all", "all_reduce_one_shot", "all_reduce_overwritten", "all_reduce_packets", "all_reduce_two_shot",
+    "all_gather", "all_to_all", "all_reduce_fp8", "all_reduce_one_shot", "all_reduce_overwritten", "all_reduce_packets", "all_reduce_two_shot",
     "all_reduce_two_shot_push",
     "reduce_scatter_push", "reduce_scatter_pull", "broadcast", "moe_dispatch", "moe_dispatch_two_blocks", "moe_latency",
     "moe_latency_two_blocks",
@@ -152,6 +163,7 @@ CALLS = (
 # Which of them run kernels of a file of tilescale_net/kernels.
 _ONE_BLOCK_MOE = ("moe_dispatch", "moe_latency")
 OF = {
+    "all_reduce_fp8": ("all_reduce_fp8",),
     "all_reduce_push": ("all_reduce_one_shot", "all_reduce_two_shot_push"),
     "all_reduce_packets": ("all_reduce_packets",),
     "all_reduce_two_shot": ("all_reduce_two_shot", "all_reduce_overwritten"),

@@ -180,6 +180,10 @@ class GroupObjects:
         return AllReduce(group=self.world, **self.geometry).tracked_by(self.calls)
 
     @functools.cached_property
+    def all_reduce_fp8(self) -> AllReduce:
+        return AllReduce(group=self.world, algorithm="fp8", **self.geometry).tracked_by(self.calls)
+
+    @functools.cached_property
     def all_to_all(self) -> AllToAll:
         return AllToAll(group=self.world, **self.geometry).tracked_by(self.calls)
 
