@@ -1,17 +1,21 @@
-"""All-reduce with what follows it in a transformer's layer: bias, residual and RMSNorm, in the same kernel.
+"""All-reduce with what surrounds it in a transformer's layer, in one kernel: the weighted sum of a token's experts before it;
+bias, residual, RMSNorm and quantisation to FP8 behind it.
 
 Rows travel as in all_reduce_push.py, in one shot or two, and are normalised by the block that has summed or received them,
 whose threads keep them in registers. Where PEs are on other nodes, AllReduce sums and the same kernel does the rest.
 Results have the same bits every way, and a row's do not depend on the other rows.
 """
 
+import itertools
 import math
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.runtime.launch_args import tensor_check
 from tilescale_net.runtime.profiling import named
 
 from .algorithms import BufferSpecs
@@ -25,12 +29,29 @@ from .collective import (
     all_agree,
     count_call,
     dtype_name,
-    is_aligned,
 )
+from .launches import FLAT, Launch
+from .moe.row_ops import FP8, FP8_MAX, GROUP, SMALLEST_AMAX
 from .sums import VECTOR_BYTES, vector_of
+
+FP8_DTYPE = torch.float8_e4m3fn
 
 # Vectors of summed rows that a thread keeps while it normalises them.
 MOST_VECTORS = 4
+
+# What shares a scale of FP8 output: the whole tensor, whose scale is given, a row, or 128 elements of a row.
+PER_TENSOR, PER_TOKEN, PER_BLOCK = "tensor", "token", "block"
+
+
+# Choices of a token, and those whose rows a thread has in flight at once.
+MOST_CHOICES, ROWS_AT_ONCE = 32, 4
+
+# By whether there are residual, bias, total and out: how errors show a call.
+_GIVEN = {
+    flags: "with "
+    + (", ".join(n for n, there in zip(("residual", "bias", "total", "out"), flags) if there) or "nothing")
+    for flags in itertools.product((False, True), repeat=4)
+}
 
 
 @tsn.macro
@@ -47,27 +68,98 @@ def add_vector(sums, rows, u, dtype):
         sums[v] += T.cast(rows[u, v], "float32")
 
 
-@tsn.jit(name="all_reduce_norm", pass_configs=EXPLICIT_SYNC, compile_flags=[EXACT_SUMS])
-def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_blocks=64):
-    """Kernel `(out, x, residual, bias, weight, eps, resumes, biased, tag, status, inbox, tags, calls)` on rows of `hidden`
-    elements.
+class Experts(NamedTuple):
+    """Of what a token's row is summed; see `ExpertRows`. `top_k`: 0 where `x` has the tokens' rows themselves.
 
-    The sum over all PEs of `x` is rounded; bias and residual are added to it in float32, and the result, rounded, is the
-    new residual. `out` is that, divided by the root of the mean of its squares and `eps`, times `weight`, rounded once.
+    Attributes:
+        row_index, weights: [tokens, top_k]. shared: [tokens * hidden]. shares: int32, whether there is `shared`.
+    """
+
+    top_k: int
+    row_index: Any
+    weights: Any
+    shared: Any
+    shares: Any
+
+
+@tsn.macro
+def load_input(row, u, x, experts, token, i, hidden, dtype):
+    """row[u] = vector `i` of a token's row: of `x`, or of the sum of its experts' rows in `x`, rounded."""
+    vector, top_k = vector_of(dtype), experts.top_k
+    if top_k == 0:
+        load_vector(row, u, x, token * hidden + i * vector, dtype)
+    else:
+        found = T.alloc_local((ROWS_AT_ONCE, vector), dtype)
+        from_row = T.alloc_local((ROWS_AT_ONCE,), "int32")
+        total = T.alloc_local((vector,), "float32")
+        T.clear(total)
+        for first in T.unroll(-(-top_k // ROWS_AT_ONCE)):
+            for g in T.unroll(ROWS_AT_ONCE):
+                from_row[g] = -1
+                if first * ROWS_AT_ONCE + g < top_k:
+                    from_row[g] = experts.row_index[token, first * ROWS_AT_ONCE + g]
+            for g in T.unroll(ROWS_AT_ONCE):
+                if from_row[g] >= 0:
+                    for v in T.vectorized(vector):
+                        found[g, v] = x[from_row[g], i * vector + v]
+            for g in T.unroll(ROWS_AT_ONCE):
+                if from_row[g] >= 0:
+                    for v in T.unroll(vector):
+                        total[v] += experts.weights[token, first * ROWS_AT_ONCE + g] * T.cast(found[g, v], "float32")
+        if experts.shares != 0:
+            load_vector(found, 0, experts.shared, token * hidden + i * vector, dtype)
+            add_vector(total, found, 0, dtype)
+        for v in T.unroll(vector):
+            row[u, v] = T.cast(total[v], dtype)
+
+
+@tsn.macro
+def largest_of_vector(peak: T.Ref, row, h, g, dtype):
+    """peak = the largest absolute value of row[h, g], if that is larger."""
+    for v in T.unroll(vector_of(dtype)):
+        peak = T.max(peak, T.abs(T.cast(row[h, g, v], "float32")))
+
+
+@tsn.macro
+def store_fp8(quantized, at, row, h, g, factor, dtype):
+    """The vector of `quantized` that begins at element `at` becomes row[h, g] * factor, at most FP8's largest number."""
+    wide = T.alloc_local((vector_of(dtype),), "float32")
+    for v in T.unroll(vector_of(dtype)):
+        wide[v] = T.cast(row[h, g, v], "float32") * factor
+        # Not T.min: NaN stays NaN.
+        if wide[v] > T.float32(FP8_MAX):
+            wide[v] = T.float32(FP8_MAX)
+        if wide[v] < T.float32(-FP8_MAX):
+            wide[v] = T.float32(-FP8_MAX)
+    for v in T.vectorized(vector_of(dtype)):
+        quantized[at + v] = T.cast(wide[v], FP8)
+
+
+@tsn.jit(name="all_reduce_norm", pass_configs=EXPLICIT_SYNC, compile_flags=[EXACT_SUMS])
+def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_blocks=64, top_k=0, scaled_by=""):
+    """Kernel of the parameters below, on rows of `hidden` elements.
+
+    The sum over all PEs of `x` is rounded; bias and residual are added to it in float32, and the result, rounded, is
+    `total`. `out` is that, divided by the root of the mean of its squares and `eps`, times `weight` + `weight_bias`, rounded
+    once. `quantized` is `out`, divided by its scale, rounded to FP8.
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.
-        dtype: of `out`, `x`, `residual` [rows * hidden], `bias`, `weight` [hidden]; a row is a multiple of 16 bytes.
+        dtype: of `out`, `x`, `residual`, `total` [rows * hidden], `bias`, `weight` [hidden]; a row is a multiple of 16 bytes.
         capacity: rows of a part that a call has at most.
         shots: as in `all_reduce_push`, a part being whole rows; 0: `x` is a sum already.
         threads, max_blocks: launch geometry; as many blocks run as a part has rows, at most `max_blocks`, all of them at
             once.
+        top_k: rows of `x` [any, hidden] that a token's row is the sum of, see `Experts`; 0: `x` has the tokens' rows.
+        scaled_by: "", or what shares a scale: "tensor" (`scales` [1] is given), "token" or "block" (of 128 elements; `scales`
+            of row r and block b becomes element r * scale_row + b * scale_column).
 
-    `resumes` and `biased` state, at run time, whether there are `residual` and `bias`; missing ones are left alone.
+    `resumes`, `biased`, `keeps`, `norms` and `shares` state, at run time, whether there are `residual`, `bias`, `total`, `out`
+    and `shared`; missing ones are left alone.
     `inbox` [2, shots, n_pes, capacity * hidden / vector, vector], `tag`, `status`, `tags` and `calls` as in
     `all_reduce_push`; without shots they are left alone.
     """
-    count = T.dynamic("count", "int64")
+    tokens, count = T.dynamic("tokens", "int64"), T.dynamic("count", "int64")
     vector = vector_of(dtype)
     width = hidden // vector  # vectors of a row
     workers = threads - AGREEING if shots else threads
@@ -75,28 +167,50 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
     parts = n_pes if shots == 2 else 1
     # Rows, one of each of so many parts, that a block normalises at once.
     group = next(g for g in range(parts, 0, -1) if parts % g == 0 and (g * held <= MOST_VECTORS or g == 1))
+    lanes = GROUP // vector  # whose vectors share a scale, by block
+
+    def flat(name: str, dtype: str = dtype) -> Any:
+        return T.Tensor((T.dynamic(f"{name}_count", "int64"),), dtype)
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        out: T.Tensor((count,), dtype),
-        x: T.Tensor((count,), dtype),
-        residual: T.Tensor((T.dynamic("residual_count", "int64"),), dtype),
+        out: flat("out"),
+        x: T.Tensor((T.dynamic("expert_rows"), hidden), dtype) if top_k else T.Tensor((count,), dtype),
+        row_index: T.Tensor((tokens, top_k), "int32") if top_k else None,
+        expert_weights: T.Tensor((tokens, top_k), "float32") if top_k else None,
+        shared: flat("shared") if top_k else None,
+        residual: flat("residual"),
+        total: flat("total"),
         bias: T.Tensor((hidden,), dtype),
         weight: T.Tensor((hidden,), dtype),
+        quantized: flat("quantized", FP8) if scaled_by else None,
+        scales: flat("scales", "float32") if scaled_by else None,
+        scale_row: T.int64,
+        scale_column: T.int64,
         eps: T.float32,
+        weight_bias: T.float32,
         resumes: T.int32,
         biased: T.int32,
+        keeps: T.int32,
+        norms: T.int32,
+        shares: T.int32,
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
         inbox: T.Tensor((2, max(shots, 1), n_pes, capacity * width, vector), dtype),
         tags: T.Tensor((2, n_pes, max_blocks, vector), dtype),
         calls: T.Tensor((max_blocks,), "uint64"),
     ):
-        with T.Kernel(T.min(T.ceildiv(count, T.int64(parts * hidden)), T.int64(max_blocks)), threads=threads) as block:
+        with T.Kernel(
+            T.min(
+                T.ceildiv(tokens if top_k else count, T.int64(parts * (1 if top_k else hidden))), T.int64(max_blocks)
+            ),
+            threads=threads,
+        ) as block:
             me = N.my_pe()
             thread = T.get_thread_binding()
             slots = T.alloc_shared((group, threads // 32), "float32")
+            peaks = T.alloc_shared((group, threads // 32), "float32")
             agrees = T.alloc_shared((n_pes,), "int32")
             got = T.alloc_local((n_pes, vector), dtype)
             own = T.alloc_local((held, vector), dtype)
@@ -105,6 +219,7 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
             squares = T.alloc_local((group,), "float32")
             factors = T.alloc_local((held, vector), dtype)
             before = T.alloc_local((held, vector), dtype)
+            peak = T.alloc_var("float32")
             agreed = T.alloc_var("int32")
             agreed = 1
             T.clear(got)
@@ -112,9 +227,10 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
             call = calls[block] + T.uint64(1)
             half = T.cast(call % T.uint64(2), "int32")
             rows = T.alloc_var("int64")
-            rows = count // T.int64(hidden)
+            rows = tokens if top_k else count // T.int64(hidden)
             part = T.alloc_var("int64")
             part = T.ceildiv(rows, T.int64(parts))
+            experts = Experts(top_k, row_index, expert_weights, shared, shares)
             # A thread beyond the workers has no vector.
             lane = T.alloc_var("int32")
             lane = T.if_then_else(thread < workers, thread, width)
@@ -128,19 +244,29 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
                     i = h * workers + lane
                     if i < width:
                         if shots < 2:
-                            load_vector(own, h, x, r * hidden + i * vector, dtype)
-                        if shots == 2:
+                            load_input(own, h, x, experts, r, i, hidden, dtype)
+                        if shots == 2 and not top_k:
                             for hop in T.unroll(n_pes):
                                 of = (me + hop + 1) % n_pes * part + r
                                 if of < rows:
-                                    load_vector(got, hop, x, of * hidden + i * vector, dtype)
-                        if shots > 0:
+                                    load_input(got, hop, x, experts, of, i, hidden, dtype)
+                        if shots > 0 and (shots < 2 or not top_k):
                             for hop in T.unroll(n_pes):
                                 pe = (me + hop + 1) % n_pes
                                 N.put_vector(
                                     inbox[half, 0, me, r * width + i, 0:vector],
                                     got[hop, 0:vector] if shots == 2 else own[h, 0:vector],
                                     pe,
+                                )
+                        if shots == 2 and top_k:  # one after the other, for its sum takes registers
+                            for hop in T.serial(n_pes):
+                                of = (me + hop + 1) % n_pes * part + r
+                                if of < rows:
+                                    load_input(own, h, x, experts, of, i, hidden, dtype)
+                                N.put_vector(
+                                    inbox[half, 0, me, r * width + i, 0:vector],
+                                    own[h, 0:vector],
+                                    (me + hop + 1) % n_pes,
                                 )
                 if shots < 2 and resumes != 0:
                     for h in T.unroll(held):
@@ -193,9 +319,9 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
                                         add_vector(sums, before, h, dtype)
                                     for v in T.unroll(vector):
                                         row[h, g, v] = T.cast(sums[v], dtype)
-                                    if resumes != 0 and agreed != 0:
+                                    if keeps != 0 and agreed != 0:
                                         for v in T.vectorized(vector):
-                                            residual[of * hidden + i * vector + v] = row[h, g, v]
+                                            total[of * hidden + i * vector + v] = row[h, g, v]
                                     for v in T.unroll(vector):
                                         sums[v] = T.cast(row[h, g, v], "float32")
                                         squares[g] += sums[v] * sums[v]
@@ -204,8 +330,8 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
                         if i < width:
                             load_vector(factors, h, weight, i * vector, dtype)
                     for g in T.unroll(group):
-                        for lanes in T.unroll(5):
-                            squares[g] += T.shfl_xor(squares[g], 16 >> lanes)
+                        for step_of_warp in T.unroll(5):
+                            squares[g] += T.shfl_xor(squares[g], 16 >> step_of_warp)
                         if thread % 32 == 0:
                             slots[g, thread // 32] = squares[g]
                     T.sync_threads()
@@ -214,7 +340,8 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
                         for warp in T.unroll(threads // 32):
                             squares[g] += slots[g, warp]
                         squares[g] = T.float32(1) / T.sqrt(squares[g] / T.float32(hidden) + eps)
-                    T.sync_threads()
+                    if scaled_by != PER_TOKEN:  # there the peaks bring all threads here before slots are written again
+                        T.sync_threads()
                     for h in T.unroll(held):
                         i = h * workers + lane
                         if i < width:
@@ -223,19 +350,133 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
                                 if of < rows and agreed != 0:
                                     for v in T.unroll(vector):
                                         sums[v] = T.cast(row[h, g, v], "float32") * squares[g]
-                                        sums[v] = sums[v] * T.cast(factors[h, v], "float32")
+                                        sums[v] = sums[v] * (T.cast(factors[h, v], "float32") + weight_bias)
                                     for v in T.unroll(vector):
                                         row[h, g, v] = T.cast(sums[v], dtype)
-                                    for v in T.vectorized(vector):
-                                        out[of * hidden + i * vector + v] = row[h, g, v]
+                                    if norms != 0:
+                                        for v in T.vectorized(vector):
+                                            out[of * hidden + i * vector + v] = row[h, g, v]
+                    # What is left in `row` of rows that there are not is quantised as well, and not stored.
+                    if scaled_by == PER_TENSOR:
+                        for h in T.unroll(held):
+                            i = h * workers + lane
+                            for g in T.unroll(group):
+                                of = (step * group + g) * part + r
+                                if i < width and of < rows and agreed != 0:
+                                    store_fp8(
+                                        quantized, of * hidden + i * vector, row, h, g, T.float32(1) / scales[0], dtype
+                                    )
+                    if scaled_by == PER_TOKEN:
+                        for g in T.unroll(group):
+                            peak = T.float32(SMALLEST_AMAX)
+                            for h in T.unroll(held):
+                                if h * workers + lane < width:
+                                    largest_of_vector(peak, row, h, g, dtype)
+                            for step_of_warp in T.unroll(5):
+                                peak = T.max(peak, T.shfl_xor(peak, 16 >> step_of_warp))
+                            if thread % 32 == 0:
+                                peaks[g, thread // 32] = peak
+                        T.sync_threads()
+                        for g in T.unroll(group):
+                            of = (step * group + g) * part + r
+                            peak = peaks[g, 0]
+                            for warp in T.unroll(threads // 32):
+                                peak = T.max(peak, peaks[g, warp])
+                            if of < rows and agreed != 0:
+                                for h in T.unroll(held):
+                                    i = h * workers + lane
+                                    if i < width:
+                                        store_fp8(
+                                            quantized,
+                                            of * hidden + i * vector,
+                                            row,
+                                            h,
+                                            g,
+                                            T.float32(FP8_MAX) / peak,
+                                            dtype,
+                                        )
+                                if thread == 0:
+                                    scales[of * scale_row] = peak / T.float32(FP8_MAX)
+                    if scaled_by == PER_BLOCK:
+                        for h in T.unroll(held):
+                            i = h * workers + lane
+                            for g in T.unroll(group):
+                                of = (step * group + g) * part + r
+                                peak = T.float32(SMALLEST_AMAX)
+                                if i < width:
+                                    largest_of_vector(peak, row, h, g, dtype)
+                                for step_of_warp in T.unroll(5):
+                                    if (1 << step_of_warp) < lanes:
+                                        peak = T.max(peak, T.shfl_xor(peak, 1 << step_of_warp))
+                                if i < width and of < rows and agreed != 0:
+                                    store_fp8(
+                                        quantized, of * hidden + i * vector, row, h, g, T.float32(FP8_MAX) / peak, dtype
+                                    )
+                                    if i % lanes == 0:
+                                        scales[of * scale_row + i // lanes * scale_column] = peak / T.float32(FP8_MAX)
             if shots > 0:
                 count_call(calls, block, call, part, thread, threads, max_blocks)
 
     return main
 
 
+@tsn.jit(name="sum_of_experts", pass_configs=EXPLICIT_SYNC, compile_flags=[EXACT_SUMS])
+def sum_of_experts(dtype, hidden, top_k, threads=256):
+    """Kernel `(out, x, row_index, expert_weights, shared, shares)`: the rows of tokens that `all_reduce_norm` makes of `Experts`, for
+    sums that another kernel makes.
+
+    Args:
+        dtype: of `out`, `shared` [tokens * hidden] and `x` [any, hidden]. hidden: elements of a row, a multiple of 16 bytes.
+        top_k: choices of a token. threads: of a block; a block makes a row.
+    """
+    tokens, vector = T.dynamic("tokens", "int64"), vector_of(dtype)
+    width = hidden // vector
+
+    def flat(name: str) -> Any:
+        return T.Tensor((T.dynamic(f"{name}_count", "int64"),), dtype)
+
+    @T.prim_func
+    def main(
+        out: flat("out"),
+        x: T.Tensor((T.dynamic("expert_rows"), hidden), dtype),
+        row_index: T.Tensor((tokens, top_k), "int32"),
+        expert_weights: T.Tensor((tokens, top_k), "float32"),
+        shared: flat("shared"),
+        shares: T.int32,
+    ):
+        with T.Kernel(tokens, threads=threads) as block:
+            thread = T.get_thread_binding()
+            experts = Experts(top_k, row_index, expert_weights, shared, shares)
+            row = T.alloc_local((1, vector), dtype)
+            for turn in T.serial(-(-width // threads)):
+                i = turn * threads + thread
+                if i < width:
+                    load_input(row, 0, x, experts, T.cast(block, "int64"), i, hidden, dtype)
+                    for v in T.vectorized(vector):
+                        out[T.cast(block, "int64") * hidden + i * vector + v] = row[0, v]
+
+    return main
+
+
+class ExpertRows(NamedTuple):
+    """The end of an MoE layer as input of `AllReduceNorm`: a token's row is the weighted sum of its experts' rows here, and of
+    the shared expert's; in float32, choice by choice, the shared one last, rounded once.
+
+    Attributes:
+        rows: what this rank's experts have made, [any, hidden] of the norm's dtype.
+        row_index: int32 [tokens, top_k]: row of each choice in `rows`; below 0: not on this rank.
+        weights: float32 [tokens, top_k].
+        shared: of the shared expert, [tokens, hidden], or None.
+    """
+
+    rows: torch.Tensor
+    row_index: torch.Tensor
+    weights: torch.Tensor
+    shared: torch.Tensor | None = None
+
+
 class AllReduceNorm(Collective):
-    """All-reduce, bias, residual and RMSNorm in one call; constructed and called by all ranks.
+    """All-reduce, bias, residual, RMSNorm and quantisation in one call; constructed and called by all ranks.
 
     Args:
         hidden: elements of a row; a row is a multiple of 16 bytes, and at most 64 KiB.
@@ -282,65 +523,106 @@ class AllReduceNorm(Collective):
         specs |= {"tags": ((2, self.n_pes, self._max_blocks, VECTOR_BYTES), torch.uint8)}
         self._memory = self.allocate(specs)
         self._calls = self.counters(self._max_blocks)
+        with torch.inference_mode(False):
+            # Stands for what a call has not.
+            self._nothing = torch.zeros(hidden, dtype=torch.float32, device=self.device)
+        # Whether a tensor is one of these rows, or of so many elements; with next to no Python.
+        self._are_rows, self._is_row = {}, {}
+        for dtype in (*self.DTYPES, FP8_DTYPE):
+            self._are_rows[dtype] = tensor_check((dtype,), self.device, (None, hidden), VECTOR_BYTES)
+            self._is_row[dtype] = tensor_check((dtype,), self.device, (hidden,), VECTOR_BYTES)
 
     @named("tilescale_net.AllReduceNorm")
     def __call__(
         self,
-        out: torch.Tensor,
-        x: torch.Tensor,
+        out: torch.Tensor | None,
+        x: torch.Tensor | ExpertRows,
         weight: torch.Tensor,
         *,
         residual: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         eps: float = 1e-6,
+        weight_bias: float = 0.0,
+        total: torch.Tensor | None = None,
+        quantized: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`out` becomes the RMSNorm of the sum over all PEs of `x`, plus bias and residual; asynchronous on the stream.
 
         Args:
             out, x: contiguous [..., hidden] of one of `DTYPES`, beginning at multiples of 16 bytes; may be the same tensor.
+                Any number of rows. `out` may be None where `quantized` is given; `x` may be `ExpertRows` of as many tokens.
             weight: of the norm, [hidden].
-            residual: [..., hidden]; added to the rounded sum, and replaced by the result, which is what is normalised.
+            residual: [..., hidden]; added to the rounded sum. Without `total` it is replaced by the result, which is what is
+                normalised.
             bias: [hidden]; added to the rounded sum first. All PEs pass the same.
             eps: added to the mean of the squares.
+            weight_bias: added to `weight`; 1 for Gemma.
+            total: [..., hidden]; becomes the sum plus bias and residual, which is then left alone; may be `residual`.
+            quantized: float8_e4m3fn [..., hidden]; becomes `out`, as it is rounded, divided by its scale.
+            scales: float32; becomes what multiplies `quantized`. [rows, 1]: a scale for each row; [rows, hidden / 128]: for
+                each 128 elements. Of any strides: `new_scales` makes what GEMMs of vLLM and DeepGEMM take.
+            scale: float32, one element, instead of `scales`: the scale of all, which is given. Numbers beyond 448 become 448.
 
         Returns:
-            `out`. Sums have the bits of `AllReduce`; bias, residual and norm are computed in float32.
+            `out`, or `quantized` without it. Sums have the bits of `AllReduce`; bias, residual and norm are computed in
+            float32. The scale of a row or block is its largest absolute value, at least 1e-4, divided by 448.
 
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
             RankMismatch: ranks that pass different ones. Raised at once where they are new, else by the next call or `check`.
         """
         self._begin()
-        self._check("out", out)
-        self._check_rows("out", out, None, (*out.shape[:-1], self.hidden))
-        self._check_rows("x", x, out.dtype, out.shape)
-        self._check_rows("weight", weight, out.dtype, (self.hidden,))
-        for name, tensor, shape in (("residual", residual, out.shape), ("bias", bias, (self.hidden,))):
-            if tensor is not None:
-                self._check_rows(name, tensor, out.dtype, shape)
-        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-            raise ValueError(f"{self.name}: eps is {eps!r}; it must be a finite number of 0 or more")
-        if x.data_ptr() != out.data_ptr():
-            self._check_apart("out", out, "x", x)
-        if residual is not None:
-            self._check_apart("residual", residual, "out", out)
-            self._check_apart("residual", residual, "x", x)
-        given = [name for name, tensor in (("bias", bias), ("residual", residual)) if tensor is not None]
+        like = out if out is not None else quantized
+        if like is None:
+            raise ValueError(f"{self.name}: neither out nor quantized is given; nothing would be computed")
+        experts, rows_of_x, plain = (x, x.rows, None) if isinstance(x, ExpertRows) else (None, x, x)
+        if total is None:
+            total = residual
+        given = {"out": out, "x": plain, "residual": residual, "total": total, "quantized": quantized}
+        if experts is not None or not self._are_plain(given, weight, bias):
+            self._check_all(given, experts, rows_of_x, weight, bias)
+        for name, value in (("eps", eps), ("weight_bias", weight_bias)):
+            if type(value) is not float or not 0 <= value < math.inf:
+                self._check_number(name, value, 0 if name == "eps" else -math.inf)
+        scaled_by = self._scaled_by(like, quantized, scales, scale)
+        written = scales if scale is None else None
+        self._check_all_apart(given | {"scales": written, "weight": weight, "bias": bias}, experts)
+        flags = residual is not None, bias is not None, total is not None, out is not None
         tag = self._agree(
-            "out of shape {} and {}, with {}, eps {}", out.shape, out.dtype, ", ".join(given) or "neither", eps
-        )
-        if out.numel() == 0:
-            return out
-        x = x.view(-1)
+            "{} of shape {} and {}, {}, eps {}, weight_bias {}", "rows" if experts is None else "sums of experts", like.shape,
+            rows_of_x.dtype, _GIVEN[flags], eps, weight_bias,
+        )  # fmt: skip
+        rows = like.numel() // self.hidden
+        if not rows:
+            return like
         if self._all_reduce is not None:
-            x = self._all_reduce(out, x.view(out.shape)).view(-1)
-        flat = out.view(-1)
-        shots, rows = self._shots_and_rows(out)
-        for first in range(0, flat.numel(), rows * self.hidden):
-            piece = slice(first, first + rows * self.hidden)
-            before = None if residual is None else residual.view(-1)[piece]
-            self._launch(shots, flat[piece], x[piece], weight, before, bias, float(eps), tag)
-        return out
+            sums = torch.empty(like.shape, dtype=rows_of_x.dtype, device=self.device) if out is None else out
+            if experts is not None:
+                self._sum_of_experts(sums, experts)
+                self._all_reduce(sums)
+            else:
+                self._all_reduce(sums, rows_of_x)
+            rows_of_x, experts = sums, None
+        key = scaled_by, float(eps), float(weight_bias), flags
+        shots, most = self._shots_and_rows(rows, rows_of_x.element_size())
+        if rows <= most:
+            self._launch(
+                shots, key, tag, out, rows_of_x, experts, residual, total, bias, weight, quantized, scales, scale
+            )
+            return like
+        for first in range(0, rows, most):
+
+            def piece(tensor, first=first):
+                return None if tensor is None else tensor.view(-1, tensor.shape[-1])[first : first + most]
+
+            mine = None if experts is None else ExpertRows(rows_of_x, *map(piece, experts[1:]))
+            self._launch(
+                shots, key, tag, piece(out), rows_of_x if mine is not None else piece(rows_of_x), mine, piece(residual),
+                piece(total), bias, weight, piece(quantized), None if scales is None else scales[first : first + most], scale,
+            )  # fmt: skip
+        return like
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Make the kernels for rows of a dtype, whatever their number: later calls may be captured into a CUDA graph.
@@ -363,71 +645,256 @@ class AllReduceNorm(Collective):
         finally:
             self.shots = forced
 
-    def _shots_and_rows(self, out: torch.Tensor) -> tuple[int, int]:
+    def new_scales(self, rows: int, by: str = "block", layout: str = "row") -> torch.Tensor:
+        """Memory for the `scales` of a call.
+
+        Args:
+            rows: of the call.
+            by: "token": a scale for each row, or "block": for each 128 elements.
+            layout: "row": contiguous, as vLLM's CUTLASS GEMMs take scales of tokens; "column": the scales of one block of all
+                rows in one piece, as its GEMMs by block take them; "tma": so, and each of these begins at a multiple of 16
+                bytes, as DeepGEMM takes them.
+
+        Returns:
+            float32 [rows, 1] or [rows, hidden / 128].
+        """
+        columns = 1 if by == PER_TOKEN else self.hidden // GROUP
+        return torch.empty_strided(
+            (rows, columns), scale_strides(rows, columns, layout), dtype=torch.float32, device=self.device
+        )
+
+    def _shots_and_rows(self, rows: int, itemsize: int) -> tuple[int, int]:
         """Steps over the links, and rows that one kernel takes."""
-        row = self.hidden * out.element_size()
+        row = self.hidden * itemsize
         if self.n_pes == 1 or self._all_reduce is not None:
-            return 0, out.numel() // self.hidden
-        if (self.shots or (1 if out.nbytes <= self._one_shot_bytes else 2)) == 1:
+            return 0, rows
+        if (self.shots or (1 if rows * row <= self._one_shot_bytes else 2)) == 1:
             return 1, self._one_shot_bytes // row
         return 2, self._memory["inbox2"].shape[3] // row * self.n_pes
 
     def _launch(
         self,
         shots: int,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        residual: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
+        key: tuple[str, float, float, tuple[bool, ...]],
         tag: int,
+        out: torch.Tensor | None,
+        x: torch.Tensor,
+        experts: ExpertRows | None,
+        residual: torch.Tensor | None,
+        total: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        quantized: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        scale: torch.Tensor | None,
     ) -> None:
         """One kernel, for whole rows."""
-        vector = VECTOR_BYTES // out.element_size()
+        top_k = experts.row_index.shape[-1] if experts is not None else 0
+        shares = experts is not None and experts.shared is not None
+        launch = self.prepared(
+            (shots, x.dtype, top_k, shares, key), lambda: self._prepare(shots, x.dtype, top_k, shares, *key)
+        )
+        arguments: list[Any] = [tag, x, weight, out, residual, total, bias]
+        if experts is not None:
+            arguments += [experts.row_index, experts.weights, experts.shared]
+        if key[0] == PER_TENSOR:
+            arguments += [quantized, scale, 0, 0]
+        elif key[0]:
+            assert scales is not None
+            (rows, columns), (of_row, of_column) = scales.shape, scales.stride()
+            whole = scales.as_strided(((rows - 1) * of_row + (columns - 1) * of_column + 1,), (1,))
+            arguments += [quantized, whole, of_row, of_column]
+        self._launch_checked(launch, *arguments)
+
+    def _prepare(
+        self, shots: int, dtype: torch.dtype, top_k: int, shares: bool, scaled_by: str, eps: float, weight_bias: float,
+        flags: tuple[bool, ...],
+    ) -> Launch:  # fmt: skip
+        vector = VECTOR_BYTES // dtype.itemsize
         width = self.hidden // vector
-        # As few vectors a thread as possible, and as few threads then.
-        most = 1024 - (AGREEING if shots else 0)
-        threads = -(-width // -(-width // most) // 32) * 32 + (AGREEING if shots else 0)
+        # As few vectors a thread as possible, and as few threads then; the same with and without shots, so that squares are
+        # added up in one order.
+        workers = -(-width // -(-width // (1024 - AGREEING)) // 32) * 32
+        capacity, inbox = 0, self._memory["tags"].view(dtype).view(-1)[:0]
         if shots:
             memory = self._memory[f"inbox{shots}"]
-            capacity = memory.shape[3] // (width * VECTOR_BYTES)
-            inbox = memory.view(-1).view(out.dtype)
-        else:
-            capacity, inbox = 0, x[:0]
+            capacity, inbox = memory.shape[3] // (width * VECTOR_BYTES), memory.view(-1).view(dtype)
         kernel = all_reduce_norm(
-            self.n_pes, dtype_name(out.dtype), self.hidden, capacity, shots, threads, self._max_blocks
+            self.n_pes, dtype_name(dtype), self.hidden, capacity, shots, workers + (AGREEING if shots else 0),
+            self._max_blocks, top_k, scaled_by,
+        )  # fmt: skip
+        fixed: dict[str, object] = dict(
+            zip(("resumes", "biased", "keeps", "norms", "shares"), map(int, (*flags, shares)))
         )
-        arguments = (
-            out,
-            x,
-            out if residual is None else residual,
-            weight if bias is None else bias,
-            weight,
-            eps,
-            int(residual is not None),
-            int(bias is not None),
-            tag,
-            self.status_record,
-            inbox.view(2, max(shots, 1), self.n_pes, capacity * width, vector),
-            self._memory["tags"].view(out.dtype),
-            self._calls,
+        fixed |= {
+            "eps": eps, "weight_bias": weight_bias, "status": self.status_record, "tags": self._memory["tags"].view(dtype),
+            "inbox": inbox.view(2, max(shots, 1), self.n_pes, capacity * width, vector), "calls": self._calls,
+        }  # fmt: skip
+        none = self._nothing.view(dtype)[: self.hidden]
+        given: list[str] = ["tag", "x", "weight", "out", "residual", "total", "bias"]
+        if top_k:
+            given += ["row_index", "expert_weights", "shared"]
+        if scaled_by:
+            given += ["quantized", "scales", "scale_row", "scale_column"]
+        else:
+            fixed |= {"scale_row": 0, "scale_column": 0}
+        flat = ("x", "out", "residual", "total", "shared", "quantized", "scales")
+        forms = {name: FLAT for name in flat if name in given}
+        forms |= {name: ((-1, top_k), None) for name in ("row_index", "expert_weights") if name in given}
+        if top_k:
+            forms["x"] = (-1, self.hidden), None
+        missing: dict[str, torch.Tensor] = {
+            name: none for name in ("out", "residual", "total", "bias", "shared") if name in given
+        }
+        return Launch(kernel, fixed, given, self._world, forms=forms, stand_ins=missing)
+
+    def _sum_of_experts(self, out: torch.Tensor, experts: ExpertRows) -> None:
+        kernel = sum_of_experts(dtype_name(out.dtype), self.hidden, experts.row_index.shape[-1])
+        shared = out if experts.shared is None else experts.shared
+        tokens = out.numel() // self.hidden
+        kernel(
+            out.view(-1), experts.rows.view(-1, self.hidden), experts.row_index.view(tokens, -1), experts.weights.view(tokens, -1), shared.view(-1),
+            int(experts.shared is not None),
+        )  # fmt: skip
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _are_plain(
+        self, given: dict[str, torch.Tensor | None], weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> bool:
+        """Whether all tensors are matrices of one number of rows as they must be; False also where that is unknown."""
+        x = given["x"]
+        if type(x) is not torch.Tensor or x.dim() != 2 or x.dtype not in self.DTYPES:
+            return False
+        dtype, is_row = x.dtype, self._is_row[x.dtype]
+        rows, row = x.shape[0], self.hidden * dtype.itemsize
+        return (
+            row % VECTOR_BYTES == 0
+            and row <= self.LARGEST_ROW
+            and is_row(weight)
+            and (bias is None or is_row(bias))
+            and all(
+                t is None or self._are_rows[FP8_DTYPE if name == "quantized" else dtype](t, rows)
+                for name, t in given.items()
+            )
         )
-        self._launch_checked(lambda: kernel(*arguments))
+
+    def _check_all(
+        self, given: dict[str, torch.Tensor | None], experts: ExpertRows | None, x: torch.Tensor, weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Raise TypeError or ValueError, naming the argument, for a tensor that does not fit."""
+        like, what = next((given[name], name) for name in ("out", "quantized") if given[name] is not None)
+        assert like is not None
+        self._check(what, like)
+        shape = (*like.shape[:-1], self.hidden)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{self.name}: x must be a tensor or ExpertRows, not {type(x).__name__}")
+        dtype = like.dtype if what == "out" else x.dtype
+        for name, tensor in given.items():
+            if tensor is not None:
+                self._check_rows(name, tensor, FP8_DTYPE if name == "quantized" else dtype, shape)
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None or name == "weight":
+                self._check_rows(name, tensor, dtype, (self.hidden,))
+        if experts is None:
+            return
+        self._check_rows("rows", x, dtype, (*x.shape[:-1], self.hidden))
+        if experts.shared is not None:
+            self._check_rows("shared", experts.shared, dtype, shape)
+        self._check("row_index", experts.row_index, torch.int32)
+        self._check("weights", experts.weights, torch.float32)
+        wanted = f"[{', '.join(map(str, shape[:-1]))}{', ' if shape[:-1] else ''}top_k]"
+        for name, tensor in (("row_index", experts.row_index), ("weights", experts.weights)):
+            if (
+                tensor.shape != experts.row_index.shape
+                or tensor.shape[:-1] != like.shape[:-1]
+                or not 0 < tensor.shape[-1] <= MOST_CHOICES
+            ):
+                raise ValueError(
+                    f"{self.name}: {name} has shape {list(tensor.shape)}; row_index and weights must be {wanted} with top_k from 1 to "
+                    f"{MOST_CHOICES}"
+                )
+
+    def _check_number(self, name: str, value: object, least: float) -> None:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not least <= value < math.inf
+            or value == -math.inf
+        ):
+            bound = " of 0 or more" if least == 0 else ""
+            raise ValueError(f"{self.name}: {name} is {value!r}; it must be a finite number{bound}")
+
+    def _scaled_by(
+        self,
+        like: torch.Tensor,
+        quantized: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> str:
+        """What shares a scale of `quantized`; "" without it. Raises TypeError or ValueError for scales that do not fit."""
+        if quantized is None:
+            if scales is not None or scale is not None:
+                raise ValueError(f"{self.name}: scales are given, but no quantized tensor that they are of")
+            return ""
+        if (scales is None) == (scale is None):
+            raise ValueError(
+                f"{self.name}: give either scales (which become those of rows or blocks) or scale (of all)"
+            )
+        if scale is not None:
+            self._check("scale", scale, torch.float32)
+            if scale.numel() != 1:
+                raise ValueError(f"{self.name}: scale has shape {list(scale.shape)}; it must be one element")
+            return PER_TENSOR
+        assert scales is not None
+        if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32 or scales.device != self.device:
+            what = f"{scales.dtype} on {scales.device}" if isinstance(scales, torch.Tensor) else type(scales).__name__
+            raise TypeError(f"{self.name}: scales is {what}; it must be a float32 tensor on {self.device}")
+        rows, blocks = like.numel() // self.hidden, self.hidden // GROUP if self.hidden % GROUP == 0 else 0
+        if scales.dim() != 2 or scales.shape[0] != rows or scales.shape[1] not in (1, blocks):
+            by_block = f" or [{rows}, {blocks}] (of 128 elements)" if blocks else "; hidden is no multiple of 128"
+            raise ValueError(
+                f"{self.name}: scales has shape {list(scales.shape)}; it must be [{rows}, 1] (of rows){by_block}"
+            )
+        a, b = sorted(zip(scales.stride(), scales.shape))
+        if rows and (a[0] < (a[1] > 1) or (b[1] > 1 and b[0] < a[0] * a[1])):
+            raise ValueError(
+                f"{self.name}: scales of shape {list(scales.shape)} and strides {list(scales.stride())} overlap"
+            )
+        return PER_TOKEN if scales.shape[1] == 1 else PER_BLOCK
+
+    def _check_all_apart(self, given: dict[str, torch.Tensor | None], experts: ExpertRows | None) -> None:
+        """Raise ValueError when a tensor that is written overlaps another one; `out` may be `x`, and `total` be `residual`."""
+        if experts is not None:
+            given = given | dict(zip(("rows", "row_index", "weights", "shared"), experts))
+        spans = {name: (t.data_ptr(), _end(t)) for name, t in given.items() if t is not None}
+        written = [name for name in ("out", "total", "quantized", "scales") if name in spans]
+        for result, source in (("out", "x"), ("total", "residual")):
+            if result in spans and spans[result] == spans.get(source):
+                del spans[source]
+        ends = sorted(spans.values())
+        if all(a[1] <= b[0] for a, b in zip(ends, ends[1:])):
+            return
+        for a in written:
+            for b in spans:
+                if a != b and max(spans[a][0], spans[b][0]) < min(spans[a][1], spans[b][1]):
+                    shown = ["residual" if n == "total" and given["total"] is given["residual"] else n for n in (a, b)]
+                    raise ValueError(f"{self.name}: {shown[0]} and {shown[1]} overlap in memory")
 
     def _check_rows(self, name: str, tensor, dtype, shape) -> None:
         self._check(name, tensor, dtype)
-        if tensor.dtype not in self.DTYPES:
+        if tensor.dtype not in (FP8_DTYPE,) if name == "quantized" else tensor.dtype not in self.DTYPES:
             raise TypeError(f"{self.name}: dtype {tensor.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
         if tensor.dim() == 0 or tensor.shape != torch.Size(shape):
             raise ValueError(f"{self.name}: {name} has shape {list(tensor.shape)}; it must be {list(shape)}")
         row = self.hidden * tensor.element_size()
-        if row % VECTOR_BYTES or row > self.LARGEST_ROW:
+        if name != "quantized" and (row % VECTOR_BYTES or row > self.LARGEST_ROW):
             raise ValueError(
                 f"{self.name}: a row of {self.hidden} elements of {tensor.dtype} has {row} bytes; it must be a multiple of "
                 f"{VECTOR_BYTES}, and at most {self.LARGEST_ROW}"
             )
-        if not is_aligned(VECTOR_BYTES, tensor):
+        if tensor.data_ptr() % VECTOR_BYTES:
             raise ValueError(f"{self.name}: {name} must begin at a multiple of {VECTOR_BYTES} bytes")
 
     def free(self) -> None:
@@ -436,3 +903,20 @@ class AllReduceNorm(Collective):
         if self._all_reduce is not None:
             self._all_reduce.free()
         super().free()
+
+
+def scale_strides(rows: int, columns: int, layout: str) -> tuple[int, int]:
+    """Of `AllReduceNorm.new_scales`. Raises ValueError for another layout."""
+    if layout not in ("row", "column", "tma"):
+        raise ValueError(f"AllReduceNorm: layout is {layout!r}; it must be row, column or tma")
+    if layout == "row":
+        return columns, 1
+    return 1, (rows + 3) // 4 * 4 if layout == "tma" else rows
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Address behind the last element."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size() if tensor.numel() else tensor.data_ptr()

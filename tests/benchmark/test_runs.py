@@ -84,6 +84,18 @@ def test_fused_gemms(tmp_path, name):
 
 
 @pytest.mark.nightly
+def test_all_reduce_norm(tmp_path):
+    path = tmp_path / "run.json"
+    done = launch("all_reduce_norm.py", "--rows", "3", "--warmup", "0", "--repeat", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(path)
+    assert {row["form"] for row in rows} >= {"bf16", "fp8 by token", "fp8 by 128, tma", "MoE, fp8 by 128"}
+    base = next(row["us"] for row in rows if row["form"] == "bf16")
+    assert all(row["more_us"] == pytest.approx(row["us"] - base) for row in rows)
+    assert "- data: verified" in done.stdout
+
+
+@pytest.mark.nightly
 def test_gemm_alone(tmp_path):
     path = tmp_path / "run.json"
     done = launch("matmul.py", "--m", "72", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")

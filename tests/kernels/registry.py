@@ -206,6 +206,11 @@ RUNS = {
         one_node=True,
     ),
     "all-reduce and norm across nodes": Run((), _of("all_reduce_norm", "_layers", torch.bfloat16, 96, 3)),
+    "all-reduce and what surrounds it": Run(
+        ("all_reduce_norm",),
+        _of("all_reduce_norm", "_forms", torch.bfloat16, 256),
+        one_node=True,
+    ),
     "attention merge": Run(
         ("attention_merge",),
         _all(_of("attention_merge", "merges", False, False, 4), _of("attention_merge", "merges", True, True, 4)),
@@ -419,7 +424,12 @@ SM_90 = {
     ],
     "all_reduce_norm.all_reduce_norm": [
         dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=shots, threads=544) for shots in (0, 1, 2)
+    ]
+    + [
+        dict(n_pes=4, dtype="bfloat16", hidden=7168, capacity=32, shots=shots, threads=928, top_k=top_k, scaled_by=by)
+        for shots, top_k, by in ((1, 0, "token"), (2, 0, "block"), (1, 8, "block"), (2, 8, ""), (1, 0, "tensor"))
     ],
+    "all_reduce_norm.sum_of_experts": [dict(dtype="bfloat16", hidden=7168, top_k=8)],
     "all_reduce_packets.all_reduce_packets": [
         dict(n_pes=4, dtype="bfloat16", capacity=16384),
         dict(n_pes=8, dtype="float32", capacity=8192, aligned=False),

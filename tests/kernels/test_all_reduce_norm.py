@@ -1,5 +1,6 @@
 """All-reduce with bias, residual and RMSNorm against plain torch; the new residual bit by bit."""
 
+import itertools
 import random
 
 import pytest
@@ -9,9 +10,10 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import assert_same, rejected, unsettle
 from tests.kernels.test_reduce_scatter import reference_of_nodes, values
-from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
+from tilescale_net.kernels.all_reduce_norm import AllReduceNorm, ExpertRows
+from tilescale_net.kernels.moe.row_ops import quantise
 
-EPS = 1e-5
+EPS, FP8 = 1e-5, torch.float8_e4m3fn
 
 
 def expected(sums, bias, residual, weight):
@@ -63,11 +65,135 @@ def test_equals_torch(size, dtype, hidden, seed):
     assert all(bits == found[0] for bits in found), "ranks have results with different bits"
 
 
+SCALES = ("tensor", "token", "block")
+
+
+def _quantised(out: torch.Tensor, by: str, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What FP8 output is of `out`, and its scales, in plain torch."""
+    if by == "tensor":
+        return (out.float() * (1 / scale)).clamp(-448, 448).to(FP8), scale
+    if by == "block":
+        return quantise(out)
+    largest = torch.tensor(448.0)
+    peak = out.float().abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    return (out.float() * (largest / peak)).to(FP8), peak / largest
+
+
+def sum_of_experts(experts: ExpertRows) -> torch.Tensor:
+    """In plain torch, choice by choice in float32."""
+    total = torch.zeros((*experts.row_index.shape[:-1], experts.rows.shape[-1]))
+    for k in range(experts.row_index.shape[-1]):
+        chosen = experts.rows[experts.row_index[..., k].clamp(min=0).long()].float() * experts.weights[..., k, None]
+        total += torch.where(experts.row_index[..., k, None] >= 0, chosen, 0.0)
+    return (total if experts.shared is None else total + experts.shared.float()).to(experts.rows.dtype)
+
+
+def _experts(key, tokens, top_k, dtype, hidden, shared) -> ExpertRows:
+    g = torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(60))
+    count = tokens * top_k + 3
+    index = torch.randint(-2, count, (tokens, top_k), generator=g, dtype=torch.int32)
+    return ExpertRows(
+        values((count, hidden), dtype, *key, "rows"),
+        index,
+        torch.rand((tokens, top_k), generator=g),
+        values((tokens, hidden), dtype, *key, "shared") if shared else None,
+    )
+
+
+def _on_device(*tensors):
+    return [None if t is None else t.to(tsn.device(), copy=True) for t in tensors]
+
+
+# What shares a scale, steps, and choices of a token: each compiles kernels of its own.
+FEW = (("token", 1, 0), ("block", 2, 3), ("tensor", 1, 0))
+ALL = tuple(itertools.product(("", *SCALES), (None, 1, 2), (0, 3)))
+
+
+def _forms(seed, dtype, hidden, combinations=FEW, calls=2):
+    """All that surrounds the sum: sums of experts, weight bias, results kept apart, FP8 output beside `out` and alone."""
+    rank, n = tsn.rank(), tsn.size()
+    pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
+    op = AllReduceNorm(hidden, threads=64, blocks=2)
+    weight = values((hidden,), dtype, seed, "weight")
+    for call, (by, shots, top_k) in enumerate(combinations * calls):
+        rows, op.shots = turns.choice([1, 5, 8]), shots
+        what = f"seed {seed}, call {call}, {rows} rows, {by}, top_k {top_k}, rank {rank}"
+        residual = values((rows, hidden), dtype, seed, call, "residual") if call % 2 else None
+        if top_k:
+            data = [_experts((seed, call, p), rows, top_k, dtype, hidden, turns.random() < 0.5) for p in range(n)]
+            x, summands = ExpertRows(*_on_device(*data[rank])), [sum_of_experts(e) for e in data]
+        else:
+            summands = [values((rows, hidden), dtype, seed, call, p) for p in range(n)]
+            (x,) = _on_device(summands[rank])
+        weight_bias = turns.choice([0.0, 1.0])
+        sums = reference_of_nodes(summands, tsn.world().topology.node_size)
+        total, wanted = expected(sums, None, residual, weight.double() + weight_bias)
+        # Kept apart, in the residual's memory, or not at all.
+        kept = turns.choice([True, residual is not None, False])
+        before, scale = _on_device(residual, torch.tensor([2.0 ** turns.randrange(-6, 3)]))
+        given: dict = dict(residual=before, eps=EPS, weight_bias=weight_bias)
+        given["total"] = torch.empty((rows, hidden), dtype=dtype, device=tsn.device()) if kept else None
+        out = torch.empty((rows, hidden), dtype=dtype, device=tsn.device())
+        unsettle(pace, 0.1)
+        assert op(out, x, *_on_device(weight), **given) is out
+        tsn.synchronize()
+        if kept:
+            assert_same(given["total"].cpu(), total, what)
+        if residual is not None:
+            assert_same(before.cpu(), residual if kept else total, what)
+        tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+        assert torch.allclose(out.cpu().double(), wanted, rtol=tolerance, atol=1e-5), what
+        if not by:
+            continue
+        q, scales = _quantised(out.cpu(), by, scale.cpu())
+        for layout in ("row", "column", "tma"):
+            alone = layout == "column"
+            given["quantized"] = torch.empty((rows, hidden), dtype=FP8, device=tsn.device())
+            if by == "tensor":
+                given["scale"] = scale
+            else:
+                given["scales"] = op.new_scales(rows, by, layout)
+            (given["residual"],) = _on_device(residual)
+            again = torch.empty_like(out)
+            found = op(None if alone else again, x, *_on_device(weight), **given)
+            assert found is (given["quantized"] if alone else again)
+            tsn.synchronize()
+            if not alone:
+                assert_same(again.cpu(), out.cpu(), what)
+            assert_same(given["quantized"].cpu(), q, f"{what}, {layout}")
+            if by != "tensor":
+                found = given["scales"].cpu().clone(memory_format=torch.contiguous_format)
+                assert_same(found, scales, f"{what}, scales, {layout}")
+    op.free()
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.sample(1)
+@ranks.on(timeout=400)
+def test_what_surrounds_the_sum(nodes, seed):
+    _forms(seed, torch.bfloat16, 384)
+
+
+@pytest.mark.parametrize("size, dtype, nodes", [(3, torch.float32, 1), (2, torch.float16, 1), (4, torch.bfloat16, 2)])
+@pytest.mark.nightly
+@ranks.on(timeout=900)
+def test_all_forms(size, dtype, nodes, seed):
+    _forms(seed, dtype, 256, ALL)
+
+
+@pytest.mark.parametrize("hidden", [2048, 4096, 5120, 6144, 7168, 8192])
+@pytest.mark.nightly
+@ranks.on(4, heap="128M", timeout=400)
+def test_sizes_of_models(hidden, seed):
+    _forms(seed, torch.bfloat16, hidden, FEW[:2], 1)
+
+
 @ranks.on()
 def test_misuse_is_named():
     op, narrow = AllReduceNorm(64, threads=64, blocks=1), AllReduceNorm(20, threads=64, blocks=1)
     x, few = (torch.zeros((3, hidden), dtype=torch.bfloat16, device=tsn.device()) for hidden in (64, 20))
     out, weight = torch.zeros_like(x), x[0].clone()
+    fp8, row = torch.empty_like(x, dtype=FP8), torch.zeros((3, 1), device=tsn.device())
     residual = torch.zeros_like(x) if tsn.rank() else None
     rejected(
         (lambda: AllReduceNorm(0), ValueError, "hidden", "0"),
@@ -76,5 +202,15 @@ def test_misuse_is_named():
         (lambda: op(out.to(torch.int32), x, weight), TypeError, "int32", "bfloat16"),
         (lambda: op(out, x, weight, residual=out), ValueError, "residual", "out", "overlap"),
         (lambda: op(out, x, weight, bias=weight.float()), TypeError, "bias", "float32"),
-        (lambda: op(out, x, weight, residual=residual), tsn.RankMismatch, "neither", "residual"),
+        (lambda: op(None, x, weight), ValueError, "out", "quantized"),
+        (lambda: op(out, x, weight, total=x), ValueError, "x", "total", "overlap"),
+        (lambda: op(out, x, weight, scales=row), ValueError, "scales", "quantized"),
+        (lambda: op(out, x, weight, quantized=fp8), ValueError, "scales", "scale"),
+        (lambda: op(out, x, weight, quantized=fp8, scales=row[:2]), ValueError, "[2, 1]", "[3, 1]", "128"),
+        (lambda: op(out, x, weight, quantized=fp8, scales=row[:1].expand(3, 1)), ValueError, "strides", "overlap"),
+        (lambda: op(out, x, weight, quantized=out, scales=row), TypeError, "quantized", "bfloat16"),
+        (lambda: op(out, ExpertRows(x, few, row), weight), TypeError, "row_index", "int32"),
+        (lambda: op(out, ExpertRows(x, few.int()[:, :0], row), weight), ValueError, "row_index", "[3, 0]", "top_k"),
+        (lambda: op(out, x, weight, weight_bias=float("nan")), ValueError, "weight_bias", "nan"),
+        (lambda: op(out, x, weight, residual=residual), tsn.RankMismatch, "with out", "residual"),
     )

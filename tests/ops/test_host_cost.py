@@ -14,6 +14,7 @@ from tilescale_net import ops
 from tilescale_net.deep_ep import Buffer
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
+from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 from tilescale_net.kernels.moe import AllToAll, checks
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
@@ -21,6 +22,7 @@ from tilescale_net.kernels.reduce_scatter import ReduceScatter
 LIMITS = {
     "ops.all_reduce": 5, "ops.all_gather": 6, "ops.reduce_scatter": 7, "ops.all_to_all": 9,
     "ops.all_reduce, gradient": 10, "AllReduce": 3, "AllGather": 3, "ReduceScatter": 3,
+    "ops.all_reduce_norm": 14, "AllReduceNorm": 7, "AllReduceNorm, FP8": 8,
     "AllToAll, latency": 8, "AllToAll, latency, FP8": 8, "AllToAll, throughput": 7, "deep_ep, low latency": 17,
 }  # fmt: skip
 CALLS, TURNS = 40, 25
@@ -47,6 +49,8 @@ def _calls() -> dict[str, Callable[[], Any]]:
     leaf, out, rows = x.clone().requires_grad_(), torch.empty_like(x), tsn.zeros((n, 64, 128), torch.bfloat16)
     reduce, gather, scatter = AllReduce(**geometry), AllGather(**geometry), ReduceScatter(**geometry)
     tokens = x[:16].clone(), torch.rand((16, 8), device=device).topk(4, 1)[1], torch.ones((16, 4), device=device)
+    norm, weight, fp8 = AllReduceNorm(128, **geometry), x[0].clone(), torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = norm.new_scales(64)
     sizes, buffer = (8, 16, 128, 4, torch.bfloat16), Buffer()
     return {
         "ops.all_reduce": lambda: ops.all_reduce(x),
@@ -57,6 +61,9 @@ def _calls() -> dict[str, Callable[[], Any]]:
         "AllReduce": lambda: reduce(out, x),
         "AllGather": lambda: gather(rows, x),
         "ReduceScatter": lambda: scatter(out, rows),
+        "ops.all_reduce_norm": lambda: ops.all_reduce_norm(x, x[0], residual=out),
+        "AllReduceNorm": lambda: norm(out, x, weight, residual=leaf.data),
+        "AllReduceNorm, FP8": lambda: norm(None, x, weight, quantized=fp8, scales=scales),
         "AllToAll, latency": _pair(AllToAll(*sizes, "latency"), *tokens),
         "AllToAll, latency, FP8": _pair(AllToAll(*sizes[:-1], torch.float8_e4m3fn, "latency"), *tokens),
         "AllToAll, throughput": _pair(AllToAll(*sizes), *tokens),

@@ -5,7 +5,10 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.support import assert_same, rejected
+from tests.kernels.test_all_reduce_norm import _quantised, sum_of_experts
 from tilescale_net import ops
+from tilescale_net.kernels.all_reduce_norm import ExpertRows
 
 HIDDEN, EPS = 64, 1e-5
 
@@ -83,3 +86,79 @@ def _in_place() -> None:
 
 def test_in_place():
     ranks.run(2, _in_place)
+
+
+def _experts_of(rank: int, tokens=6, top_k=3) -> ExpertRows:
+    g = torch.Generator().manual_seed(40 + rank)
+    index = torch.randint(-2, 11, (tokens, top_k), generator=g, dtype=torch.int32)
+    rows, shared = (torch.randn((n, HIDDEN), generator=g) for n in (11, tokens))
+    return ExpertRows(rows, index, torch.rand((tokens, top_k), generator=g), shared)
+
+
+def _end_of_moe_layer(compiled: bool) -> None:
+    """The sum of experts by the kernel and, where there are gradients, by torch: equal bits."""
+    me, n, device = tsn.rank(), tsn.size(), tsn.device()
+    call = torch.compile(ops.all_reduce_norm, fullgraph=True) if compiled else ops.all_reduce_norm
+    weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3))
+    everyone = [_experts_of(p) for p in range(n)]
+    parts = [t.clone().requires_grad_(t.is_floating_point()) for t in everyone[me]]
+    sums = [sum_of_experts(e) for e in everyone]
+    sums[me] = sum_of_experts(ExpertRows(*parts))
+    wanted, total = _reference(sums, weight + 1, None, None)
+    (wanted * _drawn(1, shape=wanted.shape)).sum().backward()
+    given = [t.detach().to(device).requires_grad_(t.is_floating_point()) for t in parts]
+    out, new = call(ExpertRows(*given), weight.to(device), eps=EPS, weight_bias=1.0, replicated=True)
+    assert torch.allclose(out.cpu(), wanted, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(new.cpu(), total, rtol=1e-5, atol=1e-6)
+    (out * _drawn(1, shape=wanted.shape).to(device)).sum().backward()
+    for mine, theirs in zip(given, parts):
+        if theirs.grad is not None:
+            assert torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        again, _ = call(ExpertRows(*given), weight.to(device), eps=EPS, weight_bias=1.0)
+    assert_same(again.cpu(), out.detach().cpu())
+
+
+def _fp8(compiled: bool) -> None:
+    me, device, hidden = tsn.rank(), tsn.device(), 256
+    call = torch.compile(ops.all_reduce_norm_quantized, fullgraph=True) if compiled else ops.all_reduce_norm_quantized
+    x, residual = (_drawn(5, k, shape=(2, 3, hidden)).to(device, torch.bfloat16) for k in (me, 9))
+    weight, scale = torch.ones(hidden, dtype=torch.bfloat16, device=device), torch.full((1,), 0.25, device=device)
+    out, total = ops.all_reduce_norm(x, weight, residual=residual)
+    for by, layout in (("tensor", "row"), ("token", "row"), ("block", "row"), ("block", "tma")):
+        found = call(
+            x,
+            weight,
+            by=by,
+            layout=layout,
+            residual=residual,
+            scale=scale if by == "tensor" else None,
+            keep_normed=by == "token",
+        )
+        wanted, scales = _quantised(out.cpu().view(6, hidden), by, scale.cpu())
+        assert_same(found.quantized.cpu().view(6, hidden), wanted, by)
+        assert_same(found.scales.cpu().clone(memory_format=torch.contiguous_format), scales, by)
+        assert_same(found.total.cpu(), total.cpu(), by)
+        assert found.scales.stride() == {"row": scales.stride(), "tma": (1, 8)}[layout]
+        assert by != "token" or torch.equal(found.normed, out)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("body", [_end_of_moe_layer, _fp8], ids=lambda f: f.__name__[1:])
+@pytest.mark.sample(2)
+def test_forms(body, compiled):
+    ranks.run(2, body, compiled, timeout=300)
+
+
+@ranks.on(1)
+def test_misuse_of_fp8_is_named():
+    x, weight = torch.zeros((2, 64), device=tsn.device()), torch.zeros(64, device=tsn.device())
+    one, call = torch.ones(1, device=tsn.device()), ops.all_reduce_norm_quantized
+    rejected(
+        (lambda: call(x, weight), ValueError, "64", "128"),
+        (lambda: call(x, weight, by="row"), ValueError, "'row'", "token"),
+        (lambda: call(x, weight, by="tensor"), ValueError, "scale", "missing"),
+        (lambda: call(x, weight, by="token", scale=one), ValueError, "scale", "given"),
+        (lambda: call(x, weight, by="token", layout="tile"), ValueError, "'tile'", "column"),
+        (lambda: call(x.requires_grad_(), weight, by="token"), TypeError, "gradient", "all_reduce_norm"),
+    )

@@ -26,13 +26,15 @@ from tilescale_net.ops.context_parallel import attention_by_heads, gather_heads,
 from tilescale_net.ops.experts import expert_matmul, moe_dispatch_matmul, moe_matmul_combine
 from tilescale_net.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tilescale_net.ops.moe import moe_combine, moe_dispatch, moe_layer
-from tilescale_net.ops.norms import all_reduce_norm
+from tilescale_net.ops.norms import QuantizedNorm, all_reduce_norm, all_reduce_norm_quantized
 
 __all__ = [
+    "QuantizedNorm",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
     "all_reduce_norm",
+    "all_reduce_norm_quantized",
     "all_to_all",
     "attention_by_heads",
     "check",

@@ -1,14 +1,77 @@
-"""All-reduce, bias, residual and RMSNorm as one operator, made of `kernels.all_reduce_norm.AllReduceNorm`."""
+"""All-reduce with bias, residual, RMSNorm and FP8 output as operators, made of `kernels.all_reduce_norm.AllReduceNorm`."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
+from tilescale_net.kernels.all_reduce_norm import (
+    FP8_DTYPE,
+    GROUP,
+    PER_BLOCK,
+    PER_TENSOR,
+    PER_TOKEN,
+    AllReduceNorm,
+    ExpertRows,
+    scale_strides,
+)
 from tilescale_net.ops import arguments, group_objects
 
 _ops = torch.ops.tilescale_net
+
+# An operator takes ExpertRows apart: `x`, then these, of which all are None without them.
+_Parts = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_NO_EXPERTS: _Parts = (None, None, None)
+
+
+class QuantizedNorm(NamedTuple):
+    """What `all_reduce_norm_quantized` returns.
+
+    Attributes:
+        quantized: the normalised rows divided by their scales, float8_e4m3fn [..., hidden].
+        scales: float32, what multiplies `quantized`: [rows, 1], [rows, hidden / 128], or the scale that was given.
+        total: the rounded sum plus bias and residual, [..., hidden], which the next layer takes as its residual.
+        normed: the normalised rows themselves, [..., hidden]; None unless they were asked for.
+    """
+
+    quantized: torch.Tensor
+    scales: torch.Tensor
+    total: torch.Tensor
+    normed: torch.Tensor | None
+
+
+def norm_of(objects: group_objects.GroupObjects, hidden: int) -> AllReduceNorm:
+    """The object behind the operators for rows of `hidden` elements."""
+    norm: AllReduceNorm = objects.made(
+        ("all_reduce_norm", hidden),
+        lambda: AllReduceNorm(hidden, group=objects.world, **objects.geometry).tracked_by(objects.calls),
+    )
+    return norm
+
+
+def _called(objects: group_objects.GroupObjects, x: torch.Tensor, what: str = "all_reduce_norm") -> AllReduceNorm:
+    objects.calls.note_operator(False, what + " of x of shape {} and {}", x.shape, x.dtype)
+    return norm_of(objects, x.shape[-1] if x.dim() else 1)
+
+
+def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
+def _input(x: torch.Tensor, experts: _Parts) -> torch.Tensor | ExpertRows:
+    index, weights, shared = map(_contiguous, experts)
+    x = x.contiguous()
+    return x if index is None or weights is None else ExpertRows(x, index, weights, shared)
+
+
+def _shape(x: torch.Tensor, index: torch.Tensor | None) -> tuple[int, ...]:
+    """Of the result."""
+    return tuple(x.shape) if index is None else (*index.shape[:-1], x.shape[-1])
+
+
+# -- rows in the dtype of x --------------------------------------------------------------------------------------------
 
 
 @arguments.operator("all_reduce_norm")
@@ -20,35 +83,23 @@ def _all_reduce_norm(
     eps: float,
     replicated: bool,
     group: str,
+    weight_bias: float = 0.0,
+    index: torch.Tensor | None = None,
+    expert_weights: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _normalised(group_objects.in_order(group), x, weight, residual, bias, eps)
+    experts = index, expert_weights, shared
+    return _normalised(group_objects.in_order(group), x, weight, residual, bias, experts, eps, weight_bias)
 
 
-def norm_of(objects: group_objects.GroupObjects, hidden: int) -> AllReduceNorm:
-    """The object behind the operators for rows of `hidden` elements."""
-    return objects.made(
-        ("all_reduce_norm", hidden),
-        lambda: AllReduceNorm(hidden, group=objects.world, **objects.geometry).tracked_by(objects.calls),
-    )
-
-
-def _normalised(objects, x, weight, residual, bias, eps) -> tuple[torch.Tensor, torch.Tensor]:
-    # What is added to a sum of zeros is the sum as it is rounded.
-    total = x.new_zeros(x.shape) if residual is None else residual.clone(memory_format=torch.contiguous_format)
-    return _normalised_in_place(objects, x, weight, total, bias, eps), total
-
-
-def _normalised_in_place(objects, x, weight, residual, bias, eps) -> torch.Tensor:
-    objects.calls.note_operator(False, "all_reduce_norm of x of shape {} and {}", x.shape, x.dtype)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return norm_of(objects, x.shape[-1] if x.dim() else 1)(
-        out,
-        x.contiguous(),
-        weight.contiguous(),
-        residual=residual,
-        bias=bias if bias is None else bias.contiguous(),
-        eps=eps,
-    )
+def _normalised(objects, x, weight, residual, bias, experts, eps, weight_bias) -> tuple[torch.Tensor, torch.Tensor]:
+    norm, shape = _called(objects, x), _shape(x, experts[0])
+    out, total = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    norm(
+        out, _input(x, experts), weight.contiguous(), residual=_contiguous(residual), bias=_contiguous(bias), eps=eps,
+        weight_bias=weight_bias, total=total,
+    )  # fmt: skip
+    return out, total
 
 
 @arguments.operator("all_reduce_norm_", mutates=("residual",))
@@ -58,7 +109,8 @@ def _all_reduce_norm_(
     """For passes over graphs, which know that nothing else reads `residual`: no copy of it, and no gradient."""
     objects, dense = group_objects.in_order(group), residual.contiguous()
     norm_of(objects, x.shape[-1]).warm_up(x.dtype)
-    out = _normalised_in_place(objects, x, weight, dense, None, eps)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _called(objects, x)(out, x.contiguous(), weight.contiguous(), residual=dense, eps=eps)
     if dense is not residual:
         residual.copy_(dense)
     return out
@@ -70,12 +122,14 @@ def _(x, weight, residual, eps, group):
 
 
 @arguments.register_fake("all_reduce_norm")
-def _(x, weight, residual, bias, eps, replicated, group):
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+def _(
+    x, weight, residual, bias, eps, replicated, group, weight_bias=0.0, index=None, expert_weights=None, shared=None
+):  # fmt: skip
+    return x.new_empty(_shape(x, index)), x.new_empty(_shape(x, index))
 
 
 def _setup(ctx, inputs, output):
-    _, weight, residual, bias, ctx.eps, ctx.replicated, ctx.group = inputs
+    _, weight, residual, bias, ctx.eps, ctx.replicated, ctx.group, ctx.weight_bias, *_ = inputs
     ctx.with_residual, ctx.with_bias = residual is not None, bias is not None
     ctx.save_for_backward(weight, output[1])
 
@@ -85,7 +139,7 @@ def _gradient(ctx, grad, grad_total):
     weight, total = ctx.saved_tensors
     t, g = total.float(), grad.float()
     r = torch.rsqrt(t.square().mean(-1, keepdim=True) + ctx.eps)
-    scaled = g * weight.float()
+    scaled = g * (weight.float() + ctx.weight_bias)
     of_total = r * scaled - t * r.pow(3) * (t * scaled).mean(-1, keepdim=True)
     if grad_total is not None:
         of_total = of_total + grad_total.float()
@@ -94,19 +148,53 @@ def _gradient(ctx, grad, grad_total):
     of_bias = (of_total.sum(tuple(rows)) if t.dim() > 1 else of_total).to(total.dtype) if ctx.with_bias else None
     of_total = of_total.to(total.dtype)
     of_x = of_total if ctx.replicated else _ops.all_reduce(of_total, False, ctx.group, True)
-    return of_x, of_weight.to(weight.dtype), of_total if ctx.with_residual else None, of_bias, None, None, None
+    return of_x, of_weight.to(weight.dtype), of_total if ctx.with_residual else None, of_bias, *[None] * 7
 
 
 torch.library.register_autograd("tilescale_net::all_reduce_norm", _gradient, setup_context=_setup)
 
 
+def _sum_of_experts(experts: ExpertRows) -> torch.Tensor:
+    """The same in torch, which knows its gradients."""
+    index, hidden = experts.row_index, experts.rows.shape[-1]
+    total = torch.zeros((*index.shape[:-1], hidden), dtype=torch.float32, device=experts.rows.device)
+    for k in range(index.shape[-1]):
+        here = index[..., k, None] >= 0
+        chosen = experts.rows[index[..., k].clamp(min=0).long()].float()
+        total = total + torch.where(here, chosen * experts.weights[..., k, None].float(), 0.0)
+    if experts.shared is not None:
+        total = total + experts.shared.float()
+    return total.to(experts.rows.dtype)
+
+
+def _taken_apart(
+    call: str, x: torch.Tensor | ExpertRows, **others: torch.Tensor | None
+) -> tuple[torch.Tensor, _Parts, dict[str, torch.Tensor]]:
+    """`x`, what belongs to it of `ExpertRows`, and all tensors by name."""
+    experts = _NO_EXPERTS
+    if isinstance(x, ExpertRows):
+        weights = x.weights
+        if isinstance(weights, torch.Tensor):
+            weights = arguments.as_weights(weights)
+        rows, experts = x.rows, (x.row_index, weights, x.shared)
+        named = {"rows": rows, **dict(zip(("row_index", "weights", "shared"), experts)), **others}
+        if x.row_index is None or x.weights is None:
+            raise TypeError(f"{call}: ExpertRows needs row_index and weights")
+    else:
+        rows, named = x, {"x": x, **others}
+    # Missing ones that must be there stay, for `arguments.check` to name.
+    given: dict = {name: t for name, t in named.items() if t is not None or name in ("x", "rows", "weight")}
+    return rows, experts, given
+
+
 def all_reduce_norm(
-    x: torch.Tensor,
+    x: torch.Tensor | ExpertRows,
     weight: torch.Tensor,
     *,
     residual: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
+    weight_bias: float = 0.0,
     group: tsn.Group = None,
     replicated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,9 +202,10 @@ def all_reduce_norm(
 
     Args:
         x: [..., hidden], float32, float16 or bfloat16, of one shape on all ranks; a row is a multiple of 16 bytes, at most
-            64 KiB.
+            64 KiB. Or `kernels.all_reduce_norm.ExpertRows`: the weighted sum of a token's experts, the end of an MoE layer.
         weight: of the norm, [hidden]. residual: [..., hidden]. bias: [hidden]. All of x's dtype, and the same on all ranks.
         eps: added to the mean of the squares.
+        weight_bias: added to `weight`; 1 for Gemma.
         group: see `tilescale_net.ops`.
         replicated: as that of `all_reduce`: all ranks compute the same from the results. Without it the gradient of `x` is summed
             over the ranks; those of the others are this rank's own.
@@ -129,9 +218,126 @@ def all_reduce_norm(
         TypeError, ValueError: a dtype, shape or device that does not fit; nothing was sent.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
-    given = [t for t in (x, weight, residual, bias) if t is not None]
-    if all(arguments.is_eager(t) and not arguments.needs_gradient(t) for t in given):
-        return _normalised(group_objects.in_order(group), x, weight, residual, bias, eps)
-    named = dict(zip(("x", "weight", "residual", "bias"), (x, weight, residual, bias)))
-    arguments.check("all_reduce_norm", **{name: t for name, t in named.items() if t is not None})
-    return _ops.all_reduce_norm(x, weight, residual, bias, float(eps), replicated, group_objects.name_of(group))
+    rows, experts, named = _taken_apart("all_reduce_norm", x, weight=weight, residual=residual, bias=bias)
+    if all(arguments.is_eager(t) and not arguments.needs_gradient(t) for t in named.values()):
+        objects = group_objects.in_order(group)
+        return _normalised(objects, rows, weight, residual, bias, experts, eps, weight_bias)
+    arguments.check("all_reduce_norm", **named)
+    if isinstance(x, ExpertRows) and any(map(arguments.needs_gradient, named.values())):
+        rows, experts = _sum_of_experts(x), _NO_EXPERTS
+    name = group_objects.name_of(group)
+    return _ops.all_reduce_norm(
+        rows, weight, residual, bias, float(eps), replicated, name, float(weight_bias), *experts
+    )
+
+
+# -- FP8 output --------------------------------------------------------------------------------------------------------
+
+
+@arguments.operator("all_reduce_norm_quantized")
+def _all_reduce_norm_quantized(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    index: torch.Tensor | None,
+    expert_weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    by: str,
+    layout: str,
+    keep_normed: bool,
+    eps: float,
+    weight_bias: float,
+    group: str,
+) -> list[torch.Tensor]:
+    experts = index, expert_weights, shared
+    objects = group_objects.in_order(group)
+    return _quantised(objects, x, weight, residual, bias, experts, scale, by, layout, keep_normed, eps, weight_bias)
+
+
+def _quantised(objects, x, weight, residual, bias, experts, scale, by, layout, keep_normed, eps, weight_bias):
+    """`quantized`, `total`, then those of `scales` and `normed` that are made."""
+    norm, shape = _called(objects, x, "all_reduce_norm_quantized"), _shape(x, experts[0])
+    found = _results(x, shape, by, layout, keep_normed)
+    scales = None if by == PER_TENSOR else found[2]
+    norm(
+        found[-1] if keep_normed else None, _input(x, experts), weight.contiguous(), residual=_contiguous(residual),
+        bias=_contiguous(bias), eps=eps, weight_bias=weight_bias, total=found[1], quantized=found[0], scales=scales, scale=scale,
+    )  # fmt: skip
+    return found
+
+
+def _results(x, shape, by: str, layout: str, keep_normed: bool) -> list[torch.Tensor]:
+    found = [x.new_empty(shape, dtype=FP8_DTYPE), x.new_empty(shape)]
+    if by != PER_TENSOR:
+        rows, columns = 1, 1 if by == PER_TOKEN else shape[-1] // GROUP
+        for extent in shape[:-1]:
+            rows = rows * extent
+        found.append(x.new_empty_strided((rows, columns), scale_strides(rows, columns, layout), dtype=torch.float32))
+    return [*found, x.new_empty(shape)] if keep_normed else found
+
+
+@arguments.register_fake("all_reduce_norm_quantized")
+def _(
+    x, weight, residual, bias, index, expert_weights, shared, scale, by, layout, keep_normed, eps, weight_bias, group
+):  # fmt: skip
+    return _results(x, _shape(x, index), by, layout, keep_normed)
+
+
+def all_reduce_norm_quantized(
+    x: torch.Tensor | ExpertRows,
+    weight: torch.Tensor,
+    *,
+    by: str = PER_BLOCK,
+    scale: torch.Tensor | None = None,
+    layout: str = "row",
+    keep_normed: bool = False,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    group: tsn.Group = None,
+) -> QuantizedNorm:
+    """As `all_reduce_norm`, with the normalised rows in FP8, as a GEMM takes them. For inference: it has no gradient.
+
+    Args:
+        x, weight, residual, bias, eps, weight_bias, group: as those of `all_reduce_norm`.
+        by: what shares a scale: "tensor" (which is given as `scale`), "token" (a row), or "block" (128 elements of a row).
+        scale: float32, one element, of `by="tensor"`: numbers are divided by it; those beyond 448 become 448.
+        layout: of the scales, see `AllReduceNorm.new_scales`: "row", "column" or "tma".
+        keep_normed: return the normalised rows as well, in the dtype of `x`.
+
+    Returns:
+        A `QuantizedNorm`. The scale of a row or block is its largest absolute value, at least 1e-4, divided by 448; what is
+        quantised are the normalised rows as `all_reduce_norm` rounds them.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, or a tensor that requires a gradient; nothing was sent.
+        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+    """
+    call = "all_reduce_norm_quantized"
+    rows, experts, named = _taken_apart(call, x, weight=weight, residual=residual, bias=bias, scale=scale)
+    if by not in (PER_TENSOR, PER_TOKEN, PER_BLOCK):
+        raise ValueError(f"{call}: by is {by!r}; it must be tensor, token or block")
+    if (by == PER_TENSOR) != (scale is not None):
+        raise ValueError(
+            f"{call}: scale is {'missing' if scale is None else 'given'}; by={by!r} {'takes' if scale is None else 'makes'} it"
+        )
+    scale_strides(1, 1, layout)
+    if by == PER_BLOCK and isinstance(rows, torch.Tensor) and (not rows.dim() or rows.shape[-1] % GROUP):
+        raise ValueError(
+            f"{call}: x has shape {list(rows.shape)}; by block its rows must be multiples of {GROUP} elements"
+        )
+    arguments.check(call, **named)
+    if any(map(arguments.needs_gradient, named.values())):
+        raise TypeError(f"{call}: FP8 numbers have no gradient; call it under torch.no_grad, or all_reduce_norm")
+    options = by, layout, keep_normed, float(eps), float(weight_bias)
+    if all(map(arguments.is_eager, named.values())):
+        objects = group_objects.in_order(group)
+        found = _quantised(objects, rows, weight, residual, bias, experts, scale, *options)
+    else:
+        name = group_objects.name_of(group)
+        found = _ops.all_reduce_norm_quantized(rows, weight, residual, bias, *experts, scale, *options, name)
+    scales = found[2] if scale is None else scale
+    return QuantizedNorm(found[0], scales, found[1], found[-1] if keep_normed else None)

@@ -1,0 +1,181 @@
+"""How fast all-reduce, residual and RMSNorm are as one kernel, and what FP8 output and an MoE layer's end cost beside it.
+
+    GPUS=4 bash launch.sh benchmark/all_reduce_norm.py
+    GPUS=4 bash launch.sh benchmark/all_reduce_norm.py --rows 6,138 --hidden 6144
+
+Each form of a row count is timed by turns with the others, so that the difference to the BF16 form is one of the same run.
+The peer is NCCL's all-reduce, then torch's addition and rms_norm. New residuals are compared bit by bit, FP8 numbers with those of
+the BF16 form, quantised by torch. Without a GPU the simulator runs the same kernels alone.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import tilescale_net as tsn
+from benchmark.common import BenchmarkParser, Column, Report, medians, positive_int, us
+from benchmark.common.arguments import int_list, on_gpu
+from benchmark.common.collectives import nccl_group
+from benchmark.common.measuring import (
+    Timer,
+    common_seeds,
+    normal_numbers,
+    raise_if_wrong,
+    repeated,
+    slowest_ranks,
+    start_together,
+)
+from benchmark.common.modules import dist, row_ops, torch
+
+BENCH = dict(ranks=0, quick="--rows 1,64 --repeat 2")  # see common/suite.py
+EPS = 1e-6
+# Whose time is subtracted from those of the others.
+BASE = "bf16"
+
+
+# Rows, elements of a row and choices of a token, where the user gives none.
+ON_GPU = dict(rows=[1, 4, 16, 64, 128, 256, 512, 1024, 2048], hidden=8192, top_k=8)
+IN_SIMULATOR = dict(rows=[1, 3], hidden=256, top_k=2)
+
+
+def parse() -> argparse.Namespace:
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True, check=True)
+    parser.option("--rows", int_list(1, 1 << 20), None, "rows (1 to 2048; in the simulator 1,3)")
+    parser.option("--hidden", positive_int, None, "elements of a row (8192; in the simulator 256)")
+    parser.option("--top-k", positive_int, None, "choices of a token, of the MoE forms (8; in the simulator 2)")
+    parser.flag("--no-nccl", "leave NCCL out")
+    args = parser.parse_args()
+    if args.timing == "loop":
+        parser.error("--timing loop is not offered: a call is one kernel; use graph or launch")
+    parser.require_two_ranks("a collective needs")
+    for name, value in (ON_GPU if on_gpu() else IN_SIMULATOR).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.hidden % 128:
+        parser.error(f"--hidden is {args.hidden}; FP8 output by 128 needs a multiple of 128")
+    return args
+
+
+class NormCase:
+    """The forms of one row count, on the same input."""
+
+    def __init__(self, op: Any, rows: int, top_k: int) -> None:
+        from tilescale_net.kernels.all_reduce_norm import ExpertRows
+
+        (self._seed,) = common_seeds(1)
+        self._op, self._rows, self._hidden = op, rows, op.hidden
+        device, kind = tsn.device(), torch.bfloat16
+        self._shape = rows, op.hidden
+        self.x = self._data(tsn.rank())
+        self.weight = normal_numbers((op.hidden,), self._seed + 999, kind, device)
+        self.residual = normal_numbers(self._shape, self._seed + 998, kind, device)
+        self.out, self.total, self._alone = (torch.empty_like(self.x) for _ in range(3))
+        self._alone.zero_()
+        self._fp8 = torch.empty(self._shape, dtype=torch.float8_e4m3fn, device=device)
+        self._scale = torch.full((1,), 1 / 64, device=device)
+        self._scales = {
+            (by, way): op.new_scales(rows, by, way)
+            for by, way in (("token", "row"), ("block", "row"), ("block", "tma"))
+        }
+        order = torch.arange(rows * top_k, dtype=torch.int32, device=device).view(rows, top_k)
+        self._experts = ExpertRows(
+            normal_numbers((rows * top_k, op.hidden), self._seed + tsn.rank(), kind, device),
+            order.flip(0).contiguous(),
+            torch.full((rows, top_k), 1 / top_k, device=device),
+            self.x,
+        )
+
+    def _data(self, rank: int) -> Any:
+        return normal_numbers(self._shape, self._seed + 7 * rank, torch.bfloat16, tsn.device())
+
+    def _call(self, out: Any, x: Any = None, **more: Any) -> Callable[[], object]:
+        given = dict(residual=self.residual, total=self.total, eps=EPS) | more
+        return lambda: self._op(out, self.x if x is None else x, self.weight, **given)
+
+    def forms(self) -> dict[str, Callable[[], object]]:
+        fp8, block = dict(quantized=self._fp8), self._scales["block", "row"]
+        return {
+            BASE: self._call(self.out),
+            "residual in place": lambda: self._op(self.out, self.x, self.weight, residual=self._alone, eps=EPS),
+            "no residual": self._call(self.out, residual=None),
+            "weight + 1": self._call(self.out, weight_bias=1.0),
+            "fp8 by tensor": self._call(None, **fp8, scale=self._scale),
+            "fp8 by token": self._call(None, **fp8, scales=self._scales["token", "row"]),
+            "fp8 by 128": self._call(None, **fp8, scales=block),
+            "fp8 by 128, tma": self._call(None, **fp8, scales=self._scales["block", "tma"]),
+            "bf16 and fp8 by 128": self._call(self.out, **fp8, scales=block),
+            "MoE, bf16": self._call(self.out, self._experts),
+            "MoE, fp8 by 128": self._call(None, self._experts, **fp8, scales=block),
+        }
+
+    def nccl(self, group: Any) -> Callable[[], object]:
+        y = self.x.clone()
+
+        def call() -> None:
+            dist.all_reduce(y, group=group)
+            torch.nn.functional.rms_norm(y + self.residual, (self._hidden,), self.weight, EPS)
+
+        return call
+
+    def check(self, calls: dict[str, Callable[[], object]]) -> str | None:
+        """What is wrong with results, or None."""
+        sums = torch.zeros(self._shape, dtype=torch.float32, device=self.x.device)
+        for rank in range(tsn.size()):
+            sums += self._data(rank).float()
+        total = (sums.to(torch.bfloat16).float() + self.residual.float()).to(torch.bfloat16)
+        calls[BASE]()
+        if not torch.equal(self.total, total):
+            return f"{int((self.total != total).sum())} of {total.numel()} new residuals are wrong"
+        normed = torch.nn.functional.rms_norm(total.float(), (self._hidden,), self.weight.float(), EPS)
+        if not torch.allclose(self.out.float(), normed, rtol=0.02, atol=0.01):
+            return "normalised rows are wrong"
+        wanted, scales = row_ops.quantise(self.out)
+        for name in ("fp8 by 128", "fp8 by 128, tma"):
+            calls[name]()
+            found = self._scales["block", "tma" if "tma" in name else "row"]
+            if not torch.equal(found, scales) or not torch.equal(self._fp8.view(torch.uint8), wanted.view(torch.uint8)):
+                return f"{name}: not what torch makes of the BF16 form"
+        return None
+
+
+def main() -> None:
+    args = parse()
+    report = Report("all_reduce_norm", args)
+    world = tsn.init((256 if args.hidden > 1024 else 96) << 20)
+    timer = Timer.of(args, world.device_kind == "cuda")
+    together, group = start_together(timer.on_gpu), nccl_group(report, args)
+    report.environment |= {
+        "rows": f"{args.hidden} elements of bfloat16", "data": "not verified" if args.no_check else "verified",
+        "timing": timer.label() + ", slowest rank",
+    }  # fmt: skip
+    columns = [us("us", "Time"), us("more_us", f"More than {BASE}", plotted=False)]
+    if group is not None:
+        columns.append(us("nccl_us", "NCCL, then norm"))
+    table = report.table("all_reduce_norm", [Column("rows", "Rows", ",d"), Column("form", "Form")], columns)
+    from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
+
+    op = AllReduceNorm(args.hidden) if timer.on_gpu else AllReduceNorm(args.hidden, threads=64, blocks=2)
+    for rows in report.progress(args.rows, "rows", str):
+        case = NormCase(op, rows, args.top_k)
+        calls = case.forms()
+        for call in calls.values():
+            call()  # kernels are made
+        raise_if_wrong(f"{rows} rows", None if args.no_check else case.check(calls))
+        if group is not None:
+            calls["nccl"] = case.nccl(group)
+        tsn.barrier()
+        samples = timer.interleaved({name: repeated(call) for name, call in calls.items()}, 20, together)
+        samples = slowest_ranks(samples)
+        times = medians(samples)
+        for name in calls:
+            if name != "nccl":
+                row = {"rows": rows, "form": name, "us": times[name], "more_us": times[name] - times[BASE]}
+                table.add(row | {"nccl_us": times.get("nccl")}, {"us": samples[name]})
+        tsn.barrier()
+    op.free()
+    report.finish()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()
