@@ -296,10 +296,16 @@ class LikeFactory:
 
     def __call__(self, rows: int) -> torch.Tensor:
         sample = self._samples.get(rows)
-        if sample is None:
-            with torch.inference_mode(False):
-                sample = self._samples[rows] = self._one.expand(rows, *self._tail)  # takes no memory
-        return torch.empty_like(sample)
+        return torch.empty_like(self._sample(rows) if sample is None else sample)
+
+    def of(self, rows: int) -> Callable[[], torch.Tensor]:
+        """What makes tensors of this many rows."""
+        return functools.partial(torch.empty_like, self._sample(rows))
+
+    def _sample(self, rows: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            sample = self._samples[rows] = self._one.expand(rows, *self._tail)  # takes no memory
+        return sample
 
 
 class TensorPool:

@@ -117,10 +117,10 @@ class LatencyMode(Mode):
         self._new_weights = LikeFactory((c.top_k,), torch.float32, device)
         self._new_counts = TensorPool(c.local_experts, device)
         experts, *rest = self.output_shape()
-        rows = LikeFactory((*rest,), c.dtype, device)
+        new_rows = LikeFactory((*rest,), c.dtype, device).of(experts)
         each = (c.scale_words, rest[0]) if c.column_scales else (rest[0], c.scale_words)
-        scales = LikeFactory(each, torch.float32, device) if c.scale_words else None
-        self._new_output: Callable[[], Any] = lambda: (rows(experts), scales and scales(experts))
+        new_scales = LikeFactory(each, torch.float32, device).of(experts) if c.scale_words else lambda: None
+        self._new_output: Callable[[], Any] = lambda: (new_rows(), new_scales())
         self._plans = self._new_plans()
 
         # Stand in for tensors without elements, and for those that a kernel does not use.
@@ -297,10 +297,13 @@ class LatencyMode(Mode):
         plan, launch = handle.plan, self._usual.get("combine")
         if launch is None:
             launch = self._usual["combine"] = self._combine_of(self._base.blocks, True)
-        _, targets, given, counts = plan.arguments[:4]
+        token_slot, targets, given, counts = plan.arguments[:4]
         if weights is not None:
+            exchange = self._usual.get("weights")
+            if exchange is None:
+                exchange = self._usual["weights"] = self._exchange_weights()
             given = self._new_weights(self._c.ranks * self._c.max_tokens)
-            self._launch_weights(weights, plan, given, None)
+            exchange(weights if plan.tokens else self._no_weight, plan.tokens, token_slot, counts, given)
         launch(y, targets, given, counts, None, None, out, NO_FAULT, WHOLE, *self._summed_by(plan))
 
     def _launch_weights(

@@ -58,7 +58,7 @@ def test_a_shipped_kernel_is_the_one_that_was_compiled(compiled, traced, monkeyp
         found._explain((torch.empty(64, dtype=torch.uint8), None, 1, 0, 1), RuntimeError())
     assert traced == ["push"], "what is wrong is found by tracing it"
     assert folder.stat().st_mode & 0o777 == 0o755
-    assert {p.stat().st_mode & 0o777 for p in folder.glob("*.so")} == {0o644}
+    assert [(p.suffix, p.stat().st_mode & 0o777) for p in folder.iterdir()] == [(".so", 0o644)], "nothing else"
 
 
 @pytest.mark.parametrize("fault", ["folder", "file", "damaged"])
@@ -120,6 +120,24 @@ def test_a_trace_and_a_cache_that_is_off_cache_nothing(monkeypatch, tmp_path):
     monkeypatch.delenv("TSN_TRACE")
     monkeypatch.setenv("TILELANG_DISABLE_CACHE", "1")
     assert not gpu_cache.is_enabled()
+
+
+def test_folders_above_and_files_of_long_ago_are_left_alone(tmp_path, monkeypatch):
+    """A cache, or what `precompile` writes, may lie in a checkout of this package, and is not emptied by age."""
+    checkout, made = tmp_path / "tilescale_net", []
+    place = checkout / "cache" / "tilescale_net"
+    checkout.mkdir(mode=0o755)
+    for name in ("old", "new"):
+        path = cache.get_or_build(name, "1", ".so", lambda work: _written(work, made), place, "lock-1")
+        os.utime(path, (0, 0))
+    assert checkout.stat().st_mode & 0o777 == 0o755 and place.stat().st_mode & 0o777 == 0o700
+    assert {p.name for p in place.glob("*.so")} == {"old-1.so", "new-1.so"} and len(made) == 2
+
+
+def _written(work, made):
+    made.append(work)
+    (work / "kernel.so").write_bytes(b"library")
+    return work / "kernel.so"
 
 
 def test_a_folder_of_another_user_is_not_written(tmp_path, monkeypatch):

@@ -66,6 +66,8 @@ def writing_to(place: Path) -> Iterator[None]:
         yield
     finally:
         _written_to = before
+        for lock in place.glob("lock-*"):
+            lock.unlink(missing_ok=True)
         place.chmod(0o755)
         for path in place.glob(f"*{SUFFIX}"):
             path.chmod(0o644)
@@ -87,8 +89,11 @@ def get_or_compile(
     if _written_to is None and (shipped := _shipped(f"{name[:60]}-{key}{SUFFIX}")) is not None:
         return shipped
 
+    made: list[CudaKernel] = []
+
     def make(work: Path) -> Path:
         compiled, path = compile(), work / f"kernel{SUFFIX}"
+        made.append(compiled)
         compiled.export(path)
         fields = dataclasses.asdict(compiled.cached)
         try:
@@ -106,6 +111,8 @@ def get_or_compile(
             if not isinstance(error.__cause__, OSError):
                 raise
             return None  # the folder cannot be written
+        if made and _written_to is None:
+            cache.prune(path.parent)
         try:
             return read(path), path
         except (OSError, ValueError, KeyError, TypeError):  # another program has removed or damaged it

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilescale_net.deep_ep.objects import Objects
-from tilescale_net.kernels.moe import Dispatched, Handle
+from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle
 from tilescale_net.kernels.moe.handle import ReceivedRows, Rows
 from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX
 
@@ -49,11 +49,13 @@ class Routing:
     Attributes:
         sizes: the arguments of `Objects.low_latency`. received: what the dispatch gives.
         members: the ranks that took part; None: no rank, the dispatch gave nothing. See `Masks.members`.
+        op: what made a whole dispatch, for its combines while it can make them; None for others.
     """
 
     sizes: tuple
     received: Dispatched
     members: list[int] | None
+    op: AllToAll | None = None
     _buffer: torch.Tensor | None = None
 
     @property
@@ -153,11 +155,12 @@ def dispatch(
     objects.calls.note(_DISPATCH, *sizes)
     void = masks.begin_dispatch()
     if not (void or in_phases or round_scale or masks.intervenes):  # as most calls are
-        whole = objects.low_latency("dispatch", *sizes).dispatch(x.contiguous(), topk_idx.contiguous(), waited=waited)
+        usual = objects.low_latency("dispatch", *sizes)
+        whole = usual.dispatch(x.contiguous(), topk_idx.contiguous(), waited=waited)
         if stats is not None:
             stats.add_(whole.counts)
         scaled = whole.x if whole.scales is None else (whole.x, whole.scales)
-        return scaled, whole.counts, LowLatencyHandle.of(Routing(sizes, whole, masks.members)), None
+        return scaled, whole.counts, LowLatencyHandle.of(Routing(sizes, whole, masks.members, usual)), None
 
     def send() -> tuple[Any, ...]:
         op = objects.low_latency("dispatch", *sizes)
@@ -213,7 +216,9 @@ def combine(
     objects.calls.note(_COMBINE, *routing.sizes)
     if not (in_phases or masks.intervenes) and masks.members is members:
         weights = topk_weights.float().contiguous()
-        op = objects.low_latency("combine", *routing.sizes)
+        op = routing.op
+        if op is None or op.in_flight or op.outdated:
+            op = objects.low_latency("combine", *routing.sizes)
         return op.combine(x.contiguous(), received.handle, out=out, weights=weights, waited=waited), None
     if out is None:
         out = x.new_empty((received.handle.plan.tokens, x.shape[-1]))

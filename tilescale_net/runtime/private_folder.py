@@ -64,16 +64,16 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def make(path: Path) -> bool:
+def make(path: Path, alone: bool = False) -> bool:
     """Make a folder for this user alone if it does not exist; whether code may be loaded from it.
 
-    So must be every folder of the package's above it, up to the one named tilescale_net…: the owner of one of them can
+    So, unless `alone`, must be every folder of the package's above it, up to the one named tilescale_net…: the owner of one of them can
     replace a folder after it was checked. Where that one lies is for its user to judge.
 
     Raises:
         OSError: it cannot be made.
     """
-    above = [folder for folder in path.parents if folder.name.startswith(_NAME)]
+    above = [folder for folder in path.parents if folder.name.startswith(_NAME) and not alone]
     depth = len(path.relative_to(above[-1]).parts) if above else 0
     for folder in [*reversed(path.parents[:depth]), path]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -54,16 +54,17 @@ def get_or_build(
         name, key, suffix: of the file; `key` covers everything that the file depends on.
         make: writes the file into the empty folder that it is given, and returns its path. Ranks of one machine make a
             file once: the others wait for it.
-        place: the folder; default `folder()`.
+        place: the folder, from which nothing is removed; default `folder()`.
         lock_name: files of one lock are made one after the other; default one of a few.
 
     Raises:
         ConfigurationError: the folder cannot be written, or is full.
         Any exception of `make`; then nothing is cached.
     """
+    mine = place is None
     place = place or folder()
     try:
-        if not private_folder.make(place):
+        if not private_folder.make(place, alone=not mine):
             place = private_folder.temporary(place)
         path = place / f"{name[:60]}-{key}{suffix}"
         if is_usable(path):
@@ -85,7 +86,8 @@ def get_or_build(
         if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise _unusable(place, err) from err
         raise
-    prune(place)
+    if mine:
+        prune(place)
     return path
 
 
