@@ -64,6 +64,22 @@ def _all_reduce(seed, dtype, hidden, counts) -> None:
         op.free()
 
 
+def _fp8(seed, dtype, hidden, counts) -> None:
+    """Data that travel as FP8, in rows of whole blocks of 128 elements."""
+    rank = tsn.rank()
+    pool = values((POOL, hidden), dtype, seed, rank)
+    op = AllReduce(**SMALL, algorithm="fp8")
+    x = pool.to(tsn.device())
+    expected = op(torch.empty_like(x), x).cpu()
+    for index, symmetric, what in _calls(seed, counts):
+        x, made = _rows(pool, index, symmetric)
+        assert_same(op(torch.empty_like(x), x).cpu(), expected[index], what)
+        tsn.barrier()
+        for tensor in made:
+            tsn.free(tensor)
+    op.free()
+
+
 def _reduce_scatter(seed, dtype, hidden, counts) -> None:
     rank, n, node_size = tsn.rank(), tsn.size(), tsn.world().topology.node_size
     pools = [values((POOL, hidden), dtype, seed, p) for p in range(n)]
@@ -135,13 +151,14 @@ def _combine(seed, dtype, hidden, counts) -> None:
         op.free()
 
 
-CALLS = {"all-reduce": _all_reduce, "reduce-scatter": _reduce_scatter, "norm": _norm, "combine": _combine}
+CALLS = {"all-reduce": _all_reduce, "reduce-scatter": _reduce_scatter, "norm": _norm, "combine": _combine, "fp8": _fp8}
 
 
 # With 66 elements of 16 bits some numbers of rows are whole vectors and some are not, so that algorithms change.
 @pytest.mark.parametrize(
     "call, size, nodes, hidden",
-    [("all-reduce", 3, 1, 64), ("all-reduce", 4, 2, 64), ("reduce-scatter", 4, 2, 66), ("norm", 3, 1, 64), ("combine", 2, 1, 64)],
+    [("all-reduce", 3, 1, 64), ("all-reduce", 4, 2, 64), ("reduce-scatter", 4, 2, 66), ("norm", 3, 1, 64), ("combine", 2, 1, 64),
+     pytest.param("fp8", 3, 1, 128, marks=pytest.mark.nightly)],
 )  # fmt: skip
 @pytest.mark.sample(5)
 @ranks.on(timeout=400)
@@ -149,14 +166,16 @@ def test_rows_do_not_see_each_other(call, size, nodes, hidden, seed):
     CALLS[call](seed, torch.bfloat16, hidden, FEW)
 
 
+PLACES = [(size, 1) for size in range(2, 9)] + [(2, 2), (4, 2), (6, 3), (8, 2)]
+# Data travel as FP8 within a node alone.
+CASES = [(call, *place) for call in CALLS for place in PLACES if call != "fp8" or place[1] == 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "size, nodes", [(2, 1), (3, 1), (4, 1), (5, 1), (6, 1), (7, 1), (8, 1), (2, 2), (4, 2), (6, 3), (8, 2)]
-)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call, size, nodes", CASES)
 @pytest.mark.nightly
 @ranks.on(heap="64M", timeout=1200)
 def test_up_to_8192_rows(call, size, nodes, dtype, seed):
     """Across all thresholds between algorithms, and calls in several pieces."""
-    hidden = {"norm": 64, "combine": 64}.get(call, 66)
+    hidden = {"norm": 64, "combine": 64, "fp8": 128}.get(call, 66)
     CALLS[call](seed, dtype, hidden, MANY[:6] if call == "combine" else MANY)
