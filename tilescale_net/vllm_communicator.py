@@ -59,7 +59,8 @@ class Communicator(CudaCommunicator):  # type: ignore[misc]
         self._world = world
         if "norm" in parts:
             install_pass(self.unique_name, group_objects.name_of(self.cpu_group))
-        log.info("group %s uses tilescale_net for %s, by TSN_VLLM", self.unique_name, ", ".join(parts))
+        taken = ", ".join(part for part in parts if part != "deep_ep")
+        log.info("group %s uses tilescale_net for %s, by TSN_VLLM", self.unique_name, taken)
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """The sum over the group's ranks, a new tensor."""

@@ -44,6 +44,29 @@ def test_a_layer_of_megatron():
     run("megatron_layer.py", 2, cases="expert parallel")
 
 
+# DeepEP's own tests: a file of a checkout of a version, and its arguments.
+DEEP_EP = {
+    "v1.2.1/tests/test_intranode.py": "--num-tokens 32 --hidden 256 --num-topk 4 --num-experts 8",
+    "v1.2.1/tests/test_low_latency.py": "--num-tokens 16 --hidden 1024 --num-topk 4 --num-experts 8",
+    "main/tests/elastic/test_ep.py": "--num-tokens 16 --hidden 256 --num-topk 3 --num-experts 8 --num-sms 4 --skip-perf-test",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("program", DEEP_EP)
+def test_tests_of_deep_ep(program):
+    folder = os.environ.get("DEEPEP", "")
+    if not os.path.isfile(os.path.join(folder, program)):
+        pytest.skip(
+            "lacks DeepEP's tests (DEEPEP=FOLDER with checkouts v1.2.1 and main of github.com/deepseek-ai/DeepEP)"
+        )
+    command = [sys.executable, os.path.join(jobs.ROOT, "tests", "deep_ep", "run_peer_tests.py")]
+    command += [os.path.join(folder, program), "--num-processes", "2", *DEEP_EP[program].split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
 PLUGINS = {
     "vllm==0.33.0": ("vllm.plugins", "import vllm.envs; vllm.envs.VLLM_PLUGINS = None", "load_general_plugins"),
     "sglang==0.5.23": ("sglang.srt.plugins", "", "load_plugins"),
