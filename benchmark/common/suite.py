@@ -52,13 +52,13 @@ class Result:
         return bool(self.content and any(t["rows"] for t in self.content["tables"]))
 
 
-def page(results: Sequence[Result], plots: str) -> str:
+def page(results: Sequence[Result], plots: str, title: str = "tilescale_net benchmarks") -> str:
     """The page: what all runs have in common first, then one section a benchmark. `plots`: the folder of their images."""
     environments = [r.content["environment"] for r in results if r.content and r.measured]
     common = (
         {k: v for k, v in environments[0].items() if all(e.get(k) == v for e in environments)} if environments else {}
     )
-    lines = ["# tilescale_net benchmarks", ""]
+    lines = [f"# {title}", ""]
     lines += [markdown(["all of them", ""], common.items(), 2), ""] if common else []
     index = ([f"[{r.name}](#{r.name})", r.outcome or "measured", f"{r.seconds:.0f}"] for r in results)
     lines.append(markdown(["benchmark", "outcome", "seconds"], index, 2))
@@ -109,6 +109,7 @@ def _table(table: dict[str, Any]) -> str:
 
 FOLDER = Path(__file__).resolve().parents[1]
 INTERRUPTED = (130, 143)  # by Ctrl-C and SIGTERM
+TOO_LONG = 124  # as timeout(1) has it
 TERM_TIMEOUT_S = 20  # for a benchmark to end by itself, after Ctrl-C
 
 
@@ -194,7 +195,7 @@ def _run_all(chosen: Sequence[Entry], args: argparse.Namespace, gpus: int, resul
                 results.append(_run(entry, args, gpus, Path(work)))
             except KeyboardInterrupt as stop:
                 ended = 143 if isinstance(stop, Terminated) else 130
-                results.append(_outcome(entry, Path(work), ended, time.monotonic() - start))
+                results.append(outcome_of(entry, Path(work), ended, time.monotonic() - start))
             if results[-1].outcome:
                 print(f"{entry.name}: {results[-1].outcome}", flush=True)
             _write(results, Path(args.output))
@@ -228,26 +229,48 @@ def _run(entry: Entry, args: argparse.Namespace, gpus: int, work: Path) -> Resul
     command += [*(entry.quick.split() if args.quick else ()), "--json", str(work / f"{entry.name}.json")]
     if importlib.util.find_spec("matplotlib"):
         command += ["--plot", str(work / f"{entry.name}.svg")]
-    root = str(FOLDER.parent)
-    env = {**os.environ, "VIRTUAL_NODES": str(entry.nodes)}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     start = time.monotonic()
+    code = execute(command, entry.nodes)
+    return outcome_of(entry, work, code, time.monotonic() - start)
+
+
+def execute(command: list[str], nodes: int = 1, limit: float | None = None) -> int:
+    """Run a command with this checkout on Python's path; its exit code, TOO_LONG when it was ended after `limit` seconds.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; the command has ended then.
+    """
+    root = str(FOLDER.parent)
+    env = {**os.environ, "VIRTUAL_NODES": str(nodes)}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     process = subprocess.Popen(command, env=env)
     try:
-        code = process.wait()
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        _wait(process)
+        return TOO_LONG
     except KeyboardInterrupt as stop:
         if isinstance(stop, Terminated):
             process.terminate()
-        try:
-            process.wait(TERM_TIMEOUT_S)  # Ctrl-C is the launcher's too, which ends its ranks
-        except subprocess.TimeoutExpired:  # this process alone was interrupted
-            process.terminate()
-            process.wait()
+        _wait(process)  # Ctrl-C is the launcher's too, which ends its ranks
         raise
-    return _outcome(entry, work, code, time.monotonic() - start)
 
 
-def _outcome(entry: Entry, work: Path, code: int, seconds: float) -> Result:
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a command that was interrupted or asked to end."""
+    try:
+        process.wait(TERM_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # this process alone was interrupted, or the command does not listen
+        process.terminate()
+        try:
+            process.wait(TERM_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def outcome_of(entry: Entry, work: Path, code: int, seconds: float) -> Result:
     """What a run left behind."""
     content, plot = None, None
     if (work / f"{entry.name}.json").exists():
@@ -259,6 +282,8 @@ def _outcome(entry: Entry, work: Path, code: int, seconds: float) -> Result:
         outcome = next(iter(content["notes"]), "not measured") if content else "not measured"
     elif code in INTERRUPTED:
         outcome = "interrupted"
+    elif code == TOO_LONG:
+        outcome = f"ended after {seconds:.0f} s; rows up to then"
     elif code:
         outcome = f"failed with exit code {code}"
     failed = code not in (0, NOTHING, *INTERRUPTED)

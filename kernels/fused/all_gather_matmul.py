@@ -7,6 +7,7 @@ a tile whose rows come from a peer waits for their signal, and then is an ordina
 
 import contextlib
 import functools
+from typing import Any
 
 import tilelang.language as T
 import torch
@@ -17,8 +18,9 @@ from tilescale_net.runtime.cuda_memory import CudaMemory
 from tilescale_net.runtime.profiling import named
 
 from ..collective import as_bytes, dtype_name, wait_until_resident
+from ..launches import Form
 from . import gemm
-from .gemm import DEFAULT, SCALED, DistributedMatmul, FusedMatmul, SideStreams, Tiling, check_extents, torch_gemm
+from .gemm import DEFAULT, SCALED, DistributedMatmul, PreparedMatmul, SideStreams, Tiling, check_extents, torch_gemm
 
 
 @tsn.jit(name="all_gather_matmul_push")
@@ -187,7 +189,7 @@ def matmul_arriving(
     return main
 
 
-class AllGatherMatmul(FusedMatmul):
+class AllGatherMatmul(PreparedMatmul):
     """`cat(x of all ranks) @ w`, where every rank has its own `w`; constructed and called by all ranks.
 
     Args:
@@ -228,8 +230,6 @@ class AllGatherMatmul(FusedMatmul):
             **({"scales": ((2, self.n_pes, rows), torch.float32)} if self.scaled else {}),
         })  # fmt: skip
         self._gathered_scales = memory.get("scales", self._no_scales)
-        self._gathered, self._arrived, self._tickets = memory["gathered"], memory["arrived"], memory["tickets"]
-        self._ready, self._begun = memory["ready"], memory["begun"]
         self._sides = SideStreams(self.device, (-1,))
 
     @named("tilescale_net.AllGatherMatmul")
@@ -256,35 +256,44 @@ class AllGatherMatmul(FusedMatmul):
         out, held, transposed, scales = self._arguments(
             x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._needs_symmetric_source
         )
-        moved = (self._push, wait_until_resident) if self.n_pes > 1 else ()
-        self._compile(transposed, *moved, functools.partial(self._product, transposed))
+        launch = self._launches_of(transposed)
         self._calls.add_(1)
         if self.n_pes > 1:
             self._sides.fork()
             with self._sides[0]:
-                signals = self._ready, self._arrived, self._begun
-                self._push()(self._gathered, x, self._calls, *signals, self._gathered_scales, scales[0])
-            # The product takes all SMs that it gets; peers wait for what this PE pushes.
-            wait_until_resident()(self._calls, self._begun, self.blocks, self.blocks)
-        parts = out.view(self.n_pes, self.rows, self.n)
-        all_scales = scales[0], self._gathered_scales, scales[1]
-        self._product(transposed)(
-            parts, x, self._gathered, held, self._calls, self._arrived, self._tickets, *all_scales
-        )
+                launch["push"](x, scales[0])
+            # The GEMM takes all SMs that it gets; peers wait for what this PE pushes.
+            launch["gate"]()
+        launch["gemm"](out, x, held, *scales)
         self._sides.join()
         return out
 
-    def _push(self):
-        shape = (self.n_pes, self.rows, self.k, dtype_name(self.dtype), self.tiling.tile[0])
-        return push_rows(*shape, self.threads, self.blocks, self._engine, self.scaled)
-
-    def _product(self, transposed: bool):
+    def kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
         dtypes = dtype_name(self.dtype), dtype_name(self.out_dtype)
         workers = self.tiling.workers(self.device, self.n_pes, self.rows, self.n)
-        return matmul_arriving(
-            self.n_pes, self.rows, self.n, self.k, *dtypes, transposed, **vars(self.tiling), workers=workers,
-            scaled=self.scaled,
-        )  # fmt: skip
+        kernels = {
+            "gemm": functools.partial(
+                matmul_arriving, self.n_pes, self.rows, self.n, self.k, *dtypes, transposed, **vars(self.tiling),
+                workers=workers, scaled=self.scaled,
+            )
+        }  # fmt: skip
+        if self.n_pes > 1:
+            shape = self.n_pes, self.rows, self.k, dtypes[0], self.tiling.tile[0]
+            geometry = self.threads, self.blocks, self._engine
+            kernels["push"] = functools.partial(push_rows, *shape, *geometry, self.scaled)
+            kernels["gate"] = functools.partial(wait_until_resident)
+        return kernels
+
+    def _arguments_of(self, name: str) -> tuple[dict[str, object], dict[str, Form | None]]:
+        fixed = self.memory | {
+            "calls": self._calls, "gathered_scales": self._gathered_scales, "growth": self.blocks, "begins": self.blocks,
+        }  # fmt: skip
+        if name == "push":
+            return fixed, {"x": None, "x_scales": None}
+        if name == "gate":
+            return fixed, {}
+        parts = (self.n_pes, self.rows, self.n), None
+        return fixed, {"out": parts, "x": None, "w": None, "x_scales": None, "w_scales": None}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

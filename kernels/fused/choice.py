@@ -21,7 +21,7 @@ from .gemm import DEFAULT, SCALED, SUPPORTED_DTYPES, Tiling, device_obstacle
 from .matmul_reduce_scatter import check_ring
 
 MEASURED = Path(__file__).with_name("measured.json")
-WAYS = ("fused", "copy_engines", "unfused")
+WAYS = ("fused", "copy_engines", "unfused")  # the table has torch's beside them, for comparison
 # A way is taken instead of the unfused one where it gains so much.
 GAIN = 0.02
 # By how much k * n of a call may differ from those of a point.
@@ -108,8 +108,9 @@ def measured(kind: str, ranks: int, dtype_name: str, gpu: str) -> tuple[Point, .
     table = json.loads(MEASURED.read_text())
     if gpu not in table["gpus"]:
         return ()
+    ways = table["columns"][1:]
     points = [
-        Point(row[0], g["k"], g["n"], {w: us for w, us in zip(table["columns"][1:], row[1:]) if us}, gpu=g["gpu"])
+        Point(row[0], g["k"], g["n"], {w: us for w, us in zip(ways, row[1:]) if us and w in WAYS}, gpu=g["gpu"])
         for g in table["groups"]
         if (g["operator"], g["ranks"], g["dtype"]) == (kind, ranks, dtype_name)
         for row in g["points"]

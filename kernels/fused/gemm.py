@@ -1,6 +1,7 @@
 """What the fused products share on the host: shapes and dtypes, the geometry of tiles, and streams beside the caller's."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import tilescale_net.language as N
 from tilescale_net.compiler.together import compile_together
 
 from ..collective import Collective
+from ..launches import Form, Launch
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps of a persistent matrix product, which kernels put together: which tile is next, who copies, who multiplies.
@@ -447,27 +449,27 @@ class SideStreams:
     """
 
     def __init__(self, device: torch.device, priorities: tuple[int, ...]):
-        self._device, on_gpu = device, device.type == "cuda"
-        self._streams = (
-            [torch.cuda.Stream(device, priority=p) for p in priorities] if on_gpu else [None] * len(priorities)
-        )
-        self._forked = False
+        self._device, self._forked, on_gpu = device, False, device.type == "cuda"
+        self._streams = [torch.cuda.Stream(device, priority=p) for p in priorities] if on_gpu else []
+        # Made once: a wait is for what an event held when it was made.
+        self._fork = torch.cuda.Event() if on_gpu else None
+        self._joins = [torch.cuda.Event() for _ in self._streams]
 
     def fork(self) -> None:
         """The streams go on from where the caller's is now."""
         self._forked = True
-        for stream in self._streams:
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._fork is not None:
+            self._fork.record(torch.cuda.current_stream(self._device))
+            for stream in self._streams:
+                stream.wait_event(self._fork)
 
     def __getitem__(self, i: int):
         """A context in which work goes to stream `i`."""
-        stream = self._streams[i]
-        return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+        return torch.cuda.stream(self._streams[i]) if self._streams else contextlib.nullcontext()
 
     def mark(self) -> torch.cuda.Event | None:
         """Where the current stream is now, for `wait`; None in the simulator."""
-        return torch.cuda.current_stream(self._device).record_event() if self._streams[0] is not None else None
+        return torch.cuda.current_stream(self._device).record_event() if self._streams else None
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
         """The current stream goes on when another one has come to the mark."""
@@ -477,9 +479,11 @@ class SideStreams:
     def join(self) -> None:
         """The caller's stream goes on when these are done; nothing to wait for unless they were forked."""
         forked, self._forked = self._forked, False
-        for stream in self._streams:
-            if stream is not None and forked:
-                torch.cuda.current_stream(self._device).wait_stream(stream)
+        if forked and self._streams:
+            here = torch.cuda.current_stream(self._device)
+            for stream, event in zip(self._streams, self._joins):
+                event.record(stream)
+                here.wait_event(event)
 
 
 def device_obstacle(device: torch.device) -> str | None:
@@ -618,7 +622,7 @@ class DistributedMatmul(Collective):
 
 
 class FusedMatmul(DistributedMatmul):
-    """Base of the products whose kernels compute tiles of a `Tiling` and communicate meanwhile."""
+    """Base of the GEMMs whose kernels compute tiles of a `Tiling` and communicate meanwhile."""
 
     def __init__(
         self, name: str, configuration: str, dtype: torch.dtype, out_dtype: torch.dtype | None, tiling: Tiling,
@@ -636,6 +640,42 @@ class FusedMatmul(DistributedMatmul):
         self.tiling = tiling
         super().__init__(name, f"{configuration}, {tiling}", dtype, out_dtype, threads, blocks, group)
         self._carried = self.out_dtype if self.scaled else dtype  # of summands
+
+
+class PreparedMatmul(FusedMatmul):
+    """Base of those whose kernels get the same buffers in every call, so that a call launches what an earlier one prepared."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._prepared: dict[bool, dict[str, Callable[..., None]]] = {}
+
+    def kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
+        """The kernels of a call by name, their factories with all arguments. `transposed`: `w` is [n, k]."""
+        raise NotImplementedError
+
+    def _arguments_of(self, name: str) -> tuple[dict[str, object], dict[str, Form | None]]:
+        """Of kernel `name`: arguments that are the same in every call; and the others in the order of a call, with the shape as
+        which the kernel takes each, None for its own.
+        """
+        raise NotImplementedError
+
+    def _launches_of(self, transposed: bool) -> dict[str, Callable[..., None]]:
+        """The launches of a call's kernels by name."""
+        found = self._prepared.get(transposed)
+        if found is None:
+            with torch.inference_mode(False):
+                kernels = self.kernels(transposed)
+                self._compile(transposed, *kernels.values())
+                made = {name: self._launch_of(name, kernel()) for name, kernel in kernels.items()}
+            found = self._prepared[transposed] = {name: launch.quick() for name, launch in made.items()}
+        return found
+
+    def _launch_of(self, name: str, kernel: Any, **others: torch.Tensor) -> Launch:
+        """`others`: arguments instead of those of every call."""
+        fixed, given = self._arguments_of(name)
+        fixed = {argument: value for argument, value in fixed.items() if argument not in given}
+        forms = {argument: form for argument, form in given.items() if form is not None}
+        return Launch(kernel, fixed | others, [*given], self._world, forms=forms)
 
 
 def result_dtype(name: str, dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -676,6 +716,8 @@ def check_scales(name: str, dtype: torch.dtype, x_scales, w_scales, rows: int, *
     """Raise TypeError or ValueError unless there are scales as a GEMM of `dtype` takes them: of `rows` rows and of `columns`,
     (n,) or (experts, n). `hint` ends the message about a shape.
     """
+    if dtype != SCALED and x_scales is None and w_scales is None:
+        return
     other = (1, *columns) if len(columns) == 1 else (*columns, 1)
     given = {"x_scales": (x_scales, (rows,), (rows, 1)), "w_scales": (w_scales, columns, other)}
     for what, (scales, shape, other) in given.items():

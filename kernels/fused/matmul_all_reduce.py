@@ -6,7 +6,7 @@ copy them to the result. What is left when the product is done, that of the last
 up and rounded once, and all PEs get the same bits.
 """
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import tilelang.language as T
@@ -17,6 +17,7 @@ import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
 from ..collective import BufferSpecs
+from ..launches import Form
 from . import gemm
 from .gemm import DEFAULT, Tiling
 from .matmul_reduce_scatter import MatmulReduceScatter
@@ -144,27 +145,25 @@ class MatmulAllReduce(MatmulReduceScatter):
         parts, memory = out.view(self.n_pes, self.rows, self.n), self.memory
         mine = parts[self.rank]
         part = memory["part"] if self._needs_symmetric_source else mine
-        self._everyone = parts
-        self._sum(part, x, held, transposed, scales)
+        self._sum(part, x, held, transposed, scales, parts)
         if part is not mine:
             mine.copy_(part)
         self._sides.join()
         return out
 
-    def _launch(self, out, x, held, transposed, scales, calls, tickets, sent, shares: bool = True) -> None:
-        shares = shares and self.n_pes > 1
-        super()._launch(out, x, held, transposed, scales, calls, tickets, sent, shares)
-        if shares:
-            memory, part = self.memory, out.view(1, self.rows, self.n)
-            buffers = part, memory["partial"], memory["summands"], memory["sums"]
-            self._ending()(self._everyone, *buffers, calls, memory["arrived"], memory["shared"], sent, memory["done"])
+    def kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
+        kernels = super().kernels(transposed)
+        if self._shares:
+            kernels["end"] = functools.partial(send_and_collect, *self._sent_of(), self.threads, self._ending_blocks)
+        return kernels
 
-    def _kernels(self, transposed: bool, shares: bool = True) -> list[Callable[[], object]]:
-        shares = shares and self.n_pes > 1
-        return super()._kernels(transposed, shares) + ([self._ending] if shares else [])
+    def _arguments_of(self, name: str) -> tuple[dict[str, object], dict[str, Form | None]]:
+        fixed, given = super()._arguments_of(name)
+        return fixed, ({"out": None, "part": ((1, self.rows, self.n), None)} if name == "end" else given)
 
-    def _ending(self):
-        return send_and_collect(*self._sent_of(), self.threads, self._ending_blocks)
+    @property
+    def _shares(self) -> bool:
+        return self.n_pes > 1
 
     @property
     def _slices(self) -> int:

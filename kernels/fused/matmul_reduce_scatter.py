@@ -7,7 +7,8 @@ come last: their tiles add what has arrived from the peers, and write the sum.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import tilelang.language as T
 import torch
@@ -17,8 +18,9 @@ import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
 from ..collective import BufferSpecs, dtype_name
+from ..launches import Form
 from . import gemm
-from .gemm import DEFAULT, SCALED, FusedMatmul, SideStreams, Tiling, check_extents
+from .gemm import DEFAULT, SCALED, PreparedMatmul, SideStreams, Tiling, check_extents
 
 
 @tsn.jit(name="matmul_reduce_scatter_send")
@@ -205,7 +207,7 @@ def check_ring(name: str, tiling: Tiling, dtype: torch.dtype) -> None:
         )
 
 
-class MatmulReduceScatter(FusedMatmul):
+class MatmulReduceScatter(PreparedMatmul):
     """The sum of all ranks' `x @ w`, of which every rank gets its rows; constructed and called by all ranks.
 
     Args:
@@ -255,7 +257,6 @@ class MatmulReduceScatter(FusedMatmul):
         with torch.inference_mode(False):
             self._sent = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._sides = SideStreams(self.device, (-1,))
-        self._loaded: set[bool] = set()
 
     def _more_memory(self) -> BufferSpecs:
         """Symmetric memory that a class made of this one takes besides."""
@@ -287,62 +288,65 @@ class MatmulReduceScatter(FusedMatmul):
         self._sides.join()
         return out
 
-    def _sum(self, out, x, held, transposed: bool, scales) -> None:
-        """Launch the product and what sends it."""
-        self._compile(transposed, *self._kernels(transposed))
-        arguments = out, x, held, transposed, scales
-        if self.device.type == "cuda" and transposed not in self._loaded and self.n_pes > 1:
-            # A kernel's first launch loads it, for which the driver waits until running kernels have ended; those of a call
-            # wait for one another. So all run once before, in a call 0 whose tiles and pieces are all taken.
-            zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-            taken = torch.full((2,), 1 << 30, dtype=torch.int32, device=self.device)
-            self._launch(*arguments, zero, torch.zeros(1, dtype=torch.uint64, device=self.device), taken)
-            self._sides.join()
-            torch.cuda.synchronize(self.device)
-            self._loaded.add(transposed)
+    def _sum(self, out, x, held, transposed: bool, scales, *everyone: torch.Tensor) -> None:
+        """Launch the GEMM and what sends it. `everyone`: of an all-reduce, the result of which `out` is this rank's part."""
+        launch = self._prepared.get(transposed)
+        if launch is None:
+            launch = self._launches_of(transposed)
+            if self.device.type == "cuda" and self.n_pes > 1:
+                # A kernel's first launch loads it, for which the driver waits until running kernels have ended; those of a
+                # call wait for one another. So all run once before, in a call 0 whose tiles and pieces are all taken.
+                zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+                taken = torch.full((2,), 1 << 30, dtype=torch.int32, device=self.device)
+                own = {"calls": zero, "tickets": torch.zeros(1, dtype=torch.uint64, device=self.device), "sent": taken}
+                loads = {name: self._launch_of(name, make(), **own) for name, make in self.kernels(transposed).items()}
+                self._launch(loads, out, x, held, scales, *everyone)
+                self._sides.join()
+                torch.cuda.synchronize(self.device)
         self._calls.add_(1)
-        self._launch(*arguments, self._calls, self.memory["tickets"], self._sent)
+        self._launch(launch, out, x, held, scales, *everyone)
 
-    def _launch(self, out, x, held, transposed, scales, calls, tickets, sent, shares: bool = False) -> None:
-        memory, rows = self.memory, x.view(self.n_pes, self.rows, self.k)
-        part = out.view(1, self.rows, self.n)
-        buffers = memory["partial"], memory["summands"], memory["sums"]
-        signals = memory["arrived"], memory["shared"]
-        if self._sends_apart:
+    def _launch(self, launch: Mapping[str, Callable[..., None]], out, x, held, scales, *everyone: torch.Tensor) -> None:
+        if "send" in launch:
             self._sides.fork()
             with self._sides[0]:
-                self._sender(shares)(part, *buffers, calls, memory["ready"], *signals, sent, memory["done"])
-        all_scales = scales[0].view(self.n_pes, -1) if self.scaled else scales[0].view(1, 1), scales[1]
-        seen = (memory["summands"].view(self.dtype),) if self.scaled else ()
-        rest = tickets, sent, memory["done"], *all_scales, *seen
-        self._product(transposed, shares)(part, rows, held, *buffers, calls, memory["ready"], *signals, *rest)
+                launch["send"](out)
+        launch["gemm"](out, x, held, *scales)
+        if everyone and self.n_pes > 1:
+            launch["end"](*everyone, out)
 
-    @property
-    def _sends_apart(self) -> bool:
-        """Whether a kernel beside the product sends; in the simulator it is the product's."""
-        return self.n_pes > 1 and self.device.type == "cuda"
-
-    def _kernels(self, transposed: bool, shares: bool = False) -> list[Callable[[], object]]:
-        """What compiles the kernels of a call, each one."""
-        sends = [functools.partial(self._sender, shares)] if self._sends_apart else []
-        return [functools.partial(self._product, transposed, shares), *sends]
-
-    def _sender(self, shares: bool):
-        return send_parts(*self._sent_of(), shares, self.threads, self.blocks, self._engine)
-
-    def _product(self, transposed: bool, shares: bool):
-        return matmul_reducing(
-            self.n_pes, self.rows, self.n, self.k, dtype_name(self.dtype), dtype_name(self.out_dtype), transposed,
-            **vars(self.tiling), workers=self._workers,
-            senders=0 if self._sends_apart or self.n_pes == 1 else self.blocks,
-            slices=self._slices, pieces=self._pieces, shares=shares, scaled=self.scaled,
+    def kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
+        simulated, dtypes = self.device.type != "cuda", (dtype_name(self.dtype), dtype_name(self.out_dtype))
+        gemm = functools.partial(
+            matmul_reducing, self.n_pes, self.rows, self.n, self.k, *dtypes, transposed, **vars(self.tiling),
+            workers=self._workers, senders=self.blocks if simulated and self.n_pes > 1 else 0, slices=self._slices,
+            pieces=self._pieces, shares=self._shares, scaled=self.scaled,
         )  # fmt: skip
+        if self.n_pes == 1 or simulated:
+            return {"gemm": gemm}
+        geometry = self.threads, self.blocks, self._engine
+        return {"gemm": gemm, "send": functools.partial(send_parts, *self._sent_of(), self._shares, *geometry)}
+
+    def _arguments_of(self, name: str) -> tuple[dict[str, object], dict[str, Form | None]]:
+        fixed: dict[str, object] = {**self.memory, "calls": self._calls, "sent": self._sent}
+        if self.scaled:
+            fixed["seen_summands"] = self.memory["summands"].view(self.dtype)
+        part, rows = ((1, self.rows, self.n), None), ((self.n_pes, self.rows, self.k), None)
+        if name == "send":
+            return fixed, {"part": part}
+        scales = ((self.n_pes, -1) if self.scaled else (1, 1)), None
+        return fixed, {"out": part, "x": rows, "w": None, "x_scales": scales, "w_scales": None}
 
     def _sent_of(self) -> tuple:
         """The first arguments of kernels that send."""
         dtypes = dtype_name(self._carried), dtype_name(self.out_dtype)
         height, across = self.tiling.tile[0], -(-self.n // self.tiling.tile[1])
         return self.n_pes, self.rows, self.n, *dtypes, height, across, self._slices, self._pieces
+
+    @property
+    def _shares(self) -> bool:
+        """Whether every rank gets all sums."""
+        return False
 
     @property
     def _slices(self) -> int:

@@ -83,6 +83,19 @@ def test_fused_gemms(tmp_path, name):
     assert "normal random data, verified" in done.stdout
 
 
+def test_gemm_ways(tmp_path):
+    """The ways of one call, and the table that is written from them."""
+    path, table = tmp_path / "run.json", tmp_path / "table.json"
+    shape = ["--kinds", "matmul_reduce_scatter", "--m", "64", "--warmup", "0", "--repeat", "1", "--limit", "1000"]
+    done = launch("gemm_ways.py", *shape, "--json", str(path), "--table", str(table))
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(path)
+    assert row["fused"] > 0 < row["unfused"] and row["takes"] in ("fused", "unfused")
+    group = json.loads(table.read_text())["groups"][-1]
+    assert (group["operator"], group["gpu"], group["ranks"]) == ("matmul_reduce_scatter", "simulator", 2)
+    assert group["points"] == [[64, round(row["fused"], 1), None, round(row["unfused"], 1), None, None]]
+
+
 @pytest.mark.nightly
 def test_all_reduce_norm(tmp_path):
     path = tmp_path / "run.json"

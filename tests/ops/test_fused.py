@@ -248,7 +248,7 @@ def _larger_than_a_piece() -> None:
 def _pipelined() -> None:
     """By copies beside torch's product, where that was the fastest."""
     objects = group_objects.of("")
-    objects.decisions.clear()
+    objects.known_gemms.clear()
     with mock.patch.object(
         tsn.ops.fused,
         "choose",
@@ -256,7 +256,7 @@ def _pipelined() -> None:
     ):
         _results_and_gradients(None, ["all_gather_matmul"])
         assert any(isinstance(product, PipelinedAllGatherMatmul) for product in objects._products.values())
-    objects.decisions.clear()
+    objects.known_gemms.clear()
 
 
 def _everything() -> None:

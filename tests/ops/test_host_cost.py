@@ -21,6 +21,7 @@ from tilescale_net.kernels.reduce_scatter import ReduceScatter
 # Of each call: times that of `add_` on 8 numbers. About half as much again as was measured.
 LIMITS = {
     "ops.all_reduce": 5, "ops.all_gather": 6, "ops.reduce_scatter": 7, "ops.all_to_all": 9,
+    "ops.all_gather_matmul": 12, "ops.matmul_reduce_scatter": 12, "ops.matmul_all_reduce": 14, "ops.matmul_all_reduce, 8 bits": 20,
     "ops.all_reduce, gradient": 10, "AllReduce": 3, "AllGather": 3, "ReduceScatter": 3,
     "ops.all_reduce_norm": 14, "AllReduceNorm": 7, "AllReduceNorm, FP8": 8,
     "AllToAll, latency": 8, "AllToAll, latency, FP8": 8, "AllToAll, throughput": 7, "deep_ep, low latency": 17,
@@ -51,12 +52,19 @@ def _calls() -> dict[str, Callable[[], Any]]:
     tokens = x[:16].clone(), torch.rand((16, 8), device=device).topk(4, 1)[1], torch.ones((16, 4), device=device)
     norm, weight, fp8 = AllReduceNorm(128, **geometry), x[0].clone(), torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scales = norm.new_scales(64)
+    a, b = (torch.ones((64, 64), dtype=torch.bfloat16, device=device) for _ in range(2))
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    of_gemm = dict.fromkeys(("x_scales", "w_scales"), torch.ones(64, device=device))
     sizes, buffer = (8, 16, 128, 4, torch.bfloat16), Buffer()
     return {
         "ops.all_reduce": lambda: ops.all_reduce(x),
         "ops.all_gather": lambda: ops.all_gather(x),
         "ops.reduce_scatter": lambda: ops.reduce_scatter(x),
         "ops.all_to_all": lambda: ops.all_to_all(x),
+        "ops.all_gather_matmul": lambda: ops.all_gather_matmul(a, b),
+        "ops.matmul_reduce_scatter": lambda: ops.matmul_reduce_scatter(a, b),
+        "ops.matmul_all_reduce": lambda: ops.matmul_all_reduce(a, b),
+        "ops.matmul_all_reduce, 8 bits": lambda: ops.matmul_all_reduce(a8, b8, **of_gemm),
         "ops.all_reduce, gradient": lambda: ops.all_reduce(leaf),
         "AllReduce": lambda: reduce(out, x),
         "AllGather": lambda: gather(rows, x),

@@ -14,6 +14,7 @@ from tests import ranks
 from tests.kernels.moe.support import without_kernels
 from tilescale_net import cli, tuning
 from tilescale_net.kernels.fused import choice
+from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe import config as moe_choice
 from tilescale_net.launch import run
@@ -52,10 +53,10 @@ def _search() -> None:
     everyone = tsn.ops.all_gather(x)
     assert torch.equal(out, torch.mm(everyone, w))
     made = group_objects.of("")._products
-    ((problem, way, *_),) = made
     (op,) = made.values()
+    problem = choice.GemmProblem(kind, world.size, ROWS, K, N, torch.bfloat16)
     point = choice.of_choice(tuned.of(world, "test")[choice.key_of(problem)], problem)
-    assert way == "fused" and point.us == {"fused": 10.0, "unfused": 50.0}
+    assert isinstance(op, AllGatherMatmul) and point.us == {"fused": 10.0, "unfused": 50.0}
     assert {name: getattr(op, name) for name in ("blocks", "tiling")} | {"engine": "auto"} == point.fused
     # One that needs no communication kernel at all.
     slow = tuning.product(

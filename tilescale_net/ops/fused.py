@@ -2,14 +2,16 @@
 
 All ways give what torch.matmul and a collective of torch.distributed give. The way of a call:
 
-1. the public function checks devices and gradients, which torch.compile must see, and calls the operator;
-2. the operator checks shapes, dtypes and scales (`_checked`), and asks `_decided` for its object;
-3. `_decided` asks `kernels.fused.choice.choose` once for each shape, and remembers the answer.
+1. the public function calls the operator: past torch's dispatcher where nothing needs it (`_is_plain`), else after checks of
+   devices and gradients, which torch.compile must see;
+2. the operator checks shapes, dtypes and scales, and asks `_decided`, once for each kind of call (`_known`), for its way;
+3. `_decided` asks `kernels.fused.choice.choose`.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,38 +49,37 @@ def make(objects: GroupObjects, problem: GemmProblem, way: str, options: dict[st
     return maker(rows, p.k, p.n, dtype=p.dtype, group=objects.world, **objects.geometry | options)
 
 
-def _decided(objects: GroupObjects, problem: GemmProblem, fused: bool | None) -> Any:
-    """The object for a call, or None where the GEMM and the collective run one after the other."""
-    key = problem, fused
-    decision = objects.decisions.get(key)
-    if decision is None:
-        obstacle = fits(problem)
-        if fused and obstacle:
-            raise ValueError(f"{problem.kind}: fused=True, but {obstacle}")
-        if obstacle or fused is False:
-            decision = "unfused", {}
-        else:
-            decision = choose(problem, objects.world, not objects.needs_symmetric_source)
-            if fused and decision[0] == "unfused":
-                decision = "fused", usual_options(problem, objects.world.device)
-        objects.decisions[key] = decision
-    way, options = decision
-    if way == "unfused":
-        return None
-    try:
-        return objects.product((problem, way, *options.values()), lambda: make(objects, problem, way, options))
-    except tsn.HeapError:  # on all ranks alike
-        if fused:
-            raise
-        objects.decisions[key] = "unfused", {}
-        return None
+@dataclass(frozen=True)
+class Known:
+    """What is the same in all calls that are alike.
+
+    Attributes:
+        noted: for `Track.note_operator`.
+        problem, way, options: see `make`. key: of its object, None where the GEMM and the collective run one after the other.
+    """
+
+    noted: tuple[Any, ...]
+    problem: GemmProblem
+    way: str
+    options: dict[str, Any]
+    key: str | None
 
 
-def _checked(
-    kind: str, x: torch.Tensor, w: torch.Tensor, x_scales, w_scales, fused: bool | None, group: str, gradient: bool
-) -> tuple[GroupObjects, torch.Tensor, dict[str, torch.Tensor], Any]:
-    """The group's objects, `x` and scales as kernels take them, and the object of a call, see `_decided`."""
-    objects, x = group_objects.in_order(group), x.contiguous()
+def _decided(objects: GroupObjects, problem: GemmProblem, fused: bool | None) -> tuple[str, dict[str, Any]]:
+    """The way of a call, and the options of its fused call."""
+    obstacle = fits(problem)
+    if fused and obstacle:
+        raise ValueError(f"{problem.kind}: fused=True, but {obstacle}")
+    if obstacle or fused is False:
+        return "unfused", {}
+    way, options = choose(problem, objects.world, not objects.needs_symmetric_source)
+    return ("fused", usual_options(problem, objects.world.device)) if fused and way == "unfused" else (way, options)
+
+
+def _known(
+    objects: GroupObjects, kind: str, x: torch.Tensor, w: torch.Tensor, x_scales, w_scales, fused: bool | None, gradient: bool
+) -> Known:  # fmt: skip
+    """Check a call that is like no earlier one, note it, and choose its way."""
     ranks, is_gather = objects.world.size, kind == "all_gather_matmul"
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(
@@ -91,12 +92,43 @@ def _checked(
     if kind == "matmul_reduce_scatter" and rows % ranks:
         raise ValueError(f"{kind}: x has {rows} rows; they must be a multiple of {ranks} ranks")
     check_columns(kind, w)
-    scales = {}
-    if x.dtype == SCALED:
-        scales = dict(x_scales=x_scales.contiguous().view(-1), w_scales=w_scales.contiguous().view(-1))
     text = f"{kind} of {'x' if is_gather else 'sums'} of shape {{}} and {{}}"
-    objects.calls.note_operator(gradient, text, (rows, k if is_gather else n), x.dtype)
-    return objects, x, scales, _decided(objects, GemmProblem(kind, ranks, rows, k, n, x.dtype), fused)
+    noted = gradient, text, (rows, k if is_gather else n), x.dtype
+    objects.calls.note_operator(*noted)
+    problem = GemmProblem(kind, ranks, rows, k, n, x.dtype)
+    way, options = _decided(objects, problem, fused)
+    key = None if way == "unfused" else f"{way} {problem} {options}"  # text, whose hash is made once
+    return Known(noted, problem, way, options, key)
+
+
+def _checked(
+    kind: str, x: torch.Tensor, w: torch.Tensor, x_scales, w_scales, fused: bool | None, group: str, gradient: bool
+) -> tuple[GroupObjects, torch.Tensor, dict[str, torch.Tensor], Any]:
+    """The group's objects, `x` and scales as kernels take them, and the object of a call; None where the GEMM and the
+    collective run one after the other.
+    """
+    objects, x = group_objects.in_order(group), x.contiguous()
+    scales = tuple((s.shape, s.dtype) if isinstance(s, torch.Tensor) else s for s in (x_scales, w_scales))
+    call = kind, fused, gradient, x.shape, x.dtype, w.shape, w.dtype, w.stride(), scales
+    known = objects.known_gemms.get(call)
+    if known is None:
+        if len(objects.known_gemms) >= group_objects.MOST_VIEWS:
+            objects.known_gemms.clear()
+        known = objects.known_gemms[call] = _known(objects, kind, x, w, x_scales, w_scales, fused, gradient)
+    else:
+        objects.calls.note_operator(*known.noted)
+    of_rows_and_columns = {}
+    if x.dtype == SCALED:
+        of_rows_and_columns = dict(x_scales=x_scales.contiguous().view(-1), w_scales=w_scales.contiguous().view(-1))
+    op = None
+    if known.key is not None:
+        try:
+            op = objects.product(known.key, lambda: make(objects, known.problem, known.way, known.options))
+        except tsn.HeapError:  # on all ranks alike
+            if fused:
+                raise
+            objects.known_gemms[call] = replace(known, key=None)
+    return objects, x, of_rows_and_columns, op
 
 
 def travelling(
@@ -132,6 +164,21 @@ def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -
         )
 
 
+def _is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether nothing but this package has to learn of a call with these: `arguments.is_eager`, all on one device, and outside
+    of a region of torch.autocast.
+    """
+    return (
+        arguments.is_eager(x)
+        and all(other is None or (arguments.is_eager(other) and other.device == x.device) for other in others)
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def _setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:2])
     ctx.others = inputs[2:-3]  # up to the scales, which have no gradients
@@ -140,7 +187,7 @@ def _setup(ctx, inputs, output):
 # -- all-gather, then product -----------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tilescale_net::all_gather_matmul", mutates_args=())
+@arguments.operator("all_gather_matmul")
 def _all_gather_matmul(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -174,7 +221,7 @@ def _all_gather_matmul_gradient(ctx, grad):
     return dx, dw, None, None, None, None, None
 
 
-torch.library.register_autograd("tilescale_net::all_gather_matmul", _all_gather_matmul_gradient, setup_context=_setup)
+_all_gather_matmul_differentiably = arguments.differentiable(_all_gather_matmul, _setup, _all_gather_matmul_gradient)
 
 
 def all_gather_matmul(
@@ -212,6 +259,13 @@ def all_gather_matmul(
             fused calls (see `tilescale_net.ops`).
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
+    if _is_plain(x, w, x_scales, w_scales):
+        if not _needs_gradient(x, w, x_scales, w_scales):
+            return _all_gather_matmul(x, w, fused, group, x_scales, w_scales)
+        if x.dtype != SCALED:
+            return _all_gather_matmul_differentiably(
+                x, w, fused, group_objects.name_of(group), x_scales, w_scales, False
+            )
     _check_together("all_gather_matmul", x, w=w, x_scales=x_scales, w_scales=w_scales)
     x, w = arguments.operands(x, w)
     return _ops.all_gather_matmul(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
@@ -220,7 +274,7 @@ def all_gather_matmul(
 # -- product, then reduce-scatter -------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tilescale_net::matmul_reduce_scatter", mutates_args=())
+@arguments.operator("matmul_reduce_scatter")
 def _matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -236,8 +290,8 @@ def _matmul_reduce_scatter(
         return op(x, _held(w), **scales)
     there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
     if there is None:
-        return _ops.reduce_scatter(torch_gemm(x, w, **scales), group, gradient)
-    part = x.new_empty((x.shape[0] // objects.world.size, w.shape[1]), dtype=there.dtype)
+        return _ops.reduce_scatter(torch_gemm(x, w, **scales), group_objects.name_of(group), gradient)
+    part = objects.empty((x.shape[0] // objects.world.size, w.shape[1]), there.dtype)
     return objects.reduce_scatter(part, torch_gemm(x, w, **scales, out=there))
 
 
@@ -253,8 +307,8 @@ def _matmul_reduce_scatter_gradient(ctx, grad):
     return dx, dw, None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "tilescale_net::matmul_reduce_scatter", _matmul_reduce_scatter_gradient, setup_context=_setup
+_matmul_reduce_scatter_differentiably = arguments.differentiable(
+    _matmul_reduce_scatter, _setup, _matmul_reduce_scatter_gradient
 )
 
 
@@ -280,6 +334,13 @@ def matmul_reduce_scatter(
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
+    if _is_plain(x, w, x_scales, w_scales):
+        if not _needs_gradient(x, w, x_scales, w_scales):
+            return _matmul_reduce_scatter(x, w, fused, group, x_scales, w_scales)
+        if x.dtype != SCALED:
+            return _matmul_reduce_scatter_differentiably(
+                x, w, fused, group_objects.name_of(group), x_scales, w_scales, False
+            )
     _check_together("matmul_reduce_scatter", x, w=w, x_scales=x_scales, w_scales=w_scales)
     x, w = arguments.operands(x, w)
     return _ops.matmul_reduce_scatter(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
@@ -288,7 +349,7 @@ def matmul_reduce_scatter(
 # -- product, then all-reduce -----------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tilescale_net::matmul_all_reduce", mutates_args=())
+@arguments.operator("matmul_all_reduce")
 def _matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -309,7 +370,7 @@ def _matmul_all_reduce(
         if there is not None:
             torch_gemm(x, w, **scales, out=there)
             return objects.all_reduce(torch.empty_like(there), there, overwrite_x=True)
-    return _ops.all_reduce(torch_gemm(x, w, **scales), replicated, group, gradient)
+    return _ops.all_reduce(torch_gemm(x, w, **scales), replicated, group_objects.name_of(group), gradient)
 
 
 @arguments.register_fake("matmul_all_reduce")
@@ -325,7 +386,7 @@ def _matmul_all_reduce_gradient(ctx, grad):
     return dx, dw, None, None, None, None, None, None
 
 
-torch.library.register_autograd("tilescale_net::matmul_all_reduce", _matmul_all_reduce_gradient, setup_context=_setup)
+_matmul_all_reduce_differentiably = arguments.differentiable(_matmul_all_reduce, _setup, _matmul_all_reduce_gradient)
 
 
 def matmul_all_reduce(
@@ -352,6 +413,13 @@ def matmul_all_reduce(
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
+    if _is_plain(x, w, x_scales, w_scales):
+        if not _needs_gradient(x, w, x_scales, w_scales):
+            return _matmul_all_reduce(x, w, replicated, fused, group, x_scales, w_scales)
+        if x.dtype != SCALED:
+            return _matmul_all_reduce_differentiably(
+                x, w, replicated, fused, group_objects.name_of(group), x_scales, w_scales, False
+            )
     _check_together("matmul_all_reduce", x, w=w, x_scales=x_scales, w_scales=w_scales)
     x, w = arguments.operands(x, w)
     return _ops.matmul_all_reduce(x, w, replicated, fused, group_objects.name_of(group), x_scales, w_scales)

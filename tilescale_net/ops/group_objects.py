@@ -141,7 +141,7 @@ class GroupObjects:
         calls: noted by every operator, so that ranks that differ learn of it.
         order: of calls on different streams, which pass through the same memory.
         without_room: keys of memory that the symmetric heap had no room for.
-        decisions: of calls of GEMMs with their communication, see fused.py.
+        known_gemms: what is the same in calls of GEMMs with their communication that are alike, see fused.py.
     """
 
     def __init__(self, world):
@@ -161,7 +161,7 @@ class GroupObjects:
         self._products: dict[Hashable, DistributedMatmul] = {}  # the one used last is the last
         self._captured: set[Hashable] = set()
         self.without_room: set[Hashable] = set()
-        self.decisions: dict[Hashable, tuple[str, dict[str, Any]]] = {}
+        self.known_gemms: dict[Hashable, Any] = {}
 
     @functools.cached_property
     def side_stream(self) -> SideStream:

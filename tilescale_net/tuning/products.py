@@ -109,7 +109,7 @@ def product(
     us = {way: trial.us for way, trial in best.items() if trial.us is not None}
     point = Point(wanted.m, k, n, us, options_of(options, wanted) if options else {})
     tuned.keep(world, "tilescale_net.tuning", key, as_choice(point), found.best.us)
-    objects.decisions.clear()
+    objects.known_gemms.clear()
     return found
 
 
