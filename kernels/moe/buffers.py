@@ -52,10 +52,10 @@ def make(base: AllToAll, config: Config, active: tuple[bool, ...] | None = None)
 class Blueprint:
     """Stands for an AllToAll of which only the kernels are wanted: no memory, no ranks, no GPU. Attributes as there."""
 
-    def __init__(self, config: Config, tuning: Tuning, nodes: int):
+    def __init__(self, config: Config, tuning: Tuning, num_sms: int, nodes: int):
         assert tuning.blocks and tuning.threads
         self.tuning, self.blocks, self.threads, self.nodes = tuning, tuning.blocks, tuning.threads, nodes
-        self.all_blocks, self.rank, self.proxied, self.world = tuning.blocks, 0, nodes > 1, None
+        self.all_blocks, self.rank, self.proxied, self.world = num_sms, 0, nodes > 1, None
         self.device, self.active_mask = torch.device("meta"), (True,) * config.ranks
         self.active = self._tensor((config.ranks,), torch.int32)
         self.status = types.SimpleNamespace(tensor=self._tensor((4,), torch.int64))
@@ -80,7 +80,7 @@ def variants_of(config: Config, tuning: Tuning, num_sms: int, nodes: int = 1) ->
         num_sms: of the GPU. nodes: of the ranks.
     """
     resolved = tuning.resolved(config, torch.device("meta"), num_sms)
-    return make(cast("AllToAll", Blueprint(config, resolved, nodes)), config).variants(True)
+    return make(cast("AllToAll", Blueprint(config, resolved, num_sms, nodes)), config).variants(True)
 
 
 def crosses_once(config: Config, tuning: Tuning, nodes: int) -> bool:

@@ -1,5 +1,6 @@
 """Kernels of the package for GPUs are found again without being traced, by other users too; kernels are compiled together."""
 
+import contextlib
 import os
 import threading
 import time
@@ -8,11 +9,15 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.compiler import gpu_cache, together
+from tests import ranks
+from tests.kernels.registry import FP8, MOE, TUNING
+from tilescale_net.compiler import gpu_cache, jit, together
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.compiler.simulator import cache
 from tilescale_net.compiler.together import compile_together
 from tilescale_net.kernels import p2p
+from tilescale_net.kernels.moe import AllToAll, Tuning
+from tilescale_net.kernels.moe.buffers import variants_of
 
 SM_90A = {"kind": "cuda", "arch": "sm_90a"}
 
@@ -111,6 +116,30 @@ def test_a_package_elsewhere_has_the_same_contents(monkeypatch, tmp_path):
         monkeypatch.setattr(cache, "_folders", lambda name=name: (tmp_path / name,))
         hashes.append((cache.contents_hash.__wrapped__(), cache.package_hash.__wrapped__()))
     assert hashes[0][0] == hashes[1][0] and hashes[0][1] != hashes[1][1]
+
+
+def _kernels_of(variants) -> list[str]:
+    with jit.recording() as calls:
+        for variant in variants:
+            with contextlib.suppress(jit.Recorded):
+                variant()
+    return sorted(f"{factory.__name__} {args} {kwargs}" for factory, args, kwargs in calls)
+
+
+def _as_listed(nodes: int) -> None:
+    tuning = Tuning(**TUNING)
+    for options in (dict(mode="latency"), dict(mode="latency", dtype=FP8, hidden=128), dict(), dict(layout="rank")):
+        op = AllToAll(**MOE | options, tuning=tuning)
+        op._mode._launches.clear()
+        mine = _kernels_of(op._mode.variants(True))
+        assert mine and mine == _kernels_of(variants_of(op.config, tuning, op.all_blocks, nodes)), options
+        op.free()
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_the_kernels_of_an_object_are_known_without_it(nodes):
+    """What `precompile` compiles is what the object asks for."""
+    ranks.run(2 * nodes, _as_listed, nodes, env={"TSN_DEVICE": "simulator", "VIRTUAL_NODES": str(nodes)})
 
 
 def test_a_trace_and_a_cache_that_is_off_cache_nothing(monkeypatch, tmp_path):

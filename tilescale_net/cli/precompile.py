@@ -145,7 +145,7 @@ def _of_object(entry: dict[str, Any], sms: int) -> Iterable[Call]:
     import torch
 
     from tilescale_net.compiler.jit import Recorded, recording
-    from tilescale_net.deep_ep.objects import high_throughput_options, low_latency_options
+    from tilescale_net.deep_ep.objects import high_throughput_options, low_latency_options, room_for
     from tilescale_net.kernels.moe import Tuning
     from tilescale_net.kernels.moe.buffers import variants_of
     from tilescale_net.kernels.moe.config import configure
@@ -163,7 +163,7 @@ def _of_object(entry: dict[str, Any], sms: int) -> Iterable[Call]:
         # Both, as Buffer makes one object for each.
         objects = [entry | low_latency_options(dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     elif kind == "deep_ep.high_throughput":
-        tuning = Tuning(blocks=entry.pop("num_sms", 20))
+        tuning, entry["max_tokens"] = Tuning(blocks=entry.pop("num_sms", 20)), room_for(entry["max_tokens"])
         objects = [entry | high_throughput_options(entry.get("scale_words"))]
     else:
         raise ValueError(f"object is {kind!r}; it must be AllToAll, deep_ep.low_latency or deep_ep.high_throughput")

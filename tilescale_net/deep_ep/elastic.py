@@ -7,7 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.deep_ep.high_throughput import Bias, biases_of, fresh, joined, parts
-from tilescale_net.deep_ep.objects import EXPERTS, GroupBuffer, widest
+from tilescale_net.deep_ep.objects import EXPERTS, GroupBuffer, room_for, widest
 from tilescale_net.deep_ep.utils import EventHandle, EventOverlap, begin, end
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
@@ -263,11 +263,7 @@ class ElasticBuffer(GroupBuffer):
 
     def _room(self, most: int) -> int:
         """Tokens of a rank for which there is an object, where a call has that many at most: no number has one of its own."""
-        return (
-            self.num_max_tokens_per_rank
-            if most <= self.num_max_tokens_per_rank
-            else 1 << max(6, (most - 1).bit_length())
-        )
+        return self.num_max_tokens_per_rank if most <= self.num_max_tokens_per_rank else room_for(most)
 
     # -- combine ----------------------------------------------------------------------------------------------------
 

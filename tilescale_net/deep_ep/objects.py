@@ -39,6 +39,11 @@ def high_throughput_options(scale_words: int | None) -> dict[str, Any]:
     return dict(layout="rank", combine_dtype=torch.bfloat16, scale_words=scale_words)
 
 
+def room_for(tokens: int) -> int:
+    """For how many tokens of a rank a high-throughput object is made whose calls bring this many: a power of two."""
+    return 1 << max(6, (tokens - 1).bit_length())
+
+
 class Objects:
     """The AllToAll objects of a Buffer.
 
@@ -175,7 +180,7 @@ class Objects:
         most = max(self.world.control.gather("deep_ep.Buffer.dispatch: tokens", tokens))
         if most <= self.max_tokens:
             return False
-        self.max_tokens = 1 << max(6, (most - 1).bit_length())
+        self.max_tokens = room_for(most)
         return True
 
     def free(self) -> None:
