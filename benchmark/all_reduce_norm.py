@@ -4,8 +4,9 @@
     GPUS=4 bash launch.sh benchmark/all_reduce_norm.py --rows 6,138 --hidden 6144
 
 Each form of a row count is timed by turns with the others, so that the difference to the BF16 form is one of the same run.
-The peer is NCCL's all-reduce, then torch's addition and rms_norm. New residuals are compared bit by bit, FP8 numbers with those of
-the BF16 form, quantised by torch. Without a GPU the simulator runs the same kernels alone.
+The peers are NCCL's all-reduce, then torch's addition and rms_norm, and FlashInfer's fusion of the same, which is skipped by name
+where it is not installed. New residuals are compared bit by bit (FlashInfer's roughly), FP8 numbers with those of the BF16 form,
+quantised by torch. Without a GPU the simulator runs the same kernels alone.
 """
 
 import argparse
@@ -26,11 +27,20 @@ from benchmark.common.measuring import (
     start_together,
 )
 from benchmark.common.modules import dist, row_ops, torch
+from benchmark.common.peers import Made, Operands, Peer, flashinfer_fusion, made
 
 BENCH = dict(ranks=0, quick="--rows 1,16 --repeat 2")  # see common/suite.py
 EPS = 1e-6
 # Whose time is subtracted from those of the others.
 BASE = "bf16"
+
+
+# FlashInfer's pattern of all-reduce, residual and RMSNorm.
+RESIDUAL_AND_NORM = 1
+FLASHINFER = (
+    Peer("flashinfer_one_us", "FlashInfer one-shot", lambda case: case.flashinfer(True)),
+    Peer("flashinfer_two_us", "FlashInfer two-shot", lambda case: case.flashinfer(False)),
+)
 
 
 # Rows, elements of a row and choices of a token, where the user gives none.
@@ -64,6 +74,7 @@ class NormCase:
 
         (self._seed,) = common_seeds(1)
         self._op, self._rows, self._hidden = op, rows, op.hidden
+        self.group: Any = None  # of the peers
         device, kind = tsn.device(), torch.bfloat16
         self._shape = rows, op.hidden
         self.x = self._data(tsn.rank())
@@ -117,12 +128,31 @@ class NormCase:
 
         return call
 
-    def check(self, calls: dict[str, Callable[[], object]]) -> str | None:
-        """What is wrong with results, or None."""
+    def flashinfer(self, one_shot: bool) -> Made:
+        """Its result, a new residual and a norm, is compared at once; RuntimeError where it is wrong."""
+        total, norm = torch.zeros_like(self.x), torch.zeros_like(self.x)
+        call = flashinfer_fusion(
+            Operands(self.x, norm, self.group), *self._shape, one_shot, pattern_code=RESIDUAL_AND_NORM,
+            residual_in=self.residual, residual_out=total, norm_out=norm, rms_gamma=self.weight, rms_eps=EPS,
+        )  # fmt: skip
+        call()
+        wanted = self._total()
+        rows = torch.nn.functional.rms_norm(wanted.float(), (self._hidden,), self.weight.float(), EPS)
+        for found, right in ((total, wanted.float()), (norm, rows)):
+            if not torch.allclose(found.float(), right, rtol=0.05, atol=0.05):
+                raise RuntimeError("its result is wrong")
+        return Made(call)
+
+    def _total(self) -> Any:
+        """The new residual."""
         sums = torch.zeros(self._shape, dtype=torch.float32, device=self.x.device)
         for rank in range(tsn.size()):
             sums += self._data(rank).float()
-        total = (sums.to(torch.bfloat16).float() + self.residual.float()).to(torch.bfloat16)
+        return (sums.to(torch.bfloat16).float() + self.residual.float()).to(torch.bfloat16)
+
+    def check(self, calls: dict[str, Callable[[], object]]) -> str | None:
+        """What is wrong with results, or None."""
+        total = self._total()
         calls[BASE]()
         if not torch.equal(self.total, total):
             return f"{int((self.total != total).sum())} of {total.numel()} new residuals are wrong"
@@ -150,7 +180,7 @@ def main() -> None:
     }  # fmt: skip
     columns = [us("us", "Time"), us("more_us", f"More than {BASE}", plotted=False)]
     if group is not None:
-        columns.append(us("nccl_us", "NCCL, then norm"))
+        columns += [us("nccl_us", "NCCL, then norm"), *(us(peer.key, peer.title) for peer in FLASHINFER)]
     table = report.table("all_reduce_norm", [Column("rows", "Rows", ",d"), Column("form", "Form")], columns)
     from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 
@@ -162,15 +192,21 @@ def main() -> None:
             call()  # kernels are made
         raise_if_wrong(f"{rows} rows", None if args.no_check else case.check(calls))
         if group is not None:
-            calls["nccl"] = case.nccl(group)
+            calls["nccl_us"], case.group = case.nccl(group), group
+            for peer in FLASHINFER:
+                found = made(peer, case)
+                if isinstance(found, str):
+                    report.environment.setdefault(peer.title, f"not everywhere; {found}")
+                else:
+                    calls[peer.key] = found.run
         tsn.barrier()
         samples = timer.interleaved({name: repeated(call) for name, call in calls.items()}, 20, together)
         samples = slowest_ranks(samples)
         times = medians(samples)
-        for name in calls:
-            if name != "nccl":
-                row = {"rows": rows, "form": name, "us": times[name], "more_us": times[name] - times[BASE]}
-                table.add(row | {"nccl_us": times.get("nccl")}, {"us": samples[name]})
+        peers = {name: time for name, time in times.items() if name in {column.key for column in columns}}
+        for name in (name for name in calls if name not in peers):
+            row = {"rows": rows, "form": name, "us": times[name], "more_us": times[name] - times[BASE]}
+            table.add(row | peers, {"us": samples[name]})
         tsn.barrier()
     op.free()
     report.finish()

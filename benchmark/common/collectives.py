@@ -28,12 +28,15 @@ from benchmark.common.measuring import (
     start_together,
 )
 from benchmark.common.modules import dist, torch
+from benchmark.common.peers import Peer, nccl_version
 from benchmark.common.plot import format_bytes
-from benchmark.common.report import Column, Report, rate, us, world_size
+from benchmark.common.report import Column, Report, WrongData, rate, us, world_size
 
 # Flags whose values are tried one after the other, which are arguments of the kernels' classes too.
 CHOICES = ("algorithm", "threads", "blocks", "engine", "unroll")
 DTYPES = ("bfloat16", "float16", "float32")
+# Algorithms whose results are not the sums rounded once.
+LOSSY = ("fp8",)
 FORBIDDEN_LOOP = "--timing loop is not offered: a collective is one kernel per call; use graph or launch"
 
 
@@ -79,7 +82,7 @@ def nccl_group(report: Report, args: argparse.Namespace) -> Any:
         return None
     if tsn.world().device_kind != "cuda":
         return None
-    report.environment["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    report.environment["NCCL"] = nccl_version()
     return dist.new_group(backend="nccl", device_id=tsn.device())
 
 
@@ -91,12 +94,14 @@ class CollectiveCase:
         passes: how often the bytes of the other ranks' parts pass the links.
         heap: the symmetric tensors.
         in_place: the peers write their result over their input, so that only a single call of theirs can be verified.
+        peers: implementations beside ours and NCCL.
     """
 
     nbytes: int
     heap: list[Any]
     passes = 1
     in_place = False
+    peers: Sequence[Peer] = ()
     _x: torch.Tensor
     _out: torch.Tensor
 
@@ -120,9 +125,9 @@ class CollectiveCase:
         """The same call of NCCL, on the same tensors."""
         raise NotImplementedError
 
-    def symmetric(self, group: Any) -> dict[str, Callable[[], object]]:
-        """The same call of torch's symmetric memory, in all its ways. Collective; empty without it."""
-        return {}
+    def peer(self, peer: Peer, group: Any) -> Callable[[], object] | str:
+        """The same call of another implementation, or why it cannot be made. Collective."""
+        raise NotImplementedError
 
     def received(self, seed: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """What came from each rank, and what should have come."""
@@ -141,11 +146,27 @@ class CollectiveCase:
             tsn.free(tensor)
 
 
-def wrong_sums(found: torch.Tensor, summands: Iterable[torch.Tensor], exact: bool) -> str | None:
-    """What is wrong with a sum, next to that in the order of the ranks: any bit, or what order cannot explain."""
+def wrong_sums(
+    found: torch.Tensor,
+    summands: Iterable[torch.Tensor],
+    exact: bool,
+    finish: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
+    error: float = 0.0,
+) -> str | None:
+    """What is wrong with a sum, next to that in the order of the ranks: any bit, or what order cannot explain.
+
+    Args:
+        finish: what becomes of the float32 sum before it is rounded to the dtype.
+        error: of what is lossy, the most that the root of the mean square of all errors may be, of the sums' own.
+    """
     total = torch.zeros(found.shape, dtype=torch.float32, device=found.device)
     for summand in summands:
         total += summand.float()
+    total = finish(total)
+    if error:
+        mean = lambda x: float(x.double().pow(2).mean().sqrt())  # noqa: E731
+        off = mean(found.float() - total) / mean(total)
+        return None if off <= error else f"sums are off by {off:.1%} in the mean; {error:.0%} is the most"
     tolerance = 0 if exact else 0.05
     close = torch.isclose(found.float(), total.to(found.dtype).float(), rtol=tolerance, atol=tolerance)
     wrong = int((~close).sum())
@@ -178,24 +199,36 @@ def measure(
     return max(gather(samples), key=median)
 
 
-def _symmetric(case: CollectiveCase, group: Any, measure: Callable[..., Any], report: Report) -> dict[str, list[float]]:
-    """Samples of torch's symmetric memory by way; what cannot run is noted."""
-    try:
-        calls = case.symmetric(group)
-    except Exception as err:  # it is private to torch, and not on all machines
-        report.environment["torch symmetric memory"] = f"not measured; {str(err)[:80]}"
-        return {}
-    return {way: measure(call, f"torch symmetric memory, {way}") for way, call in calls.items()}
+def _of_peers(
+    case: CollectiveCase, group: Any, measure: Callable[..., list[float]], report: Report
+) -> dict[str, list[float]]:
+    """Samples of the case's peers by key; what is not installed, does not take the call or is wrong is noted by name."""
+    found = {}
+    for peer in case.peers:
+        call = case.peer(peer, group)
+        try:
+            if not isinstance(call, str):
+                found[peer.key] = measure(call, peer.title)
+                continue
+        except (WrongData, RuntimeError) as err:
+            call = (str(err) or type(err).__name__).splitlines()[0]
+        report.environment.setdefault(peer.title, f"not everywhere; {call}")
+    return found
 
 
 def run(
-    name: str, args: argparse.Namespace, case_of: Callable[[int], CollectiveCase], heap_factor: float = 2.5
+    name: str,
+    args: argparse.Namespace,
+    case_of: Callable[[int], CollectiveCase],
+    heap_factor: float = 2.5,
+    peers: Sequence[Peer] = (),
 ) -> None:
-    """Measure ours, and NCCL on GPUs, at every size and geometry; print the report.
+    """Measure ours, and NCCL and its like on GPUs, at every size and geometry; print the report.
 
     Args:
         case_of: makes the case for a size in bytes; collective.
         heap_factor: heap bytes per byte of the largest size.
+        peers: implementations beside ours and NCCL.
     """
     report = Report(name, args)
     world = tsn.init(int(max(args.sizes) * heap_factor) + (96 << 20))
@@ -212,13 +245,21 @@ def run(
     columns += [rate("busbw", "Bus BW", "GB/s")]
     if group is not None:
         columns += [us("nccl_us", "NCCL"), rate("nccl_busbw", "NCCL Bus BW", "GB/s"), Column("ratio", "x NCCL", ".2f")]
-        columns += [us("symm_mem_us", "Symm. memory")] if name == "all_reduce" else []
-    table = report.table(name, [Column("bytes", "Size", ",d", unit="Bytes"), *varying], columns)
+        columns += [us("symm_mem_us", "Symm. memory")] if peers else []
+    sizes = Column("bytes", "Size", ",d", unit="Bytes")
+    table = report.table(name, [sizes, *varying], columns)
     table.notes.append("p99: of the samples, each of which is a mean over the calls of a batch.")
+    others = None
+    if group is not None and peers:
+        ours = [us("us", "tilescale_net"), us("nccl_us", "NCCL")]
+        others = report.table("peers", [sizes], [*ours, *(us(peer.key, peer.title) for peer in peers)])
+        others.notes.append("tilescale_net: its best of the table above that is not lossy.")
     for size in report.progress(args.sizes, "sizes", format_bytes):
         case = case_of(size)
+        case.peers = peers
         theirs: list[float] = []
         ways: dict[str, list[float]] = {}
+        best: list[float] = []
         if group is not None:
 
             def peer(
@@ -227,7 +268,7 @@ def run(
                 return measure(case, call, *common, f"{what} {name}, {size} bytes", alone=case.in_place)
 
             theirs = peer(case.nccl(group), "NCCL")
-            ways = _symmetric(case, group, peer, report)
+            ways = _of_peers(case, group, peer, report)
         for values in itertools.product(*(getattr(args, choice) for choice in CHOICES)):
             choices = dict(zip(CHOICES, values))
             call, free = case.ours(choices)
@@ -236,6 +277,12 @@ def run(
             free()
             row = {"bytes": case.nbytes, **choices, **_figures(case, samples, theirs, ways)}
             table.add(row, {"us": samples, "nccl_us": theirs})
+            if choices["algorithm"] not in LOSSY and (not best or median(samples) < median(best)):
+                best = samples
+        if others is not None:
+            measured = {"us": best, "nccl_us": theirs, **ways}
+            figures = {key: median(values) for key, values in measured.items() if values}
+            others.add({"bytes": case.nbytes, **figures}, measured)
         case.free()
     report.finish()
     tsn.finalize()
@@ -250,6 +297,6 @@ def _figures(
     if theirs:
         other = median(theirs)
         figures |= {"nccl_us": other, "nccl_busbw": per_second(other) * share, "ratio": other / time}
-    if ways:
-        figures["symm_mem_us"] = min(median(s) for s in ways.values())
+    if torchs := [median(ways[key]) for key in ("symm_one_us", "symm_two_us") if key in ways]:
+        figures["symm_mem_us"] = min(torchs)
     return figures

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from reports import COLLECTIVES, FUSED, HERE, gpus, mixture_of_experts, rows
+from reports import COLLECTIVES, FUSED, HERE, gpus, mixture_of_experts, rows, run
 
 from benchmark.common import plot
 from benchmark.common.plot import OTHER, OURS, PEER, Panel
@@ -46,6 +46,9 @@ def collectives() -> list[Panel]:
     panels = []
     for report, what in COLLECTIVES.items():
         points = {name: by(rows(report), "bytes", key) for name, key in names.items()}
+        for table in run(report)["tables"][1:]:  # of more peers
+            titles = {column["title"]: column["key"] for column in table["columns"] if column["title"] not in names}
+            points |= {name: by(table["rows"], "bytes", key) for name, key in titles.items()}
         points = {name: figures for name, figures in points.items() if figures}
         panels.append(Panel(f"{what.capitalize()}, {gpus(report)}", "Time (us)", "Size", points, STYLES))
     return panels

@@ -19,7 +19,7 @@ QUICK = ("--threads", "64", "--repeat", "1", "--warmup", "0")
         ("all_to_all", ["--uneven"], {"GPUS": "3"}),
         ("all_to_all", [], {"VIRTUAL_NODES": "2"}),
         ("reduce_scatter", ["--dtype", "float32"], {}),
-        ("all_reduce", ["--dtype", "float16", "--staged"], {}),
+        ("all_reduce", ["--dtype", "float16", "--staged", "--algorithm", "auto,fp8"], {}),
     ],
 )
 @pytest.mark.sample(2)
@@ -31,7 +31,7 @@ def test_runs(tmp_path, name, arguments, env):
     assert "NCCL" not in done.stdout
     (table,) = json.loads(path.read_text())["tables"]
     size = int(env.get("GPUS", 2))
-    assert len(table["rows"]) == (4 if "1,2" in arguments else 2)
+    assert len(table["rows"]) == (4 if "1,2" in arguments or "auto,fp8" in arguments else 2)
     for row in table["rows"]:
         assert row["algbw"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
         assert row["busbw"] == pytest.approx(row["algbw"] * (size - 1) / size * (2 if name == "all_reduce" else 1))
@@ -135,3 +135,34 @@ def test_wrong_data_is_found(name):
     for outcome in ranks.launch(2, _wrong, name):
         assert outcome.error is not None and outcome.error[0] == "WrongData", outcome
         assert name in outcome.error[1] and "wrong" in outcome.error[1]
+
+
+def _peers_of_all_reduce():
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from benchmark.all_reduce import PEERS, AllReduceCase
+    from benchmark.common.collectives import _of_peers, measure
+    from benchmark.common.measuring import Timer
+    from benchmark.common.peers import Made, Peer
+
+    case, report = AllReduceCase(65536, "float32", True), SimpleNamespace(environment={})
+    timer = Timer("launch", 0, 1, on_gpu=case._out.is_cuda)
+
+    def in_place(call):
+        return Made(lambda: dist.all_reduce(call.out, group=call.group), call.out, call.out)
+
+    wrong = Peer("wrong_us", "copies", lambda call: Made(lambda: call.out.copy_(call.x)))
+    case.peers = [PEERS["flashinfer_one"], wrong, Peer("right_us", "gloo", in_place)]
+    group = dist.new_group(backend="gloo")
+    found = _of_peers(
+        case, group, lambda call, what: measure(case, call, timer, lambda: None, True, what, alone=True), report
+    )
+    assert list(found) == ["right_us"] and len(found["right_us"]) == 1
+    told = report.environment
+    assert "flashinfer" in told["FlashInfer one-shot"] and "sums are wrong" in told["copies"] and "gloo" not in told
+
+
+def test_peers_that_are_missing_or_wrong_have_no_figure():
+    ranks.run(2, _peers_of_all_reduce)
