@@ -13,6 +13,7 @@ TSN_VENV       folder of that virtual environment (.venv)
 TSN_TORCH      torch of a new environment: cpu (2 GB in all, from PyTorch's index); default PyPI's, with CUDA (5.3 GB)
 TSN_OUTPUT     all: show the output of all ranks, not only of rank 0
 TSN_BUILD      0: never build the native part
+TSN_PROVIDER   efa or efa-direct without an EFA device: over the stand-in that bash tests/efa/build.sh builds
 Under srun, each task is a rank; with GPUS=N and one task per node, each task starts N ranks. Defaults: docs/settings.md"
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -191,6 +192,16 @@ if [ "$1" = --setup-only ]; then
   "$python" -c 'import sys; print(sys.executable)'
   exit 0
 fi
+
+# Without a device, EFA's provider runs over what tests/efa/build.sh has built.
+standin=$root/build/efa/libfabric-efa.so
+case "${TSN_PROVIDER:-}" in
+  efa | efa-direct)
+    if [ -z "${TSN_LIBFABRIC:-}" ] && [ ! -e /sys/module/efa ] && [ -e "$standin" ]; then
+      say "no EFA device: provider $TSN_PROVIDER runs over the stand-in, ${standin#"$root/"}; times mean nothing"
+      export TSN_LIBFABRIC=$standin
+    fi ;;
+esac
 
 if [ "$1" = pytest ]; then
   shift

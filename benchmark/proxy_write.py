@@ -6,7 +6,8 @@
 Rank 0 writes to the first PE of another node: ProxySingle and ProxyMulti wait (quiet) after each write, the NBI ones at
 the end; Single uses one channel (network endpoint), Multi all of them. The bare writer is the limit: the same library,
 provider, pieces and memory, driven by a CPU that needs no queue, no descriptors and no ordering. It takes turns with the
-proxy within each size. Everything written is compared with what was sent. A second part times put_signal, one way.
+proxy within each size. Everything written is compared with what was sent. A second part times put_signal, one way; with
+--ordering a third one counts signals a second behind data, unordered, fenced, and by a proxy that drains at a fence.
 """
 
 import argparse
@@ -65,6 +66,8 @@ def parse() -> argparse.Namespace:
     text = f"sizes of put_signal ({SIGNAL_SIZES}); 'none' leaves that part out"
     signal = lambda t: [] if t == "none" else size_list(t)  # noqa: E731
     parser.add_argument("--signal-sizes", type=signal, default=signal(SIGNAL_SIZES), metavar="LIST", help=text)
+    text = "sizes of the data before each signal, for the cost of ordering (not measured)"
+    parser.add_argument("--ordering", type=size_list, default=[], metavar="LIST", help=text)
     text = "the PE that rank 0 writes to writes back at the same time; figures are of rank 0, data are not verified"
     parser.add_argument("-b", "--bidirectional", action="store_true", help=text)
     args = parser.parse_args()
@@ -178,6 +181,24 @@ def signals(bench: ProxyBench, table: Any, args: argparse.Namespace) -> None:
             table.add({"bytes": count, **row, "beyond": beyond}, found)
 
 
+ORDERINGS = {"unordered": 0, "fenced": 1, "drained": 2}  # of kernels/proxy_write.py's signals
+
+
+def orderings(bench: ProxyBench, table: Any, args: argparse.Namespace) -> None:
+    """Rows of the cost of ordering: to one PE of another node, and to all of the first one's node."""
+    turns = 2000 if bench.on_gpu else 50
+    for count in args.ordering:
+        for destinations in sorted({1, bench.world.topology.node_size}):
+            calls = {name: partial(bench.ordered, count, destinations, turns, how) for name, how in ORDERINGS.items()}
+            found = in_turn(calls, args.warmup, args.repeat)
+            if tsn.rank() == 0:
+                rates = {name: [1e3 / us for us in samples] for name, samples in found.items()}
+                row = medians(rates)
+                for other in ("unordered", "drained"):
+                    row[f"of_{other}"] = median([f / o for f, o in zip(rates["fenced"], rates[other])])
+                table.add({"bytes": count, "destinations": destinations, **row}, rates)
+
+
 def main() -> None:
     args = parse()
     from tilescale_net.runtime import settings
@@ -196,10 +217,22 @@ def main() -> None:
         "beyond bare: the median of the differences of turns, not the difference of the row's medians.",
     ]
 
+    ordering = None
+    if args.ordering:
+        keys = [SizeColumn("bytes", "Size"), Column("destinations", "PEs")]
+        columns = [rate(name, name, "k/s") for name in ORDERINGS]
+        columns += [Column(f"of_{other}", f"fenced / {other}", ".2f") for other in ("unordered", "drained")]
+        ordering = report.table("cost of ordering, signals a second and destination", keys, columns)
+        ordering.notes += [
+            "One thread puts `Size` bytes and a signal to each destination in turn. unordered: put_signal, behind its own data "
+            "alone. fenced: put, fence, signal: behind all earlier puts to that PE. drained: put, quiet, signal, as where a "
+            "proxy waits at a fence until all that it has sent is confirmed.",
+        ]
+
     results: dict[int, dict[str, list[float]]] = {}
     rails: dict[str, int] = {}
     try:
-        measure_all(report, args, kinds, signal, results, rails, on_gpu)
+        measure_all(report, args, kinds, signal, ordering, results, rails, on_gpu)
     except KeyboardInterrupt:
         if results and is_rank_zero():
             fill(bandwidth, limit, results, rails, args.link_gbps)
@@ -222,14 +255,17 @@ def measure_all(
     args: argparse.Namespace,
     kinds: list[str],
     signal: Any,
+    ordering: Any,
     results: dict[int, dict[str, list[float]]],
     rails: dict[str, int],
     on_gpu: bool,
 ) -> None:
-    """Fill `results` (samples by size and configuration) and `rails`, and the table of put_signal. Collective."""
+    """Fill `results` (samples by size and configuration) and `rails`, and the tables of signals. Collective."""
     for kind in kinds:
         wanted = 1 if kind == "Single" else (0 if on_gpu else 2) if args.rails is None else args.rails
-        largest = max([*(args.sizes or size_list((DIRECT if on_gpu else SIMULATED)[0])), *args.signal_sizes])
+        largest = max(
+            [*(args.sizes or size_list((DIRECT if on_gpu else SIMULATED)[0])), *args.signal_sizes, *args.ordering]
+        )
         bench = ProxyBench(wanted, largest, args.bidirectional)
         profile = SIMULATED if not on_gpu else STAGED if bench.properties["staged"] else DIRECT
         args.sizes = args.sizes or size_list(profile[0])
@@ -251,6 +287,8 @@ def measure_all(
                 print(f"{format_bytes(count)}: {told}", file=sys.stderr, flush=True)
         if kind == kinds[0]:
             signals(bench, signal, args)
+            if ordering is not None:
+                orderings(bench, ordering, args)
         bench.close()
 
 

@@ -1,4 +1,5 @@
-"""Writes that a CPU proxy makes for a GPU: blocking, with a quiet after each, or with one quiet at the end (NBI)."""
+"""Writes that a CPU proxy makes for a GPU: blocking, with a quiet after each, or with one quiet at the end (NBI); and
+signals behind them, ordered in three ways."""
 
 import tilelang.language as T
 
@@ -40,5 +41,50 @@ def write(capacity):
                         N.quiet(pe)
                 if blocking == 0:
                     N.quiet(pe)
+
+    return main
+
+
+@tsn.jit
+def signals(capacity):
+    """Kernel `(dst, src, counter, count, first_pe, n_pes, turns, ordering)`: in each turn, `count` bytes and a signal to
+    each of the PEs `first_pe` … `first_pe + n_pes - 1`.
+
+    Args:
+        capacity: bytes of the symmetric uint8 tensors `dst` and `src`; `count` is at most that.
+
+    Run-time arguments: the signal adds 1 to `counter` (one uint64, symmetric). `ordering` = 0: a put_signal, behind its own
+    data alone; 1: behind all puts to the PE before it, by a fence; 2: the same, by waiting until these puts are complete,
+    as a proxy does that drains its queue at a fence. All is complete when the kernel ends. One thread does the work.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        dst: T.Tensor((capacity,), "uint8"),
+        src: T.Tensor((capacity,), "uint8"),
+        counter: T.Tensor((1,), "uint64"),
+        count: T.int64,
+        first_pe: T.int32,
+        n_pes: T.int32,
+        turns: T.int32,
+        ordering: T.int32,
+    ):
+        with T.Kernel(1, threads=32):
+            N.benign_race(dst)  # every turn puts the same bytes to the same place
+            if T.get_thread_binding() == 0:
+                for _ in T.serial(turns):
+                    for i in T.serial(n_pes):
+                        pe = first_pe + i
+                        if ordering == 0:
+                            N.put_signal_thread(dst, src, pe, counter, 1, "add", count=count)
+                        else:
+                            N.put_thread(dst, src, pe, count=count)
+                            if ordering == 1:
+                                N.fence(pe)
+                            else:
+                                N.quiet(pe)
+                            N.signal(counter, 1, pe, "add")
+                N.quiet()
 
     return main

@@ -266,7 +266,8 @@ class ProxyBench:
         self.properties = self.world.proxy.properties
         self.rails = self.properties["rails"]
         self.dst, self.src = (tsn.empty(capacity, torch.uint8) for _ in range(2))
-        self._flag = tsn.zeros((1,), torch.uint64)
+        self._flag, self._counter = (tsn.zeros((1,), torch.uint64) for _ in range(2))
+        self._counted = 0
         self._write, self._ping_pong = proxy_write.write(capacity), p2p.ping_pong(capacity, threads=32)
         self._sent = 0
         self._bare: Any = None
@@ -321,6 +322,24 @@ class ProxyBench:
         pong = lambda: self._bare.pong(self._other, count, trips) or 0.0  # noqa: E731
         return self._timed(ping, pong, 2 * trips)
 
+    def ordered(self, count: int, destinations: int, turns: int, ordering: int) -> float:
+        """Microseconds of a turn of `kernels.proxy_write.signals`, by rank 0 to the first PEs of other nodes. Collective.
+
+        Raises:
+            WrongData: on all ranks, when signals have been lost or doubled.
+        """
+        from tilescale_net.kernels import proxy_write
+
+        kernel = proxy_write.signals(self.dst.numel())
+        arguments = (self.dst, self.src, self._counter, count, self.peer, destinations, turns, ordering)
+        spent = self._timed(lambda: device_us(lambda: kernel(*arguments), self.on_gpu), None, turns)
+        self._counted += turns if self.rank == self.peer else 0
+        seen = int(self._counter.item())
+        what = None if seen == self._counted else f"{seen} signals of {self._counted} at rank {self.rank}"
+        # Further destinations count as the first one does.
+        measuring.raise_if_wrong(f"signals with {count} bytes", what if self.rank == self.peer else None)
+        return spent
+
     def prepare(self, count: int, seed: int) -> None:
         """Fresh data at rank 0, poison at its peer, in the proxy's destination and the bare writer's."""
         if self.rank == 0:
@@ -334,5 +353,5 @@ class ProxyBench:
         return measuring.difference(buffer, count, seed) if self.rank == self.peer else None
 
     def close(self) -> None:
-        del self._bare, self.dst, self.src, self._flag
+        del self._bare, self.dst, self.src, self._flag, self._counter
         tsn.finalize()

@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# build.sh FOLDER [LIBFABRIC]: builds libfabric-efa.so there, which is LIBFABRIC (default: the system's libfabric.so.1)
-# over the stand-in for EFA's libraries, with the part of /sys that the provider reads. Use: TSN_LIBFABRIC=FOLDER/libfabric-efa.so
+# build.sh [FOLDER [LIBFABRIC]]: builds FOLDER/libfabric-efa.so, which is LIBFABRIC over the stand-in for EFA's libraries,
+# with the part of /sys that the provider reads. FOLDER is build/efa by default, where launch.sh finds it for
+# TSN_PROVIDER=efa and efa-direct; elsewhere name it: TSN_LIBFABRIC=FOLDER/libfabric-efa.so.
+# LIBFABRIC: by default that of the `mpich` wheel (2.x), else the system's libfabric.so.1; `system` takes the latter.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-folder=$1 libfabric=${2:-}
+root=$here/../..
+folder=${1:-$root/build/efa} libfabric=${2:-}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
+if [ -z "$libfabric" ]; then
+  libfabric=$(PYTHONPATH=$root "$(bash "$root/launch.sh" --setup-only)" -c 'from tilescale_net.runtime.fabric import bundled_library as b; print(b())')
+fi
 # rdma-core's headers, from the distribution's package where they are not installed.
 include=
 if [ ! -e /usr/include/infiniband/efadv.h ]; then
@@ -15,7 +21,7 @@ if [ ! -e /usr/include/infiniband/efadv.h ]; then
   fi
 fi
 link=(-l:libfabric.so.1)
-if [ -n "$libfabric" ]; then link=("$libfabric" "-Wl,-rpath,$(dirname "$libfabric")"); fi
+if [ -n "$libfabric" ] && [ "$libfabric" != system ]; then link=("$libfabric" "-Wl,-rpath,$(dirname "$libfabric")"); fi
 ${CXX:-g++} -std=c++17 -O1 -g -fPIC -shared -fvisibility=hidden -Wall -Wextra ${include:+-isystem "$include"} "$here/standin.cpp" \
   -o "$folder/libfabric-efa.so.new" -Wl,--no-as-needed "${link[@]}" -pthread
 mv "$folder/libfabric-efa.so.new" "$folder/libfabric-efa.so"

@@ -1,34 +1,117 @@
 """libfabric's own efa provider, without a device: standin.cpp takes the place of EFA's libraries."""
 
 import os
+import random
+import signal
 import subprocess
-from pathlib import Path
+import time
 
 import pytest
 
-from tests import jobs, lacking
+from tests import jobs
+from tests.efa.standin import HERE, WAYS, environment, library
+from tests.native.builder import ROOT
+from tests.proxy.test_fabric import finish, start
+from tests.runtime import test_kill_rounds as kill_rounds
 
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def libfabric(tmp_path_factory) -> str:
-    """libfabric over the stand-in."""
-    lacking.program("g++", "g++")
-    if not os.path.exists("/usr/include/infiniband/efadv.h"):
-        pytest.skip("lacks rdma-core's headers (libibverbs-dev)")
-    folder = tmp_path_factory.mktemp("efa")
-    subprocess.run([HERE / "build.sh", folder], check=True)
-    return str(folder / "libfabric-efa.so")
+NIGHTLY = pytest.mark.nightly
+every_way = pytest.mark.parametrize("way", WAYS)
+CHAOS = "chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50"
 
 
-@pytest.mark.parametrize("script, device", [("01_put_signal", "p4d"), ("08_collectives", "p5")])
-def test_tutorials_run_over_the_provider_of_efa(libfabric, script, device):
-    """Debian 12's libfabric 1.17 emulates writes: the target reads, or copies from messages, and raises the immediates."""
-    env = {
-        **os.environ, "TSN_DEVICE": "simulator", "GPUS": "2", "VIRTUAL_NODES": "2", "TSN_PROVIDER": "efa",
-        "TSN_LIBFABRIC": libfabric, "EFA_STANDIN": f"device={device}",
-    }  # fmt: skip
+def programs(monkeypatch, tmp_path, way: str, scenario: str, pes: int, *arguments: str, **options: object):
+    """The proxy's program as a process for each PE."""
+    env = environment(way, **options)
+    for name, value in env.items():
+        if not name.startswith("TSN_"):
+            monkeypatch.setenv(name, value)
+    return start(tmp_path, scenario, pes, env["TSN_LIBFABRIC"], env["TSN_PROVIDER"], *arguments)
+
+
+@pytest.mark.parametrize(
+    "script, way",
+    [
+        ("01_put_signal", "1.17-efa-p4d"),
+        ("08_collectives", "2.x-efa-direct-p5en"),
+        pytest.param("08_collectives", "1.17-efa-p4d", marks=NIGHTLY),
+        pytest.param("08_collectives", "2.x-efa-p5", marks=NIGHTLY),
+    ],
+)
+def test_tutorials(script, way):
+    env = {**os.environ, "TSN_DEVICE": "simulator", "GPUS": "2", "VIRTUAL_NODES": "2", **environment(way)}
     done = jobs.launch(f"docs/tutorials/{script}.py", env=env)
     assert done.returncode == 0, done.stderr
-    assert "provider efa emulates RDMA writes" in done.stderr
+    # Debian 12's libfabric 1.17 emulates writes: the target copies from messages, and raises the immediates.
+    assert ("provider efa emulates RDMA writes" in done.stderr) == ("1.17" in way)
+
+
+def test_what_the_provider_answers_is_recorded(tmp_path):
+    """The strict device of tests/native answers from this table; tests/efa/record.sh writes it anew."""
+    command = [HERE / "record.sh", tmp_path / "answers.h", library("system"), library("bundled")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "answers.h").read_text() == (ROOT / "tests/native/efa_answers.h").read_text()
+
+
+@pytest.mark.parametrize(
+    "mode", [[], ["staging=1", "queues=2", "threads=2"], ["rails=2", "threads=2", "peer_threads=2", "shared=1024"]],
+    ids=["plain", "staging", "shared"],
+)  # fmt: skip
+@every_way
+@pytest.mark.sample(3)
+def test_traffic(monkeypatch, tmp_path, way, mode):
+    rounds = "rounds=5" if "1.17" in way else "rounds=10"
+    processes = programs(monkeypatch, tmp_path, way, "traffic", 2, rounds, *mode)
+    for status, output in finish(processes):
+        assert status == 0, output
+
+
+@pytest.mark.parametrize("first, count", [(1, 2), pytest.param(3, 200, marks=[NIGHTLY, pytest.mark.timeout(7200)])])
+@every_way
+@pytest.mark.sample(2)
+def test_chaos(monkeypatch, tmp_path, way, first, count):
+    """Seeds of the stand-in's order and of the chaos in front of it."""
+    for seed in range(first, first + count):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        options = {"seed": seed, "window": 64, "rnr_us": 500}
+        arguments = ["rounds=5", CHAOS, f"seeds={seed}:{seed + 1}", "largest=9000"]
+        for status, output in finish(programs(monkeypatch, folder, way, "traffic", 2, *arguments, **options)):
+            assert status == 0, (seed, output)
+
+
+@every_way
+@pytest.mark.sample(2)
+def test_killed_peer(monkeypatch, tmp_path, way):
+    """The others report within the deadline which PE is lost; none hangs, and nothing is left in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    processes = programs(monkeypatch, tmp_path, way, "failure", 3, "timeout_ms=2000", timeout_ms=1000)
+    try:
+        deadline = time.monotonic() + 30
+        while len([f for f in os.listdir(tmp_path) if not f.endswith(".part")]) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        during = set(os.listdir("/dev/shm")) - before
+        assert not [name for name in during if name.startswith("fe80")], "the provider's own objects of shared memory"
+        processes[2].send_signal(signal.SIGKILL)
+        results = finish(processes, timeout=30)
+    finally:
+        finish(processes, timeout=1)
+    for status, output in results[:2]:
+        assert status == 0 and "PeerLost" in output and "PE -1" not in output, output
+    assert any("PE 2" in output for _, output in results[:2]), results
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("fe80")]
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=[NIGHTLY, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.sample(1)
+def test_kill_rounds(tmp_path, monkeypatch, fault, rounds):
+    """Ranks of kernels and proxies, of which one is killed or stopped at a random moment."""
+    ways = [(way, environment(way, timeout_ms=2000)) for way in WAYS]
+    monkeypatch.setenv("EFA_STANDIN", "timeout_ms=2000")
+    monkeypatch.setattr(kill_rounds, "PROVIDERS", [(w, e["TSN_LIBFABRIC"], e["TSN_PROVIDER"]) for w, e in ways])
+    first = random.randrange(1 << 20)
+    for seed in range(first, first + rounds):
+        kill_rounds._round(tmp_path, fault, seed)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("fe80")]

@@ -14,7 +14,10 @@ SYSTEM, BUNDLED = "libfabric.so.1", fabric.bundled_library()
 
 
 def _providers() -> list[tuple[str, str, str]]:
-    """(test id, library, provider) of everything that can talk to itself on this machine."""
+    """(test id, library, provider) of everything that can talk to itself on this machine, or of what the user chose."""
+    chosen, library = settings.PROVIDER.get(), settings.LIBFABRIC.get()
+    if chosen and library:
+        return [(f"chosen-{chosen}", library, chosen)]
     found = []
     for name, library in (("system", SYSTEM), ("bundled", BUNDLED)):
         try:

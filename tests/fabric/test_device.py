@@ -4,6 +4,8 @@ It reorders, has 4-byte immediates that use up receives, small queues, several N
 """
 
 import ctypes
+import errno
+import gc
 import os
 import random
 import subprocess
@@ -45,12 +47,13 @@ def fake(device, monkeypatch):
 
 
 CONFIGURATIONS = [
-    "seed=1",
-    "seed=2,name=efa-direct",
+    "seed=1,tx=16,rx=64",
+    "seed=2,name=efa-direct,tx=16,rx=64",
     "seed=3,name=efa-direct,tx=4,rx=4",
-    "seed=4,rx_cq_data=0,tx=3",
-    "seed=5,mr_endpoint=1,nics=3",
+    "seed=4,tx=3",
+    "seed=5,mr_endpoint=1,nics=3,tx=16,rx=64",
     "seed=6,name=efa-direct,nics=2,tx=7,rx=9",
+    "seed=7,name=efa-direct,device=p6",
 ]
 
 
@@ -59,8 +62,8 @@ def test_traffic(fake, text):
     a, b = pair(fake(text), bytes=1 << 18)
     p = a.properties()
     assert p["provider"] == ("efa-direct" if "direct" in text else "efa")
-    assert p["delivery_complete"] == ("direct" not in text) and not p["ordered_messages"]
-    assert p["link_gbps"] == 100 * p["rails"]
+    assert p["delivery_complete"] and p["doorbells"] and not p["ordered_messages"]
+    assert p["link_gbps"] == (400 if "p6" in text else 100) * p["rails"]
     assert p["rails"] == (3 if "nics=3" in text else 2 if "nics=2" in text else 1)
     rng = random.Random(text)
     data = rng.randbytes(a.bytes)
@@ -87,7 +90,7 @@ def test_traffic(fake, text):
 
 def test_immediates_take_receives(fake):
     """Where the device could do without, which would let one side overrun the other's completion queue."""
-    a, b = pair(fake("unsolicited=1,rx=16,tx=8"))
+    a, b = pair(fake("name=efa-direct,rx=16,tx=8"))
     b.poll()  # its receives
     a.twin = None  # b is away
     taken, refused = 0, 0
@@ -102,22 +105,52 @@ def test_immediates_take_receives(fake):
     until(lambda: len(b.of("immediate")) == taken == len(a.of("done")), a, b)
 
 
+def test_every_immediate_that_may_come_finds_a_receive(fake, device):
+    """Otherwise EFA sends its write again from the start: with 256 receives for 4096 immediates, 3840 were refused."""
+    a, b = pair(fake("name=efa-direct"))
+    b.poll()
+    a.twin = None  # b is away
+    credit = b.properties()["immediates"]
+    assert credit == 4096
+    for i in range(credit):
+        a.write(0, 8, imm=i, cookie=i)
+    until(lambda: len(a.of("done")) == credit, a)
+    assert device[1].fake_refusals() == 0
+    until(lambda: len(b.of("immediate")) == credit, b)
+    a.message(b"and a message", cookie=credit)
+    until(lambda: b.of("message"), a, b)
+
+
+@pytest.mark.parametrize("name", ["efa", "efa-direct"])
+def test_a_message_that_fails_tells_to_whom_it_was(fake, name):
+    """An injected one would fail without its context."""
+    a, b = pair(fake(f"name={name}"))
+    a.twin = None
+    assert a.transport.message(1, b"x")
+    del b
+    gc.collect()
+    while not a.events:
+        a.poll()
+    (event,) = a.events
+    assert event["kind"] == "failed" and event["peer"] == 1 and event["code"] == errno.ENOTCONN
+
+
 def test_limits_of_messages_and_transfers_differ(fake):
     a, _ = pair(fake("name=efa-direct"), message_buffers=0)
     p = a.properties()
     assert p["max_write"] == 1 << 30
-    assert p["max_send"] == 8192
+    assert p["max_send"] == 8928
 
 
 @pytest.mark.parametrize("name", ["efa", "efa-direct"])
 @pytest.mark.parametrize("limit", ["mr_bytes=200000", "mr_count=1"])
 def test_more_memory_than_the_device_registers(fake, name, limit):
     with pytest.raises(FabricError, match="registering 262144 bytes .*: .*TSN_HEAP_SIZE"):
-        pair(fake(f"name={name},{limit}"), bytes=1 << 18)
+        pair(fake(f"name={name},tx=16,rx=64,{limit}"), bytes=1 << 18)
 
 
 def test_a_completion_queue_shorter_than_asked_for(fake):
-    a, _ = pair(fake("cq=500"))
+    a, _ = pair(fake("tx=16,rx=64,cq=500"))
     assert 0 < a.properties()["immediates"] < 500
     assert pair(fake("seed=1"))[0].properties()["immediates"] == 4096
 
@@ -154,9 +187,9 @@ def test_nearest_nic_is_taken(fake):
 
 
 def test_emulated_writes_are_told(fake, capfd):
-    for emulated in (0, 1, 1):
-        t = _native.Transport(fabric.transport_options(library=fake(f"emulated={emulated}")))
-        assert t.properties()["emulated_write"] == bool(emulated)
+    for device in ("p5", "p4d", "p4d"):
+        t = _native.Transport(fabric.transport_options(library=fake(f"device={device}")))
+        assert t.properties()["emulated_write"] == (device == "p4d")
     assert capfd.readouterr().err.count("warning: provider efa emulates RDMA writes") == 1
 
 

@@ -459,6 +459,7 @@ SM_90 = {
     "p2p.pull": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, engine="bulk")],
     "p2p.ping_pong": [dict(capacity=1 << 20, threads=128)],
     "p2p.meet": [dict()],
+    "proxy_write.signals": [dict(capacity=1 << 20)],
     "proxy_write.write": [dict(capacity=1 << 20)],
     "reduce_scatter.node_reduce_scatter": [dict(n_pes=16, node_size=8, dtype="bfloat16")],
     "reduce_scatter.reduce_scatter": [

@@ -140,7 +140,16 @@ def _writes(seed):
         tsn.barrier()
         assert_same(dst[:3000].cpu(), random_bytes(4096, seed, number, 1 - rank)[:3000], f"seed {seed}")
         tsn.barrier()
-    for tensor in (dst, src):
+    ordered, counter = proxy_write.signals(4096), tsn.zeros((1,), torch.uint64)
+    src.copy_(random_bytes(4096, seed, 9, rank))
+    tsn.barrier()
+    for ordering in (0, 1, 2):
+        ordered(dst, src, counter, 2000, 1 - rank, 1, 3, ordering)
+    tsn.barrier()
+    assert counter.item() == 9
+    assert_same(dst[:2000].cpu(), random_bytes(4096, seed, 9, 1 - rank)[:2000], f"seed {seed}")
+    tsn.barrier()
+    for tensor in (dst, src, counter):
         tsn.free(tensor)
 
 

@@ -4,12 +4,14 @@
 // doorbells; what breaks a rule is recorded in fake_violations(). With the driver of fake_cuda.cpp, what is written to
 // a GPU's memory is seen there after a flush.
 //
-// FAKE_FABRIC configures it: "nics=4,name=efa-direct,tx=16,rx=64,rx_cq_data=1,mr_endpoint=1,emulated=0,cuda_calls=0,
-// dmabuf=1,unsolicited=0,mr_bytes=0,mr_count=0,cq=0,manual=0,revoke=0,abort=0,seed=1". NIC n sits at PCI device
-// 0000:00:0n.0; cuda_calls=1: cannot do without the CUDA API; mr_bytes, mr_count, cq: largest region, number of regions
-// and entries of a completion queue, 0 for any; unsolicited=1: immediates take no receives unless that is switched off,
-// 2: it cannot be; manual=1: nothing arrives while its target does not poll; revoke=1: what uses memory that is closed
-// fails, as after the failure of a job, and is no violation; abort=1: ends the process at the first violation.
+// Attributes, limits and what options return are the answers of the real provider in efa_answers.h. FAKE_FABRIC
+// configures it: "nics=4,name=efa-direct,device=p5,library=2.5,tx=16,rx=64,mr_endpoint=1,cuda_calls=0,dmabuf=1,
+// unsolicited=1,mr_bytes=0,mr_count=0,cq=0,manual=0,revoke=0,abort=0,seed=1". tx, rx: shorter queues. NIC n sits at PCI
+// device 0000:00:0n.0; cuda_calls=1: cannot do without the CUDA API; mr_bytes, mr_count, cq: largest region, number of
+// regions and entries of a completion queue, 0 for any; unsolicited=1: immediates take no receives unless that is
+// switched off, 2: it cannot be; manual=1: nothing arrives while its target does not poll; revoke=1: what uses memory
+// that is closed fails, as after the failure of a job, and is no violation; abort=1: ends the process at the first
+// violation.
 #include "fabric_fake_info.h"
 
 namespace {
@@ -35,8 +37,9 @@ int close_object(fid* f) {
     for (Mr* mr : regions)
       if (mr->endpoint == e) violate("an endpoint closed before the memory bound to it");
     endpoints.erase(std::find(endpoints.begin(), endpoints.end(), e));
-    wire.erase(std::remove_if(wire.begin(), wire.end(), [&](Packet& p) { return p.from == e || p.to == e; }),
-               wire.end());
+    wire.erase(std::remove_if(wire.begin(), wire.end(), [&](Packet& p) { return p.from == e; }), wire.end());
+    for (Packet& p : wire)
+      if (p.to == e) p.to = nullptr;
     auto& list = e->cq->endpoints;
     list.erase(std::find(list.begin(), list.end(), e));
     e->domain->objects--;
@@ -158,6 +161,8 @@ ssize_t cq_read(fid_cq* c, void* out, size_t count) {
   cq->domain->thread = pthread_self();
   progress(cq);
   if (!cq->errors.empty()) return -FI_EAVAIL;
+  auto& all = cq->entries; // those of injected messages are not reported
+  all.erase(std::remove_if(all.begin(), all.end(), [](const fi_cq_data_entry& e) { return !e.flags; }), all.end());
   const size_t n = std::min(count, cq->entries.size());
   if (!n) return -FI_EAGAIN;
   std::copy(cq->entries.begin(), cq->entries.begin() + n, static_cast<fi_cq_data_entry*>(out));
@@ -219,7 +224,7 @@ void fill_messages() {
   msg.recv = [](fid_ep* e, void* p, size_t n, void* d, fi_addr_t, void* context) -> ssize_t {
     const Entered entered(ep_of(e)->domain);
     std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
-    if (ep_of(e)->receives.size() >= (size_t)option("rx", 64)) return -FI_EAGAIN;
+    if (ep_of(e)->receives.size() >= rx_size()) return -FI_EAGAIN;
     check_local(p, n, d, FI_RECV, "a receive's memory");
     if (!context) violate("no memory behind a receive");
     ep_of(e)->receives.push_back({p, context, n});
@@ -236,22 +241,27 @@ void fill_endpoint() {
     auto* e = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f));
     if (e->enabled) violate("an option was set after its endpoint was enabled");
     const bool flag = *static_cast<const char*>(value);
-    if (name == kUnsolicitedWriteReceives && option("unsolicited", 0) == 1) return e->unsolicited = flag, 0;
-    if (name == kCudaApiPermitted && !flag) {
+    if (name == kUnsolicitedWriteReceives && option("unsolicited", 1) != 2) {
+      if (answers().unsolicited_off == 0) e->unsolicited = flag;
+      return answers().unsolicited_off;
+    }
+    if (name == kCudaApiPermitted && !flag) { // recorded where there is no CUDA: -FI_EINVAL of "efa"
       notes.insert("cuda_forbidden");
       return option("cuda_calls", 0) ? -FI_EOPNOTSUPP : 0;
     }
     if (name == kRnrRetry) {
       if (bytes != sizeof(size_t)) return -FI_EINVAL;
-      return e->retries_forever = *static_cast<const size_t*>(value) == 7, 0;
+      e->retries_forever = *static_cast<const size_t*>(value) == 7;
+      return answers().rnr_retry_7;
     }
     return -FI_ENOPROTOOPT;
   };
   ep_ops.getopt = [](fid_t, int, int name, void* value, size_t*) -> int {
-    if (name == kEmulatedWrite) return *static_cast<bool*>(value) = option("emulated", 0), 0;
-    if (name == kMaxMsgSize) return *static_cast<size_t*>(value) = direct() ? 8192 : 1 << 30, 0;
-    if (name == kMaxRmaSize) return *static_cast<size_t*>(value) = 1 << 30, 0;
-    if (name == kInjectMsgSize) return *static_cast<size_t*>(value) = kInject, 0;
+    const EfaAnswers& a = answers();
+    if (name == kEmulatedWrite) return *static_cast<bool*>(value) = a.emulated_write, 0;
+    if (name == kMaxMsgSize) return *static_cast<size_t*>(value) = a.max_message, 0;
+    if (name == kMaxRmaSize) return *static_cast<size_t*>(value) = a.max_rma, 0;
+    if (name == kInjectMsgSize) return *static_cast<size_t*>(value) = a.inject_message, 0;
     return -FI_ENOPROTOOPT;
   };
   cm.getname = [](fid_t f, void* to, size_t* bytes) -> int {
@@ -354,8 +364,11 @@ EXPORT const char* fake_violations(void) { return violations.c_str(); }
 EXPORT void fake_reset(void) {
   violations.clear();
   notes.clear();
+  refusals = unrung = 0;
   random_bits().seed(static_cast<uint64_t>(option("seed", 1)));
 }
+EXPORT size_t fake_refusals(void) { return refusals; }
+EXPORT size_t fake_unrung(void) { return unrung; }
 EXPORT int fake_noted(const char* note) { return static_cast<int>(notes.count(note)); }
 
 EXPORT int fi_getinfo(uint32_t, const char*, const char*, uint64_t, const struct fi_info* hints, struct fi_info** out) {
@@ -366,12 +379,11 @@ EXPORT int fi_getinfo(uint32_t, const char*, const char*, uint64_t, const struct
   if (hints->caps & (FI_RMA_EVENT | FI_FENCE | FI_TRIGGER | (direct() ? FI_ATOMIC : 0))) return -FI_ENODATA;
   const uint64_t order = hints->tx_attr->msg_order | hints->rx_attr->msg_order;
   if (order & ~(direct() ? 0 : FI_ORDER_SAS)) return -FI_ENODATA;
-  const uint64_t needed = FI_CONTEXT2 | (option("rx_cq_data", 1) ? FI_RX_CQ_DATA : 0);
-  const uint64_t registration = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_LOCAL |
-                                (hints->caps & FI_HMEM ? FI_MR_HMEM : 0) |
+  const uint64_t needed = answers().mode;
+  const uint64_t registration = (uint64_t)answers().mr_mode | FI_MR_LOCAL | (hints->caps & FI_HMEM ? FI_MR_HMEM : 0) |
                                 (option("mr_endpoint", 0) ? FI_MR_ENDPOINT : 0);
   if (~hints->mode & needed || ~(uint64_t)hints->domain_attr->mr_mode & registration) return -FI_ENODATA;
-  if (hints->tx_attr->op_flags & FI_DELIVERY_COMPLETE && direct()) return -FI_ENODATA;
+  if (hints->tx_attr->op_flags & FI_DELIVERY_COMPLETE && !answers().grants_delivery_complete) return -FI_ENODATA;
   fi_info** last = out;
   for (int nic = 1; nic <= option("nics", 1); nic++) {
     *last = make_info(nic, hints);

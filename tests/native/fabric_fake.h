@@ -26,16 +26,27 @@
 #include <string>
 #include <vector>
 
+#include "efa_answers.h"
+
 namespace {
 
 std::string violations;
 std::set<std::string> notes;        // "dmabuf", "peermem", "cuda_forbidden"
 std::recursive_mutex one_at_a_time; // endpoints of several threads share one wire
 
+size_t refusals = 0; // times that a packet found no receive
+
+std::string text_option(const char* name, const char* otherwise) {
+  const std::string text = std::string(",") + (getenv("FAKE_FABRIC") ? getenv("FAKE_FABRIC") : "") + ",";
+  const std::string key = std::string(",") + name + "=";
+  const size_t at = text.find(key);
+  if (at == std::string::npos) return otherwise;
+  const size_t begin = at + key.size();
+  return text.substr(begin, text.find(',', begin) - begin);
+}
 long option(const char* name, long otherwise) {
-  const std::string text = std::string(",") + (getenv("FAKE_FABRIC") ? getenv("FAKE_FABRIC") : "");
-  const size_t at = text.find(std::string(",") + name + "=");
-  return at == std::string::npos ? otherwise : strtol(text.c_str() + at + strlen(name) + 2, nullptr, 0);
+  const std::string text = text_option(name, "");
+  return text.empty() ? otherwise : strtol(text.c_str(), nullptr, 0);
 }
 void violate(const std::string& what) {
   std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
@@ -44,11 +55,19 @@ void violate(const std::string& what) {
   fprintf(stderr, "fake device: %s\n", what.c_str());
   abort();
 }
-bool direct() {
-  return std::string(getenv("FAKE_FABRIC") ? getenv("FAKE_FABRIC") : "").find("name=efa-direct") != std::string::npos;
-}
+bool direct() { return text_option("name", "efa") == "efa-direct"; }
 
-constexpr size_t kInject = 32;
+// What the provider says of the device that is played.
+const EfaAnswers& answers() {
+  for (const EfaAnswers& a : kEfaAnswers)
+    if (a.library == text_option("library", "2.5") && a.device == text_option("device", "p5") &&
+        a.fabric == text_option("name", "efa"))
+      return a;
+  fprintf(stderr, "fake device: efa_answers.h has no row for FAKE_FABRIC=%s\n", getenv("FAKE_FABRIC"));
+  abort();
+}
+size_t tx_size() { return (size_t)option("tx", (long)answers().tx_size); }
+size_t rx_size() { return (size_t)option("rx", (long)answers().rx_size); }
 
 std::mt19937_64& random_bits() {
   static std::mt19937_64 bits(option("seed", 1));
@@ -117,12 +136,12 @@ struct Endpoint : fid_ep {
   std::deque<Receive> receives;
   size_t outstanding = 0, tx;
   uint64_t unrung_polls = 0;
-  bool retries_forever = false; // where the receiver is not ready
-  bool unsolicited =
-      option("unsolicited", 0); // immediates of writes take no receive, and nothing holds their sender back
+  bool retries_forever = false;                // where the receiver is not ready
+  bool unsolicited = option("unsolicited", 1); // immediates take no receive, and nothing holds their sender back
 };
 
 std::vector<Endpoint*> endpoints;
+size_t unrung = 0; // posts that left their doorbell to the next one
 std::vector<Mr*> regions;
 std::vector<Packet> wire;
 uint64_t next_address = 0x1000, next_key = 0x7700;
@@ -147,7 +166,7 @@ void check_local(const void* p, size_t bytes, void* desc, uint64_t access, const
 }
 
 void complete(Endpoint* e, void* context, uint64_t flags, size_t bytes, uint64_t data) {
-  if (context) {
+  if (context && answers().mode & FI_CONTEXT2) {
     auto* room = static_cast<fi_context2*>(context);
     for (void*& word : room->internal) {
       if ((flags & (FI_SEND | FI_WRITE | FI_READ)) && word != e) violate("the memory behind an operation changed");
@@ -211,6 +230,11 @@ void carry(const char* from, char* to, size_t bytes) {
 
 // Delivers one packet; false when the target has to post a receive first.
 bool deliver(Packet& p) {
+  if (!p.to) { // its endpoint is closed; injected messages have no context
+    p.from->outstanding--;
+    fail(p.from, p.context, ENOTCONN);
+    return true;
+  }
   if (std::find(p.to->av->addresses.begin(), p.to->av->addresses.end(), p.from->address) == p.to->av->addresses.end()) {
     violate("traffic from an address that the target has not inserted");
     return true;
@@ -220,8 +244,11 @@ bool deliver(Packet& p) {
     fail(p.from, p.context, ECANCELED);
     return true;
   }
-  const bool consumes = p.kind >= Packet::message || (p.has_data && option("rx_cq_data", 1) && !p.to->unsolicited);
-  if (consumes && p.to->receives.empty()) return false;
+  const bool consumes = p.kind >= Packet::message || (p.has_data && answers().wants_rx_cq_data && !p.to->unsolicited);
+  if (consumes && p.to->receives.empty()) {
+    refusals++;
+    return false;
+  }
   if (p.kind <= Packet::read) {
     Mr* target = nullptr;
     for (Mr* mr : regions)
@@ -248,7 +275,9 @@ bool deliver(Packet& p) {
     complete(p.to, receive.context, FI_MSG | FI_RECV, p.bytes, 0);
   }
   p.from->outstanding--;
-  if (p.kind != Packet::inject) {
+  if (p.kind == Packet::inject) {
+    complete(p.from, nullptr, 0, 0, 0); // takes an entry, which is not reported
+  } else {
     complete(p.from, p.context,
              p.kind == Packet::write  ? FI_RMA | FI_WRITE
              : p.kind == Packet::read ? FI_RMA | FI_READ
@@ -277,15 +306,15 @@ void progress(Cq* cq) {
   for (int tries = 0; tries < 4 && !wire.empty(); tries++) {
     const size_t at = random_bits()() % wire.size();
     Packet& p = wire[at];
-    if (!p.rung || (option("manual", 0) && p.to->cq != cq)) continue;
+    if (!p.rung || (option("manual", 0) && p.to && p.to->cq != cq)) continue;
     if (deliver(p) || gives_up(p)) wire.erase(wire.begin() + at);
   }
 }
 
-// Of the calls that take a message: the flags of a device without FI_FENCE, and of efa-direct without
-// FI_DELIVERY_COMPLETE.
+// Of the calls that take a message: the flags of a device without FI_FENCE.
 bool more(uint64_t flags, size_t pieces) {
-  const uint64_t known = FI_MORE | FI_COMPLETION | FI_REMOTE_CQ_DATA | (direct() ? 0 : FI_DELIVERY_COMPLETE);
+  const uint64_t known =
+      FI_MORE | FI_COMPLETION | FI_REMOTE_CQ_DATA | (answers().grants_delivery_complete ? FI_DELIVERY_COMPLETE : 0);
   if (flags & ~known) violate("flags of an operation that the device does not know");
   if (pieces != 1) violate("an operation of several pieces; iov_limit is 1");
   return flags & FI_MORE;
@@ -295,10 +324,10 @@ ssize_t post(Endpoint* e, Packet p, fi_addr_t to, void* desc, bool more) {
   const Entered entered(e->domain);
   std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
   if (!e->enabled) violate("an operation on an endpoint that is not enabled");
-  const size_t limit = p.kind >= Packet::message && direct() ? 8192 : 1 << 30;
-  if (p.bytes > limit) return -FI_EMSGSIZE;
+  if (p.bytes > (p.kind >= Packet::message ? answers().max_message : answers().max_rma)) return -FI_EMSGSIZE;
   if (p.has_data && p.data >> 32) violate("an immediate of more than 4 bytes");
-  if (p.kind == Packet::inject && p.bytes > kInject) violate("an injected message longer than inject_size");
+  if (p.kind == Packet::inject && p.bytes > answers().inject_size)
+    violate("an injected message longer than inject_size");
   if (e->outstanding >= e->tx) return -FI_EAGAIN;
   if (p.kind == Packet::inject) p.copy.assign(p.local, p.bytes);
   else {
@@ -308,14 +337,14 @@ ssize_t post(Endpoint* e, Packet p, fi_addr_t to, void* desc, bool more) {
                                          : FI_SEND,
                 "an operation's memory");
     if (!p.context) violate("no memory behind an operation");
-    else
+    else if (answers().mode & FI_CONTEXT2)
       for (void*& word : static_cast<fi_context2*>(p.context)->internal) word = e;
   }
   if (to >= e->av->addresses.size()) return -FI_EINVAL;
   p.from = e;
   p.to = find(e->av->addresses[to]);
   p.rung = !more;
-  if (!p.to) return -FI_EHOSTUNREACH;
+  if (more) unrung++;
   e->outstanding++;
   if (!more)
     for (Packet& other : wire)

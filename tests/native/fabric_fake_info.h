@@ -25,29 +25,29 @@ fi_info* blank_info() {
 fi_info* make_info(int nic, const fi_info* hints) {
   fi_info* info = blank_info();
   info->caps = hints->caps;
-  info->mode = FI_CONTEXT2 | (option("rx_cq_data", 1) ? FI_RX_CQ_DATA : 0);
+  const EfaAnswers& a = answers();
+  info->mode = a.mode;
   info->addr_format = FI_ADDR_EFA;
-  info->tx_attr->size = option("tx", 16);
-  info->rx_attr->size = option("rx", 64);
-  info->tx_attr->inject_size = 32;
+  info->tx_attr->size = tx_size();
+  info->rx_attr->size = rx_size();
+  info->tx_attr->inject_size = a.inject_size;
   info->ep_attr->type = FI_EP_RDM;
-  info->ep_attr->max_msg_size = 1 << 30;
+  info->ep_attr->max_msg_size = a.max_msg_size;
   info->domain_attr->name = strdup(("rdmap" + std::to_string(nic) + "s0").c_str());
-  info->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_LOCAL |
-                               (option("mr_endpoint", 0) ? FI_MR_ENDPOINT : 0);
-  info->domain_attr->data_progress = FI_PROGRESS_MANUAL;
-  info->domain_attr->cq_data_size = option("imm_bytes", 4);
-  info->domain_attr->mr_key_size = 8;
-  info->domain_attr->mr_iov_limit = 1;
+  info->domain_attr->mr_mode = a.mr_mode | FI_MR_LOCAL | (option("mr_endpoint", 0) ? FI_MR_ENDPOINT : 0);
+  info->domain_attr->data_progress = a.progress_auto ? FI_PROGRESS_AUTO : FI_PROGRESS_MANUAL;
+  info->domain_attr->cq_data_size = option("imm_bytes", (long)a.cq_data_size);
+  info->domain_attr->mr_key_size = a.mr_key_size;
+  info->domain_attr->mr_iov_limit = a.mr_iov_limit;
   info->domain_attr->mr_cnt = (size_t)option("mr_count", 0);
   info->fabric_attr->prov_name = strdup("efa");
-  info->fabric_attr->name = strdup(direct() ? "efa-direct" : "efa");
+  info->fabric_attr->name = strdup(a.fabric);
   info->nic = blank<fid_nic>();
   info->nic->bus_attr = blank<fi_bus_attr>();
   info->nic->bus_attr->bus_type = FI_BUS_PCI;
   info->nic->bus_attr->attr.pci.device_id = static_cast<uint8_t>(nic);
   info->nic->link_attr = blank<fi_link_attr>();
-  info->nic->link_attr->speed = 100000000000;
+  info->nic->link_attr->speed = a.link_speed;
   return info;
 }
 

@@ -350,7 +350,8 @@ PROVIDER = Setting(
     "TSN_PROVIDER",
     _provider,
     "",
-    "libfabric provider, such as `efa`, `tcp`, `tcp;ofi_rxm`, `shm`",
+    "libfabric provider, such as `efa`, `tcp`, `tcp;ofi_rxm`, `shm`; launch.sh runs `efa` and `efa-direct` over the stand-in "
+    "that `bash tests/efa/build.sh` has built in a checkout, where there is no EFA device",
     "the best one offered",
 )
 FABRIC_INTERFACE = Setting(

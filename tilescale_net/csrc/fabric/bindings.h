@@ -28,6 +28,7 @@ inline pybind11::dict properties_of(const Properties& p) {
   d["ordered_messages"] = p.ordered_messages;
   d["emulated_write"] = p.emulated_write;
   d["remote_progress"] = p.remote_progress;
+  d["doorbells"] = p.doorbells;
   return d;
 }
 

@@ -57,6 +57,7 @@ LibfabricTransport::LibfabricTransport(const TransportOptions& options)
   p.ordered_messages = (info->tx_attr->msg_order & FI_ORDER_SAS) && (info->rx_attr->msg_order & FI_ORDER_SAS);
   p.emulated_write = rail.emulated_write();
   if (p.emulated_write) warn_of_emulated_writes(p.provider);
+  p.doorbells = rail.is_efa();
   p.remote_progress = info->domain_attr->data_progress != FI_PROGRESS_AUTO;
 }
 

@@ -50,6 +50,9 @@ std::string open_library(const std::string& file, Library& lib) {
   setenv("HFI_NO_BACKTRACE", "1", 0);
   // What Rail::set_endpoint_options() sets on each endpoint, for libraries that read the variable only.
   setenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0", 0);
+  // Endpoints of efa would reach others of their host through objects in /dev/shm, which a killed process leaves there;
+  // ranks of a host reach each other without the fabric.
+  setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0", 0);
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) return dlerror();
   uint32_t (*version)() = nullptr;

@@ -3,10 +3,14 @@
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/provider.h"
 #include <algorithm>
+#include <arpa/inet.h>
 #include <atomic>
+#include <climits>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <rdma/fi_ext.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 namespace tsn::fabric {
@@ -49,16 +53,21 @@ Rail::Rail(const Library& library, fi_info* info, const TransportOptions& option
     return static_cast<uint32_t>(std::max<size_t>(1, std::min<size_t>(wanted, offered ? offered : wanted)));
   };
   depth_ = limit(options.depth, info->tx_attr->size);
-  receives_ = limit(pool_ ? options.message_buffers : options.depth, info->rx_attr->size);
+  // Where an immediate takes a receive, all that peers may send find one: EFA sends a write without one from the start.
+  const uint32_t immediates = imm_consumes_ ? options.immediates : 0;
+  receives_ = limit(pool_ ? options.message_buffers + immediates : options.depth, info->rx_attr->size);
+  // EFA reports the failure of an injected message without its context: not even to which peer it was.
+  names_injected_ = !is_efa();
   inject_ = static_cast<uint32_t>(info->tx_attr->inject_size);
   max_send_ = max_rma_ = info->ep_attr->max_msg_size;
   const size_t largest = std::min<size_t>(options.message_bytes + sizeof(Header), info->ep_attr->max_msg_size);
   max_message_ = pool_ ? static_cast<uint32_t>(largest - sizeof(Header)) : 0;
   buffer_bytes_ = (largest + 63) / 64 * 64;
 
-  open(options.immediates);
+  open(options);
   allocate_slots();
   check(fi_enable(ep_.get()), "fi_enable");
+  if (is_efa()) remove_shared_memory();
   if (buffers_mr_ && mr_endpoint_) {
     check(fi_mr_bind(buffers_mr_.get(), &ep_->fid, 0), "fi_mr_bind");
     check(fi_mr_enable(buffers_mr_.get()), "fi_mr_enable");
@@ -78,14 +87,19 @@ void Rail::close() {
   buffers_mr_.reset();
 }
 
-void Rail::open(uint32_t immediates) {
+void Rail::open(const TransportOptions& options) {
   fi_cq_attr cq_attr = {};
   cq_attr.format = FI_CQ_FORMAT_DATA;
-  // Immediates arrive unasked: room for them beyond what this side can have outstanding.
-  const uint32_t ours = depth_ + receives_;
-  cq_attr.size = ours + immediates;
-  immediates_ = static_cast<uint32_t>(
-      Endpoint::open(library_, info_, cq_attr, ours + 1, [this](int rc, const char* call) { check(rc, call); }) - ours);
+  // Immediates arrive unasked: room for them beyond what this side can have outstanding, unless they take receives.
+  const bool take_receives = pool_ && imm_consumes_;
+  const uint32_t for_messages = take_receives ? std::min(options.message_buffers, (receives_ + 1) / 2) : receives_;
+  const uint32_t ours = depth_ + for_messages;
+  cq_attr.size = take_receives ? depth_ + receives_ : ours + options.immediates;
+  const size_t room =
+      Endpoint::open(library_, info_, cq_attr, ours + 1, [this](int rc, const char* call) { check(rc, call); });
+  if (take_receives) receives_ = static_cast<uint32_t>(std::min<size_t>(receives_, room - depth_));
+  immediates_ = take_receives ? receives_ - for_messages
+                              : static_cast<uint32_t>(std::min<size_t>(options.immediates, room - ours));
   set_endpoint_options();
 }
 
@@ -98,7 +112,7 @@ void Rail::set_endpoint_options() {
     size_t bytes = sizeof *value;
     return fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, name, value, &bytes) == 0;
   };
-  const bool efa = std::string(info_->fabric_attr->prov_name) == "efa";
+  const bool efa = is_efa();
   // A write's immediate shall take a posted receive, so that a queue that no thread empties stops the sender.
   if (efa && imm_consumes_) set(kUnsolicitedWriteReceives, false);
   // A kernel that waits for a put would deadlock with a provider that calls CUDA in its data path: forbid it, and where
@@ -116,6 +130,23 @@ void Rail::set_endpoint_options() {
   if (get(kMaxMsgSize, &limit) && limit) max_send_ = limit;
   if (get(kMaxRmaSize, &limit) && limit) max_rma_ = limit;
   if (get(kInjectMsgSize, &limit)) inject_ = static_cast<uint32_t>(std::min<size_t>(inject_, limit));
+}
+
+// libfabric 1.17 makes an object for peers of this host even where it is told to make no use of it, and a killed
+// process leaves it behind. Its name is made of the endpoint's: GID, queue pair, key, and the user.
+void Rail::remove_shared_memory() const {
+  struct {
+    unsigned char gid[16];
+    uint16_t qp, pad;
+    uint32_t key;
+  } address;
+  const std::string own = name();
+  if (own.size() < sizeof address) return;
+  std::memcpy(&address, own.data(), sizeof address);
+  char gid[INET6_ADDRSTRLEN] = "", object[NAME_MAX];
+  if (!inet_ntop(AF_INET6, address.gid, gid, sizeof gid)) return;
+  snprintf(object, sizeof object, "/%s_%04x_%08x_%04x", gid, address.qp, address.key, getuid());
+  shm_unlink(object);
 }
 
 void Rail::FreeSlots::reset(uint32_t capacity) {
@@ -330,7 +361,7 @@ Post Rail::inject(int peer, fi_addr_t address, const void* data, size_t bytes, u
 Post Rail::message(int peer, fi_addr_t address, const void* data, uint32_t bytes, uint64_t cookie) {
   const Header header = {self_, kMagic, tokens_[peer]};
   const size_t total = bytes + sizeof header;
-  if (total <= inject_ && total <= 256) {
+  if (total <= inject_ && total <= 256 && names_injected_) {
     char small[256];
     std::memcpy(small, &header, sizeof header);
     std::memcpy(small + sizeof header, data, bytes);

@@ -109,6 +109,7 @@ public:
   uint32_t immediates() const { return immediates_; } // that the completion queue has room for
   bool emulated_write() const { return emulated_write_; }
   bool device_memory() const { return device_memory_; }
+  bool is_efa() const { return std::string(info_->fabric_attr->prov_name) == "efa"; }
   // Stops all traffic; operations still outstanding are forgotten.
   void close_endpoint() { ep_.reset(); }
   bool binds_memory_to_endpoint() const { return mr_endpoint_; }
@@ -152,8 +153,9 @@ private:
   std::string where() const;
   void close();
   void check(int rc, const char* call) const; // set-up calls answer 0 or a negative code
-  void open(uint32_t immediates);
+  void open(const TransportOptions& options);
   void set_endpoint_options();
+  void remove_shared_memory() const;
   void allocate_slots();
   void post_buffers();
   uint64_t new_key();
@@ -206,7 +208,7 @@ private:
 
   bool virtual_addresses_ = false, mr_endpoint_ = false, prov_key_ = false, wide_keys_ = false, pool_ = false,
        imm_consumes_ = false;
-  bool emulated_write_ = false, device_memory_ = false;
+  bool emulated_write_ = false, device_memory_ = false, names_injected_ = true;
   uint32_t immediates_ = 0;
   uint64_t op_flags_ = 0, max_send_ = 0, max_rma_ = 0;
   uint32_t depth_ = 0, receives_ = 0, max_message_ = 0, inject_ = 0;

@@ -101,6 +101,7 @@ struct Properties {
   bool ordered_messages = false;  // messages and sends to one peer over one rail arrive in order
   bool emulated_write = false;    // the provider emulates RDMA writes by copies at the target
   bool remote_progress = true;    // the target must poll() for writes into it to complete
+  bool doorbells = false;         // posts that follow one another cost less with Copy::more
 };
 
 class Transport {
@@ -180,7 +181,7 @@ struct TransportOptions {
   int max_rails = 4;              // limit when rails is 0
   uint32_t depth = 512;           // outstanding operations per rail; lowered to what the provider has
   uint32_t message_bytes = 256;   // largest message
-  uint32_t message_buffers = 256; // receives kept posted per rail; 0: the caller posts its own
+  uint32_t message_buffers = 256; // receives kept posted per rail for messages; 0: the caller posts its own
   uint32_t immediates = 4096;     // that peers may send to one rail before it is polled
   bool delivery_complete = true;  // ask for it where it is offered
   std::string library;            // file of libfabric.so.1; "" = search (see provider.h)

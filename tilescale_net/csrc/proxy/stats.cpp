@@ -58,8 +58,10 @@ std::map<std::string, double> summarise(const ProxyStats* const* threads, int co
   sum("records", &ProxyStats::records);
   sum("inlined", &ProxyStats::inlined);
   sum("delegated", &ProxyStats::delegated);
+  sum("unrung", &ProxyStats::unrung);
   sum("retries", &ProxyStats::retries);
   sum("held", &ProxyStats::held);
+  sum("nameless_failures", &ProxyStats::nameless_failures);
   sum("rejected_messages", &ProxyStats::rejected_messages);
   sum("rejected_at_fabric", &ProxyStats::rejected_at_fabric);
   out["rejected_messages"] += out["rejected_at_fabric"];

@@ -39,9 +39,11 @@ struct ProxyStats {
   Counter chunks, messages, records; // posted writes and reads; messages and the records in them
   Counter inlined;                   // puts whose data travelled in a message
   Counter delegated;                 // chunks delegated to another thread
+  Counter unrung;                    // chunks that were posted with the doorbell of the next one
   Counter retries;                   // posts that the transport answered with `again`
   Counter held;                      // times that a queue had to wait for room behind it
   Counter rejected_at_fabric;        // messages from unknown senders, as the transport counts them
+  Counter nameless_failures;         // of which the network does not tell the PE, after one was excluded
   Counter rejected_messages;         // messages and immediates of PEs that this proxy does not serve: dropped
   Counter chunks_in, records_in, signals_applied, acks_sent;
   Counter queue_depth_max; // most descriptors found in one visit to a queue

@@ -441,11 +441,11 @@ void Worker::finish_flush(uint32_t index) {
 bool Worker::post_shared(PeerState* s) {
   Op& op = s->ops.front();
   const uint64_t bytes = std::min(op.bytes, op.chunk);
-  if (bytes < options_.shared_bytes) return post_own(s);
+  if (bytes < options_.shared_bytes) return post_own(s, false);
   const auto least = (size_t)(std::min_element(s->delegated.begin(), s->delegated.end()) - s->delegated.begin());
   const bool full = s->delegated[least] >= kMostDelegated;
   if (full || s->own_pieces <= s->delegated[least]) {
-    if (post_own(s)) return true;
+    if (post_own(s, false)) return true;
     if (full) return false;
   }
   WorkTransfer h = {WorkTransfer::piece, s->pe, (int)least, 1, op};

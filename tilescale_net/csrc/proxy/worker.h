@@ -79,7 +79,11 @@ public:
   }
 
   // The PE no longer takes part and may end at any time: see Proxy::exclude(). Any thread.
-  void exclude(int pe) { excluded_[(size_t)pe].store(true, std::memory_order_release); }
+  void exclude(int pe) {
+    excluded_[(size_t)pe].store(true, std::memory_order_release);
+    any_excluded_.store(true, std::memory_order_release);
+  }
+  bool any_excluded() const { return any_excluded_.load(std::memory_order_acquire); }
   bool excluded(int pe) const { return excluded_[(size_t)pe].load(std::memory_order_acquire); }
 
   // Why the owner has aborted, for threads without a failure of their own; see Proxy::explain().
@@ -109,6 +113,7 @@ private:
   std::string reason_;
   std::unordered_map<uint64_t, uint32_t> parts_done_;
   std::unique_ptr<std::atomic<bool>[]> excluded_; // by PE
+  std::atomic<bool> any_excluded_{false};
 };
 
 // The events of one proxy thread for TSN_TRACE; written by that thread.
@@ -274,8 +279,8 @@ private:
 
   // worker_send.cpp: from peers to the transport, and back
   bool post_all();
-  bool post_next(PeerState* s);
-  bool post_own(PeerState* s);
+  bool post_next(PeerState* s, bool more);
+  bool post_own(PeerState* s, bool more);
   bool post_slots();
   bool post_messages();
   int pick_rail();
@@ -324,6 +329,7 @@ private:
   static constexpr uint32_t kMaxGetRequests = 256; // gets by request, per peer
   static constexpr int kPopsPerVisit = 256;
   static constexpr int kPostsPerTurn = 16;
+  static constexpr uint64_t kMostUnrung = 32768; // bytes of a chunk that may wait for the next one's doorbell
   static constexpr uint32_t kMostDelegated = 16; // chunks of a peer that a worker has at a time
 
   ProxyState* proxy_state_;
@@ -355,6 +361,7 @@ private:
   uint64_t immediate_limit_ = 0; // that a peer may send before this side reports them
   HeapBounds bounds_;
   uint32_t next_rail_ = 0;
+  int unrung_ = -1; // the rail that has chunks whose doorbell waits for the next one
   std::vector<Rail> rails_;
 
   Table<InFlightOp> in_flight_ops_;

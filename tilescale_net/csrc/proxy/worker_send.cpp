@@ -304,14 +304,16 @@ void Worker::on_post_failed(PeerState* s, Post post, Command command, uint64_t o
        s->pe, name_of(command), offset);
 }
 
-// Posts one chunk of the peer's first operation. False: nothing can be posted now.
-bool Worker::post_next(PeerState* s) {
+// Posts one chunk of the peer's first operation. False: nothing can be posted now. `more`: the caller goes on at once.
+bool Worker::post_next(PeerState* s, bool more) {
   Op& op = s->ops.front();
   const bool read = op.command == Command::get;
   const bool has_imm = !read && (!options_.trust_last_chunk || op.bytes <= op.chunk);
-  if (has_imm && s->immediates_sent - s->immediates_taken >= s->immediate_limit) return false;
-  const int rail = pick_rail();
-  if (rail < 0) return false;
+  const uint64_t immediates = s->immediates_sent - s->immediates_taken;
+  if (has_imm && immediates >= s->immediate_limit) return false;
+  // A doorbell that waits is rung before another rail's turn comes.
+  const int rail = unrung_ >= 0 ? unrung_ : pick_rail();
+  if (rail < 0 || rails_[(size_t)rail].full) return false;
   uint32_t index;
   InFlightOp& f = begin_op(s, op.command, rail, &index);
   f.interval = op.interval;
@@ -330,6 +332,10 @@ bool Worker::post_next(PeerState* s) {
   copy.cookie = index;
   copy.has_imm = has_imm;
   copy.imm = (uint32_t)options_.rank << group_bits_ | (op.group & ((1u << group_bits_) - 1));
+  // The doorbell waits for a chunk that nothing but the network can hold back; what it holds back is posted again.
+  copy.more = more && properties_.doorbells && f.bytes <= kMostUnrung && (op.bytes > f.bytes || s->ops.size() > 1) &&
+              immediates + 1 < s->immediate_limit && s->in_flight + 1 < peer_limit_ &&
+              rails_[(size_t)rail].ops + 1 < rail_limit_;
   const Post post = read ? transport_->post_read(copy) : transport_->post_write(copy);
   if (post != Post::ok) {
     f.peer = nullptr;
@@ -339,6 +345,8 @@ bool Worker::post_next(PeerState* s) {
     return false;
   }
   commit_op(f);
+  unrung_ = copy.more ? rail : -1;
+  if (copy.more) stats_.unrung.add();
   s->own_pieces++;
   s->immediates_sent += has_imm;
   op.local += f.bytes;
@@ -348,9 +356,9 @@ bool Worker::post_next(PeerState* s) {
   return true;
 }
 
-bool Worker::post_own(PeerState* s) {
+bool Worker::post_own(PeerState* s, bool more) {
   if (staging_) return staging_->fill(s, memory_.get(), options_.trust_last_chunk);
-  return s->in_flight < peer_limit_ && post_next(s);
+  return s->in_flight < peer_limit_ && post_next(s, more);
 }
 
 // A turn for every peer that has something; peers with nothing left drop out of the list.
@@ -361,7 +369,7 @@ bool Worker::post_all() {
   for (size_t i = 0; i < active_.size();) {
     PeerState* s = active_[i];
     for (int n = 0; n < kPostsPerTurn && !s->ops.empty(); n++) {
-      if (s->shared ? !post_shared(s) : !post_own(s)) break;
+      if (s->shared ? !post_shared(s) : !post_own(s, n + 1 < kPostsPerTurn)) break;
       any = true;
     }
     if (!s->ops.empty()) {
@@ -485,14 +493,18 @@ void Worker::failed_event(const Event& event) {
     if (f) on_completion((uint32_t)event.cookie); // no thread waits for its data
     return;
   }
+  // What a vanished process looks like from here; any other code is a failure of the network.
+  const bool gone = fabric::is_peer_lost(event.code);
+  // One that names nobody can be of a PE that may end at any time; if not, deadlines and the watchdog find out.
+  if (pe < 0 && gone && proxy_state_->any_excluded()) return stats_.nameless_failures.add();
   const std::string operation = f ? name_of(f->command) : "message";
   std::string text = operation + (pe >= 0 ? " to PE " + std::to_string(pe) : "");
   if (f) text += " (" + std::to_string(f->bytes) + " bytes at heap offset " + std::to_string(f->offset) + ")";
   text +=
       " failed: " + std::string(event.text ? event.text : "no reason given") + " (" + std::to_string(event.code) + ")";
-  // What a vanished process looks like from here; any other code is a failure of the network.
-  const bool gone = fabric::is_peer_lost(event.code);
-  if (gone) text += "; PE " + std::to_string(pe) + "'s process seems to be gone: look at that rank's output";
+  if (gone)
+    text += pe < 0 ? "; the process of a PE that the network does not name seems to be gone: look at the ranks' output"
+                   : "; PE " + std::to_string(pe) + "'s process seems to be gone: look at that rank's output";
   else text += "; check the link, and the provider's limits and log (FI_LOG_LEVEL=warn)";
   fail(gone ? "PeerLost" : "FabricError", text, pe, operation, f ? f->offset : 0);
 }
