@@ -18,10 +18,11 @@ def run(*arguments, **env):
 def test_four_configurations_next_to_the_bare_writer(tmp_path):
     path = tmp_path / "run.json"
     arguments = ["--sizes", "8,3000,1M", "--signal-sizes", "8", "--repeat", "2", "--rails", "3", "--iters", "5"]
+    arguments += ["--ordering", "64"]
     done = run(*arguments, "--link-gbps", "10", "--chunk", "64K", "--json", str(path))
     assert done.returncode == 0, done.stderr
     content = json.loads(path.read_text())
-    bandwidth, limit, signal = content["tables"]
+    bandwidth, limit, signal, ordering = content["tables"]
     assert [row["bytes"] for row in bandwidth["rows"]] == [8, 3000, 1 << 20]
     for row, samples in zip(bandwidth["rows"], bandwidth["samples"]):
         assert row["count"] == row["bytes"] // 4
@@ -32,6 +33,9 @@ def test_four_configurations_next_to_the_bare_writer(tmp_path):
     assert all(row[f"{name}_bare"] > 0 and row["BareMulti"] > 0 for row in limit["rows"] for name in NAMES)
     (row,) = signal["rows"]
     assert row["bytes"] == 8 and row["signal_p99"] >= row["signal"] > 0 and row["bare_p99"] >= row["bare"] > 0
+    (row,), (rates,) = ordering["rows"], ordering["samples"]
+    assert row["bytes"] == 64 and row["destinations"] == 1 and all(row[name] > 0 for name in proxy_write.ORDERINGS)
+    assert row["of_drained"] == pytest.approx(sum(f / d for f, d in zip(rates["fenced"], rates["drained"])) / 2)
     assert content["environment"]["channels"] == "Single 1, Multi 3"
     assert content["environment"]["chunk"] == "64K"
     assert "- data: verified" in done.stdout and " 1M |" in done.stdout

@@ -17,7 +17,8 @@ if [ ${#libraries[@]} = 0 ]; then
 fi
 {
   cat <<'TEXT'
-// What libfabric's efa providers answer to requests like the package's: written by tests/efa/record.sh, over the stand-in.
+// What libfabric's efa providers answer to requests like the package's: written by tests/efa/record.sh, over the
+// stand-in.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// What libfabric's efa providers answer to requests like the package's: written by tests/efa/record.sh, over the stand-in.
+// What libfabric's efa providers answer to requests like the package's: written by tests/efa/record.sh, over the
+// stand-in.
 #pragma once
 
 #include <cstddef>

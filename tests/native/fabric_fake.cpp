@@ -23,6 +23,7 @@ fi_ops_msg msg = {};
 fi_ops_ep ep_ops = {};
 fi_ops_cm cm = {};
 fi_ops_cq cq_ops = {};
+fi_ops_eq eq_ops = {};
 fi_ops_av av_ops = {};
 fi_ops_mr mr_ops = {};
 fi_ops_domain domain_ops = {};
@@ -96,7 +97,9 @@ int bind(fid* f, fid* other, uint64_t flags) {
   }
   auto* e = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f));
   if (e->enabled) violate("something was bound to an endpoint that is enabled");
-  if (other->fclass == FI_CLASS_CQ) {
+  if (other->fclass == FI_CLASS_EQ) {
+    e->has_eq = true;
+  } else if (other->fclass == FI_CLASS_CQ) {
     if ((flags & (FI_TRANSMIT | FI_RECV)) != (FI_TRANSMIT | FI_RECV)) violate("a queue for one direction alone");
     e->cq = static_cast<Cq*>(reinterpret_cast<fid_cq*>(other));
     e->cq->endpoints.push_back(e);
@@ -109,6 +112,7 @@ int bind(fid* f, fid* other, uint64_t flags) {
 int control(fid* f, int, void*) {
   if (f->fclass == FI_CLASS_EP) {
     auto* e = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f));
+    if (!e->has_eq) violate("no event queue: the provider would end the process where a packet of its own fails");
     if (!e->cq || !e->av) return -(e->cq ? FI_ENOAV : FI_ENOCQ);
     if (e->enabled) violate("an endpoint was enabled twice");
     e->enabled = true;
@@ -332,6 +336,12 @@ void fill_domain() {
     e->tx = info->tx_attr->size;
     endpoints.push_back(e);
     *out = e;
+    return 0;
+  };
+  eq_ops.readerr = [](fid_eq*, fi_eq_err_entry*, uint64_t) -> ssize_t { return -FI_EAGAIN; };
+  fabric_ops.eq_open = [](fid_fabric*, fi_eq_attr*, fid_eq** out, void*) -> int {
+    *out = make<fid_eq>(FI_CLASS_EQ);
+    (*out)->ops = &eq_ops;
     return 0;
   };
   fabric_ops.domain = [](fid_fabric*, fi_info*, fid_domain** out, void*) -> int {

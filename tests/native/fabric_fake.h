@@ -132,7 +132,7 @@ struct Endpoint : fid_ep {
   uint64_t address;
   Cq* cq = nullptr;
   Av* av = nullptr;
-  bool enabled = false;
+  bool enabled = false, has_eq = false;
   std::deque<Receive> receives;
   size_t outstanding = 0, tx;
   uint64_t unrung_polls = 0;

@@ -23,7 +23,7 @@ NIGHTLY = pytest.mark.nightly
 
 def over(device: str, *arguments: str, seed: int = 1, more: str = "nics=2", **env: str) -> str:
     """Runs the proxy's program over a device, which ends the process at the first rule that is broken."""
-    env = {"FAKE_FABRIC": f"abort=1,seed={seed},{DEVICES[device]},{more}", **env}
+    env = {"FAKE_FABRIC": f"abort=1,seed={seed},{more},{DEVICES[device]}", **env}
     return run(programs.fabric_test(), *arguments, f"provider={device}", f"library={fake_device()}", env=env)
 
 
@@ -39,6 +39,17 @@ def test_traffic(device, shape):
 @pytest.mark.sample(3)
 def test_chaos(device, shape):
     over(device, "traffic", "rounds=10", CHAOS, "seeds=1:4", *shape)
+
+
+@pytest.mark.parametrize("rails", [1, 2])
+def test_chunks_in_a_run_share_a_doorbell(rails):
+    """The device complains of one that is never rung."""
+    arguments = ["rounds=10", "print=1", "inline=0", f"rails={rails}", "chunk=1024"]
+    env = {"FAKE_FABRIC": f"abort=1,name=efa-direct,nics={rails}"}
+    program, library = programs.fabric_test(), f"library={fake_device()}"
+    out = run(program, "traffic", "provider=efa-direct", library, *arguments, env=env)
+    counts = {name: float(value) for name, value in (line.split() for line in out.splitlines() if " " in line)}
+    assert 0.3 < counts["unrung"] / counts["chunks"] < 1
 
 
 @pytest.mark.parametrize("device", DEVICES)

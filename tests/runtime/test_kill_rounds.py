@@ -17,6 +17,7 @@ from tests import hosts, ranks
 from tests.fabric.pair import PROVIDERS
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.launch.job import remove_objects_of_ended_processes
+from tilescale_net.runtime import settings
 
 SIZE = 3
 PARTS = 5  # of the nightly rounds of a fault, each a test
@@ -103,7 +104,7 @@ def _round(folder, fault, seed):
             network = stack.enter_context(hosts.Hosts(SIZE))
             env.update(network.environment)
         else:
-            env["VIRTUAL_NODES"] = dice.choice(["1", "3"])
+            env["VIRTUAL_NODES"] = dice.choice(["3"] if settings.PROVIDER.get() else ["1", "3"])
         if fault == "disk":
             stack.enter_context(_small_disk(f"{begun}.{lost}"))
 

@@ -287,6 +287,12 @@ uint64_t LibfabricTransport::rejected_messages() const {
   return n;
 }
 
+uint64_t LibfabricTransport::internal_failures(std::string* last) {
+  uint64_t n = 0;
+  for (auto& rail : rails_) n += rail->internal_failures(last);
+  return n;
+}
+
 int LibfabricTransport::poll(Event* events, int capacity) {
   for (auto& rail : rails_) rail->new_poll();
   if (n_rails_ == 1) return rails_[0]->poll(events, capacity);

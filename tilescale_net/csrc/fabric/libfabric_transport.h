@@ -32,6 +32,7 @@ public:
   bool idle() const override;
   void abandon() override;
   uint64_t rejected_messages() const override;
+  uint64_t internal_failures(std::string* last) override;
   const char* last_error() const override { return error_.c_str(); }
 
 private:

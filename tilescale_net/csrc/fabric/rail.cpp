@@ -501,6 +501,23 @@ bool Rail::read_cq_error(Event& event) {
   return true;
 }
 
+uint64_t Rail::internal_failures(std::string* last) {
+  // Newer libraries write a longer entry than older headers declare.
+  union {
+    fi_eq_err_entry entry;
+    char room[256];
+  } u = {};
+  while (eq_ && fi_eq_readerr(eq_.get(), &u.entry, 0) > 0) {
+    ++internal_failures_;
+    char detail[128] = "";
+    const char* reason = fi_eq_strerror(eq_.get(), u.entry.prov_errno, u.entry.err_data, detail, sizeof detail);
+    *last = "rail " + std::to_string(index_) + ": " + library_.error(-static_cast<int64_t>(u.entry.err)) +
+            (reason && *reason ? std::string(", ") + reason : "");
+    u = {};
+  }
+  return internal_failures_;
+}
+
 // The completion queue could not be read, or holds an error. False when there is nothing to tell after all.
 bool Rail::on_cq_error(ssize_t code, Event& event) {
   if (code == -FI_EAVAIL) return read_cq_error(event);

@@ -17,6 +17,7 @@
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
 #include <rdma/fi_rma.h>
 #include <string>
 #include <vector>
@@ -44,6 +45,7 @@ protected:
   Fid<fid_domain> domain_;
   Fid<fid_av> av_;
   Fid<fid_cq> cq_;
+  Fid<fid_eq> eq_; // of efa alone
   Fid<fid_ep> ep_;
 };
 
@@ -73,6 +75,15 @@ size_t Endpoint::open(const Library& library, fi_info* info, fi_cq_attr cq_attr,
 
   check(fi_endpoint(domain, info, &ep, nullptr), "fi_endpoint");
   ep_.reset(ep);
+  if (std::string(info->fabric_attr->prov_name) == "efa") {
+    // Without one, the provider ends the process when a packet of its own fails, such as one to a peer that has ended.
+    fid_eq* eq = nullptr;
+    fi_eq_attr eq_attr = {};
+    eq_attr.wait_obj = FI_WAIT_NONE;
+    check(fi_eq_open(fabric, &eq_attr, &eq, nullptr), "fi_eq_open");
+    eq_.reset(eq);
+    check(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind (event queue)");
+  }
   check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind (address vector)");
   check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind (completion queue)");
   return cq_attr.size;
@@ -127,6 +138,7 @@ public:
   Post send(int peer, fi_addr_t address, const void* source, void* desc, uint64_t bytes, uint64_t cookie, bool on_host);
   Post receive(void* destination, void* desc, uint64_t bytes, uint64_t cookie);
   int poll(Event* events, int capacity);
+  uint64_t internal_failures(std::string* last);
   void new_poll(); // ends the life of what the last poll handed out
 
   // Nothing that goes out is outstanding.
@@ -222,7 +234,7 @@ private:
   std::vector<uint32_t> repost_; // pool buffers to post again: handed out by the last poll, or refused before
   const uint64_t token_ = random_secret();
   std::vector<uint64_t> tokens_; // of the peers
-  uint64_t rejected_messages_ = 0;
+  uint64_t rejected_messages_ = 0, internal_failures_ = 0;
   std::vector<bool> known_;       // peers whose messages are accepted
   std::vector<Event> ready_;      // completions of injected messages, which the provider does not report
   std::deque<std::string> texts_; // of failures handed out by the last poll

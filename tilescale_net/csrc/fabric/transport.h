@@ -163,6 +163,13 @@ public:
   // Messages that were dropped because their sender did not know this transport's token: it had no address() from us.
   virtual uint64_t rejected_messages() const = 0;
 
+  // Packets of the network's own that failed, of which it does not tell to whom they were: what they were for fails by
+  // itself, or comes to nothing. `last`: the reason of the latest one, if one has come since the last call.
+  virtual uint64_t internal_failures(std::string* last) {
+    (void)last;
+    return 0;
+  }
+
   // Why the last post answered `error`. Valid until the next post.
   virtual const char* last_error() const = 0;
 };

@@ -297,7 +297,8 @@ void Worker::check_timeouts(uint64_t now) {
                std::to_string(s->in_flight + s->given_pieces() + s->pending_gets) + " operations and " +
                std::to_string(s->intervals.size() - 1 + (draining && s->out.unsettled())) +
                " flushes wait for it; look at that rank's output, or raise "
-               "TSN_TIMEOUT if it is only slow",
+               "TSN_TIMEOUT if it is only slow" +
+               (internal_failure_.empty() ? "" : " (a packet of the network's own failed: " + internal_failure_ + ")"),
            s->pe, what, op ? s->ops.front().remote : 0);
     return;
   }
@@ -357,6 +358,7 @@ void Worker::run() try {
       const uint64_t now = now_ns();
       if (rounds % 64 == 0) check_timeouts(now);
       stats_.rejected_at_fabric.raise(transport_->rejected_messages());
+      stats_.nameless_failures.raise(nameless_ + transport_->internal_failures(&internal_failure_));
       drain();
       apply_adds();
       if (proxy_state_->stopping.load(std::memory_order_acquire)) {

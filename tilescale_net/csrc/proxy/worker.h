@@ -366,7 +366,9 @@ private:
 
   Table<InFlightOp> in_flight_ops_;
   uint32_t in_flight_ = 0;
-  uint64_t stamp_ = 0; // ticks() at the start of this round: reading the clock costs as much as posting
+  uint64_t nameless_ = 0;        // failures of which the network does not tell the PE
+  std::string internal_failure_; // the latest of the network's own packets that failed
+  uint64_t stamp_ = 0;           // ticks() at the start of this round: reading the clock costs as much as posting
   Table<Get> gets_;
   Table<Flush> flushes_;
   Ring<Arrived> arrived_;

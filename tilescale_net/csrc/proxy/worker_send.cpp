@@ -496,7 +496,10 @@ void Worker::failed_event(const Event& event) {
   // What a vanished process looks like from here; any other code is a failure of the network.
   const bool gone = fabric::is_peer_lost(event.code);
   // One that names nobody can be of a PE that may end at any time; if not, deadlines and the watchdog find out.
-  if (pe < 0 && gone && proxy_state_->any_excluded()) return stats_.nameless_failures.add();
+  if (pe < 0 && gone && proxy_state_->any_excluded()) {
+    nameless_++;
+    return;
+  }
   const std::string operation = f ? name_of(f->command) : "message";
   std::string text = operation + (pe >= 0 ? " to PE " + std::to_string(pe) : "");
   if (f) text += " (" + std::to_string(f->bytes) + " bytes at heap offset " + std::to_string(f->offset) + ")";

@@ -160,6 +160,7 @@ public:
   }
 
   uint64_t rejected_messages() const override { return inner_->rejected_messages(); }
+  uint64_t internal_failures(std::string* last) override { return inner_->internal_failures(last); }
   void abandon() override { inner_->abandon(); }
   bool idle() const override {
     return arrivals_.empty() && std::all_of(outstanding_.begin(), outstanding_.end(), [](uint32_t n) { return !n; }) &&
