@@ -492,6 +492,9 @@ bool Rail::read_cq_error(Event& event) {
   }
   char detail[128] = "";
   const char* provider_text = fi_cq_strerror(cq_.get(), u.entry.prov_errno, u.entry.err_data, detail, sizeof detail);
+  // EFA gives all that is ours its context: the rest are packets of the provider's own, and of a peer's message that
+  // stays away. Nobody knows whose they were; what waits for that peer fails by itself.
+  if (peer < 0 && is_efa() && pool_) return note_internal_failure(u.entry.err, provider_text), false;
   std::string text = std::string(what) + (peer >= 0 ? " to peer " + std::to_string(peer) : "") + " over rail " +
                      std::to_string(index_) + " failed: " + library_.error(-static_cast<int64_t>(u.entry.err));
   if (provider_text && *provider_text) text += std::string(", ") + provider_text;
@@ -501,6 +504,12 @@ bool Rail::read_cq_error(Event& event) {
   return true;
 }
 
+void Rail::note_internal_failure(int code, const char* reason) {
+  ++internal_failures_;
+  internal_failure_ = "rail " + std::to_string(index_) + ": " + library_.error(-static_cast<int64_t>(code)) +
+                      (reason && *reason ? std::string(", ") + reason : "");
+}
+
 uint64_t Rail::internal_failures(std::string* last) {
   // Newer libraries write a longer entry than older headers declare.
   union {
@@ -508,13 +517,12 @@ uint64_t Rail::internal_failures(std::string* last) {
     char room[256];
   } u = {};
   while (eq_ && fi_eq_readerr(eq_.get(), &u.entry, 0) > 0) {
-    ++internal_failures_;
     char detail[128] = "";
-    const char* reason = fi_eq_strerror(eq_.get(), u.entry.prov_errno, u.entry.err_data, detail, sizeof detail);
-    *last = "rail " + std::to_string(index_) + ": " + library_.error(-static_cast<int64_t>(u.entry.err)) +
-            (reason && *reason ? std::string(", ") + reason : "");
+    note_internal_failure(u.entry.err,
+                          fi_eq_strerror(eq_.get(), u.entry.prov_errno, u.entry.err_data, detail, sizeof detail));
     u = {};
   }
+  if (internal_failures_) *last = internal_failure_;
   return internal_failures_;
 }
 

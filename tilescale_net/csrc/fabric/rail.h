@@ -201,6 +201,7 @@ private:
   int completions(const fi_cq_data_entry* entries, int count, Event* events);
   bool other_completion(const fi_cq_data_entry& entry, Event& event);
   [[gnu::cold]] bool on_cq_error(ssize_t code, Event& event);
+  [[gnu::cold]] void note_internal_failure(int code, const char* reason);
   [[gnu::cold]] bool read_cq_error(Event& event);
   void repost_buffers();
   int take_ready(Event* events, int capacity);
@@ -235,6 +236,7 @@ private:
   const uint64_t token_ = random_secret();
   std::vector<uint64_t> tokens_; // of the peers
   uint64_t rejected_messages_ = 0, internal_failures_ = 0;
+  std::string internal_failure_;  // the latest
   std::vector<bool> known_;       // peers whose messages are accepted
   std::vector<Event> ready_;      // completions of injected messages, which the provider does not report
   std::deque<std::string> texts_; // of failures handed out by the last poll
