@@ -1,5 +1,6 @@
 """Kernels of the package for GPUs are found again without being traced, by other users too; kernels are compiled together."""
 
+import _thread
 import contextlib
 import os
 import threading
@@ -209,6 +210,21 @@ def test_ranks_share_processors_and_begin_elsewhere(monkeypatch, processors, ran
     compile_together([lambda i=i: made.append((i, threading.get_ident())) for i in range(8)], None, 1, ranks)
     first = 8 // ranks % 8
     assert made == [(i % 8, threading.get_ident()) for i in range(first, first + 8)]
+
+
+def test_an_interrupt_begins_no_further_kernel(monkeypatch):
+    _processors(monkeypatch, 2)
+    begun = []
+
+    def call():
+        begun.append(len(begun))
+        if begun[-1] == 1:
+            _thread.interrupt_main()
+        time.sleep(0.05)
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_together([call] * 100)
+    assert len(begun) < 50
 
 
 def test_the_first_error_of_the_list_is_raised_when_all_have_ended(monkeypatch):

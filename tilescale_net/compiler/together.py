@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -42,6 +42,11 @@ def compile_together(
 
     with ThreadPoolExecutor(workers, "tilescale_net-compiler") as threads:
         ended = [threads.submit(run, call) for call in mine]
+        try:
+            wait(ended)
+        except BaseException:  # Ctrl-C: only what has begun is waited for
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     failed = [
         error for future in ended[len(calls) - first :] + ended[: len(calls) - first] if (error := future.exception())
     ]
