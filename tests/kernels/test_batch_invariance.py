@@ -116,7 +116,8 @@ def _norm(seed, dtype, hidden, counts) -> None:
 
     expected = normed(torch.arange(POOL), False)
     for index, symmetric, what in _calls(seed, counts):
-        for op.shots in (None, 1, 2):
+        # Of many rows a call takes the simulator long.
+        for op.shots in (None, 1, 2) if len(index) < 1000 else (1,) if symmetric else (2,):
             for found, all_rows in zip(normed(index, symmetric), expected):
                 assert_same(found, all_rows[index], f"shots {op.shots}, {what}")
     op.free()

@@ -61,9 +61,12 @@ def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _input(x: torch.Tensor, experts: _Parts) -> torch.Tensor | ExpertRows:
+    x = x if x.is_contiguous() else x.contiguous()
+    if experts is _NO_EXPERTS or experts[0] is None:
+        return x
     index, weights, shared = map(_contiguous, experts)
-    x = x.contiguous()
-    return x if index is None or weights is None else ExpertRows(x, index, weights, shared)
+    assert index is not None and weights is not None
+    return ExpertRows(x, index, weights, shared)
 
 
 def _shape(x: torch.Tensor, index: torch.Tensor | None) -> tuple[int, ...]:
@@ -218,8 +221,13 @@ def all_reduce_norm(
         TypeError, ValueError: a dtype, shape or device that does not fit; nothing was sent.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
+    unseen = arguments.is_unseen
+    if isinstance(x, torch.Tensor) and unseen(x) and unseen(weight):
+        if (residual is None or unseen(residual)) and (bias is None or unseen(bias)):
+            objects = group_objects.in_order(group)
+            return _normalised(objects, x, weight, residual, bias, _NO_EXPERTS, eps, weight_bias)
     rows, experts, named = _taken_apart("all_reduce_norm", x, weight=weight, residual=residual, bias=bias)
-    if all(arguments.is_eager(t) and not arguments.needs_gradient(t) for t in named.values()):
+    if all(map(unseen, named.values())):
         objects = group_objects.in_order(group)
         return _normalised(objects, rows, weight, residual, bias, experts, eps, weight_bias)
     arguments.check("all_reduce_norm", **named)
