@@ -55,17 +55,22 @@ def on_config(config):
 
 
 def moved_links(text: str) -> str:
-    """Links as they are from the top of the site; those to files that are no pages lose their target."""
+    """Links as they are from the top of the site; see `without_files`."""
     for page, source in TOP.items():
         text = text.replace(f"]({source})", f"]({page})")
-    text = re.sub(r"\]\(docs/", "](", text).replace('src="docs/', 'src="')
-    return re.sub(r"\[`?([^\]`]+)`?\]\((?:CITATION\.cff|LICENSE|(?:examples|kernels|tests)/[^)]*)\)", r"`\1`", text)
+    return without_files(re.sub(r"\]\(docs/", "](", text).replace('src="docs/', 'src="'))
+
+
+def without_files(text: str) -> str:
+    """Links to files of the checkout that are no pages lose their target."""
+    files = r"(?:\.\./)*(?:CITATION\.cff|LICENSE|(?:examples|kernels|tests)/[^)]*)"
+    return re.sub(rf"\[`?([^\]`]+)`?\]\({files}\)", r"`\1`", text)
 
 
 def on_page_markdown(markdown, page, config, files):
     """Tutorials are pages here, and programs in the checkout; the README is the first page."""
     markdown = re.sub(r"\]\((?:\.\./)+README\.md", "](" + "../" * page.file.src_uri.count("/") + "index.md", markdown)
-    return re.sub(r"(\]\([\w./]*\b\d\d_\w+)\.py\)", r"\1.md)", markdown)
+    return re.sub(r"(\]\([\w./]*\b\d\d_\w+)\.py\)", r"\1.md)", without_files(markdown))
 
 
 def tutorial(program: Path) -> str:

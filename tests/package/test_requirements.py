@@ -5,7 +5,11 @@ are not downloaded: their wheels and torch's are gigabytes.
 """
 
 import importlib.metadata
+import json
 import re
+import subprocess
+import sys
+import zipfile
 
 import pytest
 
@@ -108,3 +112,36 @@ def test_records_agree_with_what_is_installed():
     assert {str(packaging.Requirement(text)) for text in said} == {
         str(packaging.Requirement(text)) for text in TILELANG[version].split()
     }
+
+
+def wheel(folder, name, version, requirements):
+    """A wheel that holds nothing but its metadata."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as file:
+        wanted = "".join(f"Requires-Dist: {text}\n" for text in requirements)
+        file.writestr(
+            f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{wanted}"
+        )
+        file.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+@pytest.mark.parametrize("server", ["vllm==0.33.0", "sglang==0.5.23"])
+def test_pip_resolves(server, tmp_path):
+    """pip's own resolver, over wheels of the recorded metadata."""
+    needs = {("tilescale_net", "1"): OURS, tuple(server.split("==")): SERVERS[server].split()}
+    needs |= {(name, version): [] for name, versions in EXISTING.items() for version in versions}
+    for name, table in (("tilelang", TILELANG), ("torch", TORCH)):
+        needs |= {(name, version): text.split() for version, text in table.items()}
+    for wanted in [*map(packaging.Requirement, sum(needs.values(), []))]:
+        if wanted.name not in {name for name, _ in needs}:
+            exact = [part.version for part in wanted.specifier if part.operator == "=="]
+            needs[wanted.name, exact[0] if exact else "999"] = []
+    for (name, version), requirements in needs.items():
+        wheel(tmp_path, name, version, requirements)
+    options = "--dry-run --ignore-installed --no-index --disable-pip-version-check -q --report -".split()
+    command = [sys.executable, "-m", "pip", "install", *options, "--find-links", str(tmp_path), "tilescale_net", server]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    chosen = {each["metadata"]["name"]: each["metadata"]["version"] for each in json.loads(done.stdout)["install"]}
+    assert (chosen["tilelang"], chosen["apache-tvm-ffi"]) == ("0.1.12", "0.1.11")
