@@ -114,6 +114,7 @@ class BuildNative(build_ext):
         for ext in self.extensions:
             with_joined_bindings(ext)
         self._compile_side_by_side(cxx)
+        self.parallel = None  # `-j` would build extensions side by side, which share objects; files are, in any case
         super().build_extensions()
 
     def _use(self, cxx):
