@@ -14,6 +14,7 @@ from tests.native.builder import ROOT
 from tests.proxy.test_fabric import finish, start
 
 NIGHTLY = pytest.mark.nightly
+KILL_ROUNDS, PARTS = "tests/runtime/test_kill_rounds.py", 5
 every_way = pytest.mark.parametrize("way", WAYS)
 CHAOS = "chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50"
 
@@ -114,12 +115,9 @@ def test_killed_peer(monkeypatch, tmp_path, way):
 def test_kill_rounds(way, fault, rounds):
     """Ranks with kernels and proxies, of which one is killed or stopped at a random moment. A process that has looked for
     providers before the stand-in was there does not find its one: a run of its own."""
-    # A round is one of five parts.
-    chosen = f"{fault}-0" if rounds == 1 else fault
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "nightly", "-k", f"test_rounds and {chosen}"]
-    env = {**os.environ, **environment(way, timeout_ms=2000), "KILL_ROUNDS": str(max(rounds, 5))}
-    done = subprocess.run(
-        [*command, "tests/runtime/test_kill_rounds.py"], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    parts = [f"{KILL_ROUNDS}::test_rounds[{fault}-{part}]" for part in range(min(rounds, PARTS))]
+    env = {**os.environ, **environment(way, timeout_ms=2000), "KILL_ROUNDS": str(max(rounds, PARTS))}
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "nightly", *parts]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("fe80")]
