@@ -17,6 +17,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.runtime import settings
 
 from .algorithms import Again, Algorithm, BufferSpecs, Call
 from .collective import (
@@ -98,7 +99,7 @@ def meet_blocks(agrees, tags, half, block, call: T.Ref, tag, status, thread, me,
 
 
 @tsn.jit(name="all_reduce_push", pass_configs=EXPLICIT_SYNC)
-def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, threads=288, max_blocks=64):
+def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, threads=288, max_blocks=64, dependent=False):
     """Kernel `(out, x, tag, status, inbox, tags, calls)`: `out` is the sum of all PEs' `x`; `out` may be `x`.
 
     Args:
@@ -109,6 +110,7 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
         aligned: `out` and `x` begin and end at multiples of 16 bytes.
         batch: vectors of each part that a thread moves.
         threads, max_blocks: launch geometry; as many blocks run as there is work for, all of them at once.
+        dependent: launched while the kernel before on the stream ends, and lets the next one be launched so.
 
     `inbox` [2, shots, n_pes, capacity, 16 bytes of dtype] and `tags` [2, n_pes, max_blocks, 16 bytes of dtype] are symmetric,
     `calls` (uint64 [max_blocks]) is any device memory; all are zero before the first call, and then left alone. `tag` stands
@@ -131,6 +133,10 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
         calls: T.Tensor((max_blocks,), "uint64"),
     ):
         with T.Kernel(T.ceildiv(count, T.int64(parts * workers * batch * vector)), threads=threads) as block:
+            if dependent:
+                # Before all else: what is read was written by kernels before, and call i is to be over when call i + 1 begins.
+                T.pdl_sync()
+                T.pdl_trigger()
             me = N.my_pe()
             thread = T.get_thread_binding()
             part = T.alloc_var("int64")
@@ -229,7 +235,10 @@ def _launch(shots: int, op, memory: dict[str, torch.Tensor], call: Call) -> Agai
     batch = 1 if part <= (threads - AGREEING) * blocks else most
 
     def make() -> Launch:
-        kernel = all_reduce_push(op.n_pes, dtype_name(dtype), inbox.shape[3], shots, aligned, batch, threads, blocks)
+        dependent = settings.DEPENDENT_LAUNCH.get() and op.device.type == "cuda"
+        kernel = all_reduce_push(
+            op.n_pes, dtype_name(dtype), inbox.shape[3], shots, aligned, batch, threads, blocks, dependent
+        )
         fixed = {
             "status": op.status_record, "inbox": inbox.view(dtype), "tags": memory["tags"].view(dtype),
             "calls": memory["calls"],

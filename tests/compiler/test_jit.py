@@ -21,7 +21,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.compiler import kernels
-from tilescale_net.compiler import inspect, jit, toolchain
+from tilescale_net.compiler import inspect, jit, toolchain, versions
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import prepare
@@ -447,3 +447,23 @@ def test_what_nvcc_rejects_is_named():
 
     with pytest.raises(KernelError, match='nvcc rejects its CUDA source\n.*"no_such_function" is undefined'):
         unknown_function("float32")
+
+
+def test_kernels_with_pdl_sync_are_launched_dependent():
+    """tilelang's runtime goes by the launch parameters of the device function."""
+
+    def parameters(dependent: bool) -> list[str]:
+        @T.prim_func
+        def kernel(x: T.Tensor((128,), "float32")):
+            with T.Kernel(1, threads=128):
+                if dependent:
+                    T.pdl_sync()
+                x[T.get_thread_binding()] = 1
+
+        with versions.dependent_launches():
+            artifact = jit.lower(prepare(kernel).func, inspect.SM_90, {})
+        (func,) = artifact.device_mod.functions.values()
+        return [str(name) for name in func.attrs["tirx.kernel_launch_params"]]
+
+    plain = parameters(False)
+    assert parameters(True) == ["tirx.use_programtic_dependent_launch", *plain] and "blockIdx.x" in plain[0]

@@ -436,6 +436,7 @@ SM_90 = {
     ],
     "all_reduce_push.all_reduce_push": [
         dict(n_pes=4, dtype="bfloat16", capacity=32768, shots=1),
+        dict(n_pes=4, dtype="bfloat16", capacity=32768, shots=1, dependent=True),
         dict(n_pes=2, dtype="float16", capacity=65536, shots=2, batch=2, aligned=False),
     ],
     "all_reduce_two_shot.all_reduce_two_shot": [

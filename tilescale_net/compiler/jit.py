@@ -27,7 +27,7 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import gpu_cache, ir, lowering, toolchain
+from tilescale_net.compiler import gpu_cache, ir, lowering, toolchain, versions
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel, describe
 from tilescale_net.compiler.passes import hazards, prepare
@@ -188,7 +188,8 @@ def _compiled(func: PrimFunc, chosen: Any, configs: dict[str, Any], flags: list[
             code, kernel_sites = lowering.number_for_trace(prepared.func, func)
             of_trace = lowering.trace_flags(kernel_sites)
             traced_calls.register_kernel(kernel_sites)
-        with lowering.enabled(traced=bool(of_trace)), _quiet(), toolchain.once_per_host(_lock_name(func)):
+        host = toolchain.once_per_host(_lock_name(func))
+        with lowering.enabled(traced=bool(of_trace)), versions.dependent_launches(), _quiet(), host:
             linked = code if name is None else code.with_attr("global_symbol", ir.linked_name(name))
             compiled = tilelang.compile(
                 linked.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),

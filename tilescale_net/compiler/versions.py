@@ -15,6 +15,7 @@ Private names:
 | `get_buffer_region_from_load` | `buf[i, 0:n]` is a place in memory |
 | `KernelLaunchFrame` | threads of the kernel that is being traced |
 | `CompiledArtifact` | the result of `tilelang.lower` |
+| `tilelang.transform.LowerDeviceKernelLaunch`, `has_cuda_pdl_sync` | kernels with T.pdl_sync are launched programmatically dependent (`dependent_launches`); tilelang marks them, and leaves the mark out of what its tvm_ffi runtime is told of the launch |
 | `GemmBase`, `register_gemm_impl`, `GEMM_IMPLEMENTATIONS` | T.gemm in the simulator; tilelang's own entries stay for GPUs |
 | `cuda_pipeline.have_mbarrier` | barriers in kernels for the simulator |
 | `target_is_cuda`, `target_is_turing`, `target_is_volta`, `is_fragment`, `simplify` | what tilelang's own T.gemm uses |
@@ -34,9 +35,11 @@ Differences:
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tilelang
 import tilelang.cuda.op.gemm as _cuda_gemm
 import tilelang.ir as _tilelang_ir
 import tilelang.language as T
@@ -322,6 +325,43 @@ class _StatementLines:
             return get(self)
 
         Builder.set_fileline, Builder.with_frame, Builder.get = with_line, with_frame, got
+
+
+# Of a kernel's launch parameters: launched programmatically dependent on the kernel before it.
+_DEPENDENT = "tirx.use_programtic_dependent_launch"
+_dependent = threading.local()  # on: kernels of this thread
+
+
+@contextlib.contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Compile kernels that call T.pdl_sync so that they are launched programmatically dependent on the kernel before."""
+    before = getattr(_dependent, "on", False)
+    _dependent.on = True
+    try:
+        yield
+    finally:
+        _dependent.on = before
+
+
+def _install_dependent_launches() -> None:
+    lower = tilelang.transform.LowerDeviceKernelLaunch
+
+    def lower_device_kernel_launch() -> Callable[[Any], Any]:
+        def run(mod: Any) -> Any:
+            mod = lower()(mod)
+            for variable, func in list(mod.functions.items()) if getattr(_dependent, "on", False) else ():
+                parameters = list((func.attrs or {}).get("tirx.kernel_launch_params", ()))
+                if parameters and "has_cuda_pdl_sync" in func.attrs and _DEPENDENT not in parameters:
+                    # In front: the size of dynamic shared memory must be the last.
+                    mod[variable] = func.with_attr("tirx.kernel_launch_params", [_DEPENDENT, *parameters])
+            return mod
+
+        return run
+
+    tilelang.transform.LowerDeviceKernelLaunch = lower_device_kernel_launch
+
+
+_install_dependent_launches()
 
 
 def make_span(file: str, line: int) -> Span:

@@ -314,6 +314,13 @@ TUNED = Setting(
     "TSN_TUNED", _flag, True, "`0`: do not use the results of `tilescale_net.tuning`; the value of rank 0 counts"
 )
 
+DEPENDENT_LAUNCH = Setting(
+    "TSN_DEPENDENT_LAUNCH",
+    _flag,
+    False,
+    "1: kernels of small all-reduces are launched while the kernel before ends (programmatic dependent launch)",
+)
+
 VLLM_PARTS = ("deep_ep", "all_reduce", "norm")
 VLLM: Setting[tuple[str, ...]] = Setting(
     "TSN_VLLM",
