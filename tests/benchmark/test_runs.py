@@ -146,6 +146,15 @@ def test_moe_layer(tmp_path):
 
 
 @pytest.mark.nightly
+def test_moe_experts(tmp_path):
+    path = tmp_path / "run.json"
+    done = launch("moe_experts.py", "--warmup", "0", "--repeat", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert [row["dtype"] for row in rows_of(path)] == ["fp8", "bf16"]
+    assert all(row["over"] == pytest.approx(row["ours"] / row["total"]) for row in rows_of(path))
+
+
+@pytest.mark.nightly
 def test_moe_host(tmp_path):
     path = tmp_path / "run.json"
     done = launch("moe_host.py", "--calls", "2", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")

@@ -23,6 +23,7 @@ addresses; call a shape once just before it is captured.
 
 from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, check, recv, reduce_scatter, send
 from tilescale_net.ops.context_parallel import attention_by_heads, gather_heads, merge_attention, scatter_heads
+from tilescale_net.ops.expert_layer import SwiGLU, moe_experts
 from tilescale_net.ops.experts import expert_matmul, moe_dispatch_matmul, moe_matmul_combine
 from tilescale_net.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tilescale_net.ops.moe import moe_combine, moe_dispatch, moe_layer
@@ -30,6 +31,7 @@ from tilescale_net.ops.norms import QuantizedNorm, all_reduce_norm, all_reduce_n
 
 __all__ = [
     "QuantizedNorm",
+    "SwiGLU",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
@@ -46,6 +48,7 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "moe_dispatch_matmul",
+    "moe_experts",
     "moe_layer",
     "moe_matmul_combine",
     "recv",

@@ -22,8 +22,8 @@ from tilescale_net.ops import arguments, moe
 _ops = torch.ops.tilescale_net
 
 
-def _product(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
-    """The product of the layer with matrices like these; made on first use, by all ranks together."""
+def gemm_of(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
+    """The GEMM of the layer with matrices like these; made on first use, by all ranks together."""
     key = (*w.shape[1:], w.dtype)
     if key not in op.products:
         usual = DEFAULT if op.device.type == "cuda" else SIMULATED
@@ -37,7 +37,7 @@ def _arriving(
     op: AllToAll, w: torch.Tensor, fused: bool, *given: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, Dispatched]:
     """A dispatch and the products of its rows: beside it, or when it is done."""
-    product = _product(op, w)
+    product = gemm_of(op, w)
     if not fused:
         received = op.dispatch(*given, **options)
         return product(received.x, w, received.handle), received
@@ -115,7 +115,7 @@ def _matmul_combine(
     op, w = moe.called("moe_matmul_combine", key), _held(w)
     handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
     given = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
-    product = _product(op, w)
+    product = gemm_of(op, w)
     if fused:
         return product.combined(h.contiguous(), w, handle, **given)
     return op.combine(product(h.contiguous(), w, handle), handle=handle, **given)
@@ -148,7 +148,7 @@ def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], t
     """Rows of each expert times its matrix."""
     op, w = moe.layer_of(key), _held(w)
     plan_ = RoutingPlan(tokens, *plan)
-    return _zeroed(op, plan_, _product(op, w)(x.contiguous(), w, moe.handle_of(key, plan_)))
+    return _zeroed(op, plan_, gemm_of(op, w)(x.contiguous(), w, moe.handle_of(key, plan_)))
 
 
 @arguments.register_fake("expert_matmul")
@@ -156,7 +156,7 @@ def _(x, w, plan, tokens, key):
     return x.new_empty((x.shape[0], w.shape[2]))
 
 
-def _of_matrices(key: str, plan: RoutingPlan, rows: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+def gradient_of_matrices(key: str, plan: RoutingPlan, rows: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
     """Gradients of the experts' matrices: rows of each, transposed, times gradients of its products."""
     op = moe.layer_of(key)
     c = op.config
@@ -185,7 +185,7 @@ def _dispatch_gradient(ctx, grads):
     back = _ops.expert_matmul(dh, w.transpose(1, 2), plan, ctx.tokens, ctx.key)
     back = back if of_rows is None else back + of_rows
     x, topk_weights = _ops.moe_dispatch_backward(back, of_weights, plan, ctx.tokens, ctx.key)
-    return x, None, topk_weights, _of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), rows, dh), None, None
+    return x, None, topk_weights, gradient_of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), rows, dh), None, None
 
 
 def _combine_setup(ctx, inputs, output):
@@ -201,7 +201,7 @@ def _combine_gradient(ctx, grad):
         valid = moe.valid_rows(moe.layer_of(ctx.key), held.totals, False)
         of_weights = torch.where(valid, (dh.float() * h.float()).sum(-1), 0.0)
         rows, dh = ((t.float() * weights[:, None]).to(h.dtype) for t in (rows, dh))
-    return dh, _of_matrices(ctx.key, held, h, rows), of_weights, [None] * len(plan), None, None, None
+    return dh, gradient_of_matrices(ctx.key, held, h, rows), of_weights, [None] * len(plan), None, None, None
 
 
 def _matmul_setup(ctx, inputs, output):
@@ -212,7 +212,7 @@ def _matmul_setup(ctx, inputs, output):
 def _matmul_gradient(ctx, grad):
     x, w, *plan = ctx.saved_tensors
     back = _ops.expert_matmul(grad, w.transpose(1, 2), plan, ctx.tokens, ctx.key)
-    return back, _of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), x, grad), [None] * len(plan), None, None
+    return back, gradient_of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), x, grad), [None] * len(plan), None, None
 
 
 for _name, _gradient, _setup in (

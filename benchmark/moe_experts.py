@@ -1,0 +1,228 @@
+"""A layer's experts as users call them (`ops.moe_experts`), in bfloat16 and FP8, and each of its steps by itself.
+
+    GPUS=4 bash launch.sh benchmark/moe_experts.py
+    GPUS=4 bash launch.sh benchmark/moe_experts.py --experts 256 --topk 8 --inner 2048 --tokens 4096 --dtypes fp8 --training
+
+Dispatch, GEMM, SwiGLU, GEMM and combine, one after the other where the chooser takes that. The shape is DeepSeek-V4-Pro's:
+384 experts, top-6, hidden 7168, inner 3072. `--training` times forward and backward of bfloat16 matrices. A start with
+TSN_TRACE=FILE, few tokens and `--repeat 2` leaves a timeline of all ranks.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import tilescale_net as tsn
+from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
+from benchmark.common.gemm import difference
+from benchmark.common.measuring import (
+    Timer,
+    gather,
+    medians,
+    normal_numbers,
+    raise_if_wrong,
+    repeated,
+    slowest_ranks,
+    start_together,
+)
+from benchmark.common.modules import moe, torch
+from benchmark.common.moe import all_inputs
+from benchmark.common.report import Column, Report, us, world_size
+
+BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
+
+ON_GPU = dict(tokens=[128, 512, 2048, 8192], hidden=7168, inner=3072, experts=384, topk=6)
+SIMULATED = dict(tokens=[24], hidden=128, inner=64, experts=4, topk=2)
+STEPS = {"dispatch": "dispatch", "up": "GEMM up", "swiglu": "SwiGLU", "down": "GEMM down", "combine": "combine"}
+
+
+def parse() -> argparse.Namespace:
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
+    shape: dict[str, Any] = ON_GPU if on_gpu() else SIMULATED
+    parser.option("--tokens", int_list(1, 1 << 20), shape["tokens"], "per rank")
+    parser.option("--hidden", positive_int, shape["hidden"], "elements of a row")
+    parser.option("--inner", positive_int, shape["inner"], "columns of an expert's gate")
+    parser.option("--experts", positive_int, shape["experts"], "of all ranks")
+    parser.option("--topk", positive_int, shape["topk"], "choices of a token")
+    parser.option("--dtypes", one_of("bf16", "fp8"), ["fp8", "bf16"], "of rows and matrices")
+    parser.flag("--training", "forward and backward of matrices of bfloat16, which get gradients")
+    args = parser.parse_args()
+    if args.experts % world_size():
+        parser.error(f"--experts is {args.experts}; it must be a multiple of the {world_size()} ranks")
+    return args
+
+
+def options_of(args: argparse.Namespace, tokens: int, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the AllToAll: room for a quarter more rows than an even spread has, and for the gaps."""
+    rows, local = 128 if on_gpu() else 32, args.experts // world_size()
+    even = tokens * args.topk * 5 // 4 + 64
+    capacity = -(-(even + local * rows) // rows) * rows
+    kind = torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16
+    sizes = args.experts, tokens, args.hidden, args.topk, kind
+    return sizes, dict(alignment=rows, tile_rows=rows, capacity=capacity)
+
+
+class Experts:
+    """This rank's matrices, [n, k] of each expert; any rank can make those of any expert.
+
+    Attributes:
+        given: as `ops.moe_experts` takes them. scales: with them, or None.
+    """
+
+    def __init__(self, args: argparse.Namespace, dtype: str, local: range) -> None:
+        from tilescale_net.kernels.fused.scaled_gemm import quantise_weights
+
+        self._args, self._dtype = args, dtype
+        shapes = (2 * args.inner, args.hidden), (args.hidden, args.inner)
+        self.given, scales = [], []
+        for which, (n, k) in enumerate(shapes):
+            kind = torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16
+            held = torch.empty((len(local), n, k), dtype=kind, device=tsn.device())
+            blocks = torch.empty((len(local), -(-n // 128), -(-k // 128)), device=tsn.device())
+            for i, e in enumerate(local):
+                if dtype == "fp8":
+                    held[i], blocks[i] = quantise_weights(self.exact(e, which))
+                else:
+                    held[i] = self.exact(e, which)
+            self.given.append(held.transpose(1, 2))
+            scales.append(blocks)
+        self.scales: Any = tuple(scales) if dtype == "fp8" else None
+
+    def exact(self, expert: int, which: int) -> Any:
+        """The first (0) or the second matrix [n, k] of an expert, bfloat16."""
+        args = self._args
+        n, k = ((2 * args.inner, args.hidden), (args.hidden, args.inner))[which]
+        return normal_numbers((n, k), 2 * expert + which, torch.bfloat16, tsn.device()).div_(k**0.5)
+
+    def of_token(self, x: Any, chosen: Any, weights: Any) -> Any:
+        """What a token gets, computed in float32 from what is multiplied."""
+        from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights
+        from tilescale_net.kernels.moe.row_ops import dequantise, quantise
+        from tilescale_net.ops import SwiGLU
+
+        eight = self._dtype == "fp8"
+        rounded = (lambda t: dequantise(*quantise(t))) if eight else (lambda t: t.float())
+        total = torch.zeros(self._args.hidden, device=x.device)
+        for e, weight in zip(chosen.tolist(), weights):
+            up, down = (self.exact(e, which) for which in range(2))
+            if eight:
+                up, down = (dequantise_weights(*quantise_weights(w), torch.float32) for w in (up, down))
+            h = SwiGLU()((rounded(x[None]) @ up.float().t()).bfloat16().float())
+            total += weight * (rounded(h) @ down.float().t())[0]
+        return total
+
+
+def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str, Callable[[], Any]]:
+    """Each step by itself, with the rows that it has in the layer."""
+    from tilescale_net.kernels.fused.scaled_gemm import scaled_matmul
+    from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu, swiglu_quantised
+    from tilescale_net.ops import experts as operators
+
+    choices, kind = (inputs.topk_idx, inputs.topk_weights), SwiGLU()
+    activation: Callable[[], Any]
+    eight, rows = dtype == "fp8", inputs.x
+    received = layer.dispatch(quantise_rows(rows) if eight else rows, *choices)
+    handle, end = received.handle, received.offsets[-1:]
+    ends = dict(counts=received.counts, offsets=received.offsets)
+    if eight:
+        taken = received.x.clone(), received.scales.clone()
+        (up, down), (of_up, of_down) = (w.transpose(1, 2) for w in experts.given), experts.scales
+        gemm_up = lambda: scaled_matmul(taken[0], up, taken[1], of_up, **ends)  # noqa: E731
+        h = gemm_up()
+        q, scales = swiglu_quantised(h, kind, end=end)
+        gemm_down = lambda: scaled_matmul(q, down, scales, of_down, **ends)  # noqa: E731
+        activation = lambda: swiglu_quantised(h, kind, end=end)  # noqa: E731
+    else:
+        taken, (up, down) = received.x.clone(), experts.given
+        products = [operators.gemm_of(layer, w) for w in (up, down)]
+        gemm_up = lambda: products[0](taken, up, handle)  # noqa: E731
+        h = gemm_up()
+        inner = swiglu(h, kind, end=end)
+        gemm_down = lambda: products[1](inner, down, handle)  # noqa: E731
+        activation = lambda: swiglu(h, kind, end=end)  # noqa: E731
+    y = gemm_down()
+    dispatch = lambda: layer.dispatch(quantise_rows(rows) if eight else rows, *choices)  # noqa: E731
+    combine = lambda: layer.combine(y, handle)  # noqa: E731
+    return dict(zip(STEPS, (dispatch, gemm_up, activation, gemm_down, combine)))
+
+
+def measure(
+    args: argparse.Namespace, dtype: str, tokens: int, experts: Experts, timer: Timer, together: Any, table: Any
+) -> None:
+    """A row. Collective."""
+    from tilescale_net import ops
+
+    sizes, options = options_of(args, tokens, dtype)
+    layer = moe.AllToAll(*sizes, **options, warm_up=False)
+    args_of_inputs = argparse.Namespace(**vars(args))
+    everyone = all_inputs(args_of_inputs, tokens, False)
+    mine, local = everyone[tsn.rank()], args.experts // tsn.size()
+    rows = sum(int((e.topk_idx // local == tsn.rank()).sum()) for e in everyone)
+    choices, most = (mine.topk_idx, mine.topk_weights), max(gather(rows))
+    forward = lambda: ops.moe_experts(layer, mine.x, *choices, *experts.given, scales=experts.scales)  # noqa: E731
+    call: Callable[[], Any] = forward
+    if args.training:
+        x = mine.x.clone().requires_grad_()
+        matrices = [w.requires_grad_() if w.dtype == torch.bfloat16 else w for w in experts.given]
+
+        def call() -> None:
+            out = ops.moe_experts(layer, x, *choices, *matrices, scales=experts.scales)
+            torch.autograd.grad(out, [t for t in (x, *matrices) if t.requires_grad], out)
+
+    with torch.no_grad():
+        out = forward()
+        tsn.synchronize()
+        for token in range(2):
+            wanted = experts.of_token(mine.x[token], mine.topk_idx[token], mine.topk_weights[token])
+            what = f"moe_experts, {dtype}, {tokens} tokens"
+            raise_if_wrong(what, difference(out[token], wanted, f"token {token}", 0.08))
+        steps = steps_of(layer, mine, experts, dtype)
+    launches = {"ours": call, **steps}
+    samples = timer.interleaved({name: repeated(each) for name, each in launches.items()}, 3, together, {"ours"} if args.training else set())  # fmt: skip
+    slowest = slowest_ranks(samples)
+    times = medians(slowest)
+    total = sum(times[name] for name in STEPS)
+    flops = 6 * most * args.hidden * args.inner
+    row = dict(dtype=dtype, tokens=tokens, ours=times["ours"], total=total, **{name: times[name] for name in STEPS})
+    row |= dict(over=times["ours"] / total, tflops=flops / times["ours"] / 1e6)
+    row |= dict(gemm_tflops=flops / (times["up"] + times["down"]) / 1e6)
+    table.add(row, slowest)
+    layer.check()
+    layer.free()
+
+
+def main() -> None:
+    args = parse()
+    report = Report("moe_experts", args)
+    need = 0
+    for dtype, tokens in itertools.product(args.dtypes, args.tokens):
+        sizes, options = options_of(args, tokens, dtype)
+        bytes_of = moe.AllToAll.heap_bytes(*sizes, ranks=world_size(), **options)
+        if args.training and dtype == "fp8":
+            bytes_of += moe.AllToAll.heap_bytes(*sizes[:-1], torch.bfloat16, ranks=world_size(), **options)
+        need = max(need, bytes_of)
+    world = tsn.init(need + (64 << 20))
+    timer = Timer.of(args, world.device_kind == "cuda")
+    shape = f"hidden {args.hidden}, inner {args.inner}, top {args.topk} of {args.experts} experts"
+    report.environment |= {"shape": f"{shape}, normal random data, verified"}
+    what = "forward and backward" if args.training else "forward"
+    report.environment["timing"] = f"{what}, {timer.label(3)}, implementations in turn, slowest rank"
+    keys = [Column("dtype", "Dtype"), Column("tokens", "Tokens", ",d")]
+    columns = [us("ours", "Layer"), us("total", "steps together"), *(us(k, title) for k, title in STEPS.items())]
+    columns += [Column("over", "x steps", ".3f"), Column("tflops", "TFLOP/s", ".0f")]
+    table = report.table("moe_experts", keys, [*columns, Column("gemm_tflops", "TFLOP/s of GEMMs", ".0f")])
+    table.plotted = False
+    together = start_together(timer.on_gpu)
+    local = args.experts // tsn.size()
+    for dtype in args.dtypes:
+        experts = Experts(args, dtype, range(tsn.rank() * local, (tsn.rank() + 1) * local))
+        for tokens in args.tokens:
+            measure(args, dtype, tokens, experts, timer, together, table)
+        del experts
+    report.finish()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

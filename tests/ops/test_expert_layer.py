@@ -1,0 +1,202 @@
+"""A layer's experts from tokens to tokens, against a dense layer in plain torch on one process; values and gradients."""
+
+import functools
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.moe.support import without_kernels
+from tilescale_net import ops
+from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights
+from tilescale_net.kernels.moe import AllToAll, Tuning
+from tilescale_net.kernels.moe.row_ops import dequantise, quantise
+
+EXPERTS, INNER, TOP_K, TOKENS = 4, 64, 2, 7
+HIDDEN = 2 * INNER
+ROWS = 128 if ranks.gpus() else 32  # tensor cores of GPUs take rows by 128
+MOE = dict(tile_rows=ROWS, alignment=ROWS, capacity=4 * ROWS, tuning=Tuning(once_per_node=False))
+FP8 = torch.float8_e4m3fn
+CLAMPED = ops.SwiGLU(clamp=1.0, alpha=1.702, shift=1.0)
+
+
+def _as_if(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """Rounded numbers whose gradients are those of the exact ones."""
+    return exact + (rounded - exact).detach()
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return _as_if(x, dequantise(*quantise(x.detach().reshape(-1, x.shape[-1]))).view(x.shape))
+
+
+def _matrices(w: torch.Tensor) -> torch.Tensor:
+    held = w.detach().transpose(-1, -2)
+    return _as_if(w, dequantise_weights(*quantise_weights(held), torch.float32).transpose(-1, -2))
+
+
+def _as_bf16(h: torch.Tensor) -> torch.Tensor:
+    """Near a clamp, rounding decides which elements have a gradient."""
+    return _as_if(h, h.bfloat16().float())
+
+
+def _shared(x, up, down, kind):
+    return kind(_as_bf16(x @ up)) @ down
+
+
+def _dense(x, idx, p, up, down, shared, kind, eight):
+    rows, matrices = (_rows, _matrices) if eight else (lambda t: t, lambda t: t)
+    h = _as_bf16(torch.einsum("th,ehi->tei", rows(x), matrices(up)))
+    every = torch.einsum("tei,eih->teh", rows(kind(h)), matrices(down))
+    chosen = every[torch.arange(len(x))[:, None], idx.clamp(min=0)]
+    return (chosen * (p * (idx >= 0))[..., None]).sum(1) + _shared(x, *shared, kind)
+
+
+def _data(seed: int, size: int):
+    """A rank without tokens in every second case, and a choice that is none."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = [TOKENS - 2 * r if r + 1 < size else 0 for r in range(size)] if seed % 2 else [TOKENS] * size
+    numbers = lambda *shape: torch.randn(shape, generator=g).bfloat16().float().requires_grad_()  # noqa: E731
+    xs, upstream = [numbers(n, HIDDEN) for n in tokens], [numbers(n, HIDDEN) for n in tokens]
+    choices = [torch.rand((n, EXPERTS), generator=g).topk(TOP_K, 1)[1] for n in tokens]
+    choices[0][1, 0] = -1
+    weights = [torch.rand((n, TOP_K), generator=g).requires_grad_() for n in tokens]
+    shapes = (EXPERTS, HIDDEN, 2 * INNER), (EXPERTS, INNER, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN)
+    matrices = [(numbers(*shape).detach() / shape[-2] ** 0.5).bfloat16().float().requires_grad_() for shape in shapes]
+    return xs, choices, weights, matrices, upstream
+
+
+def _close(found, wanted, what, rounding=0.02):
+    """By the norm: a number of eight bits near the middle of two may go to the other one."""
+    error = (found.detach().float().cpu() - wanted.detach()).norm()
+    assert error <= rounding * wanted.detach().norm() + 1e-6, (what, float(error), float(wanted.norm()))
+
+
+def _layers(dtype: torch.dtype, compiles: bool) -> None:
+    size, rank, device, eight = tsn.size(), tsn.rank(), tsn.device(), dtype == FP8
+    layer = ops.moe_layer(EXPERTS, TOKENS, HIDDEN, TOP_K, dtype, **MOE)
+    local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+    plain = ops.moe_experts
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    for seed, (kind, weights) in enumerate(((ops.SwiGLU(), "combine"), (CLAMPED, "activation"))):
+        xs, choices, chances, matrices, upstream = _data(seed, size)
+        *of_experts, up, down = matrices
+        wanted = [_dense(x, i, p, *of_experts, (up, down), kind, eight) for x, i, p in zip(xs, choices, chances)]
+        sum((s * u).sum() for s, u in zip(wanted, upstream)).backward()
+        shared_grads = [torch.autograd.grad(
+            (_shared(xs[rank].detach(), up, down, kind) * upstream[rank]).sum(), m, retain_graph=True
+        )[0] for m in (up, down)]  # fmt: skip
+        here = xs[rank], *(w[local] for w in of_experts), up, down
+        x, w_up, w_down, *shared = (t.detach().to(device, torch.bfloat16, copy=True).requires_grad_() for t in here)
+        p = chances[rank].detach().to(device, copy=True).requires_grad_()
+        idx = choices[rank].to(device)
+        for how in (plain, compiled) if compiles and not seed else (plain,):
+            out = how(layer, x, idx, p, w_up, w_down, activation=kind, weights=weights, shared=tuple(shared))
+            (out * upstream[rank].to(device, torch.bfloat16)).sum().backward()
+            _close(out, wanted[rank], "sums")
+            _close(x.grad, xs[rank].grad, "x")
+            _close(p.grad, chances[rank].grad * (choices[rank] >= 0), "weights", 0.05)
+            _close(w_up.grad, of_experts[0].grad[local], "w_up")
+            _close(w_down.grad, of_experts[1].grad[local], "w_down", 0.05 if eight else 0.02)
+            for found, exact in zip(shared, shared_grads):
+                _close(found.grad, exact, "shared")
+            for t in (x, p, w_up, w_down, *shared):
+                t.grad = None
+    _in_a_graph(layer, x, idx, p, w_up, w_down)
+    if eight:
+        _given_in_eight_bits(layer, x, idx, p, w_up, w_down)
+        _operators(layer, x, idx, p, w_up, w_down)
+    layer.free()
+
+
+def _in_a_graph(layer, *given) -> None:
+    """On GPUs: captured, and replayed with other tokens."""
+    if layer.device.type != "cuda":
+        return
+    x, *others = (t.detach().clone() for t in given)
+    with torch.no_grad():
+        ops.moe_experts(layer, x, *others)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = ops.moe_experts(layer, x, *others)
+        x.mul_(-1.5)
+        graph.replay()
+        assert torch.equal(out, ops.moe_experts(layer, x, *others))
+
+
+def _given_in_eight_bits(layer, x, idx, p, w_up, w_down) -> None:
+    """Matrices that were quantised before: the same bits, and gradients of all but them."""
+    with torch.no_grad():
+        held = [quantise_weights(w.transpose(1, 2)) for w in (w_up, w_down)]
+    given = [w.transpose(1, 2) for w, _ in held]
+    wanted = ops.moe_experts(layer, x, idx, p, w_up, w_down)
+    gradients = torch.autograd.grad(wanted.float().sum(), (x, p))
+    found = ops.moe_experts(layer, x, idx, p, *given, scales=tuple(scales for _, scales in held))
+    again = torch.autograd.grad(found.float().sum(), (x, p))
+    assert torch.equal(found, wanted) and all(map(torch.equal, again, gradients))
+    with torch.no_grad():
+        assert torch.equal(ops.moe_experts(layer, x, idx, p, w_up, w_down), wanted)
+
+
+def _operators(layer, x, idx, p, w_up, w_down) -> None:
+    operators = torch.ops.tilescale_net
+    check = functools.partial(
+        torch.library.opcheck, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+    none = w_up.new_empty((0,), dtype=torch.float32).detach()
+    up, down = (w.detach().transpose(1, 2).requires_grad_() for w in (w_up, w_down))
+    check(operators.moe_scaled_dispatch_matmul, (x, idx, p, up, none, True, layer.key))
+    h, _, _, weights, *others = operators.moe_scaled_dispatch_matmul(x, idx, p, up, none, True, layer.key)
+    plan, h = [t.detach() for t in (*others, weights)], h.detach().requires_grad_()
+    constants = (float("inf"), 1.0, 0.0)
+    check(
+        operators.moe_scaled_matmul_combine,
+        (h, down, none, weights.detach().requires_grad_(), plan, len(x), False, *constants, layer.key),
+    )
+    check(operators.moe_scaled_combine_backward, (x.detach(), plan, len(x), layer.key))
+    check(operators.swiglu, (h, none, plan[-3][-1:] * 0 + 3, *constants))
+
+
+@pytest.mark.parametrize(
+    "dtype, size, nodes, compiles",
+    [
+        (FP8, 2, 1, True),
+        (torch.bfloat16, 2, 2, False),
+        pytest.param(FP8, 4, 2, False, marks=pytest.mark.nightly),
+        pytest.param(torch.bfloat16, 4, 1, True, marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.sample(0)
+def test_equals_torch(dtype, size, nodes, compiles):
+    ranks.run(size, _layers, dtype, compiles, env={"VIRTUAL_NODES": str(nodes)}, timeout=280)
+
+
+def _misuse() -> None:
+    x, idx = torch.zeros((1, HIDDEN), dtype=torch.bfloat16), torch.zeros((1, TOP_K), dtype=torch.int64)
+    given = x, idx, torch.ones((1, TOP_K))
+    up = torch.zeros((EXPERTS, HIDDEN, 2 * INNER), dtype=torch.bfloat16)
+    down = torch.zeros((EXPERTS, INNER, HIDDEN), dtype=torch.bfloat16)
+    with without_kernels():
+        plain = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, **MOE)
+        layer = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, FP8, **MOE)
+        other = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, FP8, scale_words=2, **MOE)
+    scales = torch.ones((EXPERTS, 1, 1)), torch.ones((EXPERTS, 1, 1))
+    for of, matrices, options, error, words in (
+        (plain, (up, down), dict(scales=scales), TypeError, "scales go with a layer of torch.float8_e4m3fn"),
+        (plain, (up[..., :INNER], down), {}, ValueError, "w_up has 64 columns; w_down has 64 rows, so they must be twice"),
+        (plain, (up, down), dict(weights="early"), ValueError, "weights is 'early'; it must be one of combine, activation"),
+        (plain, (up, down), dict(activation="silu"), TypeError, "activation is 'silu'; it must be a SwiGLU"),
+        (other, (up, down), {}, ValueError, "must be of throughput mode, with scales of 128 elements"),
+        (layer, (up, down), dict(scales=scales), TypeError, "w_up is of torch.bfloat16; matrices of torch.float8_e4m3fn"),
+        (layer, (up.float(), down), {}, TypeError, "w_up has dtype torch.float32"),
+        (layer, (up, down[:, :3]), {}, ValueError, r"w_up has shape .* it must be \[4, 128, 6\]"),
+        (layer, (up.to(FP8), down.to(FP8)), dict(scales=(scales[0][:2], scales[1])), ValueError, "the scales of w_up are"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            ops.moe_experts(of, *given, *matrices, **options)
+    with pytest.raises(TypeError, match="x has dtype torch.float32; of a layer of torch.float8_e4m3fn it must be"):
+        ops.moe_experts(layer, x.float(), *given[1:], up, down)
+
+
+def test_misuse():
+    ranks.run(1, _misuse)
