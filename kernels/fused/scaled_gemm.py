@@ -121,8 +121,9 @@ def store_part(shape, warpgroup, total, result, out, at, first):
     row = at[1] + warpgroup * shape.half
     for h in T.unroll(shape.width // shape.columns):
         column = at[3] + first + h * shape.columns
+        # Outside of the branch, before which tilelang may put the barrier that lets the others write: it must come after.
+        T.tma_store_wait(0)
         if row + shape.half <= at[2]:
-            T.tma_store_wait(0)
             T.copy(total[:, h * shape.columns : (h + 1) * shape.columns], result[warpgroup, :, :])
             T.fence_proxy_async()
             T.tma_copy(

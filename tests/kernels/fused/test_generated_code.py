@@ -124,3 +124,21 @@ def test_what_peers_wrote_is_ordered_for_tma(tools, name):  # noqa: F811
         if event.startswith("cp"):
             assert fenced, events
         fenced = event.startswith("fence") or (fenced and not event.startswith("ld"))
+
+
+@pytest.mark.parametrize("name", [*ALL, "scales"])
+def test_threads_write_what_leaves_by_tma_when_it_has_left(tools, name):  # noqa: F811
+    """One thread of a warpgroup waits for the stores it has begun; the others learn of it by the barrier behind the wait.
+
+    tilelang places that barrier. Before a branch that holds both wait and writes it came too early: an eighth of a GEMM was
+    wrong on GPUs. The simulator, where stores end at once, cannot show it.
+    """
+    what = r"tl::tma_store_wait<0, true>|tl::__sync_thread_partial\(\d, 128\)|tl::tma_store\("
+    steps = [
+        ("wait" if "wait" in m[0] else "store" if "store" in m[0] else "barrier")
+        for m in re.finditer(what, _code(name).source)
+    ]
+    stores = [i for i, step in enumerate(steps) if step == "store"]
+    assert len(stores) >= 2
+    for i in stores:
+        assert steps[i - 3 : i] == ["wait", "barrier", "barrier"], steps
