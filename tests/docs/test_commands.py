@@ -23,7 +23,7 @@ from tilescale_net import cli
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 # Files that the text speaks of as the reader's own, or that come with something else.
 READERS = re.compile(
-    r"(script|shift|moe|slow|layer|ring_sum|layer_twice|two_collectives|sharded_weight)\.py(::\w+)?|DeepEP/.*"
+    r"(script|shift|moe|slow|layer|ring_sum|layer_twice|two_collectives|sharded_weight|scaled)\.py(::\w+)?|DeepEP/.*"
 )
 # `-m` of Python that is not ours.
 OTHERS = ("pip", "venv", "mkdocs")

@@ -12,13 +12,14 @@ from tests.package.conftest import ROOT, add_extensions, copy_checkout, install,
 
 
 def installed_files() -> set[str]:
-    """What a wheel should hold: Python files of the package, headers that kernels are compiled with, the extensions."""
+    """What a wheel should hold: Python files of the package, headers that kernels are compiled with, the extensions, what
+    the choice of fused GEMMs was measured to be."""
     names = {
         name.replace("kernels/", "tilescale_net/kernels/", 1) if name.startswith("kernels/") else name
         for name in tracked()
     }
     inside = {name for name in names if name.startswith("tilescale_net/")}
-    wanted = {n for n in inside if n.endswith(".py")}
+    wanted = {n for n in inside if n.endswith((".py", "/measured.json"))}
     wanted |= {n for n in inside if n.startswith("tilescale_net/device/") and n.endswith(".h")}
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     wanted |= {n for n in inside if n.endswith(".pyi")}
