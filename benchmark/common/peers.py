@@ -73,9 +73,6 @@ def _torch_two_shot(call: Operands) -> Made:
     return Made(lambda: torch.ops.symm_mem.two_shot_all_reduce_(mine, "sum", name), mine, mine)
 
 
-_pools: list[Any] = []  # of tensors that graphs may hold
-
-
 def _nccl_registered(call: Operands) -> Made:
     """NCCL on a buffer of a pool that is registered as symmetric memory of the communicator (NCCL 2.27 and later)."""
     backend = call.group._get_backend(call.x.device)
@@ -84,7 +81,8 @@ def _nccl_registered(call: Operands) -> Made:
         mine = torch.empty_like(call.x)
     dist.all_reduce(call.out, group=call.group)  # there is a communicator from the first call on
     backend.register_mem_pool(pool, symm=True)
-    _pools.append(pool)
+    # Graphs may hold its tensors. It is never freed: at the end of the process it would look for a communicator that is gone.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
     return Made(lambda: dist.all_reduce(mine, group=call.group), mine, mine)
 
 
