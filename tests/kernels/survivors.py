@@ -60,8 +60,11 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 0): TILELANG,
         ("no sync_threads", 2): LAST,
     },
+    "all_reduce_fp8": {
+        ("no sync_threads", 2): LAST,
+    },
     "all_to_all_transposed": {
-        ("no sync_threads", 0): BEGINS,
+        ("no sync_threads", 1): LAST,
     },
     "broadcast": {
         ("no sync_threads", 0): BEGINS,
@@ -116,6 +119,9 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     },
     "fused/matmul_reduce_scatter": {
         ("no quiet", 0): ON_GPUS,
+    },
+    "fused/scaled_gemm": {
+        ("no sync_threads", 0): TILELANG,
     },
     "moe/combine": {
         ("no fence of signal_warp", 0): NOTHING_LEFT,

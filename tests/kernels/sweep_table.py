@@ -11,13 +11,16 @@ _STANDS_STILL = {"SimulatorDeadlock", "WaitTimeout"}
 _COLUMNS = ("a race", "wrong data", "stands still", "another error", "harmless", "not shown", "not run")
 
 
-def _became(checked: str, reason: str | None) -> str:
-    """The column of a mutant: what the run with the check reports, or why it survives."""
+def _became(checked: str, reason: str | None, what: str = "") -> str:
+    """The column of a mutant: what the run with the check reports, or why it survives.
+
+    A `take_vectors` that is missing leaves its data unread, which no order could mend.
+    """
     if checked == "DataRace":
         return "a race"
     if checked in ("-", "the same program"):
         return "harmless" if reason in survivors.HARMLESS else "not run" if reason in survivors.NOT_RUN else "not shown"
-    if checked == "wrong data" and reason == survivors.VALUE:
+    if checked == "wrong data" and (reason == survivors.VALUE or what == "no take_vectors"):
         return "another error"
     return checked if checked == "wrong data" else "stands still" if checked in _STANDS_STILL else "another error"
 
@@ -30,7 +33,7 @@ def _counts(outcomes: dict[str, dict]) -> dict[str, Counter]:
             continue
         reason = survivors.KNOWN.get(place["name"], {}).get((place["what"], int(place["number"])))
         of_file = counts.setdefault(place["name"], Counter())
-        of_file[_became(row["checked"], reason)] += 1
+        of_file[_became(row["checked"], reason, place["what"])] += 1
         of_file["mutants"] += 1
         of_file["seeds"] += row["seeds"] != "-"
         of_file["explored"] += row["explored"] not in ("-", "none wrong")

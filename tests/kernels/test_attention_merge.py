@@ -41,12 +41,14 @@ def merges(seed, all_heads, base_2, calls=6):
     rank, n = tsn.rank(), tsn.size()
     pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
     op = AttentionMerge(all_heads=all_heads, base_2=base_2, **SMALL)
-    bits = []
+    by_size, bits = op._one_shot_bytes, []
     for call in range(calls):
         dtype = turns.choice(AttentionMerge.DTYPES)
         # Heads that are no multiple of the ranks, more rows than a block merges at once, and several kernels.
         heads = turns.choice([2, 5] if all_heads else [1, 2]) * (1 if all_heads else n)
-        shape = (turns.choice([1, 3, 20]), heads, turns.choice([16, 72, 256]))
+        twice = all_heads and call % 3 == 1  # over the links
+        op._one_shot_bytes = 0 if twice else by_size
+        shape = (turns.choice([1, 3, 20]), 2 * n if twice else heads, turns.choice([16, 72, 256]))
         if call == 2:
             shape = (0, *shape[1:])
         partials = [partial_of(shape, dtype, base_2, seed, call, p) for p in range(n)]

@@ -13,7 +13,7 @@ from tests import ranks
 from tilescale_net import ops
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.fused.all_gather_matmul import PipelinedAllGatherMatmul
-from tilescale_net.kernels.fused.choice import SIMULATED
+from tilescale_net.kernels.fused.choice import usual_options
 from tilescale_net.ops import group_objects
 
 operators = torch.ops.tilescale_net
@@ -252,7 +252,10 @@ def _pipelined() -> None:
     with mock.patch.object(
         tsn.ops.fused,
         "choose",
-        lambda problem, *_: ("copy_engines" if problem.kind == "all_gather_matmul" else "fused", {"tiling": SIMULATED}),
+        lambda problem, world, *_: (
+            "copy_engines" if problem.kind == "all_gather_matmul" else "fused",
+            usual_options(problem, world.device),
+        ),
     ):
         _results_and_gradients(None, ["all_gather_matmul"])
         assert any(isinstance(product, PipelinedAllGatherMatmul) for product in objects._products.values())
