@@ -16,7 +16,7 @@ from tilescale_net.errors import ConfigurationError
 # What the fused products send with; the products are in fused/test_generated_code.py.
 ROWS = dict(n_pes=4, rows=1024, n=8192, height=128, across=32, slices=2, pieces=4)
 PIPELINED = "tilescale_net.kernels.fused.all_gather_matmul"
-PROBE, WEIGHTED = "benchmark.common.queue.probe", "benchmark.decode_context.weighted_outputs"  # of benchmarks
+PROBE, WEIGHTED = "benchmark.common.queue.probe", "benchmark.common.weighted_outputs.weighted_outputs"  # of benchmarks
 PUSH, PING_PONG = "tilescale_net.kernels.p2p.push", "tilescale_net.kernels.p2p.ping_pong"
 FUSED = {
     "tilescale_net.kernels.fused.all_gather_matmul.push_rows": [

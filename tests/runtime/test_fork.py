@@ -39,6 +39,7 @@ LOCAL = {"place", "place_of_vectors", "tracked_by", "counters", "allocate", "rep
 LOCAL_OF = {
     AllToAll: {"heap_bytes", "arena_bytes", "checked_list"},
     AllReduce: {"is_faster_overwritten", "is_copied_in_pieces"},
+    AllReduceNorm: {"new_scales"},
     Arena: {"place", "join", "enter", "reset"},
     # How the package ends a world.
     World: {"abort", "announce", "close", "end_in_child", "fail", "give_up", "wait_for_others", "write_context"},
