@@ -25,6 +25,8 @@ BINS = (
 TIMED = "the wait behind it is the one that orders; this one tells how long it takes"
 OWN = "it tells of what this PE has stored to its own memory, not put: a signal without a fence orders that, too"
 
+ALIGNED = "the wait for wgmma is one instruction of the whole warp, and the scales' slots come again four rings later"
+
 HOSTS = "nothing writes the source again before the hosts meet in tsn.barrier, which waits for all puts"
 UNREAD = "in the tutorial's program nothing reads these data afterwards, or writes to their source again"
 
@@ -41,7 +43,7 @@ NOTHING_LEFT = "in the simulator the kernel before it has sent all pieces, and t
 NOT_RUN = {ON_GPUS, NOTHING_LEFT, FAULTS}
 HARMLESS = {
     BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET, OWN, UNREAD, TIMED, NUMBERED, BINS, HOSTS,
-    COUNTED, RECEIVED,
+    COUNTED, RECEIVED, ALIGNED,
 }  # fmt: skip
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "02": {
@@ -122,6 +124,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     },
     "fused/scaled_gemm": {
         ("no sync_threads", 0): TILELANG,
+        ("no sync_threads", 1): TILELANG,
+        ("no sync_warp", 0): ALIGNED,
     },
     "moe/combine": {
         ("no fence of signal_warp", 0): NOTHING_LEFT,
