@@ -89,7 +89,7 @@ class Case:
     def kernels(self) -> list[functools.partial[Any]]:
         """Of the fused call. Collective."""
         op = self._made("fused")
-        found = [*op._kernels(self._args.dtype == "fp8").values()]
+        found = [*op.kernels(self._args.dtype == "fp8").values()]
         op.free()
         return found
 

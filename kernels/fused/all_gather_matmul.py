@@ -268,7 +268,7 @@ class AllGatherMatmul(PreparedMatmul):
         self._sides.join()
         return out
 
-    def _kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
+    def kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
         dtypes = dtype_name(self.dtype), dtype_name(self.out_dtype)
         workers = self.tiling.workers(self.device, self.n_pes, self.rows, self.n)
         kernels = {

@@ -649,7 +649,7 @@ class PreparedMatmul(FusedMatmul):
         super().__init__(*arguments)
         self._prepared: dict[bool, dict[str, Callable[..., None]]] = {}
 
-    def _kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
+    def kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
         """The kernels of a call by name, their factories with all arguments. `transposed`: `w` is [n, k]."""
         raise NotImplementedError
 
@@ -664,7 +664,7 @@ class PreparedMatmul(FusedMatmul):
         found = self._prepared.get(transposed)
         if found is None:
             with torch.inference_mode(False):
-                kernels = self._kernels(transposed)
+                kernels = self.kernels(transposed)
                 self._compile(transposed, *kernels.values())
                 made = {name: self._launch_of(name, kernel()) for name, kernel in kernels.items()}
             found = self._prepared[transposed] = {name: launch.quick() for name, launch in made.items()}

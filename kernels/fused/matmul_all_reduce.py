@@ -151,8 +151,8 @@ class MatmulAllReduce(MatmulReduceScatter):
         self._sides.join()
         return out
 
-    def _kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
-        kernels = super()._kernels(transposed)
+    def kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
+        kernels = super().kernels(transposed)
         if self._shares:
             kernels["end"] = functools.partial(send_and_collect, *self._sent_of(), self.threads, self._ending_blocks)
         return kernels

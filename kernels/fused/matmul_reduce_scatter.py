@@ -299,7 +299,7 @@ class MatmulReduceScatter(PreparedMatmul):
                 zero = torch.zeros(1, dtype=torch.int64, device=self.device)
                 taken = torch.full((2,), 1 << 30, dtype=torch.int32, device=self.device)
                 own = {"calls": zero, "tickets": torch.zeros(1, dtype=torch.uint64, device=self.device), "sent": taken}
-                loads = {name: self._launch_of(name, make(), **own) for name, make in self._kernels(transposed).items()}
+                loads = {name: self._launch_of(name, make(), **own) for name, make in self.kernels(transposed).items()}
                 self._launch(loads, out, x, held, scales, *everyone)
                 self._sides.join()
                 torch.cuda.synchronize(self.device)
@@ -315,7 +315,7 @@ class MatmulReduceScatter(PreparedMatmul):
         if everyone and self.n_pes > 1:
             launch["end"](*everyone, out)
 
-    def _kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
+    def kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
         simulated, dtypes = self.device.type != "cuda", (dtype_name(self.dtype), dtype_name(self.out_dtype))
         gemm = functools.partial(
             matmul_reducing, self.n_pes, self.rows, self.n, self.k, *dtypes, transposed, **vars(self.tiling),

@@ -40,6 +40,7 @@ LOCAL_OF = {
     AllToAll: {"heap_bytes", "arena_bytes", "checked_list"},
     AllReduce: {"is_faster_overwritten", "is_copied_in_pieces"},
     AllReduceNorm: {"new_scales"},
+    **{kind: {"kernels"} for kind in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce)},
     Arena: {"place", "join", "enter", "reset"},
     # How the package ends a world.
     World: {"abort", "announce", "close", "end_in_child", "fail", "give_up", "wait_for_others", "write_context"},
