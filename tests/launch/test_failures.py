@@ -88,7 +88,7 @@ time.sleep(0.5)
 raise PeerLost('rank 1: rank 0 is gone')
 """, 1, "rank 1 failed first: exit code 1; PeerLost: rank 1: rank 0 is gone (rank 0 had ended before, with exit code 0)"),
     "one reason of several ranks": (3, """
-time.sleep(0.3 * (rank == 0))
+time.sleep((0.3, 0, 0.15)[rank])
 raise RuntimeError('no memory') if rank != 2 else KeyError(rank)
 """, 1, "ranks 0, 1 failed for the same reason, see above: exit code 1", "rank 2: exit code 1; KeyError: 2"),
     "an error behind torch's prefix": (2, """
