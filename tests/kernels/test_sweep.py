@@ -137,9 +137,9 @@ def test_every_call_is_changed_once():
 # -- the registry's, which must show without the race detector: that is what makes the runs worth passing -------------
 
 
-def _data_shows(mutant: Mutant, path: Path, seeds: list[int]) -> str | None:
-    """What went wrong in one of the runs: wrong data or a wait that never ended; None when all was right."""
-    env = {"TSN_TIMEOUT": "3"}
+def _data_shows(mutant: Mutant, path: Path, seeds: list[int], seconds: int = 3) -> str | None:
+    """What went wrong in one of the runs: wrong data or a wait that did not end within `seconds`; None when all was right."""
+    env = {"TSN_TIMEOUT": str(seconds)}
     if mutant.nodes > 1:  # what is not waited for comes late
         env |= {"VIRTUAL_NODES": str(mutant.nodes), "TSN_CHAOS": f"seed={seeds[0]},reorder=0.5,delay_us=3000"}
     arguments = mutant.file, str(path), [mutant.run], seeds, False
@@ -157,7 +157,8 @@ def _data_shows(mutant: Mutant, path: Path, seeds: list[int]) -> str | None:
 @pytest.mark.sample(1)
 def test_the_originals_pass(run, nodes):
     mutant = next(m for m in MUTANTS.values() if (m.run, m.nodes) == (run, nodes))
-    assert _data_shows(mutant, FOLDER / f"{mutant.file}.py", [random.randrange(1 << 20)]) is None
+    # A rank may wait for one that still compiles.
+    assert _data_shows(mutant, FOLDER / f"{mutant.file}.py", [random.randrange(1 << 20)], seconds=60) is None
 
 
 @pytest.mark.parametrize(
