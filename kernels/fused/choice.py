@@ -210,8 +210,9 @@ def choose(
 ) -> tuple[str, dict[str, Any]]:
     """The way of a call that `fits` and does not say how it is made, one of WAYS, and the options of its fused call.
 
-    Collective the first time in a world, but without the points `of_this_machine`. In the simulator, where times mean nothing, calls of which nothing was measured are
-    fused. Shipped points are of GPUs that map one another's memory (`is_mapped`).
+    Collective the first time in a world, unless `of_this_machine` is False: then only shipped points are looked at, as while
+    torch traces. In the simulator, where times mean nothing, calls of which nothing was measured are fused. Shipped points
+    are of GPUs that map one another's memory (`is_mapped`).
     """
     device, points = world.device, of_machine(problem, world) if of_this_machine else []
     if device.type == "cuda" and is_mapped:

@@ -11,7 +11,7 @@ _STANDS_STILL = {"SimulatorDeadlock", "WaitTimeout"}
 _COLUMNS = ("a race", "wrong data", "stands still", "another error", "harmless", "not shown", "not run")
 
 
-def _became(checked: str, reason: str | None, what: str = "") -> str:
+def _became(checked: str, reason: str | None, what: str) -> str:
     """The column of a mutant: what the run with the check reports, or why it survives.
 
     A `take_vectors` that is missing leaves its data unread, which no order could mend.
