@@ -172,12 +172,13 @@ def _written(work, made):
 
 def test_a_folder_of_another_user_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_cache.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
-    tmp_path.chmod(0o777)
-    with (
-        pytest.raises(tsn.ConfigurationError, match=f"{tmp_path} belongs to another user"),
-        gpu_cache.writing_to(tmp_path),
-    ):
-        pass
+    for mode in (0o777, 0o755):  # the latter of root's can be read, but not written
+        tmp_path.chmod(mode)
+        with (
+            pytest.raises(tsn.ConfigurationError, match=f"{tmp_path} belongs to another user"),
+            gpu_cache.writing_to(tmp_path),
+        ):
+            pass
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(tsn.ConfigurationError, match="kernels cannot be written"),

@@ -52,9 +52,10 @@ def writing_to(place: Path) -> Iterator[None]:
     global _written_to
     try:
         place.mkdir(parents=True, exist_ok=True)
-        if place.stat().st_uid == os.getuid():
+        is_own = place.stat().st_uid == os.getuid()
+        if is_own:
             place.chmod(0o700)
-        if not _is_trusted(place):
+        if not is_own or not _is_trusted(place):  # root's, too, could be read, but not written
             raise ConfigurationError(
                 f"{place} belongs to another user or may be written by others: kernels from there would not be loaded; name "
                 "a folder of your own"
