@@ -28,7 +28,7 @@ from benchmark.common.measuring import (
     start_together,
 )
 from benchmark.common.modules import dist, torch
-from benchmark.common.peers import Peer, nccl_version
+from benchmark.common.peers import Peer, nccl_over_nodes, nccl_version
 from benchmark.common.plot import format_bytes
 from benchmark.common.report import Column, Report, WrongData, rate, us, world_size
 
@@ -82,7 +82,7 @@ def nccl_group(report: Report, args: argparse.Namespace) -> Any:
         return None
     if tsn.world().device_kind != "cuda":
         return None
-    report.environment["NCCL"] = nccl_version()
+    report.environment["NCCL"] = nccl_version() + nccl_over_nodes()
     return dist.new_group(backend="nccl", device_id=tsn.device())
 
 
@@ -228,10 +228,11 @@ def run(
     Args:
         case_of: makes the case for a size in bytes; collective.
         heap_factor: heap bytes per byte of the largest size.
-        peers: implementations beside ours and NCCL.
+        peers: implementations beside ours and NCCL, on one node: they need mapped memory.
     """
     report = Report(name, args)
     world = tsn.init(int(max(args.sizes) * heap_factor) + (96 << 20))
+    peers = peers if world.topology.nodes == 1 else ()
     timer = Timer.of(args, world.device_kind == "cuda")
     group = nccl_group(report, args)
     common = timer, start_together(timer.on_gpu), not args.no_check
@@ -240,6 +241,10 @@ def run(
         "data": "not verified" if args.no_check else "verified",
         "timing": timer.label() + ", slowest rank",
     }
+    if world.proxy is not None:
+        found = world.proxy
+        staged = ", staged" if found.staged else ""
+        report.environment["proxy"] = f"{found.properties['provider']}{staged}, threads for a PE: {found.peer_threads}"
     varying = [Column(k, k.capitalize()) for k in CHOICES if len(getattr(args, k)) > 1]
     columns = [us("us", "Time"), us("p99", "p99", plotted=False), Column("algbw", "Alg BW", unit="GB/s")]
     columns += [rate("busbw", "Bus BW", "GB/s")]

@@ -180,10 +180,8 @@ def bare_writer(world: Any, memory: Any, rails: int) -> Any:
 
 def threads_for(peers: list[int]) -> int:
     """How many proxy threads of a rank carry what goes to these PEs."""
-    from tilescale_net.runtime import settings
-
-    queues, threads = settings.PROXY_QUEUES.get(), settings.PROXY_THREADS.get()
-    helpers = range(settings.PROXY_PEER_THREADS.get())
+    proxy = cast(Any, tsn.world()).proxy
+    queues, threads, helpers = proxy.n_queues, proxy.threads, range(proxy.peer_threads)
     return len({(pe % queues % threads + i) % threads for pe in peers for i in helpers})
 
 

@@ -13,6 +13,7 @@ import tilescale_net as tsn
 from benchmark.common.arguments import BenchmarkParser, on_gpu, one_of, positive_int
 from benchmark.common.measuring import DeviceTimer
 from benchmark.common.modules import dist, moe, row_ops, torch
+from benchmark.common.peers import nccl_over_nodes
 from benchmark.common.report import Report, WrongData, world_size
 
 # (warmup, repeat) of kernels on a GPU; and the shapes where the user gives none: tokens of a rank by mode, ….
@@ -259,6 +260,7 @@ class Exchange:
 @functools.cache
 def nccl_group() -> Any:
     """A process group over NCCL, made once. Collective."""
+    nccl_over_nodes()
     return dist.new_group(backend="nccl")
 
 

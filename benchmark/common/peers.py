@@ -6,9 +6,12 @@ FlashInfer's kernels are called as its own tests do; all of them in CUDA graphs,
 from __future__ import annotations
 
 import ctypes
+import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import tilescale_net as tsn
 from benchmark.common.measuring import gather
 from benchmark.common.modules import dist, symmetric_memory, torch
 
@@ -187,6 +190,25 @@ ALL_REDUCE = (
     Peer("vllm_us", "vLLM custom", _vllm),
 )
 ALL_REDUCE_FP8 = Peer("flashinfer_fp8_us", "FlashInfer FP8", _flashinfer_fp8)
+
+
+def nccl_over_nodes() -> str:
+    """Have NCCL take the nodes of one host for hosts, which it joins by its sockets, as ours are joined by the fabric.
+
+    To be called before NCCL's first communicator. Settings of the user's count.
+
+    Returns:
+        What reports say of it behind NCCL's version; empty on one node, and where nodes are hosts.
+    """
+    topology = tsn.world().topology
+    if topology.nodes == 1 or not topology.single_host:
+        return ""
+    wanted = {"NCCL_HOSTID": f"{socket.gethostname()}-{topology.node}", "NCCL_NET": "Socket"}
+    if topology.nodes == topology.size:
+        wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    return f", {os.environ['NCCL_NET']} between nodes"
 
 
 def nccl_version() -> str:

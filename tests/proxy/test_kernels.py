@@ -1,9 +1,14 @@
 """Kernels of the language over the proxy: lanes of a warp that push together, several queues and threads, chaos."""
 
-import pytest
+import os
 
+import pytest
+import torch
+
+import tilescale_net as tsn
 from tests import ranks
 from tests.proxy import lanes
+from tilescale_net.runtime import fabric
 
 CASES = {
     "one_queue": {},
@@ -38,3 +43,35 @@ def test_signal_after_its_last_piece_only():
     broken = {"TSN_TEST_ORDERING": "last_chunk"}
     # Where processors are crowded a kernel may happen to look late, on one network or another.
     assert any(sum(ranks.run(2, lanes.run_relay, env=chaos(seed) | broken)) for seed in range(3, 11))
+
+
+def test_threads_of_software():
+    """Several only where the host copies what GPUs send, and has processors to spare."""
+    found = [fabric.threads_of_software("tcp;ofi_rxm", "cuda", processors, 4) for processors in (2, 24, 36, 64, 128)]
+    assert found == [1, 2, 3, 4, 4]
+    assert fabric.threads_of_software("efa", "cuda", 128, 1) == fabric.threads_of_software("tcp", "host", 128, 1) == 1
+
+
+def _share_by_default(wanted: list[int]) -> tuple[int, int, bool]:
+    from tilescale_net.kernels.all_gather import AllGather
+
+    rank = int(os.environ["RANK"])
+    fabric.threads_of_software = lambda *_: wanted[rank]
+    tsn.init()
+    proxy = tsn.world().proxy
+    out = tsn.zeros((2, 1 << 19), dtype=torch.uint8)
+    out[rank] = rank + 1
+    tsn.barrier()
+    gather = AllGather(threads=64, blocks=1)
+    gather(out, out[rank])
+    assert (out[0] == 1).all() and (out[1] == 2).all()
+    gather.free()
+    found = proxy.threads, proxy.peer_threads, proxy.stats()["delegated"] > 0
+    tsn.finalize()
+    return found
+
+
+def test_default_number_of_threads():
+    """The least that any rank has processors for, and they share what is large."""
+    env = {"VIRTUAL_NODES": "2", "TSN_DEVICE": "simulator"}
+    assert ranks.run(2, _share_by_default, [3, 2], env=env, init=False) == [(2, 2, True)] * 2

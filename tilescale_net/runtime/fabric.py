@@ -73,6 +73,23 @@ def offers() -> list[dict[str, Any]]:
 # Life cycle of the proxy that serves PEs of other nodes: options, key exchange, failures.
 
 
+# A network in software moves what one processor copies: threads that share what goes to a PE, each with sockets of its own;
+# processors of the host for each of them; and staging memory of all of them, of each direction.
+SOFTWARE_THREADS, PROCESSORS_OF_THREAD, STAGING_BYTES = 4, 3, 32 << 20
+
+
+def threads_of_software(provider: str, heap_kind: str, processors: int, ranks: int) -> int:
+    """Proxy threads of a rank where the user has not said how many.
+
+    Args:
+        provider: of the fabric. heap_kind: "cuda" or "host". processors: that the ranks of this host may use. ranks: of
+            this host.
+    """
+    if heap_kind != "cuda" or provider.partition(";")[0] not in ("tcp", "sockets"):
+        return 1
+    return max(1, min(SOFTWARE_THREADS, processors // (PROCESSORS_OF_THREAD * ranks)))
+
+
 class RunningProxy:
     """The native proxy with this package's options and errors. `connect_peers` must come next; after `end` or `pause` comes `restart`."""
 
@@ -81,10 +98,28 @@ class RunningProxy:
 
         self._make, self._world = _native.Proxy, world
         # What the context of kernels holds stays as it is when the proxy starts again.
-        self.n_queues, self._threads = settings.PROXY_QUEUES.get(), settings.PROXY_THREADS.get()
+        self.n_queues = settings.PROXY_QUEUES.get()
+        self.threads, self.peer_threads = settings.PROXY_THREADS.get() or 1, settings.PROXY_PEER_THREADS.get() or 1
+        self._staging_bytes = STAGING_BYTES
         self._proxy = self._create()
+        self._share_work()
         self._views: torch.Tensor = world.memory.upload(self._proxy.queue_views())
         self.views_address = self._views.data_ptr()
+
+    def _share_work(self) -> None:
+        """Take as many threads as suit the network, the same on all ranks, where the user has not said how many. Collective."""
+        world = self._world
+        given = settings.PROXY_THREADS.get() or settings.PROXY_PEER_THREADS.get()
+        wanted = 1
+        if not given and self.n_queues == 1:
+            ranks, processors = world.control.hosts.count(world.control.hosts[world.rank]), len(os.sched_getaffinity(0))
+            wanted = threads_of_software(self.properties["provider"], world.memory.kind, processors, ranks)
+        agreed = min(world.control.gather("tilescale_net.init (proxy threads)", wanted))
+        if agreed > 1:
+            self._proxy.close()
+            self.threads = self.peer_threads = agreed
+            self._staging_bytes = STAGING_BYTES // agreed
+            self._proxy = self._create()
 
     def _create(self) -> Any:
         world, memory = self._world, self._world.memory
@@ -107,13 +142,14 @@ class RunningProxy:
             abort_word=world.page.address,
             timeout=world.timeout,
             queues=self.n_queues,
-            threads=self._threads,
-            peer_threads=settings.PROXY_PEER_THREADS.get(),
+            threads=self.threads,
+            peer_threads=self.peer_threads,
+            staging_bytes=self._staging_bytes,
             cpus=_cpus(memory),
             capacity=settings.PROXY_CAPACITY.get(),
             chunk_bytes=settings.PROXY_CHUNK.get(),
             force_staging=settings.PROXY_STAGING.get(),
-            trace=world.recorder.proxy_files(self._threads) if world.recorder is not None else [],
+            trace=world.recorder.proxy_files(self.threads) if world.recorder is not None else [],
             print_stats=settings.PROXY_STATS.get(),
             trust_last_chunk=settings.TEST_ORDERING.get() == "last_chunk",
         )

@@ -366,12 +366,19 @@ FABRIC_INTERFACE = Setting(
 )
 RAILS = Setting("TSN_RAILS", _whole(0), 0, "endpoints to use; 0: one per NIC near the GPU")
 PROXY_QUEUES = Setting("TSN_PROXY_QUEUES", _whole(1), 1, "device queues; operations to a PE use queue PE % queues")
-PROXY_THREADS = Setting("TSN_PROXY_THREADS", _whole(1), 1, "proxy threads, each with endpoints of its own")
-PROXY_PEER_THREADS = Setting(
+PROXY_THREADS: Setting[int | None] = Setting(
+    "TSN_PROXY_THREADS",
+    _whole(1),
+    None,
+    "proxy threads, each with endpoints of its own",
+    "1; up to 4 that share every PE where tcp serves GPUs of a host with 3 processors for each",
+)
+PROXY_PEER_THREADS: Setting[int | None] = Setting(
     "TSN_PROXY_PEER_THREADS",
     _whole(1),
-    1,
+    None,
     "proxy threads that share large puts and gets of one PE, in chunks of at least 64K; the others help its own",
+    "1, or as above",
 )
 PROXY_CPUS: Setting[str | list[int]] = Setting(
     "TSN_PROXY_CPUS",
