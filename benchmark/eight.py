@@ -33,13 +33,9 @@ LEAST = 15  # seconds without which no step begins
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A table.
-
-    Attributes:
-        name: on the page. script: of this folder; "" for a step that is none, see `_command`.
-        arguments: of it on GPUs; without one the script's own quick ones are taken.
-        limit: seconds. part: of the run. nodes: VIRTUAL_NODES.
-    """
+    """A table. `name`: on the page. script: of this folder; "" for a step that is none, see `_command`. `arguments`: of
+    it on GPUs; without one the script's own quick ones are taken. `limit`: seconds. part: of the run. nodes:
+    VIRTUAL_NODES."""
 
     name: str
     script: str

@@ -55,11 +55,8 @@ def tiling_of(name: str, cluster: int) -> Any:
 
 
 class Problem:
-    """Operands of a GEMM of `experts` matrices, whose rows begin at multiples of 128, and what computes it.
-
-    Args:
-        rows: of each expert; with several experts, between half and one and a half of it.
-    """
+    """Operands of a GEMM of `experts` matrices, whose rows begin at multiples of 128, and what computes it. `rows`: of
+    each expert; with several experts, between half and one and a half of it."""
 
     def __init__(self, form: str, experts: int, rows: int, n: int, k: int) -> None:
         from tilescale_net.kernels.fused import scaled_gemm

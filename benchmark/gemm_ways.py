@@ -63,11 +63,7 @@ def parse() -> argparse.Namespace:
 
 
 class Case:
-    """One call: its ways, and how they are measured.
-
-    Attributes:
-        problem: as `kernels.fused.choice` has it.
-    """
+    """One call: its ways, and how they are measured. `problem`: as `kernels.fused.choice` has it."""
 
     def __init__(self, args: argparse.Namespace, kind: str, dtype: str, m: int) -> None:
         widths = (32, 64) if not on_gpu() else (8192, 14336) if kind == KINDS[0] else (7168, 8192)
@@ -94,11 +90,8 @@ class Case:
         return found
 
     def measure(self, timer: Timer, together: Callable[[], None], group: Any) -> dict[str, list[float]]:
-        """Samples of each way on the slowest rank, in us; results of our ways are compared. Collective.
-
-        Raises:
-            WrongData: of two ways that give different results.
-        """
+        """Samples of each way on the slowest rank, in us; results of our ways are compared. Collective. Raises
+        WrongData: of two ways that give different results."""
         given = operands(self._args, self._rows)
         # Where some ranks are on another node, rows are sent from symmetric memory.
         x = tsn.empty(given.x.shape, given.x.dtype)

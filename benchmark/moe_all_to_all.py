@@ -63,10 +63,8 @@ def across_ranks(samples: Sample, of: Callable[[Sample], float] = median) -> tup
 
 
 def ours(made: Exchange, timer: DeviceTimer, limit: BareWriterPair | None) -> Iterator[tuple[Any, ...]]:
-    """Yield (operation, kernel samples, whole-call samples, bytes per token on the network, limit's samples).
-
-    limit: moves as many bytes after each operation.
-    """
+    """Yield (operation, kernel samples, whole-call samples, bytes per token on the network, limit's samples). limit:
+    moves as many bytes after each operation."""
     nothing = lambda: None  # noqa: E731
     steps: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [("dispatch", nothing, made.dispatch)]
     if made.throughput:
@@ -166,10 +164,8 @@ class Results:
         fabric: float = 0.0,
         bare: Sample = (),
     ) -> None:
-        """Collective. `case`: key columns; nbytes: of a row of traffic; then the samples.
-
-        fabric: bytes per token on the network; bare: samples of bare writers that move as many.
-        """
+        """Collective. `case`: key columns; nbytes: of a row of traffic; then the samples. fabric: bytes per token on
+        the network; bare: samples of bare writers that move as many."""
         middle, slowest = across_ranks(kernel)
         late, _ = across_ranks(kernel, lambda samples: percentile(samples, 99))
         called, _ = across_ranks(whole)

@@ -64,11 +64,8 @@ def options_of(args: argparse.Namespace, tokens: int, dtype: str) -> tuple[tuple
 
 
 class Experts:
-    """This rank's matrices, [n, k] of each expert; any rank can make those of any expert.
-
-    Attributes:
-        given: as `ops.moe_experts` takes them. scales: with them, or None.
-    """
+    """This rank's matrices, [n, k] of each expert; any rank can make those of any expert. `given`: as `ops.moe_experts`
+    takes them. scales: with them, or None."""
 
     def __init__(self, args: argparse.Namespace, dtype: str, local: range) -> None:
         from tilescale_net.kernels.fused.scaled_gemm import quantise_weights

@@ -74,12 +74,8 @@ def shape_of(args: argparse.Namespace, tokens: int) -> tuple[tuple[Any, ...], di
 
 
 class Layer:
-    """One rank's part of a layer: inputs, matrices, and the ways to its results.
-
-    Args:
-        tokens: of each rank.
-        blocks: of dispatch and combine beside GEMMs.
-    """
+    """One rank's part of a layer: inputs, matrices, and the ways to its results. `tokens`: of each rank. `blocks`: of
+    dispatch and combine beside GEMMs."""
 
     def __init__(self, args: argparse.Namespace, tokens: int, blocks: int) -> None:
         from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul

@@ -83,11 +83,8 @@ def parse() -> argparse.Namespace:
 def measure(
     bench: Any, name: str, count: int, writes: int, seeds: random.Random, args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Samples in microseconds per write of both modes and of the bare writer, taken in turns. Collective.
-
-    Raises:
-        WrongData: on all ranks, when what was written is not what was sent.
-    """
+    """Samples in microseconds per write of both modes and of the bare writer, taken in turns. Collective. Raises
+    WrongData: on all ranks, when what was written is not what was sent."""
     complaints: list[str | None] = []
 
     def write(call: Any, buffer: Any) -> float:

@@ -47,11 +47,8 @@ def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
 
 
 class BufferSet:
-    """Buffers of one kind: a session on every rank, all of them introduced to one another.
-
-    Attributes:
-        how: in words, how the network reaches the buffers.
-    """
+    """Buffers of one kind: a session on every rank, all of them introduced to one another. `how`: in words, how the
+    network reaches the buffers."""
 
     def __init__(self, job: FabricJob, kind: str) -> None:
         self.job, self.args = job, job.args

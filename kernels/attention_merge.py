@@ -96,11 +96,8 @@ def load_lses(lses, agrees, inbox, first, rows, at, lane, n_pes, group):
 
 @tsn.macro
 def weigh(weights, merged: T.Ref, lses, j, n_pes, base_2):
-    """weights[p] = the weight of PE p's row j, 0 for an empty one; merged = the row's lse.
-
-    Args:
-        weights: local float32 [n_pes]. merged: float32 variable. lses: shared [group, n_pes].
-    """
+    """weights[p] = the weight of PE p's row j, 0 for an empty one; merged = the row's lse. `weights`: local float32
+    [n_pes]. merged: float32 variable. lses: shared [group, n_pes]."""
     low = -T.infinity("float32")
     top, total = T.alloc_var("float32"), T.alloc_var("float32")
     top = low

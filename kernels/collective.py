@@ -52,9 +52,8 @@ ALIGN_BYTES = 128
 
 def slice_elements(count, blocks: int, dtype: str, least_bytes: int = MIN_BYTES):
     """Elements of a slice, int64, when `blocks` blocks share `count` elements of `dtype`; called in a traced kernel.
-
-    `least_bytes`: of a slice, but for the last. Block b has [b * slice, min((b + 1) * slice, count)); blocks whose slice begins at or beyond `count` have none.
-    """
+    `least_bytes`: of a slice, but for the last. Block b has [b * slice, min((b + 1) * slice, count)); blocks whose
+    slice begins at or beyond `count` have none."""
     element = max(1, tvm.DataType(dtype).bits * tvm.DataType(dtype).lanes // 8)
     align, least = max(1, ALIGN_BYTES // element), max(1, least_bytes // element)
     share = T.max(T.ceildiv(count, T.int64(blocks)), T.int64(least))
@@ -88,12 +87,8 @@ CALL_MISMATCH = 1
 
 @tsn.macro
 def report(status, code, rank, value):
-    """Write what is wrong with a call where the host sees it, the code last.
-
-    Args:
-        status: int64 [STATUS_WORDS].
-        code: int32, not 0. rank: whose fault it is. value: of the fault.
-    """
+    """Write what is wrong with a call where the host sees it, the code last. `status`: int64 [STATUS_WORDS]. `code`:
+    int32, not 0. rank: whose fault it is. value: of the fault."""
     status[1] = T.cast(rank, "int64")
     status[2] = T.cast(value, "int64")
     N.st(status[0], T.cast(code, "int64"), sem="release")
@@ -112,10 +107,8 @@ def announce(ready, index, call, tag, pe):
 
 @tsn.macro
 def report_other_call(status, rank, call, tag, word):
-    """Report that `rank`, whose call word is `word`, makes another call than this rank.
-
-    A word of an earlier call does not concern this one: the job was aborted during the wait for it.
-    """
+    """Report that `rank`, whose call word is `word`, makes another call than this rank. A word of an earlier call does
+    not concern this one: the job was aborted during the wait for it."""
     if word >= call_word(call, 0):
         theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
         known = T.if_then_else(word >> T.uint64(TAG_BITS) == call, theirs, T.int64((1 << TAG_BITS) - 1))
@@ -124,13 +117,9 @@ def report_other_call(status, rank, call, tag, word):
 
 @tsn.macro
 def compare(same: T.Ref, rank, call, tag, word, status, reports):
-    """same = whether `rank`, whose call word is `word`, makes the call that this rank makes.
-
-    Args:
-        same: int32 variable.
-        word: at least that of call `call`; a rank with another call may be through with it and have begun the next one.
-        reports: whether this thread reports the one that does not.
-    """
+    """same = whether `rank`, whose call word is `word`, makes the call that this rank makes. `same`: int32 variable.
+    `word`: at least that of call `call`; a rank with another call may be through with it and have begun the next one.
+    `reports`: whether this thread reports the one that does not."""
     same = T.cast(word == call_word(call, tag), "int32")
     if same == 0 and reports:
         report_other_call(status, rank, call, tag, word)
@@ -146,12 +135,9 @@ def check_tag_or_newer(same: T.Ref, rank, call, tag, word, status, reports):
 
 @tsn.macro
 def agree_by_blocks(agrees, ready, block, call: T.Ref, tag, status, thread, me, n_pes, runs_ahead=False):
-    """Meet the blocks of this number of all PEs; agrees[p] = whether PE p makes the call that this PE makes. By a block.
-
-    Args:
-        agrees: shared int32 [n_pes]. ready: signals [n_pes, blocks].
-        runs_ahead: nothing holds up a PE that has finished the call, so that its next one may show here already.
-    """
+    """Meet the blocks of this number of all PEs; agrees[p] = whether PE p makes the call that this PE makes. By a
+    block. `agrees`: shared int32 [n_pes]. ready: signals [n_pes, blocks]. `runs_ahead`: nothing holds up a PE that has
+    finished the call, so that its next one may show here already."""
     if thread < n_pes:
         same = T.alloc_var("int32")
         same = 1
@@ -177,11 +163,7 @@ def all_agree(agreed: T.Ref, agrees, n_pes):
 @tsn.macro
 def count_call(calls, block, call: T.Ref, used, thread, threads, max_blocks):
     """calls[b] = call, for this block, and by block 0 also for blocks that later calls have and this one has not.
-
-    Args:
-        calls: uint64 [max_blocks].
-        used: int64, number of blocks that this call has work for.
-    """
+    `calls`: uint64 [max_blocks]. `used`: int64, number of blocks that this call has work for."""
     if thread == 0:
         calls[block] = call
     if block == 0:
@@ -227,12 +209,8 @@ class StatusRecord:
 
 
 class Agreement:
-    """The arguments on which ranks have agreed, each with a number that stands for it in the tag of a call.
-
-    Args:
-        name: of the collective, shown in errors.
-        world: its ranks.
-    """
+    """The arguments on which ranks have agreed, each with a number that stands for it in the tag of a call. `name`: of
+    the collective, shown in errors. `world`: its ranks."""
 
     # Of these tags each stands for a call's arguments; after so many they are given again.
     _TAGS = (1 << TAG_BITS) - 1
@@ -252,15 +230,9 @@ class Agreement:
         return self._record.tensor
 
     def number(self, describe: str, *arguments) -> int:
-        """The tag of a call with these arguments, which ranks compare when they are new: collective then.
-
-        Args:
-            describe: text with a `{}` for each argument.
-            arguments: hashable.
-
-        Raises:
-            RankMismatch: names two ranks whose arguments differ.
-        """
+        """The tag of a call with these arguments, which ranks compare when they are new: collective then. `describe`:
+        text with a `{}` for each argument. `arguments`: hashable. Raises RankMismatch: names two ranks whose arguments
+        differ."""
         key = (describe, *arguments)
         number = self._numbers.get(key)
         if number is None:

@@ -32,10 +32,8 @@ from .sums import VECTOR_BYTES
 @tsn.macro
 def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_pes, runs_ahead=False):
     """Wait, by a thread for each PE, until all have begun the call; agrees[p] = whether PE p makes the same one, which
-    thread p has in `same` too.
-
-    `runs_ahead`: a PE may be through with the call before all have looked, as the root of a broadcast, which gets nothing.
-    """
+    thread p has in `same` too. `runs_ahead`: a PE may be through with the call before all have looked, as the root of a
+    broadcast, which gets nothing."""
     if thread < n_pes:
         word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
         if runs_ahead:
@@ -143,15 +141,9 @@ def store_tile(target, at, limit, tile, unroll):
 
 @tsn.macro
 def stream(target, target_first, source, source_first, size, thread, step, unroll):
-    """target[target_first + i] = source[source_first + i] for i in [0, size); by some warps.
-
-    Args:
-        target, source: [rows, WORDS] of int32.
-        size: int64; equal for all threads of a warp.
-        thread: place of this thread among those of the warps.
-        step: how many threads these are.
-        unroll: vectors that a thread loads before it stores those before.
-    """
+    """target[target_first + i] = source[source_first + i] for i in [0, size); by some warps. `target`, `source`: [rows,
+    WORDS] of int32. `size`: int64; equal for all threads of a warp. `thread`: place of this thread among those of the
+    warps. `step`: how many threads these are. `unroll`: vectors that a thread loads before it stores those before."""
     even, odd = T.alloc_local((unroll, WORDS), "int32"), T.alloc_local((unroll, WORDS), "int32")
     i = T.alloc_var("int64")
     i = thread // LANES * (LANES * unroll) + thread % LANES
@@ -172,14 +164,9 @@ def stream(target, target_first, source, source_first, size, thread, step, unrol
 
 
 def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False):
-    """Traced kernel as `exchange`, for PEs that are all mapped.
-
-    Args:
-        n_pes, threads, blocks, split: see `exchange`. `out` is [n_pes * count, 16 bytes as int32] and `x` [n_pes * count,
-            16 bytes] (`split`) or [count, 16 bytes].
-        unroll: see `stream`.
-        in_place: `x` is `out[my_pe]` already.
-    """
+    """Traced kernel as `exchange`, for PEs that are all mapped. `n_pes`, `threads`, `blocks`, `split`: see `exchange`.
+    `out` is [n_pes * count, 16 bytes as int32] and `x` [n_pes * count, 16 bytes] (`split`) or [count, 16 bytes].
+    `unroll`: see `stream`. `in_place`: `x` is `out[my_pe]` already."""
     rows, x_rows = T.dynamic("rows", "int64"), T.dynamic("x_rows", "int64")
     hops = n_pes - in_place  # the last one is this PE itself
     groups, warps = max(1, hops), threads // LANES

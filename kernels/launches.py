@@ -82,8 +82,7 @@ class Launch:
 
     def quick(self) -> Callable[..., None]:
         """The same with fewer steps between a call and the driver, where that can be; it holds this object, and not the
-        other way round.
-        """
+        other way round."""
         first = int(self._kernel.takes_context)  # in front of all others
         places = {name: i for i, name in enumerate(self._kernel.parameters, first)}
         fixed = [(places[name], value) for name, value in self._values.items()]

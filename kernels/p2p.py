@@ -14,10 +14,8 @@ ALIGN = 128  # bytes that parts of blocks are multiples of, so that every block 
 
 
 def _transfer(copy, complete, capacity, threads, blocks, options, partition, chunk):
-    """A kernel in which `blocks` blocks share one copy; `complete`: whether it ends with a quiet.
-
-    Loops write the same bytes to the same places and do not wait for each other: that is what is measured.
-    """
+    """A kernel in which `blocks` blocks share one copy; `complete`: whether it ends with a quiet. Loops write the same
+    bytes to the same places and do not wait for each other: that is what is measured."""
     if partition not in PARTITIONS:
         raise ValueError(f"partition {partition!r} is not one of {', '.join(PARTITIONS)}")
     if chunk < ALIGN or chunk % ALIGN:
@@ -122,9 +120,7 @@ def push(capacity, threads=128, blocks=1, engine="auto", unroll=None, ring=None,
 @tsn.jit
 def pull(capacity, threads=128, blocks=1, engine="auto", unroll=None, ring=None, partition="contiguous", chunk=1 << 20):
     """Kernel `(dst, src, count, pe, loops)`: pull `count` bytes of `src` on `pe` into local `dst`, `loops` times.
-
-    Arguments as in `push`.
-    """
+    Arguments as in `push`."""
     options = dict(engine=engine, unroll=unroll, ring=ring)
     return _transfer(N.get_block, False, capacity, threads, blocks, options, partition, chunk)
 

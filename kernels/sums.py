@@ -30,12 +30,8 @@ def batch_of(n_pes: int) -> int:
 
 @tsn.macro
 def add_up(result, views, dtype, first, end, threads, batch):
-    """result[u] = the sum of view[first + u * threads] over the views, in their order, rounded once; for vectors below `end`.
-
-    Args:
-        result: local [batch, vector] of `dtype`.
-        views: list of tensors [vectors, vector] of `dtype`.
-    """
+    """result[u] = the sum of view[first + u * threads] over the views, in their order, rounded once; for vectors below
+    `end`. `result`: local [batch, vector] of `dtype`. `views`: list of tensors [vectors, vector] of `dtype`."""
     vector, total_dtype = vector_of(dtype), accumulator(dtype)
     part = T.alloc_local((len(views), batch, vector), dtype)
     totals = T.alloc_local((batch, vector), total_dtype)
@@ -57,11 +53,8 @@ def add_up(result, views, dtype, first, end, threads, batch):
 @tsn.macro
 def pack(vectors, at, elements, first, end, thread, threads, count, dtype, aligned):
     """vectors[at + i] = the i-th 16 bytes of `elements`, zero beyond `count`, for i in [first, end); by a block.
-
-    Args:
-        vectors: [vectors, vector] of `dtype`; elements: [count].
-        aligned: `elements` begins at a multiple of 16 bytes and holds whole vectors.
-    """
+    `vectors`: [vectors, vector] of `dtype`; elements: [count]. `aligned`: `elements` begins at a multiple of 16 bytes
+    and holds whole vectors."""
     vector = vector_of(dtype)
     rows = T.alloc_local((COPIES, vector), dtype)
     for turn in T.serial(T.ceildiv(end - first, T.int64(threads * COPIES))):

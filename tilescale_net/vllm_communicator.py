@@ -35,11 +35,8 @@ _ours = torch.ops.tilescale_net
 
 
 class Communicator(CudaCommunicator):  # type: ignore[misc]
-    """vLLM's communicator; all-reduces of tensor parallelism are those of `tilescale_net.ops.all_reduce`.
-
-    Args:
-        given, named: those of vLLM's class.
-    """
+    """vLLM's communicator; all-reduces of tensor parallelism are those of `tilescale_net.ops.all_reduce`. `given`,
+    `named`: those of vLLM's class."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

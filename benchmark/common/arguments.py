@@ -14,11 +14,8 @@ __all__ = ["non_negative_int", "positive_float", "positive_int"]  # which benchm
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from `4096`, `64K`, `1.5M`, `2GiB` (powers of two).
-
-    Raises:
-        ValueError: not a size, or not a whole number of bytes.
-    """
+    """Bytes from `4096`, `64K`, `1.5M`, `2GiB` (powers of two). Raises ValueError: not a size, or not a whole number of
+    bytes."""
     value = settings.size_of(text)
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number of bytes")
@@ -26,13 +23,9 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Sizes from a comma-separated list of sizes and doubling ranges: `2K..4M`, `8,64,1K..16K`.
-
-    A range starts at its first size and doubles up to and including its last one. Order is kept.
-
-    Raises:
-        ValueError: an empty list, a malformed or zero size, a range that ends before it starts or starts at zero.
-    """
+    """Sizes from a comma-separated list of sizes and doubling ranges: `2K..4M`, `8,64,1K..16K`. A range starts at its
+    first size and doubles up to and including its last one. Order is kept. Raises ValueError: an empty list, a
+    malformed or zero size, a range that ends before it starts or starts at zero."""
     sizes: list[int] = []
     for part in text.split(","):
         first, dots, last = part.partition("..")

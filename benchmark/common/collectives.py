@@ -49,14 +49,9 @@ def parse(
     engines: bool = True,
     algorithms: Sequence[str] = (),
 ) -> argparse.Namespace:
-    """The arguments of a collective's benchmark; exits with 2 when they are wrong.
-
-    Args:
-        extend: adds flags of its own.
-        sizes, simulated, blocks: defaults on a GPU and in the simulator.
-        engines: whether the kernels have a choice of engine, and of vectors in flight.
-        algorithms: beside "auto", which chooses by size and place.
-    """
+    """The arguments of a collective's benchmark; exits with 2 when they are wrong. `extend`: adds flags of its own.
+    `sizes`, `simulated`, `blocks`: defaults on a GPU and in the simulator. `engines`: whether the kernels have a choice
+    of engine, and of vectors in flight. `algorithms`: beside "auto", which chooses by size and place."""
     parser = BenchmarkParser(description, sizes=sizes, simulated=simulated, timing=True, check=True)
     parser.option("--threads", int_list(32, 1024), [512], "threads per block")
     parser.option("--blocks", int_list(1, 1024), [blocks], "blocks")
@@ -154,11 +149,8 @@ def wrong_sums(
     error: float = 0.0,
 ) -> str | None:
     """What is wrong with a sum, next to that in the order of the ranks: any bit, or what order cannot explain.
-
-    Args:
-        finish: what becomes of the float32 sum before it is rounded to the dtype.
-        error: of what is lossy, the most that the root of the mean square of all errors may be, of the sums' own.
-    """
+    `finish`: what becomes of the float32 sum before it is rounded to the dtype. `error`: of what is lossy, the most
+    that the root of the mean square of all errors may be, of the sums' own."""
     total = torch.zeros(found.shape, dtype=torch.float32, device=found.device)
     for summand in summands:
         total += summand.float()
@@ -183,10 +175,7 @@ def measure(
     alone: bool = False,
 ) -> list[float]:
     """Samples of the slowest rank, in microseconds. Raises WrongData on all ranks when one of them found wrong data.
-
-    Args:
-        alone: the call works in place, so it is verified once, before it is timed.
-    """
+    `alone`: the call works in place, so it is verified once, before it is timed."""
     (seed,) = common_seeds(1)
     case.fill(seed)
     if check and alone:
@@ -223,13 +212,9 @@ def run(
     heap_factor: float = 2.5,
     peers: Sequence[Peer] = (),
 ) -> None:
-    """Measure ours, and NCCL and its like on GPUs, at every size and geometry; print the report.
-
-    Args:
-        case_of: makes the case for a size in bytes; collective.
-        heap_factor: heap bytes per byte of the largest size.
-        peers: implementations beside ours and NCCL, on one node: they need mapped memory.
-    """
+    """Measure ours, and NCCL and its like on GPUs, at every size and geometry; print the report. `case_of`: makes the
+    case for a size in bytes; collective. `heap_factor`: heap bytes per byte of the largest size. `peers`:
+    implementations beside ours and NCCL, on one node: they need mapped memory."""
     report = Report(name, args)
     world = tsn.init(int(max(args.sizes) * heap_factor) + (96 << 20))
     peers = peers if world.topology.nodes == 1 else ()

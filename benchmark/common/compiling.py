@@ -20,9 +20,7 @@ from benchmark.common.modules import dist
 
 def compile_ahead(kernels: Sequence[functools.partial[Any]]) -> float:
     """Compile kernels, factories with all their arguments, equal on all ranks; the seconds that it took. Collective.
-
-    One that fails is left to the call that needs it, whose error says why.
-    """
+    One that fails is left to the call that needs it, whose error says why."""
     start = time.monotonic()
     if tsn.rank() == 0:
         unique = [*{pickle.dumps(kernel): None for kernel in kernels}]

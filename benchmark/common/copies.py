@@ -80,11 +80,7 @@ def copy_parser(
     description: str, sizes: str, simulated: str | None = None, threads: int = 128, blocks: Sequence[int] = (1,)
 ) -> BenchmarkParser:
     """A parser with the flags of every comparison of copies, of Geometry among them: lists are measured one by one.
-
-    Args:
-        sizes: default of `--sizes`; simulated: the same in the simulator.
-        threads, blocks: defaults.
-    """
+    `sizes`: default of `--sizes`; simulated: the same in the simulator. `threads`, `blocks`: defaults."""
     parser = BenchmarkParser(description, sizes=sizes, simulated=simulated, timing=True, check=True)
     parser.option("--threads", int_list(1, 1024), [threads], "threads per block")
     parser.option("--blocks", int_list(1, 1024), list(blocks), "blocks that share a copy")
@@ -115,11 +111,8 @@ def varying_columns(args: argparse.Namespace) -> list[Column]:
 
 
 def join(report: Report, args: argparse.Namespace) -> Timer:
-    """Initialise tilescale_net with a heap for a source and a destination, and make the timer. Collective.
-
-    Args:
-        args: from `copy_parser`.
-    """
+    """Initialise tilescale_net with a heap for a source and a destination, and make the timer. Collective. `args`: from
+    `copy_parser`."""
     world = tsn.init(2 * (max(args.sizes) + GUARD) + SLACK)
     timer = Timer.of(args, world.device_kind == "cuda")
     report.environment["geometry"] = describe(args)
@@ -135,10 +128,8 @@ def join(report: Report, args: argparse.Namespace) -> Timer:
 
 
 def nvshmem(report: Report) -> Any:
-    """NVSHMEM, started; or None and a note in the report that names in one line what it needs. Collective.
-
-    Every rank must be able to run it, on one node.
-    """
+    """NVSHMEM, started; or None and a note in the report that names in one line what it needs. Collective. Every rank
+    must be able to run it, on one node."""
     from benchmark import nvshmem as baseline
 
     reason = baseline.missing()
@@ -162,15 +153,9 @@ def finish(report: Report, library: Any = None) -> None:
 
 
 class Implementation:
-    """An implementation of push and pull.
-
-    Attributes:
-        name: in columns and messages.
-        dst, src: symmetric uint8 tensors of capacity + GUARD bytes, which begin `offset` bytes beyond a multiple of 256.
-
-    Args:
-        empty: makes a symmetric tensor of that many bytes.
-    """
+    """An implementation of push and pull. `name`: in columns and messages. `dst`, `src`: symmetric uint8 tensors of
+    capacity + GUARD bytes, which begin `offset` bytes beyond a multiple of 256. `empty`: makes a symmetric tensor of
+    that many bytes."""
 
     name = ""
     dst: torch.Tensor
@@ -265,14 +250,9 @@ def measure(
     bidirectional: bool,
     check: bool,
 ) -> list[float]:
-    """Samples in microseconds per copy. Collective; ranks above 1 only take part in the barriers.
-
-    Rank 0 copies to or from rank 1; with `bidirectional` rank 1 does the same with rank 0 at once, and the samples are
-    those of the slower rank.
-
-    Raises:
-        WrongData: on all ranks, when the timed copies did not deliver exactly what was sent.
-    """
+    """Samples in microseconds per copy. Collective; ranks above 1 only take part in the barriers. Rank 0 copies to or
+    from rank 1; with `bidirectional` rank 1 does the same with rank 0 at once, and the samples are those of the slower
+    rank. Raises WrongData: on all ranks, when the timed copies did not deliver exactly what was sent."""
     rank = tsn.rank()
     seeds = common_seeds(2)  # of the data of ranks 0 and 1
     active = rank == 0 or (bidirectional and rank == 1)
@@ -315,14 +295,9 @@ def compare(
     reference: str | None = None,
     percent: bool = False,
 ) -> Table:
-    """Measure every implementation and add one table, `bandwidth`, to the report. Collective.
-
-    Args:
-        args: from `copy_parser`.
-        implementations: columns, in this order.
-        reference: name of the implementation that the others are divided by; ignored when it was not measured.
-        percent: show those ratios as percentages.
-    """
+    """Measure every implementation and add one table, `bandwidth`, to the report. Collective. `args`: from
+    `copy_parser`. `implementations`: columns, in this order. `reference`: name of the implementation that the others
+    are divided by; ignored when it was not measured. `percent`: show those ratios as percentages."""
     names = [implementation.name for implementation in implementations]
     reference = reference if reference in names else None
     size = Column("bytes", "Size", ",d", unit="Bytes")

@@ -158,11 +158,8 @@ def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | Non
 
 
 def gemm_alone(tiling: Any, x: Any, w: Any, out: Any, scales: Any = None) -> Callable[[], None]:
-    """A call of the fused kernels' GEMM without communication: `out = x @ w`.
-
-    Args:
-        scales: of rows and of columns, for 8 bits; `w` is the transpose of a contiguous tensor then.
-    """
+    """A call of the fused kernels' GEMM without communication: `out = x @ w`. `scales`: of rows and of columns, for 8
+    bits; `w` is the transpose of a contiguous tensor then."""
     from tilescale_net.kernels.collective import dtype_name
     from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
 
@@ -225,12 +222,8 @@ def run(
     heap: int,
     implementations_of: Callable[[argparse.Namespace, int, int | None, Any], Implementations],
 ) -> None:
-    """Measure all implementations at every number of rows; print the report.
-
-    Args:
-        heap: symmetric bytes that the largest case takes.
-        implementations_of: `(args, m, blocks, nccl group or None)`; collective.
-    """
+    """Measure all implementations at every number of rows; print the report. `heap`: symmetric bytes that the largest
+    case takes. `implementations_of`: `(args, m, blocks, nccl group or None)`; collective."""
     report = Report(name, args)
     world = tsn.init(3 * heap + (96 << 20))  # the operator has its own
     timer = Timer.of(args, world.device_kind == "cuda")
@@ -275,13 +268,9 @@ def run(
 
 
 def difference(found: Any, wanted: Any, what: str, rounding: float = 0.02) -> str | None:
-    """What is wrong with a result, next to torch's in float32; None where it is within rounding.
-
-    Args:
-        rounding: of an element, and of the mean of all. Tensor cores cut off what they add up of 8 bits, and torch's
-            GEMM with fast accumulation, to which they are compared elsewhere, does so too; next to exact sums they need
-            twice as much.
-    """
+    """What is wrong with a result, next to torch's in float32; None where it is within rounding. `rounding`: of an
+    element, and of the mean of all. Tensor cores cut off what they add up of 8 bits, and torch's GEMM with fast
+    accumulation, to which they are compared elsewhere, does so too; next to exact sums they need twice as much."""
     error = (found.float() - wanted.float()).abs()
     limit = rounding * (wanted.float().abs() + wanted.float().abs().mean())
     count = int((~(error <= limit)).sum())

@@ -172,14 +172,9 @@ def start_together(on_gpu: bool) -> Callable[[], None]:
 
 
 class Timer:
-    """Times one operation at a time on this rank.
-
-    Args:
-        mode: one of TIMINGS; the simulator has no graphs and launches instead.
-        warmup: untimed repetitions.
-        repeat: timed repetitions, each of which is a sample.
-        on_gpu: whether kernels run on a GPU.
-    """
+    """Times one operation at a time on this rank. `mode`: one of TIMINGS; the simulator has no graphs and launches
+    instead. `warmup`: untimed repetitions. `repeat`: timed repetitions, each of which is a sample. `on_gpu`: whether
+    kernels run on a GPU."""
 
     def __init__(self, mode: str, warmup: int, repeat: int, on_gpu: bool) -> None:
         if mode not in TIMINGS:
@@ -206,13 +201,9 @@ class Timer:
     def measure(
         self, launch: Callable[[int], None], batch: int = 20, together: Callable[[], None] = lambda: None
     ) -> list[float]:
-        """Samples in microseconds per operation.
-
-        Args:
-            launch: `launch(n)` starts one kernel, on torch's current stream, that does the operation `n` times.
-            batch: operations of one sample on a GPU; 1 in the simulator.
-            together: launches a barrier kernel before each sample, so that ranks that are timed at once start at once.
-        """
+        """Samples in microseconds per operation. `launch`: `launch(n)` starts one kernel, on torch's current stream,
+        that does the operation `n` times. `batch`: operations of one sample on a GPU; 1 in the simulator. `together`:
+        launches a barrier kernel before each sample, so that ranks that are timed at once start at once."""
         return self.interleaved({"": launch}, batch, together)[""]
 
     def interleaved(
@@ -222,11 +213,8 @@ class Timer:
         together: Callable[[], None] = lambda: None,
         plain: Set[str] = frozenset(),
     ) -> dict[str, list[float]]:
-        """As `measure`, for several operations by turns; by name.
-
-        Args:
-            plain: calls that are launched from Python, because they cannot be captured.
-        """
+        """As `measure`, for several operations by turns; by name. `plain`: calls that are launched from Python, because
+        they cannot be captured."""
         if not self.on_gpu:
             walls = {name: partial(wall_us, partial(launch, 1)) for name, launch in launches.items()}
             return in_turn(walls, self.warmup, self.repeat)
@@ -254,11 +242,8 @@ class Timer:
 
 
 class DeviceTimer:
-    """Times calls that all ranks make together, each with cold caches.
-
-    Args:
-        defaults: warmup and repeat on a GPU, where the user gives none.
-    """
+    """Times calls that all ranks make together, each with cold caches. `defaults`: warmup and repeat on a GPU, where
+    the user gives none."""
 
     def __init__(self, args: argparse.Namespace, on_gpu: bool, defaults: tuple[int, int]) -> None:
         warmup, repeat = defaults if on_gpu else IN_SIMULATOR

@@ -24,9 +24,7 @@ SIMULATED = {"throughput": 32, "latency": 16, "hidden": 512, "topk": 4, "experts
 
 class MoeParser(BenchmarkParser):
     """With the flags of dispatch and combine: modes, layouts, dtypes, the shape, and whether data are verified.
-
-    `parse_args` fills in the shape, and `tokens_of`: tokens of a rank by mode.
-    """
+    `parse_args` fills in the shape, and `tokens_of`: tokens of a rank by mode."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description, warmup=None, repeat=None, check=True)
@@ -102,11 +100,8 @@ def all_inputs(args: argparse.Namespace, tokens: int, fp8: bool) -> list[Inputs]
 
 @dataclass
 class Traffic:
-    """Rows (one per token and rank) that a rank receives in dispatch and sends in combine.
-
-    Attributes:
-        logical: all; remote: from other ranks; proxied: from other nodes.
-    """
+    """Rows (one per token and rank) that a rank receives in dispatch and sends in combine. `logical`: all; remote: from
+    other ranks; proxied: from other nodes."""
 
     logical: int
     remote: int
@@ -180,12 +175,8 @@ def returned_rows(received: Any) -> torch.Tensor:
 def check_combine(
     out: torch.Tensor, mine: Inputs, rows: torch.Tensor, experts: int, ranks: int, weighted: bool, rank: int, nodes: int
 ) -> None:
-    """Raise WrongData unless `out` is what combine makes of experts that return what they get.
-
-    Args:
-        rows: of this rank, [tokens, hidden], as the experts returned them (bfloat16).
-        nodes: `AllToAll.sums_over`.
-    """
+    """Raise WrongData unless `out` is what combine makes of experts that return what they get. `rows`: of this rank,
+    [tokens, hidden], as the experts returned them (bfloat16). `nodes`: `AllToAll.sums_over`."""
     local, parts = experts // ranks, []
     for host in range(ranks):
         here = (mine.topk_idx // local == host) & (mine.topk_idx >= 0)
@@ -197,11 +188,7 @@ def check_combine(
 
 class Exchange:
     """An AllToAll with this rank's inputs, whose dispatch and combine have been verified; and calls of it. Collective.
-
-    Args:
-        everyone: all ranks' inputs.
-        back: dtype of rows on their way back.
-    """
+    `everyone`: all ranks' inputs. `back`: dtype of rows on their way back."""
 
     def __init__(
         self,
@@ -265,11 +252,8 @@ def nccl_group() -> Any:
 
 
 class Nccl:
-    """all_to_all_single of the rows, one per token and rank: no permutation before, no sum after.
-
-    Args:
-        everyone: all ranks' inputs; words: 4-byte words of a row with its scales.
-    """
+    """all_to_all_single of the rows, one per token and rank: no permutation before, no sum after. `everyone`: all
+    ranks' inputs; words: 4-byte words of a row with its scales."""
 
     name = "NCCL"
 
@@ -290,10 +274,8 @@ class Nccl:
 
 
 class DeepEP:
-    """DeepEP in its normal mode with a cached layout, or in its low-latency mode over NVLink.
-
-    Raises the package's exceptions when it cannot run here.
-    """
+    """DeepEP in its normal mode with a cached layout, or in its low-latency mode over NVLink. Raises the package's
+    exceptions when it cannot run here."""
 
     name = "DeepEP"
 

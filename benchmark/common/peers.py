@@ -43,13 +43,8 @@ class Made(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """An implementation.
-
-    Attributes:
-        key: of its column. title: its name.
-        make: of the operands; collective. Raises ImportError where it is not installed, Unsuitable where it does not take
-            this call.
-    """
+    """An implementation. `key`: of its column. title: its name. `make`: of the operands; collective. Raises ImportError
+    where it is not installed, Unsuitable where it does not take this call."""
 
     key: str
     title: str
@@ -105,13 +100,8 @@ def flashinfer_workspace(group: Any) -> tuple[Any, Any]:
 
 def flashinfer_fusion(call: Operands, tokens: int, hidden: int, one_shot: bool, **fused: Any) -> Callable[[], None]:
     """A call of FlashInfer's kernel of TensorRT-LLM, launched programmatically dependent, as its own benchmark does.
-
-    Args:
-        fused: pattern_code, and the arguments of its pattern.
-
-    Raises:
-        Unsuitable: a number of tokens or bytes that the kernel does not take.
-    """
+    `fused`: pattern_code, and the arguments of its pattern. Raises Unsuitable: a number of tokens or bytes that the
+    kernel does not take."""
     from flashinfer.comm import trtllm_ar
 
     ranks = dist.get_world_size(call.group)
@@ -143,11 +133,9 @@ def _flashinfer(call: Operands, one_shot: bool) -> Made:
 
 
 def _vllm(call: Operands) -> Made:
-    """vLLM's custom all-reduce, in the copy that FlashInfer ships.
-
-    It reads the peers' addresses from a table of one row per captured call, which vLLM fills after the capture by CUDA IPC.
-    All calls here read the same tensor, so that all rows are alike and are filled before.
-    """
+    """vLLM's custom all-reduce, in the copy that FlashInfer ships. It reads the peers' addresses from a table of one
+    row per captured call, which vLLM fills after the capture by CUDA IPC. All calls here read the same tensor, so that
+    all rows are alike and are filled before."""
     from flashinfer.comm import vllm_ar
 
     ranks = dist.get_world_size(call.group)
@@ -194,12 +182,8 @@ ALL_REDUCE_FP8 = Peer("flashinfer_fp8_us", "FlashInfer FP8", _flashinfer_fp8)
 
 def nccl_over_nodes() -> str:
     """Have NCCL take the nodes of one host for hosts, which it joins by its sockets, as ours are joined by the fabric.
-
-    To be called before NCCL's first communicator. Settings of the user's count.
-
-    Returns:
-        What reports say of it behind NCCL's version; empty on one node, and where nodes are hosts.
-    """
+    To be called before NCCL's first communicator. Settings of the user's count. Returns what reports say of it behind
+    NCCL's version; empty on one node, and where nodes are hosts."""
     topology = tsn.world().topology
     if topology.nodes == 1 or not topology.single_host:
         return ""

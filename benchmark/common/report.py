@@ -95,16 +95,9 @@ class Table:
     plotted: bool = True
 
     def add(self, row: Mapping[str, Any], samples: Mapping[str, Sequence[float]] | None = None) -> None:
-        """Add a row.
-
-        Args:
-            row: value by column key; a missing or None value is shown as `-`. Keys that no column shows are kept in the
-                JSON file only.
-            samples: raw samples by column key, for the JSON file.
-
-        Raises:
-            ValueError: a key column has no value.
-        """
+        """Add a row. `row`: value by column key; a missing or None value is shown as `-`. Keys that no column shows are
+        kept in the JSON file only. `samples`: raw samples by column key, for the JSON file. Raises ValueError: a key
+        column has no value."""
         for column in self.keys:
             if row.get(column.key) is None:
                 raise ValueError(f"table {self.name}: a row has no value for key column {column.key!r}")
@@ -123,13 +116,9 @@ class Table:
 
 
 class Layout:
-    """Widths and sides of columns: as wide as headings and cells, numbers to the right.
-
-    Args:
-        columns: shown, in order.
-        rows: that the widths are taken from; wider cells that come later move their line.
-        least: of every column's width.
-    """
+    """Widths and sides of columns: as wide as headings and cells, numbers to the right. `columns`: shown, in order.
+    `rows`: that the widths are taken from; wider cells that come later move their line. `least`: of every column's
+    width."""
 
     def __init__(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], least: int = 3) -> None:
         self.columns = list(columns)
@@ -162,11 +151,8 @@ SCHEMA = 1  # of the JSON files that Report writes
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """The content of an earlier `--json` file.
-
-    Raises:
-        ValueError: the file cannot be read, is not JSON, or was not written by a benchmark of this project.
-    """
+    """The content of an earlier `--json` file. Raises ValueError: the file cannot be read, is not JSON, or was not
+    written by a benchmark of this project."""
     try:
         with open(path) as f:
             content = json.load(f)
@@ -192,11 +178,8 @@ def ratio(column: Column, new: float | None, old: float | None) -> float | None:
 
 
 def with_ratios(table: Table, earlier: Mapping[str, Any]) -> Table:
-    """A copy of `table` in which each column with a direction is followed by its ratio to the earlier run.
-
-    Args:
-        earlier: content of a JSON file, from `read_json`. Rows are matched by table name and key columns.
-    """
+    """A copy of `table` in which each column with a direction is followed by its ratio to the earlier run. `earlier`:
+    content of a JSON file, from `read_json`. Rows are matched by table name and key columns."""
     old_table = next((t for t in earlier["tables"] if t["name"] == table.name), None)
     keys = [column.key for column in table.keys]
     if old_table is None or [c["key"] for c in old_table["keys"]] != keys:
@@ -285,11 +268,9 @@ def _gpus() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Name and value of everything that belongs in a report's header, in the order it is shown.
-
-    Versions come from the installed packages' metadata, so nothing is imported for their sake. Callers add what only
-    they know, such as the fabric provider and libfabric's version.
-    """
+    """Name and value of everything that belongs in a report's header, in the order it is shown. Versions come from the
+    installed packages' metadata, so nothing is imported for their sake. Callers add what only they know, such as the
+    fabric provider and libfabric's version."""
     torch = sys.modules.get("torch")
     cuda = getattr(getattr(torch, "version", None), "cuda", None)
     found = {
@@ -317,15 +298,9 @@ _LIVE_INTERVAL = 0.1
 
 
 def progress(items: Iterable[Item], label: str, show: Callable[[Any], str] = str, stream: Any = None) -> Iterator[Item]:
-    """Yield `items`, reporting on rank 0's stderr how far the run is.
-
-    A run that ends within the first interval prints nothing where stderr is no terminal.
-
-    Args:
-        label: what an item is, such as `sizes`.
-        show: turns an item into text.
-        stream: stderr when None.
-    """
+    """Yield `items`, reporting on rank 0's stderr how far the run is. A run that ends within the first interval prints
+    nothing where stderr is no terminal. `label`: what an item is, such as `sizes`. `show`: turns an item into text.
+    `stream`: stderr when None."""
     stream = stream or sys.stderr
     items = list(items)
     live = stream.isatty()

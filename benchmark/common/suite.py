@@ -29,15 +29,8 @@ from tilescale_net.runtime import settings
 
 @dataclass
 class Result:
-    """What became of one benchmark.
-
-    Attributes:
-        content: of its JSON file, None when it left none.
-        plot: an SVG image.
-        outcome: why there are no results, or not all.
-        seconds: that it took.
-        nodes: VIRTUAL_NODES of the run.
-    """
+    """What became of one benchmark. `content`: of its JSON file, None when it left none. `plot`: an SVG image.
+    `outcome`: why there are no results, or not all. `seconds`: that it took. `nodes`: VIRTUAL_NODES of the run."""
 
     name: str
     content: dict[str, Any] | None = None
@@ -116,14 +109,8 @@ TERM_TIMEOUT_S = 20  # for a benchmark to end by itself, after Ctrl-C
 @dataclass(frozen=True)
 class Entry:
     """A benchmark of the suite: a script with a line `BENCH = dict(…)` of literals, which are read without running it.
-
-    Attributes:
-        name: of the script.
-        ranks: that it takes; 0 for all of the machine.
-        nodes: VIRTUAL_NODES.
-        quick: arguments that make a run of seconds.
-        gpu: needs a GPU.
-    """
+    `name`: of the script. `ranks`: that it takes; 0 for all of the machine. `nodes`: VIRTUAL_NODES. `quick`: arguments
+    that make a run of seconds. `gpu`: needs a GPU."""
 
     name: str
     ranks: int = 2
@@ -152,11 +139,8 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the suite.
-
-    Exit code: 0, 1 when a benchmark failed or the page cannot be written, 2 for wrong arguments, 3 when nothing was measured,
-    130 after Ctrl-C, 143 after SIGTERM.
-    """
+    """Run the suite. Exit code: 0, 1 when a benchmark failed or the page cannot be written, 2 for wrong arguments, 3
+    when nothing was measured, 130 after Ctrl-C, 143 after SIGTERM."""
     known = {e.name: e for e in entries()}
     wanted = args.only.split(",") if args.only else list(known)
     for name in wanted:
@@ -235,11 +219,8 @@ def _run(entry: Entry, args: argparse.Namespace, gpus: int, work: Path) -> Resul
 
 
 def execute(command: list[str], nodes: int = 1, limit: float | None = None) -> int:
-    """Run a command with this checkout on Python's path; its exit code, TOO_LONG when it was ended after `limit` seconds.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; the command has ended then.
-    """
+    """Run a command with this checkout on Python's path; its exit code, TOO_LONG when it was ended after `limit`
+    seconds. Raises KeyboardInterrupt: after Ctrl-C or SIGTERM; the command has ended then."""
     root = str(FOLDER.parent)
     env = {**os.environ, "VIRTUAL_NODES": str(nodes)}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))

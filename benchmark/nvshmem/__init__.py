@@ -55,10 +55,7 @@ def command(folder: str, compiler: str, arch: str, output: str) -> list[str]:
 
 def build(folder: str, compiler: str, arch: str) -> Path:
     """The compiled library, from the cache of the simulator's kernels or made now. Safe to call from several processes.
-
-    Raises:
-        RuntimeError: nvcc failed; holds the command and its output.
-    """
+    Raises RuntimeError: nvcc failed; holds the command and its output."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     tag = repr((Path(SOURCE).read_bytes(), version, command(folder, compiler, arch, ""))).encode()
 

@@ -48,11 +48,8 @@ SOURCES = {
 
 
 def report_table(name: str, table: int, cells: dict[str, str], words: int = 1, **wanted: Any) -> Callable[[], str]:
-    """What makes a table of a report's rows whose fields have the values wanted.
-
-    Args:
-        cells: by heading: a format of a row's fields.
-    """
+    """What makes a table of a report's rows whose fields have the values wanted. `cells`: by heading: a format of a
+    row's fields."""
 
     def made() -> str:
         found = rows(name, table, **wanted)

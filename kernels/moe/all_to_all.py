@@ -60,12 +60,8 @@ ALLOWED: dict[str, set[State]] = {
 
 
 class Machine:
-    """The state of one AllToAll, and the phases that are in flight.
-
-    Attributes:
-        pending: what was sent and not yet received, by "dispatch" and "combine".
-        outdated, left_out, freed: see docs/states.md.
-    """
+    """The state of one AllToAll, and the phases that are in flight. `pending`: what was sent and not yet received, by
+    "dispatch" and "combine". `outdated`, `left_out`, `freed`: see docs/states.md."""
 
     def __init__(self) -> None:
         self.pending: dict[str, Pending] = {}
@@ -87,12 +83,8 @@ class Machine:
         return State.DISPATCHING if "dispatch" in self.pending else State.COMBINING
 
     def check(self, call: str) -> None:
-        """Raise unless the table accepts `call` now.
-
-        Raises:
-            TileScaleError: the object or this rank has left, or the ranks of the job are others than the object's.
-            ValueError: a phase is missing.
-        """
+        """Raise unless the table accepts `call` now. Raises TileScaleError: the object or this rank has left, or the
+        ranks of the job are others than the object's. ValueError: a phase is missing."""
         # The usual case costs a look at four fields.
         if not (self.pending or self.outdated or self.left_out or self.freed) and not call.endswith("_recv"):
             return

@@ -74,20 +74,15 @@ class Blueprint:
 
 
 def variants_of(config: Config, tuning: Tuning, num_sms: int, nodes: int = 1) -> list[Callable[[], object]]:
-    """Calls that each ask for a kernel of an AllToAll on GPUs: all that its calls may need.
-
-    Args:
-        num_sms: of the GPU. nodes: of the ranks.
-    """
+    """Calls that each ask for a kernel of an AllToAll on GPUs: all that its calls may need. `num_sms`: of the GPU.
+    nodes: of the ranks."""
     resolved = tuning.resolved(config, torch.device("meta"), num_sms)
     return make(cast("AllToAll", Blueprint(config, resolved, num_sms, nodes)), config).variants(True)
 
 
 def crosses_once(config: Config, tuning: Tuning, nodes: int) -> bool:
     """Whether a row crosses the network once per node: where nodes have several ranks, and the mode can do it.
-
-    ValueError for tiles, which are not counted there.
-    """
+    ValueError for tiles, which are not counted there."""
     once = config.mode in OVER_NODES and tuning.once_per_node and 1 < nodes < config.ranks
     if once and config.tile_rows is not None:
         raise ValueError(
@@ -107,10 +102,8 @@ def symmetric_buffers(
 
 
 def world_with_room(world: World, config: Config, tuning: Tuning, active: tuple[bool, ...] | None = None) -> World:
-    """`world` where its heap has room for the buffers of a configuration, else a new one of the same ranks.
-
-    Collective; heaps hold the same on all ranks, so that all that want the same come to the same answer.
-    """
+    """`world` where its heap has room for the buffers of a configuration, else a new one of the same ranks. Collective;
+    heaps hold the same on all ranks, so that all that want the same come to the same answer."""
     world.control.agree("AllToAll", f"grow=True, {config.describe()}, {tuning}, active={active}")
     masks = [tuple(r in world.control.members for r in range(config.ranks)), *([active] if active else [])]
     sizes = sizes_of(symmetric_buffers(config, tuning, world.topology.nodes, 0 in world.peer_base, masks))

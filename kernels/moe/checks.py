@@ -178,16 +178,9 @@ WEIGHTS = (*FLOATS, torch.bfloat16, torch.float16, torch.float64)  # kernels tak
 
 
 class ArgumentChecks:
-    """The checks of one AllToAll.
-
-    Args:
-        config: its sizes and dtypes.
-        device: where its tensors are.
-        heap: the symmetric heap.
-        output_shape: of the rows that dispatch gives.
-        symmetric: whether they lie in symmetric memory.
-        blocks: of a call that names none.
-    """
+    """The checks of one AllToAll. `config`: its sizes and dtypes. `device`: where its tensors are. `heap`: the
+    symmetric heap. `output_shape`: of the rows that dispatch gives. `symmetric`: whether they lie in symmetric memory.
+    `blocks`: of a call that names none."""
 
     def __init__(
         self, config: Config, device: torch.device, heap: Heap, output_shape: tuple[int, ...], symmetric: bool, blocks: int
@@ -248,11 +241,8 @@ class ArgumentChecks:
         return out if self._are_sums(out, tokens) else None
 
     def dispatch(self, call: DispatchCall, membership: tuple, pending: Pending | None) -> None:
-        """Check a dispatch, and fill in its rows, choices, output and blocks.
-
-        Args:
-            membership: of the object now. pending: the dispatch that is sent and not received, or None.
-        """
+        """Check a dispatch, and fill in its rows, choices, output and blocks. `membership`: of the object now. pending:
+        the dispatch that is sent and not received, or None."""
         handle = call.handle
         if handle is not None and not self._capabilities.reuses_plan:
             raise ArgumentError("handle", TypeError(f"{self._c.mode} mode takes topk_idx, and no handle"))
@@ -435,11 +425,8 @@ class ArgumentChecks:
         return scales.transpose(-2, -1) if by_column else scales
 
     def handle(self, handle: Any, membership: tuple, pending: Pending | None) -> Handle:
-        """A handle that this object can use.
-
-        Args:
-            membership: of the object now. pending: the dispatch that is sent and not received, or None.
-        """
+        """A handle that this object can use. `membership`: of the object now. pending: the dispatch that is sent and
+        not received, or None."""
         if not isinstance(handle, Handle):
             raise ArgumentError("handle", TypeError(f"handle must be the handle of a dispatch, not {handle!r}"))
         if handle.signature is not self._signature and handle.signature != self._signature:
@@ -501,11 +488,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def check_tensor(
     argument: str, tensor: Any, device: torch.device, dtypes: Sequence[torch.dtype], shape: Sequence[int | None], alignment: int = 16
 ) -> None:  # fmt: skip
-    """Raise ArgumentError unless `tensor` is a contiguous tensor of one of `dtypes` on `device`.
-
-    Args:
-        shape: a tuple; None as its first extent: any. alignment: bytes of which the tensor must begin at a multiple.
-    """
+    """Raise ArgumentError unless `tensor` is a contiguous tensor of one of `dtypes` on `device`. `shape`: a tuple; None
+    as its first extent: any. alignment: bytes of which the tensor must begin at a multiple."""
     if type(tensor) not in _ORDINARY and isinstance(tensor, torch.Tensor) and not _has_memory(tensor):
         text = f"{argument} is a {type(tensor).__name__}, which has no memory that kernels could reach"
         raise ArgumentError(argument, TypeError(text))
@@ -549,16 +533,8 @@ def check_experts(topk_idx: torch.Tensor, experts: int) -> None:
 
 def beyond_capacity(topk_idx: torch.Tensor, topk_weights: torch.Tensor, capacity: int, drop: str) -> torch.Tensor:
     """Which choices do not fit; some small kernels of torch on the current stream, without a wait for the GPU.
-
-    Args:
-        topk_idx: [tokens, top_k] experts; -1: no choice, which is never dropped.
-        topk_weights: [tokens, top_k], for "weight".
-        capacity: choices of an expert that are kept.
-        drop: one of DROPS.
-
-    Returns:
-        Bool [tokens, top_k].
-    """
+    `topk_idx`: [tokens, top_k] experts; -1: no choice, which is never dropped. `topk_weights`: [tokens, top_k], for
+    "weight". `capacity`: choices of an expert that are kept. `drop`: one of DROPS. Returns bool [tokens, top_k]."""
     by_choice = drop == "choice"
     flat = (topk_idx.t() if by_choice else topk_idx).reshape(-1)
     order = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)

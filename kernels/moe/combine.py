@@ -97,11 +97,8 @@ class CombineConfig(SumSizes):
 
 
 class SummedRows(NamedTuple):
-    """Rows of sums, what scales them where they are quantised, and the numbers of choices that go with them.
-
-    Attributes:
-        rows: [any, hidden]. scales: float32 [any, groups]. values: float32 [any, top_k].
-    """
+    """Rows of sums, what scales them where they are quantised, and the numbers of choices that go with them. `rows`:
+    [any, hidden]. scales: float32 [any, groups]. values: float32 [any, top_k]."""
 
     rows: Any
     scales: Any
@@ -117,14 +114,9 @@ class SummedRows(NamedTuple):
 
 
 class LocalContribution(NamedTuple):
-    """What this rank's experts have made.
-
-    Attributes:
-        y: [capacity, hidden] of the dtype of the result.
-        weights: float32 [capacity], `row_weight`.
-        values: float32 [capacity] or [capacity * top_k], `row_values`.
-        records: int32 [ranks, max_tokens, words], see `record_words`: which rows of `y` a received row is summed of.
-    """
+    """What this rank's experts have made. `y`: [capacity, hidden] of the dtype of the result. `weights`: float32
+    [capacity], `row_weight`. `values`: float32 [capacity] or [capacity * top_k], `row_values`. `records`: int32 [ranks,
+    max_tokens, words], see `record_words`: which rows of `y` a received row is summed of."""
 
     y: Any
     weights: Any
@@ -139,14 +131,9 @@ CombineTensors = namedtuple(
 
 
 class SlotOffsets(NamedTuple):
-    """Where the rows of each rank are; int32 [ranks] each, of shared memory.
-
-    Attributes:
-        received: how many came from each rank.
-        base: the first of them among all that came.
-        before: the first slot of each rank at this one; not used where rows cross the network once per node.
-        there: the first slot of this rank at each rank.
-    """
+    """Where the rows of each rank are; int32 [ranks] each, of shared memory. `received`: how many came from each rank.
+    `base`: the first of them among all that came. `before`: the first slot of each rank at this one; not used where
+    rows cross the network once per node. `there`: the first slot of this rank at each rank."""
 
     received: Any
     base: Any
@@ -155,11 +142,8 @@ class SlotOffsets(NamedTuple):
 
 
 class ReturnedChunk(NamedTuple):
-    """The chunk of sums of this node that a forwarder sends; int32 variables of the kernel.
-
-    Attributes:
-        k: slot of the source. source: its rank. c: the number of the chunk. n: its rows.
-    """
+    """The chunk of sums of this node that a forwarder sends; int32 variables of the kernel. `k`: slot of the source.
+    source: its rank. c: the number of the chunk. n: its rows."""
 
     k: Any
     source: Any
@@ -467,11 +451,8 @@ def sum_rows(s, mem, work, token: T.Ref, peer: T.Ref, lane):
 
 @tsn.macro
 def sum_values(s, mem, slot_of, token: T.Ref, slot: T.Ref, total: T.Ref, lane):
-    """Add up the numbers of a token's choices over the ranks or origins.
-
-    Args:
-        slot_of: offset of a token's row of a rank among its rows, -1 where it has none, and where that rank's begin.
-    """
+    """Add up the numbers of a token's choices over the ranks or origins. `slot_of`: offset of a token's row of a rank
+    among its rows, -1 where it has none, and where that rank's begin."""
     for g in T.serial((s.top_k + 31) // 32):
         if g * 32 + lane < s.top_k:
             total = T.float32(0)

@@ -92,11 +92,8 @@ class RowOffsets(NamedTuple):
 
 class NodeChunk(NamedTuple):
     """The chunk of rows that a warp sends to another node, or forwards in its own; int32 variables of the kernel.
-
-    Attributes:
-        node: the other node. k: slot of the source of what is forwarded. source: its rank. r: index in this node of the rank
-            that gets the rows. peer: that rank. c: the number of the chunk. n: its rows.
-    """
+    `node`: the other node. k: slot of the source of what is forwarded. source: its rank. r: index in this node of the
+    rank that gets the rows. peer: that rank. c: the number of the chunk. n: its rows."""
 
     node: Any
     k: Any

@@ -173,13 +173,9 @@ class Handle:
 
 @dataclass(slots=True)
 class Choices:
-    """What the tokens of a dispatch have chosen.
-
-    Attributes:
-        topk_idx: [tokens, top_k] experts, int64 or int32. topk_weights: [tokens, top_k] float32.
-        cleared: whether places of the plan that stand for no row shall be zero.
-        dropped: bool [tokens, top_k], those that were dropped for an `expert_capacity` and are -1 now; None without it.
-    """
+    """What the tokens of a dispatch have chosen. `topk_idx`: [tokens, top_k] experts, int64 or int32. topk_weights:
+    [tokens, top_k] float32. `cleared`: whether places of the plan that stand for no row shall be zero. `dropped`: bool
+    [tokens, top_k], those that were dropped for an `expert_capacity` and are -1 now; None without it."""
 
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
@@ -256,10 +252,7 @@ class Dispatched:
 
 class DispatchedByPlan(Dispatched):
     """What dispatch gives where the numbers are parts of the plan: they are looked up when they are asked for.
-
-    Args:
-        by_rank: the layout is "rank".
-    """
+    `by_rank`: the layout is "rank"."""
 
     def __init__(self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, by_rank: bool):
         self.x, self.scales, self.handle, self._by_rank = x, scales, handle, by_rank
@@ -331,11 +324,8 @@ CACHED_PLANS = 4
 
 
 class _Tensors:
-    """The tensors of a plan, by the names of its fields; `arguments` holds them as launches take them.
-
-    Args:
-        shapes: field -> shape and dtype.
-    """
+    """The tensors of a plan, by the names of its fields; `arguments` holds them as launches take them. `shapes`: field
+    -> shape and dtype."""
 
     __slots__ = ("_device", "_shapes", "_taken", "_tensors", "arguments")
 

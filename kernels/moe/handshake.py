@@ -18,13 +18,9 @@ SENDS, RECEIVES = 1, 2
 
 
 class CallState(NamedTuple):
-    """The call that a kernel makes; variables of the kernel, which steps read where they stand.
-
-    Attributes:
-        me: int32, this rank.
-        call: uint64, the number of the call.
-        parity: int32, which of two sets of buffers, signals or tickets belongs to the call.
-    """
+    """The call that a kernel makes; variables of the kernel, which steps read where they stand. `me`: int32, this rank.
+    `call`: uint64, the number of the call. `parity`: int32, which of two sets of buffers, signals or tickets belongs to
+    the call."""
 
     me: Any
     call: Any
@@ -32,14 +28,9 @@ class CallState(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The chunk of rows that a warp sends; int32 variables of the kernel, which steps read where they stand.
-
-    Attributes:
-        peer: the rank that gets the rows.
-        c: the number of the chunk.
-        n: its rows.
-        size: the rows of a chunk to this rank, in a combine that sends rows to their ranks straight.
-    """
+    """The chunk of rows that a warp sends; int32 variables of the kernel, which steps read where they stand. `peer`:
+    the rank that gets the rows. `c`: the number of the chunk. `n`: its rows. `size`: the rows of a chunk to this rank,
+    in a combine that sends rows to their ranks straight."""
 
     peer: Any
     c: Any
@@ -48,13 +39,9 @@ class Chunk(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks of a call, known when its kernel is compiled.
-
-    Attributes:
-        ranks: of the job. blocks, threads: of the launch.
-        senders: the number of blocks that send; they are the first.
-        absent, absent_senders: how many more blocks, and senders among them, other calls have; block 0 counts for them.
-    """
+    """The blocks of a call, known when its kernel is compiled. `ranks`: of the job. blocks, threads: of the launch.
+    `senders`: the number of blocks that send; they are the first. `absent`, `absent_senders`: how many more blocks, and
+    senders among them, other calls have; block 0 counts for them."""
 
     ranks: int
     blocks: int
@@ -65,13 +52,9 @@ class Blocks(NamedTuple):
 
 
 class CompletionSignals(NamedTuple):
-    """The words by which calls end.
-
-    Attributes:
-        active: int32 [ranks], 0 for a rank that is left out.
-        done: uint64 [ranks], symmetric: how many blocks of each rank have sent all, in all calls.
-        calls: uint64 [blocks + absent], the calls so far.
-    """
+    """The words by which calls end. `active`: int32 [ranks], 0 for a rank that is left out. `done`: uint64 [ranks],
+    symmetric: how many blocks of each rank have sent all, in all calls. `calls`: uint64 [blocks + absent], the calls so
+    far."""
 
     active: Any
     done: Any
@@ -93,11 +76,8 @@ def check_announcement(word, tag, rank, status):
 @tsn.macro
 def open_call(ready, active, status, me, call, tag, block, senders, rank):
     """Begin a call with rank `rank`, by thread `rank` of every block; blocks that send wait until that rank has begun.
-
-    Args:
-        ready: uint64 [ranks], symmetric. active: int32 [ranks]. status: int64 [STATUS_WORDS].
-        call: number of the call. tag: of this rank's call. senders: the number of blocks that send; they are the first.
-    """
+    `ready`: uint64 [ranks], symmetric. active: int32 [ranks]. status: int64 [STATUS_WORDS]. `call`: number of the call.
+    tag: of this rank's call. senders: the number of blocks that send; they are the first."""
     word = T.alloc_var("uint64")
     if active[rank] != 0:
         if block == 0:
@@ -148,10 +128,7 @@ def count_sender(done, active, me: T.Ref, thread, ranks):
 @tsn.macro
 def close_call(of, ends, me: T.Ref, call: T.Ref, block, thread):
     """End a call: block 0 waits until all blocks of all ranks have sent, so no signal of a call meets one of the next.
-
-    Args:
-        of: the Blocks. ends: the CompletionSignals.
-    """
+    `of`: the Blocks. ends: the CompletionSignals."""
     if of.absent:
         stand_in(of, ends, me, call, block, thread)
     if block == 0 and thread < of.ranks:
@@ -219,10 +196,8 @@ def find_source(counts, source: T.Ref, slot: T.Ref):
 
 @tsn.macro
 def wait_timed(word, value, waited, rank):
-    """`N.wait(word(), "ge", value)`; how many clocks it took is added to `waited` (uint64 [ranks]) of `rank`.
-
-    Where waits are timed it stands before the wait of those that are not, which orders what follows.
-    """
+    """`N.wait(word(), "ge", value)`; how many clocks it took is added to `waited` (uint64 [ranks]) of `rank`. Where
+    waits are timed it stands before the wait of those that are not, which orders what follows."""
     began = T.alloc_var("uint64")
     began = T.call_extern("uint64", "clock64")
     N.wait(word(), "ge", value)
@@ -250,8 +225,6 @@ def time_message(timed, arrived, place: T.Ref, call: T.Ref, waited, source: T.Re
 @tsn.macro
 def await_previous(begun, parity: T.Ref, call: T.Ref, bits, rank, ranks):
     """Latency mode: wait until `rank` has begun the call before; its buffers of the one before that are free by then.
-
-    Args:
-        begun: uint64 [2 * ranks], symmetric. parity: of call `call`. bits: that follow the number of the call in a word.
-    """
+    `begun`: uint64 [2 * ranks], symmetric. parity: of call `call`. bits: that follow the number of the call in a
+    word."""
     N.wait(begun[(1 - parity) * ranks + rank], "ge", (call - T.uint64(1)) << T.uint64(bits))

@@ -102,10 +102,7 @@ LatencyCombineTensors = namedtuple(
 
 class TokenPart(NamedTuple):
     """The part of a token's row that a warp sums; int32 variables of the kernel, which steps read where they stand.
-
-    Attributes:
-        token: whose row it is. part: its number.
-    """
+    `token`: whose row it is. part: its number."""
 
     token: Any
     part: Any
@@ -176,11 +173,8 @@ def put_part(s, mem, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, p
 
 @tsn.macro
 def sum_part(s, mem, work, now, rank_of, of, end: T.Ref, first: T.Ref, peer: T.Ref, slot: T.Ref, lane):
-    """Wait for a part of a token's rows and sum them in the order of ranks.
-
-    Args:
-        rank_of: which rank sends what an index in that order stands for. of: the TokenPart.
-    """
+    """Wait for a part of a token's rows and sum them in the order of ranks. `rank_of`: which rank sends what an index
+    in that order stands for. of: the TokenPart."""
     R, M, width, batch, group = s.ranks, s.max_tokens, s.width, s.sum_batch, s.sum_group
     end = T.min(s.units, (of.part + 1) * s.size)
     for g in T.serial((R + 31) // 32):

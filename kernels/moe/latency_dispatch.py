@@ -132,10 +132,7 @@ class LatencyDispatchConfig:
 
 class MessageViews(NamedTuple):
     """The messages that a rank makes, one per token, [2 * max_tokens, …]: the same symmetric memory as different types.
-
-    Attributes:
-        words: int32, see MessageLayout. fp8: bytes of a row that is quantised. scales: float32, its scales.
-    """
+    `words`: int32, see MessageLayout. fp8: bytes of a row that is quantised. scales: float32, its scales."""
 
     words: Any
     fp8: Any
@@ -157,12 +154,9 @@ LatencyDispatchTensors = namedtuple(
 
 
 class TokenChoices(NamedTuple):
-    """The choices of a block's token; int32 [top_k] each, of shared memory.
-
-    Attributes:
-        mine: the experts, or -1. same_expert: earlier choices of the same expert.
-        same_rank, same_node: earlier tokens with a choice at the same rank, or in the same node.
-    """
+    """The choices of a block's token; int32 [top_k] each, of shared memory. `mine`: the experts, or -1. same_expert:
+    earlier choices of the same expert. `same_rank`, `same_node`: earlier tokens with a choice at the same rank, or in
+    the same node."""
 
     mine: Any
     same_expert: Any
@@ -173,9 +167,7 @@ class TokenChoices(NamedTuple):
 @tsn.macro
 def count_choices(s, mem, tokens, fault, fault_value, histogram, bad, now, thread):
     """Count the choices per expert and the tokens per rank, by one block; wait meanwhile until the headers are free.
-
-    Leaves the counts in `histogram` [bins] and the fault of this rank with its value in `bad`.
-    """
+    Leaves the counts in `histogram` [bins] and the fault of this rank with its value in `bad`."""
     R, experts, threads, local = s.ranks, s.experts, s.threads, s.local
     seen = T.alloc_local((s.top_k,), "int32")
     other, choice, first = int_vars(3)

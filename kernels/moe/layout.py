@@ -55,13 +55,8 @@ def record_words(top_k: int) -> int:
 
 
 class CountsLayout:
-    """One rank's row of counts: choices per expert, rows per rank, then its fault.
-
-    Attributes:
-        bins: experts + ranks.
-        code, value: offsets of the fault.
-        words: length of the row.
-    """
+    """One rank's row of counts: choices per expert, rows per rank, then its fault. `bins`: experts + ranks. `code`,
+    `value`: offsets of the fault. `words`: length of the row."""
 
     def __init__(self, experts: int, ranks: int):
         _, self.code, self.value, end = offsets_of(experts + ranks, 1, 1)
@@ -186,10 +181,9 @@ class NodePlanOffsets:
 
 
 class LatencyNodePlanOffsets:
-    """The same of a plan of latency mode: the index of a row received among the messages of its source to this node; at a
-    forwarder, how many messages of the source of a slot it has forwarded, and for each of them the ranks of its node that it
-    went to, by index and in order, then -1 [top_k].
-    """
+    """The same of a plan of latency mode: the index of a row received among the messages of its source to this node; at
+    a forwarder, how many messages of the source of a slot it has forwarded, and for each of them the ranks of its node
+    that it went to, by index and in order, then -1 [top_k]."""
 
     def __init__(self, at: NodeLayout, max_tokens: int, top_k: int):
         self.at, self.max_tokens, self.top_k = at, max_tokens, top_k
@@ -208,13 +202,9 @@ class LatencyNodePlanOffsets:
 
 
 class Route(NamedTuple):
-    """How a kernel sends where rows cross the network once per node.
-
-    Attributes:
-        at: NodeLayout, offsets in `map`. plan: NodePlanOffsets or LatencyNodePlanOffsets, offsets in `words`.
-        map: int32 [at.map_words], `node_map`, from the host.
-        words: int32 [plan.words], `node_plan`, from the call that routes.
-    """
+    """How a kernel sends where rows cross the network once per node. `at`: NodeLayout, offsets in `map`. plan:
+    NodePlanOffsets or LatencyNodePlanOffsets, offsets in `words`. `map`: int32 [at.map_words], `node_map`, from the
+    host. `words`: int32 [plan.words], `node_plan`, from the call that routes."""
 
     at: NodeLayout
     plan: Any
@@ -244,11 +234,8 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Forwarders:
-    """Which rank is the forwarder of which sources, by the ranks that take part; the same on all ranks.
-
-    Attributes:
-        mask: for each rank whether it takes part. nodes: how many there are.
-    """
+    """Which rank is the forwarder of which sources, by the ranks that take part; the same on all ranks. `mask`: for
+    each rank whether it takes part. nodes: how many there are."""
 
     mask: tuple[bool, ...]
     nodes: int

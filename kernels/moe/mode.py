@@ -30,11 +30,8 @@ def stream_key(device: torch.device) -> Hashable:
 
 
 class SideStream:
-    """A CUDA stream of high priority beside the caller's.
-
-    Args:
-        in_order: launches on the caller's stream wait for those made on the side before.
-    """
+    """A CUDA stream of high priority beside the caller's. `in_order`: launches on the caller's stream wait for those
+    made on the side before."""
 
     def __init__(self, device: torch.device, in_order: bool = False):
         self._device, self._in_order = device, in_order
@@ -54,11 +51,8 @@ class SideStream:
 
     @contextlib.contextmanager
     def on_side(self, tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-        """Run launches on this stream, after what the current stream holds; yields what `wait` waits for.
-
-        Args:
-            tensors: of the caller, which the launches use.
-        """
+        """Run launches on this stream, after what the current stream holds; yields what `wait` waits for. `tensors`: of
+        the caller, which the launches use."""
         event = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for tensor in tensors:
@@ -85,12 +79,8 @@ class SideStream:
 
 class DeferredStream:
     """The simulator's stand-in: launches made on the side run when they are waited for, as late as a GPU may run them.
-
     What happens to their arguments in between, or to memory that they share with other calls, then shows in the data.
-
-    Args:
-        in_order: see SideStream.
-    """
+    `in_order`: see SideStream."""
 
     def __init__(self, in_order: bool = False):
         self._on_side, self._in_order = False, in_order
@@ -258,11 +248,8 @@ class OverNodes(Mode):
     @staticmethod
     @abstractmethod
     def node_buffers(config: Config, tuning: Tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
-        """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype).
-
-        Args:
-            masks: ranks that take part when they are not all, now and later.
-        """
+        """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype). `masks`: ranks that take part when they
+        are not all, now and later."""
 
     @staticmethod
     @abstractmethod

@@ -83,10 +83,8 @@ def bin_of(s: Any, row: Any, key: Any) -> Any:
 @tsn.macro
 def number_in_block(s, shared, part: T.Ref, thread):
     """Number the block's choices: numbers = how many of the same bin precede each in the part of its warp; before[w] =
-    how many in the parts of the warps before w; before[parts] = how many in all.
-
-    `part` becomes the groups of 32 choices of a warp's part.
-    """
+    how many in the parts of the warps before w; before[parts] = how many in all. `part` becomes the groups of 32
+    choices of a warp's part."""
     cell, key = int_vars(2)
     same = T.alloc_var("uint32")
     n = T.alloc_var("int32")
@@ -244,9 +242,7 @@ def number_choices(s, mem, shared, part: T.Ref, mine: T.Ref, me, block, thread):
 @tsn.macro
 def find_first(s, shared, key: T.Ref, cell):
     """keys[2, cell] = the first of the experts that its token has at the rank whose bin `key` is; -1 where it has none.
-
-    By a thread for each cell; `key` is -1 but for the first of a token's cells at a rank.
-    """
+    By a thread for each cell; `key` is -1 but for the first of a token's cells at a rank."""
     K, local = s.top_k, s.local
     least = T.alloc_var("int32")
     least = -1
@@ -261,13 +257,9 @@ def find_first(s, shared, key: T.Ref, cell):
 
 @tsn.macro
 def order_rows(s, mem, shared, firsts, part: T.Ref, mine: T.Ref, block, thread):
-    """Number the rows to each rank by the first of their experts there, then by token: numbers[2, …].
-
-    Rows of the first experts are then sent first, so that whole tiles of them are there while others are in flight.
-
-    Args:
-        firsts: int32 [experts] of shared memory.
-    """
+    """Number the rows to each rank by the first of their experts there, then by token: numbers[2, …]. Rows of the first
+    experts are then sent first, so that whole tiles of them are there while others are in flight. `firsts`: int32
+    [experts] of shared memory."""
     threads, local = s.threads, s.local
     n = T.alloc_var("int32")
     for i in T.serial((s.experts + threads - 1) // threads):
@@ -621,11 +613,9 @@ def count_received(s, mem, shared, me, thread):
 
 @tsn.macro
 def store_records(s, mem, shared, block, thread):
-    """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major row.
-
-    Blocks share the ranks, or the records of a rank. A thread copies a choice at a time, but loads several before it stores
-    the first.
-    """
+    """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major
+    row. Blocks share the ranks, or the records of a rank. A thread copies a choice at a time, but loads several before
+    it stores the first."""
     K, at_once, groups = s.top_k, 8, min(s.ranks, s.blocks)
     group = block % groups
     stride = (s.blocks - group + groups - 1) // groups * s.threads

@@ -73,12 +73,8 @@ class SumSizes:
 
 
 class Rows(NamedTuple):
-    """Rows and their scales.
-
-    Attributes:
-        rows: [any, words or elements of a row].
-        scales: [any, scales of a row], where rows have scales; else unused.
-    """
+    """Rows and their scales. `rows`: [any, words or elements of a row]. `scales`: [any, scales of a row], where rows
+    have scales; else unused."""
 
     rows: Any
     scales: Any
@@ -89,12 +85,8 @@ class Rows(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the caller of a combine gets, and what is added to it.
-
-    Attributes:
-        out, bias_0, bias_1: [rows, hidden] of the dtype of the result.
-        values: float32 [rows, top_k], where numbers of choices return.
-    """
+    """What the caller of a combine gets, and what is added to it. `out`, `bias_0`, `bias_1`: [rows, hidden] of the
+    dtype of the result. `values`: float32 [rows, top_k], where numbers of choices return."""
 
     out: Any
     bias_0: Any
@@ -193,10 +185,8 @@ def store_rounded(dst, row, acc, first, lane, units, width, batch, dtype):
 
 @tsn.macro
 def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, offset=0):
-    """Store a batch as FP8 with one float32 scale per 128 elements, which are the vectors of 128 / width lanes.
-
-    All lanes of the warp call; vectors beyond the row must be zero. The scales begin at column `offset`.
-    """
+    """Store a batch as FP8 with one float32 scale per 128 elements, which are the vectors of 128 / width lanes. All
+    lanes of the warp call; vectors beyond the row must be zero. The scales begin at column `offset`."""
     lanes = GROUP // width
     for u in T.unroll(batch):
         amax = T.alloc_var("float32")
@@ -250,11 +240,8 @@ def add_rows(acc, loaded, row, weight, src, first, lane, units, width, batch, gr
 
 @tsn.macro
 def add_slots(s, work, scales, there, first, lane, end, batch, group):
-    """acc += the rows that a warp has loaded to work.loaded, in their order; scaled where they are quantised.
-
-    Args:
-        there: of a row of `work.from_row`, whether there is one.
-    """
+    """acc += the rows that a warp has loaded to work.loaded, in their order; scaled where they are quantised. `there`:
+    of a row of `work.from_row`, whether there is one."""
     width = s.width
     for g in T.unroll(group):
         if there(work.from_row[g]):
@@ -285,11 +272,8 @@ def add_biases(s, acc, result, token: T.Ref, first, lane, end):
 def sum_of_ranks(
     parts: list[torch.Tensor], rank: int, dtype: torch.dtype, quantised: bool = False, nodes: int = 1
 ) -> torch.Tensor:
-    """What combine makes on `rank` of what each rank has for its tokens.
-
-    Args:
-        parts: of each rank, [tokens, hidden] float32. nodes: where they are summed in other nodes first, else 1.
-    """
+    """What combine makes on `rank` of what each rank has for its tokens. `parts`: of each rank, [tokens, hidden]
+    float32. nodes: where they are summed in other nodes first, else 1."""
 
     def travelled(rows: torch.Tensor) -> torch.Tensor:
         return dequantise(*quantise(rows)) if quantised else rows.to(dtype).float()

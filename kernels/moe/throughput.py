@@ -55,11 +55,9 @@ def rows_received(config: Config) -> int:
 
 
 def shared_rows(config: Config, proxied: bool) -> dict[str, tuple[str, int, int, torch.dtype]]:
-    """Buffers of rows: "kernel.parameter" -> (the memory that it lies in, rows, columns, dtype).
-
-    Between nodes a dispatch and a combine share memory, each as many rows as a rank sends, and as it receives. A call
-    fills them when all ranks have begun it, and so have ended the one before.
-    """
+    """Buffers of rows: "kernel.parameter" -> (the memory that it lies in, rows, columns, dtype). Between nodes a
+    dispatch and a combine share memory, each as many rows as a rank sends, and as it receives. A call fills them when
+    all ranks have begun it, and so have ended the one before."""
     c, placement = config, placement_of(config)
     sent, received = most_sent(c.ranks, c.max_tokens, c.top_k), rows_received(c)
     payload = FP8_DTYPE if c.quantize_combine else c.combine_dtype
@@ -430,10 +428,8 @@ class ThroughputMode(Mode):
         }
 
     def _plan_routing(self, call: DispatchCall) -> RoutingPlan:
-        """Agree with all ranks on the routing of a dispatch; a fault makes them all reject it.
-
-        `cleared`: a new plan of exactly these tokens, with zeros in the places of rows that do not exist.
-        """
+        """Agree with all ranks on the routing of a dispatch; a fault makes them all reject it. `cleared`: a new plan of
+        exactly these tokens, with zeros in the places of rows that do not exist."""
         choices, fault, tokens = call.choices, call.fault, call.x.shape[0]
         if choices.cleared:
             shapes = self._plan_shapes() | {"token_slot": ((max(tokens, 1), self._c.ranks), torch.int32)}

@@ -54,11 +54,7 @@ class Tiles:
 
 
 class Awaited(NamedTuple):
-    """What a kernel needs of `Tiles`.
-
-    Attributes:
-        words: uint64 [tiles + 1]. calls: int64 [1]. growth: int32. rows: of a tile.
-    """
+    """What a kernel needs of `Tiles`. `words`: uint64 [tiles + 1]. calls: int64 [1]. growth: int32. rows: of a tile."""
 
     words: Any
     calls: Any
@@ -75,11 +71,8 @@ def signal_started(words, tiles, blocks, me: T.Ref, thread):
 
 @tsn.macro
 def add_missing_rows(words, totals, at, tile_rows, tiles, me: T.Ref, thread, threads):
-    """Add to the word of each tile the rows that it does not get in this call. By a block.
-
-    Args:
-        totals: of the plan. at: `PlanOffsets`, its offsets.
-    """
+    """Add to the word of each tile the rows that it does not get in this call. By a block. `totals`: of the plan. at:
+    `PlanOffsets`, its offsets."""
     first, begin, end, short = int_vars(4)
     for i in T.serial((tiles + threads - 1) // threads):
         if i * threads + thread < tiles:
@@ -108,11 +101,8 @@ def count_rows(words, records, source: T.Ref, first, count: T.Ref, top_k, tile_r
 
 @tsn.macro
 def await_rows(tiles, records, source: T.Ref, first, count: T.Ref, top_k, row: T.Ref, lane):
-    """Wait for the tiles of all experts' rows of rows `first` … of `source`. By a warp.
-
-    Args:
-        tiles: the Awaited. row: int32, to work with.
-    """
+    """Wait for the tiles of all experts' rows of rows `first` … of `source`. By a warp. `tiles`: the Awaited. row:
+    int32, to work with."""
     for i in T.serial((count * top_k + 31) // 32):
         if i * 32 + lane < count * top_k:
             row = records[source, first + (i * 32 + lane) // top_k, (i * 32 + lane) % top_k]

@@ -21,11 +21,8 @@ def trace_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def trace(args: argparse.Namespace) -> int:
-    """Print the summary of a timeline, put together first if its job left it in parts.
-
-    Raises:
-        ConfigurationError: there is no trace, or it is damaged.
-    """
+    """Print the summary of a timeline, put together first if its job left it in parts. Raises ConfigurationError: there
+    is no trace, or it is damaged."""
     left = timeline.part_files(args.file)
     if left and not os.path.exists(args.file):
         try:
@@ -134,10 +131,7 @@ def check_arguments(command: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> int:
     """Explore the schedules and print the result; 1 where something is wrong, 3 where not all schedules could be run.
-
-    Raises:
-        ConfigurationError: the function or the schedule is invalid.
-    """
+    Raises ConfigurationError: the function or the schedule is invalid."""
     from tilescale_net.explore import reports, search
     from tilescale_net.explore.case import Case, load
 

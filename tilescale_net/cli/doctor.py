@@ -32,14 +32,8 @@ FILES_OF_A_PEER, FILES_OF_A_PROGRAM = 4, 200
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of a check.
-
-    Attributes:
-        what: is checked.
-        state: GOOD, WARNING, MISSING or UNUSED.
-        found: the present state.
-        remedy: what to do, where something is to do.
-    """
+    """Outcome of a check. `what`: is checked. `state`: GOOD, WARNING, MISSING or UNUSED. `found`: the present state.
+    `remedy`: what to do, where something is to do."""
 
     what: str
     state: str

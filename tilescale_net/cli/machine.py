@@ -23,11 +23,8 @@ def driver() -> str | None:
 
 
 def link(first: int, second: int) -> str:
-    """What a GPU reaches the memory of another by: "NVLink", "PCIe", or "none".
-
-    CUDA does not name the link, but reports whether atomic operations are carried out at its other end: over NVLink
-    only.
-    """
+    """What a GPU reaches the memory of another by: "NVLink", "PCIe", or "none". CUDA does not name the link, but
+    reports whether atomic operations are carried out at its other end: over NVLink only."""
     from cuda.bindings import runtime
 
     attributes = runtime.cudaDeviceP2PAttr
@@ -43,9 +40,7 @@ def link(first: int, second: int) -> str:
 
 def gpus() -> list[dict[str, Any]]:
     """One dict a GPU: name, compute_capability, memory (bytes), pci, numa_node, peers (ordinals it can map), links.
-
-    `links` has what each of the peers is reached by, see `link`.
-    """
+    `links` has what each of the peers is reached by, see `link`."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -69,11 +64,8 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def nics(gpu_places: list[str]) -> list[dict[str, Any]]:
-    """One dict a NIC for remote memory: name, driver, path, numa_node, state, rate, near (ordinals of the nearest GPUs).
-
-    Args:
-        gpu_places: PCI addresses of the GPUs, by ordinal.
-    """
+    """One dict a NIC for remote memory: name, driver, path, numa_node, state, rate, near (ordinals of the nearest
+    GPUs). `gpu_places`: PCI addresses of the GPUs, by ordinal."""
     folder = SYS / "class/infiniband"
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     found = []

@@ -30,15 +30,9 @@ HOP_US = 2.5  # put_signal of a row of 8 to 16 KiB over NVLink, docs/results/sig
 
 @dataclass(frozen=True)
 class Network:
-    """A rank's way to other nodes.
-
-    Attributes:
-        gbps: 1e9 bit/s of a rank, one way.
-        both_ways: whether it carries that in both directions at once; else they share it.
-        message: us of a message beyond its bytes, of one proxy thread.
-        latency: us from a put to its signal at the target.
-        source: where the figures are from.
-    """
+    """A rank's way to other nodes. `gbps`: 1e9 bit/s of a rank, one way. `both_ways`: whether it carries that in both
+    directions at once; else they share it. `message`: us of a message beyond its bytes, of one proxy thread. `latency`:
+    us from a put to its signal at the target. `source`: where the figures are from."""
 
     gbps: float
     both_ways: bool
@@ -61,11 +55,9 @@ def tcp(gbps: float) -> Network:
 
 
 def nic(gbps: float, shared_by: int) -> Network:
-    """A NIC of `gbps` for `shared_by` ranks. Not measured: this package has not run on one.
-
-    97 % of the rate and 10 us one way are what Libefaxx and pplx-garden publish of EFA; 7.8 M messages a second and thread
-    is what one thread reaches on InfiniBand in FaSST's benchmark of one-sided operations.
-    """
+    """A NIC of `gbps` for `shared_by` ranks. Not measured: this package has not run on one. 97 % of the rate and 10 us
+    one way are what Libefaxx and pplx-garden publish of EFA; 7.8 M messages a second and thread is what one thread
+    reaches on InfiniBand in FaSST's benchmark of one-sided operations."""
     return Network(
         0.97 * gbps / shared_by, True, 1 / 7.8, 10.0, "published by others for EFA and InfiniBand, not measured"
     )
@@ -74,13 +66,8 @@ def nic(gbps: float, shared_by: int) -> Network:
 @dataclass(frozen=True)
 class Expectation:
     """One operation by one way; bytes are of a rank and one direction (of collectives on the average), times in us.
-
-    Attributes:
-        way: "once per rank" or "once per node".
-        bound: of the busier link, at the rates of the hardware.
-        expected: with the costs of the kernels and of messages.
-        limit: the link that decides.
-    """
+    `way`: "once per rank" or "once per node". `bound`: of the busier link, at the rates of the hardware. `expected`:
+    with the costs of the kernels and of messages. `limit`: the link that decides."""
 
     operation: str
     way: str
@@ -102,15 +89,9 @@ def _expect(
     hops: int,
     steps: int = 1,
 ) -> Expectation:
-    """What a call is expected to take.
-
-    Args:
-        sent: bytes over NVLink and over the network, and messages of the network.
-        nvlink_us: with what the kernels take beyond the bound.
-        fixed_us: independent of the size.
-        hops: 1 where a rank forwards what comes from another node.
-        steps: how often data wait for the network.
-    """
+    """What a call is expected to take. `sent`: bytes over NVLink and over the network, and messages of the network.
+    `nvlink_us`: with what the kernels take beyond the bound. `fixed_us`: independent of the size. `hops`: 1 where a
+    rank forwards what comes from another node. `steps`: how often data wait for the network."""
     nvlink, proxied, messages = sent
     wire, sending = network.time(proxied, messages)
     waits = steps * (network.latency + hops * HOP_US)
@@ -176,11 +157,8 @@ class Cluster:
 
     def rows(self, way: str) -> tuple[float, float]:
         """Expected rows that a rank sends to others over NVLink, with those that it forwards, and over the network.
-
-        Args:
-            way: "once per rank": each row crosses to every rank that needs it, as with `Tuning(once_per_node=False)` or where
-                nodes have one rank; "once per node": it crosses once for each node, and goes on over NVLink there.
-        """
+        `way`: "once per rank": each row crosses to every rank that needs it, as with `Tuning(once_per_node=False)` or
+        where nodes have one rank; "once per node": it crosses once for each node, and goes on over NVLink there."""
         each = self.tokens * self.reached(1)
         if way == "once per rank":
             return each * (self.gpus - 1), each * self.gpus * (self.nodes - 1)
@@ -212,12 +190,8 @@ SMALL_ALL_REDUCE = (3.14, 156.0)  # in one step, to each peer all of it
 
 
 def sent(operation: str, nbytes: int, nodes: int, gpus: int, way: str) -> tuple[float, float]:
-    """Bytes that a rank sends over NVLink and over the network.
-
-    Args:
-        nbytes: of the output of an all-gather, the input of the others.
-        way: "once per rank" or "once per node"; an all-to-all has one way, as each row has one receiver.
-    """
+    """Bytes that a rank sends over NVLink and over the network. `nbytes`: of the output of an all-gather, the input of
+    the others. `way`: "once per rank" or "once per node"; an all-to-all has one way, as each row has one receiver."""
     ranks = nodes * gpus
     part = nbytes / ranks * COLLECTIVES[operation][2]
     if way == "once per node" and operation != "all_to_all":

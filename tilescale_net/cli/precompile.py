@@ -36,11 +36,8 @@ def precompile_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def precompile(args: argparse.Namespace) -> int:
-    """Compile all kernels, with a line for each; 1 where one of them fails.
-
-    Raises:
-        ConfigurationError: a list, an object or a folder that is not valid, or no compiler.
-    """
+    """Compile all kernels, with a line for each; 1 where one of them fails. Raises ConfigurationError: a list, an
+    object or a folder that is not valid, or no compiler."""
     from tilescale_net.compiler import gpu_cache, toolchain
 
     if not args.list and not args.like:

@@ -44,11 +44,8 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def writing_to(place: Path) -> Iterator[None]:
-    """Kernels are looked for in `place` alone, and written there, readable for everybody.
-
-    Raises:
-        ConfigurationError: it cannot be made, or other users may write there.
-    """
+    """Kernels are looked for in `place` alone, and written there, readable for everybody. Raises ConfigurationError: it
+    cannot be made, or other users may write there."""
     global _written_to
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -130,10 +127,8 @@ def read(path: Path) -> GpuKernel:
 
 
 def made_by(path: Path) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
-    """Factory ("module:name") and arguments of the kernel of a file; None where they are no numbers and text.
-
-    Raises as `read`.
-    """
+    """Factory ("module:name") and arguments of the kernel of a file; None where they are no numbers and text. Raises as
+    `read`."""
 
     def as_given(value: Any) -> Any:
         return tuple(map(as_given, value)) if isinstance(value, list) else value

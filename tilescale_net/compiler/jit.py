@@ -87,10 +87,7 @@ def lower(
     func: PrimFunc, target: dict[str, Any], pass_configs: dict[str, Any], instruments: Sequence[Any] = ()
 ) -> CompiledArtifact:
     """Lower a prepared kernel to CUDA source without compiling it; a `tilelang.engine.param.CompiledArtifact`.
-
-    Args:
-        instruments: of TVM's passes, see simulator/lowering.py.
-    """
+    `instruments`: of TVM's passes, see simulator/lowering.py."""
     resolved = Target(target)
     context = tvm.transform.PassContext(opt_level=3, config=pass_configs, instruments=[*instruments])
     with lowering.enabled(), context, resolved:
@@ -480,11 +477,9 @@ def identities(values: tuple[Any, ...]) -> Hashable:
 
 
 def identity(value: Any) -> Hashable:
-    """A key that two values have in common where they are equal and of the same types at all depths, floats by their bits.
-
-    It looks into tuples, frozensets and dataclasses that are compared by their fields. Raises TypeError for values that are
-    not hashable.
-    """
+    """A key that two values have in common where they are equal and of the same types at all depths, floats by their
+    bits. It looks into tuples, frozensets and dataclasses that are compared by their fields. Raises TypeError for
+    values that are not hashable."""
     kind = type(value)
     if kind in _PLAIN:
         return kind, value

@@ -255,16 +255,9 @@ def _is_context(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GpuKernel:
-    """What a kernel is made of, except for its library and its traced function.
-
-    Attributes:
-        name: the kernel's.
-        context_index, names, ring_bytes: see passes.Prepared.
-        source: generated CUDA source.
-        threads: of a block, where one number is known.
-        integers: see `kernel.narrow_integers`.
-        has_tensors: whether it takes tensors besides the context.
-    """
+    """What a kernel is made of, except for its library and its traced function. `name`: the kernel's. `context_index`,
+    `names`, `ring_bytes`: see passes.Prepared. `source`: generated CUDA source. `threads`: of a block, where one number
+    is known. `integers`: see `kernel.narrow_integers`. `has_tensors`: whether it takes tensors besides the context."""
 
     name: str
     context_index: int | None
@@ -401,14 +394,9 @@ _NAMES = {"float8_e4m3": "float8_e4m3fn"}  # as torch calls them
 
 
 def mismatch(func: tirx.PrimFunc, names: Sequence[str], arguments: Sequence[Any], on_gpu: bool) -> str | None:
-    """The first argument that does not fit, and why; or None.
-
-    Args:
-        func: a prepared kernel; its last parameters are the arguments.
-        names: of the arguments.
-        arguments: as given, without the context.
-        on_gpu: where the kernel's tensors have to be.
-    """
+    """The first argument that does not fit, and why; or None. `func`: a prepared kernel; its last parameters are the
+    arguments. `names`: of the arguments. `arguments`: as given, without the context. `on_gpu`: where the kernel's
+    tensors have to be."""
     sizes: dict[str, tuple[int, str]] = {}
     for name, param, given in zip(names, func.params[len(func.params) - len(names) :], arguments):
         if isinstance(given, tvm_ffi.Tensor):

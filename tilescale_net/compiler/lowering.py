@@ -31,11 +31,9 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def enabled(traced: bool = False) -> Iterator[None]:
-    """Let the rules run: only kernels that `tsn.jit` prepared may be lowered, see passes/__init__.py for what others lack.
-
-    Args:
-        traced: the numbers of calls are for the trace of a GPU, see `number_for_trace`; otherwise for the simulator.
-    """
+    """Let the rules run: only kernels that `tsn.jit` prepared may be lowered, see passes/__init__.py for what others
+    lack. `traced`: the numbers of calls are for the trace of a GPU, see `number_for_trace`; otherwise for the
+    simulator."""
     before = getattr(_state, "enabled", False), getattr(_state, "traced", False)
     _state.enabled, _state.traced = True, traced
     try:
@@ -89,11 +87,9 @@ def _rule(operator: Operator) -> Callable[[tirx.Call], tirx.PrimExpr]:
 
 
 def register() -> None:
-    """Register one rule per operator for target kind "cuda"; called once, when this module is imported.
-
-    The placeholders have none: `passes.prepare` removes them. It removes DEFERRED too, whose rule serves only to say what
-    is wrong where nothing has prepared the kernel.
-    """
+    """Register one rule per operator for target kind "cuda"; called once, when this module is imported. The
+    placeholders have none: `passes.prepare` removes them. It removes DEFERRED too, whose rule serves only to say what
+    is wrong where nothing has prepared the kernel."""
     tvm.ir.register_intrin_lowering(DEFERRED, target="cuda", f=lambda call: _require_enabled("a primitive"), level=99)
     for operator in OPERATORS.values():
         tvm.ir.register_intrin_lowering(operator.op_name, target="cuda", f=_rule(operator), level=99)
@@ -109,15 +105,9 @@ _TRACED = {operator.op_name: operator for operator in OPERATORS.values() if oper
 
 
 def number_for_trace(func: tirx.PrimFunc, traced: tirx.PrimFunc) -> tuple[tirx.PrimFunc, KernelSites]:
-    """Number the calls of a prepared kernel.
-
-    Args:
-        func: prepared, see passes/__init__.py.
-        traced: the kernel as it was traced, which still has the author's lines.
-
-    Returns:
-        The function, and what the numbers stand for; calls have no line where the passes have moved them about.
-    """
+    """Number the calls of a prepared kernel. `func`: prepared, see passes/__init__.py. `traced`: the kernel as it was
+    traced, which still has the author's lines. Returns the function, and what the numbers stand for; calls have no line
+    where the passes have moved them about."""
     lines = sites.lines_of(traced, _TRACED)
     found: list[tuple[str, CallSite]] = []
 

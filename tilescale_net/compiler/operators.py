@@ -165,12 +165,9 @@ class Operator:
         ]
 
     def __call__(self, *arguments: Any, dtype: str | None = None) -> tirx.PrimExpr:
-        """Trace a call. `arguments` are template choices (str or int), then expressions without the context.
-
-        Raises:
-            TypeError: wrong arity, an unknown choice or an expression of another type; a defect of this package,
-                because the primitives check what users pass.
-        """
+        """Trace a call. `arguments` are template choices (str or int), then expressions without the context. Raises
+        TypeError: wrong arity, an unknown choice or an expression of another type; a defect of this package, because
+        the primitives check what users pass."""
         choices, values = arguments[: len(self.template)], list(arguments[len(self.template) :])
         if self.args and self.args[0] == "context":
             values.insert(0, context_placeholder())
@@ -266,13 +263,8 @@ def context_placeholder() -> tirx.PrimExpr:
 
 
 def guard_condition(name: str, inside: tirx.PrimExpr, indices: list[Any]) -> tirx.PrimExpr:
-    """The condition of a primitive's own guard, marked as such.
-
-    Args:
-        name: the tensor's.
-        inside: the condition.
-        indices: (index, extent) of each axis.
-    """
+    """The condition of a primitive's own guard, marked as such. `name`: the tensor's. `inside`: the condition.
+    `indices`: (index, extent) of each axis."""
     flat = [tirx.convert(value) for pair in indices for value in pair]
     return tirx.call_intrin("bool", tvm.ir.Op.get(INSIDE), tirx.StringImm(name), inside, *flat)
 

@@ -71,11 +71,9 @@ def _hash_of(stamps: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def compile_flags(extra: list[str] | str | None = None, threads: int | None = None) -> list[str]:
-    """Flags of the device compiler for every kernel, then the author's own.
-
-    `threads` is the size of the kernel's blocks where they are of one size and one dimension. tilelang declares it as a
-    bound only, so without it each primitive would compute with sizes and indices of three dimensions.
-    """
+    """Flags of the device compiler for every kernel, then the author's own. `threads` is the size of the kernel's
+    blocks where they are of one size and one dimension. tilelang declares it as a bound only, so without it each
+    primitive would compute with sizes and indices of three dimensions."""
     flags = [f"-I{shlex.quote(str(DEVICE_DIR))}", "-include", HEADER, f"-DTSN_SOURCES_HASH=0x{sources_hash()}ull"]
     if threads is not None:
         flags.append(f"-DTSN_BLOCK_THREADS={threads}")
@@ -87,9 +85,7 @@ def compile_flags(extra: list[str] | str | None = None, threads: int | None = No
 @contextlib.contextmanager
 def once_per_host(name: str) -> Iterator[None]:
     """Ranks of one host compile kernel `name` one after the other: the first compiles, the rest find it in the cache.
-
-    Where tilelang's cache is off or cannot hold a lock file, they all compile at once.
-    """
+    Where tilelang's cache is off or cannot hold a lock file, they all compile at once."""
     from tilelang import env
 
     lock = None

@@ -114,10 +114,8 @@ REGIONS = ("tl.region", "tl.tileop.region")
 
 
 def threads_of_launch(launch: Any) -> tuple[int, int, int] | None:
-    """Threads of the kernel that is being traced, by dimension; None where its author gave none.
-
-    Versions before 0.1.15 put their default of 128 there at once.
-    """
+    """Threads of the kernel that is being traced, by dimension; None where its author gave none. Versions before 0.1.15
+    put their default of 128 there at once."""
     if getattr(launch, "thread_extents", ()) is None:
         return None
     x, y, z = launch.get_thread_extents()
@@ -260,10 +258,8 @@ if not hasattr(eager_builder, "PythonLoopFrame"):  # before 0.1.15
 
 class _StatementLines:
     """Lines of the statements of traced kernels, by their nodes, which passes keep where they change nothing in them.
-
-    Nodes have no room for a line in tilelang 0.1.12. The table keeps those of the last kernels: a kernel is compiled soon
-    after it was traced.
-    """
+    Nodes have no room for a line in tilelang 0.1.12. The table keeps those of the last kernels: a kernel is compiled
+    soon after it was traced."""
 
     MOST = 20_000
 

@@ -23,11 +23,8 @@ MOST_RANKS = 8
 
 
 def load(where: str) -> Callable:
-    """The function that "script.py::function" names.
-
-    Raises:
-        ConfigurationError: there is no such file or function, or the file cannot be imported.
-    """
+    """The function that "script.py::function" names. Raises ConfigurationError: there is no such file or function, or
+    the file cannot be imported."""
     path, _, name = where.partition("::")
     if not name or not path:
         raise ConfigurationError(f"{where!r} names no function; write script.py::function")

@@ -20,10 +20,8 @@ TIMEOUT = 30.0  # of waits, whose time stands still
 
 
 class SameCalls:
-    """The collective calls of ranks that run one behind the other: each must make the same as the first one.
-
-    No rank learns anything from another: a call that gathers values gives a rank its own one for all.
-    """
+    """The collective calls of ranks that run one behind the other: each must make the same as the first one. No rank
+    learns anything from another: a call that gathers values gives a rank its own one for all."""
 
     def __init__(self, rank: int, size: int, made: list[tuple[str, object]]):
         self.rank, self.size, self.job_ranks = rank, size, list(range(size))

@@ -50,11 +50,7 @@ def packed(schedule: list[int]) -> str:
 
 
 def unpacked(text: str) -> list[int]:
-    """The schedule in a line, or in the file that it names.
-
-    Raises:
-        ConfigurationError: it is invalid.
-    """
+    """The schedule in a line, or in the file that it names. Raises ConfigurationError: it is invalid."""
     if os.path.isfile(text):
         with open(text) as file:
             text = file.read()
@@ -66,11 +62,7 @@ def unpacked(text: str) -> list[int]:
 
 
 def text(report: Report, where: str, size: int) -> str:
-    """A report as it is printed.
-
-    Args:
-        where: "script.py::function".
-    """
+    """A report as it is printed. `where`: "script.py::function"."""
     tried = f"{report.schedules} schedules of {where} with {size} ranks, at most {report.events} decisions each"
     took = f"{report.seconds:.1f} s"
     if not report.failure:

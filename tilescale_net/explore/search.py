@@ -11,12 +11,9 @@ _EFFORT = 4000  # schedules that are tried for each number of preemptions, to fi
 
 
 def every(case: Case, most: int = 1 << 62, seconds: float = 600.0, preemptions: int = -1) -> Report:
-    """Run every schedule, except schedules that differ only in the order of independent events.
-
-    Args:
-        most, seconds: after so many schedules, or so long, it ends, and is not complete.
-        preemptions: only schedules that leave a block which could go on at most so often, and never complete; -1: all.
-    """
+    """Run every schedule, except schedules that differ only in the order of independent events. `most`, `seconds`:
+    after so many schedules, or so long, it ends, and is not complete. `preemptions`: only schedules that leave a block
+    which could go on at most so often, and never complete; -1: all."""
     began = time.monotonic()
     found = case.native.all(most, seconds, preemptions)
     report = _report(case, found, began)

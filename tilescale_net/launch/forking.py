@@ -25,14 +25,9 @@ status: int | None = None  # the exit status of this process, once it is known
 
 
 def preload(environment: dict[str, str]) -> bool:
-    """Import what every simulated rank imports; the second call does nothing.
-
-    Args:
-        environment: variables that all ranks get, which libraries read when they are loaded.
-
-    Returns:
-        False where an import fails, so that a fresh interpreter reports it.
-    """
+    """Import what every simulated rank imports; the second call does nothing. `environment`: variables that all ranks
+    get, which libraries read when they are loaded. Returns False where an import fails, so that a fresh interpreter
+    reports it."""
     if _paths:
         return True
     # The first that is registered runs last, after all that the modules and the program register.
@@ -99,12 +94,8 @@ class Process:
 
 
 class BecomeRank(BaseException):
-    """Unwinds a forked rank to the place where it runs its script.
-
-    Args:
-        arguments: the script and its arguments.
-        descriptors: open in the rank under the same numbers.
-    """
+    """Unwinds a forked rank to the place where it runs its script. `arguments`: the script and its arguments.
+    `descriptors`: open in the rank under the same numbers."""
 
     def __init__(self, arguments: list[str], descriptors: Iterable[int]):
         super().__init__(arguments)

@@ -68,13 +68,9 @@ def _open_terminal() -> tuple[int, int] | None:
 
 
 class Output:
-    """The output of one rank, read by the launcher.
-
-    Args:
-        prefix: put before each line that is shown.
-        show: whether lines are shown as they come (on the launcher's stderr) or only kept.
-        terminal: whether the rank shall see a terminal, so that progress bars and colours work as without a launcher.
-    """
+    """The output of one rank, read by the launcher. `prefix`: put before each line that is shown. `show`: whether lines
+    are shown as they come (on the launcher's stderr) or only kept. `terminal`: whether the rank shall see a terminal,
+    so that progress bars and colours work as without a launcher."""
 
     def __init__(self, prefix: str = "", show: bool = False, terminal: bool = False):
         self._prefix = prefix.encode()
@@ -115,10 +111,8 @@ class Output:
         os.close(self.fd)
 
     def last_error(self) -> str:
-        """The line with the reason of the failure: the end of its last traceback, or else its last error message or line.
-
-        Empty when the rank printed nothing.
-        """
+        """The line with the reason of the failure: the end of its last traceback, or else its last error message or
+        line. Empty when the rank printed nothing."""
         errors, lines = self.errors(), self._significant()
         return errors[-1] if errors else lines[-1].strip().decode(errors="replace") if lines else ""
 
@@ -162,10 +156,8 @@ def _die_with(launcher: int) -> None:
 
 
 def remove_objects_of_ended_processes() -> None:
-    """Remove the objects in shared memory by which libfabric's shm provider reached processes of this user that have ended.
-
-    A process that is killed cannot remove its own; see csrc/fabric/provider.h.
-    """
+    """Remove the objects in shared memory by which libfabric's shm provider reached processes of this user that have
+    ended. A process that is killed cannot remove its own; see csrc/fabric/provider.h."""
     for path in glob.glob(os.path.join(SHARED_MEMORY, "tilescale_net-*")):
         if ":" in path:
             continue
@@ -178,9 +170,8 @@ def remove_objects_of_ended_processes() -> None:
 
 
 def start_orphan_killer(groups: list[int]) -> tuple[int, int]:
-    """A process that ends process groups when the launcher ends, however that comes about: ranks that lose it end, their
-    compilers do not. Its number, and the descriptor that is closed with the launcher.
-    """
+    """A process that ends process groups when the launcher ends, however that comes about: ranks that lose it end,
+    their compilers do not. Its number, and the descriptor that is closed with the launcher."""
     reader, writer = os.pipe()
     if pid := os.fork():
         os.close(reader)
@@ -201,14 +192,9 @@ ProcessType = type[subprocess.Popen[bytes]] | type[forking.Process]
 
 
 class Rank:
-    """One process, in a session of its own so that all that it starts can be ended with it.
-
-    Args:
-        command: of a fresh interpreter.
-        environment: the variables of the rank.
-        process: starts it.
-        store: the listening socket of the job's store, for rank 0.
-    """
+    """One process, in a session of its own so that all that it starts can be ended with it. `command`: of a fresh
+    interpreter. `environment`: the variables of the rank. `process`: starts it. `store`: the listening socket of the
+    job's store, for rank 0."""
 
     def __init__(
         self, command: list[str], environment: dict[str, str], process: ProcessType, store: socket.socket | None
@@ -284,15 +270,9 @@ class Rank:
 
 
 class Job:
-    """All ranks of this host.
-
-    Args:
-        command: what every rank runs.
-        count: ranks on this host; the first is GROUP_RANK * count.
-        shared: environment variables of all ranks.
-        process: starts a rank, by a fresh interpreter or by a fork of this one.
-        store: the listening socket of the job's store, which rank 0 takes over.
-    """
+    """All ranks of this host. `command`: what every rank runs. `count`: ranks on this host; the first is GROUP_RANK *
+    count. `shared`: environment variables of all ranks. `process`: starts a rank, by a fresh interpreter or by a fork
+    of this one. `store`: the listening socket of the job's store, which rank 0 takes over."""
 
     def __init__(
         self,

@@ -70,10 +70,8 @@ def start(arguments: list[str]) -> int:
 
 @_refusing()
 def check(arguments: list[str]) -> None:
-    """Refuse what cannot run: no such script, a folder that cannot be on Python's path, wrong settings.
-
-    It needs the standard library alone: launch.sh calls it before it installs anything.
-    """
+    """Refuse what cannot run: no such script, a folder that cannot be on Python's path, wrong settings. It needs the
+    standard library alone: launch.sh calls it before it installs anything."""
     script = _script(arguments)
     if script is not None and not script.endswith(".py"):
         refuse(
@@ -93,12 +91,8 @@ def check(arguments: list[str]) -> None:
 
 @_refusing()
 def check_ranks(ranks: int, gpus: int) -> None:
-    """Refuse more ranks than this host can hold, heaps larger than its memory, and VIRTUAL_NODES that do not divide the ranks.
-
-    Args:
-        ranks: requested.
-        gpus: of this host; 0 means that they are simulated.
-    """
+    """Refuse more ranks than this host can hold, heaps larger than its memory, and VIRTUAL_NODES that do not divide the
+    ranks. `ranks`: requested. `gpus`: of this host; 0 means that they are simulated."""
     if gpus and ranks > gpus:
         refuse(
             f"GPUS={ranks}, but this machine shows {gpus} GPU{'s' * (gpus > 1)}; use GPUS={gpus} or fewer, or set "
@@ -209,11 +203,9 @@ def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None,
 
 
 def reserve_port(host: str = "") -> socket.socket:
-    """A socket that keeps a TCP port of this host for rank 0, however long it takes until rank 0 listens.
-
-    It is bound but does not listen, which keeps the port from processes that request any free one. Rank 0 requests this
-    very one, and gets it because both sockets allow that.
-    """
+    """A socket that keeps a TCP port of this host for rank 0, however long it takes until rank 0 listens. It is bound
+    but does not listen, which keeps the port from processes that request any free one. Rank 0 requests this very one,
+    and gets it because both sockets allow that."""
     s = socket.socket()
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind((host, 0))

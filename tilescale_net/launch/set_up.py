@@ -126,9 +126,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 def fresh(extras: list[str]) -> list[str]:
     """What pip gets for a new environment: build tools, dependencies, and all extras named, without duplicates.
-
-    TSN_TORCH takes the place of the pinned torch: `cpu` for the same version without CUDA, or another requirement or wheel.
-    """
+    TSN_TORCH takes the place of the pinned torch: `cpu` for the same version without CUDA, or another requirement or
+    wheel."""
     content = _project()
     wanted = list(dict.fromkeys([*content["build-system"]["requires"], *_wanted(content, extras)]))
     pinned = next((r for r in wanted if r.startswith("torch==")), None)
@@ -183,10 +182,8 @@ def python_include() -> list[str] | None:
 
 def fabric_include() -> list[str] | None:
     """Include folders for rdma/fabric.h, [] when the compiler finds it by itself, None when there is no such header.
-
     TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at, or is "none". Those of the EFA
-    installer go before the system's, as its library does when a job starts: older headers have no DMABUF.
-    """
+    installer go before the system's, as its library does when a job starts: older headers have no DMABUF."""
     explicit = os.environ.get(EXPLICIT)
     if explicit == NO_FABRIC:
         return None

@@ -37,13 +37,8 @@ _ADVICE = f"let {this_host.GLOO_INTERFACE} name, on every host, the network inte
 
 
 class _Tracker:
-    """What the steps of a rendezvous share.
-
-    Args:
-        store: where the ranks report their steps.
-        rank, size: of this process, of all.
-        timeout: seconds that ranks may take.
-    """
+    """What the steps of a rendezvous share. `store`: where the ranks report their steps. `rank`, `size`: of this
+    process, of all. `timeout`: seconds that ranks may take."""
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
@@ -64,8 +59,7 @@ class _Tracker:
 
     def _ack_failure(self, mine: str, others: Iterable[str]) -> None:
         """Report that this rank knows. The store ends with the rank that keeps it, and the others look at it for their
-        message: slow ones, too.
-        """
+        message: slow ones, too."""
         self.store.ask(lambda s: s.set(mine, "1"))
         if self.rank == self.store.kept_by:
             keys = list(others)
@@ -81,18 +75,9 @@ class ArrivalTracker(_Tracker):
         self._agreed = ""  # name of the rendezvous that this rank has proposed or agreed to
 
     def meet(self, word: str, absent: str) -> tuple[JobStore, list[str]]:
-        """Wait until every rank has come here.
-
-        Args:
-            word: what this rank reports.
-            absent: what a missing rank has not done.
-
-        Returns:
-            A store of these processes alone, instead of the one given, and what each of them reports.
-
-        Raises:
-            PeerLost: ranks did not come in time; names them.
-        """
+        """Wait until every rank has come here. `word`: what this rank reports. `absent`: what a missing rank has not
+        done. Returns a store of these processes alone, instead of the one given, and what each of them reports. Raises
+        PeerLost: ranks did not come in time; names them."""
         try:
             if self.size == 1:
                 return self.store.within(self._number), [word]
@@ -359,15 +344,9 @@ def _parse_arrival(mine: list[Any], word: str) -> list[Any]:
 
 
 def open_group_store(ranks: Rendezvous, silence: float) -> JobStore:
-    """A store of the ranks of a group, kept by its rank 0; called by all of them.
-
-    Args:
-        ranks: where the address is loopback, no other process shall act as one of them.
-        silence: seconds without an answer after which the new store counts as lost.
-
-    Raises:
-        RuntimeError, OSError, TimeoutError: it cannot be opened or reached.
-    """
+    """A store of the ranks of a group, kept by its rank 0; called by all of them. `ranks`: where the address is
+    loopback, no other process shall act as one of them. `silence`: seconds without an answer after which the new store
+    counts as lost. Raises RuntimeError, OSError, TimeoutError: it cannot be opened or reached."""
     job, limit = ranks.store, datetime.timedelta(seconds=ranks.timeout)
     if ranks.rank == 0:
         with this_host.listen(ranks.address) as listener:
@@ -391,12 +370,9 @@ def underlying_store(store: dist.Store) -> dist.Store:
 
 
 def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout: float) -> Any:
-    """A gloo group of these ranks alone, which torch.distributed does not count among its own.
-
-    Args:
-        address: of this rank, at which gloo listens unless the user has named an interface; '': gloo's own choice, which
-            is that of this host's name.
-    """
+    """A gloo group of these ranks alone, which torch.distributed does not count among its own. `address`: of this rank,
+    at which gloo listens unless the user has named an interface; '': gloo's own choice, which is that of this host's
+    name."""
     limit = datetime.timedelta(seconds=timeout)
     if this_host.users_interface() or not address:
         return dist.ProcessGroupGloo(store, rank, size, limit)

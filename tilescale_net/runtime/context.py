@@ -100,10 +100,8 @@ COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 
 
 def pack(header: ContextHeader, peer_base: list[int]) -> bytes:
-    """The bytes of a whole context; sets `version`, `bytes` and `queue_share`.
-
-    The first INLINE_BASES bases always exist; 0 beyond the last PE.
-    """
+    """The bytes of a whole context; sets `version`, `bytes` and `queue_share`. The first INLINE_BASES bases always
+    exist; 0 beyond the last PE."""
     bases = peer_base + [0] * (INLINE_BASES - len(peer_base))
     header.version = VERSION
     header.queue_share = -(-(1 << 32) // header.n_queues) if header.n_queues else 0
@@ -179,10 +177,7 @@ def describe_error(
     argument: str | None = None,
 ) -> errors.TileScaleError | None:
     """The exception for a record, or None when it is empty; `name_of` names the tensor element at a heap offset.
-
-    Args:
-        argument: of the kernel, whose memory holds the record's address, where that is known.
-    """
+    `argument`: of the kernel, whose memory holds the record's address, where that is known."""
     kind = record.kind
     if kind == ErrorKind.NO_ERROR:
         return None
@@ -232,11 +227,8 @@ _RECORD_OFFSET = 64  # offset of the record, which has a cache line of its own
 
 
 class AbortPage:
-    """Made before the page exists: threads may read it at any time, also when it is gone.
-
-    Attributes:
-        address: of the page, which kernels reach too; 0 without a page.
-    """
+    """Made before the page exists: threads may read it at any time, also when it is gone. `address`: of the page, which
+    kernels reach too; 0 without a page."""
 
     def __init__(self) -> None:
         # Reentrant: a handler of signals may read while its thread does.
@@ -306,11 +298,8 @@ _RECORD_PAGE = 4096
 
 
 class Records:
-    """The records of a world, which come from pages that it keeps as long as it lives.
-
-    Args:
-        pinned: gives zeroed memory of a given number of bytes that kernels reach too.
-    """
+    """The records of a world, which come from pages that it keeps as long as it lives. `pinned`: gives zeroed memory of
+    a given number of bytes that kernels reach too."""
 
     def __init__(self, pinned: Callable[[int], int]):
         self._pinned = pinned

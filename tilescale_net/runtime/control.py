@@ -52,12 +52,8 @@ _RANKS, _LONG, _SELDOM = 32, 24, 16
 
 
 class Track:
-    """The calls of one object.
-
-    Args:
-        name: of the object, as messages have it.
-        key: of the object among those of its world, equal on all ranks.
-    """
+    """The calls of one object. `name`: of the object, as messages have it. `key`: of the object among those of its
+    world, equal on all ranks."""
 
     def __init__(self, name: str, key: str):
         self.name, self.key, self.count = name, key, 0
@@ -326,10 +322,8 @@ class Control:
             self._exchange_call(call, text, described_as or f"called {text}")
 
     def _exchange_call(self, call: str, text: str, described_as: str, payload: bytes = b"") -> list[bytes]:
-        """Wait until every rank makes the call that `text` stands for; what each of them sends with it.
-
-        All calls begin with a message of one size: gloo ends the process where ranks send others.
-        """
+        """Wait until every rank makes the call that `text` stands for; what each of them sends with it. All calls begin
+        with a message of one size: gloo ends the process where ranks send others."""
         digest = hashlib.sha256(text.encode()).digest()
         said = described_as.encode()
         if len(said) > _RECORD - _HEAD:
@@ -365,15 +359,9 @@ class Control:
         )
 
     def gather(self, what: str, value: object) -> list[Any]:
-        """The `value` of every member, in their order.
-
-        Args:
-            value: None, bool, int, float, str, bytes, or lists, tuples and dicts of them; tuples come as lists.
-
-        Raises:
-            PeerLost: as `agree`.
-            RankMismatch: as `agree`, or a rank sent a value that is not made like that of this rank.
-        """
+        """The `value` of every member, in their order. `value`: None, bool, int, float, str, bytes, or lists, tuples
+        and dicts of them; tuples come as lists. Raises PeerLost: as `agree`. RankMismatch: as `agree`, or a rank sent a
+        value that is not made like that of this rank."""
         payload = job_store.encode(value)
         with self._one_call:
             records = self._exchange_call(what, f"{what}: a value of each rank", f"was in {what}", payload)
@@ -391,14 +379,8 @@ class Control:
         return str(self.gather(what, value if self.rank == self.members[0] else "")[0])
 
     def exchange(self, what: str, numbers: Sequence[int]) -> list[int]:
-        """The number that each member has for this rank, in their order.
-
-        Args:
-            numbers: one of 64 bits for each member, in their order.
-
-        Raises:
-            RankMismatch, PeerLost: as `agree`.
-        """
+        """The number that each member has for this rank, in their order. `numbers`: one of 64 bits for each member, in
+        their order. Raises RankMismatch, PeerLost: as `agree`."""
         with self._one_call, torch.inference_mode(False):
             self._exchange_call(what, f"{what}: numbers of each rank", f"was in {what}")
             sent = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
@@ -436,11 +418,8 @@ class Control:
         self.on_collective_done()
 
     def _finished(self, work: Any) -> bool:
-        """Wait for a call of gloo; False when a rank was lost or has failed, so that the call may never finish.
-
-        Raises:
-            RuntimeError: what gloo raises.
-        """
+        """Wait for a call of gloo; False when a rank was lost or has failed, so that the call may never finish. Raises
+        RuntimeError: what gloo raises."""
         while True:
             try:
                 work.wait(_POLL)
@@ -455,12 +434,8 @@ class Control:
     # -- ranks that are left out ------------------------------------------------------------------------------------
 
     def shrink_to(self, members: list[int], call: str) -> None:
-        """Make collective calls with `members` only from here on. Made by each of them, with one list.
-
-        Raises:
-            RankMismatch: another member gave another list; names both.
-            PeerLost: a member did not come in time.
-        """
+        """Make collective calls with `members` only from here on. Made by each of them, with one list. Raises
+        RankMismatch: another member gave another list; names both. PeerLost: a member did not come in time."""
         if members != self.members:
             prefix, mine = f"keep/{self.generation}/{len(self.members)}/", json.dumps(members)
             self.store.post(lambda s: s.set(f"{prefix}{self.rank}", mine))
@@ -501,11 +476,8 @@ class Control:
         self.generation, self.members, self.calls, self.reason_of = self.generation + 1, list(members), 0, lambda: None
 
     def connect_members(self) -> None:
-        """Make collective calls with the members alone from here on.
-
-        Raises:
-            PeerLost: they could not connect to each other.
-        """
+        """Make collective calls with the members alone from here on. Raises PeerLost: they could not connect to each
+        other."""
         self._connect(self.members, f"shrink/{self.generation}", "tilescale_net.shrink")
 
     @property

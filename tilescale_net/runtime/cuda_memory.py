@@ -84,16 +84,8 @@ class Driver:
 
 
 class Range:
-    """Addresses of which the first ones have memory.
-
-    Args:
-        driver: a Driver.
-        limit: bytes of addresses.
-
-    Attributes:
-        address: where it begins.
-        size: bytes that have memory.
-    """
+    """Addresses of which the first ones have memory. `driver`: a Driver. `limit`: bytes of addresses. `address`: where
+    it begins. `size`: bytes that have memory."""
 
     def __init__(self, driver: Driver, limit: int):
         self._driver, self._limit = driver, limit
@@ -103,11 +95,7 @@ class Range:
 
     def extend(self, size: int, memory: object | None = None) -> object:
         """Map `memory`, or new memory, of `size` bytes behind the mapped part; returns it. It belongs to this object
-        then.
-
-        Raises:
-            TileScaleError: nothing is mapped, and the memory is given back.
-        """
+        then. Raises TileScaleError: nothing is mapped, and the memory is given back."""
         memory = self._driver.create(size) if memory is None else memory
         try:
             if self.size + size > self._limit:
@@ -139,11 +127,7 @@ class Range:
 
 
 class Offers:
-    """Gives file descriptors to processes of this host and user, by number.
-
-    Attributes:
-        name: by which others find this one.
-    """
+    """Gives file descriptors to processes of this host and user, by number. `name`: by which others find this one."""
 
     def __init__(self) -> None:
         self._fds: list[int] = []
@@ -194,11 +178,8 @@ class Offers:
 
 
 def take_descriptor(name: bytes, pid: int, number: int) -> int:
-    """The descriptor that a process offers under a number.
-
-    Raises:
-        TileScaleError: it does not, or another process has its name.
-    """
+    """The descriptor that a process offers under a number. Raises TileScaleError: it does not, or another process has
+    its name."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
             asker.settimeout(_SECONDS)
@@ -244,12 +225,9 @@ def bound_gpu(group: object) -> int | None:
 
 
 def gpu_ordinal(group: object, local_rank: int) -> int:
-    """Which GPU is this rank's, where no world of this process has one yet.
-
-    Args:
-        group: of the world, whose ranks are those of a program that may have chosen its GPU; None: the whole job.
-        local_rank: number of this rank among those of `group` on this host.
-    """
+    """Which GPU is this rank's, where no world of this process has one yet. `group`: of the world, whose ranks are
+    those of a program that may have chosen its GPU; None: the whole job. `local_rank`: number of this rank among those
+    of `group` on this host."""
     if (number := bound_gpu(group)) is not None:
         return number
     if torch.cuda.device_count() == 1:
@@ -268,13 +246,8 @@ def gpu_ordinal(group: object, local_rank: int) -> int:
 
 
 class CudaMemory(Memory):
-    """Heap memory of one rank on a GPU; see `heap.Memory`.
-
-    Args:
-        size, limit: bytes of the heap, now and at most.
-        ordinal: of the GPU, which becomes the current device.
-        shared: whether other ranks may have the same GPU.
-    """
+    """Heap memory of one rank on a GPU; see `heap.Memory`. `size`, `limit`: bytes of the heap, now and at most.
+    `ordinal`: of the GPU, which becomes the current device. `shared`: whether other ranks may have the same GPU."""
 
     device_kind = kind = "cuda"
     poisons = False
@@ -404,12 +377,8 @@ class CudaMemory(Memory):
 
     def copy_to_peer(self, peer_base: int, there: torch.Tensor, data: torch.Tensor) -> None:
         """Copy contiguous data, on the current stream, to where `there` lies in this heap, but in that of a peer.
-
         Between GPUs copy engines do it, and no SM. Copies of a stream end one after the other, also in a graph.
-
-        Args:
-            peer_base: address of the peer's heap in this process.
-        """
+        `peer_base`: address of the peer's heap in this process."""
         address, stream = peer_base + there.data_ptr() - self.base, torch.cuda.current_stream(self.device).cuda_stream
         how = self._rt.cudaMemcpyKind.cudaMemcpyDefault
         copied = self._rt.cudaMemcpyAsync(address, data.data_ptr(), data.nbytes, how, stream)
@@ -452,12 +421,8 @@ class CudaMemory(Memory):
 
 
 class GrowingHeap:
-    """This rank's heap and those of its peers, each in addresses of its own; the heap lives as long as what refers to it.
-
-    Args:
-        driver: a Driver.
-        size, limit: bytes of memory and of addresses; multiples of the GPU's granularity.
-    """
+    """This rank's heap and those of its peers, each in addresses of its own; the heap lives as long as what refers to
+    it. `driver`: a Driver. `size`, `limit`: bytes of memory and of addresses; multiples of the GPU's granularity."""
 
     def __init__(self, driver: Driver, size: int, limit: int):
         self._driver, self._limit = driver, limit

@@ -133,11 +133,8 @@ class StoreGroup:
 
 
 def resolve(group: object) -> Group:
-    """The group that `group` stands for; None for all ranks of the job (None, or torch's default group).
-
-    Raises:
-        ConfigurationError: it stands for no group of torch.distributed, or for one that this process is not in.
-    """
+    """The group that `group` stands for; None for all ranks of the job (None, or torch's default group). Raises
+    ConfigurationError: it stands for no group of torch.distributed, or for one that this process is not in."""
     if isinstance(group, str):
         group = _store_groups.get(group, group)
     if group is None or isinstance(group, StoreGroup):
@@ -163,10 +160,7 @@ def resolve(group: object) -> Group:
 
 def ranks(group: Group) -> tuple[int, ...]:
     """The job's ranks of a group, in the order of their ranks in the group; None: of the job. A StoreGroup has its own.
-
-    Raises:
-        ConfigurationError: torch.distributed does not have the group, or no longer has it.
-    """
+    Raises ConfigurationError: torch.distributed does not have the group, or no longer has it."""
     if group is None:
         return tuple(range(dist.get_world_size()))
     if isinstance(group, StoreGroup):

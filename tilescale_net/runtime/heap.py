@@ -140,11 +140,9 @@ _attempts = threading.local()  # `made`: heap and offset of what this thread has
 
 @contextlib.contextmanager
 def attempt() -> Iterator[None]:
-    """What this thread allocates inside, of any heap, is given back where an exception ends the block.
-
-    That is done by each rank for itself: in a call on which the ranks did not agree, all of them fail. Where a rank is
-    lost, live blocks are left to `tilescale_net.shrink`.
-    """
+    """What this thread allocates inside, of any heap, is given back where an exception ends the block. That is done by
+    each rank for itself: in a call on which the ranks did not agree, all of them fail. Where a rank is lost, live
+    blocks are left to `tilescale_net.shrink`."""
     made: list[tuple[Heap, int]] = []
     outer = getattr(_attempts, "made", None)
     _attempts.made = made
@@ -165,10 +163,7 @@ def attempt() -> Iterator[None]:
 
 class Allocator:
     """First-fit allocator of offsets with coalescing. Deterministic: equal calls give equal offsets on every rank.
-
-    Args:
-        start, end: the range of offsets to hand out.
-    """
+    `start`, `end`: the range of offsets to hand out."""
 
     def __init__(self, start: int, end: int):
         self._end = end
@@ -285,10 +280,7 @@ class Heap:
 
     def make_room(self, sizes: Sequence[int]) -> bool:
         """Have room for tensors of these sizes, by growing where that is needed; False where it cannot. Collective.
-
-        Raises:
-            HeapError: a rank has no memory left; on all ranks.
-        """
+        Raises HeapError: a rank has no memory left; on all ranks."""
         wanted = self.size_to_hold(sizes)
         if wanted <= self.size:
             return True

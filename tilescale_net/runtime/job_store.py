@@ -36,11 +36,8 @@ _BYTES = "\0bytes"  # the one key of an object that stands for bytes
 
 
 def encode(value: object) -> bytes:
-    """Bytes of None, a bool, int, float, str, bytes, list, tuple or dict with str keys, nested at will.
-
-    Raises:
-        TypeError: a value of another type.
-    """
+    """Bytes of None, a bool, int, float, str, bytes, list, tuple or dict with str keys, nested at will. Raises
+    TypeError: a value of another type."""
     return json.dumps(_plain(value), separators=(",", ":")).encode()
 
 
@@ -120,13 +117,9 @@ _NOTHING = "nothing is written here"  # what no key holds: a comparison with it 
 
 
 class SignedStore:
-    """A store of torch in which values count only when they are signed.
-
-    Args:
-        store: torch's, under the prefix of the job.
-        prefix: that prefix, so that words of one meeting count in no other.
-        secret: that the ranks share; None: everything counts, and nothing is signed.
-    """
+    """A store of torch in which values count only when they are signed. `store`: torch's, under the prefix of the job.
+    `prefix`: that prefix, so that words of one meeting count in no other. `secret`: that the ranks share; None:
+    everything counts, and nothing is signed."""
 
     def __init__(self, store: dist.Store, prefix: str = "", secret: bytes | None = None):
         self._store: Any = store  # whose stubs know no bytes as values
@@ -262,14 +255,8 @@ class JobStore:
         return answer
 
     def ask(self, question: Callable[[SignedStore], T], seconds: float | None = None) -> T:
-        """The answer to `question(store)`.
-
-        Args:
-            seconds: how long to wait for it; default: until the store counts as lost.
-
-        Raises:
-            PeerLost: no answer in time, or the store is gone; names the rank that kept it.
-        """
+        """The answer to `question(store)`. `seconds`: how long to wait for it; default: until the store counts as lost.
+        Raises PeerLost: no answer in time, or the store is gone; names the rank that kept it."""
         answer, seconds = self.post(question), self.silence if seconds is None else seconds
         if not _is_done(answer, seconds):
             raise PeerLost(f"rank {self.rank}: {self.keeper} does not answer (waited {seconds:g} s)")

@@ -95,12 +95,8 @@ def tensor_check(
     dtypes: Sequence[torch.dtype], device: torch.device, shape: Sequence[int | None], alignment: int
 ) -> Callable[..., bool]:
     """A function `(tensor, first extent)`: whether it is a contiguous tensor as wanted; False also where that is
-    unknown.
-
-    Args:
-        shape: its extents; None: any. The first may be given in each call.
-        alignment: bytes of which the tensor begins at a multiple.
-    """
+    unknown. `shape`: its extents; None: any. The first may be given in each call. `alignment`: bytes of which the
+    tensor begins at a multiple."""
     native = _native()
     if native is None:
         return lambda tensor, first=-1: False
@@ -121,10 +117,8 @@ def tensor_check(
 
 
 def constant(value: Any) -> Any:
-    """An argument of many launches: tensors of a GPU are converted once, others stay what they are.
-
-    A launch takes its stream from the torch tensors among its arguments, so one of a GPU must stay one.
-    """
+    """An argument of many launches: tensors of a GPU are converted once, others stay what they are. A launch takes its
+    stream from the torch tensors among its arguments, so one of a GPU must stay one."""
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return value
     import tvm_ffi
@@ -136,9 +130,8 @@ def constant(value: Any) -> Any:
 
 
 def unresolved(tensor: torch.Tensor) -> str | None:
-    """What is wrong with a view of torch whose bytes are not its values (`x.conj()`, `x.conj().imag`), and what to do; None
-    for other tensors.
-    """
+    """What is wrong with a view of torch whose bytes are not its values (`x.conj()`, `x.conj().imag`), and what to do;
+    None for other tensors."""
     if tensor.is_neg():
         return "is a view that stands for the negative of its memory; give its resolve_neg()"
     if tensor.is_conj():

@@ -302,11 +302,9 @@ class Watchdog:
             self._stay_while(lambda others, store: self._loss is None and bool(others - _ended_ranks(store, others)))
 
     def wait_for_others(self, seconds: float = 10.0) -> None:
-        """After a failure: let the other ranks learn what it was. Only the one that keeps the store has to wait.
-
-        It does not wait for ranks that are gone, or that are the failure; the limit is for ranks that are slow, or
-        silent.
-        """
+        """After a failure: let the other ranks learn what it was. Only the one that keeps the store has to wait. It
+        does not wait for ranks that are gone, or that are the failure; the limit is for ranks that are slow, or
+        silent."""
         self._control.store.post(self._ack_failure)  # this rank fails too, and waits for no reason of another
         self._stay_while(self._unacked, seconds)
 

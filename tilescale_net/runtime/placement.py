@@ -34,10 +34,8 @@ _STARTERS = ("hydra_pmi_proxy", "pmi_proxy", "mpirun", "mpiexec", "mpiexec.hydra
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """Rank, number of ranks, and the address and port where rank 0 keeps the store.
-
-    `listener` is a socket that listens there already, handed to rank 0; -1 without one.
-    """
+    """Rank, number of ranks, and the address and port where rank 0 keeps the store. `listener` is a socket that listens
+    there already, handed to rank 0; -1 without one."""
 
     rank: int
     size: int
@@ -47,11 +45,8 @@ class LaunchedRank:
 
 
 def launched_rank(timeout: float) -> LaunchedRank | None:
-    """Rank and size of this process; None for a process that no launcher has started: a job of one rank.
-
-    Raises:
-        ConfigurationError: wrong variables, or several ranks without an address to meet at.
-    """
+    """Rank and size of this process; None for a process that no launcher has started: a job of one rank. Raises
+    ConfigurationError: wrong variables, or several ranks without an address to meet at."""
     env = os.environ
     for rank, size, local in _LAUNCHERS:
         if rank not in env or (rank == "RANK" and size not in env):
@@ -77,11 +72,8 @@ _ADVICE = "start the script through launch.sh, which sets them all, or unset it"
 @dataclass(frozen=True)
 class JobIdentity:
     """What distinguishes the ranks of one job from those of another that comes to the same port, by mistake or on
-    purpose.
-
-    `name` goes before their keys in the store and may be read by all; '' without one. Only the ranks have `secret`, and
-    sign with it; None without one.
-    """
+    purpose. `name` goes before their keys in the store and may be read by all; '' without one. Only the ranks have
+    `secret`, and sign with it; None without one."""
 
     name: str
     secret: bytes | None = None

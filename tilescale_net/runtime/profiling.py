@@ -34,18 +34,15 @@ def in_long_step() -> bool:
 
 def current_step(seconds: float = 0.0) -> str:
     """The step that this process has been in for the longest, and for more than `seconds`, such as "compiling kernel
-    ring"; '' for none.
-    """
+    ring"; '' for none."""
     with _lock:
         return next((what for what, begin in _steps if time.monotonic() - begin >= seconds), "")
 
 
 @contextlib.contextmanager
 def long_step(what: str, more: str = "") -> Iterator[None]:
-    """Log `what` and `more` as a warning of the logger "tilescale_net" when the block takes longer than SILENCE_S seconds.
-
-    Of the ranks of a host only the first does so: the others do the same or wait for the one that does.
-    """
+    """Log `what` and `more` as a warning of the logger "tilescale_net" when the block takes longer than SILENCE_S
+    seconds. Of the ranks of a host only the first does so: the others do the same or wait for the one that does."""
     timer = threading.Timer(SILENCE_S, settings.log.warning, ("%s%s", what, more))
     timer.daemon = True
     mine = what, time.monotonic()
@@ -65,11 +62,8 @@ def long_step(what: str, more: str = "") -> Iterator[None]:
 
 
 class TraceRecorder(Protocol):
-    """What `trace` records of a rank while TSN_TRACE is set.
-
-    Attributes:
-        gpu_calls: the ring of calls in a GPU's memory, with its `address`; None without one.
-    """
+    """What `trace` records of a rank while TSN_TRACE is set. `gpu_calls`: the ring of calls in a GPU's memory, with its
+    `address`; None without one."""
 
     gpu_calls: Any
 

@@ -246,12 +246,8 @@ OWN_TRANSPORTS: tuple[str, ...] = ()
 
 
 def _provider(value: str, name: str) -> str:
-    """Name of a libfabric provider, or of a transport of our own.
-
-    Whether the libfabric at hand offers it is seen when a network is requested.
-
-    Any name is taken where FI_PROVIDER_PATH gives libfabric further ones.
-    """
+    """Name of a libfabric provider, or of a transport of our own. Whether the libfabric at hand offers it is seen when
+    a network is requested. Any name is taken where FI_PROVIDER_PATH gives libfabric further ones."""
     for part in value.split(";"):
         if part.lower() not in (*PROVIDERS, *OWN_TRANSPORTS) and not os.environ.get("FI_PROVIDER_PATH"):
             near = difflib.get_close_matches(part.lower(), PROVIDERS, n=1)
@@ -492,11 +488,8 @@ HANDED_OVER = ("TSN_STORE", "TSN_STORE_FD")
 
 
 def check() -> None:
-    """Read every variable that is set.
-
-    Raises:
-        ConfigurationError: a value that its variable does not take, or a name with TSN_ that no variable has.
-    """
+    """Read every variable that is set. Raises ConfigurationError: a value that its variable does not take, or a name
+    with TSN_ that no variable has."""
     for name in sorted(os.environ):
         if name.startswith("TSN_") and name not in ALL:
             near = nearest(name, [row for row in ALL if row.startswith("TSN_") and row not in HANDED_OVER])
@@ -563,10 +556,8 @@ def heap_limit(size: int, on_gpu: bool) -> int:
 
 def load_kernels_early() -> None:
     """Where ranks may be on several nodes, have CUDA load the kernels of libraries when it starts; call before it does.
-
     Otherwise it loads each of them at its first launch, and keeps copies between host and GPU waiting until the kernels
-    that run by then have ended. One that waits for data from another node, which the proxy copies, would not end.
-    """
+    that run by then have ended. One that waits for data from another node, which the proxy copies, would not end."""
     ranks = _count("WORLD_SIZE", 1)
     if VIRTUAL_NODES.get() > 1 or _count("LOCAL_WORLD_SIZE", ranks) < ranks:
         os.environ.setdefault(MODULE_LOADING.name, "EAGER")

@@ -115,10 +115,7 @@ def stack_bytes() -> int:
 @contextlib.contextmanager
 def schedule(seed: int | None = None, visibility: str | None = None, races: bool | None = None) -> Iterator[None]:
     """Launches inside the block run with this seed and visibility, and report races or not, regardless of the
-    environment.
-
-    The count of launches starts at 0 again, so that a block repeats the schedules of an equal block.
-    """
+    environment. The count of launches starts at 0 again, so that a block repeats the schedules of an equal block."""
     global _seed, _visibility, _races, _launches
     if visibility is not None and visibility not in VISIBILITIES:
         raise ConfigurationError(f"visibility {visibility!r} is not one of {', '.join(VISIBILITIES)}")
@@ -134,10 +131,8 @@ def schedule(seed: int | None = None, visibility: str | None = None, races: bool
 
 
 def start_delay(rank: int, ranks: int) -> float:
-    """Seconds that this rank begins its next launch later than the first one of an order that all ranks agree on.
-
-    In most launches the ranks begin one after the other, so that no order of their messages is the usual one.
-    """
+    """Seconds that this rank begins its next launch later than the first one of an order that all ranks agree on. In
+    most launches the ranks begin one after the other, so that no order of their messages is the usual one."""
     lot = random.Random(f"{seed()} {_launches}")
     order = lot.sample(range(ranks), ranks)
     return lot.choice((0.0, 1e-3, 2e-3, 2e-3)) * min(order.index(rank), 4)
@@ -182,11 +177,9 @@ def tensor_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 class _Dispatch:
-    """`HostAccessMode.__torch_dispatch__`, which imports Dynamo for nothing.
-
-    torch wraps the method of a mode so that Dynamo leaves it alone, and for that imports Dynamo at the first call, which takes
-    a second of processor time. Where nobody else has imported it there is nothing to leave alone.
-    """
+    """`HostAccessMode.__torch_dispatch__`, which imports Dynamo for nothing. torch wraps the method of a mode so that
+    Dynamo leaves it alone, and for that imports Dynamo at the first call, which takes a second of processor time. Where
+    nobody else has imported it there is nothing to leave alone."""
 
     def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return mode.dispatch(func, args, kwargs or {})
@@ -383,12 +376,9 @@ def is_followed(base: int) -> bool:
 
 
 def host_meets(base: int | None = None) -> None:
-    """The host of this rank has met those of the others.
-
-    Args:
-        base: the heap of the ranks that have met by a call of the package; None where they met by one of torch.distributed,
-            after which a rank that has gone on may have finished more than it had then, which is taken to come before, too.
-    """
+    """The host of this rank has met those of the others. `base`: the heap of the ranks that have met by a call of the
+    package; None where they met by one of torch.distributed, after which a rank that has gone on may have finished more
+    than it had then, which is taken to come before, too."""
     _follow_thread()
     if base is None:
         _simulator.host_meets()
@@ -427,12 +417,8 @@ _hooks = _Hooks()
 
 
 class SharedMemory(Memory):
-    """Heap memory of one rank on a machine without a GPU.
-
-    Attributes:
-        base: address of this rank's heap in this process.
-        device: torch device of tensors in it.
-    """
+    """Heap memory of one rank on a machine without a GPU. `base`: address of this rank's heap in this process.
+    `device`: torch device of tensors in it."""
 
     device_kind, kind, poisons = "simulator", "host", True
     device = torch.device("cpu")

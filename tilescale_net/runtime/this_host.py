@@ -26,11 +26,8 @@ _ANY_PORT = 9  # to which nothing is sent
 
 
 def address_towards(host: str) -> str:
-    """Address of this host on the way to another; nothing is sent.
-
-    Raises:
-        OSError: the name is not known, or there is no way.
-    """
+    """Address of this host on the way to another; nothing is sent. Raises OSError: the name is not known, or there is
+    no way."""
     family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
         way.connect(address)  # of a datagram socket: chooses the interface
@@ -167,14 +164,8 @@ def is_stopped(pid: int, started: int) -> bool:
 
 
 class Process:
-    """Another process of this PID namespace.
-
-    Args:
-        pid, started: what `own` returned there.
-
-    Raises:
-        OSError: it cannot be seen from here, or has ended and is gone.
-    """
+    """Another process of this PID namespace. `pid`, `started`: what `own` returned there. Raises OSError: it cannot be
+    seen from here, or has ended and is gone."""
 
     def __init__(self, pid: int, started: int):
         self._pid, self._started = pid, started
@@ -247,13 +238,8 @@ _STOPPED_SECONDS = 2.0  # for which a holder has been seen stopped before it is 
 
 def lock_file(path: str | os.PathLike[str]) -> IO[str]:
     """Wait for the lock, and hold it until the file that this returns is closed, which the end of the process does too.
-
-    Returns:
-        The file; without holding it where its holder is stopped (by SIGSTOP or a debugger).
-
-    Raises:
-        OSError: the file cannot be made, or its file system has no locks.
-    """
+    Returns the file; without holding it where its holder is stopped (by SIGSTOP or a debugger). Raises OSError: the
+    file cannot be made, or its file system has no locks."""
     lock = open(path, "a+", errors="replace")
     try:
         _wait_for(lock)

@@ -105,11 +105,8 @@ def place_of(world: World) -> dict[str, object]:
 
 
 def of(world: World, name: str) -> dict[str, Choice]:
-    """What was tuned, by the keys of calls. Collective the first time in a world.
-
-    Args:
-        name: of the caller, for messages to ranks that make another call.
-    """
+    """What was tuned, by the keys of calls. Collective the first time in a world. `name`: of the caller, for messages
+    to ranks that make another call."""
     found = _tables.get(world)
     if found is None:
         control = world.control
@@ -124,11 +121,8 @@ def of(world: World, name: str) -> dict[str, Choice]:
 
 
 def keep(world: World, name: str, key: str, choice: Choice, us: float) -> Path | None:
-    """Keep a choice for this world and for later ones of its place; collective, with the same on all ranks.
-
-    Returns:
-        Where rank 0 has written it; None on other ranks, and where it could not: that is a warning.
-    """
+    """Keep a choice for this world and for later ones of its place; collective, with the same on all ranks. Returns
+    where rank 0 has written it; None on other ranks, and where it could not: that is a warning."""
     of(world, name)[key] = choice
     if world.size > 1 and world.rank != world.control.members[0]:
         return None

@@ -87,16 +87,9 @@ class WorldHooks:
 def create_memory(
     kind: str, size: int, limit: int, device: torch.device | None, group: groups.Group, topology: placement.Topology
 ) -> Memory:
-    """Memory with a heap of `size` bytes, which may grow to `limit`.
-
-    Args:
-        kind: "cuda" or "simulator".
-        device: that of the other worlds of this process; None: `group` and `topology` say which GPU is this rank's,
-            see `cuda_memory.gpu_ordinal`.
-
-    Raises:
-        ConfigurationError: the machine has no such memory.
-    """
+    """Memory with a heap of `size` bytes, which may grow to `limit`. `kind`: "cuda" or "simulator". `device`: that of
+    the other worlds of this process; None: `group` and `topology` say which GPU is this rank's, see
+    `cuda_memory.gpu_ordinal`. Raises ConfigurationError: the machine has no such memory."""
     if kind == "cuda":
         from tilescale_net.runtime import cuda_memory
 
@@ -505,12 +498,9 @@ _GROW = "tilescale_net: a heap that is full"
 
 
 def grow_heap(world: World, size: int) -> None:
-    """Give the heap of every member `size` bytes. Collective; waits for the kernels of all of them.
-
-    Raises:
-        HeapError: a rank has no memory left, on all ranks alike; nothing has changed then.
-        TileScaleError: a kernel or a peer has failed.
-    """
+    """Give the heap of every member `size` bytes. Collective; waits for the kernels of all of them. Raises HeapError: a
+    rank has no memory left, on all ranks alike; nothing has changed then. TileScaleError: a kernel or a peer has
+    failed."""
     memory, control = world.memory, world.control
     memory.finish_kernels()
     world.check()
@@ -529,15 +519,8 @@ def grow_heap(world: World, size: int) -> None:
 
 def level_heaps(world: World, live: dict[int, int]) -> None:
     """After a loss in the middle of `grow`: heaps of one size again, that of before where nothing `live` lies beyond.
-
-    Collective; the proxies begin anew afterwards.
-
-    Args:
-        live: blocks of the heap of any rank, offset -> bytes.
-
-    Raises:
-        TileScaleError, OSError: this rank has no memory for what lies in others' heaps.
-    """
+    Collective; the proxies begin anew afterwards. `live`: blocks of the heap of any rank, offset -> bytes. Raises
+    TileScaleError, OSError: this rank has no memory for what lies in others' heaps."""
     memory, control = world.memory, world.control
     sizes = control.gather(_GROW, memory.size)
     needed = max((offset + size for offset, size in live.items()), default=0)
@@ -688,11 +671,9 @@ def _parse_members(said: str, members: list[int]) -> list[int]:
 
 
 def live_everywhere(control: Control, live: dict[int, int]) -> dict[int, int]:
-    """The blocks of the heap (offset -> bytes) that are live on some member.
-
-    A rank that is lost in the middle of a collective call leaves members that have allocated, or freed, and others that
-    have not. What one of them may still use, no other gives away.
-    """
+    """The blocks of the heap (offset -> bytes) that are live on some member. A rank that is lost in the middle of a
+    collective call leaves members that have allocated, or freed, and others that have not. What one of them may still
+    use, no other gives away."""
     union: dict[int, int] = {}
     for text in control.gather("tilescale_net.shrink", json.dumps(sorted(live.items()))):
         blocks = job_store.read(text, lambda found: {int(offset): int(size) for offset, size in found}, None)

@@ -59,11 +59,9 @@ def watch_process_end() -> None:
 
 
 def finish_world(world: World) -> None:
-    """Close a world in good order, as `finalize` does.
-
-    In a `finally` or `except` the rank may be failing alone: the others then wait for it in a kernel and would find out
-    by its silence only. The exception is reported to them when they do not come.
-    """
+    """Close a world in good order, as `finalize` does. In a `finally` or `except` the rank may be failing alone: the
+    others then wait for it in a kernel and would find out by its silence only. The exception is reported to them when
+    they do not come."""
     raised = sys.exc_info()[1]
     if raised is None or (isinstance(raised, SystemExit) and not _status(raised.code)):
         world.close()
@@ -116,11 +114,9 @@ def _status(code: object) -> int:
 
 
 def _follow_exits() -> None:
-    """Note the code of the SystemExit that ends the program, however and by whatever it was raised.
-
-    Python does not report the status with which it ends: it reads `code` of the exception when no frame of Python is left,
-    and drops it. All that raises or catches the exception uses this one class, so its attribute is what can be watched.
-    """
+    """Note the code of the SystemExit that ends the program, however and by whatever it was raised. Python does not
+    report the status with which it ends: it reads `code` of the exception when no frame of Python is left, and drops
+    it. All that raises or catches the exception uses this one class, so its attribute is what can be watched."""
     if sys.version_info < (3, 12):  # whose sys.exit makes no exception before somebody looks at it
         built_in = sys.exit
         for module in [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]:
@@ -174,10 +170,8 @@ def init(heap_bytes: int | str | None, group: object, hooks: WorldHooks) -> Worl
 
 
 def make_sibling(world: World, heap_bytes: int) -> World:
-    """One more world of the ranks of `world`, with a heap of its own. Collective over them.
-
-    It is ended by `finalize` with this world as the group. Calls that name the group, or none, mean the first world.
-    """
+    """One more world of the ranks of `world`, with a heap of its own. Collective over them. It is ended by `finalize`
+    with this world as the group. Calls that name the group, or none, mean the first world."""
     made = _make(heap_bytes, world.group, world.hooks)
     _beside.append(made)
     return made
@@ -223,12 +217,9 @@ def finalize(group: object = None) -> None:
 
 
 def get(group: object = None) -> World:
-    """The world of a group: of a World, a ProcessGroup, a DeviceMesh or a group's name; None: see `default`.
-
-    Raises:
-        TileScaleError: `init` has not made one.
-        ConfigurationError: it is no group, or several worlds were made of other groups with its ranks.
-    """
+    """The world of a group: of a World, a ProcessGroup, a DeviceMesh or a group's name; None: see `default`. Raises
+    TileScaleError: `init` has not made one. ConfigurationError: it is no group, or several worlds were made of other
+    groups with its ranks."""
     if group is None:
         return default()
     if isinstance(group, World):
@@ -258,11 +249,8 @@ def _is_of_store(*found: object) -> bool:
 
 
 def of_ranks(members: tuple[int, ...], name: str) -> World:
-    """The world of a group that was saved, by its ranks in the job and its name ("" for all of the job).
-
-    Raises:
-        TileScaleError: this process has none.
-    """
+    """The world of a group that was saved, by its ranks in the job and its name ("" for all of the job). Raises
+    TileScaleError: this process has none."""
     for world in _first():
         if tuple(world.job_ranks) == members and groups.name_of(world.group) == name:
             return world
@@ -277,11 +265,8 @@ copyreg.pickle(World, lambda world: (of_ranks, (tuple(world.job_ranks), groups.n
 
 
 def default() -> World:
-    """The world that calls without a group mean: that of all ranks of the job, or else the only one.
-
-    Raises:
-        TileScaleError: no world exists, or several do.
-    """
+    """The world that calls without a group mean: that of all ranks of the job, or else the only one. Raises
+    TileScaleError: no world exists, or several do."""
     first = _first()
     for world in first:
         if len(first) == 1 or world.group is None:
@@ -345,11 +330,8 @@ def of_tensor(tensor: object) -> World:
 
 
 def world_of_tensors(name: str, arguments: Iterable[object]) -> World:
-    """The world whose heap holds the symmetric tensors among a kernel's arguments; without any the default one.
-
-    Raises:
-        KernelError: they lie in several; or in none, and there is no default.
-    """
+    """The world whose heap holds the symmetric tensors among a kernel's arguments; without any the default one. Raises
+    KernelError: they lie in several; or in none, and there is no default."""
     found = None
     for value in arguments:
         if isinstance(value, torch.Tensor):

@@ -169,16 +169,9 @@ _MAX_UNPACKED = 1 << 30  # bytes of a file that another host has packed: a few c
 
 @dataclass
 class Part:
-    """What a file holds.
-
-    Attributes:
-        rank, size: of the process that wrote it, of its job.
-        what: "host", "kernels" or "proxy0", …
-        events: the oldest first, with times of rank 0's clock.
-        names: by number.
-        dropped: events that newer ones have overwritten.
-        error_ns: how wrong the times may be against those of other ranks.
-    """
+    """What a file holds. `rank`, `size`: of the process that wrote it, of its job. `what`: "host", "kernels" or
+    "proxy0", …. `events`: the oldest first, with times of rank 0's clock. `names`: by number. `dropped`: events that
+    newer ones have overwritten. `error_ns`: how wrong the times may be against those of other ranks."""
 
     rank: int
     size: int

@@ -56,14 +56,8 @@ def quickest(ask: Callable[[], T]) -> tuple[T, int, int]:
 
 
 class GpuClock:
-    """Translates times of the GPU. Samples both clocks when it is made, and again when it is asked to.
-
-    Args:
-        world: whose GPU it is.
-
-    Attributes:
-        error_ns: how wrong a sample may be.
-    """
+    """Translates times of the GPU. Samples both clocks when it is made, and again when it is asked to. `world`: whose
+    GPU it is. `error_ns`: how wrong a sample may be."""
 
     def __init__(self, world: World):
         # The kernel writes to memory of the host: a copy would wait for kernels of the default stream.
@@ -109,12 +103,8 @@ class GpuClock:
 
 
 class GpuCalls:
-    """The ring of one GPU.
-
-    Args:
-        world: whose kernels write to it.
-        capacity: calls that are kept; taken down to a power of two.
-    """
+    """The ring of one GPU. `world`: whose kernels write to it. `capacity`: calls that are kept; taken down to a power
+    of two."""
 
     def __init__(self, world: World, capacity: int):
         assert world.memory is not None
@@ -187,11 +177,8 @@ def _moment() -> tuple[torch.cuda.Event, int]:
 
 
 class GpuKernels:
-    """Times launches of kernels by name.
-
-    Args:
-        add: takes a name, begin and end in nanoseconds of this process's clock, and the track of the stream.
-    """
+    """Times launches of kernels by name. `add`: takes a name, begin and end in nanoseconds of this process's clock, and
+    the track of the stream."""
 
     def __init__(self, add: Callable[[str, int, int, int], None]):
         self._add = add

@@ -17,14 +17,8 @@ _HEAD = ("rank", "block", "thread", "line", "call", "word", "has", "wants", "for
 
 
 def text(why: str, states: dict[int, State], size: int, missing: dict[int, str] | None = None) -> str:
-    """The report.
-
-    Args:
-        why: its first line.
-        states: by rank, see `state_of_rank`.
-        size: number of ranks.
-        missing: facts about ranks that have not answered.
-    """
+    """The report. `why`: its first line. `states`: by rank, see `state_of_rank`. `size`: number of ranks. `missing`:
+    facts about ranks that have not answered."""
     rows, notes = [], []
     for rank in sorted(states):
         for wait in states[rank]["waiting"]:
@@ -99,12 +93,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 def sender_of(rank: int, wait: State, states: dict[int, State], size: int) -> tuple[int | None, str]:
     """The rank that should send what thread `wait` of `rank` waits for, None where that is not known, and how it is
-    known.
-
-    Args:
-        wait: an element of "waiting", see `state_of_rank`.
-        states: of the ranks that have answered.
-    """
+    known. `wait`: an element of "waiting", see `state_of_rank`. `states`: of the ranks that have answered."""
     if wait["pe"] is not None and wait["pe"] >= 0:
         return wait["pe"], ""
     if wait["offset"] is None or wait["operation"] not in ("wait", "test"):

@@ -25,18 +25,9 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """The parts of one rank.
-
-    Attributes:
-        gpu_calls: calls of primitives on this rank's GPU; None without one, and when the recorder has stopped.
-
-    Args:
-        world: whose ranks are traced; its memory is there, its proxy is not.
-        path: the file that rank 0 writes.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """The parts of one rank. `gpu_calls`: calls of primitives on this rank's GPU; None without one, and when the
+    recorder has stopped. `world`: whose ranks are traced; its memory is there, its proxy is not. `path`: the file that
+    rank 0 writes. Raises ConfigurationError: the file cannot be written."""
 
     def __init__(self, world: World, path: str):
         hosts = world.control.hosts
@@ -233,10 +224,7 @@ ROUNDS = 12
 
 def clock_offset(exchange: Callable[[list[int]], list[list[int]]], rank: int) -> tuple[int, int]:
     """What to add to this process's time.monotonic_ns() to get rank 0's, and how wrong that may be. Collective.
-
-    Args:
-        exchange: gives every rank's numbers, in rank order, to all.
-    """
+    `exchange`: gives every rank's numbers, in rank order, to all."""
     ended, rounds = 0, []
     for _ in range(ROUNDS):
         everyone = exchange([time.monotonic_ns(), ended])

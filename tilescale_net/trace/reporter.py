@@ -40,12 +40,8 @@ class Report:
         self._number = reporter.raise_alarm()
 
     def print(self, why: str, patience: float = PATIENCE) -> None:
-        """Print the report on stderr; a second call waits for the first one.
-
-        Args:
-            why: its first line.
-            patience: seconds since the question that ranks may take to answer.
-        """
+        """Print the report on stderr; a second call waits for the first one. `why`: its first line. `patience`: seconds
+        since the question that ranks may take to answer."""
         with self._printing:
             if self._printed:
                 return
@@ -59,12 +55,8 @@ class Report:
 
 
 class Reporter:
-    """One rank's part in reports.
-
-    Args:
-        control: rank, size and store.
-        state: what this rank does, see hang_report.state_of_rank.
-    """
+    """One rank's part in reports. `control`: rank, size and store. `state`: what this rank does, see
+    hang_report.state_of_rank."""
 
     def __init__(self, control: Control, state: Callable[[], State]):
         self.size = control.size
@@ -163,10 +155,8 @@ _asked: Callable[[], list[Reporter]] | None = None
 
 def report_on_signal(reporters: Callable[[], list[Reporter]]) -> None:
     """Print a report whenever SIGUSR1 comes, unless the program has a handler of its own; the second call does nothing.
-
     Python's own handlers run when the main thread comes back to Python, which a thread that waits for a GPU does not.
-    faulthandler writes from the signal handler itself; a thread waits for what it writes.
-    """
+    faulthandler writes from the signal handler itself; a thread waits for what it writes."""
     global _asked
     if _asked is not None or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         return

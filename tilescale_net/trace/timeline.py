@@ -66,14 +66,8 @@ def remove_parts(path: str) -> None:
 
 
 def write(path: str, parts: list[events.Part], name_of: NameOf = lambda offset: None) -> None:
-    """Write the timeline, all of it or nothing.
-
-    Args:
-        name_of: names the tensor element at a heap offset.
-
-    Raises:
-        TileScaleError: the file cannot be written.
-    """
+    """Write the timeline, all of it or nothing. `name_of`: names the tensor element at a heap offset. Raises
+    TileScaleError: the file cannot be written."""
     text = json.dumps(merged(parts, name_of), separators=(",", ":"))
     try:
         with open(f"{path}.tmp", "w") as file:

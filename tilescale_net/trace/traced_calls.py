@@ -18,14 +18,9 @@ WAITING = ("wait", "barrier", "barrier_grid", "quiet", "flush")
 
 @dataclass(frozen=True)
 class CallSite:
-    """A call in a kernel.
-
-    Attributes:
-        name: of the primitive, such as "N.put_block", or of the range that begins, or of the kernel.
-        operation: one of context.OPERATIONS, or "range_begin", "range_end" and "kernel".
-        compare: of a wait, one of context.COMPARISONS, or "".
-        line: of the author, such as "file.py:12", or "".
-    """
+    """A call in a kernel. `name`: of the primitive, such as "N.put_block", or of the range that begins, or of the
+    kernel. `operation`: one of context.OPERATIONS, or "range_begin", "range_end" and "kernel". `compare`: of a wait,
+    one of context.COMPARISONS, or "". `line`: of the author, such as "file.py:12", or ""."""
 
     name: str
     operation: str
@@ -113,13 +108,9 @@ class KnownCall:
 
 @dataclass(frozen=True)
 class TracedCalls:
-    """What is in a buffer.
-
-    Attributes:
-        ended: calls that have ended, the oldest first.
-        waits: those that are pending, or were cut short when the job was aborted.
-        dropped: how many older ones are gone, at most: threads claim a slot for a call that they may never make.
-    """
+    """What is in a buffer. `ended`: calls that have ended, the oldest first. `waits`: those that are pending, or were
+    cut short when the job was aborted. `dropped`: how many older ones are gone, at most: threads claim a slot for a
+    call that they may never make."""
 
     ended: list[KnownCall]
     waits: list[KnownCall]
@@ -154,12 +145,8 @@ def signals(calls: Sequence[KnownCall]) -> list[KnownCall]:
 
 
 def write_calls(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], int], now: int) -> None:
-    """Add the calls to a part of the trace, two events for one that waits.
-
-    Args:
-        process_ns: translates times of the GPU.
-        now: in nanoseconds of this process: when calls that have not ended end.
-    """
+    """Add the calls to a part of the trace, two events for one that waits. `process_ns`: translates times of the GPU.
+    `now`: in nanoseconds of this process: when calls that have not ended end."""
     ranges: dict[tuple[int, int], list[KnownCall]] = {}
     for known in calls:
         call, site = known.call, known.site
@@ -214,13 +201,8 @@ def _range(begun: KnownCall, ended: TracedCall, ring: Ring, process_ns: Callable
 
 @dataclass
 class Launch:
-    """A launch of a kernel: from the first of its blocks to the last, in nanoseconds of the GPU's clock.
-
-    Attributes:
-        name: of the kernel.
-        blocks: how many it has.
-        found: numbers of those in the trace.
-    """
+    """A launch of a kernel: from the first of its blocks to the last, in nanoseconds of the GPU's clock. `name`: of the
+    kernel. `blocks`: how many it has. `found`: numbers of those in the trace."""
 
     name: str
     blocks: int
@@ -255,11 +237,8 @@ def launches(calls: Sequence[KnownCall]) -> list[Launch]:
 
 
 def write_launches(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], int]) -> None:
-    """Add the launches to a part of the trace; those that run at the same time are on different tracks.
-
-    Args:
-        process_ns: translates times of the GPU.
-    """
+    """Add the launches to a part of the trace; those that run at the same time are on different tracks. `process_ns`:
+    translates times of the GPU."""
     free_from: list[int] = []  # of each track
     for launch in launches(calls):
         begin = process_ns(launch.begin_ns)

@@ -33,9 +33,8 @@ OTHER_ENGINE = {"all_gather_matmul": "ldst", "matmul_reduce_scatter": "bulk", "m
 
 
 def candidates(problem: GemmProblem, device: torch.device, most: int, is_mapped: bool = True) -> list[Choice]:
-    """What is tried, at most so many: the GEMM and the collective one after the other, the usual fused call, copy engines, then
-    fused calls by how many of their options differ from the usual.
-    """
+    """What is tried, at most so many: the GEMM and the collective one after the other, the usual fused call, copy
+    engines, then fused calls by how many of their options differ from the usual."""
     on_gpu = device.type == "cuda"
     usual: dict[str, Any] = {"blocks": 4, "engine": "auto"} | usual_options(problem, device)
     tilings = [of_dtype(t, problem) for t, _ in GEOMETRIES] if on_gpu else [replace(SIMULATED, panel=1)]

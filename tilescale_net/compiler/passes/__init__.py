@@ -93,24 +93,16 @@ def _parameter_names(func: tirx.PrimFunc) -> tuple[str, ...]:
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Let the C library keep freed memory: TVM makes and drops hundreds of z3's solvers for a kernel, and to have the pages
-    of each from the system anew took a fifth of the time of lowering.
-
-    glibc raises its limits to the size of a large block that is freed, up to 32 MiB. This one is never touched.
-    """
+    """Let the C library keep freed memory: TVM makes and drops hundreds of z3's solvers for a kernel, and to have the
+    pages of each from the system anew took a fifth of the time of lowering. glibc raises its limits to the size of a
+    large block that is freed, up to 32 MiB. This one is never touched."""
     bytes(31 << 20)
 
 
 def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
-    """Rewrite a traced kernel as described at the top of this file.
-
-    Args:
-        reports_bounds: the kernel runs where accesses outside of tensors are reported, see bounds.py.
-
-    Raises:
-        KernelError: primitives without an N.Context() parameter, more than one such parameter, a variable that no argument
-            gives, or what hazards.py refuses.
-    """
+    """Rewrite a traced kernel as described at the top of this file. `reports_bounds`: the kernel runs where accesses
+    outside of tensors are reported, see bounds.py. Raises KernelError: primitives without an N.Context() parameter,
+    more than one such parameter, a variable that no argument gives, or what hazards.py refuses."""
     _keep_freed_memory()
     index = find_context(func)
     calls = our_calls(func.body)

@@ -83,12 +83,9 @@ def _any(expr: Node, wanted: Callable[[Node], Any]) -> bool:
 
 
 def rewrite(func: tirx.PrimFunc) -> tirx.Stmt:
-    """The body of `func` with every call in a statement of its own, see above.
-
-    Raises:
-        KernelError: the result of a primitive stands in an arm of T.if_then_else or T.Select, which Python evaluates in
-            any case, or outlives the condition that it was made for.
-    """
+    """The body of `func` with every call in a statement of its own, see above. Raises KernelError: the result of a
+    primitive stands in an arm of T.if_then_else or T.Select, which Python evaluates in any case, or outlives the
+    condition that it was made for."""
     _check_arms(func)
     rewriter = _Rewriter(func)
     body = ir_transform(func.body, None, _one_by_one, ["tirx.For"])
@@ -266,10 +263,8 @@ class _Rewriter:
         return ir_transform(tirx.Evaluate(expr), visit, None, _EXPRESSIONS).value
 
     def _is_same(self, a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
-        """Whether two parts of an expression are one of the author's, which TVM has repeated, and may have simplified since.
-
-        What it simplifies is a new node then, but the calls in it are the old ones.
-        """
+        """Whether two parts of an expression are one of the author's, which TVM has repeated, and may have simplified
+        since. What it simplifies is a new node then, but the calls in it are the old ones."""
         if a.same_as(b):
             return True
         mine, others = self._effects_of(a), self._effects_of(b)

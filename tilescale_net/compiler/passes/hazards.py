@@ -364,11 +364,8 @@ def _guarded_loop(loop: tirx.For) -> tirx.Stmt:
 
 
 class _EmptyLoops:
-    """Follows the known bounds of a kernel's variables as Simplify does.
-
-    Attributes:
-        loops: variables of the loops that run at most once, and perhaps not at all.
-    """
+    """Follows the known bounds of a kernel's variables as Simplify does. `loops`: variables of the loops that run at
+    most once, and perhaps not at all."""
 
     def __init__(self) -> None:
         self.loops: set[tirx.Var] = set()

@@ -28,10 +28,8 @@ _REPORT, _REPORT_SIZES = "tsn_report_index", "tsn_agreed"
 
 def settle_guards(body: tirx.Stmt, report: bool) -> tirx.Stmt:
     """Replace the marked conditions of the primitives' own guards: by themselves, or by reports of indices outside.
-
     Where accesses report, the checked pointer determines whether an access is inside its tensor; tensors of more than
-    one axis need a check of each index. Sizes on which the ends of a copy do not agree are reported there too.
-    """
+    one axis need a check of each index. Sizes on which the ends of a copy do not agree are reported there too."""
 
     def settle(call: tirx.Call) -> tirx.PrimExpr | None:
         if op_name(call) == AGREED:

@@ -38,10 +38,7 @@ from tilescale_net.runtime import job_store, private_folder, this_host
 
 
 def folder() -> Path:
-    """`private_folder.of_user`.
-
-    A process that adds a file removes others, see `prune`.
-    """
+    """`private_folder.of_user`. A process that adds a file removes others, see `prune`."""
     return private_folder.of_user("simulator")
 
 
@@ -92,13 +89,9 @@ def get_or_build(
 
 
 def get_or_write(name: str, key: str, suffix: str, make: Callable[[], Any], parse: Callable[[str], Any]) -> Any:
-    """What `make` returns, or what it returned to the program that wrote the file.
-
-    Args:
-        name, key, suffix: as in `get_or_build`; the suffix is one of SEALED.
-        make: returns something with a method `text()`.
-        parse: makes it of its text; raises ValueError, KeyError or TypeError for an invalid text.
-    """
+    """What `make` returns, or what it returned to the program that wrote the file. `name`, `key`, `suffix`: as in
+    `get_or_build`; the suffix is one of SEALED. `make`: returns something with a method `text()`. `parse`: makes it of
+    its text; raises ValueError, KeyError or TypeError for an invalid text."""
     made: list[Any] = []
 
     def write(work: Path) -> Path:
@@ -248,11 +241,7 @@ def get_or_lower(
     name: str, func: PrimFunc, target: dict[str, Any], pass_configs: dict[str, Any], lower: Callable[..., Any]
 ) -> Lowered:
     """`lower(func, target, pass_configs)`, or what it was when the same was lowered before by the same versions.
-
-    Args:
-        name: the kernel's name, for file names.
-        lower: returns a `tilelang.engine.param.CompiledArtifact`.
-    """
+    `name`: the kernel's name, for file names. `lower`: returns a `tilelang.engine.param.CompiledArtifact`."""
     depends_on = [
         tvm.ir.save_json(func),
         json.dumps([target, pass_configs], sort_keys=True, default=str),
@@ -275,13 +264,9 @@ _IMPORTED = time.time()
 def kernel_key(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any], anywhere: bool = False
 ) -> str | None:  # fmt: skip
-    """A key that identifies a kernel; None where it may not be cached.
-
-    Args:
-        function: the factory, with its arguments.
-        options: of `tsn.jit`.
-        anywhere: the kernel does not depend on where the package lies: it holds no lines of its files.
-    """
+    """A key that identifies a kernel; None where it may not be cached. `function`: the factory, with its arguments.
+    `options`: of `tsn.jit`. `anywhere`: the kernel does not depend on where the package lies: it holds no lines of its
+    files."""
     if not (function.__module__ or "").startswith(_KERNELS + "."):
         return None
     if not _unchanged(function):
@@ -368,14 +353,9 @@ def _name(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class CachedKernel:
-    """What a simulated kernel is made of, except for its traced function.
-
-    Attributes:
-        name: the kernel's.
-        context_index, names, ring_bytes: see passes.Prepared.
-        lines: where its primitives stand, see sites.py.
-        lowered: the code.
-    """
+    """What a simulated kernel is made of, except for its traced function. `name`: the kernel's. `context_index`,
+    `names`, `ring_bytes`: see passes.Prepared. `lines`: where its primitives stand, see sites.py. `lowered`: the
+    code."""
 
     name: str
     context_index: int | None

@@ -47,11 +47,9 @@ def identity(command: tuple[str, ...]) -> str:
 
 @functools.cache
 def cuda_include() -> tuple[str, ...]:
-    """Include folders with CUDA's number types (cuda_fp16.h and the like) for the host.
-
-    The wheels nvidia-cuda-runtime and nvidia-cuda-cccl, else a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda.
-    Raises ConfigurationError when neither is there.
-    """
+    """Include folders with CUDA's number types (cuda_fp16.h and the like) for the host. The wheels nvidia-cuda-runtime
+    and nvidia-cuda-cccl, else a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda. Raises ConfigurationError when
+    neither is there."""
     roots: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
     for wheel in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
@@ -94,10 +92,8 @@ def headers_hash() -> str:
 
 
 def precompiled_flags(flags: list[str]) -> list[str]:
-    """Flags that make g++ start from headers which it has read once: half of the time of a small kernel.
-
-    None for other compilers, and where the cache cannot hold the file: then the kernel's own includes are read.
-    """
+    """Flags that make g++ start from headers which it has read once: half of the time of a small kernel. None for other
+    compilers, and where the cache cannot hold the file: then the kernel's own includes are read."""
     if "Free Software Foundation" not in compiler_identity():
         return []
     # The first letter keeps the file apart from kernels, under whose locks it is made.

@@ -65,13 +65,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class HostSource:
-    """A translation unit and the kernels in it.
-
-    Attributes:
-        text: C++17 source.
-        kernels: parameters of each kernel, by name.
-        dynamic_shared: names of kernels that use dynamic shared memory.
-    """
+    """A translation unit and the kernels in it. `text`: C++17 source. `kernels`: parameters of each kernel, by name.
+    `dynamic_shared`: names of kernels that use dynamic shared memory."""
 
     text: str
     kernels: dict[str, tuple[Parameter, ...]]
@@ -128,15 +123,9 @@ def _body(source: str, start: int) -> str:
 
 
 def translate(name: str, source: str) -> HostSource:
-    """Make a host translation unit of tilelang's `kernel_source`.
-
-    Args:
-        name: the kernel's name, for errors.
-        source: CUDA source generated for an architecture without asynchronous copies, such as sm_70.
-
-    Raises:
-        SimulatorUnsupported: the source uses what the simulator cannot run.
-    """
+    """Make a host translation unit of tilelang's `kernel_source`. `name`: the kernel's name, for errors. `source`: CUDA
+    source generated for an architecture without asynchronous copies, such as sm_70. Raises SimulatorUnsupported: the
+    source uses what the simulator cannot run."""
     check_supported(name, source)
     text = _DROPPED.sub("", source)
     kernels: dict[str, tuple[Parameter, ...]] = {}
@@ -272,11 +261,8 @@ def _check_calls(body: str, pointers: set[str]) -> str:
 
 
 def _note_stores(body: str, elements: list[str]) -> str:
-    """Mark plain stores to tensors: statements that begin with an element, or with a vector of elements.
-
-    Args:
-        elements: patterns of what stands before an index.
-    """
+    """Mark plain stores to tensors: statements that begin with an element, or with a vector of elements. `elements`:
+    patterns of what stands before an index."""
     if not elements:
         return body
     names = "|".join(elements)

@@ -246,15 +246,9 @@ class _Translator:
 
 
 def translate(name: str, host_mod: Any) -> str:
-    """Python source of a function `host(args)` that does what the host function in `host_mod` does; see `load`.
-
-    Args:
-        name: the kernel's name, for errors.
-        host_mod: `CompiledArtifact.host_mod` of tilelang.lower.
-
-    Raises:
-        SimulatorUnsupported: the host function holds something unknown.
-    """
+    """Python source of a function `host(args)` that does what the host function in `host_mod` does; see `load`. `name`:
+    the kernel's name, for errors. `host_mod`: `CompiledArtifact.host_mod` of tilelang.lower. Raises
+    SimulatorUnsupported: the host function holds something unknown."""
     functions = [f for f in host_mod.functions.values() if isinstance(f, tirx.PrimFunc)]
     if len(functions) != 1:
         raise SimulatorUnsupported(f"kernel {name}: {len(functions)} host functions; the simulator runs one")
@@ -276,11 +270,8 @@ def compiled(name: str, source: str) -> str:
 
 
 def load(name: str, code: str) -> Callable[[tuple[Any, ...]], list[Launch]]:
-    """The function that `compiled` has made.
-
-    It takes the arguments as a tuple and returns the kernels to launch. It raises KernelError for arguments of the wrong
-    type, shape, stride or number.
-    """
+    """The function that `compiled` has made. It takes the arguments as a tuple and returns the kernels to launch. It
+    raises KernelError for arguments of the wrong type, shape, stride or number."""
 
     def refuse(message: str, args: Sequence[Any]) -> None:
         given = ", ".join(describe(a) for a in args)

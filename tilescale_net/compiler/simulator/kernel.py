@@ -219,11 +219,9 @@ class SimulatedFunction:
         return raw.ljust(16, b"\0")
 
     def _context(self, args: Sequence[Any]) -> ContextHeader | None:
-        """The header of the world that the kernel runs in; None without one.
-
-        A kernel that calls no primitive runs in none, but where races are looked for in that whose heap holds the first of
-        its tensors that a heap holds: it may read what has not come yet, and write what has not been sent.
-        """
+        """The header of the world that the kernel runs in; None without one. A kernel that calls no primitive runs in
+        none, but where races are looked for in that whose heap holds the first of its tensors that a heap holds: it may
+        read what has not come yet, and write what has not been sent."""
         if self.context_index is not None:
             context = args[self.context_index]
         elif simulator.races():
@@ -239,12 +237,8 @@ class SimulatedFunction:
 
 
 class SimulatedKernel(Kernel):
-    """A kernel that the simulator runs.
-
-    Args:
-        cached: what it is made of.
-        prim_func: gives the traced and rewritten function; called when a call is wrong, to find the error.
-    """
+    """A kernel that the simulator runs. `cached`: what it is made of. `prim_func`: gives the traced and rewritten
+    function; called when a call is wrong, to find the error."""
 
     def __init__(self, cached: CachedKernel, prim_func: Callable[[], PrimFunc]) -> None:
         super().__init__(cached.name, cached, cached.lowered.kernel_source, "simulator")

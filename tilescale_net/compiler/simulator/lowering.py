@@ -336,12 +336,7 @@ def prepared(func: PrimFunc, configs: dict[str, Any]) -> Prepared:
 
 
 def lowered(func: PrimFunc, configs: dict[str, Any], lower: Callable[..., Any]) -> cache.CachedKernel:
-    """A traced kernel as the simulator runs it.
-
-    Args:
-        configs: options of tilelang's passes.
-        lower: `jit.lower`.
-    """
+    """A traced kernel as the simulator runs it. `configs`: options of tilelang's passes. `lower`: `jit.lower`."""
 
     def simplifying_once(func: PrimFunc, target: dict[str, Any], pass_configs: dict[str, Any]) -> CompiledArtifact:
         return lower(func, target, pass_configs, [SimplifyOnce()])

@@ -24,12 +24,9 @@ _NUMBERED = {operator.op_name: operator for operator in OPERATORS.values() if op
 
 
 def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[tuple[str, str]]:
-    """TVM's name of each call of a traced kernel, in order, with its line ("file.py:12") and, behind a tab, the name that its
-    author typed (for the beginning of a range, the range's name); passes drop the lines later on.
-
-    Args:
-        numbered: TVM's names of the operators whose calls count.
-    """
+    """TVM's name of each call of a traced kernel, in order, with its line ("file.py:12") and, behind a tab, the name
+    that its author typed (for the beginning of a range, the range's name); passes drop the lines later on. `numbered`:
+    TVM's names of the operators whose calls count."""
     found = []
     for call in our_calls(func.body):
         if op_name(call) in numbered:
@@ -47,15 +44,9 @@ def range_name(call: tirx.Call) -> str:
 
 
 def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[str]) -> tuple[tirx.PrimFunc, list[str]]:
-    """Number the calls of a prepared kernel.
-
-    Args:
-        calls: `lines_of` the kernel as it was traced.
-        statements: lines that have numbers already, see `mark`.
-
-    Returns:
-        The function, and the line, with the name behind it, that each number stands for; calls have none where the passes have moved them about.
-    """
+    """Number the calls of a prepared kernel. `calls`: `lines_of` the kernel as it was traced. `statements`: lines that
+    have numbers already, see `mark`. Returns the function, and the line, with the name behind it, that each number
+    stands for; calls have none where the passes have moved them about."""
     lines = list(dict.fromkeys([*statements, *(line for _, line in calls)]))
     seen: list[str] = []
 
@@ -95,9 +86,8 @@ _WHOLE_LOOPS = (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED)
 
 
 def _accesses(node: Node) -> bool:
-    """Whether a statement or an expression does what can fail or race: it accesses memory that other threads see, but not by
-    primitives alone, divides integers, or calls what checks its arguments.
-    """
+    """Whether a statement or an expression does what can fail or race: it accesses memory that other threads see, but
+    not by primitives alone, divides integers, or calls what checks its arguments."""
 
     def may_fail(part: Node) -> bool:
         shared = isinstance(part, (tirx.BufferLoad, tirx.BufferStore)) and not part.buffer.scope().startswith("local")
@@ -155,11 +145,8 @@ def _flat(node: Node) -> tirx.Stmt | None:
 
 
 def mark(func: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[str]]:
-    """Mark the statements of a traced kernel.
-
-    Returns:
-        The function, and the line ("file.py:12") that each number of a mark stands for.
-    """
+    """Mark the statements of a traced kernel. Returns the function, and the line ("file.py:12") that each number of a
+    mark stands for."""
     marks = _Marks()
     body = marks.into(func.body)
     if not marks.lines:
