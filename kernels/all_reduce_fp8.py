@@ -4,10 +4,11 @@ Elements travel in blocks of 128 as float8_e4m3fn with one power of two per bloc
 which adds up in float32, quantises the sum and pushes it to all. Two PEs send each other the whole tensor instead, and
 each adds up for itself: as many bytes, one exchange and one rounding fewer.
 
-A block of threads works through its slice in chunks, three of which are in work at once: it quantises and pushes one, adds up
-an earlier one and stores the sums of a still earlier one. So links are busy all the time, nothing passes through HBM
-but `x` and `out`, and a chunk's slot is free again, as the peer's later signal shows, when its turn comes: no signal
-of its own says so.
+Data are their own flags, see `N.put_vector`: no signal and no fence stands between the steps. A warp works on chunks of
+ROWS units of 16 elements a lane, 2 KiB of FP8; the exponents of a chunk are one more vector. It pushes all of its chunks of
+`x`, then adds up those that arrive, then stores the sums that arrive, and waits for nobody but the same warp of other
+PEs. So links are busy while it loads and while it adds up. Calls take two halves of the memory in turn, as in
+all_reduce_push.py.
 
 Error. Q(v), what becomes of an element v of a block whose largest magnitude is A, 2^a <= A < 2^(a + 1), is v / 2^(a - 7)
 rounded to the nearest float8_e4m3fn and multiplied back; scaling by a power of two is exact. Three bits of mantissa leave an
@@ -23,7 +24,7 @@ plus float32's rounding of the additions, and that to the dtype: none of bfloat1
 bits of mantissa fit. Errors of the PEs are independent of each other; for normal numbers the root of the mean square is
 about 1 / 36 of the values' own from quantisation once, and about 1 / 28 after both.
 
-An infinity makes its whole block useless: other elements become 0 or infinite. A NaN stays where it is.
+An infinity stays one, and the other elements of its block are scaled as beside 2^127. A NaN stays where it is.
 """
 
 import functools
@@ -35,40 +36,29 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .algorithms import Again, Algorithm, Call
-from .all_reduce_push import load_elements
-from .collective import (
-    EXPLICIT_SYNC,
-    PIECE_BITS,
-    STATUS_WORDS,
-    agree_by_blocks,
-    all_agree,
-    dtype_name,
-    is_aligned,
-    piece_number,
-)
+from .algorithms import Again, Algorithm, BufferSpecs, Call
+from .all_reduce_push import AGREEING, load_elements, meet_blocks
+from .collective import EXPLICIT_SYNC, STATUS_WORDS, all_agree, count_call, dtype_name, is_aligned
 from .launches import FLAT, Launch
 from .sums import VECTOR_BYTES, store_elements, vector_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8, FP8_MAX = "float8_e4m3fn", 448.0
 BLOCK = 128  # elements with one exponent
-UNIT = 16  # elements of a thread: 16 bytes of FP8
+UNIT = 16  # elements of a lane: 16 bytes of FP8
 LANES = BLOCK // UNIT
-# Steps between the push of a chunk and the use of what peers have pushed.
-LAG = 2
-# Of chunks. A PE that pushes chunk c has been signalled by all others in step c - LAG or later, when they were through with
-# chunk c - 2 * LAG.
-SLOTS = 2 * LAG
+# Units of a lane in a chunk: as many as make the exponents of a warp's blocks one vector.
+ROWS = 4
+CHUNK_UNITS = 32 * ROWS
+CHUNK = CHUNK_UNITS * UNIT
 # A block is scaled to below 2^8; the exponents are those of float32, with its bias.
-SHIFT, LEAST = 7, 8
+SHIFT, LEAST, MOST = 7, 8, 254
 
 
 @tsn.macro
-def quantise(q, exponent: T.Ref, values):
-    """q [UNIT] = values [UNIT] in FP8, for the scale of the block of LANES lanes: 2^(exponent - SHIFT), with float32's bias.
-
-    By whole warps.
+def quantise(q, u, packed: T.Ref, values):
+    """q[u] = values[u] in FP8; byte u of `packed` becomes the exponent of its block of LANES lanes, with float32's bias: the
+    scale is 2^(exponent - SHIFT). By whole warps.
     """
     largest = T.alloc_var("float32")
     largest = T.float32(0)
@@ -76,47 +66,89 @@ def quantise(q, exponent: T.Ref, values):
         largest = T.max(largest, T.abs(values[v]))
     for shift in T.unroll(3):
         largest = T.max(largest, T.shfl_xor(largest, 1 << shift))
-    exponent = T.max(T.reinterpret(largest, "int32") >> 23, LEAST)
+    exponent = T.alloc_var("int32")
+    exponent = T.min(T.max(T.reinterpret(largest, "int32") >> 23, LEAST), MOST)
+    packed = packed | (exponent << (8 * u))
     inverse = T.alloc_var("float32")
     inverse = T.reinterpret((2 * 127 + SHIFT - exponent) << 23, "float32")
     for v in T.vectorized(UNIT):
-        q[v] = T.cast(values[v] * inverse, FP8)
+        q[u, v] = T.cast(values[v] * inverse, FP8)
 
 
 @tsn.macro
-def load_block(q, scales, at, data, exponents, row, slot, pe, block, index):
-    """q[at] and scales[at] = what PE `pe` has put to `index` of a chunk's slot."""
-    for v in T.vectorized(UNIT):
-        q[at, v] = data[row, slot, pe, block, index, v]
-    scales[at] = T.reinterpret(
-        (T.cast(exponents[row, slot, pe, block, index // LANES], "int32") - SHIFT) << 23, "float32"
+def gather_exponents(words, packed):
+    """words [4] = the exponents of a warp's chunk: word g has those of the g-th LANES lanes. By whole warps."""
+    for g in T.unroll(4):
+        words[g] = T.reinterpret(T.shfl_sync(packed, g * LANES), "float32")
+
+
+@tsn.macro
+def put_chunk(data, exponents, q, words, half, shot, chunk, me, lane, pe):
+    """Put a chunk to `pe`. By a warp."""
+    for u in T.unroll(ROWS):
+        N.put_vector(data[half, shot, chunk, me * ROWS + u, lane, 0:UNIT], q[u, 0:UNIT], pe)
+    if lane == 0:
+        N.put_vector(exponents[half, shot, chunk, me, 0:4], words[0:4], pe)
+
+
+@tsn.macro
+def take_exponents(words, exponents, half, shot, chunk, first, pes, lane):
+    """words [4] of lane p = the exponents of a chunk of PE first + p, for `pes` PEs, at most 32. By a warp."""
+    T.clear(words)
+    if lane < pes:
+        N.take_vectors(words, exponents[half, shot, chunk, first + lane, 0:4])
+
+
+@tsn.macro
+def take_rows(rows, found, words, data, half, shot, chunk, first, p, pes, lane):
+    """Take a chunk from each of `pes` PEs from first + p on: rows[i * ROWS + u] = the units, and byte u of found[i] = the
+    exponent of this lane's block. By a warp.
+    """
+    for i in T.unroll(pes):
+        for g in T.unroll(4):
+            word = T.alloc_var("int32")
+            word = T.shfl_sync(T.reinterpret(words[g], "int32"), p + i)
+            if lane // LANES == g:
+                found[i] = word
+    N.take_vectors(
+        rows[0 : pes * ROWS, 0:UNIT],
+        data[half, shot, chunk, (first + p) * ROWS : (first + p + pes) * ROWS, lane, 0:UNIT],
     )
 
 
+@tsn.macro
+def widen(wide, scale: T.Ref, rows, found, p, u):
+    """wide [UNIT] times `scale` is what rows[p * ROWS + u] stands for."""
+    scale = T.reinterpret((((found[p] >> (8 * u)) & 255) - SHIFT) << 23, "float32")
+    for v in T.vectorized(UNIT):  # converted in pairs
+        wide[v] = T.cast(rows[p * ROWS + u, v], "float32")
+
+
 @tsn.jit(name="all_reduce_fp8", pass_configs=EXPLICIT_SYNC)
-def all_reduce_fp8(n_pes, dtype, aligned=True, batch=1, threads=512, blocks=64):
-    """Kernel `(out, x, tag, status, data, exponents, ready, arrived, calls)`: `out` is the sum of all PEs' `x`; `out` may be
-    `x`.
+def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks=128):
+    """Kernel `(out, x, tag, status, data, exponents, tags, calls)`: `out` is the sum of all PEs' `x`; `out` may be `x`.
 
     Args:
-        n_pes: number of PEs, at most `threads`; all of them mapped.
+        n_pes: number of PEs, all of them mapped.
         dtype: of `out` and `x` [count]: bfloat16, float16 or float32.
+        capacity: chunks of a part that a call has at most.
         aligned: `out` and `x` begin and end at multiples of 16 bytes.
-        batch: of a chunk, UNITs of each part that a thread moves.
-        threads, blocks: launch geometry; all blocks must be able to run at once.
+        threads, max_blocks: launch geometry; as many blocks run as a part has chunks, at most max_blocks, all of them at once.
 
-    With shots = 1 for two PEs and else 2, and chunk = threads * batch, `data` (FP8 [shots, SLOTS, n_pes, blocks, chunk, UNIT]),
-    `exponents` (uint8 [shots, SLOTS, n_pes, blocks, chunk / LANES]), `ready` and `arrived` (uint64 [n_pes, blocks]) are
-    symmetric, `calls` (uint64 [blocks]) is any device memory; signals and `calls` are zero before the first call, and then
-    left alone. `tag` stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to
-    `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    With shots = 1 for two PEs and else 2, `data` (FP8 [2, shots, capacity, n_pes * ROWS, 32, UNIT]), `exponents` (float32 [2,
+    shots, capacity, n_pes, 4], a byte for each block) and `tags` (float32 [2, n_pes, max_blocks, 4]) are symmetric, `calls`
+    (uint64 [max_blocks]) is any device memory; all are zero before the first call, and then left alone. `tag` stands for what
+    must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
+    [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     shots = shots_of(n_pes)
-    parts, chunk = n_pes if shots == 2 else 1, threads * batch
+    parts, warps = n_pes if shots == 2 else 1, (threads - AGREEING) // 32
     vector = vector_of(dtype)
     width = UNIT // vector  # vectors of 16 bytes of x that are a UNIT
-    word = 16 if chunk // LANES % 16 == 0 else 4  # exponents of a store
+    # PEs whose exponents a warp takes at once, and whose data; all of it unrolled is too much code for an SM's cache.
+    groups = [(first, min(32, n_pes - first)) for first in range(0, n_pes, 32)]
+    at_once = 2 if n_pes % 2 == 0 else 1
 
     @T.prim_func
     def main(
@@ -125,146 +157,113 @@ def all_reduce_fp8(n_pes, dtype, aligned=True, batch=1, threads=512, blocks=64):
         x: T.Tensor((count,), dtype),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
-        data: T.Tensor((shots, SLOTS, n_pes, blocks, chunk, UNIT), FP8),
-        exponents: T.Tensor((shots, SLOTS, n_pes, blocks, chunk // LANES), "uint8"),
-        ready: T.Tensor((n_pes, blocks), "uint64"),
-        arrived: T.Tensor((n_pes, blocks), "uint64"),
-        calls: T.Tensor((blocks,), "uint64"),
+        data: T.Tensor((2, shots, capacity, n_pes * ROWS, 32, UNIT), FP8),
+        exponents: T.Tensor((2, shots, capacity, n_pes, 4), "float32"),
+        tags: T.Tensor((2, n_pes, max_blocks, 4), "float32"),
+        calls: T.Tensor((max_blocks,), "uint64"),
     ):
-        with T.Kernel(blocks, threads=threads) as block:
+        with T.Kernel(T.min(T.ceildiv(count, T.int64(parts * CHUNK)), T.int64(max_blocks)), threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
+            warp, lane = thread // 32, thread % 32
+            agrees = T.alloc_shared((n_pes,), "int32")
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
-            # Exponents of what is sent in a step: of every part of x, and of a part of the sum.
-            sent = T.alloc_shared((parts, chunk // LANES), "uint8")
-            summed = T.alloc_shared((chunk // LANES,), "uint8")
-            agrees = T.alloc_shared((n_pes,), "int32")
-            # Parts and slices are whole blocks of 128 elements, counted in UNITs.
-            part = T.alloc_var("int64")
-            part = T.ceildiv(T.ceildiv(count, T.int64(parts * UNIT)), T.int64(LANES)) * LANES
-            share = T.max(T.ceildiv(T.ceildiv(part, T.int64(blocks)), T.int64(LANES)) * LANES, T.int64(threads))
-            first = T.alloc_var("int64")
-            first = T.min(share * block, part)
-            end = T.alloc_var("int64")
-            end = T.min(first + share, part)
-            if first < end:
-                targets = [N.remote(data, (me + hop + 1) % n_pes) for hop in range(n_pes)]
-                agree_by_blocks(agrees, ready, block, call, tag, status, thread, me, n_pes)
-                agreed = T.alloc_var("int32")
-                all_agree(agreed, agrees, n_pes)
-                chunks = T.alloc_var("int32")
-                chunks = T.cast(T.ceildiv(end - first, T.int64(chunk)), "int32")
-                steps = T.alloc_var("int32")
-                steps = T.if_then_else(agreed != 0, chunks + shots * LAG, 0)
-                given = T.alloc_local((batch * parts * width, vector), dtype)
-                wide = T.alloc_local((UNIT,), "float32")
-                total = T.alloc_local((UNIT,), "float32")
-                rounded = T.alloc_local((width, vector), dtype)
-                q = T.alloc_local((UNIT,), FP8)
-                rows = T.alloc_local((batch * n_pes, UNIT), FP8)
-                scales = T.alloc_local((batch * n_pes,), "float32")
-                exponent = T.alloc_var("int32")
-                for step in T.serial(steps):
-                    if step < chunks:
-                        slot = step % SLOTS
-                        at = first + T.cast(step, "int64") * chunk + thread
-                        for u in T.unroll(batch):
-                            if at + u * threads < end:
-                                for hop in T.unroll(parts):
-                                    for w in T.unroll(width):
-                                        load_elements(
-                                            given, (u * parts + hop) * width + w, x,
-                                            ((me + hop + 1) % parts * part + at + u * threads) * width + w,
-                                            count, dtype, aligned,
-                                        )  # fmt: skip
-                        for u in T.unroll(batch):
-                            for hop, goes_to in enumerate(targets[:parts]):
+            half = T.cast(call % T.uint64(2), "int32")
+            # Parts are whole chunks.
+            chunks = T.alloc_var("int32")
+            chunks = T.cast(T.ceildiv(count, T.int64(parts * CHUNK)), "int32")
+            used = T.alloc_var("int32")
+            used = T.min(chunks, max_blocks)
+            turns = T.alloc_var("int32")
+            turns = T.ceildiv(chunks, used * warps)
+            given = T.alloc_local((ROWS * width, vector), dtype)
+            wide = T.alloc_local((UNIT,), "float32")
+            totals = T.alloc_local((ROWS, UNIT), "float32")
+            rounded = T.alloc_local((width, vector), dtype)
+            q = T.alloc_local((ROWS, UNIT), FP8)
+            words = T.alloc_local((4,), "float32")
+            rows = T.alloc_local((at_once * ROWS, UNIT), FP8)
+            found = T.alloc_local((at_once,), "int32")
+            packed = T.alloc_var("int32")
+            scale = T.alloc_var("float32")
+            if warp == warps:
+                meet_blocks(agrees, tags, half, block, call, tag, status, lane, me, n_pes, "float32")
+            else:
+                for turn in T.serial(turns):
+                    # Neighbours are of different blocks, so that a small tensor has many SMs.
+                    chunk = block + used * (turn * warps + warp)
+                    if chunk < chunks:
+                        for hop in T.serial(parts):
+                            goes_to = (me + hop + 1) % n_pes
+                            first = (
+                                T.cast(goes_to if shots == 2 else 0, "int64") * chunks + chunk
+                            ) * CHUNK_UNITS + lane
+                            for u in T.unroll(ROWS):
+                                for w in T.unroll(width):
+                                    load_elements(
+                                        given, u * width + w, x, (first + u * 32) * width + w, count, dtype, aligned
+                                    )
+                            packed = 0
+                            for u in T.unroll(ROWS):
                                 for w in T.unroll(width):
                                     for v in T.unroll(vector):
-                                        wide[w * vector + v] = T.cast(
-                                            given[(u * parts + hop) * width + w, v], "float32"
-                                        )
-                                quantise(q, exponent, wide)
-                                if at + u * threads < end:
-                                    for target in [goes_to] if shots == 2 else targets:
-                                        for v in T.vectorized(UNIT):
-                                            target[0, slot, me, block, u * threads + thread, v] = q[v]
-                                if thread % LANES == 0:
-                                    sent[(me + hop + 1) % parts, (u * threads + thread) // LANES] = T.cast(
-                                        exponent, "uint8"
-                                    )
-                    if step >= LAG and step < chunks + LAG:
-                        slot = (step - LAG) % SLOTS
-                        at = first + T.cast(step - LAG, "int64") * chunk + thread
-                        for u in T.unroll(batch):
-                            if at + u * threads < end:
-                                for p in T.unroll(n_pes):
-                                    load_block(
-                                        rows, scales, u * n_pes + p, data, exponents, 0, slot, p, block,
-                                        u * threads + thread,
-                                    )  # fmt: skip
-                        for u in T.unroll(batch):
-                            T.clear(total)
-                            for p in T.unroll(n_pes):
-                                for v in T.vectorized(UNIT):  # converted in pairs
-                                    wide[v] = T.cast(rows[u * n_pes + p, v], "float32")
-                                for v in T.unroll(UNIT):
-                                    total[v] += scales[u * n_pes + p] * wide[v]
-                            if shots == 2:
-                                quantise(q, exponent, total)
-                                if at + u * threads < end:
-                                    for target in targets:
-                                        for v in T.vectorized(UNIT):
-                                            target[1, slot, me, block, u * threads + thread, v] = q[v]
-                                if thread % LANES == 0:
-                                    summed[(u * threads + thread) // LANES] = T.cast(exponent, "uint8")
-                            elif at + u * threads < end:
-                                store_unit(out, at + u * threads, rounded, total, count, dtype, aligned)
-                    if shots == 2:
-                        if step >= 2 * LAG:
-                            slot = (step - 2 * LAG) % SLOTS
-                            at = first + T.cast(step - 2 * LAG, "int64") * chunk + thread
-                            for u in T.unroll(batch):
-                                if at + u * threads < end:
-                                    for p in T.unroll(n_pes):
-                                        load_block(
-                                            rows, scales, u * n_pes + p, data, exponents, 1, slot, p, block,
-                                            u * threads + thread,
-                                        )  # fmt: skip
-                            for u in T.unroll(batch):
-                                if at + u * threads < end:
-                                    for p in T.unroll(n_pes):
-                                        for v in T.vectorized(UNIT):
-                                            wide[v] = T.cast(rows[u * n_pes + p, v], "float32")
-                                        for v in T.unroll(UNIT):
-                                            wide[v] = scales[u * n_pes + p] * wide[v]
-                                        store_unit(
-                                            out, p * part + at + u * threads, rounded, wide, count, dtype, aligned
-                                        )
-                    T.sync_threads()
-                    if thread < n_pes:
-                        theirs = N.remote(exponents, thread)
-                        if step < chunks:
-                            for w in T.unroll(chunk // LANES // word):
-                                for v in T.vectorized(word):
-                                    theirs[0, step % SLOTS, me, block, w * word + v] = sent[
-                                        thread if shots == 2 else 0, w * word + v
-                                    ]
-                        if shots == 2:
-                            if step >= LAG and step < chunks + LAG:
-                                for w in T.unroll(chunk // LANES // word):
-                                    for v in T.vectorized(word):
-                                        theirs[1, (step - LAG) % SLOTS, me, block, w * word + v] = summed[w * word + v]
-                        if thread != me:
-                            if step < chunks + (shots - 1) * LAG:
-                                N.signal(arrived[me, block], piece_number(call, step + 1), thread, fence=True)
-                            if step >= LAG - 1 and step < steps - 1:  # what the next step uses
-                                N.wait(arrived[thread, block], "ge", piece_number(call, step + 2 - LAG))
-                    T.sync_threads()
+                                        wide[w * vector + v] = T.cast(given[u * width + w, v], "float32")
+                                quantise(q, u, packed, wide)
+                            gather_exponents(words, packed)
+                            for other in T.serial(1 if shots == 2 else n_pes):
+                                put_chunk(
+                                    data, exponents, q, words, half, 0, chunk, me, lane, (goes_to + other) % n_pes
+                                )
             T.sync_threads()
-            if thread == 0:
-                calls[block] = call
+            agreed = T.alloc_var("int32")
+            all_agree(agreed, agrees, n_pes)
+            if warp < warps and agreed != 0:
+                for turn in T.serial(turns):
+                    chunk = block + used * (turn * warps + warp)
+                    if chunk < chunks:
+                        T.clear(totals)
+                        for first, pes in groups:
+                            take_exponents(words, exponents, half, 0, chunk, first, pes, lane)
+                            for turn_of_pes in T.serial(pes // at_once):
+                                p = turn_of_pes * at_once
+                                take_rows(rows, found, words, data, half, 0, chunk, first, p, at_once, lane)
+                                for u in T.unroll(ROWS):
+                                    for i in T.unroll(at_once):
+                                        widen(wide, scale, rows, found, i, u)
+                                        for v in T.unroll(UNIT):
+                                            totals[u, v] += scale * wide[v]
+                        packed = 0
+                        for u in T.unroll(ROWS):
+                            for v in T.unroll(UNIT):
+                                wide[v] = totals[u, v]
+                            if shots == 2:
+                                quantise(q, u, packed, wide)
+                            else:
+                                unit = T.cast(chunk, "int64") * CHUNK_UNITS + u * 32 + lane
+                                store_unit(out, unit, rounded, wide, count, dtype, aligned)
+                        if shots == 2:
+                            gather_exponents(words, packed)
+                            for hop in T.serial(n_pes):
+                                put_chunk(data, exponents, q, words, half, 1, chunk, me, lane, (me + hop + 1) % n_pes)
+                if shots == 2:
+                    for turn in T.serial(turns):
+                        chunk = block + used * (turn * warps + warp)
+                        if chunk < chunks:
+                            for first, pes in groups:
+                                take_exponents(words, exponents, half, 1, chunk, first, pes, lane)
+                                for turn_of_pes in T.serial(pes // at_once):
+                                    p = turn_of_pes * at_once
+                                    take_rows(rows, found, words, data, half, 1, chunk, first, p, at_once, lane)
+                                    for i in T.unroll(at_once):
+                                        start = (T.cast(first + p + i, "int64") * chunks + chunk) * CHUNK_UNITS + lane
+                                        for u in T.unroll(ROWS):
+                                            widen(wide, scale, rows, found, i, u)
+                                            for v in T.unroll(UNIT):
+                                                wide[v] = scale * wide[v]
+                                            store_unit(out, start + u * 32, rounded, wide, count, dtype, aligned)
+            T.sync_threads()
+            count_call(calls, block, call, T.cast(used, "int64"), thread, threads, max_blocks)
 
     return main
 
@@ -289,28 +288,50 @@ def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
     """Q of the module's docstring: float32 of the shape of `x`, as the kernel rounds it, bit by bit."""
     blocks = torch.nn.functional.pad(x.float().view(-1), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(1, keepdim=True)
-    exponent = (largest.view(torch.int32) >> 23).clamp(min=LEAST)
+    exponent = (largest.view(torch.int32) >> 23).clamp(LEAST, MOST)
     inverse = ((2 * 127 + SHIFT - exponent) << 23).view(torch.float32)
     scale = ((exponent - SHIFT) << 23).view(torch.float32)
     q = (blocks * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return (q.float() * scale).view(-1)[: x.numel()].view(x.shape)
 
 
-def _batch(op) -> int:
-    return max(1, 4 // op.n_pes)
+# Warps of a block that move data, and chunks of a part that each of them has at most.
+WARPS, TURNS = 8, 4
+
+
+def _geometry(op) -> tuple[int, int]:
+    """Threads and blocks of a call at most."""
+    if op.device.type == "cuda":
+        return 32 * WARPS + AGREEING, op.block_limit
+    return max(op.threads, 2 * AGREEING), op.blocks
+
+
+def _chunks(op) -> int:
+    """Of a part that a call has at most."""
+    threads, blocks = _geometry(op)
+    wanted = 2 * op.staging_bytes // ((op.n_pes if shots_of(op.n_pes) == 2 else 1) * CHUNK)
+    return max(1, min(wanted, (threads - AGREEING) // 32 * blocks * TURNS))
 
 
 def _capacity(op) -> int:
-    """Bytes whose steps PIECE_BITS count."""
-    steps = (1 << PIECE_BITS) - 2 * SLOTS
-    return steps * op.threads * _batch(op) * UNIT * torch.bfloat16.itemsize
+    """Bytes of bfloat16 that a launch takes; of other types, fewer elements."""
+    return _chunks(op) * (op.n_pes if shots_of(op.n_pes) == 2 else 1) * CHUNK * torch.bfloat16.itemsize
+
+
+def _buffers(op) -> BufferSpecs:
+    shots, n = shots_of(op.n_pes), op.n_pes
+    return {
+        "data": ((2, shots, _chunks(op), n * ROWS, 32, UNIT), torch.uint8),
+        "exponents": ((2, shots, _chunks(op), n, 4), torch.float32),
+        "tags": ((2, n, _geometry(op)[1], 4), torch.float32),
+    }
 
 
 def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
     dtype, aligned = call.out.dtype, is_aligned(VECTOR_BYTES, call.out, call.x)
 
     def make() -> Launch:
-        kernel = all_reduce_fp8(op.n_pes, dtype_name(dtype), aligned, _batch(op), op.threads, op.blocks)
+        kernel = all_reduce_fp8(op.n_pes, dtype_name(dtype), _chunks(op), aligned, *_geometry(op))
         fixed = memory | {"data": memory["data"].view(torch.float8_e4m3fn), "status": op.status_record}
         return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms={"out": FLAT, "x": FLAT})
 
@@ -324,13 +345,8 @@ ALL_REDUCE_FP8 = Algorithm(
     "fp8",
     _launch,
     capacity=_capacity,
-    buffers=lambda op: {
-        "data": ((shots_of(op.n_pes), SLOTS, op.n_pes, op.blocks, op.threads * _batch(op), UNIT), torch.uint8),
-        "exponents": ((shots_of(op.n_pes), SLOTS, op.n_pes, op.blocks, op.threads * _batch(op) // LANES), torch.uint8),
-        "ready": ((op.n_pes, op.blocks), torch.uint64),
-        "arrived": ((op.n_pes, op.blocks), torch.uint64),
-    },
-    counters=lambda op: {"calls": op.blocks},
+    buffers=_buffers,
+    counters=lambda op: {"calls": _geometry(op)[1]},
     dtypes=DTYPES,
     is_exact=False,
 )

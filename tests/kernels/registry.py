@@ -183,7 +183,7 @@ RUNS = {
         _of("all_reduce", "_reduce", SUMS, GEOMETRY, 3, "all"),
         one_node=True,
     ),
-    # One of its blocks writes its slots more than once.
+    # A warp has several chunks, and two ranks several launches.
     "all-reduce by FP8": Run(
         ("all_reduce_fp8",),
         _of(
@@ -324,13 +324,6 @@ MUTANTS = {
     "merge without wait for lse": Mutant(
         "attention_merge", "T.sync_threads()\n                all_agree", "attention merge", "all_agree"
     ),
-    "FP8 without wait for data": Mutant(
-        "all_reduce_fp8",
-        'N.wait(arrived[thread, block], "ge", piece_number(call, step + 2 - LAG))',
-        "all-reduce by FP8",
-        nightly=False,
-    ),
-    "FP8 with a slot too few": Mutant("all_reduce_fp8", "SLOTS = 2 * LAG", "all-reduce by FP8", "SLOTS = 2 * LAG - 1"),
     "reduce without wait for data": Mutant(
         "reduce_scatter",
         "N.wait_slot(arrived[thread, block], done + step - 1, slots)",
@@ -419,8 +412,8 @@ SM_90 = {
     "all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, in_place=True)],
     "all_gather.node_all_gather": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
     "all_reduce_fp8.all_reduce_fp8": [
-        dict(n_pes=4, dtype="bfloat16"),
-        dict(n_pes=2, dtype="float32", batch=2, aligned=False),
+        dict(n_pes=4, dtype="bfloat16", capacity=1024),
+        dict(n_pes=2, dtype="float32", capacity=4096, aligned=False),
     ],
     "all_reduce_norm.all_reduce_norm": [
         dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=shots, threads=544) for shots in (0, 1, 2)

@@ -63,7 +63,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 2): LAST,
     },
     "all_reduce_fp8": {
-        ("no sync_threads", 2): LAST,
+        ("no sync_threads", 1): LAST,
     },
     "all_to_all_transposed": {
         ("no sync_threads", 1): LAST,

@@ -348,7 +348,7 @@ def put_value(dst: Place, value: Scalar, pe: Number) -> None:
 
 VECTOR_BYTES = 16
 # What a receiver can tell from memory that is still empty; see device/vector.h.
-VECTOR_DTYPES = ("float32", "float16", "bfloat16")
+VECTOR_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 
 
 def _vectors(name: str, place: Place, scope: str = "global") -> tuple[Operand, int]:
@@ -379,8 +379,9 @@ def put_vector(dst: Place, src: Place, pe: Number) -> None:
 
     Args:
         dst: region of 16 bytes of symmetric memory, by its local address, at a multiple of 16; zero before its first use.
-            float32, float16 or bfloat16. All values arrive as they are, but a NaN whose bits are all ones arrives as another
-            NaN.
+            float32, float16, bfloat16 or float8_e4m3fn. All values arrive as they are, but a NaN whose bits are all ones
+            arrives as another NaN, and four of float8_e4m3fn beside each other, which a conversion on a GPU never makes, with
+            one of them as -448.
         src: region of 16 bytes of an array of `T.alloc_local`, of dst's dtype.
         pe: index in team "world"; also this PE.
 
