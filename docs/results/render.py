@@ -31,7 +31,7 @@ SOURCES = {
     "copies": ("unrolledcp_p2p", "launch_cost"),
     "signals": ("put_signal",),
     "collectives": tuple(reports.COLLECTIVES),
-    "products": (*reports.fused_reports(), "matmul", "matmul_fp8"),
+    "products": (*reports.fused_reports(), "gemm_ways", "matmul", "matmul_fp8"),
     "moe": (
         "moe_throughput",
         "moe_latency",
@@ -152,6 +152,24 @@ def fused_pairs() -> str:
     return markdown(head, lines)
 
 
+def fused_fours() -> str:
+    """All ways between four GPUs; the last column is of the way that the operator takes."""
+    head = ["between four GPUs", "M", "fused (us)", "copy engines (us)", "unfused (us)", "cuBLAS, then NCCL (us)"]
+    lines = []
+    for r in rows("gemm_ways"):
+        times = [
+            f"{r[key]:,.0f}" if r.get(key) else "" for key in ("fused", "copy_engines", "unfused", "nccl", "torch")
+        ]
+        way, us = reports.taken_way(r)
+        dtype = "FP8" if "float8" in r["dtype"] else "BF16"
+        lines.append([
+            f"{reports.FUSED[r['kind']]}, {dtype}", r["m"], *times, way, f"{us / min(r['nccl'], r['torch']):.3f}"
+        ])  # fmt: skip
+    order = [f"{kind}, {dtype}" for kind in reports.FUSED.values() for dtype in ("BF16", "FP8")]
+    lines.sort(key=lambda line: (order.index(line[0]), line[1]))
+    return markdown([*head, "torch symmetric memory (us)", "operator takes", "x best of torch"], lines)
+
+
 def _moe_calls() -> list[dict[str, Any]]:
     return [r for name in ("moe_calls", "moe_calls_latency") for r in run(name)["tables"][0]["rows"]]
 
@@ -231,6 +249,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "writes": writes,
     "remote-signals": remote_signals,
     "fused-pairs": fused_pairs,
+    "fused-fours": fused_fours,
     "moe-calls": moe_calls,
     "moe-layers": moe_layers,
     "moe-goals": moe_goals,

@@ -64,10 +64,10 @@ def size(number: int) -> str:
 
 
 def command(name: str) -> str:
-    """The command of a report, as one types it, without the file that it was written to."""
+    """The command of a report, as one types it, without the files that it wrote."""
     environment, (script, *flags) = run(name)["environment"], run(name)["command"]
-    if "--json" in flags:
-        at = flags.index("--json")
+    for option in {"--json", "--table"} & {*flags}:
+        at = flags.index(option)
         del flags[at : at + 2]
     # Reports of proxy_write name the provider, since its two ranks are always on two nodes.
     nodes = environment.get("nodes", "2" if "provider" in environment else "1")
@@ -248,7 +248,7 @@ def fused_reports() -> list[str]:
 
 
 def fused_products() -> list[Row]:
-    """Products with their communication between two GPUs; the reference is cuBLAS alone in the same run."""
+    """GEMMs with their communication; between two GPUs the reference is cuBLAS alone in the same run."""
     result = []
     for name in fused_reports():
         dtype = run(name)["settings"].get("dtype", "bf16").upper()
@@ -258,7 +258,18 @@ def fused_products() -> list[Row]:
             taken = found.get("operator", found["ours"])  # what a user gets, where that was measured
             at = f"M {found['m']}"
             result.append(Row(name, f"{what}, {dtype}", at, taken, *peer, "us", reference=found["matmul"]))
+    for found in rows("gemm_ways"):
+        peer = least({"cuBLAS, then NCCL": found["nccl"], "torch symmetric memory": found["torch"]})
+        dtype = {"bfloat16": "BF16", "float8_e4m3fn": "FP8"}[found["dtype"]]
+        what = f"{FUSED[found['kind']]}, {dtype}, four GPUs"
+        result.append(Row("gemm_ways", what, f"M {found['m']}", taken_way(found)[1], *peer, "us"))
     return result
+
+
+def taken_way(found: dict[str, Any]) -> tuple[str, float]:
+    """The way that the operator takes by this row of gemm_ways.json, which `kernels/fused/measured.json` was made from."""
+    ways = {"fused": "fused", "copy_engines": "copy engines", "unfused": "unfused"}
+    return min(((name, found[key]) for key, name in ways.items() if found.get(key)), key=lambda way: way[1])
 
 
 def products() -> list[Row]:
@@ -298,7 +309,7 @@ SHOWN = {
     "copies": ("64 KiB", "4 MiB"),
     "signals": (" 8 B", "64 KiB"),
     "collectives": (" 8 KiB", "256 KiB", " 1 MiB", "64 MiB"),
-    "products": ("BF16, M 512", "BF16, M 4096", "K 8192, N 14336, M 4096"),
+    "products": ("BF16, M 512", "BF16, M 4096", "BF16, four GPUs, M 4096", "K 8192, N 14336, M 4096"),
     "moe": ("",),
     "fabric": ("NBI, 8 MiB", "blocking, 64 KiB", "one way, 8 B"),
 }
@@ -308,7 +319,7 @@ HIGHLIGHTS = (
     "put_signal, data and signal in one 16-byte line, 8 B",
     "all-reduce, 256 KiB",
     "all-gather, 64 MiB",
-    "AG+GEMM, BF16, M 4096",
+    "AG+GEMM, BF16, four GPUs, M 4096",
     "MoE dispatch, cached layout, 4096 tokens, BF16",
 )
 HEAD = ["what", "tilescale_net", "best alternative of the same run", "ratio", "bound, or *reference*", "on"]
