@@ -2,6 +2,7 @@
 
 import time
 
+import numpy
 import pytest
 import tilelang.language as T
 import torch
@@ -221,3 +222,61 @@ def test_a_word_that_a_host_sets_anew_beside_signals(host_first):
         told = sum(ranks.run(2, _word_set_anew, host_first, right, env={"TSN_SIM_RACES": "1"}), [])
         assert bool(told) == (not right), told
         assert all("tsn.barrier() is missing" in text for text in told), told
+
+
+def _element(array, value):
+    array[3] = value
+
+
+# What a rank does with its source `x`, the target `y` of the other rank and an array of each that `numpy()` gave before, and
+# whether that is wrong.
+THROUGH_ARRAYS = {
+    "put, written": (True, lambda x, y, a, b, k: (k(PUT), a.fill(9.0))),
+    "put, written by an array made then": (True, lambda x, y, a, b, k: (k(PUT), x.numpy().fill(9.0))),
+    "put, written by DLPack": (True, lambda x, y, a, b, k: (k(PUT), numpy.from_dlpack(x).fill(9.0))),
+    "put, one element": (True, lambda x, y, a, b, k: (k(PUT), _element(a, 9.0))),
+    "put, written through a view": (True, lambda x, y, a, b, k: (k(PUT), a.reshape(8, 8)[::2].fill(9.0))),
+    "put, read, written": (True, lambda x, y, a, b, k: (k(PUT), x.sum(), a.fill(9.0))),
+    "put, written, quiet": (True, lambda x, y, a, b, k: (k(PUT), a.fill(9.0), k(QUIET))),
+    "taken, put on, written": (
+        True,
+        lambda x, y, a, b, k: (k(PUT), k(TELL_AFTER_FENCE), k(TAKE), k(PUT, y, x), b.fill(9.0)),
+    ),
+    "put, quiet, written": (False, lambda x, y, a, b, k: (k(PUT), k(QUIET), a.fill(9.0))),
+    "put, barrier, written": (False, lambda x, y, a, b, k: (k(PUT), tsn.barrier(), a.fill(9.0))),
+    "written, put": (False, lambda x, y, a, b, k: (a.fill(9.0), k(PUT), k(QUIET))),
+    "put, read": (False, lambda x, y, a, b, k: (k(PUT), a.sum(), x.numpy().sum())),
+    "put, the same value": (False, lambda x, y, a, b, k: (k(PUT), a.fill(1.0))),
+    "taken, written": (False, lambda x, y, a, b, k: (k(PUT), k(TELL_AFTER_FENCE), k(TAKE), b.fill(9.0), a.sum())),
+    "reduced by torch, put": (
+        False,
+        lambda x, y, a, b, k: (torch.distributed.all_reduce(x), a.fill(9.0), k(PUT), k(QUIET), a.fill(2.0)),
+    ),
+}
+
+
+def _through_arrays():
+    reports, kernel = recorded_errors(), step()
+    simulator.on_race = lambda base, error: reports.append(str(error))
+    told, call = {}, 0
+    for name, (_, act) in THROUGH_ARRAYS.items():
+        x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
+        x.fill_(1.0)
+        a, b = x.numpy(), y.numpy()
+        call += 1
+        tsn.barrier()
+        reports.clear()
+        with simulator.schedule(call):
+            act(x, y, a, b, lambda what, x=x, y=y: kernel(what, x, y, flag, 1, out))
+        tsn.barrier()
+        told[name] = list(reports)
+    return told
+
+
+def test_what_a_host_writes_through_arrays():
+    """Of which no operator tells: the bytes of a source have changed."""
+    outcomes = ranks.run(2, _through_arrays, env={"TSN_SIM_RACES": "1"})
+    for name, (wrong, _) in THROUGH_ARRAYS.items():
+        told = [text for outcome in outcomes for text in outcome[name]]
+        assert bool(told) == wrong, (name, told)
+        assert all("the host, through an array, writes" in t and "N.put_block" in t for t in told), (name, told)

@@ -14,6 +14,7 @@ import resource
 import secrets
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -154,11 +155,13 @@ def next_launch_seed(rank: int) -> int:
 # What the host does with symmetric tensors between launches, for the race detector. While that is on, every operator of
 # torch passes here, in the threads that call the package or are started meanwhile: modes of torch belong to a thread. One
 # that reads or writes symmetric memory is compared with the transfers of all ranks, as a kernel's loads and stores are;
-# the threads of a rank count as one. `numpy()` and `tolist()`, which are no operators, are replaced by functions that
-# report their reads. Ranks meet on the host in the collective calls of the package and of torch.distributed.
+# the threads of a rank count as one. `numpy()`, DLPack and `tolist()`, which are no operators, are replaced by functions
+# that report their reads. What is written through an array later shows by its bytes: they have changed, and no store that
+# is recorded explains it. Ranks meet on the host in the collective calls of the package and of torch.distributed.
 
 _MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only the first ones are looked at
-_READERS = ("numpy", "tolist")  # methods of tensors
+_READERS = ("numpy", "tolist", "__dlpack__")  # methods of tensors
+_MAX_ALIASED = 1 << 28  # bytes of tensors that arrays refer to
 _WITHOUT_DATA = ("new_", "empty", "is_pinned", "_has_compatible")
 _thread = threading.local()  # `inside`: whether the mode is on the stack of this thread
 
@@ -210,15 +213,21 @@ class HostAccessMode(TorchDispatchMode):
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         meets = "c10d" in func.namespace
-        if self.heaps and races():
-            self._look(func, args, kwargs, meets)
+        looks = self.heaps and races() and self._look(func, args, kwargs, meets)
+        if meets:
+            _aliases.compare()
         self.met = self.met or meets
-        return func(*args, **kwargs)
+        done = func(*args, **kwargs)
+        if looks or meets:
+            _aliases.take(still_changing=meets)
+        return done
 
-    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meets: bool) -> None:
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meets: bool) -> bool:
+        """Whether the operator writes to a heap."""
         name = func._schema.name.split("::")[-1]
         if name.endswith("_like") or name.startswith(_WITHOUT_DATA):
-            return
+            return False
+        writes = False
         given = itertools.zip_longest(func._schema.arguments, args)
         for argument, value in [*given, *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)]:
             if argument is None:
@@ -228,22 +237,23 @@ class HostAccessMode(TorchDispatchMode):
                 continue  # a view of it is made
             store = _is_filled(argument.name, name, args) if meets else alias is not None
             for tensor in _tensors(value):
-                self.access(tensor, store, name)
+                writes = self.access(tensor, store, name) is not None and store or writes
+        return writes
 
-    def access(self, tensor: torch.Tensor, store: bool, name: str) -> None:
-        """The host reads or writes a tensor, by torch's function of this name."""
+    def access(self, tensor: torch.Tensor, store: bool, name: str) -> int | None:
+        """The host reads or writes a tensor, by torch's function of this name: the heap that it lies in."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
-            return
+            return None
         begin = tensor.untyped_storage().data_ptr()
         base = next((b for b, size in self.heaps.items() if 0 <= begin - b < size), None)
         if base is None:
-            return
+            return None
         self.settle()
+        _aliases.compare()
         wrong = _simulator.host_access(base, tensor_runs(tensor), store, f"torch's {name} on the host")
         if wrong:
             report_race(base, wrong)
-        if name == "numpy":
-            _warn_of_arrays()
+        return base
 
     def settle(self) -> None:
         """What other ranks had done when torch.distributed was called comes before what follows."""
@@ -273,9 +283,54 @@ def _is_filled(argument: str, name: str, args: tuple[Any, ...]) -> bool:
 @functools.cache
 def _warn_of_arrays() -> None:
     settings.log.warning(
-        "numpy() of a symmetric tensor: the race detector has compared what it reads now; what is read or written through "
-        "the array later is not followed"
+        "numpy() or DLPack of a symmetric tensor: the race detector has compared what the array reads now; what is read "
+        "through it later is not followed"
     )
+
+
+class _Aliases:
+    """Arrays that share memory with symmetric tensors, until nobody has them any more."""
+
+    def __init__(self) -> None:
+        self._alive: dict[tuple[int, int], tuple[int, object]] = {}  # bytes and a reference, by base and number
+        self._dead: list[tuple[int, int]] = []  # which may have been written before
+
+    def add(self, base: int, tensor: torch.Tensor, array: object) -> None:
+        """`array`: what dies with the last use of the tensor's memory; None if that is not known."""
+        _warn_of_arrays()
+        size = tensor.numel() * tensor.element_size()
+        if not size or size + sum(size for size, _ in self._alive.values()) > _MAX_ALIASED:
+            return
+        self.compare()
+        key = base, _simulator.add_alias(base, tensor_runs(tensor), tensor.element_size())
+        self._alive[key] = size, array if array is None else weakref.ref(array, lambda _: self._dead.append(key))
+        self.take()
+
+    def compare(self) -> None:
+        """Report what the host has written through arrays up to now."""
+        if not self._alive:
+            return
+        _mode.settle()
+        for base in {base for base, _ in self._alive}:
+            if wrong := _simulator.alias_access(base, "the host, through an array,"):
+                report_race(base, wrong)
+        while self._dead:
+            base, number = self._dead.pop()
+            if self._alive.pop((base, number), None) is not None:
+                _simulator.drop_alias(base, number)
+        self.take()
+
+    def take(self, still_changing: bool = False) -> None:
+        """Something else may have written the memory, or goes on with it; the host goes on."""
+        for base in {base for base, _ in self._alive}:
+            _simulator.take_aliases(base, still_changing)
+
+    def forget(self, base: int) -> None:
+        """The heap is gone."""
+        self._alive = {key: kept for key, kept in self._alive.items() if key[0] != base}
+
+
+_aliases = _Aliases()
 
 
 def _reader(name: str) -> Callable[..., Any]:
@@ -283,9 +338,11 @@ def _reader(name: str) -> Callable[..., Any]:
 
     @functools.wraps(inherited)
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _mode.heaps and races():
-            _mode.access(self, False, name)
-        return inherited(self, *args, **kwargs)
+        base = _mode.access(self, False, name) if _mode.heaps and races() else None
+        given = inherited(self, *args, **kwargs)
+        if base is not None and name != "tolist":
+            _aliases.add(base, self, given if name == "numpy" else None)
+        return given
 
     return read
 
@@ -295,12 +352,14 @@ class _Hooks:
 
     def __init__(self) -> None:
         self.readers: dict[str, Callable[..., Any]] = {}
+        self.replaced: dict[str, Callable[..., Any]] = {}  # torch.Tensor's own; it inherits others
         self.profile: Any = None  # of threads, before
 
     def install(self) -> None:
         self.profile = threading.getprofile()
         threading.setprofile(self.begin_thread)
         self.readers = {name: _reader(name) for name in _READERS}
+        self.replaced = {name: torch.Tensor.__dict__[name] for name in _READERS if name in torch.Tensor.__dict__}
         for name, reader in self.readers.items():
             setattr(torch.Tensor, name, reader)
 
@@ -309,7 +368,10 @@ class _Hooks:
             threading.setprofile(self.profile)
         for name, reader in self.readers.items():
             if torch.Tensor.__dict__.get(name) is reader:
-                delattr(torch.Tensor, name)
+                if name in self.replaced:
+                    setattr(torch.Tensor, name, self.replaced[name])
+                else:
+                    delattr(torch.Tensor, name)
         self.readers = {}
 
     def begin_thread(self, frame: Any, event: Any, arg: Any) -> None:
@@ -362,6 +424,7 @@ def _below_others(change: Callable[[], object]) -> None:
 
 def forget_heap(base: int) -> None:
     """The heap is gone. Where it was the last one, other threads keep a mode that looks at nothing."""
+    _aliases.forget(base)
     if _mode.heaps.pop(base, None) is None or _mode.heaps:
         return
     _hooks.remove()
@@ -386,6 +449,13 @@ def host_meets(base: int | None = None) -> None:
         _simulator.host_has_met(base)
         if list(_mode.heaps) == [base]:
             _mode.met = False  # a meeting by torch.distributed was before this one, of which is known what came before
+        _aliases.take()
+
+
+def host_comes(base: int) -> None:
+    """The host of this rank comes to a collective call of the package."""
+    _aliases.compare()
+    _simulator.host_comes(base)
 
 
 def before_launch() -> None:
@@ -393,6 +463,12 @@ def before_launch() -> None:
     _follow_thread()
     if _mode.heaps:
         _mode.settle()
+        _aliases.compare()
+
+
+def after_launch() -> None:
+    """A launch has ended."""
+    _aliases.take()
 
 
 def host_frees(base: int, address: int, size: int) -> None:
@@ -400,6 +476,7 @@ def host_frees(base: int, address: int, size: int) -> None:
     if not is_followed(base) or not races():
         return
     _mode.settle()
+    _aliases.compare()
     if wrong := _simulator.host_access(base, [(address, size)], True, "tilescale_net.free"):
         report_race(base, wrong)
 
@@ -623,7 +700,7 @@ class SimulatorMemory(SharedMemory):
         self._race_memory = share_race_memory(self, control, peer_base)
         if races() and self._race_memory is not None:
             follow_host(self.base, self.limit)
-            control.on_collective_begin = functools.partial(_simulator.host_comes, self.base)
+            control.on_collective_begin = functools.partial(host_comes, self.base)
             control.on_collective_done = functools.partial(host_meets, self.base)
 
     def grow(self, size: int) -> None:

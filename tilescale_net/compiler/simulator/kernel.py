@@ -109,6 +109,8 @@ class SimulatedFunction:
         with simulator.running.one(context.heap_base if context else 0):
             for launch in self._host(args):
                 self._launch(launch, context)
+        if context:
+            simulator.after_launch()
 
     def _launch(self, launch: host_stub.Launch, context: ContextHeader | None) -> None:
         parameters = self._kernels[launch.kernel]

@@ -8,6 +8,7 @@
 #include "tilescale_net/device/context.h"
 
 #include <algorithm>
+#include <string.h>
 
 namespace tsn {
 namespace sim {
@@ -389,19 +390,103 @@ std::string HappensBefore::host(uint64_t offset, uint64_t bytes, bool store, con
               store ? Change::own : Change::none);
 }
 
+// What the host of the rank does between launches.
+static HappensBefore order_of_host(RaceMemory* memory) {
+  static const std::vector<std::string> no_lines;
+  const uint32_t warps = memory->own().warps_per_block;
+  return {warps ? warps : 1, no_lines, no_lines, memory, true};
+}
+
 std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
                         const std::string& name) {
   RaceMemory* memory = race_memory(base);
-  static const std::vector<std::string> no_lines;
   if (!memory) return "";
-  const uint32_t warps = memory->own().warps_per_block;
-  HappensBefore order(warps ? warps : 1, no_lines, no_lines, memory, true);
+  HappensBefore order = order_of_host(memory);
   std::string wrong;
   for (const auto& [address, bytes] : runs) {
     const uint64_t offset = address - base;
     if (offset >= memory->bytes || bytes > memory->bytes - offset) continue;
     const std::string found = order.host(offset, bytes, store, name.c_str());
     if (wrong.empty() && !found.empty()) wrong = "rank " + std::to_string(memory->me) + ": " + found;
+  }
+  return wrong;
+}
+
+// A store that the shadow knows from before, and that has taken effect, is not what has changed the byte; one that has
+// come meanwhile may be. A put of another rank arrives at some time after its stamp: unless a put of this rank sends
+// the byte, so that it must have been there.
+bool HappensBefore::written_by_host(uint64_t offset) {
+  Stamp stored = 0, read = 0;
+  const auto get = [](Stamp* to) { return [to](Stamp s, Site, uint64_t, uint64_t) { return *to = s, false; }; };
+  memory_->stores(memory_->me).each(offset, 1, 0, 0, get(&stored));
+  const size_t rank = static_cast<size_t>(rank_of_stamp(stored));
+  if (!stored) return true;
+  if (touch_of(stored) == Touch::access)
+    return static_cast<int>(rank) == memory_->me && !is_signal(stored) && stored >> 32 <= memory_->alias_epoch;
+  if (rank >= memory_->alias_transfers.size() || stored >> 8 > memory_->alias_transfers[rank]) return false;
+  memory_->loads(memory_->me).each(offset, 1, 0, 0, get(&read));
+  return touch_of(read) == Touch::source && rank_of_stamp(read) == memory_->me && unordered(read, kHostWarp, 0);
+}
+
+uint64_t add_alias(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, uint64_t element) {
+  static uint64_t latest = 0;
+  RaceMemory* memory = race_memory(base);
+  if (!memory) return 0;
+  Alias& alias = memory->aliases[++latest];
+  alias.element = element;
+  for (const auto& [address, bytes] : runs)
+    if (address - base < memory->bytes && bytes <= memory->bytes - (address - base))
+      alias.runs.emplace_back(address - base, bytes);
+  return latest;
+}
+
+void drop_alias(uint64_t base, uint64_t number) {
+  if (RaceMemory* memory = race_memory(base)) memory->aliases.erase(number);
+}
+
+void take_aliases(uint64_t base, bool still_changing) {
+  RaceMemory* memory = race_memory(base);
+  if (!memory || memory->aliases.empty()) return;
+  memory->alias_epoch = latest_epoch();
+  memory->alias_transfers.clear();
+  for (const Page* page : memory->pages)
+    memory->alias_transfers.push_back(__atomic_load_n(&page->transfers, __ATOMIC_ACQUIRE));
+  for (auto& entry : memory->aliases) {
+    std::vector<char>& bytes = entry.second.bytes;
+    bytes.clear();
+    if (still_changing) continue;
+    for (const auto& [offset, size] : entry.second.runs) {
+      const char* begin = reinterpret_cast<const char*>(base + offset);
+      bytes.insert(bytes.end(), begin, begin + size);
+    }
+  }
+}
+
+std::string alias_access(uint64_t base, const std::string& name) {
+  RaceMemory* memory = race_memory(base);
+  if (!memory || memory->aliases.empty()) return "";
+  HappensBefore order = order_of_host(memory);
+  std::string wrong;
+  for (const auto& [number, alias] : memory->aliases) {
+    const char* before = alias.bytes.data();
+    if (alias.bytes.empty()) continue; // nothing was taken yet
+    for (const auto& [offset, size] : alias.runs) {
+      const char* now = reinterpret_cast<const char*>(base + offset);
+      const auto is_written = [&](uint64_t from, uint64_t bytes) {
+        for (uint64_t i = from; i < from + bytes; ++i)
+          if (before[i] != now[i] && order.written_by_host(offset + i)) return true;
+        return false;
+      };
+      const uint64_t step = alias.element;
+      for (uint64_t from = 0, to = 0; from < size && memcmp(before + from, now + from, size - from); from = to + step) {
+        while (from < size && !is_written(from, step)) from += step;
+        for (to = from; to < size && is_written(to, step); to += step) {
+        }
+        const std::string found = to > from ? order.host(offset + from, to - from, true, name.c_str()) : "";
+        if (wrong.empty() && !found.empty()) wrong = "rank " + std::to_string(memory->me) + ": " + found;
+      }
+      before += size;
+    }
   }
   return wrong;
 }

@@ -81,6 +81,8 @@ public:
   std::string viewed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name);
   // The host accesses this rank's heap, between launches.
   std::string host(uint64_t offset, uint64_t bytes, bool store, const char* name);
+  // Of bytes that have changed since those of the aliases were taken: whether the host alone can have written them.
+  bool written_by_host(uint64_t offset);
   // What nothing orders there is not reported.
   void benign_race(const void* address, uint64_t bytes);
   // What was not followed for want of room.
@@ -280,6 +282,14 @@ private:
 // The host of a rank loads from or stores to its heap, at these addresses and sizes. What is wrong, or nothing.
 std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
                         const std::string& name);
+// Host code may write these addresses and sizes unseen from now on, elements of so many bytes: the number of the alias.
+uint64_t add_alias(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, uint64_t element);
+void drop_alias(uint64_t base, uint64_t number);
+// The host goes on, after something that may have changed its heap: what it writes through aliases shows against this.
+// `still_changing`: nothing shows until the next time.
+void take_aliases(uint64_t base, bool still_changing);
+// What the host has written through aliases since, as `host_access`.
+std::string alias_access(uint64_t base, const std::string& name);
 
 } // namespace sim
 } // namespace tsn

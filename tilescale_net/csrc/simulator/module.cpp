@@ -154,6 +154,14 @@ void bind_simulator(py::module_& m) {
   m.def("host_has_met", sim::host_has_met, py::arg("base"), "The meeting is over.");
   m.def("host_access", sim::host_access, py::arg("base"), py::arg("runs"), py::arg("store"), py::arg("name"),
         "The host loads from or stores to its heap, at these addresses and sizes: what is wrong with it, or nothing.");
+  m.def("add_alias", sim::add_alias, py::arg("base"), py::arg("runs"), py::arg("element"),
+        "Host code may write these addresses and sizes of the heap unseen, elements of so many bytes: the number of "
+        "the alias.");
+  m.def("drop_alias", sim::drop_alias, py::arg("base"), py::arg("number"));
+  m.def("take_aliases", sim::take_aliases, py::arg("base"), py::arg("still_changing") = false,
+        "Keep what aliases hold now.");
+  m.def("alias_access", sim::alias_access, py::arg("base"), py::arg("name"),
+        "What the host has written through aliases since: what is wrong with it, or nothing.");
   m.def(
       "unregister_heap",
       [](uint64_t base) {

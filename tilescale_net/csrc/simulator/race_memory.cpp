@@ -297,6 +297,7 @@ void note_ended_launches_of_all() {
   for (const auto& entry : memories) note_ended_launches(entry.first);
 }
 
+uint32_t latest_epoch() { return next_epoch - 1; }
 uint32_t take_epoch() { return next_epoch++; }
 void give_epoch(uint32_t last) { next_epoch = std::max(next_epoch, last + 1); }
 

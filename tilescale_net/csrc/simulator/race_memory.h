@@ -159,6 +159,13 @@ private:
   void part(uint64_t word) const; // its bytes have stamps of their own from now on
 };
 
+// Memory of the heap that host code may write through an array, unseen.
+struct Alias {
+  std::vector<std::pair<uint64_t, uint64_t>> runs; // offsets and bytes
+  uint64_t element;                                // bytes of one, which are written together
+  std::vector<char> bytes;                         // what was there when the host went on
+};
+
 // A rank and its heap: what this process keeps of them from launch to launch.
 struct RaceMemory {
   int me = 0;
@@ -174,6 +181,9 @@ struct RaceMemory {
   std::map<std::pair<int, uint64_t>, Known> fetched;
   std::unordered_map<const Clock*, std::pair<Known, uint64_t>> published;
   std::map<std::string, uint32_t> sites;
+  std::map<uint64_t, Alias> aliases;     // by number
+  std::vector<uint64_t> alias_transfers; // of each rank, when the bytes of the aliases were taken
+  uint32_t alias_epoch = 0;              // the latest of this process then
 
   int ranks() const { return static_cast<int>(pages.size()); }
   Page& own() const { return *pages[static_cast<size_t>(me)]; }
@@ -221,6 +231,7 @@ void note_ended_launches_of_all(); // of all heaps
 void host_comes(uint64_t base);
 void host_has_met(uint64_t base);
 RaceMemory* race_memory(uint64_t base); // null: none
+uint32_t latest_epoch();                // of this process
 uint32_t take_epoch();                  // one that is later than all of this process
 void give_epoch(uint32_t last);
 

@@ -27,10 +27,14 @@ const std::vector<Rule>& rules() {
       {false, "barriers and warp operations", "of blocks, of named barriers, of the grid, mbarriers, T.sync_warp",
        "a put_signal of a block or warp: its threads may meet at its end, which no GPU promises", "happens_before.cpp"},
       {false, "remote views", "stores as puts, loads as gets, atomic accesses as such", "", "accesses.cpp"},
-      {false, "the host", "torch's operators, torch.distributed, numpy(), tolist() and tsn.free on symmetric tensors",
-       "an array that numpy() has given, pointers, threads older than tsn.init, code of torch.compile", "accesses.cpp"},
+      {false, "the host",
+       "torch's operators, torch.distributed, numpy(), DLPack, tolist() and tsn.free on symmetric tensors; "
+       "writes between launches through an array that numpy() or DLPack has given, by the bytes that change",
+       "reads through such an array, writes through it while a kernel runs or to bytes that another rank has put and "
+       "nothing sends on, arrays beyond 256 MiB, pointers, threads older than tsn.init, code of torch.compile",
+       "accesses.cpp"},
       {false, "the async proxy", "missing fences and waits for TMA when the kernel is compiled",
-       "TMA and wgmma in flight: they are done when the call returns", "compiler/hazards.py"},
+       "TMA and wgmma in flight: they are done when the call returns", "compiler/passes/hazards.py"},
       {false, "streams", "launches of a rank, one after the other", "kernels that a GPU runs beside each other",
        "race_memory.cpp"},
       {false, "history",
