@@ -3,6 +3,7 @@
     GPUS=4 bash launch.sh benchmark/all_reduce.py
     GPUS=4 bash launch.sh benchmark/all_reduce.py --algorithm one_shot --sizes 64K..1M --blocks 32,64
     GPUS=4 bash launch.sh benchmark/all_reduce.py --algorithm auto,fp8 --sizes 16M,64M --staged
+    GPUS=4 bash launch.sh benchmark/all_reduce.py --sizes 16K..4M --dependent 0,1 --peers none
 
 Size is that of the tensor, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks (of
 "fp8", with what its rounding makes in torch); those of the others, whose order is their own, only roughly. Peers that are
@@ -12,7 +13,7 @@ not installed are skipped by name. Without a GPU the simulator runs the same ker
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common.arguments import BenchmarkParser, one_of
+from benchmark.common.arguments import BenchmarkParser, int_list, one_of
 from benchmark.common.collectives import DTYPES, CollectiveCase, parse, run, wrong_sums
 from benchmark.common.measuring import normal_numbers
 from benchmark.common.modules import dist, torch
@@ -83,7 +84,8 @@ class AllReduceCase(CollectiveCase):
 def extend(parser: BenchmarkParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
     parser.flag("--staged", "tensors outside the symmetric heap")
-    parser.option("--peers", one_of(*PEERS), list(PEERS), "beside ours and NCCL")
+    parser.option("--peers", one_of(*PEERS, "none"), list(PEERS), "beside ours and NCCL")
+    parser.option("--dependent", int_list(0, 1), [None], "programmatic dependent launch, without (0) and with (1)")
 
 
 if __name__ == "__main__":
@@ -93,5 +95,5 @@ if __name__ == "__main__":
     )  # fmt: skip
     run(
         "all_reduce", args, lambda size: AllReduceCase(size, args.dtype, args.staged),
-        peers=[PEERS[name] for name in args.peers],
+        peers=[peer for name, peer in PEERS.items() if name in args.peers],
     )  # fmt: skip

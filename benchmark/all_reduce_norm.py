@@ -1,22 +1,24 @@
 """How fast all-reduce, residual and RMSNorm are as one kernel, and what FP8 output and an MoE layer's end cost beside it.
 
     GPUS=4 bash launch.sh benchmark/all_reduce_norm.py
-    GPUS=4 bash launch.sh benchmark/all_reduce_norm.py --rows 6,138 --hidden 6144
+    GPUS=4 bash launch.sh benchmark/all_reduce_norm.py --rows 1,128,2048 --forms bf16 --variants all
+    GPUS=2 bash launch.sh benchmark/all_reduce_norm.py --rows 6,138 --hidden 6144 --forms bf16,fp8_128
 
 Each form of a row count is timed by turns with the others, so that the difference to the BF16 form is one of the same run.
+--variants times the BF16 form also with one shot or two whatever the size, and with and without dependent launch.
 The peers are NCCL's all-reduce, then torch's addition and rms_norm, and FlashInfer's fusion of the same, which is skipped by name
 where it is not installed. New residuals are compared bit by bit (FlashInfer's roughly), FP8 numbers with those of the BF16 form,
 quantised by torch. Without a GPU the simulator runs the same kernels alone.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tilescale_net as tsn
 from benchmark.common import BenchmarkParser, Column, Report, medians, positive_int, us
-from benchmark.common.arguments import int_list, on_gpu
-from benchmark.common.collectives import nccl_group
+from benchmark.common.arguments import int_list, on_gpu, one_of
+from benchmark.common.collectives import dependent_launch, nccl_group
 from benchmark.common.measuring import (
     Timer,
     common_seeds,
@@ -43,6 +45,22 @@ FLASHINFER = (
 )
 
 
+# Forms beside that one: names of the options, and in the table.
+FORMS = {
+    "in_place": "residual in place", "no_residual": "no residual", "weight_bias": "weight + 1", "fp8_tensor": "fp8 by tensor",
+    "fp8_token": "fp8 by token", "fp8_128": "fp8 by 128", "fp8_tma": "fp8 by 128, tma", "both": "bf16 and fp8 by 128",
+    "moe": "MoE, bf16", "moe_fp8": "MoE, fp8 by 128",
+}  # fmt: skip
+# Of the kernels of a form: what shares a scale, and whether a token's row is a sum of its experts' rows.
+SCALED_BY = {"fp8_tensor": "tensor", "fp8_token": "token"} | dict.fromkeys(
+    ("fp8_128", "fp8_tma", "both", "moe_fp8"), "block"
+)
+FP8_FORMS = {FORMS[name] for name in SCALED_BY if name.startswith("fp8")}
+# The BF16 form otherwise than by itself: (shots, dependent launch).
+VARIANTS: dict[str, tuple[int | None, int | None]] = {
+    "one_shot": (1, None), "two_shot": (2, None), "independent": (None, 0), "dependent": (None, 1),
+}  # fmt: skip
+
 # Rows, elements of a row and choices of a token, where the user gives none.
 ON_GPU = dict(rows=[1, 4, 16, 64, 128, 256, 512, 1024, 2048], hidden=8192, top_k=8)
 IN_SIMULATOR = dict(rows=[1, 3], hidden=256, top_k=2)
@@ -53,6 +71,8 @@ def parse() -> argparse.Namespace:
     parser.option("--rows", int_list(1, 1 << 20), None, "rows (1 to 2048; in the simulator 1,3)")
     parser.option("--hidden", positive_int, None, "elements of a row (8192; in the simulator 256)")
     parser.option("--top-k", positive_int, None, "choices of a token, of the MoE forms (8; in the simulator 2)")
+    parser.option("--forms", one_of(BASE, *FORMS), [BASE, *FORMS], f"{BASE} is always one")
+    parser.option("--variants", one_of(*VARIANTS), [], f"of the form {BASE}")
     parser.flag("--no-nccl", "leave NCCL out")
     args = parser.parse_args()
     if args.timing == "loop":
@@ -99,13 +119,19 @@ class NormCase:
     def _data(self, rank: int) -> Any:
         return normal_numbers(self._shape, self._seed + 7 * rank, torch.bfloat16, tsn.device())
 
-    def _call(self, out: Any, x: Any = None, **more: Any) -> Callable[[], object]:
+    def _call(self, out: Any, x: Any = None, op: Any = None, **more: Any) -> Callable[[], object]:
         given = dict(residual=self.residual, total=self.total, eps=EPS) | more
-        return lambda: self._op(out, self.x if x is None else x, self.weight, **given)
+        op = op or self._op
+        return lambda: op(out, self.x if x is None else x, self.weight, **given)
 
-    def forms(self) -> dict[str, Callable[[], object]]:
+    def variant(self, op: Any) -> Callable[[], object]:
+        """The BF16 form of another object."""
+        return self._call(self.out, op=op)
+
+    def forms(self, names: Sequence[str]) -> dict[str, Callable[[], object]]:
+        """The BF16 form and those of these names."""
         fp8, block = dict(quantized=self._fp8), self._scales["block", "row"]
-        return {
+        calls = {
             BASE: self._call(self.out),
             "residual in place": lambda: self._op(self.out, self.x, self.weight, residual=self._alone, eps=EPS),
             "no residual": self._call(self.out, residual=None),
@@ -118,6 +144,8 @@ class NormCase:
             "MoE, bf16": self._call(self.out, self._experts),
             "MoE, fp8 by 128": self._call(None, self._experts, **fp8, scales=block),
         }
+        wanted = {BASE, *(FORMS[name] for name in names if name != BASE)}
+        return {name: call for name, call in calls.items() if name in wanted}
 
     def nccl(self, group: Any) -> Callable[[], object]:
         y = self.x.clone()
@@ -153,14 +181,19 @@ class NormCase:
     def check(self, calls: dict[str, Callable[[], object]]) -> str | None:
         """What is wrong with results, or None."""
         total = self._total()
-        calls[BASE]()
-        if not torch.equal(self.total, total):
-            return f"{int((self.total != total).sum())} of {total.numel()} new residuals are wrong"
         normed = torch.nn.functional.rms_norm(total.float(), (self._hidden,), self.weight.float(), EPS)
-        if not torch.allclose(self.out.float(), normed, rtol=0.02, atol=0.01):
-            return "normalised rows are wrong"
+        for name in (name for name in calls if name in VARIANTS or name == BASE):
+            self.total.zero_()
+            self.out.zero_()
+            calls[name]()
+            if not torch.equal(self.total, total):
+                return f"{name}: {int((self.total != total).sum())} of {total.numel()} new residuals are wrong"
+            if not torch.allclose(self.out.float(), normed, rtol=0.02, atol=0.01):
+                return f"{name}: normalised rows are wrong"
         wanted, scales = row_ops.quantise(self.out)
         for name in ("fp8 by 128", "fp8 by 128, tma"):
+            if name not in calls:
+                continue
             calls[name]()
             found = self._scales["block", "tma" if "tma" in name else "row"]
             if not torch.equal(found, scales) or not torch.equal(self._fp8.view(torch.uint8), wanted.view(torch.uint8)):
@@ -171,7 +204,7 @@ class NormCase:
 def main() -> None:
     args = parse()
     report = Report("all_reduce_norm", args)
-    world = tsn.init((256 if args.hidden > 1024 else 96) << 20)
+    world = tsn.init(((256 if args.hidden > 1024 else 96) + 64 * len(args.variants)) << 20)
     timer = Timer.of(args, world.device_kind == "cuda")
     together, group = start_together(timer.on_gpu), nccl_group(report, args)
     report.environment |= {
@@ -184,12 +217,25 @@ def main() -> None:
     table = report.table("all_reduce_norm", [Column("rows", "Rows", ",d"), Column("form", "Form")], columns)
     from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 
-    op = AllReduceNorm(args.hidden) if timer.on_gpu else AllReduceNorm(args.hidden, threads=64, blocks=2)
+    def make() -> Any:
+        return AllReduceNorm(args.hidden) if timer.on_gpu else AllReduceNorm(args.hidden, threads=64, blocks=2)
+
+    op = make()
+    if timer.on_gpu:
+        kernels = {(SCALED_BY.get(name, ""), args.top_k if "moe" in name else 0) for name in args.forms} | {("", 0)}
+        op.compile(torch.bfloat16, sorted(kernels))
+    others = {name: make() for name in args.variants}
+    largest_more = 0.0
     for rows in report.progress(args.rows, "rows", str):
         case = NormCase(op, rows, args.top_k)
-        calls = case.forms()
+        calls = case.forms(args.forms)
+        for name, other in others.items():
+            other.shots, dependent = VARIANTS[name]
+            calls[name] = case.variant(other)
+            with dependent_launch(dependent):
+                calls[name]()  # its kernel is made, if it is the first of its kind
         for call in calls.values():
-            call()  # kernels are made
+            call()
         raise_if_wrong(f"{rows} rows", None if args.no_check else case.check(calls))
         if group is not None:
             calls["nccl_us"], case.group = case.nccl(group), group
@@ -207,8 +253,13 @@ def main() -> None:
         for name in (name for name in calls if name not in peers):
             row = {"rows": rows, "form": name, "us": times[name], "more_us": times[name] - times[BASE]}
             table.add(row | peers, {"us": samples[name]})
+            if name in FP8_FORMS:
+                largest_more = max(largest_more, row["more_us"])
         tsn.barrier()
-    op.free()
+    if FP8_FORMS & {FORMS.get(name) for name in args.forms}:
+        table.notes.append(f"FP8 output costs at most {largest_more:.2f} us more than {BASE}.")
+    for one in (op, *others.values()):
+        one.free()
     report.finish()
     tsn.finalize()
 

@@ -6,8 +6,10 @@ whose threads keep them in registers. Where PEs are on other nodes, AllReduce su
 Results have the same bits every way, and a row's do not depend on the other rows.
 """
 
+import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tilelang.language as T
@@ -15,6 +17,8 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.compiler.together import compile_together
+from tilescale_net.runtime import settings
 from tilescale_net.runtime.launch_args import tensor_check
 from tilescale_net.runtime.profiling import named
 
@@ -136,7 +140,9 @@ def store_fp8(quantized, at, row, h, g, factor, dtype):
 
 
 @tsn.jit(name="all_reduce_norm", pass_configs=EXPLICIT_SYNC, compile_flags=[EXACT_SUMS])
-def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_blocks=64, top_k=0, scaled_by=""):
+def all_reduce_norm(
+    n_pes, dtype, hidden, capacity, shots, threads=512, max_blocks=64, top_k=0, scaled_by="", dependent=False
+):
     """Kernel of the parameters below, on rows of `hidden` elements.
 
     The sum over all PEs of `x` is rounded; bias and residual are added to it in float32, and the result, rounded, is
@@ -153,6 +159,7 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
         top_k: rows of `x` [any, hidden] that a token's row is the sum of, see `Experts`; 0: `x` has the tokens' rows.
         scaled_by: "", or what shares a scale: "tensor" (`scales` [1] is given), "token" or "block" (of 128 elements; `scales`
             of row r and block b becomes element r * scale_row + b * scale_column).
+        dependent: as in `all_reduce_push`.
 
     `resumes`, `biased`, `keeps`, `norms` and `shares` state, at run time, whether there are `residual`, `bias`, `total`, `out`
     and `shared`; missing ones are left alone.
@@ -207,6 +214,9 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
             ),
             threads=threads,
         ) as block:
+            if dependent:
+                T.pdl_sync()
+                T.pdl_trigger()
             me = N.my_pe()
             thread = T.get_thread_binding()
             slots = T.alloc_shared((group, threads // 32), "float32")
@@ -218,7 +228,8 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
             sums = T.alloc_local((vector,), "float32")
             squares = T.alloc_local((group,), "float32")
             factors = T.alloc_local((held, vector), dtype)
-            before = T.alloc_local((held, vector), dtype)
+            before = T.alloc_local((held * group, vector), dtype)
+            extra = T.alloc_local((1, vector), dtype)
             peak = T.alloc_var("float32")
             agreed = T.alloc_var("int32")
             agreed = 1
@@ -237,6 +248,11 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
             if shots > 0:
                 if thread >= workers:
                     meet_blocks(agrees, tags, half, block, call, tag, status, thread - workers, me, n_pes, dtype)
+            if shots < 2:
+                for h in T.unroll(held):
+                    i = h * workers + lane
+                    if i < width:
+                        load_vector(factors, h, weight, i * vector, dtype)
             for turn in T.serial(T.ceildiv(part - block, T.int64(max_blocks))):
                 r = block + turn * T.int64(max_blocks)
                 # Rows go to the PEs that add them up.
@@ -294,6 +310,15 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
                 for step in T.unroll(parts // group):
                     for g in T.unroll(group):
                         squares[g] = T.float32(0)
+                    if shots == 2:  # before the wait, which hides how long loads take
+                        for h in T.unroll(held):
+                            i = h * workers + lane
+                            if i < width:
+                                load_vector(factors, h, weight, i * vector, dtype)
+                                for g in T.unroll(group):
+                                    of = (step * group + g) * part + r
+                                    if of < rows and resumes != 0:
+                                        load_vector(before, h * group + g, residual, of * hidden + i * vector, dtype)
                     for h in T.unroll(held):
                         i = h * workers + lane
                         if i < width:
@@ -311,12 +336,10 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
                                     for v in T.unroll(vector):
                                         sums[v] = T.cast(row[h, g, v], "float32")
                                     if biased != 0:
-                                        load_vector(factors, h, bias, i * vector, dtype)
-                                        add_vector(sums, factors, h, dtype)
+                                        load_vector(extra, 0, bias, i * vector, dtype)
+                                        add_vector(sums, extra, 0, dtype)
                                     if resumes != 0:
-                                        if shots == 2:
-                                            load_vector(before, h, residual, of * hidden + i * vector, dtype)
-                                        add_vector(sums, before, h, dtype)
+                                        add_vector(sums, before, h * group + g, dtype)
                                     for v in T.unroll(vector):
                                         row[h, g, v] = T.cast(sums[v], dtype)
                                     if keeps != 0 and agreed != 0:
@@ -325,10 +348,6 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, shots, threads=512, max_bloc
                                     for v in T.unroll(vector):
                                         sums[v] = T.cast(row[h, g, v], "float32")
                                         squares[g] += sums[v] * sums[v]
-                    for h in T.unroll(held):
-                        i = h * workers + lane
-                        if i < width:
-                            load_vector(factors, h, weight, i * vector, dtype)
                     for g in T.unroll(group):
                         for step_of_warp in T.unroll(5):
                             squares[g] += T.shfl_xor(squares[g], 16 >> step_of_warp)
@@ -624,6 +643,23 @@ class AllReduceNorm(Collective):
             )  # fmt: skip
         return like
 
+    def compile(self, dtype: torch.dtype, forms: Sequence[tuple[str, int]] = (("", 0),)) -> None:
+        """Compile the kernels for rows of a dtype, whatever their number, at the same time; else calls compile one by one.
+
+        Args:
+            dtype: one of `DTYPES`.
+            forms: for each form of a call, what shares a scale of its FP8 output ("tensor", "token" or "block"; "": none), and
+                choices of a token in its `ExpertRows` (0: none).
+        """
+        ways = (0,) if self.n_pes == 1 or self._all_reduce is not None else (1, 2)
+        place = self._world.topology
+        calls = [
+            functools.partial(self._kernel, shots, dtype, top_k, scaled_by)
+            for shots in ways
+            for scaled_by, top_k in forms
+        ]
+        compile_together(calls, self.device, place.local_rank, place.node_size)
+
     def warm_up(self, dtype: torch.dtype) -> None:
         """Make the kernels for rows of a dtype, whatever their number: later calls may be captured into a CUDA graph.
 
@@ -636,6 +672,7 @@ class AllReduceNorm(Collective):
         if dtype in self._warm or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return
         self._warm.add(dtype)
+        self.compile(dtype)
         x, residual, weight = (torch.zeros(self.hidden, dtype=dtype, device=self._world.device) for _ in range(3))
         forced = self.shots
         try:
@@ -706,23 +743,30 @@ class AllReduceNorm(Collective):
             arguments += [quantized, whole, of_row, of_column]
         self._launch_checked(launch, *arguments)
 
+    def _kernel(self, shots: int, dtype: torch.dtype, top_k: int, scaled_by: str) -> Any:
+        width = self.hidden * dtype.itemsize // VECTOR_BYTES
+        # As few vectors a thread as possible, and as few threads then; the same with and without shots, so that squares are
+        # added up in one order.
+        workers = -(-width // -(-width // (1024 - AGREEING)) // 32) * 32
+        return all_reduce_norm(
+            self.n_pes, dtype_name(dtype), self.hidden, self._capacity(shots, dtype), shots, workers + (AGREEING if shots else 0),
+            self._max_blocks, top_k, scaled_by, settings.DEPENDENT_LAUNCH.get() and self.device.type == "cuda",
+        )  # fmt: skip
+
+    def _capacity(self, shots: int, dtype: torch.dtype) -> int:
+        """Rows of a part that a call has at most."""
+        return self._memory[f"inbox{shots}"].shape[3] // (self.hidden * dtype.itemsize) if shots else 0
+
     def _prepare(
         self, shots: int, dtype: torch.dtype, top_k: int, shares: bool, scaled_by: str, eps: float, weight_bias: float,
         flags: tuple[bool, ...],
     ) -> Launch:  # fmt: skip
         vector = VECTOR_BYTES // dtype.itemsize
         width = self.hidden // vector
-        # As few vectors a thread as possible, and as few threads then; the same with and without shots, so that squares are
-        # added up in one order.
-        workers = -(-width // -(-width // (1024 - AGREEING)) // 32) * 32
-        capacity, inbox = 0, self._memory["tags"].view(dtype).view(-1)[:0]
+        capacity, inbox = self._capacity(shots, dtype), self._memory["tags"].view(dtype).view(-1)[:0]
         if shots:
-            memory = self._memory[f"inbox{shots}"]
-            capacity, inbox = memory.shape[3] // (width * VECTOR_BYTES), memory.view(-1).view(dtype)
-        kernel = all_reduce_norm(
-            self.n_pes, dtype_name(dtype), self.hidden, capacity, shots, workers + (AGREEING if shots else 0),
-            self._max_blocks, top_k, scaled_by,
-        )  # fmt: skip
+            inbox = self._memory[f"inbox{shots}"].view(-1).view(dtype)
+        kernel = self._kernel(shots, dtype, top_k, scaled_by)
         fixed: dict[str, object] = dict(
             zip(("resumes", "biased", "keeps", "norms", "shares"), map(int, (*flags, shares)))
         )

@@ -7,8 +7,10 @@ in one direction: size / time * (ranks - 1) / ranks, twice that of an all-reduce
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,9 +33,12 @@ from benchmark.common.modules import dist, torch
 from benchmark.common.peers import Peer, nccl_over_nodes, nccl_version
 from benchmark.common.plot import format_bytes
 from benchmark.common.report import Column, Report, WrongData, rate, us, world_size
+from tilescale_net.runtime import settings
 
 # Flags whose values are tried one after the other, which are arguments of the kernels' classes too.
 CHOICES = ("algorithm", "threads", "blocks", "engine", "unroll")
+# As they are, but for the setting of TSN_DEPENDENT_LAUNCH.
+DEPENDENT = "dependent"
 DTYPES = ("bfloat16", "float16", "float32")
 # Algorithms whose results are not the sums rounded once.
 LOSSY = ("fp8",)
@@ -55,7 +60,7 @@ def parse(
     parser = BenchmarkParser(description, sizes=sizes, simulated=simulated, timing=True, check=True)
     parser.option("--threads", int_list(32, 1024), [512], "threads per block")
     parser.option("--blocks", int_list(1, 1024), [blocks], "blocks")
-    parser.set_defaults(engine=["auto"], unroll=[None])
+    parser.set_defaults(engine=["auto"], unroll=[None], dependent=[None])
     if engines:
         parser.option("--engine", one_of("auto", "ldst", "bulk"), ["auto"], "of copies")
         parser.option("--unroll", int_list(1, 64), [None], "16-byte accesses that a thread has in flight (automatic)")
@@ -79,6 +84,21 @@ def nccl_group(report: Report, args: argparse.Namespace) -> Any:
         return None
     report.environment["NCCL"] = nccl_version() + nccl_over_nodes()
     return dist.new_group(backend="nccl", device_id=tsn.device())
+
+
+@contextlib.contextmanager
+def dependent_launch(wanted: int | None) -> Iterator[None]:
+    """TSN_DEPENDENT_LAUNCH is 1 or 0 for objects that are made and first called within; None: as it is."""
+    name = settings.DEPENDENT_LAUNCH.name
+    before = os.environ.get(name)
+    if wanted is not None:
+        os.environ[name] = str(wanted)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 class CollectiveCase:
@@ -230,7 +250,7 @@ def run(
         found = world.proxy
         staged = ", staged" if found.staged else ""
         report.environment["proxy"] = f"{found.properties['provider']}{staged}, threads for a PE: {found.peer_threads}"
-    varying = [Column(k, k.capitalize()) for k in CHOICES if len(getattr(args, k)) > 1]
+    varying = [Column(k, k.capitalize()) for k in (*CHOICES, DEPENDENT) if len(getattr(args, k)) > 1]
     columns = [us("us", "Time"), us("p99", "p99", plotted=False), Column("algbw", "Alg BW", unit="GB/s")]
     columns += [rate("busbw", "Bus BW", "GB/s")]
     if group is not None:
@@ -259,13 +279,14 @@ def run(
 
             theirs = peer(case.nccl(group), "NCCL")
             ways = _of_peers(case, group, peer, report)
-        for values in itertools.product(*(getattr(args, choice) for choice in CHOICES)):
+        for *values, dependent in itertools.product(*(getattr(args, choice) for choice in (*CHOICES, DEPENDENT))):
             choices = dict(zip(CHOICES, values))
-            call, free = case.ours(choices)
-            what = f"{name} of {size} bytes, {', '.join(f'{choice} {value}' for choice, value in choices.items())}"
-            samples = measure(case, call, *common, what)
+            with dependent_launch(dependent):
+                call, free = case.ours(choices)
+                what = f"{name} of {size} bytes, {', '.join(f'{choice} {value}' for choice, value in choices.items())}"
+                samples = measure(case, call, *common, what)
             free()
-            row = {"bytes": case.nbytes, **choices, **_figures(case, samples, theirs, ways)}
+            row = {"bytes": case.nbytes, **choices, DEPENDENT: dependent, **_figures(case, samples, theirs, ways)}
             table.add(row, {"us": samples, "nccl_us": theirs})
             if choices["algorithm"] not in LOSSY and (not best or median(samples) < median(best)):
                 best = samples

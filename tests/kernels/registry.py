@@ -418,6 +418,7 @@ SM_90 = {
     "all_reduce_norm.all_reduce_norm": [
         dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=shots, threads=544) for shots in (0, 1, 2)
     ]
+    + [dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=1, threads=544, dependent=True)]
     + [
         dict(n_pes=4, dtype="bfloat16", hidden=7168, capacity=32, shots=shots, threads=928, top_k=top_k, scaled_by=by)
         for shots, top_k, by in ((1, 0, "token"), (2, 0, "block"), (1, 8, "block"), (2, 8, ""), (1, 0, "tensor"))

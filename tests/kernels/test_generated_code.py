@@ -6,11 +6,11 @@ import re
 import pytest
 
 from tests import sass
-from tests.generated import Code, Generated, factory_of, kernels_of
+from tests.generated import Code, Generated, Traced, factory_of, kernels_of
 from tests.kernels.registry import SM_90
 from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
 from tilescale_net import kernels
-from tilescale_net.compiler import toolchain
+from tilescale_net.compiler import inspect, toolchain
 from tilescale_net.errors import ConfigurationError
 
 # What the fused products send with; the products are in fused/test_generated_code.py.
@@ -115,6 +115,21 @@ def test_every_kernel_is_compiled():
     # This one waits for one flag and does nothing else.
     found -= {"tilescale_net.kernels.collective.wait_until_resident"}
     assert found == {name for name in KERNELS.keys() - FUSED.keys() if name.startswith("tilescale_net.kernels.")}
+
+
+DEPENDENT = [(name, arguments) for name, arguments in CASES if arguments.get("dependent")]
+
+
+@pytest.mark.parametrize("name, arguments", DEPENDENT, ids=[name.rpartition(".")[2] for name, _ in DEPENDENT])
+def test_dependent_kernels_wait_before_they_touch_memory(name, arguments):
+    """Also before they write: the kernel before may still read it. And the next kernel begins after this wait."""
+    source = Traced.of(factory_of(name), arguments, inspect.SM_90, ships=False).source
+    begin = re.search(r'extern "C" __global__ .*\((.*)\) \{\n', source)
+    before, after = source[begin.end() :].split("cudaGridDependencySynchronize();")
+    memory = re.findall(r"\* (\w+)", begin[1])
+    assert {"ctx", "out", "x", "inbox", "calls"} <= {*memory}
+    assert not re.search(rf"\b({'|'.join(memory)}|tsn)\b", before)
+    assert after.split()[0] == "cudaTriggerProgrammaticLaunchCompletion();"
 
 
 def _ids(cases: list) -> list[str]:

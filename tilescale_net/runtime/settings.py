@@ -314,7 +314,8 @@ DEPENDENT_LAUNCH = Setting(
     "TSN_DEPENDENT_LAUNCH",
     _flag,
     False,
-    "1: kernels of small all-reduces are launched while the kernel before ends (programmatic dependent launch)",
+    "1: kernels of all-reduces up to some MiB and of `AllReduceNorm` are launched while the kernel before ends (programmatic "
+    "dependent launch)",
 )
 
 VLLM_PARTS = ("deep_ep", "all_reduce", "norm")
