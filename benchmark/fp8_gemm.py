@@ -5,7 +5,7 @@
 
 Scales are one for 1 x 128 elements of x and 128 x 128 of w (`block`), or one for a row of each (`row`). Each row of the
 table is a geometry: columns and stages of its tiles, and blocks of threads that share a tile of w. cuBLAS is
-torch.nn.functional.scaled_mm, where it has the form; DeepGEMM is measured where it is installed. Without a GPU the
+torch.nn.functional.scaled_mm, of experts torch._scaled_grouped_mm, where they have the form; DeepGEMM is measured where it is installed. Without a GPU the
 simulator runs small GEMMs.
 """
 
@@ -103,7 +103,10 @@ class Problem:
         from torch.nn.functional import ScalingType, scaled_mm
 
         if self.experts > 1:
-            raise NotImplementedError("torch has no grouped GEMM with such scales")
+            if self.form == "block":
+                raise NotImplementedError("torch has no grouped GEMM with such scales")
+            given, ends = (self.x, self.w.transpose(1, 2), self.of_x, self.of_w), self.offsets[1:]
+            return lambda: torch._scaled_grouped_mm(*given, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
         if self.form == "row":
             scales = self.of_x[:, None], self.of_w[0][None]
             return lambda: torch._scaled_mm(self.x, self.w[0].t(), *scales, out_dtype=torch.bfloat16)

@@ -3,12 +3,14 @@
     GPUS=4 bash launch.sh benchmark/moe_experts.py
     GPUS=4 bash launch.sh benchmark/moe_experts.py --experts 256 --topk 8 --inner 2048 --tokens 4096 --dtypes fp8 --training
 
-Dispatch, GEMM, SwiGLU, GEMM and combine, one after the other where the chooser takes that. The shape is DeepSeek-V4-Pro's:
+Dispatch, GEMM, SwiGLU, GEMM and combine, one after the other and at once, where GEMMs overlap with the dispatch and the
+combine beside them, which have `--blocks` SMs. The shape is DeepSeek-V4-Pro's:
 384 experts, top-6, hidden 7168, inner 3072. `--training` times forward and backward of bfloat16 matrices. A start with
 TSN_TRACE=FILE, few tokens and `--repeat 2` leaves a timeline of all ranks.
 """
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.option("--inner", positive_int, shape["inner"], "columns of an expert's gate")
     parser.option("--experts", positive_int, shape["experts"], "of all ranks")
     parser.option("--topk", positive_int, shape["topk"], "choices of a token")
+    parser.option("--blocks", int_list(2, 132), [16, 24] if on_gpu() else [2], "of a dispatch and of a combine")
     parser.option("--dtypes", one_of("bf16", "fp8"), ["fp8", "bf16"], "of rows and matrices")
     parser.flag("--training", "forward and backward of matrices of bfloat16, which get gradients")
     args = parser.parse_args()
@@ -118,6 +121,7 @@ def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str,
 
     choices, kind = (inputs.topk_idx, inputs.topk_weights), SwiGLU()
     activation: Callable[[], Any]
+    taken: Any
     eight, rows = dtype == "fp8", inputs.x
     received = layer.dispatch(quantise_rows(rows) if eight else rows, *choices)
     handle, end = received.handle, received.offsets[-1:]
@@ -141,51 +145,81 @@ def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str,
     y = gemm_down()
     dispatch = lambda: layer.dispatch(quantise_rows(rows) if eight else rows, *choices)  # noqa: E731
     combine = lambda: layer.combine(y, handle)  # noqa: E731
-    return dict(zip(STEPS, (dispatch, gemm_up, activation, gemm_down, combine)))
+    steps = dict(zip(STEPS, (dispatch, gemm_up, activation, gemm_down, combine)))
+    if on_gpu() and not eight:
+        ends = received.offsets[1:].clone()
+        of_torch = lambda: (torch._grouped_mm(taken, up, offs=ends), torch._grouped_mm(inner, down, offs=ends))  # noqa: E731
+        try:
+            of_torch()
+            torch.cuda.synchronize()
+            steps["torch"] = of_torch
+        except Exception as error:
+            print(f"torch's grouped GEMM does not work here: {error!r:.200}", flush=True)
+    return steps
 
 
 def measure(
-    args: argparse.Namespace, dtype: str, tokens: int, experts: Experts, timer: Timer, together: Any, table: Any
+    args: argparse.Namespace,
+    dtype: str,
+    tokens: int,
+    blocks: int,
+    experts: Experts,
+    timer: Timer,
+    together: Any,
+    table: Any,
 ) -> None:
     """A row. Collective."""
     from tilescale_net import ops
 
     sizes, options = options_of(args, tokens, dtype)
+    options |= dict(tuning=moe.Tuning(blocks=blocks))
     layer = moe.AllToAll(*sizes, **options, warm_up=False)
     args_of_inputs = argparse.Namespace(**vars(args))
     everyone = all_inputs(args_of_inputs, tokens, False)
     mine, local = everyone[tsn.rank()], args.experts // tsn.size()
     rows = sum(int((e.topk_idx // local == tsn.rank()).sum()) for e in everyone)
     choices, most = (mine.topk_idx, mine.topk_weights), max(gather(rows))
-    forward = lambda: ops.moe_experts(layer, mine.x, *choices, *experts.given, scales=experts.scales)  # noqa: E731
-    call: Callable[[], Any] = forward
+    x, matrices = mine.x, experts.given
     if args.training:
         x = mine.x.clone().requires_grad_()
-        matrices = [w.requires_grad_() if w.dtype == torch.bfloat16 else w for w in experts.given]
+        matrices = [w.requires_grad_() if w.dtype == torch.bfloat16 else w for w in matrices]
+    wanted_of = [t for t in (x, *matrices) if t.requires_grad]
 
-        def call() -> None:
-            out = ops.moe_experts(layer, x, *choices, *matrices, scales=experts.scales)
-            torch.autograd.grad(out, [t for t in (x, *matrices) if t.requires_grad], out)
+    def forward(fused: bool) -> Any:
+        return ops.moe_experts(layer, x, *choices, *matrices, scales=experts.scales, fused=fused)
+
+    def call(fused: bool) -> None:
+        out = forward(fused)
+        if args.training:
+            torch.autograd.grad(out, wanted_of, out)
 
     with torch.no_grad():
-        out = forward()
-        tsn.synchronize()
+        in_turn = forward(False)
+        # Of eight bits, GEMMs overlap where a row has a multiple of four scales.
+        ways = {"ours": False} | ({"fused": True} if dtype == "bf16" or args.hidden % 512 == 0 else {})
         for token in range(2):
             wanted = experts.of_token(mine.x[token], mine.topk_idx[token], mine.topk_weights[token])
             what = f"moe_experts, {dtype}, {tokens} tokens"
-            raise_if_wrong(what, difference(out[token], wanted, f"token {token}", 0.08))
+            raise_if_wrong(what, difference(in_turn[token], wanted, f"token {token}", 0.08))
+        if "fused" in ways:
+            same = torch.equal(forward(True), in_turn)
+            raise_if_wrong(what, None if same else "sums at once differ from those one after the other")
         steps = steps_of(layer, mine, experts, dtype)
-    launches = {"ours": call, **steps}
-    samples = timer.interleaved({name: repeated(each) for name, each in launches.items()}, 3, together, {"ours"} if args.training else set())  # fmt: skip
+    launches: dict[str, Callable[[], Any]] = {name: functools.partial(call, fused) for name, fused in ways.items()}
+    samples = timer.interleaved({name: repeated(each) for name, each in (launches | steps).items()}, 3, together, set(ways) if args.training else set())  # fmt: skip
     slowest = slowest_ranks(samples)
     times = medians(slowest)
-    total = sum(times[name] for name in STEPS)
+    total, best = sum(times[name] for name in STEPS), min(times[name] for name in ways)
     flops = 6 * most * args.hidden * args.inner
-    row = dict(dtype=dtype, tokens=tokens, ours=times["ours"], total=total, **{name: times[name] for name in STEPS})
-    row |= dict(over=times["ours"] / total, tflops=flops / times["ours"] / 1e6)
+    row: dict[str, Any] = dict(
+        dtype=dtype, tokens=tokens, blocks=blocks, total=total, **{name: times[name] for name in (*ways, *steps)}
+    )
+    row |= dict(over=times["fused"] / times["ours"] if "fused" in ways else None, tflops=flops / best / 1e6)
     row |= dict(gemm_tflops=flops / (times["up"] + times["down"]) / 1e6)
     table.add(row, slowest)
     layer.check()
+    for gemm in layer.products.values():
+        gemm.free()
     layer.free()
 
 
@@ -206,16 +240,18 @@ def main() -> None:
     what = "forward and backward" if args.training else "forward"
     report.environment["timing"] = f"{what}, {timer.label(3)}, implementations in turn, slowest rank"
     keys = [Column("dtype", "Dtype"), Column("tokens", "Tokens", ",d")]
-    columns = [us("ours", "Layer"), us("total", "steps together"), *(us(k, title) for k, title in STEPS.items())]
-    columns += [Column("over", "x steps", ".3f"), Column("tflops", "TFLOP/s", ".0f")]
+    keys.append(Column("blocks", "Blocks", ",d", plotted=False))
+    columns = [us("ours", "one after the other"), us("fused", "at once"), Column("over", "at once, x", ".3f")]
+    columns += [us("total", "steps together"), *(us(k, title) for k, title in STEPS.items())]
+    columns += [us("torch", "torch grouped_mm, both"), Column("tflops", "TFLOP/s of the faster", ".0f")]
     table = report.table("moe_experts", keys, [*columns, Column("gemm_tflops", "TFLOP/s of GEMMs", ".0f")])
     table.plotted = False
     together = start_together(timer.on_gpu)
     local = args.experts // tsn.size()
     for dtype in args.dtypes:
         experts = Experts(args, dtype, range(tsn.rank() * local, (tsn.rank() + 1) * local))
-        for tokens in args.tokens:
-            measure(args, dtype, tokens, experts, timer, together, table)
+        for tokens, blocks in itertools.product(args.tokens, args.blocks):
+            measure(args, dtype, tokens, blocks, experts, timer, together, table)
         del experts
     report.finish()
     tsn.finalize()

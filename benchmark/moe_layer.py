@@ -1,14 +1,16 @@
 """Dispatch, the experts' GEMMs and combine of a mixture-of-experts layer at once, next to one after the other.
 
     GPUS=4 bash launch.sh benchmark/moe_layer.py
-    GPUS=2 bash launch.sh benchmark/moe_layer.py --tokens 2048,8192 --blocks 4,8,16
+    GPUS=4 bash launch.sh benchmark/moe_layer.py --tokens 4096,8192 --blocks 8,16,24 --late 0,50,75
 
 Experts are two matrices, hidden to inner and back; the activation between them, the same on all implementations, is left out. Rows
-compare dispatch and first GEMM, second GEMM and combine, and all four. Without a GPU the simulator runs the same
+compare dispatch and first GEMM, second GEMM and combine, and all four; `late` is the share of the second GEMM after which
+the combine begins. Without a GPU the simulator runs the same
 kernels on small shapes; one rank on a GPU shows the overlap with copies in its own memory.
 """
 
 import argparse
+import functools
 from typing import Any
 
 import tilescale_net as tsn
@@ -50,7 +52,10 @@ def parse() -> argparse.Namespace:
     parser.option("--experts", positive_int, shape["experts"], "of all ranks")
     parser.option("--topk", positive_int, shape["topk"], "choices of a token")
     text = "of a dispatch and of a combine beside a GEMM; elsewhere they take those of Tuning"
-    parser.option("--blocks", int_list(2, 132), [8] if on_gpu() else [2], text)
+    parser.option("--blocks", int_list(2, 132), [8, 24] if on_gpu() else [2], text)
+    parser.option(
+        "--late", int_list(0, 99), [0, 50, 75], "percent of a GEMM's tiles before the combine beside it begins"
+    )
     tile = [128, 256, 64] if on_gpu() else [32, 32, 16]
     parser.option("--tile", int_list(16, 512), tile, "of a GEMM", "M,N,K")
     parser.option("--peak", positive_int, 989, "TFLOP/s of the bound")
@@ -117,33 +122,40 @@ class Layer:
         received = self.plain.dispatch(*self.choices)
         return self.up(received.x, self.w_up, received.handle), received.handle
 
-    def second(self, h: Any, handle: Any) -> Any:
-        return self.down.combined(h, self.w_down, handle, blocks=self.blocks)
+    def second(self, h: Any, handle: Any, late: int) -> Any:
+        return self.down.combined(h, self.w_down, handle, blocks=self.blocks, late=late / 100)
+
+    def whole(self, late: int) -> Any:
+        h, handle = self.first()
+        return self.second(h, handle, late)
 
     def second_in_turn(self, h: Any, handle: Any) -> Any:
         return self.plain.combine(self.down(h, self.w_down, handle), handle)
 
-    def implementations(self) -> dict[str, dict[str, Any]]:
-        """Calls by part of the layer and by the name of the column."""
+    def implementations(self, lates: list[int]) -> dict[str, dict[str, Any]]:
+        """Calls by part of the layer and by the name of the column; those at once behind "ours" by when combines begin."""
         h, handle, rows_in = self.h, self.handle, self.rows_in
         up, down = (lambda: self.up(rows_in, self.w_up, handle)), (lambda: self.down(h, self.w_down, handle))
         dispatch, combine = (
             (lambda: self.plain.dispatch(*self.choices)),
             (lambda: self.plain.combine(self.y, handle)),
         )
-        parts = {
+        parts: dict[str, dict[str, Any]] = {
             "dispatch, product": dict(
-                ours=self.first, sequence=self.first_in_turn, matmul=up, communication=dispatch
+                ours0=self.first, sequence=self.first_in_turn, matmul=up, communication=dispatch
             ),
             "product, combine": dict(
-                ours=lambda: self.second(h, handle), sequence=lambda: self.second_in_turn(h, handle), matmul=down,
+                sequence=lambda: self.second_in_turn(h, handle), matmul=down,
                 communication=combine,
             ),
             "layer": dict(
-                ours=lambda: self.second(*self.first()), sequence=lambda: self.second_in_turn(*self.first_in_turn()),
+                sequence=lambda: self.second_in_turn(*self.first_in_turn()),
                 matmul=lambda: (up(), down()), communication=lambda: (dispatch(), combine()),
             ),
         }  # fmt: skip
+        for late in lates:
+            parts["product, combine"][f"ours{late}"] = functools.partial(self.second, h, handle, late)
+            parts["layer"][f"ours{late}"] = functools.partial(self.whole, late)
         for part, call in zip(parts, self.torchs()):
             parts[part]["torch"] = call
         return parts
@@ -168,7 +180,7 @@ class Layer:
         """What is wrong with our results: GEMMs against torch, the rest against one after the other."""
         assert self.received.offsets is not None
         h, handle = self.first()
-        out, begins = self.second(h, handle), self.received.offsets.tolist()
+        out, begins = self.second(h, handle, 50), self.received.offsets.tolist()
         self.overlapping.check()
         for e, count in enumerate(self.received.counts.tolist()):
             here = slice(begins[e], begins[e] + count)
@@ -191,15 +203,18 @@ def measure(args: argparse.Namespace, tokens: int, blocks: int, timer: Timer, to
     raise_if_wrong(f"moe_layer, {tokens} tokens", layer.wrong())
     most = max(gather(layer.rows))
     flops, moved = 2 * most * args.hidden * args.inner, 2 * max(gather(layer.remote)) * args.hidden
-    for part, calls in layer.implementations().items():
+    for part, calls in layer.implementations(args.late).items():
         launches = {key: repeated(call) for key, call in calls.items()}
         slowest = slowest_ranks(timer.interleaved(launches, 5, together))
         times = medians(slowest)
         both = 2 if part == "layer" else 1
         bound = both * max(flops / args.peak / 1e6, moved / args.link / 1e3)
-        row = {"part": part, "tokens": tokens, "blocks": blocks, **{key: times.get(key) for key in TITLES}}
-        row |= {"over": times["ours"] / times["sequence"], "share": 100 * bound / times["ours"]}
-        table.add(row, slowest)
+        for name in (key for key in calls if key.startswith("ours")):
+            late = int(name.removeprefix("ours"))
+            row = {"part": part, "tokens": tokens, "blocks": blocks, "late": late}
+            row |= {key: times.get(name if key == "ours" else key) for key in TITLES}
+            row |= {"over": times[name] / times["sequence"], "share": 100 * bound / times[name]}
+            table.add(row, {key: slowest[name if key == "ours" else key] for key in TITLES if row[key] is not None})
     raise_if_wrong(f"moe_layer, {tokens} tokens, afterwards", layer.wrong())
     layer.free()
 
@@ -218,6 +233,7 @@ def main() -> None:
     report.environment["timing"] = f"{timer.label(5)}, implementations in turn, slowest rank"
     report.environment["bound"] = f"{args.peak} TFLOP/s or {args.link} GB/s from other ranks, the rank with most of it"
     keys = [Column("part", "Part"), Column("tokens", "Tokens", ",d"), Column("blocks", "Blocks", ",d", plotted=False)]
+    keys.append(Column("late", "Combine begins at", ",d", unit="%", plotted=False))
     columns = [us(key, title) for key, title in TITLES.items()]
     columns += [Column("over", "x one after the other", ".3f"), Column("share", "share of the bound", ".0f", unit="%")]
     table = report.table("moe_layer", keys, columns)

@@ -6,6 +6,7 @@ and signals which tiles are finished; a token's row is sent when the product of 
 kernel beside the few blocks of the dispatch or of the combine.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import tilelang.language as T
@@ -18,10 +19,13 @@ from tilescale_net.runtime.profiling import named
 from ..collective import dtype_name, wait_until_resident
 from ..moe.all_to_all import AllToAll
 from ..moe.handle import Dispatched, Handle, Pending
-from ..moe.layout import PlanOffsets
+from ..moe.layout import PlanOffsets, align4
+from ..moe.row_ops import groups_of
 from ..moe.tiles import Tiles
 from . import gemm
-from .gemm import DEFAULT, FusedMatmul, Tiling, check_extents, check_scales
+from . import scaled_gemm as scaled
+from .gemm import DEFAULT, SCALED, FusedMatmul, Tiling, check_extents, check_scales
+from .scaled_gemm import ScaledTiling, scaled_matmul
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which tile of the experts' products is next, and what a product signals of the others; steps of `matmul_experts`.
@@ -36,12 +40,16 @@ class Order(NamedTuple):
         tickets: int32 [2], tiles that are taken, by the parity of the call. parity: int32.
         begins: int32 [experts + 1], of shared memory, see `count_tiles`.
         totals: int32, see `kernels.moe.layout.PlanOffsets`.
+        leaves: int32, whether this block takes no tile more when `before_leaving` tiles are taken.
+        before_leaving: int32.
     """
 
     tickets: Any
     parity: Any
     begins: Any
     totals: Any
+    leaves: Any = None
+    before_leaving: Any = None
 
 
 @tsn.macro
@@ -82,7 +90,16 @@ def next_tile(shape, at, backwards, order, b):
     for i in T.unroll(3):
         b.tile[i] = -1
     if b.thread == 0:
-        inside = T.atomic_add(order.tickets[order.parity], 1, return_prev=True)
+        inside = order.begins[at.local_experts] * shape.tiles_n
+        if backwards:
+            # Blocks that leave do so before they take a ticket, so that every ticket is a tile that somebody multiplies.
+            if (
+                order.leaves == 0
+                or T.atomic_add(order.tickets[order.parity], 0, return_prev=True) < order.before_leaving
+            ):
+                inside = T.atomic_add(order.tickets[order.parity], 1, return_prev=True)
+        else:
+            inside = T.atomic_add(order.tickets[order.parity], 1, return_prev=True)
         if inside < order.begins[at.local_experts] * shape.tiles_n:
             if backwards:
                 inside = order.begins[at.local_experts] * shape.tiles_n - 1 - inside
@@ -126,8 +143,8 @@ def matmul_experts(
     ranks, experts, capacity, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=4, panel=8, columns=128, workers=132,
     waits=False, tells=False, scaled=False,
 ):  # fmt: skip
-    """Kernel `(out, x, w, totals, calls, tickets, arrivals, arrived, finished)`, with `scaled` also `(…, x_scales,
-    w_scales)`: `out` = the rows of each expert times its matrix.
+    """Kernel `(out, x, w, totals, calls, tickets, arrivals, arrived, finished)`, with `tells` also `(…, started, leaving,
+    share)`, with `scaled` also `(…, x_scales, w_scales)`: `out` = the rows of each expert times its matrix.
 
     Args:
         ranks, experts: of the layer, and experts of this PE.
@@ -144,6 +161,8 @@ def matmul_experts(
     behind the last, up to the end of a tile, is not specified.
     `calls` (int64 [1]) holds the number of this call, 1 or more; `tickets` (int32 [2], zero before the first call) belongs
     to this kernel. `arrivals` (int64 [1]), `arrived` and `finished` (uint64 [1, tiles + 1], symmetric): see `Tiles`.
+    `started` (uint64 [1], symmetric) grows by 1 when the first block has begun. `leaving` (int32) blocks end when `share`
+    (int32) of 256 parts of the tiles are taken, and leave their SMs to the combine.
     """
     shape = gemm.Shape(1, capacity, n, k, tile, stages, panel, columns, workers, transposed)
     (bm, bn, bk), tiles, at = tile, -(-capacity // tile[0]), PlanOffsets(ranks, experts)
@@ -180,6 +199,9 @@ def matmul_experts(
         arrivals: T.Tensor((1,), "int64"),
         arrived: T.Tensor((1, tiles + 1), "uint64"),
         finished: T.Tensor((1, tiles + 1), "uint64"),
+        started: T.Tensor((1,), "uint64") if tells else None,
+        leaving: T.int32 if tells else None,
+        share: T.int32 if tells else None,
         x_scales: T.Tensor((capacity,), "float32") if scaled else None,
         w_scales: T.Tensor((experts, n), "float32") if scaled else None,
     ):
@@ -197,8 +219,12 @@ def matmul_experts(
                 if thread == 0:
                     tickets[1 - parity] = 0
                 if tells:
+                    if thread == 0:
+                        N.signal(started[0], 1, N.my_pe(), op="add")
                     add_missing_rows(shape, at, totals, finished, tiles, thread)
-            order = Order(tickets, parity, begins, totals)
+            leaves = T.if_then_else(block < leaving, 1, 0) if tells else 0
+            before_leaving = begins[experts] * shape.tiles_n * share // 256 if tells else 0
+            order = Order(tickets, parity, begins, totals, leaves, before_leaving)
             if thread < 128:
                 T.dec_max_nreg(40)
                 if thread < 32:
@@ -223,6 +249,11 @@ def matmul_experts(
                 gemm.multiply_tiles(shape, 1, b, is_tile, lambda: None, end)
 
     return main
+
+
+# After which share of the tiles a combine begins: a token's row leaves when the last of its experts here is done, so that
+# few of them could leave before.
+LATE = 0.5
 
 
 class ExpertMatmul(FusedMatmul):
@@ -257,7 +288,9 @@ class ExpertMatmul(FusedMatmul):
             )
         super().__init__(self.NAME, f"k={k}, n={n}", dtype, None, tiling, gemm.THREADS, moe.blocks, moe.world)
         self._moe, self.k, self.n, self._capacity = moe, k, n, config.capacity
-        words = self.allocate({"finished": ((config.tiles + 1,), torch.uint64)})["finished"]
+        words, self._started = self.allocate(
+            {"finished": ((config.tiles + 1,), torch.uint64), "started": ((1,), torch.uint64)}
+        ).values()
         with torch.inference_mode(False):
             self._tickets = torch.zeros(2, dtype=torch.int32, device=self.device)
             calls = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -325,13 +358,15 @@ class ExpertMatmul(FusedMatmul):
     @named("tilescale_net.ExpertMatmul.combined")
     def combined(
         self, x: torch.Tensor, w: torch.Tensor, handle: Handle, *, x_scales: torch.Tensor | None = None,
-        w_scales: torch.Tensor | None = None, products: torch.Tensor | None = None, **options: Any,
+        w_scales: torch.Tensor | None = None, products: torch.Tensor | None = None, late: float = LATE, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """`AllToAll.combine` of the products, whose rows are sent as they are finished.
 
         Args:
             x, w, handle, x_scales, w_scales: as in `__call__`; `n` is `hidden` of the AllToAll.
             products: [capacity, n], where the products go; default a new tensor.
+            late: after which share of its tiles the GEMM leaves the SMs of the combine, which begins then; 0: the combine
+                has them from the beginning, and waits there for its first rows.
             options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take the place of as many
                 SMs.
 
@@ -352,15 +387,25 @@ class ExpertMatmul(FusedMatmul):
         held, transposed = self._matrices(w)
         scales = self._all_scales(x_scales, w_scales)
         y = self._result(products, (self._capacity, self.n), ("x", x), ("w", held))
+        if not isinstance(late, (int, float)) or not 0 <= late < 1:
+            raise ValueError(f"{self.name}: late is {late!r}; it must be a share of the tiles, from 0 to less than 1")
         self._load(y, x, held, transposed, scales)
+        tiles, proxy = self._finished, self._world.proxy
+        if proxy is not None and proxy.holds_up_launches:
+            late = 0  # a launch returns when the kernel has ended: nothing could wait for the GEMM, which comes behind
+        if late:
+            tiles = dataclasses.replace(tiles, started=self._started)
         self._finished.next_call()
         try:
-            pending = self._moe.combine_send(y, handle, tiles=self._finished, **options)
+            pending = self._moe.combine_send(y, handle, tiles=tiles, **options)
         except Exception:
             self._finished.calls.sub_(1)  # no combine waits
             raise
         self._moe.alongside(pending)
-        self._launch(y, x, held, transposed, scales, self._totals(handle), tells=True)
+        leaving = (options.get("blocks") or self._moe.blocks) if late else 0
+        self._launch(
+            y, x, held, transposed, scales, self._totals(handle), tells=True, leaving=leaving, share=int(256 * late)
+        )
         return self._moe.combine_recv(pending)
 
     def _matrices(self, w) -> tuple[torch.Tensor, bool]:
@@ -398,21 +443,93 @@ class ExpertMatmul(FusedMatmul):
         wait_until_resident()(self._calls, self._finished.words[-1:], 0, 0)
         torch.cuda.synchronize(self.device)
         self._finished.reset()
+        self._started.view(torch.uint8).zero_()
         self._loaded.add(transposed)
 
     def _launch(
-        self, out, x, held, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False
-    ) -> None:
+        self, out, x, held, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False,
+        leaving: int = 0, share: int = 0,
+    ) -> None:  # fmt: skip
         config, finished = self._moe.config, self._finished
         self._calls.add_(1)
+        workers = self.tiling.workers(self.device, 1, self._capacity, self.n)
         kernel = matmul_experts(
             config.ranks, config.local_experts, self._capacity, self.n, self.k, dtype_name(self.dtype),
             dtype_name(self.out_dtype), transposed, **vars(self.tiling),
-            workers=self.tiling.workers(self.device, 1, self._capacity, self.n), waits=arrived is not None, tells=tells,
-            scaled=self.scaled,
+            workers=workers, waits=arrived is not None, tells=tells, scaled=self.scaled,
         )  # fmt: skip
         awaited = arrived or finished
         kernel(
             out.view(1, self._capacity, self.n), x, held, totals, self._calls, self._tickets, awaited.calls,
-            awaited.words.view(1, -1), finished.words.view(1, -1), *scales,
+            awaited.words.view(1, -1), finished.words.view(1, -1),
+            *((self._started, min(leaving, workers - 1), share) if tells else ()), *scales,
         )  # fmt: skip
+
+
+class ScaledExpertMatmul(ExpertMatmul):
+    """As ExpertMatmul, of float8_e4m3fn with scales of blocks: one for 128 elements of a row, one for 128 x 128 of a matrix.
+
+    Constructed by all ranks alike. `x_scales` of a call are float32 [capacity, blocks of k], padded to a multiple of 4 or
+    not; `w_scales` [local experts, blocks of n, blocks of k], as `quantise_weights` of `scaled_gemm` gives them for [experts,
+    n, k]; the last two axes of `w` [local experts, k, n] are those of a contiguous tensor exchanged.
+
+    Args:
+        moe: the AllToAll, made with `tile_rows`; for `arriving` of float8_e4m3fn, k its `hidden`, a multiple of 512.
+        k, n: rows and columns of each expert's matrix.
+        tiling: geometry of the GEMM; its tiles have `tile_rows` rows.
+
+    Raises:
+        TypeError, ValueError: an extent or a geometry that does not fit, by name.
+        RankMismatch: ranks that want different ones.
+    """
+
+    NAME = "ScaledExpertMatmul"
+
+    def __init__(self, moe: AllToAll, k: int, n: int, *, tiling: ScaledTiling = scaled.DEFAULT):
+        if not isinstance(tiling, ScaledTiling) or tiling.cluster > 1:
+            raise ValueError(f"{self.NAME}: tiling is {tiling!r}; it must be a ScaledTiling with cluster 1")
+        usual = Tiling(tiling.tile, tiling.stages, tiling.panel, tiling.columns)
+        super().__init__(moe, k, n, dtype=SCALED, tiling=usual)
+        self._geometry = tiling
+
+    def _all_scales(self, x_scales, w_scales) -> tuple[torch.Tensor, ...]:
+        of_x, config = groups_of(self.k), self._moe.config
+        shapes: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
+            "x_scales": (x_scales, [(self._capacity, of_x), (self._capacity, align4(of_x))]),
+            "w_scales": (w_scales, [(config.local_experts, groups_of(self.n), of_x)]),
+        }
+        for what, (tensor, allowed) in shapes.items():
+            self._check(what, tensor, torch.float32)
+            if tuple(tensor.shape) not in allowed:
+                raise ValueError(f"{self.name}: {what} has shape {list(tensor.shape)}; it must be {list(allowed[0])}")
+        return x_scales, w_scales
+
+    def _launch(
+        self, out, x, held, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False,
+        leaving: int = 0, share: int = 0,
+    ) -> None:  # fmt: skip
+        config, tiling, (of_x, of_w) = self._moe.config, self._geometry, scales
+        at, local = PlanOffsets(config.ranks, config.local_experts), config.local_experts
+        counts, offsets = totals[at.counts : at.counts + local], totals[at.offsets : at.offsets + local + 1]
+        if arrived is None and not tells:
+            scaled_matmul(
+                x, held, of_x, of_w, out=out, counts=counts, offsets=offsets, out_dtype=self.out_dtype, tiling=tiling
+            )
+            return
+        if of_x.shape[1] % scaled.SCALES_AT_ONCE:
+            raise ValueError(
+                f"{self.name}: x_scales has {of_x.shape[1]} columns; beside communication they must be a multiple of 4, since "
+                "they are read where they are"
+            )
+        self._calls.add_(1)
+        workers = self.tiling.workers(self.device, 1, self._capacity, self.n)
+        kernel = scaled.scaled_gemm(
+            local, self.n, self.k, dtype_name(self.out_dtype), **vars(tiling), workers=workers, tiles=config.tiles,
+            waits=arrived is not None,
+        )  # fmt: skip
+        given = (
+            (self._finished.words.view(1, -1), self._started, min(leaving, workers - 1), share)
+            if arrived is None
+            else (arrived.calls, arrived.words)
+        )
+        kernel(out, x, held, of_x, of_w, counts, offsets, self._calls, self._tickets, *given)

@@ -4,17 +4,19 @@ The tensor cores of Hopper keep about 14 bits of the mantissas of such sums. So 
 is summed there by itself and then multiplied by its scales and added in float32 (the "promotion" of the DeepSeek-V3
 technical report, arXiv:2412.19437, section 3.3.2, whose blocks these are). A block of threads is as in `gemm`: a warp
 copies by TMA, two warpgroups multiply; while one of them promotes, the other has the tensor cores. Tiles are dealt out in
-turn, since all take the same time and nothing else runs.
+turn, since all take the same time and nothing else runs; beside a dispatch or a combine they are taken by ticket, as in
+`expert_matmul`, whose class calls this kernel then.
 """
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
+import tilescale_net.language as N
 
 from ..collective import dtype_name
 from ..moe.layout import align4
@@ -31,7 +33,7 @@ class ScaledShape:
     """Extents of a GEMM with scales and of its tiles, known when its kernel is compiled.
 
     Attributes:
-        experts, capacity, n, k: of `x` [capacity, k], `w` [experts, n, k] and `out` [capacity, n].
+        experts, n, k: of `w` [experts, n, k].
         tile: rows, columns and depth, which is a block's.
         panel: rows of tiles that are walked together, for the sake of the L2 cache.
         columns: that leave at once.
@@ -39,7 +41,6 @@ class ScaledShape:
     """
 
     experts: int
-    capacity: int
     n: int
     k: int
     tile: tuple[int, int, int]
@@ -97,15 +98,78 @@ def count_tiles(shape, counts, offsets, heights, begins, thread):
     T.sync_threads()
 
 
+class Turns(NamedTuple):
+    """How a block of threads takes tiles, for `gemm.get_tile`.
+
+    Attributes:
+        tickets: int32 [2], tiles that are taken, by the parity of the call. parity: int32.
+        leaves: int32, whether the block takes no tile more when `before_leaving` tiles are taken. before_leaving: int32.
+        chosen: int32 [2], shared: the next two tiles. given, taken: their barriers.
+        turn: int32 [1], tiles so far. tile: int32 [1], the number of the current one; -1: none.
+        thread: of the block.
+    """
+
+    tickets: Any
+    parity: Any
+    leaves: Any
+    before_leaving: Any
+    chosen: Any
+    given: Any
+    taken: Any
+    turn: Any
+    tile: Any
+    thread: Any
+
+
 @tsn.macro
-def locate(shape, counts, offsets, begins, number, rank, at):
+def next_tile(total, backwards, b):
+    """b.tile = the number of the next tile of `total`, which the warps that multiply get too. By the copying warp."""
+    T.barrier_wait(b.taken[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
+    b.tile[0] = total
+    if b.thread == 0:
+        # Blocks that leave do so before they take a ticket, so that every ticket is a tile that somebody multiplies.
+        if b.leaves == 0 or T.atomic_add(b.tickets[b.parity], 0, return_prev=True) < b.before_leaving:
+            b.tile[0] = T.atomic_add(b.tickets[b.parity], 1, return_prev=True)
+        if b.tile[0] >= total:
+            b.tile[0] = -1
+        elif backwards:
+            b.tile[0] = total - 1 - b.tile[0]
+        b.chosen[b.turn[0] % 2] = b.tile[0]
+    b.tile[0] = T.shfl_sync(b.tile[0], 0)
+    T.barrier_arrive(b.given[b.turn[0] % 2])
+    b.turn[0] = b.turn[0] + 1
+
+
+@tsn.macro
+def add_missing_rows(shape, counts, offsets, finished, tiles, thread):
+    """Add to the words of tiles that no GEMM of this call finishes what it adds to the others. By a block."""
+    used = T.alloc_var("int32")
+    for i in T.serial(-(-tiles // gemm.THREADS)):
+        t = i * gemm.THREADS + thread
+        if t < tiles:
+            used = 0
+            for e in T.serial(shape.experts):
+                if t * shape.tile[0] >= offsets[e] and t * shape.tile[0] < T.min(
+                    offsets[e] + counts[e], offsets[e + 1]
+                ):
+                    used = 1
+            if used == 0:
+                N.signal(finished[0, t], shape.tiles_n * gemm.WARPS, N.my_pe(), op="add")
+
+
+@tsn.macro
+def locate(shape, counts, offsets, begins, number, backwards, rank, at):
     """at [4] = expert, first row, end of the expert's rows, and first column of tile `number`, which grows from call to call.
 
     Args:
-        rank: of the block of threads in its cluster.
+        backwards: it falls, and at[0] is the last expert at first. rank: of the block of threads in its cluster.
     """
-    while number >= begins[at[0] + 1] * shape.tiles_n:
-        at[0] = at[0] + 1
+    if backwards:
+        while number < begins[at[0]] * shape.tiles_n:
+            at[0] = at[0] - 1
+    else:
+        while number >= begins[at[0] + 1] * shape.tiles_n:
+            at[0] = at[0] + 1
     inside = number - begins[at[0]] * shape.tiles_n
     first = inside // (shape.panel * shape.tiles_n) * shape.panel
     height = T.min(shape.panel, begins[at[0] + 1] - begins[at[0]] - first)
@@ -137,30 +201,41 @@ def store_part(shape, warpgroup, total, result, out, at, first):
 
 @tsn.jit(name="scaled_gemm")
 def scaled_gemm(
-    experts, capacity, n, k, out_dtype="bfloat16", form="block", tile=(128, 256, 128), stages=4, panel=8, columns=64,
-    workers=132, cluster=1,
+    experts, n, k, out_dtype="bfloat16", form="block", tile=(128, 256, 128), stages=4, panel=8, columns=64,
+    workers=132, cluster=1, tiles=0, waits=False,
 ):  # fmt: skip
     """Kernel `(out, x, w, x_scales, w_scales, counts, offsets)`: `out` = the rows of each expert times its matrix.
 
     Args:
-        experts, capacity, n, k: of `x` [capacity, k] and `w` [experts, n, k], float8_e4m3fn, and of `out` [capacity, n].
+        experts, n, k: of `x` [capacity, k] and `w` [experts, n, k], float8_e4m3fn, and of `out` [capacity, n].
         out_dtype: of `out`; sums are made in float32.
         form: of the scales, float32. "block": `x_scales` [capacity, blocks of k, padded to a multiple of 4] of 128
             elements of a row, `w_scales` [experts, blocks of n, blocks of k] of 128 x 128 elements. "row": `x_scales`
             [capacity] and `w_scales` [experts, n], of rows and of columns.
         tile, panel, columns, cluster: see `ScaledShape`. stages: of the ring of operands.
         workers: blocks of threads, a multiple of `cluster`.
+        tiles: 0, or rows of tiles of `x` where this runs beside communication: with `waits` beside a dispatch, for whose
+            tiles it waits; else beside a combine, which it tells of tiles, the last first. The kernel then takes more, as
+            that of `expert_matmul`: `calls` and `tickets`, then `arrivals` and `arrived`, or `finished`, `started`,
+            `leaving` and `share`. `offsets` are multiples of the rows of a tile.
 
     `counts` (int32 [experts]) and `offsets` (int32 [experts + 1]) hold how many rows an expert has and where they begin;
     other rows of `out` stay as they are.
     """
-    shape = ScaledShape(experts, capacity, n, k, tile, panel, columns, cluster)
+    shape, tells, capacity = (
+        ScaledShape(experts, n, k, tile, panel, columns, cluster),
+        tiles > 0 and not waits,
+        T.dynamic("rows"),
+    )
     (bm, bn, bk), half, width, by_block = tile, shape.half, shape.width, form == "block"
     fragments = (half, width)
     in_cluster: dict[str, Any] = {"cluster_dims": cluster} if cluster > 1 else {}
     shared_by = {"cluster_mask": (1 << cluster) - 1} if cluster > 1 else {}
     of_x = (capacity, align4(shape.depth)) if by_block else (capacity,)
     of_w = (experts, -(-n // BLOCK), shape.depth) if by_block else (experts, n)
+
+    def is_tile(number, begins):
+        return number[0] >= 0 if tiles else number[0] < begins[experts] * shape.tiles_n
 
     @T.macro
     def release(empty, s, thread):
@@ -198,14 +273,16 @@ def scaled_gemm(
     @T.macro
     def work(
         warpgroup, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at, number,
-        out, x_scales, w_scales, thread, rank,
+        out, x_scales, w_scales, thread, rank, turns, finished,
     ):  # fmt: skip
         """What a warpgroup that multiplies does."""
         part, first, second = (T.alloc_fragment(fragments, "float32") for _ in range(3))
         of_rows = T.alloc_fragment((half,), "float32")
         of_block = T.alloc_local((2,), "float32")
-        while number[0] < begins[experts] * shape.tiles_n:
-            locate(shape, counts, offsets, begins, number[0], rank, at)
+        if tiles:
+            gemm.get_tile(turns)
+        while is_tile(number, begins):
+            locate(shape, counts, offsets, begins, number[0], tells, rank, at)
             T.clear(first)
             if shape.parts == 2:
                 T.clear(second)
@@ -233,11 +310,17 @@ def scaled_gemm(
             store_part(shape, warpgroup, first, result, out, at, 0)
             if shape.parts == 2:
                 store_part(shape, warpgroup, second, result, out, at, width)
-            number[0] = number[0] + workers // cluster
+            if tells:
+                gemm.announce(finished, 0, at[1] // bm, thread)
+            if tiles:
+                gemm.get_tile(turns)
+            else:
+                number[0] = number[0] + workers // cluster
         T.tma_store_wait(0)
 
     @T.prim_func
     def main(
+        ctx: N.Context() if tiles else None,
         out: T.Tensor((capacity, n), out_dtype),
         x: T.Tensor((capacity, k), FP8),
         w: T.Tensor((experts, n, k), FP8),
@@ -245,6 +328,14 @@ def scaled_gemm(
         w_scales: T.Tensor(of_w, "float32"),
         counts: T.Tensor((experts,), "int32"),
         offsets: T.Tensor((experts + 1,), "int32"),
+        calls: T.Tensor((1,), "int64") if tiles else None,
+        tickets: T.Tensor((2,), "int32") if tiles else None,
+        arrivals: T.Tensor((1,), "int64") if waits else None,
+        arrived: T.Tensor((tiles + 1,), "uint64") if waits else None,
+        finished: T.Tensor((1, tiles + 1), "uint64") if tells else None,
+        started: T.Tensor((1,), "uint64") if tells else None,
+        leaving: T.int32 if tells else None,
+        share: T.int32 if tells else None,
     ):
         with T.Kernel(workers, threads=gemm.THREADS, **in_cluster) as block:
             left = T.alloc_shared((stages, 2, half, bk), FP8)
@@ -264,13 +355,36 @@ def scaled_gemm(
             step[0] = 0
             chunk[0] = 0
             number[0] = block // cluster
-            at[0] = 0
+            at[0] = experts - 1 if tells else 0
             count_tiles(shape, counts, offsets, heights, begins, thread)
+            turns = None
+            if tiles:
+                parity = T.cast(calls[0] % 2, "int32")
+                chosen, turn = T.alloc_shared((2,), "int32"), T.alloc_local((1,), "int32")
+                given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([gemm.WARPS] * 2)
+                turn[0] = 0
+                if block == 0:
+                    if thread == 0:
+                        tickets[1 - parity] = 0
+                    if tells:
+                        if thread == 0:
+                            N.signal(started[0], 1, N.my_pe(), op="add")
+                        add_missing_rows(shape, counts, offsets, finished, tiles, thread)
+                leaves = T.if_then_else(block < leaving, 1, 0) if tells else 0
+                before_leaving = begins[experts] * shape.tiles_n * share // 256 if tells else 0
+                turns = Turns(tickets, parity, leaves, before_leaving, chosen, given, taken, turn, number, thread)
             if thread < 128:
                 T.dec_max_nreg(40)
                 if thread < 32:
-                    while number[0] < begins[experts] * shape.tiles_n:
-                        locate(shape, counts, offsets, begins, number[0], rank, at)
+                    if tells:
+                        # Holds at once: what TMA reads is this PE's own, of kernels before.
+                        N.wait_warp(finished[0, tiles], "ge", 0, proxy="async")
+                    if tiles:
+                        next_tile(begins[experts] * shape.tiles_n, tells, turns)
+                    while is_tile(number, begins):
+                        locate(shape, counts, offsets, begins, number[0], tells, rank, at)
+                        if waits:
+                            N.wait_warp(arrived[at[1] // bm], "ge", arrivals[0] * bm, proxy="async")
                         for i in T.serial(shape.depth):
                             s = step[0] % stages
                             T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
@@ -302,18 +416,21 @@ def scaled_gemm(
                                 )  # fmt: skip
                             T.barrier_arrive(full[s])
                             step[0] = step[0] + 1
-                        number[0] = number[0] + workers // cluster
+                        if tiles:
+                            next_tile(begins[experts] * shape.tiles_n, tells, turns)
+                        else:
+                            number[0] = number[0] + workers // cluster
             elif thread < 256:
                 T.inc_max_nreg(232)
                 work(
                     0, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at,
-                    number, out, x_scales, w_scales, thread, rank,
+                    number, out, x_scales, w_scales, thread, rank, turns, finished,
                 )  # fmt: skip
             else:
                 T.inc_max_nreg(232)
                 work(
                     1, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at,
-                    number, out, x_scales, w_scales, thread, rank,
+                    number, out, x_scales, w_scales, thread, rank, turns, finished,
                 )  # fmt: skip
             if cluster > 1:
                 T.cluster_sync()  # no block leaves while another one signals in its shared memory
@@ -357,6 +474,8 @@ class ScaledTiling:
 
 
 DEFAULT = ScaledTiling()
+# Beside a combine: with sums of 256 columns, registers would not suffice for the calls that signal.
+TELLING = ScaledTiling((128, 128, BLOCK), stages=6)
 SIMULATED = ScaledTiling((32, 64, BLOCK), stages=2, panel=2, columns=32)
 
 
@@ -448,12 +567,11 @@ def scaled_matmul(
     tiling = tiling or (SIMULATED if simulated else DEFAULT)
     if simulated and tiling.cluster > 1:
         raise ValueError(f"{name}: {tiling}: the simulator has no clusters; give cluster 1")
-    rows_of_tiles = -(-rows // (tiling.tile[0] * tiling.cluster)) + experts - 1
-    most = rows_of_tiles * -(-n // tiling.tile[1]) * tiling.cluster
+    # As many for any number of rows, so that all of them share a kernel: blocks without a tile end at once.
     sms = gemm.SIMULATED_WORKERS if simulated else torch.cuda.get_device_properties(x.device).multi_processor_count
-    workers = min(most, sms // tiling.cluster * tiling.cluster)
+    workers = sms // tiling.cluster * tiling.cluster
     kernel = scaled_gemm(
-        experts, rows, n, k, dtype_name(out_dtype), form, **vars(tiling), workers=workers
+        experts, n, k, dtype_name(out_dtype), form, **vars(tiling), workers=workers
     )  # fmt: skip
     kernel(
         out, x, w.view(experts, n, k), x_scales, w_scales.view(experts, *w_scales.shape[w.dim() - 2 :]), counts, offsets

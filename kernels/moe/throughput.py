@@ -396,6 +396,8 @@ class ThroughputMode(Mode):
     def start(self, pending: Pending) -> None:
         tiles, proxy = pending.tiles, self._base.world.proxy
         assert tiles is not None
+        if tiles.started is not None:
+            return  # the phase takes its SMs later
         if self._base.device.type == "cuda":
             # Not where a launch would return when the combine has ended, which waits for what follows.
             if pending.kind == "dispatch" or proxy is None or not proxy.holds_up_launches:
@@ -458,6 +460,8 @@ class ThroughputMode(Mode):
             return pending
         weights = [call.weights] if isinstance(call.weights, torch.Tensor) else []
         with self._stream.on_side([call.y, *call.bias, *weights]) as pending.rest:  # what the caller may drop
+            if call.tiles and call.tiles.started is not None:
+                self._stream.launch(call.tiles.await_start)
             pending.sums = self._combine(call)
         return pending
 

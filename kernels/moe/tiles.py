@@ -27,6 +27,8 @@ class Tiles:
         calls: int64 [1]: number of this call, from 1; grows on the stream of the caller.
         growth: of the word of a tile in a call; it is whole when it has reached `calls[0] * growth`.
         begins: growth of the word of the blocks.
+        started: uint64 [1], symmetric, or None: a word that grows by 1 in a call when the kernel that fills the tiles has
+            begun, which a combine waits for before it takes SMs. The kernel then leaves them, sooner or later.
     """
 
     rows: int
@@ -34,6 +36,7 @@ class Tiles:
     calls: torch.Tensor
     growth: int
     begins: int
+    started: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -46,6 +49,11 @@ class Tiles:
     def leave_multiprocessors(self) -> None:
         """What follows on the current stream gets the SMs that the blocks of this call have left."""
         wait_until_resident()(self.calls, self.words[self.count :], self.begins, self.begins)
+
+    def await_start(self) -> None:
+        """What follows on the current stream takes SMs when the kernel that fills the tiles has begun."""
+        assert self.started is not None
+        wait_until_resident()(self.calls, self.started, 1, 1)
 
     def reset(self) -> None:
         """As at first; all kernels have ended."""

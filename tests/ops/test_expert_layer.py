@@ -14,7 +14,7 @@ from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.row_ops import dequantise, quantise
 
 EXPERTS, INNER, TOP_K, TOKENS = 4, 64, 2, 7
-HIDDEN = 2 * INNER
+HIDDEN = 512  # scales of eight bits by fours, so that GEMMs overlap
 ROWS = 128 if ranks.gpus() else 32  # tensor cores of GPUs take rows by 128
 MOE = dict(tile_rows=ROWS, alignment=ROWS, capacity=4 * ROWS, tuning=Tuning(once_per_node=False))
 FP8 = torch.float8_e4m3fn
@@ -145,13 +145,13 @@ def _operators(layer, x, idx, p, w_up, w_down) -> None:
     )
     none = w_up.new_empty((0,), dtype=torch.float32).detach()
     up, down = (w.detach().transpose(1, 2).requires_grad_() for w in (w_up, w_down))
-    check(operators.moe_scaled_dispatch_matmul, (x, idx, p, up, none, True, layer.key))
-    h, _, _, weights, *others = operators.moe_scaled_dispatch_matmul(x, idx, p, up, none, True, layer.key)
+    check(operators.moe_scaled_dispatch_matmul, (x, idx, p, up, none, True, False, layer.key))
+    h, _, _, weights, *others = operators.moe_scaled_dispatch_matmul(x, idx, p, up, none, True, False, layer.key)
     plan, h = [t.detach() for t in (*others, weights)], h.detach().requires_grad_()
     constants = (float("inf"), 1.0, 0.0)
     check(
         operators.moe_scaled_matmul_combine,
-        (h, down, none, weights.detach().requires_grad_(), plan, len(x), False, *constants, layer.key),
+        (h, down, none, weights.detach().requires_grad_(), plan, len(x), False, False, *constants, layer.key),
     )
     check(operators.moe_scaled_combine_backward, (x.detach(), plan, len(x), layer.key))
     check(operators.swiglu, (h, none, plan[-3][-1:] * 0 + 3, *constants))
@@ -180,6 +180,7 @@ def _misuse() -> None:
         plain = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, **MOE)
         layer = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, FP8, **MOE)
         other = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, FP8, scale_words=2, **MOE)
+        odd = AllToAll(EXPERTS, TOKENS, 128, TOP_K, FP8, **MOE)
     scales = torch.ones((EXPERTS, 1, 1)), torch.ones((EXPERTS, 1, 1))
     for of, matrices, options, error, words in (
         (plain, (up, down), dict(scales=scales), TypeError, "scales go with a layer of torch.float8_e4m3fn"),
@@ -189,7 +190,8 @@ def _misuse() -> None:
         (other, (up, down), {}, ValueError, "must be of throughput mode, with scales of 128 elements"),
         (layer, (up, down), dict(scales=scales), TypeError, "w_up is of torch.bfloat16; matrices of torch.float8_e4m3fn"),
         (layer, (up.float(), down), {}, TypeError, "w_up has dtype torch.float32"),
-        (layer, (up, down[:, :3]), {}, ValueError, r"w_up has shape .* it must be \[4, 128, 6\]"),
+        (odd, (up[:, :128], down[..., :128]), dict(fused=True), ValueError, "hidden is 128; GEMMs of .* multiple of 512"),
+        (layer, (up, down[:, :3]), {}, ValueError, r"w_up has shape .* it must be \[4, 512, 6\]"),
         (layer, (up.to(FP8), down.to(FP8)), dict(scales=(scales[0][:2], scales[1])), ValueError, "the scales of w_up are"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):

@@ -6,11 +6,15 @@ quantises again behind SwiGLU, in the same kernel. Its gradients are computed an
 with the routing of the first; quantisation counts as the identity.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 
+from tilescale_net.kernels.fused import scaled_gemm
 from tilescale_net.kernels.fused import swiglu as rows_of
+from tilescale_net.kernels.fused.choice import are_experts_fused
+from tilescale_net.kernels.fused.expert_matmul import ScaledExpertMatmul
 from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights, scaled_matmul
 from tilescale_net.kernels.fused.swiglu import SwiGLU
 from tilescale_net.kernels.moe.all_to_all import AllToAll
@@ -104,10 +108,38 @@ def _gemm(
     return scaled_matmul(q, held, of_rows, of_blocks, out=out, counts=counts, offsets=offsets)
 
 
+def _gemm_of(op: AllToAll, w: torch.Tensor, tells: bool) -> ScaledExpertMatmul:
+    """The GEMM that overlaps, of matrices [experts, n, k] like `w`; made on first use, by all ranks together.
+
+    Args:
+        tells: a combine, of which tiles are done.
+    """
+    n, k = w.shape[1:]
+    key = "blocks", k, n, tells
+    if key not in op.products:
+        usual = scaled_gemm.SIMULATED
+        if op.device.type == "cuda":
+            usual = scaled_gemm.TELLING if tells else scaled_gemm.DEFAULT
+        rows: Any = op.config.tile_rows  # a number: `_check_scaled` has seen to it
+        tiling = dataclasses.replace(usual, tile=(rows, *usual.tile[1:]))
+        op.products[key] = ScaledExpertMatmul(op, k, n, tiling=tiling)
+    return op.products[key]
+
+
+def _is_fused(layer: AllToAll, fused: bool | None) -> bool:
+    """Whether GEMMs of eight bits overlap with the dispatch and the combine. ValueError where they cannot."""
+    possible = layer.config.scale_words % scaled_gemm.SCALES_AT_ONCE == 0
+    if fused and not possible:
+        raise ValueError(
+            f"moe_experts: hidden is {layer.config.hidden}; GEMMs of {FP8_DTYPE} overlap with a dispatch where it is a multiple of 512"
+        )
+    return possible and (are_experts_fused(layer.device) if fused is None else fused)
+
+
 @torch.library.custom_op("tilescale_net::moe_scaled_dispatch_matmul", mutates_args=())
 def _scaled_dispatch_matmul(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor,
-    keeps: bool, key: str,
+    keeps: bool, fused: bool, key: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     """GEMMs, rows and their scales, weights of rows, then the other tensors of the plan.
 
@@ -116,11 +148,22 @@ def _scaled_dispatch_matmul(
     """
     op = moe.called("moe_scaled_dispatch_matmul", key)
     given = rows_of.quantise_rows(x.contiguous())
-    received = op.dispatch(given, topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
-    plan = received.handle.plan
+    choices = topk_idx.contiguous(), topk_weights.contiguous()
+    if fused:
+        held, of_blocks = _held(w, w_scales)
+        made = torch.zeros if keeps else torch.empty
+        h = made((op.config.capacity, w.shape[1]), dtype=torch.bfloat16, device=w.device)
+        gemm = _gemm_of(op, held, False)
+        pending = op.dispatch_send(given, *choices, cleared=True)
+        gemm.arriving(pending, held.transpose(1, 2), h, w_scales=of_blocks)
+        received = op.dispatch_recv(pending)
+        plan = received.handle.plan
+    else:
+        received = op.dispatch(given, *choices, cleared=True)
+        plan = received.handle.plan
+        h = _gemm(op, plan, received.x, received.scales, w, w_scales, keeps)
     *others, weights = plan.tensors()
     valid = moe.valid_rows(op, plan.totals, False)
-    h = _gemm(op, plan, received.x, received.scales, w, w_scales, keeps)
     # As bytes: torch's checks of operators cannot compare eight-bit floats.
     rows = received.x.view(torch.uint8)
     q, scales = rows[:0].clone(), received.scales[:0].clone()
@@ -131,7 +174,7 @@ def _scaled_dispatch_matmul(
 
 
 @arguments.register_fake("moe_scaled_dispatch_matmul")
-def _(x, topk_idx, topk_weights, w, w_scales, keeps, key):
+def _(x, topk_idx, topk_weights, w, w_scales, keeps, fused, key):
     rows, weights, *others = moe.dispatch_fake(x, topk_idx, topk_weights, key)
     kept = rows.shape[0] if keeps else 0
     q = x.new_empty((kept, x.shape[1]), dtype=torch.uint8)
@@ -140,7 +183,7 @@ def _(x, topk_idx, topk_weights, w, w_scales, keeps, key):
 
 
 def _dispatch_setup(ctx, inputs, output):
-    x, _, _, w, w_scales, _, ctx.key = inputs
+    x, _, _, w, w_scales, _, _, ctx.key = inputs
     ctx.tokens = x.shape[0]
     h, q, scales, weights, *others = output
     ctx.save_for_backward(w, w_scales, q, scales, *others, weights)
@@ -158,13 +201,13 @@ def _dispatch_gradient(ctx, grads):
     if ctx.needs_input_grad[3]:
         rows = dequantise(q.view(FP8_DTYPE), scales).to(torch.bfloat16)
         of_w = experts.gradient_of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), rows, dh).transpose(1, 2)
-    return x, None, topk_weights, of_w, None, None, None
+    return x, None, topk_weights, of_w, None, None, None, None
 
 
 @torch.library.custom_op("tilescale_net::moe_scaled_matmul_combine", mutates_args=())
 def _scaled_matmul_combine(
     h: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor],
-    tokens: int, early: bool, limit: float, alpha: float, shift: float, key: str,
+    tokens: int, early: bool, fused: bool, limit: float, alpha: float, shift: float, key: str,
 ) -> torch.Tensor:  # fmt: skip
     """Sums per token of SwiGLU's GEMMs times `weights`, which are multiplied at once (`early`) or by the combine."""
     op, plan_ = moe.called("moe_scaled_matmul_combine", key), RoutingPlan(tokens, *plan)
@@ -172,13 +215,17 @@ def _scaled_matmul_combine(
     end = _ends(op, plan_)[1][-1:]
     early_weights = weights if early else None
     q, scales = rows_of.swiglu_quantised(h.contiguous(), kind, end=end, weights=early_weights, cleared=False)
-    y = _gemm(op, plan_, q, scales, w, w_scales, False)
     given: dict[str, Any] = dict(weighted=False) if early else dict(weights=weights)
-    return op.combine(y, handle=moe.handle_of(key, plan_), **given)
+    handle = moe.handle_of(key, plan_)
+    if fused:
+        held, of_blocks = _held(w, w_scales)
+        columns = held.transpose(1, 2)
+        return _gemm_of(op, held, True).combined(q, columns, handle, x_scales=scales, w_scales=of_blocks, **given)
+    return op.combine(_gemm(op, plan_, q, scales, w, w_scales, False), handle=handle, **given)
 
 
 @arguments.register_fake("moe_scaled_matmul_combine")
-def _(h, w, w_scales, weights, plan, tokens, early, limit, alpha, shift, key):
+def _(h, w, w_scales, weights, plan, tokens, early, fused, limit, alpha, shift, key):
     return h.new_empty((tokens, w.shape[1]))
 
 
@@ -197,7 +244,7 @@ def _(grad, plan, tokens, key):
 
 
 def _combine_setup(ctx, inputs, output):
-    h, w, w_scales, weights, plan, ctx.tokens, _, *kind, ctx.key = inputs
+    h, w, w_scales, weights, plan, ctx.tokens, _, _, *kind, ctx.key = inputs
     ctx.kind = SwiGLU(*kind)
     ctx.save_for_backward(h, w, w_scales, weights, *plan)
 
@@ -216,7 +263,7 @@ def _combine_gradient(ctx, grad):
         rows = (rows.float() * weights[:, None]).to(rows.dtype)
         of_w = experts.gradient_of_matrices(ctx.key, held, inner, rows).transpose(1, 2)
     of_h = ctx.kind.gradient(h, back * weights[:, None])
-    return of_h, of_w, None, of_weights, [None] * len(plan), None, None, None, None, None, None
+    return of_h, of_w, None, of_weights, [None] * len(plan), None, None, None, None, None, None, None
 
 
 for _name, _gradient, _setup in (
@@ -287,7 +334,7 @@ def moe_experts(
         scales: of both matrices, where they are of float8_e4m3fn: float32 [local experts, blocks of columns, blocks of
             rows], as `quantise_weights` of `kernels.fused.scaled_gemm` gives them for the transposed matrices. Matrices
             of bfloat16 are quantised in each call, and get gradients.
-        fused: as for `moe_dispatch_matmul`; GEMMs of eight bits do not overlap.
+        fused: as for `moe_dispatch_matmul`; GEMMs of eight bits overlap where `hidden` is a multiple of 512.
 
     Returns:
         [tokens, hidden] of the dtype of `x`, with gradients to `x`, `topk_weights`, matrices that are not of eight bits,
@@ -305,7 +352,8 @@ def moe_experts(
     arguments.check("moe_experts", x=x, topk_idx=topk_idx, topk_weights=topk_weights, w_up=w_up, w_down=w_down)
     early, constants = weights == "activation", (kind.limit, kind.alpha, kind.shift)
     if layer.config.dtype == FP8_DTYPE:
-        out = _scaled(layer, x, topk_idx, topk_weights, _check_scaled(layer, w_up, w_down, scales), early, constants)
+        held = _check_scaled(layer, w_up, w_down, scales)
+        out = _scaled(layer, x, topk_idx, topk_weights, held, early, constants, _is_fused(layer, fused))
     else:
         if scales is not None:
             raise TypeError(f"moe_experts: scales go with a layer of {FP8_DTYPE}; this one is of {layer.config.dtype}")
@@ -325,7 +373,7 @@ def moe_experts(
     return out + kind(x.to(up.dtype) @ up) @ down
 
 
-def _scaled(layer, x, topk_idx, topk_weights, held, early: bool, constants) -> torch.Tensor:
+def _scaled(layer, x, topk_idx, topk_weights, held, early: bool, constants, fused: bool) -> torch.Tensor:
     """`moe_experts` of a layer of eight bits."""
     if x.dtype != torch.bfloat16:
         raise TypeError(f"moe_experts: x has dtype {x.dtype}; of a layer of {FP8_DTYPE} it must be torch.bfloat16")
@@ -335,6 +383,9 @@ def _scaled(layer, x, topk_idx, topk_weights, held, early: bool, constants) -> t
         topk_idx = topk_idx.masked_fill(dropped, -1)
     up, of_up, down, of_down = held
     keeps = torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, up, down))
-    h, _, _, weights, *others = _ops.moe_scaled_dispatch_matmul(x, topk_idx, topk_weights, up, of_up, keeps, layer.key)
+    h, _, _, weights, *others = _ops.moe_scaled_dispatch_matmul(
+        x, topk_idx, topk_weights, up, of_up, keeps, fused, layer.key
+    )
     plan = [t.detach() for t in (*others, weights)]
-    return _ops.moe_scaled_matmul_combine(h, down, of_down, weights, plan, x.shape[0], early, *constants, layer.key)
+    tokens = x.shape[0]
+    return _ops.moe_scaled_matmul_combine(h, down, of_down, weights, plan, tokens, early, fused, *constants, layer.key)

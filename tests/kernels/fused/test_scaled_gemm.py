@@ -10,7 +10,10 @@ from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import powers_of_two, whole_numbers
 from tests.kernels.support import assert_same
 from tilescale_net.kernels.fused import scaled_gemm
+from tilescale_net.kernels.fused.expert_matmul import ScaledExpertMatmul
 from tilescale_net.kernels.fused.scaled_gemm import ScaledTiling, scaled_matmul
+from tilescale_net.kernels.fused.swiglu import quantise_rows
+from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.row_ops import dequantise, quantise
 
 FP8 = torch.float8_e4m3fn
@@ -62,6 +65,52 @@ def gemms(seed, by_block, tiling, rows=100, n=264, k=272, experts=3, alone=True)
 def test_equals_torch(by_block, tiling):
     alone = by_block and tiling is TILINGS[0]
     ranks.run(1, gemms, random.randrange(1 << 30), by_block, tiling, 100, 264, 272, 3, alone)
+
+
+def beside(seed, lates=(0, 0.5), hidden=512, inner=272, experts=4, top_k=2, tokens=20):
+    """GEMMs beside a dispatch and a combine, next to the same one after the other: the same bits."""
+    device, rows = tsn.device(), 128 if ranks.gpus() else 32
+    sizes = dict(tile_rows=rows, alignment=rows, capacity=experts * rows, tuning=Tuning(once_per_node=False))
+    moe, local = AllToAll(experts, tokens, hidden, top_k, FP8, **sizes), experts // tsn.size()
+    tiling = ScaledTiling() if ranks.gpus() else scaled_gemm.SIMULATED
+    up = ScaledExpertMatmul(moe, hidden, inner, tiling=tiling)
+    down = ScaledExpertMatmul(moe, inner, hidden, tiling=tiling)
+    g = torch.Generator().manual_seed(seed + tsn.rank())
+    held = [
+        scaled_gemm.quantise_weights(torch.randn(shape, generator=g).to(device))
+        for shape in ((local, inner, hidden), (local, hidden, inner))
+    ]
+    (w_up, of_up), (w_down, of_down) = ((w.transpose(1, 2), scales) for w, scales in held)
+    for late in lates:
+        x = torch.randn((tokens - 3 * tsn.rank(), hidden), generator=g).bfloat16().to(device)
+        chosen = torch.rand((len(x), experts), generator=g).topk(top_k)[1].to(device)
+        choices = quantise_rows(x), chosen, torch.rand((len(x), top_k), generator=g).to(device)
+        pending = moe.dispatch_send(*choices)
+        h = up.arriving(pending, w_up, w_scales=of_up)
+        received = moe.dispatch_recv(pending)
+        handle, ends = received.handle, dict(counts=received.counts, offsets=received.offsets)
+        wanted = up(received.x, w_up, handle, x_scales=received.scales, w_scales=of_up)
+        for e, (begin, count) in enumerate(zip(received.offsets.tolist(), received.counts.tolist())):
+            here = slice(begin, begin + count)
+            assert_same(h[here].cpu(), wanted[here].cpu(), f"seed {seed}, late {late}, expert {e}")
+        q, scales = quantise_rows(h.nan_to_num_().clamp_(-1, 1))
+        scales = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+        out = down.combined(q, w_down, handle, x_scales=scales, w_scales=of_down, late=late)
+        y = scaled_matmul(q, w_down.transpose(1, 2), scales, of_down, tiling=tiling, **ends)
+        assert_same(out.cpu(), moe.combine(y, handle).cpu(), f"seed {seed}, late {late}, sums")
+        moe.check()
+    if lates[-1]:
+        with pytest.raises(ValueError, match="late is 1; it must be a share of the tiles"):
+            down.combined(q, w_down, handle, x_scales=scales, w_scales=of_down, late=1)
+        with pytest.raises(ValueError, match=r"w_scales has shape \[1\]; it must be"):
+            down(q, w_down, handle, x_scales=scales, w_scales=of_down.flatten()[:1])
+    for each in (up, down, moe):
+        each.free()
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_gemms_beside_communication(seed, nodes):
+    ranks.run(2, beside, seed, env={"VIRTUAL_NODES": str(nodes)}, timeout=280)
 
 
 def _of_random_numbers():
