@@ -35,7 +35,7 @@ from benchmark.common.report import Column, Report, us, world_size
 BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
 
 ON_GPU = dict(tokens=[128, 512, 2048, 8192], hidden=7168, inner=3072, experts=384, topk=6)
-SIMULATED = dict(tokens=[24], hidden=128, inner=64, experts=4, topk=2)
+SIMULATED = dict(tokens=[24], hidden=512, inner=64, experts=4, topk=2)
 STEPS = {"dispatch": "dispatch", "up": "GEMM up", "swiglu": "SwiGLU", "down": "GEMM down", "combine": "combine"}
 
 

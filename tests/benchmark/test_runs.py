@@ -137,7 +137,8 @@ def test_moe_layer(tmp_path):
     done = launch("moe_layer.py", "--warmup", "0", "--repeat", "1", "--json", str(path))
     assert done.returncode == 0, done.stderr
     rows = rows_of(path)
-    assert [row["part"] for row in rows] == ["dispatch, product", "product, combine", "layer"]
+    parts = ["dispatch, product", *("product, combine",) * 3, *("layer",) * 3]
+    assert [row["part"] for row in rows] == parts and [row["late"] for row in rows] == [0, 0, 50, 75, 0, 50, 75]
     for row in rows:
         assert row["over"] == pytest.approx(row["ours"] / row["sequence"]) and row["matmul"] > 0 < row["communication"]
     assert "normal random data, verified" in done.stdout
@@ -151,7 +152,7 @@ def test_moe_experts(tmp_path):
     done = launch("moe_experts.py", "--warmup", "0", "--repeat", "1", "--json", str(path))
     assert done.returncode == 0, done.stderr
     assert [row["dtype"] for row in rows_of(path)] == ["fp8", "bf16"]
-    assert all(row["over"] == pytest.approx(row["ours"] / row["total"]) for row in rows_of(path))
+    assert all(row["over"] == pytest.approx(row["fused"] / row["ours"]) for row in rows_of(path))
 
 
 @pytest.mark.nightly
