@@ -35,12 +35,9 @@ BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
 ON_GPU = dict(tokens=[1024, 2048, 4096, 8192], hidden=7168, inner=2048, experts=256, topk=8)
 SIMULATED = dict(tokens=[40], hidden=48, inner=40, experts=4, topk=2)
 TITLES = {
-    "ours": "at once",
-    "sequence": "one after the other",
-    "matmul": "GEMMs alone",
-    "torch": "torch grouped_mm alone",
+    "ours": "at once", "sequence": "one after the other", "matmul": "GEMMs alone", "torch": "torch grouped_mm alone",
     "communication": "communication alone",
-}
+}  # fmt: skip
 
 
 def parse() -> argparse.Namespace:

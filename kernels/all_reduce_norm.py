@@ -17,7 +17,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.compiler.together import compile_together
+from tilescale_net.compiler.jit import compile_together
 from tilescale_net.runtime import settings
 from tilescale_net.runtime.launch_args import tensor_check
 from tilescale_net.runtime.profiling import named

@@ -60,41 +60,11 @@ if "tilelang" not in sys.modules and not os.access(os.path.expanduser("~"), os.W
     os.environ.update(_private_folder.for_tilelang())
 
 __all__ = [
-    "ConfigurationError",
-    "DataRace",
-    "FabricError",
-    "HeapError",
-    "InvalidDescriptor",
-    "KernelError",
-    "OutOfBounds",
-    "PeOutOfRange",
-    "PeerLost",
-    "RankMismatch",
-    "SimulatorDeadlock",
-    "SimulatorUnsupported",
-    "StoreGroup",
-    "TileScaleError",
-    "WaitTimeout",
-    "barrier",
-    "check",
-    "compile",
-    "device",
-    "empty",
-    "finalize",
-    "free",
-    "init",
-    "jit",
-    "macro",
-    "range",
-    "rank",
-    "shrink",
-    "size",
-    "stats",
-    "synchronize",
-    "team",
-    "world",
-    "zeros",
-]
+    "ConfigurationError", "DataRace", "FabricError", "HeapError", "InvalidDescriptor", "KernelError", "OutOfBounds",
+    "PeOutOfRange", "PeerLost", "RankMismatch", "SimulatorDeadlock", "SimulatorUnsupported", "StoreGroup",
+    "TileScaleError", "WaitTimeout", "barrier", "check", "compile", "device", "empty", "finalize", "free", "init",
+    "jit", "macro", "range", "rank", "shrink", "size", "stats", "synchronize", "team", "world", "zeros",
+]  # fmt: skip
 
 
 def init(

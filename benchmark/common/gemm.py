@@ -47,16 +47,10 @@ class Implementations:
 
 
 TITLES = {
-    "ours": "Ours",
-    "pipelined": "Pipelined",
-    "unfused": "Unfused",
-    "operator": "Operator",
-    "matmul": "cuBLAS alone",
-    "tilelang": "tilelang alone",
-    "communication": "NCCL alone",
-    "sequence": "cuBLAS + NCCL",
+    "ours": "Ours", "pipelined": "Pipelined", "unfused": "Unfused", "operator": "Operator", "matmul": "cuBLAS alone",
+    "tilelang": "tilelang alone", "communication": "NCCL alone", "sequence": "cuBLAS + NCCL",
     "torch": "torch symm_mem",
-}
+}  # fmt: skip
 
 
 def parse(description: str, k: int, n: int) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from importlib import metadata
 from typing import Any, NoReturn, TypeVar
 
 from benchmark.common.plot import Panel, draw, significant
-from tilescale_net.cli import machine
+from tilescale_net.cli import info
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def environment() -> dict[str, str]:
         "cores": f"{len(os.sched_getaffinity(0))} x {_processor()}",
         "GPUs": _gpus(),
         "ranks": str(world_size()),
-        "driver": machine.driver(),
+        "driver": info.driver(),
         "CUDA": cuda,
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": _version("torch"),

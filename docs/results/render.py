@@ -31,7 +31,7 @@ SOURCES = {
     "copies": ("unrolledcp_p2p", "launch_cost"),
     "signals": ("put_signal",),
     "collectives": tuple(reports.COLLECTIVES),
-    "products": (*reports.fused_reports(), "gemm_ways", "matmul", "matmul_fp8"),
+    "products": (*reports.fused_reports(), "gemm_ways", "matmul"),
     "moe": (
         "moe_throughput",
         "moe_latency",
@@ -98,9 +98,6 @@ def writes() -> str:
 
 
 # Tables that list a report's rows.
-_CALLS = {
-    "M": "{m}", "tilescale_net (us)": "{ours:,.0f}", "cuBLAS alone (us)": "{matmul:,.0f}", "x cuBLAS": "{over:.3f}",
-}  # fmt: skip
 LISTINGS = {
     "pushes": report_table("queue", 0, {
         "M pushes/s: blocks": "{blocks}", "warps of a block": "{warps}", "lanes of a warp": "{lanes}", "queues": "{queues}",
@@ -117,8 +114,6 @@ LISTINGS = {
         "dtype": "{dtype}", "K": "{k}", "N": "{n}", "M": "{m}", "tile": "{tile}", "tilescale_net (us)": "{ours:,.0f}",
         "cuBLAS (us)": "{matmul:,.0f}", "x cuBLAS": "{over:.3f}", "TFLOP/s": "{tflops:.0f}",
     }),
-    "fused-calls": report_table("matmul", 1, {"a rank's share, 4 ranks": "{kind}", **_CALLS}),
-    "fused-calls-fp8": report_table("matmul_fp8", 0, {"a rank's share, 4 ranks, fp8": "{kind}", **_CALLS}, dtype="fp8"),
     "moe-two-nodes": report_table("moe_two_nodes", 0, {
         "operation": "{operation}", "kernel (us)": "{kernel:,.0f}", "bare writers (us)": "{bare:,.0f}",
         "rate, % of bare writers": "{of_bare:.0f}", "bytes a token on the network": "{fabric:,.0f}",
@@ -237,23 +232,15 @@ def compared(subject: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "highlights": reports.highlights,
-    "others-ahead": reports.others_ahead,
+    "highlights": reports.highlights, "others-ahead": reports.others_ahead,
     "summary": lambda: reports.comparison(r for subject in reports.SUBJECTS for r in reports.summary(subject)),
     "source": lambda: reports.source(*reports.names()),
     **{name: functools.partial(compared, name) for name in reports.SUBJECTS},
-    **{f"source-{page}": functools.partial(reports.source, *names) for page, names in SOURCES.items()},
-    **LISTINGS,
-    "copies-by-size": copies,
-    "signals-by-size": signals,
-    "writes": writes,
-    "remote-signals": remote_signals,
+    **{f"source-{page}": functools.partial(reports.source, *names) for page, names in SOURCES.items()}, **LISTINGS,
+    "copies-by-size": copies, "signals-by-size": signals, "writes": writes, "remote-signals": remote_signals,
     "fused-pairs": fused_pairs,
-    "fused-fours": fused_fours,
-    "moe-calls": moe_calls,
-    "moe-layers": moe_layers,
-    "moe-goals": moe_goals,
-}
+    "fused-fours": fused_fours, "moe-calls": moe_calls, "moe-layers": moe_layers, "moe-goals": moe_goals,
+}  # fmt: skip
 DRAWN_BY = (HERE / "reports.py", HERE / "plots.py", ROOT / "benchmark" / "common" / "plot.py")
 
 

@@ -11,7 +11,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.compiler.together import compile_together
+from tilescale_net.compiler.jit import compile_together
 
 from ..collective import Collective
 from ..launches import Form, Launch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.compiler.together import compile_together
+from tilescale_net.compiler.jit import compile_together
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.collective import BufferSpecs, Collective
 from tilescale_net.kernels.moe.buffers import Arena, arena_bytes, divide, heap_bytes, make, world_with_room

@@ -24,20 +24,9 @@ from tilescale_net.runtime.launch_args import unresolved
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
 ARGUMENTS = (
-    "x",
-    "scales",
-    "topk_idx",
-    "topk_weights",
-    "out",
-    "y",
-    "weights",
-    "values",
-    "handle",
-    "bias",
-    "mask",
-    "blocks",
+    "x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values", "handle", "bias", "mask", "blocks",
     "waited",
-)
+)  # fmt: skip
 
 
 assert HOST_FAULT + len(ARGUMENTS) <= 1 << CODE_BITS, "a code that does not fit is read as another one"

@@ -17,7 +17,7 @@ from cuda.bindings import runtime
 
 import tilescale_net
 from tilescale_net import cli
-from tilescale_net.cli import doctor, info, machine
+from tilescale_net.cli import doctor, info
 from tilescale_net.compiler import jit, toolchain
 from tilescale_net.compiler.simulator import cache
 from tilescale_net.runtime import private_folder
@@ -43,22 +43,22 @@ def efa_machine(tmp_path, monkeypatch):
         gpu.mkdir()
         (tmp_path / "bus/pci/devices").mkdir(parents=True, exist_ok=True)
         (tmp_path / f"bus/pci/devices/000{index}:04:00.0").symlink_to(gpu)
-    monkeypatch.setattr(machine, "SYS", tmp_path)
-    monkeypatch.setattr(machine, "PROC", tmp_path)
+    monkeypatch.setattr(info, "SYS", tmp_path)
+    monkeypatch.setattr(info, "PROC", tmp_path)
     (tmp_path / "meminfo").write_text("MemTotal: 1 kB\nHugePages_Total:       0\nHugePages_Free:        0\n")
-    monkeypatch.setattr(machine, "gpus", lambda: [GPU | {"peers": []}, GPU | {"pci": "0001:04:00.0", "peers": []}])
+    monkeypatch.setattr(info, "gpus", lambda: [GPU | {"peers": []}, GPU | {"pci": "0001:04:00.0", "peers": []}])
     limits = {doctor.resource.RLIMIT_MEMLOCK: 64 << 10, doctor.resource.RLIMIT_NOFILE: 256}
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (limits[which],) * 2)
     return tmp_path
 
 
 def test_nics_and_the_gpus_near_them(efa_machine):
-    found = machine.nics(["0000:04:00.0", "0001:04:00.0"])
+    found = info.nics(["0000:04:00.0", "0001:04:00.0"])
     assert [(n["name"], n["driver"], n["state"], n["near"]) for n in found] == [
         ("rdmap0s0", "efa", "DOWN", [0]),
         ("rdmap1s0", "efa", "ACTIVE", [1]),
     ]
-    assert machine.nics([])[0]["near"] == []
+    assert info.nics([])[0]["near"] == []
 
 
 def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
@@ -66,8 +66,8 @@ def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
     (tmp_path / "driver/nvidia").mkdir(parents=True)
     text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2.0\n"
     (tmp_path / "driver/nvidia/version").write_text(text)
-    monkeypatch.setattr(machine, "PROC", tmp_path)
-    assert machine.driver() == "580.95.05"
+    monkeypatch.setattr(info, "PROC", tmp_path)
+    assert info.driver() == "580.95.05"
     properties = SimpleNamespace(
         name="H100", major=9, minor=0, total_memory=80 << 30, pci_domain_id=0, pci_bus_id=4, pci_device_id=0
     )
@@ -83,9 +83,9 @@ def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
     native = runtime.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
     ask = lambda attribute, a, b: (0, int((a, b) in (atomics if attribute == native else access)))  # noqa: E731
     monkeypatch.setattr(runtime, "cudaDeviceGetP2PAttribute", ask)
-    gpus = machine.gpus()
+    gpus = info.gpus()
     assert [g["links"] for g in gpus] == [{"1": "NVLink", "2": "PCIe"}, {"0": "NVLink"}, {"0": "PCIe"}]
-    assert machine.link(1, 2) == "none"
+    assert info.link(1, 2) == "none"
     monkeypatch.setattr(info, "_answer", lambda question: "not asked")
     monkeypatch.setenv("TSN_DEVICE", "simulator")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -157,7 +157,7 @@ def test_doctor_on_this_machine(capsys, monkeypatch):
         code, out = cli.main(["doctor"]), capsys.readouterr().out
     finally:
         host_compiler.compiler.cache_clear()
-    if not machine.gpus():
+    if not info.gpus():
         assert code == 1 and "missing  C++ compiler" in out
     assert "-> apt-get install g++" in out
 
@@ -271,11 +271,7 @@ def test_bench_that_is_ended_keeps_what_there_is(tmp_path, monkeypatch, number, 
 def test_the_suite_knows_every_benchmark():
     from benchmark.common import suite
 
-    files = {path.stem for path in suite.FOLDER.glob("*.py")} - {
-        "__init__",
-        "nvshmem_p2p",
-        "eight",
-    }  # which runs others
+    files = {path.stem for path in suite.FOLDER.glob("*.py")} - {"__init__", "eight"}  # which runs others
     assert {entry.name for entry in suite.entries()} == files
 
 

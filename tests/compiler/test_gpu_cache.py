@@ -12,10 +12,9 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.registry import FP8, MOE, TUNING
-from tilescale_net.compiler import gpu_cache, jit, together
-from tilescale_net.compiler.jit import KernelFactory
+from tilescale_net.compiler import gpu_cache, jit
+from tilescale_net.compiler.jit import KernelFactory, compile_together
 from tilescale_net.compiler.simulator import cache
-from tilescale_net.compiler.together import compile_together
 from tilescale_net.kernels import p2p
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.buffers import variants_of
@@ -191,7 +190,7 @@ def test_a_folder_of_another_user_is_not_written(tmp_path, monkeypatch):
 
 
 def _processors(monkeypatch, count):
-    monkeypatch.setattr(together.os, "sched_getaffinity", lambda _: range(count))
+    monkeypatch.setattr(jit.os, "sched_getaffinity", lambda _: range(count))
 
 
 def test_kernels_are_compiled_at_the_same_time(monkeypatch):

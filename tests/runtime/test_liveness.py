@@ -15,7 +15,7 @@ from tilescale_net.errors import PeerLost, WaitTimeout
 from tilescale_net.runtime import control, liveness, this_host
 from tilescale_net.runtime.job_store import SignedStore
 from tilescale_net.runtime.liveness import Watchdog
-from tilescale_net.trace import hang_report
+from tilescale_net.trace import reporter
 
 PER_HOST = 8
 
@@ -202,7 +202,7 @@ def test_what_others_say_does_not_steer_the_terminal():
     )
     assert control.last_call(json.dumps([1, escape])) == (1, "?[2J?1mx??")
     state = {"kernel": [escape, 1.0], "waits": 0, "host": [escape, 1.0], "place": escape, "waiting": [], "sent": []}
-    lines = hang_report.text("why", {0: state}, 1).split("\n")
+    lines = reporter.text("why", {0: state}, 1).split("\n")
     assert "?[2J" in lines[-1] and all(line.isprintable() for line in lines)
 
 

@@ -22,7 +22,7 @@ from tests.simulator.small_programs import (
 )
 from tilescale_net import cli
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.explore import reports, search
+from tilescale_net.explore import search
 from tilescale_net.explore.case import Case, load
 
 HEAP = 2 << 20
@@ -133,7 +133,7 @@ def test_what_is_not_followed_without_the_race_detector_is_named():
     assert not report.complete and report.not_followed == [
         f"writes to the source of a put in flight (small_jobs.py:{_line_of('N.put_signal_block(y, x, (N.my_pe()')})"
     ], report
-    assert "not followed: writes to the source" in reports.text(report, "here", 2)
+    assert "not followed: writes to the source" in search.text(report, "here", 2)
 
 
 def test_functions_that_are_given_pointers_are_named():

@@ -14,7 +14,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
-from tilescale_net.trace import hang_report
+from tilescale_net.trace import reporter
 
 TIMEOUT = 2.0
 QUICK = {"TSN_TIMEOUT": str(TIMEOUT), "VIRTUAL_NODES": "2", "TSN_DEVICE": "simulator"}
@@ -138,7 +138,7 @@ def test_sigusr1_asks_all_ranks():
 
 def of(sent, rank=0, size=4, pe=-1, operation="wait"):
     states = {r: {"sent": sent.get(r, [])} for r in range(size)}
-    return hang_report.sender_of(rank, {"pe": pe, "offset": 512, "operation": operation}, states, size)[0]
+    return reporter.sender_of(rank, {"pe": pe, "offset": 512, "operation": operation}, states, size)[0]
 
 
 def test_senders():
@@ -159,6 +159,6 @@ def test_a_report_of_many_threads_is_short():
     wait = dict(block=1, thread=0, line="a.py:3", operation="wait", pe=-1, offset=512, name=None)
     wait |= dict(compare="ge", wants=1, has=0, seconds=2.0)
     state = dict(rank=0, host=None, place="", kernel=["main", 2.0], waits=5000, waiting=[wait] * 64, sent=[])
-    text = hang_report.text("why", {0: state}, 3, {1: "ended"})
-    assert len(text.splitlines()) < 40 and f"and {5000 - hang_report.MAX_ROWS} more threads" in text
+    text = reporter.text("why", {0: state}, 3, {1: "ended"})
+    assert len(text.splitlines()) < 40 and f"and {5000 - reporter.MAX_ROWS} more threads" in text
     assert "rank 1: ended" in text and "rank 2: does not answer" in text and "heap offset 512" in text

@@ -20,7 +20,6 @@ from tilescale_net.kernels.moe import config as moe_choice
 from tilescale_net.launch import run
 from tilescale_net.ops import group_objects
 from tilescale_net.runtime import tuned
-from tilescale_net.tuning import products, search
 
 # The shapes of tests/kernels/fused and of tests/kernels/moe/test_misuse.py, whose kernels these are.
 ROWS, K, N = 72, 48, 48
@@ -65,14 +64,14 @@ def _search() -> None:
     assert slow.best.choice == {"way": "unfused"}
     assert torch.equal(tsn.ops.all_gather_matmul(x, w), out) and len(made) == 1
     # A small gain does not count, and what fails on one rank is left out on both.
-    trial = search.lockstep(
+    trial = tuning.lockstep(
         world, "k", [{"a": n} for n in range(3)], _fails_on_one_rank, lambda c, call: 100.0 - c["a"] / 2
     )
     assert trial.best.choice == {"a": 0} and trial.trials[1].us is None and "not here" in trial.trials[1].why
     with pytest.raises(ValueError, match="no candidate"):
-        search.lockstep(world, "k", [{"a": 1}], _fails_on_one_rank)
+        tuning.lockstep(world, "k", [{"a": 1}], _fails_on_one_rank)
     with pytest.raises(tsn.RankMismatch):
-        search.lockstep(world, "k", [{"a": tsn.rank()}], _fails_on_one_rank)
+        tuning.lockstep(world, "k", [{"a": tsn.rank()}], _fails_on_one_rank)
     for wrong in (dict(kind="gemm"), dict(most=0), dict(k=7), dict(dtype=torch.float32)):
         with pytest.raises(ValueError, match="tuning"):
             tuning.product(**{**dict(kind=kind, rows=ROWS, k=K, n=N), **wrong})
@@ -181,7 +180,7 @@ def test_what_is_tried_first(monkeypatch):
     """On a GPU: one after the other, the usual fused call, copy engines where they reach, then one option after the other."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     gpu, problem = torch.device("cuda", 0), choice.GemmProblem("matmul_all_reduce", 4, 4096, 7168, 8192, torch.bfloat16)
-    found = products.candidates(problem, gpu, 100)
+    found = tuning.product_candidates(problem, gpu, 100)
     usual = {
         "way": "fused",
         "blocks": 4,
@@ -199,8 +198,8 @@ def test_what_is_tried_first(monkeypatch):
         assert choice.options_as_choice(choice.options_of(options, problem)) == options
     gather = dataclasses.replace(problem, kind="all_gather_matmul")
     by_engines = {"way": "copy_engines"}
-    assert products.candidates(gather, gpu, 3)[2] == by_engines
-    assert by_engines not in products.candidates(gather, gpu, 100, is_mapped=False)
+    assert tuning.product_candidates(gather, gpu, 3)[2] == by_engines
+    assert by_engines not in tuning.product_candidates(gather, gpu, 100, is_mapped=False)
 
 
 def test_the_command(monkeypatch):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from tilescale_net.cli import machine
+from tilescale_net.cli import info
 from tilescale_net.errors import TileScaleError
 from tilescale_net.launch import set_up
 from tilescale_net.runtime import private_folder, settings
@@ -52,8 +52,8 @@ class Doctor:
     """All checks; each yields findings. Facts that several of them need are found once."""
 
     def __init__(self) -> None:
-        self.gpus = machine.gpus()
-        self.loaded = machine.modules()
+        self.gpus = info.gpus()
+        self.loaded = info.modules()
 
     def run(self) -> Iterator[Finding]:
         """The findings of all checks."""
@@ -164,7 +164,7 @@ class Doctor:
 
     def gpu_network_memory(self) -> Iterator[Finding]:
         what = "GPU memory for NICs (DMABUF, peermem)"
-        if not self.gpus or not machine.nics([]):
+        if not self.gpus or not info.nics([]):
             yield Finding(what, UNUSED, "needs a GPU and a NIC for remote memory")
             return
         found = ["DMABUF"] * _dmabuf() + sorted(self.loaded & {"nvidia_peermem", "efa_nv_peermem"})
@@ -174,7 +174,7 @@ class Doctor:
         yield _judge(what, bool(found), ", ".join(found) or "neither", remedy)
 
     def shared_memory(self) -> Iterator[Finding]:
-        total, free = machine.shared_memory()
+        total, free = info.shared_memory()
         found = f"{free >> 20} of {total >> 20} MiB are free"
         if self.gpus:
             yield _judge("/dev/shm", free > 64 << 20, found, _SHM)
@@ -221,7 +221,7 @@ class Doctor:
     def memlock(self) -> Iterator[Finding]:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
-        unused = "" if machine.nics([]) else "NICs for remote memory need it"
+        unused = "" if info.nics([]) else "NICs for remote memory need it"
         enough = limit == resource.RLIM_INFINITY or limit >= settings.heap_bytes(None, bool(self.gpus))
         remedy = "ulimit -l unlimited (limits.conf: * - memlock unlimited; docker: --ulimit memlock=-1)"
         yield _judge("memory that may be locked", enough, found, remedy, MISSING, unused)
@@ -236,10 +236,10 @@ class Doctor:
         yield _judge("open files", ranks >= 64, f"{limit}, enough for jobs of about {ranks} ranks over tcp", remedy)
 
     def _efa(self) -> list[dict[str, Any]]:
-        return [nic for nic in machine.nics([]) if nic["driver"] == "efa"]
+        return [nic for nic in info.nics([]) if nic["driver"] == "efa"]
 
     def huge_pages(self) -> Iterator[Finding]:
-        total, free = machine.huge_pages()
+        total, free = info.huge_pages()
         remedy = "sysctl vm.nr_hugepages=5128, or FI_EFA_USE_HUGE_PAGE=0"
         unused = "" if self._efa() else "EFA uses some"
         yield _judge("huge pages", bool(free), f"{free} of {total} are free", remedy, unused=unused)
@@ -265,7 +265,7 @@ class Doctor:
         yield Finding("provider on this host", GOOD, f"{properties['provider']} on {properties['interface']}")
 
     def nics(self) -> Iterator[Finding]:
-        found = machine.nics([])
+        found = info.nics([])
         if not found:
             yield Finding("NICs for remote memory", UNUSED, "none; between hosts data go through tcp")
             return

@@ -33,20 +33,10 @@ CHOICES: dict[str, dict[str, str]] = {
 # shared memory, a "ring" the shared memory of bulk copies; "registers" are an array of the thread's own.
 # Kinds in C_TYPES are pointers whose C++ type differs from the buffer's; they are cast in the generated call.
 KINDS: dict[str, str | None] = {
-    "context": "handle",
-    "memory": "handle",
-    "rows": "handle",
-    "place": "handle",
-    "tile": "handle",
-    "registers": "handle",
-    "words": "handle",
-    "ring": "handle",
-    "bytes": "int64",
-    "pe": "int32",
-    "u64": "uint64",
-    "i64": "int64",
-    "value": None,
-}
+    "context": "handle", "memory": "handle", "rows": "handle", "place": "handle", "tile": "handle",
+    "registers": "handle", "words": "handle", "ring": "handle", "bytes": "int64", "pe": "int32", "u64": "uint64",
+    "i64": "int64", "value": None,
+}  # fmt: skip
 C_TYPES = {"context": "const tsn::Context*", "words": "uint64_t*"}
 
 # Call effects of TVM: a pure call may be merged and moved; an opaque one keeps its place among memory accesses.

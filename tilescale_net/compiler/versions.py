@@ -62,33 +62,11 @@ from tvm.tirx.script.builder.frame import ForFrame, WhileFrame
 from tvm.tirx.stmt_functor import post_order_visit
 
 __all__ = (
-    "GEMM_IMPLEMENTATIONS",
-    "REGIONS",
-    "BoolOpFrame",
-    "Builder",
-    "CompiledArtifact",
-    "DSLMutator",
-    "GemmBase",
-    "KernelLaunchFrame",
-    "Macro",
-    "cuda_pipeline",
-    "eager_builder",
-    "get_buffer_region_from_load",
-    "get_let_value",
-    "get_stmt_span",
-    "get_type_hints",
-    "has_let_value",
-    "is_fragment",
-    "lane_variables",
-    "launch_threads_of",
-    "make_span",
-    "mutate",
-    "register_gemm_impl",
-    "simplify",
-    "target_is_cuda",
-    "threads_of_launch",
-    "unwrap_expr",
-)
+    "GEMM_IMPLEMENTATIONS", "REGIONS", "BoolOpFrame", "Builder", "CompiledArtifact", "DSLMutator", "GemmBase",
+    "KernelLaunchFrame", "Macro", "cuda_pipeline", "eager_builder", "get_buffer_region_from_load", "get_let_value",
+    "get_stmt_span", "get_type_hints", "has_let_value", "is_fragment", "lane_variables", "launch_threads_of",
+    "make_span", "mutate", "register_gemm_impl", "simplify", "target_is_cuda", "threads_of_launch", "unwrap_expr",
+)  # fmt: skip
 
 # -- T.gemm -----------------------------------------------------------------------------------------------------------
 

@@ -275,13 +275,10 @@ def _srun_rank() -> dict[str, str]:
 
 # Flags of `run`, each of which is a variable that launch.sh reads.
 FLAGS: dict[str, tuple[settings.Setting[Any], str]] = {
-    "--ranks": (settings.GPUS, "N"),
-    "--virtual-nodes": (settings.VIRTUAL_NODES, "N"),
-    "--nodes": (settings.NODES, "N"),
-    "--node-rank": (settings.NODE_RANK, "I"),
-    "--master-addr": (settings.MASTER_ADDR, "HOST"),
-    "--master-port": (settings.MASTER_PORT, "PORT"),
-}
+    "--ranks": (settings.GPUS, "N"), "--virtual-nodes": (settings.VIRTUAL_NODES, "N"),
+    "--nodes": (settings.NODES, "N"), "--node-rank": (settings.NODE_RANK, "I"),
+    "--master-addr": (settings.MASTER_ADDR, "HOST"), "--master-port": (settings.MASTER_PORT, "PORT"),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

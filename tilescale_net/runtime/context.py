@@ -79,22 +79,9 @@ class ErrorKind(enum.IntEnum):
 
 # Names of tsn::Operation, by value.
 OPERATIONS = (
-    "none",
-    "put",
-    "get",
-    "put_signal",
-    "put_value",
-    "signal",
-    "wait",
-    "test",
-    "atomic",
-    "fence",
-    "quiet",
-    "flush",
-    "barrier",
-    "remote",
-    "barrier_grid",
-)
+    "none", "put", "get", "put_signal", "put_value", "signal", "wait", "test", "atomic", "fence", "quiet", "flush",
+    "barrier", "remote", "barrier_grid",
+)  # fmt: skip
 # Names of tsn::Compare, by value.
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 
@@ -135,15 +122,11 @@ _ADVICE = {
     '(scope="grid", barrier_grid); launches that run side by side may not wait for one another',
 }
 _CLASSES = {
-    ErrorKind.WAIT_TIMEOUT: errors.WaitTimeout,
-    ErrorKind.QUEUE_TIMEOUT: errors.WaitTimeout,
-    ErrorKind.FLUSH_TIMEOUT: errors.WaitTimeout,
-    ErrorKind.PE_OUT_OF_RANGE: errors.PeOutOfRange,
-    ErrorKind.NOT_SYMMETRIC: errors.OutOfBounds,
-    ErrorKind.NOT_DIRECT: errors.KernelError,
-    ErrorKind.UNSUPPORTED: errors.KernelError,
-    ErrorKind.BARRIERS_OVERLAP: errors.KernelError,
-}
+    ErrorKind.WAIT_TIMEOUT: errors.WaitTimeout, ErrorKind.QUEUE_TIMEOUT: errors.WaitTimeout,
+    ErrorKind.FLUSH_TIMEOUT: errors.WaitTimeout, ErrorKind.PE_OUT_OF_RANGE: errors.PeOutOfRange,
+    ErrorKind.NOT_SYMMETRIC: errors.OutOfBounds, ErrorKind.NOT_DIRECT: errors.KernelError,
+    ErrorKind.UNSUPPORTED: errors.KernelError, ErrorKind.BARRIERS_OVERLAP: errors.KernelError,
+}  # fmt: skip
 
 
 def error_record_at(address: int) -> ErrorRecord:

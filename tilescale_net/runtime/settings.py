@@ -259,33 +259,24 @@ def _provider(value: str, name: str) -> str:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 DEVICE = Setting(
-    "TSN_DEVICE",
-    _one_of("auto", "cuda", "simulator"),
-    "auto",
+    "TSN_DEVICE", _one_of("auto", "cuda", "simulator"), "auto",
     "`cuda`, `simulator` or `auto`: a GPU where there is one",
-)
+)  # fmt: skip
 # Where HEAP_SIZE and HEAP_LIMIT do not say; on a GPU a heap does not grow.
 HEAP_ON_GPU, HEAP_SIMULATED, LIMIT_SIMULATED = 1 << 30, 256 << 20, 4 << 30
 HEAP_SIZE = Setting(
-    "TSN_HEAP_SIZE",
-    parse_bytes,
-    None,
-    "bytes of the symmetric heap (K, M, G)",
+    "TSN_HEAP_SIZE", parse_bytes, None, "bytes of the symmetric heap (K, M, G)",
     f"{_bytes_text(HEAP_ON_GPU)} on a GPU, {_bytes_text(HEAP_SIMULATED)} in the simulator",
-)
+)  # fmt: skip
 HEAP_LIMIT = Setting(
-    "TSN_HEAP_LIMIT",
-    parse_bytes,
-    None,
+    "TSN_HEAP_LIMIT", parse_bytes, None,
     "bytes to which a full heap grows, for which addresses are reserved (K, M, G); `0`: it does not grow",
     f"{_bytes_text(LIMIT_SIMULATED)} in the simulator, `0` on a GPU",
-)
+)  # fmt: skip
 TIMEOUT = Setting(
-    "TSN_TIMEOUT",
-    _number(0.01),
-    100.0,
+    "TSN_TIMEOUT", _number(0.01), 100.0,
     "seconds that a device-side wait or a collective call may take; ranks may come that far apart to a call",
-)
+)  # fmt: skip
 HEARTBEAT_TIMEOUT = Setting(
     "TSN_HEARTBEAT_TIMEOUT", _number(1.0), 15.0, "seconds of silence after which a rank of another host counts as lost"
 )
@@ -293,11 +284,9 @@ VIRTUAL_NODES = Setting(
     "VIRTUAL_NODES", _whole(1), 1, "split the ranks of a host into nodes that talk only through the fabric"
 )
 MODULE_LOADING = Setting(
-    "CUDA_MODULE_LOADING",
-    _text,
-    "",
+    "CUDA_MODULE_LOADING", _text, "",
     "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (see docs/proxy.md)",
-)
+)  # fmt: skip
 NVTX = Setting(
     "TSN_NVTX", _flag, False, "1: calls of collectives and of `AllToAll` are NVTX ranges, for Nsight Systems"
 )
@@ -311,12 +300,10 @@ TUNED = Setting(
 )
 
 DEPENDENT_LAUNCH = Setting(
-    "TSN_DEPENDENT_LAUNCH",
-    _flag,
-    False,
+    "TSN_DEPENDENT_LAUNCH", _flag, False,
     "1: kernels of all-reduces up to some MiB and of `AllReduceNorm` are launched while the kernel before ends (programmatic "
     "dependent launch)",
-)
+)  # fmt: skip
 
 VLLM_PARTS = ("deep_ep", "all_reduce", "norm")
 VLLM: Setting[tuple[str, ...]] = Setting(
@@ -332,11 +319,9 @@ SGLANG = Setting(
 )
 
 TRACE = Setting(
-    "TSN_TRACE",
-    _new_file,
-    "",
+    "TSN_TRACE", _new_file, "",
     "file to write a timeline of all ranks to, which ui.perfetto.dev opens; see docs/debugging.md",
-)
+)  # fmt: skip
 TRACE_EVENTS = Setting(
     "TSN_TRACE_EVENTS",
     _whole(16),
@@ -345,11 +330,9 @@ TRACE_EVENTS = Setting(
 )
 
 LIBFABRIC = Setting(
-    "TSN_LIBFABRIC",
-    _text,
-    "",
+    "TSN_LIBFABRIC", _text, "",
     "the libfabric to load; without it `/opt/amazon/efa`, the system's and the `mpich` wheel's are tried in turn",
-)
+)  # fmt: skip
 PROVIDER = Setting(
     "TSN_PROVIDER",
     _provider,
@@ -364,26 +347,18 @@ FABRIC_INTERFACE = Setting(
 RAILS = Setting("TSN_RAILS", _whole(0), 0, "endpoints to use; 0: one per NIC near the GPU")
 PROXY_QUEUES = Setting("TSN_PROXY_QUEUES", _whole(1), 1, "device queues; operations to a PE use queue PE % queues")
 PROXY_THREADS: Setting[int | None] = Setting(
-    "TSN_PROXY_THREADS",
-    _whole(1),
-    None,
-    "proxy threads, each with endpoints of its own",
+    "TSN_PROXY_THREADS", _whole(1), None, "proxy threads, each with endpoints of its own",
     "1; up to 4 that share every PE where tcp serves GPUs of a host with 3 processors for each",
-)
+)  # fmt: skip
 PROXY_PEER_THREADS: Setting[int | None] = Setting(
-    "TSN_PROXY_PEER_THREADS",
-    _whole(1),
-    None,
+    "TSN_PROXY_PEER_THREADS", _whole(1), None,
     "proxy threads that share large puts and gets of one PE, in chunks of at least 64K; the others help its own",
     "1, or as above",
-)
+)  # fmt: skip
 PROXY_CPUS: Setting[str | list[int]] = Setting(
-    "TSN_PROXY_CPUS",
-    _cpus,
-    [],
-    "CPUs that the threads are pinned to, such as `2,3`; `node`: those near the GPU",
+    "TSN_PROXY_CPUS", _cpus, [], "CPUs that the threads are pinned to, such as `2,3`; `node`: those near the GPU",
     "not pinned",
-)
+)  # fmt: skip
 PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", _power_of_two(2), 1024, "descriptors in a queue's ring")
 PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the chunks that puts travel in")
 PROXY_STAGING = Setting(
@@ -394,24 +369,18 @@ CHAOS = Setting("TSN_CHAOS", _chaos, "", "make the network misbehave, see below"
 
 SIM_SEED = Setting("TSN_SIM_SEED", _whole(0), 0, "seed of the schedule and of the order in which remote writes arrive")
 SIM_VISIBILITY = Setting(
-    "TSN_SIM_VISIBILITY",
-    _one_of("eager", "late", "random"),
-    "random",
+    "TSN_SIM_VISIBILITY", _one_of("eager", "late", "random"), "random",
     "remote writes arrive at once (`eager`), as late as the memory model allows (`late`), or by lot (`random`)",
-)
+)  # fmt: skip
 SIM_RACES = Setting(
-    "TSN_SIM_RACES",
-    _flag,
-    False,
+    "TSN_SIM_RACES", _flag, False,
     "`1`: follow transfers and signals between ranks, and report accesses that nothing orders (`DataRace`)",
-)
+)  # fmt: skip
 SIM_SMS = Setting("TSN_SIM_SMS", _whole(1), 132, "SMs of the simulated GPU, which bound how many blocks run at a time")
 SIM_STALL = Setting(
-    "TSN_SIM_STALL",
-    _number(0.1),
-    60.0,
+    "TSN_SIM_STALL", _number(0.1), 60.0,
     "seconds without any progress after which a kernel counts as hanging; at least twice `TSN_TIMEOUT`",
-)
+)  # fmt: skip
 SIM_STACK = Setting("TSN_SIM_STACK", parse_bytes, 256 << 10, "bytes of stack per simulated thread")
 SIM_CXXFLAGS: Setting[list[str]] = Setting(
     "TSN_SIM_CXXFLAGS", _words, [], "further flags of the host compiler, such as `-g -O0` for a debugger"
@@ -419,20 +388,15 @@ SIM_CXXFLAGS: Setting[list[str]] = Setting(
 CXX: Setting[list[str]] = Setting("CXX", _words, [], "the host compiler", "g++, clang++ or c++")
 
 GPUS = Setting(
-    "GPUS",
-    _whole(1),
-    2,
-    "ranks on this host: one per GPU, or simulated ones where there is no GPU",
-)
+    "GPUS", _whole(1), 2, "ranks on this host: one per GPU, or simulated ones where there is no GPU",
+)  # fmt: skip
 NODES = Setting("NODES", _whole(1), 1, "hosts of the job; run the same line on every host")
 NODE_RANK = Setting("NODE_RANK", _whole(0), 0, "this host's index")
 MASTER_ADDR = Setting("MASTER_ADDR", _text, "", "name or address of the host where rank 0 listens")
 MASTER_PORT = Setting(
-    "MASTER_PORT",
-    _whole(1, 65535),
-    29500,
+    "MASTER_PORT", _whole(1, 65535), 29500,
     "the port that rank 0 listens at; without it any free one on one host, and one of job and step under srun",
-)
+)  # fmt: skip
 OUTPUT = Setting(
     "TSN_OUTPUT", _one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
 )
@@ -461,12 +425,9 @@ VENV = Setting("TSN_VENV", _text, "", "launch.sh: folder of that virtual environ
 CHECKOUT = Setting("TSN_CHECKOUT", _text, "", "for scripts around a checkout: its folder; the package does not read it")
 BUILD = Setting("TSN_BUILD", _flag, True, "launch.sh: 0: never build the native part")
 LIBFABRIC_INCLUDE = Setting(
-    "TSN_LIBFABRIC_INCLUDE",
-    _text,
-    "",
-    "the build: folder that holds `rdma/fabric.h`; `none`: build without the fabric",
-    "the compiler's",
-)
+    "TSN_LIBFABRIC_INCLUDE", _text, "",
+    "the build: folder that holds `rdma/fabric.h`; `none`: build without the fabric", "the compiler's",
+)  # fmt: skip
 STORE = Setting("TSN_STORE", _text, "", "where the launcher's store is; set by the launcher, not for users")
 STORE_FD = Setting(
     "TSN_STORE_FD", _whole(0), 0, "file of the store's socket, for rank 0; set by the launcher, not for users", ""
@@ -583,12 +544,9 @@ def device_kind() -> str:
 
 # The first row of each section, and the section's title.
 SECTIONS = {
-    "TSN_DEVICE": "",
-    "TSN_LIBFABRIC": "Network",
-    "TSN_SIM_SEED": "Simulator",
-    "GPUS": "Launcher and build",
+    "TSN_DEVICE": "", "TSN_LIBFABRIC": "Network", "TSN_SIM_SEED": "Simulator", "GPUS": "Launcher and build",
     "TSN_TEST_ORDERING": "Tests",
-}
+}  # fmt: skip
 
 HEAD = """# Settings
 Environment variables; a wrong value is an error that names the variable, and so is a name that begins with TSN_ and is none
@@ -602,14 +560,12 @@ CHAOS_FIELDS = {
     "delay_us": "the longest that anything is held back, in microseconds (100)",
     "split": "probability that a write travels in several pieces, which arrive in any order",
     "eagain": 'probability that a post is answered with "try again"',
-    "depth": "outstanding operations of an endpoint",
-    "max_write": "bytes of the largest transfer",
-    "imm_bits": "width of immediates (32)",
-    "error": "probability that an operation fails",
+    "depth": "outstanding operations of an endpoint", "max_write": "bytes of the largest transfer",
+    "imm_bits": "width of immediates (32)", "error": "probability that an operation fails",
     "error_after": "number of the operation from which on all fail",
     "error_code": "with which operations fail (5, EIO); 104 (ECONNRESET) is what a process that is gone looks like",
     "stall_after": "number of the operation from which on nothing moves any more, as with a dead peer",
-}
+}  # fmt: skip
 
 NOTES = {
     "Network": "\n".join(

@@ -1,4 +1,4 @@
-"""Queries all ranks for what they do, through the store of the job, and prints the report of a hang.
+"""The report of a hang: what each rank does, which should have sent what others wait for, and how ranks are asked for it.
 
 A rank that wants a report raises the store's number of alarms. Every rank's watchdog looks at that number, and writes
 to the store what its rank does, marked with the number that it has seen.
@@ -15,16 +15,250 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilescale_net.errors import PeerLost, SimulatorDeadlock, WaitTimeout
-from tilescale_net.runtime import job_store
-from tilescale_net.trace import hang_report
-from tilescale_net.trace.hang_report import State
+from tilescale_net.runtime import context, job_store, profiling
+from tilescale_net.trace import events, traced_calls
 
 if TYPE_CHECKING:
     from tilescale_net.runtime.control import Control
     from tilescale_net.runtime.world import World
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+State = dict[str, Any]  # of a rank, see state_of_rank; or of one of its waiting threads
+MAX_ROWS = 24
+_HEAD = ("rank", "block", "thread", "line", "call", "word", "has", "wants", "for", "from")
+
+
+def text(why: str, states: dict[int, State], size: int, missing: dict[int, str] | None = None) -> str:
+    """The report. `why`: its first line. `states`: by rank, see `state_of_rank`. `size`: number of ranks. `missing`:
+    facts about ranks that have not answered."""
+    rows, notes = [], []
+    for rank in sorted(states):
+        for wait in states[rank]["waiting"]:
+            sender, how = sender_of(rank, wait, states, size)
+            rows.append(_row(rank, wait, sender))
+            if how and how not in notes:
+                notes.append(how)
+    hidden = sum(state["waits"] for state in states.values()) - len(rows[:MAX_ROWS])
+    lines = [why, *_table(rows[:MAX_ROWS])]
+    if hidden > 0:
+        lines.append(f"… and {hidden} more threads that wait")
+    if not rows:
+        lines.append("no thread of a kernel is known to wait")
+    lines += notes
+    lines += [f"rank {rank}: {doing(states[rank])}" for rank in sorted(states)]
+    for rank in range(size):
+        if rank not in states:
+            lines.append(f"rank {rank}: {(missing or {}).get(rank, 'does not answer')}")
+    return "\n".join(job_store.printable(line) for line in lines)
+
+
+def doing(state: State) -> str:
+    """What a rank does, as text."""
+    parts = []
+    if state["kernel"]:
+        name, seconds = state["kernel"]
+        waits = state["waits"]
+        threads = f", {waits} thread{'s' if waits > 1 else ''} waiting" if waits else ", none of its threads waits"
+        parts.append(f"runs kernel {name} for {seconds:.1f} s{threads}")
+    if state["host"]:
+        name, seconds = state["host"]
+        parts.append(f"in {name} for {seconds:.1f} s")
+    if step := state.get("step"):
+        parts.append(str(step))
+    if not parts:
+        parts.append("in the program, neither in a kernel nor in a call of the package")
+    return "; ".join(parts) + (f" ({state['place']})" if state["place"] else "")
+
+
+def _row(rank: int, wait: State, sender: int | None) -> tuple[str, ...]:
+    word = wait["name"] or ""
+    if not word and wait["offset"] is not None:
+        word = "the package's own" if wait["operation"].startswith("barrier") else f"heap offset {wait['offset']}"
+    elif word:
+        word = f"{word} at {wait['offset']}"
+    return (
+        str(rank),
+        str(wait["block"]),
+        "" if wait["thread"] is None else str(wait["thread"]),
+        wait["line"],
+        wait["operation"],
+        word,
+        "" if wait["has"] is None else str(wait["has"]),
+        "" if wait["wants"] is None else f"{wait['compare']} {wait['wants']}".strip(),
+        f"{wait['seconds']:.1f} s",
+        "?" if sender is None else f"rank {sender}",
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in [_HEAD, *rows]) for i in range(len(_HEAD))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [_HEAD, *rows]]
+
+
+# -- which rank should have sent it -----------------------------------------------------------------------------------
+
+# A waiting rank does not know which rank writes its word; the ranks that write words do. Where no rank has sent this very
+# word yet, the words that the ranks have sent to each other so far show the pattern of the program.
+
+
+def sender_of(rank: int, wait: State, states: dict[int, State], size: int) -> tuple[int | None, str]:
+    """The rank that should send what thread `wait` of `rank` waits for, None where that is not known, and how it is
+    known. `wait`: an element of "waiting", see `state_of_rank`. `states`: of the ranks that have answered."""
+    if wait["pe"] is not None and wait["pe"] >= 0:
+        return wait["pe"], ""
+    if wait["offset"] is None or wait["operation"] not in ("wait", "test"):
+        return None, ""
+    same_word = [
+        (sender, entry) for sender, state in states.items() for entry in state["sent"] if entry[1] == wait["offset"]
+    ]
+    here = [(sender, entry) for sender, entry in same_word if entry[0] == rank]
+    if here:
+        sender, (_, _, count, value, ago, line) = min(here, key=lambda found: found[1][4])
+        times = "once" if count == 1 else f"{count} times"
+        where = f" in {line}" if line else ""
+        return sender, f"rank {sender} has sent it {times}, the last time {value}, {ago:.1f} s ago{where}"
+    senders = {sender for sender, _ in same_word}
+    if len(senders) == 1:
+        (sender,) = senders
+        if sender != rank:
+            return sender, f"rank {sender} sends this word to other ranks, and has not sent it to rank {rank}"
+    distances = {(entry[0] - sender) % size for sender, entry in same_word}
+    if len(distances) == 1:
+        sender = (rank - distances.pop()) % size
+        return sender, f"others get this word from the rank at the same distance; rank {sender} has not sent it"
+    if size == 2:
+        return 1 - rank, f"rank {1 - rank} has not sent it"
+    return None, "no rank has sent this word to any rank"
+
+
+# -- what one rank does -------------------------------------------------------------------------------------------------
+
+MAX_WAITS = 64  # that are sent to others, besides the number of all
+MAX_SENT = 512
+
+
+def state_of_rank(world: World) -> State:
+    """The state of this process in `world`.
+
+    Returns:
+        rank; host: [call, seconds] or None; step: that takes long, or ''; place: in the user's program; kernel: [name,
+        seconds] or None; waits: how many threads wait; waiting: of the longest, a dict each with block, thread, line,
+        operation, pe, offset, name, compare, wants, has, seconds; sent: [pe, offset, count, value, seconds ago, line] of
+        signals sent, the latest last.
+    """
+    call = profiling.outermost()
+    state = {
+        "rank": world.rank,
+        "host": list(call) if call else None,
+        "step": profiling.current_step(),
+        "place": profiling.python_place(),
+        "kernel": None,
+        "waits": 0,
+        "waiting": [],
+        "sent": [],
+    }
+    if getattr(world, "heap", None) is None:
+        return state  # it is being made
+    if world.device_kind == "simulator":
+        _add_simulated(state, world)
+    elif not _add_traced(state, world):
+        _add_record(state, world)
+    return state
+
+
+def _add_simulated(state: State, world: World) -> None:
+    from tilescale_net import _simulator
+
+    memory = world.memory
+    assert memory is not None
+    live, now = _simulator.live_state(), time.monotonic_ns()
+    if live["kernel"]:
+        state["kernel"] = [live["kernel"].removesuffix("_kernel"), (now - live["began_ns"]) * 1e-9]
+    waits = sorted(live["waits"], key=lambda wait: wait["since_ns"])
+    state["waits"] = len(waits)
+    for wait in waits[:MAX_WAITS]:
+        found = _subject(world, wait["operation"], wait["word"], wait["comparison"], wait["wanted"], wait["has"])
+        found |= {key: wait[key] for key in ("block", "thread", "line", "pe")}
+        state["waiting"].append(found | {"seconds": (now - wait["since_ns"]) * 1e-9})
+    state["sent"] = [
+        [pe, word - memory.base, count, value, (now - at) * 1e-9, line]
+        for pe, word, count, value, at, line in _simulator.sent_signals(MAX_SENT)
+        if 0 <= word - memory.base < memory.size
+    ]
+
+
+def _add_traced(state: State, world: World) -> bool:
+    """The calls that kernels have written to the trace of a GPU; False where none is written, or no thread waits."""
+    gpu = world.recorder.gpu_calls if world.recorder is not None else None
+    if gpu is None:
+        return False
+    calls, now, memory = gpu.calls(), time.monotonic_ns(), world.memory
+    assert memory is not None
+
+    def since(gpu_ns: int) -> float:
+        return float(now - gpu.process_ns(gpu_ns)) * 1e-9
+
+    sent: dict[tuple[int, int], list[Any]] = {}
+    for known in traced_calls.signals(calls.ended):
+        call = known.call
+        count = sent.pop((call.pe, call.word), (0, 0, 0))[2]
+        sent[call.pe, call.word] = [call.pe, call.word, count + 1, call.value, since(call.end_ns), known.site.line]
+    state["sent"] = [*sent.values()][-MAX_SENT:]
+    if not calls.waits:
+        return False
+    state["kernel"] = [calls.waits[0].kernel, since(calls.waits[0].call.begin_ns)]
+    state["waits"] = len(calls.waits)
+    for known in calls.waits[:MAX_WAITS]:
+        call, site = known.call, known.site
+        has_word = call.word != events.NO_WORD
+        found = _subject(
+            world,
+            context.OPERATIONS.index(site.operation),
+            memory.base + call.word if has_word else 0,
+            1 + context.COMPARISONS.index(site.compare) if site.compare else 0,
+            call.value,
+            gpu.word(call.word) if has_word else 0,
+        )
+        found |= {"block": call.block, "thread": call.thread, "line": site.line, "pe": call.pe}
+        state["waiting"].append(found | {"seconds": since(call.begin_ns)})
+    return True
+
+
+def _add_record(state: State, world: World) -> None:
+    """The error record of a GPU: the first thread that gave up."""
+    record = world.page.record()
+    if record is None or record.kind not in (1, 2, 3):
+        return
+    found = _subject(world, record.operation, record.address, record.comparison, record.expected, record.observed)
+    found |= {"block": record.block, "thread": None, "line": "", "pe": record.pe, "seconds": world.timeout}
+    state["waits"], state["waiting"] = 1, [found]
+
+
+def _subject(world: World, operation: int, word: int, comparison: int, wanted: int, has: int) -> State:
+    known = operation < len(context.OPERATIONS)
+    assert world.memory is not None
+    offset = word - world.memory.base if word else None
+    wanted, has = (value - (1 << 64) if value >= 1 << 63 else value for value in (wanted, has))
+    return {
+        "operation": context.OPERATIONS[operation] if known else f"operation {operation}",
+        "offset": offset,
+        "name": world.heap.describe(offset) if offset is not None else None,
+        "compare": context.COMPARISONS[comparison - 1] if 0 < comparison <= len(context.COMPARISONS) else "",
+        "wants": wanted if word else None,
+        "has": has if word else None,
+    }
+
+
+# -- questions to all ranks, through the store of the job --------------------------------------------------------------
+
 
 PATIENCE = 0.6  # seconds in which every rank whose watchdog runs has answered
 _SLOWER = 3.0  # the same for a report that no thread waits for
@@ -50,13 +284,12 @@ class Report:
                 if self._once and not self._reporter.is_first():
                     return
             states = self._reporter.collect(self._number, self._begin + patience)
-            text = hang_report.text(why, states, self._reporter.size)
-            print(f"tilescale_net: {text}", file=sys.stderr, flush=True)
+            print(f"tilescale_net: {text(why, states, self._reporter.size)}", file=sys.stderr, flush=True)
 
 
 class Reporter:
     """One rank's part in reports. `control`: rank, size and store. `state`: what this rank does, see
-    hang_report.state_of_rank."""
+    state_of_rank."""
 
     def __init__(self, control: Control, state: Callable[[], State]):
         self.size = control.size
@@ -135,7 +368,7 @@ def _read(word: str | None) -> tuple[int, State | None]:
     """Number and state that a rank has written; None for a state of another shape."""
     try:
         number, state = job_store.parse_json(word or "")
-        hang_report.doing(state)
+        doing(state)
         waits = [[wait[key] for key in ("block", "line", "pe", "offset", "seconds")] for wait in state["waiting"]]
         sent = [[int(value) for value in entry[:4]] + [entry[4] * 1.0] for entry in state["sent"]]
         return int(number), state if len(waits) + len(sent) < 1 << 20 else None
@@ -145,7 +378,7 @@ def _read(word: str | None) -> tuple[int, State | None]:
 
 def of_world(world: World) -> Reporter:
     """The reporter of a world, which has its control plane."""
-    return Reporter(world.control, lambda: hang_report.state_of_rank(world))
+    return Reporter(world.control, lambda: state_of_rank(world))
 
 
 # -- SIGUSR1 --------------------------------------------------------------------------------------------------------------

@@ -21,12 +21,8 @@ from tilescale_net.errors import SimulatorUnsupported
 
 # DLPack type codes of torch's types; bits follow from the item size.
 _CODES = {
-    torch.bool: 6,
-    torch.bfloat16: 4,
-    torch.float8_e4m3fn: 10,
-    torch.float8_e5m2: 12,
-    torch.float8_e8m0fnu: 14,
-}
+    torch.bool: 6, torch.bfloat16: 4, torch.float8_e4m3fn: 10, torch.float8_e5m2: 12, torch.float8_e8m0fnu: 14,
+}  # fmt: skip
 _TENSOR, _NONE, _INT, _BOOL, _FLOAT = 70, 0, 1, 2, 3  # type indices of packed arguments
 
 
@@ -127,17 +123,11 @@ _BINARY = {
     "And": "({} and {})", "Or": "({} or {})",
 }  # fmt: skip
 _CALLS = {
-    "tirx.isnullptr": "({} is None)",
-    "tirx.if_then_else": "({1} if {0} else {2})",
-    "tirx.handle_add_byte_offset": "{0}",
-    "tirx.reinterpret": "None",
-    "tirx.bitwise_and": "({} & {})",
-    "tirx.bitwise_or": "({} | {})",
-    "tirx.bitwise_xor": "({} ^ {})",
-    "tirx.shift_left": "({} << {})",
-    "tirx.shift_right": "({} >> {})",
-    "tirx.likely": "{0}",
-}
+    "tirx.isnullptr": "({} is None)", "tirx.if_then_else": "({1} if {0} else {2})",
+    "tirx.handle_add_byte_offset": "{0}", "tirx.reinterpret": "None", "tirx.bitwise_and": "({} & {})",
+    "tirx.bitwise_or": "({} | {})", "tirx.bitwise_xor": "({} ^ {})", "tirx.shift_left": "({} << {})",
+    "tirx.shift_right": "({} >> {})", "tirx.likely": "{0}",
+}  # fmt: skip
 
 
 class _Translator:
