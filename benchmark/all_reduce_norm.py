@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common import BenchmarkParser, Column, Report, medians, positive_int, us
+from benchmark.common import BenchmarkParser, Column, Report, medians, positive_int, us, world_size
 from benchmark.common.arguments import int_list, on_gpu, one_of
 from benchmark.common.collectives import dependent_launch, nccl_group
 from benchmark.common.measuring import (
@@ -61,6 +61,8 @@ VARIANTS: dict[str, tuple[int | None, int | None]] = {
     "one_shot": (1, None), "two_shot": (2, None), "independent": (None, 0), "dependent": (None, 1),
 }  # fmt: skip
 
+# Measured between two GPUs, too, where the user gives neither rows nor hidden: what vLLM publishes.
+OF_TWO = (6144, [6, 138])
 # Rows, elements of a row and choices of a token, where the user gives none.
 ON_GPU = dict(rows=[1, 4, 16, 64, 128, 256, 512, 1024, 2048], hidden=8192, top_k=8)
 IN_SIMULATOR = dict(rows=[1, 3], hidden=256, top_k=2)
@@ -78,11 +80,13 @@ def parse() -> argparse.Namespace:
     if args.timing == "loop":
         parser.error("--timing loop is not offered: a call is one kernel; use graph or launch")
     parser.require_two_ranks("a collective needs")
+    more = [OF_TWO] if on_gpu() and world_size() == 2 and args.rows is None and args.hidden is None else []
     for name, value in (ON_GPU if on_gpu() else IN_SIMULATOR).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.hidden % 128:
         parser.error(f"--hidden is {args.hidden}; FP8 output by 128 needs a multiple of 128")
+    args.shapes = [(args.hidden, args.rows), *more]
     return args
 
 
@@ -208,25 +212,39 @@ def main() -> None:
     timer = Timer.of(args, world.device_kind == "cuda")
     together, group = start_together(timer.on_gpu), nccl_group(report, args)
     report.environment |= {
-        "rows": f"{args.hidden} elements of bfloat16", "data": "not verified" if args.no_check else "verified",
+        "rows": f"{', '.join(str(hidden) for hidden, _ in args.shapes)} elements of bfloat16", "data": "not verified" if args.no_check else "verified",
         "timing": timer.label() + ", slowest rank",
     }  # fmt: skip
     columns = [us("us", "Time"), us("more_us", f"More than {BASE}", plotted=False)]
     if group is not None:
         columns += [us("nccl_us", "NCCL, then norm"), *(us(peer.key, peer.title) for peer in FLASHINFER)]
-    table = report.table("all_reduce_norm", [Column("rows", "Rows", ",d"), Column("form", "Form")], columns)
+    keys = [Column("rows", "Rows", ",d"), Column("form", "Form")]
+    keys = [Column("hidden", "Hidden", ",d"), *keys] if len(args.shapes) > 1 else keys
+    table = report.table("all_reduce_norm", keys, columns)
     from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 
-    def make() -> Any:
-        return AllReduceNorm(args.hidden) if timer.on_gpu else AllReduceNorm(args.hidden, threads=64, blocks=2)
+    kernels = {(SCALED_BY.get(name, ""), args.top_k if "moe" in name else 0) for name in args.forms} | {("", 0)}
 
-    op = make()
-    if timer.on_gpu:
-        kernels = {(SCALED_BY.get(name, ""), args.top_k if "moe" in name else 0) for name in args.forms} | {("", 0)}
+    def make(hidden: int) -> Any:
+        if not timer.on_gpu:
+            return AllReduceNorm(hidden, threads=64, blocks=2)
+        op = AllReduceNorm(hidden)
         op.compile(torch.bfloat16, sorted(kernels))
-    others = {name: make() for name in args.variants}
+        return op
+
     largest_more = 0.0
-    for rows in report.progress(args.rows, "rows", str):
+    cases = [(hidden, rows) for hidden, many in args.shapes for rows in many]
+    op: Any = None
+    others: dict[str, Any] = {}
+    made_for = 0
+    for hidden, rows in report.progress(cases, "rows", lambda case: f"{case[1]} of {case[0]}"):
+        if hidden != made_for:
+            for one in others.values() if op is None else (op, *others.values()):
+                one.free()
+            op, others, made_for = make(hidden), {}, hidden
+            for name in args.variants:
+                with dependent_launch(VARIANTS[name][1]):
+                    others[name] = make(hidden)
         case = NormCase(op, rows, args.top_k)
         calls = case.forms(args.forms)
         for name, other in others.items():
@@ -236,7 +254,7 @@ def main() -> None:
                 calls[name]()  # its kernel is made, if it is the first of its kind
         for call in calls.values():
             call()
-        raise_if_wrong(f"{rows} rows", None if args.no_check else case.check(calls))
+        raise_if_wrong(f"{rows} rows of {hidden}", None if args.no_check else case.check(calls))
         if group is not None:
             calls["nccl_us"], case.group = case.nccl(group), group
             for peer in FLASHINFER:
@@ -251,14 +269,20 @@ def main() -> None:
         times = medians(samples)
         peers = {name: time for name, time in times.items() if name in {column.key for column in columns}}
         for name in (name for name in calls if name not in peers):
-            row = {"rows": rows, "form": name, "us": times[name], "more_us": times[name] - times[BASE]}
+            row = {
+                "hidden": hidden,
+                "rows": rows,
+                "form": name,
+                "us": times[name],
+                "more_us": times[name] - times[BASE],
+            }
             table.add(row | peers, {"us": samples[name]})
             if name in FP8_FORMS:
                 largest_more = max(largest_more, row["more_us"])
         tsn.barrier()
     if FP8_FORMS & {FORMS.get(name) for name in args.forms}:
         table.notes.append(f"FP8 output costs at most {largest_more:.2f} us more than {BASE}.")
-    for one in (op, *others.values()):
+    for one in (op, *others.values()) if op is not None else ():
         one.free()
     report.finish()
     tsn.finalize()
