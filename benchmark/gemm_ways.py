@@ -26,15 +26,7 @@ from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of
 from benchmark.common.collectives import nccl_group
 from benchmark.common.compiling import compile_ahead
 from benchmark.common.gemm import Operands, difference, if_works, operands, operator
-from benchmark.common.measuring import (
-    Timer,
-    gather,
-    medians,
-    raise_if_wrong,
-    repeated,
-    slowest_ranks,
-    start_together,
-)
+from benchmark.common.measuring import Timer, gather, medians, raise_if_wrong, repeated, slowest_ranks, start_together
 from benchmark.common.modules import dist, fused_choice, torch
 from benchmark.common.report import Column, Report, us
 from tilescale_net.cli.arguments import writable_file

@@ -133,10 +133,7 @@ class Layer:
         """Calls by part of the layer and by the name of the column; those at once behind "ours" by when combines begin."""
         h, handle, rows_in = self.h, self.handle, self.rows_in
         up, down = (lambda: self.up(rows_in, self.w_up, handle)), (lambda: self.down(h, self.w_down, handle))
-        dispatch, combine = (
-            (lambda: self.plain.dispatch(*self.choices)),
-            (lambda: self.plain.combine(self.y, handle)),
-        )
+        dispatch, combine = ((lambda: self.plain.dispatch(*self.choices)), (lambda: self.plain.combine(self.y, handle)))
         parts: dict[str, dict[str, Any]] = {
             "dispatch, product": dict(
                 ours0=self.first, sequence=self.first_in_turn, matmul=up, communication=dispatch

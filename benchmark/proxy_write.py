@@ -123,7 +123,7 @@ def tables(report: Report, kinds: list[str]) -> Any:
     bandwidth, limit = report.table("bandwidth", keys, columns), report.table("bare writer", keys, limits)
     limit.notes += [
         "Bare: a CPU thread that writes the same with libfabric alone, the limit. of it: the proxy's bandwidth over the bare "
-        "writer's, median of the turns that both took.",
+        "writer's, median of the turns that both took."
     ]
     return bandwidth, limit
 
@@ -223,7 +223,7 @@ def main() -> None:
         ordering.notes += [
             "One thread puts `Size` bytes and a signal to each destination in turn. unordered: put_signal, behind its own data "
             "alone. fenced: put, fence, signal: behind all earlier puts to that PE. drained: put, quiet, signal, as where a "
-            "proxy waits at a fence until all that it has sent is confirmed.",
+            "proxy waits at a fence until all that it has sent is confirmed."
         ]
 
     results: dict[int, dict[str, list[float]]] = {}

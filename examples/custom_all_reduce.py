@@ -74,10 +74,7 @@ PUSH = Algorithm(
     "push",
     launch,
     capacity=lambda op: BYTES,
-    buffers=lambda op: {
-        "inbox": ((2, op.n_pes, BYTES), torch.uint8),
-        "arrived": ((op.n_pes, op.blocks), torch.uint64),
-    },
+    buffers=lambda op: {"inbox": ((2, op.n_pes, BYTES), torch.uint8), "arrived": ((op.n_pes, op.blocks), torch.uint64)},
     counters=lambda op: {"calls": op.blocks},
 )
 

@@ -10,15 +10,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from .collective import (
-    EXPLICIT_SYNC,
-    MIN_BYTES,
-    STATUS_WORDS,
-    announce,
-    check_chunk,
-    piece_number,
-    slice_elements,
-)
+from .collective import EXPLICIT_SYNC, MIN_BYTES, STATUS_WORDS, announce, check_chunk, piece_number, slice_elements
 from .exchange import STORES_FROM, UNROLL, Exchange, await_room, exchange, exchange_mapped
 from .launches import VECTORS, Launch
 

@@ -68,8 +68,7 @@ class DispatchConfig:
 
 # The tensors of dispatch_throughput; x, out, arrival, staged and to_forward are `Rows`.
 DispatchTensors = namedtuple(
-    "DispatchTensors",
-    "x out arrival staged send_token send_row records arrived to_forward forward_arrived",
+    "DispatchTensors", "x out arrival staged send_token send_row records arrived to_forward forward_arrived"
 )
 
 

@@ -15,15 +15,7 @@ import torch
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe.checks import CombineCall, DispatchCall, Phase
 from tilescale_net.kernels.moe.config import FP8_DTYPE, Config, Tuning
-from tilescale_net.kernels.moe.handle import (
-    Dispatched,
-    Handle,
-    LikeFactory,
-    Pending,
-    Plans,
-    ReceivedRows,
-    TensorPool,
-)
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, LikeFactory, Pending, Plans, ReceivedRows, TensorPool
 from tilescale_net.kernels.moe.latency_combine import combine_latency, exchange_weights, parts_of
 from tilescale_net.kernels.moe.latency_dispatch import dispatch_latency
 from tilescale_net.kernels.moe.layout import (

@@ -776,8 +776,7 @@ def plan_routing(
 # The tensors of plan_nodes. totals_at: offsets in `totals`. found: int32 [threads], of shared memory: what each thread has
 # counted.
 NodePlanTensors = namedtuple(
-    "NodePlanTensors",
-    "token_slot send_row totals totals_at heads_out heads_in pairs_out pairs_in heads_arrived found",
+    "NodePlanTensors", "token_slot send_row totals totals_at heads_out heads_in pairs_out pairs_in heads_arrived found"
 )
 
 

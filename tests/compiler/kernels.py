@@ -10,10 +10,7 @@ def reader(n=1024, threads=128):
 
     @T.prim_func
     def read(
-        ctx: N.Context(),
-        x: T.Tensor((n,), "float32"),
-        y: T.Tensor((n,), "float32"),
-        flag: T.Tensor((1,), "uint64"),
+        ctx: N.Context(), x: T.Tensor((n,), "float32"), y: T.Tensor((n,), "float32"), flag: T.Tensor((1,), "uint64")
     ):
         with T.Kernel(1, threads=threads):
             tx = T.get_thread_binding()

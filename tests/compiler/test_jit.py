@@ -393,8 +393,7 @@ def _launches(first, second=None):
 
 
 @pytest.mark.parametrize(
-    "threads, known",
-    [((256,), 256), ((256, 256), 256), ((256, 128), None), (((32, 4),), None), (((64, 1, 1),), 64)],
+    "threads, known", [((256,), 256), ((256, 256), 256), ((256, 128), None), (((32, 4),), None), (((64, 1, 1),), 64)]
 )
 def test_the_size_of_blocks_is_known_where_all_launches_agree(threads, known):
     func = _launches(*threads)

@@ -73,11 +73,7 @@ def send():
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        word: T.Tensor((1,), "uint64"),
-        values: T.Tensor((n,), "uint64"),
-        op: T.int32,
-        to: T.int32,
+        ctx: N.Context(), word: T.Tensor((1,), "uint64"), values: T.Tensor((n,), "uint64"), op: T.int32, to: T.int32
     ):
         with T.Kernel(1, threads=32):
             if T.get_thread_binding() == 0:

@@ -207,9 +207,7 @@ RUNS = {
     ),
     "all-reduce and norm across nodes": Run((), _of("all_reduce_norm", "_layers", torch.bfloat16, 96, 3)),
     "all-reduce and what surrounds it": Run(
-        ("all_reduce_norm",),
-        _of("all_reduce_norm", "_forms", torch.bfloat16, 256),
-        one_node=True,
+        ("all_reduce_norm",), _of("all_reduce_norm", "_forms", torch.bfloat16, 256), one_node=True
     ),
     "attention merge": Run(
         ("attention_merge",),
@@ -325,10 +323,7 @@ MUTANTS = {
         "attention_merge", "T.sync_threads()\n                all_agree", "attention merge", "all_agree"
     ),
     "reduce without wait for data": Mutant(
-        "reduce_scatter",
-        "N.wait_slot(arrived[thread, block], done + step - 1, slots)",
-        "reduce-scatter",
-        nightly=False,
+        "reduce_scatter", "N.wait_slot(arrived[thread, block], done + step - 1, slots)", "reduce-scatter", nightly=False
     ),
     "reduce without wait for a slot": Mutant(
         "reduce_scatter", "N.take_slot(consumed[thread, block], done + step, slots)", "reduce-scatter", nightly=False

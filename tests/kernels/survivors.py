@@ -46,68 +46,22 @@ HARMLESS = {
     COUNTED, RECEIVED, ALIGNED,
 }  # fmt: skip
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
-    "02": {
-        ("no sync_threads", 0): BEGINS,
-        ("no sync_threads", 2): LAST,
-    },
-    "03": {
-        ("no quiet_block", 0): UNREAD,
-        ("no wait", 0): VALUE,
-    },
-    "06": {
-        ("put_signal_block in two, no fence", 0): UNREAD,
-        ("no wait_block", 0): VALUE,
-    },
-    "all_to_all": {
-        ("no sync_threads", 0): TILELANG,
-        ("no sync_threads", 2): LAST,
-    },
-    "all_reduce_fp8": {
-        ("no sync_threads", 1): LAST,
-    },
-    "all_to_all_transposed": {
-        ("no sync_threads", 1): LAST,
-    },
-    "broadcast": {
-        ("no sync_threads", 0): BEGINS,
-        ("no sync_threads", 2): BEGINS,
-    },
-    "collective": {
-        ("sem of st", 0): FAULTS,
-        ("no wait", 1): STARTS,
-    },
-    "examples/halo": {
-        ("no quiet_block", 0): HOSTS,
-        ("no sync_threads", 0): BEGINS,
-    },
-    "examples/histogram": {
-        ("no sync_threads", 0): TILELANG,
-        ("no sync_threads", 1): TILELANG,
-        ("no wait", 0): VALUE,
-    },
-    "examples/mailbox": {
-        ("no sync_threads", 0): TILELANG,
-    },
-    "examples/matmul_atomics": {
-        ("no wait_block", 0): COUNTED,
-        ("no sync_threads", 1): COUNTED,
-    },
-    "examples/stealing": {
-        ("no sync_threads", 1): TILELANG,
-        ("no sync_threads", 3): TILELANG,
-    },
-    "examples/tree": {
-        ("no quiet_block", 0): HOSTS,
-        ("no sync_threads", 1): MET,
-    },
-    "fused/all_gather_matmul": {
-        ("no sync_threads", 0): BEGINS,
-        ("no wait", 0): CALL_BEFORE,
-    },
-    "fused/expert_matmul": {
-        ("no sync_threads", 0): TILELANG,
-        ("no sync_threads", 1): TILELANG,
-    },
+    "02": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): LAST},
+    "03": {("no quiet_block", 0): UNREAD, ("no wait", 0): VALUE},
+    "06": {("put_signal_block in two, no fence", 0): UNREAD, ("no wait_block", 0): VALUE},
+    "all_to_all": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
+    "all_reduce_fp8": {("no sync_threads", 1): LAST},
+    "all_to_all_transposed": {("no sync_threads", 1): LAST},
+    "broadcast": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): BEGINS},
+    "collective": {("sem of st", 0): FAULTS, ("no wait", 1): STARTS},
+    "examples/halo": {("no quiet_block", 0): HOSTS, ("no sync_threads", 0): BEGINS},
+    "examples/histogram": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): TILELANG, ("no wait", 0): VALUE},
+    "examples/mailbox": {("no sync_threads", 0): TILELANG},
+    "examples/matmul_atomics": {("no wait_block", 0): COUNTED, ("no sync_threads", 1): COUNTED},
+    "examples/stealing": {("no sync_threads", 1): TILELANG, ("no sync_threads", 3): TILELANG},
+    "examples/tree": {("no quiet_block", 0): HOSTS, ("no sync_threads", 1): MET},
+    "fused/all_gather_matmul": {("no sync_threads", 0): BEGINS, ("no wait", 0): CALL_BEFORE},
+    "fused/expert_matmul": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): TILELANG},
     "fused/gemm": {
         ("no fence of signal", 0): OWN,
         ("no sync_threads", 0): MET,
@@ -116,12 +70,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_warp", 1): HIDDEN,
         ("no wait", 1): CALL_BEFORE,
     },
-    "fused/matmul_all_reduce": {
-        ("no quiet", 0): NOTHING_LEFT,
-    },
-    "fused/matmul_reduce_scatter": {
-        ("no quiet", 0): ON_GPUS,
-    },
+    "fused/matmul_all_reduce": {("no quiet", 0): NOTHING_LEFT},
+    "fused/matmul_reduce_scatter": {("no quiet", 0): ON_GPUS},
     "fused/scaled_gemm": {
         ("no sync_threads", 0): TILELANG,
         ("no sync_threads", 1): TILELANG,
@@ -134,14 +84,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_warp", 0): BEGINS,
         ("no sync_warp", 3): BEGINS,
     },
-    "moe/dispatch": {
-        ("no sync_threads", 2): LAST,
-    },
-    "moe/handshake": {
-        ("no quiet", 0): NEXT_CALL,
-        ("no wait", 2): TIMED,
-        ("no wait", 3): RECEIVED,
-    },
+    "moe/dispatch": {("no sync_threads", 2): LAST},
+    "moe/handshake": {("no quiet", 0): NEXT_CALL, ("no wait", 2): TIMED, ("no wait", 3): RECEIVED},
     "moe/latency_combine": {
         ("no quiet", 0): NEXT_CALL,
         ("no sync_threads", 1): LAST,
@@ -149,10 +93,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_warp", 2): BEGINS,
         ("no sync_warp", 3): BEGINS,
     },
-    "moe/latency_dispatch": {
-        ("no sync_threads", 10): LAST,
-        ("sem of st", 0): FAULTS,
-    },
+    "moe/latency_dispatch": {("no sync_threads", 10): LAST, ("sem of st", 0): FAULTS},
     "moe/routing": {
         ("no sync_threads", 8): NUMBERED,
         ("no sync_threads", 12): BEGINS,
@@ -162,14 +103,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 22): MET,
         ("no sync_warp", 1): BINS,
     },
-    "moe/tiles": {
-        ("no fence of signal", 0): OWN,
-        ("no fence of signal", 1): OWN,
-    },
-    "p2p": {
-        ("no sync_threads", 0): TILELANG,
-        ("no sync_threads", 1): BEGINS,
-    },
+    "moe/tiles": {("no fence of signal", 0): OWN, ("no fence of signal", 1): OWN},
+    "p2p": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): BEGINS},
     "reduce_scatter": {
         ("no sync_threads", 4): MET,
         ("no sync_threads", 6): BEGINS,

@@ -74,10 +74,7 @@ def _calls_with_data() -> dict[type, list]:
         AttentionMerge: [
             lambda: merge(torch.zeros((1, 1, 8)), torch.zeros((1, 1)), torch.zeros((1, 2, 8)), torch.zeros((1, 2)))
         ],
-        SendRecv: [
-            lambda: neighbour.send(row, 1 - me),
-            lambda: neighbour.recv(row, 1 - me),
-        ],
+        SendRecv: [lambda: neighbour.send(row, 1 - me), lambda: neighbour.recv(row, 1 - me)],
         AllGatherMatmul: [lambda: products[0](x, w)],
         PipelinedAllGatherMatmul: [lambda: products[1](x, w)],
         MatmulReduceScatter: [lambda: products[2](wide, w)],

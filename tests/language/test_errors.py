@@ -45,10 +45,7 @@ WRONG = {
     "negative count": (lambda k: N.put_thread(k.a, k.b, 1, count=-1), "count is -1; it must be at least 0"),
     "float count": (lambda k: N.put_block(k.a, k.b, 1, count=1.5), "count must be an integer, not 1.5"),
     "extents differ": (lambda k: N.put_block(k.a[0:8], k.b[0:9], 1), "dst (a) spans 8 elements, src (b) 9"),
-    "extents differ by names": (
-        lambda k: N.put_block(k.a[0 : k.r], k.b[0 : k.r + 1], 1),
-        "dst (a) spans",
-    ),
+    "extents differ by names": (lambda k: N.put_block(k.a[0 : k.r], k.b[0 : k.r + 1], 1), "dst (a) spans"),
     "value into a region": (
         lambda k: N.put_value(k.a[0:8], 1, 1),
         "N.put_value: dst names 8 elements of a; name one, such as a[0]",

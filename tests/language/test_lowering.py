@@ -93,10 +93,7 @@ CALLS = {
         lambda k: N.put_vector(k.a[4:8], T.alloc_local((4,), "float32"), k.r),
         "tsn::put_vector(CTX, (&(a[4])), (&(",
     ),
-    "take_vectors": (
-        lambda k: N.take_vectors(T.alloc_local((3, 4), "float32"), k.m[1:4, 8:12]),
-        "(&(m[108])), 400);",
-    ),
+    "take_vectors": (lambda k: N.take_vectors(T.alloc_local((3, 4), "float32"), k.m[1:4, 8:12]), "(&(m[108])), 400);"),
     "put_value float16": (lambda k: N.put_value(k.h[3], 1.5, 1), "tsn::put_value(CTX, (&(h[3])), half_t("),
     "signal": (
         lambda k: N.signal(k.flags[1], 5, k.r),
@@ -122,10 +119,7 @@ CALLS = {
         lambda k: N.wait(k.flags[1], "ge", k.n),
         "tsn::wait<tsn::Scope::thread, tsn::Compare::ge, 0>(CTX, reinterpret_cast<uint64_t*>((&(flags[(int64_t)1]))), n);",
     ),
-    "wait of a difference": (
-        lambda k: N.wait(k.flags[1], "ge", k.r - 1),
-        "(((int64_t)r) - (int64_t)1));",
-    ),
+    "wait of a difference": (lambda k: N.wait(k.flags[1], "ge", k.r - 1), "(((int64_t)r) - (int64_t)1));"),
     "wait for a negative value": (lambda k: N.wait(k.flags[1], "ge", -3), "(int64_t)-3);"),
     "wait for all bits": (lambda k: N.wait(k.flags[1], "eq", 2**64 - 1), "(int64_t)-1);"),
     "wait_warp": (lambda k: N.wait_warp(k.flags[1], "lt", 3), "tsn::wait<tsn::Scope::warp, tsn::Compare::lt, 0>(CTX,"),
@@ -141,10 +135,7 @@ CALLS = {
         lambda k: N.st(k.i32[0], T.if_then_else(N.test(k.flags[0], "eq", 1), 1, 0)),
         "tsn::test<tsn::Compare::eq>",
     ),
-    "atomic_cas": (
-        lambda k: N.atomic_cas(k.i32[1], 3, 4, 1),
-        "tsn::atomic_cas(CTX, (&(i32[1])), 3, 4, 1);",
-    ),
+    "atomic_cas": (lambda k: N.atomic_cas(k.i32[1], 3, 4, 1), "tsn::atomic_cas(CTX, (&(i32[1])), 3, 4, 1);"),
     "fence": (lambda k: N.fence(), "tsn::fence<tsn::Scope::thread>(CTX, -1);"),
     "fence one": (lambda k: N.fence(k.r), "tsn::fence<tsn::Scope::thread>(CTX, r);"),
     "quiet": (lambda k: N.quiet(), "tsn::quiet<tsn::Scope::thread>(CTX, -1);"),

@@ -11,10 +11,7 @@ from tests.proxy import programs
 from tests.proxy.test_failures import SHARED
 from tests.proxy.test_traffic import SHAPES
 
-DEVICES = {
-    "efa": "tx=16,rx=16",
-    "efa-direct": "name=efa-direct,tx=4,rx=24",
-}
+DEVICES = {"efa": "tx=16,rx=16", "efa-direct": "name=efa-direct,tx=4,rx=24"}
 # Without RDMA writes, which efa-direct always has: the library copies at the target, when that polls.
 EMULATED = "manual=1,device=p4d"
 CHAOS = "chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50"

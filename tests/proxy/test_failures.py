@@ -14,9 +14,7 @@ SHARED = ["threads=2", "peer_threads=2", "shared=512", "chunk=1024"]
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [[], ["queues=3", "threads=2"], ["staging=1"], SHARED],
-    ids=["plain", "threads", "staging", "shared"],
+    "shape", [[], ["queues=3", "threads=2"], ["staging=1"], SHARED], ids=["plain", "threads", "staging", "shared"]
 )
 def test_bad_descriptors_are_refused(shape):
     """Outside the heap, misaligned, unknown PE or kind: named, never sent, and the peer learns why."""

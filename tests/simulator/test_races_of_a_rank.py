@@ -6,11 +6,7 @@ from concurrent import futures
 import pytest
 import tilelang.language as T
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 import tilescale_net as tsn
 import tilescale_net.language as N

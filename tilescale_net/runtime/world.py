@@ -131,11 +131,7 @@ class World:
     _watchdog: Watchdog
 
     def __init__(
-        self,
-        heap_bytes: int | str | None,
-        group: groups.Group,
-        device: torch.device | None,
-        hooks: WorldHooks,
+        self, heap_bytes: int | str | None, group: groups.Group, device: torch.device | None, hooks: WorldHooks
     ):
         """See `tilescale_net.init`; `device` is that of the other worlds of this process."""
         wrong, self.timeout, self._silence = check_settings()

@@ -288,8 +288,7 @@ class Report:
 
 
 class Reporter:
-    """One rank's part in reports. `control`: rank, size and store. `state`: what this rank does, see
-    state_of_rank."""
+    """One rank's part in reports. `control`: rank, size and store. `state`: what this rank does, see state_of_rank."""
 
     def __init__(self, control: Control, state: Callable[[], State]):
         self.size = control.size

@@ -64,11 +64,7 @@ _SIGNALS = ("signal", "put_signal")
 class TraceBuffer(ctypes.Structure):
     """tsn::TraceBuffer: what the ring begins with."""
 
-    _fields_ = [
-        ("claimed", ctypes.c_uint64),
-        ("capacity", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 14),
-    ]
+    _fields_ = [("claimed", ctypes.c_uint64), ("capacity", ctypes.c_uint64), ("reserved", ctypes.c_uint64 * 14)]
 
 
 class TracedCall(ctypes.Structure):

@@ -41,7 +41,7 @@ KERNELS = {
     ],
     "combine.sum_combined": [
         {name: value for name, value in SUM.items() if name not in ("valued", "senders", "reducers")}
-        | dict(blocks=132, weighted="choices"),
+        | dict(blocks=132, weighted="choices")
     ],
     "latency_dispatch.dispatch_latency": [
         dict(SEND, source_dtype="bfloat16"),

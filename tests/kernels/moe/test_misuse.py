@@ -236,8 +236,7 @@ def test_wrong_constructions():
 
 
 @pytest.mark.parametrize(
-    "top_k, choices",
-    [pytest.param(2, [[0, 0]] * 3 + [[1, -1]], marks=pytest.mark.nightly), (4, [[0, 1, 2, 0]] * 4)],
+    "top_k, choices", [pytest.param(2, [[0, 0]] * 3 + [[1, -1]], marks=pytest.mark.nightly), (4, [[0, 1, 2, 0]] * 4)]
 )
 @pytest.mark.sample(0)
 @ranks.on()

@@ -246,11 +246,7 @@ def translate(name: str, host_mod: Any) -> str:
     function = functions[0]
     parameters = [translator.var(p) for p in function.params]
     translator.stmt(function.body)
-    head = [
-        "def host(args):",
-        f"  {', '.join(parameters[:4])} = None, args, len(args), None",
-        "  _launches = []",
-    ]
+    head = ["def host(args):", f"  {', '.join(parameters[:4])} = None, args, len(args), None", "  _launches = []"]
     return "\n".join([*head, *("  " + line for line in translator.lines), "  return _launches"])
 
 

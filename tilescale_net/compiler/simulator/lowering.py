@@ -231,11 +231,7 @@ _install_gemm()
 # -- operators of Hopper ----------------------------------------------------------------------------------------------
 
 _COPY = "tl.tileop.copy"
-_AS = {
-    "tl.tileop.async_copy": _COPY,
-    "tl.tileop.tma_copy": _COPY,
-    "tl.tileop.wgmma_gemm": "tl.tileop.gemm",
-}
+_AS = {"tl.tileop.async_copy": _COPY, "tl.tileop.tma_copy": _COPY, "tl.tileop.wgmma_gemm": "tl.tileop.gemm"}
 _NOTHING = {
     "tirx.ptx_commit_group",
     "tirx.ptx_wait_group",
@@ -261,7 +257,7 @@ _REFUSED = {
     "is_scatter4": "T.tma_scatter4",
 }
 _REFUSED_CALLS = {
-    "tl.mbarrier_expect_tx": "bytes that a barrier waits for (T.mbarrier_expect_tx): T.tma_copy counts its own",
+    "tl.mbarrier_expect_tx": "bytes that a barrier waits for (T.mbarrier_expect_tx): T.tma_copy counts its own"
 }
 
 
