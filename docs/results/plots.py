@@ -3,7 +3,18 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from reports import COLLECTIVES, FUSED, HERE, gpus, mixture_of_experts, rows, run
+from reports import (
+    COLLECTIVES,
+    FUSED,
+    HERE,
+    gpus,
+    heading,
+    mixture_of_experts,
+    more_collectives,
+    rows,
+    run,
+    times,
+)
 
 from benchmark.common import plot
 from benchmark.common.plot import OTHER, OURS, PEER, Panel
@@ -51,6 +62,36 @@ def collectives() -> list[Panel]:
             points |= {name: by(table["rows"], "bytes", key) for name, key in titles.items()}
         points = {name: figures for name, figures in points.items() if figures}
         panels.append(Panel(f"{what.capitalize()}, {gpus(report)}", "Time (us)", "Size", points, STYLES))
+    return panels
+
+
+def collectives_more() -> list[Panel]:
+    """Each report that is here, with every peer; one that has ways or algorithms in panels or lines of their own."""
+    panels = []
+    for name in more_collectives():
+        keys, columns, found = times(name, 0 if name == "all_reduce_fp8" else -1)
+        figures = {c: title.removesuffix(" (us)") for c, title in columns.items() if title.endswith(" (us)")}
+        figures["us"] = "tilescale_net"
+        splits = [k for k in ("way", "algorithm", "hidden") if k in keys]
+        along = next(k for k in keys if k not in splits)
+        values = list(dict.fromkeys(tuple(r[k] for k in splits) for r in found))
+        if splits == ["algorithm"]:
+            points = {
+                f"tilescale_net, {v[0]}": by([r for r in found if r["algorithm"] == v[0]], along, "us") for v in values
+            }
+            points |= {title: by(found, along, c) for c, title in figures.items() if c != "us"}
+            groups = {"": points}
+        else:
+            groups = {}
+            for value in values:
+                of_group = [r for r in found if tuple(r[k] for k in splits) == value]
+                points = {title: by(of_group, along, c) for c, title in figures.items()}
+                groups["".join(f", {k} {v}" if k == "hidden" else f": {v}" for k, v in zip(splits, value))] = points
+        for group, points in groups.items():
+            title = heading(name).replace(f", {gpus(name)}", f"{group}, {gpus(name)}")
+            shown = {peer: figures_of for peer, figures_of in points.items() if figures_of}
+            axis = "Size" if along == "bytes" else keys[along]
+            panels.append(Panel(title, "Time (us), less is better", axis, shown, STYLES, lines=True))
     return panels
 
 
@@ -114,6 +155,7 @@ PLOTS: dict[str, tuple[tuple[str, ...], Callable[[], list[Panel]]]] = {
     "products_fp8": (tuple(f"{name}_fp8" for name in FUSED), products_fp8),
     "moe": (("moe_throughput", "moe_latency"), moe),
     "fabric": (("proxy_write",), fabric),
+    **({"collectives_more": (tuple(more_collectives()), collectives_more)} if more_collectives() else {}),
 }
 
 

@@ -31,6 +31,7 @@ SOURCES = {
     "copies": ("unrolledcp_p2p", "launch_cost"),
     "signals": ("put_signal",),
     "collectives": tuple(reports.COLLECTIVES),
+    "collectives-more": tuple(reports.more_collectives()),
     "products": (*reports.fused_reports(), "gemm_ways", "matmul"),
     "moe": (
         "moe_throughput",
@@ -238,7 +239,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: functools.partial(compared, name) for name in reports.SUBJECTS},
     **{f"source-{page}": functools.partial(reports.source, *names) for page, names in SOURCES.items()}, **LISTINGS,
     "copies-by-size": copies, "signals-by-size": signals, "writes": writes, "remote-signals": remote_signals,
-    "fused-pairs": fused_pairs,
+    "fused-pairs": fused_pairs, "collectives-more": reports.more_sections,
     "fused-fours": fused_fours, "moe-calls": moe_calls, "moe-layers": moe_layers, "moe-goals": moe_goals,
 }  # fmt: skip
 DRAWN_BY = (HERE / "reports.py", HERE / "plots.py", ROOT / "benchmark" / "common" / "plot.py")

@@ -50,6 +50,75 @@ def gpus(name: str) -> str:
     return run(name)["environment"]["GPUs"].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
 
 
+def more_collectives() -> list[str]:
+    """Those of `MORE_COLLECTIVES` that are here."""
+    return [name for name in MORE_COLLECTIVES if (HERE / f"{name}.json").exists()]
+
+
+def heading(name: str) -> str:
+    return f"{MORE_COLLECTIVES[name]}, {gpus(name)}"
+
+
+def times(name: str, table: int = -1) -> tuple[dict[str, str], dict[str, str], list[dict[str, Any]]]:
+    """Titles of a table's keys and of its times and ratios that some row has, by key; and its rows, of a norm those of its
+    BF16 form."""
+    found = run(name)["tables"][table]
+    rows = [r for r in found["rows"] if r.get("form", NORM) == NORM]
+    there = [
+        c for c in found["columns"] if c["key"] not in (*NOT_TIMES, "more_us") and any(r.get(c["key"]) for r in rows)
+    ]
+    titles = lambda columns: {c["key"]: c["title"] + (f" ({c['unit']})" if c["unit"] else "") for c in columns}  # noqa: E731
+    return titles(k for k in found["keys"] if k["key"] != "form"), titles(there), rows
+
+
+def times_table(name: str, table: int = -1) -> str:
+    keys, columns, rows = times(name, table)
+    own = [
+        [size(r[k]) if k == "bytes" else _key(r.get(k)) for k in keys]
+        + [shown(r[c]) if r.get(c) else "" for c in columns]
+        for r in rows
+    ]
+    head = ["Size" if k == "bytes" else title for k, title in keys.items()]
+    return markdown([*head, *("tilescale_net (us)" if c == "us" else t for c, t in columns.items())], own, len(keys))
+
+
+def _key(value: Any) -> str:
+    return f"{value:,d}" if isinstance(value, int) else str(value)
+
+
+def norm_forms(name: str) -> str:
+    """What each other form of a norm takes more than the BF16 form of the same run."""
+    rows = run(name)["tables"][0]["rows"]
+    forms = [form for form in dict.fromkeys(r["form"] for r in rows) if form != NORM]
+    cases = list(dict.fromkeys((r.get("hidden"), r["rows"]) for r in rows))
+    more = {(r.get("hidden"), r["rows"], r["form"]): r["more_us"] for r in rows}
+    lines = [[f"{n:,d}" + (f" of {h:,d}" if h else ""), *(f"{more[h, n, f]:+.2f}" for f in forms)] for h, n in cases]
+    return markdown([f"rows: us more than {NORM}", *forms], lines)
+
+
+def more_sections() -> str:
+    """A section for each of `MORE_COLLECTIVES` that is here, with a plot of all."""
+    parts = ["![Time of each, and of every peer](collectives_more.svg)"] if more_collectives() else []
+    for name in more_collectives():
+        tables = run(name)["tables"]
+        parts += [f"### {heading(name)}", *(f"{key}: {value}." for key, value in _said(name))]
+        if name == "all_reduce_fp8":
+            parts += [times_table(name, table) for table in range(len(tables))]
+        else:
+            parts += [times_table(name)]
+        if "all_reduce_norm" in name and any(r["form"] != NORM for r in tables[0]["rows"]):
+            parts += [norm_forms(name)]
+        parts += [source(name)]
+    return "\n\n".join(parts)
+
+
+def _said(name: str) -> list[tuple[str, str]]:
+    """Peers that are not in every row, and what rows are of."""
+    environment = run(name)["environment"]
+    about = [(key.capitalize(), environment[key]) for key in ("shape", "rows") if key in environment]
+    return about + [(key, value) for key, value in environment.items() if str(value).startswith("not everywhere")]
+
+
 def shown(figure: float) -> str:
     """A figure in three significant digits."""
     return significant(figure, 3)
@@ -131,6 +200,20 @@ COLLECTIVES = {
     "all_to_all": "all-to-all",
     "reduce_scatter": "reduce-scatter",
 }
+# Shown by their pages as soon as their files are here; what a file holds stands in its heading.
+MORE_COLLECTIVES = {
+    "all_reduce_four": "All-reduce of symmetric tensors",
+    "all_reduce_ordinary": "All-reduce of ordinary tensors",
+    "all_reduce_two": "All-reduce of symmetric tensors",
+    "all_reduce_fp8": "All-reduce that rounds to FP8, beside bfloat16",
+    "all_reduce_norm": "All-reduce, residual and RMSNorm",
+    "all_reduce_norm_two": "All-reduce, residual and RMSNorm",
+    "decode_context": "Merge of partial attention outputs",
+    "decode_context_two": "Merge of partial attention outputs",
+    "ulysses": "Heads for sequence and back",
+}
+# Of a norm: the form that is compared with others; and columns that a comparison of times leaves out.
+NORM, NOT_TIMES = "bf16", ("p99", "algbw", "busbw", "nccl_busbw")
 FUSED = {"all_gather_matmul": "AG+GEMM", "matmul_reduce_scatter": "GEMM+RS", "matmul_all_reduce": "GEMM+AR"}
 # What rounds to 1.00 is neither ahead nor behind.
 BEHIND = 0.995

@@ -79,3 +79,63 @@ def test_two_rows_of_a_size_are_refused(reports, monkeypatch):
     monkeypatch.setattr(reports, "run", lambda name: twice)
     with pytest.raises(KeyError, match="2 rows"):
         reports.row("all_gather", bytes=8)
+
+
+def _column(key: str, title: str, unit: str = "us") -> dict[str, str]:
+    return {"key": key, "title": title, "unit": unit, "better": "lower"}
+
+
+def _report(keys: list[dict[str, str]], *tables: tuple[list[dict[str, str]], list[dict[str, object]]]) -> dict:
+    environment = dict(GPUs="4 x NVIDIA H100 80GB HBM3", driver="580", CUDA="13.0", torch="2.11.0", tilelang="0.1.15")
+    environment |= {"date": "2026-11-28", "ranks": "4", "tilescale_net": "0123abc", "vLLM": "not everywhere; no module"}
+    found = [{"name": "", "keys": keys, "columns": columns, "rows": rows} for columns, rows in tables]
+    return {"environment": environment, "command": ["all_reduce.py"], "tables": found}
+
+
+def test_newer_reports_are_shown_with_every_peer_as_soon_as_they_are_there(reports, monkeypatch):
+    """In the page and in the plot, whose panels name the hardware."""
+    plots, size, ours = __import__("plots"), _column("bytes", "Size", "Bytes"), _column("us", "Time")
+    flashinfer, nccl = _column("flashinfer_us", "FlashInfer one-shot"), _column("nccl_us", "NCCL")
+    rows = [
+        {"bytes": n, "us": n / 1e3, "nccl_us": 15.5, "flashinfer_us": 7.25, "p99": 99.125} for n in (16384, 1 << 20)
+    ]
+    peers = [ours, nccl, flashinfer, _column("p99", "p99")], rows
+    algorithms = [row | {"algorithm": name} for row in rows for name in ("auto", "fp8")]
+    forms = [
+        {"rows": n, "form": form, "us": 6.125, "more_us": more, "flashinfer_us": 6.5}
+        for n in (1, 128)
+        for form, more in (("bf16", 0.0), ("fp8 by 128", 0.375))
+    ]
+    ways = [{"way": way, "sequence": 1024, "us": 19.25, "nccl_us": 24.0} for way in ("scatter", "gather")]
+    found = {
+        "all_reduce_four": _report([size], ([ours], rows[:1]), peers),
+        "all_reduce_fp8": _report([size, _column("algorithm", "Algorithm", "")], (peers[0], algorithms), peers),
+        "all_reduce_norm": _report(
+            [_column("rows", "Rows", ""), _column("form", "Form", "")],
+            ([ours, _column("more_us", "More than bf16"), flashinfer, nccl], forms),
+        ),
+        "ulysses": _report([_column("way", "Way", ""), _column("sequence", "Sequence", "")], ([ours, nccl], ways)),
+    }
+    monkeypatch.setattr(reports, "run", found.__getitem__)
+    for module in (reports, plots):
+        monkeypatch.setattr(module, "more_collectives", lambda: [*found])
+    text = reports.more_sections()
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("#")] == [f"### {reports.heading(name)}" for name in found]
+    assert all(reports.heading(name).endswith(", 4 x H100") for name in found)
+    assert (
+        "| 16 KiB | 16.4 | 15.5 | 7.25 |" in lines
+        and "99.1" not in text
+        and "vLLM: not everywhere; no module." in lines
+    )
+    assert "| 1 | 6.13 | 6.50 |" in lines or "| 1 | 6.12 | 6.50 |" in lines or "| 1 | 6.12 | 6.5 |" in lines
+    assert "| 128 | +0.38 |" in lines or "| 128 | +0.37 |" in lines
+    panels = plots.collectives_more()
+    assert [sorted(panel.points) for panel in panels] == [
+        ["FlashInfer one-shot", "NCCL", "tilescale_net"],
+        ["FlashInfer one-shot", "NCCL", "tilescale_net, auto", "tilescale_net, fp8"],
+        ["FlashInfer one-shot", "tilescale_net"],
+        ["NCCL", "tilescale_net"],
+        ["NCCL", "tilescale_net"],
+    ]
+    assert all(panel.title.endswith(", 4 x H100") for panel in panels) and ": gather, 4 x H100" in panels[-1].title
