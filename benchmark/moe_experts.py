@@ -218,8 +218,6 @@ def measure(
     row |= dict(gemm_tflops=flops / (times["up"] + times["down"]) / 1e6)
     table.add(row, slowest)
     layer.check()
-    for gemm in layer.products.values():
-        gemm.free()
     layer.free()
 
 
