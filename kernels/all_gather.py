@@ -10,6 +10,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
+from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK
 from .collective import EXPLICIT_SYNC, MIN_BYTES, STATUS_WORDS, announce, check_chunk, piece_number, slice_elements
 from .exchange import STORES_FROM, UNROLL, Exchange, await_room, exchange, exchange_mapped
 from .launches import VECTORS, Launch
@@ -143,7 +144,7 @@ class AllGather(Exchange):
         engine, unroll, ring: of puts, see `put_block`.
         stores_from: bytes of `x`, see `algorithm`.
         algorithm: "stores" to mapped PEs, where `x`, `out` and its parts are aligned to 16 bytes, else puts; "puts" always;
-            "auto": by puts and, from `stores_from` bytes of `x`, by stores.
+            "auto": by puts and, from `stores_from` bytes of `x`, by stores; small parts between nodes as buffered.py has it.
         once_per_node: where nodes have several ranks, a part crosses the network once per node; else once per rank.
         chunk_bytes: of a part that is passed on within a node while the next bytes are in flight.
         group: whose ranks these are; see `tilescale_net.world`.
@@ -169,8 +170,11 @@ class AllGather(Exchange):
     ) -> None:
         check_chunk("AllGather", chunk_bytes)
         shown = f", once_per_node={once_per_node}, chunk_bytes={chunk_bytes}"
-        super().__init__("AllGather", shown, threads, blocks, engine, unroll, ring, stores_from, algorithm, group)
-        self._over_nodes = once_per_node and self.has_gateways
+        given = threads, blocks, engine, unroll, ring, stores_from, algorithm, group
+        topology = tsn.world(group).topology
+        self._over_nodes = once_per_node and 1 < topology.nodes < topology.size
+        most = MOST_BYTES_PER_RANK if self._over_nodes else MOST_BYTES
+        super().__init__("AllGather", shown, *given, split=False, most_bytes=most)
         self._chunk_bytes = chunk_bytes
 
     @named("tilescale_net.AllGather")
@@ -195,7 +199,7 @@ class AllGather(Exchange):
         if self._made_again(key, out, x):
             return out
         self._check("out", out, symmetric=True)
-        self._check("x", x, out.dtype, symmetric=self._needs_symmetric_source)
+        self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
         self._check_parts("out", out, "x", x)
         in_place = x.data_ptr() == out.data_ptr() + self.rank * x.nbytes
         if not in_place:
@@ -203,8 +207,11 @@ class AllGather(Exchange):
         noted = "x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out)
         tag = self._agree(*noted)
         if x.nbytes:
-            by_vectors = self._by_vectors(x, out, x.nbytes)
-            launch = self.prepared((by_vectors, in_place), lambda: self._new_launch(by_vectors, in_place))
+            if self._buffers.holds(x.nbytes):
+                launch = self._buffers.launch(out, x)
+            else:
+                by_vectors = self._by_vectors(x, out, x.nbytes)
+                launch = self.prepared((by_vectors, in_place), lambda: self._new_launch(by_vectors, in_place))
             again = functools.partial(launch, tag)
             self._launch_checked(again, out, x)
             if key is not None:

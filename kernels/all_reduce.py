@@ -8,8 +8,8 @@
 
 Each file has a row (`Algorithm`) or two; `register_algorithm` adds rows, also from outside of the package.
 All but "fp8" add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
-some PEs are on other nodes, a reduce-scatter and an all-gather take their place; small tensors are gathered whole and added
-up everywhere, which spares one of two exchanges over the network. Either way a node's sum is rounded too.
+some PEs are on other nodes, a reduce-scatter and an all-gather take their place; small tensors are sent whole and added up
+everywhere, which spares one of two exchanges over the network (buffered.py). Either way a node's sum is rounded too.
 """
 
 import functools
@@ -27,17 +27,15 @@ from .all_reduce_fp8 import ALL_REDUCE_FP8
 from .all_reduce_packets import PACKETS
 from .all_reduce_push import ONE_SHOT, TWO_SHOT_PUSH
 from .all_reduce_two_shot import TWO_SHOT
-from .collective import Collective, dtype_name
+from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Buffers
+from .collective import Collective
 from .reduce_scatter import ReduceScatter
-from .sums import VECTOR_BYTES, sum_of_rows
+from .sums import VECTOR_BYTES
 
 __all__ = ["ALGORITHMS", "Algorithm", "AllReduce", "Call", "register_algorithm"]
 
 for _row in (TWO_SHOT, PACKETS, TWO_SHOT_PUSH, ONE_SHOT, ALL_REDUCE_FP8):
     register_algorithm(_row)
-
-# Over nodes: bytes of all PEs' tensors, and PEs, up to which they are gathered whole.
-GATHERED_UP_TO, MOST_GATHERED = 128 * 1024, 8
 
 
 class AllReduce(Collective):
@@ -84,7 +82,7 @@ class AllReduce(Collective):
         self._parts: tuple[ReduceScatter, AllGather] | None = None
         # (row, bytes up to which it is taken, launch of a call), in this order.
         self._choices: list[tuple[Algorithm, int, Callable[[Call], Again]]] = []
-        if self._needs_symmetric_source and not (algorithm in ALGORITHMS and ALGORITHMS[algorithm].across_nodes):
+        if self.needs_symmetric_source and not (algorithm in ALGORITHMS and ALGORITHMS[algorithm].across_nodes):
             if algorithm in ALGORITHMS and not ALGORITHMS[algorithm].is_exact:
                 raise ValueError(
                     f"AllReduce: algorithm {algorithm!r} needs PEs that are all mapped, and these are on "
@@ -95,6 +93,9 @@ class AllReduce(Collective):
             reduce = ReduceScatter(threads=threads, blocks=blocks, algorithm=way, group=self._world)
             gather = AllGather(threads=threads, blocks=blocks, once_per_node=once_per_node, group=self._world)
             self._parts = reduce.tracked_by(self._call_track), gather.tracked_by(self._call_track)
+            # Between two PEs as many bytes cross the network when tensors are sent whole.
+            most = MOST_BYTES if self.n_pes == 2 else MOST_BYTES_PER_RANK
+            self._buffers = Buffers(self, False, min(most, self.staging_bytes) if algorithm == "auto" else 0)
         else:
             self._prepare(list(ALGORITHMS.values()) if algorithm == "auto" else [ALGORITHMS[algorithm]])
 
@@ -183,8 +184,8 @@ class AllReduce(Collective):
         if self.n_pes == 1:
             return self._copy, False
         if self._parts is not None:
-            if self._is_gathered(nbytes):
-                return self._gather, False
+            if self._buffers.holds(nbytes):
+                return self._in_one_hop, False
             # Tensors can be used where they lie if every PE's part has as many vectors.
             return self._over_nodes, nbytes % (self.n_pes * VECTOR_BYTES) == 0
         rows = [choice for choice in self._choices if choice[0].dtypes is None or dtype in choice[0].dtypes]
@@ -194,11 +195,6 @@ class AllReduce(Collective):
         if copies and row.zero_copy:  # in pieces, by the row that takes the largest ones
             row, _, launch = max(rows, key=lambda choice: choice[0].capacity(self))
         return launch, row.zero_copy
-
-    def _is_gathered(self, nbytes: int) -> bool:
-        """Over nodes: whether tensors are gathered whole."""
-        is_small = self.n_pes <= MOST_GATHERED and self.n_pes * nbytes <= min(GATHERED_UP_TO, self.staging_bytes)
-        return is_small and self._parts is not None and self._algorithm == "auto"
 
     @staticmethod
     def _copy(call: Call) -> None:
@@ -239,12 +235,11 @@ class AllReduce(Collective):
         reduce(rows[self.rank], x.view(self.n_pes, -1))
         gather(rows, rows[self.rank])
 
-    def _gather(self, call: Call) -> None:
-        assert self._parts is not None
-        rows = self._source[: self.n_pes * call.x.nbytes].view(call.x.dtype).view(self.n_pes, -1)
-        rows[self.rank].copy_(call.x)
-        self._parts[1](rows, rows[self.rank])
-        sum_of_rows(self.n_pes, dtype_name(call.x.dtype), self.node_sum, self.threads)(call.out, rows)
+    def _in_one_hop(self, call: Call) -> Again:
+        """Where some PEs are on other nodes: tensors are sent whole."""
+        again = functools.partial(self._buffers.launch(call.out, call.x, call.out.dtype), call.tag)
+        self._launch_checked(again, call.out, call.x)
+        return again
 
     def _by_staged_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
         vector = VECTOR_BYTES // out.element_size()

@@ -527,7 +527,7 @@ class AllReduceNorm(Collective):
         self._max_blocks = self.block_limit
         # Bytes up to which one shot is faster, measured on two and on four H100; a row at least.
         self._one_shot_bytes = max(self.LARGEST_ROW, (4 << 20) if self.n_pes == 2 else (5 << 20) // self.n_pes)
-        if self._needs_symmetric_source:
+        if self.needs_symmetric_source:
             self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world).tracked_by(self._call_track)
         capacity = {1: self._one_shot_bytes, 2: -(-self.LARGEST_CALL // self.n_pes) + self.LARGEST_ROW}
         if self._all_reduce is not None or self.n_pes == 1:

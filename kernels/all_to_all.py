@@ -208,7 +208,9 @@ class AllToAll(Exchange):
         algorithm: str = "auto",
         group: "tsn.Group" = None,
     ) -> None:
-        super().__init__("AllToAll", "", threads, blocks, engine, unroll, ring, stores_from, algorithm, group)
+        super().__init__(
+            "AllToAll", "", threads, blocks, engine, unroll, ring, stores_from, algorithm, group, split=True
+        )
         self._signal_words = self._calls, self._ready, self._arrived
         self._heap = self._world.heap.as_bytes()
         self._outbox = self._symmetric((self.n_pes, WORDS), torch.int64)
@@ -250,7 +252,7 @@ class AllToAll(Exchange):
         if self._made_again(key, out, x):
             return out
         self._check("out", out, symmetric=True)
-        self._check("x", x, out.dtype, symmetric=self._needs_symmetric_source)
+        self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
         if out.dim() == 0 or x.dim() == 0 or out.shape[1:] != x.shape[1:]:
             raise ValueError(
                 f"{self.name}: out of shape {list(out.shape)} and x of shape {list(x.shape)} must have rows of one shape"
@@ -276,8 +278,12 @@ class AllToAll(Exchange):
         noted = "x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out)
         tag = self._agree(*noted)
         if x.nbytes:
-            by_vectors = self._by_vectors(x, out, part)
-            again = functools.partial(self.prepared(by_vectors, lambda: self._new_launch(by_vectors)), tag)
+            if self._buffers.holds(part):
+                launch = self._buffers.launch(out, x)
+            else:
+                by_vectors = self._by_vectors(x, out, part)
+                launch = self.prepared(by_vectors, lambda: self._new_launch(by_vectors))
+            again = functools.partial(launch, tag)
             self._launch_checked(again, out, x)
             if key is not None:
                 self._again[key] = noted, again

@@ -193,7 +193,7 @@ class AllToAllTransposed(Collective):
         if self._made_again(key, out, x):
             return out
         self._check("out", out, symmetric=True)
-        self._check("x", x, out.dtype, symmetric=self._needs_symmetric_source)
+        self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
         cut, join = self._axis("cut", cut, x), self._axis("join", join, x)
         if cut == join:
             raise ValueError(f"{self.name}: cut and join are both axis {cut}; they must be two axes")

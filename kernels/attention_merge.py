@@ -335,7 +335,7 @@ class AttentionMerge(Collective):
         self._gather: AllGather | None = None
         self._exchange: AllToAll | None = None
         specs: BufferSpecs
-        if self._needs_symmetric_source:
+        if self.needs_symmetric_source:
             # The rows and lse that go to a PE, or of all_heads to all PEs, and those that come from all.
             room = self._capacity + self._lse_capacity
             parts = 1 if all_heads else self.n_pes
@@ -450,7 +450,7 @@ class AttentionMerge(Collective):
     def _shots_and_tokens(self, x: torch.Tensor) -> tuple[int, int]:
         """Trips over the links, and entries of the batch that one kernel takes."""
         heads, vectors = x.shape[1], x.shape[2] * x.element_size() // VECTOR_BYTES
-        shots = 0 if self._needs_symmetric_source else 1
+        shots = 0 if self.needs_symmetric_source else 1
         if self._all_heads and shots and x.nbytes > self._one_shot_bytes and heads % self.n_pes == 0:
             shots = 2
         rows = heads if self._all_heads and shots < 2 else heads // self.n_pes

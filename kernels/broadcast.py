@@ -234,7 +234,7 @@ class Broadcast(Collective):
         self._node_size = self._world.topology.node_size if once_per_node and self.has_gateways else 0
         self._chunk_bytes = chunk_bytes
         self._options = dict(
-            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._min_slice_bytes
+            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self.min_slice_bytes
         )
         self._calls = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self._node_size or self.n_pes, blocks)

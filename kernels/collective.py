@@ -364,13 +364,13 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self.rank, self.n_pes = self._world.rank, self._world.size
         self.device = self._world.device
         # A PE of another node gets its data from the fabric, which reads symmetric memory only.
-        self._needs_symmetric_source = 0 in self._world.peer_base
+        self.needs_symmetric_source = 0 in self._world.peer_base
         # Whether a PE of another node can pass on there what crosses the network once.
         self.has_gateways = 1 < self._world.topology.nodes < self.n_pes
         # PEs whose sum is rounded before it is added to others', by every algorithm; None: all PEs' sum is rounded once.
         self.node_sum = self._world.topology.node_size if self.has_gateways else None
         of_slices = MIN_BYTES_WITH_GATEWAYS if self.has_gateways else MIN_BYTES_OVER_NODES
-        self._min_slice_bytes = of_slices if self._needs_symmetric_source else MIN_BYTES
+        self.min_slice_bytes = of_slices if self.needs_symmetric_source else MIN_BYTES
         check_threads(name, "threads", threads, self.n_pes)
         limit = SIMULATOR_BLOCKS
         if self.device.type == "cuda":

@@ -15,6 +15,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 
+from .buffered import MOST_BYTES, Buffers
 from .collective import (
     STATUS_WORDS,
     TAG_BITS,
@@ -238,11 +239,13 @@ class Exchange(Collective):
     Args:
         name, shown, group: see `Collective`.
         threads, blocks, engine, unroll, ring, stores_from, algorithm: see `AllGather`.
+        split, most_bytes: of parts that go through `Buffers`.
     """
 
     def __init__(
         self, name: str, shown: str, threads: int, blocks: int | None, engine: str, unroll: int | None,
-        ring: tuple[int, int] | None, stores_from: int, algorithm: str, group: "tsn.Group" = None,
+        ring: tuple[int, int] | None, stores_from: int, algorithm: str, group: "tsn.Group" = None, *, split: bool,
+        most_bytes: int = MOST_BYTES,
     ):  # fmt: skip
         if algorithm not in ALGORITHMS:
             raise ValueError(f"{name}: algorithm is {algorithm!r}; it must be {', '.join(ALGORITHMS)}")
@@ -251,11 +254,13 @@ class Exchange(Collective):
         shown = f"engine={engine}, unroll={unroll}, ring={ring}, algorithm={algorithm}{shown}"
         super().__init__(name, shown, threads, blocks, group)
         self._options = dict(
-            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._min_slice_bytes
+            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self.min_slice_bytes
         )
         self._algorithm, self._stores_from = algorithm, stores_from
         self._calls = self.counters(self.blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, self.blocks)
+        most = most_bytes if algorithm == "auto" else 0
+        self._buffers = Buffers(self, split, most, self._calls, self._ready, engine=engine, unroll=unroll, ring=ring)
         self._mapped_options = dict(
             threads=threads, blocks=blocks, unroll=max(1, min(unroll or UNROLL, 16, TILE_VECTORS // threads))
         )
@@ -269,8 +274,5 @@ class Exchange(Collective):
         """Whether parts of as many bytes go through registers, over mapped memory. Ranks may differ in this."""
         wanted = part >= self._stores_from if self._algorithm == "auto" else self._algorithm == "stores"
         return (
-            wanted
-            and not self._needs_symmetric_source
-            and is_aligned(VECTOR_BYTES, x, out)
-            and part % VECTOR_BYTES == 0
+            wanted and not self.needs_symmetric_source and is_aligned(VECTOR_BYTES, x, out) and part % VECTOR_BYTES == 0
         )

@@ -18,6 +18,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
+from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Buffers
 from .collective import (
     EXPLICIT_SYNC,
     MIN_BYTES,
@@ -423,7 +424,8 @@ class ReduceScatter(Collective):
         engine, unroll, ring: see `put_block`.
         algorithm: "pull" where `x` is at the same place of all heaps and parts are whole multiples of 16 bytes: over mapped
             memory, and where nodes have several ranks, a node's sum crosses the network (reduce_scatter.py);
-            "push" for all tensors: a rank's part crosses the network; "auto": by pull where that is possible.
+            "push" for all tensors: a rank's part crosses the network; "auto": by pull where that is possible, and small parts
+            between nodes as buffered.py has it.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -449,7 +451,7 @@ class ReduceScatter(Collective):
         super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in shown.items()), threads, blocks, group)
         self._algorithm = algorithm
         self._options = dict(threads=threads, blocks=blocks, **options)
-        self._can_pull = self.has_gateways or not self._needs_symmetric_source
+        self._can_pull = self.has_gateways or not self.needs_symmetric_source
         self._staging: torch.Tensor | None = None
         if self.has_gateways and algorithm != "push":
             nodes, size = self._world.topology.nodes, self._world.topology.node_size
@@ -463,6 +465,8 @@ class ReduceScatter(Collective):
         self._calls, self._chunks = self.counters(blocks), self.counters(blocks)
         self._ready = self._signals(2 * self.n_pes)
         self._arrived, self._consumed = self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
+        most = MOST_BYTES_PER_RANK if self.has_gateways else MOST_BYTES
+        self._buffers = Buffers(self, True, most if algorithm == "auto" else 0, engine=engine, unroll=unroll, ring=ring)
         self._pull_words = self.counters(blocks), self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
 
     @named("tilescale_net.ReduceScatter")
@@ -490,7 +494,7 @@ class ReduceScatter(Collective):
         if self._made_again(key, out, x):
             return out
         self._check("out", out)
-        self._check("x", x, out.dtype, symmetric=self._needs_symmetric_source)
+        self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
         if out.dtype not in self.DTYPES:
             raise TypeError(f"{self.name}: dtype {out.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
         self._check_parts("x", x, "out", out)
@@ -506,7 +510,12 @@ class ReduceScatter(Collective):
             )
         if out.numel() == 0:
             return out
-        if mapped and self._algorithm != "push":
+        if self._buffers.holds(out.nbytes):
+            again = functools.partial(self._buffers.launch(out, x, out.dtype), tag)
+            self._launch_checked(again, out, x)
+            if key is not None:
+                self._again[key] = noted, again
+        elif mapped and self._algorithm != "push":
             again = functools.partial(self.prepared(out.dtype, lambda: self._new_pull(out.dtype)), tag)
             there = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
             self._launch_checked(again, there, x)
@@ -542,7 +551,7 @@ class ReduceScatter(Collective):
         aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % VECTOR_BYTES == 0
         vector = VECTOR_BYTES // out.element_size() if aligned else 1
         kernel = reduce_scatter(
-            self.n_pes, dtype_name(out.dtype), vector, **self._options, least_bytes=self._min_slice_bytes,
+            self.n_pes, dtype_name(out.dtype), vector, **self._options, least_bytes=self.min_slice_bytes,
             node_size=self.node_sum,
         )  # fmt: skip
         # Over nodes, all ranks come here for the first time in the same call, and most never do.

@@ -178,7 +178,7 @@ class SendRecv(Collective):
         slots = self.n_pes, blocks, self._SLOTS
         specs = {"inbox": ((*slots, chunk), torch.uint8), "arrived": (slots, torch.uint64)}
         specs |= {"taken": (slots[:2], torch.uint64)}
-        specs |= {"outbox": ((*slots, chunk), torch.uint8)} if self._needs_symmetric_source else {}
+        specs |= {"outbox": ((*slots, chunk), torch.uint8)} if self.needs_symmetric_source else {}
         self._memory = self.allocate(specs)
         with torch.inference_mode(False):
             empty = torch.zeros((1, 1, 1, 1), dtype=torch.uint8, device=self.device)
@@ -204,7 +204,7 @@ class SendRecv(Collective):
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
         """
         tensor = self._message("x", x, "pe", pe)
-        memory, staged = self._memory, self._needs_symmetric_source
+        memory, staged = self._memory, self.needs_symmetric_source
         kernel = send(self.n_pes, **self._geometry, engine=self._engine, staged=staged)
         kernel(tensor, x.nbytes, pe, memory["inbox"], self._outbox, memory["arrived"], memory["taken"], self._sent)
 

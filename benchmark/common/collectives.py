@@ -22,6 +22,7 @@ from benchmark.common.measuring import (
     common_seeds,
     gather,
     gigabytes_per_second,
+    leave_default_stream,
     median,
     percentile,
     raise_if_wrong,
@@ -237,6 +238,7 @@ def run(
     implementations beside ours and NCCL, on one node: they need mapped memory."""
     report = Report(name, args)
     world = tsn.init(int(max(args.sizes) * heap_factor) + (96 << 20))
+    leave_default_stream(world)
     peers = peers if world.topology.nodes == 1 else ()
     timer = Timer.of(args, world.device_kind == "cuda")
     group = nccl_group(report, args)

@@ -11,7 +11,7 @@ from typing import Any
 
 import tilescale_net as tsn
 from benchmark.common.arguments import BenchmarkParser, on_gpu, one_of, positive_int
-from benchmark.common.measuring import DeviceTimer
+from benchmark.common.measuring import DeviceTimer, leave_default_stream
 from benchmark.common.modules import dist, moe, row_ops, torch
 from benchmark.common.peers import nccl_over_nodes
 from benchmark.common.report import Report, WrongData, world_size
@@ -65,7 +65,9 @@ def start(name: str, args: argparse.Namespace, data: str) -> tuple[Report, Devic
         rows = world_size() * tokens * (5 if mode == "throughput" else 8) + 2 * tokens * args.topk
         most = max(most, rows * row * 5 // 4 + (256 << 20 if args.hidden > 2048 else 32 << 20))
     report = Report(name, args)
-    timer = DeviceTimer(args, tsn.init(most).device_kind == "cuda", TIMING)
+    world = tsn.init(most)
+    leave_default_stream(world)
+    timer = DeviceTimer(args, world.device_kind == "cuda", TIMING)
     report.environment["shape"] = f"hidden {args.hidden}, top-{args.topk} of {args.experts} experts"
     report.environment |= {"data": "not verified" if args.no_check else data, "timing": timer.label()}
     return report, timer

@@ -254,7 +254,7 @@ class AllGatherMatmul(PreparedMatmul):
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
         """
         out, held, transposed, scales = self._arguments(
-            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._needs_symmetric_source
+            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self.needs_symmetric_source
         )
         launch = self._launches_of(transposed)
         self._calls.add_(1)
@@ -430,7 +430,7 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
         """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream; arguments as in
         `AllGatherMatmul.__call__`."""
         out, _, _, scales = self._arguments(
-            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._needs_symmetric_source
+            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self.needs_symmetric_source
         )
         parts, me = out.view(self.n_pes, self.rows, self.n), self.rank
         if self.n_pes > 1:
@@ -455,7 +455,7 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
     def _push(self, x: torch.Tensor, x_scales: torch.Tensor) -> list:
         """Send this rank's scales, if there are any, and then its rows to all others, each with the number of the call behind
         it; marks of the stream behind what each of them gets."""
-        by_engines, marks = self.device.type == "cuda" and not self._needs_symmetric_source, []
+        by_engines, marks = self.device.type == "cuda" and not self.needs_symmetric_source, []
         if by_engines:
             for hop in range(1, self.n_pes):
                 pe = (self.rank - hop) % self.n_pes

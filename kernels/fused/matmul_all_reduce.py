@@ -119,7 +119,7 @@ class MatmulAllReduce(MatmulReduceScatter):
 
     def _more_memory(self) -> BufferSpecs:
         more = {"sums": ((2, self.n_pes, self.rows, self.n), self.out_dtype)}
-        return more | ({"part": ((self.rows, self.n), self.out_dtype)} if self._needs_symmetric_source else {})
+        return more | ({"part": ((self.rows, self.n), self.out_dtype)} if self.needs_symmetric_source else {})
 
     @named("tilescale_net.MatmulAllReduce")
     def __call__(
@@ -144,7 +144,7 @@ class MatmulAllReduce(MatmulReduceScatter):
         out, held, transposed, scales = self._arguments(x, w, out, x_scales, w_scales, everyone, everyone)
         parts, memory = out.view(self.n_pes, self.rows, self.n), self.memory
         mine = parts[self.rank]
-        part = memory["part"] if self._needs_symmetric_source else mine
+        part = memory["part"] if self.needs_symmetric_source else mine
         self._sum(part, x, held, transposed, scales, parts)
         if part is not mine:
             mine.copy_(part)

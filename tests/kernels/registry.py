@@ -127,6 +127,14 @@ def _scaled(seed: int) -> None:
     file_of_tests("fused/swiglu")._rows()
 
 
+def _over_nodes(seed: int) -> None:
+    """By name, since few bytes would go through `buffered`."""
+    topology = tsn.world().topology
+    way = "push" if topology.nodes == topology.size else "pull"
+    options = dict(GEOMETRY, chunk_bytes=512, slots=2, algorithm=way)
+    file_of_tests("reduce_scatter")._reduce(seed, SUMS_OF_NODES, options, 3)
+
+
 def _messages(seed: int) -> None:
     file_of_tests("send_recv")._messages(seed)
     if tsn.size() == 2:
@@ -166,6 +174,16 @@ RUNS = {
         _of("all_gather", "_gather", [((1_000,), torch.float32, 0, 0)], dict(GEOMETRY, algorithm="stores"), 3),
         one_node=True,
     ),
+    # Over nodes; on one, the kernels of mapped memory.
+    "few bytes": Run(
+        ("buffered",),
+        _all(
+            _of("all_gather", "_gather", PARTS, GEOMETRY, 4),
+            _of("all_to_all", "_equal", PAIR, GEOMETRY, 4),
+            _of("reduce_scatter", "_reduce", PARTS[:1], GEOMETRY, 4),
+            _of("all_reduce", "_reduce", SUMS[:1], dict(GEOMETRY, staging_bytes=4096), 3),
+        ),
+    ),
     "all-to-all": Run(EXCHANGE, _of("all_to_all", "_equal", PAIR, dict(GEOMETRY, algorithm="puts"), 3)),
     "all-to-all, uneven": Run(("all_to_all",), _of("all_to_all", "_uneven", 4, GEOMETRY, (129,), torch.uint8, False)),
     "all-to-all, uneven, many calls": Run((), _of("all_to_all", "_uneven", 24, MANY, (40,), torch.float32, False)),
@@ -194,7 +212,7 @@ RUNS = {
     "all-reduce across nodes": Run((), _of("all_reduce", "_reduce", SUMS, dict(GEOMETRY, staging_bytes=4096))),
     "reduce-scatter across nodes": Run(
         ("reduce_scatter",),
-        _of("reduce_scatter", "_reduce", SUMS_OF_NODES, dict(GEOMETRY, chunk_bytes=512, slots=2), 3),
+        _over_nodes,
     ),
     "broadcast": Run(("broadcast",), _of("broadcast", "small_run")),
     "all-reduce and norm": Run(
@@ -315,6 +333,9 @@ MUTANTS = {
     "gather that does not count its calls": Mutant("exchange", "calls[block] = call", "all-gather", nightly=False),
     "stores without wait for room": Mutant("exchange", READY[0], "all-gather by stores", READY[1]),
     "stores without wait for data": Mutant("exchange", ARRIVED, "all-gather by stores", nightly=False),
+    "few bytes without wait for data": Mutant("buffered", ARRIVED, "few bytes", nodes=2, nightly=False),
+    "few bytes with one inbox": Mutant("buffered", 'T.cast(call % T.uint64(2), "int32")', "few bytes", "T.int32(0)", 2),
+    "few bytes that does not count its calls": Mutant("buffered", "calls[block] = call", "few bytes", nodes=2),
     "all-to-all without wait for data": Mutant("exchange", ARRIVED, "all-to-all", nightly=False),
     "uneven without wait for data": Mutant("all_to_all", ARRIVED, "all-to-all, uneven, many calls"),
     "uneven without fence": Mutant("all_to_all", ", fence=True", "all-to-all, uneven, many calls", "", nightly=False),
@@ -445,6 +466,13 @@ SM_90 = {
     ],
     "broadcast.broadcast": [dict(n_pes=4)],
     "broadcast.node_broadcast": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
+    "buffered.buffered": [
+        dict(n_pes=2, capacity=1 << 19, vector=16, blocks=64),
+        dict(n_pes=4, capacity=32768, vector=1, split=True),
+        dict(n_pes=4, capacity=32768, dtype="bfloat16", vector=8, split=True, sums=True, node_size=2),
+        dict(n_pes=2, capacity=1 << 19, dtype="float32", vector=4, sums=True),
+        dict(n_pes=2, capacity=1 << 19, dtype="bfloat16", vector=1, sums=True),
+    ],
     "p2p.push": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, blocks=8, engine="bulk")],
     "p2p.pull": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, engine="bulk")],
     "p2p.ping_pong": [dict(capacity=1 << 20, threads=128)],
@@ -463,5 +491,4 @@ SM_90 = {
     ],
     "send_recv.recv": [dict(n_pes=8, chunk=1 << 16)],
     "send_recv.send": [dict(n_pes=8, chunk=1 << 16)],
-    "sums.sum_of_rows": [dict(rows=8, dtype="bfloat16", node_size=node_size) for node_size in (None, 4)],
 }

@@ -46,7 +46,6 @@ CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments i
 # These copy nothing with a block's threads, a barrier, one thread's puts, and pushes into the queue; or add up what has
 # come, small and aligned to elements only.
 WITHOUT_DATA = {
-    "tilescale_net.kernels.sums.sum_of_rows",
     "tilescale_net.kernels.all_reduce_norm.sum_of_experts",
     "tilescale_net.kernels.p2p.meet",
     f"{PIPELINED}.barrier_peers",

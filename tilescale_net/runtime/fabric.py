@@ -76,6 +76,8 @@ def offers() -> list[dict[str, Any]]:
 # A network in software moves what one processor copies: threads that share what goes to a PE, each with sockets of its own;
 # processors of the host for each of them; and staging memory of all of them, of each direction.
 SOFTWARE_THREADS, PROCESSORS_OF_THREAD, STAGING_BYTES = 4, 3, 32 << 20
+# Bytes from which threads share a chunk: theirs is a copy from and to a GPU for each, which a row of an expert layer pays.
+SHARED_BYTES, SHARED_BYTES_OF_SOFTWARE = 64 << 10, 8 << 10
 
 
 def threads_of_software(provider: str, heap_kind: str, processors: int, ranks: int) -> int:
@@ -100,7 +102,7 @@ class RunningProxy:
         # What the context of kernels holds stays as it is when the proxy starts again.
         self.n_queues = settings.PROXY_QUEUES.get()
         self.threads, self.peer_threads = settings.PROXY_THREADS.get() or 1, settings.PROXY_PEER_THREADS.get() or 1
-        self._staging_bytes = STAGING_BYTES
+        self._staging_bytes, self._shared_bytes = STAGING_BYTES, SHARED_BYTES
         self._proxy = self._create()
         self._share_work()
         self._views: torch.Tensor = world.memory.upload(self._proxy.queue_views())
@@ -118,7 +120,7 @@ class RunningProxy:
         if agreed > 1:
             self._proxy.close()
             self.threads = self.peer_threads = agreed
-            self._staging_bytes = STAGING_BYTES // agreed
+            self._staging_bytes, self._shared_bytes = STAGING_BYTES // agreed, SHARED_BYTES_OF_SOFTWARE
             self._proxy = self._create()
 
     def _create(self) -> Any:
@@ -145,6 +147,7 @@ class RunningProxy:
             threads=self.threads,
             peer_threads=self.peer_threads,
             staging_bytes=self._staging_bytes,
+            shared_bytes=self._shared_bytes,
             cpus=_cpus(memory),
             capacity=settings.PROXY_CAPACITY.get(),
             chunk_bytes=settings.PROXY_CHUNK.get(),

@@ -1,0 +1,265 @@
+"""Collectives of few bytes over the network in one hop: all-gather, all-to-all, reduce-scatter and all-reduce.
+
+Between nodes a word that the output may be overwritten, and the wait until the network has confirmed the data, take longer
+than few bytes do. So every PE puts its parts into an inbox that each peer keeps for it, from an outbox of its own, and waits
+for nothing before; a peer takes out what has come. Inbox and outbox exist twice, and calls alternate: a PE that sends in call
+i + 2 has had data of call i + 1 from all PEs, which had taken those of call i by then. So neither room nor confirmation is
+waited for, and `x` may be written again when the call is over.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tilelang.language as T
+import torch
+from tilelang import tvm
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+
+from .algorithms import BufferSpecs
+from .collective import (
+    ALIGN_BYTES,
+    MIN_BYTES,
+    STATUS_WORDS,
+    TAG_BITS,
+    Collective,
+    all_agree,
+    announce,
+    check_tag_or_newer,
+    dtype_name,
+    is_aligned,
+    slice_elements,
+)
+from .launches import Form, Launch
+from .sums import VECTOR_BYTES, accumulator
+
+# Bytes of all PEs' parts, and PEs, up to which a part goes to every PE by itself.
+MOST_BYTES, MOST_PES = 1 << 20, 8
+# Bytes of a part where nodes have several PEs, so that it could cross the network once per node instead.
+MOST_BYTES_PER_RANK = 32 * 1024
+UNROLL = 4  # vectors that a thread has in flight
+
+
+@tsn.jit(name="buffered")
+def buffered(
+    n_pes, capacity, dtype="uint8", vector=1, threads=512, blocks=16, split=False, sums=False, node_size=None,
+    engine="auto", unroll=None, ring=None, least_bytes=MIN_BYTES,
+):  # fmt: skip
+    """Kernel `(out, x, tag, status, calls, ready, arrived, inbox, outbox)`: `out` has what all PEs have for this one.
+
+    Args:
+        n_pes: number of PEs, at most `threads`.
+        capacity: bytes of a part at most, a multiple of 16.
+        dtype: of all but signals; the number of elements of a part, `count * vector`, is taken from the tensors.
+        vector: elements that one load moves, 16 bytes or 1 element; above 1, `x` and `out` are aligned to as many. PEs may
+            differ in it where the part is a multiple of 16 bytes.
+        threads, blocks: launch geometry; all blocks must be able to run at once.
+        split: `x` is [n_pes, count, vector], and PE p gets `x[p]`; else it is [count, vector], and every PE gets all of it.
+        sums: `out` [count, vector] is the sum of the parts of all PEs, as in `reduce_scatter`; else it is [n_pes, count,
+            vector], and `out[p]` is the part of PE p.
+        node_size: see `reduce_scatter`.
+        engine, unroll, ring: see `tilescale_net.language.put_block`.
+        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
+
+    `inbox` [2, n_pes, capacity] and `outbox` [2, n_pes or 1, capacity], in bytes, `ready` [n_pes] and `arrived` [n_pes, blocks]
+    are symmetric, `calls` [blocks] is any device memory; the words are uint64, zero before the first call, and then left
+    alone. `tag` stands for what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to
+    `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    """
+    count = T.dynamic("count", "int64")
+    rows = capacity * 8 // (vector * tvm.DataType(dtype).bits)
+    total_dtype, by_nodes = accumulator(dtype), node_size is not None
+    in_shape = (n_pes, count, vector) if split else (count, vector)
+    out_shape = (count, vector) if sums else (n_pes, count, vector)
+    sources = n_pes if split else 1
+
+    @T.macro
+    def put_in_outbox(x, outbox, half, first, size, thread):
+        """The slice of every part that leaves this PE."""
+        kept = T.alloc_local((UNROLL, vector), dtype)
+        for source in T.serial(sources):
+            for turn in T.serial(T.ceildiv(size, T.int64(threads * UNROLL))):
+                i = turn * (threads * UNROLL) + thread
+                for u in T.unroll(UNROLL):
+                    if i + u * threads < size:
+                        for v in T.vectorized(vector):
+                            if split:
+                                kept[u, v] = x[source, first + i + u * threads, v]
+                            else:
+                                kept[u, v] = x[first + i + u * threads, v]
+                for u in T.unroll(UNROLL):
+                    if i + u * threads < size:
+                        for v in T.vectorized(vector):
+                            outbox[half, source, first + i + u * threads, v] = kept[u, v]
+
+    @T.macro
+    def take_out(out, inbox, outbox, agrees, me, half, first, size, thread):
+        """The slice of every part that is for this PE, its own included."""
+        kept = T.alloc_local((UNROLL, vector), dtype)
+        for p in T.serial(n_pes):
+            if agrees[p] != 0:
+                for turn in T.serial(T.ceildiv(size, T.int64(threads * UNROLL))):
+                    i = turn * (threads * UNROLL) + thread
+                    for u in T.unroll(UNROLL):
+                        if i + u * threads < size:
+                            for v in T.vectorized(vector):
+                                if p == me:
+                                    kept[u, v] = outbox[half, me if split else 0, first + i + u * threads, v]
+                                else:
+                                    kept[u, v] = inbox[half, p, first + i + u * threads, v]
+                    for u in T.unroll(UNROLL):
+                        if i + u * threads < size:
+                            for v in T.vectorized(vector):
+                                out[p, first + i + u * threads, v] = kept[u, v]
+
+    @T.macro
+    def add_up(out, inbox, outbox, me, half, first, size, thread):
+        """The sum of the slices of all PEs, in their order."""
+        for turn in T.serial(T.ceildiv(size, T.int64(threads * UNROLL))):
+            i = turn * (threads * UNROLL) + thread
+            totals = T.alloc_local((UNROLL, vector), total_dtype)
+            part = T.alloc_local((UNROLL, vector), dtype)
+            T.clear(totals)
+            if by_nodes:
+                of_nodes = T.alloc_local((UNROLL, vector), total_dtype)
+                T.clear(of_nodes)
+            for p in T.serial(n_pes):
+                for u in T.unroll(UNROLL):
+                    if i + u * threads < size:
+                        for v in T.vectorized(vector):
+                            if p == me:
+                                part[u, v] = outbox[half, me if split else 0, first + i + u * threads, v]
+                            else:
+                                part[u, v] = inbox[half, p, first + i + u * threads, v]
+                for u in T.unroll(UNROLL):
+                    for v in T.unroll(vector):
+                        totals[u, v] += T.cast(part[u, v], total_dtype)
+                if by_nodes:
+                    if p % node_size == node_size - 1:
+                        for u in T.unroll(UNROLL):
+                            for v in T.unroll(vector):
+                                part[u, v] = T.cast(totals[u, v], dtype)
+                                of_nodes[u, v] += T.cast(part[u, v], total_dtype)
+                        T.clear(totals)
+            for u in T.unroll(UNROLL):
+                if i + u * threads < size:
+                    for v in T.vectorized(vector):
+                        out[first + i + u * threads, v] = T.cast(of_nodes[u, v] if by_nodes else totals[u, v], dtype)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor(out_shape, dtype),
+        x: T.Tensor(in_shape, dtype),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
+        calls: T.Tensor((blocks,), "uint64"),
+        ready: T.Tensor((n_pes,), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+        inbox: T.Tensor((2, n_pes, rows, vector), dtype),
+        outbox: T.Tensor((2, sources, rows, vector), dtype),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = calls[block] + T.uint64(1)
+            half = T.cast(call % T.uint64(2), "int32")
+            share = T.ceildiv(slice_elements(count * vector, blocks, dtype, least_bytes), T.int64(vector))
+            first = T.alloc_var("int64")
+            first = T.min(share * block, count)
+            size = T.alloc_var("int64")
+            size = T.min(share, count - first)
+            agrees = T.alloc_shared((n_pes,), "int32")
+            if block == 0 and thread < n_pes:
+                announce(ready, me, call, tag, thread)
+            if size > 0:
+                put_in_outbox(x, outbox, half, first, size, thread)
+                T.sync_threads()
+                for hop in T.serial(1, n_pes):
+                    pe = (me + hop) % n_pes
+                    N.put_signal_block(
+                        inbox[half, me, first, 0], outbox[half, pe if split else 0, first, 0], pe, arrived[me, block], call,
+                        count=size * vector, engine=engine, unroll=unroll, ring=ring,
+                    )  # fmt: skip
+                if thread < n_pes:
+                    same = T.alloc_var("int32")
+                    same = 1
+                    if thread != me:
+                        word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
+                        check_tag_or_newer(same, thread, call, tag, word, status, block == 0)
+                        if same != 0:
+                            N.wait(arrived[thread, block], "ge", call)
+                    agrees[thread] = same
+                T.sync_threads()
+                if sums:
+                    agreed = T.alloc_var("int32")
+                    all_agree(agreed, agrees, n_pes)
+                    if agreed != 0:
+                        add_up(out, inbox, outbox, me, half, first, size, thread)
+                else:
+                    take_out(out, inbox, outbox, agrees, me, half, first, size, thread)
+            T.sync_threads()
+            if thread == 0:
+                calls[block] = call
+
+    return main
+
+
+class Buffers:
+    """Inbox, outbox and signals of a collective's calls through them.
+
+    Args:
+        op: whose calls they are; owns the memory.
+        split: the PEs' parts differ.
+        most_bytes: of a part that shall go through them; 0: none.
+        calls, ready: counters and signals that the calls share with those of another kernel; default words of their own.
+        options: of puts, see `put_block`.
+
+    Attributes:
+        capacity: bytes of a part that they hold; 0: nothing goes through them.
+    """
+
+    def __init__(
+        self, op: Collective, split: bool, most_bytes: int = MOST_BYTES, calls: torch.Tensor | None = None,
+        ready: torch.Tensor | None = None, **options: Any,
+    ):  # fmt: skip
+        self._op, self._split, self.capacity = op, split, 0
+        if not op.needs_symmetric_source or op.n_pes > MOST_PES or not most_bytes:
+            return
+        n_pes, sources = op.n_pes, op.n_pes if split else 1
+        self.capacity = min(most_bytes, MOST_BYTES // n_pes) // ALIGN_BYTES * ALIGN_BYTES
+        specs: BufferSpecs = {} if ready is not None else {"ready": ((n_pes,), torch.uint64)}
+        specs["arrived"] = (n_pes, op.blocks), torch.uint64
+        specs["inbox"] = (2, n_pes, self.capacity), torch.uint8
+        specs["outbox"] = (2, sources, self.capacity), torch.uint8
+        given = {"calls": op.counters(op.blocks) if calls is None else calls}
+        self._memory = op.allocate(specs) | given | ({} if ready is None else {"ready": ready})
+        self._options = dict(threads=op.threads, blocks=op.blocks, least_bytes=op.min_slice_bytes, **options)
+
+    def holds(self, nbytes: int) -> bool:
+        """Whether parts of so many bytes go through them."""
+        return 0 < nbytes <= self.capacity
+
+    def launch(self, out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[..., None]:
+        """The launch of a call `(tag, out, x)` with tensors like these. `dtype`: of the sum; default: parts stay apart."""
+        kind = dtype or torch.uint8
+        part = x.nbytes // self._op.n_pes if self._split else x.nbytes
+        aligned = part % VECTOR_BYTES == 0 and is_aligned(VECTOR_BYTES, out, x)
+        vector = VECTOR_BYTES // kind.itemsize if aligned else 1
+        return self._op.prepared(("buffers", dtype, vector), lambda: self._new_launch(kind, vector, dtype is not None))
+
+    def _new_launch(self, kind: torch.dtype, vector: int, sums: bool) -> Launch:
+        op = self._op
+        kernel = buffered(
+            op.n_pes, self.capacity, dtype_name(kind), vector, split=self._split, sums=sums,
+            node_size=op.node_sum if sums else None, **self._options,
+        )  # fmt: skip
+        fixed = dict(self._memory, status=op.status_record)
+        for name in ("inbox", "outbox"):
+            memory = self._memory[name].view(kind)
+            fixed[name] = memory.view(*memory.shape[:2], -1, vector)
+        whole: Form = (-1, vector), kind
+        apart: Form = (op.n_pes, -1, vector), kind
+        forms = {"out": whole if sums else apart, "x": apart if self._split else whole}
+        return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms=forms)
