@@ -522,7 +522,7 @@ class AllReduceNorm(Collective):
         super().__init__("AllReduceNorm", f"hidden={hidden}", threads, blocks, group)
         self.hidden = hidden
         self.shots: int | None = None
-        self._warm: set[torch.dtype] = set()
+        self._warm: set[tuple[torch.dtype, str]] = set()
         self._all_reduce: AllReduce | None = None
         self._max_blocks = self.block_limit
         # Bytes up to which one shot is faster, measured on two and on four H100; a row at least.
@@ -660,25 +660,33 @@ class AllReduceNorm(Collective):
         ]
         compile_together(calls, self.device, place.local_rank, place.node_size)
 
-    def warm_up(self, dtype: torch.dtype) -> None:
+    def warm_up(self, dtype: torch.dtype, by: str = "") -> None:
         """Make the kernels for rows of a dtype, whatever their number: later calls may be captured into a CUDA graph.
 
-        Collective where it is the first one for the dtype; does nothing while a graph is captured.
+        Collective where it is the first one for the dtype and `by`; does nothing while a graph is captured.
 
         Args:
             dtype: one of `DTYPES`.
+            by: "", or of FP8 output what shares a scale: "tensor", "token" or "block".
         """
         on_gpu = self._world.device.type == "cuda"
-        if dtype in self._warm or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        if (dtype, by) in self._warm or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return
-        self._warm.add(dtype)
-        self.compile(dtype)
-        x, residual, weight = (torch.zeros(self.hidden, dtype=dtype, device=self._world.device) for _ in range(3))
+        self._warm.add((dtype, by))
+        self.compile(dtype, ((by, 0),))
+        x, residual, weight = (torch.zeros(self.hidden, dtype=dtype, device=self.device) for _ in range(3))
+        fp8: dict[str, Any] = {}
+        if by:
+            fp8 = {"quantized": torch.zeros(self.hidden, dtype=FP8_DTYPE, device=self.device)}
+            if by == PER_TENSOR:
+                fp8["scale"] = torch.ones(1, device=self.device)
+            else:
+                fp8["scales"] = self.new_scales(1, by)
         forced = self.shots
         try:
             for shots in (1, 2):
                 self.shots = shots
-                self(x, x, weight, residual=residual)
+                self(x, x, weight, residual=residual, **fp8)
         finally:
             self.shots = forced
 

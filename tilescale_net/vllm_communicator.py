@@ -10,7 +10,7 @@ import importlib
 import logging
 import operator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
@@ -19,7 +19,8 @@ from vllm.distributed.device_communicators.cuda_communicator import CudaCommunic
 from tilescale_net import ops
 from tilescale_net.deep_ep.groups import join, leave
 from tilescale_net.kernels.all_reduce import AllReduce
-from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
+from tilescale_net.kernels.all_reduce_norm import FP8_DTYPE, PER_BLOCK, PER_TENSOR, PER_TOKEN, AllReduceNorm
+from tilescale_net.kernels.moe.row_ops import GROUP
 from tilescale_net.ops import group_objects
 from tilescale_net.runtime import settings
 from tilescale_net.runtime.world import World
@@ -86,22 +87,38 @@ def is_capturing(world: World) -> bool:
 # -- fused with RMSNorm -----------------------------------------------------------------------------------------------
 
 
-class FuseNorm(VllmInductorPass):  # type: ignore[misc]
-    """`ops.all_reduce_norm` in place of vLLM's all-reduce with RMSNorm behind it, with a residual and without.
+class Quantization(NamedTuple):
+    """One of vLLM's operators that quantise rows to FP8, in a graph; see `ops.all_reduce_norm_quantized`.
 
-    Replaced where nothing else reads the sum (with a residual), the weight has the sum's dtype, and the kernel takes the rows.
+    Attributes:
+        node: the call. by, layout, scale: arguments of ours. results: the rows and the scales that it makes, as indices.
+    """
+
+    node: torch.fx.Node
+    by: str
+    layout: str
+    scale: torch.fx.Node | None
+    results: tuple[int, ...]
+
+
+class FuseNorm(VllmInductorPass):  # type: ignore[misc]
+    """`ops.all_reduce_norm` in place of vLLM's all-reduce with RMSNorm behind it, with a residual and without; or
+    `ops.all_reduce_norm_quantized`, where one of vLLM's operators quantises the normalised rows to FP8.
+
+    Replaced where nothing else reads the sum (with a residual), the weight has the sum's dtype, or is such a one in float32 plus
+    a number (Gemma's), and the kernel takes the rows.
 
     Args:
         config: vLLM's.
         named: the group's name in vLLM. group: its name in torch.distributed.
 
     Attributes:
-        replaced: how many norms calls so far have replaced.
+        replaced: how many norms calls so far have replaced. quantized: how many of them with the quantisation behind them.
     """
 
     def __init__(self, config: Any, named: str, group: str) -> None:
         super().__init__(config)
-        self.named, self.group, self.replaced = named, group, 0
+        self.named, self.group, self.replaced, self.quantized = named, group, 0, 0
 
     def uuid(self) -> str:
         """For vLLM's cache of compiled graphs, which hold the group's name."""
@@ -110,24 +127,62 @@ class FuseNorm(VllmInductorPass):  # type: ignore[misc]
     @VllmInductorPass.time_and_log
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Replace what is replaced, in place."""
+        norms = (torch.ops.vllm_ir.fused_add_rms_norm.default, torch.ops.vllm_ir.rms_norm.default)
         for node in list(graph.nodes):
-            if node.op != "call_function":
-                continue
-            if node.target == torch.ops.vllm_ir.fused_add_rms_norm.default:
-                self._with_residual(graph, node)
-            elif node.target == torch.ops.vllm_ir.rms_norm.default:
-                self._without(graph, node)
+            if node.op == "call_function" and node.target in norms:
+                self._replace(graph, node, has_residual=node.target == norms[0])
         graph.eliminate_dead_code()
 
-    def _fits(self, x: Any, weight: Any, *whole: Any) -> bool:
-        """Whether `x` is the group's all-reduce, of rows that the kernel takes; `whole` is the size of the norm's window."""
+    def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node, has_residual: bool) -> None:
+        summed, *residuals, weight, eps = node.args[: 4 if has_residual else 3]
+        window = node.args[4 if has_residual else 3 :]  # of the elements whose squares are added up
+        weight, weight_bias = _without_bias(weight)
+        if not self._fits(summed, weight) or any(size is not None for size in window):
+            return
+        if has_residual:
+            residual, at = residuals[0], node
+            if len(summed.users) != 1 or residual.meta["val"].dtype != summed.meta["val"].dtype:
+                return
+            normed, total = ([user for user in node.users if user.args[1] == i] for i in range(2))
+        else:  # the call stands where the sum stood, since others may read that before the norm
+            residual, at, normed, total = None, summed, [node], [summed]
+            if not _is_given(weight):
+                return
+        given = (summed.args[0], weight, residual, None)
+        found = [each for each in map(_quantization, _users(normed)) if each is not None]
+        if len(found) == 1:
+            by = found[0]
+            keeps = any(user is not by.node for user in _users(normed))
+            options = (by.scale, by.by, by.layout, keeps, eps, weight_bias, self.group, True)
+            target, args = _ours.all_reduce_norm_quantized.default, (*given, *[None] * 3, *options)
+            rows, *scales = ([user for user in by.node.users if user.args[1] == i] for i in by.results)
+            results = [rows, total, *scales, *([normed] if keeps else [])]
+            values = [by.node.meta["val"][i] for i in by.results]
+            values = [values[0], _value(summed), *values[1:], *([_value(summed)] if keeps else [])]
+        else:
+            target = _ours.all_reduce_norm.default
+            args = (*given, eps, True, self.group, weight_bias, *[None] * 3, True)
+            results, values = [normed, total], [_value(summed)] * 2
+        with graph.inserting_before(at):
+            call = graph.call_function(target, args)
+            call.meta["val"] = values
+            for i, (before, value) in enumerate(zip(results, values)):
+                part = graph.call_function(operator.getitem, (call, i))
+                part.meta["val"] = value
+                for each in before:
+                    each.replace_all_uses_with(part)
+        self.replaced += 1
+        self.quantized += len(found) == 1
+
+    def _fits(self, x: Any, weight: Any) -> bool:
+        """Whether `x` is the group's all-reduce, of rows that the kernel takes."""
         if not isinstance(x, torch.fx.Node) or x.target != torch.ops.vllm.all_reduce.default:
             return False
         if (x.args[1] if len(x.args) > 1 else x.kwargs["group_name"]) != self.named:
             return False
-        if not isinstance(weight, torch.fx.Node) or any(size is not None for size in whole):
+        if not isinstance(weight, torch.fx.Node):
             return False
-        rows, scale = x.meta["val"], weight.meta["val"]
+        rows, scale = _value(x), _value(weight)
         hidden = rows.shape[-1]
         nbytes = hidden * rows.element_size() if isinstance(hidden, int) else -1
         return (
@@ -138,40 +193,61 @@ class FuseNorm(VllmInductorPass):  # type: ignore[misc]
             and 0 < nbytes <= AllReduceNorm.LARGEST_ROW
         )
 
-    def _with_residual(self, graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-        summed, residual, weight, eps, *whole = node.args
-        if not self._fits(summed, weight, *whole) or len(summed.users) != 1:
-            return
-        if residual.meta["val"].dtype != summed.meta["val"].dtype:
-            return
-        values = node.meta["val"]
-        with graph.inserting_before(node):
-            call = graph.call_function(
-                torch.ops.higher_order.auto_functionalized,
-                (_ours.all_reduce_norm_.default,),
-                dict(x=summed.args[0], weight=weight, residual=residual, eps=eps, group=self.group),
-            )
-            call.meta["val"] = values
-        node.replace_all_uses_with(call)
-        self.replaced += 1
 
-    def _without(self, graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-        summed, weight, eps, *whole = node.args
-        # The call stands where the sum stood, since others may read that before the norm.
-        if not self._fits(summed, weight, *whole) or weight.op != "placeholder":
-            return
-        values = node.meta["val"], summed.meta["val"]
-        with graph.inserting_before(summed):
-            call = graph.call_function(
-                _ours.all_reduce_norm.default, (summed.args[0], weight, None, None, eps, True, self.group)
-            )
-            call.meta["val"] = values
-            parts = [graph.call_function(operator.getitem, (call, i)) for i in range(2)]
-            for part, value in zip(parts, values):
-                part.meta["val"] = value
-        node.replace_all_uses_with(parts[0])
-        summed.replace_all_uses_with(parts[1])
-        self.replaced += 1
+def _value(node: torch.fx.Node) -> torch.Tensor:
+    value: torch.Tensor = node.meta["val"]
+    return value
+
+
+def _users(nodes: list[torch.fx.Node]) -> list[torch.fx.Node]:
+    return [user for node in nodes for user in node.users]
+
+
+def _is_given(node: Any) -> bool:
+    """Whether a node is there before all that the graph computes."""
+    return isinstance(node, torch.fx.Node) and node.op in ("placeholder", "get_attr")
+
+
+def _without_bias(weight: Any) -> tuple[Any, float]:
+    """Of a weight in float32 plus a number, as Gemma's norm makes it: the weight, as it is given, and the number."""
+    if isinstance(weight, torch.fx.Node) and weight.target == torch.ops.aten.add.Tensor and len(weight.args) == 2:
+        wide, bias = weight.args
+        if isinstance(bias, (int, float)) and isinstance(wide, torch.fx.Node) and _value(wide).dtype == torch.float32:
+            is_cast = wide.target == torch.ops.prims.convert_element_type.default
+            return (wide.args[0] if is_cast else wide), float(bias)
+    return weight, 0.0
+
+
+def _quantization(node: torch.fx.Node) -> Quantization | None:
+    """What a call of vLLM's quantises as the kernel can: finite scales of the whole tensor, a row, or 128 elements."""
+    if node.target != torch.ops.higher_order.auto_functionalized or node.args[0] not in _quantizers():
+        return None
+    given, name = node.kwargs, node.args[0]._schema.name
+    if len(_value(given["input"]).shape) != 2:
+        return None
+    if name == "_C::static_scaled_fp8_quant":
+        scale, shape = given["scale"], given.get("group_shape")
+        if not _is_given(scale) or _value(scale).numel() != 1 or (shape is not None and list(shape) != [-1, -1]):
+            return None
+        found = Quantization(node, PER_TENSOR, "row", scale, (1,))
+    elif name == "_C::dynamic_per_token_scaled_fp8_quant":
+        if given.get("scale_ub") is not None:
+            return None
+        found = Quantization(node, PER_TOKEN, "row", None, (1, 2))
+    else:
+        if given["group_size"] != GROUP or given["scale_ue8m0"]:
+            return None
+        layout = "row"
+        if given["dummy_is_scale_transposed"]:
+            layout = "tma" if given["dummy_is_tma_aligned"] else "column"
+        found = Quantization(node, PER_BLOCK, layout, None, (1, 2))
+    return found if node.meta["val"][1].dtype == FP8_DTYPE else None
+
+
+def _quantizers() -> list[Any]:
+    """vLLM's operators, as far as this build has them."""
+    names = ("static_scaled_fp8_quant", "dynamic_per_token_scaled_fp8_quant", "per_token_group_fp8_quant")
+    return [getattr(torch.ops._C, name).default for name in names if hasattr(torch.ops._C, name)]
 
 
 def install_pass(named: str, group: str) -> None:

@@ -47,7 +47,7 @@ def test_a_layer_of_megatron():
 # DeepEP's own tests: a file of a checkout of a version, and its arguments.
 DEEP_EP = {
     "v1.2.1/tests/test_intranode.py": "--num-tokens 32 --hidden 256 --num-topk 4 --num-experts 8",
-    "v1.2.1/tests/test_low_latency.py": "--num-tokens 16 --hidden 1024 --num-topk 4 --num-experts 8",
+    "v1.2.1/tests/test_low_latency.py": "--num-tokens 16 --hidden 512 --num-topk 4 --num-experts 8",
     "main/tests/elastic/test_ep.py": "--num-tokens 16 --hidden 256 --num-topk 3 --num-experts 8 --num-sms 4 --skip-perf-test",
 }
 

@@ -19,6 +19,7 @@ from tests.clients import stand_ins
 from tilescale_net import plugins
 
 COMMUNICATORS, PASSES = "vllm.distributed.device_communicators.", "vllm.compilation.passes."
+QUANTIZATION = "vllm.model_executor.layers.quantization."
 stand_ins.install_modules(
     "vllm",
     os.environ["MODULES"],
@@ -31,6 +32,8 @@ stand_ins.install_modules(
         *(COMMUNICATORS + name for name in ("all_reduce_utils", "base_device_communicator", "cuda_communicator")),
         *(PASSES + name for name in ("inductor_pass", "vllm_inductor_pass", "pass_manager", "fx_utils")),
         "vllm.distributed.parallel_state",
+        *(QUANTIZATION + name for name in ("utils.fp8_utils", "utils.quant_utils", "input_quant_fp8")),
+        *("vllm." + name for name in ("_custom_ops", "scalar_type", "utils.math_utils", "model_executor.custom_op")),
     ],
 )
 module, GPU, SIZE = importlib.import_module, stand_ins.GPU, stand_ins.SIZE
@@ -47,6 +50,12 @@ class Platform:
 
     def __getattr__(self, name: str):
         return lambda *given: GPU if name == "is_cuda_alike" else name == "use_custom_op_collectives"
+
+    def is_fp8_fnuz(self) -> bool:
+        return False
+
+    def fp8_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
 
     def logical_device_id_to_visible_device_id(self, number: int) -> int:
         return number
@@ -174,6 +183,97 @@ def norm() -> None:
         assert stand_ins.difference(ours, wanted) < 2e-2
 
 
+# -- vLLM's operators of its compiled part, by their published schemas --------------------------------------------------
+
+_c = torch.library.Library("_C", "FRAGMENT")
+_c.define("static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None) -> ()")
+_c.define("dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()")
+_c.define(
+    "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, float fp8_min, "
+    "float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
+)
+calls = []  # of these operators: those that are fused are not called
+
+
+def static_scaled_fp8_quant(result, input, scale, group_shape=None):
+    calls.append("tensor")
+    result.copy_((input.float() / scale).clamp(-448, 448).to(result.dtype))
+
+
+def dynamic_per_token_scaled_fp8_quant(result, input, scale, scale_ub):
+    calls.append("token")
+    scale.copy_(input.float().abs().amax(-1, keepdim=True) / 448)
+    result.copy_((input.float() / scale).to(result.dtype))
+
+
+def per_token_group_fp8_quant(input, output_q, output_s, group_size, *given):
+    calls.append("block")
+    blocks = input.float().unflatten(-1, (-1, group_size))
+    output_s.copy_(blocks.abs().amax(-1) / 448)
+    output_q.copy_((blocks / output_s.unsqueeze(-1)).flatten(-2).to(output_q.dtype))
+
+
+for each in (static_scaled_fp8_quant, dynamic_per_token_scaled_fp8_quant, per_token_group_fp8_quant):
+    _c.impl(each.__name__, each, "CUDA" if GPU else "CPU")
+    torch.library.register_fake(f"_C::{each.__name__}", lambda *given: None)
+
+
+def quantised() -> None:
+    """Norms with vLLM's quantisations behind them, Gemma's norms too: one operator each, where nothing hinders it."""
+    ops, custom = module("vllm.ir").ops, module("vllm._custom_ops")
+    utilities = module(QUANTIZATION + "utils.fp8_utils")
+    utilities.current_platform = types.SimpleNamespace(
+        is_cuda_alike=lambda: True, fp8_dtype=lambda: torch.float8_e4m3fn
+    )
+    utilities.get_tma_aligned_size = lambda rows, itemsize: -(-rows * itemsize // 16) * 16 // itemsize  # DeepGEMM's
+    group_quant = utilities.per_token_group_quant_fp8
+
+    def block(x, y, weight, gemma, scale):
+        first = tp.all_reduce(x)
+        normed = ops.rms_norm(first, gemma.float() + 1.0, 1e-6)  # also read elsewhere
+        by_tensor, _ = custom.scaled_fp8_quant(normed, scale)
+        total = tp.all_reduce(y + normed)
+        normed, residual = ops.fused_add_rms_norm(total, first, weight, 1e-6)
+        by_token = custom.scaled_fp8_quant(normed, use_per_token_if_dynamic=True)
+        total = tp.all_reduce(residual + x)
+        normed, residual = ops.fused_add_rms_norm(total, residual, gemma.float() + 1.0, 1e-6)
+        by_block = [group_quant(normed, 128, column_major_scales=True, tma_aligned_scales=True, use_ue8m0=False)]
+        total = tp.all_reduce(residual)
+        normed, residual = ops.fused_add_rms_norm(total, residual, weight, 1e-6)
+        by_block += [group_quant(normed, 128, use_ue8m0=False)]
+        total = tp.all_reduce(y)
+        normed, residual = ops.fused_add_rms_norm(total, residual, weight, 1e-6)
+        by_block += [group_quant(normed, 128, column_major_scales=True, use_ue8m0=False)]
+        total = tp.all_reduce(x)
+        normed, residual = ops.fused_add_rms_norm(total, residual, weight, 1e-6)
+        rounded = group_quant(normed, 128, use_ue8m0=True)  # scales that the kernel does not make
+        return by_tensor, *by_token, *[t for pair in by_block for t in pair], *rounded, residual
+
+    x, y, (weight, gemma) = values(7, 512, seed=5), values(7, 512, seed=6), values(2, 512, seed=7).unbind()
+    for each in (weight, gemma):
+        dist.broadcast(each, 0, group=tp.device_group)
+    scale = torch.full((1,), 0.02, device=stand_ins.DEVICE)
+    given = x, y, weight.clone(), gemma.clone(), scale
+    added = [each for each in passes().passes if type(each) is vllm_communicator.FuseNorm] if one_node else []
+    wanted = block(*given)
+    calls.clear()
+    settings = dict(force_disable_caches=True, enable_auto_functionalized_v2=False)  # the second as vLLM sets it
+    with torch._inductor.config.patch(post_grad_custom_post_pass=added[0] if added else None, **settings):
+        found = torch.compile(block, fullgraph=True, dynamic=False)(*given)
+    if added:
+        assert (added[0].replaced, added[0].quantized, calls) == (6, 5, ["block"])
+    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert ours.stride() == theirs.stride(), i
+        assert stand_ins.difference(ours, theirs) < 8e-2, i  # a step of FP8 at its largest numbers is 7e-2
+
+
 with torch.inference_mode():
-    stand_ins.run({"all-reduce": all_reduce, "all-reduce with RMSNorm, compiled": norm})
+    stand_ins.run(
+        {
+            "all-reduce": all_reduce,
+            "all-reduce with RMSNorm, compiled": norm,
+            "with quantisation and Gemma's norm": quantised,
+        }
+    )
 tp.device_communicator.destroy()

@@ -9,6 +9,7 @@ from tests.kernels.support import assert_same, rejected
 from tests.kernels.test_all_reduce_norm import _quantised, sum_of_experts
 from tilescale_net import ops
 from tilescale_net.kernels.all_reduce_norm import ExpertRows
+from tilescale_net.ops import group_objects, norms
 
 HIDDEN, EPS = 64, 1e-5
 
@@ -71,21 +72,23 @@ def test_gradient_is_summed():
     ranks.run(2, _gradient_is_summed)
 
 
-def _in_place() -> None:
-    """The operator for passes has the bits of the other, and writes the residual, however it lies."""
+def _any_rows() -> None:
+    """As passes over a server's graphs call the operators: no later number of rows needs another kernel."""
     x, weight = (_drawn(tsn.rank(), k).to(tsn.device()) for k in (1, 2))
-    residual = _drawn(3, shape=(HIDDEN, 5)).to(tsn.device()).T
-    out, total = ops.all_reduce_norm(x, weight[0], residual=residual, eps=EPS)
-    for given in (residual.clone(memory_format=torch.contiguous_format), residual):
-        found = torch.ops.tilescale_net.all_reduce_norm_(x, weight[0], given, EPS, "")
-        assert torch.equal(found, out) and torch.equal(given, total)
-    torch.library.opcheck(
-        torch.ops.tilescale_net.all_reduce_norm_.default, (x, weight[0], residual, EPS, ""), test_utils=("test_schema",)
-    )
+    wanted = ops.all_reduce_norm(x, weight[0], eps=EPS)
+    found = torch.ops.tilescale_net.all_reduce_norm(x, weight[0], None, None, EPS, True, "", any_rows=True)
+    assert all(map(torch.equal, found, wanted))
+    wanted = ops.all_reduce_norm_quantized(x, weight[0], by="token", eps=EPS)
+    given = (x, weight[0], *[None] * 6, "token", "row", False, EPS, 0.0, "")
+    quantized, total, scales = torch.ops.tilescale_net.all_reduce_norm_quantized(*given, any_rows=True)
+    assert torch.equal(quantized.view(torch.uint8), wanted.quantized.view(torch.uint8))
+    assert torch.equal(total, wanted.total) and torch.equal(scales, wanted.scales)
+    norm = norms.norm_of(group_objects.in_order(""), HIDDEN)
+    assert norm._warm == {(x.dtype, ""), (x.dtype, "token")} and norm.shots is None
 
 
-def test_in_place():
-    ranks.run(2, _in_place)
+def test_any_rows():
+    ranks.run(2, _any_rows)
 
 
 def _experts_of(rank: int, tokens=6, top_k=3) -> ExpertRows:

@@ -90,9 +90,12 @@ def _all_reduce_norm(
     index: torch.Tensor | None = None,
     expert_weights: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
+    any_rows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    experts = index, expert_weights, shared
-    return _normalised(group_objects.in_order(group), x, weight, residual, bias, experts, eps, weight_bias)
+    experts, objects = (index, expert_weights, shared), group_objects.in_order(group)
+    if any_rows:  # of passes over graphs of a server, which captures them with other numbers of rows
+        norm_of(objects, x.shape[-1]).warm_up(x.dtype)
+    return _normalised(objects, x, weight, residual, bias, experts, eps, weight_bias)
 
 
 def _normalised(objects, x, weight, residual, bias, experts, eps, weight_bias) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,28 +108,10 @@ def _normalised(objects, x, weight, residual, bias, experts, eps, weight_bias) -
     return out, total
 
 
-@arguments.operator("all_reduce_norm_", mutates=("residual",))
-def _all_reduce_norm_(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, eps: float, group: str
-) -> torch.Tensor:
-    """For passes over graphs, which know that nothing else reads `residual`: no copy of it, and no gradient."""
-    objects, dense = group_objects.in_order(group), residual.contiguous()
-    norm_of(objects, x.shape[-1]).warm_up(x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _called(objects, x)(out, x.contiguous(), weight.contiguous(), residual=dense, eps=eps)
-    if dense is not residual:
-        residual.copy_(dense)
-    return out
-
-
-@arguments.register_fake("all_reduce_norm_")
-def _(x, weight, residual, eps, group):
-    return x.new_empty(x.shape)
-
-
 @arguments.register_fake("all_reduce_norm")
 def _(
-    x, weight, residual, bias, eps, replicated, group, weight_bias=0.0, index=None, expert_weights=None, shared=None
+    x, weight, residual, bias, eps, replicated, group, weight_bias=0.0, index=None, expert_weights=None, shared=None,
+    any_rows=False,
 ):  # fmt: skip
     return x.new_empty(_shape(x, index)), x.new_empty(_shape(x, index))
 
@@ -151,7 +136,7 @@ def _gradient(ctx, grad, grad_total):
     of_bias = (of_total.sum(tuple(rows)) if t.dim() > 1 else of_total).to(total.dtype) if ctx.with_bias else None
     of_total = of_total.to(total.dtype)
     of_x = of_total if ctx.replicated else _ops.all_reduce(of_total, False, ctx.group, True)
-    return of_x, of_weight.to(weight.dtype), of_total if ctx.with_residual else None, of_bias, *[None] * 7
+    return of_x, of_weight.to(weight.dtype), of_total if ctx.with_residual else None, of_bias, *[None] * 8
 
 
 torch.library.register_autograd("tilescale_net::all_reduce_norm", _gradient, setup_context=_setup)
@@ -258,9 +243,12 @@ def _all_reduce_norm_quantized(
     eps: float,
     weight_bias: float,
     group: str,
+    any_rows: bool = False,
 ) -> list[torch.Tensor]:
     experts = index, expert_weights, shared
     objects = group_objects.in_order(group)
+    if any_rows:
+        norm_of(objects, x.shape[-1]).warm_up(x.dtype, by)
     return _quantised(objects, x, weight, residual, bias, experts, scale, by, layout, keep_normed, eps, weight_bias)
 
 
@@ -288,7 +276,8 @@ def _results(x, shape, by: str, layout: str, keep_normed: bool) -> list[torch.Te
 
 @arguments.register_fake("all_reduce_norm_quantized")
 def _(
-    x, weight, residual, bias, index, expert_weights, shared, scale, by, layout, keep_normed, eps, weight_bias, group
+    x, weight, residual, bias, index, expert_weights, shared, scale, by, layout, keep_normed, eps, weight_bias, group,
+    any_rows=False,
 ):  # fmt: skip
     return _results(x, _shape(x, index), by, layout, keep_normed)
 
