@@ -91,7 +91,7 @@ def extend(parser: BenchmarkParser) -> None:
 if __name__ == "__main__":
     args = parse(
         __doc__.splitlines()[0], extend, sizes="8K..64M", simulated="8K,64K,512K", blocks=64, engines=False,
-        algorithms=("one_shot", "two_shot_push", "packets", "two_shot", "fp8"),
+        algorithms=("one_shot", "two_shot_push", "packets", "two_shot", "two_shot_pull", "fp8"),
     )  # fmt: skip
     run(
         "all_reduce", args, lambda size: AllReduceCase(size, args.dtype, args.staged),

@@ -48,11 +48,11 @@ FLASHINFER = (
 # Forms beside that one: names of the options, and in the table.
 FORMS = {
     "in_place": "residual in place", "no_residual": "no residual", "weight_bias": "weight + 1", "fp8_tensor": "fp8 by tensor",
-    "fp8_token": "fp8 by token", "fp8_128": "fp8 by 128", "fp8_tma": "fp8 by 128, tma", "both": "bf16 and fp8 by 128",
+    "fp8_token": "fp8 by token", "fp8_128": "fp8 by 128", "fp8_tma": "fp8 by 128, tma", "fp8_ue8m0": "fp8 by 128, UE8M0", "both": "bf16 and fp8 by 128",
     "moe": "MoE, bf16", "moe_fp8": "MoE, fp8 by 128",
 }  # fmt: skip
 # Of the kernels of a form: what shares a scale, and whether a token's row is a sum of its experts' rows.
-SCALED_BY = {"fp8_tensor": "tensor", "fp8_token": "token"} | dict.fromkeys(
+SCALED_BY = {"fp8_tensor": "tensor", "fp8_token": "token", "fp8_ue8m0": "ue8m0_packed"} | dict.fromkeys(
     ("fp8_128", "fp8_tma", "both", "moe_fp8"), "block"
 )
 FP8_FORMS = {FORMS[name] for name in SCALED_BY if name.startswith("fp8")}
@@ -110,7 +110,7 @@ class NormCase:
         self._scale = torch.full((1,), 1 / 64, device=device)
         self._scales = {
             (by, way): op.new_scales(rows, by, way)
-            for by, way in (("token", "row"), ("block", "row"), ("block", "tma"))
+            for by, way in (("token", "row"), ("block", "row"), ("block", "tma"), ("ue8m0_packed", "tma"))
         }
         order = torch.arange(rows * top_k, dtype=torch.int32, device=device).view(rows, top_k)
         self._experts = ExpertRows(
@@ -144,6 +144,7 @@ class NormCase:
             "fp8 by token": self._call(None, **fp8, scales=self._scales["token", "row"]),
             "fp8 by 128": self._call(None, **fp8, scales=block),
             "fp8 by 128, tma": self._call(None, **fp8, scales=self._scales["block", "tma"]),
+            "fp8 by 128, UE8M0": self._call(None, **fp8, scales=self._scales["ue8m0_packed", "tma"]),
             "bf16 and fp8 by 128": self._call(self.out, **fp8, scales=block),
             "MoE, bf16": self._call(self.out, self._experts),
             "MoE, fp8 by 128": self._call(None, self._experts, **fp8, scales=block),

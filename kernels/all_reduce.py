@@ -4,6 +4,7 @@
     two_shot_push   more floats, and those outside of symmetric memory: every PE adds up its part; data are their own flags
     packets         few bytes of other types: flags travel beside the data       all_reduce_packets.py
     two_shot        the rest: every PE reads and adds up its part                all_reduce_two_shot.py
+    two_shot_pull   by name alone: so, and sums are read where they were made    all_reduce_two_shot.py
     fp8             by name alone: data travel as FP8, with an error              all_reduce_fp8.py
 
 Each file has a row (`Algorithm`) or two; `register_algorithm` adds rows, also from outside of the package.
@@ -26,7 +27,7 @@ from .all_gather import AllGather
 from .all_reduce_fp8 import ALL_REDUCE_FP8
 from .all_reduce_packets import PACKETS
 from .all_reduce_push import ONE_SHOT, TWO_SHOT_PUSH
-from .all_reduce_two_shot import TWO_SHOT
+from .all_reduce_two_shot import TWO_SHOT, TWO_SHOT_PULL
 from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Buffers
 from .collective import Collective
 from .reduce_scatter import ReduceScatter
@@ -34,7 +35,7 @@ from .sums import VECTOR_BYTES
 
 __all__ = ["ALGORITHMS", "Algorithm", "AllReduce", "Call", "register_algorithm"]
 
-for _row in (TWO_SHOT, PACKETS, TWO_SHOT_PUSH, ONE_SHOT, ALL_REDUCE_FP8):
+for _row in (TWO_SHOT_PULL, TWO_SHOT, PACKETS, TWO_SHOT_PUSH, ONE_SHOT, ALL_REDUCE_FP8):
     register_algorithm(_row)
 
 
@@ -45,7 +46,7 @@ class AllReduce(Collective):
         threads, blocks: see `Collective`.
         staging_bytes: tensors outside the symmetric heap are reduced in chunks of this many bytes, of floats of up to 32 bits
             in chunks of twice as many; up to ten times as many are allocated in the heap, beside up to 8 MiB for small tensors.
-        algorithm: "one_shot", "two_shot_push", "packets", "two_shot", a name that `register_algorithm` has added, or "auto": by
+        algorithm: "one_shot", "two_shot_push", "packets", "two_shot", "two_shot_pull", a name that `register_algorithm` has added, or "auto": by
             the size. "fp8": data travel as FP8, in half the bytes of bfloat16, with the error that `all_reduce_fp8` states;
             for tensors of some MiB and more, of floats of up to 32 bits, on PEs that are all mapped.
         once_per_node: as that of `AllGather`.

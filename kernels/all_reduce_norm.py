@@ -45,6 +45,9 @@ MOST_VECTORS = 4
 
 # What shares a scale of FP8 output: the whole tensor, whose scale is given, a row, or 128 elements of a row.
 PER_TENSOR, PER_TOKEN, PER_BLOCK = "tensor", "token", "block"
+# By block, too, with scales rounded up to powers of two: as float32, or as their exponents (UE8M0), four in an int32.
+UE8M0, UE8M0_PACKED = "ue8m0", "ue8m0_packed"
+BY_BLOCK = PER_BLOCK, UE8M0, UE8M0_PACKED
 
 
 # Choices of a token, and those whose rows a thread has in flight at once.
@@ -158,7 +161,9 @@ def all_reduce_norm(
             once.
         top_k: rows of `x` [any, hidden] that a token's row is the sum of, see `Experts`; 0: `x` has the tokens' rows.
         scaled_by: "", or what shares a scale: "tensor" (`scales` [1] is given), "token" or "block" (of 128 elements; `scales`
-            of row r and block b becomes element r * scale_row + b * scale_column).
+            of row r and block b becomes element r * scale_row + b * scale_column), "ue8m0" (so, with powers of two) or
+            "ue8m0_packed" (byte b % 4 of the word r * scale_row + b // 4 * scale_column becomes the exponent, with float32's
+            bias; `scales` is given as bytes).
         dependent: as in `all_reduce_push`.
 
     `resumes`, `biased`, `keeps`, `norms` and `shares` state, at run time, whether there are `residual`, `bias`, `total`, `out`
@@ -192,7 +197,7 @@ def all_reduce_norm(
         bias: T.Tensor((hidden,), dtype),
         weight: T.Tensor((hidden,), dtype),
         quantized: flat("quantized", FP8) if scaled_by else None,
-        scales: flat("scales", "float32") if scaled_by else None,
+        scales: flat("scales", "uint8" if scaled_by == UE8M0_PACKED else "float32") if scaled_by else None,
         scale_row: T.int64,
         scale_column: T.int64,
         eps: T.float32,
@@ -231,6 +236,7 @@ def all_reduce_norm(
             before = T.alloc_local((held * group, vector), dtype)
             extra = T.alloc_local((1, vector), dtype)
             peak = T.alloc_var("float32")
+            step_up = T.alloc_var("int32")
             agreed = T.alloc_var("int32")
             agreed = 1
             T.clear(got)
@@ -416,7 +422,7 @@ def all_reduce_norm(
                                         )
                                 if thread == 0:
                                     scales[of * scale_row] = peak / T.float32(FP8_MAX)
-                    if scaled_by == PER_BLOCK:
+                    if scaled_by in BY_BLOCK:
                         for h in T.unroll(held):
                             i = h * workers + lane
                             for g in T.unroll(group):
@@ -427,12 +433,28 @@ def all_reduce_norm(
                                 for step_of_warp in T.unroll(5):
                                     if (1 << step_of_warp) < lanes:
                                         peak = T.max(peak, T.shfl_xor(peak, 1 << step_of_warp))
-                                if i < width and of < rows and agreed != 0:
-                                    store_fp8(
-                                        quantized, of * hidden + i * vector, row, h, g, T.float32(FP8_MAX) / peak, dtype
+                                if scaled_by != PER_BLOCK:
+                                    # The exponent of the least power of two that is not below the scale.
+                                    step_up = T.min(
+                                        (T.reinterpret(peak / T.float32(FP8_MAX), "int32") + 0x7FFFFF) >> 23, 254
                                     )
+                                if i < width and of < rows and agreed != 0:
+                                    factor = (
+                                        T.float32(FP8_MAX) / peak
+                                        if scaled_by == PER_BLOCK
+                                        else T.reinterpret((254 - step_up) << 23, "float32")
+                                    )
+                                    store_fp8(quantized, of * hidden + i * vector, row, h, g, factor, dtype)
                                     if i % lanes == 0:
-                                        scales[of * scale_row + i // lanes * scale_column] = peak / T.float32(FP8_MAX)
+                                        if scaled_by == UE8M0_PACKED:
+                                            word = of * scale_row + i // lanes // 4 * scale_column
+                                            scales[word * 4 + i // lanes % 4] = T.cast(step_up, "uint8")
+                                        else:
+                                            scales[of * scale_row + i // lanes * scale_column] = (
+                                                peak / T.float32(FP8_MAX)
+                                                if scaled_by == PER_BLOCK
+                                                else T.reinterpret(step_up << 23, "float32")
+                                            )
             if shots > 0:
                 count_call(calls, block, call, part, thread, threads, max_blocks)
 
@@ -566,6 +588,7 @@ class AllReduceNorm(Collective):
         quantized: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        ue8m0: bool = False,
     ) -> torch.Tensor:
         """`out` becomes the RMSNorm of the sum over all PEs of `x`, plus bias and residual; asynchronous on the stream.
 
@@ -582,7 +605,10 @@ class AllReduceNorm(Collective):
             quantized: float8_e4m3fn [..., hidden]; becomes `out`, as it is rounded, divided by its scale.
             scales: float32; becomes what multiplies `quantized`. [rows, 1]: a scale for each row; [rows, hidden / 128]: for
                 each 128 elements. Of any strides: `new_scales` makes what GEMMs of vLLM and DeepGEMM take.
+                int32 [rows, ceil(hidden / 512)]: exponents of such scales, see `ue8m0`, four in a word, the lowest byte first, as
+                DeepGEMM takes them on newer GPUs; bytes that stand for no block are left alone.
             scale: float32, one element, instead of `scales`: the scale of all, which is given. Numbers beyond 448 become 448.
+            ue8m0: scales of 128 elements are rounded up to powers of two; int32 ones always are.
 
         Returns:
             `out`, or `quantized` without it. Sums have the bits of `AllReduce`; bias, residual and norm are computed in
@@ -605,7 +631,7 @@ class AllReduceNorm(Collective):
         for name, value in (("eps", eps), ("weight_bias", weight_bias)):
             if type(value) is not float or not 0 <= value < math.inf:
                 self._check_number(name, value, 0 if name == "eps" else -math.inf)
-        scaled_by = self._scaled_by(like, quantized, scales, scale)
+        scaled_by = self._scaled_by(like, quantized, scales, scale, ue8m0)
         written = scales if scale is None else None
         self._check_all_apart(given | {"scales": written, "weight": weight, "bias": bias}, experts)
         flags = residual is not None, bias is not None, total is not None, out is not None
@@ -695,18 +721,16 @@ class AllReduceNorm(Collective):
 
         Args:
             rows: of the call.
-            by: "token": a scale for each row, or "block": for each 128 elements.
+            by: "token": a scale for each row, "block" or "ue8m0": for each 128 elements, or "ue8m0_packed": for these, as
+                exponents, four in an int32; zeros.
             layout: "row": contiguous, as vLLM's CUTLASS GEMMs take scales of tokens; "column": the scales of one block of all
                 rows in one piece, as its GEMMs by block take them; "tma": so, and each of these begins at a multiple of 16
                 bytes, as DeepGEMM takes them.
 
         Returns:
-            float32 [rows, 1] or [rows, hidden / 128].
+            float32 [rows, 1] or [rows, hidden / 128], or int32 [rows, ceil(hidden / 512)].
         """
-        columns = 1 if by == PER_TOKEN else self.hidden // GROUP
-        return torch.empty_strided(
-            (rows, columns), scale_strides(rows, columns, layout), dtype=torch.float32, device=self.device
-        )
+        return scales_like(self._nothing, rows, self.hidden, by, layout)
 
     def _shots_and_rows(self, rows: int, itemsize: int) -> tuple[int, int]:
         """Steps over the links, and rows that one kernel takes."""
@@ -792,6 +816,8 @@ class AllReduceNorm(Collective):
             fixed |= {"scale_row": 0, "scale_column": 0}
         flat = ("x", "out", "residual", "total", "shared", "quantized", "scales")
         forms = {name: FLAT for name in flat if name in given}
+        if scaled_by == UE8M0_PACKED:
+            forms["scales"] = (-1,), torch.uint8
         forms |= {name: ((-1, top_k), None) for name in ("row_index", "expert_weights") if name in given}
         if top_k:
             forms["x"] = (-1, self.hidden), None
@@ -884,10 +910,11 @@ class AllReduceNorm(Collective):
         quantized: torch.Tensor | None,
         scales: torch.Tensor | None,
         scale: torch.Tensor | None,
+        ue8m0: bool,
     ) -> str:
         """What shares a scale of `quantized`; "" without it. Raises TypeError or ValueError for scales that do not fit."""
         if quantized is None:
-            if scales is not None or scale is not None:
+            if scales is not None or scale is not None or ue8m0:
                 raise ValueError(f"{self.name}: scales are given, but no quantized tensor that they are of")
             return ""
         if (scales is None) == (scale is None):
@@ -900,21 +927,28 @@ class AllReduceNorm(Collective):
                 raise ValueError(f"{self.name}: scale has shape {list(scale.shape)}; it must be one element")
             return PER_TENSOR
         assert scales is not None
-        if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32 or scales.device != self.device:
+        known = torch.float32, torch.int32
+        if not isinstance(scales, torch.Tensor) or scales.dtype not in known or scales.device != self.device:
             what = f"{scales.dtype} on {scales.device}" if isinstance(scales, torch.Tensor) else type(scales).__name__
-            raise TypeError(f"{self.name}: scales is {what}; it must be a float32 tensor on {self.device}")
+            raise TypeError(f"{self.name}: scales is {what}; it must be a float32 or int32 tensor on {self.device}")
         rows, blocks = like.numel() // self.hidden, self.hidden // GROUP if self.hidden % GROUP == 0 else 0
-        if scales.dim() != 2 or scales.shape[0] != rows or scales.shape[1] not in (1, blocks):
-            by_block = f" or [{rows}, {blocks}] (of 128 elements)" if blocks else "; hidden is no multiple of 128"
+        packed = scales.dtype == torch.int32
+        wide = -(-blocks // 4) if packed else blocks
+        allowed = {wide} - {0} if packed or ue8m0 else {1, wide} - {0}
+        if scales.dim() != 2 or scales.shape[0] != rows or scales.shape[1] not in allowed:
+            by_block = f"[{rows}, {wide}] (of 128 elements)" if blocks else "hidden is no multiple of 128"
+            by_row = "" if packed or ue8m0 else f"[{rows}, 1] (of rows) or "
             raise ValueError(
-                f"{self.name}: scales has shape {list(scales.shape)}; it must be [{rows}, 1] (of rows){by_block}"
+                f"{self.name}: scales has shape {list(scales.shape)} and {scales.dtype}; it must be {by_row}{by_block}"
             )
         a, b = sorted(zip(scales.stride(), scales.shape))
         if rows and (a[0] < (a[1] > 1) or (b[1] > 1 and b[0] < a[0] * a[1])):
             raise ValueError(
                 f"{self.name}: scales of shape {list(scales.shape)} and strides {list(scales.stride())} overlap"
             )
-        return PER_TOKEN if scales.shape[1] == 1 else PER_BLOCK
+        if packed:
+            return UE8M0_PACKED
+        return UE8M0 if ue8m0 else PER_TOKEN if scales.shape[1] == 1 else PER_BLOCK
 
     def _check_all_apart(self, given: dict[str, torch.Tensor | None], experts: ExpertRows | None) -> None:
         """Raise ValueError when a tensor that is written overlaps another one; `out` may be `x`, and `total` be `residual`."""
@@ -955,6 +989,15 @@ class AllReduceNorm(Collective):
         if self._all_reduce is not None:
             self._all_reduce.free()
         super().free()
+
+
+def scales_like(x: torch.Tensor, rows: int, hidden: int, by: str, layout: str) -> torch.Tensor:
+    """Of `AllReduceNorm.new_scales`, where `x` is."""
+    blocks, packed = hidden // GROUP, by == UE8M0_PACKED
+    columns = 1 if by == PER_TOKEN else -(-blocks // 4) if packed else blocks
+    strides = scale_strides(rows, columns, layout)
+    found = x.new_empty_strided((rows, columns), strides, dtype=torch.int32 if packed else torch.float32)
+    return found.zero_() if packed else found
 
 
 def scale_strides(rows: int, columns: int, layout: str) -> tuple[int, int]:

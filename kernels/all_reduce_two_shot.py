@@ -5,8 +5,8 @@ hold their slices ready, and ends when they have put theirs here. So no barrier 
 is done early leaves early.
 
 Where only the input is symmetric and may be overwritten, sums stay with the PE that made them, and all others read them from
-there: then a block ends when its likes have read what it holds. Of two PEs each adds up the whole tensor for itself: as many
-bytes cross the link, and one exchange is spared.
+there: then a block ends when its likes have read what it holds. "two_shot_pull" does so with a symmetric `out`, too. Of two
+PEs each adds up the whole tensor for itself: as many bytes cross the link, and one exchange is spared.
 """
 
 import functools
@@ -31,7 +31,7 @@ def _batch(n_pes: int) -> int:
 
 
 @tsn.jit(name="all_reduce_two_shot", pass_configs=EXPLICIT_SYNC)
-def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, threads=512, blocks=64):
+def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, threads=512, blocks=64, gathered=False):
     """Kernel `(out, x, target, source, tag, status, ready, arrived, done, calls)`: `out` is the sum of all PEs' `x`; `out`
     may be `x`.
 
@@ -45,6 +45,8 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
         aligned: `out` and `x` begin and end at multiples of 16 bytes. Must be so unless `staged` or `pulled`; when `pulled`,
             `x` begins and ends there all the same.
         threads, blocks: launch geometry; all blocks must be able to run at once.
+        gathered: sums stay in `target` of the PE that made them, and all others read them from there. Neither together with
+            `staged` nor with `pulled`.
 
     `source` and `target` [>= ceil(bytes / 16), 16 bytes of dtype], `ready`, `arrived` and `done` (uint64 [n_pes, blocks]) are
     symmetric, `calls` (uint64 [blocks]) is any device memory; signals and `calls` are zero before the first call, and
@@ -86,7 +88,9 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
             end = T.min(first + share, part)
             if first < end:
                 sources = [N.remote(source, p) for p in range(n_pes)]
-                targets = [] if whole else [target] if pulled else [N.remote(target, p) for p in range(n_pes)]
+                targets = (
+                    [] if whole else [target] if pulled or gathered else [N.remote(target, p) for p in range(n_pes)]
+                )
                 if staged:
                     for p in T.serial(n_pes):
                         pack(
@@ -120,15 +124,15 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
                     if thread < n_pes and thread != me:
                         N.signal(arrived[me, block], call, thread, fence=True)
                         N.wait(arrived[thread, block], "ge", T.cast(call, "int64"))
-                if pulled and not whole:
+                if (pulled and not whole) or gathered:
                     T.sync_threads()
                     for hop in T.serial(1, n_pes):
                         pe = (me + hop) % n_pes
                         unpack(
-                            out, N.remote(source, pe), pe * part + first, T.min(pe * part + last, vectors),
+                            out, N.remote(target if gathered else source, pe), pe * part + first, T.min(pe * part + last, vectors),
                             thread, threads, count, dtype, aligned,
                         )  # fmt: skip
-                if pulled:
+                if pulled or gathered:
                     # All have read what is here before work behind this kernel may write it.
                     T.sync_threads()
                     if thread < n_pes and thread != me:
@@ -152,14 +156,15 @@ def _blocks(op) -> int:
     return op.blocks if op.n_pes == 2 else max(1, op.blocks // 2)
 
 
-def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
+def _launch(gathers: bool, op, memory: dict[str, torch.Tensor], call: Call) -> Again:
     dtype, pulled = call.out.dtype, call.zero_copy and call.overwrite_x
+    gathered = gathers and call.zero_copy and not pulled
     shape, aligned = (-1, VECTOR_BYTES // dtype.itemsize), is_aligned(VECTOR_BYTES, call.out, call.x)
     vectors = {"target": (shape, None), "source": (shape, None)}
 
     def make() -> Launch:
         kernel = all_reduce_two_shot(
-            op.n_pes, dtype_name(dtype), not call.zero_copy, pulled, aligned, op.threads, _blocks(op)
+            op.n_pes, dtype_name(dtype), not call.zero_copy, pulled, aligned, op.threads, _blocks(op), gathered
         )
         fixed = {name: memory[name] for name in ("ready", "arrived", "done", "calls")} | {"status": op.status_record}
         if call.zero_copy:
@@ -182,15 +187,19 @@ def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
     return again
 
 
-TWO_SHOT = Algorithm(
-    "two_shot",
-    _launch,
-    capacity=lambda op: op.staging_bytes,
-    buffers=lambda op: {
-        **{name: ((op.staging_bytes,), torch.uint8) for name in ("source", "target")},
-        **{name: ((op.n_pes, _blocks(op)), torch.uint64) for name in ("ready", "arrived", "done")},
-    },
-    counters=lambda op: {"calls": _blocks(op)},
-    auto_up_to=lambda op: sys.maxsize,
-    zero_copy=True,
-)
+def _row(name: str, gathers: bool) -> Algorithm:
+    return Algorithm(
+        name,
+        functools.partial(_launch, gathers),
+        capacity=lambda op: op.staging_bytes,
+        buffers=lambda op: {
+            **{name: ((op.staging_bytes,), torch.uint8) for name in ("source", "target")},
+            **{name: ((op.n_pes, _blocks(op)), torch.uint64) for name in ("ready", "arrived", "done")},
+        },
+        counters=lambda op: {"calls": _blocks(op)},
+        auto_up_to=lambda op: 0 if gathers else sys.maxsize,
+        zero_copy=True,
+    )
+
+
+TWO_SHOT, TWO_SHOT_PULL = _row("two_shot", False), _row("two_shot_pull", True)

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import tilelang.language as T
 import torch
@@ -21,11 +21,34 @@ from .collective import STATUS_WORDS, Collective, all_agree, announce
 from .exchange import await_room
 from .launches import Form, Launch
 
+# When a block copies what has arrived to a tensor outside of symmetric memory: never; what a PE sent while its own puts to the
+# next one are in flight, which hides the copy; or when all has arrived, with one fence instead of one for each PE.
+NEVER, ALONG, AFTER = "never", "along", "after"
+
+
+@tsn.macro
+def copy_arrived(result, out, starts, joins_rows, batches, column, size, width, block, blocks, pe, me, n_pes, unroll):
+    """Copy what this block of PE `pe` has put to `out`. By a block."""
+    first_row = starts[pe] if joins_rows else starts[me]
+    rows = (starts[pe + 1] if joins_rows else starts[me + 1]) - first_row
+    first = rows * block // blocks
+    end = rows * (block + 1) // blocks
+    if first < end:
+        for batch in T.serial(batches):
+            at = batch * starts[n_pes] + first_row + first if joins_rows else batch * rows + first
+            left = 0 if joins_rows else pe * width + column
+            N.get_block(
+                result[at : at + (end - first), left : left + size],
+                out[at : at + (end - first), left : left + size],
+                me,
+                unroll=unroll,
+            )
+
 
 @tsn.jit(name="all_to_all_transposed")
-def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None):
-    """Kernel `(out, x, starts, batches, column, tag, status, calls, ready, arrived)` on rows of bytes; every PE gets a box of
-    each batch from every PE.
+def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None, copies=NEVER):
+    """Kernel `(out, x, result, starts, batches, column, tag, status, calls, ready, arrived)` on rows of bytes; every PE gets a
+    box of each batch from every PE.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -35,14 +58,16 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
             me * width + column of each row of its `out` [batches * rows of PE p, n_pes * width].
         threads, blocks: launch geometry; all blocks must be able to run at once.
         unroll: see `tilescale_net.language.put_block`.
+        copies: NEVER: there is no `result`. ALONG, AFTER: `result`, any memory with the rows that `out` has on this PE, becomes
+            what `out` is, which is scratch.
 
     `starts` (int64 [n_pes + 1]) has the first of each PE's rows among those of all, and their number at the end. `out` is
     symmetric, and given with as many rows as the PE with the most has; `calls`, `ready` and `arrived` as in `exchange`. `tag`
     stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to `status` (int64
     [STATUS_WORDS]), see `collective.call_word`.
     """
-    out_rows, out_pitch, x_rows, x_pitch = (
-        T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch")
+    out_rows, out_pitch, x_rows, x_pitch, result_rows = (
+        T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch", "result_rows")
     )
 
     @T.prim_func
@@ -50,6 +75,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
         ctx: N.Context(),
         out: T.Tensor((out_rows, out_pitch), "uint8"),
         x: T.Tensor((x_rows, x_pitch), "uint8"),
+        result: T.Tensor((result_rows, out_pitch), "uint8") if copies != NEVER else None,
         starts: T.Tensor((n_pes + 1,), "int64"),
         batches: T.int64,
         column: T.int64,
@@ -75,34 +101,59 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
             all_agree(agreed, agrees, n_pes)
             moved = T.alloc_var("int64")
             moved = T.if_then_else(agreed != 0, batches, T.int64(0))
-            for hop in T.serial(n_pes):
-                # Blocks begin with different PEs, so that what stays here holds up nothing that leaves.
-                pe = (me + hop + block) % n_pes
-                first_row = starts[me] if joins_rows else starts[pe]
-                rows = (starts[me + 1] if joins_rows else starts[pe + 1]) - first_row
-                first = rows * block // blocks
-                end = rows * (block + 1) // blocks
-                if first < end:
-                    for batch in T.serial(moved):
-                        wide = batch * rows + first  # of the side whose rows are n_pes parts wide
-                        narrow = batch * starts[n_pes] + first_row + first
-                        if joins_rows:
-                            N.put_block(
-                                out[narrow : narrow + (end - first), 0:size],
-                                x[wide : wide + (end - first), pe * width + column : pe * width + column + size],
-                                pe, unroll=unroll,
-                            )  # fmt: skip
-                        else:
-                            N.put_block(
-                                out[wide : wide + (end - first), me * width + column : me * width + column + size],
-                                x[narrow : narrow + (end - first), 0:size],
-                                pe, unroll=unroll,
-                            )  # fmt: skip
+            # Variables: the compiler shall not make several loops of this one, nor compute a remainder in an index.
+            puts = T.alloc_var("int32")
+            puts = n_pes
+            came_from = T.alloc_var("int32")
+            for hop in T.serial(n_pes + 1 if copies == ALONG else n_pes):
+                if hop < puts:
+                    # Blocks begin with different PEs, so that what stays here holds up nothing that leaves.
+                    pe = (me + hop + block) % n_pes
+                    first_row = starts[me] if joins_rows else starts[pe]
+                    rows = (starts[me + 1] if joins_rows else starts[pe + 1]) - first_row
+                    first = rows * block // blocks
+                    end = rows * (block + 1) // blocks
+                    if first < end:
+                        for batch in T.serial(moved):
+                            wide = batch * rows + first  # of the side whose rows are n_pes parts wide
+                            narrow = batch * starts[n_pes] + first_row + first
+                            if joins_rows:
+                                N.put_block(
+                                    out[narrow : narrow + (end - first), 0:size],
+                                    x[wide : wide + (end - first), pe * width + column : pe * width + column + size],
+                                    pe, unroll=unroll,
+                                )  # fmt: skip
+                            else:
+                                N.put_block(
+                                    out[wide : wide + (end - first), me * width + column : me * width + column + size],
+                                    x[narrow : narrow + (end - first), 0:size],
+                                    pe, unroll=unroll,
+                                )  # fmt: skip
+                if copies == ALONG and agreed != 0:
+                    # While the links still carry what was put.
+                    if hop + puts > n_pes:
+                        came_from = (me + n_pes - (hop + n_pes - 1 + block) % n_pes) % n_pes
+                        if thread == 0:
+                            N.wait(arrived[came_from, block], "ge", call)
+                        T.sync_threads()
+                        copy_arrived(
+                            result, out, starts, joins_rows, moved, column, size, width, block, blocks, came_from, me, n_pes, unroll
+                        )  # fmt: skip
+                    T.sync_threads()
+                    if thread == 0 and hop < puts:
+                        N.signal(arrived[me, block], call, (me + hop + block) % n_pes, fence=True)
             T.sync_threads()
             if thread < n_pes and agreed != 0:
-                N.signal(arrived[me, block], call, thread, fence=True)
-                N.wait(arrived[thread, block], "ge", call)
+                if copies != ALONG:
+                    N.signal(arrived[me, block], call, thread, fence=True)
+                    N.wait(arrived[thread, block], "ge", call)
                 N.quiet(thread)
+            if copies == AFTER:
+                T.sync_threads()
+                for hop in T.serial(n_pes):
+                    copy_arrived(
+                        result, out, starts, joins_rows, moved, column, size, width, block, blocks, (me + hop) % n_pes, me, n_pes, unroll
+                    )  # fmt: skip
             T.sync_threads()
             if thread == 0:
                 calls[block] = call
@@ -110,6 +161,8 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
     return main
 
 
+# Bytes of a result from which it is copied along.
+ALONG_FROM = 8 << 20
 # As many push fastest when all PEs send at once; in the simulator, where times mean nothing, each one costs.
 BLOCKS, SIMULATED_BLOCKS = 64, 16
 
@@ -162,6 +215,7 @@ class AllToAllTransposed(Collective):
         *,
         lengths: Sequence[int] | None = None,
         chunk: tuple[int, int] = (0, 1),
+        result: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The p-th part of `x` along axis `cut` goes to PE p, and parts are joined along axis `join` in the order of the
         PEs; asynchronous on the current stream.
@@ -179,9 +233,11 @@ class AllToAllTransposed(Collective):
                 them parts are equal.
             chunk: (c, count): of each PE's part of the later axis only the c-th of `count` equal parts moves, to or from a tensor
                 that has no more of this axis. So a result of all heads can be made, and used, chunk by chunk.
+            result: like `out`, in any memory, apart from `out` and `x`; becomes what `out` would be, while parts still arrive,
+                and `out` is scratch. For all of the axis: chunk (0, 1).
 
         Returns:
-            `out`. Later work on the stream may write `x` again.
+            `out`, or `result`. Later work on the stream may write `x` again.
 
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
@@ -189,9 +245,12 @@ class AllToAllTransposed(Collective):
                 call or `check`.
         """
         self._begin()
-        key = self._key(out, x, cut, join, chunk) if lengths is None else None
-        if self._made_again(key, out, x):
-            return out
+        tensors = (out, x) if result is None else (out, x, result)
+        key = None
+        if lengths is None:
+            key = self._key(out, x, cut, join, chunk, None if result is None else self._kind_of(result, out, x))
+        if self._made_again(key, *tensors):
+            return tensors[-1] if result is not None else out
         self._check("out", out, symmetric=True)
         self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
         cut, join = self._axis("cut", cut, x), self._axis("join", join, x)
@@ -200,6 +259,15 @@ class AllToAllTransposed(Collective):
         parts = self._parts(x, cut, join, lengths)
         self._check_shapes(out, x, cut, join, parts, chunk)
         self._check_apart("out", out, "x", x)
+        if result is not None:
+            self._check("result", result, out.dtype)
+            if result.shape != out.shape or chunk != (0, 1):
+                raise ValueError(
+                    f"{self.name}: result has shape {list(result.shape)} and chunk is {chunk}; it must be that of out, "
+                    f"{list(out.shape)}, and the chunk (0, 1)"
+                )
+            self._check_apart("result", result, "out", out)
+            self._check_apart("result", result, "x", x)
         place, shape = self._place_of(out), list(x.shape)
         if lengths is not None:
             shape[min(cut, join)] = -1
@@ -209,13 +277,22 @@ class AllToAllTransposed(Collective):
         )  # fmt: skip
         tag = self._agree(*noted)
         if sum(parts) * math.prod(shape[: min(cut, join)]) * math.prod(shape[min(cut, join) + 1 :]):
-            again = self._launch(out, x, cut, join, parts, chunk, place, tag)
+            again = self._launch(out, x, result, cut, join, parts, chunk, place, tag)
             if key is not None:
                 self._again[key] = noted, again
-        return out
+        return out if result is None else result
+
+    @staticmethod
+    def _kind_of(result: torch.Tensor, out: torch.Tensor, x: torch.Tensor) -> Hashable:
+        """What the checks and the launch of a call depend on, of `result`."""
+        if type(result) is not torch.Tensor or result.device != out.device or not result.is_contiguous():
+            return False, id(result)
+        first, end = result.data_ptr(), result.data_ptr() + result.nbytes
+        overlaps = any(first < t.data_ptr() + t.nbytes and t.data_ptr() < end for t in (out, x))
+        return result.shape, result.dtype, first & 15, overlaps, result.is_neg() or result.is_conj()
 
     def _launch(
-        self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int, parts: list[int], chunk: tuple[int, int], place: int, tag: int
+        self, out: torch.Tensor, x: torch.Tensor, result: torch.Tensor | None, cut: int, join: int, parts: list[int], chunk: tuple[int, int], place: int, tag: int
     ) -> Callable[..., None]:  # fmt: skip
         joins_rows, (early, late) = join < cut, sorted((cut, join))
         middle = math.prod(x.shape[early + 1 : late])
@@ -234,18 +311,26 @@ class AllToAllTransposed(Collective):
             out = self._heap[place : place + batches * max(parts) * middle * out_pitch]
         if not x.numel():
             x = self._heap[:x_pitch]
+        copies = NEVER
+        tensors: tuple[torch.Tensor, ...] = out, x
+        if result is not None:
+            copies = ALONG if result.nbytes >= ALONG_FROM else AFTER
+            tensors = out, x, result if result.numel() else self._heap[:out_pitch]
 
         def make() -> Launch:
             forms: dict[str, Form] = {"out": ((-1, out_pitch), torch.uint8), "x": ((-1, x_pitch), torch.uint8)}
-            given = ("starts", "batches", "column", "tag", "out", "x")
+            given: tuple[str, ...] = "starts", "batches", "column", "tag", "out", "x"
+            if copies != NEVER:
+                given, forms["result"] = (*given, "result"), ((-1, out_pitch), torch.uint8)
             fixed = {"status": self.status_record, **self._words}
             return Launch(
-                all_to_all_transposed(self.n_pes, joins_rows, **self._options), fixed, given, self._world, forms=forms
-            )
+                all_to_all_transposed(self.n_pes, joins_rows, **self._options, copies=copies),
+                fixed, given, self._world, forms=forms,
+            )  # fmt: skip
 
-        launch = self.prepared((joins_rows, out_pitch, x_pitch), make)
+        launch = self.prepared((joins_rows, out_pitch, x_pitch, copies), make)
         again = functools.partial(launch, starts, batches, chunk[0] * size, tag)
-        self._launch_checked(again, out, x)
+        self._launch_checked(again, *tensors)
         return again
 
     def _parts(self, x: torch.Tensor, cut: int, join: int, lengths: Sequence[int] | None) -> list[int]:

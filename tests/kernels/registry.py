@@ -437,7 +437,14 @@ SM_90 = {
     + [dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=1, threads=544, dependent=True)]
     + [
         dict(n_pes=4, dtype="bfloat16", hidden=7168, capacity=32, shots=shots, threads=928, top_k=top_k, scaled_by=by)
-        for shots, top_k, by in ((1, 0, "token"), (2, 0, "block"), (1, 8, "block"), (2, 8, ""), (1, 0, "tensor"))
+        for shots, top_k, by in (
+            (1, 0, "token"),
+            (2, 0, "block"),
+            (1, 8, "block"),
+            (2, 8, ""),
+            (1, 0, "tensor"),
+            (1, 0, "ue8m0_packed"),
+        )
     ],
     "all_reduce_norm.sum_of_experts": [dict(dtype="bfloat16", hidden=7168, top_k=8)],
     "all_reduce_packets.all_reduce_packets": [
@@ -453,11 +460,17 @@ SM_90 = {
         dict(n_pes=4, dtype="bfloat16", staged=False),
         dict(n_pes=4, dtype="bfloat16", staged=False, pulled=True),
         dict(n_pes=8, dtype="float32", staged=True, aligned=False),
+        dict(n_pes=4, dtype="bfloat16", staged=False, gathered=True),
     ],
     "all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
     "all_to_all.all_to_all_mapped": [dict(n_pes=4)],
     "all_to_all.all_to_all_uneven": [dict(n_pes=4)],
-    "all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True), dict(n_pes=2, joins_rows=False)],
+    "all_to_all_transposed.all_to_all_transposed": [
+        dict(n_pes=4, joins_rows=True),
+        dict(n_pes=2, joins_rows=False),
+        dict(n_pes=4, joins_rows=False, copies="along"),
+        dict(n_pes=4, joins_rows=True, copies="after"),
+    ],
     "attention_merge.attention_merge": [
         dict(n_pes=4, dtype="bfloat16", heads=32, dim=512),
         dict(n_pes=2, dtype="float16", heads=32, dim=128, all_heads=True, shots=2, base_2=True),

@@ -93,9 +93,9 @@ GEOMETRY = dict(threads=64, blocks=2, staging_bytes=4096)
 RUNS = [
     (1, "eager", ("auto",), torch.bfloat16),
     (2, "random", "all", torch.bfloat16),
-    (2, "late", ("packets", "two_shot"), torch.float32),
+    (2, "late", ("packets", "two_shot", "two_shot_pull"), torch.float32),
     (3, "random", ("one_shot", "two_shot_push"), torch.float16),
-    (4, "late", ("packets", "two_shot"), torch.bfloat16),
+    (4, "late", ("packets", "two_shot", "two_shot_pull"), torch.bfloat16),
 ]
 
 

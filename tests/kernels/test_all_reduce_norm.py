@@ -65,7 +65,7 @@ def test_equals_torch(size, dtype, hidden, seed):
     assert all(bits == found[0] for bits in found), "ranks have results with different bits"
 
 
-SCALES = ("tensor", "token", "block")
+SCALES = ("tensor", "token", "block", "ue8m0", "ue8m0_packed")
 
 
 def _quantised(out: torch.Tensor, by: str, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,6 +74,15 @@ def _quantised(out: torch.Tensor, by: str, scale: torch.Tensor) -> tuple[torch.T
         return (out.float() * (1 / scale)).clamp(-448, 448).to(FP8), scale
     if by == "block":
         return quantise(out)
+    if by in ("ue8m0", "ue8m0_packed"):
+        blocks = out.float().view(*out.shape[:-1], -1, 128)
+        least = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+        scale = torch.exp2(torch.ceil(torch.log2(least.double()))).float()
+        q = (blocks / scale).to(FP8).view(out.shape)
+        if by == "ue8m0":
+            return q, scale[..., 0]
+        exponents = (scale[..., 0].log2() + 127).to(torch.uint8)
+        return q, torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4)).view(torch.int32)
     largest = torch.tensor(448.0)
     peak = out.float().abs().amax(-1, keepdim=True).clamp(min=1e-4)
     return (out.float() * (largest / peak)).to(FP8), peak / largest
@@ -105,7 +114,7 @@ def _on_device(*tensors):
 
 
 # What shares a scale, steps, and choices of a token: each compiles kernels of its own.
-FEW = (("token", 1, 0), ("block", 2, 3), ("tensor", 1, 0))
+FEW = (("token", 1, 0), ("block", 2, 3), ("tensor", 1, 0), ("ue8m0_packed", 1, 0), ("ue8m0", 2, 0))
 ALL = tuple(itertools.product(("", *SCALES), (None, 1, 2), (0, 3)))
 
 
@@ -153,6 +162,7 @@ def _forms(seed, dtype, hidden, combinations=FEW, calls=2):
                 given["scale"] = scale
             else:
                 given["scales"] = op.new_scales(rows, by, layout)
+                given["ue8m0"] = by == "ue8m0"
             (given["residual"],) = _on_device(residual)
             again = torch.empty_like(out)
             found = op(None if alone else again, x, *_on_device(weight), **given)
@@ -208,6 +218,8 @@ def test_misuse_is_named():
         (lambda: op(out, x, weight, quantized=fp8), ValueError, "scales", "scale"),
         (lambda: op(out, x, weight, quantized=fp8, scales=row[:2]), ValueError, "[2, 1]", "[3, 1]", "128"),
         (lambda: op(out, x, weight, quantized=fp8, scales=row[:1].expand(3, 1)), ValueError, "strides", "overlap"),
+        (lambda: op(out, x, weight, quantized=fp8, scales=row, ue8m0=True), ValueError, "scales", "128"),
+        (lambda: op(out, x, weight, quantized=fp8, scales=row.int()), ValueError, "scales", "int32", "128"),
         (lambda: op(out, x, weight, quantized=out, scales=row), TypeError, "quantized", "bfloat16"),
         (lambda: op(out, ExpertRows(x, few, row), weight), TypeError, "row_index", "int32"),
         (lambda: op(out, ExpertRows(x, few.int()[:, :0], row), weight), ValueError, "row_index", "[3, 0]", "top_k"),

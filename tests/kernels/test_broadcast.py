@@ -1,5 +1,6 @@
 """Broadcast and the all-to-all that transposes, against plain torch, bit by bit, on one node and on two."""
 
+import contextlib
 import itertools
 import random
 
@@ -9,6 +10,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import GUARD, Guarded, assert_same, random_tensor, rejected, unsettle, zeroed
+from tilescale_net.kernels import all_to_all_transposed
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
 
@@ -37,6 +39,17 @@ def _broadcast(seed, cases=8):
     op.free()
 
 
+@contextlib.contextmanager
+def copied_along(wanted: bool):
+    """Results of any size are copied along, or after all have arrived; of calls that are the first of their kind."""
+    before = all_to_all_transposed.ALONG_FROM
+    all_to_all_transposed.ALONG_FROM = 0 if wanted else 1 << 60
+    try:
+        yield
+    finally:
+        all_to_all_transposed.ALONG_FROM = before
+
+
 def _transposed(seed, cases=8, largest=5):
     rank, n = tsn.rank(), tsn.size()
     pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
@@ -55,10 +68,19 @@ def _transposed(seed, cases=8, largest=5):
             x.tensor.copy_(data[rank])
             unsettle(pace, 0.1)
             assert op(out.tensor, x.tensor, cut - 4 if call else cut, join) is out.tensor
+            expected, what = (
+                torch.cat([d.chunk(n, cut)[rank] for d in data], join).contiguous(),
+                f"seed {seed}, {shape}",
+            )
+            tsn.synchronize()
+            assert_same(out.tensor, expected, f"{what}, cut {cut}, join {join}, rank {rank}")
+            # To a tensor of this rank's own, copied by turns as large ones are and as small ones are.
+            with copied_along(case % 2 == 1):
+                result = torch.empty(made, dtype=dtype, device=tsn.device())
+                assert op(out.tensor, x.tensor, cut, join, result=result) is result
             x.tensor.zero_()  # the call is over with x
             tsn.synchronize()
-            expected = torch.cat([d.chunk(n, cut)[rank] for d in data], join)
-            assert_same(out.tensor, expected.contiguous(), f"seed {seed}, {shape}, cut {cut}, join {join}, rank {rank}")
+            assert_same(result, expected, f"{what}, cut {cut}, join {join}, rank {rank}, copied")
         tsn.barrier()
         out.check()
         for tensor in (out, x):
@@ -81,6 +103,7 @@ def _uneven(seed, cases=6):
         part, chunk = (batch, lengths[rank], own * n, dim), (batch, ends[-1], own // count, dim)
         x, back = (Guarded((most,), dtype) for _ in range(2))
         y = Guarded((count, *chunk), dtype)
+        copies = [torch.zeros(s, dtype=dtype, device=tsn.device()) for s in ((batch, ends[-1], own, dim), part)]
         source, result = (t.tensor[: torch.Size(part).numel()].view(part) for t in (x, back))
         for call in range(2):
             whole = random_tensor((batch, ends[-1], own * n, dim), dtype, seed, case, call)
@@ -90,7 +113,15 @@ def _uneven(seed, cases=6):
                 op(y.tensor[c], source, 2, 1, lengths=lengths, chunk=(c, count))
             for c in reversed(range(count)):
                 op(result, y.tensor[c], 1, 2, lengths=lengths, chunk=(c, count))
+            if count == 1:
+                with copied_along(case % 2 == 0):
+                    op(y.tensor[0], source, 2, 1, lengths=lengths, result=copies[0])
+                    y.tensor[0].copy_(copies[0])
+                    op(result, y.tensor[0], 1, 2, lengths=lengths, result=copies[1])
             tsn.synchronize()
+            if count == 1:
+                assert_same(copies[0], whole.chunk(n, 2)[rank].contiguous(), "copied")
+                assert_same(copies[1], whole[:, mine].contiguous(), "copied back")
             what = f"seed {seed}, {part}, lengths {lengths}, {count} chunks, rank {rank}"
             assert_same(torch.cat(list(y.tensor.cpu()), 2), whole.chunk(n, 2)[rank].contiguous(), what)
             assert_same(result, whole[:, mine].contiguous(), what)
@@ -133,6 +164,9 @@ def test_misuse_is_named():
         (lambda: transposed(out, x, 1, 0, chunk=(0, 2)), ValueError, "axis 1", "2 PEs in 2 chunks"),
         (lambda: transposed(plain.view(8, 3), x, 1, 0), tsn.HeapError, "out", "symmetric"),
         (lambda: transposed(x.view(8, 3), x, 1, 0), ValueError, "overlap"),
+        (lambda: transposed(out, x, 1, 0, result=out), ValueError, "result", "overlap"),
+        (lambda: transposed(out, x, 1, 0, result=plain), ValueError, "result", "shape"),
+        (lambda: transposed(out, x, 1, 0, result=out.int()), TypeError, "result", "int32"),
     )
 
 

@@ -128,7 +128,14 @@ def _fp8(compiled: bool) -> None:
     x, residual = (_drawn(5, k, shape=(2, 3, hidden)).to(device, torch.bfloat16) for k in (me, 9))
     weight, scale = torch.ones(hidden, dtype=torch.bfloat16, device=device), torch.full((1,), 0.25, device=device)
     out, total = ops.all_reduce_norm(x, weight, residual=residual)
-    for by, layout in (("tensor", "row"), ("token", "row"), ("block", "row"), ("block", "tma")):
+    for by, layout in (
+        ("tensor", "row"),
+        ("token", "row"),
+        ("block", "row"),
+        ("block", "tma"),
+        ("ue8m0", "row"),
+        ("ue8m0_packed", "tma"),
+    ):
         found = call(
             x,
             weight,

@@ -125,7 +125,7 @@ def _exchange(
         x = sources[0][: x.numel()].view(x.shape).copy_(x)
     out = memory[: math.prod(shape)].view(shape)
     cut, join = (HEADS, SEQUENCE) if scatters else (SEQUENCE, HEADS)
-    return _transposed(objects)(out, x, cut, join, lengths=lengths).clone()
+    return _transposed(objects)(out, x, cut, join, lengths=lengths, result=objects.empty(shape, x.dtype))
 
 
 def _exchanged_shape(

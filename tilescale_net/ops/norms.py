@@ -8,14 +8,18 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.all_reduce_norm import (
+    BY_BLOCK,
     FP8_DTYPE,
     GROUP,
     PER_BLOCK,
     PER_TENSOR,
     PER_TOKEN,
+    UE8M0,
+    UE8M0_PACKED,
     AllReduceNorm,
     ExpertRows,
     scale_strides,
+    scales_like,
 )
 from tilescale_net.ops import arguments, group_objects
 
@@ -260,6 +264,7 @@ def _quantised(objects, x, weight, residual, bias, experts, scale, by, layout, k
     norm(
         found[-1] if keep_normed else None, _input(x, experts), weight.contiguous(), residual=_contiguous(residual),
         bias=_contiguous(bias), eps=eps, weight_bias=weight_bias, total=found[1], quantized=found[0], scales=scales, scale=scale,
+        ue8m0=by in (UE8M0, UE8M0_PACKED),
     )  # fmt: skip
     return found
 
@@ -267,10 +272,10 @@ def _quantised(objects, x, weight, residual, bias, experts, scale, by, layout, k
 def _results(x, shape, by: str, layout: str, keep_normed: bool) -> list[torch.Tensor]:
     found = [x.new_empty(shape, dtype=FP8_DTYPE), x.new_empty(shape)]
     if by != PER_TENSOR:
-        rows, columns = 1, 1 if by == PER_TOKEN else shape[-1] // GROUP
+        rows = 1
         for extent in shape[:-1]:
             rows = rows * extent
-        found.append(x.new_empty_strided((rows, columns), scale_strides(rows, columns, layout), dtype=torch.float32))
+        found.append(scales_like(x, rows, shape[-1], by, layout))
     return [*found, x.new_empty(shape)] if keep_normed else found
 
 
@@ -300,7 +305,8 @@ def all_reduce_norm_quantized(
 
     Args:
         x, weight, residual, bias, eps, weight_bias, group: as those of `all_reduce_norm`.
-        by: what shares a scale: "tensor" (which is given as `scale`), "token" (a row), or "block" (128 elements of a row).
+        by: what shares a scale: "tensor" (which is given as `scale`), "token" (a row), or "block" (128 elements of a row);
+            "ue8m0": so, scales rounded up to powers of two; "ue8m0_packed": their exponents, four in an int32.
         scale: float32, one element, of `by="tensor"`: numbers are divided by it; those beyond 448 become 448.
         layout: of the scales, see `AllReduceNorm.new_scales`: "row", "column" or "tma".
         keep_normed: return the normalised rows as well, in the dtype of `x`.
@@ -315,14 +321,14 @@ def all_reduce_norm_quantized(
     """
     call = "all_reduce_norm_quantized"
     rows, experts, named = _taken_apart(call, x, weight=weight, residual=residual, bias=bias, scale=scale)
-    if by not in (PER_TENSOR, PER_TOKEN, PER_BLOCK):
-        raise ValueError(f"{call}: by is {by!r}; it must be tensor, token or block")
+    if by not in (PER_TENSOR, PER_TOKEN, *BY_BLOCK):
+        raise ValueError(f"{call}: by is {by!r}; it must be tensor, token, {', '.join(BY_BLOCK)}")
     if (by == PER_TENSOR) != (scale is not None):
         raise ValueError(
             f"{call}: scale is {'missing' if scale is None else 'given'}; by={by!r} {'takes' if scale is None else 'makes'} it"
         )
     scale_strides(1, 1, layout)
-    if by == PER_BLOCK and isinstance(rows, torch.Tensor) and (not rows.dim() or rows.shape[-1] % GROUP):
+    if by in BY_BLOCK and isinstance(rows, torch.Tensor) and (not rows.dim() or rows.shape[-1] % GROUP):
         raise ValueError(
             f"{call}: x has shape {list(rows.shape)}; by block its rows must be multiples of {GROUP} elements"
         )
