@@ -143,7 +143,9 @@ class Case:
         return matmul_all_reduce.torchs(given, self._n, group)
 
 
-def table_with(path: Path, gpu: str, points: list[tuple[Any, dict[str, float]]]) -> dict[str, Any]:
+def table_with(
+    path: Path, gpu: str, points: list[tuple[Any, dict[str, float]]], script: str = "gemm_ways"
+) -> dict[str, Any]:
     """The table of `path`, or else of the package, with these points (problem, us by way) of a GPU in place of earlier ones."""
     table = json.loads((path if path.exists() and path.stat().st_size else fused_choice.MEASURED).read_text())
     table["gpus"] += [] if gpu in table["gpus"] else [gpu]
@@ -155,7 +157,7 @@ def table_with(path: Path, gpu: str, points: list[tuple[Any, dict[str, float]]])
         if found is None:
             table["groups"].append(found := group | {"source": "", "points": []})
         found["source"] = (
-            f"{problem.ranks} x {gpu.removeprefix('NVIDIA ').split()[0]}, CUDA graphs, benchmark/gemm_ways.py"
+            f"{problem.ranks} x {gpu.removeprefix('NVIDIA ').split()[0]}, CUDA graphs, benchmark/{script}.py"
         )
         row = [problem.m, *(round(took[name], 1) if name in took else None for name in table["columns"][1:])]
         found["points"] = sorted([p for p in found["points"] if p[0] != problem.m] + [row])

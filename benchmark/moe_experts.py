@@ -13,6 +13,7 @@ import argparse
 import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import tilescale_net as tsn
@@ -31,6 +32,7 @@ from benchmark.common.measuring import (
 from benchmark.common.modules import moe, torch
 from benchmark.common.moe import all_inputs
 from benchmark.common.report import Column, Report, us, world_size
+from tilescale_net.cli.arguments import writable_file
 
 BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
 
@@ -49,6 +51,13 @@ def parse() -> argparse.Namespace:
     parser.option("--topk", positive_int, shape["topk"], "choices of a token")
     parser.option("--blocks", int_list(2, 132), [16, 24] if on_gpu() else [2], "of a dispatch and of a combine")
     parser.option("--dtypes", one_of("bf16", "fp8"), ["fp8", "bf16"], "of rows and matrices")
+    parser.option(
+        "--table",
+        writable_file,
+        None,
+        "write the table by which the operators choose to FILE; of several --blocks the last",
+        "FILE",
+    )
     parser.flag("--training", "forward and backward of matrices of bfloat16, which get gradients")
     args = parser.parse_args()
     if args.experts % world_size():
@@ -217,6 +226,15 @@ def measure(
     row |= dict(over=times["fused"] / times["ours"] if "fused" in ways else None, tflops=flops / best / 1e6)
     row |= dict(gemm_tflops=flops / (times["up"] + times["down"]) / 1e6)
     table.add(row, slowest)
+    if args.table and tsn.rank() == 0 and "fused" in ways:
+        from benchmark.gemm_ways import table_with, text_of
+        from tilescale_net.kernels.fused.choice import experts_problem
+
+        problem = experts_problem(tsn.size(), tokens, args.topk, args.hidden, args.inner, sizes[-1])
+        point = problem, {"fused": times["fused"], "unfused": times["ours"]}
+        gpu = torch.cuda.get_device_name() if on_gpu() else "simulator"
+        path = Path(args.table)
+        path.write_text(text_of(table_with(path, gpu, [point], "moe_experts")))
     layer.check()
     layer.free()
 

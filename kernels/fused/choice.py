@@ -35,7 +35,7 @@ class GemmProblem:
     """A call of a GEMM with its communication.
 
     Attributes:
-        kind: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
+        kind: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or that of `experts_problem`.
         ranks: of the group.
         rows, k: of `x` on a rank. n: columns of `w`.
         dtype: of both.
@@ -227,14 +227,27 @@ def choose(
     return point.best, usual | (point.fused if of_layer else {})
 
 
-def are_experts_fused(device: torch.device) -> bool:
+def experts_problem(ranks: int, tokens: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> GemmProblem:
+    """A layer's experts, as the table has them: the rows of an even spread, and the first GEMM.
+
+    Args:
+        tokens: of a rank. inner: columns of an expert's gate.
+    """
+    # How much there is to hide, and how late rows come, depends on the choices of a token.
+    return GemmProblem(f"moe_experts, top {top_k}", ranks, tokens * top_k, hidden, 2 * inner, dtype)
+
+
+def are_experts_fused(problem: GemmProblem, device: torch.device) -> bool:
     """Whether GEMMs of experts overlap with dispatch and combine where the call does not say.
 
-    In the simulator always; on GPUs nowhere yet. Between two H100s a token of 8 choices has 4 on each, so that nearly all
-    rows are late: 8192 tokens took 1.29, 1.04 and 0.98 of one after the other with 8, 16 and 24 blocks beside a dispatch,
-    1.02, 1.19 and 1.39 beside a combine (docs/results/moe.md).
+    In the simulator always; on GPUs where the nearest point of `measured.json` was faster so. Between two H100s it was not:
+    a token of 8 choices has 4 on each, so that nearly all rows are late (docs/results/moe.md).
     """
-    return device.type != "cuda"
+    if device.type != "cuda":
+        return True
+    gpu = torch.cuda.get_device_name(device)
+    point = nearest(measured(problem.kind, problem.ranks, problem.dtype_name, gpu), problem)
+    return point is not None and point.best == "fused" and device_obstacle(device) is None
 
 
 # -- geometry of a fused call -----------------------------------------------------------------------------------------

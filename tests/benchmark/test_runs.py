@@ -154,6 +154,14 @@ def test_moe_experts(tmp_path):
 
 
 @pytest.mark.nightly
+def test_moe_decode(tmp_path):
+    path = tmp_path / "run.json"
+    done = launch("moe_decode.py", "--warmup", "0", "--repeat", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert all(row["ours_rate"] == pytest.approx(6e6 / row["ours"]) for row in rows_of(path))  # tokens of two ranks
+
+
+@pytest.mark.nightly
 def test_moe_host(tmp_path):
     path = tmp_path / "run.json"
     done = launch("moe_host.py", "--calls", "2", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")

@@ -13,7 +13,6 @@ import torch
 
 from tilescale_net.kernels.fused import scaled_gemm
 from tilescale_net.kernels.fused import swiglu as rows_of
-from tilescale_net.kernels.fused.choice import are_experts_fused
 from tilescale_net.kernels.fused.expert_matmul import ScaledExpertMatmul
 from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights, scaled_matmul
 from tilescale_net.kernels.fused.swiglu import SwiGLU
@@ -126,20 +125,15 @@ def _gemm_of(op: AllToAll, w: torch.Tensor, tells: bool) -> ScaledExpertMatmul:
     return op.products[key]
 
 
-def _is_fused(layer: AllToAll, fused: bool | None) -> bool:
-    """Whether GEMMs of eight bits overlap with the dispatch and the combine. ValueError where they cannot."""
-    possible = layer.config.scale_words % scaled_gemm.SCALES_AT_ONCE == 0
-    if fused and not possible:
-        raise ValueError(
-            f"moe_experts: hidden is {layer.config.hidden}; GEMMs of {FP8_DTYPE} overlap with a dispatch where it is a multiple of 512"
-        )
-    return possible and (are_experts_fused(layer.device) if fused is None else fused)
+def _can_overlap(layer: AllToAll) -> bool:
+    """Whether GEMMs of eight bits can read scales of rows where a dispatch leaves them."""
+    return layer.config.scale_words % scaled_gemm.SCALES_AT_ONCE == 0
 
 
 @torch.library.custom_op("tilescale_net::moe_scaled_dispatch_matmul", mutates_args=())
 def _scaled_dispatch_matmul(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor,
-    keeps: bool, fused: bool, key: str,
+    keeps: bool, fused: bool | None, key: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     """GEMMs, rows and their scales, weights of rows, then the other tensors of the plan.
 
@@ -149,7 +143,7 @@ def _scaled_dispatch_matmul(
     op = moe.called("moe_scaled_dispatch_matmul", key)
     given = rows_of.quantise_rows(x.contiguous())
     choices = topk_idx.contiguous(), topk_weights.contiguous()
-    if fused:
+    if _can_overlap(op) and experts.is_fused(op, w.shape[1] // 2, fused):
         held, of_blocks = _held(w, w_scales)
         made = torch.zeros if keeps else torch.empty
         h = made((op.config.capacity, w.shape[1]), dtype=torch.bfloat16, device=w.device)
@@ -207,7 +201,7 @@ def _dispatch_gradient(ctx, grads):
 @torch.library.custom_op("tilescale_net::moe_scaled_matmul_combine", mutates_args=())
 def _scaled_matmul_combine(
     h: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor],
-    tokens: int, early: bool, fused: bool, limit: float, alpha: float, shift: float, key: str,
+    tokens: int, early: bool, fused: bool | None, limit: float, alpha: float, shift: float, key: str,
 ) -> torch.Tensor:  # fmt: skip
     """Sums per token of SwiGLU's GEMMs times `weights`, which are multiplied at once (`early`) or by the combine."""
     op, plan_ = moe.called("moe_scaled_matmul_combine", key), RoutingPlan(tokens, *plan)
@@ -217,7 +211,7 @@ def _scaled_matmul_combine(
     q, scales = rows_of.swiglu_quantised(h.contiguous(), kind, end=end, weights=early_weights, cleared=False)
     given: dict[str, Any] = dict(weighted=False) if early else dict(weights=weights)
     handle = moe.handle_of(key, plan_)
-    if fused:
+    if _can_overlap(op) and experts.is_fused(op, w.shape[2], fused):
         held, of_blocks = _held(w, w_scales)
         columns = held.transpose(1, 2)
         return _gemm_of(op, held, True).combined(q, columns, handle, x_scales=scales, w_scales=of_blocks, **given)
@@ -353,7 +347,11 @@ def moe_experts(
     early, constants = weights == "activation", (kind.limit, kind.alpha, kind.shift)
     if layer.config.dtype == FP8_DTYPE:
         held = _check_scaled(layer, w_up, w_down, scales)
-        out = _scaled(layer, x, topk_idx, topk_weights, held, early, constants, _is_fused(layer, fused))
+        if fused and not _can_overlap(layer):
+            raise ValueError(
+                f"moe_experts: hidden is {layer.config.hidden}; GEMMs of {FP8_DTYPE} overlap where it is a multiple of 512"
+            )
+        out = _scaled(layer, x, topk_idx, topk_weights, held, early, constants, fused)
     else:
         if scales is not None:
             raise TypeError(f"moe_experts: scales go with a layer of {FP8_DTYPE}; this one is of {layer.config.dtype}")
@@ -373,7 +371,7 @@ def moe_experts(
     return out + kind(x.to(up.dtype) @ up) @ down
 
 
-def _scaled(layer, x, topk_idx, topk_weights, held, early: bool, constants, fused: bool) -> torch.Tensor:
+def _scaled(layer, x, topk_idx, topk_weights, held, early: bool, constants, fused: bool | None) -> torch.Tensor:
     """`moe_experts` of a layer of eight bits."""
     if x.dtype != torch.bfloat16:
         raise TypeError(f"moe_experts: x has dtype {x.dtype}; of a layer of {FP8_DTYPE} it must be torch.bfloat16")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilescale_net.kernels.fused.choice import SIMULATED, are_experts_fused
+from tilescale_net.kernels.fused.choice import SIMULATED, are_experts_fused, experts_problem
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
 from tilescale_net.kernels.fused.gemm import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
@@ -46,8 +46,13 @@ def _arriving(
     return h, op.dispatch_recv(pending)
 
 
-def _is_fused(layer: AllToAll, fused: bool | None) -> bool:
-    return are_experts_fused(layer.device) if fused is None else fused
+def is_fused(layer: AllToAll, inner: int, fused: bool | None) -> bool:
+    """Whether GEMMs of a layer whose experts have `inner` columns overlap: equal on all ranks, whatever tokens they have."""
+    if fused is not None:
+        return fused
+    c = layer.config
+    problem = experts_problem(c.ranks, c.max_tokens, c.top_k, c.hidden, inner, c.dtype)
+    return are_experts_fused(problem, layer.device)
 
 
 def _held(w: torch.Tensor) -> torch.Tensor:
@@ -83,12 +88,12 @@ def _check(call: str, layer: AllToAll, w: torch.Tensor, first: int | None, last:
 
 @torch.library.custom_op("tilescale_net::moe_dispatch_matmul", mutates_args=())
 def _dispatch_matmul(
-    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, fused: bool, key: str
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, fused: bool | None, key: str
 ) -> list[torch.Tensor]:
     """Products, rows, weights of rows, then the other tensors of the plan."""
     op, w = moe.called("moe_dispatch_matmul", key), _held(w)
     given = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
-    h, received = _arriving(op, w, fused, *given, cleared=True)
+    h, received = _arriving(op, w, is_fused(op, w.shape[2] // 2, fused), *given, cleared=True)
     plan = received.handle.plan
     *others, weights = plan.tensors()
     valid = moe.valid_rows(op, plan.totals, False)
@@ -108,7 +113,7 @@ def _matmul_combine(
     weights: torch.Tensor,
     plan: list[torch.Tensor],
     tokens: int,
-    fused: bool,
+    fused: bool | None,
     key: str,
 ) -> torch.Tensor:
     """Sums of products times `weights` (an empty tensor: all one) per token."""
@@ -116,7 +121,7 @@ def _matmul_combine(
     handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
     given = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
     product = gemm_of(op, w)
-    if fused:
+    if is_fused(op, w.shape[1], fused):
         return product.combined(h.contiguous(), w, handle, **given)
     return op.combine(product(h.contiguous(), w, handle), handle=handle, **given)
 
@@ -128,12 +133,13 @@ def _(h, w, weights, plan, tokens, fused, key):
 
 @torch.library.custom_op("tilescale_net::moe_matmul_combine_backward", mutates_args=())
 def _combine_backward(
-    grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, fused: bool, key: str
+    grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, fused: bool | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of sums as rows, and these times the transposed matrices, without weights."""
     op, w = moe.called("backward of moe_matmul_combine", key), _held(w.transpose(1, 2))
     plan_ = RoutingPlan(tokens, *plan)
-    products, received = _arriving(op, w, fused, grad.contiguous(), handle=moe.handle_of(key, plan_))
+    overlaps = is_fused(op, w.shape[2], fused)
+    products, received = _arriving(op, w, overlaps, grad.contiguous(), handle=moe.handle_of(key, plan_))
     return _zeroed(op, plan_, received.x), _zeroed(op, plan_, products)
 
 
@@ -234,8 +240,8 @@ def moe_dispatch_matmul(
         x, topk_idx, topk_weights: as for `moe_dispatch`.
         w: [local experts, hidden, n], its last two axes in either order in memory. The first call of a shape makes an
             object, by all ranks together. In a region of torch.autocast, `x` and `w` are cast as for torch.mm.
-        fused: whether products and communication overlap; None: where that was measured to be faster, see
-            `kernels.fused.choice`.
+        fused: whether products and communication overlap; None: where that was measured to be faster with as many tokens
+            as `max_tokens` of the layer, see `kernels.fused.choice`.
 
     Returns:
         The products, [capacity, n], with gradients to `x` and `w`; and what `moe_dispatch` gives.
@@ -249,7 +255,7 @@ def moe_dispatch_matmul(
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
-    h, rows, weights, *others = _ops.moe_dispatch_matmul(x, topk_idx, topk_weights, w, _is_fused(layer, fused), key)
+    h, rows, weights, *others = _ops.moe_dispatch_matmul(x, topk_idx, topk_weights, w, fused, key)
     plan = RoutingPlan(x.shape[0], *[*others, weights])
     counts, offsets, _ = plan.counts(c.ranks, c.local_experts)
     handle = Handle(c.signature, plan, layer.membership, dropped)
@@ -280,7 +286,7 @@ def moe_matmul_combine(
     plan = received.handle.plan
     weights = arguments.as_weights(received.row_weight) if weighted else h.new_empty((0,), dtype=torch.float32)
     tensors = [t.detach() for t in plan.tensors()]
-    return _ops.moe_matmul_combine(h, w, weights, tensors, plan.tokens, _is_fused(layer, fused), key)
+    return _ops.moe_matmul_combine(h, w, weights, tensors, plan.tokens, fused, key)
 
 
 def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: Dispatched) -> torch.Tensor:

@@ -9,14 +9,17 @@ import pytest
 import torch
 
 import tilescale_net as tsn
+from benchmark import gemm_ways
 from tilescale_net.kernels.fused import choice
 from tilescale_net.kernels.fused.choice import (
     GEOMETRIES,
     WAYS,
     GemmProblem,
     Point,
+    are_experts_fused,
     best_tiling,
     choose,
+    experts_problem,
     fits,
     measured,
     nearest,
@@ -66,9 +69,13 @@ def _rows():
 def test_no_call_takes_a_way_that_its_own_point_shows_slower(gpu):
     assert TABLE["columns"][: len(WAYS) + 1] == ["m", *WAYS]  # and torch's
     for group, us, problem in _rows():
-        assert group["source"] and problem.kind in KINDS and group["gpu"] in (H100, H200) and "unfused" in us
+        assert group["source"] and group["gpu"] in (H100, H200) and "unfused" in us
         gpu.name = group["gpu"]
-        way, _ = choose(problem, gpu)
+        if problem.kind in KINDS:
+            way, _ = choose(problem, gpu)
+        else:
+            assert problem.kind.startswith("moe_experts, top ")
+            way = "fused" if are_experts_fused(problem, gpu.device) else "unfused"
         assert us[way] <= 1.02 * min(us.values()), (group["source"], problem, way)
 
 
@@ -93,6 +100,24 @@ def test_ways_of_a_table(gpu, earlier, kind, ranks, dtype, ways):
     k, n = (8192, 14336) if kind == KINDS[0] else (7168, 8192)
     for m, way in ways.items():
         assert choose(_problem(kind, ranks, m, k, n, dtype), gpu)[0] == way, m
+
+
+def test_experts_overlap_where_that_was_measured_faster(gpu, monkeypatch, tmp_path):
+    def problem(tokens: int, top_k: int = 6, ranks: int = 4) -> GemmProblem:
+        return experts_problem(ranks, tokens, top_k, 7168, 3072, SCALED)
+
+    path = tmp_path / "table.json"
+    points = [(problem(512), {"fused": 99.0, "unfused": 100.0}), (problem(4096), {"fused": 90.0, "unfused": 100.0})]
+    path.write_text(json.dumps(gemm_ways.table_with(path, H100, points, "moe_experts")))
+    monkeypatch.setattr(choice, "MEASURED", path)
+    measured.cache_clear()
+    taken = {n: are_experts_fused(problem(n), gpu.device) for n in (128, 512, 1024, 2048, 8192)}
+    assert taken == {128: False, 512: False, 1024: False, 2048: True, 8192: True}
+    # Neither with other choices of a token, nor between other numbers of ranks; in the simulator always.
+    assert not are_experts_fused(problem(4096, top_k=8), gpu.device)
+    assert not are_experts_fused(problem(4096, ranks=2), gpu.device)
+    assert are_experts_fused(problem(128), torch.device("cpu"))
+    measured.cache_clear()
 
 
 def test_the_nearest_point_decides():
