@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 
@@ -359,6 +360,14 @@ def test_one_host_means_loopback():
         assert t.properties()["interface"] != "lo"
         t = _native.Transport(fabric.transport_options(interface=outside[0]["address"]))
         assert t.properties()["interface"] == outside[0]["domain"]
+
+
+def test_an_endpoint_over_tcp_takes_little_memory():
+    """The pages that it touches; libfabric's own default would be 64 MiB of buffers for messages."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    t = _native.Transport(fabric.transport_options(provider="tcp;ofi_rxm"))
+    touched = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert t.properties()["max_message"] >= 256 and touched * resource.getpagesize() < 32 << 20
 
 
 def test_environment_chooses(monkeypatch):

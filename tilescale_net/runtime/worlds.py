@@ -117,11 +117,7 @@ def _follow_exits() -> None:
     """Note the code of the SystemExit that ends the program, however and by whatever it was raised. Python does not
     report the status with which it ends: it reads `code` of the exception when no frame of Python is left, and drops
     it. All that raises or catches the exception uses this one class, so its attribute is what can be watched."""
-    if sys.version_info < (3, 12):  # whose sys.exit makes no exception before somebody looks at it
-        built_in = sys.exit
-        for module in [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]:
-            for name in [name for name, value in list(vars(module).items()) if value is built_in]:
-                vars(module)[name] = _exit
+    replace_exit()
     stored = SystemExit.__dict__["code"]
 
     def read(error: SystemExit) -> object:
@@ -136,6 +132,20 @@ def _follow_exits() -> None:
     (attributes,) = gc.get_referents(SystemExit.__dict__)
     attributes["code"] = property(read, stored.__set__, stored.__delete__, stored.__doc__)
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+
+
+def replace_exit() -> None:
+    """Replace sys.exit under each of its names; modules that are imported later find the new one. The second call does nothing.
+
+    The process that simulated ranks fork from calls it for all of them: the names of all modules are 12,000 pages, which each
+    rank would copy.
+    """
+    if sys.version_info >= (3, 12) or sys.exit is _exit:  # 3.12 makes no exception before somebody looks at it
+        return
+    built_in = sys.exit
+    for module in [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]:
+        for name in [name for name, value in list(vars(module).items()) if value is built_in]:
+            vars(module)[name] = _exit
 
 
 def _exit(status: object = None, /) -> NoReturn:

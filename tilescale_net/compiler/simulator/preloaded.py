@@ -1,4 +1,4 @@
-"""Imported by the process that ranks fork from: what each rank would otherwise read for the keys of its kernels."""
+"""Imported by the process that ranks fork from: what each rank would otherwise read and replace itself."""
 
 import inspect
 
@@ -8,6 +8,7 @@ import tilescale_net.trace.recorder
 import tilescale_net.trace.reporter  # noqa: F401
 from tilescale_net.compiler.simulator import cache, host_compiler
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import worlds
 
 
 def _hash_sources() -> None:
@@ -25,3 +26,4 @@ def _hash_sources() -> None:
 
 
 _hash_sources()
+worlds.replace_exit()

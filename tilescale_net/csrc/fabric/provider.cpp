@@ -53,6 +53,8 @@ std::string open_library(const std::string& file, Library& lib) {
   // Endpoints of efa would reach others of their host through objects in /dev/shm, which a killed process leaves there;
   // ranks of a host reach each other without the fabric.
   setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0", 0);
+  // rxm clears 4,096 buffers of 16 KiB for each endpoint; messages of the package are smaller than this.
+  setenv("FI_OFI_RXM_BUFFER_SIZE", "1024", 0);
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) return dlerror();
   uint32_t (*version)() = nullptr;
