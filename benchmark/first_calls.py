@@ -3,19 +3,20 @@
     GPUS=4 bash launch.sh benchmark/first_calls.py
 
 From the constructor to the end of the first call, by the slowest rank. "empty": of an empty cache of kernels; "cached": of
-another process that finds them on the disk, as it were: what this one has in memory is forgotten.
+another process that finds them on the disk, as it were: what this one has in memory is forgotten. Then the stages of each
+kernel that was compiled, the longest of a name: `trace` and `prepare` are Python, `lower` is tilelang, `nvcc` the device code, `link`
+its library with the launch.
 """
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, positive_int
+from benchmark.common import BenchmarkParser, Column, Report, compiled, is_rank_zero, positive_int
 from benchmark.common.measuring import gather, wall_us
 from benchmark.common.modules import moe, torch
 
@@ -28,18 +29,8 @@ FOLDER = Path(tempfile.gettempdir()) / f"tilescale_net_first_calls-{os.getppid()
 
 def forget(number: int) -> None:
     """Kernels are looked for on the disk again, in folder `number`."""
-    import tilelang.cache as cache
-
-    from tilescale_net.compiler.jit import KernelFactory
-
     os.environ["TILELANG_CACHE_DIR"] = str(FOLDER / str(number))
-    for kernels in cache._dispatch_map.values():
-        vars(kernels)["_memory_cache"].clear()  # of tilelang, by the kernel's text
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("tilescale_net.kernels"):
-            for value in vars(module).values():
-                if isinstance(value, KernelFactory):
-                    value.forget()
+    compiled.forget()
 
 
 def first_calls(args: Any) -> dict[str, Callable[[], None]]:
@@ -100,6 +91,18 @@ def first_calls(args: Any) -> dict[str, Callable[[], None]]:
     }
 
 
+def add_stages(report: Report, found: list[dict[str, dict[str, float]]]) -> None:
+    """The table of stages; `found`: by rank, see `compiled.Stages`."""
+    if not is_rank_zero():
+        return
+    columns = [Column(name, name, ".2f", better="lower", unit="s") for name in (*compiled.Stages.NAMES, "all")]
+    table = report.table("Stages", [Column("kernel", "kernel")], columns)
+    for kernel in sorted({name for of_rank in found for name in of_rank}):
+        rows = [of_rank[kernel] for of_rank in found if kernel in of_rank]
+        longest = max(rows, key=lambda stages: sum(stages.values()))
+        table.add({"kernel": kernel, **longest, "all": sum(longest.values())})
+
+
 def main() -> None:
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
     parser.option("--tokens", positive_int, 4096, "tokens of a rank in throughput mode")
@@ -115,15 +118,18 @@ def main() -> None:
         for key, title in (("empty", "empty"), ("cached", "cached"))
     ]
     table = report.table("First calls", [Column("what", "object")], columns)
+    stages = compiled.Stages()
     for number, (what, call) in enumerate(first_calls(args).items()):
         row: dict[str, Any] = {"what": what}
         for key in ("empty", "cached"):
             forget(number)
             tsn.barrier()
-            seconds = wall_us(call) / 1e6
+            with stages.watching():
+                seconds = wall_us(call) / 1e6
             row[key] = max(found["seconds"] for found in gather(dict(seconds=seconds)))
         if is_rank_zero():
             table.add(row)
+    add_stages(report, gather(stages.of_kernel))
     tsn.barrier()
     shutil.rmtree(FOLDER, ignore_errors=True)
     report.finish()

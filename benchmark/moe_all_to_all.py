@@ -2,6 +2,7 @@
 
     GPUS=4 bash launch.sh benchmark/moe_all_to_all.py
     GPUS=4 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 128 --dtype fp8
+    GPUS=4 bash launch.sh benchmark/moe_all_to_all.py --mode all --layout rank --dtype bf16 --no-peers --trace-cost
     GPUS=4 VIRTUAL_NODES=2 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 32 --hidden 512 --experts 16 --topk 4
 
 All implementations get the same inputs and are timed in the same way: the L2 cache is flushed, ranks meet in a barrier on the
@@ -12,12 +13,28 @@ call`.
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common import Column, Report, is_rank_zero, median, percentile, positive_int, rate, us, world_size
+from benchmark.common import (
+    Column,
+    Report,
+    compiled,
+    is_rank_zero,
+    median,
+    percentile,
+    positive_int,
+    rate,
+    us,
+    world_size,
+)
 from benchmark.common import moe as common
 from benchmark.common.fabric import BareWriterPair
 from benchmark.common.measuring import DeviceTimer, gather
@@ -27,6 +44,7 @@ from benchmark.common.moe import DeepEP, Exchange, MoeParser, Nccl, row_bytes
 BENCH = dict(ranks=0, quick="--mode latency --dtype bf16 --warmup 1 --repeat 2")  # see common/suite.py
 
 WAYS = ("tilescale_net", "once per rank")  # systems of our own: as it is, and Tuning(once_per_node=False)
+TRACED = "tilescale_net, traced"
 Sample = Sequence[float]
 
 
@@ -49,6 +67,7 @@ def parse() -> argparse.Namespace:
     parser.flag("--once-per-rank", "where nodes have several ranks, also Tuning(once_per_node=False)")
     parser.flag("--quantize-combine", "rows travel back as FP8")
     parser.flag("--no-peers", "leave NCCL and DeepEP out")
+    parser.flag("--trace-cost", "every call of ours once more while TSN_TRACE is set, and by how much that is longer")
     args = parser.parse_args()
     if args.ranks and args.ranks != world_size():
         started = f"{world_size()} ranks were started; start them with GPUS={args.ranks}"
@@ -138,6 +157,7 @@ class Results:
                 rate("of_bare", "of bare writers", "%", format=".0f", plotted=False),
             ]
         self._on_gpu, self._over_nodes = on_gpu, over_nodes
+        self._rows: list[tuple[dict[str, Any], str, dict[str, float]]] = []
         self._table = report.table("MoE all-to-all", keys, columns)
         self._table.notes.append(
             "Traffic counts a token once for each rank it goes to, however many experts it has there, with its scales: "
@@ -180,12 +200,32 @@ class Results:
             row |= {"fabric": fabric, "per_rank": proxied * nbytes}
             row |= {"bare": limit, "of_bare": 100 * limit / middle} if limit else {}
         self._table.add(row, {"kernel": kernel, "whole": whole})
+        self._rows.append(({**case, "operation": operation}, system, {"kernel": middle, "whole": called}))
+
+    def compare_traced(self, report: Report) -> None:
+        """By how much traced calls are longer, of rank 0; in a table of its own."""
+        if not is_rank_zero():
+            return
+        names = ("mode", "tokens", "dtype", "layout", "operation")
+        keys = [Column(name, name, ",d" if name == "tokens" else "") for name in names]
+        columns = [
+            us("plain", "kernel"),
+            us("traced", "traced"),
+            rate("cost", "more", "%", format=".1f", plotted=False),
+        ]
+        table = report.table("What a trace costs", keys, columns)
+        for case, system, figures in self._rows:
+            with_trace = next((f for c, s, f in self._rows if (c, s) == (case, TRACED)), None)
+            if system == WAYS[0] and with_trace is not None:
+                plain, traced = figures["kernel"], with_trace["kernel"]
+                table.add({**case, "plain": plain, "traced": traced, "cost": 100 * (traced / plain - 1)})
 
 
 def run(
-    args: argparse.Namespace, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: Results, report: Report
-) -> None:
-    """All layouts and all peers for one mode and dtype."""
+    args: argparse.Namespace, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: Results, report: Report,
+    ours_is: str = WAYS[0],
+) -> None:  # fmt: skip
+    """All layouts and all peers for one mode and dtype; `ours_is`: the name of our own system."""
     world, fp8 = tsn.world(), dtype == "fp8"
     everyone = common.all_inputs(args, tokens, fp8)
     proxied = [not world.topology.is_direct(r) for r in range(tsn.size())]
@@ -193,7 +233,7 @@ def run(
     there, back = row_bytes(args.hidden, fp8), row_bytes(args.hidden, args.quantize_combine)
     nbytes = {"combine": back, "dispatch + combine": there + back}
     limit = BareWriterPair() if world.proxy is not None else None
-    ways: dict[str, dict[str, Any]] = {WAYS[0]: {}}
+    ways: dict[str, dict[str, Any]] = {ours_is: {}}
     if args.once_per_rank and world.topology.node_size > 1:
         ways[WAYS[1]] = {"once_per_node": False}
     case = {"mode": mode, "tokens": tokens, "dtype": dtype}
@@ -206,11 +246,22 @@ def run(
                 results.add(case | {"layout": layout}, system, operation, nbytes.get(operation, there), rows, *measured)
     if limit:
         limit.close()
-    if timer.on_gpu and not args.no_peers:
+    if timer.on_gpu and not args.no_peers and ours_is == WAYS[0]:
         case["layout"] = "rank" if mode == "throughput" else "expert"
         nbytes["combine"] = row_bytes(args.hidden, False)
         for system, operation, *samples in peers(args, mode, fp8, everyone, timer, report):
             results.add(case, system, operation, nbytes.get(operation, there), rows, *samples)
+
+
+def join_traced(args: argparse.Namespace) -> None:
+    """The job begins anew with TSN_TRACE, and its kernels are compiled for a trace."""
+    tsn.finalize()
+    compiled.forget()
+    folder = Path(tempfile.gettempdir()) / f"tilescale_net_trace_cost-{os.getppid()}"  # ranks of a host have one parent
+    folder.mkdir(exist_ok=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TSN_TRACE"] = str(folder / "trace.json")
+    common.join(args)
 
 
 def main() -> None:
@@ -221,6 +272,12 @@ def main() -> None:
     for mode in args.mode:
         for dtype in args.dtype:
             run(args, mode, dtype, args.tokens_of[mode], timer, results, report)
+    if args.trace_cost:
+        join_traced(args)
+        for mode in args.mode:
+            for dtype in args.dtype:
+                run(args, mode, dtype, args.tokens_of[mode], timer, results, report, TRACED)
+        results.compare_traced(report)
     report.finish()
     tsn.finalize()
 

@@ -57,17 +57,22 @@ class MoeParser(BenchmarkParser):
         return parsed
 
 
-def start(name: str, args: argparse.Namespace, data: str) -> tuple[Report, DeviceTimer]:
-    """Join the job with room for one AllToAll at a time; the report with its header, and the timer. Collective."""
+def join(args: argparse.Namespace) -> Any:
+    """Join the job with room for one AllToAll at a time; collective. Returns the world."""
     most = 64 << 20
     for mode, tokens in args.tokens_of.items():
         row = 2 * args.hidden + 4 * (args.hidden // 128 + 1) + 16 * args.topk
         rows = world_size() * tokens * (5 if mode == "throughput" else 8) + 2 * tokens * args.topk
         most = max(most, rows * row * 5 // 4 + (256 << 20 if args.hidden > 2048 else 32 << 20))
-    report = Report(name, args)
     world = tsn.init(most)
     leave_default_stream(world)
-    timer = DeviceTimer(args, world.device_kind == "cuda", TIMING)
+    return world
+
+
+def start(name: str, args: argparse.Namespace, data: str) -> tuple[Report, DeviceTimer]:
+    """`join`; the report with its header, and the timer."""
+    report = Report(name, args)
+    timer = DeviceTimer(args, join(args).device_kind == "cuda", TIMING)
     report.environment["shape"] = f"hidden {args.hidden}, top-{args.topk} of {args.experts} experts"
     report.environment |= {"data": "not verified" if args.no_check else data, "timing": timer.label()}
     return report, timer
@@ -209,7 +214,7 @@ class Exchange:
             options |= {"layout": layout, "capacity": max(2 * tokens * args.topk, ranks * tokens)}
         self.op = moe.AllToAll(
             args.experts, tokens, args.hidden, args.topk, torch.float8_e4m3fn if fp8 else torch.bfloat16, mode,
-            quantize_combine=back == "fp8", **options,
+            quantize_combine="always" if back == "fp8" else False, **options,
         )  # fmt: skip
         self._x = (self.mine.x_fp8, self.mine.scales) if fp8 and self.throughput else self.mine.x
         received = self.dispatch()

@@ -19,7 +19,7 @@ from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.collective import BufferSpecs, Collective
 from tilescale_net.kernels.moe.buffers import Arena, arena_bytes, divide, heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.checks import ArgumentChecks, ArgumentError, CombineCall, DispatchCall, Phase, Status
-from tilescale_net.kernels.moe.config import Tuning, chosen, configure
+from tilescale_net.kernels.moe.config import Tuning, chosen, configure, reject_slower_combine
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Rows
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.runtime import groups, tuned
@@ -152,7 +152,8 @@ class AllToAll(Collective):
             grows with the number of nodes where rows cross the network once per node (see Tuning), else not with ranks, but
             for some words per token.
         combine_dtype: of `y` and of combine's result; default `dtype`, or bfloat16 where `dtype` is FP8.
-        quantize_combine: rows travel back as FP8 with a scale per 128 elements.
+        quantize_combine: rows travel back as FP8 with a scale per 128 elements: half the bytes, for a network. Throughput
+            mode between GPUs that NVLink connects rejects it, as it was measured to be slower there; "always" does not.
         zero_copy: throughput mode: outputs lie in symmetric memory (`empty_output`, or the one that this object owns) and most
             rows land in place. False: outputs are ordinary tensors, the caller's or new ones, and rows are copied once more;
             layout "rank": all places for rows are.
@@ -200,7 +201,7 @@ class AllToAll(Collective):
     def __init__(
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
         mode: str = "throughput", *, layout: str = "expert", alignment: int = 1, capacity: int | None = None,
-        combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
+        combine_dtype: torch.dtype | None = None, quantize_combine: bool | str = False, zero_copy: bool = True,
         scale_words: int | None = None, expert_capacity: int | None = None, drop: str = "position",
         tile_rows: int | None = None, active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
         column_scales: bool = False, grow: bool = False, arena: Arena | None = None, group: tsn.Group = None,
@@ -213,6 +214,8 @@ class AllToAll(Collective):
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
             scale_words=scale_words, expert_capacity=expert_capacity, drop=drop, tile_rows=tile_rows, column_scales=column_scales,
         )  # fmt: skip
+        if quantize_combine is True and world.device_kind == "cuda" and 0 not in world.peer_base:
+            reject_slower_combine(config)
         tuned.of(world, "AllToAll")  # all ranks meet here the first time, with any arguments
         self.tuning = tuning = (tuning or chosen(config, world)).resolved(config, world.device)
         members = None if active is None else self.checked_list(active, world.size)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import unittest.mock
 
 import pytest
 import tilelang
@@ -270,8 +271,16 @@ def headers(tmp_path, monkeypatch):
 
 
 def compiled_library(func) -> bytes:
-    kernel = tsn.compile(func, target=inspect.SM_90)
-    with open(f"{kernel._compiled._tilelang_cache_path}/executable.so", "rb") as f:
+    made = []
+
+    def compile(*args, **kwargs):
+        made.append(compiled_by_tilelang(*args, **kwargs))
+        return made[0]
+
+    compiled_by_tilelang = tilelang.compile
+    with unittest.mock.patch.object(tilelang, "compile", compile):
+        tsn.compile(func, target=inspect.SM_90)
+    with open(f"{made[0]._tilelang_cache_path}/executable.so", "rb") as f:
         return f.read()
 
 

@@ -274,7 +274,7 @@ RUNS = {
     # Rows and scales of a combine are two puts with one signal.
     "MoE latency, quantised": Run(
         LATENCY[2:],
-        _moe("rounds", dict(mode="latency", quantize_combine=True), {}, ("random",), shape=dict(MOE, hidden=128)),
+        _moe("rounds", dict(mode="latency", quantize_combine="always"), {}, ("random",), shape=dict(MOE, hidden=128)),
     ),
     "MoE latency, weights at combine": Run(LATENCY[2:], _moe("weights_at_combine", dict(mode="latency"), ROUTINGS)),
     "MoE in an arena": Run(("moe/buffers",), _of("moe/arena", "_by_turns", 4, False)),

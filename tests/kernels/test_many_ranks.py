@@ -74,7 +74,9 @@ def _throughput(seed: int) -> None:
 
 
 def _by_rank(seed: int) -> None:
-    rounds(seed, MOE, dict(layout="rank", dtype=FP8, quantize_combine=True), dict(halves=True), ("random", "masked"))
+    rounds(
+        seed, MOE, dict(layout="rank", dtype=FP8, quantize_combine="always"), dict(halves=True), ("random", "masked")
+    )
 
 
 def _latency(seed: int) -> None:

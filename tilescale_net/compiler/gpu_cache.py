@@ -3,7 +3,7 @@
 tilelang caches kernels too, under the traced kernel: each rank traces and prepares each kernel to find it, which takes 0.1
 to 0.3 s. Here ranks that want the same kernel know so beforehand: one compiles it, the others wait for the file.
 
-A file is the library that tilelang has made of a kernel, then what else the kernel needs, see `kernel.GpuKernel`. Files lie beside
+A file is the library of a kernel, see shipped.py, then what else the kernel needs, see `kernel.GpuKernel`. Files lie beside
 tilelang's own; those that `python -m tilescale_net precompile` has written are read from TSN_KERNELS first, by any user.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilescale_net.compiler.kernel import CudaKernel, GpuKernel
+from tilescale_net.compiler.kernel import GpuKernel
 from tilescale_net.compiler.simulator import cache
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import job_store, settings
@@ -72,13 +72,14 @@ def writing_to(place: Path) -> Iterator[None]:
 
 
 def get_or_compile(
-    name: str, key: str, compile: Callable[[], CudaKernel], made_by: Sequence[Any] = ()
+    name: str, key: str, compile: Callable[[Path], GpuKernel], made_by: Sequence[Any] = ()
 ) -> tuple[GpuKernel, Path] | None:
     """A kernel and its library, found or made now; None where nothing can be cached.
 
     Args:
         name, key: of the file; `key` is of `cache.kernel_key`.
-        compile: called where it is not found; other ranks and threads that want the same kernel wait meanwhile.
+        compile: called where it is not found, writes its library to a path; other ranks and threads that want the same kernel
+            wait meanwhile.
         made_by: see `made_by`.
 
     Raises:
@@ -87,13 +88,13 @@ def get_or_compile(
     if _written_to is None and (shipped := _shipped(f"{name[:60]}-{key}{SUFFIX}")) is not None:
         return shipped
 
-    made: list[CudaKernel] = []
+    made = False
 
     def make(work: Path) -> Path:
-        compiled, path = compile(), work / f"kernel{SUFFIX}"
-        made.append(compiled)
-        compiled.export(path)
-        fields = dataclasses.asdict(compiled.cached)
+        nonlocal made
+        path = work / f"kernel{SUFFIX}"
+        fields = dataclasses.asdict(compile(path))
+        made = True
         try:
             text = json.dumps(fields | {"made_by": made_by}).encode()
         except TypeError:  # arguments that are no numbers and text

@@ -22,6 +22,7 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, overload
 
 import tilelang
@@ -30,9 +31,9 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import gpu_cache, ir, lowering, toolchain, versions
+from tilescale_net.compiler import gpu_cache, ir, lowering, shipped, toolchain, versions
 from tilescale_net.compiler.ir import block_threads, kernel_name
-from tilescale_net.compiler.kernel import CudaKernel, Kernel, describe
+from tilescale_net.compiler.kernel import CudaKernel, GpuKernel, Kernel, describe
 from tilescale_net.compiler.passes import hazards, prepare
 from tilescale_net.compiler.simulator import cache
 from tilescale_net.compiler.simulator import lowering as simulated
@@ -138,6 +139,14 @@ def compile(
     """
     if not isinstance(func, PrimFunc):
         raise KernelError(f"tilescale_net.compile takes a T.prim_func, not {func!r} ({type(func).__name__})")
+    return _with_errors(_compiled, func, target, pass_configs, compile_flags, name)
+
+
+def _with_errors(
+    how: Callable[..., Any], func: PrimFunc, target: Any, pass_configs: dict[str, Any] | None,
+    compile_flags: list[str] | str | None, name: str | None,
+) -> Any:  # fmt: skip
+    """What `how` makes of a kernel and the settled arguments of `compile`, with the errors of `compile`."""
     if name is not None:
         func = _renamed(func, ir.plain_name(name))
     if func.attrs and "tilelang_out_idx" in func.attrs:
@@ -149,7 +158,7 @@ def compile(
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
     try:
-        return _compiled(func, chosen, configs, flags, name)
+        return how(func, chosen, configs, flags, name)
     except TileScaleError as error:
         # Where it is stands in its text; frames of compilers do not help its author.
         raise error.with_traceback(None) from error.__cause__
@@ -200,6 +209,25 @@ def _compiled(func: PrimFunc, chosen: Any, configs: dict[str, Any], flags: list[
             )
             _check_specialized(func, configs, compiled.get_kernel_source())
         return CudaKernel.compiled(prepared, compiled, chosen, known_threads(prepared.func, configs), tuple(of_trace))
+
+
+def write_library(
+    library: Path, func: PrimFunc, chosen: Any, configs: dict[str, Any], flags: list[str], name: str | None
+) -> GpuKernel:
+    """A kernel of this package for a GPU, compiled into `library`, see shipped.py."""
+    where = chosen["arch"]
+    with profiling.long_step(f"compiling kernel {kernel_name(func)}", f" for {where}; the next time it is there"):
+        with _tracing:
+            prepared = prepare(func)
+        toolchain.find_nvcc()
+        threads = known_threads(prepared.func, configs)
+        linked = prepared.func if name is None else prepared.func.with_attr("global_symbol", ir.linked_name(name))
+        linked = linked.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags")
+        with lowering.enabled(), versions.dependent_launches():
+            artifact = shipped.lower(linked, Target(chosen), configs, toolchain.compile_flags(flags, threads))
+        _check_specialized(func, configs, artifact.kernel_source)
+        shipped.link(artifact, library)
+        return GpuKernel.of(prepared, artifact.kernel_source, threads)
 
 
 def _lock_name(func: PrimFunc) -> str:
@@ -343,13 +371,9 @@ class KernelFactory:
             key = cache.kernel_key(self._function, args, kwargs, options, anywhere=True)
         if key is None:
             return None
-        made: list[CudaKernel] = []
 
-        def make() -> CudaKernel:
-            kernel = compile(self.trace(*args, **kwargs), **options)
-            assert isinstance(kernel, CudaKernel)
-            made.append(kernel)
-            return kernel
+        def make(library: Path) -> GpuKernel:
+            return _with_errors(functools.partial(write_library, library), self.trace(*args, **kwargs), **options)
 
         def again() -> PrimFunc:
             with _tracing:
@@ -357,9 +381,7 @@ class KernelFactory:
 
         made_by = [f"{self._function.__module__}:{self._function.__qualname__}", args, kwargs]
         found = gpu_cache.get_or_compile(self.__name__, key, make, made_by)
-        if made or found is None:
-            return made[0] if made else None
-        return CudaKernel.found(*found, again, target)
+        return None if found is None else CudaKernel.found(*found, again, target)
 
     def forget(self) -> None:
         """Kernels that were made in this process are looked for, and made, again."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -268,6 +266,24 @@ class GpuKernel:
     integers: tuple[tuple[int, int, int], ...]
     has_tensors: bool
 
+    @classmethod
+    def of(cls, prepared: Prepared, source: str, threads: int | None) -> GpuKernel:
+        """Of a prepared kernel and its generated source; `threads` of a block, where one number is known."""
+        func = prepared.func
+        index, names = prepared.context_index, list(prepared.names)
+        if index is not None:
+            names.pop(index)
+        return cls(
+            name=kernel_name(func),
+            context_index=index,
+            names=tuple(prepared.names),
+            ring_bytes=prepared.ring_bytes,
+            source=source,
+            threads=threads,
+            integers=tuple(narrow_integers(func, names)),
+            has_tensors=any(p in func.buffer_map for p in func.params[1:]),
+        )
+
 
 class CudaKernel(Kernel):
     """A kernel compiled for a GPU by tilelang.
@@ -277,40 +293,28 @@ class CudaKernel(Kernel):
         executable: holds its function "main".
         prim_func: gives the rewritten function; called when a call is wrong, to find the error.
         target: tilelang's. flags: of the device compiler, of a kernel in a trace.
-        compiled: what tilelang has compiled; None for a kernel that was found in the cache.
     """
 
     def __init__(
-        self, cached: GpuKernel, executable: Any, prim_func: Callable[[], PrimFunc], target: Any, flags: tuple[str, ...] = (),
-        compiled: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        cached: GpuKernel,
+        executable: Any,
+        prim_func: Callable[[], PrimFunc],
+        target: Any,
+        flags: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(cached.name, cached, cached.source, target)
         self.cached = cached
         self._is_noted = lowering.TRACED_KERNEL in self.source
-        self._executable, self._prim_func, self._compiled = executable, prim_func, compiled
-        self._flags = flags
+        self._executable, self._prim_func, self._flags = executable, prim_func, flags
 
     @classmethod
     def compiled(
         cls, prepared: Prepared, compiled: Any, target: Any, threads: int | None = None, flags: tuple[str, ...] = ()
     ) -> CudaKernel:
         """Of what tilelang has compiled; `threads` of a block, where one number is known."""
-        func = prepared.func
-        index, names = prepared.context_index, list(prepared.names)
-        if index is not None:
-            names.pop(index)
-        cached = GpuKernel(
-            name=kernel_name(func),
-            context_index=index,
-            names=tuple(prepared.names),
-            ring_bytes=prepared.ring_bytes,
-            source=compiled.get_kernel_source(),
-            threads=threads,
-            integers=tuple(narrow_integers(func, names)),
-            has_tensors=any(p in func.buffer_map for p in func.params[1:]),
-        )
-        executable = compiled.adapter.get_exportable_executable()
-        return cls(cached, executable, lambda: func, target, flags, compiled)
+        cached = GpuKernel.of(prepared, compiled.get_kernel_source(), threads)
+        return cls(cached, compiled.adapter.get_exportable_executable(), lambda: prepared.func, target, flags)
 
     @classmethod
     def found(cls, cached: GpuKernel, library: Path, prim_func: Callable[[], PrimFunc], target: Any) -> CudaKernel:
@@ -324,15 +328,6 @@ class CudaKernel(Kernel):
     @property
     def integers(self) -> list[tuple[int, int, int]]:
         return [*self.cached.integers]
-
-    def export(self, path: Path) -> None:
-        """Write the library of a kernel that was compiled in this process; tilelang's cache has often written it already."""
-        try:
-            shutil.copyfile(
-                os.path.join(getattr(self._compiled, "_tilelang_cache_path", None) or "", "executable.so"), path
-            )
-        except OSError:
-            self._executable.export_library(str(path))
 
     @functools.cache  # noqa: B019 (kernels live as long as the program)
     def _function(self) -> Callable[..., None]:

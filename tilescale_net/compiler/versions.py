@@ -16,6 +16,7 @@ Private names:
 | `KernelLaunchFrame` | threads of the kernel that is being traced |
 | `CompiledArtifact` | the result of `tilelang.lower` |
 | `tilelang.transform.LowerDeviceKernelLaunch`, `has_cuda_pdl_sync` | kernels with T.pdl_sync are launched programmatically dependent (`dependent_launches`); tilelang marks them, and leaves the mark out of what its tvm_ffi runtime is told of the launch |
+| `nvcc.compile_cuda` | kernels of this package are compiled with few headers, see shipped.py |
 | `GemmBase`, `register_gemm_impl`, `GEMM_IMPLEMENTATIONS` | T.gemm in the simulator; tilelang's own entries stay for GPUs |
 | `cuda_pipeline.have_mbarrier` | barriers in kernels for the simulator |
 | `target_is_cuda`, `target_is_turing`, `target_is_volta`, `is_fragment`, `simplify` | what tilelang's own T.gemm uses |
@@ -43,6 +44,7 @@ import tilelang
 import tilelang.cuda.op.gemm as _cuda_gemm
 import tilelang.ir as _tilelang_ir
 import tilelang.language as T
+from tilelang.contrib import nvcc
 from tilelang.cuda import pipeline as cuda_pipeline
 from tilelang.cuda.target import target_is_cuda, target_is_turing, target_is_volta
 from tilelang.engine.param import CompiledArtifact
@@ -65,7 +67,7 @@ __all__ = (
     "GEMM_IMPLEMENTATIONS", "REGIONS", "BoolOpFrame", "Builder", "CompiledArtifact", "DSLMutator", "GemmBase",
     "KernelLaunchFrame", "Macro", "cuda_pipeline", "eager_builder", "get_buffer_region_from_load", "get_let_value",
     "get_stmt_span", "get_type_hints", "has_let_value", "is_fragment", "lane_variables", "launch_threads_of",
-    "make_span", "mutate", "register_gemm_impl", "simplify", "target_is_cuda", "threads_of_launch", "unwrap_expr",
+    "make_span", "mutate", "nvcc", "register_gemm_impl", "simplify", "target_is_cuda", "threads_of_launch", "unwrap_expr",
 )  # fmt: skip
 
 # -- T.gemm -----------------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ FP8 = torch.float8_e4m3fn
 MIB = 1 << 20
 CONFIGURATIONS = [
     dict(),
-    dict(layout="rank", quantize_combine=True),
+    dict(layout="rank", quantize_combine="always"),
     dict(dtype=FP8, zero_copy=False, alignment=16),
     dict(mode="latency"),
-    dict(mode="latency", dtype=FP8, quantize_combine=True),
+    dict(mode="latency", dtype=FP8, quantize_combine="always"),
 ]
 
 
@@ -63,7 +63,7 @@ def test_heap_bytes_before_init():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(layout="rank"), dict(layout="rank", quantize_combine=True), dict(dtype=FP8)]
+    "options", [{}, dict(layout="rank"), dict(layout="rank", quantize_combine="always"), dict(dtype=FP8)]
 )
 def test_memory_does_not_grow_with_ranks(options):
     """With capacity; but for some words per rank and token, which tell where rows go."""

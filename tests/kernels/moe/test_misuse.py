@@ -1,6 +1,7 @@
 """Wrong arguments and ranks that disagree: errors that name the argument, on every rank, before anything is sent."""
 
 import random
+import unittest.mock
 
 import pytest
 import torch
@@ -206,6 +207,7 @@ WRONG = [
     (dict(top_k=5), ValueError, "top_k is 5", "num_experts, 4"),
     (dict(max_tokens=2.5), ValueError, "max_tokens", "2.5"),
     (dict(hidden=33), ValueError, "hidden", "16 bytes"),
+    (dict(quantize_combine="never"), ValueError, "quantize_combine", "never"),
     (dict(hidden=24, dtype=FP8), ValueError, "hidden", "24 bytes of dtype"),
     (dict(dtype=torch.int8), TypeError, "dtype", "int8"),
     (dict(combine_dtype=FP8), TypeError, "combine_dtype", "float8"),
@@ -233,6 +235,11 @@ def test_wrong_constructions():
     for options, kind, *words in WRONG:
         with raises(kind, *words):
             AllToAll(**{**SHAPE, **options}, warm_up=False)
+    # As on GPUs that NVLink connects.
+    with unittest.mock.patch.object(tsn.world(), "device_kind", "cuda"):
+        for layout, took in (("rank", "507"), ("expert", "990")):
+            with raises(ValueError, "quantize_combine", layout, took, "always"):
+                AllToAll(**SHAPE, layout=layout, quantize_combine=True)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,11 @@ def test_rows_by_rank(seed):
         KernelFactory.__call__ = recorded
         try:
             options = dict(
-                layout="rank", dtype=FP8, column_scales=True, quantize_combine=True, tuning=Tuning(once_per_node=once)
+                layout="rank",
+                dtype=FP8,
+                column_scales=True,
+                quantize_combine="always",
+                tuning=Tuning(once_per_node=once),
             )
             rounds(seed, SHAPE, options, dict(), KINDS if once else KINDS[:1])
             parts = tsn.zeros((tsn.size(), 64), torch.uint8)
@@ -49,7 +53,7 @@ def test_rows_by_rank(seed):
 @ranks.on(4, VIRTUAL_NODES="2", timeout=280)
 def test_four_ranks_on_two_nodes(halves, seed):
     rounds(seed, SHAPE, dict(alignment=2, tuning=Tuning(once_per_node=False)), dict(again=True), KINDS)
-    rounds(seed, SHAPE, dict(mode="latency", quantize_combine=True), dict(halves=halves), KINDS)
+    rounds(seed, SHAPE, dict(mode="latency", quantize_combine="always"), dict(halves=halves), KINDS)
 
 
 @pytest.mark.sample(0)

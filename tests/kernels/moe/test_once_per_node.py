@@ -173,8 +173,8 @@ def test_the_host(seed):
 @pytest.mark.parametrize(
     "cases",
     [
-        [dict(), dict(layout="rank", dtype=FP8, quantize_combine=True), dict(zero_copy=False)],
-        [LATENCY, dict(LATENCY, dtype=FP8, quantize_combine=True)],
+        [dict(), dict(layout="rank", dtype=FP8, quantize_combine="always"), dict(zero_copy=False)],
+        [LATENCY, dict(LATENCY, dtype=FP8, quantize_combine="always")],
     ],
     ids=["throughput", "latency"],
 )

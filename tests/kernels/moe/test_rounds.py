@@ -48,12 +48,12 @@ def rounds(seed: int, shape: dict, options: dict, how: dict, kinds=ROUTES) -> No
 
 CASES = {
     "expert-major in place": (4, SMALL, dict(alignment=4), dict(again=True)),
-    "expert-major elsewhere": (2, ODD, dict(zero_copy=False, dtype=torch.float16, quantize_combine=True), dict(index=torch.int32)),
+    "expert-major elsewhere": (2, ODD, dict(zero_copy=False, dtype=torch.float16, quantize_combine="always"), dict(index=torch.int32)),
     "rank-major": (4, SMALL, dict(layout="rank", dtype=torch.float32), dict(again=True, halves=False)),
     "fp8, expert-major": (3, ODD_FP8, dict(dtype=FP8, column_scales=True, alignment=16, tuning=Tuning(blocks=5, dispatch_senders=2, threads=96, chunk=3)), dict(halves=True)),
     "one rank": (1, SMALL, dict(), dict(again=True)),
     "latency in halves": (4, SMALL, dict(mode="latency", dtype=torch.float32), dict(halves=True, index=torch.int32)),
-    "latency, quantised inside": (3, ODD_FP8, dict(mode="latency", dtype=FP8, quantize_combine=True), dict(quantise_inside=True)),
+    "latency, quantised inside": (3, ODD_FP8, dict(mode="latency", dtype=FP8, quantize_combine="always"), dict(quantise_inside=True)),
     "latency, fp8 with scales": (2, SMALL, dict(mode="latency", dtype=FP8), dict()),
 }  # fmt: skip
 
@@ -66,10 +66,10 @@ SHAPE, KINDS, LATENCY = (
 )
 NODES = {
     "nodes": (dict(alignment=2), dict(again=True), ROUTES),
-    "nodes, by rank": (dict(layout="rank", dtype=FP8, quantize_combine=True), dict(again=True, halves=True), KINDS),
-    "nodes, elsewhere": (dict(zero_copy=False, dtype=FP8, column_scales=True, quantize_combine=True), dict(halves=True, index=torch.int32), KINDS),
+    "nodes, by rank": (dict(layout="rank", dtype=FP8, quantize_combine="always"), dict(again=True, halves=True), KINDS),
+    "nodes, elsewhere": (dict(zero_copy=False, dtype=FP8, column_scales=True, quantize_combine="always"), dict(halves=True, index=torch.int32), KINDS),
     "nodes, latency": (LATENCY, dict(), (*KINDS, "twice", "none")),
-    "nodes, latency, fp8": (dict(LATENCY, dtype=FP8, quantize_combine=True), dict(quantise_inside=True, halves=True), ("random", "masked")),
+    "nodes, latency, fp8": (dict(LATENCY, dtype=FP8, quantize_combine="always"), dict(quantise_inside=True, halves=True), ("random", "masked")),
     "nodes, latency, fp8 with scales": (dict(LATENCY, dtype=FP8), dict(halves=True, index=torch.int32), (*KINDS, "twice", "none")),
 }  # fmt: skip
 
@@ -78,7 +78,7 @@ NODES = {
 LONG = {
     "latency": (4, SMALL, dict(mode="latency"), dict()),
     "latency in halves, float32": (2, ODD, dict(mode="latency", dtype=torch.float32), dict(halves=True, index=torch.int32)),
-    "fp8, rank-major": (2, ODD_FP8, dict(layout="rank", dtype=FP8, quantize_combine=True), dict()),
+    "fp8, rank-major": (2, ODD_FP8, dict(layout="rank", dtype=FP8, quantize_combine="always"), dict()),
 }  # fmt: skip
 
 
