@@ -296,7 +296,7 @@ def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 # Warps of a block that move data, and chunks of a part that each of them has at most.
-WARPS, TURNS = 8, 4
+WARPS, TURNS = 8, 8
 
 
 def _geometry(op) -> tuple[int, int]:
@@ -309,7 +309,7 @@ def _geometry(op) -> tuple[int, int]:
 def _chunks(op) -> int:
     """Of a part that a call has at most."""
     threads, blocks = _geometry(op)
-    wanted = 2 * op.staging_bytes // ((op.n_pes if shots_of(op.n_pes) == 2 else 1) * CHUNK)
+    wanted = 4 * op.staging_bytes // ((op.n_pes if shots_of(op.n_pes) == 2 else 1) * CHUNK)
     return max(1, min(wanted, (threads - AGREEING) // 32 * blocks * TURNS))
 
 
