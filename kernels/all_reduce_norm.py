@@ -273,13 +273,12 @@ def all_reduce_norm(
                                 if of < rows:
                                     load_input(got, hop, x, experts, of, i, hidden, dtype)
                         if shots > 0 and (shots < 2 or not top_k):
-                            for hop in T.unroll(n_pes):
-                                pe = (me + hop + 1) % n_pes
-                                N.put_vector(
-                                    inbox[half, 0, me, r * width + i, 0:vector],
-                                    got[hop, 0:vector] if shots == 2 else own[h, 0:vector],
-                                    pe,
-                                )
+                            N.put_vectors(
+                                inbox[half, 0, me, r * width + i, 0:vector],
+                                got[0:n_pes, 0:vector] if shots == 2 else own[h, 0:vector],
+                                n_pes,
+                                (me + 1) % n_pes,
+                            )
                         if shots == 2 and top_k:  # one after the other, for its sum takes registers
                             for hop in T.serial(n_pes):
                                 of = (me + hop + 1) % n_pes * part + r
@@ -303,12 +302,12 @@ def all_reduce_norm(
                             N.take_vectors(got, inbox[half, 0, 0:n_pes, r * width + i, 0:vector])
                             add_rows(own, h, got, 0, n_pes, dtype)
                             if shots == 2:
-                                for hop in T.unroll(n_pes):
-                                    N.put_vector(
-                                        inbox[half, 1, me, r * width + i, 0:vector],
-                                        own[h, 0:vector],
-                                        (me + hop + 1) % n_pes,
-                                    )
+                                N.put_vectors(
+                                    inbox[half, 1, me, r * width + i, 0:vector],
+                                    own[h, 0:vector],
+                                    n_pes,
+                                    (me + 1) % n_pes,
+                                )
                     if turn == 0:
                         T.sync_threads()
                         all_agree(agreed, agrees, n_pes)

@@ -162,12 +162,12 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
                 for u in T.unroll(batch):
                     i = first + u * workers
                     if i < part:
-                        for hop in T.unroll(n_pes):
-                            N.put_vector(
-                                inbox[half, 0, me, i, 0:vector],
-                                given[u * parts + (hop if shots == 2 else 0), 0:vector],
-                                (me + hop + 1) % n_pes,
-                            )
+                        N.put_vectors(
+                            inbox[half, 0, me, i, 0:vector],
+                            given[u * parts : u * parts + parts, 0:vector],
+                            n_pes,
+                            (me + 1) % n_pes,
+                        )
                 for u in T.unroll(batch):
                     i = first + u * workers
                     if i < part:
@@ -176,10 +176,7 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
                         )
                         add_rows(total, u, rows, u * n_pes, n_pes, dtype)
                         if shots == 2:
-                            for hop in T.unroll(n_pes):
-                                N.put_vector(
-                                    inbox[half, 1, me, i, 0:vector], total[u, 0:vector], (me + hop + 1) % n_pes
-                                )
+                            N.put_vectors(inbox[half, 1, me, i, 0:vector], total[u, 0:vector], n_pes, (me + 1) % n_pes)
                 if shots == 2:
                     for u in T.unroll(batch):
                         i = first + u * workers
@@ -272,9 +269,11 @@ def _row(name: str, shots: int, capacity: Callable[[Any], int], auto_up_to: Call
 
 
 ONE_SHOT = _row("one_shot", 1, _one_shot_bytes, _one_shot_bytes)
-TWO_SHOT_PUSH = _row(
-    "two_shot_push",
-    2,
-    lambda op: min(2 * op.staging_bytes, _vectors(op) * VECTOR_BYTES * op.n_pes),
-    lambda op: 4 << 20,
-)
+
+
+def _two_shot_bytes(op) -> int:
+    """Of the largest call; beyond it pieces are slower than `two_shot` by all PEs' memory, up to it they are not."""
+    return min(2 * op.staging_bytes, _vectors(op) * VECTOR_BYTES * op.n_pes)
+
+
+TWO_SHOT_PUSH = _row("two_shot_push", 2, _two_shot_bytes, lambda op: min(8 << 20, _two_shot_bytes(op)))

@@ -210,12 +210,12 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
                             i = u * workers + thread
                             r = first + i // width
                             if i < group * width and r < rows:
-                                for hop in T.unroll(n_pes):
-                                    N.put_vector(
-                                        inbox[half, 0, me, r * width + i % width, 0:vector],
-                                        given[u * sent + (hop if sent > 1 else 0), 0:vector],
-                                        (me + hop + 1) % n_pes,
-                                    )
+                                N.put_vectors(
+                                    inbox[half, 0, me, r * width + i % width, 0:vector],
+                                    given[u * sent : u * sent + sent, 0:vector],
+                                    n_pes,
+                                    (me + 1) % n_pes,
+                                )
                     for u in T.unroll(held):
                         i = u * workers + thread
                         r = first + i // width
@@ -246,13 +246,19 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
                             merged[u, v] = T.cast(sums[v], dtype)
                         whole[u, LSE] = row_lse
                         if shots == 2:
-                            for hop in T.unroll(n_pes):
-                                pe = (me + hop + 1) % n_pes
-                                N.put_vector(
-                                    inbox[half, 1, me, r * width + i % width, 0:vector], merged[u, 0:vector], pe
+                            N.put_vectors(
+                                inbox[half, 1, me, r * width + i % width, 0:vector],
+                                merged[u, 0:vector],
+                                n_pes,
+                                (me + 1) % n_pes,
+                            )
+                            if i % width == 0:
+                                N.put_vectors(
+                                    lse_inbox[half, 1, me, r, 0:LSE_WORDS],
+                                    whole[u, 0:LSE_WORDS],
+                                    n_pes,
+                                    (me + 1) % n_pes,
                                 )
-                                if i % width == 0:
-                                    N.put_vector(lse_inbox[half, 1, me, r, 0:LSE_WORDS], whole[u, 0:LSE_WORDS], pe)
                         elif agreed != 0:
                             for v in T.vectorized(vector):
                                 out[r // own, r % own, i % width, v] = merged[u, v]

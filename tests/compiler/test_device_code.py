@@ -57,6 +57,7 @@ def everything():
                 N.put_value(a[7], b[8], pe)
                 vector = T.alloc_local((2, 4), "float32")
                 N.put_vector(a[8:12], vector[1, 0:4], pe)
+                N.put_vectors(a[12:16], vector[1, 0:4], 2, pe)
                 N.take_vectors(vector, b[0:8])
                 N.fence(pe)
                 N.benign_race(u64[3])

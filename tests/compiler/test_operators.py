@@ -59,6 +59,7 @@ def test_traced_operations_are_known():
         ("put_shared", [(1, 3)]),
         ("put_value", [(1, None)]),
         ("put_vector", [(1, 3)]),
+        ("put_vectors", [(1, 3)]),
         ("take_vectors", []),
         ("wait", [(1, None)]),
         ("ld", [(0, None)]),

@@ -13,8 +13,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @tsn.jit
-def to_all(n_pes, dtype):
-    """Kernel `(out, x, inbox, call)`: every PE gets the vectors of all; calls take two halves of the memory in turn."""
+def to_all(n_pes, dtype, at_once=0):
+    """Kernel `(out, x, inbox, call)`: every PE gets the vectors of all; calls take two halves of the memory in turn.
+    `at_once`: vectors that `put_vectors` is given, 1 or n_pes; 0 takes `put_vector`."""
     vector = 4 if dtype == "float32" else 8
 
     @T.prim_func
@@ -27,11 +28,20 @@ def to_all(n_pes, dtype):
     ):
         with T.Kernel(1, threads=VECTORS):
             i = T.get_thread_binding()
-            mine, theirs = T.alloc_local((2, vector), dtype), T.alloc_local((n_pes, vector), dtype)
-            for v in T.vectorized(vector):
-                mine[1, v] = x[i, v]
-            for pe in T.serial(n_pes):
-                N.put_vector(inbox[call % 2, N.my_pe(), i, 0:vector], mine[1, 0:vector], pe)
+            mine, theirs = T.alloc_local((1 + n_pes, vector), dtype), T.alloc_local((n_pes, vector), dtype)
+            for copy in T.unroll(1, 1 + n_pes):
+                for v in T.vectorized(vector):
+                    mine[copy, v] = x[i, v]
+            if at_once:
+                N.put_vectors(
+                    inbox[call % 2, N.my_pe(), i, 0:vector],
+                    mine[1 : 1 + at_once, 0:vector],
+                    n_pes,
+                    (N.my_pe() + call) % n_pes,
+                )
+            else:
+                for pe in T.serial(n_pes):
+                    N.put_vector(inbox[call % 2, N.my_pe(), i, 0:vector], mine[1, 0:vector], pe)
             N.take_vectors(theirs, inbox[call % 2, 0:n_pes, i, 0:vector])
             for pe in T.unroll(n_pes):
                 for v in T.vectorized(vector):
@@ -49,10 +59,10 @@ def _bits(dtype, *key) -> torch.Tensor:
     return torch.where(drawn < 8, special[drawn % 8], words).to(torch.int32).view(dtype)
 
 
-def _exchanged(dtype) -> None:
+def _exchanged(dtype, at_once=False) -> None:
     me, n = tsn.rank(), tsn.size()
     name = str(dtype).removeprefix("torch.")
-    kernel = to_all(n, name)
+    kernel = to_all(n, name, (n if dtype == torch.float16 else 1) if at_once else 0)
     inbox = tsn.zeros((2, n, *_bits(dtype).shape), dtype)
     for call in range(5):
         x = _bits(dtype, me, call).to(tsn.device())
@@ -74,13 +84,20 @@ def test_all_bits_arrive(dtype, races):
     ranks.run(2, _exchanged, dtype, env={"TSN_SIM_RACES": races, "TSN_SIM_VISIBILITY": "random"})
 
 
-def _to_another_node() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_to_all_at_once(dtype):
+    """`put_vectors`, one vector for all or one for each, between a number of PEs that is no power of two."""
+    ranks.run(3, _exchanged, dtype, True)
+
+
+def _to_another_node(at_once) -> None:
     inbox = tsn.zeros((2, 2, VECTORS, 4))
     x = torch.ones((VECTORS, 4), device=tsn.device())
-    to_all(2, "float32")(torch.empty((2, VECTORS, 4), device=tsn.device()), x, inbox, 0)
+    to_all(2, "float32", at_once)(torch.empty((2, VECTORS, 4), device=tsn.device()), x, inbox, 0)
     tsn.synchronize()
 
 
-def test_another_node_is_an_error():
-    outcomes = ranks.launch(2, _to_another_node, env={"VIRTUAL_NODES": "2"})
+@pytest.mark.parametrize("at_once", [0, 1])
+def test_another_node_is_an_error(at_once):
+    outcomes = ranks.launch(2, _to_another_node, at_once, env={"VIRTUAL_NODES": "2"})
     assert any(o.error and o.error[0] == "KernelError" and "not direct" in o.error[1] for o in outcomes), outcomes

@@ -58,6 +58,18 @@ WRONG = {
         lambda k: N.put_vector(k.a[0:4], k.b[0:4], 1),
         "src (b) lives in global; it must be an array of",
     ),
+    "vectors for fewer PEs": (
+        lambda k: N.put_vectors(k.a[0:4], T.alloc_local((2, 4), "float32"), 3, 0),
+        "spans 2 vectors of 16 bytes; name one or 3",
+    ),
+    "vectors for too many PEs": (
+        lambda k: N.put_vectors(k.a[0:4], T.alloc_local((4,), "float32"), 129, 0),
+        "n_pes must be an integer from 1 to 128",
+    ),
+    "vectors from a PE beyond them": (
+        lambda k: N.put_vectors(k.a[0:4], T.alloc_local((4,), "float32"), 2, 2),
+        "first is 2",
+    ),
     "part of a vector": (
         lambda k: N.put_vector(k.a[0:3], T.alloc_local((4,), "float32"), 1),
         "name whole vectors of 16 bytes",

@@ -93,6 +93,14 @@ CALLS = {
         lambda k: N.put_vector(k.a[4:8], T.alloc_local((4,), "float32"), k.r),
         "tsn::put_vector(CTX, (&(a[4])), (&(",
     ),
+    "put_vectors": (
+        lambda k: N.put_vectors(k.a[4:8], T.alloc_local((12,), "float32"), 3, k.r),
+        "tsn::put_vectors<3, 3>(CTX, (&(a[4])), (&(",
+    ),
+    "put_vectors of one": (
+        lambda k: N.put_vectors(k.a[4:8], T.alloc_local((4,), "float32"), 3, k.r),
+        "tsn::put_vectors<3, 1>(CTX, (&(a[4])), (&(",
+    ),
     "take_vectors": (lambda k: N.take_vectors(T.alloc_local((3, 4), "float32"), k.m[1:4, 8:12]), "(&(m[108])), 400);"),
     "put_value float16": (lambda k: N.put_value(k.h[3], 1.5, 1), "tsn::put_value(CTX, (&(h[3])), half_t("),
     "signal": (

@@ -207,6 +207,9 @@ OPERATORS: dict[str, Operator] = {
         Operator("put_signal_shared", ("Scope", "SignalOp"), (*_TILE, *_SIGNAL), operation="put_signal"),
         Operator("put_signal_rows", ("Scope", "unroll:int", "SignalOp"), (*_ROWS, *_SIGNAL), operation="put_signal"),
         Operator("put_vector", (), ("context", "dst:memory", "src:registers", "bytes", "pe")),
+        Operator(
+            "put_vectors", ("pes:int", "rows:int"), ("context", "dst:memory", "src:registers", "bytes", "first:pe")
+        ),
         Operator("take_vectors", ("rows:int",), ("context", "dst:registers", "src:rows", "pitch:bytes")),
         Operator("put_value", (), ("context", "memory", "value", "pe"), operation="put_value"),
         Operator("signal", ("Scope", "SignalOp", "fence:int"), ("context", *_SIGNAL, "pe"), operation="signal"),

@@ -37,6 +37,15 @@ TSN_DEVICE void store_words(Vec16* p, Vec16 v) {
   store(&p->w, v.w), store(&p->z, v.z), store(&p->y, v.y), store(&p->x, v.x);
 }
 
+// Reports why vectors cannot be put to all of the PEs; says nothing where the job was aborted.
+TSN_COLD void report_puts(const Context* ctx, void* dst, int64_t bytes, int pes) {
+  for (int pe = 0; pe < pes; pe++) {
+    const PeerAccess access(ctx, pe);
+    if (!access.validate<Scope::thread>(kOpPut, dst, bytes) || access.aborted) return;
+    if (!access.direct()) return fail(ctx, kNotDirect, kOpPut, pe, dst, 0, 0, uint64_t(bytes));
+  }
+}
+
 } // namespace detail
 
 // Writes 16 bytes of registers to the PE's `dst`, given by its local address. By one thread. A PE that is not mapped is
@@ -51,6 +60,49 @@ TSN_DEVICE void put_vector(const Context* ctx, void* dst, const void* src, int64
   if constexpr (platform::kDefersRemoteWrites) platform::expect_empty(peer);
   using detail::word_to_send;
   detail::store_words(peer, {word_to_send(v.x), word_to_send(v.y), word_to_send(v.z), word_to_send(v.w)});
+}
+
+// Writes vectors to PEs first, first + 1, … of Pes that begin again at 0, each to its `dst`: the only one of `src`, or
+// one after the other of Pes. All that this needs of the context is loaded before the first is sent and shared by later
+// calls, at addresses that depend on nothing: PE after PE, each put would wait for its loads behind the check of the
+// one before. `first` is one of the Pes. By one thread.
+template <int Pes, int Rows>
+TSN_DEVICE void put_vectors(const Context* ctx, void* dst, const void* src, int64_t bytes, int first) {
+  static_assert(Rows == 1 || Rows == Pes, "one vector for all PEs, or one for each");
+  static_assert(Pes <= int(kInlineBases), "bases are loaded before PEs are known to exist");
+  if constexpr (platform::kDefersRemoteWrites) {
+    for (int i = 0; i < Pes; i++)
+      put_vector(ctx, dst, (const char*)src + (Rows == 1 ? 0 : i) * 16, bytes, (first + i) % Pes);
+    return;
+  }
+  uint64_t base[Pes];
+  TSN_UNROLL
+  for (int i = 0; i < Pes; i++) base[i] = platform::load_invariant(&ctx->peer_base[i]);
+  const uint64_t heap_base = platform::load_invariant(&ctx->heap_base);
+  const uint64_t heap_bytes = platform::load_invariant(&ctx->heap_bytes);
+  bool go = platform::load_recent(&ctx->aborted) == 0;
+  TSN_UNROLL
+  for (int i = 0; i < Pes; i++) go &= base[i] != 0;
+  const uint64_t offset = (uint64_t)dst - heap_base;
+  go &= (offset - kSystemBytes <= heap_bytes - kSystemBytes) & (offset + uint64_t(bytes) <= heap_bytes);
+  if (TSN_UNLIKELY(!go)) return detail::report_puts(ctx, dst, bytes, Pes);
+  // base[i] of PE first + i: registers have no index that is known late.
+  TSN_UNROLL
+  for (int step = 1; step < Pes; step *= 2) {
+    uint64_t turned[Pes];
+    TSN_UNROLL
+    for (int i = 0; i < Pes; i++) turned[i] = base[(i + step) % Pes];
+    TSN_UNROLL
+    for (int i = 0; i < Pes; i++) base[i] = first & step ? turned[i] : base[i];
+  }
+  TSN_UNROLL
+  for (int i = 0; i < Pes; i++) {
+    using detail::word_to_send;
+    Vec16 v;
+    memcpy(&v, (const char*)src + (Rows == 1 ? 0 : i) * sizeof v, sizeof v);
+    detail::store_words((Vec16*)(base[i] + offset),
+                        {word_to_send(v.x), word_to_send(v.y), word_to_send(v.z), word_to_send(v.w)});
+  }
 }
 
 // Waits until Rows vectors, `pitch` bytes apart, have arrived, gives them and leaves their memory empty. By one thread.

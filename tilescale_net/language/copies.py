@@ -35,10 +35,11 @@ from tilescale_net.language._operands import (
     signal_word,
 )
 from tilescale_net.language._trace import PrimitiveError, block_threads, guarded, primitive, require_converged
+from tilescale_net.runtime.context import INLINE_BASES
 
 __all__ = [
     "get_block", "get_thread", "get_warp", "put_block", "put_signal_block", "put_signal_thread", "put_signal_warp",
-    "put_thread", "put_value", "put_vector", "put_warp", "take_vectors",
+    "put_thread", "put_value", "put_vector", "put_vectors", "put_warp", "take_vectors",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -389,18 +390,51 @@ def put_vector(dst: Place, src: Place, pe: Number) -> None:
         mine = T.alloc_local((4,), "float32")
         N.put_vector(y[row, 0:4], mine, pe)
     """
+    to, source, _ = _sent_vectors(dst, src, 1)
+    size = as_integer("bytes", VECTOR_BYTES, "int64")
+    return OPERATORS["put_vector"](to.pointer(), source.pointer(), size, pe_index(pe))
+
+
+@primitive
+def put_vectors(dst: Place, src: Place, n_pes: int, first: Number) -> None:
+    """`put_vector` to `n_pes` PEs, without a wait between them; called by one thread. Direct path only.
+
+    Args:
+        dst: as in `put_vector`, at the same local address on all of them.
+        src: region of an array of `T.alloc_local`, of dst's dtype: one vector, which all PEs get, or `n_pes` vectors, of which
+            vector i goes to PE (first + i) % n_pes.
+        n_pes: PEs 0 to n_pes - 1 of team "world" get one, also this PE. At most 128, known when the kernel is built.
+        first: 0 to n_pes - 1; where each PE begins with another one, no link has to carry all of them at once.
+
+    Example:
+        mine = T.alloc_local((4,), "float32")
+        N.put_vectors(y[N.my_pe(), 0:4], mine, 8, (N.my_pe() + 1) % 8)
+    """
+    if not isinstance(n_pes, int) or not 1 <= n_pes <= INLINE_BASES:
+        raise PrimitiveError(
+            f"n_pes must be an integer from 1 to {INLINE_BASES}, known when the kernel is built, not {n_pes!r}"
+        )
+    to, source, rows = _sent_vectors(dst, src, n_pes)
+    size = as_integer("bytes", VECTOR_BYTES, "int64")
+    return OPERATORS["put_vectors"](
+        n_pes, rows, to.pointer(), source.pointer(), size, as_integer("first", first, "int32", 0, n_pes - 1)
+    )
+
+
+def _sent_vectors(dst: Place, src: Place, n_pes: int) -> tuple[Operand, Operand, int]:
+    """Both ends of puts of vectors to `n_pes` PEs, and how many vectors src holds: 1 or n_pes."""
     (to, n), (source, m) = _vectors("dst", dst), _vectors("src", src, "local")
     if to.dtype != source.dtype:
         raise PrimitiveError(
             f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}"
         )
-    for name, place, vectors in (("dst", to, n), ("src", source, m)):
-        if vectors != 1:
+    for name, place, vectors, allowed in (("dst", to, n, (1,)), ("src", source, m, (1, n_pes))):
+        if vectors not in allowed:
             raise PrimitiveError(
                 f"{name} ({place.buffer.name}) spans {vectors} vectors of {VECTOR_BYTES} bytes; name one"
+                + (f" or {n_pes}" if allowed[-1] > 1 else "")
             )
-    size = as_integer("bytes", VECTOR_BYTES, "int64")
-    return OPERATORS["put_vector"](to.pointer(), source.pointer(), size, pe_index(pe))
+    return to, source, m
 
 
 @primitive
