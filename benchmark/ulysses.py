@@ -1,6 +1,7 @@
 """How fast heads are exchanged for sequence (Ulysses), and attention by chunks of heads, next to torch's all-to-all.
 
     GPUS=4 bash launch.sh benchmark/ulysses.py
+    GPUS=4 bash launch.sh benchmark/ulysses.py --along-from 1
     GPUS=4 bash launch.sh benchmark/ulysses.py --blocks 16,32,64 --sequence 8192 --uneven
 
 Each rank has a part of the sequence with all heads, and gets the whole sequence with a part of the heads ("scatter"), or the
@@ -17,7 +18,7 @@ from typing import Any
 
 import tilescale_net as tsn
 from benchmark.common import BenchmarkParser, Column, Report, median, percentile, us, world_size
-from benchmark.common.arguments import int_list, on_gpu, positive_int
+from benchmark.common.arguments import byte_count, int_list, on_gpu, positive_int
 from benchmark.common.collectives import DTYPES, FORBIDDEN_LOOP, measure, nccl_group
 from benchmark.common.measuring import Timer, normal_numbers, start_together
 from benchmark.common.modules import dist, torch
@@ -184,6 +185,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
     parser.option("--threads", int_list(32, 1024), [512 if on_gpu() else 64], "threads per block")
     parser.option("--blocks", int_list(1, 1024), [64 if on_gpu() else 4], "blocks")
+    parser.option("--along-from", byte_count, None, "size from which operators copy results while parts arrive (8M)")
     parser.flag("--uneven", "a sequence whose parts grow with the rank")
     parser.flag("--no-nccl", "leave torch's all-to-all through NCCL out")
     args = parser.parse_args()
@@ -202,6 +204,10 @@ def main() -> None:
     size = args.batch * max(args.sequence) * args.heads * args.dim * element // (1 if args.uneven else world_size())
     world = tsn.init(12 * size + (128 << 20))
     timer = Timer.of(args, world.device_kind == "cuda")
+    if args.along_from is not None:
+        from tilescale_net.kernels import all_to_all_transposed
+
+        all_to_all_transposed.ALONG_FROM = args.along_from
     group = nccl_group(report, args)
     common = timer, start_together(timer.on_gpu), not args.no_check
     report.environment |= {
