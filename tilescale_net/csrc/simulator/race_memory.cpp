@@ -4,6 +4,7 @@
 #include <chrono>
 #include <map>
 #include <sched.h>
+#include <set>
 #include <string.h>
 
 namespace tsn {
@@ -302,7 +303,8 @@ uint32_t take_epoch() { return next_epoch++; }
 void give_epoch(uint32_t last) { next_epoch = std::max(next_epoch, last + 1); }
 
 namespace {
-constexpr size_t kMaxSteps = 1024; // of a word; with more, a thread that has seen it knows all of them
+constexpr size_t kMaxSteps = 1024;   // of a word; with more, a thread that has seen it knows all of them
+constexpr size_t kMaxCompared = 256; // with more, what a rank adds counts as added in this order
 } // namespace
 
 void SignalHistory::add(const Message& message, const Known& sent) {
@@ -336,25 +338,36 @@ Known SignalHistory::guaranteed(const Seen& seen, int64_t now, const Known& befo
   Known known = nothing_known();
   if (sets_) {
     const size_t count = reached(seen, before);
-    for (size_t i = 0; i < count; ++i) known = join(known, steps_[i].known);
+    for (size_t i = 0; i < count; ++i)
+      if (i + 1 == count || follows(steps_[count - 1], steps_[i])) known = join(known, steps_[i].known);
     return count ? known : all_;
   }
-  std::map<int, int64_t> sums;
-  int64_t total = 0;
-  for (const Step& step : steps_) sums[step.rank] += step.value, total += step.value;
-  // Of each sender as much as the word lacks when all others have added what they have added so far. The word may have
-  // begun with another value than 0, and may not have everything yet.
-  const int64_t needed = seen.value - now + total;
-  for (const auto& [rank, sum] : sums) {
-    int64_t lacks = needed - (total - sum);
-    for (const Step& step : steps_) {
-      if (lacks <= 0) break;
-      if (step.rank != rank) continue;
-      known = join(known, step.known);
-      lacks -= step.value;
+  // A step is needed if the word lacks something without it, and without what its sender adds later: then no other
+  // sender can have made up for it. The word may have begun with another value than 0, and may not have everything yet.
+  const int64_t spare = now - seen.value;
+  std::map<int, int64_t> later; // of each rank
+  std::map<int, const Step*> last;
+  std::set<int> several; // ranks of which several warps or lanes add, which may do so in any order
+  for (size_t i = steps_.size(); i-- > 0;) {
+    const Step& step = steps_[i];
+    const Step*& after = last[step.rank];
+    if (after && (after->warp != step.warp || after->lane != step.lane)) several.insert(step.rank);
+    after = &step;
+    int64_t lost = later[step.rank] += step.value;
+    if (lost > spare && several.count(step.rank) && steps_.size() <= kMaxCompared) {
+      lost = step.value;
+      for (size_t j = i + 1; j < steps_.size() && lost <= spare; ++j)
+        if (steps_[j].rank == step.rank && follows(steps_[j], step)) lost += steps_[j].value;
     }
+    if (lost > spare) known = join(known, step.known);
   }
   return known;
+}
+
+bool SignalHistory::follows(const Step& step, const Step& before) {
+  return (step.rank == before.rank && step.warp == before.warp && step.lane == before.lane) ||
+         steps_known(step.known, before.rank, before.warp, before.lane) >= before.epoch ||
+         rank_known(step.known, before.rank) >= before.epoch;
 }
 
 bool SignalHistory::passes(int64_t value, size_t at, int64_t now, int rank, uint32_t warp, unsigned lane,

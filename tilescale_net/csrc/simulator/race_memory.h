@@ -104,6 +104,9 @@ private:
     int64_t value;
     Known known;
   };
+  // Whether a step comes after another one in every schedule.
+  static bool follows(const Step& step, const Step& before);
+
   Known all_ = nothing_known();
   std::vector<Step> steps_;
   bool whole_ = true; // no step is missing

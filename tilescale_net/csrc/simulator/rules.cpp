@@ -12,7 +12,9 @@ const std::vector<Rule>& rules() {
       {false, "puts and gets",
        "every row and byte of source and target, in the heap, in other tensors and in shared memory; a put until a "
        "thread knows that it is done",
-       "a source outside of the heap after its launch has ended", "accesses.cpp, order.cpp"},
+       "a source outside of the heap after its launch has ended; on one node which of several flushes to a PE a "
+       "flush_wait ends: it counts as the latest (with VIRTUAL_NODES it is known)",
+       "accesses.cpp, order.cpp"},
       {false, "atomic accesses",
        "N.ld, N.st, N.atomic_* and T.atomic_*, compared with plain accesses, puts and gets of any rank, and with each "
        "other between ranks where the scope of one does not hold the other",
@@ -22,7 +24,8 @@ const std::vector<Rule>& rules() {
        "which of several releases an acquire has read: it counts as having read all that came by then", "order.cpp"},
       {false, "signals", "what a wait or test shows by its value, for certain, whichever signals came first",
        "smaller values than the one that a kernel gets and looks at, which other schedules show (a check tries them); "
-       "words with more than 1,024 signals in a launch: a wait has then seen all that came",
+       "words with more than 1,024 signals in a launch: a wait has then seen all that came; with more than 256, that "
+       "warps of one rank may add in another order",
        "race_memory.cpp"},
       {false, "barriers and warp operations", "of blocks, of named barriers, of the grid, mbarriers, T.sync_warp",
        "a put_signal of a block or warp: its threads may meet at its end, which no GPU promises", "happens_before.cpp"},

@@ -1,0 +1,181 @@
+"""Races of protocols that reuse memory from round to round or from launch to launch, or hand work from warp to warp: three ranks,
+on one node and each on a node of its own."""
+
+import itertools
+
+import pytest
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tests import ranks
+from tests.simulator.recorded import first_reports
+
+WIDTH, LAUNCHES, SEEDS = 64, 4, range(2)
+EARLY_EPOCH, HALF_ROW, IN_PLACE, FLUSHED_BEFORE, RELAY, MIXED_COUNT, CREDIT_BESIDE_GET, GET_BESIDE_PUT = range(8)
+VIEW_OF_OTHER_WARP, ATOMIC_OF_OTHER_WARP, VECTOR_FOR_A_SIGNAL = range(8, 11)  # on one node
+
+
+@tsn.jit
+def rounds():
+    """Kernel `(case, right, call, x, y, z, flag, out)`: a protocol, right or with its mistake."""
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), case: T.int32, right: T.int32, call: T.int64, x: T.Tensor((4, WIDTH), "float32"),
+        y: T.Tensor((4, WIDTH), "float32"), z: T.Tensor((4, WIDTH), "float32"), flag: T.Tensor((8,), "uint64"),
+        out: T.Tensor((4, WIDTH), "float32"),
+    ):  # fmt: skip
+        with T.Kernel(1, threads=WIDTH):
+            tx, me, n = T.get_thread_binding(), N.my_pe(), N.n_pes()
+            mine, theirs = T.alloc_local((4,), "float32"), T.alloc_local((4,), "float32")
+            to, source = (me + 1) % n, (me + n - 1) % n
+            # PE 0 sends by two buffers, launch after launch; the credit for a buffer is the one of two launches before.
+            if case == EARLY_EPOCH:
+                if me == 0:
+                    N.wait_block(flag[1], "ge", call - 3 + right)
+                    N.put_signal_block(y[call % 2, :], x[call % 2, :], 1, flag[0], call)
+                    N.quiet_block(1)
+                if me == 1:
+                    N.wait_block(flag[0], "ge", call)
+                    out[0, tx] = y[call % 2, tx]
+                    N.signal_block(flag[1], call, 0)
+            # The owner's first thread announces a row that its block has written.
+            if case == HALF_ROW:
+                x[0, tx] = 2.0
+                if right != 0:
+                    T.sync_threads()
+                if tx == 0:
+                    N.signal(flag[0], 1, to)
+                N.wait_block(flag[0], "ge", 1)
+                N.get_block(y[0, :], x[0, :], source)
+                out[0, tx] = y[0, tx]
+            # All-reduce in place, three rounds: sums are written when all have read, or when all had read the round before.
+            if case == IN_PLACE:
+                for r in T.serial(3):
+                    for i in T.serial(1, n):
+                        N.signal_block(flag[me], r + 1, (me + i) % n)
+                    for i in T.serial(1, n):
+                        N.wait_block(flag[(me + i) % n], "ge", r + 1)
+                        N.get_block(z[i, :], x[0, :], (me + i) % n)
+                    for i in T.serial(1, n):
+                        N.signal_block(flag[4 + me], r + 1, (me + i) % n)
+                    for i in T.serial(1, n):
+                        N.wait_block(flag[4 + (me + i) % n], "ge", r + right)
+                    x[0, tx] = x[0, tx] + z[1, tx] + z[2, tx]
+                    T.sync_threads()
+            # Two puts, two flushes: the first flush says nothing of the second put.
+            if case == FLUSHED_BEFORE and tx == 0:
+                N.put_thread(y[0, :], x[0, :], to)
+                first = N.flush_async(to)
+                N.put_thread(y[1, :], x[1, :], to)
+                second = N.flush_async(to)
+                N.flush_wait(first)
+                x[0, 0] = 3.0
+                if right != 0:
+                    N.flush_wait(second)
+                x[1, 0] = 3.0
+                if right == 0:
+                    N.flush_wait(second)
+            # PE 0 puts to 2 and tells 1, which tells 2: a fence towards 2 orders nothing that goes by way of 1.
+            if case == RELAY:
+                if me == 0:
+                    N.put_block(y[0, :], x[0, :], 2)
+                    if right != 0:
+                        N.quiet_block(2)
+                    else:
+                        N.fence_block(2)
+                    N.signal_block(flag[0], 1, 1)
+                if me == 1:
+                    N.wait_block(flag[0], "ge", 1)
+                    N.signal_block(flag[0], 1, 2)
+                if me == 2:
+                    N.wait_block(flag[0], "ge", 1)
+                    out[0, tx] = y[0, tx]
+            # Two warps count on one word what each has put: one of them is there, but which?
+            if case == MIXED_COUNT:
+                N.put_signal_warp(
+                    y[0, tx // 32 * 32 : tx // 32 * 32 + 32],
+                    x[0, tx // 32 * 32 : tx // 32 * 32 + 32],
+                    to,
+                    flag[0],
+                    1,
+                    op="add",
+                )
+                N.wait_block(flag[0], "ge", 1 + right)
+                if tx < 32:
+                    out[0, tx] = y[0, tx]
+            # A warp gets a row, and another one tells its owner that it may be written again.
+            if case == CREDIT_BESIDE_GET:
+                if tx >= 32:
+                    N.get_warp(y[0, :], x[0, :], source)
+                if right != 0:
+                    T.sync_threads()
+                if tx == 0:
+                    N.signal(flag[0], 1, source)
+                N.wait_block(flag[0], "ge", 1)
+                x[0, tx] = 2.0
+            # A row is got from a PE to which a third one puts it.
+            if case == GET_BESIDE_PUT:
+                N.put_signal_block(y[0, :], x[0, :], to, flag[0], 1)
+                if right != 0:
+                    N.wait_block(flag[0], "ge", 1)
+                N.signal_block(flag[1], 1, to, fence=False)
+                N.wait_block(flag[1], "ge", 1)
+                N.get_block(z[0, :], y[0, :], source)
+            if case == VIEW_OF_OTHER_WARP or case == ATOMIC_OF_OTHER_WARP:
+                if tx >= 32 and case == VIEW_OF_OTHER_WARP:
+                    N.remote(y, to)[0, tx] = 1.0
+                if tx >= 32 and case == ATOMIC_OF_OTHER_WARP:
+                    N.atomic_add(y[0, tx], 1.0, to)
+                if right != 0:
+                    T.sync_threads()
+                if tx == 0:
+                    N.signal(flag[0], 1, to, fence=True)
+                N.wait_block(flag[0], "ge", 1)
+                out[0, tx] = y[0, tx]
+            # A vector arrives by itself; what was put before it has no order with it.
+            if case == VECTOR_FOR_A_SIGNAL:
+                N.put_block(y[0, :], x[0, :], to)
+                if right != 0:
+                    N.signal_block(flag[0], 1, to)
+                    N.wait_block(flag[0], "ge", 1)
+                if tx == 0:
+                    for i in T.serial(4):
+                        mine[i] = 1.0
+                    N.put_vector(z[0, 0:4], mine, to)
+                    N.take_vectors(theirs, z[0, 0:4])
+                T.sync_threads()
+                out[0, tx] = y[0, tx]
+
+    return main
+
+
+def _launch(case, right, seed):
+    x, y, z, out = tsn.zeros((4, WIDTH)), tsn.zeros((4, WIDTH)), tsn.zeros((4, WIDTH)), torch.zeros((4, WIDTH))
+    flag = tsn.zeros((8,), torch.uint64)
+    x.fill_(tsn.rank() + 1)
+    yield  # all ranks have filled theirs
+    for call in range(1, LAUNCHES + 1 if case == EARLY_EPOCH else 2):
+        rounds()(case, right, call, x, y, z, flag, out)
+    yield
+
+
+def _told(cases):
+    return first_reports(itertools.product(cases, (0, 1), SEEDS), _launch)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.sample(1)
+def test_mistakes_of_rounds_are_reported(nodes):
+    # Flushes of one node are not told apart; see docs/simulator.md.
+    cases = range(VIEW_OF_OTHER_WARP) if nodes > 1 else set(range(VECTOR_FOR_A_SIGNAL + 1)) - {FLUSHED_BEFORE}
+    outcomes = ranks.run(3, _told, cases, env={"TSN_SIM_RACES": "1", "VIRTUAL_NODES": str(nodes)})
+    wrong = []
+    for key in outcomes[0]:
+        said = [told[key] for told in outcomes if told[key]]
+        case, right, _ = key
+        if bool(said) == bool(right) or not all(text.count("test_races_of_rounds.py:") >= 2 for text in said):
+            wrong.append((key, said))
+    assert not wrong, wrong
