@@ -74,11 +74,15 @@ class Running:
                     self._heaps[me] = outer
                 self._ended.notify_all()
 
+    def beside(self, heap: int) -> bool:
+        """Whether another thread runs a kernel of that world."""
+        me = threading.get_ident()  # a handler of signals may be here, in the middle of a kernel
+        return any(h == heap and thread != me for thread, h in list(self._heaps.items()))
+
     def wait(self, heap: int) -> None:
         """Until no other thread runs a kernel of that world."""
-        me = threading.get_ident()  # a handler of signals may be here, in the middle of a kernel
         with self._ended:
-            self._ended.wait_for(lambda: all(h != heap or thread == me for thread, h in self._heaps.items()))
+            self._ended.wait_for(lambda: not self.beside(heap))
 
 
 running = Running()
@@ -323,7 +327,7 @@ class _Aliases:
     def take(self, still_changing: bool = False) -> None:
         """Something else may have written the memory, or goes on with it; the host goes on."""
         for base in {base for base, _ in self._alive}:
-            _simulator.take_aliases(base, still_changing)
+            _simulator.take_aliases(base, still_changing or running.beside(base))
 
     def forget(self, base: int) -> None:
         """The heap is gone."""
