@@ -1,5 +1,7 @@
 """The operators of collectives: results, gradients, what torch.compile demands, groups, and refusals."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -250,3 +252,10 @@ def _views() -> None:
 
 def test_views():
     ranks.run(2, _views)
+
+
+@ranks.on(1)
+def test_eager_calls_import_no_compiler():
+    """Dynamo takes a second of a processor."""
+    ops.all_reduce(torch.ones(8, device=tsn.device(), requires_grad=True)).sum().backward()
+    assert "torch._dynamo" not in sys.modules

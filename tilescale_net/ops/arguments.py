@@ -53,6 +53,9 @@ except ImportError:  # of another torch: every call goes through its dispatcher
 
 _is_compiling = torch.compiler.is_compiling
 
+# `torch.compiler.disable` for a function, without the second of processor time in which that imports Dynamo when it decorates.
+outside_graphs = torch._compile._disable_dynamo
+
 
 def is_eager(x: Any) -> bool:
     """Whether nothing but this package has to learn of an operator's call with `x`: it is an ordinary dense tensor, and there
@@ -116,7 +119,7 @@ def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], C
     def decorate(function: Callable) -> Callable:
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, torch._compile._disable_dynamo(function), "CompositeExplicitAutograd")
+        _library.impl(name, outside_graphs(function), "CompositeExplicitAutograd")
         return function
 
     return decorate

@@ -403,7 +403,7 @@ def _received(there: torch.Tensor, src: int, group: str) -> torch.Tensor:
     return there.copy_(_messages(group).recv(torch.empty_like(there, memory_format=torch.contiguous_format), src))
 
 
-@torch.compiler.disable
+@arguments.outside_graphs
 def send(x: torch.Tensor, dst: int, group: tsn.Group = None) -> torch.Tensor | None:
     """Send `x` to rank `dst` of the group, which calls `recv`; as torch.distributed.send, but with gradients.
 
@@ -433,7 +433,7 @@ def send(x: torch.Tensor, dst: int, group: tsn.Group = None) -> torch.Tensor | N
     return None
 
 
-@torch.compiler.disable
+@arguments.outside_graphs
 def recv(out: torch.Tensor, src: int, group: tsn.Group = None, *, requires_grad: bool = False) -> torch.Tensor:
     """Receive the next message of rank `src` of the group into `out`; as torch.distributed.recv. See `send`.
 

@@ -245,7 +245,7 @@ def gather_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence[
 # -- attention by chunks of heads -------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@arguments.outside_graphs
 def attention_by_heads(
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     q: torch.Tensor,
