@@ -1,10 +1,12 @@
 """Random data that every rank can make for every other, and tensors with guarded surroundings."""
 
+import contextlib
 import gc
 import os
 import random
 import time
 import unittest.mock
+from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -13,7 +15,7 @@ import torch
 import tvm_ffi
 
 import tilescale_net as tsn
-from tilescale_net.compiler.simulator.kernel import SimulatedKernel
+from tilescale_net.compiler.simulator import kernel as simulated
 
 GUARD = 0xA5
 GUARD_BYTES = 64
@@ -121,8 +123,13 @@ def zeroed(count):
     return zeroed
 
 
-def nothing_launched():
-    """A context in which kernels of the simulator are launched as those of a GPU are, and do nothing."""
+@contextlib.contextmanager
+def nothing_launched() -> Iterator[None]:
+    """A context in which kernels of the simulator are launched as those of a GPU are, and do nothing: their C++ is not compiled."""
     nothing = tvm_ffi.get_global_func("testing.nop")
     launched = {"_function": lambda self: nothing, "_supervised": lambda self, function, present: function}
-    return unittest.mock.patch.multiple(SimulatedKernel, **launched)
+    with (
+        unittest.mock.patch.multiple(simulated.SimulatedKernel, **launched),
+        unittest.mock.patch.object(simulated, "SimulatedFunction", lambda *made_of: None),
+    ):
+        yield

@@ -12,24 +12,22 @@ from tests.kernels.test_attention_merge import merged, partial_of
 from tilescale_net import ops
 
 
-def _merged(compiled: bool) -> None:
+def _merged() -> None:
     me, n = tsn.rank(), tsn.size()
-    call = torch.compile(ops.merge_attention, fullgraph=True) if compiled else ops.merge_attention
-    for all_heads, base_2 in ((False, True), (True, False)):
-        for turn in range(2):
-            partials = [partial_of((3, 2 * n, 32), torch.bfloat16, base_2, turn, p) for p in range(n)]
-            x, lse = (t.to(tsn.device()) for t in partials[me])
-            # Tensors that are not contiguous, as slices of a padded batch are.
-            out, total = call(x.transpose(0, 1).contiguous().transpose(0, 1), lse, all_heads=all_heads, base_2=base_2)
-            own = slice(None) if all_heads else slice(2 * me, 2 * me + 2)
-            wanted, wanted_lse = (t[:, own] for t in merged(partials, base_2))
-            assert out.shape == wanted.shape and torch.allclose(out.cpu().double(), wanted, rtol=1e-2, atol=1e-2)
-            assert torch.allclose(total.cpu().double(), wanted_lse, rtol=1e-5, atol=1e-5)
+    calls = ops.merge_attention, torch.compile(ops.merge_attention, fullgraph=True)
+    for call, (all_heads, base_2), turn in itertools.product(calls, ((False, True), (True, False)), range(2)):
+        partials = [partial_of((3, 2 * n, 32), torch.bfloat16, base_2, turn, p) for p in range(n)]
+        x, lse = (t.to(tsn.device()) for t in partials[me])
+        # Tensors that are not contiguous, as slices of a padded batch are.
+        out, total = call(x.transpose(0, 1).contiguous().transpose(0, 1), lse, all_heads=all_heads, base_2=base_2)
+        own = slice(None) if all_heads else slice(2 * me, 2 * me + 2)
+        wanted, wanted_lse = (t[:, own] for t in merged(partials, base_2))
+        assert out.shape == wanted.shape and torch.allclose(out.cpu().double(), wanted, rtol=1e-2, atol=1e-2)
+        assert torch.allclose(total.cpu().double(), wanted_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_merge_equals_one_rank(compiled):
-    ranks.run(2, _merged, compiled, timeout=300)
+def test_merge_equals_one_rank():
+    ranks.run(2, _merged, timeout=300)
 
 
 @ranks.on()
@@ -54,9 +52,8 @@ def _starts(lengths):
     return [0, *itertools.accumulate(lengths)]
 
 
-def _there_and_back(compiled: bool) -> None:
+def _there_and_back(call) -> None:
     me, n = tsn.rank(), tsn.size()
-    call = torch.compile(_two_ways, fullgraph=True) if compiled else _two_ways
     for case, (lengths, batch) in enumerate(
         [(None, (2,)), ([3 + 2 * p for p in range(n)], ()), ([5, *[0] * (n - 1)], (3,))]
     ):
@@ -77,14 +74,6 @@ def _there_and_back(compiled: bool) -> None:
 def _two_ways(x, lengths):
     heads = ops.scatter_heads(x, lengths=lengths)
     return heads, ops.gather_heads(2 * heads, lengths=lengths)
-
-
-@pytest.mark.parametrize(
-    "size, nodes, compiled",
-    [(2, 1, False), (2, 1, True), (2, 2, False), pytest.param(4, 2, False, marks=pytest.mark.nightly)],
-)
-def test_heads_for_sequence_and_back(size, nodes, compiled):
-    ranks.run(size, _there_and_back, compiled, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
 
 
 def _attend(q, k, v):
@@ -114,9 +103,16 @@ def _by_heads() -> None:
             assert torch.allclose(x.grad.cpu(), reference.grad[:, own], rtol=1e-3, atol=1e-4), case
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_attention_by_heads(nodes):
-    ranks.run(2, _by_heads, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
+def _exchanges() -> None:
+    _there_and_back(_two_ways)
+    if tsn.world().topology.nodes == 1:
+        _there_and_back(torch.compile(_two_ways, fullgraph=True))
+    _by_heads()
+
+
+@pytest.mark.parametrize("size, nodes", [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.nightly)])
+def test_heads_for_sequence_and_back(size, nodes):
+    ranks.run(size, _exchanges, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
 
 
 @ranks.on()

@@ -9,6 +9,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.moe.support import without_kernels
 from tests.kernels.support import nothing_launched
 from tilescale_net import ops
 from tilescale_net.deep_ep import Buffer
@@ -90,7 +91,8 @@ def _measured() -> dict[str, float]:
     """Least cost of each call, in empty calls of torch's; of the rank that measures."""
     nothing = torch.zeros(8, device=tsn.device())
     # The simulator alone looks at ids of experts on the host.
-    with nothing_launched(), unittest.mock.patch.object(checks, "check_experts", lambda *ids: None):
+    unchecked = unittest.mock.patch.object(checks, "check_experts", lambda *ids: None)
+    with nothing_launched(), without_kernels(), unchecked:
         calls = _calls() | {"nothing": lambda: nothing.add_(1)}
         for _ in range(3):  # the memory that operators share grows
             for call in calls.values():
