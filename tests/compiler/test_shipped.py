@@ -76,7 +76,7 @@ def check_instructions(number: int) -> None:
     if few is None:
         pytest.skip("needs tilelang's headers")
     before, after = instructions(source, threads), instructions(few, threads)
-    # tilelang's AtomicAddRet asks at run time whether an address is in shared memory; atomicAdd is known to be.
+    # tilelang's AtomicAddRet asks at run time in which memory its address is; atomicAdd is told.
     if "AtomicAddRet" not in source and "fp8_e4" not in source:
         assert after == before
     local = [sum(name.startswith(("LDL", "STL")) for name in names) for names in (before, after)]

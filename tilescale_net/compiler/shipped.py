@@ -63,8 +63,8 @@ _KEPT = {"math_constants.h"}
 _CALLS = frozenset(
     """
     AtomicAdd AtomicAddRet __align__ __ballot_sync __bfloat1622float2 __ffs __float22bfloat162_rn __launch_bounds__
-    __nv_cvt_float2_to_fp8x2 __pack_nv_bfloat162 __popc __shfl_down_sync __shfl_sync __shfl_up_sync __shfl_xor_sync
-    __syncthreads __syncwarp __tl_cvt_fp8x2_to_float2 bfloat16_t cudaGridDependencySynchronize
+    __match_any_sync __nv_cvt_float2_to_fp8x2 __pack_nv_bfloat162 __popc __shfl_down_sync __shfl_sync __shfl_up_sync __shfl_xor_sync
+    __syncthreads __syncthreads_or __syncwarp __tl_cvt_fp8x2_to_float2 bfloat16_t cudaGridDependencySynchronize
     cudaTriggerProgrammaticLaunchCompletion exp2f expf fabsf fmaxf fminf log2f logf make_float2 make_float4 make_int2
     make_int4 make_uint2 make_uint4 max min reinterpret_cast rsqrtf sqrtf static_cast
     """.split()
