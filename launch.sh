@@ -6,7 +6,7 @@ usage="usage: GPUS=N [NODES=n NODE_RANK=i MASTER_ADDR=host MASTER_PORT=port VIRT
 GPUS           ranks on this host: one per GPU, or simulated ones without a GPU
 NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
                hosts of the job, this host's index, and where rank 0 listens; run the same line on every host
-VIRTUAL_NODES  split the ranks of a host into nodes that may only talk through the fabric
+VIRTUAL_NODES  split the ranks of a host into so many nodes that may only talk through the fabric, or of these sizes (3+5)
 TSN_DEVICE     cuda or simulator; a GPU is used where there is one
 TSN_PYTHON     interpreter to use as it is; otherwise an active virtual environment, .venv, python3 or a new .venv
 TSN_VENV       folder of that virtual environment (.venv)

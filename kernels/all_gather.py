@@ -11,14 +11,23 @@ import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
 from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK
-from .collective import EXPLICIT_SYNC, MIN_BYTES, STATUS_WORDS, announce, check_chunk, piece_number, slice_elements
+from .collective import (
+    EXPLICIT_SYNC,
+    MIN_BYTES,
+    STATUS_WORDS,
+    Nodes,
+    announce,
+    check_chunk,
+    piece_number,
+    slice_elements,
+)
 from .exchange import STORES_FROM, UNROLL, Exchange, await_room, exchange, exchange_mapped
 from .launches import VECTORS, Launch
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All-gather over nodes of several PEs: a part crosses the network once per node, and is passed on there.
 #
-# Every PE puts its part to the PEs with its index in the other nodes, piece by piece, and each of those puts a piece to the
+# Every PE puts its part to the PEs with its index in the other nodes (`Nodes.forwarder`), piece by piece, and each of those puts a piece to the
 # PEs of its own node while the next one is in flight. Blocks share each part; block b waits for the blocks b of its peers
 # alone. Calls follow one another without a barrier, and PEs that make another call are left out, as in exchange.py: a PE
 # that gets a part makes the same call as its source and as the PE that passes it on, so these two make the same one, too.
@@ -33,7 +42,7 @@ def node_all_gather(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        node_size: PEs of a node, which divides n_pes.
+        node_size: PEs of a node, or a tuple of those of every node.
         chunk_bytes: bytes of a piece.
         dtype: of `out` [n_pes, count] and `x` [count], both symmetric; count is taken from the tensors.
         threads, blocks: launch geometry; all blocks must be able to run at once.
@@ -44,7 +53,8 @@ def node_all_gather(
     The other arguments are those of `exchange`, whose calls may not be mixed with this kernel's on the same signals.
     """
     count = T.dynamic("count", "int64")
-    nodes, chunk = n_pes // node_size, chunk_bytes * 8 // tvm.DataType(dtype).bits
+    of = Nodes.of(n_pes, node_size)
+    nodes, turns, chunk = len(of.sizes), of.turns, chunk_bytes * 8 // tvm.DataType(dtype).bits
     options = dict(engine=engine, unroll=unroll, ring=ring)
 
     @T.prim_func
@@ -61,7 +71,8 @@ def node_all_gather(
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            index = me % node_size
+            node, index = of.node_of(me), of.index_of(me)
+            home, size = me - index, of.size(node)
             call = calls[block] + T.uint64(1)
             share = slice_elements(count, blocks, dtype, least_bytes)
             first = T.alloc_var("int64")
@@ -79,38 +90,44 @@ def node_all_gather(
                 for piece in T.serial(pieces):
                     start = first + piece * chunk
                     for hop in T.serial(1, nodes):
-                        pe = (me + hop * node_size) % n_pes
+                        pe = of.forwarder((node + hop) % nodes, index)
                         if agrees[pe] != 0:
                             N.put_signal_block(
                                 out[me, start], x[start], pe, arrived[me, block], piece_number(call, piece + 1),
                                 count=T.min(T.int64(chunk), end - start), **options,
                             )  # fmt: skip
-                for hop in T.serial(1 if in_place else 0, node_size):
-                    pe = me - index + (index + hop) % node_size
+                for hop in T.serial(1 if in_place else 0, size):
+                    pe = home + (index + hop) % size
                     if agrees[pe] != 0:
                         N.put_block(out[me, first], x[first], pe, count=end - first, **options)
                 for piece in T.serial(pieces):
                     start = first + piece * chunk
                     for back in T.serial(1, nodes):
-                        source = (me + n_pes - back * node_size) % n_pes
-                        if agrees[source] != 0:
-                            N.wait_block(arrived[source, block], "ge", piece_number(call, piece + 1))
-                            for hop in T.serial(1, node_size):
-                                pe = me - index + (index + hop) % node_size
-                                if agrees[pe] != 0:
-                                    N.put_block(
-                                        out[source, start], out[source, start], pe,
-                                        count=T.min(T.int64(chunk), end - start), **options,
-                                    )  # fmt: skip
+                        other = (node + nodes - back) % nodes
+                        for turn in T.serial(turns):
+                            source = of.first(other) + index + turn * size
+                            if index + turn * size < of.size(other):
+                                if agrees[source] != 0:
+                                    N.wait_block(arrived[source, block], "ge", piece_number(call, piece + 1))
+                                    for hop in T.serial(1, size):
+                                        pe = home + (index + hop) % size
+                                        if agrees[pe] != 0:
+                                            N.put_block(
+                                                out[source, start], out[source, start], pe,
+                                                count=T.min(T.int64(chunk), end - start), **options,
+                                            )  # fmt: skip
                 T.sync_threads()
                 if thread < n_pes:
-                    if thread // node_size == me // node_size and same != 0:
+                    if of.node_of(thread) == node and same != 0:
                         # One fence for this PE's part and for those that it passes on.
                         N.fence(thread)
-                        for node in T.serial(nodes):
-                            if agrees[node * node_size + index] != 0 and (thread != me or node == me // node_size):
-                                N.signal(arrived[node * node_size + index, block], piece_number(call, pieces), thread)
-                    if same != 0 and agrees[me - index + thread % node_size] != 0:
+                        for other in T.serial(nodes):
+                            for turn in T.serial(turns):
+                                source = of.first(other) + index + turn * size
+                                if index + turn * size < T.if_then_else(other == node, index + 1, of.size(other)):
+                                    if agrees[source] != 0 and (thread != me or other == node):
+                                        N.signal(arrived[source, block], piece_number(call, pieces), thread)
+                    if same != 0 and agrees[of.forwarder(node, of.index_of(thread))] != 0:
                         N.wait(arrived[thread, block], "ge", piece_number(call, pieces))
                     N.quiet(thread)
             T.sync_threads()
@@ -171,8 +188,8 @@ class AllGather(Exchange):
         check_chunk("AllGather", chunk_bytes)
         shown = f", once_per_node={once_per_node}, chunk_bytes={chunk_bytes}"
         given = threads, blocks, engine, unroll, ring, stores_from, algorithm, group
-        topology = tsn.world(group).topology
-        self._over_nodes = once_per_node and 1 < topology.nodes < topology.size
+        sizes = tsn.world(group).topology.sizes
+        self._over_nodes = once_per_node and 1 < len(sizes) < sum(sizes)
         most = MOST_BYTES_PER_RANK if self._over_nodes else MOST_BYTES
         super().__init__("AllGather", shown, *given, split=False, most_bytes=most)
         self._chunk_bytes = chunk_bytes
@@ -223,7 +240,7 @@ class AllGather(Exchange):
             kernel = all_gather_mapped(self.n_pes, **self._mapped_options, in_place=in_place)
             return self._launch_of(kernel, VECTORS, VECTORS)
         if self._over_nodes:
-            geometry = self._world.topology.node_size, self._chunk_bytes
+            geometry = self.node_size, self._chunk_bytes
             kernel = node_all_gather(self.n_pes, *geometry, in_place=in_place, **self._options)
         else:
             kernel = all_gather(self.n_pes, in_place=in_place, **self._options)

@@ -16,6 +16,7 @@ from .collective import (
     MIN_BYTES,
     STATUS_WORDS,
     Collective,
+    Nodes,
     all_agree,
     announce,
     as_bytes,
@@ -41,15 +42,16 @@ def node_broadcast(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        node_size: PEs of a node, which divides n_pes.
+        node_size: PEs of a node, or a tuple of those of every node.
         chunk_bytes: bytes of a piece.
         dtype, threads, blocks, engine, unroll, ring, least_bytes: see `broadcast`.
 
-    `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [node_size, blocks] (by part; symmetric) are uint64,
+    `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` (by part: [PEs of the largest node, blocks]; symmetric) are uint64,
     zero before the first call, and then left alone. `tag` and `status` as in `broadcast`.
     """
     count = T.dynamic("count", "int64")
-    nodes, chunk = n_pes // node_size, chunk_bytes * 8 // tvm.DataType(dtype).bits
+    of = Nodes.of(n_pes, node_size)
+    nodes, turns, chunk = len(of.sizes), of.turns, chunk_bytes * 8 // tvm.DataType(dtype).bits
     options = dict(engine=engine, unroll=unroll, ring=ring)
 
     @T.prim_func
@@ -61,15 +63,17 @@ def node_broadcast(
         status: T.Tensor((STATUS_WORDS,), "int64"),
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
-        arrived: T.Tensor((node_size, blocks), "uint64"),
+        arrived: T.Tensor((of.largest, blocks), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            index, home = me % node_size, me // node_size == root // node_size
+            node, index = of.node_of(me), of.index_of(me)
+            first_here, here = me - index, of.size(node)
+            home, parts = node == of.node_of(root), of.size(of.node_of(root))
             call = calls[block] + T.uint64(1)
-            # This PE passes on the part of its index, whose pieces reach it before those of any other part.
-            part = slice_elements(count, node_size, dtype, least_bytes)
+            # This PE passes on the part of its index, or several in turn, whose pieces reach it before those of any other part.
+            part = slice_elements(count, parts, dtype, least_bytes)
             share = slice_elements(part, blocks, dtype, least_bytes)
             first = T.alloc_var("int64")
             first = T.min(share * block, part)
@@ -90,37 +94,41 @@ def node_broadcast(
                 for piece in T.serial(pieces):
                     offset = first + piece * chunk
                     if me == root:
-                        for hop in T.serial(1, node_size):
-                            to = (index + hop) % node_size
+                        for hop in T.serial(1, parts):
+                            to = (index + hop) % parts
                             start = to * part + offset
                             length = T.min(T.min(T.int64(chunk), first + size - offset), count - start)
                             if length > 0:
                                 N.put_signal_block(
-                                    x[start], x[start], me - index + to, arrived[to, block],
+                                    x[start], x[start], first_here + to, arrived[to, block],
                                     piece_number(call, piece + 1), count=length, **options,
                                 )  # fmt: skip
-                    start = index * part + offset
-                    length = T.min(T.min(T.int64(chunk), first + size - offset), count - start)
-                    if length > 0:
-                        if me != root:
-                            N.wait_block(arrived[index, block], "ge", piece_number(call, piece + 1))
-                        if home:
-                            for hop in T.serial(1, nodes):
-                                N.put_signal_block(
-                                    x[start], x[start], (me + hop * node_size) % n_pes, arrived[index, block],
-                                    piece_number(call, piece + 1), count=length, **options,
-                                )  # fmt: skip
-                        for hop in T.serial(1, node_size):
-                            pe = me - index + (index + hop) % node_size
-                            if pe != root:
-                                N.put_block(x[start], x[start], pe, count=length, **options)
+                    for turn in T.serial(turns):
+                        i = index + turn * here
+                        start = i * part + offset
+                        length = T.min(T.min(T.int64(chunk), first + size - offset), count - start)
+                        if i < parts and length > 0:
+                            if me != root:
+                                N.wait_block(arrived[i, block], "ge", piece_number(call, piece + 1))
+                            if home:
+                                for hop in T.serial(1, nodes):
+                                    N.put_signal_block(
+                                        x[start], x[start], of.forwarder((node + hop) % nodes, i), arrived[i, block],
+                                        piece_number(call, piece + 1), count=length, **options,
+                                    )  # fmt: skip
+                            for hop in T.serial(1, here):
+                                pe = first_here + (index + hop) % here
+                                if pe != root:
+                                    N.put_block(x[start], x[start], pe, count=length, **options)
                 T.sync_threads()
-                if thread < node_size and agreed != 0:
-                    pe = me - index + thread
-                    if thread != index and pe != root:
-                        N.signal(arrived[index, block], piece_number(call, pieces), pe, fence=True)
-                    if thread != index and me != root:
-                        N.wait(arrived[thread, block], "ge", piece_number(call, pieces))
+                if thread < here and agreed != 0:
+                    pe = first_here + thread
+                    for turn in T.serial(turns):
+                        if thread != index and pe != root and index + turn * here < parts:
+                            N.signal(arrived[index + turn * here, block], piece_number(call, pieces), pe, fence=True)
+                    for turn in T.serial(turns):
+                        if thread != index and me != root and thread + turn * here < parts:
+                            N.wait(arrived[thread + turn * here, block], "ge", piece_number(call, pieces))
                 if thread < n_pes:
                     N.quiet(thread)
             T.sync_threads()
@@ -231,13 +239,14 @@ class Broadcast(Collective):
         )
         check_chunk("Broadcast", chunk_bytes)
         super().__init__("Broadcast", shown, threads, blocks, group)
-        self._node_size = self._world.topology.node_size if once_per_node and self.has_gateways else 0
+        self._over_nodes = once_per_node and self.has_gateways
         self._chunk_bytes = chunk_bytes
         self._options = dict(
             threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self.min_slice_bytes
         )
         self._calls = self.counters(blocks)
-        self._ready, self._arrived = self._signals(self.n_pes), self._signals(self._node_size or self.n_pes, blocks)
+        parts = self.node_map.largest if self._over_nodes else self.n_pes
+        self._ready, self._arrived = self._signals(self.n_pes), self._signals(parts, blocks)
 
     @named("tilescale_net.Broadcast")
     def __call__(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -261,8 +270,8 @@ class Broadcast(Collective):
             raise ValueError(f"{self.name}: root is {root!r}; it must be a rank between 0 and {self.n_pes - 1}")
         tag = self._agree("x of shape {} and {} at heap offset {}, root {}", x.shape, x.dtype, self.place(x), root)
         if x.nbytes and self.n_pes > 1:
-            if self._node_size:
-                kernel = node_broadcast(self.n_pes, self._node_size, self._chunk_bytes, **self._options)
+            if self._over_nodes:
+                kernel = node_broadcast(self.n_pes, self.node_size, self._chunk_bytes, **self._options)
             else:
                 kernel = broadcast(self.n_pes, **self._options)
             words = tag, self.status_record, self._calls, self._ready, self._arrived

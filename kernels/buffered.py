@@ -24,6 +24,7 @@ from .collective import (
     STATUS_WORDS,
     TAG_BITS,
     Collective,
+    Nodes,
     all_agree,
     announce,
     check_tag_or_newer,
@@ -136,7 +137,7 @@ def buffered(
                     for v in T.unroll(vector):
                         totals[u, v] += T.cast(part[u, v], total_dtype)
                 if by_nodes:
-                    if p % node_size == node_size - 1:
+                    if Nodes.of(n_pes, node_size).is_last(p):
                         for u in T.unroll(UNROLL):
                             for v in T.unroll(vector):
                                 part[u, v] = T.cast(totals[u, v], dtype)

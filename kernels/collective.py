@@ -3,8 +3,10 @@
 import ctypes
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tilelang.language as T
@@ -58,6 +60,78 @@ def slice_elements(count, blocks: int, dtype: str, least_bytes: int = MIN_BYTES)
     align, least = max(1, ALIGN_BYTES // element), max(1, least_bytes // element)
     share = T.max(T.ceildiv(count, T.int64(blocks)), T.int64(least))
     return T.ceildiv(share, T.int64(align)) * align
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of consecutive PEs, which may differ in size, for whole numbers and for those of a kernel.
+
+    Where each node has as many PEs, this is plain arithmetic; else a comparison for each node behind the first.
+
+    Attributes:
+        sizes: PEs of every node, in order.
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, n_pes: int, node_size: int | tuple[int, ...]) -> "Nodes":
+        """Nodes of one size, or of these."""
+        return cls(node_size if isinstance(node_size, tuple) else (node_size,) * (n_pes // node_size))
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.sizes)) == 1
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes)
+
+    @property
+    def turns(self) -> int:
+        """PEs of another node that any PE serves at most, as their forwarder."""
+        return -(-self.largest // min(self.sizes))
+
+    @property
+    def _firsts(self) -> list[int]:
+        return [0, *itertools.accumulate(self.sizes)][:-1]
+
+    @staticmethod
+    def _is_from(number: Any, least: int) -> Any:
+        """1 from `least` on, else 0."""
+        return int(number >= least) if isinstance(number, int) else T.cast(number >= least, "int32")
+
+    def node_of(self, pe: Any) -> Any:
+        """The node of a PE."""
+        return pe // self.largest if self.is_even else sum(self._is_from(pe, first) for first in self._firsts[1:])
+
+    def first(self, node: Any) -> Any:
+        """The first PE of a node."""
+        if self.is_even:
+            return node * self.largest
+        return sum(size * self._is_from(node, i + 1) for i, size in enumerate(self.sizes[:-1]))
+
+    def size(self, node: Any) -> Any:
+        """The PEs of a node."""
+        if self.is_even:
+            return self.largest
+        steps = zip(self.sizes, self.sizes[1:])
+        return self.sizes[0] + sum((b - a) * self._is_from(node, i + 1) for i, (a, b) in enumerate(steps) if a != b)
+
+    def index_of(self, pe: Any) -> Any:
+        """A PE's index among those of its node."""
+        return pe % self.largest if self.is_even else pe - self.first(self.node_of(pe))
+
+    def forwarder(self, node: Any, index: Any) -> Any:
+        """The PE of a node that serves the PEs with this index in others: the one with the same, or where there is none, in
+        turn."""
+        return self.first(node) + (index if self.is_even else index % self.size(node))
+
+    def is_last(self, pe: Any) -> Any:
+        """Whether no PE of the same node comes behind this one."""
+        if self.is_even:
+            return pe % self.largest == self.largest - 1
+        return sum(self._is_from(pe, end - 1) - self._is_from(pe, end) for end in itertools.accumulate(self.sizes)) == 1
 
 
 # Bits of the number of a piece within a call; the upper ones have the call's.
@@ -366,9 +440,12 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         # A PE of another node gets its data from the fabric, which reads symmetric memory only.
         self.needs_symmetric_source = 0 in self._world.peer_base
         # Whether a PE of another node can pass on there what crosses the network once.
-        self.has_gateways = 1 < self._world.topology.nodes < self.n_pes
-        # PEs whose sum is rounded before it is added to others', by every algorithm; None: all PEs' sum is rounded once.
-        self.node_sum = self._world.topology.node_size if self.has_gateways else None
+        self.node_map = Nodes(self._world.topology.sizes)
+        self.has_gateways = 1 < len(self.node_map.sizes) < self.n_pes
+        # PEs of a node, or of every node where these differ, as kernels take them.
+        self.node_size = self.node_map.largest if self.node_map.is_even else self.node_map.sizes
+        # Whose sum is rounded before it is added to others', by every algorithm; None: all PEs' sum is rounded once.
+        self.node_sum = self.node_size if self.has_gateways else None
         of_slices = MIN_BYTES_WITH_GATEWAYS if self.has_gateways else MIN_BYTES_OVER_NODES
         self.min_slice_bytes = of_slices if self.needs_symmetric_source else MIN_BYTES
         check_threads(name, "threads", threads, self.n_pes)

@@ -25,6 +25,7 @@ from .collective import (
     STATUS_WORDS,
     TAG_BITS,
     Collective,
+    Nodes,
     agree_by_blocks,
     all_agree,
     announce,
@@ -127,14 +128,16 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
 
 @tsn.jit(name="node_reduce_scatter", pass_configs=EXPLICIT_SYNC)
 def node_reduce_scatter(
-    n_pes, node_size, dtype, threads=512, blocks=32, slots=3, chunk_bytes=64 * 1024, engine="auto", unroll=None, ring=None
+    n_pes, node_size, dtype, threads=512, blocks=32, slots=3, chunk_bytes=64 * 1024, engine="auto", unroll=None, ring=None,
+    here=None,
 ):  # fmt: skip
     """Kernel `(out, x, tag, status, staging, outgoing, calls, ready, done, arrived, consumed)`: `out` is the sum over all
     PEs p of part my_pe of the `x` of PE p.
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        node_size: PEs of a node, which divides n_pes.
+        node_size: PEs of a node, or a tuple of those of every node.
+        here: PEs of this PE's node; default `node_size`.
         dtype: of `out` [count, 16 bytes of dtype] and `x` [n_pes * count, 16 bytes], which is symmetric, at the same place on
             all PEs; part p begins at row p * count, and `out` may be this PE's own part.
         threads, blocks: launch geometry; all blocks must be able to run at once.
@@ -142,15 +145,17 @@ def node_reduce_scatter(
         chunk_bytes: bytes of a chunk.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
 
-    `staging` and `outgoing` are [nodes, blocks, slots, chunk_bytes / 16, 16 bytes of dtype]; `ready` [2 * n_pes] (by
-    parity of the call), `done` [node_size, blocks], `arrived` and `consumed` [nodes, blocks] are uint64; all of these are
-    symmetric. `calls` (uint64 [blocks]) is any device memory. Signals and `calls` are zero before the first call, and then
-    left alone. `tag` stands for what must be equal on all PEs, `x` above all; where it is not, nothing moves, and what
-    differs is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    `staging` is [nodes, blocks, slots, chunk_bytes / 16, 16 bytes of dtype], and `outgoing` the same with `Nodes.turns` times as
+    many nodes; `ready` [2 * n_pes] (by parity of the call), `done` [PEs of the largest node, blocks], `arrived` [nodes, blocks]
+    and `consumed` [nodes * turns, blocks] are uint64; all of these are symmetric. `calls` (uint64 [blocks]) is any device
+    memory. Signals and `calls` are zero before the first call, and then left alone. `tag` stands for what must be equal on all
+    PEs, `x` above all; where it is not, nothing moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see
+    `collective.call_word`.
     """
     count, rows = T.dynamic("count", "int64"), T.dynamic("rows", "int64")
-    vector, batch, nodes, chunk = vector_of(dtype), batch_of(node_size), n_pes // node_size, chunk_bytes // VECTOR_BYTES
-    total_dtype = accumulator(dtype)
+    of, here = Nodes.of(n_pes, node_size), here or node_size
+    vector, batch, chunk = vector_of(dtype), batch_of(here), chunk_bytes // VECTOR_BYTES
+    nodes, turns, total_dtype = len(of.sizes), of.turns, accumulator(dtype)
 
     @T.prim_func
     def main(
@@ -160,17 +165,17 @@ def node_reduce_scatter(
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
         staging: T.Tensor((nodes, blocks, slots, chunk, vector), dtype),
-        outgoing: T.Tensor((nodes, blocks, slots, chunk, vector), dtype),
+        outgoing: T.Tensor((nodes * turns, blocks, slots, chunk, vector), dtype),
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((2 * n_pes,), "uint64"),
-        done: T.Tensor((node_size, blocks), "uint64"),
+        done: T.Tensor((of.largest, blocks), "uint64"),
         arrived: T.Tensor((nodes, blocks), "uint64"),
-        consumed: T.Tensor((nodes, blocks), "uint64"),
+        consumed: T.Tensor((nodes * turns, blocks), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            node, index = me // node_size, me % node_size
+            node, index = of.node_of(me), of.index_of(me)
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
             agrees = T.alloc_shared((n_pes,), "int32")
@@ -184,7 +189,7 @@ def node_reduce_scatter(
             if block == 0 and thread < n_pes:
                 announce(ready, parity * n_pes + me, call, tag, thread)
             if first < end:
-                views = [N.remote(x, me - index + p) for p in range(node_size)]
+                views = [N.remote(x, me - index + p) for p in range(here)]
                 if thread < n_pes:
                     same = T.alloc_var("int32")
                     word = N.wait(ready[parity * n_pes + thread], "ge", call_word(call, 0))
@@ -204,23 +209,27 @@ def node_reduce_scatter(
                         size = T.min(T.int64(chunk), end - start)
                         slot = step % slots
                         for hop in T.serial(1, nodes):
-                            pe = (me + hop * node_size) % n_pes
-                            other = pe // node_size
-                            # The slot's last use must be over there; those of earlier calls are, since that PE is ready.
-                            if step >= slots:
-                                N.wait_block(consumed[other, block], "ge", piece_number(call, step - slots + 1))
-                            for turn in T.serial(T.ceildiv(size, T.int64(threads * batch))):
-                                i = turn * threads * batch + thread
-                                part = pe * count + start
-                                add_up(result, views, dtype, part + i, part + size, threads, batch)
-                                for u in T.unroll(batch):
-                                    if i + u * threads < size:
-                                        for v in T.vectorized(vector):
-                                            outgoing[other, block, slot, i + u * threads, v] = result[u, v]
-                            N.put_signal_block(
-                                staging[node, block, slot, 0, 0], outgoing[other, block, slot, 0, 0], pe, arrived[node, block],
-                                piece_number(call, step + 1), count=size * vector, engine=engine, unroll=unroll, ring=ring,
-                            )  # fmt: skip
+                            other = (node + hop) % nodes
+                            for served in T.serial(turns):
+                                pe, way = of.first(other) + index + served * here, other * turns + served
+                                if index + served * here < of.size(other):
+                                    # The slot's last use must be over there; those of earlier calls are, since that PE is
+                                    # ready.
+                                    if step >= slots:
+                                        N.wait_block(consumed[way, block], "ge", piece_number(call, step - slots + 1))
+                                    for turn in T.serial(T.ceildiv(size, T.int64(threads * batch))):
+                                        i = turn * threads * batch + thread
+                                        part = pe * count + start
+                                        add_up(result, views, dtype, part + i, part + size, threads, batch)
+                                        for u in T.unroll(batch):
+                                            if i + u * threads < size:
+                                                for v in T.vectorized(vector):
+                                                    outgoing[way, block, slot, i + u * threads, v] = result[u, v]
+                                    N.put_signal_block(
+                                        staging[node, block, slot, 0, 0], outgoing[way, block, slot, 0, 0], pe,
+                                        arrived[node, block], piece_number(call, step + 1), count=size * vector,
+                                        engine=engine, unroll=unroll, ring=ring,
+                                    )  # fmt: skip
                     if step > 0:
                         for hop in T.serial(1, nodes):
                             N.wait_block(arrived[(node + hop) % nodes, block], "ge", piece_number(call, step))
@@ -251,10 +260,11 @@ def node_reduce_scatter(
                                         out[start + i + u * threads, v] = T.cast(totals[u, v], dtype)
                         T.sync_threads()
                         if thread < nodes and thread != node:
-                            N.signal(consumed[node, block], piece_number(call, step), thread * node_size + index)
+                            way = node * turns + T.floordiv(index, of.size(thread))
+                            N.signal(consumed[way, block], piece_number(call, step), of.forwarder(thread, index))
                 # All have read this PE's `x` before work behind this kernel may write it.
                 T.sync_threads()
-                if thread < node_size and thread != index and agreed != 0:
+                if thread < here and thread != index and agreed != 0:
                     N.signal(done[index, block], call, me - index + thread)
                     N.wait(done[thread, block], "ge", T.cast(call, "int64"))
             T.sync_threads()
@@ -332,7 +342,7 @@ def reduce_scatter(
                     for v in T.unroll(vector):
                         totals[u, v] += T.cast(part[u, v], total_dtype)
                 if by_nodes:
-                    if p % node_size == node_size - 1:
+                    if Nodes.of(n_pes, node_size).is_last(p):
                         for u in T.unroll(UNROLL):
                             for v in T.unroll(vector):
                                 part[u, v] = T.cast(totals[u, v], dtype)
@@ -454,11 +464,13 @@ class ReduceScatter(Collective):
         self._can_pull = self.has_gateways or not self.needs_symmetric_source
         self._staging: torch.Tensor | None = None
         if self.has_gateways and algorithm != "push":
-            nodes, size = self._world.topology.nodes, self._world.topology.node_size
-            self._node_slots = [self._symmetric((nodes, blocks, slots, chunk_bytes), torch.uint8) for _ in range(2)]
+            nodes, ways = len(self.node_map.sizes), len(self.node_map.sizes) * self.node_map.turns
+            self._node_slots = [
+                self._symmetric((count, blocks, slots, chunk_bytes), torch.uint8) for count in (nodes, ways)
+            ]
             self._node_words = (
-                self.counters(blocks), self._signals(2 * self.n_pes), self._signals(size, blocks),
-                self._signals(nodes, blocks), self._signals(nodes, blocks),
+                self.counters(blocks), self._signals(2 * self.n_pes), self._signals(self.node_map.largest, blocks),
+                self._signals(nodes, blocks), self._signals(ways, blocks),
             )  # fmt: skip
         else:
             self._allocate_staging()
@@ -530,8 +542,8 @@ class ReduceScatter(Collective):
     def _new_pull(self, dtype: torch.dtype) -> Launch:
         shape = -1, VECTOR_BYTES // dtype.itemsize
         if self.has_gateways:
-            node_size, options = self._world.topology.node_size, self._options
-            kernel = node_reduce_scatter(self.n_pes, node_size, dtype_name(dtype), **options)
+            here = None if self.node_map.is_even else self.node_map.size(self.node_map.node_of(self.rank))
+            kernel = node_reduce_scatter(self.n_pes, self.node_size, dtype_name(dtype), **self._options, here=here)
             slots = [memory.view(dtype).view(*memory.shape[:3], *shape) for memory in self._node_slots]
             words = *slots, *self._node_words
         else:

@@ -422,11 +422,12 @@ MUTANTS = {
 
 # -- code for sm_90 ---------------------------------------------------------------------------------------------------
 
+NODES = [(8, 8), (8, 8, 7)]
 # By file and kernel of tilescale_net/kernels; those of kernels/moe and kernels/fused are in test_generated_code.py there.
 SM_90 = {
     "all_gather.all_gather": [dict(n_pes=4), dict(n_pes=8, in_place=True, engine="bulk", threads=128)],
     "all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, in_place=True)],
-    "all_gather.node_all_gather": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
+    "all_gather.node_all_gather": [dict(n_pes=sum(sizes), node_size=sizes, chunk_bytes=256 * 1024) for sizes in NODES],
     "all_reduce_fp8.all_reduce_fp8": [
         dict(n_pes=4, dtype="bfloat16", capacity=1024),
         dict(n_pes=2, dtype="float32", capacity=4096, aligned=False),
@@ -478,7 +479,7 @@ SM_90 = {
         dict(n_pes=4, dtype="bfloat16", heads=32, dim=512, shots=0),
     ],
     "broadcast.broadcast": [dict(n_pes=4)],
-    "broadcast.node_broadcast": [dict(n_pes=16, node_size=8, chunk_bytes=256 * 1024)],
+    "broadcast.node_broadcast": [dict(n_pes=sum(sizes), node_size=sizes, chunk_bytes=256 * 1024) for sizes in NODES],
     "buffered.buffered": [
         dict(n_pes=2, capacity=1 << 19, vector=16, blocks=64),
         dict(n_pes=4, capacity=32768, vector=1, split=True),
@@ -492,7 +493,9 @@ SM_90 = {
     "p2p.meet": [dict()],
     "proxy_write.signals": [dict(capacity=1 << 20)],
     "proxy_write.write": [dict(capacity=1 << 20)],
-    "reduce_scatter.node_reduce_scatter": [dict(n_pes=16, node_size=8, dtype="bfloat16")],
+    "reduce_scatter.node_reduce_scatter": [
+        dict(n_pes=sum(sizes), node_size=sizes, dtype="bfloat16", here=sizes[-1]) for sizes in NODES
+    ],
     "reduce_scatter.reduce_scatter": [
         dict(n_pes=4, dtype="bfloat16", vector=8),
         dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),

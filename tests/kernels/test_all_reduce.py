@@ -73,7 +73,7 @@ def _reduce(seed, cases, options, calls=2, algorithms=("auto",)):
                     x.zero_()  # the call is over with x
                 tsn.synchronize()
                 what = f"{algorithm}, seed {seed}, case {number} {case}, call {call}, rank {rank}"
-                by_nodes = tsn.world().topology.node_size if tsn.world().topology.nodes > 1 else 0
+                by_nodes = tsn.world().topology.sizes if tsn.world().topology.nodes > 1 else ()
                 expected = reference_of_nodes(data, by_nodes) if by_nodes else reference_of(algorithm, data)
                 assert_same(out, expected, what)
             if guards[0] is not None:

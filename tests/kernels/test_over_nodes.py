@@ -5,12 +5,13 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels import test_all_gather, test_reduce_scatter
+from tests.kernels import test_all_gather, test_all_reduce, test_broadcast, test_reduce_scatter
 from tests.kernels.test_reduce_scatter import values
 from tilescale_net.cli.model import sent
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.broadcast import Broadcast
+from tilescale_net.kernels.collective import Nodes
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 GEOMETRY = dict(threads=64, blocks=2)
@@ -78,6 +79,70 @@ def test_bytes_on_the_network():
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
         of_rank = [sent(name, everything, 2, 2, way)[1] for way in ("once per node", "once per rank")]
         assert found[name.replace("_", "-")] == (4 * of_rank[0], 4 * of_rank[1])
+
+
+# Of some PEs: none is named, one alone, more nodes than two, a node that lost a GPU.
+UNEVEN = [(5, "2+3"), (3, "2+1"), (6, "1+2+3")]
+
+
+def test_nodes_of_any_size():
+    """In whole numbers, and as kernels compute it."""
+    for sizes in [(2, 3), (3, 5), (1, 2, 3), (8, 7, 8), (4, 4), (1,)]:
+        of, pes = Nodes(sizes), [(node, i) for node, size in enumerate(sizes) for i in range(size)]
+        served = {}
+        for pe, (node, i) in enumerate(pes):
+            assert (of.node_of(pe), of.index_of(pe), of.first(node), of.size(node)) == (node, i, pe - i, sizes[node])
+            assert bool(of.is_last(pe)) == (i == sizes[node] - 1)
+            for other in set(range(len(sizes))) - {node}:
+                forwarder = of.forwarder(other, i)
+                assert pes[forwarder][0] == other and pes[forwarder][1] == i % sizes[other]
+                served.setdefault((forwarder, node), []).append(pe)
+        assert max(map(len, served.values()), default=1) <= of.turns
+
+
+def _uneven(seed, gathered=20_000, summed=9_000, calls=2):
+    geometry = dict(**GEOMETRY, chunk_bytes=2048)
+    gather = [((gathered,), torch.uint8, 0, 4), ((7,), torch.bfloat16, 2, 0)]
+    test_all_gather._gather(seed, gather, dict(geometry, algorithm="puts"), calls)
+    reduce = [((summed,), torch.bfloat16, 0, 0), ((40,), torch.int32, 0, 0)]
+    test_reduce_scatter._reduce(seed, reduce, dict(geometry, slots=2, algorithm="pull"), calls)
+    test_reduce_scatter._reduce(
+        seed, [((501,), torch.bfloat16, 2, 0)], dict(geometry, slots=2, algorithm="push"), calls
+    )
+    test_reduce_scatter._reduce(seed, [((501,), torch.bfloat16, 2, 0)], geometry, calls)
+    sums = [((1000,), torch.bfloat16, 0, 0, True), ((3001,), torch.bfloat16, 0, 0, True)]
+    test_all_reduce._reduce(seed, sums, dict(GEOMETRY, staging_bytes=4096), calls)
+    test_broadcast._broadcast(seed, 4)
+
+
+@pytest.mark.parametrize(
+    "size, nodes", [UNEVEN[0], *(pytest.param(*row, marks=pytest.mark.nightly) for row in UNEVEN[1:])]
+)
+@pytest.mark.sample(0)
+def test_nodes_of_different_sizes(size, nodes):
+    chaos = "seed=1,reorder=0.5,split=0.3"
+    ranks.run(size, _uneven, 1, env={"VIRTUAL_NODES": nodes, "TSN_SIM_RACES": "1", "TSN_CHAOS": chaos}, timeout=280)
+
+
+def _bytes_of_uneven():
+    """Payload of each collective."""
+    n, part = tsn.size(), 40_960
+    x, out = tsn.zeros(part, torch.uint8), tsn.zeros((n, part), torch.uint8)
+    parts, total = tsn.zeros((n, part // 2), torch.bfloat16), tsn.zeros(part // 2, torch.bfloat16)
+    gather, spread, scatter = AllGather(**GEOMETRY), Broadcast(**GEOMETRY), ReduceScatter(**GEOMETRY)
+    found = [
+        _bytes_of(call) for call in (lambda: gather(out, x), lambda: scatter(total, parts), lambda: spread(out, 1))
+    ]
+    for op in (gather, spread, scatter):
+        op.free()
+    return found, n * part
+
+
+@pytest.mark.sample(0)
+def test_bytes_of_nodes_of_different_sizes():
+    """Once per other node, as between equal ones."""
+    for found, everything in ranks.run(5, _bytes_of_uneven, env={"VIRTUAL_NODES": "3+2"}):
+        assert found == [everything] * 3
 
 
 def _dies(name: str) -> str:

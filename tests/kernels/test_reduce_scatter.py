@@ -1,5 +1,6 @@
 """reduce-scatter against plain torch, bit by bit: the order of additions is part of the contract."""
 
+import itertools
 import random
 
 import pytest
@@ -44,13 +45,18 @@ def reference(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(dtype)
 
 
-def reference_of_nodes(parts: list[torch.Tensor], node_size: int) -> torch.Tensor:
-    """The sums of the nodes, each rounded, in the order of the nodes; on one node, and where each PE is one, `reference`."""
-    return reference([reference(parts[first : first + node_size]) for first in range(0, len(parts), node_size)])
+def reference_of_nodes(parts: list[torch.Tensor], nodes: int | tuple[int, ...]) -> torch.Tensor:
+    """The sums of the nodes, each rounded, in the order of the nodes; on one node, and where each PE is one, `reference`.
+
+    `nodes`: PEs of a node, or of every node.
+    """
+    sizes = nodes if isinstance(nodes, tuple) else (nodes,) * (len(parts) // nodes)
+    rest = iter(parts)
+    return reference([reference(list(itertools.islice(rest, size))) for size in sizes])
 
 
 def _reduce(seed, cases, options, calls=2):
-    rank, n, node_size = tsn.rank(), tsn.size(), tsn.world().topology.node_size
+    rank, n, sizes = tsn.rank(), tsn.size(), tsn.world().topology.sizes
     pace = random.Random(f"{seed} {rank}")
     op = ReduceScatter(**options)
     for number, (shape, dtype, x_offset, out_offset) in enumerate(cases):
@@ -65,7 +71,7 @@ def _reduce(seed, cases, options, calls=2):
             tsn.synchronize()
             what = f"seed {seed}, case {number}, call {call}, rank {rank}"
             parts = [d[rank] for d in data]
-            assert_same(out.tensor, reference_of_nodes(parts, node_size), what)
+            assert_same(out.tensor, reference_of_nodes(parts, sizes), what)
         x.check()
         out.check()
         x.free()

@@ -1,4 +1,4 @@
-"""Hosts that run different numbers of ranks: nodes are smaller than hosts, and everything is right."""
+"""Hosts that run different numbers of ranks, and hosts that are split into nodes: who shares a node, and all is right."""
 
 import random
 
@@ -35,6 +35,10 @@ def test_topology(of_job, hosts, sizes):
         assert (found.node_size, found.nodes) == sizes and found.single_host == (len(set(hosts)) == 1)
         assert found.local_rank == hosts[:rank].count(hosts[rank])
         assert rank in found.node_members and len({hosts[pe] for pe in found.node_members}) == 1
+        assert sum(found.sizes) == len(hosts) and len(found.node_members) in found.sizes
+        assert [pe for pe in range(len(hosts)) if found.is_direct(pe)] == list(found.node_members)
+        if "".join(sorted(hosts)) == hosts:
+            assert found.sizes == tuple(map(hosts.count, sorted(set(hosts))))  # a node is a host
 
 
 def test_virtual_nodes_of_uneven_hosts(monkeypatch):
@@ -42,6 +46,23 @@ def test_virtual_nodes_of_uneven_hosts(monkeypatch):
     assert placement.job_topology(0, 6, list("aaaabb")).node_size == 1
     with pytest.raises(ConfigurationError, match="does not divide the 3 ranks"):
         placement.job_topology(0, 5, list("aaabb"))
+    monkeypatch.setenv("VIRTUAL_NODES", "1+2")
+    found = [placement.job_topology(rank, 3, list("aaa")) for rank in range(3)]
+    assert [(list(each.node_members), each.sizes, each.nodes) for each in found] == [
+        ([0], (1, 2), 3), ([1, 2], (1, 2), 3), ([1, 2], (1, 2), 3)
+    ]  # fmt: skip
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for rank, node in enumerate((0, 1, 1)):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert placement.virtual_node(rank, 3) == node
+    for wrong, said in (
+        ("1+3", "are 4 ranks, which are not the 3 ranks"),
+        ("3+", "not a whole number"),
+        ("0+3", "below"),
+    ):
+        monkeypatch.setenv("VIRTUAL_NODES", wrong)
+        with pytest.raises(ConfigurationError, match=f"VIRTUAL_NODES.*{said}"):
+            placement.job_topology(0, 3, list("aaa"))
 
 
 def test_hosts_in_turn_are_refused():

@@ -77,7 +77,7 @@ class RankWorld(World):
         self.control = control
         self.calls = CallLog(self.control)
         self.group, self.job_ranks, self.rank, self.size = None, tuple(range(size)), rank, size
-        self.topology = Topology(rank, size, rank, 0, 1, rank, size, True)
+        self.topology = Topology(rank, size, rank, 0, 1, rank, size, True, (size,))
         self.memory = SimulatorMemory(heap_bytes)
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
         self.page = context.AbortPage()

@@ -52,7 +52,7 @@ def node_pe() -> tirx.PrimExpr:
 def n_node_pes() -> tirx.PrimExpr:
     """Size of team "node", int32.
 
-    Example: nodes = N.n_pes() // N.n_node_pes()
+    Example: last = N.my_pe() - N.node_pe() + N.n_node_pes() - 1
     """
     return OPERATORS["n_node_pes"]()
 

@@ -108,9 +108,7 @@ def check_ranks(ranks: int, gpus: int) -> None:
         refuse(
             f"TSN_HEAP_SIZE: a heap of {heap} bytes is more than this machine has memory and swap ({memory} bytes); set it lower"
         )
-    virtual = settings.VIRTUAL_NODES.get()
-    if ranks % virtual:
-        refuse(f"VIRTUAL_NODES={virtual} does not divide GPUS={ranks}; every node holds the same number of ranks")
+    settings.sizes_of_virtual_nodes(ranks, f"GPUS={ranks}")
 
 
 def visible_gpus() -> int:
@@ -186,7 +184,7 @@ def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None,
             # not left from a job around theirs.
             key = f"{secrets.token_hex(16)}/{address['MASTER_ADDR']}:{port}"
             address["TSN_STORE"] = f"{store.getsockname()[1]}/{key}"
-    several = nodes > 1 or settings.VIRTUAL_NODES.get() > 1
+    several = nodes > 1 or settings.has_virtual_nodes()
     loading = settings.MODULE_LOADING.name  # see settings.load_kernels_early; here it comes before anything starts CUDA
     shared = {
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks)),
@@ -275,7 +273,7 @@ def _srun_rank() -> dict[str, str]:
 
 # Flags of `run`, each of which is a variable that launch.sh reads.
 FLAGS: dict[str, tuple[settings.Setting[Any], str]] = {
-    "--ranks": (settings.GPUS, "N"), "--virtual-nodes": (settings.VIRTUAL_NODES, "N"),
+    "--ranks": (settings.GPUS, "N"), "--virtual-nodes": (settings.VIRTUAL_NODES, "N|A+B"),
     "--nodes": (settings.NODES, "N"), "--node-rank": (settings.NODE_RANK, "I"),
     "--master-addr": (settings.MASTER_ADDR, "HOST"), "--master-port": (settings.MASTER_PORT, "PORT"),
 }  # fmt: skip

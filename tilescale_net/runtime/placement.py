@@ -2,6 +2,8 @@
 
 import atexit
 import hashlib
+import itertools
+import math
 import os
 import secrets
 import socket
@@ -10,7 +12,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import private_folder, settings, this_host
@@ -273,9 +274,11 @@ class Topology:
     Attributes:
         rank, size: this PE and the number of PEs.
         local_rank: index of this PE among the PEs of its *host* (picks the GPU).
-        node, nodes: index of this PE's node, number of nodes.
-        node_pe, node_size: index of this PE in team "node", size of that team.
+        node, nodes: index of this PE's node, number of nodes; where nodes have different sizes, of the largest equal parts of
+            them.
+        node_pe, node_size: index of this PE in that node or part, its size.
         single_host: whether all PEs run on one host.
+        sizes: PEs of every node, in order; those of a node map each other's memory.
     """
 
     rank: int
@@ -286,12 +289,14 @@ class Topology:
     node_pe: int
     node_size: int
     single_host: bool
+    sizes: tuple[int, ...]
 
     @property
     def node_members(self) -> range:
-        """PEs of this PE's node; consecutive by construction."""
-        first = self.rank - self.node_pe
-        return range(first, first + self.node_size)
+        """PEs of this PE's node, which is team "node"; consecutive by construction."""
+        ends = itertools.accumulate(self.sizes)
+        end, size = next((end, size) for end, size in zip(ends, self.sizes) if self.rank < end)
+        return range(end - size, end)
 
     def is_direct(self, pe: int) -> bool:
         """Whether `pe` is reached by mapped memory rather than through the fabric."""
@@ -301,15 +306,12 @@ class Topology:
 def job_topology(rank: int, size: int, hosts: list[str]) -> Topology:
     """Topology of a whole job from the host name of every rank.
 
-    Where hosts run different numbers of ranks, nodes are smaller than hosts, as in `of_group`.
-
     Args:
         rank, size: of team "world".
         hosts: host identity per rank, gathered from all ranks.
 
     Raises:
-        ConfigurationError: too many ranks, ranks of a host are not consecutive, or VIRTUAL_NODES does not divide them
-            evenly.
+        ConfigurationError: too many ranks, ranks of a host are not consecutive, or VIRTUAL_NODES does not fit them.
     """
     counts = Counter(hosts)
     if hosts != [h for h, n in counts.items() for _ in range(n)]:
@@ -317,21 +319,16 @@ def job_topology(rank: int, size: int, hosts: list[str]) -> Topology:
             f"rank {rank}: every host must run consecutive ranks, but the hosts of ranks 0.. are {hosts}; start the job with "
             "launch.sh, torchrun or srun with block distribution"
         )
-    virtual = settings.VIRTUAL_NODES.get()
-    for n in counts.values():
-        if n % virtual:
-            raise ConfigurationError(
-                f"VIRTUAL_NODES={virtual} does not divide the {n} ranks of this host; choose a divisor of {n}"
-            )
-    virtual_nodes = [index * virtual // n for n in counts.values() for index in range(n)]
+    sizes = [settings.sizes_of_virtual_nodes(n, f"the {n} ranks of this host") for n in counts.values()]
+    virtual_nodes = [node for of_host in sizes for node, n in enumerate(of_host) for _ in range(n)]
     return _placed(rank, size, hosts, virtual_nodes, "job")
 
 
 def group_topology(rank: int, size: int, hosts: list[str], virtual_nodes: list[int]) -> Topology:
     """Topology of any group of a job's ranks.
 
-    Nodes have the same number of consecutive PEs each: where the ranks of a host are not so, nodes are smaller than hosts,
-    and PEs of one host reach each other through the fabric like those of two.
+    Nodes are runs of PEs of one host: where a host's ranks are not consecutive, its nodes are smaller than itself, and reach
+    each other through the fabric like those of two.
 
     Args:
         rank, size: of the group.
@@ -345,20 +342,20 @@ def group_topology(rank: int, size: int, hosts: list[str], virtual_nodes: list[i
 
 
 def _placed(rank: int, size: int, hosts: list[str], virtual_nodes: list[int], what: str) -> Topology:
-    """With the largest nodes that are equal; `what`: of which ranks the warning is where that makes them smaller."""
+    """`what`: of which ranks the warning is where the ranks of a host are on several nodes."""
     if size > MAX_PES:
         raise ConfigurationError(f"a {what} has at most {MAX_PES} ranks, but this one has {size}")
     if rank == 0:
         _warn_of_containers(hosts)
     nodes = list(zip(hosts, virtual_nodes))
-    node_size = next(n for n in range(size, 0, -1) if size % n == 0 and _are_nodes(nodes, n))
-    if node_size < max(Counter(nodes).values()) and rank == 0:
+    sizes = tuple(len(list(run)) for _, run in itertools.groupby(nodes))
+    if len(sizes) > len(set(nodes)) and rank == 0:
         settings.log.warning(
-            "the ranks of a %s are not spread evenly and in order over its hosts: nodes of %d ranks are made, which reach "
-            "each other through the network even on one host",
+            "the ranks of a %s are not in the order of its hosts: nodes of consecutive ranks are made, which reach each other "
+            "through the network even on one host",
             what,
-            node_size,
         )
+    node_size = math.gcd(*sizes)
     return Topology(
         rank=rank,
         size=size,
@@ -368,24 +365,17 @@ def _placed(rank: int, size: int, hosts: list[str], virtual_nodes: list[int], wh
         node_pe=rank % node_size,
         node_size=node_size,
         single_host=len(set(hosts)) == 1,
+        sizes=sizes,
     )
-
-
-def _are_nodes(nodes: list[Any], size: int) -> bool:
-    return all(len(set(nodes[first : first + size])) == 1 for first in range(0, len(nodes), size))
 
 
 def virtual_node(job_rank: int, job_size: int) -> int:
     """Index of a rank's virtual node among those of its host, for a rank that cannot query the rest of the job."""
-    virtual = settings.VIRTUAL_NODES.get()
-    if virtual == 1:
+    if not settings.has_virtual_nodes():
         return 0
     here, local_size = os.environ.get("LOCAL_RANK", job_rank), os.environ.get("LOCAL_WORLD_SIZE", job_size)
-    if int(local_size) % virtual:
-        raise ConfigurationError(
-            f"VIRTUAL_NODES={virtual} does not divide the {local_size} ranks of this host; choose a divisor of it"
-        )
-    return int(here) // (int(local_size) // virtual)
+    sizes = settings.sizes_of_virtual_nodes(int(local_size), f"the {local_size} ranks of this host")
+    return next(node for node, end in enumerate(itertools.accumulate(sizes)) if int(here) < end)
 
 
 def host_identity() -> str:

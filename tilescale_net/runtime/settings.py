@@ -176,6 +176,13 @@ def _whole(minimum: int, maximum: int = 1 << 53) -> Callable[[str, str], int]:
     return _limited(int, minimum, maximum)
 
 
+def _nodes(value: str, name: str) -> int | tuple[int, ...]:
+    """A number of equal nodes, or the ranks of each, joined by plus signs."""
+    if "+" not in value:
+        return _whole(1)(value, name)
+    return tuple(_whole(1)(part, name) for part in value.split("+"))
+
+
 def _power_of_two(minimum: int) -> Callable[[str, str], int]:
     """A power of two."""
     at_least = _whole(minimum)
@@ -280,8 +287,12 @@ TIMEOUT = Setting(
 HEARTBEAT_TIMEOUT = Setting(
     "TSN_HEARTBEAT_TIMEOUT", _number(1.0), 15.0, "seconds of silence after which a rank of another host counts as lost"
 )
-VIRTUAL_NODES = Setting(
-    "VIRTUAL_NODES", _whole(1), 1, "split the ranks of a host into nodes that talk only through the fabric"
+VIRTUAL_NODES: Setting[int | tuple[int, ...]] = Setting(
+    "VIRTUAL_NODES",
+    _nodes,
+    1,
+    "split the ranks of a host into so many nodes that talk only through the fabric, or into nodes of these sizes, such as "
+    "`3+5`",
 )
 MODULE_LOADING = Setting(
     "CUDA_MODULE_LOADING", _text, "",
@@ -521,8 +532,38 @@ def load_kernels_early() -> None:
     Otherwise it loads each of them at its first launch, and keeps copies between host and GPU waiting until the kernels
     that run by then have ended. One that waits for data from another node, which the proxy copies, would not end."""
     ranks = _count("WORLD_SIZE", 1)
-    if VIRTUAL_NODES.get() > 1 or _count("LOCAL_WORLD_SIZE", ranks) < ranks:
+    if has_virtual_nodes() or _count("LOCAL_WORLD_SIZE", ranks) < ranks:
         os.environ.setdefault(MODULE_LOADING.name, "EAGER")
+
+
+def has_virtual_nodes() -> bool:
+    """Whether a host's ranks are split into several nodes."""
+    return VIRTUAL_NODES.get() != 1
+
+
+def sizes_of_virtual_nodes(ranks: int, what: str) -> tuple[int, ...]:
+    """Ranks of each of a host's nodes.
+
+    Args:
+        ranks: of the host. what: they are, for errors.
+
+    Raises:
+        ConfigurationError: VIRTUAL_NODES does not divide them, or its sizes have another sum.
+    """
+    wanted = VIRTUAL_NODES.get()
+    if isinstance(wanted, tuple):
+        if sum(wanted) != ranks:
+            shown = "+".join(map(str, wanted))
+            raise ConfigurationError(
+                f"VIRTUAL_NODES={shown} are {sum(wanted)} ranks, which are not {what}; choose sizes whose sum is {ranks}"
+            )
+        return wanted
+    if ranks % wanted:
+        raise ConfigurationError(
+            f"VIRTUAL_NODES={wanted} does not divide {what}; choose a divisor of {ranks}, or the ranks of each node, such as "
+            "3+5"
+        )
+    return (ranks // wanted,) * wanted
 
 
 def _count(name: str, default: int) -> int:

@@ -214,8 +214,8 @@ class World:
         header = context.ContextHeader(
             my_pe=self.rank,
             n_pes=self.size,
-            node_pe=self.topology.node_pe,
-            n_node_pes=self.topology.node_size,
+            node_pe=self.rank - self.topology.node_members.start,
+            n_node_pes=len(self.topology.node_members),
             n_queues=self.proxy.n_queues if self.proxy is not None else 0,
             flags=self.proxy.context_flags if self.proxy is not None else 0,
             heap_base=self.memory.base,
