@@ -33,9 +33,8 @@ def programs(monkeypatch, tmp_path, way: str, scenario: str, pes: int, *argument
     "script, way",
     [
         ("01_put_signal", "1.17-efa-p4d"),
-        ("08_collectives", "2.x-efa-direct-p5en"),
-        pytest.param("08_collectives", "1.17-efa-p4d", marks=NIGHTLY),
-        pytest.param("08_collectives", "2.x-efa-p5", marks=NIGHTLY),
+        ("01_put_signal", "2.x-efa-direct-p5en"),
+        *(pytest.param("08_collectives", way, marks=NIGHTLY) for way in WAYS),
     ],
 )
 def test_tutorials(script, way):

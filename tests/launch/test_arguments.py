@@ -15,7 +15,10 @@ from tilescale_net.launch import run
         ({"GPUS": "two"}, "GPUS='two' is not a whole number"),
         ({"GPUS": "1000"}, "GPUS=1000 is more than the 64 ranks"),
         ({"GPUS": "4", "VIRTUAL_NODES": "3"}, "VIRTUAL_NODES=3 does not divide GPUS=4"),
-        ({"GPUS": "4", "VIRTUAL_NODES": "3+2"}, "VIRTUAL_NODES=3+2 are 5 ranks, which are not GPUS=4; choose sizes whose sum is 4"),
+        (
+            {"GPUS": "4", "VIRTUAL_NODES": "3+2"},
+            "VIRTUAL_NODES=3+2 are 5 ranks, which are not GPUS=4; choose sizes whose sum is 4",
+        ),
         ({"NODES": "2", "NODE_RANK": "0", "MASTER_PORT": "1234"}, "MASTER_ADDR must be set"),
         ({"NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "http"}, "MASTER_PORT='http' is not"),
         ({"NODES": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1234"}, "NODE_RANK must be set"),
