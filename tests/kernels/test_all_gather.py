@@ -52,7 +52,9 @@ def _gather(seed, cases, options, calls=2):
     op.free()
 
 
-@pytest.mark.parametrize("size, visibility", [(1, "eager"), (2, "random"), (3, "late"), (4, "random")])
+@pytest.mark.parametrize(
+    "size, visibility", [(1, "eager"), (2, "random"), (3, "late"), pytest.param(4, "random", marks=pytest.mark.nightly)]
+)
 @pytest.mark.sample(2)
 @ranks.on()
 def test_equals_stacked_parts(size, visibility, seed):

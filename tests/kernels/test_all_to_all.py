@@ -43,7 +43,9 @@ def _equal(seed, cases, options, calls=2):
         out.free()
 
 
-@pytest.mark.parametrize("size, visibility", [(1, "eager"), (2, "random"), (3, "late"), (4, "random")])
+@pytest.mark.parametrize(
+    "size, visibility", [(1, "eager"), (2, "random"), (3, "late"), pytest.param(4, "random", marks=pytest.mark.nightly)]
+)
 @pytest.mark.sample(2)
 @ranks.on()
 def test_equal_splits(size, visibility, seed):
@@ -94,7 +96,9 @@ def _uneven(seed, calls, options, row, dtype, as_tensors):
     out_heap.check()
 
 
-@pytest.mark.parametrize("size, visibility", [(2, "random"), (3, "late"), (4, "eager")])
+@pytest.mark.parametrize(
+    "size, visibility", [(2, "random"), (3, "late"), pytest.param(4, "eager", marks=pytest.mark.nightly)]
+)
 @pytest.mark.sample(1)
 @ranks.on()
 def test_uneven_splits(size, visibility, seed):

@@ -153,8 +153,13 @@ def _data_shows(mutant: Mutant, path: Path, seeds: list[int], seconds: int = 3) 
     return shown.pop()
 
 
-@pytest.mark.parametrize("run, nodes", sorted({(mutant.run, mutant.nodes) for mutant in MUTANTS.values()}))
-@pytest.mark.sample(1)
+ORIGINALS = sorted({(mutant.run, mutant.nodes) for mutant in MUTANTS.values()})
+
+
+# test_races.py makes the same runs of the kernels as they are.
+@pytest.mark.parametrize(
+    "run, nodes", [ORIGINALS[0], *(pytest.param(*where, marks=pytest.mark.nightly) for where in ORIGINALS[1:])]
+)
 def test_the_originals_pass(run, nodes):
     mutant = next(m for m in MUTANTS.values() if (m.run, m.nodes) == (run, nodes))
     # A rank may wait for one that still compiles.
