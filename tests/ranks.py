@@ -55,7 +55,7 @@ def _preload() -> None:
     """
     heavy = ["torch", "torch.distributed", "tilescale_net", "hypothesis", "pytest"]
     with_tilelang = ["tilelang", "tilescale_net.language", "tilescale_net.compiler.jit", "tests.kernels.support"]
-    with_tilelang.append("tests.preloaded")
+    with_tilelang += ["tests.preloaded_fabric", "tests.preloaded"]
     _context.set_forkserver_preload([*heavy, *with_tilelang] if _always_simulated or not visible_gpus() else heavy)
 
 
