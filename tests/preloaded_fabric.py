@@ -5,8 +5,11 @@ whose launchers may name the stand-in for EFA, which must be there before libfab
 """
 
 import contextlib
+import os
 
 from tilescale_net.runtime import fabric
 
-with contextlib.suppress(Exception):  # a rank that needs libfabric reports why there is none
-    fabric.offers()
+# EFA opens devices then, which ranks cannot share.
+if not (os.environ.get("TSN_LIBFABRIC") or os.environ.get("TSN_PROVIDER")):
+    with contextlib.suppress(Exception):  # a rank that needs libfabric reports why there is none
+        fabric.offers()
