@@ -2,12 +2,11 @@
 
 import argparse
 import itertools
-import json
 
 import pytest
 
 from tests import ranks
-from tests.benchmark.test_runs import launch
+from tests.benchmark.test_runs import launch, run
 
 QUICK = ("--threads", "64", "--repeat", "1", "--warmup", "0")
 
@@ -24,40 +23,31 @@ QUICK = ("--threads", "64", "--repeat", "1", "--warmup", "0")
 )
 @pytest.mark.sample(2)
 def test_runs(tmp_path, name, arguments, env):
-    path = tmp_path / "run.json"
-    done = launch(f"{name}.py", *QUICK, "--sizes", "16K,64K", *arguments, "--json", str(path), **env)
-    assert done.returncode == 0, done.stderr
-    assert "- data: verified" in done.stdout and "Bus BW (GB/s)" in done.stdout
-    assert "NCCL" not in done.stdout
-    (table,) = json.loads(path.read_text())["tables"]
+    rows, said = run(tmp_path, f"{name}.py", *QUICK, "--sizes", "16K,64K", *arguments, **env)
+    assert "- data: verified" in said and "Bus BW (GB/s)" in said
+    assert "NCCL" not in said
     size = int(env.get("GPUS", 2))
-    assert len(table["rows"]) == (4 if "1,2" in arguments or "auto,fp8" in arguments else 2)
-    for row in table["rows"]:
+    assert len(rows) == (4 if "1,2" in arguments or "auto,fp8" in arguments else 2)
+    for row in rows:
         assert row["algbw"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
         assert row["busbw"] == pytest.approx(row["algbw"] * (size - 1) / size * (2 if name == "all_reduce" else 1))
         assert row["p99"] >= row["us"]
 
 
 def test_decode_context(tmp_path):
-    path = tmp_path / "run.json"
     shape = ("--batch", "1,3", "--heads", "4", "--dim", "16", "--threads", "64", "--blocks", "1,2")
-    done = launch("decode_context.py", *QUICK[2:], *shape, "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    assert "- data: verified" in done.stdout and "NCCL" not in done.stdout
-    (table,) = json.loads(path.read_text())["tables"]
-    assert [(row["batch"], row["blocks"]) for row in table["rows"]] == [(1, 1), (1, 2), (3, 1), (3, 2)]
+    rows, said = run(tmp_path, "decode_context.py", *QUICK[2:], *shape)
+    assert "- data: verified" in said and "NCCL" not in said
+    assert [(row["batch"], row["blocks"]) for row in rows] == [(1, 1), (1, 2), (3, 1), (3, 2)]
 
 
 @pytest.mark.parametrize("env", [{}, {"VIRTUAL_NODES": "2"}], ids=["even", "uneven"])
 @pytest.mark.sample(1)
 def test_ulysses(tmp_path, env):
-    path = tmp_path / "run.json"
     uneven = ("--uneven", "--batch", "2") if env else ()
-    done = launch("ulysses.py", *QUICK[2:], "--sequence", "18", *uneven, "--json", str(path), **env)
-    assert done.returncode == 0, done.stderr
-    assert "- data: verified" in done.stdout and "NCCL" not in done.stdout
-    (table,) = json.loads(path.read_text())["tables"]
-    assert [row["way"] for row in table["rows"]] == ["scatter", "gather", "attention"]
+    rows, said = run(tmp_path, "ulysses.py", *QUICK[2:], "--sequence", "18", *uneven, **env)
+    assert "- data: verified" in said and "NCCL" not in said
+    assert [row["way"] for row in rows] == ["scatter", "gather", "attention"]
 
 
 def _torchs_exchanges():

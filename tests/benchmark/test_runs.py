@@ -23,6 +23,14 @@ def rows_of(path):
     return table["rows"]
 
 
+def run(tmp_path, name, *arguments, **env):
+    """The rows of a run that succeeds, and what it prints."""
+    path = tmp_path / "run.json"
+    done = launch(name, *arguments, "--json", str(path), **env)
+    assert done.returncode == 0, done.stderr
+    return rows_of(path), done.stdout
+
+
 def test_unrolledcp_p2p(tmp_path):
     path = tmp_path / "run.json"
     script = os.path.join(ROOT, "benchmark", "unrolledcp_p2p.py")  # the README's first command, from nothing
@@ -63,10 +71,7 @@ def test_nodes_that_only_talk_through_the_fabric():
 
 
 def test_start_up(tmp_path):
-    path = tmp_path / "run.json"
-    done = launch("start_up.py", "--repeat", "1", "--json", str(path), VIRTUAL_NODES="2")
-    assert done.returncode == 0, done.stderr
-    (row,) = rows_of(path)
+    (row,), _ = run(tmp_path, "start_up.py", "--repeat", "1", VIRTUAL_NODES="2")
     assert (row["ranks"], row["nodes"], row["context"]) == (2, 2, 1280)
     assert min(row[key] for key in ("files", "queue", "window", "endpoints")) > 0
 
@@ -74,13 +79,10 @@ def test_start_up(tmp_path):
 @pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])
 @pytest.mark.sample(0)
 def test_fused_gemms(tmp_path, name):
-    path = tmp_path / "run.json"
     shape = ["--m", "72", "--k", "40", "--n", "48", "--blocks", "2", "--warmup", "0", "--repeat", "1"]
-    done = launch(name, *shape, "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    (row,) = rows_of(path)
+    (row,), said = run(tmp_path, name, *shape)
     assert row["m"] == 72 and row["ours"] > 0 and row["over"] == pytest.approx(row["ours"] / row["matmul"])
-    assert "normal random data, verified" in done.stdout
+    assert "normal random data, verified" in said
 
 
 def test_gemm_ways(tmp_path):
@@ -98,31 +100,22 @@ def test_gemm_ways(tmp_path):
 
 @pytest.mark.nightly
 def test_all_reduce_norm(tmp_path):
-    path = tmp_path / "run.json"
-    done = launch("all_reduce_norm.py", "--rows", "3", "--warmup", "0", "--repeat", "1", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    rows = rows_of(path)
+    rows, said = run(tmp_path, "all_reduce_norm.py", "--rows", "3", "--warmup", "0", "--repeat", "1")
     assert {row["form"] for row in rows} >= {"bf16", "fp8 by token", "fp8 by 128, tma", "MoE, fp8 by 128"}
     base = next(row["us"] for row in rows if row["form"] == "bf16")
     assert all(row["more_us"] == pytest.approx(row["us"] - base) for row in rows)
-    assert "- data: verified" in done.stdout
+    assert "- data: verified" in said
 
 
 @pytest.mark.nightly
 def test_gemm_alone(tmp_path):
-    path = tmp_path / "run.json"
-    done = launch("matmul.py", "--m", "72", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")
-    assert done.returncode == 0, done.stderr
-    (row,) = rows_of(path)
+    (row,), _ = run(tmp_path, "matmul.py", "--m", "72", "--warmup", "0", "--repeat", "1", GPUS="1")
     assert row["m"] == 72 and row["over"] == pytest.approx(row["ours"] / row["matmul"])
 
 
 @pytest.mark.nightly
 def test_fp8_gemm(tmp_path):
-    path = tmp_path / "run.json"
-    done = launch("fp8_gemm.py", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")
-    assert done.returncode == 0, done.stderr
-    rows = rows_of(path)
+    rows, _ = run(tmp_path, "fp8_gemm.py", "--warmup", "0", "--repeat", "1", GPUS="1")
     assert [(row["form"], row["part"]) for row in rows] == [
         (form, part) for form in ("block", "row") for part in ("plain", "grouped")
     ]
@@ -131,26 +124,21 @@ def test_fp8_gemm(tmp_path):
 
 @pytest.mark.nightly
 def test_moe_layer(tmp_path):
-    path = tmp_path / "run.json"
-    done = launch("moe_layer.py", "--warmup", "0", "--repeat", "1", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    rows = rows_of(path)
+    rows, said = run(tmp_path, "moe_layer.py", "--warmup", "0", "--repeat", "1")
     parts = ["dispatch, product", *("product, combine",) * 3, *("layer",) * 3]
     assert [row["part"] for row in rows] == parts and [row["late"] for row in rows] == [0, 0, 50, 75, 0, 50, 75]
     for row in rows:
         assert row["over"] == pytest.approx(row["ours"] / row["sequence"]) and row["matmul"] > 0 < row["communication"]
-    assert "normal random data, verified" in done.stdout
+    assert "normal random data, verified" in said
     refused = launch("moe_layer.py", "--experts", "3")
     assert refused.returncode == 2 and "--experts is 3; it must be a multiple of the 2 ranks" in refused.stderr
 
 
 @pytest.mark.nightly
 def test_moe_experts(tmp_path):
-    path = tmp_path / "run.json"
-    done = launch("moe_experts.py", "--warmup", "0", "--repeat", "1", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    assert [row["dtype"] for row in rows_of(path)] == ["fp8", "bf16"]
-    assert all(row["over"] == pytest.approx(row["fused"] / row["ours"]) for row in rows_of(path))
+    rows, _ = run(tmp_path, "moe_experts.py", "--warmup", "0", "--repeat", "1")
+    assert [row["dtype"] for row in rows] == ["fp8", "bf16"]
+    assert all(row["over"] == pytest.approx(row["fused"] / row["ours"]) for row in rows)
 
 
 @pytest.mark.nightly
@@ -163,30 +151,22 @@ def test_moe_decode(tmp_path):
 
 @pytest.mark.nightly
 def test_moe_host(tmp_path):
-    path = tmp_path / "run.json"
-    done = launch("moe_host.py", "--calls", "2", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")
-    assert done.returncode == 0, done.stderr
-    rows = rows_of(path)
+    rows, _ = run(tmp_path, "moe_host.py", "--calls", "2", "--warmup", "0", "--repeat", "1", GPUS="1")
     assert len(rows) == 6 and all(row["both_us"] > 0 for row in rows)
 
 
 @pytest.mark.nightly
 def test_first_calls(tmp_path):
-    path = tmp_path / "run.json"
     sizes = "--tokens 8 --few 8 --local-experts 8 --rows 8 --hidden 128".split()
-    done = launch("first_calls.py", *sizes, "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    rows = rows_of(path)
+    rows, _ = run(tmp_path, "first_calls.py", *sizes)
     assert len(rows) == 8 and all(row["empty"] > 0 < row["cached"] for row in rows)
 
 
 @pytest.mark.sample(0)
 def test_large_copy(tmp_path):
-    path = tmp_path / "run.json"
     arguments = "--sizes 300001 --blocks 2,3 --threads 64 --partition interleaved --chunk 8K".split()
-    done = launch("large_copy.py", *arguments, "--repeat", "1", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    assert [r["blocks"] for r in rows_of(path)] == [2, 3]
+    rows, _ = run(tmp_path, "large_copy.py", *arguments, "--repeat", "1")
+    assert [r["blocks"] for r in rows] == [2, 3]
 
 
 def test_put_signal(tmp_path):
