@@ -28,6 +28,7 @@ from tilescale_net.errors import (
     KernelError,
     OutOfBounds,
     PeerLost,
+    PeerUnreachable,
     PeOutOfRange,
     RankMismatch,
     SimulatorDeadlock,
@@ -61,7 +62,7 @@ if "tilelang" not in sys.modules and not os.access(os.path.expanduser("~"), os.W
 
 __all__ = [
     "ConfigurationError", "DataRace", "FabricError", "HeapError", "InvalidDescriptor", "KernelError", "OutOfBounds",
-    "PeOutOfRange", "PeerLost", "RankMismatch", "SimulatorDeadlock", "SimulatorUnsupported", "StoreGroup",
+    "PeOutOfRange", "PeerLost", "PeerUnreachable", "RankMismatch", "SimulatorDeadlock", "SimulatorUnsupported", "StoreGroup",
     "TileScaleError", "WaitTimeout", "barrier", "check", "compile", "device", "empty", "finalize", "free", "init",
     "jit", "macro", "range", "rank", "shrink", "size", "stats", "synchronize", "team", "world", "zeros",
 ]  # fmt: skip
@@ -87,7 +88,7 @@ def init(
         The `World` of this process in the group.
 
     Raises:
-        ConfigurationError: too few GPUs, heap too large, peers that cannot be mapped, bad environment variables; a group
+        ConfigurationError: too few GPUs, heap too large, peers that cannot be mapped (PeerUnreachable), bad environment variables; a group
             that torch.distributed does not know or that this process is not in.
         RankMismatch: ranks that disagree on the arguments or the environment.
         PeerLost: a rank did not arrive in time.

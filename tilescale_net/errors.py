@@ -13,6 +13,10 @@ class ConfigurationError(TileScaleError):
     """The environment does not allow what was requested: missing compiler, wrong tilelang version, too few GPUs, …"""
 
 
+class PeerUnreachable(ConfigurationError):
+    """A GPU of this node, or its memory, cannot be reached from another one's: no peer access, or ranks in several containers."""
+
+
 class KernelError(TileScaleError):
     """A kernel misuses a primitive; reported when the kernel is built, with the primitive and the user's line."""
 

@@ -1,5 +1,5 @@
 """Entry points that servers call in every process they start: with a variable set, `deep_ep` is tilescale_net.deep_ep there,
-and vLLM's tensor parallelism uses this package's all-reduce.
+and their tensor parallelism uses this package's all-reduce.
 
 Without it they do nothing, and import nothing: installing this package takes nothing over. docs/integrations.md says what is
 taken over, how to see it and how to turn it off.
@@ -52,8 +52,14 @@ def _vllm_all_to_all() -> None:
 
 def sglang() -> None:
     """Of `sglang.srt.plugins`: obeys TSN_SGLANG."""
-    if not settings.SGLANG.get():
-        return
+    parts = settings.SGLANG.get()
+    if "deep_ep" in parts:
+        _sglang_all_to_all()
+    if "all_reduce" in parts or "norm" in parts:
+        importlib.import_module("tilescale_net.sglang_hooks").register()
+
+
+def _sglang_all_to_all() -> None:
     _take_over("sglang", settings.SGLANG.name)
     for name, (taken, flag, error) in _SGLANG.items():
         module = sys.modules.get(name)

@@ -1,7 +1,7 @@
 """vLLM's communicator of a group of tensor parallelism with this package's all-reduce, and the pass that fuses it with RMSNorm.
 
 The plug-in names `Communicator` to vLLM's platform, which makes one for each group of ranks; only the groups named "tp" change.
-A group whose ranks are on several nodes keeps vLLM's own all-reduce.
+A group whose ranks are on several nodes, or without peer access to one another's GPUs, keeps vLLM's own all-reduce.
 """
 
 from __future__ import annotations
@@ -16,72 +16,50 @@ import torch
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-from tilescale_net import ops
-from tilescale_net.deep_ep.groups import join, leave
-from tilescale_net.kernels.all_reduce import AllReduce
-from tilescale_net.kernels.all_reduce_norm import FP8_DTYPE, PER_BLOCK, PER_TENSOR, PER_TOKEN, AllReduceNorm
+from tilescale_net.kernels.all_reduce_norm import FP8_DTYPE, PER_BLOCK, PER_TENSOR, PER_TOKEN
 from tilescale_net.kernels.moe.row_ops import GROUP
-from tilescale_net.ops import group_objects
 from tilescale_net.runtime import settings
-from tilescale_net.runtime.world import World
+from tilescale_net.server_group import ServerGroup, takes_rows
 
 log = logging.getLogger("vllm.tilescale_net")
-
-# Room for the staging memory of both kernels and for the largest batch of most models; larger tensors are summed in pieces.
-HEAP_BYTES = 256 << 20
-# Sizes whose kernels are made at the first call: later ones may be captured into a CUDA graph.
-WARM_UP = [1 << shift for shift in range(10, 24)]
 
 _ours = torch.ops.tilescale_net
 
 
 class Communicator(CudaCommunicator):  # type: ignore[misc]
-    """vLLM's communicator; all-reduces of tensor parallelism are those of `tilescale_net.ops.all_reduce`. `given`,
-    `named`: those of vLLM's class."""
+    """vLLM's communicator; all-reduces of tensor parallelism are those of `tilescale_net.ops.all_reduce`.
+
+    Args:
+        given, named: those of vLLM's class.
+    """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._world: World | None = None
-        self._warm: set[torch.dtype] = set()
+        self._ours: ServerGroup | None = None
         parts = settings.VLLM.get()
         self._reduces = "all_reduce" in parts
         if self.unique_name.split(":")[0] != "tp" or self.world_size == 1 or named.get("tcp_store_group") is not None:
             return
-        world = join(self.cpu_group, HEAP_BYTES)
-        if 0 in world.peer_base:
-            log.warning(
-                "TSN_VLLM: ranks of group %s are on several nodes; it keeps vLLM's all-reduce", self.unique_name
-            )
-            leave(world)
+        self._ours = ServerGroup.make(self.unique_name, self.cpu_group, log, settings.VLLM.name)
+        if self._ours is None:
             return
-        self._world = world
         if "norm" in parts:
-            install_pass(self.unique_name, group_objects.name_of(self.cpu_group))
+            install_pass(self.unique_name, self._ours.torch_name)
         taken = ", ".join(part for part in parts if part != "deep_ep")
         log.info("group %s uses tilescale_net for %s, by TSN_VLLM", self.unique_name, taken)
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """The sum over the group's ranks, a new tensor."""
-        world = self._world
-        if world is None or not self._reduces or input_.dtype not in AllReduce.DTYPES or input_.device != world.device:
-            return super().all_reduce(input_)
-        if input_.dtype not in self._warm and not is_capturing(world):
-            self._warm.add(input_.dtype)
-            for nbytes in WARM_UP:
-                ops.all_reduce(input_.new_zeros(nbytes // input_.element_size()), world)
-        return ops.all_reduce(input_, world)
+        found = self._ours.all_reduce(input_) if self._ours is not None and self._reduces else None
+        return super().all_reduce(input_) if found is None else found
 
     def destroy(self) -> None:
         """Give everything back; collective."""
         super().destroy()
-        if self._world is not None:
-            leave(self._world)
-            self._world = None
-
-
-def is_capturing(world: World) -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._ours is not None:
+            GROUPS.pop(self.unique_name, None)
+            self._ours.close()
+            self._ours = None
 
 
 # -- fused with RMSNorm -----------------------------------------------------------------------------------------------
@@ -183,15 +161,7 @@ class FuseNorm(VllmInductorPass):  # type: ignore[misc]
         if not isinstance(weight, torch.fx.Node):
             return False
         rows, scale = _value(x), _value(weight)
-        hidden = rows.shape[-1]
-        nbytes = hidden * rows.element_size() if isinstance(hidden, int) else -1
-        return (
-            rows.dtype in AllReduceNorm.DTYPES
-            and scale.dtype == rows.dtype
-            and scale.shape == (hidden,)
-            and nbytes % 16 == 0
-            and 0 < nbytes <= AllReduceNorm.LARGEST_ROW
-        )
+        return takes_rows(rows) and scale.dtype == rows.dtype and scale.shape == rows.shape[-1:]
 
 
 def _value(node: torch.fx.Node) -> torch.Tensor:
@@ -250,17 +220,26 @@ def _quantizers() -> list[Any]:
     return [getattr(torch.ops._C, name).default for name in names if hasattr(torch.ops._C, name)]
 
 
+# Names of groups that norms are fused in: vLLM's and torch's. A process with several engines has several.
+GROUPS: dict[str, str] = {}
+
+
 def install_pass(named: str, group: str) -> None:
     """Let vLLM's manager of passes run FuseNorm for a group before its passes that fuse norms."""
+    GROUPS[named] = group
     manager = importlib.import_module("vllm.compilation.passes.pass_manager").PostGradPassManager
-    configure = getattr(manager, "tilescale_net_configure", manager.configure)
+    configure = manager.configure
+    if getattr(configure, "by_tilescale_net", False):
+        return
 
     def configure_with_ours(self: Any, config: Any) -> None:
         configure(self, config)
         at = [i for i, each in enumerate(self.passes) if type(each).__name__ in BEFORE]
-        self.passes.insert(at[-1] + 1 if at else 0, FuseNorm(config, named, group))
+        first = at[-1] + 1 if at else 0
+        self.passes[first:first] = [FuseNorm(config, *names) for names in GROUPS.items()]
 
-    manager.tilescale_net_configure, manager.configure = configure, configure_with_ours
+    configure_with_ours.by_tilescale_net = True  # type: ignore[attr-defined]
+    manager.configure = configure_with_ours
 
 
 # Passes that bring norms into the form that is looked for.

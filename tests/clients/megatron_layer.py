@@ -33,9 +33,9 @@ HIDDEN, EXPERTS = 128, 8
 assert fused_a2a.HAVE_DEEP_EP and fused_a2a.Buffer is tilescale_net.deep_ep.Buffer
 
 
-def layer(tp: int, ep: int, top_k: int, **dispatcher) -> MoELayer:
+def layer(tp: int, ep: int, top_k: int, hidden: int = HIDDEN, **dispatcher) -> MoELayer:
     config = TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, ffn_hidden_size=2 * HIDDEN, num_attention_heads=8, num_moe_experts=EXPERTS,
+        num_layers=1, hidden_size=hidden, ffn_hidden_size=2 * HIDDEN, num_attention_heads=8, num_moe_experts=EXPERTS,
         tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp,
         sequence_parallel=tp > 1, moe_router_topk=top_k, moe_router_load_balancing_type="none", moe_router_dtype="fp32",
         add_bias_linear=False, use_cpu_initialization=True, bf16=True, params_dtype=torch.bfloat16, **dispatcher,
@@ -46,8 +46,19 @@ def layer(tp: int, ep: int, top_k: int, **dispatcher) -> MoELayer:
     return made
 
 
-def same_as_all_gather(tp: int, ep: int, top_k: int = 2) -> None:
-    """Output, gradients of the input and of every weight, in three steps with other numbers of tokens."""
+def another_buffer(ep: int) -> None:
+    """A forward pass of a wider layer, for which Megatron replaces its Buffer by a larger one; the old one's handles stay valid."""
+    before = fused_a2a._buffer
+    flex = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
+    layer(1, ep, 2, 2 * HIDDEN, **flex)(torch.randn((8, 2, 2 * HIDDEN), dtype=torch.bfloat16, device=stand_ins.DEVICE))
+    assert fused_a2a._buffer is not before, "Megatron went on with the Buffer of the narrower layer"
+
+
+def same_as_all_gather(tp: int, ep: int, top_k: int = 2, replaces: bool = False) -> None:
+    """Output, gradients of the input and of every weight, in three steps with other numbers of tokens.
+
+    `replaces`: between the first forward and backward Megatron replaces its Buffer.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp
     )
@@ -64,6 +75,8 @@ def same_as_all_gather(tp: int, ep: int, top_k: int = 2) -> None:
             each.zero_grad()
             given = x.clone().requires_grad_()
             out, _ = each(given)
+            if replaces and step == 0 and each is flex:
+                another_buffer(ep)
             out.backward(gradient)
             found.append([out, given.grad, *(p.grad for p in each.parameters())])
         for ours, theirs in zip(*found):
@@ -80,5 +93,6 @@ stand_ins.run(
         "expert parallel": lambda: same_as_all_gather(1, n),
         "tensor parallel": lambda: same_as_all_gather(n, 1),
         "top 4": lambda: same_as_all_gather(1, n, 4),
+        "a Buffer that is replaced": lambda: same_as_all_gather(1, n, replaces=True),
     }
 )

@@ -48,7 +48,7 @@ moe = module(LAYERS + "moe.utils")
 moe.get_deepep_config, moe.is_tbo_enabled = lambda: "", lambda: True
 deepep, v2 = module(DISPATCHERS + "deepep"), module(DISPATCHERS + "deepep_v2")
 # As in a server: its plug-ins are loaded when these modules have been imported already.
-os.environ["TSN_SGLANG"] = "1"
+os.environ["TSN_SGLANG"] = "deep_ep"
 plugins.sglang()
 assert deepep.use_deepep and deepep.Buffer is tilescale_net.deep_ep.Buffer
 assert v2.use_deepep_v2 and v2.ElasticBuffer is tilescale_net.deep_ep.ElasticBuffer
@@ -118,7 +118,9 @@ stand_ins.run(
         "deepep auto, BF16": lambda: first_version(moe.DispatcherOutputDtype.BF16, False),
         "deepep auto, FP8 with hooks": lambda: first_version(moe.DispatcherOutputDtype.FP8, True),
         "deepep_v2 prefill, BF16": lambda: second_version(False, False, False),
+        "deepep_v2 prefill, FP8": lambda: second_version(True, False, False),
         "deepep_v2 prefill, FP8 expanded": lambda: second_version(True, False, True),
+        "deepep_v2 decode, BF16": lambda: second_version(False, True, None),
         "deepep_v2 decode, FP8": lambda: second_version(True, True, None),
     }
 )

@@ -228,9 +228,11 @@ def quantised(x: torch.Tensor, group: int = 128, **options) -> tuple[torch.Tenso
 
 
 def plain(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Rows in float32, whatever they came as."""
+    """Rows in float32, whatever they came as; int32 scales are four exponents each (UE8M0)."""
     if scales is None:
         return x.float()
+    if scales.dtype == torch.int32:
+        scales = (scales.contiguous().view(torch.uint8).int() << 23).view(torch.float32)
     return (x.float().view(*x.shape[:-1], -1, 128) * scales.float().unsqueeze(-1)).view(x.shape)
 
 
@@ -259,8 +261,8 @@ class Experts:
 
 
 def run(cases: dict) -> None:
-    """Run the cases named in CASES, all by default, each on all ranks; rank 0 prints each that is right."""
-    chosen = os.environ.get("CASES", "").split(",") if os.environ.get("CASES") else list(cases)
+    """Run the cases named in CASES, between semicolons, all by default, each on all ranks; rank 0 prints each that is right."""
+    chosen = os.environ.get("CASES", "").split(";") if os.environ.get("CASES") else list(cases)
     for name in chosen:
         cases[name]()
         dist.barrier()

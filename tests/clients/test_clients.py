@@ -16,6 +16,7 @@ from tilescale_net.launch.set_up import _project
 PROGRAMS = {
     "megatron_layer.py": "megatron-core==0.16.1",
     "sglang_dispatchers.py": "sglang==0.5.23",
+    "sglang_tensor_parallel.py": "sglang==0.5.23",
     "torchtitan_layer.py": "torchtitan==0.3.0",
     "vllm_layers.py": "vllm==0.33.0",
     "vllm_tensor_parallel.py": "vllm==0.33.0",

@@ -15,6 +15,7 @@ sys.modules.setdefault("regex", re)  # which vLLM uses as it uses re
 import torch
 import torch.distributed as dist
 
+import tilescale_net.errors
 from tests.clients import stand_ins
 from tilescale_net import plugins
 
@@ -97,9 +98,9 @@ def coordinator(name: str):
 tp, other = coordinator("tp"), coordinator("dp")
 from tilescale_net import vllm_communicator
 
-one_node = tp.device_communicator._world is not None
+one_node = tp.device_communicator._ours is not None
 assert type(tp.device_communicator) is type(other.device_communicator) is vllm_communicator.Communicator
-assert other.device_communicator._world is None, "only tensor parallelism is taken over"
+assert other.device_communicator._ours is None, "only tensor parallelism is taken over"
 
 
 def values(*shape: int, seed: int) -> torch.Tensor:
@@ -268,12 +269,66 @@ def quantised() -> None:
         assert stand_ins.difference(ours, theirs) < 8e-2, i  # a step of FP8 at its largest numbers is 7e-2
 
 
+# -- groups that come and go ------------------------------------------------------------------------------------------
+
+
+def several_engines() -> None:
+    """Each of a process's engines has a group; norms are fused in each, and the end of one leaves the other alone."""
+    second = coordinator("tp")
+    names = {group.unique_name for group in (tp, second)}
+    fused = lambda: {each.named for each in passes().passes if type(each) is vllm_communicator.FuseNorm}  # noqa: E731
+    assert len(names) == 2 and fused() == (names if one_node else set())
+    x = values(5, 512, seed=9)
+    for group in (tp, second):
+        assert stand_ins.difference(group.all_reduce(x), summed(x)) < 1e-2
+    second.device_communicator.destroy()
+    assert fused() == ({tp.unique_name} if one_node else set())
+    assert stand_ins.difference(tp.all_reduce(x), summed(x)) < 1e-2
+
+
+def no_peer_access() -> None:
+    """One rank cannot map another's memory: all keep vLLM's way. What is wrong otherwise is an error on all."""
+    if not one_node:
+        return
+    memory = type(tp.device_communicator._ours.world.memory)
+    tp.device_communicator.destroy()  # groups of the same ranks share a world
+    whole, last = memory.map_peer, SIZE - 1
+    errors = tilescale_net.errors
+
+    def fails(kind):
+        def map_peer(self, *given):
+            if dist.get_rank() == last:
+                raise kind("as a test wants it")
+            return whole(self, *given)
+
+        memory.map_peer = map_peer
+
+    try:
+        fails(errors.PeerUnreachable)
+        alone = coordinator("tp")
+        assert alone.device_communicator._ours is None
+        x = values(5, 512, seed=10)
+        assert stand_ins.difference(alone.all_reduce(x), summed(x)) < 1e-2
+        fails(errors.HeapError)
+        try:
+            coordinator("tp")
+        except errors.TileScaleError as err:
+            assert "as a test wants it" in str(err), err
+        else:
+            raise AssertionError("a world that could not be made went unnoticed")
+    finally:
+        memory.map_peer = whole
+
+
 with torch.inference_mode():
     stand_ins.run(
         {
             "all-reduce": all_reduce,
             "all-reduce with RMSNorm, compiled": norm,
             "with quantisation and Gemma's norm": quantised,
+            "several engines": several_engines,
+            "no peer access": no_peer_access,
         }
     )
-tp.device_communicator.destroy()
+if tp.device_communicator._ours is not None:
+    tp.device_communicator.destroy()

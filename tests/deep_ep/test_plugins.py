@@ -69,7 +69,7 @@ first, second = (sys.modules[name] for name in plugins._SGLANG)
 assert deep_ep is not theirs and first.Buffer is Buffer and second.ElasticBuffer is ElasticBuffer
 assert deep_ep.utils.__name__ == "tilescale_net.deep_ep.utils"
 """
-    done = run(program, TSN_SGLANG="1")
+    done = run(program, TSN_SGLANG="deep_ep")
     assert done.returncode == 0, done.stderr
 
 
@@ -99,3 +99,59 @@ assert Platform().get_device_communicator_cls() == "vllm.of.a.processor" and "de
         assert done.stdout.split() == [named], done.stderr
     done = run(program, TSN_VLLM="allreduce")
     assert "TSN_VLLM='allreduce': 'allreduce' is not one of deep_ep, all_reduce, norm" in done.stderr
+
+
+def test_sglang_hooks():
+    """Registered for the parts that are asked for, with SGLang's registry; nothing of deep_ep then."""
+    program = """
+import sys, types
+registry = sys.modules["sglang.srt.plugins.hook_registry"] = types.ModuleType("hook_registry")
+registry.HookType = types.SimpleNamespace(AFTER="after", BEFORE="before", AROUND="around")
+registry.HookRegistry = types.SimpleNamespace(register=lambda target, hook, kind: print(target.split(".")[-1], kind))
+from tilescale_net import plugins
+plugins.sglang()
+assert "deep_ep" not in sys.modules
+"""
+    always = ["__init__ after", "destroy before"]
+    fused = ["flashinfer_allreduce_residual_rmsnorm around", "flashinfer_ar_fusion_applies around"]
+    done = run(program, TSN_SGLANG="norm")
+    assert done.stdout.splitlines() == always + fused, done.stderr
+    done = run(program, TSN_SGLANG="all_reduce")
+    assert done.stdout.splitlines() == [*always, "all_reduce around", "_all_reduce_out_place around"], done.stderr
+    done = run(program, TSN_SGLANG="yes")
+    assert "TSN_SGLANG='yes': 'yes' is not one of deep_ep, all_reduce, norm" in done.stderr
+
+
+def test_workers_made_by_fork(tmp_path):
+    """A server's main process loads the plug-in, and forks its workers, which use it."""
+    program = f"""
+import multiprocessing
+from tilescale_net import plugins
+plugins.vllm()
+import deep_ep, torch
+import torch.distributed as dist
+assert not torch.cuda.is_initialized()
+
+def work(rank):
+    plugins.vllm()
+    dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
+    buffer = deep_ep.Buffer(dist.group.WORLD, 1 << 24)
+    x, choices = torch.randn(8, 256).bfloat16(), torch.arange(16).view(8, 2) % 4
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(choices, 4)
+    rows, _, _, _, handle, _ = buffer.dispatch(
+        x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=choices,
+        topk_weights=torch.ones(8, 2),
+    )
+    out, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(out, x * in_rank.sum(1, keepdim=True))
+    dist.destroy_process_group()
+
+workers = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(2)]
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+print([worker.exitcode for worker in workers])
+"""
+    done = run(program, TSN_VLLM="deep_ep", TSN_DEVICE="simulator")
+    assert done.stdout.splitlines()[-1:] == ["[0, 0]"], done.stderr

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tilescale_net.errors import ConfigurationError, TileScaleError
+from tilescale_net.errors import ConfigurationError, PeerUnreachable, TileScaleError
 from tilescale_net.runtime import settings
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.heap import Memory
@@ -341,7 +341,7 @@ class CudaMemory(Memory):
                 )
             )
         except TileScaleError as err:
-            raise ConfigurationError(
+            raise PeerUnreachable(
                 f"the heap of PE {pe} (GPU {handle[2]}) cannot be mapped: {err}. GPUs of one node must reach each other "
                 "over NVLink or PCIe peer access, and their ranks must share one container; otherwise split them with "
                 "VIRTUAL_NODES"
@@ -464,7 +464,7 @@ class GrowingHeap:
         try:
             self.map_grown(pe)
         except TileScaleError as err:
-            raise ConfigurationError(
+            raise PeerUnreachable(
                 f"the heap of PE {pe} cannot be mapped: {err}. GPUs of one node must reach each other over NVLink or PCIe "
                 "peer access, and their ranks must share one container and user; otherwise set TSN_HEAP_LIMIT=0"
             ) from err

@@ -316,18 +316,22 @@ DEPENDENT_LAUNCH = Setting(
     "dependent launch)",
 )  # fmt: skip
 
-VLLM_PARTS = ("deep_ep", "all_reduce", "norm")
-VLLM: Setting[tuple[str, ...]] = Setting(
-    "TSN_VLLM",
-    _parts(VLLM_PARTS),
-    (),
-    "what vLLM's processes take of this package, separated by commas: `deep_ep` in DeepEP's place, `all_reduce` for tensor "
-    "parallelism, `norm` to fuse that with RMSNorm; `1`: all of it; see docs/integrations.md",
-    shown="0",
-)
-SGLANG = Setting(
-    "TSN_SGLANG", _flag, False, "1: SGLang's processes take this package for `deep_ep`; see docs/integrations.md"
-)
+SERVER_PARTS = ("deep_ep", "all_reduce", "norm")
+
+
+def _server(name: str, server: str) -> Setting[tuple[str, ...]]:
+    return Setting(
+        name,
+        _parts(SERVER_PARTS),
+        (),
+        f"what {server}'s processes take of this package, separated by commas: `deep_ep` in DeepEP's place, `all_reduce` for "
+        "tensor parallelism, `norm` to fuse that with RMSNorm; `1`: all of it; see docs/integrations.md",
+        shown="0",
+    )
+
+
+VLLM = _server("TSN_VLLM", "vLLM")
+SGLANG = _server("TSN_SGLANG", "SGLang")
 
 TRACE = Setting(
     "TSN_TRACE", _new_file, "",

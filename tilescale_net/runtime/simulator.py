@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from tilescale_net import _simulator, errors
-from tilescale_net.errors import ConfigurationError
+from tilescale_net.errors import ConfigurationError, PeerUnreachable
 from tilescale_net.runtime import settings, this_host
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.control import Control
@@ -540,13 +540,13 @@ class SharedMemory(Memory):
         try:
             peer = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as err:
-            raise ConfigurationError(
+            raise PeerUnreachable(
                 f"the heap of PE {pe} (process {pid}) cannot be opened: {err.strerror}; ranks of one node must run in "
                 "one container, as one user, with /proc mounted"
             ) from err
         try:
             if name not in os.readlink(f"/proc/self/fd/{peer}"):
-                raise ConfigurationError(
+                raise PeerUnreachable(
                     f"the heap of PE {pe} was not found: descriptor {fd} of process {pid} is another file here; ranks of one "
                     "node must run in one container, with its own /proc mounted"
                 )
