@@ -51,7 +51,11 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "06": {("put_signal_block in two, no fence", 0): UNREAD, ("no wait_block", 0): VALUE},
     "all_to_all": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
     "all_reduce_fp8": {("no sync_threads", 1): LAST},
-    "all_to_all_transposed": {("no sync_threads", 4): LAST},
+    "all_to_all_transposed": {
+        ("no sync_threads", 0): BEGINS,
+        ("no sync_threads", 3): BEGINS,
+        ("no sync_threads", 4): LAST,
+    },
     "broadcast": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): BEGINS},
     "collective": {("sem of st", 0): FAULTS, ("no wait", 1): STARTS},
     "examples/halo": {("no quiet_block", 0): HOSTS, ("no sync_threads", 0): BEGINS},
