@@ -311,9 +311,9 @@ TUNED = Setting(
 )
 
 DEPENDENT_LAUNCH = Setting(
-    "TSN_DEPENDENT_LAUNCH", _flag, False,
-    "1: kernels of all-reduces up to some MiB and of `AllReduceNorm` are launched while the kernel before ends (programmatic "
-    "dependent launch)",
+    "TSN_DEPENDENT_LAUNCH", _flag, True,
+    "kernels of all-reduces up to some MiB and of `AllReduceNorm` are launched while the kernel before ends (programmatic "
+    "dependent launch); 0: behind it",
 )  # fmt: skip
 
 SERVER_PARTS = ("deep_ep", "all_reduce", "norm")
