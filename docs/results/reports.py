@@ -297,14 +297,15 @@ def signals() -> list[Row]:
 
 
 def collectives() -> list[Row]:
-    """Collectives in a CUDA graph, of two ranks: each sends half of the bytes, an all-reduce all of them."""
+    """Collectives in a CUDA graph: of n ranks each sends (n - 1) / n of the bytes, of an all-reduce twice as many."""
     result = []
     for name, what in COLLECTIVES.items():
         for found in rows(name):
             nbytes = found["bytes"]
             found = row(name, bytes=nbytes)
             peer = least({"NCCL": found["nccl_us"], "torch symmetric memory": found.get("symm_mem_us")})
-            bound = over_links(nbytes if name == "all_reduce" else nbytes / 2)
+            n = int(run(name)["environment"]["ranks"])
+            bound = over_links(nbytes * (n - 1) / n * (2 if name == "all_reduce" else 1))
             result.append(Row(name, what, size(nbytes), found["us"], *peer, "us", bound))
     return result
 
