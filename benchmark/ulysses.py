@@ -185,7 +185,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
     parser.option("--threads", int_list(32, 1024), [512 if on_gpu() else 64], "threads per block")
     parser.option("--blocks", int_list(1, 1024), [64 if on_gpu() else 4], "blocks")
-    parser.option("--along-from", byte_count, None, "size from which operators copy results while parts arrive (8M)")
+    parser.option("--along-from", byte_count, None, "size from which operators copy results while parts arrive (16M)")
     parser.flag("--uneven", "a sequence whose parts grow with the rank")
     parser.flag("--no-nccl", "leave torch's all-to-all through NCCL out")
     args = parser.parse_args()

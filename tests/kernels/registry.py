@@ -470,7 +470,6 @@ SM_90 = {
         dict(n_pes=4, joins_rows=True),
         dict(n_pes=2, joins_rows=False),
         dict(n_pes=4, joins_rows=False, copies="along"),
-        dict(n_pes=4, joins_rows=True, copies="after"),
     ],
     "attention_merge.attention_merge": [
         dict(n_pes=4, dtype="bfloat16", heads=32, dim=512),

@@ -53,8 +53,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "all_reduce_fp8": {("no sync_threads", 1): LAST},
     "all_to_all_transposed": {
         ("no sync_threads", 0): BEGINS,
-        ("no sync_threads", 3): BEGINS,
-        ("no sync_threads", 4): LAST,
+        ("no sync_threads", 3): LAST,
     },
     "broadcast": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): BEGINS},
     "collective": {("sem of st", 0): FAULTS, ("no wait", 1): STARTS},
