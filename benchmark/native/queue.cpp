@@ -29,13 +29,30 @@ class FlagEcho {
 public:
   // `cpu`: where the thread runs; -1: anywhere. Throws std::invalid_argument when it may not run there.
   FlagEcho(bool cuda, int cpu);
-  ~FlagEcho();
+  ~FlagEcho() {
+    stopping_ = true;
+    thread_.join();
+  }
   uint64_t ping() const { return memory_.device(); }
   uint64_t pong() const { return memory_.device() + kPage; }
 
 private:
   static constexpr uint64_t kPage = 4096;
-  void run();
+  void run() {
+    auto* ping = reinterpret_cast<uint64_t*>(memory_.data());
+    auto* pong = reinterpret_cast<uint64_t*>(memory_.data() + kPage);
+    uint64_t last = 0;
+    for (uint32_t idle = 0;;) {
+      const uint64_t seen = __atomic_load_n(ping, __ATOMIC_ACQUIRE);
+      if (seen != last) {
+        __atomic_store_n(pong, last = seen, __ATOMIC_RELEASE);
+        idle = 0;
+      } else if (++idle % 64 == 0) {
+        if (shares_core_) sched_yield(); // as the proxy does where no GPU means few cores
+        if (idle % 4096 == 0 && stopping_.load(std::memory_order_relaxed)) return;
+      }
+    }
+  }
 
   cuda::PinnedBlock memory_;
   const bool shares_core_;
@@ -53,27 +70,6 @@ FlagEcho::FlagEcho(bool cuda, int cpu) : memory_(2 * kPage, cuda), shares_core_(
   thread_.join();
   throw std::invalid_argument("flag echo: the thread cannot run on CPU " + std::to_string(cpu) +
                               ", which this process may not use");
-}
-
-FlagEcho::~FlagEcho() {
-  stopping_ = true;
-  thread_.join();
-}
-
-void FlagEcho::run() {
-  auto* ping = reinterpret_cast<uint64_t*>(memory_.data());
-  auto* pong = reinterpret_cast<uint64_t*>(memory_.data() + kPage);
-  uint64_t last = 0;
-  for (uint32_t idle = 0;;) {
-    const uint64_t seen = __atomic_load_n(ping, __ATOMIC_ACQUIRE);
-    if (seen != last) {
-      __atomic_store_n(pong, last = seen, __ATOMIC_RELEASE);
-      idle = 0;
-    } else if (++idle % 64 == 0) {
-      if (shares_core_) sched_yield(); // as the proxy does where no GPU means few cores
-      if (idle % 4096 == 0 && stopping_.load(std::memory_order_relaxed)) return;
-    }
-  }
 }
 
 // Writes descriptors as a device would, from the host and alone.

@@ -135,24 +135,197 @@ class SharingBench {
 public:
   static constexpr uint64_t kBufferBytes = kSharingBytes;
 
-  SharingBench(const TransportOptions& options, int endpoints, bool thread_safe);
-  ~SharingBench();
+  SharingBench(const TransportOptions& options, int endpoints, bool thread_safe)
+      : library_(load_library(options.library, options.library_fallback)) {
+    TransportOptions single = options;
+    single.rails = 1;
+    single.delivery_complete = false;
+    selection_ = select_provider(library_, single, thread_safe ? FI_THREAD_SAFE : FI_THREAD_DOMAIN);
+    fi_info* info = selection_.rails[0].get();
+    provider_ = provider_name(info);
+    if (info->mode & (FI_CONTEXT | FI_CONTEXT2))
+      throw FabricError("provider '" + provider_name(info) +
+                        "' wants memory behind every operation, which this "
+                        "benchmark does not give");
+    void* p = mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (p == MAP_FAILED) throw FabricError("no memory for the benchmark's buffer");
+    buffer_ = static_cast<char*>(p);
+    for (int i = 0; i < endpoints; ++i)
+      blocks_.push_back(std::make_unique<ControlBlock>(library_, info, buffer_, kMappedBytes, i + 1));
+  }
+  ~SharingBench() {
+    blocks_.clear();
+    if (buffer_) munmap(buffer_, kMappedBytes);
+  }
 
-  std::string address() const;
-  void connect(const std::string& address);
+  std::string address() const {
+    BlobWriter blob(kSharingMagic);
+    for (const auto& block : blocks_) block->describe(blob);
+    return blob.take();
+  }
+  void connect(const std::string& address) {
+    BlobReader blob(address, kSharingMagic, "the address of the peer");
+    for (auto& block : blocks_) block->connect(blob);
+  }
   const std::string& provider() const { return provider_; }
   int endpoints() const { return static_cast<int>(blocks_.size()); }
 
   // The initiator: measures. Throws FabricError naming the thread and endpoint of a failed operation, or of one that
   // does not complete.
-  SharingResult run(const SharingOptions& options);
+  SharingResult run(const SharingOptions& options) {
+    // Connections are made before the clock runs.
+    for (int e = 0; e < static_cast<int>(blocks_.size()); ++e)
+      Worker(*this, options, 0, options.timeout_s).one(e, options.write, options.bytes, 0, 0);
+
+    std::vector<Worker> workers;
+    for (int t = 0; t < options.threads; ++t) workers.emplace_back(*this, options, t, options.timeout_s);
+    std::vector<std::thread> threads;
+    std::atomic<int> ready{0};
+    std::atomic<bool> go{false}, stop{false};
+    for (Worker& worker : workers)
+      threads.emplace_back([&] {
+        ++ready;
+        while (!go) sched_yield();
+        worker.run(stop);
+      });
+    while (ready < options.threads) sched_yield();
+    go = true;
+    const auto start = Clock::now();
+    while (seconds_since(start) < options.duration_s && !stop)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    stop = true;
+    for (std::thread& thread : threads) thread.join();
+    SharingResult result;
+    for (Worker& worker : workers) {
+      if (worker.failure) std::rethrow_exception(worker.failure);
+      result.operations_per_s.push_back(worker.count / worker.seconds);
+      result.cycles_per_post.push_back(worker.count ? static_cast<double>(worker.cycles) / worker.count : 0);
+    }
+    return result;
+  }
   // The initiator: notifies the target that round number `round` (1, 2, …) is over.
-  void end_round(uint64_t round, double timeout_s);
+  void end_round(uint64_t round, double timeout_s) {
+    *word(kStopWord + 64) = round;
+    Worker(*this, {}, 0, timeout_s).one(0, true, sizeof round, kStopWord + 64, kStopWord);
+  }
   // The target: drives progress until the initiator has ended that round.
-  void serve(uint64_t round, double timeout_s);
+  void serve(uint64_t round, double timeout_s) {
+    const auto start = Clock::now();
+    while (*word(kStopWord) < round) {
+      int n = 0;
+      for (auto& block : blocks_) n += block->take();
+      if (n) continue;
+      sched_yield();
+      if (seconds_since(start) > timeout_s)
+        throw FabricError("the initiator has not ended its round within " +
+                          std::to_string(static_cast<int>(timeout_s)) +
+                          " s; it has ended, or the network between the two is broken");
+    }
+  }
 
 private:
-  class Worker;
+  // One thread's loop. The method is FaSST's: once `window` operations are out, the completion of the oldest is awaited
+  // at the endpoint that it went to, then the next goes to a random endpoint and a random place.
+  class Worker {
+  public:
+    Worker(SharingBench& bench, const SharingOptions& options, int thread, double timeout_s)
+        : blocks_(bench.blocks_), o_(options), thread_(thread), timeout_s_(timeout_s),
+          state_(thread * 2654435761u + 1) {}
+
+    void run(std::atomic<bool>& stop) {
+      try {
+        const auto start = Clock::now();
+        std::vector<int> used(o_.window);
+        for (; !stop.load(std::memory_order_relaxed); ++count) {
+          int& oldest = used[count % o_.window];
+          if (count >= static_cast<uint64_t>(o_.window)) await(oldest);
+          oldest = pick();
+          post(oldest, o_.write, o_.bytes, place(), place());
+        }
+        for (uint64_t i = count - std::min<uint64_t>(count, o_.window); i < count; ++i) await(used[i % o_.window]);
+        seconds = seconds_since(start);
+      } catch (...) {
+        failure = std::current_exception();
+        stop = true;
+      }
+    }
+
+    // One operation and its completion.
+    void one(int endpoint, bool write, uint64_t bytes, uint64_t from, uint64_t to) {
+      post(endpoint, write, bytes, from, to);
+      await(endpoint);
+    }
+
+    uint64_t count = 0, cycles = 0;
+    double seconds = 0;
+    std::exception_ptr failure;
+
+  private:
+    uint64_t random() { // xorshift64: far cheaper than what is measured
+      state_ ^= state_ << 13;
+      state_ ^= state_ >> 7;
+      return state_ ^= state_ << 17;
+    }
+    int pick() {
+      const int n = static_cast<int>(blocks_.size());
+      if (o_.shared) return static_cast<int>(random() % n);
+      const int mine = (n - thread_ + o_.threads - 1) / o_.threads;
+      return thread_ + o_.threads * static_cast<int>(random() % mine);
+    }
+    uint64_t place() { return random() % (kBufferBytes / o_.bytes) * o_.bytes; }
+
+    void post(int endpoint, bool write, uint64_t bytes, uint64_t from, uint64_t to) {
+      ControlBlock& block = *blocks_[endpoint];
+      Deadline deadline(*this, endpoint);
+      for (;;) {
+        const uint64_t before = ticks();
+        const ssize_t rc = block.post(write, bytes, from, to);
+        cycles += ticks() - before;
+        if (rc == 0) return;
+        if (rc != -FI_EAGAIN)
+          throw FabricError("thread " + std::to_string(thread_) + ", endpoint " + std::to_string(endpoint) +
+                            ": an operation was refused: " + block.text(rc));
+        // The queue is full: a completion taken now is kept for the thread that awaits it.
+        if (block.take()) block.spare.fetch_add(1, std::memory_order_relaxed);
+        else deadline.check();
+      }
+    }
+
+    void await(int endpoint) {
+      ControlBlock& block = *blocks_[endpoint];
+      Deadline deadline(*this, endpoint);
+      for (;;) {
+        int spare = block.spare.load(std::memory_order_relaxed);
+        if (spare > 0 && block.spare.compare_exchange_strong(spare, spare - 1, std::memory_order_relaxed)) return;
+        if (block.take()) return;
+        deadline.check();
+      }
+    }
+
+    struct Deadline {
+      Deadline(Worker& worker, int endpoint) : worker(worker), endpoint(endpoint) {}
+      void check() {
+        if (++turns < 1000) return;
+        if (turns == 1000) start = Clock::now();
+        sched_yield();
+        if (seconds_since(start) > worker.timeout_s_)
+          throw FabricError("thread " + std::to_string(worker.thread_) + ", endpoint " + std::to_string(endpoint) +
+                            ": nothing has completed for " + std::to_string(static_cast<int>(worker.timeout_s_)) +
+                            " s; the target has ended, or the network between the two is broken");
+      }
+      Worker& worker;
+      int endpoint;
+      uint64_t turns = 0;
+      Clock::time_point start;
+    };
+
+    std::vector<std::unique_ptr<ControlBlock>>& blocks_;
+    const SharingOptions o_;
+    const int thread_;
+    const double timeout_s_;
+    uint64_t state_;
+  };
+
   volatile uint64_t* word(uint64_t offset) { return reinterpret_cast<volatile uint64_t*>(buffer_ + offset); }
 
   const Library& library_;
@@ -161,191 +334,6 @@ private:
   std::vector<std::unique_ptr<ControlBlock>> blocks_;
   char* buffer_ = nullptr;
 };
-
-// One thread's loop. The method is FaSST's: once `window` operations are out, the completion of the oldest is awaited
-// at the endpoint that it went to, then the next goes to a random endpoint and a random place.
-class SharingBench::Worker {
-public:
-  Worker(SharingBench& bench, const SharingOptions& options, int thread, double timeout_s)
-      : blocks_(bench.blocks_), o_(options), thread_(thread), timeout_s_(timeout_s), state_(thread * 2654435761u + 1) {}
-
-  void run(std::atomic<bool>& stop) {
-    try {
-      const auto start = Clock::now();
-      std::vector<int> used(o_.window);
-      for (; !stop.load(std::memory_order_relaxed); ++count) {
-        int& oldest = used[count % o_.window];
-        if (count >= static_cast<uint64_t>(o_.window)) await(oldest);
-        oldest = pick();
-        post(oldest, o_.write, o_.bytes, place(), place());
-      }
-      for (uint64_t i = count - std::min<uint64_t>(count, o_.window); i < count; ++i) await(used[i % o_.window]);
-      seconds = seconds_since(start);
-    } catch (...) {
-      failure = std::current_exception();
-      stop = true;
-    }
-  }
-
-  // One operation and its completion.
-  void one(int endpoint, bool write, uint64_t bytes, uint64_t from, uint64_t to) {
-    post(endpoint, write, bytes, from, to);
-    await(endpoint);
-  }
-
-  uint64_t count = 0, cycles = 0;
-  double seconds = 0;
-  std::exception_ptr failure;
-
-private:
-  uint64_t random() { // xorshift64: far cheaper than what is measured
-    state_ ^= state_ << 13;
-    state_ ^= state_ >> 7;
-    return state_ ^= state_ << 17;
-  }
-  int pick() {
-    const int n = static_cast<int>(blocks_.size());
-    if (o_.shared) return static_cast<int>(random() % n);
-    const int mine = (n - thread_ + o_.threads - 1) / o_.threads;
-    return thread_ + o_.threads * static_cast<int>(random() % mine);
-  }
-  uint64_t place() { return random() % (kBufferBytes / o_.bytes) * o_.bytes; }
-
-  void post(int endpoint, bool write, uint64_t bytes, uint64_t from, uint64_t to) {
-    ControlBlock& block = *blocks_[endpoint];
-    Deadline deadline(*this, endpoint);
-    for (;;) {
-      const uint64_t before = ticks();
-      const ssize_t rc = block.post(write, bytes, from, to);
-      cycles += ticks() - before;
-      if (rc == 0) return;
-      if (rc != -FI_EAGAIN)
-        throw FabricError("thread " + std::to_string(thread_) + ", endpoint " + std::to_string(endpoint) +
-                          ": an operation was refused: " + block.text(rc));
-      // The queue is full: a completion taken now is kept for the thread that awaits it.
-      if (block.take()) block.spare.fetch_add(1, std::memory_order_relaxed);
-      else deadline.check();
-    }
-  }
-
-  void await(int endpoint) {
-    ControlBlock& block = *blocks_[endpoint];
-    Deadline deadline(*this, endpoint);
-    for (;;) {
-      int spare = block.spare.load(std::memory_order_relaxed);
-      if (spare > 0 && block.spare.compare_exchange_strong(spare, spare - 1, std::memory_order_relaxed)) return;
-      if (block.take()) return;
-      deadline.check();
-    }
-  }
-
-  struct Deadline {
-    Deadline(Worker& worker, int endpoint) : worker(worker), endpoint(endpoint) {}
-    void check() {
-      if (++turns < 1000) return;
-      if (turns == 1000) start = Clock::now();
-      sched_yield();
-      if (seconds_since(start) > worker.timeout_s_)
-        throw FabricError("thread " + std::to_string(worker.thread_) + ", endpoint " + std::to_string(endpoint) +
-                          ": nothing has completed for " + std::to_string(static_cast<int>(worker.timeout_s_)) +
-                          " s; the target has ended, or the network between the two is broken");
-    }
-    Worker& worker;
-    int endpoint;
-    uint64_t turns = 0;
-    Clock::time_point start;
-  };
-
-  std::vector<std::unique_ptr<ControlBlock>>& blocks_;
-  const SharingOptions o_;
-  const int thread_;
-  const double timeout_s_;
-  uint64_t state_;
-};
-
-SharingBench::SharingBench(const TransportOptions& options, int endpoints, bool thread_safe)
-    : library_(load_library(options.library, options.library_fallback)) {
-  TransportOptions single = options;
-  single.rails = 1;
-  single.delivery_complete = false;
-  selection_ = select_provider(library_, single, thread_safe ? FI_THREAD_SAFE : FI_THREAD_DOMAIN);
-  fi_info* info = selection_.rails[0].get();
-  provider_ = provider_name(info);
-  if (info->mode & (FI_CONTEXT | FI_CONTEXT2))
-    throw FabricError("provider '" + provider_name(info) +
-                      "' wants memory behind every operation, which this "
-                      "benchmark does not give");
-  void* p = mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-  if (p == MAP_FAILED) throw FabricError("no memory for the benchmark's buffer");
-  buffer_ = static_cast<char*>(p);
-  for (int i = 0; i < endpoints; ++i)
-    blocks_.push_back(std::make_unique<ControlBlock>(library_, info, buffer_, kMappedBytes, i + 1));
-}
-
-SharingBench::~SharingBench() {
-  blocks_.clear();
-  if (buffer_) munmap(buffer_, kMappedBytes);
-}
-
-std::string SharingBench::address() const {
-  BlobWriter blob(kSharingMagic);
-  for (const auto& block : blocks_) block->describe(blob);
-  return blob.take();
-}
-
-void SharingBench::connect(const std::string& address) {
-  BlobReader blob(address, kSharingMagic, "the address of the peer");
-  for (auto& block : blocks_) block->connect(blob);
-}
-
-void SharingBench::serve(uint64_t round, double timeout_s) {
-  const auto start = Clock::now();
-  while (*word(kStopWord) < round) {
-    int n = 0;
-    for (auto& block : blocks_) n += block->take();
-    if (n) continue;
-    sched_yield();
-    if (seconds_since(start) > timeout_s)
-      throw FabricError("the initiator has not ended its round within " + std::to_string(static_cast<int>(timeout_s)) +
-                        " s; it has ended, or the network between the two is broken");
-  }
-}
-
-void SharingBench::end_round(uint64_t round, double timeout_s) {
-  *word(kStopWord + 64) = round;
-  Worker(*this, {}, 0, timeout_s).one(0, true, sizeof round, kStopWord + 64, kStopWord);
-}
-
-SharingResult SharingBench::run(const SharingOptions& options) {
-  // Connections are made before the clock runs.
-  for (int e = 0; e < static_cast<int>(blocks_.size()); ++e)
-    Worker(*this, options, 0, options.timeout_s).one(e, options.write, options.bytes, 0, 0);
-
-  std::vector<Worker> workers;
-  for (int t = 0; t < options.threads; ++t) workers.emplace_back(*this, options, t, options.timeout_s);
-  std::vector<std::thread> threads;
-  std::atomic<int> ready{0};
-  std::atomic<bool> go{false}, stop{false};
-  for (Worker& worker : workers)
-    threads.emplace_back([&] {
-      ++ready;
-      while (!go) sched_yield();
-      worker.run(stop);
-    });
-  while (ready < options.threads) sched_yield();
-  go = true;
-  const auto start = Clock::now();
-  while (seconds_since(start) < options.duration_s && !stop) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  stop = true;
-  for (std::thread& thread : threads) thread.join();
-  SharingResult result;
-  for (Worker& worker : workers) {
-    if (worker.failure) std::rethrow_exception(worker.failure);
-    result.operations_per_s.push_back(worker.count / worker.seconds);
-    result.cycles_per_post.push_back(worker.count ? static_cast<double>(worker.cycles) / worker.count : 0);
-  }
-  return result;
-}
 
 py::dict run_sharing(SharingBench& bench, const py::kwargs& kwargs) {
   SharingOptions o;

@@ -53,6 +53,5 @@ def device_test(sanitizer: str = "") -> Path:
 
 def loops() -> Path:
     """The benchmarks' loops with the command line of the bare ones; optimised as the package is."""
-    ours = [f"benchmark/native/{name}.cpp" for name in ("session", "bandwidth", "ping_pong")]
-    ours += sources("fabric", "cuda", "testing")
+    ours = ["benchmark/native/loops.cpp", *sources("fabric", "cuda", "testing")]
     return build("fabric_loops", ["tests/native/fabric_loops.cpp", *ours], flags=("-O2", *headers()))

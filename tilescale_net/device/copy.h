@@ -1,10 +1,216 @@
 // Moving bytes between two mapped places: the two engines of the direct path and the choice between them.
 #pragma once
 
-#include "copy_bulk.h"
-#include "first_tile.h"
+#include "platform.h"
+#include "scope.h"
 
 namespace tsn {
+
+// --- the bulk engine -------------------------------------------------------------------------------------------------
+// The bulk engine: a ring of stages in shared memory that one thread fills from the source and empties to the target.
+
+// Bulk copies are fast where their parts begin at multiples of this many bytes, at both ends.
+constexpr uint32_t kSegmentBytes = 128;
+
+// A copy of `bytes`, a multiple of 16, between 16-byte aligned places, by one thread of the block; `ring` is Stages *
+// StageBytes bytes of shared memory, 128-byte aligned. After begin() its first loads are on their way, while the target
+// may still be unknown; then comes either finish() or cancel(), and both leave the ring free.
+//
+// All stages but one are loaded ahead; the last one is left for the store in flight. Stages have constant places in
+// unrolled loops: one thread does all of it, and each load and store would take it twice as long otherwise. (Several
+// threads with stages of their own gain nothing: what takes time is that the multiprocessor issues one bulk copy in
+// about 45 cycles, and that loads move 64 bytes a cycle.)
+template <int Stages, int StageBytes>
+class BulkCopy {
+public:
+  // `aligned_end`: source or target, at whose segments the stages shall begin.
+  TSN_DEVICE BulkCopy(const char* source, uint64_t bytes, char* ring_memory, const void* aligned_end)
+      : loaded(platform::stage_barriers<Stages>()), ring(ring_memory), src(source), to_load(bytes), to_store(bytes),
+        skew(reinterpret_cast<uint64_t>(aligned_end) % kSegmentBytes) {
+    // What fits the ring takes equal parts of all its stages, so that the first data can be sent early.
+    constexpr uint32_t kUnit = kSegmentBytes * Stages;
+    const uint64_t room = bytes + skew;
+    part = room < uint64_t(Stages) * StageBytes ? (uint32_t(room) + kUnit - 1) / kUnit * kSegmentBytes : StageBytes;
+    load_room = store_room = part - skew;
+    each([&](int s) { platform::barrier_init(loaded + s); });
+    platform::bulk_fence(); // the barriers and the ring were written by ordinary accesses
+  }
+
+  TSN_DEVICE void begin() {
+    each([&](int s) {
+      if (s < Stages - 1 || to_load <= part) load(s); // the end has no other to make room for
+    });
+  }
+
+  // On return all bytes are stored, as if by ordinary stores of this thread.
+  TSN_DEVICE void finish(char* dst) {
+    uint32_t parity = 0;
+    TSN_ROLLED
+    for (; to_store != 0; parity ^= 1) {
+      each([&](int s) {
+        if (to_store == 0) return;
+        const uint32_t size = to_store < store_room ? uint32_t(to_store) : store_room;
+        platform::barrier_wait(loaded + s, parity);
+        platform::bulk_store(dst, ring + s * StageBytes, size);
+        platform::bulk_commit();
+        dst += size;
+        to_store -= size;
+        store_room = part;
+        if (to_load == 0) return;
+        platform::bulk_wait_read<1>(); // the stage before this one has left shared memory
+        load(s == 0 ? Stages - 1 : s - 1);
+      });
+    }
+    retire();
+    platform::bulk_wait<0>();
+  }
+
+  // Ends the copy before its first store.
+  TSN_DEVICE void cancel() {
+    uint64_t left = to_store - to_load + skew;
+    each([&](int s) {
+      if (left == 0) return;
+      platform::barrier_wait(loaded + s, 0);
+      left -= left < part ? left : part;
+    });
+    retire();
+  }
+
+private:
+  uint64_t* loaded;
+  char* ring;
+  const char* src;
+  uint64_t to_load, to_store;
+  uint32_t skew; // bytes by which the first stage is shorter than the others, so that those begin with a segment
+  uint32_t part; // bytes of a stage
+  uint32_t load_room, store_room; // the same of the next one
+
+  // f(stage) for all stages.
+  template <class F>
+  TSN_DEVICE static void each(F f) {
+    if constexpr (Stages <= 8) {
+      TSN_UNROLL
+      for (int s = 0; s < Stages; s++) f(s);
+    } else {
+      TSN_ROLLED
+      for (int s = 0; s < Stages; s++) f(s);
+    }
+  }
+  TSN_DEVICE void load(int s) {
+    if (to_load == 0) return;
+    const uint32_t size = to_load < load_room ? uint32_t(to_load) : load_room;
+    platform::barrier_expect(loaded + s, size);
+    platform::bulk_load(ring + s * StageBytes, src, size, loaded + s);
+    src += size;
+    to_load -= size;
+    load_room = part;
+  }
+  TSN_DEVICE void retire() const {
+    each([&](int s) { platform::barrier_retire(loaded + s); });
+  }
+};
+
+// The same where the target is known from the start. Out of line, like push_bulk(): what small copies wait for should
+// stay in few registers and close together.
+template <int Stages, int StageBytes>
+TSN_COLD void copy_bulk(char* dst, const char* src, uint64_t bytes, char* ring) {
+  platform::bulk_publish();
+  BulkCopy<Stages, StageBytes> copy(src, bytes, ring, dst);
+  copy.begin();
+  copy.finish(dst);
+}
+
+// --- the first tile --------------------------------------------------------------------------------------------------
+// The first tile of a copy, which for most messages is all of it.
+
+namespace detail {
+
+// The widest unit, up to 16 bytes, that divides every number of which `bits` is the bitwise or.
+TSN_DEVICE uint32_t widest_unit(uint64_t bits) { return (uint32_t(bits) | 16) & (0 - (uint32_t(bits) | 16)); }
+
+} // namespace detail
+
+// Up to Rows units of 16 bytes per thread, or one of 4 or 8. Its loads and its stores are apart, so that the loads are
+// in flight while the target is looked up. All threads of a block come here, for the smallest of messages too: what
+// only longer ones need stays behind a branch.
+//
+// Most copies are `complete`: there is nothing after the first tile. Of longer ones the tile is taken only if
+// `allow_partial`, for callers that copy the rest afterwards.
+//
+// The first Group threads of a block take the first Group * Rows units, a row of Group units at a time, the next Group
+// threads the units after those. So the place of a thread's own first unit shows whether its warp has any work: warps
+// without any leave, and what they execute would only keep the multiprocessor from the others' work.
+template <Scope S, int Rows = 1, uint32_t Group = 4 * platform::kWarpThreads>
+struct FirstTile {
+  static_assert(Group % platform::kWarpThreads == 0, "a group is made of warps");
+  uint32_t unit;  // bytes of a unit; 16, or what a copy that is not complete could be cut into
+  uint32_t bytes; // that are taken by all threads together, 0 when there is no tile
+  bool complete;
+  Vec16 wide[Rows] = {};
+  uint64_t middle = 0;
+  uint32_t narrow = 0;
+
+  TSN_DEVICE FirstTile(const void* dst, const void* src, int64_t count, bool allow_partial = false) {
+    unit = detail::widest_unit(reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(count));
+    const uint32_t threads = scope_part<S>().threads;
+    const uint32_t most = (threads < Group ? threads : threads / Group * Group) * (Rows * 16);
+    complete = fits(uint64_t(count), most, threads);
+    bytes = complete ? uint32_t(count) : allow_partial && unit == 16 ? most : 0;
+  }
+
+  // Whether one warp takes all of a copy whose groups are one warp.
+  TSN_DEVICE bool fits_one_warp() const {
+    static_assert(S != Scope::block || Group == platform::kWarpThreads, "groups of one warp");
+    return complete && fits(bytes, Group * Rows * 16, platform::kWarpThreads);
+  }
+  // Whether the calling thread's warp has no part in it. Never true in the leader, which has more to do than to copy.
+  TSN_DEVICE bool warp_has_no_work() const {
+    const uint32_t lane = platform::thread_index() % platform::kWarpThreads;
+    return S == Scope::block && complete && platform::thread_index() != lane && place() - lane * unit >= bytes;
+  }
+
+  TSN_DEVICE void load(const void* src) {
+    const uint32_t at = place();
+    const char* p = (const char*)src + at;
+    platform::load_data_below(&wide[0], (const Vec16*)p, int(at), int(unit == 16 ? bytes : 0));
+    platform::load_data_below(&middle, (const uint64_t*)p, int(at), int(unit == 8 ? bytes : 0));
+    platform::load_data_below(&narrow, (const uint32_t*)p, int(at), int(unit == 4 ? bytes : 0));
+    if (!more_rows()) return;
+    TSN_UNROLL
+    for (uint32_t u = 1; u < Rows; u++)
+      platform::load_data_below(&wide[u], (const Vec16*)(p + u * row()), int(at + u * row()), int(bytes));
+  }
+  TSN_DEVICE void store(void* dst) const {
+    const uint32_t at = place();
+    char* p = (char*)dst + at;
+    platform::store_data_below((Vec16*)p, wide[0], int(at), int(unit == 16 ? bytes : 0));
+    platform::store_data_below((uint64_t*)p, middle, int(at), int(unit == 8 ? bytes : 0));
+    platform::store_data_below((uint32_t*)p, narrow, int(at), int(unit == 4 ? bytes : 0));
+    if (!more_rows()) return;
+    TSN_UNROLL
+    for (uint32_t u = 1; u < Rows; u++)
+      platform::store_data_below((Vec16*)(p + u * row()), wide[u], int(at + u * row()), int(bytes));
+  }
+
+private:
+  // Bytes of a row.
+  TSN_DEVICE uint32_t row() const {
+    const uint32_t threads = scope_part<S>().threads;
+    return (threads < Group ? threads : Group) * 16;
+  }
+  // The place of the calling thread's first unit, in bytes.
+  TSN_DEVICE uint32_t place() const {
+    const uint32_t index = scope_part<S>().index;
+    if (Rows == 1) return index * unit;
+    return unit == 16 ? index / Group * (Group * Rows * 16) + index % Group * 16 : index * unit;
+  }
+  TSN_DEVICE bool fits(uint64_t count, uint32_t wide_bytes, uint32_t threads) const {
+    return count <= (unit == 16 ? wide_bytes : (unit & 12) * threads);
+  }
+  TSN_DEVICE bool more_rows() const { return Rows > 1 && unit == 16 && bytes > row(); }
+};
+
+// --- copies ----------------------------------------------------------------------------------------------------------
 
 namespace detail {
 

@@ -73,4 +73,17 @@ TSN_DEVICE bool scope_deferred(Offer offer) {
   return scope_broadcast<S>([&] { return uint64_t(offer()); });
 }
 
+// --- ranges ----------------------------------------------------------------------------------------------------------
+// Ranges that a kernel's author names, for the timeline of TSN_TRACE. A warp's first lane draws them.
+
+// Nothing is left of them on a GPU, but where a trace is written: see traced_calls.h.
+TSN_DEVICE void range_begin(const Context*) {
+  if constexpr (platform::kDefersRemoteWrites)
+    if (scope_leader<Scope::warp>()) platform::range_begins();
+}
+TSN_DEVICE void range_end(const Context*) {
+  if constexpr (platform::kDefersRemoteWrites)
+    if (scope_leader<Scope::warp>()) platform::range_ends();
+}
+
 } // namespace tsn

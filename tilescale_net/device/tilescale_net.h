@@ -2,12 +2,9 @@
 #pragma once
 
 #include "atomic.h"
-#include "get.h"
-#include "grid_barrier.h"
+#include "barrier.h"
 #include "order.h"
 #include "put.h"
-#include "put_shared.h"
-#include "range.h"
 #include "rows.h"
 #include "signal.h"
 #include "vector.h"

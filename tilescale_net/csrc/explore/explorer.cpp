@@ -7,8 +7,7 @@
 #include <chrono>
 #include <stdexcept>
 
-namespace tsn {
-namespace explore {
+namespace tsn::explore {
 
 namespace {
 constexpr double kStallSeconds = 20; // of an event
@@ -273,5 +272,4 @@ Result Explorer::repeat(const std::vector<int>& schedule, double seconds) {
   return result;
 }
 
-} // namespace explore
-} // namespace tsn
+} // namespace tsn::explore

@@ -6,8 +6,7 @@
 #include <functional>
 #include <set>
 
-namespace tsn {
-namespace explore {
+namespace tsn::explore {
 
 struct Limits {
   uint64_t schedules = ~0ull;
@@ -78,5 +77,4 @@ private:
   bool reduces_ = true;
 };
 
-} // namespace explore
-} // namespace tsn
+} // namespace tsn::explore

@@ -4,8 +4,7 @@
 
 #include <algorithm>
 
-namespace tsn {
-namespace explore {
+namespace tsn::explore {
 
 bool independent(const Footprint& a, const Footprint& b) {
   auto i = a.begin(), j = b.begin();
@@ -175,5 +174,4 @@ Footprint History::footprint() {
   return footprint_;
 }
 
-} // namespace explore
-} // namespace tsn
+} // namespace tsn::explore

@@ -11,8 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace tsn {
-namespace explore {
+namespace tsn::explore {
 
 using sim::Past;
 
@@ -109,5 +108,4 @@ private:
   Footprint footprint_;
 };
 
-} // namespace explore
-} // namespace tsn
+} // namespace tsn::explore

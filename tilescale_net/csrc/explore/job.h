@@ -17,8 +17,7 @@
 #include <string>
 #include <utility>
 
-namespace tsn {
-namespace explore {
+namespace tsn::explore {
 
 uint64_t word_at(const void* p, uint64_t bytes); // at most 8 bytes of it
 
@@ -185,5 +184,4 @@ private:
   std::unique_ptr<sim::FaultGuard> guard_;
 };
 
-} // namespace explore
-} // namespace tsn
+} // namespace tsn::explore

@@ -10,8 +10,7 @@
 #include <algorithm>
 #include <string.h>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 namespace {
 
@@ -594,5 +593,4 @@ std::string HappensBefore::race(const Actor& actor, const std::string& what, con
          ", and nothing orders the two: " + advice(actor, found, owner, change);
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

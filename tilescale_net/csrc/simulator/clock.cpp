@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 Known nothing_known() {
   static const Known nothing = std::make_shared<Clock>();
@@ -79,5 +78,4 @@ bool covers(const Known& a, const Known& b) {
   return true;
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

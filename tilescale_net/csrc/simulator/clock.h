@@ -16,8 +16,7 @@
 #include <utility>
 #include <vector>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 enum class Part : uint64_t { all, steps, fenced, done, carried, ended };
 
@@ -60,5 +59,4 @@ Known without_lanes(const Known& known);
 // Whether `a` holds all that `b` holds.
 bool covers(const Known& a, const Known& b);
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -12,8 +12,7 @@
 #define sigev_notify_thread_id _sigev_un._tid
 #endif
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 const int kStallSignal = SIGURG; // ignored by default, so that a late one does no harm
 
@@ -216,5 +215,4 @@ std::string Grid::describe_deadlock() const {
   return out;
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -5,8 +5,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 namespace {
 constexpr int kStacksPerChunk = 64;
@@ -192,5 +191,4 @@ void* make_context(char* stack, size_t bytes, void (*entry)()) {
 #endif
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -7,8 +7,7 @@
 #include <time.h>
 #include <vector>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 // Stacks of one size below guard pages, handed out again as soon as they are free: a grid whose threads never wait
 // needs a single one. The last one given back is the first one taken, so it is still in the cache.
@@ -65,5 +64,4 @@ private:
   stack_t previous_stack_;
 };
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -12,8 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 Grid* current_grid = nullptr;
 
@@ -443,5 +442,4 @@ void Grid::pause() {
   leave();
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

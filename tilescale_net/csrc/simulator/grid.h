@@ -15,8 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 struct Block;
 
@@ -257,5 +256,4 @@ extern Grid* current_grid;
 // As kernels see it.
 inline const Thread& running_thread() { return current_grid->running()->view; }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -1,7 +1,7 @@
 // Which accesses of a job are ordered in every schedule: vector clocks of warps.
 //
 // Lanes of a warp know of each other what they knew when they last met in a warp synchronisation; where ranks are not
-// followed, a warp counts as one. Barriers, and accesses to words with an order (order.cpp) propagate what a warp knows
+// followed, a warp counts as one. Barriers, and accesses to words with an order propagate what a warp knows
 // of the others, and a signal what its sender knew to the threads that have seen it. A transfer is an actor of its own:
 // a put reads its source and writes its target at any time until a thread knows that it is done. What follows from the
 // memory model:
@@ -26,8 +26,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 // The thread that does something, and where its program is.
 struct Actor {
@@ -291,5 +290,4 @@ void take_aliases(uint64_t base, bool still_changing);
 // What the host has written through aliases since, as `host_access`.
 std::string alias_access(uint64_t base, const std::string& name);
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

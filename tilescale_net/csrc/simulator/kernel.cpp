@@ -11,8 +11,7 @@
 #include <stdexcept>
 #include <stdio.h>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 namespace {
 
@@ -111,5 +110,4 @@ Outcome run(const Launch& launch, size_t stack_bytes) {
   return outcome;
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -5,8 +5,7 @@
 
 #include <string>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 class Library {
 public:
@@ -35,5 +34,4 @@ struct Outcome {
 // Runs one launch; grids of a process run one after the other.
 Outcome run(const Launch& launch, size_t stack_bytes);
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -9,8 +9,7 @@
 #include <memory>
 #include <mutex>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 namespace {
 
@@ -287,5 +286,4 @@ void trace_wait_ends(const WaitSubject& subject, uint64_t since_ns) {
   the_tracer->ring.add(e);
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

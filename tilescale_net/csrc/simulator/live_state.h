@@ -7,8 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 struct LiveWait {
   const Thread* thread;
@@ -66,5 +65,4 @@ void trace_range_begins();
 void trace_range_ends();
 void trace_wait_ends(const WaitSubject& subject, uint64_t since_ns);
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -2,13 +2,10 @@
 
 #include "rules.h"
 
-#include "tilescale_net/csrc/common/address_of.h"
-
 #include <algorithm>
 #include <string.h>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 namespace {
 constexpr uint32_t epoch_of_stamp(uint64_t stamp) { return static_cast<uint32_t>(stamp >> 32); }
@@ -211,5 +208,4 @@ std::string LocalAccesses::text(const Race& race) const {
                     : "");
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

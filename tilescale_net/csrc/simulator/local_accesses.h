@@ -13,8 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 // What is recorded of shared memory of the running block.
 struct SharedRange {
@@ -80,5 +79,4 @@ private:
   bool more_pages_ = false;     // than are kept
 };
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

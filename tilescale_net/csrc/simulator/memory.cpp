@@ -3,8 +3,7 @@
 #include <map>
 #include <mutex>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 namespace {
 struct Heap {
@@ -91,5 +90,4 @@ std::string describe_range(uint64_t address, uint64_t bytes) {
          allocation->second.name + " (heap offset " + std::to_string(offset) + ")";
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

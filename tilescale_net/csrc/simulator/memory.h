@@ -4,8 +4,7 @@
 #include <stdint.h>
 #include <string>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 void register_heap(uint64_t base, uint64_t bytes);
 void register_allocation(uint64_t base, uint64_t bytes, const std::string& name);
@@ -22,5 +21,4 @@ std::string check_range(uint64_t address, uint64_t bytes);
 // The range in words: which bytes of which allocation.
 std::string describe_range(uint64_t address, uint64_t bytes);
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

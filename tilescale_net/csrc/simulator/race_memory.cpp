@@ -7,8 +7,7 @@
 #include <set>
 #include <string.h>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 namespace {
 std::map<uint64_t, RaceMemory> memories; // by the base of the heap
@@ -401,5 +400,4 @@ bool SignalHistory::forget(const RaceMemory& memory) {
   return !all_->empty();
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -14,7 +14,13 @@
 #include <vector>
 
 namespace tsn {
-namespace sim {
+
+// An address as a number, to compute with.
+inline uint64_t address_of(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
+
+} // namespace tsn
+
+namespace tsn::sim {
 
 // The last access to 4 bytes of a heap: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (1
 // bit), lane (6 bits), whether it was atomic (1 bit), epoch (32 bits) of an access, or the number of a transfer. 0:
@@ -262,5 +268,4 @@ void Shadow::each(uint64_t offset, uint64_t size, Stamp mark, Site site, F f) co
   }
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

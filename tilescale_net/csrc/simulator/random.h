@@ -3,8 +3,7 @@
 
 #include <stdint.h>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 class Random {
 public:
@@ -25,5 +24,4 @@ private:
   uint64_t state_;
 };
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

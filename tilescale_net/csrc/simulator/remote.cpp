@@ -4,7 +4,6 @@
 #include "live_state.h"
 #include "memory.h"
 #include "rules.h"
-#include "tilescale_net/csrc/common/address_of.h"
 #include "tilescale_net/device/types.h"
 
 #include <algorithm>
@@ -20,8 +19,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 namespace {
 
@@ -458,5 +456,4 @@ uint64_t pending_operations() {
   return n;
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -19,8 +19,7 @@
 #include <algorithm>
 #include <memory>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 enum class Visibility { eager, late, random };
 void set_visibility(Visibility visibility);
@@ -69,5 +68,4 @@ void flush_pending();
 // Operations waiting for delivery.
 uint64_t pending_operations();
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

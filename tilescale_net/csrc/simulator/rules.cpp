@@ -1,7 +1,6 @@
 #include "rules.h"
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 const std::vector<Rule>& rules() {
   static const std::vector<Rule> table = {
@@ -14,14 +13,15 @@ const std::vector<Rule>& rules() {
        "thread knows that it is done",
        "a source outside of the heap after its launch has ended; on one node which of several flushes to a PE a "
        "flush_wait ends: it counts as the latest (with VIRTUAL_NODES it is known)",
-       "accesses.cpp, order.cpp"},
+       "accesses.cpp, happens_before.cpp"},
       {false, "atomic accesses",
        "N.ld, N.st, N.atomic_* and T.atomic_*, compared with plain accesses, puts and gets of any rank, and with each "
        "other between ranks where the scope of one does not hold the other",
        "two atomic accesses of one rank of which one has the scope of its block", "accesses.cpp"},
       {false, "order by words",
        "release, acquire, fences and scopes as in PTX; a word of another rank's heap gives what was left in that word",
-       "which of several releases an acquire has read: it counts as having read all that came by then", "order.cpp"},
+       "which of several releases an acquire has read: it counts as having read all that came by then",
+       "happens_before.cpp"},
       {false, "signals", "what a wait or test shows by its value, for certain, whichever signals came first",
        "smaller values than the one that a kernel gets and looks at, which other schedules show (a check tries them); "
        "words with more than 1,024 signals in a launch: a wait has then seen all that came; with more than 256, that "
@@ -51,8 +51,8 @@ const std::vector<Rule>& rules() {
        "accesses beyond the first 64 MiB that a launch touches, among threads of one rank", "local_accesses.cpp",
        Gap::pages},
       {false, "puts without a fence", "4,096 of a warp to a PE",
-       "further puts of a warp to a PE without a fence or quiet between: whether a fence follows them", "order.cpp",
-       Gap::puts},
+       "further puts of a warp to a PE without a fence or quiet between: whether a fence follows them",
+       "happens_before.cpp", Gap::puts},
       {false, "waits with \"eq\"", "4,096 of a launch", "further waits for a value exactly: whether the word goes on",
        "happens_before.cpp", Gap::exact_waits},
       {true, "schedules", "every order of accesses to words, of arrivals and of blocks, of kernels on one node",
@@ -60,9 +60,9 @@ const std::vector<Rule>& rules() {
       {true, "loops that poll", "N.test and N.ld with any order: a poll in vain only when no other thread can go on",
        "a loop that ends after a number of polls without a change", "explore/job.cpp", Gap::polls},
       {true, "shared memory", "with the race detector: a race there ends the check", "with --no-races: shared memory",
-       "explore/calls.cpp", Gap::shared},
+       "explore/job.cpp", Gap::shared},
       {true, "sources of puts", "with the race detector: a write there while it is read ends the check",
-       "with --no-races: writes to the source of a put in flight", "explore/calls.cpp", Gap::sources},
+       "with --no-races: writes to the source of a put in flight", "explore/job.cpp", Gap::sources},
       {true, "length", "100,000 decisions of a schedule", "what comes after 100,000 decisions of a schedule",
        "explore/explorer.cpp", Gap::decisions},
       {true, "data of a put", "arrive together; the race detector reports what reads them too early",
@@ -86,5 +86,4 @@ std::string gap_text(Gap gap, const std::string& line) {
   return "";
 }
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 // Gaps that are named where a run meets them: by a warning of the race detector, and in the verdict of a check.
 enum class Gap { none, pointers, warps, pages, puts, exact_waits, polls, shared, sources, decisions };
@@ -26,5 +25,4 @@ const std::vector<Rule>& rules();
 // What is not followed, with the place where a run has met it.
 std::string gap_text(Gap gap, const std::string& line = "");
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim

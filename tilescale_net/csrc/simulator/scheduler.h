@@ -8,8 +8,7 @@
 #include <memory>
 #include <vector>
 
-namespace tsn {
-namespace sim {
+namespace tsn::sim {
 
 struct Fiber;
 struct Late;
@@ -45,5 +44,4 @@ public:
 // Null: ranks are processes, and each grid decides for itself.
 extern Scheduler* scheduler;
 
-} // namespace sim
-} // namespace tsn
+} // namespace tsn::sim
