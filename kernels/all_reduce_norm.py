@@ -676,6 +676,7 @@ class AllReduceNorm(Collective):
             forms: for each form of a call, what shares a scale of its FP8 output ("tensor", "token" or "block"; "": none), and
                 choices of a token in its `ExpertRows` (0: none).
         """
+        self._check_alive()
         ways = (0,) if self.n_pes == 1 or self._all_reduce is not None else (1, 2)
         place = self._world.topology
         calls = [
@@ -694,6 +695,7 @@ class AllReduceNorm(Collective):
             dtype: one of `DTYPES`.
             by: "", or of FP8 output what shares a scale: "tensor", "token" or "block".
         """
+        self._check_alive()
         on_gpu = self._world.device.type == "cuda"
         if (dtype, by) in self._warm or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return

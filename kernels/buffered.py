@@ -7,6 +7,7 @@ i + 2 has had data of call i + 1 from all PEs, which had taken those of call i b
 waited for, and `x` may be written again when the call is over.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -225,7 +226,9 @@ class Buffers:
         self, op: Collective, split: bool, most_bytes: int = MOST_BYTES, calls: torch.Tensor | None = None,
         ready: torch.Tensor | None = None, **options: Any,
     ):  # fmt: skip
-        self._op, self._split, self.capacity = op, split, 0
+        # Not a reference: an object that is freed shall end without a collection of cycles.
+        self._op: Collective = weakref.proxy(op)
+        self._split, self.capacity = split, 0
         if not op.needs_symmetric_source or op.n_pes > MOST_PES or not most_bytes:
             return
         n_pes, sources = op.n_pes, op.n_pes if split else 1

@@ -206,6 +206,8 @@ MORE_COLLECTIVES = {
     "all_reduce_ordinary": "All-reduce of ordinary tensors",
     "all_reduce_two": "All-reduce of symmetric tensors",
     "all_reduce_fp8": "All-reduce that rounds to FP8, beside bfloat16",
+    "all_gather_four": "All-gather",
+    "all_to_all_four": "All-to-all",
     "all_reduce_norm": "All-reduce, residual and RMSNorm",
     "all_reduce_norm_two": "All-reduce, residual and RMSNorm",
     "decode_context": "Merge of partial attention outputs",

@@ -23,9 +23,9 @@ from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.attention_merge import AttentionMerge
 from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.collective import Collective
-from tilescale_net.kernels.fused import gemm
+from tilescale_net.kernels.fused import gemm, scaled_gemm
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
-from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
+from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, ScaledExpertMatmul
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
@@ -63,6 +63,12 @@ def _calls_with_data() -> dict[type, list]:
     matrices = torch.zeros((2, 64, 64), dtype=torch.bfloat16)
     received = layer.dispatch(tokens, choices)
     y, handle, pending = received.x, received.handle, []
+    fp8, tile_rows = torch.float8_e4m3fn, 128 if ranks.gpus() else 32
+    layer_fp8 = moe.AllToAll(4, 4, 512, 2, fp8, tile_rows=tile_rows, alignment=tile_rows)
+    tiling = scaled_gemm.ScaledTiling() if ranks.gpus() else scaled_gemm.SIMULATED
+    scaled_experts = ScaledExpertMatmul(layer_fp8, 512, 64, tiling=tiling)
+    received_fp8 = layer_fp8.dispatch((torch.zeros((4, 512), dtype=fp8), torch.zeros((4, 4))), choices)
+    scales = dict(x_scales=received_fp8.scales, w_scales=torch.zeros((2, 1, 4)))
     return {
         AllGather: [lambda: gather(shared, row)],
         AllToAll: [lambda: exchange(shared, rows), lambda: exchange(shared, rows, [1, 1], [1, 1])],
@@ -80,6 +86,11 @@ def _calls_with_data() -> dict[type, list]:
         MatmulReduceScatter: [lambda: products[2](wide, w)],
         MatmulAllReduce: [lambda: products[3](wide, w)],
         ExpertMatmul: [lambda: experts(y, matrices, handle)],
+        ScaledExpertMatmul: [
+            lambda: scaled_experts(
+                received_fp8.x, torch.zeros((2, 64, 512), dtype=fp8).mT, received_fp8.handle, **scales
+            )
+        ],
         moe.AllToAll: [
             lambda: layer.dispatch(tokens, choices),
             lambda: pending.append(layer.dispatch_send(tokens, choices)),

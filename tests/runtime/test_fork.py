@@ -23,10 +23,11 @@ from tilescale_net.kernels.attention_merge import AttentionMerge
 from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
-from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
+from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, ScaledExpertMatmul
 from tilescale_net.kernels.fused.gemm import Tiling
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
+from tilescale_net.kernels.fused.scaled_gemm import SIMULATED, ScaledTiling
 from tilescale_net.kernels.moe import AllToAll, Arena
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
@@ -106,11 +107,14 @@ def _objects() -> list:
     small = dict(threads=64, blocks=2)
     product = dict(rows=64, k=32, n=32)
     moe = AllToAll(4, 8, 64, 2, tile_rows=ROWS, alignment=ROWS, capacity=8 * ROWS)
+    scaled = ScaledTiling() if ranks.gpus() else SIMULATED
+    moe_fp8 = AllToAll(4, 8, 512, 2, torch.float8_e4m3fn, tile_rows=scaled.tile[0], alignment=scaled.tile[0])
     fused = [kind(**product, tiling=TILING) for kind in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce)]
     made = [
         moe, AllToAll(4, 4, 64, 2, mode="latency"), AllGather(**small), AllReduce(**small), AllReduceNorm(64, **small),
         EvenAllToAll(**small), AllToAllTransposed(**small), Broadcast(**small), ReduceScatter(**small), SendRecv(**small),
         AttentionMerge(**small), *fused, PipelinedAllGatherMatmul(**product), ExpertMatmul(moe, 64, 32, tiling=TILING),
+        ScaledExpertMatmul(moe_fp8, 512, 64, tiling=scaled),
     ]  # fmt: skip
     assert {type(op) for op in made} >= {c for c in _leaves(Collective) if "tests" not in c.__module__}
     return [*made, Arena(4096), tsn.world()]
