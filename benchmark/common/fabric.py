@@ -351,5 +351,6 @@ class ProxyBench:
         return measuring.difference(buffer, count, seed) if self.rank == self.peer else None
 
     def close(self) -> None:
+        tsn.barrier()  # nobody's bare writer ends while another's still sends
         del self._bare, self.dst, self.src, self._flag, self._counter
         tsn.finalize()
