@@ -42,11 +42,13 @@ def _grows(seed: int) -> None:
         assert sizes[-1] >= sizes[-2] + min(heap.STEP, more.nbytes)
         assert (world.heap.base, list(world.peer_base), world.context_tensor.data_ptr()) == place
         gather(world, op, turn)  # in memory behind it
-        gather(world, AllGather(blocks=2), turn)
+        another = AllGather(blocks=2)
+        gather(world, another, turn)
+        another.free()
         run_round(layer, everyone, pace, f"seed {seed}, turn {turn}")
         assert bool((kept == rank + 1).all()) and bool((more == turn).all())
         tsn.free(more)
-    before = sizes[-1]
+    before = world.heap.size
     tsn.free(tsn.zeros((before // 2,), torch.uint8))  # what has grown is used again
     assert world.heap.size == before
     layer.free()
