@@ -12,6 +12,7 @@ import sysconfig
 from collections import defaultdict
 from pathlib import Path
 
+import pybind11
 import pytest
 
 from tests.fabric.programs import headers
@@ -84,7 +85,7 @@ def test_the_linker_sees_one_definition_of_each_type(tmp_path: Path):
     sources = [p for f in ("cuda", "fabric", "proxy", "bench", "launch") for p in sorted((CSRC / f).glob("*.cpp"))]
     plain = [str(p) for p in sources if not p.name.endswith("bindings.cpp")]
     flags = ["-flto", "-fPIC", "-shared", "-Wodr", "-Wlto-type-mismatch", "-Werror=odr", "-Werror=lto-type-mismatch"]
-    python = "-I" + sysconfig.get_path("include")
-    command = [gcc, *BASE, *headers(), python, *flags, *plain, "-o", str(tmp_path / "all.so"), "-ldl", "-lpthread"]
+    python = ["-I" + folder for folder in (sysconfig.get_path("include"), pybind11.get_include())]
+    command = [gcc, *BASE, *headers(), *python, *flags, *plain, "-o", str(tmp_path / "all.so"), "-ldl", "-lpthread"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
