@@ -272,7 +272,7 @@ ONE_SHOT = _row("one_shot", 1, _one_shot_bytes, _one_shot_bytes)
 
 
 def _two_shot_bytes(op) -> int:
-    """Of the largest call; beyond it pieces are slower than `two_shot` by all PEs' memory, up to it they are not."""
+    """Bytes of the largest tensor of one launch. A larger one goes in pieces, which are slower than `two_shot`."""
     return min(2 * op.staging_bytes, _vectors(op) * VECTOR_BYTES * op.n_pes)
 
 

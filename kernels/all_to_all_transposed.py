@@ -22,8 +22,8 @@ from .collective import STATUS_WORDS, Collective, all_agree, announce
 from .exchange import await_room
 from .launches import Form, Launch
 
-# When a block copies what has arrived to a tensor outside of symmetric memory: never; what a PE sent while its own puts to the
-# next one are in flight, which hides the copy; or when all has arrived, with one fence instead of one for each PE.
+# When a block copies what has arrived to a tensor outside of symmetric memory: never, or what a PE sent while its own puts to
+# the next one are in flight, which hides the copy.
 NEVER, ALONG = "never", "along"
 
 

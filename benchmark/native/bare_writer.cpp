@@ -233,8 +233,8 @@ BareWriter::BareWriter(const BareWriterOptions& options) : options_(options), ev
 }
 
 BareWriter::~BareWriter() {
-  // libfabric's efa looks at what is left in the completion queue while it closes an endpoint, and reads what it has
-  // freed by then.
+  // Take what is left in the completion queue: libfabric's efa polls it while it closes an endpoint, and has crashed
+  // there.
   try {
     for (int quiet = 0; quiet < 100;) quiet = transport_->poll(events_.data(), (int)events_.size()) ? 0 : quiet + 1;
   } catch (const FabricError&) {

@@ -41,7 +41,7 @@ def _broadcast(seed, cases=8):
 
 @contextlib.contextmanager
 def copied_along(wanted: bool):
-    """Results of any size are copied along, or after all have arrived; of calls that are the first of their kind."""
+    """Results of any size are copied along, or behind the kernel; of calls that are the first of their kind."""
     before = all_to_all_transposed.ALONG_FROM
     all_to_all_transposed.ALONG_FROM = 0 if wanted else 1 << 60
     try:
