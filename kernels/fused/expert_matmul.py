@@ -256,6 +256,13 @@ def matmul_experts(
 LATE = 0.5
 
 
+def kernel_choice(value: Any) -> object:
+    """What an option of a combine says of the kernel that it takes: of tensors the number of dimensions."""
+    if isinstance(value, torch.Tensor):
+        return value.dim()
+    return [kernel_choice(each) for each in value] if isinstance(value, tuple | list) else value
+
+
 class ExpertMatmul(FusedMatmul):
     """The rows of a rank's experts times a matrix each, beside dispatches and combines of one AllToAll.
 
@@ -296,6 +303,7 @@ class ExpertMatmul(FusedMatmul):
             calls = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._finished = Tiles(tiling.tile[0], words, calls, -(-n // tiling.tile[1]) * gemm.WARPS, moe.blocks)
         self._loaded: set[bool] = set()
+        self._combines: set[str] = set()
 
     @named("tilescale_net.ExpertMatmul")
     def __call__(
@@ -366,7 +374,8 @@ class ExpertMatmul(FusedMatmul):
             x, w, handle, x_scales, w_scales: as in `__call__`; `n` is `hidden` of the AllToAll.
             products: [capacity, n], where the products go; default a new tensor.
             late: after which share of its tiles the GEMM leaves the SMs of the combine, which begins then; 0: the combine
-                has them from the beginning, and waits there for its first rows.
+                has them from the beginning, and waits there for its first rows. The first call with other options is
+                never late: it loads the combine's kernel.
             options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take the place of as many
                 SMs.
 
@@ -393,6 +402,8 @@ class ExpertMatmul(FusedMatmul):
         tiles, proxy = self._finished, self._world.proxy
         if proxy is not None and proxy.holds_up_launches:
             late = 0  # a launch returns when the kernel has ended: nothing could wait for the GEMM, which comes behind
+        if late and not self._is_loaded(options):
+            late = 0
         if late:
             tiles = dataclasses.replace(tiles, started=self._started)
         self._finished.next_call()
@@ -445,6 +456,16 @@ class ExpertMatmul(FusedMatmul):
         self._finished.reset()
         self._started.view(torch.uint8).zero_()
         self._loaded.add(transposed)
+
+    def _is_loaded(self, options: dict[str, Any]) -> bool:
+        """Whether a combine of these options has been launched before; the next one has. The first launch loads its kernel,
+        see `_load`: behind a kernel that waits for the GEMM, which the host launches next, it would never return."""
+        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # nothing runs during a capture
+            return True
+        kernel = str([(name, kernel_choice(value)) for name, value in sorted(options.items()) if name != "out"])
+        known = kernel in self._combines
+        self._combines.add(kernel)
+        return known
 
     def _launch(
         self, out, x, held, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False,
