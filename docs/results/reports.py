@@ -204,7 +204,6 @@ COLLECTIVES = {
 MORE_COLLECTIVES = {
     "all_reduce_four": "All-reduce of symmetric tensors",
     "all_reduce_ordinary": "All-reduce of ordinary tensors",
-    "all_reduce_two": "All-reduce of symmetric tensors",
     "all_reduce_fp8": "All-reduce that rounds to FP8, beside bfloat16",
     "all_gather_four": "All-gather",
     "all_to_all_four": "All-to-all",
@@ -217,6 +216,9 @@ MORE_COLLECTIVES = {
 # Of a norm: the form that is compared with others; and columns that a comparison of times leaves out.
 NORM, NOT_TIMES = "bf16", ("p99", "algbw", "busbw", "nccl_busbw")
 FUSED = {"all_gather_matmul": "AG+GEMM", "matmul_reduce_scatter": "GEMM+RS", "matmul_all_reduce": "GEMM+AR"}
+# Of collectives: names of others where a column's title is not one, and columns that end as theirs do.
+PEERS = {"symm_mem_us": "torch symmetric memory"}
+NOT_PEERS = ("more_us", "operator_us", "nccl_calls_us", "flashinfer_fp8_us")
 # What rounds to 1.00 is neither ahead nor behind.
 BEHIND = 0.995
 
@@ -299,16 +301,44 @@ def signals() -> list[Row]:
 
 
 def collectives() -> list[Row]:
-    """Collectives in a CUDA graph: of n ranks each sends (n - 1) / n of the bytes, of an all-reduce twice as many."""
+    """Collectives in a CUDA graph: of two ranks each sends half of the bytes, of an all-reduce twice as many."""
     result = []
     for name, what in COLLECTIVES.items():
         for found in rows(name):
             nbytes = found["bytes"]
-            found = row(name, bytes=nbytes)
-            peer = least({"NCCL": found["nccl_us"], "torch symmetric memory": found.get("symm_mem_us")})
-            n = int(run(name)["environment"]["ranks"])
-            bound = over_links(nbytes * (n - 1) / n * (2 if name == "all_reduce" else 1))
-            result.append(Row(name, what, size(nbytes), found["us"], *peer, "us", bound))
+            bound = over_links(nbytes / 2 * (2 if name == "all_reduce" else 1))
+            result.append(Row(name, what, size(nbytes), found["us"], *least(peers(name, found)), "us", bound))
+    for name in more_collectives():
+        if name == "all_reduce_fp8":  # which rounds: others of its table do not
+            continue
+        text, ranks = MORE_COLLECTIVES[name], int(run(name)["environment"]["ranks"])
+        what = f"{text[0].lower()}{text[1:]}, {'two' if ranks == 2 else 'four'} GPUs"
+        for found in times(name, 0)[2]:
+            at = (
+                size(found["bytes"])
+                if "bytes" in found
+                else ", ".join(
+                    f"{key['title'].lower()} {found[key['key']]}"
+                    for key in run(name)["tables"][0]["keys"]
+                    if key["key"] != "form"
+                )
+            )
+            result.append(Row(name, what, at, found["us"], *least(peers(name, found)), "us"))
+    return result
+
+
+def peers(name: str, found: dict[str, Any]) -> dict[str, float | None]:
+    """us of all others in a row of a collective's first table, by name; those of its table of peers too. Rounding to FP8 is
+    another operation."""
+    tables = run(name)["tables"]
+    result: dict[str, float | None] = {}
+    for table in tables:
+        keys = [key["key"] for key in table["keys"]]
+        same: dict[str, Any] = next((r for r in table["rows"] if all(r[key] == found[key] for key in keys)), {})
+        result |= {
+            PEERS.get(c["key"], c["title"]): same.get(c["key"])
+            for c in table["columns"] if c["key"].endswith("_us") and c["key"] not in NOT_PEERS
+        }  # fmt: skip
     return result
 
 
