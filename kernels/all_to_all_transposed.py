@@ -22,10 +22,6 @@ from .collective import STATUS_WORDS, Collective, all_agree, announce
 from .exchange import await_room
 from .launches import Form, Launch
 
-# When a block copies what has arrived to a tensor outside of symmetric memory: never, or what a PE sent while its own puts to
-# the next one are in flight, which hides the copy.
-NEVER, ALONG = "never", "along"
-
 
 @tsn.macro
 def copy_arrived(result, out, starts, joins_rows, batches, column, size, width, block, blocks, pe, me, n_pes, unroll):
@@ -47,7 +43,7 @@ def copy_arrived(result, out, starts, joins_rows, batches, column, size, width, 
 
 
 @tsn.jit(name="all_to_all_transposed")
-def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None, copies=NEVER):
+def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None, copies=False):
     """Kernel `(out, x, result, starts, batches, column, tag, status, calls, ready, arrived)` on rows of bytes; every PE gets a
     box of each batch from every PE.
 
@@ -59,8 +55,9 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
             me * width + column of each row of its `out` [batches * rows of PE p, n_pes * width].
         threads, blocks: launch geometry; all blocks must be able to run at once.
         unroll: see `tilescale_net.language.put_block`.
-        copies: NEVER: there is no `result`. ALONG: `result`, any memory with the rows that `out` has on this PE, becomes
-            what `out` is, which is scratch.
+        copies: `result`, any memory with the rows that `out` has on this PE, becomes what `out` is, which is scratch. A block
+            copies what a PE sent while its own puts to the next one are in flight, which hides the copy. Else there is no
+            `result`.
 
     `starts` (int64 [n_pes + 1]) has the first of each PE's rows among those of all, and their number at the end. `out` is
     symmetric, and given with as many rows as the PE with the most has; `calls`, `ready` and `arrived` as in `exchange`. `tag`
@@ -76,7 +73,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
         ctx: N.Context(),
         out: T.Tensor((out_rows, out_pitch), "uint8"),
         x: T.Tensor((x_rows, x_pitch), "uint8"),
-        result: T.Tensor((result_rows, out_pitch), "uint8") if copies != NEVER else None,
+        result: T.Tensor((result_rows, out_pitch), "uint8") if copies else None,
         starts: T.Tensor((n_pes + 1,), "int64"),
         batches: T.int64,
         column: T.int64,
@@ -106,7 +103,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
             puts = T.alloc_var("int32")
             puts = n_pes
             came_from = T.alloc_var("int32")
-            for hop in T.serial(n_pes + 1 if copies == ALONG else n_pes):
+            for hop in T.serial(n_pes + 1 if copies else n_pes):
                 if hop < puts:
                     # Blocks begin with different PEs, so that what stays here holds up nothing that leaves.
                     pe = (me + hop + block) % n_pes
@@ -130,7 +127,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
                                     x[narrow : narrow + (end - first), 0:size],
                                     pe, unroll=unroll,
                                 )  # fmt: skip
-                if copies == ALONG and agreed != 0:
+                if copies and agreed != 0:
                     # While the links still carry what was put.
                     if hop + puts > n_pes:
                         came_from = (me + n_pes - (hop + n_pes - 1 + block) % n_pes) % n_pes
@@ -145,7 +142,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
                         N.signal(arrived[me, block], call, (me + hop + block) % n_pes, fence=True)
             T.sync_threads()
             if thread < n_pes and agreed != 0:
-                if copies != ALONG:
+                if not copies:
                     N.signal(arrived[me, block], call, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", call)
                 N.quiet(thread)
@@ -311,16 +308,14 @@ class AllToAllTransposed(Collective):
             out = self._heap[place : place + batches * max(parts) * middle * out_pitch]
         if not x.numel():
             x = self._heap[:x_pitch]
-        copies = NEVER
         tensors: tuple[torch.Tensor, ...] = out, x
-        if result is not None:
-            copies = ALONG
+        if copies := result is not None:
             tensors = out, x, result if result.numel() else self._heap[:out_pitch]
 
         def make() -> Launch:
             forms: dict[str, Form] = {"out": ((-1, out_pitch), torch.uint8), "x": ((-1, x_pitch), torch.uint8)}
             given: tuple[str, ...] = "starts", "batches", "column", "tag", "out", "x"
-            if copies != NEVER:
+            if copies:
                 given, forms["result"] = (*given, "result"), ((-1, out_pitch), torch.uint8)
             fixed = {"status": self.status_record, **self._words}
             return Launch(

@@ -34,7 +34,7 @@ from .collective import (
     slice_elements,
 )
 from .launches import Form, Launch
-from .sums import VECTOR_BYTES, accumulator
+from .sums import VECTOR_BYTES, accumulator, add_part
 
 # Bytes of all PEs' parts, and PEs, up to which a part goes to every PE by itself.
 MOST_BYTES, MOST_PES = 1 << 20, 8
@@ -71,7 +71,7 @@ def buffered(
     """
     count = T.dynamic("count", "int64")
     rows = capacity * 8 // (vector * tvm.DataType(dtype).bits)
-    total_dtype, by_nodes = accumulator(dtype), node_size is not None
+    total_dtype, nodes = accumulator(dtype), node_size and Nodes.of(n_pes, node_size)
     in_shape = (n_pes, count, vector) if split else (count, vector)
     out_shape = (count, vector) if sums else (n_pes, count, vector)
     sources = n_pes if split else 1
@@ -123,8 +123,8 @@ def buffered(
             totals = T.alloc_local((UNROLL, vector), total_dtype)
             part = T.alloc_local((UNROLL, vector), dtype)
             T.clear(totals)
-            if by_nodes:
-                of_nodes = T.alloc_local((UNROLL, vector), total_dtype)
+            of_nodes = T.alloc_local((UNROLL, vector), total_dtype) if nodes is not None else None
+            if nodes is not None:
                 T.clear(of_nodes)
             for p in T.serial(n_pes):
                 for u in T.unroll(UNROLL):
@@ -134,20 +134,13 @@ def buffered(
                                 part[u, v] = outbox[half, me if split else 0, first + i + u * threads, v]
                             else:
                                 part[u, v] = inbox[half, p, first + i + u * threads, v]
-                for u in T.unroll(UNROLL):
-                    for v in T.unroll(vector):
-                        totals[u, v] += T.cast(part[u, v], total_dtype)
-                if by_nodes:
-                    if Nodes.of(n_pes, node_size).is_last(p):
-                        for u in T.unroll(UNROLL):
-                            for v in T.unroll(vector):
-                                part[u, v] = T.cast(totals[u, v], dtype)
-                                of_nodes[u, v] += T.cast(part[u, v], total_dtype)
-                        T.clear(totals)
+                add_part(totals, of_nodes, part, p, nodes)
             for u in T.unroll(UNROLL):
                 if i + u * threads < size:
                     for v in T.vectorized(vector):
-                        out[first + i + u * threads, v] = T.cast(of_nodes[u, v] if by_nodes else totals[u, v], dtype)
+                        out[first + i + u * threads, v] = T.cast(
+                            of_nodes[u, v] if nodes is not None else totals[u, v], dtype
+                        )
 
     @T.prim_func
     def main(

@@ -39,7 +39,7 @@ from .collective import (
     slice_elements,
 )
 from .launches import Launch
-from .sums import VECTOR_BYTES, accumulator, add_up, batch_of, vector_of
+from .sums import VECTOR_BYTES, accumulator, add_part, add_up, batch_of, vector_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reduce-scatter by pull: every PE reads its part of all PEs' input and adds up in registers.
@@ -316,7 +316,7 @@ def reduce_scatter(
     reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`; the call may not end then.
     """
     count = T.dynamic("count", "int64")
-    total_dtype, by_nodes = accumulator(dtype), node_size is not None
+    total_dtype, nodes = accumulator(dtype), node_size and Nodes.of(n_pes, node_size)
     chunk = chunk_bytes // (vector * tvm.DataType(dtype).bits // 8)
 
     @T.macro
@@ -326,8 +326,8 @@ def reduce_scatter(
             totals = T.alloc_local((UNROLL, vector), total_dtype)
             part = T.alloc_local((UNROLL, vector), dtype)
             T.clear(totals)
-            if by_nodes:
-                of_nodes = T.alloc_local((UNROLL, vector), total_dtype)
+            of_nodes = T.alloc_local((UNROLL, vector), total_dtype) if nodes is not None else None
+            if nodes is not None:
                 T.clear(of_nodes)
             for p in T.serial(n_pes):
                 for u in T.unroll(UNROLL):
@@ -338,21 +338,12 @@ def reduce_scatter(
                                 part[u, v] = x[me, start + i, v]
                             else:
                                 part[u, v] = staging[p, block, slot, i, v]
-                for u in T.unroll(UNROLL):
-                    for v in T.unroll(vector):
-                        totals[u, v] += T.cast(part[u, v], total_dtype)
-                if by_nodes:
-                    if Nodes.of(n_pes, node_size).is_last(p):
-                        for u in T.unroll(UNROLL):
-                            for v in T.unroll(vector):
-                                part[u, v] = T.cast(totals[u, v], dtype)
-                                of_nodes[u, v] += T.cast(part[u, v], total_dtype)
-                        T.clear(totals)
+                add_part(totals, of_nodes, part, p, nodes)
             for u in T.unroll(UNROLL):
                 i = (turn * UNROLL + u) * threads + thread
                 if i < size:
                     for v in T.vectorized(vector):
-                        out[start + i, v] = T.cast(of_nodes[u, v] if by_nodes else totals[u, v], dtype)
+                        out[start + i, v] = T.cast(of_nodes[u, v] if nodes is not None else totals[u, v], dtype)
 
     @T.prim_func
     def main(

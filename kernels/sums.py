@@ -51,6 +51,25 @@ def add_up(result, views, dtype, first, end, threads, batch):
 
 
 @tsn.macro
+def add_part(totals, of_nodes, part, p, nodes):
+    """Adds `part`, the values of PE p, to `totals`: local [batch, vector], `part` of the dtype that travels.
+
+    With `nodes` (`collective.Nodes`), the total of a node is rounded to that dtype and added to `of_nodes` at its last PE.
+    """
+    dtype, total_dtype, (batch, vector) = part.dtype, totals.dtype, part.shape
+    for u in T.unroll(batch):
+        for v in T.unroll(vector):
+            totals[u, v] += T.cast(part[u, v], total_dtype)
+    if nodes is not None:
+        if nodes.is_last(p):
+            for u in T.unroll(batch):
+                for v in T.unroll(vector):
+                    part[u, v] = T.cast(totals[u, v], dtype)
+                    of_nodes[u, v] += T.cast(part[u, v], total_dtype)
+            T.clear(totals)
+
+
+@tsn.macro
 def pack(vectors, at, elements, first, end, thread, threads, count, dtype, aligned):
     """vectors[at + i] = the i-th 16 bytes of `elements`, zero beyond `count`, for i in [first, end); by a block.
     `vectors`: [vectors, vector] of `dtype`; elements: [count]. `aligned`: `elements` begins at a multiple of 16 bytes

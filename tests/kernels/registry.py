@@ -469,7 +469,7 @@ SM_90 = {
     "all_to_all_transposed.all_to_all_transposed": [
         dict(n_pes=4, joins_rows=True),
         dict(n_pes=2, joins_rows=False),
-        dict(n_pes=4, joins_rows=False, copies="along"),
+        dict(n_pes=4, joins_rows=False, copies=True),
     ],
     "attention_merge.attention_merge": [
         dict(n_pes=4, dtype="bfloat16", heads=32, dim=512),
