@@ -80,6 +80,7 @@ TOGETHER = (
     "tests/kernels/test_generated_code.py",
     "tests/kernels/fused/test_generated_code.py",
     "tests/kernels/moe/test_generated_code.py",
+    "tests/package/test_rooms.py",
     "tests/package/test_wheel.py",
 )
 

@@ -63,6 +63,7 @@ proxy_write.main()
 
 
 @pytest.mark.parametrize("method", ["write", "bare_write"])
+@pytest.mark.sample(1)
 def test_writes_that_do_not_arrive_are_noticed(tmp_path, method):
     script = tmp_path / "idle.py"
     script.write_text(IDLE)

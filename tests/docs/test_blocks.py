@@ -111,6 +111,7 @@ def test_pages_have_blocks():
 
 
 @pytest.mark.parametrize("block, env, name, output", PROGRAMS, ids=[p[0].where for p in PROGRAMS])
+@pytest.mark.sample(4)
 def test_program_prints_what_the_page_shows(tmp_path, block, env, name, output):
     (tmp_path / name).write_text(block.text)
     known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "VIRTUAL_NODES")}

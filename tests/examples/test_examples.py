@@ -18,6 +18,7 @@ def test_every_example_is_listed():
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.sample(2)
 def test_runs_and_is_right(name):
     size = RANKS.get(name, 2)
     device = {"TSN_DEVICE": "simulator"} if ranks.gpus() < size else {}

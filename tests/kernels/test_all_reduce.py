@@ -107,6 +107,7 @@ def test_equals_sum_in_order(size, visibility, algorithms, dtype, seed):
 
 
 @pytest.mark.parametrize("size, algorithms", [(4, ("auto", "two_shot")), (2, ("auto",))])
+@pytest.mark.sample(1)
 @ranks.on(VIRTUAL_NODES="2", timeout=400)
 def test_nodes(size, algorithms, seed):
     cases = random_cases(seed, 5, 3000, (torch.bfloat16,))

@@ -130,6 +130,7 @@ def _alone():
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
 def test_rows_do_not_depend_on_others(nodes):
     ranks.run(2, _alone, env={"VIRTUAL_NODES": str(nodes)})
 

@@ -161,7 +161,7 @@ CALLS = {"all-reduce": _all_reduce, "reduce-scatter": _reduce_scatter, "norm": _
     [("all-reduce", 3, 1, 64), ("all-reduce", 4, 2, 64), ("reduce-scatter", 4, 2, 66), ("norm", 3, 1, 64), ("combine", 2, 1, 64),
      pytest.param("fp8", 3, 1, 128, marks=pytest.mark.nightly)],
 )  # fmt: skip
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @ranks.on(timeout=400)
 def test_rows_do_not_see_each_other(call, size, nodes, hidden, seed):
     CALLS[call](seed, torch.bfloat16, hidden, FEW)

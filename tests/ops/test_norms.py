@@ -155,7 +155,7 @@ def _fp8(compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("body", [_end_of_moe_layer, _fp8], ids=lambda f: f.__name__[1:])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_forms(body, compiled):
     ranks.run(2, body, compiled, timeout=300)
 

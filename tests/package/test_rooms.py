@@ -1,6 +1,7 @@
 """Every folder's files are imported only by those that its README names, and no module uses another's private names."""
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import re
@@ -22,8 +23,10 @@ ROOMS = {
 }
 
 
-def modules():
+@functools.cache
+def modules() -> list[tuple[str, Path, ast.Module]]:
     """Name, path and syntax tree of every module of the package, its kernels and its benchmarks."""
+    found = []
     for name, folder in (
         ("tilescale_net", ROOT / "tilescale_net"),
         ("tilescale_net.kernels", ROOT / "kernels"),
@@ -33,7 +36,8 @@ def modules():
             parts = path.relative_to(folder).with_suffix("").parts
             if (name, parts[0]) != ("tilescale_net", "kernels"):
                 full = ".".join((name, *(p for p in parts if p != "__init__")))
-                yield full, path, absolute(ast.parse(path.read_text()), ".".join((name, *parts[:-1])))
+                found.append((full, path, absolute(ast.parse(path.read_text()), ".".join((name, *parts[:-1])))))
+    return found
 
 
 def absolute(tree: ast.Module, package: str) -> ast.Module:
@@ -44,13 +48,16 @@ def absolute(tree: ast.Module, package: str) -> ast.Module:
     return tree
 
 
-def imported(tree: ast.Module):
+@functools.cache
+def imported(tree: ast.Module) -> list[tuple[str, str | None]]:
     """Names of the modules that a module imports, wherever it does so; and what it imports from them."""
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((a.name, None) for a in node.names)
+            found += [(a.name, None) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from ((node.module, a.name) for a in node.names)
+            found += [(node.module, a.name) for a in node.names]
+    return found
 
 
 def runs(tree: ast.Module) -> ast.Module:

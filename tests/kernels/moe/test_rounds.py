@@ -83,7 +83,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in LONG)])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_rounds(case, seed):
     size, shape, options, how = (CASES | LONG)[case]
     ranks.run(size, rounds, seed, shape, options, how, timeout=180)
