@@ -4,18 +4,21 @@
     GPUS=1 bash launch.sh benchmark/fp8_gemm.py --tiles 128x256x4 --clusters 1 --forms block
 
 Scales are one for 1 x 128 elements of x and 128 x 128 of w (`block`), or one for a row of each (`row`). Each row of the
-table is a geometry: columns and stages of its tiles, and blocks of threads that share a tile of w. cuBLAS is
+table is a geometry: columns and stages of its tiles, blocks of threads that share a tile of w, and whether the two warpgroups
+of a block have the tensor cores by turns. cuBLAS is
 torch.nn.functional.scaled_mm, of experts torch._scaled_grouped_mm, where they have the form; DeepGEMM is measured where it is installed. Without a GPU the
 simulator runs small GEMMs.
 """
 
 import argparse
+import functools
 import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import tilescale_net as tsn
+from benchmark.common import compiled
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of
 from benchmark.common.gemm import difference
 from benchmark.common.measuring import Timer, medians, normal_numbers, raise_if_wrong, repeated
@@ -41,17 +44,27 @@ def parse() -> argparse.Namespace:
     parser.option("--tiles", one_of(*TILES, "64x2"), tiles, "columns and stages of the tiles")
     clusters = [1, 2] if on_gpu() else [1]
     parser.option("--clusters", int_list(1, 4), clusters, "blocks of threads that share a tile of w")
+    parser.option("--turns", int_list(0, 1), [0, 1], "whether warpgroups have the tensor cores by turns")
+    parser.option("--steps", int_list(1, 6), [1, 4], "in one turn of the loop over the depth")
     parser.option("--forms", one_of("block", "row"), ["block", "row"], "of the scales")
     parser.option("--parts", one_of("plain", "grouped"), ["plain", "grouped"], "what to measure")
     return parser.parse_args()
 
 
-def tiling_of(name: str, cluster: int) -> Any:
+def tiling_of(name: str, cluster: int, in_turn: int, steps: int) -> Any:
     from tilescale_net.kernels.fused.scaled_gemm import ScaledTiling
 
     columns, stages = map(int, name.split("x"))
     rows = 128 if on_gpu() else 32
-    return ScaledTiling((rows, columns, 128), stages, columns=min(64, columns), cluster=cluster)
+    return ScaledTiling(
+        (rows, columns, 128), stages, columns=min(64, columns), cluster=cluster, in_turn=bool(in_turn), steps=steps
+    )
+
+
+def compile_one(form: str, experts: int, n: int, k: int, tiling: Any) -> None:
+    from tilescale_net.kernels.fused.scaled_gemm import kernel_of
+
+    kernel_of(experts, n, k, "bfloat16", form, tiling, tsn.device())
 
 
 class Problem:
@@ -161,7 +174,8 @@ def if_works(what: str, make: Callable[[], Callable[[], Any]], problem: Problem)
 
 def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
     keys = [Column("part", "Part"), Column("form", "Scales"), *(Column(c, c.upper(), ",d") for c in "mnk")]
-    keys += [Column("tile", "Columns x stages"), Column("cluster", "Cluster", ",d")]
+    keys += [Column("tile", "Columns x stages"), Column("cluster", "Cluster", ",d"), Column("turns", "By turns", ",d")]
+    keys.append(Column("steps", "Steps", ",d"))
     columns = [us("ours", "Ours"), us("cublas", "cuBLAS"), us("deep_gemm", "DeepGEMM")]
     columns += [Column("over", "x cuBLAS", ".3f"), Column("over_deep_gemm", "x DeepGEMM", ".3f")]
     table = report.table("fp8_gemm", keys, [*columns, Column("tflops", "TFLOP/s", ".0f")])
@@ -173,12 +187,17 @@ def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
     if "grouped" in args.parts:
         widths, experts = (GROUPED, EXPERTS) if timer.on_gpu else (((64, 256),), 2)
         shapes += [("grouped", experts, rows, n, k) for (n, k), rows in itertools.product(widths, args.rows)]
+    geometries = [*itertools.product(args.tiles, args.clusters, args.turns, args.steps)]
+    sizes = dict.fromkeys((form, experts, n, k) for form in args.forms for _, experts, _, n, k in shapes)
+    compiled.together(
+        [functools.partial(compile_one, *size, tiling_of(*which)) for size in sizes for which in geometries]
+    )
     for form, (part, experts, rows, n, k) in itertools.product(args.forms, shapes):
         problem = Problem(form, experts, rows, n, k)
         peers = {"cublas": problem.cublas, "deep_gemm": problem.deep_gemm}
         found = {name: if_works(name, make, problem) for name, make in peers.items()}
         calls: dict[Any, Callable[[], Any]] = {name: call for name, call in found.items() if call}
-        ours = {(t, c): problem.ours(tiling_of(t, c)) for t, c in itertools.product(args.tiles, args.clusters)}
+        ours = {which: problem.ours(tiling_of(*which)) for which in geometries}
         for geometry, call in ours.items():
             problem.out.fill_(float("nan"))
             call()
@@ -190,15 +209,26 @@ def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
         launches: dict[Any, Any] = {key: repeated(call) for key, call in {**calls, **ours}.items()}
         samples: dict[Any, list[float]] = timer.interleaved(launches, 5)
         took: dict[Any, float] = medians(samples)
-        for tile, cluster in ours:
-            time = took[tile, cluster]
-            row = dict(part=part, form=form, m=problem.total, n=n, k=k, tile=tile, cluster=cluster, ours=time)
+        for which in ours:
+            time, (tile, cluster, turns, steps) = took[which], which
+            row = dict(
+                part=part,
+                form=form,
+                m=problem.total,
+                n=n,
+                k=k,
+                tile=tile,
+                cluster=cluster,
+                turns=turns,
+                steps=steps,
+                ours=time,
+            )
             row |= {name: took.get(name) for name in peers}
             row |= dict(
                 over=time / took["cublas"] if "cublas" in took else None,
                 over_deep_gemm=time / took["deep_gemm"] if "deep_gemm" in took else None,
             )
-            own = {"ours": samples[tile, cluster], **{name: samples[name] for name in calls}}
+            own = {"ours": samples[which], **{name: samples[name] for name in calls}}
             table.add(row | dict(tflops=2 * problem.total * n * k / time / 1e6), own)
 
 

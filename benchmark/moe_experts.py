@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tilescale_net as tsn
+from benchmark.common import compiled
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
 from benchmark.common.gemm import difference
 from benchmark.common.measuring import (
@@ -29,7 +30,7 @@ from benchmark.common.measuring import (
     slowest_ranks,
     start_together,
 )
-from benchmark.common.modules import moe, torch
+from benchmark.common.modules import moe, p2p, torch
 from benchmark.common.moe import all_inputs
 from benchmark.common.report import Column, Report, us, world_size
 from tilescale_net.cli.arguments import writable_file
@@ -122,6 +123,38 @@ class Experts:
         return total
 
 
+def compile_all(layer: Any, experts: Experts, dtype: str, fused: bool) -> None:
+    """Compile the kernels of a row at the same time, instead of one by one where they are first called. Collective."""
+    from tilescale_net.kernels.fused import scaled_gemm
+    from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu, swiglu_quantised
+    from tilescale_net.ops import expert_layer
+    from tilescale_net.ops import experts as operators
+
+    eight, device = dtype == "fp8", tsn.device()
+    held, ways = experts.given, (["arriving"], ["combined"]) if fused else ([], [])
+    h = torch.zeros((1, held[0].shape[2]), dtype=torch.bfloat16, device=device)
+    calls: list[Callable[[], object]] = [p2p.meet, *(layer.kernels_of_tiles(weighted="rows") if fused else [])]
+    if eight:
+        x = torch.zeros((1, held[0].shape[1]), dtype=torch.bfloat16, device=device)
+        calls += [lambda: quantise_rows(x), lambda: swiglu_quantised(h, SwiGLU())]
+        for w in held:
+            sizes = w.shape[0], w.shape[2], w.shape[1], "bfloat16", "block"
+            usual = scaled_gemm.DEFAULT if on_gpu() else scaled_gemm.SIMULATED
+            calls.append(functools.partial(scaled_gemm.kernel_of, *sizes, usual, device))
+        gemms: list[Any] = [
+            expert_layer.scaled_gemm_of(layer, w.transpose(1, 2), way == ["combined"])
+            for w, way in zip(held, ways)
+            if way
+        ]
+    else:
+        calls.append(lambda: swiglu(h, SwiGLU()))
+        ways = ["alone", *ways[0]], ["alone", *ways[1]]
+        gemms = [operators.gemm_of(layer, w) for w in held]
+    for gemm, w, way in zip(gemms, held, ways):
+        calls += gemm.kernels(w, way)
+    compiled.together(calls)
+
+
 def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str, Callable[[], Any]]:
     """Each step by itself, with the rows that it has in the layer."""
     from tilescale_net.kernels.fused.scaled_gemm import scaled_matmul
@@ -202,10 +235,11 @@ def measure(
         if args.training:
             torch.autograd.grad(out, wanted_of, out)
 
+    # Of eight bits, GEMMs overlap where a row has a multiple of four scales.
+    ways = {"ours": False} | ({"fused": True} if dtype == "bf16" or args.hidden % 512 == 0 else {})
     with torch.no_grad():
+        compile_all(layer, experts, dtype, "fused" in ways)
         in_turn = forward(False)
-        # Of eight bits, GEMMs overlap where a row has a multiple of four scales.
-        ways = {"ours": False} | ({"fused": True} if dtype == "bf16" or args.hidden % 512 == 0 else {})
         for token in range(2):
             wanted = experts.of_token(mine.x[token], mine.topk_idx[token], mine.topk_weights[token])
             what = f"moe_experts, {dtype}, {tokens} tokens"

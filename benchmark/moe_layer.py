@@ -14,6 +14,7 @@ import functools
 from typing import Any
 
 import tilescale_net as tsn
+from benchmark.common import compiled
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
 from benchmark.common.gemm import difference
 from benchmark.common.measuring import (
@@ -26,7 +27,7 @@ from benchmark.common.measuring import (
     slowest_ranks,
     start_together,
 )
-from benchmark.common.modules import moe, torch
+from benchmark.common.modules import moe, p2p, torch
 from benchmark.common.moe import all_inputs, traffic
 from benchmark.common.report import Column, Report, us, world_size
 
@@ -103,6 +104,10 @@ class Layer:
             held.div_(args.hidden**0.5)
         # Columns of the first and rows of the second are contiguous.
         self.w_up, self.w_down = self.held[0].transpose(1, 2), self.held[1]
+        gemms = self.up.kernels(self.w_up, ["alone", "arriving"]) + self.down.kernels(
+            self.w_down, ["alone", "combined"]
+        )
+        compiled.together([*gemms, *self.overlapping.kernels_of_tiles(blocks), p2p.meet])
         self.received = self.plain.dispatch(*self.choices)
         self.rows_in = self.received.x.clone()
         self.handle = self.received.handle

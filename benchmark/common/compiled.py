@@ -5,8 +5,10 @@ import sys
 import threading
 import time
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
+
+from benchmark.common.report import is_rank_zero
 
 
 def forget() -> None:
@@ -22,6 +24,21 @@ def forget() -> None:
             for value in vars(module).values():
                 if isinstance(value, KernelFactory):
                     value.forget()
+
+
+def together(calls: Sequence[Callable[[], object]]) -> None:
+    """Compile kernels at the same time, each by one rank of a host, and print how long that took. Collective.
+
+    Args:
+        calls: compile one each, the same on all ranks.
+    """
+    import tilescale_net as tsn
+    from tilescale_net.compiler.jit import compile_together
+
+    place, begin = tsn.world().topology, time.perf_counter()
+    compile_together(calls, tsn.device(), place.local_rank, place.node_size)
+    if is_rank_zero():
+        print(f"{len(calls)} kernels were ready after {time.perf_counter() - begin:.1f} s", flush=True)
 
 
 class Stages:

@@ -7,6 +7,8 @@ kernel beside the few blocks of the dispatch or of the combine.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tilelang.language as T
@@ -256,13 +258,6 @@ def matmul_experts(
 LATE = 0.5
 
 
-def kernel_choice(value: Any) -> object:
-    """What an option of a combine says of the kernel that it takes: of tensors the number of dimensions."""
-    if isinstance(value, torch.Tensor):
-        return value.dim()
-    return [kernel_choice(each) for each in value] if isinstance(value, tuple | list) else value
-
-
 class ExpertMatmul(FusedMatmul):
     """The rows of a rank's experts times a matrix each, beside dispatches and combines of one AllToAll.
 
@@ -302,8 +297,22 @@ class ExpertMatmul(FusedMatmul):
             self._tickets = torch.zeros(2, dtype=torch.int32, device=self.device)
             calls = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._finished = Tiles(tiling.tile[0], words, calls, -(-n // tiling.tile[1]) * gemm.WARPS, moe.blocks)
-        self._loaded: set[bool] = set()
-        self._combines: set[str] = set()
+        self._loaded: set[tuple[bool, bool]] = set()
+
+    def kernels(
+        self, w: torch.Tensor, ways: Sequence[str] = ("alone", "arriving", "combined")
+    ) -> list[Callable[[], object]]:
+        """Calls that compile a kernel each, of GEMMs with matrices like `w`, for `tilescale_net.compiler.jit.compile_together`.
+
+        A kernel that is not compiled before is compiled by its first call, one after the other.
+
+        Args:
+            w: as in a call.
+            ways: "alone" for `__call__`, and names of methods.
+        """
+        _, transposed = self._matrices(w)
+        of_ways: dict[str, dict[str, bool]] = {"alone": {}, "arriving": dict(waits=True), "combined": dict(tells=True)}
+        return [functools.partial(self._kernel, transposed, **of_ways[way]) for way in ways]
 
     @named("tilescale_net.ExpertMatmul")
     def __call__(
@@ -358,7 +367,7 @@ class ExpertMatmul(FusedMatmul):
         held, transposed = self._matrices(w)
         scales = self._all_scales(result.scales, w_scales)
         out = self._result(out, (self._capacity, self.n), ("pending.result.x", result.x), ("w", held))
-        self._load(out, result.x, held, transposed, scales)
+        self._load(out, result.x, held, transposed, scales, arrived=self._finished)
         tiles = self._moe.alongside(pending)
         self._launch(out, result.x, held, transposed, scales, self._totals(pending.handle), arrived=tiles)
         return out
@@ -398,12 +407,10 @@ class ExpertMatmul(FusedMatmul):
         y = self._result(products, (self._capacity, self.n), ("x", x), ("w", held))
         if not isinstance(late, (int, float)) or not 0 <= late < 1:
             raise ValueError(f"{self.name}: late is {late!r}; it must be a share of the tiles, from 0 to less than 1")
-        self._load(y, x, held, transposed, scales)
+        self._load(y, x, held, transposed, scales, tells=True)
         tiles, proxy = self._finished, self._world.proxy
         if proxy is not None and proxy.holds_up_launches:
             late = 0  # a launch returns when the kernel has ended: nothing could wait for the GEMM, which comes behind
-        if late and not self._is_loaded(options):
-            late = 0
         if late:
             tiles = dataclasses.replace(tiles, started=self._started)
         self._finished.next_call()
@@ -440,50 +447,47 @@ class ExpertMatmul(FusedMatmul):
             raise ValueError(f"{self.name}: the handle is of an AllToAll of another configuration")
         return handle.plan.totals
 
-    def _load(self, out, x, held, transposed: bool, scales) -> None:
+    def _load(self, out, x, held, transposed: bool, scales, **how: Any) -> None:
         """Launch what runs beside a half once before: a kernel's first launch loads it, for which the driver waits until
         running kernels have ended, and those of a combine wait for the product.
         """
-        if self.device.type != "cuda" or transposed in self._loaded:
+        key = transposed, "tells" in how
+        if self.device.type != "cuda" or key in self._loaded:
             return
         config = self._moe.config
         places = PlanOffsets(config.ranks, config.local_experts)
         none = torch.zeros(places.words, dtype=torch.int32, device=self.device)  # no rows
-        for how in (dict(arrived=self._finished), dict(tells=True)):
-            self._launch(out, x, held, transposed, scales, none, **how)
+        self._launch(out, x, held, transposed, scales, none, **how)
         wait_until_resident()(self._calls, self._finished.words[-1:], 0, 0)
         torch.cuda.synchronize(self.device)
         self._finished.reset()
         self._started.view(torch.uint8).zero_()
-        self._loaded.add(transposed)
+        self._loaded.add(key)
 
-    def _is_loaded(self, options: dict[str, Any]) -> bool:
-        """Whether a combine of these options has been launched before; the next one has. The first launch loads its kernel,
-        see `_load`: behind a kernel that waits for the GEMM, which the host launches next, it would never return."""
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # nothing runs during a capture
-            return True
-        kernel = str([(name, kernel_choice(value)) for name, value in sorted(options.items()) if name != "out"])
-        known = kernel in self._combines
-        self._combines.add(kernel)
-        return known
+    @property
+    def _workers(self) -> int:
+        return self.tiling.workers(self.device, 1, self._capacity, self.n)
+
+    def _kernel(self, transposed: bool, waits: bool = False, tells: bool = False) -> Any:
+        config = self._moe.config
+        return matmul_experts(
+            config.ranks, config.local_experts, self._capacity, self.n, self.k, dtype_name(self.dtype),
+            dtype_name(self.out_dtype), transposed, **vars(self.tiling), workers=self._workers, waits=waits, tells=tells,
+            scaled=self.scaled,
+        )  # fmt: skip
 
     def _launch(
         self, out, x, held, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False,
         leaving: int = 0, share: int = 0,
     ) -> None:  # fmt: skip
-        config, finished = self._moe.config, self._finished
+        finished = self._finished
         self._calls.add_(1)
-        workers = self.tiling.workers(self.device, 1, self._capacity, self.n)
-        kernel = matmul_experts(
-            config.ranks, config.local_experts, self._capacity, self.n, self.k, dtype_name(self.dtype),
-            dtype_name(self.out_dtype), transposed, **vars(self.tiling),
-            workers=workers, waits=arrived is not None, tells=tells, scaled=self.scaled,
-        )  # fmt: skip
+        kernel = self._kernel(transposed, arrived is not None, tells)
         awaited = arrived or finished
         kernel(
             out.view(1, self._capacity, self.n), x, held, totals, self._calls, self._tickets, awaited.calls,
             awaited.words.view(1, -1), finished.words.view(1, -1),
-            *((self._started, min(leaving, workers - 1), share) if tells else ()), *scales,
+            *((self._started, min(leaving, self._workers - 1), share) if tells else ()), *scales,
         )  # fmt: skip
 
 
@@ -512,6 +516,15 @@ class ScaledExpertMatmul(ExpertMatmul):
         usual = Tiling(tiling.tile, tiling.stages, tiling.panel, tiling.columns)
         super().__init__(moe, k, n, dtype=SCALED, tiling=usual)
         self._geometry = tiling
+
+    def _kernel(self, transposed: bool, waits: bool = False, tells: bool = False) -> Any:
+        config, tiling, dtype = self._moe.config, self._geometry, dtype_name(self.out_dtype)
+        sizes = config.local_experts, self.n, self.k, dtype
+        if not waits and not tells:
+            return scaled.kernel_of(*sizes, "block", tiling, self.device)
+        return scaled.scaled_gemm(
+            *sizes, **vars(tiling), workers=self._workers, tiles=config.tiles, waits=waits
+        )  # fmt: skip
 
     def _all_scales(self, x_scales, w_scales) -> tuple[torch.Tensor, ...]:
         of_x, config = groups_of(self.k), self._moe.config
@@ -543,13 +556,9 @@ class ScaledExpertMatmul(ExpertMatmul):
                 "they are read where they are"
             )
         self._calls.add_(1)
-        workers = self.tiling.workers(self.device, 1, self._capacity, self.n)
-        kernel = scaled.scaled_gemm(
-            local, self.n, self.k, dtype_name(self.out_dtype), **vars(tiling), workers=workers, tiles=config.tiles,
-            waits=arrived is not None,
-        )  # fmt: skip
+        kernel = self._kernel(transposed, arrived is not None, tells)
         given = (
-            (self._finished.words.view(1, -1), self._started, min(leaving, workers - 1), share)
+            (self._finished.words.view(1, -1), self._started, min(leaving, self._workers - 1), share)
             if arrived is None
             else (arrived.calls, arrived.words)
         )

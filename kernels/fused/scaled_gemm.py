@@ -202,7 +202,7 @@ def store_part(shape, warpgroup, total, result, out, at, first):
 @tsn.jit(name="scaled_gemm")
 def scaled_gemm(
     experts, n, k, out_dtype="bfloat16", form="block", tile=(128, 256, 128), stages=4, panel=8, columns=64,
-    workers=132, cluster=1, tiles=0, waits=False,
+    workers=132, cluster=1, in_turn=False, steps=1, tiles=0, waits=False,
 ):  # fmt: skip
     """Kernel `(out, x, w, x_scales, w_scales, counts, offsets)`: `out` = the rows of each expert times its matrix.
 
@@ -212,7 +212,7 @@ def scaled_gemm(
         form: of the scales, float32. "block": `x_scales` [capacity, blocks of k, padded to a multiple of 4] of 128
             elements of a row, `w_scales` [experts, blocks of n, blocks of k] of 128 x 128 elements. "row": `x_scales`
             [capacity] and `w_scales` [experts, n], of rows and of columns.
-        tile, panel, columns, cluster: see `ScaledShape`. stages: of the ring of operands.
+        tile, panel, columns, cluster: see `ScaledShape`. stages: of the ring of operands. in_turn, steps: see `ScaledTiling`.
         workers: blocks of threads, a multiple of `cluster`.
         tiles: 0, or rows of tiles of `x` where this runs beside communication: with `waits` beside a dispatch, for whose
             tiles it waits; else beside a combine, which it tells of tiles, the last first. The kernel then takes more, as
@@ -229,6 +229,8 @@ def scaled_gemm(
     )
     (bm, bn, bk), half, width, by_block = tile, shape.half, shape.width, form == "block"
     fragments = (half, width)
+    # A tile begins at a multiple of so many steps, so that their stages are known where they are all.
+    together = steps if shape.depth % steps == 0 and stages % steps == 0 else 1
     in_cluster: dict[str, Any] = {"cluster_dims": cluster} if cluster > 1 else {}
     shared_by = {"cluster_mask": (1 << cluster) - 1} if cluster > 1 else {}
     of_x = (capacity, align4(shape.depth)) if by_block else (capacity,)
@@ -249,12 +251,18 @@ def scaled_gemm(
                     T.mbarrier_arrive(empty[s], peer)
 
     @T.macro
-    def multiply_part(warpgroup, p, left, right, part, total, of_rows, of_block, empty, s, thread):
+    def multiply_part(warpgroup, p, left, right, part, total, of_rows, of_block, empty, s, thread, step, turns_of):
         """total += the GEMM of a part of stage `s`, scaled."""
+        if in_turn:  # the first warpgroup begins
+            T.barrier_wait(turns_of[warpgroup], ((step[0] * shape.parts + p) & 1) ^ (1 - warpgroup))
         T.wgmma_gemm(
             left[s, warpgroup, :, :], right[s, p, :, :], part, transpose_B=True, policy=T.GemmWarpPolicy.FullRow,
             clear_accum=True,
         )  # fmt: skip
+        if in_turn:
+            T.sync_warp()
+            if thread % 32 == 0:
+                T.barrier_arrive(turns_of[1 - warpgroup])
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(part, num_regs=half * width // 128)
         if p == shape.parts - 1:
@@ -266,6 +274,28 @@ def scaled_gemm(
                 total[i, j] += part[i, j]
 
     @T.macro
+    def multiply_step(
+        warpgroup, i, s, at, w_scales, factors, left, right, part, first, second, of_rows, of_block, full, empty, step, chunk,
+        thread, turns_of,
+    ):  # fmt: skip
+        """Step `i` of a tile, whose operands are in stage `s`."""
+        if by_block:
+            for p in T.unroll(shape.parts):
+                of_block[p] = w_scales[at[0], T.min((at[3] + p * BLOCK) // BLOCK, of_w[1] - 1), i]
+        T.barrier_wait(full[s], (step[0] // stages) & 1)
+        if by_block:
+            if i % SCALES_AT_ONCE == 0:
+                chunk[0] = chunk[0] + 1
+            for r in T.Parallel(half):
+                of_rows[r] = factors[(chunk[0] - 1) % stages, warpgroup * half + r, i % SCALES_AT_ONCE]
+        multiply_part(warpgroup, 0, left, right, part, first, of_rows, of_block[0], empty, s, thread, step, turns_of)
+        if shape.parts == 2:
+            multiply_part(
+                warpgroup, 1, left, right, part, second, of_rows, of_block[1], empty, s, thread, step, turns_of
+            )
+        step[0] = step[0] + 1
+
+    @T.macro
     def scale_part(total, of_rows, w_scales, at, first):
         for i, j in T.Parallel(half, width):
             total[i, j] = total[i, j] * of_rows[i] * w_scales[at[0], T.min(at[3] + first + j, n - 1)]
@@ -273,7 +303,7 @@ def scaled_gemm(
     @T.macro
     def work(
         warpgroup, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at, number,
-        out, x_scales, w_scales, thread, rank, turns, finished,
+        out, x_scales, w_scales, thread, rank, turns, finished, turns_of,
     ):  # fmt: skip
         """What a warpgroup that multiplies does."""
         part, first, second = (T.alloc_fragment(fragments, "float32") for _ in range(3))
@@ -286,21 +316,12 @@ def scaled_gemm(
             T.clear(first)
             if shape.parts == 2:
                 T.clear(second)
-            for i in T.serial(shape.depth):
-                s = step[0] % stages
-                if by_block:
-                    for p in T.unroll(shape.parts):
-                        of_block[p] = w_scales[at[0], T.min((at[3] + p * BLOCK) // BLOCK, of_w[1] - 1), i]
-                T.barrier_wait(full[s], (step[0] // stages) & 1)
-                if by_block:
-                    if i % SCALES_AT_ONCE == 0:
-                        chunk[0] = chunk[0] + 1
-                    for r in T.Parallel(half):
-                        of_rows[r] = factors[(chunk[0] - 1) % stages, warpgroup * half + r, i % SCALES_AT_ONCE]
-                multiply_part(warpgroup, 0, left, right, part, first, of_rows, of_block[0], empty, s, thread)
-                if shape.parts == 2:
-                    multiply_part(warpgroup, 1, left, right, part, second, of_rows, of_block[1], empty, s, thread)
-                step[0] = step[0] + 1
+            for o in T.serial(shape.depth // together):
+                for j in T.unroll(together):
+                    multiply_step(
+                        warpgroup, o * together + j, j if together == stages else step[0] % stages, at, w_scales, factors,
+                        left, right, part, first, second, of_rows, of_block, full, empty, step, chunk, thread, turns_of,
+                    )  # fmt: skip
             if not by_block:
                 for r in T.Parallel(half):
                     of_rows[r] = x_scales[T.min(at[1] + warpgroup * half + r, capacity - 1)]
@@ -345,6 +366,7 @@ def scaled_gemm(
             full = T.alloc_barrier([32] * stages)
             released = [gemm.WARPS * cluster] * stages
             empty = T.alloc_barrier(released) if cluster == 1 else T.alloc_cluster_barrier(released)
+            turns_of = T.alloc_barrier([gemm.WARPS // 2] * 2) if in_turn else None
             heights, begins = T.alloc_shared((experts,), "int32"), T.alloc_shared((experts + 1,), "int32")
             step, chunk = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
             number, at = T.alloc_local((1,), "int32"), T.alloc_local((4,), "int32")
@@ -424,13 +446,13 @@ def scaled_gemm(
                 T.inc_max_nreg(232)
                 work(
                     0, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at,
-                    number, out, x_scales, w_scales, thread, rank, turns, finished,
+                    number, out, x_scales, w_scales, thread, rank, turns, finished, turns_of,
                 )  # fmt: skip
             else:
                 T.inc_max_nreg(232)
                 work(
                     1, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at,
-                    number, out, x_scales, w_scales, thread, rank, turns, finished,
+                    number, out, x_scales, w_scales, thread, rank, turns, finished, turns_of,
                 )  # fmt: skip
             if cluster > 1:
                 T.cluster_sync()  # no block leaves while another one signals in its shared memory
@@ -452,6 +474,10 @@ class ScaledTiling:
         panel: rows of tiles that are walked together, for the sake of the L2 cache.
         columns: that leave at once; they divide those of the tile, and 128.
         cluster: blocks of threads, each with rows of its own, to which one TMA copy brings a tile of `w`; 1: none. GPUs only.
+        in_turn: the warpgroups give their steps to the tensor cores by turns, so that one promotes while the other multiplies;
+            else in any order, in which both may promote at once.
+        steps: in one turn of the loop over the depth, where they divide it and `stages`; with as many as stages, no address is
+            computed between steps.
     """
 
     tile: tuple[int, int, int] = (128, 256, BLOCK)
@@ -459,11 +485,15 @@ class ScaledTiling:
     panel: int = 8
     columns: int = 64
     cluster: int = 1
+    in_turn: bool = False
+    steps: int = 1
 
     def __post_init__(self) -> None:
-        numbers = (*self.tile, self.stages, self.panel, self.columns, self.cluster)
-        if len(numbers) != 7 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in numbers):
+        numbers = (*self.tile, self.stages, self.panel, self.columns, self.cluster, self.steps)
+        if len(numbers) != 8 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in numbers):
             raise ValueError(f"{self}: tile must be three positive integers, the others one each")
+        if not isinstance(self.in_turn, bool):
+            raise TypeError(f"{self}: in_turn must be True or False")
         rows, columns, depth = self.tile
         if depth != BLOCK or (columns != 2 * BLOCK and BLOCK % columns) or rows % 32:
             raise ValueError(
@@ -485,6 +515,17 @@ def _all_rows(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tens
     with torch.inference_mode(False):
         counts, offsets = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([rows], [0, rows]))
         return counts, offsets
+
+
+def kernel_of(
+    experts: int, n: int, k: int, out_dtype: str, form: str, tiling: ScaledTiling, device: torch.device
+) -> Any:
+    """The kernel of `scaled_matmul`, whatever the number of rows; arguments as for `scaled_gemm`."""
+    # As many blocks for any number of rows, so that all of them share a kernel: those without a tile end at once.
+    on_gpu = device.type == "cuda"
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else gemm.SIMULATED_WORKERS
+    workers = sms // tiling.cluster * tiling.cluster
+    return scaled_gemm(experts, n, k, out_dtype, form, **vars(tiling), workers=workers)
 
 
 def scaled_matmul(
@@ -567,12 +608,7 @@ def scaled_matmul(
     tiling = tiling or (SIMULATED if simulated else DEFAULT)
     if simulated and tiling.cluster > 1:
         raise ValueError(f"{name}: {tiling}: the simulator has no clusters; give cluster 1")
-    # As many for any number of rows, so that all of them share a kernel: blocks without a tile end at once.
-    sms = gemm.SIMULATED_WORKERS if simulated else torch.cuda.get_device_properties(x.device).multi_processor_count
-    workers = sms // tiling.cluster * tiling.cluster
-    kernel = scaled_gemm(
-        experts, n, k, dtype_name(out_dtype), form, **vars(tiling), workers=workers
-    )  # fmt: skip
+    kernel = kernel_of(experts, n, k, dtype_name(out_dtype), form, tiling, x.device)
     kernel(
         out, x, w.view(experts, n, k), x_scales, w_scales.view(experts, *w_scales.shape[w.dim() - 2 :]), counts, offsets
     )

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -715,6 +715,18 @@ class AllToAll(Collective):
             raise error or tsn.KernelError(f"AllToAll: rank {self._members[failed[0]]} has failed: {said[failed[0]]}")
 
     # -- tiles ------------------------------------------------------------------------------------------------------
+
+    def kernels_of_tiles(self, blocks: int | None = None, weighted: str = "choices") -> list[Callable[[], object]]:
+        """Calls that compile a kernel each, of a dispatch and a combine beside GEMMs and of a combine behind them; none without
+        `tile_rows`. See `ExpertMatmul.kernels`.
+
+        Args:
+            blocks: that `dispatch_send` and `combine_send` get; default those of the object.
+            weighted: what the combine multiplies rows by: "choices", their weights in the dispatch; "rows", `weights` of the
+                call; "", nothing.
+        """
+        mode: Any = self._mode  # only throughput mode counts tiles
+        return list(mode.variants_of_tiles(blocks or self.blocks, weighted)) if self.config.tiles else []
 
     def alongside(self, pending: Pending) -> Tiles:
         """Let what is launched next on the current stream run beside a phase that is in flight and has tiles.

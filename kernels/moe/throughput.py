@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilescale_net.kernels.collective import BufferSpecs, dtype_name
+from tilescale_net.kernels.collective import BufferSpecs, dtype_name, wait_until_resident
 from tilescale_net.kernels.moe.checks import CombineCall, DispatchCall, Phase
 from tilescale_net.kernels.moe.combine import combine_throughput, sum_combined
 from tilescale_net.kernels.moe.config import FP8_DTYPE, Config, Tuning, as_words, shares
@@ -164,6 +164,7 @@ class ThroughputMode(Mode):
         self._landing = tuple(launch_argument(as_words(output[name], 0)) for name in ("rows", "scales"))
         self._own_tag = output_tag(base.place(output["rows"])) if self._in_place else 0
         self._chunks = -(-c.max_tokens // tuning.chunk)
+        self._loaded: set[tuple] = set()  # combines that begin late: those that were launched
 
         # Words of this rank alone.
         shared = {"active": base.active, "status": base.status.tensor}
@@ -227,8 +228,19 @@ class ThroughputMode(Mode):
             partial(self._combine_of, base.blocks, "", "rows"),
             *([partial(self._combine_of, base.blocks, "", "choices")] if by_rank else []),
             *(partial(self._combine_of, base.blocks, weighted) for weighted in (() if by_rank else ("", "rows"))),
-            *([partial(self._combine_of, base.blocks, "choices", tiles=self.tiles.count)] if self.tiles else []),
-            *([partial(self._sums_of, "choices", 0)] if self.tiles else []),
+            *(self.variants_of_tiles(base.blocks, "choices")[2:4] if self.tiles else []),
+        ]
+
+    def variants_of_tiles(self, blocks: int, weighted: str) -> list[Callable[[], object]]:
+        """The same for calls beside GEMMs, on `blocks` blocks, where there are tiles."""
+        assert self.tiles is not None
+        return [
+            partial(self._routing_of, "int64", blocks),
+            partial(self._dispatch_launch, blocks),
+            partial(self._combine_of, blocks, weighted, tiles=self.tiles.count),
+            partial(self._sums_of, weighted, 0),
+            wait_until_resident,
+            partial(self._combine_of, self._base.blocks, weighted),
         ]
 
     def _fewer(self, blocks: int, kernel: str = "") -> dict[str, int]:
@@ -460,8 +472,6 @@ class ThroughputMode(Mode):
             return pending
         weights = [call.weights] if isinstance(call.weights, torch.Tensor) else []
         with self._stream.on_side([call.y, *call.bias, *weights]) as pending.rest:  # what the caller may drop
-            if call.tiles and call.tiles.started is not None:
-                self._stream.launch(call.tiles.await_start)
             pending.sums = self._combine(call)
         return pending
 
@@ -488,10 +498,17 @@ class ThroughputMode(Mode):
             row_values = call.values
             valued = "rows" if row_values.dim() == 1 else "choices"
             row_values = (row_values if row_values.numel() else self._no_values).view(-1)
+        which = call.blocks, weighted, valued, len(bias), tiles.count if tiles else 0
+        launch = self._combine_of(*which)
+        if tiles and tiles.started is not None:
+            # A kernel's first launch loads it, for which the driver waits until running kernels have ended. What waits for
+            # the GEMM's start, which is launched afterwards, would not end: the first call takes its SMs at once.
+            if which in self._loaded:
+                self._stream.launch(tiles.await_start)
+            self._loaded.add(which)
         self._stream.launch(
-            self._combine_of(call.blocks, weighted, valued, len(bias), tiles.count if tiles else 0), y, row_weight,
-            row_values, *biases, call.out, call.out_values, call.code, plan.tokens, *self._summed_by(plan),
-            *((tiles.words, tiles.calls, tiles.growth) if tiles else ()),
+            launch, y, row_weight, row_values, *biases, call.out, call.out_values, call.code, plan.tokens,
+            *self._summed_by(plan), *((tiles.words, tiles.calls, tiles.growth) if tiles else ()),
         )  # fmt: skip
         if not tiles:
             return None

@@ -121,10 +121,13 @@ def _experts(seed: int) -> None:
 
 def _scaled(seed: int) -> None:
     of = file_of_tests("fused/scaled_gemm")
-    of.gemms(seed, True, of.TILINGS[0], alone=False)
+    of.gemms(seed, True, dataclasses.replace(of.TILINGS[0], steps=2), k=400, alone=False)
     # The copying warp is stages ahead, and tiles have several steps.
-    of.gemms(seed, True, dataclasses.replace(of.TILINGS[0], stages=3), 40, 72, 400, alone=False)
+    of.gemms(seed, True, dataclasses.replace(of.TILINGS[0], stages=3, in_turn=True), 40, 72, 400, alone=False)
     file_of_tests("fused/swiglu")._rows()
+    of.fed(seed)
+    # Beside a dispatch, and before a combine that begins late.
+    of.beside(seed, lates=(0.5,), inner=80, tokens=12)
 
 
 def _over_nodes(seed: int) -> None:

@@ -12,7 +12,7 @@ ANNOUNCED = "the word says whether ranks make the same call; the data have signa
 COUNTED = "all ranks have added in the call before, and so are done with this half, when its count has been seen"
 NEXT_CALL = "the source is written again after the target has begun the next call, and so has the data of this one"
 WAITED = "wait_block synchronises the block where it ends, after the put"
-STARTS = "orders no data: it leaves multiprocessors to other blocks"
+STARTS = "orders no data: it leaves multiprocessors to other blocks, or tensor cores to other warps"
 CALL_BEFORE = (
     "the product of the call before has waited for rows of every PE, sent when it had read those of the one before that"
 )
@@ -76,6 +76,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "fused/matmul_all_reduce": {("no quiet", 0): NOTHING_LEFT},
     "fused/matmul_reduce_scatter": {("no quiet", 0): ON_GPUS},
     "fused/scaled_gemm": {
+        ("no barrier_wait", 1): STARTS,
         ("no sync_threads", 0): TILELANG,
         ("no sync_threads", 1): TILELANG,
         ("no sync_warp", 0): ALIGNED,

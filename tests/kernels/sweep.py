@@ -82,7 +82,8 @@ def _instead(call: ast.Call, alone: bool) -> tuple[str, str] | None:
     if put := re.fullmatch(r"put_signal(_block|_warp|_thread)", name):
         scope = put[1].replace("_thread", "")
         copy = ", ".join([*text[:3], *_written({k: v for k, v in keywords.items() if k != "op"})])
-        word = [*text[3:], text[2], *(["op=" + keywords["op"]] if "op" in keywords else [])]
+        op = [keywords["op"]] if "op" in keywords else text[5:]
+        word = [*text[3:5], text[2], *(f"op={how}" for how in op)]
         fence = [] if scope == "" else ["fence=False"]
         return f"N.put{put[1]}({copy}); N.signal{scope}({', '.join([*word, *fence])})", f"{name} in two, no fence"
     return None

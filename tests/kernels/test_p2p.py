@@ -3,9 +3,11 @@
 import random
 
 import pytest
+import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
+import tilescale_net.language as N
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, random_bytes, unsettle
 from tilescale_net.kernels import p2p, proxy_write
@@ -127,8 +129,27 @@ def test_meetings(seed):
     _meetings(seed)
 
 
+@tsn.jit
+def read_behind(count):
+    """Kernel `(out, dst, counter, signals)`: `out` = `dst`, which puts of the other PE have reached when it has sent so many
+    signals."""
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), out: T.Tensor((count,), "uint8"), dst: T.Tensor((count,), "uint8"),
+        counter: T.Tensor((1,), "uint64"), signals: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(1, threads=64):
+            N.wait_block(counter[0], "ge", signals)
+            for i in T.Parallel(count):
+                out[i] = dst[i]
+
+    return main
+
+
 def _writes(seed):
-    """The kernel of benchmark/proxy_write.py is done with its source, and after a barrier the data are there."""
+    """The kernel of benchmark/proxy_write.py is done with its source, and after a barrier the data are there; those behind
+    which it signals are there when the signal is."""
     rank, kernel = tsn.rank(), proxy_write.write(4096)
     dst, src = (tsn.empty((4096,), torch.uint8) for _ in range(2))
     for number, blocking in enumerate((1, 0)):
@@ -141,14 +162,16 @@ def _writes(seed):
         assert_same(dst[:3000].cpu(), random_bytes(4096, seed, number, 1 - rank)[:3000], f"seed {seed}")
         tsn.barrier()
     ordered, counter = proxy_write.signals(4096), tsn.zeros((1,), torch.uint64)
-    src.copy_(random_bytes(4096, seed, 9, rank))
-    tsn.barrier()
     for ordering in (0, 1, 2):
-        ordered(dst, src, counter, 2000, 1 - rank, 1, 3, ordering)
-    tsn.barrier()
-    assert counter.item() == 9
-    assert_same(dst[:2000].cpu(), random_bytes(4096, seed, 9, 1 - rank)[:2000], f"seed {seed}")
-    tsn.barrier()
+        src.copy_(random_bytes(4096, seed, ordering, rank))
+        tsn.barrier()
+        ordered(dst, src, counter, 2048, 1 - rank, 1, 3, ordering)
+        src.fill_(7)
+        out = torch.zeros(2048, dtype=torch.uint8, device=tsn.device())
+        read_behind(2048)(out, dst[:2048], counter, 3 * (ordering + 1))
+        tsn.synchronize()
+        assert_same(out.cpu(), random_bytes(4096, seed, ordering, 1 - rank)[:2048], f"seed {seed}, ordering {ordering}")
+        tsn.barrier()
     for tensor in (dst, src, counter):
         tsn.free(tensor)
 

@@ -78,6 +78,7 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], world: tuple[i
     if failed is None:
         programs = [p for o in outcomes if o.value for p in o.value[1]]
         return Outcome("DataRace" if raced else "", "", tuple(sorted(programs)))
+    assert failed[1] not in ("NameError", "TypeError"), f"the mutant is no kernel: {failed}"
     found = "wrong data" if failed[1] == "AssertionError" else failed[1]
     checked = failed[2] == "check"
     return Outcome("DataRace" if raced else found if checked else "", f"{found}, seed {0 if checked else failed[2]}")
@@ -120,16 +121,18 @@ def test_every_call_is_changed_once():
     source = "def f():\n    T.sync_threads()\n    w = N.wait(a[0], 'ge', i)\n    N.signal(a[0], 1, pe, fence=True)\n"
     source += "    N.put_signal_warp(y[0], x[0], pe, a[0], 1, op='add', **options)\n    N.signal_block(a[0], 1, pe)\n"
     source += "    N.st(a[0], 1, sem='release', scope='gpu')\n"
+    source += "    N.put_signal_thread(y, x, pe, a, 1, 'add', count=n)\n"
     found = sweep.mutants(source)
     assert [m.what for m in found] == [
         "no sync_threads", "no wait", "no fence of signal", "put_signal_warp in two, no fence", "no fence of signal_block",
-        "sem of st",
+        "sem of st", "put_signal_thread in two, no fence",
     ]  # fmt: skip
     changed = [m.text.splitlines()[m.line - 1].strip() for m in found]
     assert changed == [
         "pass", "w = T.cast(i, \"uint64\")", "N.signal(a[0], 1, pe, fence=False)",
         "N.put_warp(y[0], x[0], pe, **options); N.signal_warp(a[0], 1, pe, op='add', fence=False)",
         "N.signal_block(a[0], 1, pe, fence=False)", "N.st(a[0], 1, sem='relaxed', scope='gpu')",
+        "N.put_thread(y, x, pe, count=n); N.signal(a, 1, pe, op='add')",
     ]  # fmt: skip
     assert all(len(sweep.mutants((FOLDER / f"{file}.py").read_text())) for file in ("exchange", "moe/handshake"))
 

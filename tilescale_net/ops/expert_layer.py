@@ -107,7 +107,7 @@ def _gemm(
     return scaled_matmul(q, held, of_rows, of_blocks, out=out, counts=counts, offsets=offsets)
 
 
-def _gemm_of(op: AllToAll, w: torch.Tensor, tells: bool) -> ScaledExpertMatmul:
+def scaled_gemm_of(op: AllToAll, w: torch.Tensor, tells: bool) -> ScaledExpertMatmul:
     """The GEMM that overlaps, of matrices [experts, n, k] like `w`; made on first use, by all ranks together.
 
     Args:
@@ -147,7 +147,7 @@ def _scaled_dispatch_matmul(
         held, of_blocks = _held(w, w_scales)
         made = torch.zeros if keeps else torch.empty
         h = made((op.config.capacity, w.shape[1]), dtype=torch.bfloat16, device=w.device)
-        gemm = _gemm_of(op, held, False)
+        gemm = scaled_gemm_of(op, held, False)
         pending = op.dispatch_send(given, *choices, cleared=True)
         gemm.arriving(pending, held.transpose(1, 2), h, w_scales=of_blocks)
         received = op.dispatch_recv(pending)
@@ -214,7 +214,7 @@ def _scaled_matmul_combine(
     if _can_overlap(op) and experts.is_fused(op, w.shape[2], fused):
         held, of_blocks = _held(w, w_scales)
         columns = held.transpose(1, 2)
-        return _gemm_of(op, held, True).combined(q, columns, handle, x_scales=scales, w_scales=of_blocks, **given)
+        return scaled_gemm_of(op, held, True).combined(q, columns, handle, x_scales=scales, w_scales=of_blocks, **given)
     return op.combine(_gemm(op, plan_, q, scales, w, w_scales, False), handle=handle, **given)
 
 

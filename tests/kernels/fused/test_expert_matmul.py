@@ -17,8 +17,11 @@ from tests.kernels.support import assert_same, unsettle
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, matmul_experts
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.buffers import crosses_once
+from tilescale_net.kernels.moe.combine import combine_throughput, sum_combined
 from tilescale_net.kernels.moe.config import configure
+from tilescale_net.kernels.moe.dispatch import dispatch_throughput
 from tilescale_net.kernels.moe.layout import PlanOffsets
+from tilescale_net.kernels.moe.routing import plan_routing
 from tilescale_net.kernels.moe.throughput import ThroughputMode
 from tilescale_net.kernels.moe.tiles import Tiles
 
@@ -367,7 +370,16 @@ def _misuse():
         _check(moe, everyone, matrices, received, h, down.combined(h, w_down, received.handle), what)
         return h, received
 
-    h, received = everything_works("after misuse")
+    for compile_one in (*up.kernels(w_up), *down.kernels(w_down), *moe.kernels_of_tiles()):
+        compile_one()
+    factories = matmul_experts, plan_routing, dispatch_throughput, combine_throughput, sum_combined
+    made = [set(factory._kernels) for factory in factories]
+    with mock.patch.object(Tiles, "await_start", autospec=True) as starts:
+        h, received = everything_works("after misuse")
+        assert not starts.called, "the first launch of a combine's kernel waits for running kernels to end"
+        everything_works("a combine that begins late")
+        assert starts.call_count == 1
+    assert [set(factory._kernels) for factory in factories] == made, "a call compiles what was not listed"
     # Mistakes of one rank are errors of all, and later calls work.
     with pytest.raises(TypeError if moe.rank else ValueError, match="x"):
         if moe.rank:

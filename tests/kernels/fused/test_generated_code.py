@@ -55,6 +55,8 @@ DEEP = dict(experts=64, n=4096, k=7168)
 SCALES = {
     "scales": DEEP | vars(ScaledTiling(cluster=2)),
     "scales-alone": DEEP | vars(ScaledTiling()),
+    "scales-in-turn": DEEP | vars(ScaledTiling(in_turn=True)),
+    "scales-unrolled": DEEP | vars(ScaledTiling(in_turn=True, steps=4)),
     "scales-narrow": DEEP | vars(ScaledTiling((128, 128, 128), stages=6)),
     "scales-of-rows": dict(DEEP, form="row"),
     "scales-waiting": dict(DEEP, tiles=512, waits=True),
@@ -109,7 +111,7 @@ def test_scaled_sums_stay_in_registers(tools, name):  # noqa: F811
     # Signals are calls, around which a few numbers are kept in memory; between steps there are none.
     looked_at = slice(steps[0], steps[-1]) if "tiles" in SCALES[name] else slice(None)
     assert not [i for i in code.instructions[looked_at] if i.startswith(("STL", "LDL"))]
-    assert len(steps) == 2 * parts * 4, "a step of two warpgroups"
+    assert len(steps) == 2 * parts * 4 * SCALES[name].get("steps", 1), "steps of two warpgroups"
     promoted = sum(i.startswith(("FFMA", "FADD")) for i in code.instructions[steps[0] : steps[-1]])
     assert promoted >= (2 * parts - 1) * 64
     multicast = re.findall(r"cp\.async\.bulk\.tensor\.\S*multicast", code.ptx)

@@ -8,7 +8,8 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import powers_of_two, whole_numbers
-from tests.kernels.support import assert_same
+from tests.kernels.registry import file_of_tests
+from tests.kernels.support import assert_same, unsettle
 from tilescale_net.kernels.fused import scaled_gemm
 from tilescale_net.kernels.fused.expert_matmul import ScaledExpertMatmul
 from tilescale_net.kernels.fused.scaled_gemm import ScaledTiling, scaled_matmul
@@ -21,7 +22,7 @@ FP8 = torch.float8_e4m3fn
 TILINGS = (
     [ScaledTiling((128, 128, 128), stages=6), ScaledTiling()]
     if ranks.gpus()
-    else [scaled_gemm.SIMULATED, ScaledTiling((32, 256, 128), stages=3, panel=1, columns=32)]
+    else [scaled_gemm.SIMULATED, ScaledTiling((32, 256, 128), stages=3, panel=1, columns=32, in_turn=True, steps=3)]
 )
 
 
@@ -106,6 +107,42 @@ def beside(seed, lates=(0, 0.5), hidden=512, inner=272, experts=4, top_k=2, toke
             down(q, w_down, handle, x_scales=scales, w_scales=of_down.flatten()[:1])
     for each in (up, down, moe):
         each.free()
+
+
+def fed(seed, k=272, n=48):
+    """A GEMM waits for tiles that come from another rank while it runs, as in `test_expert_matmul`."""
+    of, device = file_of_tests("fused/expert_matmul"), tsn.device()
+    tiling = TILINGS[0] if ranks.gpus() else scaled_gemm.SIMULATED
+    rows, counts = tiling.tile[0], torch.tensor([33, 0, 70, 5], dtype=torch.int32)
+    ends = (-(-counts // rows) * rows).cumsum(0, dtype=torch.int32)
+    offsets, capacity, words_of_k = torch.cat((ends[:1] * 0, ends)), 8 * rows, -(-k // 128)
+    target, source = (tsn.zeros((capacity, k), FP8) for _ in range(2))
+    words, pace = tsn.zeros((9,), torch.uint64), random.Random(f"{seed} {tsn.rank()}")
+    w, of_w = whole_numbers((4, n, k), FP8, seed), _scales((4, -(-n // 128), words_of_k), seed)
+    of_x = _scales((capacity, -(-words_of_k // 4) * 4), seed, "of x")
+    wide = scaled_gemm.dequantise_weights(w, of_w, torch.float32)
+    kernel = scaled_gemm.scaled_gemm(4, n, k, **vars(tiling), workers=3, tiles=8, waits=True)
+    given = [t.to(device) for t in (w, of_x, of_w, counts, offsets)]
+    calls, tickets = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    for call in range(1, 3):
+        source.copy_(whole_numbers((capacity, k), FP8, seed, call, tsn.rank()))
+        unsettle(pace)
+        of.feed(capacity, k, "float8_e4m3fn", rows)(target, source, words, rows)
+        calls.add_(1)
+        out = torch.zeros((capacity, n), dtype=torch.bfloat16, device=device)
+        kernel(out, target, *given, calls, tickets, calls, words)
+        tsn.synchronize()
+        exact = dequantise(whole_numbers((capacity, k), FP8, seed, call, tsn.rank() ^ 1), of_x)
+        for e, (begin, count) in enumerate(zip(offsets.tolist(), counts.tolist())):
+            wanted = (exact[begin : begin + count] @ wide[e].t()).bfloat16()
+            assert_same(out[begin : begin + count].cpu(), wanted, f"seed {seed}, call {call}, expert {e}")
+        tsn.barrier()
+    for tensor in (target, words, source):
+        tsn.free(tensor)
+
+
+def test_a_gemm_waits_for_tiles():
+    ranks.run(2, fed, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
