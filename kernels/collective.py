@@ -15,6 +15,7 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net import _native
 from tilescale_net.runtime import heap
 from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.launch_args import StreamOrder, unresolved
@@ -262,17 +263,17 @@ class StatusRecord:
         else:
             self.tensor = torch.frombuffer(raw, dtype=torch.int64)
         self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)
+        # Whether there is something to take; every call asks.
+        self.written: Callable[[], bool]
+        self.written, self._watch = _native.launch.words()
+        self._watch([self._address])
 
     def close(self) -> None:
         """Give the record back: no kernel writes it any more."""
         self._words = (ctypes.c_int64 * STATUS_WORDS)()
+        self._watch([])
         del self.tensor
         self._records.give_back(self._address)
-
-    @property
-    def written(self) -> bool:
-        """Whether there is something to take."""
-        return self._words[0] != 0
 
     def take(self) -> tuple[int, int, int]:
         """Code, rank and value, once; the code is 0 when nothing is wrong."""
@@ -319,7 +320,7 @@ class Agreement:
 
     def has_reported(self) -> bool:
         """Whether kernels have found something that `error` has not taken yet."""
-        return self._record is not None and self._record.written
+        return self._record is not None and self._record.written()
 
     def close(self) -> None:
         """Give the record back: no kernel writes it any more."""

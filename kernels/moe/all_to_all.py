@@ -362,7 +362,11 @@ class AllToAll(Collective):
             tokens = self._checks.usual_dispatch(x, topk_idx, topk_weights)
             if tokens >= 0:
                 self._call_track.note(_DISPATCH, self.config)
-                return self._ended(self._mode.usual_dispatch(tokens, x, topk_idx, topk_weights))
+                weights = self._checks.weights_of_one(tokens) if topk_weights is None else topk_weights
+                received = self._mode.usual_dispatch(tokens, x, topk_idx, weights)
+                if self._simulated:
+                    self._raise_fault_if_simulated()
+                return received
         if max_tokens is not None:
             self._agree("dispatch with max_tokens={}", max_tokens)
         call = DispatchCall(
@@ -502,7 +506,9 @@ class AllToAll(Collective):
             if sums is not None:
                 self._call_track.note(_COMBINES["combine" if weights is None else "combine with weights"], self.config)
                 self._mode.usual_combine(y, handle, sums, weights)
-                return self._ended(sums)
+                if self._simulated:
+                    self._raise_fault_if_simulated()
+                return sums
         call = CombineCall("combine", Phase.WHOLE, y, handle, out, weighted, weights, bias, blocks, None, None, waited)
         pending = self._combine(call)
         self._raise_fault_if_simulated()
@@ -796,7 +802,7 @@ class AllToAll(Collective):
         ):
             self._machine_check(call)
         world.check()
-        if self.status.written:
+        if self.status.written():
             self._raise_fault()
         self._order.follow()
         if after is not None and self.device.type == "cuda":
@@ -813,14 +819,9 @@ class AllToAll(Collective):
         if error is not None:
             raise error
 
-    def _ended(self, result: Any) -> Any:
-        """The result of a call that was launched whole."""
-        self._raise_fault_if_simulated()
-        return result
-
     def _raise_fault_if_simulated(self) -> None:
         """Where kernels have ended when their launch returns, a fault is known at once."""
-        if self._simulated and self.status.written:
+        if self._simulated and self.status.written():
             self._raise_fault()
 
     def _discard_fault(self) -> None:

@@ -293,7 +293,7 @@ class Arena(MadeByRanks):
             raise ValueError(
                 f"AllToAll.{call}: another object of this arena has sent a {half} that is not received; call its {half}_recv first"
             )
-        captured = stream_key(op.device) is None
+        captured = stream_key(op.device)() is None
         self._in_graphs |= captured
         stays = not self._in_graphs and self._last is not None and self._last() is op
         self._last = weakref.ref(op)

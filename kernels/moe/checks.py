@@ -187,6 +187,9 @@ class ArgumentChecks:
         # Look at tensors that are right, as nearly all are; what is wrong with others is found and told in Python.
         choices, scales = (None, config.top_k), (None, config.scale_words)
         unscaled = tuple(d for d in self._source_dtypes if d != FP8_DTYPE)
+        several = [(unscaled, self._row, 16), (INDEX_DTYPES, choices, 1), (FLOATS, choices, 1)]
+        most = config.max_tokens if config.expert_capacity is None else -1  # none: choices are dropped first
+        self._usual_rows = launch_args.rows_check(several, device, most)
         self._is_unscaled = launch_args.tensor_check(unscaled, device, self._row, 16)
         self._is_scaled = launch_args.tensor_check(
             (FP8_DTYPE,) if config.dtype == FP8_DTYPE else (), device, self._row, 16
@@ -200,15 +203,9 @@ class ArgumentChecks:
 
     def usual_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any) -> int:
         """The tokens of a dispatch of nothing else than these, which are right as they are; -1 for others, which `dispatch`
-        is to look at."""
-        if not self._is_unscaled(x) or self._c.expert_capacity is not None:
-            return -1
-        tokens: int = x.shape[0]
-        if tokens > self._c.max_tokens or not self._are_choices(topk_idx, tokens):
-            return -1
-        if not self._are_weights(topk_weights, tokens):
-            return -1
-        if self._on_cpu:
+        is to look at. `topk_weights` may be None."""
+        tokens = -1 if topk_idx is None else self._usual_rows(x, topk_idx, topk_weights)
+        if self._on_cpu and tokens >= 0:
             try:
                 check_experts(topk_idx, self._c.num_experts)
             except ArgumentError:
@@ -327,13 +324,13 @@ class ArgumentChecks:
         if self._on_cpu:
             check_experts(topk_idx, c.num_experts)
         if topk_weights is None:
-            return self._weights_of_one(tokens)
+            return self.weights_of_one(tokens)
         if self._are_weights(topk_weights, tokens):
             return topk_weights
         check_tensor("topk_weights", topk_weights, self._device, WEIGHTS, shape, alignment=1)
         return topk_weights.float()
 
-    def _weights_of_one(self, tokens: int) -> torch.Tensor:
+    def weights_of_one(self, tokens: int) -> torch.Tensor:
         """[tokens, top_k]; kept for calls with as many tokens."""
         if self._ones is not None and self._ones.shape[0] == tokens:
             return self._ones

@@ -14,7 +14,7 @@ import torch
 
 from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.runtime.launch_args import constant, native_available
+from tilescale_net.runtime.launch_args import constant, empty_factory, native_available
 
 # Rows, or FP8 rows with their scales.
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -285,20 +285,16 @@ class LikeFactory:
         self._tail = tail
         with torch.inference_mode(False):
             self._one = torch.empty(1, dtype=dtype, device=device)
-        self._samples: dict[int, torch.Tensor] = {}
+        self._makers: dict[int, Callable[[], torch.Tensor]] = {}
 
     def __call__(self, rows: int) -> torch.Tensor:
-        sample = self._samples.get(rows)
-        return torch.empty_like(self._sample(rows) if sample is None else sample)
+        return (self._makers.get(rows) or self.of(rows))()
 
     def of(self, rows: int) -> Callable[[], torch.Tensor]:
         """What makes tensors of this many rows."""
-        return functools.partial(torch.empty_like, self._sample(rows))
-
-    def _sample(self, rows: int) -> torch.Tensor:
         with torch.inference_mode(False):
-            sample = self._samples[rows] = self._one.expand(rows, *self._tail)  # takes no memory
-        return sample
+            maker = self._makers[rows] = empty_factory(self._one.expand(rows, *self._tail))  # takes no memory
+        return maker
 
 
 class TensorPool:
@@ -312,8 +308,9 @@ class TensorPool:
         """A vector for work of a stream; None stands for one that is captured into a CUDA graph."""
         if stream is None or self._length % 4:  # others would not begin at a multiple of 16 bytes
             return torch.empty(self._length, dtype=torch.int32, device=self._device)
-        left = self._left.setdefault(stream, [])
+        left = self._left.get(stream)
         if not left:
+            left = self._left[stream] = []
             with torch.inference_mode(False):
                 left.extend(torch.empty((POOL_SIZE, self._length), dtype=torch.int32, device=self._device).unbind(0))
         return left.pop()
@@ -327,28 +324,28 @@ class _Tensors:
     """The tensors of a plan, by the names of its fields; `arguments` holds them as launches take them. `shapes`: field
     -> shape and dtype."""
 
-    __slots__ = ("_device", "_shapes", "_taken", "_tensors", "arguments")
+    __slots__ = ("_device", "_shapes", "taken", "_tensors", "arguments", "user")
+
+    user: weakref.ref  # to the plan that has them
 
     def __init__(self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device):
         self._shapes, self._device = shapes, device
         self._tensors: dict[str, torch.Tensor] = {}
-        self._taken = list(shapes)
+        self.taken = list(shapes)
         self.renew()
 
     def take(self, name: str) -> torch.Tensor:
         """A tensor that the caller may keep."""
-        self._taken.append(name)
+        self.taken.append(name)
         return self._tensors[name]
 
     def renew(self) -> None:
         """Make new ones for those that were taken."""
-        if not self._taken:
-            return
         with torch.inference_mode(False):
-            for name in set(self._taken):
+            for name in set(self.taken):
                 shape, dtype = self._shapes[name]
                 self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
-        self._taken.clear()
+        self.taken.clear()
         found = tuple([self._tensors[name] for name in self._shapes])
         self.arguments = found if native_available() else tuple(map(constant, found))
 
@@ -360,7 +357,8 @@ class _CachedPlan:
     tokens: int
 
     def __init__(self, tokens: int, tensors: _Tensors):
-        self.__dict__.update(tokens=tokens, _of=tensors)
+        own = self.__dict__
+        own["tokens"], own["_of"] = tokens, tensors
 
     def __copy__(self) -> _CachedPlan:
         return self  # nothing of it changes, and a reference to it keeps the tensors from being used again
@@ -421,24 +419,27 @@ class Plans:
         self._make = _CachedRoutingPlan if kind is RoutingPlan else _CachedReceivedRows
         self._shapes, self._device, self._stream_now = shapes, device, stream
         self.stream: Hashable = None
-        self._cached: dict[Hashable, list[tuple[_Tensors, weakref.ref]]] = {}
+        self._cached: dict[Hashable, list[_Tensors]] = {}
 
     def next(self, tokens: int) -> Any:
         """A plan for this many tokens, which nobody else holds."""
         stream = self.stream = self._stream_now()
         if stream is None:
             return self._make(tokens, _Tensors(self._shapes, self._device))
-        cached = self._cached.setdefault(stream, [])
-        for i, (tensors, user) in enumerate(cached):
-            if user() is None:
-                del cached[i]
-                tensors.renew()
+        cached = self._cached.get(stream)
+        if cached is None:
+            cached = self._cached[stream] = []
+        for tensors in cached:
+            if tensors.user() is None:
+                if tensors.taken:
+                    tensors.renew()
                 break
         else:
             tensors = _Tensors(self._shapes, self._device)
+            cached.append(tensors)
+            del cached[:-CACHED_PLANS]
         plan = self._make(tokens, tensors)
-        cached.append((tensors, weakref.ref(plan)))
-        del cached[:-CACHED_PLANS]
+        tensors.user = weakref.ref(plan)
         return plan
 
 

@@ -109,10 +109,11 @@ class LatencyMode(Mode):
         self._new_weights = LikeFactory((c.top_k,), torch.float32, device)
         self._new_counts = TensorPool(c.local_experts, device)
         experts, *rest = self.output_shape()
-        new_rows = LikeFactory((*rest,), c.dtype, device).of(experts)
+        self._new_rows = LikeFactory((*rest,), c.dtype, device).of(experts)
         each = (c.scale_words, rest[0]) if c.column_scales else (rest[0], c.scale_words)
-        new_scales = LikeFactory(each, torch.float32, device).of(experts) if c.scale_words else lambda: None
-        self._new_output: Callable[[], Any] = lambda: (new_rows(), new_scales())
+        self._new_scales: Callable[[], Any] = (
+            LikeFactory(each, torch.float32, device).of(experts) if c.scale_words else lambda: None
+        )
         self._plans = self._new_plans()
 
         # Stand in for tensors without elements, and for those that a kernel does not use.
@@ -127,7 +128,7 @@ class LatencyMode(Mode):
 
     def _new_plans(self) -> Plans:
         device = self._base.device
-        return Plans(ReceivedRows, self._plan_shapes(), device, partial(stream_key, device))
+        return Plans(ReceivedRows, self._plan_shapes(), device, stream_key(device))
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
@@ -230,9 +231,9 @@ class LatencyMode(Mode):
         """Rows and scales for the caller; and these, with counts, as launches take them. After the plan of the call."""
         counts = self._new_counts.next(self._plans.stream)
         if not self._c.column_scales:
-            rows, scales = self._new_output() if out is None else out
+            rows, scales = (self._new_rows(), self._new_scales()) if out is None else out
             return rows, scales, (rows, scales, counts)
-        rows, columns = self._new_output() if out is None else (out[0], out[1].transpose(1, 2))
+        rows, columns = (self._new_rows(), self._new_scales()) if out is None else (out[0], out[1].transpose(1, 2))
         return rows, columns.transpose(1, 2), (rows, columns, counts)
 
     def dispatch(self, call: DispatchCall) -> Pending:
@@ -265,10 +266,13 @@ class LatencyMode(Mode):
             source = dtype_name(x.dtype) if self._quantises else ""
             launch = self._usual[which] = self._dispatch_of(self._base.blocks, source, dtype_name(topk_idx.dtype))
         plan = self._plans.next(tokens)
-        rows, scales, results = self._results(None)
-        launch(tokens, NO_FAULT, 0, WHOLE, x, None, topk_idx, topk_weights, *self._received_by(plan), *results)
+        counts, rows, scales = self._new_counts.next(self._plans.stream), self._new_rows(), self._new_scales()
+        launch(
+            tokens, NO_FAULT, 0, WHOLE, x, None, topk_idx, topk_weights, *self._received_by(plan), rows, scales, counts
+        )
         handle = Handle(self._signature, plan, self._base.membership)
-        return Dispatched(rows, scales, results[2], None, None, None, None, handle)
+        seen = scales.transpose(1, 2) if self._c.column_scales else scales
+        return Dispatched(rows, seen, counts, None, None, None, None, handle)
 
     # -- combine ----------------------------------------------------------------------------------------------------
 

@@ -20,13 +20,18 @@ if TYPE_CHECKING:
     from tilescale_net.kernels.moe.all_to_all import AllToAll
 
 
-def stream_key(device: torch.device) -> Hashable:
-    """What stands for the current stream; None while it is captured into a CUDA graph."""
+def stream_key(device: torch.device) -> Callable[[], Hashable]:
+    """A function: what stands for the current stream; None while it is captured into a CUDA graph."""
     if device.type != "cuda":
-        return 0
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return None
-    return torch._C._cuda_getCurrentRawStream(device.index)  # a tenth of what current_stream costs
+        return int  # 0
+    index = device.index
+
+    def key() -> Hashable:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        return torch._C._cuda_getCurrentRawStream(index)  # a tenth of what current_stream costs
+
+    return key
 
 
 class SideStream:
@@ -38,16 +43,13 @@ class SideStream:
         self._on_side = False
         self._last: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self.key = stream_key(device)
 
     def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Launch a kernel on the current stream."""
         if self._in_order and self._last is not None and not self._on_side:
             self.wait(self._last)
         kernel(*arguments)
-
-    def key(self) -> Hashable:
-        """See `stream_key`."""
-        return stream_key(self._device)
 
     @contextlib.contextmanager
     def on_side(self, tensors: Iterable[torch.Tensor]) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Launches through C and looks at tensors, against what Python does; the order of calls on different streams."""
 
 import contextlib
+import ctypes
 import gc
 import weakref
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import tvm_ffi
 
+from tilescale_net import _native
 from tilescale_net.kernels.moe import checks
 from tilescale_net.kernels.moe.checks import ArgumentError
 from tilescale_net.kernels.moe.handle import POOL_SIZE, LikeFactory, TensorPool
@@ -125,6 +127,41 @@ def test_checks_agree_with_python():
                     assert check(tensor) == wanted, (tensor, dtypes, shape, alignment)
     check = launch_args.tensor_check((torch.bfloat16,), device, (None, 16), 16)
     assert check(wide, 4) and not check(wide, 3)
+
+
+def test_rows_of_tensors_that_fit_together():
+    device = torch.device("cpu")
+    wanted = [((torch.bfloat16,), (None, 16), 16), ((torch.int64,), (None, 4), 1), ((torch.float32,), (None, 4), 1)]
+    rows_of = launch_args.rows_check(wanted, device, 6)
+    x, ids, weights = (
+        torch.zeros((8, 16), dtype=torch.bfloat16),
+        torch.zeros((8, 4), dtype=torch.int64),
+        torch.zeros((8, 4)),
+    )
+    for n in (0, 1, 6):
+        assert rows_of(x[:n], ids[:n], weights[:n]) == rows_of(x[:n], ids[:n], None) == n
+    wrong = [
+        (x[:7], ids[:7], weights[:7]), (x[:5], ids[:4], weights[:5]), (x[:5], ids[:5], weights[:4]), (x[:5], ids[:5].int(), None),
+        (None, ids, weights), (x[:5], ids[:5]), (x[:5], ids[:5], torch._neg_view(weights[:5])), (x[::2], ids[::2], None), (5, 5, 5),
+    ]  # fmt: skip
+    for tensors in wrong:
+        assert rows_of(*tensors) == -1, tensors
+    assert launch_args.rows_check(wanted, device, -1)(x, ids, weights) == -1  # none is usual
+
+
+def test_words_that_are_set():
+    any_set, watch = _native.launch.words()
+    words = (ctypes.c_uint32 * 4)()
+    assert not any_set()
+    watch([ctypes.addressof(words), ctypes.addressof(words) + 8])
+    for place, seen in ((1, False), (3, False), (2, True)):
+        assert not any_set()
+        words[place] = 1 << 31
+        assert any_set() == seen
+        words[place] = 0
+    words[0] = 1
+    watch([])
+    assert not any_set()
 
 
 def test_new_tensors():

@@ -216,6 +216,9 @@ class AbortPage:
     def __init__(self) -> None:
         # Reentrant: a handler of signals may read while its thread does.
         self._in_use = threading.RLock()
+        # Whether waits were ended, or a kernel has left a record; cheap, for every call asks.
+        self.touched: Callable[[], bool] = bool  # False, until there is a page
+        self._watch: Callable[[list[int]], None] | None = None
         self.address = 0
 
     @property
@@ -226,8 +229,12 @@ class AbortPage:
     def address(self, address: int) -> None:
         with self._in_use:
             self._address = address
-            places = (address, address + _RECORD_OFFSET + ErrorRecord.kind.offset) if address else ()
-            self._looked_at = tuple(map(ctypes.c_uint32.from_address, places))
+            if address and self._watch is None:
+                from tilescale_net import _native  # what lacks it says so when it has met the others
+
+                self.touched, self._watch = _native.launch.words()
+            if self._watch is not None:
+                self._watch([address, address + _RECORD_OFFSET + ErrorRecord.kind.offset] if address else [])
 
     @property
     def record_address(self) -> int:
@@ -243,15 +250,6 @@ class AbortPage:
     def aborted(self) -> bool:
         with self._in_use:
             return bool(self.address and ctypes.c_uint32.from_address(self.address).value)
-
-    @property
-    def touched(self) -> bool:
-        """Whether waits were ended, or a kernel has left a record; cheap."""
-        with self._in_use:
-            for word in self._looked_at:
-                if word.value:
-                    return True
-            return False
 
     def record(self) -> ErrorRecord | None:
         """A copy of what a kernel left behind when it gave up; None where none did."""

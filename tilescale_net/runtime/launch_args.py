@@ -101,14 +101,59 @@ def tensor_check(
     if native is None:
         return lambda tensor, first=-1: False
     module, exchange, _ = native
+    place = torch.empty(0, dtype=torch.float32, device=device)
     try:
-        samples = [torch.empty(0, dtype=d, device="cpu") for d in dtypes]
-        place = torch.empty(0, dtype=torch.float32, device=device)
-        extents = [-1 if extent is None else extent for extent in shape]
-        checks: Callable[..., bool] = module.check(exchange, torch.Tensor, samples, place, extents, alignment)
+        checks: Callable[..., bool] = module.check(exchange, torch.Tensor, place, _described(dtypes, shape, alignment))
         return checks
     except ValueError:
         return lambda tensor, first=-1: False
+
+
+def rows_check(
+    wanted: Sequence[tuple[Sequence[torch.dtype], Sequence[int | None], int]], device: torch.device, most: int
+) -> Callable[..., int]:
+    """A function of several tensors: how many rows each of them has, where all are as wanted; -1 for others, also where
+    that is unknown. Others than the first may be None.
+
+    Args:
+        wanted: dtypes, shape (whose first extent is None) and alignment of each, as in `tensor_check`.
+        most: rows.
+    """
+    native = _native()
+    if native is None:
+        return lambda *tensors: -1
+    module, exchange, _ = native
+    place = torch.empty(0, dtype=torch.float32, device=device)
+    try:
+        rows: Callable[..., int] = module.rows(
+            exchange, torch.Tensor, place, [_described(*each) for each in wanted], most
+        )
+        return rows
+    except ValueError:
+        return lambda *tensors: -1
+
+
+def _described(dtypes: Sequence[torch.dtype], shape: Sequence[int | None], alignment: int) -> tuple[Any, ...]:
+    samples = [torch.empty(0, dtype=d, device="cpu") for d in dtypes]
+    return samples, [-1 if extent is None else extent for extent in shape], alignment
+
+
+def empty_factory(sample: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that makes contiguous tensors like `sample`, by what torch's compiled code calls, where that is there: half
+    of what `torch.empty_like` costs."""
+    shape, strides = tuple(sample.shape), torch.empty(sample.shape, device="meta").stride()
+    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{sample.device.type}", None)
+    if make is None:
+        return functools.partial(torch.empty_like, sample)
+    if sample.device.type == "cpu":
+        return functools.partial(make, shape, strides, sample.dtype)
+    dtype, index = sample.dtype, sample.device.index
+
+    def made() -> torch.Tensor:
+        tensor: torch.Tensor = make(shape, strides, dtype)
+        return tensor if tensor.get_device() == index else torch.empty_like(sample)  # it takes the current device
+
+    return made
 
 
 # -- launch arguments ----------------------------------------------------------------------------------------------------
@@ -160,6 +205,7 @@ class StreamOrder:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self._index = device.index if device.type == "cuda" else None  # asked for in every call
         # Whose calls no later stream has waited for; the last one at the end.
         self._earlier: list[torch.cuda.Stream] = []
         self._key: int | None = None  # of the last stream, which costs little to ask for
@@ -171,9 +217,9 @@ class StreamOrder:
         A stream that is captured into a CUDA graph, and one that is not, cannot wait for each other: the caller that
         replays the graph orders it.
         """
-        if self._device.type != "cuda":
+        if self._index is None:
             return
-        key = torch._C._cuda_getCurrentRawStream(self._device.index)
+        key = torch._C._cuda_getCurrentRawStream(self._index)
         if key == self._key:
             return
         stream = torch.cuda.current_stream(self._device)

@@ -247,7 +247,7 @@ class World:
 
     def check(self) -> None:
         """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
-        if not (self.closed or self._failure or self._watchdog.loss() or self.page.touched):
+        if not (self.closed or self._failure or self._watchdog.loss() or self.page.touched()):
             return  # as nearly always, and every call comes here
         if self.closed:
             self.control.refuse()

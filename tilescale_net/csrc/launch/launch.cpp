@@ -418,12 +418,46 @@ PyObject* call_check(PyObject* self, PyObject* const* values, Py_ssize_t count) 
   return PyBool_FromLong(check.wanted.fits(view, first));
 }
 
+// Tensors of one call, of which each but the first has as many rows as the first.
+struct Usual {
+  Reader reader;
+  std::vector<Wanted> wanted;
+  int64_t most; // rows
+};
+
+PyObject* call_usual(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  const Usual& usual = *of<Usual>(self);
+  int64_t rows = -1;
+  bool fits = count == (Py_ssize_t)usual.wanted.size();
+  for (Py_ssize_t i = 0; fits && i < count; ++i) {
+    View view;
+    if (i > 0 && values[i] == Py_None) continue;
+    fits =
+        usual.reader.read(values[i], view) && usual.wanted[i].fits(view, rows) && !stands_for_negative(values[i], view);
+    if (i == 0 && fits) rows = view.tensor.shape[0];
+  }
+  return PyLong_FromLongLong(fits && rows <= usual.most ? rows : -1);
+}
+
+// Words that are 0 until something happens. Python's lock lets no thread unmap them while they are read.
+struct Words {
+  std::vector<uintptr_t> addresses;
+};
+
+PyObject* call_words(PyObject* self, PyObject* const*, Py_ssize_t) {
+  for (uintptr_t address : of<Words>(self)->addresses)
+    if (*(const volatile uint32_t*)address != 0) Py_RETURN_TRUE;
+  Py_RETURN_FALSE;
+}
+
 PyObject* call_bound(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   return (*of<Bound>(self))(values, count);
 }
 
 PyMethodDef bound_method = {"launch", (PyCFunction)(void (*)())call_bound, METH_FASTCALL, nullptr};
 PyMethodDef pack_method = {"launch", (PyCFunction)(void (*)())call_pack, METH_FASTCALL, nullptr};
+PyMethodDef usual_method = {"rows", (PyCFunction)(void (*)())call_usual, METH_FASTCALL, nullptr};
+PyMethodDef words_method = {"any_set", (PyCFunction)(void (*)())call_words, METH_FASTCALL, nullptr};
 PyMethodDef check_method = {"fits", (PyCFunction)(void (*)())call_check, METH_FASTCALL, nullptr};
 
 py::object function(PyMethodDef& method, PyObject* self) {
@@ -442,6 +476,19 @@ DlDtype dtype_of(const Reader& reader, py::handle sample) {
   View view;
   if (!reader.read(sample.ptr(), view)) throw py::value_error("a sample is no tensor that can be exchanged");
   return view.tensor.dtype;
+}
+
+// Sample tensors of the dtypes, extents and alignment, see launch_args.tensor_check.
+using Description = std::tuple<std::vector<py::object>, std::vector<int64_t>, uint64_t>;
+
+// `place`: a tensor on the device.
+Wanted wanted_of(const Reader& reader, const Description& description, py::handle place) {
+  View view;
+  if (!reader.read(place.ptr(), view)) throw py::value_error("a sample is no tensor that can be exchanged");
+  const auto& [samples, shape, alignment] = description;
+  Wanted wanted{{}, view.tensor.device, shape, alignment};
+  for (const auto& sample : samples) wanted.dtypes.push_back(dtype_of(reader, sample));
+  return wanted;
 }
 
 } // namespace
@@ -483,17 +530,28 @@ void bind(py::module_& parent) {
   });
 
   // A function of a tensor, and its first extent if that is not any: whether it is as wanted.
-  m.def("check", [](uintptr_t exchange, const py::type& kind, const std::vector<py::object>& dtypes, py::object place,
-                    std::vector<int64_t> shape, uint64_t alignment) {
-    auto made = std::make_unique<Check>();
-    made->reader = reader_of(exchange, kind);
-    for (const auto& sample : dtypes) made->wanted.dtypes.push_back(dtype_of(made->reader, sample));
-    View view;
-    if (!made->reader.read(place.ptr(), view)) throw py::value_error("a sample is no tensor that can be exchanged");
-    made->wanted.device = view.tensor.device;
-    made->wanted.shape = std::move(shape);
-    made->wanted.alignment = alignment;
-    return function(check_method, capsule(std::move(made)));
+  m.def("check", [](uintptr_t exchange, const py::type& kind, py::object place, const Description& wanted) {
+    const Reader reader = reader_of(exchange, kind);
+    return function(check_method, capsule(std::make_unique<Check>(Check{reader, wanted_of(reader, wanted, place)})));
+  });
+
+  // A function of tensors that are all as wanted and have as many rows, of which others than the first may be None:
+  // these rows; -1 for other tensors, and for more rows than `most`.
+  m.def("rows", [](uintptr_t exchange, const py::type& kind, py::object place, const std::vector<Description>& wanted,
+                   int64_t most) {
+    auto made = std::make_unique<Usual>(Usual{reader_of(exchange, kind), {}, most});
+    for (const auto& each : wanted) made->wanted.push_back(wanted_of(made->reader, each, place));
+    return function(usual_method, capsule(std::move(made)));
+  });
+
+  // Two functions: whether a word of 4 bytes at one of some addresses is not 0; and one that takes these addresses.
+  m.def("words", [] {
+    auto made = std::make_unique<Words>();
+    Words* const words = made.get();
+    py::object any_set = function(words_method, capsule(std::move(made)));
+    py::object watch = py::cpp_function(
+        [words, any_set](std::vector<uintptr_t> addresses) { words->addresses = std::move(addresses); });
+    return std::make_pair(any_set, watch);
   });
 }
 
