@@ -329,7 +329,8 @@ class AllToAll(Collective):
 
         Args:
             x: [tokens, hidden] of `dtype`; for FP8 a pair (x, scales) with scales [tokens, scale_words] float32 or int32,
-                or, in latency mode, unquantised rows that are quantised on the way. 0 to max_tokens tokens.
+                or, in latency mode, unquantised rows that are quantised on the way (the first call with float16 or float32
+                ones compiles). 0 to max_tokens tokens.
             topk_idx: [tokens, top_k] expert of each choice, int64 or int32; -1: no choice.
             topk_weights: [tokens, top_k] float32, or another floating dtype, of which a float32 copy is made; default 1.
             mask: layout "rank", instead of choices: [tokens, ranks] bool, to which ranks each token goes; top_k is at least
