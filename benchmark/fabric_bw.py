@@ -80,24 +80,29 @@ def iterations_of(args: argparse.Namespace, size: int) -> int:
 
 
 class Bandwidth:
-    """Runs of one operation between ranks 0 and 1, over one session."""
+    """Runs of one operation between ranks 0 and 1, over one session. `sizes`: those that the provider takes."""
 
     def __init__(self, job: FabricJob, operation: str) -> None:
         self.job, self.args, self.operation = job, job.args, operation
-        largest = max(self.args.sizes)
         # Receives are left to the benchmark for sends; otherwise none are needed.
         buffers = 0 if operation == "send" else 16
         depth = max(self.args.tx_depth, self.args.rx_depth)
         fields = {"message_buffers": buffers, "depth": depth, "delivery_complete": False}
-        self._check_limits(job.properties(**fields), largest)
-        self.session = job.session(2 * max(largest, 4096), **fields)
+        self._check_limits(job.properties(**fields))
+        if not self.sizes:
+            return
+        self.session = job.session(2 * max(*self.sizes, 4096), **fields)
         self.properties = self.session.properties()
 
-    def _check_limits(self, properties: dict[str, Any], largest: int) -> None:
+    def _check_limits(self, properties: dict[str, Any]) -> None:
         provider, error = properties["provider"], self.job.parser.error
         limit = properties["max_send" if self.operation == "send" else "max_write"]
-        if largest > limit:
-            error(f"{self.operation}: {largest} bytes exceed the largest message of provider {provider}, {limit}")
+        self.sizes = [size for size in self.args.sizes if size <= limit]
+        self.excess = f"the largest message of provider {provider} has {limit} bytes"
+        if not self.sizes and len(self.args.op) == 1:
+            error(
+                f"{self.operation}: {min(self.args.sizes)} bytes exceed the largest message of provider {provider}, {limit}"
+            )
         slots = properties["depth"] * properties["rails"]
         if self.args.post_list > slots:
             error(f"-l {self.args.post_list} exceeds the {slots} operations that provider {provider} holds")
@@ -179,10 +184,14 @@ def main() -> None:
     rows = {size: {"bytes": size} for size in args.sizes}
     for operation in args.op:
         bench = Bandwidth(job, operation)
+        if len(bench.sizes) < len(args.sizes):
+            report.notes.append(f"{operation}: larger messages are left out; {bench.excess}.")
+        if not bench.sizes:
+            continue
         report.environment.update(job.header(bench.properties))
         table = table_of(report, args, operation)
         link = args.link_gbps or bench.properties["link_gbps"]
-        for size in report.progress(args.sizes, f"{operation}, sizes", format_bytes):
+        for size in report.progress(bench.sizes, f"{operation}, sizes", format_bytes):
             got = bench.measure(size)
             row = {"bytes": size, "iterations": got["iterations"], "average": got["average"] / scale}
             row["rate"] = got["average"] / size / 1e6
@@ -196,7 +205,8 @@ def main() -> None:
             table.plotted = False  # the summary has the averages of all
         summary = summary_of(report, args)
         for row in rows.values():
-            summary.add(row)
+            if "link" in row:  # measured by any operation
+                summary.add(row)
         summary.notes.append("MiB/s are 2^20 bytes a second, Gbps are 10^9 bits a second.")
     if args.bidirectional:
         report.notes.append("Both ranks sent at once: every figure, the link's included, is the sum of the two ways.")

@@ -140,3 +140,41 @@ def test_kill_rounds(way, fault, rounds):
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("fe80")]
+
+
+CLOSE = """
+import time
+from tests.fabric.pair import pair
+
+a, b = pair()
+for i in range(100):
+    a.write(0, 200, imm=i, cookie=i)
+end = time.monotonic() + 0.2
+while time.monotonic() < end:
+    b.poll()
+a.twin = b.twin = None
+del a.transport, b.transport
+"""
+
+
+@every_way
+def test_closing_with_completions_pending(way):
+    """A transport whose own completions nobody took closes; libfabric's efa ended the process by SIGSEGV there."""
+    env = {**os.environ, **environment(way), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", CLOSE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_sends_that_a_provider_does_not_take_are_left_out():
+    env = {
+        **os.environ,
+        "TSN_DEVICE": "simulator",
+        "GPUS": "2",
+        "VIRTUAL_NODES": "2",
+        **environment("2.x-efa-direct-p5en"),
+    }
+    done = jobs.launch("benchmark/fabric_bw.py", "-n", "20", "--repeat", "1", env=env)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "send: larger messages are left out; the largest message of provider efa-direct has 8928 bytes." in done.stdout
+    )
