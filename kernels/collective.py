@@ -119,6 +119,10 @@ class Nodes:
         steps = zip(self.sizes, self.sizes[1:])
         return self.sizes[0] + sum((b - a) * self._is_from(node, i + 1) for i, (a, b) in enumerate(steps) if a != b)
 
+    def end(self, node: Any) -> Any:
+        """The PE behind the last of a node."""
+        return (node + 1) * self.largest if self.is_even else self.first(node) + self.size(node)
+
     def index_of(self, pe: Any) -> Any:
         """A PE's index among those of its node."""
         return pe % self.largest if self.is_even else pe - self.first(self.node_of(pe))

@@ -180,7 +180,14 @@ def returned_rows(received: Any) -> torch.Tensor:
 
 
 def check_combine(
-    out: torch.Tensor, mine: Inputs, rows: torch.Tensor, experts: int, ranks: int, weighted: bool, rank: int, nodes: int
+    out: torch.Tensor,
+    mine: Inputs,
+    rows: torch.Tensor,
+    experts: int,
+    ranks: int,
+    weighted: bool,
+    rank: int,
+    nodes: int | tuple[int, ...],
 ) -> None:
     """Raise WrongData unless `out` is what combine makes of experts that return what they get. `rows`: of this rank,
     [tokens, hidden], as the experts returned them (bfloat16). `nodes`: `AllToAll.sums_over`."""

@@ -21,6 +21,7 @@ from tilescale_net.kernels.moe.buffers import Arena, arena_bytes, divide, heap_b
 from tilescale_net.kernels.moe.checks import ArgumentChecks, ArgumentError, CombineCall, DispatchCall, Phase, Status
 from tilescale_net.kernels.moe.config import Tuning, chosen, configure, reject_slower_combine
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Rows
+from tilescale_net.kernels.moe.layout import NodeSizes, as_argument
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.runtime import groups, tuned
 from tilescale_net.runtime.profiling import named
@@ -246,7 +247,7 @@ class AllToAll(Collective):
             self._order = arena.order
             self._order.follow()
         self._simulated = self.device.type == "cpu"
-        self.proxied, self.nodes = 0 in world.peer_base, world.topology.nodes
+        self.proxied, self.nodes = 0 in world.peer_base, as_argument(world.topology.sizes)
         with torch.inference_mode(False):
             self._mode = make(self, config, active)
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
@@ -284,8 +285,9 @@ class AllToAll(Collective):
         return self._mode.node_plan_words
 
     @property
-    def sums_over(self) -> int:
-        """Into how many nodes combine divides the ranks, each of which sums for the others; see reference.sum_of_ranks."""
+    def sums_over(self) -> NodeSizes:
+        """Into how many nodes combine divides the ranks, each of which sums for the others, or, where they differ in size, the
+        ranks of each; see `row_ops.sum_of_ranks`."""
         return self._mode.sums_over
 
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.collective import EXPLICIT_SYNC, BufferSpecs, sizes_of
 from tilescale_net.kernels.moe import latency, throughput
 from tilescale_net.kernels.moe.config import Config, Tuning, configure
+from tilescale_net.kernels.moe.layout import NodeSizes, as_argument, nodes_of
 from tilescale_net.kernels.moe.mode import Launch, stream_key
 from tilescale_net.runtime import heap, settings, worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
@@ -52,10 +53,10 @@ def make(base: AllToAll, config: Config, active: tuple[bool, ...] | None = None)
 class Blueprint:
     """Stands for an AllToAll of which only the kernels are wanted: no memory, no ranks, no GPU. Attributes as there."""
 
-    def __init__(self, config: Config, tuning: Tuning, num_sms: int, nodes: int):
+    def __init__(self, config: Config, tuning: Tuning, num_sms: int, nodes: NodeSizes):
         assert tuning.blocks and tuning.threads
         self.tuning, self.blocks, self.threads, self.nodes = tuning, tuning.blocks, tuning.threads, nodes
-        self.all_blocks, self.rank, self.proxied, self.world = num_sms, 0, nodes > 1, None
+        self.all_blocks, self.rank, self.proxied, self.world = num_sms, 0, nodes != 1, None
         self.device, self.active_mask = torch.device("meta"), (True,) * config.ranks
         self.active = self._tensor((config.ranks,), torch.int32)
         self.status = types.SimpleNamespace(tensor=self._tensor((4,), torch.int64))
@@ -73,17 +74,18 @@ class Blueprint:
         return 0
 
 
-def variants_of(config: Config, tuning: Tuning, num_sms: int, nodes: int = 1) -> list[Callable[[], object]]:
+def variants_of(config: Config, tuning: Tuning, num_sms: int, nodes: NodeSizes = 1) -> list[Callable[[], object]]:
     """Calls that each ask for a kernel of an AllToAll on GPUs: all that its calls may need. `num_sms`: of the GPU.
-    nodes: of the ranks."""
+    nodes: of the ranks, see `nodes_of`."""
     resolved = tuning.resolved(config, torch.device("meta"), num_sms)
     return make(cast("AllToAll", Blueprint(config, resolved, num_sms, nodes)), config).variants(True)
 
 
-def crosses_once(config: Config, tuning: Tuning, nodes: int) -> bool:
+def crosses_once(config: Config, tuning: Tuning, nodes: NodeSizes) -> bool:
     """Whether a row crosses the network once per node: where nodes have several ranks, and the mode can do it.
     ValueError for tiles, which are not counted there."""
-    once = config.mode in OVER_NODES and tuning.once_per_node and 1 < nodes < config.ranks
+    count = len(nodes_of(config.ranks, nodes).sizes)
+    once = config.mode in OVER_NODES and tuning.once_per_node and 1 < count < config.ranks
     if once and config.tile_rows is not None:
         raise ValueError(
             f"AllToAll: tile_rows is {config.tile_rows}; rows that cross the network once per node are not counted by tiles: "
@@ -93,7 +95,7 @@ def crosses_once(config: Config, tuning: Tuning, nodes: int) -> bool:
 
 
 def symmetric_buffers(
-    config: Config, tuning: Tuning, nodes: int, proxied: bool, masks: Sequence[tuple[bool, ...]] = ()
+    config: Config, tuning: Tuning, nodes: NodeSizes, proxied: bool, masks: Sequence[tuple[bool, ...]] = ()
 ) -> BufferSpecs:
     """Symmetric memory of a configuration: "kernel.parameter" -> (shape, dtype)."""
     if crosses_once(config, tuning, nodes):
@@ -106,7 +108,7 @@ def world_with_room(world: World, config: Config, tuning: Tuning, active: tuple[
     heaps hold the same on all ranks, so that all that want the same come to the same answer."""
     world.control.agree("AllToAll", f"grow=True, {config.describe()}, {tuning}, active={active}")
     masks = [tuple(r in world.control.members for r in range(config.ranks)), *([active] if active else [])]
-    sizes = sizes_of(symmetric_buffers(config, tuning, world.topology.nodes, 0 in world.peer_base, masks))
+    sizes = sizes_of(symmetric_buffers(config, tuning, as_argument(world.topology.sizes), 0 in world.peer_base, masks))
     if world.heap.size_to_hold(sizes) <= world.heap.limit:
         return world
     usual = settings.heap_bytes(None, world.device.type == "cuda")
@@ -114,14 +116,16 @@ def world_with_room(world: World, config: Config, tuning: Tuning, active: tuple[
 
 
 def heap_bytes(
-    *sizes: Any, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
+    *sizes: Any, ranks: int | None = None, nodes: NodeSizes | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
     in_arena: bool = False, **options: Any,
 ) -> int:  # fmt: skip
     """Bytes of the symmetric heap that an object takes; can be asked before `tilescale_net.init`.
 
     Args:
         sizes, options: what the constructor gets: num_experts, max_tokens, hidden, top_k and so on.
-        ranks, nodes: of the job; default those of `group` (one node where `ranks` is given).
+        ranks: of the job; default those of `group`.
+        nodes: how many there are, or the ranks of each (a tuple) where these differ; default those of `group`, and one where
+            `ranks` is given.
         tuning: as for the constructor.
         group: whose ranks these are; see `tilescale_net.world`.
         in_arena: what it takes beside an arena.
@@ -137,7 +141,7 @@ def heap_bytes(
 
 
 def arena_bytes(
-    *sizes: Any, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
+    *sizes: Any, ranks: int | None = None, nodes: NodeSizes | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
     **options: Any,
 ) -> int:  # fmt: skip
     """Bytes of an `Arena` that an object takes; the arguments are those of `heap_bytes`."""
@@ -145,17 +149,23 @@ def arena_bytes(
 
 
 def _specs(
-    ranks: int | None, nodes: int | None, group: tsn.Group, tuning: Tuning | None, *sizes: Any, **options: Any
+    ranks: int | None, nodes: NodeSizes | None, group: tsn.Group, tuning: Tuning | None, *sizes: Any, **options: Any
 ) -> BufferSpecs:
     if ranks is None:
         world = tsn.world(group)
-        ranks, nodes = world.size, world.topology.nodes if nodes is None else nodes
+        ranks, nodes = world.size, as_argument(world.topology.sizes) if nodes is None else nodes
     nodes = 1 if nodes is None else nodes
+    if isinstance(nodes, tuple):
+        if any(type(n) is not int or n < 1 for n in nodes) or sum(nodes) != ranks:
+            raise ValueError(f"AllToAll: nodes is {nodes!r}; the ranks of each node must add up to ranks, {ranks!r}")
+        nodes = as_argument(nodes)
     for name, value, most in (("ranks", ranks, None), ("nodes", nodes, ranks)):
+        if isinstance(value, tuple):
+            continue
         if type(value) is not int or value < 1 or (most is not None and value > most):
             limits = "of 1 or more" if most is None else f"from 1 to {most}, the number of ranks"
             raise ValueError(f"AllToAll: {name} is {value!r}; it must be an integer {limits}")
-    return symmetric_buffers(configure(ranks, *sizes, **options), tuning or Tuning(), nodes, nodes > 1)
+    return symmetric_buffers(configure(ranks, *sizes, **options), tuning or Tuning(), nodes, nodes != 1)
 
 
 _numbers = itertools.count()

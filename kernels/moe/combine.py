@@ -284,7 +284,7 @@ def send_or_offer(
 ):
     """Send the rows of a chunk that this rank has for `chunk.peer` to it, or keep them and offer them to its forwarder here."""
     at = route.at
-    away = chunk.peer // at.size != node
+    away = at.of.node_of(chunk.peer) != node
     target = T.if_then_else(away, me, chunk.peer)
     first = T.if_then_else(away, offsets.base[chunk.peer], offsets.there[chunk.peer]) + chunk.c * s.chunk
     if s.quantised:
@@ -297,7 +297,7 @@ def send_or_offer(
         send_rows(s, mem.own, mem.slots, offsets, chunk, first, target, lane)
     if away:
         target = route.local_forwarder(chunk.peer)
-        row = route.local_forwarder_slot(chunk.peer) * at.size + me % at.size
+        row = route.local_forwarder_slot(chunk.peer) * at.size + at.of.index_of(me)
         T.sync_warp()
         if lane == 0:
             N.quiet(me)
@@ -332,7 +332,7 @@ def sum_in_node(s, mem, route, work, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref
                     work.from_row[g] = route.words[plan.gather(k, i, p * group + g)]
                     if work.from_row[g] >= 0:
                         # A tuple, because tilelang renames a tensor that is given another name.
-                        there = (N.remote(mem.offered.rows, node * at.size + p * group + g),)
+                        there = (N.remote(mem.offered.rows, at.of.first(node) + p * group + g),)
                         load_batch(
                             work.loaded, there[0], work.from_row[g], b * 32 * batch, lane, s.units, width, batch,
                             g * batch * width,
@@ -351,7 +351,7 @@ def sum_values_in_node(s, mem, route, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Re
             for r in T.serial(at.size):
                 index = route.words[plan.gather(k, i, r)]
                 if index >= 0:
-                    there = (N.remote(mem.offered.values, node * at.size + r),)
+                    there = (N.remote(mem.offered.values, at.of.first(node) + r),)
                     total = total + there[0][index, g * 32 + lane]
             mem.staged.values[row, g * 32 + lane] = total
 
@@ -517,7 +517,7 @@ def combine_throughput(
     blocks, payload = senders + reducers, FP8 if quantised else dtype
     tickets_to_send, S, slot_value_rows = R * chunks, most_sent(R, M, K), most_sent(R, M, K)
     if nodes:
-        plan, L, in_node = NodePlanOffsets(node_at, M), node_at.size, s.in_node(node_at.size)
+        nodes, L, plan, in_node = node_at.nodes, node_at.size, NodePlanOffsets(node_at, M), s.in_node(node_at.size)
         tickets_to_send += forwarder_slots * -(-M // proxied_chunk)
         S, slot_value_rows, relays, value_relays = (
             T.dynamic(n) for n in ("back", "slot_value_rows", "relays", "value_relays")
@@ -601,8 +601,8 @@ def combine_throughput(
                 route = Route(node_at, plan, node_map, node_plan)
                 node, mine, k, i, forwarder, row = int_vars(6)
                 total = T.alloc_var("float32")
-                node = me // L
-                mine = node + me % L  # this rank as an origin, for those of its node
+                node = node_at.of.node_of(me)
+                mine = node + node_at.of.index_of(me)  # this rank as an origin, for those of its node
                 returned = ReturnedChunk(k, peer, c, n)
                 sums = T.alloc_local((in_node.send_group * in_node.send_batch * s.width,), dtype)
                 sum_of_node = T.alloc_local((in_node.send_batch * s.width,), "float32")
@@ -617,7 +617,7 @@ def combine_throughput(
                         if ticket < R * chunks:
                             c = ticket // R
                             # Rows to other nodes come first.
-                            peer = (ticket % R + (node + 1) * L) % R
+                            peer = (ticket % R + node_at.of.end(node)) % R
                             # Reducers take this rank's own rows from where they are, if they travel as they are.
                             if c * chunk < received[peer] and (peer != me or not s.unchanged):
                                 n = T.min(chunk, received[peer] - c * chunk)
@@ -631,7 +631,7 @@ def combine_throughput(
                             if c * proxied_chunk < node_plan[plan.head(k, 0)]:
                                 n = T.min(proxied_chunk, node_plan[plan.head(k, 0)] - c * proxied_chunk)
                                 forwarder = T.if_then_else(
-                                    node < peer // L, node, node + L - 1
+                                    node < node_at.of.node_of(peer), node, node + L - 1
                                 )  # this node, as an origin
                                 send_back(s, mem, route, work_of_node, node, call, returned, i, row, slot, total, lane)
                                 N.signal_warp(arrived[forwarder, c], call, peer)

@@ -273,7 +273,7 @@ def dispatch_throughput(
     blocks, scale_width = senders + receivers, max(scale_words, 1)
     if nodes:
         node_at, node_chunks = NodeLayout(ranks, nodes, slots), -(-M // proxied_chunk)
-        L, plan = node_at.size, NodePlanOffsets(node_at, M)
+        nodes, L, plan = node_at.nodes, node_at.size, NodePlanOffsets(node_at, M)
         # Tickets: chunks to nodes, then those to ranks of this node, then those to forward.
         to_nodes, to_ranks, forwards = nodes * node_chunks, L * chunks, slots * L * chunks
 
@@ -344,7 +344,7 @@ def dispatch_throughput(
                 route = Route(node_at, plan, node_map, node_plan)
                 b, k, r, last = int_vars(4)
                 node = T.alloc_var("int32")
-                node = me // L
+                node = node_at.of.node_of(me)
                 node_chunk = NodeChunk(b, k, token, r, peer, c, n)
             handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:
@@ -360,7 +360,10 @@ def dispatch_throughput(
                                 send_to_node(s, mem, route, node_chunk, node, call, slot, row, token, peer, lane)
                         elif ticket < to_nodes + to_ranks:
                             c = (ticket - to_nodes) // L
-                            peer = node * L + ((ticket - to_nodes) % L + me) % L
+                            peer = node_at.of.first(node) + ((ticket - to_nodes) % L + me) % L
+                            if not node_at.of.is_even:  # a ticket of a rank that this node lacks is for no rows
+                                c = T.if_then_else(peer < node_at.of.end(node), c, chunks)
+                                peer = T.min(peer, R - 1)
                             if c * chunk < sent[peer] and (s.by_rank or peer != me):
                                 n = T.min(chunk, sent[peer] - c * chunk)
                                 send_direct(s, mem, offsets, taken, me, call, j, row, token)
@@ -368,7 +371,7 @@ def dispatch_throughput(
                             c = (ticket - to_nodes - to_ranks) // (slots * L)
                             k = (ticket - to_nodes - to_ranks) // L % slots
                             r = ((ticket - to_nodes - to_ranks) % L + me) % L
-                            peer = node * L + r
+                            peer = node_at.of.first(node) + r
                             row = node_plan[plan.head(k, 1 + 2 * r)]
                             if c * chunk < row:
                                 n = T.min(chunk, row - c * chunk)

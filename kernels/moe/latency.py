@@ -24,6 +24,7 @@ from tilescale_net.kernels.moe.layout import (
     LatencyNodePlanOffsets,
     MessageLayout,
     NodeLayout,
+    NodeSizes,
     with_room,
 )
 from tilescale_net.kernels.moe.mode import Launch, Mode, OverNodes, stream_key
@@ -165,7 +166,7 @@ class LatencyMode(Mode):
         given, forms = self.dispatch_takes + TIMED * timed, self._dispatch_forms(source, index_dtype)
         return Launch(kernel, self._fixed["dispatch"], given, base.world, **forms)
 
-    def _route(self, kernel: str) -> dict[str, int]:
+    def _route(self, kernel: str) -> dict[str, Any]:
         """What tells a kernel of forwarders between nodes."""
         return {}
 
@@ -346,7 +347,9 @@ class NodeLatencyMode(OverNodes, LatencyMode):
         }
 
     @staticmethod
-    def node_buffers(config: Config, tuning: Tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
+    def node_buffers(
+        config: Config, tuning: Tuning, nodes: NodeSizes, masks: Sequence[tuple[bool, ...]] = ()
+    ) -> BufferSpecs:
         c, R, M, at = config, config.ranks, config.max_tokens, with_room(config.ranks, nodes, masks)
         message, header = MessageLayout(c.row_words, c.scale_words, c.top_k, True), HeaderLayout(c.local_experts, True)
         payload, cuts, back = (
@@ -368,9 +371,9 @@ class NodeLatencyMode(OverNodes, LatencyMode):
             | NodeLatencyMode.carried(c, tuning, at)
         )
 
-    def _route(self, kernel: str) -> dict[str, int]:
+    def _route(self, kernel: str) -> dict[str, Any]:
         slots = "slots" if kernel == "dispatch" else "forwarder_slots"
-        return {"nodes": self._at.nodes, slots: self._at.slots}
+        return {"nodes": self._at.given, slots: self._at.slots}
 
     def _plan_shapes(self) -> dict:
         c, at = self._c, self._at

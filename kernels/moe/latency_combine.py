@@ -211,9 +211,9 @@ def sum_part(s, mem, work, now, rank_of, of, end: T.Ref, first: T.Ref, peer: T.R
 
 def sender_of(route: Route, me: Any, origin: Any) -> Any:
     """Which rank sends the row of an origin: one of this node, or the forwarder of another node."""
-    size = route.at.size
-    before = me // size
-    here = T.if_then_else(origin < before + size, before * size + origin - before, 0)
+    size, of = route.at.size, route.at.of
+    before = of.node_of(me)
+    here = T.if_then_else(origin < before + size, of.first(before) + origin - before, 0)
     return T.if_then_else(
         origin < before,
         route.forwarder(origin),
@@ -227,15 +227,15 @@ def send_part_in_node(s, mem, route, now, peer: T.Ref, slot: T.Ref, part: T.Ref,
     at, M = route.at, s.max_tokens
     source, index, target = int_vars(3)
     source = peer * M + slot
-    if peer // at.size == now.me // at.size:
+    if at.of.node_of(peer) == at.of.node_of(now.me):
         here = mem.slots.at(peer, s.quantised)
-        index = (now.parity * at.origins + now.me // at.size + now.me % at.size) * M + slot
+        index = (now.parity * at.origins + at.of.node_of(now.me) + at.of.index_of(now.me)) * M + slot
         send_part(s, here, index, mem, source, part * s.size, end, lane)
         N.signal_warp(mem.arrived[index, part], now.call, peer)
     else:
         target = route.local_forwarder(peer)
         index = (now.parity * at.slots + route.local_forwarder_slot(peer)) * M
-        index = (index + route.words[route.plan.message_index(peer, slot)]) * at.size + now.me % at.size
+        index = (index + route.words[route.plan.message_index(peer, slot)]) * at.size + at.of.index_of(now.me)
         there = Rows(N.remote(mem.partial_sums, target), None)
         send_part(s.unquantised, there, index, mem, source, part * s.size, end, lane)
         N.signal_warp(mem.partials_arrived[index, part], now.call, target)
@@ -275,15 +275,15 @@ def send_back(s, mem, route, work, now, k: T.Ref, j: T.Ref, part: T.Ref, end: T.
                 if s.timed:
                     handshake.wait_timed(
                         lambda: mem.partials_arrived[row * at.size + index, part], now.call, mem.waited,
-                        now.me // at.size * at.size + index,
+                        at.of.first(at.of.node_of(now.me)) + index,
                     )  # fmt: skip
                 N.wait(mem.partials_arrived[row * at.size + index, part], "ge", now.call)
     T.sync_warp()
     sum_in_node(s, mem, route, work, row, k, j, part * s.size, end, lane)
     T.sync_warp()
     peer = route.source(k)
-    index = now.me // at.size
-    if peer // at.size < index:
+    index = at.of.node_of(now.me)
+    if at.of.node_of(peer) < index:
         index = index + at.size - 1
     index = (now.parity * at.origins + index) * M + j
     put_part(s, mem, row, index, part, end, now.call, peer, lane)
@@ -329,7 +329,8 @@ def combine_latency(
     groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     if nodes:
-        plan, L, held = LatencyNodePlanOffsets(node_at, M, K), node_at.size, s.partials_group(node_at.size)
+        nodes, L, held = node_at.nodes, node_at.size, s.partials_group(node_at.size)
+        plan = LatencyNodePlanOffsets(node_at, M, K)
 
     @T.prim_func
     def main(
@@ -391,7 +392,7 @@ def combine_latency(
                     if slot < total:
                         if nodes:
                             # What goes to other nodes has the longer way, so it leaves first.
-                            peer = (me // L + 1) % nodes * L
+                            peer = node_at.of.first((node_at.of.node_of(me) + 1) % nodes)
                             while slot >= incoming[peer]:
                                 slot = slot - incoming[peer]
                                 peer = (peer + 1) % R

@@ -24,7 +24,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import EXPLICIT_SYNC, STATUS_WORDS
+from tilescale_net.kernels.collective import EXPLICIT_SYNC, STATUS_WORDS, Nodes
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.handshake import RECEIVES, SENDS, await_previous
 from tilescale_net.kernels.moe.layout import (
@@ -63,12 +63,20 @@ class LatencyDispatchConfig:
     source_dtype: str
     blocks: int
     threads: int
-    node_size: int = 0  # ranks of a node, where rows cross the network once per node
+    node_sizes: tuple[int, ...] = ()  # ranks of each node, where rows cross the network once per node
     timed: bool = False
 
     @property
     def nodes(self) -> int:
-        return self.ranks // self.node_size if self.node_size else 0
+        return len(self.node_sizes)
+
+    @property
+    def of(self) -> Nodes:
+        return Nodes(self.node_sizes)
+
+    def node_of_expert(self, expert: Any) -> Any:
+        """The node of an expert's rank."""
+        return expert // (self.local * self.of.largest) if self.of.is_even else self.of.node_of(expert // self.local)
 
     @property
     def bins(self) -> int:
@@ -209,10 +217,10 @@ def count_choices(s, mem, tokens, fault, fault_value, histogram, bad, now, threa
                         if s.nodes:
                             first = 1
                             for q in T.serial(k):
-                                if seen[q] >= 0 and seen[q] // s.node_size == seen[k] // s.node_size:
+                                if seen[q] >= 0 and s.of.node_of(seen[q]) == s.of.node_of(seen[k]):
                                     first = 0
                             if first != 0:
-                                T.atomic_add(histogram[experts + R + seen[k] // s.node_size], 1)
+                                T.atomic_add(histogram[experts + R + s.of.node_of(seen[k])], 1)
     T.sync_threads()
 
 
@@ -233,7 +241,7 @@ def send_headers(s, mem, histogram, bad, now, thread, warp):
                 mem.header_out[now.parity * R + peer, index] = bad[1]
             elif s.nodes:
                 if index == head.to_node:
-                    mem.header_out[now.parity * R + peer, index] = histogram[s.experts + R + peer // s.node_size]
+                    mem.header_out[now.parity * R + peer, index] = histogram[s.experts + R + s.of.node_of(peer)]
     T.sync_threads()
     for i in T.serial((R + s.warps - 1) // s.warps):
         peer = i * s.warps + warp
@@ -275,7 +283,7 @@ def load_token(s, mem, chosen, loaded, token: T.Ref, parity: T.Ref, thread, warp
 @tsn.macro
 def count_earlier(s, mem, chosen, token: T.Ref, thread):
     """Count, for each choice of a token, the earlier choices of its expert and tokens with one at its rank, or in its node."""
-    K, local, of_node = s.top_k, s.local, s.local * s.node_size
+    K, local = s.top_k, s.local
     seen = T.alloc_local((K,), "int32")
     found_expert = T.alloc_local((K,), "int32")
     found_rank = T.alloc_local((K,), "int32")
@@ -310,7 +318,7 @@ def count_earlier(s, mem, chosen, token: T.Ref, thread):
                     if chosen.mine[k] >= 0:
                         first = 0
                         for q in T.serial(K):
-                            if seen[q] >= 0 and seen[q] // of_node == chosen.mine[k] // of_node:
+                            if seen[q] >= 0 and s.node_of_expert(seen[q]) == s.node_of_expert(chosen.mine[k]):
                                 first = 1
                         found_node[k] = found_node[k] + first
     for k in T.serial(K):
@@ -363,7 +371,7 @@ def send_message(s, mem, route, chosen, token: T.Ref, now, thread, warp, lane):
     peer, index, first = int_vars(3)
     if s.nodes:
         slot, first_of_node = int_vars(2)
-        size = s.node_size
+        of = s.of
     for g in T.serial((K + s.threads - 1) // s.threads):
         index = g * s.threads + thread
         if index < K:
@@ -389,9 +397,9 @@ def send_message(s, mem, route, chosen, token: T.Ref, now, thread, warp, lane):
                     if lane == 0:
                         mem.token_slot[token, peer] = chosen.same_rank[index]
                     if s.nodes:
-                        if peer // size == now.me // size:
+                        if of.node_of(peer) == of.node_of(now.me):
                             if lane == 0:
-                                mem.origin_slot[token, now.me // size + peer % size] = chosen.same_rank[index]
+                                mem.origin_slot[token, of.node_of(now.me) + of.index_of(peer)] = chosen.same_rank[index]
                             put_message(s, mem, chosen, token, now, index, peer)
                     else:
                         put_message(s, mem, chosen, token, now, index, peer)
@@ -399,18 +407,18 @@ def send_message(s, mem, route, chosen, token: T.Ref, now, thread, warp, lane):
                     peer = chosen.mine[index] // local
                     first_of_node = 1
                     for q in T.serial(index):
-                        if chosen.mine[q] >= 0 and chosen.mine[q] // (local * size) == peer // size:
+                        if chosen.mine[q] >= 0 and s.node_of_expert(chosen.mine[q]) == of.node_of(peer):
                             first_of_node = 0
-                    if first_of_node != 0 and peer // size != now.me // size:
+                    if first_of_node != 0 and of.node_of(peer) != of.node_of(now.me):
                         if lane == 0:
-                            slot = peer // size
-                            if slot > now.me // size:
-                                slot = slot + size - 1
+                            slot = of.node_of(peer)
+                            if slot > of.node_of(now.me):
+                                slot = slot + of.largest - 1
                             mem.origin_slot[token, slot] = chosen.same_node[index]
                         slot = (
-                            now.parity * route.at.slots + route.forwarder_slot(peer // size)
+                            now.parity * route.at.slots + route.forwarder_slot(of.node_of(peer))
                         ) * M + chosen.same_node[index]
-                        peer = route.forwarder(peer // size)
+                        peer = route.forwarder(of.node_of(peer))
                         N.put_signal_warp(
                             mem.to_forward[slot, 0], mem.message.words[now.parity * M + token, 0], peer, mem.forward_arrived[slot],
                             now.call, count=msg.words,
@@ -506,7 +514,7 @@ def _forward(s, mem, route, now, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.Re
     rank = -1
     if mem.to_forward[row, msg.experts + choice] >= 0:
         rank = mem.to_forward[row, msg.experts + choice] // local
-        if rank // at.size != now.me // at.size:
+        if at.of.node_of(rank) != at.of.node_of(now.me):
             rank = -1
     first = 1
     number = 0
@@ -515,7 +523,7 @@ def _forward(s, mem, route, now, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.Re
         other = mem.to_forward[row, msg.experts + q]
         if other >= 0:
             other = other // local
-            if other // at.size == now.me // at.size:
+            if at.of.node_of(other) == at.of.node_of(now.me):
                 again = 0
                 for p in T.serial(q):
                     if mem.to_forward[row, msg.experts + p] >= 0:
@@ -531,7 +539,7 @@ def _forward(s, mem, route, now, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.Re
         if choice >= count:
             route.words[plan.receiver(k, j, choice)] = -1
         if rank >= 0 and first != 0:
-            route.words[plan.receiver(k, j, number)] = rank % at.size
+            route.words[plan.receiver(k, j, number)] = at.of.index_of(rank)
     if rank >= 0 and first != 0:
         other = mem.to_forward[row, msg.at_rank + choice]
         # The receiver has no slot for it where the source has reported a fault.
@@ -623,8 +631,8 @@ def dispatch_latency(
     R, K, M, S = ranks, top_k, max_tokens, slots
     at = NodeLayout(R, nodes, S) if nodes else None
     plan = LatencyNodePlanOffsets(at, M, K) if nodes else None
-    node_size = at.size if nodes else 0
-    s = LatencyDispatchConfig(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, node_size, timed)
+    nodes, sizes = (at.nodes, at.of.sizes) if at else (0, ())
+    s = LatencyDispatchConfig(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, sizes, timed)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     scales_width = s.capacity if column_scales else scale_width

@@ -2,7 +2,8 @@
 
 Where nodes have several ranks, a row crosses the network once for each node that needs it: to a rank of that node, the
 source's forwarder there, which forwards it. Sums return the same way. A forwarder gives every source that it serves a
-slot. While all ranks of a node take part, a source's forwarder is the one with its index in the node.
+slot. Where nodes have the same size and all ranks of a node take part, a source's forwarder is the one with its index in
+the node; else the node's ranks serve the sources in turn.
 
 A rank sums what it gets from its origins: the ranks of its node, and every other node as a whole; in the order of
 ranks. So do dispatch and combine of a plan.
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from tilescale_net.kernels.collective import TAG_BITS
+from tilescale_net.kernels.collective import TAG_BITS, Nodes
+
+# So many nodes of one size, or the ranks of each node where these differ.
+NodeSizes = int | tuple[int, ...]
 
 NO_RANK = -1
 # What a rank may find wrong with a call; every rank gets the code, the value and the rank. Codes from HOST_FAULT on
@@ -112,11 +116,25 @@ class HeaderLayout:
         self.words = align4(end if over_nodes else self.to_node)
 
 
+def nodes_of(ranks: int, nodes: NodeSizes) -> Nodes:
+    """So many nodes of one size, or nodes of these sizes."""
+    return Nodes(nodes if isinstance(nodes, tuple) else (ranks // nodes,) * nodes)
+
+
+def as_argument(sizes: tuple[int, ...]) -> NodeSizes:
+    """Nodes of these sizes as kernels take them: where all have the same, how many there are."""
+    return sizes if len(set(sizes)) > 1 else len(sizes)
+
+
 class NodeLayout:
-    """Nodes of `size` consecutive ranks each, and offsets in the map (int32) that `Forwarders.words` makes.
+    """Nodes of consecutive ranks, and offsets in the map (int32) that `Forwarders.words` makes.
+
+    Memory and numbers are those of nodes of one size, the largest: what belongs to a rank that a smaller node lacks is
+    never used. Origins are numbered in this way, too.
 
     Attributes:
-        ranks, nodes: of the job. size: ranks of a node. origins: see above.
+        ranks: of the job. given: its nodes as kernels take them, see `as_argument`. of: these nodes. nodes: how many there
+            are. size: ranks of the largest. origins: see above.
         slots: sources that a forwarder serves at most. lists: pairs of a slot and a rank of the forwarder's node.
         forwarder, forwarder_slot: [nodes] this rank's forwarder in each node, and this rank's slot there.
         source: [slots] the source that this rank serves as a forwarder.
@@ -127,9 +145,10 @@ class NodeLayout:
             among the source's slots.
     """
 
-    def __init__(self, ranks: int, nodes: int, slots: int):
-        self.ranks, self.nodes, self.slots, self.size = ranks, nodes, slots, ranks // nodes
-        self.origins, self.lists = nodes - 1 + self.size, slots * self.size
+    def __init__(self, ranks: int, nodes: NodeSizes, slots: int):
+        self.ranks, self.given, self.slots, self.of = ranks, nodes, slots, nodes_of(ranks, nodes)
+        self.nodes, self.size = len(self.of.sizes), self.of.largest
+        self.origins, self.lists = self.nodes - 1 + self.size, slots * self.size
         (
             self.forwarder,
             self.forwarder_slot,
@@ -137,7 +156,7 @@ class NodeLayout:
             self.local_forwarder,
             self.local_forwarder_slot,
             self.map_words,
-        ) = offsets_of(nodes, nodes, slots, ranks, ranks)
+        ) = offsets_of(self.nodes, self.nodes, slots, ranks, ranks)
         self.slots_begin, self.head_words = 1 + 2 * self.size, align4(2 + 2 * self.size)
 
 
@@ -235,23 +254,24 @@ class Route(NamedTuple):
 @dataclass(frozen=True)
 class Forwarders:
     """Which rank is the forwarder of which sources, by the ranks that take part; the same on all ranks. `mask`: for
-    each rank whether it takes part. nodes: how many there are."""
+    each rank whether it takes part. nodes: see `nodes_of`."""
 
     mask: tuple[bool, ...]
-    nodes: int
+    nodes: NodeSizes
 
     @property
-    def _size(self) -> int:
-        return len(self.mask) // self.nodes
+    def _of(self) -> Nodes:
+        return nodes_of(len(self.mask), self.nodes)
 
     def served(self, node: int) -> dict[int, list[int]]:
         """For each forwarder in a node the sources it serves, in the order of their slots."""
-        first, size = node * self._size, self._size
+        of = self._of
+        first, size = of.first(node), of.size(node)
         members = [r for r in range(first, first + size) if self.mask[r]]
         others = [r for r, takes_part in enumerate(self.mask) if takes_part and not first <= r < first + size]
         served: dict[int, list[int]] = {member: [] for member in members}
         for number, source in enumerate(others):
-            if len(members) == size:
+            if of.is_even and len(members) == size:
                 served[first + source % size].append(source)
             elif members:
                 served[members[number % len(members)]].append(source)
@@ -260,25 +280,25 @@ class Forwarders:
     @property
     def slots(self) -> int:
         """Sources that any forwarder serves at most, 1 or more."""
-        every = [len(sources) for node in range(self.nodes) for sources in self.served(node).values()]
+        every = [len(sources) for node in range(len(self._of.sizes)) for sources in self.served(node).values()]
         return max([1, *every])
 
     def words(self, rank: int, slots: int) -> list[int]:
         """The map of a rank, offsets as in `NodeLayout`; -1 where there is no rank."""
         at = NodeLayout(len(self.mask), self.nodes, slots)
         words = [NO_RANK] * at.map_words
-        for node in range(self.nodes):
+        for node in range(at.nodes):
             for forwarder, sources in self.served(node).items():
                 for slot, source in enumerate(sources):
                     if source == rank:
                         words[at.forwarder + node], words[at.forwarder_slot + node] = forwarder, slot
                     if forwarder == rank:
                         words[at.source + slot] = source
-                    if node == rank // at.size:
+                    if node == at.of.node_of(rank):
                         words[at.local_forwarder + source], words[at.local_forwarder_slot + source] = forwarder, slot
         return words
 
 
-def with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> NodeLayout:
+def with_room(ranks: int, nodes: NodeSizes, masks: Sequence[tuple[bool, ...]]) -> NodeLayout:
     """With slots for as many sources as a forwarder serves among all ranks, and among those of each mask."""
-    return NodeLayout(ranks, nodes, max([nodes - 1, *(Forwarders(mask, nodes).slots for mask in masks)]))
+    return NodeLayout(ranks, nodes, max(Forwarders(mask, nodes).slots for mask in ((True,) * ranks, *masks)))

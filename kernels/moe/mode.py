@@ -14,7 +14,7 @@ from tilescale_net.kernels.launches import Launch
 from tilescale_net.kernels.moe.checks import CombineCall, DispatchCall, Phase
 from tilescale_net.kernels.moe.config import Config, Tuning
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Plans
-from tilescale_net.kernels.moe.layout import Forwarders, NodeLayout, with_room
+from tilescale_net.kernels.moe.layout import Forwarders, NodeLayout, NodeSizes, with_room
 
 if TYPE_CHECKING:
     from tilescale_net.kernels.moe.all_to_all import AllToAll
@@ -144,8 +144,8 @@ class Mode(ABC):
     meets_first = True
 
     @property
-    def sums_over(self) -> int:
-        """Nodes whose ranks' rows are summed before they travel."""
+    def sums_over(self) -> NodeSizes:
+        """Nodes whose ranks' rows are summed before they travel, see `nodes_of`."""
         return 1
 
     _base: AllToAll
@@ -249,7 +249,9 @@ class OverNodes(Mode):
 
     @staticmethod
     @abstractmethod
-    def node_buffers(config: Config, tuning: Tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
+    def node_buffers(
+        config: Config, tuning: Tuning, nodes: NodeSizes, masks: Sequence[tuple[bool, ...]] = ()
+    ) -> BufferSpecs:
         """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype). `masks`: ranks that take part when they
         are not all, now and later."""
 
@@ -264,19 +266,19 @@ class OverNodes(Mode):
         self._use_map(base.active_mask)
 
     @property
-    def sums_over(self) -> int:
-        return self._at.nodes
+    def sums_over(self) -> NodeSizes:
+        return self._at.given
 
     def _use_map(self, mask: tuple[bool, ...]) -> None:
         """Let the kernels go by the map of these members."""
-        words = Forwarders(mask, self._at.nodes).words(self._base.rank, self._at.slots)
+        words = Forwarders(mask, self._at.given).words(self._base.rank, self._at.slots)
         node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
         for fixed in self._fixed.values():
             fixed["node_map"] = node_map
 
     def regroup(self, mask: tuple[bool, ...]) -> None:
         """A forwarder that is left out is replaced, by one that may then serve more sources than there was room for."""
-        at = with_room(self._c.ranks, self._at.nodes, [mask])
+        at = with_room(self._c.ranks, self._at.given, [mask])
         if at.slots > self._at.slots:
             self._at = at
             with torch.inference_mode(False):

@@ -24,7 +24,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import EXPLICIT_SYNC, STATUS_WORDS, report
+from tilescale_net.kernels.collective import EXPLICIT_SYNC, STATUS_WORDS, Nodes, report
 from tilescale_net.kernels.moe.handshake import count_for
 from tilescale_net.kernels.moe.layout import (
     BAD_EXPERT,
@@ -321,13 +321,21 @@ class PlanConfig:
     threads: int
     index_dtype: str
     absent: int
-    node_size: int
+    node_size: int | tuple[int, ...]
     ordered: bool = False
 
     @property
     def local(self) -> int:
         """Experts of a rank."""
         return self.experts // self.ranks
+
+    @property
+    def once_per_node(self) -> bool:
+        return self.node_size != 0
+
+    @property
+    def of(self) -> Nodes:
+        return Nodes.of(self.ranks, self.node_size)
 
     @property
     def counts(self) -> CountsLayout:
@@ -574,9 +582,9 @@ def write_totals(s, mem, shared, me, stop: T.Ref, thread):
         mem.totals[at.sent_base + thread] = before_me
         earlier = T.alloc_var("int32")
         earlier = 0
-        if s.node_size:
-            for r in T.serial(thread % s.node_size):
-                other = thread - thread % s.node_size + r
+        if s.once_per_node:
+            for r in T.serial(s.of.index_of(thread)):
+                other = thread - s.of.index_of(thread) + r
                 earlier = earlier + T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + other], 0)
         else:
             for r in T.serial(thread):
@@ -584,9 +592,9 @@ def write_totals(s, mem, shared, me, stop: T.Ref, thread):
         mem.totals[at.sent_before + thread] = earlier
         slots = T.alloc_var("int32")
         slots = 0
-        if s.node_size:
-            for r in T.serial(me % s.node_size):
-                mate = me - me % s.node_size + r
+        if s.once_per_node:
+            for r in T.serial(s.of.index_of(me)):
+                mate = me - s.of.index_of(me) + r
                 slots = slots + T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, experts + mate], 0)
         else:
             for r in T.serial(me):
@@ -666,7 +674,7 @@ def plan_routing(
         blocks, threads: launch geometry; all blocks must run at once.
         index_dtype: of `topk_idx`, "int32" or "int64".
         absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
-        node_size: ranks of a node, where rows cross the network once per node; else 0.
+        node_size: ranks of a node, or a tuple of those of every node, where rows cross the network once per node; else 0.
         ordered: rows to a rank are numbered by the first of their experts there, not by token alone.
 
     Parameters of the kernel (int32 where no type is named):
@@ -790,8 +798,8 @@ def _number_rows(mem, route, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, index
     for q in T.serial(share):
         if thread * share + q < tokens:
             hit = 0
-            for r in T.serial(at.size):
-                hit = T.if_then_else(mem.token_slot[thread * share + q, b * at.size + r] >= 0, 1, hit)
+            for r in T.serial(at.of.size(b)):
+                hit = T.if_then_else(mem.token_slot[thread * share + q, at.of.first(b) + r] >= 0, 1, hit)
             index = index + hit
     mem.found[thread] = index
     T.sync_threads()
@@ -802,22 +810,25 @@ def _number_rows(mem, route, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, index
         t = thread * share + q
         if t < tokens:
             hit = 0
-            for r in T.serial(at.size):
-                hit = T.if_then_else(mem.token_slot[t, b * at.size + r] >= 0, 1, hit)
+            for r in T.serial(at.of.size(b)):
+                hit = T.if_then_else(mem.token_slot[t, at.of.first(b) + r] >= 0, 1, hit)
             if b == node:
-                for r in T.serial(at.size):
-                    route.words[plan.origin_index(t, node + r)] = mem.token_slot[t, b * at.size + r]
+                for r in T.serial(at.of.size(b)):
+                    route.words[plan.origin_index(t, node + r)] = mem.token_slot[t, at.of.first(b) + r]
+                if not at.of.is_even:
+                    for r in T.serial(at.size - at.of.size(b)):
+                        route.words[plan.origin_index(t, node + at.of.size(b) + r)] = -1
             elif hit == 0:
                 route.words[plan.origin_index(t, origin)] = -1
             else:
                 route.words[plan.origin_index(t, origin)] = index
                 route.words[plan.token(b, index)] = t
-                for r in T.serial(at.size):
+                for r in T.serial(at.of.size(b)):
                     j = T.alloc_var("int32")
-                    j = mem.token_slot[t, b * at.size + r]
+                    j = mem.token_slot[t, at.of.first(b) + r]
                     mem.pairs_out[b, index, 2 * r] = j
                     if j >= 0:
-                        mem.pairs_out[b, index, 2 * r + 1] = mem.send_row[b * at.size + r, j]
+                        mem.pairs_out[b, index, 2 * r + 1] = mem.send_row[at.of.first(b) + r, j]
             index = index + hit
 
 
@@ -828,24 +839,24 @@ def _place_slots(mem, route, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: T
     share = (tokens + threads - 1) // threads
     begin = 0
     if b == node:
-        if thread < at.size:
-            route.words[plan.base(node + thread)] = mem.totals[mem.totals_at.sent_before + node * at.size + thread]
+        if thread < at.of.size(node):
+            route.words[plan.base(node + thread)] = mem.totals[mem.totals_at.sent_before + at.of.first(node) + thread]
     else:
         for q in T.serial(share):
             if thread * share + q < tokens:
                 for a in T.serial(b):
                     hit = 0
                     if a != node:
-                        for r in T.serial(at.size):
-                            hit = T.if_then_else(mem.token_slot[thread * share + q, a * at.size + r] >= 0, 1, hit)
+                        for r in T.serial(at.of.size(a)):
+                            hit = T.if_then_else(mem.token_slot[thread * share + q, at.of.first(a) + r] >= 0, 1, hit)
                     begin = begin + hit
     mem.found[thread] = begin
     T.sync_threads()
     begin = 0
     for p in T.serial(threads):
         begin = begin + mem.found[p]
-    for r in T.serial(at.size):
-        begin = begin + mem.totals[mem.totals_at.sent + node * at.size + r]
+    for r in T.serial(at.of.size(node)):
+        begin = begin + mem.totals[mem.totals_at.sent + at.of.first(node) + r]
     if b != node and thread == 0:
         route.words[plan.base(T.if_then_else(b < node, b, b + at.size - 1))] = begin
     T.sync_threads()
@@ -857,9 +868,13 @@ def _send_to_forwarder(
 ):
     """Send the head and the pairs of node `b` to this rank's forwarder there, by the first warp."""
     at = route.at
-    if thread < at.size:
-        mem.heads_out[b, 1 + 2 * thread] = mem.totals[mem.totals_at.sent + b * at.size + thread]
-        mem.heads_out[b, 2 + 2 * thread] = mem.totals[mem.totals_at.sent_base + b * at.size + thread]
+    if thread < at.of.size(b):
+        mem.heads_out[b, 1 + 2 * thread] = mem.totals[mem.totals_at.sent + at.of.first(b) + thread]
+        mem.heads_out[b, 2 + 2 * thread] = mem.totals[mem.totals_at.sent_base + at.of.first(b) + thread]
+    if not at.of.is_even:
+        if thread >= at.of.size(b) and thread < at.size:  # ranks that the node lacks get no rows
+            mem.heads_out[b, 1 + 2 * thread] = 0
+            mem.heads_out[b, 2 + 2 * thread] = 0
     if thread == 0:
         mem.heads_out[b, 0] = rows
         mem.heads_out[b, at.slots_begin] = begin
@@ -875,7 +890,7 @@ def _send_to_forwarder(
 
 
 @tsn.macro
-def _store_pairs(mem, route, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
+def _store_pairs(mem, route, node: T.Ref, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
     """Store the head and the pairs of the source of slot `k`, as lists by rank and as indices by row."""
     at, plan = route.at, route.plan
     L = at.size
@@ -887,6 +902,9 @@ def _store_pairs(mem, route, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
         p = i * threads + thread
         if p < rows * L:
             j = mem.pairs_in[k, p // L, p % L * 2]
+            if not at.of.is_even:
+                if p % L >= at.of.size(node):
+                    j = -1
             route.words[plan.gather(k, p // L, p % L)] = T.if_then_else(j >= 0, mem.heads_in[k, p % L * 2 + 2] + j, -1)
             if j >= 0:
                 route.words[plan.forward(k, p % L, j, 0)] = p // L
@@ -909,7 +927,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
         calls [blocks] uint64: calls so far. node_plan [words]: see NodePlanOffsets.
     """
     R, M, at, totals_at = ranks, max_tokens, NodeLayout(ranks, nodes, slots), PlanOffsets(ranks, experts // ranks)
-    L, H, plan = at.size, at.head_words, NodePlanOffsets(at, max_tokens)
+    nodes, L, H, plan = at.nodes, at.size, at.head_words, NodePlanOffsets(at, max_tokens)
 
     @T.prim_func
     def main(
@@ -944,7 +962,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
             )
             thread = T.get_thread_binding()
             node = T.alloc_var("int32")
-            node = N.my_pe() // L
+            node = at.of.node_of(N.my_pe())
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
             b, origin, index, hit, forwarder, slot, begin = int_vars(7)
@@ -964,7 +982,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
                 if b < slots:
                     if route.source(b) >= 0:
                         N.wait_block(heads_arrived[b], "ge", call)
-                        _store_pairs(mem, route, b, index, hit, thread, threads)
+                        _store_pairs(mem, route, node, b, index, hit, thread, threads)
                     else:
                         for h in T.serial((H + threads - 1) // threads):
                             if h * threads + thread < H:

@@ -13,6 +13,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.moe.layout import NodeSizes, nodes_of
 
 FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0
@@ -270,19 +271,19 @@ def add_biases(s, acc, result, token: T.Ref, first, lane, end):
 
 
 def sum_of_ranks(
-    parts: list[torch.Tensor], rank: int, dtype: torch.dtype, quantised: bool = False, nodes: int = 1
+    parts: list[torch.Tensor], rank: int, dtype: torch.dtype, quantised: bool = False, nodes: NodeSizes = 1
 ) -> torch.Tensor:
     """What combine makes on `rank` of what each rank has for its tokens. `parts`: of each rank, [tokens, hidden]
-    float32. nodes: where they are summed in other nodes first, else 1."""
+    float32. nodes: see `nodes_of`, where they are summed in other nodes first; else 1."""
 
     def travelled(rows: torch.Tensor) -> torch.Tensor:
         return dequantise(*quantise(rows)) if quantised else rows.to(dtype).float()
 
-    size = len(parts) // nodes
+    of = nodes_of(len(parts), nodes)
     result = torch.zeros_like(parts[0])
-    for node in range(nodes):
-        members = parts[node * size : (node + 1) * size]
-        if node == rank // size:
+    for node in range(len(of.sizes)):
+        members = parts[of.first(node) : of.end(node)]
+        if node == of.node_of(rank):
             for part in members:
                 result += travelled(part)
         else:

@@ -23,6 +23,7 @@ from tilescale_net.kernels.moe.layout import (
     CountsLayout,
     NodeLayout,
     NodePlanOffsets,
+    NodeSizes,
     PlanOffsets,
     most_sent,
     output_tag,
@@ -255,7 +256,7 @@ class ThroughputMode(Mode):
         dispatch, combine = shares(self._tuning, blocks)
         return combine if kernel == "combine" else blocks if self.placement == "rank" else dispatch
 
-    def _route(self, kernel: str) -> dict[str, int]:
+    def _route(self, kernel: str) -> dict[str, Any]:
         """What tells a kernel of nodes, and of forwarders between them."""
         return {}
 
@@ -575,16 +576,18 @@ class NodeThroughputMode(OverNodes, ThroughputMode):
         }
 
     @staticmethod
-    def node_buffers(config: Config, tuning: Tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
+    def node_buffers(
+        config: Config, tuning: Tuning, nodes: NodeSizes, masks: Sequence[tuple[bool, ...]] = ()
+    ) -> BufferSpecs:
         c, M, at = config, config.max_tokens, with_room(config.ranks, nodes, masks)
-        staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
+        staged, chunks = (at.nodes - 1) * M, -(-M // tuning.chunk)
         ints, floats, words = torch.int32, torch.float32, torch.uint64
         base = symmetric_buffers(config, tuning, proxied=False)
         return (
             {name: spec for name, spec in base.items() if not name.startswith("rows.")}
             | {
-                "nodes.heads_out": ((nodes, at.head_words), ints),
-                "nodes.pairs_out": ((nodes, M, 2 * at.size), ints),
+                "nodes.heads_out": ((at.nodes, at.head_words), ints),
+                "nodes.pairs_out": ((at.nodes, M, 2 * at.size), ints),
                 "dispatch.staged_scales": ((staged if c.scale_words else 1, max(c.scale_words, 1)), ints),
                 "combine.slot_scales": (
                     (most_sent(at.origins, M, c.top_k) if c.quantize_combine else 1, groups_of(c.hidden)),
@@ -623,10 +626,10 @@ class NodeThroughputMode(OverNodes, ThroughputMode):
     def variants(self, everything: bool) -> list[Callable[[], object]]:
         return [*super().variants(everything), functools.partial(self._nodes_launch, self._base.blocks)]
 
-    def _route(self, kernel: str) -> dict[str, int]:
+    def _route(self, kernel: str) -> dict[str, Any]:
         if kernel == "routing":
-            return {"node_size": self._at.size}
-        return {"nodes": self._at.nodes, "slots" if kernel == "dispatch" else "forwarder_slots": self._at.slots}
+            return {"node_size": self._at.size if self._at.of.is_even else self._at.of.sizes}
+        return {"nodes": self._at.given, "slots" if kernel == "dispatch" else "forwarder_slots": self._at.slots}
 
     def _nodes_launch(self, blocks: int) -> Callable[..., None]:
         return self._launch(self._new_nodes, blocks)
@@ -634,7 +637,7 @@ class NodeThroughputMode(OverNodes, ThroughputMode):
     def _new_nodes(self, blocks: int) -> Launch:
         c, base, at = self._c, self._base, self._at
         kernel = plan_nodes(
-            c.ranks, c.num_experts, at.nodes, at.slots, c.max_tokens, blocks, base.threads, **self._fewer(blocks)
+            c.ranks, c.num_experts, at.given, at.slots, c.max_tokens, blocks, base.threads, **self._fewer(blocks)
         )
         return Launch(kernel, self._fixed["nodes"], _NODES, base.world)
 

@@ -169,8 +169,8 @@ class Objects:
             except HeapError:
                 if self.masks.shrinks:  # all objects lose the same ranks
                     raise
-        topology = self.world.topology
-        nbytes = AllToAll.heap_bytes(*sizes, **options, ranks=self.world.size, nodes=topology.nodes)
+        nodes = self.world.topology.sizes
+        nbytes = AllToAll.heap_bytes(*sizes, **options, ranks=self.world.size, nodes=nodes)
         usual = settings.heap_bytes(None, self.world.device.type == "cuda")
         self._worlds.append(worlds.make_sibling(self.world, max(usual, nbytes + SYSTEM_BYTES)))
         return AllToAll(*sizes, **options, warm_up=False, group=self._worlds[-1])

@@ -53,7 +53,7 @@ def expert_rows(routing: Routing, x: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def combine(
     outputs: list[list[torch.Tensor]], topk_idx: list[torch.Tensor], weights: list[torch.Tensor], experts: int, rank: int,
-    dtype: torch.dtype, quantised: bool = False, active: list[bool] | None = None, weighted: bool = True, nodes: int = 1,
+    dtype: torch.dtype, quantised: bool = False, active: list[bool] | None = None, weighted: bool = True, nodes: int | tuple[int, ...] = 1,
 ) -> torch.Tensor:  # fmt: skip
     """What combine gives on `rank`: sums over an expert's rank first, in float32, then over ranks, see `sum_of_ranks`.
 
@@ -61,7 +61,7 @@ def combine(
         outputs: for each rank, of each local expert, its rows in the order of `route`.
         topk_idx, weights: of each rank. experts: number of experts. dtype: of rows and result.
         quantised: rows travel as FP8. active: ranks that take part. weighted: apply `weights`.
-        nodes: where rows cross the network once per node: how many there are.
+        nodes: where rows cross the network once per node: how many there are, or the ranks of each.
     """
     ranks = len(topk_idx)
     shape = len(topk_idx[rank]), outputs[0][0].shape[-1]

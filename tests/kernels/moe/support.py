@@ -192,7 +192,7 @@ def _outputs(c, host: int, choices, everyone, active) -> list[torch.Tensor]:
     return [expert(host * c.local_experts + e, r, c.combine_dtype) for e, r in enumerate(rows)]
 
 
-def _sum_of_ranks(c, mine: Inputs, choices: torch.Tensor, rank: int, nodes: int) -> torch.Tensor:
+def _sum_of_ranks(c, mine: Inputs, choices: torch.Tensor, rank: int, nodes: int | tuple[int, ...]) -> torch.Tensor:
     rows, parts = _plain(mine.rows, mine.scales, c).float(), []
     for host in range(c.ranks):
         here = (choices.div(c.local_experts, rounding_mode="floor") == host).any(1)

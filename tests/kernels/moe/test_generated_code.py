@@ -56,6 +56,8 @@ KERNELS = {
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 # Beside products, see tiles.py.
 TILES = dict(tile_rows=128, tiles=512)
+# A node that has lost a GPU.
+UNEVEN = (8, 8, 8, 7)
 # Like others that every run compiles, or, as the sum by rank, looked at below as it ships.
 LIKE_OTHERS = ("routing.plan_nodes", "combine.sum_combined")
 LONG = [
@@ -65,6 +67,20 @@ LONG = [
     ),
     ("dispatch.dispatch_throughput", dict(MOVE, row_words=3584, scale_words=0, placement="expert", **TILES)),
     ("combine.combine_throughput", dict(SUM, by_rank=False, weighted="choices", **TILES)),
+    *(
+        (name, {**arguments, "ranks": 31, "experts": 248, "nodes": UNEVEN} | slots)
+        for name, arguments, slots in (
+            ("routing.plan_nodes", dict(max_tokens=4096, blocks=24, threads=512), dict(slots=4)),
+            (
+                "dispatch.dispatch_throughput",
+                dict(MOVE, row_words=3584, scale_words=0, placement="expert"),
+                dict(slots=4),
+            ),
+            ("combine.combine_throughput", dict(SUM, by_rank=True, weighted="", proxied=True), dict(forwarder_slots=4)),
+            ("latency_dispatch.dispatch_latency", dict(SEND, source_dtype="bfloat16"), dict(slots=4)),
+        )
+    ),
+    ("latency_combine.combine_latency", dict(RETURN, proxied=True, parts=1, ranks=31, nodes=UNEVEN, forwarder_slots=4)),
 ]
 
 

@@ -57,7 +57,11 @@ def test_heap_bytes_before_init():
     assert more == (4 * 4096 * 8 - 32768) * row
     assert AllToAll.heap_bytes(**sizes, ranks=4, nodes=2) > AllToAll.heap_bytes(**sizes, ranks=4)
     assert AllToAll.heap_bytes(**dict(sizes, max_tokens=1 << 60), ranks=4) > 1 << 60
-    for wrong in (dict(ranks=0), dict(ranks="4"), dict(ranks=4, nodes=0), dict(ranks=4, nodes=5)):
+    assert AllToAll.heap_bytes(**sizes, ranks=4, nodes=(2, 2)) == AllToAll.heap_bytes(**sizes, ranks=4, nodes=2)
+    assert AllToAll.heap_bytes(**sizes, ranks=4, nodes=(1, 3)) > AllToAll.heap_bytes(**sizes, ranks=4, nodes=2)
+    for wrong in (
+        dict(ranks=0), dict(ranks="4"), dict(ranks=4, nodes=0), dict(ranks=4, nodes=5), dict(ranks=4, nodes=(1, 2))
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"AllToAll: {list(wrong)[-1]} is"):
             AllToAll.heap_bytes(**sizes, **wrong)
 

@@ -11,13 +11,15 @@ from tests import ranks
 from tests.kernels.moe.support import FP8, choose, make_inputs, run_round, without_kernels
 from tests.kernels.moe.test_host_cost import CACHED_PLANS, CALLS, count, hold
 from tests.kernels.moe.test_misuse import raises
-from tests.kernels.moe.test_rounds import LATENCY, SHAPE, rejected, weights_at_combine
+from tests.kernels.moe.test_rounds import LATENCY, NODES, SHAPE, rejected, rounds, weights_at_combine
 from tests.kernels.support import assert_close
-from tilescale_net.kernels.collective import sizes_of
+from tilescale_net.kernels.collective import Nodes, sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.buffers import symmetric_buffers
 from tilescale_net.kernels.moe.layout import Forwarders, HeaderLayout, MessageLayout
 from tilescale_net.runtime import heap
+
+NIGHTLY = pytest.mark.nightly
 
 
 def bytes_put() -> int:
@@ -34,25 +36,29 @@ def masked_choices(seed: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.T
     return choices, choices[tsn.rank()].to(tsn.device()), x.to(tsn.device(), torch.bfloat16)
 
 
-def rows_that_cross(choices: list[torch.Tensor], size: int) -> int:
-    """Rows that go to the other node, once for each `size` ranks there."""
+def rows_that_cross(choices: list[torch.Tensor], of: Nodes, once: bool) -> int:
+    """Rows that go to other nodes, once for each node, or for each rank there."""
     rows = 0
     for source, idx in enumerate(choices):
-        hosts = torch.where(idx >= 0, idx // (2 * size), -1)
-        for other in range(4 // size):
-            if other * size // 2 != source // 2:
-                rows += int((hosts == other).any(1).sum())
+        hosts = torch.where(idx >= 0, idx // 2, -1)
+        for node in set(range(len(of.sizes))) - {of.node_of(source)}:
+            there = [(hosts == rank).any(1) for rank in range(of.first(node), of.end(node))]
+            rows += int(torch.stack(there).any(0).sum() if once else torch.stack(there).sum())
     return rows
 
 
-@pytest.mark.parametrize("options", [dict(alignment=2), LATENCY], ids=["throughput", "latency"])
+@pytest.mark.parametrize(
+    "options, nodes",
+    [(dict(alignment=2), "2"), (LATENCY, "2"), (dict(alignment=2), "1+3"), pytest.param(LATENCY, "1+3", marks=NIGHTLY)],
+    ids=["throughput", "latency", "throughput, uneven", "latency, uneven"],
+)
 @pytest.mark.sample(0)
-@ranks.on(4, VIRTUAL_NODES="2", timeout=280)
-def test_bytes_on_the_network(options, seed):
+@ranks.on(4, timeout=280)
+def test_bytes_on_the_network(options, nodes, seed):
     """What crosses the network is what the routing says; both ways give the same rows, and the same sums but for rounding."""
     choices, mine, x = masked_choices(seed)
-    latency, found = options == LATENCY, {}
-    for size, once in ((2, True), (1, False)):  # ranks that share what crosses
+    latency, found, of = options == LATENCY, {}, Nodes(tsn.world().topology.sizes)
+    for once in (True, False):
         op = AllToAll(**SHAPE, **options, tuning=Tuning(once_per_node=once))
         # The plan of throughput mode crosses the network, too.
         again = dict(topk_idx=mine) if latency else dict(handle=op.dispatch(x, mine).handle)
@@ -60,8 +66,9 @@ def test_bytes_on_the_network(options, seed):
         received = op.dispatch(x, **again)
         between = bytes_put()
         sums = op.combine(received.x, received.handle, weighted=False)
-        rows, sent = rows_that_cross(choices, size), 128
-        headers = 8 * 4 * HeaderLayout(2, once).words if latency else 0  # from each rank to two others
+        rows, sent = rows_that_cross(choices, of, once), 128
+        pairs = sum(size * (4 - size) for size in of.sizes)  # of ranks in different nodes
+        headers = pairs * 4 * HeaderLayout(2, once).words if latency else 0
         if latency:
             sent = 4 * MessageLayout(32, 0, 3, once).words
         assert between - before == rows * sent + headers, (seed, once, rows)
@@ -162,6 +169,38 @@ def test_a_forwarder_is_left_out(options, gone, halves, seed):
     without_a_forwarder(seed, gone, options, halves)
 
 
+# Forwarders for more sources than one; a rank that is a node; three nodes of two sizes; a rank that is left out, of the
+# larger node, of the smaller.
+UNEVEN = [(4, "1+3", 3), (3, "2+1", 1), (8, "3+5", 6), (8, "3+5", 1), (5, "2+1+2", 0)]
+
+
+def of_uneven_nodes(seed: int, options: dict, how: dict, kinds: tuple, gone: int) -> None:
+    shape, live = dict(SHAPE, num_experts=2 * tsn.size()), tsn.world().heap._allocator.live
+    before = sum(live.values())
+    with without_kernels():
+        op = AllToAll(**shape, **options)
+    assert op.sums_over == tsn.world().topology.sizes
+    assert sum(live.values()) - before == AllToAll.heap_bytes(**shape, **options)
+    op.free()
+    rounds(seed, shape, options, how, kinds)
+    without_a_forwarder(seed, gone, options, (False, bool(how.get("halves"))), shape)
+
+
+@pytest.mark.parametrize(
+    "size, nodes, gone, case",
+    [
+        (*UNEVEN[0], "nodes"),
+        (*UNEVEN[1], "nodes, latency"),
+        *(pytest.param(*row, case, marks=NIGHTLY) for row in UNEVEN for case in NODES),
+    ],
+)
+@pytest.mark.sample(0)
+@ranks.on(TSN_SIM_RACES="1", TSN_CHAOS="seed=1,reorder=0.5,split=0.3", timeout=280)
+def test_nodes_of_different_sizes(size, nodes, gone, case, seed):
+    options, how, kinds = NODES[case]
+    of_uneven_nodes(seed, options, how, kinds, gone)
+
+
 @pytest.mark.nightly
 @ranks.on(4, VIRTUAL_NODES="2", timeout=280)
 def test_the_host(seed):
@@ -205,6 +244,10 @@ def test_forwarders():
     some = Forwarders((True,) * 5 + (False,) * 2 + (True,) * 5, 3)
     assert some.served(1) == {4: [0, 2, 8, 10], 7: [1, 3, 9, 11]} and some.slots == 4
     assert Forwarders((True,) * 4 + (False,) * 8, 3).slots == 1
+    uneven = Forwarders((True,) * 8, (3, 5))
+    assert uneven.served(0) == {0: [3, 6], 1: [4, 7], 2: [5]} and uneven.slots == 2
+    assert uneven.served(1) == {3: [0], 4: [1], 5: [2], 6: [], 7: []}
+    assert Forwarders((True, False) + (True,) * 6, (3, 5)).served(0) == {0: [3, 5, 7], 2: [4, 6]}
     for mask in (everybody, some):
         words = [mask.words(rank, 4) for rank in range(12)]
         for node in range(3):
