@@ -110,6 +110,7 @@ def main() -> None:
     parser.option("--local-experts", positive_int, 64, "experts of a rank")
     parser.option("--rows", positive_int, 512, "of a rank, of fused GEMMs")
     parser.option("--hidden", positive_int, 7168, "elements of a row")
+    parser.option("--only", str, None, "objects whose name holds this text (all)", "TEXT")
     args = parser.parse_args()
     report = Report("first_calls", args)
     tsn.init(2 << 30)
@@ -120,6 +121,8 @@ def main() -> None:
     table = report.table("First calls", [Column("what", "object")], columns)
     stages = compiled.Stages()
     for number, (what, call) in enumerate(first_calls(args).items()):
+        if (args.only or "") not in what:
+            continue
         row: dict[str, Any] = {"what": what}
         for key in ("empty", "cached"):
             forget(number)
