@@ -161,7 +161,8 @@ class AllGather(Exchange):
         engine, unroll, ring: of puts, see `put_block`.
         stores_from: bytes of `x`, see `algorithm`.
         algorithm: "stores" to mapped PEs, where `x`, `out` and its parts are aligned to 16 bytes, else puts; "puts" always;
-            "auto": by puts and, from `stores_from` bytes of `x`, by stores; small parts between nodes as buffered.py has it.
+            "auto": few bytes by packets (packets.py; between nodes as buffered.py has it), others by puts and, from
+            `stores_from` bytes of `x`, by stores.
         once_per_node: where nodes have several ranks, a part crosses the network once per node; else once per rank.
         chunk_bytes: of a part that is passed on within a node while the next bytes are in flight.
         group: whose ranks these are; see `tilescale_net.world`.

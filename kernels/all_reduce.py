@@ -2,7 +2,7 @@
 
     one_shot        few floats: all send all to all, data are their own flags    all_reduce_push.py
     two_shot_push   more floats, and those outside of symmetric memory: every PE adds up its part; data are their own flags
-    packets         few bytes of other types: flags travel beside the data       all_reduce_packets.py
+    packets         few bytes of other types: flags travel beside the data       packets.py
     two_shot        the rest: every PE reads and adds up its part                all_reduce_two_shot.py
     two_shot_pull   by name alone: so, and sums are read where they were made    all_reduce_two_shot.py
     fp8             by name alone: data travel as FP8, with an error              all_reduce_fp8.py
@@ -25,7 +25,7 @@ from tilescale_net.runtime.profiling import named
 from .algorithms import ALGORITHMS, Again, Algorithm, Call, register_algorithm
 from .all_gather import AllGather
 from .all_reduce_fp8 import ALL_REDUCE_FP8
-from .all_reduce_packets import PACKETS
+from .packets import PACKETS
 from .all_reduce_push import ONE_SHOT, TWO_SHOT_PUSH
 from .all_reduce_two_shot import TWO_SHOT, TWO_SHOT_PULL
 from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Buffers

@@ -4,7 +4,7 @@ Between nodes a word that the output may be overwritten, and the wait until the 
 than few bytes do. So every PE puts its parts into an inbox that each peer keeps for it, from an outbox of its own, and waits
 for nothing before; a peer takes out what has come. Inbox and outbox exist twice, and calls alternate: a PE that sends in call
 i + 2 has had data of call i + 1 from all PEs, which had taken those of call i by then. So neither room nor confirmation is
-waited for, and `x` may be written again when the call is over.
+waited for, and `x` may be written again when the call is over. Between mapped PEs packets.py does the same without fences.
 """
 
 import weakref
@@ -34,6 +34,7 @@ from .collective import (
     slice_elements,
 )
 from .launches import Form, Launch
+from .packets import Packets
 from .sums import VECTOR_BYTES, accumulator, add_part
 
 # Bytes of all PEs' parts, and PEs, up to which a part goes to every PE by itself.
@@ -199,6 +200,17 @@ def buffered(
                 calls[block] = call
 
     return main
+
+
+def few_bytes(
+    op: Collective, split: bool, most_bytes: int = MOST_BYTES, calls: torch.Tensor | None = None,
+    ready: torch.Tensor | None = None, **options: Any,
+) -> "Buffers | Packets":  # fmt: skip
+    """What carries the calls of few bytes of a collective: packets between mapped PEs, else `Buffers`, whose arguments these
+    are."""
+    if op.needs_symmetric_source or op.n_pes == 1 or not most_bytes:
+        return Buffers(op, split, most_bytes, calls, ready, **options)
+    return Packets(op, split, most_bytes)
 
 
 class Buffers:

@@ -15,7 +15,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .buffered import MOST_BYTES, Buffers
+from .buffered import MOST_BYTES, few_bytes
 from .collective import (
     STATUS_WORDS,
     TAG_BITS,
@@ -240,7 +240,7 @@ class Exchange(Collective):
     Args:
         name, shown, group: see `Collective`.
         threads, blocks, engine, unroll, ring, stores_from, algorithm: see `AllGather`.
-        split, most_bytes: of parts that go through `Buffers`.
+        split, most_bytes: of parts that go through `few_bytes`.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Exchange(Collective):
         self._calls = self.counters(self.blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, self.blocks)
         most = most_bytes if algorithm == "auto" else 0
-        self._buffers = Buffers(self, split, most, self._calls, self._ready, engine=engine, unroll=unroll, ring=ring)
+        self._buffers = few_bytes(self, split, most, self._calls, self._ready, engine=engine, unroll=unroll, ring=ring)
         self._mapped_options = dict(
             threads=threads, blocks=blocks, unroll=max(1, min(unroll or UNROLL, 16, TILE_VECTORS // threads))
         )

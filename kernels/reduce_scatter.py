@@ -18,7 +18,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Buffers
+from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, few_bytes
 from .collective import (
     EXPLICIT_SYNC,
     MIN_BYTES,
@@ -425,8 +425,8 @@ class ReduceScatter(Collective):
         engine, unroll, ring: see `put_block`.
         algorithm: "pull" where `x` is at the same place of all heaps and parts are whole multiples of 16 bytes: over mapped
             memory, and where nodes have several ranks, a node's sum crosses the network (reduce_scatter.py);
-            "push" for all tensors: a rank's part crosses the network; "auto": by pull where that is possible, and small parts
-            between nodes as buffered.py has it.
+            "push" for all tensors: a rank's part crosses the network; "auto": few bytes by packets (packets.py; between nodes
+            as buffered.py has it), others by pull where that is possible.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -469,7 +469,9 @@ class ReduceScatter(Collective):
         self._ready = self._signals(2 * self.n_pes)
         self._arrived, self._consumed = self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
         most = MOST_BYTES_PER_RANK if self.has_gateways else MOST_BYTES
-        self._buffers = Buffers(self, True, most if algorithm == "auto" else 0, engine=engine, unroll=unroll, ring=ring)
+        self._buffers = few_bytes(
+            self, True, most if algorithm == "auto" else 0, engine=engine, unroll=unroll, ring=ring
+        )
         self._pull_words = self.counters(blocks), self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
 
     @named("tilescale_net.ReduceScatter")

@@ -177,9 +177,9 @@ RUNS = {
         _of("all_gather", "_gather", [((1_000,), torch.float32, 0, 0)], dict(GEOMETRY, algorithm="stores"), 3),
         one_node=True,
     ),
-    # Over nodes; on one, the kernels of mapped memory.
+    # Over nodes through an inbox; on one by packets.
     "few bytes": Run(
-        ("buffered",),
+        ("buffered", "packets"),
         _all(
             _of("all_gather", "_gather", PARTS, GEOMETRY, 4),
             _of("all_to_all", "_equal", PAIR, GEOMETRY, 4),
@@ -200,7 +200,7 @@ RUNS = {
         one_node=True,
     ),
     "all-reduce": Run(
-        ("collective", "all_reduce_push", "all_reduce_packets", "all_reduce_two_shot"),
+        ("collective", "all_reduce_push", "packets", "all_reduce_two_shot"),
         _of("all_reduce", "_reduce", SUMS, GEOMETRY, 3, "all"),
         one_node=True,
     ),
@@ -451,9 +451,13 @@ SM_90 = {
         )
     ],
     "all_reduce_norm.sum_of_experts": [dict(dtype="bfloat16", hidden=7168, top_k=8)],
-    "all_reduce_packets.all_reduce_packets": [
+    "packets.packets": [
         dict(n_pes=4, dtype="bfloat16", capacity=16384),
         dict(n_pes=8, dtype="float32", capacity=8192, aligned=False),
+        dict(n_pes=4, dtype="uint8", capacity=16384, max_blocks=128, sums=False),
+        dict(n_pes=2, dtype="uint8", capacity=32768, max_blocks=128, sums=False, in_place=True, aligned=False),
+        dict(n_pes=4, dtype="uint8", capacity=16384, max_blocks=128, split=True, sums=False),
+        dict(n_pes=4, dtype="bfloat16", capacity=16384, max_blocks=128, split=True),
     ],
     "all_reduce_push.all_reduce_push": [
         dict(n_pes=4, dtype="bfloat16", capacity=32768, shots=1),

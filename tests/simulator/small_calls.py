@@ -43,7 +43,7 @@ def _all(call, count=N):
 def all_gather():
     from tilescale_net.kernels.all_gather import AllGather
 
-    return _twice(lambda: AllGather(**BLOCK), lambda: tsn.empty((tsn.size(), N)), _all)()
+    return _twice(lambda: AllGather(algorithm="puts", **BLOCK), lambda: tsn.empty((tsn.size(), N)), _all)()
 
 
 def all_to_all():
@@ -53,7 +53,7 @@ def all_to_all():
         return _all(call, tsn.size() * N).reshape(tsn.size(), tsn.size(), N)[:, tsn.rank()]
 
     new = lambda: tsn.empty((tsn.size(), N))  # noqa: E731
-    return _twice(lambda: AllToAll(**BLOCK), new, part, new)()
+    return _twice(lambda: AllToAll(algorithm="puts", **BLOCK), new, part, new)()
 
 
 def _all_reduce(algorithm):
@@ -165,11 +165,11 @@ _ONE_BLOCK_MOE = ("moe_dispatch", "moe_latency")
 OF = {
     "all_reduce_fp8": ("all_reduce_fp8",),
     "all_reduce_push": ("all_reduce_one_shot", "all_reduce_two_shot_push"),
-    "all_reduce_packets": ("all_reduce_packets",),
     "all_reduce_two_shot": ("all_reduce_two_shot", "all_reduce_overwritten"),
     "broadcast": ("broadcast",),
     "exchange": ("all_gather", "all_to_all"),
     "moe/latency_combine": ("moe_latency", "moe_latency_two_blocks"),
     "moe/latency_dispatch": _ONE_BLOCK_MOE,
+    "packets": ("all_reduce_packets",),
     "reduce_scatter": ("reduce_scatter_push", "reduce_scatter_pull"),
 }

@@ -1,0 +1,226 @@
+"""Collectives of few bytes in one hop between mapped PEs: data travel in packets that carry their own flag.
+
+A packet is 16 aligned bytes, 8 of data and 8 of flag, and arrives as a whole (see "Messages of one packet" in
+docs/memory-model.md): no fence and no second message stand between data and flag. Packets come into memory of their own, so
+nobody waits until an output may be overwritten. Twice the bytes travel, and in an all-reduce every PE sends all of its own to
+every other; that is cheaper than another hop while there are few.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+
+import tilelang.language as T
+import torch
+from tilelang import tvm
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+
+from .algorithms import Again, Algorithm, BufferSpecs, Call
+from .collective import EXPLICIT_SYNC, STATUS_WORDS, Collective, call_word, compare, count_call, dtype_name, is_aligned
+from .launches import Form, Launch
+from .sums import accumulator
+
+DATA_BYTES, PACKET_BYTES = 8, 16
+
+
+@tsn.jit(name="packets", pass_configs=EXPLICIT_SYNC)
+def packets(
+    n_pes, dtype, capacity, aligned=True, threads=512, max_blocks=64, split=False, sums=True, in_place=False
+):  # fmt: skip
+    """Kernel `(out, x, tag, status, values, flags, calls)`: `out` has what all PEs have for this one.
+
+    Args:
+        n_pes: number of PEs, at most `threads`.
+        dtype: of `out` and `x`; a part has at most capacity * 8 bytes.
+        capacity: packets of a part, at most max_blocks * (threads // n_pes).
+        aligned: `out` and `x` begin at multiples of 8 bytes, and a part is one. PEs may differ in it.
+        threads, max_blocks: launch geometry; as many blocks run as there is work for.
+        split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
+        sums: `out` [count] is the sum of the parts of all PEs, made as in `reduce_scatter`, and may be `x`; else it is
+            [n_pes, count], and `out[p]` is the part of PE p.
+        in_place: `x` is `out[my_pe]` already.
+
+    `values` and `flags` are views of one symmetric tensor of 16-byte packets: [2, n_pes, capacity, 16 bytes of dtype] and
+    uint64 [2, n_pes, capacity, 2]. `calls` (uint64 [max_blocks]) counts calls in any device memory. All are zero before
+    the first call, and then left alone. Calls take the two halves of the packets in turn: a PE that sends in call i + 2
+    has seen packets of call i + 1 from all PEs, whose call i was over by then. Flags hold `tag` too, which stands for
+    what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
+    [STATUS_WORDS]), see `collective.call_word`.
+    """
+    count = T.dynamic("count", "int64")
+    width = DATA_BYTES * 8 // tvm.DataType(dtype).bits
+    total_dtype = accumulator(dtype)
+    share = threads // n_pes  # packets of a block
+    apart = (n_pes, count)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((count,) if sums else apart, dtype),
+        x: T.Tensor(apart if split else (count,), dtype),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
+        values: T.Tensor((2, n_pes, capacity, 2 * width), dtype),
+        flags: T.Tensor((2, n_pes, capacity, 2), "uint64"),
+        calls: T.Tensor((max_blocks,), "uint64"),
+    ):
+        with T.Kernel(T.ceildiv(count, T.int64(share * width)), threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            # Thread (pe, i) sends packet i to the PE and receives that PE's: all packets are in flight at once.
+            pe = thread // share
+            i = block * T.int64(share) + thread % share
+            first = i * width
+            packet = T.alloc_shared((n_pes, share, width), dtype)
+            if sums:
+                agrees = T.alloc_shared((n_pes, share), "int32")
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            half = T.cast(call % T.uint64(2), "int32")
+            if pe < n_pes and first < count:
+                same = T.alloc_var("int32")
+                same = 1
+                if aligned:
+                    for v in T.vectorized(width):
+                        packet[pe, thread % share, v] = x[pe, first + v] if split else x[first + v]
+                else:
+                    for v in T.unroll(width):
+                        if first + v < count:
+                            packet[pe, thread % share, v] = x[pe, first + v] if split else x[first + v]
+                        else:
+                            packet[pe, thread % share, v] = T.cast(0, dtype)
+                if pe != me:
+                    N.put_signal_thread(
+                        values[half, me, i, 0:width],
+                        packet[pe, thread % share, 0:width],
+                        pe,
+                        flags[half, me, i, 1],
+                        call_word(call, tag),
+                    )
+                    word = N.wait(flags[half, pe, i, 1], "ge", call_word(call, 0))
+                    compare(same, pe, call, tag, word, status, True)
+                    for v in T.vectorized(width):
+                        packet[pe, thread % share, v] = values[half, pe, i, v]
+                if sums:
+                    agrees[pe, thread % share] = same
+                elif same != 0 and (not in_place or pe != me):
+                    if aligned:
+                        for v in T.vectorized(width):
+                            out[pe, first + v] = packet[pe, thread % share, v]
+                    else:
+                        for v in T.unroll(width):
+                            if first + v < count:
+                                out[pe, first + v] = packet[pe, thread % share, v]
+            T.sync_threads()
+            if sums:
+                if thread < share and first < count:
+                    agreed = T.alloc_var("int32")
+                    agreed = 1
+                    for p in T.unroll(n_pes):
+                        agreed = agreed & agrees[p, thread]
+                    totals = T.alloc_local((width,), total_dtype)
+                    for v in T.unroll(width):
+                        totals[v] = T.cast(0, total_dtype)
+                    for p in T.unroll(n_pes):
+                        for v in T.unroll(width):
+                            totals[v] += T.cast(packet[p, thread, v], total_dtype)
+                    if agreed != 0:
+                        if aligned:
+                            for v in T.vectorized(width):
+                                out[first + v] = T.cast(totals[v], dtype)
+                        else:
+                            for v in T.unroll(width):
+                                if first + v < count:
+                                    out[first + v] = T.cast(totals[v], dtype)
+            count_call(calls, block, call, T.ceildiv(count, T.int64(share * width)), thread, threads, max_blocks)
+
+    return main
+
+
+# Bytes of all PEs' parts up to which packets are chosen.
+UP_TO = 512 * 1024
+MOST_BLOCKS = 128
+
+
+def _blocks(op) -> int:
+    return min(MOST_BLOCKS, op.block_limit)
+
+
+def _packets(op) -> int:
+    """Of a call at most."""
+    return min(_blocks(op) * (op.threads // op.n_pes), UP_TO // op.n_pes // DATA_BYTES)
+
+
+def _specs(op) -> BufferSpecs:
+    return {"packets": ((2, op.n_pes, _packets(op), PACKET_BYTES), torch.uint8)}
+
+
+def _prepared(
+    op, memory: dict[str, torch.Tensor], out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, split: bool, sums: bool
+) -> Callable[..., None]:
+    """The launch of a call `(tag, out, x)` with tensors like these. `memory`: that of `_specs`, and "calls"."""
+    part = x.nbytes // op.n_pes if split else x.nbytes
+    aligned = part % DATA_BYTES == 0 and is_aligned(DATA_BYTES, out, x)
+    in_place = not split and not sums and x.data_ptr() == out.data_ptr() + op.rank * part
+
+    def make() -> Launch:
+        held = memory["packets"]
+        kernel = packets(
+            op.n_pes, dtype_name(dtype), held.shape[2], aligned, op.threads, _blocks(op), split, sums, in_place
+        )  # fmt: skip
+        fixed = {
+            "status": op.status_record, "values": held.view(dtype), "flags": held.view(torch.uint64),
+            "calls": memory["calls"],
+        }  # fmt: skip
+        whole: Form = (-1,), dtype
+        apart: Form = (op.n_pes, -1), dtype
+        forms = {"out": whole if sums else apart, "x": apart if split else whole}
+        return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms=forms)
+
+    return op.prepared(("packets", dtype, aligned, in_place), make)
+
+
+class Packets:
+    """Packets of a collective's calls between mapped PEs.
+
+    Args:
+        op: whose calls they are; owns the memory.
+        split: the PEs' parts differ.
+        most_bytes: of a part that shall go through them.
+
+    Attributes:
+        capacity: bytes of a part that they hold.
+    """
+
+    def __init__(self, op: Collective, split: bool, most_bytes: int):
+        self._op: Collective = weakref.proxy(op)  # an object that is freed shall end without a collection of cycles
+        self._split, self.capacity = split, min(most_bytes, _packets(op) * DATA_BYTES)
+        self._memory = op.allocate(_specs(op)) | {"calls": op.counters(_blocks(op))}
+
+    def holds(self, nbytes: int) -> bool:
+        """Whether parts of so many bytes go through them."""
+        return 0 < nbytes <= self.capacity
+
+    def launch(self, out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[..., None]:
+        """The launch of a call `(tag, out, x)` with tensors like these. `dtype`: of the sum; default: parts stay apart."""
+        kind, sums = dtype or torch.uint8, dtype is not None
+        return _prepared(self._op, self._memory, out, x, kind, self._split, sums)
+
+
+def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
+    launch = _prepared(op, memory, call.out, call.x, call.out.dtype, False, True)
+    again = functools.partial(launch, call.tag)
+    again(call.out, call.x)
+    return again
+
+
+PACKETS = Algorithm(
+    "packets",
+    _launch,
+    capacity=lambda op: _packets(op) * DATA_BYTES,
+    buffers=_specs,
+    counters=lambda op: {"calls": _blocks(op)},
+    auto_up_to=lambda op: _packets(op) * DATA_BYTES,
+)
