@@ -25,11 +25,11 @@ from tilescale_net.runtime.profiling import named
 from .algorithms import ALGORITHMS, Again, Algorithm, Call, register_algorithm
 from .all_gather import AllGather
 from .all_reduce_fp8 import ALL_REDUCE_FP8
-from .packets import PACKETS
 from .all_reduce_push import ONE_SHOT, TWO_SHOT_PUSH
 from .all_reduce_two_shot import TWO_SHOT, TWO_SHOT_PULL
 from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Buffers
 from .collective import Collective
+from .packets import PACKETS
 from .reduce_scatter import ReduceScatter
 from .sums import VECTOR_BYTES
 

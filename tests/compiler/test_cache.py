@@ -167,6 +167,22 @@ def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
     assert not list(cache.folder().glob("tmp*"))
 
 
+@pytest.mark.timeout(30)
+def test_a_kernel_in_the_making_keeps_few_others_waiting(monkeypatch, tmp_path):
+    """Where many processes compiled at once, a rank waited for the lock of a first digit longer than its peers for the rank."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def library(work):
+        (work / "kernel.so").write_bytes(b"library")
+        return work / "kernel.so"
+
+    def of_another(work):  # while the other's lock is held
+        assert cache.get_or_build("kernel", "abd", ".so", library).exists()
+        return library(work)
+
+    assert cache.get_or_build("kernel", "acd", ".so", of_another).exists()
+
+
 def test_headers_are_read_once(monkeypatch, tmp_path):
     """Kernels start from headers precompiled by the first of them; without those they compile all the same."""
     if "Free Software Foundation" not in host_compiler.compiler_identity():

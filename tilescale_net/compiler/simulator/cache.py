@@ -66,8 +66,10 @@ def get_or_build(
         path = place / f"{name[:60]}-{key}{suffix}"
         if is_usable(path):
             return path
-        # Sixteen serve all files of a kind. A whole kernel is made of the others, under whose locks it must not be.
-        lock = this_host.lock_file(place / (lock_name or f"lock-{'k' if suffix == '.kernel' else ''}{key[0]}"))
+        # 256 serve all files of a kind: with fewer, one that many processes are compiling for keeps unrelated ones waiting, a
+        # rank of a job for longer than its peers wait in a kernel. A whole kernel is made of the others, under whose locks it
+        # must not be.
+        lock = this_host.lock_file(place / (lock_name or f"lock-{'k' if suffix == '.kernel' else ''}{key[:2]}"))
     except OSError as err:
         raise _unusable(place, err) from err
     try:
