@@ -210,7 +210,7 @@ def few_bytes(
     are."""
     if op.needs_symmetric_source or op.n_pes == 1 or not most_bytes:
         return Buffers(op, split, most_bytes, calls, ready, **options)
-    return Packets(op, split, most_bytes)
+    return Packets(op, split, most_bytes, calls, ready)
 
 
 class Buffers:

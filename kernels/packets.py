@@ -18,7 +18,19 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 
 from .algorithms import Again, Algorithm, BufferSpecs, Call
-from .collective import EXPLICIT_SYNC, STATUS_WORDS, Collective, call_word, compare, count_call, dtype_name, is_aligned
+from .collective import (
+    EXPLICIT_SYNC,
+    STATUS_WORDS,
+    TAG_BITS,
+    Collective,
+    announce,
+    call_word,
+    check_tag_or_newer,
+    compare,
+    count_call,
+    dtype_name,
+    is_aligned,
+)  # fmt: skip
 from .launches import Form, Launch
 from .sums import accumulator
 
@@ -27,9 +39,9 @@ DATA_BYTES, PACKET_BYTES = 8, 16
 
 @tsn.jit(name="packets", pass_configs=EXPLICIT_SYNC)
 def packets(
-    n_pes, dtype, capacity, aligned=True, threads=512, max_blocks=64, split=False, sums=True, in_place=False
+    n_pes, dtype, capacity, aligned=True, threads=512, max_blocks=64, split=False, sums=True, in_place=False, announces=False
 ):  # fmt: skip
-    """Kernel `(out, x, tag, status, values, flags, calls)`: `out` has what all PEs have for this one.
+    """Kernel `(out, x, tag, status, values, flags, calls, ready)`: `out` has what all PEs have for this one.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -41,6 +53,9 @@ def packets(
         sums: `out` [count] is the sum of the parts of all PEs, made as in `reduce_scatter`, and may be `x`; else it is
             [n_pes, count], and `out[p]` is the part of PE p.
         in_place: `x` is `out[my_pe]` already.
+        announces: PEs may give numbers of elements that differ, or make this call by another kernel of the same `calls` and
+            `ready` (symmetric uint64 [n_pes]): each tells the others its tag, and waits for packets of those alone that have
+            the same one. Else there is no `ready`, and such calls do not end.
 
     `values` and `flags` are views of one symmetric tensor of 16-byte packets: [2, n_pes, capacity, 16 bytes of dtype] and
     uint64 [2, n_pes, capacity, 2]. `calls` (uint64 [max_blocks]) counts calls in any device memory. All are zero before
@@ -65,6 +80,7 @@ def packets(
         values: T.Tensor((2, n_pes, capacity, 2 * width), dtype),
         flags: T.Tensor((2, n_pes, capacity, 2), "uint64"),
         calls: T.Tensor((max_blocks,), "uint64"),
+        ready: T.Tensor((n_pes,), "uint64") if announces else None,
     ):
         with T.Kernel(T.ceildiv(count, T.int64(share * width)), threads=threads) as block:
             thread = T.get_thread_binding()
@@ -76,12 +92,17 @@ def packets(
             packet = T.alloc_shared((n_pes, share, width), dtype)
             if sums:
                 agrees = T.alloc_shared((n_pes, share), "int32")
+            if announces:
+                joins = T.alloc_shared((n_pes,), "int32")
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
             half = T.cast(call % T.uint64(2), "int32")
+            if announces:
+                if block == 0 and thread < n_pes:
+                    announce(ready, me, call, tag, thread)
+            same = T.alloc_var("int32")
+            same = 1
             if pe < n_pes and first < count:
-                same = T.alloc_var("int32")
-                same = 1
                 if aligned:
                     for v in T.vectorized(width):
                         packet[pe, thread % share, v] = x[pe, first + v] if split else x[first + v]
@@ -99,6 +120,17 @@ def packets(
                         flags[half, me, i, 1],
                         call_word(call, tag),
                     )
+            if announces:
+                if thread < n_pes:
+                    joins[thread] = 1
+                    if thread != me:
+                        word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
+                        check_tag_or_newer(same, thread, call, tag, word, status, block == 0)
+                        joins[thread] = same
+                T.sync_threads()
+                same = joins[T.min(pe, n_pes - 1)]
+            if pe < n_pes and first < count:
+                if pe != me and same != 0:
                     word = N.wait(flags[half, pe, i, 1], "ge", call_word(call, 0))
                     compare(same, pe, call, tag, word, status, True)
                     for v in T.vectorized(width):
@@ -144,23 +176,20 @@ UP_TO = 512 * 1024
 MOST_BLOCKS = 128
 
 
-def _blocks(op) -> int:
-    return min(MOST_BLOCKS, op.block_limit)
+def _packets(op, blocks: int) -> int:
+    """Of a part at most."""
+    return min(blocks * (op.threads // op.n_pes), UP_TO // op.n_pes // DATA_BYTES)
 
 
-def _packets(op) -> int:
-    """Of a call at most."""
-    return min(_blocks(op) * (op.threads // op.n_pes), UP_TO // op.n_pes // DATA_BYTES)
-
-
-def _specs(op) -> BufferSpecs:
-    return {"packets": ((2, op.n_pes, _packets(op), PACKET_BYTES), torch.uint8)}
+def _specs(op, blocks: int) -> BufferSpecs:
+    return {"packets": ((2, op.n_pes, _packets(op, blocks), PACKET_BYTES), torch.uint8)}
 
 
 def _prepared(
     op, memory: dict[str, torch.Tensor], out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, split: bool, sums: bool
 ) -> Callable[..., None]:
-    """The launch of a call `(tag, out, x)` with tensors like these. `memory`: that of `_specs`, and "calls"."""
+    """The launch of a call `(tag, out, x)` with tensors like these. `memory`: "packets", "calls" and, where PEs announce their
+    calls, "ready"."""
     part = x.nbytes // op.n_pes if split else x.nbytes
     aligned = part % DATA_BYTES == 0 and is_aligned(DATA_BYTES, out, x)
     in_place = not split and not sums and x.data_ptr() == out.data_ptr() + op.rank * part
@@ -168,11 +197,11 @@ def _prepared(
     def make() -> Launch:
         held = memory["packets"]
         kernel = packets(
-            op.n_pes, dtype_name(dtype), held.shape[2], aligned, op.threads, _blocks(op), split, sums, in_place
+            op.n_pes, dtype_name(dtype), held.shape[2], aligned, op.threads, len(memory["calls"]), split, sums, in_place,
+            "ready" in memory,
         )  # fmt: skip
         fixed = {
-            "status": op.status_record, "values": held.view(dtype), "flags": held.view(torch.uint64),
-            "calls": memory["calls"],
+            **memory, "status": op.status_record, "values": held.view(dtype), "flags": held.view(torch.uint64),
         }  # fmt: skip
         whole: Form = (-1,), dtype
         apart: Form = (op.n_pes, -1), dtype
@@ -189,15 +218,21 @@ class Packets:
         op: whose calls they are; owns the memory.
         split: the PEs' parts differ.
         most_bytes: of a part that shall go through them.
+        calls, ready: counters, one for each of its blocks, and signals that the calls share with those of another kernel;
+            default words of their own.
 
     Attributes:
         capacity: bytes of a part that they hold.
     """
 
-    def __init__(self, op: Collective, split: bool, most_bytes: int):
+    def __init__(
+        self, op: Collective, split: bool, most_bytes: int, calls: torch.Tensor | None = None, ready: torch.Tensor | None = None
+    ):  # fmt: skip
         self._op: Collective = weakref.proxy(op)  # an object that is freed shall end without a collection of cycles
-        self._split, self.capacity = split, min(most_bytes, _packets(op) * DATA_BYTES)
-        self._memory = op.allocate(_specs(op)) | {"calls": op.counters(_blocks(op))}
+        self._split, self.capacity = split, min(most_bytes, _packets(op, op.blocks) * DATA_BYTES)
+        specs = _specs(op, op.blocks) | ({} if ready is not None else {"ready": ((op.n_pes,), torch.uint64)})
+        given = {"calls": op.counters(op.blocks) if calls is None else calls}
+        self._memory = op.allocate(specs) | given | ({} if ready is None else {"ready": ready})
 
     def holds(self, nbytes: int) -> bool:
         """Whether parts of so many bytes go through them."""
@@ -207,6 +242,10 @@ class Packets:
         """The launch of a call `(tag, out, x)` with tensors like these. `dtype`: of the sum; default: parts stay apart."""
         kind, sums = dtype or torch.uint8, dtype is not None
         return _prepared(self._op, self._memory, out, x, kind, self._split, sums)
+
+
+def _blocks(op) -> int:
+    return min(MOST_BLOCKS, op.block_limit)
 
 
 def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
@@ -219,8 +258,8 @@ def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
 PACKETS = Algorithm(
     "packets",
     _launch,
-    capacity=lambda op: _packets(op) * DATA_BYTES,
-    buffers=_specs,
+    capacity=lambda op: _packets(op, _blocks(op)) * DATA_BYTES,
+    buffers=lambda op: _specs(op, _blocks(op)),
     counters=lambda op: {"calls": _blocks(op)},
-    auto_up_to=lambda op: _packets(op) * DATA_BYTES,
+    auto_up_to=lambda op: _packets(op, _blocks(op)) * DATA_BYTES,
 )

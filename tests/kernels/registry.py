@@ -454,10 +454,10 @@ SM_90 = {
     "packets.packets": [
         dict(n_pes=4, dtype="bfloat16", capacity=16384),
         dict(n_pes=8, dtype="float32", capacity=8192, aligned=False),
-        dict(n_pes=4, dtype="uint8", capacity=16384, max_blocks=128, sums=False),
-        dict(n_pes=2, dtype="uint8", capacity=32768, max_blocks=128, sums=False, in_place=True, aligned=False),
-        dict(n_pes=4, dtype="uint8", capacity=16384, max_blocks=128, split=True, sums=False),
-        dict(n_pes=4, dtype="bfloat16", capacity=16384, max_blocks=128, split=True),
+        dict(n_pes=4, dtype="uint8", capacity=8192, sums=False, announces=True),
+        dict(n_pes=2, dtype="uint8", capacity=16384, sums=False, announces=True, in_place=True, aligned=False),
+        dict(n_pes=4, dtype="uint8", capacity=8192, split=True, sums=False, announces=True),
+        dict(n_pes=4, dtype="bfloat16", capacity=8192, split=True, announces=True),
     ],
     "all_reduce_push.all_reduce_push": [
         dict(n_pes=4, dtype="bfloat16", capacity=32768, shots=1),
