@@ -4,6 +4,7 @@ A program of tests/clients/test_clients.py, one process per rank; MODULES is the
 registers its hooks and SGLang applies them, as in a server; the other modules of SGLang, its NCCL among them, are stand-ins.
 """
 
+import functools
 import importlib
 import os
 import types
@@ -68,16 +69,7 @@ parallel.tp_group = parallel.attn_tp_group = parallel.moe_tp_group = tp
 one_node = getattr(tp, "tilescale_net_group", None) is not None
 assert not hasattr(other, "tilescale_net_group"), "only tensor parallelism is taken over"
 
-
-def values(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * seed + stand_ins.RANK)
-    return torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16)
-
-
-def summed(x: torch.Tensor) -> torch.Tensor:
-    rows = [torch.empty_like(x) for _ in range(SIZE)]
-    dist.all_gather(rows, x, group=tp.device_group)
-    return torch.stack(rows).float().sum(0)
+values, summed = stand_ins.values, functools.partial(stand_ins.summed, group=tp.device_group)
 
 
 def all_reduce() -> None:

@@ -220,6 +220,19 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
 
 
+def values(*shape: int, seed: int) -> torch.Tensor:
+    """Normal numbers of this rank, bfloat16."""
+    generator = torch.Generator().manual_seed(100 * seed + RANK)
+    return torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16)
+
+
+def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of all ranks' `x` in float32, by torch."""
+    rows = [torch.empty_like(x) for _ in range(SIZE)]
+    dist.all_gather(rows, x, group=group)
+    return torch.stack(rows).float().sum(0)
+
+
 def quantised(x: torch.Tensor, group: int = 128, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in FP8 and the scales of their blocks."""
     blocks = x.float().view(x.shape[0], x.shape[1] // group, group)

@@ -4,6 +4,7 @@ A program of tests/clients/test_clients.py, one process per rank; MODULES is the
 names the communicator to vLLM's platform, as in a server; the other modules of vLLM, its NCCL among them, are stand-ins.
 """
 
+import functools
 import importlib
 import os
 import re
@@ -102,16 +103,7 @@ one_node = tp.device_communicator._ours is not None
 assert type(tp.device_communicator) is type(other.device_communicator) is vllm_communicator.Communicator
 assert other.device_communicator._ours is None, "only tensor parallelism is taken over"
 
-
-def values(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * seed + stand_ins.RANK)
-    return torch.randn(shape, generator=generator).to(stand_ins.DEVICE, torch.bfloat16)
-
-
-def summed(x: torch.Tensor) -> torch.Tensor:
-    rows = [torch.empty_like(x) for _ in range(SIZE)]
-    dist.all_gather(rows, x, group=tp.device_group)
-    return torch.stack(rows).float().sum(0)
+values, summed = stand_ins.values, functools.partial(stand_ins.summed, group=tp.device_group)
 
 
 def all_reduce() -> None:
