@@ -138,13 +138,12 @@ def fused_pairs() -> str:
     head += ["cuBLAS, then NCCL (us)", "torch symmetric memory (us)", "x cuBLAS alone", "x best of torch", "on"]
     lines = []
     for name in reports.fused_reports():
-        kind, dtype = reports.FUSED[name.removesuffix("_fp8")], run(name)["settings"].get("dtype", "bf16").upper()
         for r in rows(name):
             keys = "operator", "ours", "pipelined", "matmul", "sequence", "torch"
             times = [f"{r[key]:,.0f}" if r.get(key) else "" for key in keys]
             taken, best = r.get("operator", r["ours"]), min(r["sequence"], r["torch"])
             ratios = f"{taken / r['matmul']:.3f}", f"{taken / best:.3f}"
-            lines.append([f"{kind}, {dtype}", r["m"], *times, *ratios, gpus(name)])
+            lines.append([reports.fused_title(name, r), r["m"], *times, *ratios, gpus(name)])
     return markdown(head, lines)
 
 
@@ -157,10 +156,8 @@ def fused_fours() -> str:
             f"{r[key]:,.0f}" if r.get(key) else "" for key in ("fused", "copy_engines", "unfused", "nccl", "torch")
         ]
         way, us = reports.taken_way(r)
-        dtype = "FP8" if "float8" in r["dtype"] else "BF16"
-        lines.append([
-            f"{reports.FUSED[r['kind']]}, {dtype}", r["m"], *times, way, f"{us / min(r['nccl'], r['torch']):.3f}"
-        ])  # fmt: skip
+        title, ratio = reports.fused_title("gemm_ways", r), f"{us / min(r['nccl'], r['torch']):.3f}"
+        lines.append([title, r["m"], *times, way, ratio])
     order = [f"{kind}, {dtype}" for kind in reports.FUSED.values() for dtype in ("BF16", "FP8")]
     lines.sort(key=lambda line: (order.index(line[0]), line[1]))
     return markdown([*head, "torch symmetric memory (us)", "operator takes", "x best of torch"], lines)

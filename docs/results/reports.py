@@ -363,21 +363,24 @@ def fused_reports() -> list[str]:
     return [name for kind in FUSED for name in (kind, f"{kind}_fp8") if name in names()]
 
 
+def fused_title(name: str, found: dict[str, Any]) -> str:
+    """Operator and dtype of a row of gemm_ways.json, which has both, or of a report of one operator."""
+    dtype = found.get("dtype") or run(name)["settings"].get("dtype", "bf16")
+    return f"{FUSED[found.get('kind', name.removesuffix('_fp8'))]}, {'FP8' if dtype in ('fp8', 'float8_e4m3fn') else 'BF16'}"
+
+
 def fused_products() -> list[Row]:
     """GEMMs with their communication; between two GPUs the reference is cuBLAS alone in the same run."""
     result = []
     for name in fused_reports():
-        dtype = run(name)["settings"].get("dtype", "bf16").upper()
-        what = FUSED[name.removesuffix("_fp8")]
         for found in rows(name):
             peer = least({"cuBLAS, then NCCL": found["sequence"], "torch symmetric memory": found["torch"]})
             taken = found.get("operator", found["ours"])  # what a user gets, where that was measured
-            at = f"M {found['m']}"
-            result.append(Row(name, f"{what}, {dtype}", at, taken, *peer, "us", reference=found["matmul"]))
+            what, at = fused_title(name, found), f"M {found['m']}"
+            result.append(Row(name, what, at, taken, *peer, "us", reference=found["matmul"]))
     for found in rows("gemm_ways"):
         peer = least({"cuBLAS, then NCCL": found["nccl"], "torch symmetric memory": found["torch"]})
-        dtype = {"bfloat16": "BF16", "float8_e4m3fn": "FP8"}[found["dtype"]]
-        what = f"{FUSED[found['kind']]}, {dtype}, four GPUs"
+        what = f"{fused_title('gemm_ways', found)}, four GPUs"
         result.append(Row("gemm_ways", what, f"M {found['m']}", taken_way(found)[1], *peer, "us"))
     return result
 
