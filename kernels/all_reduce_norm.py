@@ -9,7 +9,8 @@ Results have the same bits every way, and a row's do not depend on the other row
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tilelang.language as T
@@ -116,28 +117,90 @@ def load_input(row, u, x, experts, token, i, hidden, dtype):
         if experts.shares != 0:
             load_vector(found, 0, experts.shared, token * hidden + i * vector, dtype)
             add_vector(total, found, 0, dtype)
-        for v in T.unroll(vector):
+        for v in T.vectorized(vector):  # see `narrow`
             row[u, v] = T.cast(total[v], dtype)
 
 
+def in_pairs(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
+    """All values as one, of neighbours and then of these: short chains, in an order that their number fixes."""
+    while len(values) > 1:
+        values = [combine(*values[i : i + 2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
+    return values[0]
+
+
+def total_of(values: list[Any]) -> Any:
+    """Their sum."""
+    return in_pairs(operator.add, values)
+
+
+def largest_of(values: list[Any]) -> Any:
+    """The largest one."""
+    return in_pairs(T.max, values)
+
+
+def squares_of(values: Any, dtype: str) -> list[Any]:
+    """Of a vector in float32."""
+    return [values[v] * values[v] for v in range(vector_of(dtype))]
+
+
+def magnitudes_of(values: Any, dtype: str) -> list[Any]:
+    """Of a vector in float32."""
+    return [T.abs(values[v]) for v in range(vector_of(dtype))]
+
+
+def elements_of(values: Any, *index: Any, count: int) -> list[Any]:
+    """values[*index, 0 : count], one by one."""
+    return [values[place] for place in ((*index, i) for i in range(count))]
+
+
+def exchanges_of(count: int, lanes: int) -> list[tuple[int, int, bool]]:
+    """How so many lanes reduce as many vectors of `count` numbers: bit of the lane's number in which two of them differ,
+    numbers that each keeps, and whether that is half of what it had."""
+    found, bit = [], lanes // 2
+    while bit:
+        found.append((bit, max(1, count // 2), count > 1))
+        count, bit = max(1, count // 2), bit // 2
+    return found
+
+
 @tsn.macro
-def largest_of_vector(peak: T.Ref, row, h, g, dtype):
-    """peak = the largest absolute value of row[h, g], if that is larger."""
-    for v in T.unroll(vector_of(dtype)):
-        peak = T.max(peak, T.abs(T.cast(row[h, g, v], "float32")))
+def reduce_lanes(values, count, lanes, thread, combine):
+    """values[0] = values[k] of `lanes` neighbours, reduced; k = thread % lanes // (lanes // count). `values`: float32 [count], a
+    power of two of at most `lanes`. `combine`: commutative; bits are those of a butterfly that begins with the farthest. By
+    whole warps."""
+    for bit, left, halves in exchanges_of(count, lanes):
+        for k in T.unroll(left):
+            if halves:
+                upper = (thread & bit) != 0
+                kept = T.if_then_else(upper, values[k + left], values[k])
+                given = T.if_then_else(upper, values[k], values[k + left])
+                values[k] = combine([kept, T.shfl_xor(given, bit)])
+            else:
+                values[k] = combine([values[k], T.shfl_xor(values[k], bit)])
+
+
+@tsn.macro
+def widen(wide, rows, u, g, dtype):
+    """wide (float32) = rows[u, g]."""
+    for v in T.vectorized(vector_of(dtype)):  # converted in pairs
+        wide[v] = T.cast(rows[u, g, v], "float32")
+
+
+@tsn.macro
+def narrow(rows, u, g, wide, dtype):
+    """rows[u, g] = `wide`, rounded."""
+    for v in T.vectorized(vector_of(dtype)):  # converted in pairs: single conversions take eight times as long
+        rows[u, g, v] = T.cast(wide[v], dtype)
 
 
 @tsn.macro
 def store_fp8(quantized, at, row, h, g, factor, dtype):
-    """The vector of `quantized` that begins at element `at` becomes row[h, g] * factor, at most FP8's largest number."""
+    """The vector of `quantized` that begins at element `at` becomes row[h, g] * factor, at most FP8's largest number, which
+    the conversion sees to; NaN stays NaN."""
     wide = T.alloc_local((vector_of(dtype),), "float32")
+    widen(wide, row, h, g, dtype)
     for v in T.unroll(vector_of(dtype)):
-        wide[v] = T.cast(row[h, g, v], "float32") * factor
-        # Not T.min: NaN stays NaN.
-        if wide[v] > T.float32(FP8_MAX):
-            wide[v] = T.float32(FP8_MAX)
-        if wide[v] < T.float32(-FP8_MAX):
-            wide[v] = T.float32(-FP8_MAX)
+        wide[v] *= factor
     for v in T.vectorized(vector_of(dtype)):
         quantized[at + v] = T.cast(wide[v], FP8)
 
@@ -179,7 +242,10 @@ def all_reduce_norm(
     parts = n_pes if shots == 2 else 1
     # Rows, one of each of so many parts, that a block normalises at once.
     group = next(g for g in range(parts, 0, -1) if parts % g == 0 and (g * held <= MOST_VECTORS or g == 1))
+    steps, warps = parts // group, workers // 32
     lanes = GROUP // vector  # whose vectors share a scale, by block
+    # Rows, and vectors of a thread, whose sums or peaks lanes reduce at once.
+    many_rows, many_vectors = (1 << (count - 1).bit_length() for count in (group, held * group))
 
     def flat(name: str, dtype: str = dtype) -> Any:
         return T.Tensor((T.dynamic(f"{name}_count", "int64"),), dtype)
@@ -224,22 +290,25 @@ def all_reduce_norm(
                 T.pdl_trigger()
             me = N.my_pe()
             thread = T.get_thread_binding()
-            slots = T.alloc_shared((group, threads // 32), "float32")
-            peaks = T.alloc_shared((group, threads // 32), "float32")
+            # Of every warp; steps take two halves in turn, so that one barrier in each is enough. Rows begin at 16 bytes.
+            slots = T.alloc_shared((2, group, (warps + 3) // 4 * 4), "float32")
+            row_peaks = T.alloc_shared((2, group, (warps + 3) // 4 * 4), "float32")
             agrees = T.alloc_shared((n_pes,), "int32")
             got = T.alloc_local((n_pes, vector), dtype)
             own = T.alloc_local((held, vector), dtype)
             row = T.alloc_local((held, group, vector), dtype)
             sums = T.alloc_local((vector,), "float32")
-            squares = T.alloc_local((group,), "float32")
+            squares = T.alloc_local((many_rows,), "float32")
+            wide_factors = T.alloc_local((vector,), "float32")
+            peaks = T.alloc_local((many_rows if scaled_by == PER_TOKEN else many_vectors,), "float32")
             factors = T.alloc_local((held, vector), dtype)
             before = T.alloc_local((held * group, vector), dtype)
             extra = T.alloc_local((1, vector), dtype)
+            factor = T.alloc_var("float32")
             peak = T.alloc_var("float32")
             step_up = T.alloc_var("int32")
             agreed = T.alloc_var("int32")
             agreed = 1
-            T.clear(got)
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
             half = T.cast(call % T.uint64(2), "int32")
@@ -251,6 +320,8 @@ def all_reduce_norm(
             # A thread beyond the workers has no vector.
             lane = T.alloc_var("int32")
             lane = T.if_then_else(thread < workers, thread, width)
+            if scaled_by == PER_TENSOR:
+                factor = T.float32(1) / scales[0]
             if shots > 0:
                 if thread >= workers:
                     meet_blocks(agrees, tags, half, block, call, tag, status, thread - workers, me, n_pes, dtype)
@@ -261,6 +332,8 @@ def all_reduce_norm(
                         load_vector(factors, h, weight, i * vector, dtype)
             for turn in T.serial(T.ceildiv(part - block, T.int64(max_blocks))):
                 r = block + turn * T.int64(max_blocks)
+                # What is set under a condition only is cleared before, so that no register holds it from turn to turn.
+                T.clear(own)
                 # Rows go to the PEs that add them up.
                 for h in T.unroll(held):
                     i = h * workers + lane
@@ -270,6 +343,8 @@ def all_reduce_norm(
                         if shots == 2 and not top_k:
                             for hop in T.unroll(n_pes):
                                 of = (me + hop + 1) % n_pes * part + r
+                                for v in T.vectorized(vector):
+                                    got[hop, v] = T.cast(0, dtype)
                                 if of < rows:
                                     load_input(got, hop, x, experts, of, i, hidden, dtype)
                         if shots > 0 and (shots < 2 or not top_k):
@@ -311,11 +386,14 @@ def all_reduce_norm(
                     if turn == 0:
                         T.sync_threads()
                         all_agree(agreed, agrees, n_pes)
-                # Rows, of some parts at once, get bias, residual and norm.
-                for step in T.unroll(parts // group):
-                    for g in T.unroll(group):
-                        squares[g] = T.float32(0)
+                # Rows, of some parts at once, get bias, residual and norm. Rows and vectors that there are not are computed as
+                # well, which takes no branch, and not stored.
+                for step in T.serial(steps):
+                    phase = T.cast((turn * steps + step) % T.int64(2), "int32")
+                    T.clear(row)
                     if shots == 2:  # before the wait, which hides how long loads take
+                        T.clear(factors)
+                        T.clear(before)
                         for h in T.unroll(held):
                             i = h * workers + lane
                             if i < width:
@@ -324,6 +402,8 @@ def all_reduce_norm(
                                     of = (step * group + g) * part + r
                                     if of < rows and resumes != 0:
                                         load_vector(before, h * group + g, residual, of * hidden + i * vector, dtype)
+                    for g in T.unroll(many_rows):
+                        squares[g] = T.float32(0)
                     for h in T.unroll(held):
                         i = h * workers + lane
                         if i < width:
@@ -335,125 +415,104 @@ def all_reduce_norm(
                             else:
                                 for v in T.unroll(vector):
                                     row[h, 0, v] = own[h, v]
+                            if biased != 0:
+                                load_vector(extra, 0, bias, i * vector, dtype)
                             for g in T.unroll(group):
                                 of = (step * group + g) * part + r
-                                if of < rows:
-                                    for v in T.unroll(vector):
-                                        sums[v] = T.cast(row[h, g, v], "float32")
-                                    if biased != 0:
-                                        load_vector(extra, 0, bias, i * vector, dtype)
-                                        add_vector(sums, extra, 0, dtype)
-                                    if resumes != 0:
-                                        add_vector(sums, before, h * group + g, dtype)
-                                    for v in T.unroll(vector):
-                                        row[h, g, v] = T.cast(sums[v], dtype)
-                                    if keeps != 0 and agreed != 0:
-                                        for v in T.vectorized(vector):
-                                            total[of * hidden + i * vector + v] = row[h, g, v]
-                                    for v in T.unroll(vector):
-                                        sums[v] = T.cast(row[h, g, v], "float32")
-                                        squares[g] += sums[v] * sums[v]
-                    for g in T.unroll(group):
-                        for step_of_warp in T.unroll(5):
-                            squares[g] += T.shfl_xor(squares[g], 16 >> step_of_warp)
-                        if thread % 32 == 0:
-                            slots[g, thread // 32] = squares[g]
+                                widen(sums, row, h, g, dtype)
+                                if biased != 0:
+                                    add_vector(sums, extra, 0, dtype)
+                                if resumes != 0:
+                                    add_vector(sums, before, h * group + g, dtype)
+                                narrow(row, h, g, sums, dtype)
+                                if of < rows and keeps != 0 and agreed != 0:
+                                    for v in T.vectorized(vector):
+                                        total[of * hidden + i * vector + v] = row[h, g, v]
+                                widen(sums, row, h, g, dtype)
+                                squares[g] += total_of(squares_of(sums, dtype))
+                    reduce_lanes(squares, many_rows, 32, thread, total_of)
+                    g_of_lane = thread % 32 // (32 // many_rows)
+                    if thread < workers and thread % (32 // many_rows) == 0 and g_of_lane < group:
+                        slots[phase, g_of_lane, thread // 32] = squares[0]
                     T.sync_threads()
                     for g in T.unroll(group):
-                        squares[g] = T.float32(0)
-                        for warp in T.unroll(threads // 32):
-                            squares[g] += slots[g, warp]
+                        squares[g] = total_of(elements_of(slots, phase, g, count=warps))
                         squares[g] = T.float32(1) / T.sqrt(squares[g] / T.float32(hidden) + eps)
-                    if scaled_by != PER_TOKEN:  # there the peaks bring all threads here before slots are written again
-                        T.sync_threads()
+                    for k in T.unroll(many_rows if scaled_by == PER_TOKEN else many_vectors):
+                        peaks[k] = T.float32(0)
                     for h in T.unroll(held):
                         i = h * workers + lane
-                        if i < width:
-                            for g in T.unroll(group):
-                                of = (step * group + g) * part + r
-                                if of < rows and agreed != 0:
-                                    for v in T.unroll(vector):
-                                        sums[v] = T.cast(row[h, g, v], "float32") * squares[g]
-                                        sums[v] = sums[v] * (T.cast(factors[h, v], "float32") + weight_bias)
-                                    for v in T.unroll(vector):
-                                        row[h, g, v] = T.cast(sums[v], dtype)
-                                    if norms != 0:
-                                        for v in T.vectorized(vector):
-                                            out[of * hidden + i * vector + v] = row[h, g, v]
-                    # What is left in `row` of rows that there are not is quantised as well, and not stored.
-                    if scaled_by == PER_TENSOR:
-                        for h in T.unroll(held):
-                            i = h * workers + lane
-                            for g in T.unroll(group):
-                                of = (step * group + g) * part + r
-                                if i < width and of < rows and agreed != 0:
-                                    store_fp8(
-                                        quantized, of * hidden + i * vector, row, h, g, T.float32(1) / scales[0], dtype
-                                    )
-                    if scaled_by == PER_TOKEN:
-                        for g in T.unroll(group):
-                            peak = T.float32(SMALLEST_AMAX)
-                            for h in T.unroll(held):
-                                if h * workers + lane < width:
-                                    largest_of_vector(peak, row, h, g, dtype)
-                            for step_of_warp in T.unroll(5):
-                                peak = T.max(peak, T.shfl_xor(peak, 16 >> step_of_warp))
-                            if thread % 32 == 0:
-                                peaks[g, thread // 32] = peak
-                        T.sync_threads()
+                        for v in T.unroll(vector):
+                            wide_factors[v] = T.cast(factors[h, v], "float32") + weight_bias
                         for g in T.unroll(group):
                             of = (step * group + g) * part + r
-                            peak = peaks[g, 0]
-                            for warp in T.unroll(threads // 32):
-                                peak = T.max(peak, peaks[g, warp])
-                            if of < rows and agreed != 0:
-                                for h in T.unroll(held):
-                                    i = h * workers + lane
-                                    if i < width:
-                                        store_fp8(
-                                            quantized,
-                                            of * hidden + i * vector,
-                                            row,
-                                            h,
-                                            g,
-                                            T.float32(FP8_MAX) / peak,
-                                            dtype,
-                                        )
-                                if thread == 0:
+                            widen(sums, row, h, g, dtype)
+                            for v in T.unroll(vector):
+                                sums[v] *= squares[g]
+                                sums[v] *= wide_factors[v]
+                            # Peaks are rounded later: the largest number is the largest rounded one.
+                            if scaled_by in BY_BLOCK:
+                                peaks[h * group + g] = largest_of(magnitudes_of(sums, dtype))
+                            if scaled_by == PER_TOKEN:
+                                peak = largest_of(magnitudes_of(sums, dtype))
+                                peaks[g] = T.if_then_else(i < width, T.max(peaks[g], peak), peaks[g])
+                            narrow(row, h, g, sums, dtype)
+                            if norms != 0 and i < width and of < rows and agreed != 0:
+                                for v in T.vectorized(vector):
+                                    out[of * hidden + i * vector + v] = row[h, g, v]
+                    if scaled_by == PER_TOKEN:
+                        reduce_lanes(peaks, many_rows, 32, thread, largest_of)
+                        if thread < workers and thread % (32 // many_rows) == 0 and g_of_lane < group:
+                            row_peaks[phase, g_of_lane, thread // 32] = peaks[0]
+                        T.sync_threads()
+                    if scaled_by in BY_BLOCK:
+                        # Each of some lanes has the peak of another vector's block: of row g, vector h of the block's lanes.
+                        reduce_lanes(peaks, many_vectors, lanes, thread, largest_of)
+                        peak = T.max(T.float32(SMALLEST_AMAX), T.cast(T.cast(peaks[0], dtype), "float32"))
+                        if scaled_by == PER_BLOCK:
+                            factor = T.float32(FP8_MAX) / peak
+                        else:
+                            # The exponent of the least power of two that is not below the scale.
+                            step_up = T.min((T.reinterpret(peak / T.float32(FP8_MAX), "int32") + 0x7FFFFF) >> 23, 254)
+                            factor = T.reinterpret((254 - step_up) << 23, "float32")
+                        for k in T.unroll(many_vectors):
+                            peaks[k] = T.shfl_sync(factor, thread % 32 // lanes * lanes + k * (lanes // many_vectors))
+                    if scaled_by != "":
+                        for g in T.unroll(group):
+                            of = (step * group + g) * part + r
+                            if scaled_by == PER_TOKEN:
+                                peak = largest_of(elements_of(row_peaks, phase, g, count=warps))
+                                peak = T.max(T.float32(SMALLEST_AMAX), T.cast(T.cast(peak, dtype), "float32"))
+                                factor = T.float32(FP8_MAX) / peak
+                            for h in T.unroll(held):
+                                i = h * workers + lane
+                                if scaled_by in BY_BLOCK:
+                                    factor = peaks[h * group + g]
+                                if i < width and of < rows and agreed != 0:
+                                    store_fp8(quantized, of * hidden + i * vector, row, h, g, factor, dtype)
+                            if scaled_by == PER_TOKEN:
+                                if thread == 0 and of < rows and agreed != 0:
                                     scales[of * scale_row] = peak / T.float32(FP8_MAX)
                     if scaled_by in BY_BLOCK:
-                        for h in T.unroll(held):
-                            i = h * workers + lane
-                            for g in T.unroll(group):
-                                of = (step * group + g) * part + r
-                                peak = T.float32(SMALLEST_AMAX)
-                                if i < width:
-                                    largest_of_vector(peak, row, h, g, dtype)
-                                for step_of_warp in T.unroll(5):
-                                    if (1 << step_of_warp) < lanes:
-                                        peak = T.max(peak, T.shfl_xor(peak, 1 << step_of_warp))
-                                if scaled_by != PER_BLOCK:
-                                    # The exponent of the least power of two that is not below the scale.
-                                    step_up = T.min(
-                                        (T.reinterpret(peak / T.float32(FP8_MAX), "int32") + 0x7FFFFF) >> 23, 254
-                                    )
-                                if i < width and of < rows and agreed != 0:
-                                    factor = (
-                                        T.float32(FP8_MAX) / peak
-                                        if scaled_by == PER_BLOCK
-                                        else T.reinterpret((254 - step_up) << 23, "float32")
-                                    )
-                                    store_fp8(quantized, of * hidden + i * vector, row, h, g, factor, dtype)
-                                    if i % lanes == 0:
-                                        if scaled_by == UE8M0_PACKED:
-                                            word = of * scale_row + i // lanes // 4 * scale_column
-                                            scales[word * 4 + i // lanes % 4] = T.cast(step_up, "uint8")
-                                        else:
-                                            scales[of * scale_row + i // lanes * scale_column] = (
-                                                peak / T.float32(FP8_MAX)
-                                                if scaled_by == PER_BLOCK
-                                                else T.reinterpret(step_up << 23, "float32")
-                                            )
+                        k = thread % lanes // (lanes // many_vectors)
+                        i = k // group * workers + lane
+                        of = (step * group + k % group) * part + r
+                        if (
+                            thread % (lanes // many_vectors) == 0
+                            and k < held * group
+                            and i < width
+                            and of < rows
+                            and agreed != 0
+                        ):
+                            if scaled_by == UE8M0_PACKED:
+                                word = of * scale_row + i // lanes // 4 * scale_column
+                                scales[word * 4 + i // lanes % 4] = T.cast(step_up, "uint8")
+                            else:
+                                scales[of * scale_row + i // lanes * scale_column] = (
+                                    peak / T.float32(FP8_MAX)
+                                    if scaled_by == PER_BLOCK
+                                    else T.reinterpret(step_up << 23, "float32")
+                                )
             if shots > 0:
                 count_call(calls, block, call, part, thread, threads, max_blocks)
 
