@@ -1,7 +1,7 @@
 """How fast heads are exchanged for sequence (Ulysses), and attention by chunks of heads, next to torch's all-to-all.
 
     GPUS=4 bash launch.sh benchmark/ulysses.py
-    GPUS=4 bash launch.sh benchmark/ulysses.py --along-from 1
+    GPUS=4 bash launch.sh benchmark/ulysses.py --piece 4M
     GPUS=4 bash launch.sh benchmark/ulysses.py --blocks 16,32,64 --sequence 8192 --uneven
 
 Each rank has a part of the sequence with all heads, and gets the whole sequence with a part of the heads ("scatter"), or the
@@ -185,7 +185,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
     parser.option("--threads", int_list(32, 1024), [512 if on_gpu() else 64], "threads per block")
     parser.option("--blocks", int_list(1, 1024), [64 if on_gpu() else 4], "blocks")
-    parser.option("--along-from", byte_count, None, "size from which operators copy results while parts arrive (16M)")
+    parser.option("--piece", byte_count, None, "of a result that operators copy while the next one arrives (16M)")
     parser.flag("--uneven", "a sequence whose parts grow with the rank")
     parser.flag("--no-nccl", "leave torch's all-to-all through NCCL out")
     args = parser.parse_args()
@@ -204,10 +204,10 @@ def main() -> None:
     size = args.batch * max(args.sequence) * args.heads * args.dim * element // (1 if args.uneven else world_size())
     world = tsn.init(12 * size + (128 << 20))
     timer = Timer.of(args, world.device_kind == "cuda")
-    if args.along_from is not None:
+    if args.piece is not None:
         from tilescale_net.kernels import all_to_all_transposed
 
-        all_to_all_transposed.ALONG_FROM = args.along_from
+        all_to_all_transposed.PIECE_BYTES = args.piece
     group = nccl_group(report, args)
     common = timer, start_together(timer.on_gpu), not args.no_check
     report.environment |= {

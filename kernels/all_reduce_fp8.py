@@ -6,8 +6,8 @@ each adds up for itself: as many bytes, one exchange and one rounding fewer.
 
 Data are their own flags, see `N.put_vector`: no signal and no fence stands between the steps. A warp works on chunks of
 ROWS units of 16 elements a lane, 2 KiB of FP8; the exponents of a chunk are one more vector. It pushes all of its chunks of
-`x`, then adds up those that arrive, then stores the sums that arrive, and waits for nobody but the same warp of other
-PEs. So links are busy while it loads and while it adds up. Calls take two halves of the memory in turn, as in
+`x`, then adds up those that arrive, and a few turns later stores the sums that arrive, and waits for nobody but the same warp of
+other PEs. So links are busy while it loads and while it adds up. Calls take two halves of the memory in turn, as in
 all_reduce_push.py.
 
 Error. Q(v), what becomes of an element v of a block whose largest magnitude is A, 2^a <= A < 2^(a + 1), is v / 2^(a - 7)
@@ -125,7 +125,7 @@ def widen(wide, scale: T.Ref, rows, found, p, u):
 
 
 @tsn.jit(name="all_reduce_fp8", pass_configs=EXPLICIT_SYNC)
-def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks=128):
+def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks=128, lag=2):
     """Kernel `(out, x, tag, status, data, exponents, tags, calls)`: `out` is the sum of all PEs' `x`; `out` may be `x`.
 
     Args:
@@ -134,6 +134,7 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
         capacity: chunks of a part that a call has at most.
         aligned: `out` and `x` begin and end at multiples of 16 bytes.
         threads, max_blocks: launch geometry; as many blocks run as a part has chunks, at most max_blocks, all of them at once.
+        lag: turns that a warp sums ahead of those whose sums of all PEs it stores.
 
     With shots = 1 for two PEs and else 2, `data` (FP8 [2, shots, capacity, n_pes * ROWS, 32, UNIT]), `exponents` (float32 [2,
     shots, capacity, n_pes, 4], a byte for each block) and `tags` (float32 [2, n_pes, max_blocks, 4]) are symmetric, `calls`
@@ -219,9 +220,9 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
             agreed = T.alloc_var("int32")
             all_agree(agreed, agrees, n_pes)
             if warp < warps and agreed != 0:
-                for turn in T.serial(turns):
+                for turn in T.serial(turns + lag if shots == 2 else turns):
                     chunk = block + used * (turn * warps + warp)
-                    if chunk < chunks:
+                    if turn < turns and chunk < chunks:
                         T.clear(totals)
                         for first, pes in groups:
                             take_exponents(words, exponents, half, 0, chunk, first, pes, lane)
@@ -246,17 +247,19 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
                             gather_exponents(words, packed)
                             for hop in T.serial(n_pes):
                                 put_chunk(data, exponents, q, words, half, 1, chunk, me, lane, (me + hop + 1) % n_pes)
-                if shots == 2:
-                    for turn in T.serial(turns):
-                        chunk = block + used * (turn * warps + warp)
-                        if chunk < chunks:
+                    if shots == 2:
+                        # Sums of an earlier turn: they are stored while the links carry those of this one.
+                        chunk_of_sums = chunk - used * lag * warps
+                        if turn >= lag and chunk_of_sums < chunks:
                             for first, pes in groups:
-                                take_exponents(words, exponents, half, 1, chunk, first, pes, lane)
+                                take_exponents(words, exponents, half, 1, chunk_of_sums, first, pes, lane)
                                 for turn_of_pes in T.serial(pes // at_once):
                                     p = turn_of_pes * at_once
-                                    take_rows(rows, found, words, data, half, 1, chunk, first, p, at_once, lane)
+                                    take_rows(rows, found, words, data, half, 1, chunk_of_sums, first, p, at_once, lane)
                                     for i in T.unroll(at_once):
-                                        start = (T.cast(first + p + i, "int64") * chunks + chunk) * CHUNK_UNITS + lane
+                                        start = (
+                                            T.cast(first + p + i, "int64") * chunks + chunk_of_sums
+                                        ) * CHUNK_UNITS + lane
                                         for u in T.unroll(ROWS):
                                             widen(wide, scale, rows, found, i, u)
                                             for v in T.unroll(UNIT):
@@ -297,6 +300,8 @@ def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
 
 # Warps of a block that move data, and chunks of a part that each of them has at most.
 WARPS, TURNS = 8, 8
+# See `all_reduce_fp8`; with TURNS all sums are stored last.
+LAG = 2
 
 
 def _geometry(op) -> tuple[int, int]:
@@ -331,7 +336,7 @@ def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
     dtype, aligned = call.out.dtype, is_aligned(VECTOR_BYTES, call.out, call.x)
 
     def make() -> Launch:
-        kernel = all_reduce_fp8(op.n_pes, dtype_name(dtype), _chunks(op), aligned, *_geometry(op))
+        kernel = all_reduce_fp8(op.n_pes, dtype_name(dtype), _chunks(op), aligned, *_geometry(op), LAG)
         fixed = memory | {"data": memory["data"].view(torch.float8_e4m3fn), "status": op.status_record}
         return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms={"out": FLAT, "x": FLAT})
 

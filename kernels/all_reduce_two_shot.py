@@ -5,7 +5,8 @@ hold their slices ready, and ends when they have put theirs here. So no barrier 
 is done early leaves early.
 
 Where only the input is symmetric and may be overwritten, sums stay with the PE that made them, and all others read them from
-there: then a block ends when its likes have read what it holds. "two_shot_pull" does so with a symmetric `out`, too. Of two
+there: then a block ends when its likes have read what it holds. With a symmetric `out` very large tensors are summed so, too,
+and any by "two_shot_pull". Of two
 PEs each adds up the whole tensor for itself: as many bytes cross the link, and one exchange is spared.
 """
 
@@ -152,12 +153,17 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
     return main
 
 
+# Bytes from which sums are read where they were made, of more than two PEs. Four H100s: 64 MiB 320.2 us, 324.6 when they are put.
+PULL_FROM = 64 << 20
+
+
 def _blocks(op) -> int:
     return op.blocks if op.n_pes == 2 else max(1, op.blocks // 2)
 
 
 def _launch(gathers: bool, op, memory: dict[str, torch.Tensor], call: Call) -> Again:
     dtype, pulled = call.out.dtype, call.zero_copy and call.overwrite_x
+    gathers = gathers or (op.n_pes > 2 and call.out.nbytes >= PULL_FROM)
     gathered = gathers and call.zero_copy and not pulled
     shape, aligned = (-1, VECTOR_BYTES // dtype.itemsize), is_aligned(VECTOR_BYTES, call.out, call.x)
     vectors = {"target": (shape, None), "source": (shape, None)}
@@ -175,7 +181,7 @@ def _launch(gathers: bool, op, memory: dict[str, torch.Tensor], call: Call) -> A
         forms = {"out": FLAT, "x": FLAT} | {name: form for name, form in vectors.items() if call.zero_copy}
         return Launch(kernel, fixed, given, op.world, forms=forms)
 
-    launch, tag = op.prepared(("two_shot", dtype, aligned, call.zero_copy, pulled), make), call.tag
+    launch, tag = op.prepared(("two_shot", dtype, aligned, call.zero_copy, pulled, gathered), make), call.tag
     again: Callable[[torch.Tensor, torch.Tensor], None]
     if not call.zero_copy:
         again = functools.partial(launch, tag)

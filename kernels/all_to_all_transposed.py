@@ -2,6 +2,9 @@
 
 A message is a box of the input and a box of the output, so that no copy reorders anything before or after. Parts of the
 earlier axis may differ in length, and of the later one a call may move a chunk.
+
+Over mapped memory and of whole vectors of 16 bytes, parts move through registers, as in exchange.py, and other blocks copy what
+has arrived to a result outside of symmetric memory while the links carry the rest. A PE's peers may move the same call by puts.
 """
 
 import functools
@@ -18,34 +21,29 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from .collective import STATUS_WORDS, Collective, all_agree, announce
-from .exchange import await_room
-from .launches import Form, Launch
+from .collective import (
+    EXPLICIT_SYNC,
+    PIECE_BITS,
+    STATUS_WORDS,
+    Collective,
+    all_agree,
+    announce,
+    count_call,
+    is_aligned,
+    piece_number,
+)
+from .exchange import LANES, TILE_VECTORS, WORDS, await_room
+from .launches import VECTORS, Form, Launch
+from .sums import VECTOR_BYTES
 
-
-@tsn.macro
-def copy_arrived(result, out, starts, joins_rows, batches, column, size, width, block, blocks, pe, me, n_pes, unroll):
-    """Copy what this block of PE `pe` has put to `out`. By a block."""
-    first_row = starts[pe] if joins_rows else starts[me]
-    rows = (starts[pe + 1] if joins_rows else starts[me + 1]) - first_row
-    first = rows * block // blocks
-    end = rows * (block + 1) // blocks
-    if first < end:
-        for batch in T.serial(batches):
-            at = batch * starts[n_pes] + first_row + first if joins_rows else batch * rows + first
-            left = 0 if joins_rows else pe * width + column
-            N.get_block(
-                result[at : at + (end - first), left : left + size],
-                out[at : at + (end - first), left : left + size],
-                me,
-                unroll=unroll,
-            )
+# Of the pieces of a call, in a signal: all of them, whatever their number.
+ALL_PIECES = (1 << PIECE_BITS) - 1
 
 
 @tsn.jit(name="all_to_all_transposed")
-def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None, copies=False):
-    """Kernel `(out, x, result, starts, batches, column, tag, status, calls, ready, arrived)` on rows of bytes; every PE gets a
-    box of each batch from every PE.
+def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None):
+    """Kernel `(out, x, starts, batches, column, tag, status, calls, ready, arrived)` on rows of bytes; every PE gets a box of
+    each batch from every PE.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -55,17 +53,15 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
             me * width + column of each row of its `out` [batches * rows of PE p, n_pes * width].
         threads, blocks: launch geometry; all blocks must be able to run at once.
         unroll: see `tilescale_net.language.put_block`.
-        copies: `result`, any memory with the rows that `out` has on this PE, becomes what `out` is, which is scratch. A block
-            copies what a PE sent while its own puts to the next one are in flight, which hides the copy. Else there is no
-            `result`.
 
     `starts` (int64 [n_pes + 1]) has the first of each PE's rows among those of all, and their number at the end. `out` is
-    symmetric, and given with as many rows as the PE with the most has; `calls`, `ready` and `arrived` as in `exchange`. `tag`
+    symmetric, and given with as many rows as the PE with the most has; `calls` [2 * blocks], `ready` and `arrived` as in
+    `exchange`, where `arrived` counts pieces (`collective.piece_number`), of which this kernel signals all at once. `tag`
     stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to `status` (int64
     [STATUS_WORDS]), see `collective.call_word`.
     """
-    out_rows, out_pitch, x_rows, x_pitch, result_rows = (
-        T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch", "result_rows")
+    out_rows, out_pitch, x_rows, x_pitch = (
+        T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch")
     )
 
     @T.prim_func
@@ -73,19 +69,19 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
         ctx: N.Context(),
         out: T.Tensor((out_rows, out_pitch), "uint8"),
         x: T.Tensor((x_rows, x_pitch), "uint8"),
-        result: T.Tensor((result_rows, out_pitch), "uint8") if copies else None,
         starts: T.Tensor((n_pes + 1,), "int64"),
         batches: T.int64,
         column: T.int64,
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
-        calls: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((2 * blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
+            call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
             size = out_pitch if joins_rows else x_pitch
             width = (x_pitch if joins_rows else out_pitch) // n_pes
@@ -99,63 +95,212 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
             all_agree(agreed, agrees, n_pes)
             moved = T.alloc_var("int64")
             moved = T.if_then_else(agreed != 0, batches, T.int64(0))
-            # Variables: the compiler shall not make several loops of this one, nor compute a remainder in an index.
-            puts = T.alloc_var("int32")
-            puts = n_pes
-            came_from = T.alloc_var("int32")
-            for hop in T.serial(n_pes + 1 if copies else n_pes):
-                if hop < puts:
-                    # Blocks begin with different PEs, so that what stays here holds up nothing that leaves.
-                    pe = (me + hop + block) % n_pes
-                    first_row = starts[me] if joins_rows else starts[pe]
-                    rows = (starts[me + 1] if joins_rows else starts[pe + 1]) - first_row
-                    first = rows * block // blocks
-                    end = rows * (block + 1) // blocks
-                    if first < end:
-                        for batch in T.serial(moved):
-                            wide = batch * rows + first  # of the side whose rows are n_pes parts wide
-                            narrow = batch * starts[n_pes] + first_row + first
-                            if joins_rows:
-                                N.put_block(
-                                    out[narrow : narrow + (end - first), 0:size],
-                                    x[wide : wide + (end - first), pe * width + column : pe * width + column + size],
-                                    pe, unroll=unroll,
-                                )  # fmt: skip
-                            else:
-                                N.put_block(
-                                    out[wide : wide + (end - first), me * width + column : me * width + column + size],
-                                    x[narrow : narrow + (end - first), 0:size],
-                                    pe, unroll=unroll,
-                                )  # fmt: skip
-                if copies and agreed != 0:
-                    # While the links still carry what was put.
-                    if hop + puts > n_pes:
-                        came_from = (me + n_pes - (hop + n_pes - 1 + block) % n_pes) % n_pes
-                        if thread == 0:
-                            N.wait(arrived[came_from, block], "ge", call)
-                        T.sync_threads()
-                        copy_arrived(
-                            result, out, starts, joins_rows, moved, column, size, width, block, blocks, came_from, me, n_pes, unroll
-                        )  # fmt: skip
-                    T.sync_threads()
-                    if thread == 0 and hop < puts:
-                        N.signal(arrived[me, block], call, (me + hop + block) % n_pes, fence=True)
+            for hop in T.serial(n_pes):
+                # Blocks begin with different PEs, so that what stays here holds up nothing that leaves.
+                pe = (me + hop + block) % n_pes
+                first_row = starts[me] if joins_rows else starts[pe]
+                rows = (starts[me + 1] if joins_rows else starts[pe + 1]) - first_row
+                first = rows * block // blocks
+                end = rows * (block + 1) // blocks
+                if first < end:
+                    for batch in T.serial(moved):
+                        wide = batch * rows + first  # of the side whose rows are n_pes parts wide
+                        narrow = batch * starts[n_pes] + first_row + first
+                        if joins_rows:
+                            N.put_block(
+                                out[narrow : narrow + (end - first), 0:size],
+                                x[wide : wide + (end - first), pe * width + column : pe * width + column + size],
+                                pe, unroll=unroll,
+                            )  # fmt: skip
+                        else:
+                            N.put_block(
+                                out[wide : wide + (end - first), me * width + column : me * width + column + size],
+                                x[narrow : narrow + (end - first), 0:size],
+                                pe, unroll=unroll,
+                            )  # fmt: skip
             T.sync_threads()
             if thread < n_pes and agreed != 0:
-                if not copies:
-                    N.signal(arrived[me, block], call, thread, fence=True)
-                    N.wait(arrived[thread, block], "ge", call)
+                every = piece_number(call, ALL_PIECES)
+                N.signal(arrived[me, block], every, thread, fence=True)
+                N.wait(arrived[thread, block], "ge", every)
                 N.quiet(thread)
             T.sync_threads()
-            if thread == 0:
-                calls[block] = call
+            count_call(calls, block, call, T.int64(blocks), thread, threads, 2 * blocks)
 
     return main
 
 
-# Bytes of a result from which it is copied along; a smaller one is copied behind the kernel. Four H100s: 8 MiB 43.6 us along,
-# 37.9 behind it; 32 MiB 103 and 113.
-ALONG_FROM = 16 << 20
+# ---------------------------------------------------------------------------------------------------------------------
+# The same over mapped memory, by vectors of 16 bytes.
+
+
+# Vectors that each lane loads at a time; with places of boxes, more do not fit into registers.
+UNROLL = 4
+
+
+@tsn.macro
+def move_tile(tile, memory, loads, first, pitch, at, size, width, flat, unroll):
+    """tile[u] = the vector of a box with number at + u * LANES, below `size`, or the reverse (`loads`). Of `memory` [vectors,
+    WORDS] the box has `width` vectors from first + row * pitch on, for each of its rows. `flat`: pitch is width."""
+    for u in T.unroll(unroll):
+        i = at + u * LANES
+        if i < size:
+            row = T.int32(0) if flat else T.cast(T.cast(i, "uint32") // T.cast(width, "uint32"), "int32")
+            where = first + i if flat else first + T.cast(row, "int64") * pitch + (i - row * width)
+            if loads:
+                for v in T.vectorized(WORDS):
+                    tile[u, v] = memory[where, v]
+            else:
+                for v in T.vectorized(WORDS):
+                    memory[where, v] = tile[u, v]
+
+
+@tsn.macro
+def move_box(
+    target, target_first, target_pitch, target_flat, source, source_first, source_pitch, source_flat, size, width, thread, step, unroll
+):  # fmt: skip
+    """Copy a box of `size` vectors, see `move_tile`; by some warps, as `exchange.stream`: loads do not wait for the stores
+    before them. `thread`: place of this thread among those of the warps. `step`: how many threads these are."""
+    even, odd = T.alloc_local((unroll, WORDS), "int32"), T.alloc_local((unroll, WORDS), "int32")
+    i = T.alloc_var("int32")
+    i = thread // LANES * (LANES * unroll) + thread % LANES
+    move_tile(even, source, True, source_first, source_pitch, i, size, width, source_flat, unroll)
+    while i < size:
+        move_tile(odd, source, True, source_first, source_pitch, i + step * unroll, size, width, source_flat, unroll)
+        move_tile(even, target, False, target_first, target_pitch, i, size, width, target_flat, unroll)
+        i += step * unroll
+        move_tile(even, source, True, source_first, source_pitch, i + step * unroll, size, width, source_flat, unroll)
+        move_tile(odd, target, False, target_first, target_pitch, i, size, width, target_flat, unroll)
+        i += step * unroll
+
+
+@tsn.jit(name="all_to_all_transposed_mapped", pass_configs=EXPLICIT_SYNC)
+def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unroll=UNROLL, copies=False):
+    """Kernel `(out, x, result, starts, batches, column, size, width, pieces, tag, status, calls, ready, arrived)`, as
+    `all_to_all_transposed`, for PEs that are all mapped, with `out`, `x` and `result` as [vectors, 16 bytes as int32].
+
+    Args:
+        n_pes, joins_rows, threads, blocks: as there. unroll: see `exchange.stream`.
+        copies: `result`, any memory with the rows that `out` has on this PE, becomes what `out` would be, which is scratch:
+            as many blocks again copy what has arrived. All of them must be able to run at once.
+
+    `size`, `width` and `column` are vectors: of a row of the narrower tensor, of a PE's part of a row of the wider one, and from
+    its beginning to what moves. `pieces`, equal on all PEs: parts in which a block sends its rows, each with a signal.
+    """
+    out_vectors, x_vectors, result_vectors = (T.dynamic(f"{name}_vectors", "int64") for name in ("out", "x", "result"))
+    warps = threads // LANES
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((out_vectors, WORDS), "int32"),
+        x: T.Tensor((x_vectors, WORDS), "int32"),
+        result: T.Tensor((result_vectors, WORDS), "int32") if copies else None,
+        starts: T.Tensor((n_pes + 1,), "int64"),
+        batches: T.int64,
+        column: T.int64,
+        size: T.int32,
+        width: T.int64,
+        pieces: T.int32,
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
+        calls: T.Tensor((2 * blocks,), "uint64"),
+        ready: T.Tensor((n_pes,), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+    ):
+        with T.Kernel(2 * blocks if copies else blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            agrees = T.alloc_shared((n_pes,), "int32")
+            if block == 0 and thread < n_pes:
+                announce(ready, me, call, tag, thread)
+            # Blocks that send, then those that copy what these have got. Those learn from these whether PEs agree: a peer may
+            # be through with the call, and have announced the next one, before they look.
+            sends = block < blocks
+            share = block % blocks
+            agreed = T.alloc_var("int32")
+            if sends:
+                same = T.alloc_var("int32")
+                same = 1
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
+                all_agree(agreed, agrees, n_pes)
+                if copies and thread == 0:
+                    N.signal(arrived[me, share], piece_number(call, T.if_then_else(agreed != 0, ALL_PIECES, 1)), me)
+            elif copies:
+                if thread == 0:
+                    word = N.wait(arrived[me, share], "ge", piece_number(call, 1))
+                    agrees[0] = T.cast(word == piece_number(call, ALL_PIECES), "int32")
+                T.sync_threads()
+                agreed = agrees[0]
+            others = T.alloc_var("int32")
+            others = T.if_then_else(sends, n_pes, n_pes - 1)  # a PE's own part goes to `result` at once
+            if not copies:
+                others = n_pes
+            warp = thread // LANES
+            begin = T.alloc_var("int64")
+            end = T.alloc_var("int64")
+            for piece in T.serial(T.if_then_else(agreed != 0, pieces, 0)):
+                number = piece_number(call, T.if_then_else(piece + 1 < pieces, piece + 1, ALL_PIECES))
+                # A warp has one PE; where there are fewer warps than PEs, one after the other.
+                for turn in T.serial(-(-n_pes // warps)):
+                    groups = T.max(others, 1)
+                    hop = warp % groups + turn * warps
+                    place = warp // groups * LANES + thread % LANES
+                    step = (warps - warp % groups + groups - 1) // groups * LANES
+                    if hop < others:
+                        pe = T.if_then_else(sends, me + hop + 1, me + n_pes - hop - 1) % n_pes
+                        # Whose rows these are: those of the PE that has fewer of them.
+                        owner = T.if_then_else(sends if joins_rows else block >= blocks, me, pe)
+                        rows = starts[owner + 1] - starts[owner]
+                        begin = rows * share // blocks
+                        end = rows * (share + 1) // blocks
+                        rows_here = end - begin
+                        end = begin + rows_here * (piece + 1) // pieces
+                        begin = begin + rows_here * piece // pieces
+                        if copies and not sends:
+                            N.wait_warp(arrived[pe, share], "ge", number)
+                        for batch in T.serial(batches):
+                            wide = (batch * rows + begin) * (n_pes * width) + column
+                            narrow = (batch * starts[n_pes] + starts[owner] + begin) * size
+                            vectors = T.cast((end - begin) * size, "int32")
+                            if sends:
+                                to = me * width + wide
+                                of = pe * width + wide
+                                if copies and pe == me:
+                                    move_box(
+                                        result, narrow if joins_rows else to, n_pes * width, joins_rows,
+                                        x, of if joins_rows else narrow, n_pes * width, not joins_rows,
+                                        vectors, size, place, step, unroll,
+                                    )  # fmt: skip
+                                else:
+                                    move_box(
+                                        N.remote(out, pe), narrow if joins_rows else to, n_pes * width, joins_rows,
+                                        x, of if joins_rows else narrow, n_pes * width, not joins_rows,
+                                        vectors, size, place, step, unroll,
+                                    )  # fmt: skip
+                            elif copies:
+                                at = narrow if joins_rows else pe * width + wide
+                                move_box(
+                                    result, at, n_pes * width, joins_rows, out, at, n_pes * width, joins_rows,
+                                    vectors, size, place, step, unroll,
+                                )  # fmt: skip
+                if sends:
+                    T.sync_threads()
+                    if thread < n_pes and thread != me:
+                        N.signal(arrived[me, share], number, thread, fence=True)
+            if not copies:
+                if thread < n_pes and thread != me and agreed != 0:
+                    N.wait(arrived[thread, share], "ge", piece_number(call, ALL_PIECES))
+            T.sync_threads()
+            count_call(calls, block, call, T.int64(2 * blocks if copies else blocks), thread, threads, 2 * blocks)
+
+    return main
+
+
+# Bytes of a rank's result that a piece has, and pieces of a call at most: while one is copied, the next one is sent.
+PIECE_BYTES, MOST_PIECES = 16 << 20, 8
 # As many push fastest when all PEs send at once; in the simulator, where times mean nothing, each one costs.
 BLOCKS, SIMULATED_BLOCKS = 64, 16
 
@@ -192,8 +337,10 @@ class AllToAllTransposed(Collective):
             blocks = BLOCKS if tsn.world(group).device_kind == "cuda" else SIMULATED_BLOCKS
         super().__init__("AllToAllTransposed", f"unroll={unroll}", threads, blocks, group)
         self._options = dict(threads=threads, blocks=blocks, unroll=unroll)
+        tile = max(1, min(unroll or UNROLL, 16, TILE_VECTORS // threads))
+        self._mapped_options = dict(threads=threads, blocks=blocks, unroll=tile)
         self._words = dict(
-            calls=self.counters(blocks), ready=self._signals(self.n_pes), arrived=self._signals(self.n_pes, blocks)
+            calls=self.counters(2 * blocks), ready=self._signals(self.n_pes), arrived=self._signals(self.n_pes, blocks)
         )
         self._heap = self._world.heap.as_bytes()
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}  # by lengths
@@ -226,8 +373,8 @@ class AllToAllTransposed(Collective):
                 them parts are equal.
             chunk: (c, count): of each PE's part of the later axis only the c-th of `count` equal parts moves, to or from a tensor
                 that has no more of this axis. So a result of all heads can be made, and used, chunk by chunk.
-            result: like `out`, in any memory, apart from `out` and `x`; becomes what `out` would be, of 16 MiB and more while
-                parts still arrive, and `out` is scratch. For all of the axis: chunk (0, 1).
+            result: like `out`, in any memory, apart from `out` and `x`; becomes what `out` would be, while parts still arrive
+                where all of it is whole vectors of 16 bytes, and `out` is scratch. For all of the axis: chunk (0, 1).
 
         Returns:
             `out`, or `result`. Later work on the stream may write `x` again.
@@ -271,10 +418,7 @@ class AllToAllTransposed(Collective):
         tag = self._agree(*noted)
         if sum(parts) * math.prod(shape[: min(cut, join)]) * math.prod(shape[min(cut, join) + 1 :]):
             call = cut, join, parts, chunk, place, tag
-            if result is not None and result.nbytes < ALONG_FROM:
-                again = self._launch_and_copy(out, x, result, *call)
-            else:
-                again = self._launch(out, x, result, *call)
+            again = self._launch(out, x, result, *call)
             if key is not None:
                 self._again[key] = noted, again
         return out if result is None else result
@@ -298,35 +442,60 @@ class AllToAllTransposed(Collective):
         batches = math.prod(x.shape[:early])
         out_pitch, x_pitch = (size, wide) if joins_rows else (wide, size)
         extents = (middle, *parts)
+        starts_of = list(itertools.accumulate((middle * part for part in parts), initial=0))
         starts = self._starts.get(extents)
         if starts is None:
             with torch.inference_mode(False):
-                sums = itertools.accumulate((middle * part for part in parts), initial=0)
-                starts = self._starts[extents] = torch.tensor(list(sums), dtype=torch.int64, device=self.device)
+                starts = self._starts[extents] = torch.tensor(starts_of, dtype=torch.int64, device=self.device)
+        given_out, given_x = out, x
         if not joins_rows and len(set(parts)) > 1:
             # Peers have more rows; an empty tensor has no address.
             out = self._heap[place : place + batches * max(parts) * middle * out_pitch]
         if not x.numel():
             x = self._heap[:x_pitch]
         tensors: tuple[torch.Tensor, ...] = out, x
-        if copies := result is not None:
+        if result is not None:
             tensors = out, x, result if result.numel() else self._heap[:out_pitch]
+            if 2 * self.blocks > self.block_limit or not self._by_vectors(size, *tensors):
+                return self._launch_and_copy(given_out, given_x, result, cut, join, parts, chunk, place, tag)
+        fixed = {"status": self.status_record, **self._words}
+        if self._by_vectors(size, *tensors):
+            names = ("out", "x", "result")[: len(tensors)]
+            nbytes = starts_of[-1] * batches * size  # of a result, with equal parts
+            pieces = 1 if result is None else min(MOST_PIECES, 1 + nbytes // PIECE_BYTES)
 
-        def make() -> Launch:
-            forms: dict[str, Form] = {"out": ((-1, out_pitch), torch.uint8), "x": ((-1, x_pitch), torch.uint8)}
-            given: tuple[str, ...] = "starts", "batches", "column", "tag", "out", "x"
-            if copies:
-                given, forms["result"] = (*given, "result"), ((-1, out_pitch), torch.uint8)
-            fixed = {"status": self.status_record, **self._words}
-            return Launch(
-                all_to_all_transposed(self.n_pes, joins_rows, **self._options, copies=copies),
-                fixed, given, self._world, forms=forms,
-            )  # fmt: skip
+            def make() -> Launch:
+                kernel = all_to_all_transposed_mapped(
+                    self.n_pes, joins_rows, **self._mapped_options, copies=result is not None
+                )
+                given = "starts", "batches", "column", "size", "width", "pieces", "tag", *names
+                return Launch(kernel, fixed, given, self._world, forms=dict.fromkeys(names, VECTORS))
 
-        launch = self.prepared((joins_rows, out_pitch, x_pitch, copies), make)
-        again = functools.partial(launch, starts, batches, chunk[0] * size, tag)
+            launch = self.prepared(("mapped", joins_rows, result is not None), make)
+            vectors = size // VECTOR_BYTES
+            numbers: tuple[int, ...] = batches, chunk[0] * vectors, vectors, chunk[1] * vectors, pieces
+        else:
+
+            def make() -> Launch:
+                forms: dict[str, Form] = {"out": ((-1, out_pitch), torch.uint8), "x": ((-1, x_pitch), torch.uint8)}
+                kernel = all_to_all_transposed(self.n_pes, joins_rows, **self._options)
+                given = "starts", "batches", "column", "tag", "out", "x"
+                return Launch(kernel, fixed, given, self._world, forms=forms)
+
+            launch = self.prepared((joins_rows, out_pitch, x_pitch), make)
+            numbers = batches, chunk[0] * size
+        again = functools.partial(launch, starts, *numbers, tag)
         self._launch_checked(again, *tensors)
         return again
+
+    def _by_vectors(self, size: int, *tensors: torch.Tensor) -> bool:
+        """Whether parts go through registers, over mapped memory; a row of the narrower tensor has `size` bytes."""
+        return (
+            not self.needs_symmetric_source
+            and size % VECTOR_BYTES == 0
+            and is_aligned(VECTOR_BYTES, *tensors)
+            and max(tensor.nbytes for tensor in tensors) < 1 << 34  # a box has less than 2**31 vectors
+        )
 
     def _launch_and_copy(
         self, out: torch.Tensor, x: torch.Tensor, result: torch.Tensor, *call: Any

@@ -74,10 +74,9 @@ class Launch:
         if not shape:
             return value
         if dtype is not None and value.dtype != dtype:
-            # A last axis of one element may have any stride, which a view of another size does not take.
-            value = (value if value.dim() and value.stride(-1) == 1 else value.as_strided((value.numel(),), (1,))).view(
-                dtype
-            )
+            # A last axis of one element may have any stride, and one of few too few bytes, for a view of another size.
+            whole = value.dim() and value.stride(-1) == 1 and value.shape[-1] * value.itemsize % dtype.itemsize == 0
+            value = (value if whole else value.as_strided((value.numel(),), (1,))).view(dtype)
         return value.view(shape)
 
     def quick(self) -> Callable[..., None]:

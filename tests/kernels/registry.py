@@ -476,7 +476,12 @@ SM_90 = {
     "all_to_all_transposed.all_to_all_transposed": [
         dict(n_pes=4, joins_rows=True),
         dict(n_pes=2, joins_rows=False),
+    ],
+    "all_to_all_transposed.all_to_all_transposed_mapped": [
+        dict(n_pes=4, joins_rows=True, copies=True),
         dict(n_pes=4, joins_rows=False, copies=True),
+        dict(n_pes=2, joins_rows=True),
+        dict(n_pes=8, joins_rows=False),
     ],
     "attention_merge.attention_merge": [
         dict(n_pes=4, dtype="bfloat16", heads=32, dim=512),

@@ -40,14 +40,14 @@ def _broadcast(seed, cases=8):
 
 
 @contextlib.contextmanager
-def copied_along(wanted: bool):
-    """Results of any size are copied along, or behind the kernel; of calls that are the first of their kind."""
-    before = all_to_all_transposed.ALONG_FROM
-    all_to_all_transposed.ALONG_FROM = 0 if wanted else 1 << 60
+def in_pieces(wanted: bool):
+    """Small results are sent in pieces, too, or not; of calls that are the first of their kind."""
+    before = all_to_all_transposed.PIECE_BYTES
+    all_to_all_transposed.PIECE_BYTES = 64 if wanted else 1 << 60
     try:
         yield
     finally:
-        all_to_all_transposed.ALONG_FROM = before
+        all_to_all_transposed.PIECE_BYTES = before
 
 
 def _transposed(seed, cases=8, largest=5):
@@ -74,8 +74,8 @@ def _transposed(seed, cases=8, largest=5):
             )
             tsn.synchronize()
             assert_same(out.tensor, expected, f"{what}, cut {cut}, join {join}, rank {rank}")
-            # To a tensor of this rank's own, copied by turns as large ones are and as small ones are.
-            with copied_along(case % 2 == 1):
+            # To a tensor of this rank's own, by turns in pieces as large ones are and in one as small ones are.
+            with in_pieces(case % 2 == 1):
                 result = torch.empty(made, dtype=dtype, device=tsn.device())
                 assert op(out.tensor, x.tensor, cut, join, result=result) is result
             x.tensor.zero_()  # the call is over with x
@@ -114,7 +114,7 @@ def _uneven(seed, cases=6):
             for c in reversed(range(count)):
                 op(result, y.tensor[c], 1, 2, lengths=lengths, chunk=(c, count))
             if count == 1:
-                with copied_along(case % 2 == 0):
+                with in_pieces(case % 2 == 0):
                     op(y.tensor[0], source, 2, 1, lengths=lengths, result=copies[0])
                     y.tensor[0].copy_(copies[0])
                     op(result, y.tensor[0], 1, 2, lengths=lengths, result=copies[1])
