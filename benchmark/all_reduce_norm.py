@@ -19,15 +19,7 @@ import tilescale_net as tsn
 from benchmark.common import BenchmarkParser, Column, Report, medians, positive_int, us, world_size
 from benchmark.common.arguments import int_list, on_gpu, one_of
 from benchmark.common.collectives import dependent_launch, nccl_group
-from benchmark.common.measuring import (
-    Timer,
-    common_seeds,
-    normal_numbers,
-    raise_if_wrong,
-    repeated,
-    slowest_ranks,
-    start_together,
-)
+from benchmark.common.measuring import Timer, common_seeds, normal_numbers, raise_if_wrong
 from benchmark.common.modules import dist, row_ops, torch
 from benchmark.common.peers import Made, Operands, Peer, flashinfer_fusion, made
 
@@ -211,7 +203,7 @@ def main() -> None:
     report = Report("all_reduce_norm", args)
     world = tsn.init(((256 if args.hidden > 1024 else 96) + 64 * len(args.variants)) << 20)
     timer = Timer.of(args, world.device_kind == "cuda")
-    together, group = start_together(timer.on_gpu), nccl_group(report, args)
+    group = nccl_group(report, args)
     report.environment |= {
         "rows": f"{', '.join(str(hidden) for hidden, _ in args.shapes)} elements of bfloat16", "data": "not verified" if args.no_check else "verified",
         "timing": timer.label() + ", slowest rank",
@@ -265,8 +257,7 @@ def main() -> None:
                 else:
                     calls[peer.key] = found.run
         tsn.barrier()
-        samples = timer.interleaved({name: repeated(call) for name, call in calls.items()}, 20, together)
-        samples = slowest_ranks(samples)
+        samples = timer.slowest(calls, 20)
         times = medians(samples)
         peers = {name: time for name, time in times.items() if name in {column.key for column in columns}}
         for name in (name for name in calls if name not in peers):

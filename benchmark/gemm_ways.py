@@ -26,7 +26,7 @@ from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of
 from benchmark.common.collectives import nccl_group
 from benchmark.common.compiling import compile_ahead
 from benchmark.common.gemm import Operands, difference, if_works, operands, operator
-from benchmark.common.measuring import Timer, gather, medians, raise_if_wrong, repeated, slowest_ranks, start_together
+from benchmark.common.measuring import Timer, gather, medians, raise_if_wrong
 from benchmark.common.modules import dist, fused_choice, torch
 from benchmark.common.report import Column, Report, us
 from tilescale_net.cli.arguments import writable_file
@@ -81,7 +81,7 @@ class Case:
         op.free()
         return found
 
-    def measure(self, timer: Timer, together: Callable[[], None], group: Any) -> dict[str, list[float]]:
+    def measure(self, timer: Timer, group: Any) -> dict[str, list[float]]:
         """Samples of each way on the slowest rank, in us; results of our ways are compared. Collective. Raises
         WrongData: of two ways that give different results."""
         given = operands(self._args, self._rows)
@@ -102,12 +102,11 @@ class Case:
             raise_if_wrong(f"{self}", wrong)
         del found
         tsn.barrier()
-        launches = {name: repeated(call) for name, call in calls.items()}
-        samples = timer.interleaved(launches, 5, together, {"torch"})  # which cannot be captured in a CUDA graph
+        samples = timer.slowest(calls, 5, {"torch"})  # which cannot be captured in a CUDA graph
         for op in ops.values():
             op.free()
         tsn.free(x)
-        return slowest_ranks(samples)
+        return samples
 
     def _nccl(self, given: Operands, group: Any) -> Callable[[], torch.Tensor]:
         p, dtype = self.problem, torch.bfloat16
@@ -182,7 +181,7 @@ def main() -> None:
     report = Report("gemm_ways", args)
     world = tsn.init((8 << 30) if on_gpu() else (64 << 20))
     timer = Timer.of(args, world.device_kind == "cuda")
-    group, together = nccl_group(report, args), start_together(timer.on_gpu)
+    group = nccl_group(report, args)
     report.environment["timing"] = f"{timer.mode} (torch: launch), ways in turn, slowest rank, results compared"
     keys = [Column("kind", "Operator"), Column("dtype", "Dtype"), Column("m", "M", ",d")]
     columns = [us(name, title) for name, title in TITLES.items()]
@@ -200,7 +199,7 @@ def main() -> None:
         if late:
             report.notes.append(f"after {args.limit} s, not measured: {', '.join(map(str, cases[number:]))}")
             break
-        samples = case.measure(timer, together, group)
+        samples = case.measure(timer, group)
         took = medians(samples)
         points.append((case.problem, took))
         taken = fused_choice.Point(0, 0, 0, {way: t for way, t in took.items() if way in fused_choice.WAYS}).best

@@ -17,19 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
+from benchmark.common.arguments import on_gpu, positive_int
 from benchmark.common.collectives import nccl_group
-from benchmark.common.measuring import (
-    Timer,
-    gather,
-    medians,
-    normal_numbers,
-    raise_if_wrong,
-    repeated,
-    slowest_ranks,
-    start_together,
-)
+from benchmark.common.measuring import Timer, gather, medians, normal_numbers, raise_if_wrong
 from benchmark.common.modules import dist, moe, torch
+from benchmark.common.moe import LayerParser, begin_layers
 from benchmark.common.report import Column, Report, us, world_size
 
 BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
@@ -39,19 +31,11 @@ SIMULATED = dict(tokens=[3], hidden=512, inner=64, experts=4, topk=2, layers=2)
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
     shape: dict[str, Any] = ON_GPU if on_gpu() else SIMULATED
-    parser.option("--tokens", int_list(1, 1 << 20), shape["tokens"], "per rank")
-    parser.option("--hidden", positive_int, shape["hidden"], "elements of a row, a multiple of 512")
-    parser.option("--inner", positive_int, shape["inner"], "columns of an expert's gate")
-    parser.option("--experts", positive_int, shape["experts"], "of all ranks")
-    parser.option("--topk", positive_int, shape["topk"], "choices of a token")
+    parser = LayerParser(__doc__.splitlines()[0], shape, [24], {"hidden": "elements of a row, a multiple of 512"})
     parser.option("--layers", positive_int, shape["layers"], "of a step, which share nothing but memory for rows")
-    parser.option("--blocks", int_list(2, 132), [24] if on_gpu() else [2], "of a dispatch and of a combine")
     parser.flag("--no-nccl", "leave NCCL out")
     args = parser.parse_args()
-    if args.experts % world_size():
-        parser.error(f"--experts is {args.experts}; it must be a multiple of the {world_size()} ranks")
     if args.hidden % 512:
         parser.error(f"--hidden is {args.hidden}; it must be a multiple of 512")
     return args
@@ -182,8 +166,7 @@ def measure(
     if "nccl" in results:
         raise_if_wrong(what, wrong(results["nccl"], results["ours"]))
 
-    together = start_together(timer.on_gpu)
-    slowest = slowest_ranks(timer.interleaved({name: repeated(way) for name, way in ways.items()}, 5, together))
+    slowest = timer.slowest(ways, 5)
     times = medians(slowest)
     total = tokens * len(gather(0))
     row: dict[str, Any] = dict(tokens=tokens, blocks=blocks, **times)
@@ -201,14 +184,8 @@ def main() -> None:
     for tokens in args.tokens:
         sizes, options = options_of(args, tokens)
         need = max(need, moe.AllToAll.heap_bytes(*sizes, ranks=world_size(), **options))
-    world = tsn.init(need + (64 << 20))
-    timer = Timer.of(args, world.device_kind == "cuda")
+    timer = begin_layers(args, report, need, f"{args.layers} layers, FP8", 5)
     group = nccl_group(report, args)
-    shape = f"{args.layers} layers, hidden {args.hidden}, inner {args.inner}, top {args.topk} of {args.experts} experts, FP8"
-    report.environment |= {
-        "shape": f"{shape}, verified",
-        "timing": f"{timer.label(5)}, implementations in turn, slowest rank",
-    }
     titles = {"ours": "ours", "fused": "ours at once"} | ({"nccl": "NCCL"} if group is not None else {})
     columns = [us(name, f"step, {title}") for name, title in titles.items()]
     columns += [Column(f"{name}_rate", title, ",.0f", unit="tokens/s", plotted=False) for name, title in titles.items()]

@@ -18,20 +18,11 @@ from typing import Any
 
 import tilescale_net as tsn
 from benchmark.common import compiled
-from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
+from benchmark.common.arguments import on_gpu, one_of
 from benchmark.common.gemm import difference
-from benchmark.common.measuring import (
-    Timer,
-    gather,
-    medians,
-    normal_numbers,
-    raise_if_wrong,
-    repeated,
-    slowest_ranks,
-    start_together,
-)
+from benchmark.common.measuring import Timer, gather, medians, normal_numbers, raise_if_wrong
 from benchmark.common.modules import moe, p2p, torch
-from benchmark.common.moe import all_inputs
+from benchmark.common.moe import LayerParser, all_inputs, begin_layers
 from benchmark.common.report import Column, Report, us, world_size
 from tilescale_net.cli.arguments import writable_file
 
@@ -43,14 +34,7 @@ STEPS = {"dispatch": "dispatch", "up": "GEMM up", "swiglu": "SwiGLU", "down": "G
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
-    shape: dict[str, Any] = ON_GPU if on_gpu() else SIMULATED
-    parser.option("--tokens", int_list(1, 1 << 20), shape["tokens"], "per rank")
-    parser.option("--hidden", positive_int, shape["hidden"], "elements of a row")
-    parser.option("--inner", positive_int, shape["inner"], "columns of an expert's gate")
-    parser.option("--experts", positive_int, shape["experts"], "of all ranks")
-    parser.option("--topk", positive_int, shape["topk"], "choices of a token")
-    parser.option("--blocks", int_list(2, 132), [16, 24] if on_gpu() else [2], "of a dispatch and of a combine")
+    parser = LayerParser(__doc__.splitlines()[0], ON_GPU if on_gpu() else SIMULATED, [16, 24])
     parser.option("--dtypes", one_of("bf16", "fp8"), ["fp8", "bf16"], "of rows and matrices")
     parser.option(
         "--table",
@@ -60,10 +44,7 @@ def parse() -> argparse.Namespace:
         "FILE",
     )
     parser.flag("--training", "forward and backward of matrices of bfloat16, which get gradients")
-    args = parser.parse_args()
-    if args.experts % world_size():
-        parser.error(f"--experts is {args.experts}; it must be a multiple of the {world_size()} ranks")
-    return args
+    return parser.parse_args()
 
 
 def options_of(args: argparse.Namespace, tokens: int, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,7 +188,6 @@ def measure(
     blocks: int,
     experts: Experts,
     timer: Timer,
-    together: Any,
     table: Any,
 ) -> None:
     """A row. Collective."""
@@ -249,8 +229,7 @@ def measure(
             raise_if_wrong(what, None if same else "sums at once differ from those one after the other")
         steps = steps_of(layer, mine, experts, dtype)
     launches: dict[str, Callable[[], Any]] = {name: functools.partial(call, fused) for name, fused in ways.items()}
-    samples = timer.interleaved({name: repeated(each) for name, each in (launches | steps).items()}, 3, together, set(ways) if args.training else set())  # fmt: skip
-    slowest = slowest_ranks(samples)
+    slowest = timer.slowest(launches | steps, 3, set(ways) if args.training else set())
     times = medians(slowest)
     total, best = sum(times[name] for name in STEPS), min(times[name] for name in ways)
     flops = 6 * most * args.hidden * args.inner
@@ -283,12 +262,8 @@ def main() -> None:
         if args.training and dtype == "fp8":
             bytes_of += moe.AllToAll.heap_bytes(*sizes[:-1], torch.bfloat16, ranks=world_size(), **options)
         need = max(need, bytes_of)
-    world = tsn.init(need + (64 << 20))
-    timer = Timer.of(args, world.device_kind == "cuda")
-    shape = f"hidden {args.hidden}, inner {args.inner}, top {args.topk} of {args.experts} experts"
-    report.environment |= {"shape": f"{shape}, normal random data, verified"}
     what = "forward and backward" if args.training else "forward"
-    report.environment["timing"] = f"{what}, {timer.label(3)}, implementations in turn, slowest rank"
+    timer = begin_layers(args, report, need, f"{what}, normal random data", 3)
     keys = [Column("dtype", "Dtype"), Column("tokens", "Tokens", ",d")]
     keys.append(Column("blocks", "Blocks", ",d", plotted=False))
     columns = [us("ours", "one after the other"), us("fused", "at once"), Column("over", "at once, x", ".3f")]
@@ -296,12 +271,11 @@ def main() -> None:
     columns += [us("torch", "torch grouped_mm, both"), Column("tflops", "TFLOP/s of the faster", ".0f")]
     table = report.table("moe_experts", keys, [*columns, Column("gemm_tflops", "TFLOP/s of GEMMs", ".0f")])
     table.plotted = False
-    together = start_together(timer.on_gpu)
     local = args.experts // tsn.size()
     for dtype in args.dtypes:
         experts = Experts(args, dtype, range(tsn.rank() * local, (tsn.rank() + 1) * local))
         for tokens, blocks in itertools.product(args.tokens, args.blocks):
-            measure(args, dtype, tokens, blocks, experts, timer, together, table)
+            measure(args, dtype, tokens, blocks, experts, timer, table)
         del experts
     report.finish()
     tsn.finalize()

@@ -15,20 +15,11 @@ from typing import Any
 
 import tilescale_net as tsn
 from benchmark.common import compiled
-from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
+from benchmark.common.arguments import int_list, on_gpu, positive_int
 from benchmark.common.gemm import difference
-from benchmark.common.measuring import (
-    Timer,
-    gather,
-    medians,
-    normal_numbers,
-    raise_if_wrong,
-    repeated,
-    slowest_ranks,
-    start_together,
-)
+from benchmark.common.measuring import Timer, gather, medians, normal_numbers, raise_if_wrong
 from benchmark.common.modules import moe, p2p, torch
-from benchmark.common.moe import all_inputs, traffic
+from benchmark.common.moe import LayerParser, all_inputs, begin_layers, traffic
 from benchmark.common.report import Column, Report, us, world_size
 
 BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
@@ -42,15 +33,10 @@ TITLES = {
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
     shape: dict[str, Any] = ON_GPU if on_gpu() else SIMULATED
-    parser.option("--tokens", int_list(1, 1 << 20), shape["tokens"], "per rank")
-    parser.option("--hidden", positive_int, shape["hidden"], "elements of a row")
-    parser.option("--inner", positive_int, shape["inner"], "columns of an expert's first matrix")
-    parser.option("--experts", positive_int, shape["experts"], "of all ranks")
-    parser.option("--topk", positive_int, shape["topk"], "choices of a token")
-    text = "of a dispatch and of a combine beside a GEMM; elsewhere they take those of Tuning"
-    parser.option("--blocks", int_list(2, 132), [8, 24] if on_gpu() else [2], text)
+    blocks = "of a dispatch and of a combine beside a GEMM; elsewhere they take those of Tuning"
+    texts = {"inner": "columns of an expert's first matrix", "blocks": blocks}
+    parser = LayerParser(__doc__.splitlines()[0], shape, [8, 24], texts)
     parser.option(
         "--late", int_list(0, 99), [0, 50, 75], "percent of a GEMM's tiles before the combine beside it begins"
     )
@@ -62,8 +48,6 @@ def parse() -> argparse.Namespace:
     args.stages, args.panel, args.columns = (4, 8, 128) if on_gpu() else (2, 2, 16)
     if len(args.tile) != 3:
         parser.error("--tile takes three numbers")
-    if args.experts % world_size():
-        parser.error(f"--experts is {args.experts}; it must be a multiple of the {world_size()} ranks")
     args.tile = tuple(args.tile)
     return args
 
@@ -197,15 +181,14 @@ class Layer:
             thing.free()
 
 
-def measure(args: argparse.Namespace, tokens: int, blocks: int, timer: Timer, together: Any, table: Any) -> None:
+def measure(args: argparse.Namespace, tokens: int, blocks: int, timer: Timer, table: Any) -> None:
     """The rows of one shape. Collective."""
     layer = Layer(args, tokens, blocks)
     raise_if_wrong(f"moe_layer, {tokens} tokens", layer.wrong())
     most = max(gather(layer.rows))
     flops, moved = 2 * most * args.hidden * args.inner, 2 * max(gather(layer.remote)) * args.hidden
     for part, calls in layer.implementations(args.late).items():
-        launches = {key: repeated(call) for key, call in calls.items()}
-        slowest = slowest_ranks(timer.interleaved(launches, 5, together))
+        slowest = timer.slowest(calls, 5)
         times = medians(slowest)
         both = 2 if part == "layer" else 1
         bound = both * max(flops / args.peak / 1e6, moved / args.link / 1e3)
@@ -225,12 +208,7 @@ def main() -> None:
     sizes, options = shape_of(args, max(args.tokens))
     more: list[dict[str, Any]] = [{}, {"tile_rows": args.tile[0]}]
     need = sum(moe.AllToAll.heap_bytes(*sizes, ranks=world_size(), **options, **these) for these in more)
-    world = tsn.init(need + (64 << 20))
-    timer = Timer.of(args, world.device_kind == "cuda")
-    together = start_together(timer.on_gpu)
-    shape = f"hidden {args.hidden}, inner {args.inner}, top {args.topk} of {args.experts} experts, bfloat16"
-    report.environment |= {"shape": f"{shape}, normal random data, verified"}
-    report.environment["timing"] = f"{timer.label(5)}, implementations in turn, slowest rank"
+    timer = begin_layers(args, report, need, "bfloat16, normal random data", 5)
     report.environment["bound"] = f"{args.peak} TFLOP/s or {args.link} GB/s from other ranks, the rank with most of it"
     keys = [Column("part", "Part"), Column("tokens", "Tokens", ",d"), Column("blocks", "Blocks", ",d", plotted=False)]
     keys.append(Column("late", "Combine begins at", ",d", unit="%", plotted=False))
@@ -239,7 +217,7 @@ def main() -> None:
     table = report.table("moe_layer", keys, columns)
     for tokens in args.tokens:
         for blocks in args.blocks:
-            measure(args, tokens, blocks, timer, together, table)
+            measure(args, tokens, blocks, timer, table)
     report.finish()
     tsn.finalize()
 

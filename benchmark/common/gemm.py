@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tilescale_net as tsn
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
 from benchmark.common.collectives import nccl_group
-from benchmark.common.measuring import (
-    Timer,
-    medians,
-    normal_numbers,
-    raise_if_wrong,
-    repeated,
-    slowest_ranks,
-    start_together,
-)
+from benchmark.common.measuring import Timer, medians, normal_numbers, raise_if_wrong
 from benchmark.common.modules import fused_choice, torch
 from benchmark.common.report import Column, Report, us, world_size
 
@@ -222,7 +214,6 @@ def run(
     world = tsn.init(3 * heap + (96 << 20))  # the operator has its own
     timer = Timer.of(args, world.device_kind == "cuda")
     group = nccl_group(report, args)
-    together = start_together(timer.on_gpu)
     report.environment |= {"shape": f"k {args.k}, n {args.n} per rank, {args.dtype}, normal random data, verified"}
     report.environment["timing"] = f"{timer.mode} (torch: launch), implementations in turn, slowest rank"
     keys = [Column("m", "M", ",d"), Column("tile", "Tile", plotted=False)]
@@ -242,12 +233,10 @@ def run(
         these.calls["unfused"]()
         tsn.synchronize()
         tsn.barrier()
-        launches = {key: repeated(call) for key, call in these.calls.items()}
-        samples = timer.interleaved(launches, 5, together, {"torch"})  # which cannot be captured in a CUDA graph
+        slowest = timer.slowest(these.calls, 5, {"torch"})  # which cannot be captured in a CUDA graph
         these.calls["ours"]()
         tsn.synchronize()
         raise_if_wrong(f"{name}, m {m}", these.wrong())
-        slowest = slowest_ranks(samples)
         times = medians(slowest)
         flops = 2 * m * args.k * args.n
         # Of the communication, what the GEMM does not hide; and max(FLOPs, bytes) of what any way has to do.

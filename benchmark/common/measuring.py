@@ -189,6 +189,7 @@ class Timer:
         self.mode = mode
         self.warmup, self.repeat = warmup, repeat
         self.on_gpu = on_gpu
+        self._meet: Callable[[], None] | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace, on_gpu: bool) -> Timer:
@@ -237,6 +238,14 @@ class Timer:
             return device_us(run) / batch
 
         return in_turn({name: partial(sample, run) for name, run in runs.items()}, 0, self.repeat)
+
+    def slowest(
+        self, calls: Mapping[str, Callable[[], object]], batch: int, plain: Set[str] = frozenset()
+    ) -> dict[str, list[float]]:
+        """As `interleaved`, for calls that all ranks make at once; of each, the samples of the slowest rank. Collective."""
+        self._meet = self._meet or start_together(self.on_gpu)
+        launches = {name: repeated(call) for name, call in calls.items()}
+        return slowest_ranks(self.interleaved(launches, batch, self._meet, plain))
 
     def _prepared(self, launch: Callable[[int], None], batch: int) -> Callable[[], None]:
         """A function that does the operation `batch` times."""

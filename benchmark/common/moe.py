@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common.arguments import BenchmarkParser, on_gpu, one_of, positive_int
-from benchmark.common.measuring import DeviceTimer, leave_default_stream
+from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
+from benchmark.common.measuring import DeviceTimer, Timer, leave_default_stream
 from benchmark.common.modules import dist, moe, row_ops, torch
 from benchmark.common.peers import nccl_over_nodes
 from benchmark.common.report import Report, WrongData, world_size
@@ -52,9 +52,52 @@ class MoeParser(BenchmarkParser):
         for name in ("hidden", "topk", "experts"):
             setattr(parsed, name, getattr(parsed, name) or shape[name])
         parsed.tokens_of = {mode: parsed.tokens or shape[mode] for mode in parsed.mode}
-        if parsed.experts % world_size():
-            self.error(f"--experts is {parsed.experts}; it must be a multiple of the {world_size()} ranks")
-        return parsed
+        return check_experts(self, parsed)
+
+
+class LayerParser(BenchmarkParser):
+    """With the flags of whole layers: `--tokens`, their shape and `--blocks`.
+
+    Args:
+        shape: defaults of tokens, hidden, inner, experts and topk.
+        blocks: on a GPU.
+        texts: help by flag, of those that a benchmark says in words of its own.
+    """
+
+    def __init__(
+        self, description: str, shape: dict[str, Any], blocks: list[int], texts: Mapping[str, str] = {}
+    ) -> None:
+        super().__init__(description, timing=True)
+        numbers = {
+            "hidden": "elements of a row", "inner": "columns of an expert's gate", "experts": "of all ranks", "topk": "choices of a token",
+        }  # fmt: skip
+        self.option("--tokens", int_list(1, 1 << 20), shape["tokens"], "per rank")
+        for name, text in numbers.items():
+            self.option(f"--{name}", positive_int, shape[name], texts.get(name, text))
+        text = texts.get("blocks", "of a dispatch and of a combine")
+        self.option("--blocks", int_list(2, 132), blocks if on_gpu() else [2], text)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        return check_experts(self, super().parse_args(args, namespace))
+
+
+def check_experts(parser: BenchmarkParser, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments; exits with 2 where ranks would have unequal numbers of experts."""
+    if args.experts % world_size():
+        parser.error(f"--experts is {args.experts}; it must be a multiple of the {world_size()} ranks")
+    return args
+
+
+def begin_layers(args: argparse.Namespace, report: Report, heap: int, what: str, batch: int) -> Timer:
+    """Join the world with room for `heap` bytes, and the timer of a layer's benchmark. `what`: the report's words behind
+    the shape. `batch`: see `Timer.label`. Collective."""
+    timer = Timer.of(args, tsn.init(heap + (64 << 20)).device_kind == "cuda")
+    shape = f"hidden {args.hidden}, inner {args.inner}, top {args.topk} of {args.experts} experts"
+    report.environment |= {
+        "shape": f"{shape}, {what}, verified",
+        "timing": f"{timer.label(batch)}, implementations in turn, slowest rank",
+    }
+    return timer
 
 
 def join(args: argparse.Namespace) -> Any:
