@@ -37,6 +37,7 @@ def programs(monkeypatch, tmp_path, way: str, scenario: str, pes: int, *argument
         *(pytest.param("08_collectives", way, marks=NIGHTLY) for way in WAYS),
     ],
 )
+@pytest.mark.sample(1)
 def test_tutorials(script, way):
     env = {**os.environ, "TSN_DEVICE": "simulator", "GPUS": "2", "VIRTUAL_NODES": "2", **environment(way)}
     done = jobs.launch(f"docs/tutorials/{script}.py", env=env)

@@ -104,7 +104,7 @@ def test_nothing_is_accused_under_a_seed(first):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", range(0, len(ACROSS_NODES), IN_A_ROW))
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_data_are_right_on_some_networks(first):
     seed = random.randrange(1 << 20)
     _check_networks(ACROSS_NODES[first : first + IN_A_ROW], [seed, seed + 1], races=False, timeout=280)

@@ -303,6 +303,7 @@ def _experts(case) -> dict:
         ("experts: sizes", ("dispatch: 4 experts, 8 tokens", "max_tokens=16")),
     ],
 )
+@pytest.mark.sample(3)
 def test_ranks_that_wait_for_each_other(case, words):
     for outcome in ranks.launch(2, _waits, case):
         assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome

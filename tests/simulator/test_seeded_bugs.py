@@ -127,7 +127,7 @@ def _report_of(function, seed: int) -> str:
 
 
 @pytest.mark.parametrize("function", seeded_errors.ENDS, ids=lambda f: f.__name__)
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_reported_where_it_happens(function):
     assert _report_of(function, 0), ranks.launch(2, _ends, function.__name__, False, [0], env={"TSN_TIMEOUT": "2"})
 
