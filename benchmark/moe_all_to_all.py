@@ -234,7 +234,7 @@ def run(
     nbytes = {"combine": back, "dispatch + combine": there + back}
     limit = BareWriterPair() if world.proxy is not None else None
     ways: dict[str, dict[str, Any]] = {ours_is: {}}
-    if args.once_per_rank and world.topology.node_size > 1:
+    if args.once_per_rank and len(world.topology.sizes) < tsn.size():
         ways[WAYS[1]] = {"once_per_node": False}
     case = {"mode": mode, "tokens": tokens, "dtype": dtype}
     for layout in args.layout if mode == "throughput" else ["expert"]:
@@ -267,7 +267,8 @@ def join_traced(args: argparse.Namespace) -> None:
 def main() -> None:
     args = parse()
     report, timer = common.start("moe_all_to_all", args, "verified, every byte")
-    report.environment["nodes"] = str(tsn.world().topology.nodes)
+    sizes = tsn.world().topology.sizes
+    report.environment["nodes"] = str(len(sizes)) if len(set(sizes)) == 1 else "+".join(map(str, sizes))
     results = Results(report, timer.on_gpu, tsn.world().proxy is not None)
     for mode in args.mode:
         for dtype in args.dtype:

@@ -187,8 +187,8 @@ def nccl_over_nodes() -> str:
     topology = tsn.world().topology
     if topology.nodes == 1 or not topology.single_host:
         return ""
-    wanted = {"NCCL_HOSTID": f"{socket.gethostname()}-{topology.node}", "NCCL_NET": "Socket"}
-    if topology.nodes == topology.size:
+    wanted = {"NCCL_HOSTID": f"{socket.gethostname()}-{topology.node_members.start}", "NCCL_NET": "Socket"}
+    if len(topology.sizes) == topology.size:
         wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
