@@ -13,6 +13,7 @@ from tests.kernels.support import GUARD, Guarded, assert_same, random_tensor, re
 from tilescale_net.kernels import all_to_all_transposed
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
+from tilescale_net.kernels.launches import VECTORS, Launch
 
 GEOMETRY = dict(threads=64, blocks=2)
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
@@ -141,6 +142,11 @@ def test_equals_torch(size, nodes, seed):
     _broadcast(seed)
     _transposed(seed)
     _uneven(seed)
+
+
+def test_rows_that_are_no_multiple_of_a_word_are_taken_as_vectors():
+    x = torch.arange(48, dtype=torch.int16).view(2, 8, 3)
+    assert torch.equal(Launch._converted(x, (*VECTORS, None)).view(-1).view(torch.int16), x.view(-1))
 
 
 @ranks.on()
