@@ -15,7 +15,6 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net import _native
 from tilescale_net.runtime import heap
 from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.launch_args import StreamOrder, unresolved
@@ -256,6 +255,8 @@ class StatusRecord:
     """A record in host memory that kernels write when they refuse a call; reading it does not wait for the GPU."""
 
     def __init__(self, world):
+        from tilescale_net import _native  # where it is missing, init says so
+
         nbytes = STATUS_WORDS * 8
         self._records = world.records
         self._address = self._records.take()

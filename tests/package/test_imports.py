@@ -57,3 +57,15 @@ def test_every_import_is_a_declared_dependency():
     assert undeclared(files, declared) == ELSEWHERE
     # Without one of them it would be seen.
     assert ("kernels/collective.py", "torch") in undeclared(files, declared - {"torch"})
+
+
+def test_kernels_and_operators_import_without_the_native_part():
+    """Where it is missing, `init` says what to do, and importing says nothing."""
+    found = []
+    folders = "kernels", "tilescale_net/ops", "tilescale_net/deep_ep"  # what users import
+    for path in [path for folder in folders for path in (ROOT / folder).rglob("*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom | ast.Import) else set()
+            if {name.rsplit(".")[-1] for name in names} & {"_native", "_simulator"}:
+                found.append(os.path.relpath(path, ROOT))
+    assert not found
