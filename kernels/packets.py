@@ -229,9 +229,10 @@ class Packets:
         self, op: Collective, split: bool, most_bytes: int, calls: torch.Tensor | None = None, ready: torch.Tensor | None = None
     ):  # fmt: skip
         self._op: Collective = weakref.proxy(op)  # an object that is freed shall end without a collection of cycles
-        self._split, self.capacity = split, min(most_bytes, _packets(op, op.blocks) * DATA_BYTES)
-        specs = _specs(op, op.blocks) | ({} if ready is not None else {"ready": ((op.n_pes,), torch.uint64)})
-        given = {"calls": op.counters(op.blocks) if calls is None else calls}
+        blocks = _blocks(op) if calls is None else op.blocks
+        self._split, self.capacity = split, min(most_bytes, _packets(op, blocks) * DATA_BYTES)
+        specs = _specs(op, blocks) | ({} if ready is not None else {"ready": ((op.n_pes,), torch.uint64)})
+        given = {"calls": op.counters(blocks) if calls is None else calls}
         self._memory = op.allocate(specs) | given | ({} if ready is None else {"ready": ready})
 
     def holds(self, nbytes: int) -> bool:

@@ -486,7 +486,7 @@ class ScaledTiling:
     columns: int = 64
     cluster: int = 1
     in_turn: bool = False
-    steps: int = 1
+    steps: int = 4
 
     def __post_init__(self) -> None:
         numbers = (*self.tile, self.stages, self.panel, self.columns, self.cluster, self.steps)

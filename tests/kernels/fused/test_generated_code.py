@@ -55,7 +55,7 @@ DEEP = dict(experts=64, n=4096, k=7168)
 SCALES = {
     "scales": DEEP | vars(ScaledTiling(cluster=2)),
     "scales-alone": DEEP | vars(ScaledTiling()),
-    "scales-in-turn": DEEP | vars(ScaledTiling(in_turn=True)),
+    "scales-in-turn": DEEP | vars(ScaledTiling(in_turn=True, steps=1)),
     "scales-unrolled": DEEP | vars(ScaledTiling(in_turn=True, steps=4)),
     "scales-narrow": DEEP | vars(ScaledTiling((128, 128, 128), stages=6)),
     "scales-of-rows": dict(DEEP, form="row"),
