@@ -43,6 +43,7 @@ SOURCES = {
         "moe_layer",
         "moe_layer_top2",
         "moe_layer_two_gpus",
+        "moe_layer_four",
     ),
     "fabric": ("proxy_write", "queue"),
 }
@@ -178,15 +179,25 @@ def moe_calls() -> str:
 
 
 def moe_layers() -> str:
-    head = ["on", "part", "tokens", "choices of a token", "blocks", "at once (us)", "one after the other (us)", "ratio"]
+    head = [
+        "on",
+        "part",
+        "tokens",
+        "choices of a token",
+        "blocks",
+        "combine begins at (%)",
+        "at once (us)",
+        "one after the other (us)",
+        "ratio",
+    ]
     head += ["GEMMs alone (us)", "torch grouped_mm alone (us)", "communication alone (us)"]
     lines = []
-    for name in ("moe_layer", "moe_layer_top2", "moe_layer_two_gpus"):
+    for name in ("moe_layer", "moe_layer_top2", "moe_layer_two_gpus", "moe_layer_four"):
         report = run(name)
         for r in report["tables"][0]["rows"]:
             times = (f"{r[key]:,.0f}" for key in ("matmul", "torch", "communication"))
             lines.append([
-                gpus(name), r["part"], r["tokens"], report["settings"]["topk"], r["blocks"], f"{r['ours']:,.0f}",
+                gpus(name), r["part"], r["tokens"], report["settings"]["topk"], r["blocks"], r.get("late", "") or 0, f"{r['ours']:,.0f}",
                 f"{r['sequence']:,.0f}", f"{r['over']:.3f}", *times,
             ])  # fmt: skip
     return markdown(head, lines, 2)
