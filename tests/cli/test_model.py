@@ -102,18 +102,24 @@ def test_expected_times_are_those_measured():
         compare(f"{gpus} GPUs, {mode}, {dtype} {operation} (us)", expected, us)
 
 
+# Bytes up to which a report has sizes in packets that go in packets now: it was made when fewer or none did.
+BEFORE_PACKETS = {"all_gather": 0, "reduce_scatter": 64 << 10, "all_to_all": 256 << 10}
+
+
 @pytest.mark.parametrize("operation", model.COLLECTIVES)
 def test_expected_times_of_collectives(operation):
     """Of two GPUs; what crosses between nodes is compared in tests/kernels/test_over_nodes.py."""
-    found = {row["bytes"]: row["us"] for row in rows_of(operation)}
+    found = {row["bytes"]: row["us"] for row in rows_of(operation) if row["algorithm"] == "auto"}
     assert len(found) >= 10
     for nbytes, us in found.items():
+        if BEFORE_PACKETS.get(operation, 0) < nbytes <= model.PACKETS_UP_TO.get(operation, 0):
+            continue
         e = model.expect_collective(operation, nbytes, 1, 2, "once per rank", model.TCP)
         compare(f"2 GPUs, {operation}, {nbytes} bytes (us)", e.expected, us)
 
 
 def test_collectives_of_four_gpus():
-    """The page shows the model's figures beside those measured; small reduce-scatters take longer than it expects."""
+    """The page shows the model's figures beside those measured."""
     page = (RESULTS / "collectives.md").read_text()
     rows = re.findall(r"^\| (\d+) MiB \|" + 6 * r" ([\d.]+) \|" + "$", page, re.M)
     assert [int(n) for n, *_ in rows] == [1, 4, 8, 16, 32, 64]
@@ -121,8 +127,7 @@ def test_collectives_of_four_gpus():
         for operation, found, shown in zip(("all_gather", "all_to_all", "reduce_scatter"), figures[::2], figures[1::2]):
             e = model.expect_collective(operation, int(n) << 20, 1, 4, "once per rank", model.TCP)
             assert e.bound < e.expected and f"{e.expected:.1f}" == shown, (operation, n)
-            if operation != "reduce_scatter" or int(n) >= 8:
-                compare(f"4 GPUs, {operation}, {n} MiB (us)", e.expected, float(found))
+            compare(f"4 GPUs, {operation}, {n} MiB (us)", e.expected, float(found))
 
 
 def test_rows_that_are_passed_on_cost_more_time_than_bytes():
