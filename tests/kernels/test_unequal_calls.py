@@ -256,7 +256,8 @@ def _waits(case):
     gather, scatter = AllGather(threads=32, blocks=2), ReduceScatter(threads=64, blocks=2)
     outs = [tsn.zeros((n, count), torch.int32) for count in (500, 3)]
     parts = [torch.zeros(out.shape[1], dtype=torch.int32, device=tsn.device()) for out in outs]
-    x, out = tsn.zeros((2, 4096)), torch.zeros(4096, device=tsn.device())
+    # More than goes in packets.
+    x, out = tsn.zeros((2, 16384)), torch.zeros(16384, device=tsn.device())
     calls = {
         "new shape": (gather, lambda other: gather(outs[other], parts[other])),
         "pull and push": (scatter, lambda other: scatter(out, x.clone() if other else x)),

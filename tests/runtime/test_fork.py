@@ -39,10 +39,13 @@ from tilescale_net.runtime.world import World
 # What answers in a child too: it asks nobody, and launches nothing.
 LOCAL = {"place", "place_of_vectors", "tracked_by", "counters", "allocate", "replace", "prepared"}
 LOCAL_OF = {
-    AllToAll: {"heap_bytes", "arena_bytes", "checked_list"},
+    AllToAll: {"heap_bytes", "arena_bytes", "checked_list", "kernels_of_tiles"},
     AllReduce: {"is_faster_overwritten", "is_copied_in_pieces"},
     AllReduceNorm: {"new_scales"},
-    **{kind: {"kernels"} for kind in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce)},
+    **{
+        kind: {"kernels"}
+        for kind in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce, ExpertMatmul, ScaledExpertMatmul)
+    },
     Arena: {"place", "join", "enter", "reset"},
     # How the package ends a world.
     World: {"abort", "announce", "close", "end_in_child", "fail", "give_up", "wait_for_others", "write_context"},

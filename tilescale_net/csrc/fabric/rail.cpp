@@ -83,23 +83,8 @@ Rail::~Rail() { close(); }
 void Rail::close() {
   // Registrations bound to an endpoint must go before it; others may still be in use until it is gone.
   if (mr_endpoint_) buffers_mr_.reset();
-  close_endpoint();
-  buffers_mr_.reset();
-}
-
-// libfabric's efa polls the completion queue while it closes an endpoint and crashes on completions of operations that
-// it has freed: what is left is read first. The bound is for peers that go on writing.
-void Rail::close_endpoint() {
-  if (ep_ && is_efa()) {
-    for (int reads = 0, empty = 0; reads < 1 << 16 && empty < 100; ++reads) {
-      fi_cq_data_entry entries[kBatch];
-      const ssize_t got = fi_cq_read(cq_.get(), entries, kBatch);
-      Event ignored;
-      if (got == -FI_EAVAIL) read_cq_error(ignored);
-      empty = got > 0 || got == -FI_EAVAIL ? 0 : empty + 1;
-    }
-  }
   ep_.reset();
+  buffers_mr_.reset();
 }
 
 void Rail::open(const TransportOptions& options) {

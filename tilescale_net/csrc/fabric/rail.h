@@ -122,7 +122,7 @@ public:
   bool device_memory() const { return device_memory_; }
   bool is_efa() const { return std::string(info_->fabric_attr->prov_name) == "efa"; }
   // Stops all traffic; operations still outstanding are forgotten.
-  void close_endpoint();
+  void close_endpoint() { ep_.reset(); }
   bool binds_memory_to_endpoint() const { return mr_endpoint_; }
 
   // --- data path ---------------------------------------------------------------------------------------------------
