@@ -108,6 +108,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_warp", 1): BINS,
     },
     "moe/tiles": {("no fence of signal", 0): OWN, ("no fence of signal", 1): OWN},
+    "packets": {("no wait", 0): ANNOUNCED},
     "p2p": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): BEGINS},
     "reduce_scatter": {
         ("no sync_threads", 4): MET,
