@@ -4,7 +4,8 @@
     two_shot_push   more floats, and those outside of symmetric memory: every PE adds up its part; data are their own flags
     packets         few bytes of other types: flags travel beside the data       packets.py
     two_shot        the rest: every PE reads and adds up its part                all_reduce_two_shot.py
-    two_shot_pull   by name alone: so, and sums are read where they were made    all_reduce_two_shot.py
+    two_shot_pull   by name: so, and sums are read where they were made, as      all_reduce_two_shot.py
+                    two_shot does from 64 MiB on between more than two PEs
     fp8             by name alone: data travel as FP8, with an error              all_reduce_fp8.py
 
 Each file has a row (`Algorithm`) or two; `register_algorithm` adds rows, also from outside of the package.

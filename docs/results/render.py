@@ -197,7 +197,7 @@ def moe_layers() -> str:
         for r in report["tables"][0]["rows"]:
             times = (f"{r[key]:,.0f}" for key in ("matmul", "torch", "communication"))
             lines.append([
-                gpus(name), r["part"], r["tokens"], report["settings"]["topk"], r["blocks"], r.get("late", "") or 0, f"{r['ours']:,.0f}",
+                gpus(name), r["part"], r["tokens"], report["settings"]["topk"], r["blocks"], r.get("late") or 0, f"{r['ours']:,.0f}",
                 f"{r['sequence']:,.0f}", f"{r['over']:.3f}", *times,
             ])  # fmt: skip
     return markdown(head, lines, 2)

@@ -20,8 +20,8 @@ RENAMED = {"queue.py": "device_queue.py"}
 
 @functools.cache
 def run(name: str) -> dict[str, Any]:
-    """One benchmark's report: environment, command, tables of rows. Of a collective's algorithms without an error that were
-    compared, the one that a call takes by itself."""
+    """One benchmark's report: environment, command, tables of rows. Where algorithms of a collective were compared, the rows
+    of "auto" alone, which is what a call takes by itself."""
     found = read_json(str(HERE / f"{name}.json"))
     if name != "all_reduce_fp8":
         for table in found["tables"]:
@@ -320,15 +320,9 @@ def collectives() -> list[Row]:
         text, ranks = MORE_COLLECTIVES[name], int(run(name)["environment"]["ranks"])
         what = f"{text[0].lower()}{text[1:]}, {'two' if ranks == 2 else 'four'} GPUs"
         for found in times(name, 0)[2]:
-            at = (
-                size(found["bytes"])
-                if "bytes" in found
-                else ", ".join(
-                    f"{key['title'].lower()} {found[key['key']]}"
-                    for key in run(name)["tables"][0]["keys"]
-                    if key["key"] != "form"
-                )
-            )
+            keys = [key for key in run(name)["tables"][0]["keys"] if key["key"] != "form"]
+            at = ", ".join(f"{key['title'].lower()} {found[key['key']]}" for key in keys)
+            at = size(found["bytes"]) if "bytes" in found else at
             result.append(Row(name, what, at, found["us"], *least(peers(name, found)), "us"))
     return result
 
@@ -336,9 +330,8 @@ def collectives() -> list[Row]:
 def peers(name: str, found: dict[str, Any]) -> dict[str, float | None]:
     """us of all others in a row of a collective's first table, by name; those of its table of peers too. Rounding to FP8 is
     another operation."""
-    tables = run(name)["tables"]
     result: dict[str, float | None] = {}
-    for table in tables:
+    for table in run(name)["tables"]:
         keys = [key["key"] for key in table["keys"]]
         same: dict[str, Any] = next((r for r in table["rows"] if all(r[key] == found[key] for key in keys)), {})
         result |= {
