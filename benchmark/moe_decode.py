@@ -80,19 +80,25 @@ class Loop:
 
     Args:
         tokens: of each rank.
+
+    Attributes:
+        routed: what `ours` chose at last, layer by layer: each token's experts and their weights.
     """
 
     def __init__(self, args: argparse.Namespace, tokens: int, layers: list[Layer], exchange: Any) -> None:
         self._args, self._layers, self._exchange = args, layers, exchange
+        self.routed: list[tuple[Any, Any]] = []
         self.x = normal_numbers((tokens, args.hidden), 1000 + tsn.rank(), torch.bfloat16, tsn.device())
 
     def ours(self, fused: bool) -> Any:
         from tilescale_net import ops
 
         x = self.x
+        self.routed.clear()
         with torch.no_grad():
             for layer in self._layers:
                 rows, chosen, weights = layer.routed(x, self._args.topk)
+                self.routed.append((chosen, weights))
                 matrices = [w.transpose(1, 2) for w in layer.held]
                 x = x + ops.moe_experts(
                     self._exchange,
@@ -105,8 +111,13 @@ class Loop:
                 )
         return x
 
-    def nccl(self, group: Any) -> Any:
-        """All tokens to all ranks, each of which has the sums of its experts; then sums of all ranks to their tokens."""
+    def nccl(self, group: Any, routed: list[tuple[Any, Any]] | None = None) -> Any:
+        """All tokens to all ranks, each of which has the sums of its experts; then sums of all ranks to their tokens.
+
+        Args:
+            routed: each layer's experts and weights, instead of those that the layer chooses. Sums that round differently
+                change the choice where scores are near.
+        """
         from tilescale_net.kernels.fused.scaled_gemm import scaled_matmul
         from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu_quantised
 
@@ -114,8 +125,10 @@ class Loop:
         local = self._args.experts // ranks
         with torch.no_grad():
             experts = torch.arange(local, device=x.device)
-            for layer in self._layers:
+            for number, layer in enumerate(self._layers):
                 rows, chosen, weights = layer.routed(x, top_k)
+                if routed is not None:
+                    chosen, weights = routed[number]
                 count = len(rows) * ranks
                 every = rows.new_empty((count, rows.shape[1]))
                 choices, shares = chosen.new_empty((count, top_k)), weights.new_empty((count, top_k))
@@ -142,7 +155,7 @@ class Loop:
 
 
 def wrong(found: Any, wanted: Any) -> str | None:
-    """What is wrong with tokens that went through the layers another way, whose choices may differ where scores are near."""
+    """What is wrong with tokens that went through the layers another way: FP8 of rows that differ by a rounding of BF16."""
     error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
     return None if error < 0.05 else f"tokens differ by {error:.3f} of their norm"
 
@@ -159,7 +172,9 @@ def measure(
     }
     if group is not None:
         ways["nccl"] = functools.partial(loop.nccl, group)
-    results = {name: way() for name, way in ways.items()}
+    results = {name: ways[name]() for name in ("ours", "fused")}
+    if group is not None:
+        results["nccl"] = loop.nccl(group, loop.routed)
     tsn.synchronize()
     what = f"moe_decode, {tokens} tokens"
     raise_if_wrong(what, None if torch.equal(results["fused"], results["ours"]) else "tokens at once differ")
