@@ -664,7 +664,8 @@ class AllToAll(Collective):
         `tilescale_net.shrink`); nothing may be in flight, unless ranks were lost. From then on they make the
         host's collective calls (memory, barriers, new objects, `free`) without the others, and handles from before are
         refused. Objects made before accept no calls until their `set_active` is called too. A rank that is left out
-        need not call; it may then only `check`, `free` and finalize, and cannot come back.
+        need not call; it may then only `check`, `free` and finalize, and cannot come back. If it calls, its finalize waits
+        until the others have called, whose last kernels still need it, for TSN_TIMEOUT at most.
 
         Raises:
             ValueError: a list of another length, or one that brings a rank back.
@@ -685,7 +686,7 @@ class AllToAll(Collective):
         if back:
             raise ValueError(f"AllToAll: active brings back ranks {back}; make a new job instead")
         if not active[self.rank]:
-            control.leave()
+            control.leave([r for r in range(self.n_pes) if active[r]])
             return
         self._world.synchronize()
         control.shrink_to([r for r in range(self.n_pes) if active[r]], "AllToAll.set_active")

@@ -177,7 +177,7 @@ class Masks:
         if not 0 <= rank < self._world.size:
             raise ValueError(f"low_latency_update_mask_buffer: there is no rank {rank} among {self._world.size}")
         if masked and rank == self._world.rank:
-            self._world.control.leave()
+            self._world.control.leave([r for r in self.members if r != rank and r not in self._asked])
         elif masked and rank in self.members:
             self._asked.add(rank)
         elif not masked and rank in self._asked:

@@ -294,7 +294,7 @@ class Control:
         self.on_collective_begin = self.on_collective_done = self.on_mismatch = lambda: None
         self.on_ranks_excluded = lambda ranks: None
         self.members: list[int] = list(range(self.size))
-        self.excluded = False
+        self.excluded, self._stayed = False, list[str]()
         self.refuse: Callable[[], None] = lambda: None
         self.generation, self.lost = 0, set[int]()  # how often lost ranks were given up, and which
         self._outer: list[Any] = []  # groups of earlier members
@@ -437,7 +437,7 @@ class Control:
         """Make collective calls with `members` only from here on. Made by each of them, with one list. Raises
         RankMismatch: another member gave another list; names both. PeerLost: a member did not come in time."""
         if members != self.members:
-            prefix, mine = f"keep/{self.generation}/{len(self.members)}/", json.dumps(members)
+            prefix, mine = self._keep_prefix, json.dumps(members)
             self.store.post(lambda s: s.set(f"{prefix}{self.rank}", mine))
             end = time.monotonic() + self.timeout
             for other in members:
@@ -465,10 +465,29 @@ class Control:
         self._outer.append(self._group)
         self._group = group
 
-    def leave(self) -> None:
-        """This rank was left out: its collective calls concern no other rank from here on."""
+    @property
+    def _keep_prefix(self) -> str:
+        """Of keys under which members say whom they keep: for each of them, that its kernels from before have ended."""
+        return f"keep/{self.generation}/{len(self.members)}/"
+
+    def leave(self, members: list[int]) -> None:
+        """This rank was left out by `members`: its collective calls concern no other rank from here on."""
+        self._stayed = [f"{self._keep_prefix}{r}" for r in members]
         self.on_ranks_excluded([r for r in self.members if r != self.rank])
         self.members, self.excluded = [self.rank], True
+
+    def wait_for_members(self) -> None:
+        """On a rank that was left out: wait until the members have left it out, too. Until then their kernels may wait for
+        answers of its proxy, or write to its heap. No longer than the timeout, or than they are known to live."""
+        end, pause = time.monotonic() + self.timeout, 0.002
+        try:
+            while (left := end - time.monotonic()) > 0 and not self.reason_of():
+                if self.store.ask(lambda s: s.check(self._stayed), seconds=left):
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
+        except PeerLost:  # the store has ended, and so have they
+            return
 
     def give_up_others(self, members: list[int]) -> None:
         """Only `members` count from here on, and failures so far are over; `connect_members` must come next."""

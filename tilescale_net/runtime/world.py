@@ -432,6 +432,7 @@ class World:
                 self.proxy.drain()  # endpoints close when nothing is on its way any more
             self.control.agree("tilescale_net.finalize", described_as=described_as)
             if self.control.excluded:
+                self.control.wait_for_members()
                 self._watchdog.keep_store()  # the ranks that stay go on with it
             if self.recorder is not None:
                 self.recorder.finish()

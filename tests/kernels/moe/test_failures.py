@@ -7,9 +7,11 @@ import signal
 import time
 
 import pytest
+import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
+import tilescale_net.language as N
 from tests import ranks
 from tests.kernels.moe.support import make_inputs, run_round, without_kernels
 from tilescale_net.kernels.moe import AllToAll
@@ -79,6 +81,52 @@ def test_a_rank_that_never_takes_part():
     else:
         everyone = [make_inputs((0, r), op.config, 5, "random") for r in range(3)]
         run_round(op, everyone, random.Random(0), "two of three", active=[True, True, False])
+    op.free()
+
+
+@tsn.jit
+def _signal_wait_quiet():
+    """Three steps of one thread; a target or a number of signals below 0 leaves its step out."""
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        flags: T.Tensor((2,), "uint64"),
+        target: T.int32,
+        word: T.int32,
+        wanted: T.int32,
+        quiet: T.int32,
+    ):
+        with T.Kernel(1, threads=32):
+            if T.get_thread_binding() == 0:
+                if target >= 0:
+                    N.signal(flags[word], 1, target)
+                if wanted >= 0:
+                    N.wait(flags[wanted], "ge", 1)
+                if quiet != 0:
+                    N.quiet()
+
+    return main
+
+
+# Rank 0 has a node of its own: its proxy waits for answers of the others'.
+@pytest.mark.parametrize("quiet", [True, False], ids=["before", "after"])
+@ranks.on(3, VIRTUAL_NODES="1+2", TSN_TIMEOUT="20", timeout=80)
+def test_a_rank_that_is_left_out_and_quiets(quiet):
+    """Rank 2 has ended its last kernel, is left out and finalizes; rank 0, which has signalled to it, has yet to call quiet:
+    before it leaves out rank 2, or when that has ended."""
+    with without_kernels():
+        op = AllToAll(**SHAPE)
+    flags, kernel, rank = tsn.zeros((2,), dtype=torch.uint64), _signal_wait_quiet(), tsn.rank()
+    kernel(flags, -1, 0, -1, 0)
+    tsn.barrier()
+    if rank == 1:
+        time.sleep(1)
+    kernel(flags, *[(2, 0, 1, quiet), (0, 1, -1, 1), (-1, 0, 0, 0)][rank])
+    op.set_active([True, True, False])
+    if rank != 2:
+        time.sleep(0 if quiet else 1)
+        kernel(flags, -1, 0, -1, 1)
     op.free()
 
 

@@ -170,7 +170,12 @@ struct PeerState {
 
   Ring<Interval> intervals; // the last one is open
   uint32_t first_interval = 0;
-  Interval& interval(uint32_t number) { return intervals[number - first_interval]; }
+  // Of chunks of an interval that have ended one way or another. Flushes do not wait for a PE that is excluded: its
+  // intervals may be gone.
+  void settle(uint32_t interval, uint64_t chunks) {
+    const uint32_t i = interval - first_interval;
+    if (i < intervals.size()) intervals[i].outstanding -= chunks;
+  }
   uint32_t open_interval() { return first_interval + (uint32_t)intervals.size() - 1; }
   // Something was sent since the latest flush mark whose completion here does not mean completion at the peer.
   bool needs_flush_mark = false;

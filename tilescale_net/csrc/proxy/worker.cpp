@@ -361,6 +361,9 @@ void Worker::run() try {
       stats_.nameless_failures.raise(nameless_ + transport_->internal_failures(&internal_failure_));
       drain();
       apply_adds();
+      if (proxy_state_->any_excluded())
+        for (auto& s : peers_)
+          if (s && proxy_state_->excluded(s->pe)) complete_ready_flushes(s.get());
       if (proxy_state_->stopping.load(std::memory_order_acquire)) {
         if (stop_at == 0) stop_at = now + 2000000000ull;
         if (may_end(idle_rounds > 100 && idle()) || now > stop_at) break;
@@ -388,6 +391,7 @@ bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
   const bool owns_entry = !part || (q->index == 0 && make_ticket(0, position) == r.value);
   if (owns_entry && q->queue->is_open(position)) return false;
   auto covers = [&](const PeerState& s) {
+    if (proxy_state_->excluded(s.pe)) return false; // it may have ended, and then answers nothing
     return r.pe == kAllPes ? (uint32_t)s.pe % (uint32_t)options_.queues == q->index : (uint32_t)s.pe == r.pe;
   };
   for (auto& s : peers_)
@@ -416,11 +420,12 @@ bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
   return true;
 }
 
-// Ends the flushes at the head of the peer whose conditions are met.
+// Ends the flushes at the head of the peer whose conditions are met; all of a PE that is excluded.
 void Worker::complete_ready_flushes(PeerState* s) {
+  const bool excluded = proxy_state_->excluded(s->pe);
   while (s->intervals.size() > 1) {
     const Interval& e = s->intervals.front();
-    if (e.outstanding || (e.has_mark && s->out.settled_marks() <= e.mark)) return;
+    if (!excluded && (e.outstanding || (e.has_mark && s->out.settled_marks() <= e.mark))) return;
     const uint32_t flush = e.flush;
     s->intervals.pop();
     s->first_interval++;
@@ -494,7 +499,7 @@ void Worker::drain_inbox() {
     case WorkTransfer::complete:
       s->delegated[(size_t)h.worker] -= h.pieces;
       s->progress++;
-      s->interval(h.op.interval).outstanding -= h.pieces;
+      s->settle(h.op.interval, h.pieces);
       if (h.op.command == Command::get) finish_get(h.op.get, h.op.bytes);
       if (s->intervals.size() > 1) complete_ready_flushes(s);
       break;

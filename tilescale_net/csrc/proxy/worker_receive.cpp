@@ -219,7 +219,7 @@ void Worker::finish_arrived() {
     s->pending_gets--;
     s->progress++;
     Get& g = gets_[a.index];
-    s->interval(g.interval).outstanding--;
+    s->settle(g.interval, 1);
     finish_get(a.index, g.remaining);
     complete_ready_flushes(s);
   }

@@ -468,7 +468,7 @@ void Worker::on_completion(uint32_t index) {
   if (trace_) trace_->transfer(f.command, s->pe, f.bytes, f.started, index);
   if (f.command != Command::get && staging_) staging_->release(f.index);
   if (s->owned_elsewhere) return notify_completion(s, f);
-  s->interval(f.interval).outstanding -= f.pieces;
+  s->settle(f.interval, f.pieces);
   if (f.command == Command::get) finish_get(f.index, f.bytes);
   if (s->intervals.size() > 1) complete_ready_flushes(s);
 }
