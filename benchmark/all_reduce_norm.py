@@ -5,7 +5,8 @@
     GPUS=2 bash launch.sh benchmark/all_reduce_norm.py --rows 6,138 --hidden 6144 --forms bf16,fp8_128
 
 Each form of a row count is timed by turns with the others, so that the difference to the BF16 form is one of the same run.
---variants times the BF16 form also with one shot or two whatever the size, and with and without dependent launch.
+--variants times the BF16 form also with one shot or two whatever the size, with two where no blocks share rows, and with and
+without dependent launch.
 The peers are NCCL's all-reduce, then torch's addition and rms_norm, and FlashInfer's fusion of the same, which is skipped by name
 where it is not installed. New residuals are compared bit by bit (FlashInfer's roughly), FP8 numbers with those of the BF16 form,
 quantised by torch. Without a GPU the simulator runs the same kernels alone.
@@ -48,9 +49,10 @@ SCALED_BY = {"fp8_tensor": "tensor", "fp8_token": "token", "fp8_ue8m0": "ue8m0_p
     ("fp8_128", "fp8_tma", "both", "moe_fp8"), "block"
 )
 FP8_FORMS = {FORMS[name] for name in SCALED_BY if name.startswith("fp8")}
-# The BF16 form otherwise than by itself: (shots, dependent launch).
-VARIANTS: dict[str, tuple[int | None, int | None]] = {
-    "one_shot": (1, None), "two_shot": (2, None), "independent": (None, 0), "dependent": (None, 1),
+# The BF16 form otherwise than by itself: (shots, blocks that share rows, dependent launch).
+VARIANTS: dict[str, tuple[int | None, int | None, int | None]] = {
+    "one_shot": (1, None, None), "two_shot": (2, None, None), "unshared": (2, 1, None),
+    "independent": (None, None, 0), "dependent": (None, None, 1),
 }  # fmt: skip
 
 # Measured between two GPUs, too, where the user gives neither rows nor hidden: what vLLM publishes.
@@ -236,12 +238,12 @@ def main() -> None:
                 one.free()
             op, others, made_for = make(hidden), {}, hidden
             for name in args.variants:
-                with dependent_launch(VARIANTS[name][1]):
+                with dependent_launch(VARIANTS[name][2]):
                     others[name] = make(hidden)
         case = NormCase(op, rows, args.top_k)
         calls = case.forms(args.forms)
         for name, other in others.items():
-            other.shots, dependent = VARIANTS[name]
+            other.shots, other.spread, dependent = VARIANTS[name]
             calls[name] = case.variant(other)
             with dependent_launch(dependent):
                 calls[name]()  # its kernel is made, if it is the first of its kind

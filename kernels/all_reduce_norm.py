@@ -51,6 +51,9 @@ UE8M0, UE8M0_PACKED = "ue8m0", "ue8m0_packed"
 BY_BLOCK = PER_BLOCK, UE8M0, UE8M0_PACKED
 
 
+# Blocks that share rows of two shots, at most; each number is a kernel of its own.
+SPREADS = (4, 2, 1)
+
 # Choices of a token, and those whose rows a thread has in flight at once.
 MOST_CHOICES, ROWS_AT_ONCE = 32, 4
 
@@ -207,7 +210,7 @@ def store_fp8(quantized, at, row, h, g, factor, dtype):
 
 @tsn.jit(name="all_reduce_norm", pass_configs=EXPLICIT_SYNC, compile_flags=[EXACT_SUMS])
 def all_reduce_norm(
-    n_pes, dtype, hidden, capacity, shots, threads=512, max_blocks=64, top_k=0, scaled_by="", dependent=False
+    n_pes, dtype, hidden, capacity, shots, threads=512, max_blocks=64, top_k=0, scaled_by="", dependent=False, spread=1
 ):
     """Kernel of the parameters below, on rows of `hidden` elements.
 
@@ -228,6 +231,9 @@ def all_reduce_norm(
             "ue8m0_packed" (byte b % 4 of the word r * scale_row + b // 4 * scale_column becomes the exponent, with float32's
             bias; `scales` is given as bytes).
         dependent: as in `all_reduce_push`.
+        spread: of two shots, blocks that share a row of each part, a divisor of `n_pes`: each adds up as many columns of them
+            all, and normalises the rows of as many parts. So few rows keep more SMs busy. 1 where `out` is `x`: no thread
+            but the one that has read it may write there.
 
     `resumes`, `biased`, `keeps`, `norms` and `shares` state, at run time, whether there are `residual`, `bias`, `total`, `out`
     and `shared`; missing ones are left alone.
@@ -240,9 +246,13 @@ def all_reduce_norm(
     workers = threads - AGREEING if shots else threads
     held = -(-width // workers)  # of them by a thread
     parts = n_pes if shots == 2 else 1
+    columns = -(-width // spread)  # vectors of a row that a block adds up
+    summed = -(-columns // workers)  # of them by a thread
+    # Parts whose rows a block normalises, and rows of a part that all blocks take at once.
+    own_parts, rows_at_once = parts // spread, max_blocks // spread
     # Rows, one of each of so many parts, that a block normalises at once.
-    group = next(g for g in range(parts, 0, -1) if parts % g == 0 and (g * held <= MOST_VECTORS or g == 1))
-    steps, warps = parts // group, workers // 32
+    group = next(g for g in range(own_parts, 0, -1) if own_parts % g == 0 and (g * held <= MOST_VECTORS or g == 1))
+    steps, warps = own_parts // group, workers // 32
     lanes = GROUP // vector  # whose vectors share a scale, by block
     # Rows, and vectors of a thread, whose sums or peaks lanes reduce at once.
     many_rows, many_vectors = (1 << (count - 1).bit_length() for count in (group, held * group))
@@ -281,8 +291,9 @@ def all_reduce_norm(
     ):
         with T.Kernel(
             T.min(
-                T.ceildiv(tokens if top_k else count, T.int64(parts * (1 if top_k else hidden))), T.int64(max_blocks)
-            ),
+                T.ceildiv(tokens if top_k else count, T.int64(parts * (1 if top_k else hidden))), T.int64(rows_at_once)
+            )
+            * spread,
             threads=threads,
         ) as block:
             if dependent:
@@ -317,6 +328,7 @@ def all_reduce_norm(
             part = T.alloc_var("int64")
             part = T.ceildiv(rows, T.int64(parts))
             experts = Experts(top_k, row_index, expert_weights, shared, shares)
+            piece = T.cast(block % spread, "int32")
             # A thread beyond the workers has no vector.
             lane = T.alloc_var("int32")
             lane = T.if_then_else(thread < workers, thread, width)
@@ -330,14 +342,14 @@ def all_reduce_norm(
                     i = h * workers + lane
                     if i < width:
                         load_vector(factors, h, weight, i * vector, dtype)
-            for turn in T.serial(T.ceildiv(part - block, T.int64(max_blocks))):
-                r = block + turn * T.int64(max_blocks)
+            for turn in T.serial(T.ceildiv(part - block // spread, T.int64(rows_at_once))):
+                r = block // spread + turn * T.int64(rows_at_once)
                 # What is set under a condition only is cleared before, so that no register holds it from turn to turn.
                 T.clear(own)
                 # Rows go to the PEs that add them up.
-                for h in T.unroll(held):
-                    i = h * workers + lane
-                    if i < width:
+                for h in T.unroll(summed):
+                    i = piece * columns + h * workers + lane
+                    if i < T.min(piece * columns + columns, width):
                         if shots < 2:
                             load_input(own, h, x, experts, r, i, hidden, dtype)
                         if shots == 2 and not top_k:
@@ -371,9 +383,9 @@ def all_reduce_norm(
                             load_vector(before, h, residual, r * hidden + i * vector, dtype)
                 # One is added up here, and goes to all.
                 if shots > 0:
-                    for h in T.unroll(held):
-                        i = h * workers + lane
-                        if i < width:
+                    for h in T.unroll(summed):
+                        i = piece * columns + h * workers + lane
+                        if i < T.min(piece * columns + columns, width):
                             N.take_vectors(got, inbox[half, 0, 0:n_pes, r * width + i, 0:vector])
                             add_rows(own, h, got, 0, n_pes, dtype)
                             if shots == 2:
@@ -389,6 +401,7 @@ def all_reduce_norm(
                 # Rows, of some parts at once, get bias, residual and norm. Rows and vectors that there are not are computed as
                 # well, which takes no branch, and not stored.
                 for step in T.serial(steps):
+                    first = piece * own_parts + step * group  # part
                     phase = T.cast((turn * steps + step) % T.int64(2), "int32")
                     T.clear(row)
                     if shots == 2:  # before the wait, which hides how long loads take
@@ -399,7 +412,7 @@ def all_reduce_norm(
                             if i < width:
                                 load_vector(factors, h, weight, i * vector, dtype)
                                 for g in T.unroll(group):
-                                    of = (step * group + g) * part + r
+                                    of = (first + g) * part + r
                                     if of < rows and resumes != 0:
                                         load_vector(before, h * group + g, residual, of * hidden + i * vector, dtype)
                     for g in T.unroll(many_rows):
@@ -410,7 +423,7 @@ def all_reduce_norm(
                             if shots == 2:
                                 N.take_vectors(
                                     row[h, 0:group, 0:vector],
-                                    inbox[half, 1, step * group : step * group + group, r * width + i, 0:vector],
+                                    inbox[half, 1, first : first + group, r * width + i, 0:vector],
                                 )
                             else:
                                 for v in T.unroll(vector):
@@ -418,7 +431,7 @@ def all_reduce_norm(
                             if biased != 0:
                                 load_vector(extra, 0, bias, i * vector, dtype)
                             for g in T.unroll(group):
-                                of = (step * group + g) * part + r
+                                of = (first + g) * part + r
                                 widen(sums, row, h, g, dtype)
                                 if biased != 0:
                                     add_vector(sums, extra, 0, dtype)
@@ -445,7 +458,7 @@ def all_reduce_norm(
                         for v in T.unroll(vector):
                             wide_factors[v] = T.cast(factors[h, v], "float32") + weight_bias
                         for g in T.unroll(group):
-                            of = (step * group + g) * part + r
+                            of = (first + g) * part + r
                             widen(sums, row, h, g, dtype)
                             for v in T.unroll(vector):
                                 sums[v] *= squares[g]
@@ -479,7 +492,7 @@ def all_reduce_norm(
                             peaks[k] = T.shfl_sync(factor, thread % 32 // lanes * lanes + k * (lanes // many_vectors))
                     if scaled_by != "":
                         for g in T.unroll(group):
-                            of = (step * group + g) * part + r
+                            of = (first + g) * part + r
                             if scaled_by == PER_TOKEN:
                                 peak = largest_of(elements_of(row_peaks, phase, g, count=warps))
                                 peak = T.max(T.float32(SMALLEST_AMAX), T.cast(T.cast(peak, dtype), "float32"))
@@ -496,7 +509,7 @@ def all_reduce_norm(
                     if scaled_by in BY_BLOCK:
                         k = thread % lanes // (lanes // many_vectors)
                         i = k // group * workers + lane
-                        of = (step * group + k % group) * part + r
+                        of = (first + k % group) * part + r
                         if (
                             thread % (lanes // many_vectors) == 0
                             and k < held * group
@@ -514,7 +527,8 @@ def all_reduce_norm(
                                     else T.reinterpret(step_up << 23, "float32")
                                 )
             if shots > 0:
-                count_call(calls, block, call, part, thread, threads, max_blocks)
+                used = T.min(part, T.int64(rows_at_once)) * spread
+                count_call(calls, block, call, used, thread, threads, max_blocks)
 
     return main
 
@@ -584,6 +598,7 @@ class AllReduceNorm(Collective):
 
     Attributes:
         shots: 1 or 2 steps over the links, of kernels for PEs that are all mapped; None: by the size.
+        spread: with 2, blocks that share rows, a divisor of the number of PEs; None: by the size. In place always 1.
 
     Raises:
         ValueError: a launch geometry or a size that the kernels or the GPU cannot run.
@@ -602,9 +617,12 @@ class AllReduceNorm(Collective):
         super().__init__("AllReduceNorm", f"hidden={hidden}", threads, blocks, group)
         self.hidden = hidden
         self.shots: int | None = None
+        self.spread: int | None = None
         self._warm: set[tuple[torch.dtype, str]] = set()
         self._all_reduce: AllReduce | None = None
         self._max_blocks = self.block_limit
+        # Rows up to which so many blocks share them.
+        self._spreads = [(self._max_blocks // s * self.n_pes, s) for s in SPREADS if self.n_pes % s == 0]
         # Bytes up to which one shot is faster, measured on two and on four H100; a row at least.
         self._one_shot_bytes = max(self.LARGEST_ROW, (4 << 20) if self.n_pes == 2 else (5 << 20) // self.n_pes)
         if self.needs_symmetric_source:
@@ -739,8 +757,9 @@ class AllReduceNorm(Collective):
         ways = (0,) if self.n_pes == 1 or self._all_reduce is not None else (1, 2)
         place = self._world.topology
         calls = [
-            functools.partial(self._kernel, shots, dtype, top_k, scaled_by)
+            functools.partial(self._kernel, shots, spread, dtype, top_k, scaled_by)
             for shots in ways
+            for spread in ([spread for _, spread in self._spreads] if shots == 2 else [1])
             for scaled_by, top_k in forms
         ]
         compile_together(calls, self.device, place.local_rank, place.node_size)
@@ -768,13 +787,13 @@ class AllReduceNorm(Collective):
                 fp8["scale"] = torch.ones(1, device=self.device)
             else:
                 fp8["scales"] = self.new_scales(1, by)
-        forced = self.shots
+        forced = self.shots, self.spread
         try:
-            for shots in (1, 2):
-                self.shots = shots
-                self(x, x, weight, residual=residual, **fp8)
+            for shots, spread in [(1, None), *((2, spread) for _, spread in self._spreads)]:
+                self.shots, self.spread = shots, spread
+                self(torch.empty_like(x), x, weight, residual=residual, **fp8)
         finally:
-            self.shots = forced
+            self.shots, self.spread = forced
 
     def new_scales(self, rows: int, by: str = "block", layout: str = "row") -> torch.Tensor:
         """Memory for the `scales` of a call.
@@ -801,6 +820,15 @@ class AllReduceNorm(Collective):
             return 1, self._one_shot_bytes // row
         return 2, self._memory["inbox2"].shape[3] // row * self.n_pes
 
+    def _spread_of(self, rows: int) -> int:
+        """Of a call of two shots: as many blocks for a row of each part as can run at once."""
+        if self.spread:
+            return self.spread
+        for most, spread in self._spreads:
+            if rows <= most:
+                return spread
+        return 1
+
     def _launch(
         self,
         shots: int,
@@ -820,8 +848,12 @@ class AllReduceNorm(Collective):
         """One kernel, for whole rows."""
         top_k = experts.row_index.shape[-1] if experts is not None else 0
         shares = experts is not None and experts.shared is not None
+        spread = 1
+        if shots == 2 and (out is None or out.data_ptr() != x.data_ptr()):
+            spread = self._spread_of(experts.row_index.numel() // top_k if experts else x.numel() // self.hidden)
         launch = self.prepared(
-            (shots, x.dtype, top_k, shares, key), lambda: self._prepare(shots, x.dtype, top_k, shares, *key)
+            (shots, spread, x.dtype, top_k, shares, key),
+            lambda: self._prepare(shots, spread, x.dtype, top_k, shares, *key),
         )
         arguments: list[Any] = [tag, x, weight, out, residual, total, bias]
         if experts is not None:
@@ -835,14 +867,14 @@ class AllReduceNorm(Collective):
             arguments += [quantized, whole, of_row, of_column]
         self._launch_checked(launch, *arguments)
 
-    def _kernel(self, shots: int, dtype: torch.dtype, top_k: int, scaled_by: str) -> Any:
+    def _kernel(self, shots: int, spread: int, dtype: torch.dtype, top_k: int, scaled_by: str) -> Any:
         width = self.hidden * dtype.itemsize // VECTOR_BYTES
         # As few vectors a thread as possible, and as few threads then; the same with and without shots, so that squares are
         # added up in one order.
         workers = -(-width // -(-width // (1024 - AGREEING)) // 32) * 32
         return all_reduce_norm(
             self.n_pes, dtype_name(dtype), self.hidden, self._capacity(shots, dtype), shots, workers + (AGREEING if shots else 0),
-            self._max_blocks, top_k, scaled_by, settings.DEPENDENT_LAUNCH.get() and self.device.type == "cuda",
+            self._max_blocks, top_k, scaled_by, settings.DEPENDENT_LAUNCH.get() and self.device.type == "cuda", spread,
         )  # fmt: skip
 
     def _capacity(self, shots: int, dtype: torch.dtype) -> int:
@@ -850,15 +882,15 @@ class AllReduceNorm(Collective):
         return self._memory[f"inbox{shots}"].shape[3] // (self.hidden * dtype.itemsize) if shots else 0
 
     def _prepare(
-        self, shots: int, dtype: torch.dtype, top_k: int, shares: bool, scaled_by: str, eps: float, weight_bias: float,
-        flags: tuple[bool, ...],
+        self, shots: int, spread: int, dtype: torch.dtype, top_k: int, shares: bool, scaled_by: str, eps: float,
+        weight_bias: float, flags: tuple[bool, ...],
     ) -> Launch:  # fmt: skip
         vector = VECTOR_BYTES // dtype.itemsize
         width = self.hidden // vector
         capacity, inbox = self._capacity(shots, dtype), self._memory["tags"].view(dtype).view(-1)[:0]
         if shots:
             inbox = self._memory[f"inbox{shots}"].view(-1).view(dtype)
-        kernel = self._kernel(shots, dtype, top_k, scaled_by)
+        kernel = self._kernel(shots, spread, dtype, top_k, scaled_by)
         fixed: dict[str, object] = dict(
             zip(("resumes", "biased", "keeps", "norms", "shares"), map(int, (*flags, shares)))
         )

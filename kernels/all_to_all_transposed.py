@@ -142,17 +142,24 @@ UNROLL = 4
 def move_tile(tile, memory, loads, first, pitch, at, size, width, flat, unroll):
     """tile[u] = the vector of a box with number at + u * LANES, below `size`, or the reverse (`loads`). Of `memory` [vectors,
     WORDS] the box has `width` vectors from first + row * pitch on, for each of its rows. `flat`: pitch is width."""
+    row, column = T.alloc_var("int32"), T.alloc_var("int32")
+    row, column = 0, at
     for u in T.unroll(unroll):
         i = at + u * LANES
         if i < size:
-            row = T.int32(0) if flat else T.cast(T.cast(i, "uint32") // T.cast(width, "uint32"), "int32")
-            where = first + i if flat else first + T.cast(row, "int64") * pitch + (i - row * width)
+            if not flat:
+                if column >= width:  # seldom but for the first one: a division takes as long as twenty additions
+                    rows = T.cast(T.cast(column, "uint32") // T.cast(width, "uint32"), "int32")
+                    row += rows
+                    column -= rows * width
+            where = first + i if flat else first + T.cast(row, "int64") * pitch + column
             if loads:
                 for v in T.vectorized(WORDS):
                     tile[u, v] = memory[where, v]
             else:
                 for v in T.vectorized(WORDS):
                     memory[where, v] = tile[u, v]
+        column += LANES
 
 
 @tsn.macro

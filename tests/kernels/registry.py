@@ -449,6 +449,12 @@ SM_90 = {
             (1, 0, "tensor"),
             (1, 0, "ue8m0_packed"),
         )
+    ]
+    + [
+        dict(
+            n_pes=4, dtype="bfloat16", hidden=8192, capacity=136, shots=2, threads=544, scaled_by="block", spread=spread
+        )
+        for spread in (2, 4)
     ],
     "all_reduce_norm.sum_of_experts": [dict(dtype="bfloat16", hidden=7168, top_k=8)],
     "packets.packets": [

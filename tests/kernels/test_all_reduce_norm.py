@@ -10,7 +10,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import assert_same, rejected, unsettle
 from tests.kernels.test_reduce_scatter import reference_of_nodes, values
-from tilescale_net.kernels.all_reduce_norm import AllReduceNorm, ExpertRows
+from tilescale_net.kernels.all_reduce_norm import SPREADS, AllReduceNorm, ExpertRows
 from tilescale_net.kernels.moe.row_ops import quantise
 
 EPS, FP8 = 1e-5, torch.float8_e4m3fn
@@ -42,6 +42,7 @@ def _layers(seed, dtype, hidden, calls=12):
         x = data[rank].to(tsn.device(), copy=True)
         out = x if call % 4 == 0 else torch.empty_like(x)
         op.shots = [None, 1, 2][(call + call // 3) % 3]
+        op.spread = turns.choice([None, *(s for s in SPREADS if n % s == 0)])
         given = {k: v.to(tsn.device(), copy=True) for k, v in (("bias", bias), ("residual", residual)) if v is not None}
         unsettle(pace, 0.1)
         assert op(out, x, weight, eps=EPS, **given) is out
@@ -126,6 +127,7 @@ def _forms(seed, dtype, hidden, combinations=FEW, calls=2):
     weight = values((hidden,), dtype, seed, "weight")
     for call, (by, shots, top_k) in enumerate(combinations * calls):
         rows, op.shots = turns.choice([1, 5, 8]), shots
+        op.spread = turns.choice([None, *(s for s in SPREADS if n % s == 0)])
         what = f"seed {seed}, call {call}, {rows} rows, {by}, top_k {top_k}, rank {rank}"
         residual = values((rows, hidden), dtype, seed, call, "residual") if call % 2 else None
         if top_k:
