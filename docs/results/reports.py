@@ -122,6 +122,7 @@ def _said(name: str) -> list[tuple[str, str]]:
     """Peers that are not in every row, and what rows are of."""
     environment = run(name)["environment"]
     about = [(key.capitalize(), environment[key]) for key in ("shape", "rows") if key in environment]
+    about += [("NCCL, instead of torch's by LD_PRELOAD", environment["NCCL"])] if name == "all_reduce_nccl" else []
     return about + [(key, value) for key, value in environment.items() if str(value).startswith("not everywhere")]
 
 
@@ -209,6 +210,7 @@ COLLECTIVES = {
 # Shown by their pages as soon as their files are here; what a file holds stands in its heading.
 MORE_COLLECTIVES = {
     "all_reduce_four": "All-reduce of symmetric tensors",
+    "all_reduce_nccl": "All-reduce of symmetric tensors beside a newer NCCL",
     "all_reduce_ordinary": "All-reduce of ordinary tensors",
     "all_reduce_fp8": "All-reduce that rounds to FP8, beside bfloat16",
     "all_gather_four": "All-gather",
