@@ -1,7 +1,8 @@
-"""How long data with a signal take from one PE's put_signal to the other's wait, one way, next to NVSHMEM.
+"""How long data with a signal take from one PE's put_signal to the other's wait, one way, next to NVSHMEM and NCCL's GIN.
 
     GPUS=2 bash launch.sh benchmark/put_signal.py
     GPUS=2 bash launch.sh benchmark/put_signal.py --threads 32,128,1024 --sizes 8,1K,8K,64K
+    GPUS=2 VIRTUAL_NODES=2 LD_PRELOAD=…/libnccl.so.2 bash launch.sh benchmark/put_signal.py
 
 Ranks 0 and 1 answer each other inside one kernel, one block each; a sample is a launch's time over twice its round trips.
 """
@@ -26,7 +27,7 @@ from benchmark.common import (
     us,
 )
 from benchmark.common.arguments import on_gpu
-from benchmark.common.copies import SLACK, finish, nvshmem
+from benchmark.common.copies import SLACK, finish, gin, nvshmem
 from benchmark.common.measuring import GUARD, SIMULATED, common_seeds, difference, prepare, raise_if_wrong
 from benchmark.common.modules import p2p, torch
 
@@ -42,6 +43,7 @@ def parse() -> argparse.Namespace:
     parser.option("--unroll", positive_int, None, "16-byte accesses that a thread keeps in flight")
     parser.option("--trips", positive_int, None, "round trips a launch (1000; in the simulator 5)")
     parser.flag("--no-nvshmem", "leave NVSHMEM out even where it can run")
+    parser.flag("--no-gin", "leave NCCL's GIN out, between nodes, even where it can run")
     args = parser.parse_args()
     args.threads = args.threads or ([32, 128, 1024] if on_gpu() else [32, 128])
     parser.require_two_ranks("copies need")
@@ -94,6 +96,21 @@ class Nvshmem:
         self._base += trips
 
 
+class Gin:
+    """Round trips of ncclGin::put with a signal, by a block."""
+
+    def __init__(self, capacity: int, library: Any) -> None:
+        self._library = library
+        (self.dst, self._to), (self.src, self._from) = (library.empty(capacity + GUARD) for _ in range(2))
+        self._before = 0
+
+    def launch(self, count: int, threads: int, engine: str, unroll: int | None, trips: int) -> None:
+        me = tsn.rank()
+        where = self._to, self._from, count, self._before
+        self._library.ping_pong(*where, 1 - me, me == 0, loops=trips, threads=threads)
+        self._before += trips
+
+
 def measure(implementation: Any, count: int, threads: int, engine: str, args: argparse.Namespace) -> list[float]:
     """Samples in microseconds, one way; on rank 0, elsewhere empty. Collective. Raises WrongData on all ranks."""
     rank = tsn.rank()
@@ -140,6 +157,8 @@ def main() -> None:
     library = None if args.no_nvshmem else nvshmem(report)
     capacity = max(args.sizes)
     ours, theirs = TilescaleNet(capacity), Nvshmem(capacity, library) if library else None
+    over_sockets = None if args.no_gin else gin(report)
+    gins = Gin(capacity, over_sockets) if over_sockets else None
     in_line = InOneLine()
 
     columns = []
@@ -147,6 +166,8 @@ def main() -> None:
         columns.append(us(engine, "put_signal" if len(args.engine) == 1 else f"put_signal, {engine}"))
         columns.append(us(f"{engine}_p99", "p99", plotted=False))
     columns += [us("line", "in one line"), us("nvshmem", "NVSHMEM"), Column("ratio", "x NVSHMEM", ".2f")]
+    if gins:
+        columns += [us("gin", "NCCL GIN"), Column("gin_ratio", "x GIN", ".2f")]
     keys = [Column("threads", "Threads"), Column("bytes", "Size", ",d", unit="Bytes")]
     table = report.table("one way", keys, columns)
     table.notes.append("in one line: 8 bytes and their signal word in one aligned 16-byte line, sent in one store.")
@@ -158,13 +179,17 @@ def main() -> None:
             samples["line"] = measure(in_line, count, threads, args.engine[0], args)
         if theirs:
             samples["nvshmem"] = measure(theirs, count, threads, "auto", args)
+        if gins:
+            samples["gin"] = measure(gins, count, threads, "auto", args)
         if tsn.rank() == 0:
             row = medians(samples)
             row |= {f"{engine}_p99": percentile(samples[engine], 99) for engine in args.engine}
             if theirs:
                 row["ratio"] = row["nvshmem"] / min(row[engine] for engine in args.engine)
+            if gins:
+                row["gin_ratio"] = row["gin"] / min(row[engine] for engine in args.engine)
             table.add({"threads": threads, "bytes": count, **row}, samples)
-    finish(report, library)
+    finish(report, library, over_sockets)
 
 
 if __name__ == "__main__":

@@ -144,10 +144,25 @@ def nvshmem(report: Report) -> Any:
     return library
 
 
-def finish(report: Report, library: Any = None) -> None:
-    """End the report, NVSHMEM (from `nvshmem`) and the job. Collective."""
+def gin(report: Report) -> Any:
+    """NCCL's GIN, started; or None and a note as above. Collective. Between nodes alone."""
+    from benchmark import gin as baseline
+
+    if tsn.world().topology.nodes == 1:
+        return None
+    reason = next((r for r in gather(baseline.missing()) if r), None)
+    if reason:
+        report.notes.append(reason)
+        return None
+    found = baseline.Gin()
+    report.environment["NCCL GIN"] = found.version
+    return found
+
+
+def finish(report: Report, *libraries: Any) -> None:
+    """End the report, NVSHMEM (from `nvshmem`) and GIN where they run, and the job. Collective."""
     report.finish()
-    if library:
+    for library in filter(None, libraries):
         library.finalize()
     tsn.finalize()
 

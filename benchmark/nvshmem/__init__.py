@@ -1,9 +1,7 @@
 """The NVSHMEM baseline: real NVSHMEM kernels, compiled on first use, timed next to ours; tensors, put, get, ping-pong."""
 
 import ctypes
-import hashlib
 import os
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmark.common.cuda_library import compiled_once
 from tilescale_net.compiler import toolchain
-from tilescale_net.compiler.simulator import cache
 from tilescale_net.runtime import settings
 from tilescale_net.runtime.cuda_memory import tensor_at
 
@@ -54,19 +52,8 @@ def command(folder: str, compiler: str, arch: str, output: str) -> list[str]:
 
 
 def build(folder: str, compiler: str, arch: str) -> Path:
-    """The compiled library, from the cache of the simulator's kernels or made now. Safe to call from several processes.
-    Raises RuntimeError: nvcc failed; holds the command and its output."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    tag = repr((Path(SOURCE).read_bytes(), version, command(folder, compiler, arch, ""))).encode()
-
-    def make(work: Path) -> Path:
-        line = command(folder, compiler, arch, str(work / "p2p.so"))
-        done = subprocess.run(line, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"the NVSHMEM baseline did not compile: {' '.join(line)}\n{done.stdout}{done.stderr}")
-        return work / "p2p.so"
-
-    return cache.get_or_build("nvshmem_p2p", hashlib.sha256(tag).hexdigest()[:24], ".so", make)
+    """The compiled library; see `compiled_once`."""
+    return compiled_once("nvshmem_p2p", SOURCE, compiler, lambda output: command(folder, compiler, arch, output))
 
 
 def missing() -> str | None:
