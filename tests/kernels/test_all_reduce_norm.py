@@ -193,7 +193,8 @@ def test_all_forms(size, dtype, nodes, seed):
     _forms(seed, dtype, 256, ALL)
 
 
-@pytest.mark.parametrize("hidden", [2048, 4096, 5120, 6144, 7168, 8192])
+# Llama 3 (2048 to 16384), Qwen 2.5 and 3 (1536 to 8192), DeepSeek V2 to V4 (4096 to 7168), Kimi K2 (7168).
+@pytest.mark.parametrize("hidden", [1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 16384])
 @pytest.mark.nightly
 @ranks.on(4, heap="128M", timeout=400)
 def test_sizes_of_models(hidden, seed):

@@ -8,7 +8,7 @@ from tests import ranks
 from tests.kernels import test_all_gather, test_all_reduce, test_broadcast, test_reduce_scatter
 from tests.kernels.test_reduce_scatter import values
 from tilescale_net.cli.model import sent
-from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_gather import AllGather, node_all_gather
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.collective import Nodes
@@ -29,6 +29,11 @@ def test_pieces(size, nodes, visibility, seed):
     reduce = [((17_000,), torch.bfloat16, 0, 0), ((501,), torch.bfloat16, 2, 0), ((1_000,), torch.int32, 0, 0)]
     options = dict(**GEOMETRY, chunk_bytes=1024, slots=2)
     test_reduce_scatter._reduce(seed, reduce, options, 3)
+
+
+def test_three_nodes_compile():
+    """A remainder of a division that no shift replaces, in a loop: an expression that stands twice and binds a name."""
+    node_all_gather(n_pes=6, node_size=2, chunk_bytes=1 << 18, threads=64, blocks=2, in_place=True, least_bytes=1 << 15)
 
 
 def _bytes_of(call) -> int:
