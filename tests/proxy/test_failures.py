@@ -1,13 +1,18 @@
 """What goes wrong ends in a named error on every PE, within the deadline."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import tilescale_net as tsn
+from tests import ranks
 from tests.fabric.programs import fake_cuda
 from tests.native.builder import run
 from tests.proxy import programs
 from tilescale_net.errors import WaitTimeout
+from tilescale_net.kernels import proxy_write
 from tilescale_net.runtime.fabric import RunningProxy
 
 SHARED = ["threads=2", "peer_threads=2", "shared=512", "chunk=1024"]
@@ -76,6 +81,24 @@ def test_failing_network(chaos, kind, words, staging):
     assert any(line.startswith(kind) and words in line for line in errors), out
     for line in errors:
         assert "PE " in line and line.split(":")[0] in ("PeerLost", "FabricError"), line
+
+
+def _signals_to_all():
+    if os.environ["RANK"] == "2":
+        os.environ["TSN_CHAOS"] = "stall_after=1"  # its network goes silent with the first answer
+    tsn.init("4M")
+    dst, src, counter = tsn.zeros((64,), torch.uint8), tsn.zeros((64,), torch.uint8), tsn.zeros((1,), torch.uint64)
+    tsn.barrier()
+    if tsn.rank() == 0:
+        proxy_write.signals(64)(dst, src, counter, 64, 1, 2, 1, 1)
+    tsn.barrier()
+
+
+def test_a_quiet_in_vain_names_the_pe_that_did_not_answer():
+    env = {"TSN_DEVICE": "simulator", "TSN_TIMEOUT": "3", "VIRTUAL_NODES": "3"}
+    error = ranks.launch(3, _signals_to_all, env=env, init=False, timeout=90)[0].error
+    assert error is not None and error[0] in ("WaitTimeout", "PeerLost"), error
+    assert "all PEs, of which PE 2 did not answer" in error[1] or "PE 2 has shown no sign of life" in error[1], error
 
 
 def test_the_reason_of_whoever_gives_up_reaches_the_peers():

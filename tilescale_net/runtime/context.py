@@ -3,7 +3,7 @@
 import ctypes
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tilescale_net import errors
 
@@ -158,9 +158,14 @@ def describe_error(
     timeout_s: float,
     name_of: Callable[[int], str | None] | None = None,
     argument: str | None = None,
+    awaited: Sequence[int] = (),
 ) -> errors.TileScaleError | None:
     """The exception for a record, or None when it is empty; `name_of` names the tensor element at a heap offset.
-    `argument`: of the kernel, whose memory holds the record's address, where that is known."""
+
+    Args:
+        argument: of the kernel, whose memory holds the record's address, where that is known.
+        awaited: PEs that flushes of the proxy wait for.
+    """
     kind = record.kind
     if kind == ErrorKind.NO_ERROR:
         return None
@@ -175,6 +180,8 @@ def describe_error(
         peer = "all PEs" if record.pe < 0 else f"PE {record.pe}"
         what = "a slot in the queue" if kind == ErrorKind.QUEUE_TIMEOUT else "completion"
         text = f"{where} waited {timeout_s:g} s for {what} towards {peer}"
+        if kind == ErrorKind.FLUSH_TIMEOUT and awaited:
+            text += f", of which PE {' and PE '.join(map(str, awaited))} did not answer"
     elif kind == ErrorKind.PE_OUT_OF_RANGE:
         text = f"{where} named PE {record.pe}, but there are {size}"
     elif kind == ErrorKind.NOT_SYMMETRIC:

@@ -216,6 +216,11 @@ class RunningProxy:
             return None
         return getattr(errors, found["kind"], errors.FabricError)(found["text"])
 
+    def awaited(self) -> list[int]:
+        """The PEs that flushes wait for."""
+        proxy = self._proxy
+        return list(proxy.awaited()) if proxy is not None else []
+
     def stats(self) -> dict[str, Any]:
         proxy = self._proxy
         return dict(proxy.stats()) if proxy is not None else {}

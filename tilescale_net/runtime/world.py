@@ -289,7 +289,15 @@ class World:
         record = self.page.record()
         if record is None:
             return None
-        return context.describe_error(record, self.rank, self.size, self.memory.base, self.timeout, self.heap.describe)
+        return context.describe_error(
+            record, self.rank, self.size, self.memory.base, self.timeout, self.heap.describe, awaited=self.awaited
+        )
+
+    @property
+    def awaited(self) -> list[int]:
+        """The PEs that flushes of the proxy wait for."""
+        proxy = self.proxy
+        return proxy.awaited() if proxy is not None else []
 
     def _poll_local(self) -> TileScaleError | None:
         """What this rank's kernels or proxy have met, for the watchdog."""

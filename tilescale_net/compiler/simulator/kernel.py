@@ -154,8 +154,9 @@ class SimulatedFunction:
             heap = world.heap.describe if world is not None else None
             outside = self._argument_at(record.address, parameters, launch.values)
             error = context_layout.describe_error(
-                record, context.my_pe, context.n_pes, context.heap_base, timeout, heap, outside
-            )
+                record, context.my_pe, context.n_pes, context.heap_base, timeout, heap, outside,
+                world.awaited if world is not None else [],
+            )  # fmt: skip
             if error is not None:
                 line = self._lines[record.line - 1] if 0 < record.line <= len(self._lines) else ""
                 known = "".join(f"; {r}" for r in (self._simulator.live_state()["deadlock"], remark) if r)

@@ -126,6 +126,7 @@ void bind(py::module_& m) {
       .def("exclude", &Proxy::exclude, py::arg("peers"),
            "These PEs no longer take part and may end at any time: no rank waits for them.")
       .def("explain", &Proxy::explain, py::arg("reason"), "Sent to peers when the abort word ends this proxy.")
+      .def("awaited", &Proxy::awaited, "The PEs that flushes wait for.")
       .def("close", &Proxy::close, no_gil, "stop(), and the endpoints are gone; to be called after a barrier.")
       .def("stop", &Proxy::stop, no_gil, "Finishes what is queued and ends the threads; to be called after a barrier.")
       .def(

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <optional>
 #include <pthread.h>
 
@@ -206,6 +207,13 @@ void Proxy::exclude(const std::vector<int>& peers) {
     if (pe < 0 || pe >= options_.n_pes)
       throw std::invalid_argument("proxy: PE " + std::to_string(pe) + " cannot be excluded");
   for (int pe : peers) proxy_state_.exclude(pe);
+}
+
+std::vector<int> Proxy::awaited() const {
+  std::vector<int> found;
+  std::copy_if(options_.peers.begin(), options_.peers.end(), std::back_inserter(found),
+               [&](int pe) { return proxy_state_.awaited(pe); });
+  return found;
 }
 
 void Proxy::close() {

@@ -47,6 +47,8 @@ public:
   void exclude(const std::vector<int>& peers);
   // Why the owner is about to set the abort word; sent to the peers. The first reason is kept.
   void explain(const std::string& reason) { proxy_state_.explain(reason); }
+  // The PEs that flushes wait for.
+  std::vector<int> awaited() const;
   bool failure(Failure* out) { return proxy_state_.failure(out); }
   std::map<std::string, double> stats() const;
   const Properties& properties() const { return workers_[0]->properties(); }

@@ -414,6 +414,7 @@ bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
       s->needs_flush_mark = false;
     }
     s->intervals.push(Interval());
+    proxy_state_->set_awaited(s->pe, true);
     complete_ready_flushes(s);
   }
   finish_flush(index); // its own count, which kept it alive until here
@@ -431,6 +432,7 @@ void Worker::complete_ready_flushes(PeerState* s) {
     s->first_interval++;
     finish_flush(flush);
   }
+  proxy_state_->set_awaited(s->pe, false);
 }
 
 void Worker::finish_flush(uint32_t index) {

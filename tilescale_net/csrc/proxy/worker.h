@@ -46,7 +46,8 @@ struct TrackedQueue {
 class ProxyState {
 public:
   explicit ProxyState(const ProxyOptions& o)
-      : options(o), excluded_(new std::atomic<bool>[(size_t)std::max(o.n_pes, 1)]()) {}
+      : options(o), excluded_(new std::atomic<bool>[(size_t)std::max(o.n_pes, 1)]()),
+        awaited_(new std::atomic<bool>[(size_t)std::max(o.n_pes, 1)]()) {}
 
   const ProxyOptions& options;
   std::vector<std::unique_ptr<TrackedQueue>> queues;
@@ -86,6 +87,10 @@ public:
   bool any_excluded() const { return any_excluded_.load(std::memory_order_acquire); }
   bool excluded(int pe) const { return excluded_[(size_t)pe].load(std::memory_order_acquire); }
 
+  // Whether a flush waits for the PE. Written by its owner thread, read by any.
+  void set_awaited(int pe, bool awaited) { awaited_[(size_t)pe].store(awaited, std::memory_order_relaxed); }
+  bool awaited(int pe) const { return awaited_[(size_t)pe].load(std::memory_order_relaxed); }
+
   // Why the owner has aborted, for threads without a failure of their own; see Proxy::explain().
   void explain(const std::string& reason) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -112,7 +117,7 @@ private:
   Failure failure_;
   std::string reason_;
   std::unordered_map<uint64_t, uint32_t> parts_done_;
-  std::unique_ptr<std::atomic<bool>[]> excluded_; // by PE
+  std::unique_ptr<std::atomic<bool>[]> excluded_, awaited_; // by PE
   std::atomic<bool> any_excluded_{false};
 };
 
