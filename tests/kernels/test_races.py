@@ -133,7 +133,7 @@ def test_nothing_is_accused(name, nodes):
     "first, count, races",
     [
         *(pytest.param(first, 5, True, marks=in_the_simulator) for first in range(0, SEEDS, 5)),
-        *((first, min(24, NETWORKS - first), False) for first in range(0, NETWORKS, 24)),
+        *((first, min(8, NETWORKS - first), False) for first in range(0, NETWORKS, 8)),
     ],
 )
 def test_networks_that_misbehave(first, count, races):
