@@ -3,7 +3,7 @@
     GPUS=4 bash launch.sh benchmark/all_gather.py
     GPUS=4 bash launch.sh benchmark/all_gather.py --algorithm puts,stores --blocks 16,32,64 --sizes 1M,64M
 
-Size is that of the output, in bytes per rank. Without a GPU the simulator runs the same kernel, without NCCL.
+Size: of the output, in bytes per rank. Without a GPU the simulator runs the same kernel, without NCCL.
 """
 
 from typing import Any

@@ -5,7 +5,7 @@
     GPUS=4 bash launch.sh benchmark/all_reduce.py --algorithm auto,fp8 --sizes 16M,64M --staged
     GPUS=4 bash launch.sh benchmark/all_reduce.py --sizes 16K..4M --dependent 0,1 --peers none
 
-Size is that of the tensor, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks (of
+Size: of the tensor, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks (of
 "fp8", with what its rounding makes in torch); those of the others, whose order is their own, only roughly. Peers that are
 not installed are skipped by name. Without a GPU the simulator runs the same kernels alone.
 """

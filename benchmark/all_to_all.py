@@ -4,7 +4,7 @@
     GPUS=4 bash launch.sh benchmark/all_to_all.py --algorithm puts,stores --blocks 16,32,64 --sizes 1M,64M
     GPUS=4 bash launch.sh benchmark/all_to_all.py --uneven
 
-Size is that of the input, in bytes per rank. With --uneven each pair exchanges a random number of rows of 1 KiB, between
+Size: of the input, in bytes per rank. With --uneven each pair exchanges a random number of rows of 1 KiB, between
 half and one and a half times the mean; the splits are in device memory. Without a GPU the simulator runs the same
 kernels, without NCCL.
 """

@@ -68,7 +68,7 @@ def first_calls(args: Any) -> dict[str, Callable[[], None]]:
         tsn.synchronize()
         buffer.destroy()
 
-    def product(kind: Any, rows: int, gathers: bool) -> Callable[[], None]:
+    def fused_gemm(kind: Any, rows: int, gathers: bool) -> Callable[[], None]:
         def call() -> None:
             op = kind(rows, args.hidden, args.hidden)
             a = torch.zeros((rows if gathers or kind is MatmulAllReduce else n * rows, args.hidden), device=device)
@@ -85,9 +85,9 @@ def first_calls(args: Any) -> dict[str, Callable[[], None]]:
         "AllToAll, throughput, BF16": layer(args.tokens, torch.bfloat16, "throughput"),
         "AllToAll, throughput, FP8": layer(args.tokens, fp8, "throughput"),
         "deep_ep, low latency, FP8": deep_ep,
-        "AllGatherMatmul": product(AllGatherMatmul, rows, True),
-        "MatmulReduceScatter": product(MatmulReduceScatter, rows, False),
-        "MatmulAllReduce": product(MatmulAllReduce, rows * n, False),
+        "AllGatherMatmul": fused_gemm(AllGatherMatmul, rows, True),
+        "MatmulReduceScatter": fused_gemm(MatmulReduceScatter, rows, False),
+        "MatmulAllReduce": fused_gemm(MatmulAllReduce, rows * n, False),
     }
 
 

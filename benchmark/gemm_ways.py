@@ -117,9 +117,9 @@ class Case:
         if p.kind == KINDS[2]:
 
             def reduced() -> torch.Tensor:
-                product = given.matmul(result)
-                dist.all_reduce(product, group=group)
-                return product
+                gemm = given.matmul(result)
+                dist.all_reduce(gemm, group=group)
+                return gemm
 
             return reduced
         rows = torch.empty((p.m, p.k), dtype=given.x.dtype, device=given.x.device)

@@ -117,7 +117,7 @@ def timed_calls(args: argparse.Namespace, suffix: str) -> dict[tuple[str, str], 
 
 
 def without_launches(made: Any) -> Any:
-    """`made()`; kernels that are launched first inside call a function that does nothing in the place of their own."""
+    """`made()`; kernels that are launched first inside call a function that does nothing instead of their own."""
     import tvm_ffi
 
     from tilescale_net.compiler.kernel import CudaKernel

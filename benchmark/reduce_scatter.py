@@ -3,7 +3,7 @@
     GPUS=4 bash launch.sh benchmark/reduce_scatter.py
     GPUS=4 bash launch.sh benchmark/reduce_scatter.py --dtype float32 --blocks 16,32
 
-Size is that of the input, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks; those
+Size: of the input, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks; those
 of NCCL, whose order is its own, only roughly. Without a GPU the simulator runs the same kernel, without NCCL.
 """
 

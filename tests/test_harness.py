@@ -31,7 +31,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path):
         ),
         *(_report("nowhere", when, "skipped" if when == "setup" else "passed") for when in ("setup", "teardown")),
         _report("died", "???", "failed"),
-        _report("under way", "setup"),
+        _report("running", "setup"),
     ]:
         first.pytest_runtest_logreport(report)
     path.write_text(path.read_text() + '{"test": "cut off", "outc')
@@ -42,12 +42,12 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path):
     assert found["right"]["said"] == "| row |\n" and found["right"]["seconds"] == 3
 
     gone, config = [], SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: gone.extend(items)))
-    items = [SimpleNamespace(nodeid=test) for test in (*found, "under way")]
+    items = [SimpleNamespace(nodeid=test) for test in (*found, "running")]
     second = Outcomes(path)
     second.pytest_collection_modifyitems(config, items)
     assert [item.nodeid for item in gone] == ["right"] and len(items) == 4
-    second.pytest_runtest_logreport(_report("under way", "teardown"))
-    assert read(path)["under way"]["outcome"] == "passed"
+    second.pytest_runtest_logreport(_report("running", "teardown"))
+    assert read(path)["running"]["outcome"] == "passed"
 
 
 # -- sample(n): the whole suite runs some variants of tests, the same ones on every machine ----------------------------

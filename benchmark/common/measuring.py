@@ -29,7 +29,7 @@ def median(samples: Sequence[float]) -> float:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The smallest sample that so many percent of all do not exceed; ValueError when there are none."""
+    """The smallest sample that this percentage of all does not exceed; ValueError when there are none."""
     if not samples:
         raise ValueError("a percentile of no samples is not defined")
     return float(sorted(samples)[max(0, math.ceil(len(samples) * percent / 100) - 1)])

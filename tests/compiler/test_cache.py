@@ -362,7 +362,7 @@ def _other(traces, monkeypatch):
 
 
 def _changed_sources(traces, monkeypatch):
-    """Other sources, or other modules in the place of the package's own."""
+    """Other sources, or other modules instead of the package's own."""
     before = len(_whole())
     with monkeypatch.context() as m:
         m.setattr(cache, "package_hash", lambda: "another")

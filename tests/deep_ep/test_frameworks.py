@@ -91,7 +91,7 @@ def _sglang(deep_ep, frameworks, group) -> None:
     buffer.clean_low_latency_buffer(MOST, HIDDEN, EXPERTS)  # from prefill to decoding
     eight_bits = dict(use_fp8=True, round_scale=True, use_ue8m0=True)
     for hooks, how in ((False, dict(use_fp8=True)), (True, eight_bits), (True, dict(use_fp8=False))):
-        # Two batches, each step of one between those of the other: two dispatches are under way, then two combines.
+        # Two batches, each step of one between those of the other: two dispatches are in flight, then two combines.
         two = [frameworks.SglangLowLatency(buffer, rank, 2, MOST, hooks, how) for _ in range(2)]
         sent = [one.dispatch_a(x, b.topk_idx) for one, x in zip(two, (b.random, b.named))]
         received = [one.dispatch_b(*what) for one, what in zip(two, sent)]

@@ -54,7 +54,7 @@ def _check(buffer, rank: int, seed: int, active: list[bool], hooks: bool) -> Non
 
 
 def _program(seed: int) -> None:
-    # Two of one group: what is under way in one of them is void when the other notices the loss.
+    # Two of one group: calls in flight in one of them are void when the other notices the loss.
     made = [deep_ep.Buffer(dist.group.WORLD, 0, 1 << 20, low_latency_mode=True, enable_shrink=True) for _ in range(2)]
     buffer = made[0]
     rank, status = tsn.rank(), torch.full((RANKS,), 7, dtype=torch.int32, device=tsn.device())

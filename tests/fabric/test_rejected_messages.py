@@ -15,23 +15,23 @@ def words(blob: bytes, at: int) -> int:
 
 
 def without_token(address: bytes) -> bytes:
-    """The address with another token: all that a stranger can read from /proc/net/tcp, and a guess."""
+    """The address with another token: all that a foreign process can read from /proc/net/tcp, and a guess."""
     assert len(address) > 16
     token = words(address, len(address) - 8)
     return address[:-8] + struct.pack("Q", token ^ 0x1234)
 
 
 @every_network
-def test_messages_of_strangers(library, provider):
+def test_foreign_messages(library, provider):
     a, b = pair(library, provider)
-    stranger = End(1, library=library, provider=provider)  # claims to be rank 1
-    stranger.twin = a
-    stranger.transport.connect(0, without_token(a.address()[0]))
+    foreign = End(1, library=library, provider=provider)  # claims to be rank 1
+    foreign.twin = a
+    foreign.transport.connect(0, without_token(a.address()[0]))
     for i in range(5):
-        stranger.post("message", 0, b"I am rank 1" * (1 + i), cookie=i)
-    until(lambda: a.transport.rejected_messages() == 5, a, stranger)
+        foreign.post("message", 0, b"I am rank 1" * (1 + i), cookie=i)
+    until(lambda: a.transport.rejected_messages() == 5, a, foreign)
     b.message(b"and I am, too", cookie=1)
-    until(lambda: a.of("message"), a, b, stranger)
+    until(lambda: a.of("message"), a, b, foreign)
     assert [e["data"] for e in a.of("message")] == [b"and I am, too"]
     assert b.transport.rejected_messages() == 0
 
@@ -44,19 +44,19 @@ def test_keys_cannot_be_guessed(library, provider):
     others = words(b.address()[1], 32)
     assert len(key) == 40 and rkey > 1 << 32 and others != rkey, "a key that counts from one can be guessed"
     a.store(b"secret weights")
-    stranger = End(1, library=library, provider=provider)
-    stranger.twin = a
-    stranger.transport.connect(0, without_token(a.address()[0]))
+    foreign = End(1, library=library, provider=provider)
+    foreign.twin = a
+    foreign.transport.connect(0, without_token(a.address()[0]))
     for guess in (1, 2, rkey ^ 1):
-        remote = stranger.transport.add_remote(0, key[:24] + struct.pack("QQ", base, guess))
+        remote = foreign.transport.add_remote(0, key[:24] + struct.pack("QQ", base, guess))
         for call in ("read", "write"):
-            stranger.events.clear()
-            stranger.post(call, 0, stranger.region, remote, 14, 0, 0, cookie=guess % 1000)
+            foreign.events.clear()
+            foreign.post(call, 0, foreign.region, remote, 14, 0, 0, cookie=guess % 1000)
             for _ in range(3000):
-                stranger.poll(), a.poll()
-                if stranger.events:
+                foreign.poll(), a.poll()
+                if foreign.events:
                     break
-            assert not stranger.of("done"), (call, guess)
-            assert stranger.load(0, 14) == bytes(14) and a.load(0, 14) == b"secret weights"
-            if stranger.events:  # the provider may have closed the connection
+            assert not foreign.of("done"), (call, guess)
+            assert foreign.load(0, 14) == bytes(14) and a.load(0, 14) == b"secret weights"
+            if foreign.events:  # the provider may have closed the connection
                 break

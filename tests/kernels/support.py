@@ -112,7 +112,7 @@ def unsettle(pace: random.Random, chance: float = 0.3, seconds: float = 0.02) ->
 
 @tsn.jit
 def zeroed(count):
-    """Kernel `(x)` that writes bytes, uint8 [count]: the check for races compares it with transfers, whatever wrote before."""
+    """Kernel `(x)` that writes bytes, uint8 [count]: the race detector compares it with transfers, whatever wrote before."""
 
     @T.prim_func
     def zeroed(x: T.Tensor((count,), "uint8")):

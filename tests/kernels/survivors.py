@@ -12,7 +12,7 @@ ANNOUNCED = "the word says whether ranks make the same call; the data have signa
 COUNTED = "all ranks have added in the call before, and so are done with this half, when its count has been seen"
 NEXT_CALL = "the source is written again after the target has begun the next call, and so has the data of this one"
 WAITED = "wait_block synchronises the block where it ends, after the put"
-STARTS = "orders no data: it leaves multiprocessors to other blocks, or tensor cores to other warps"
+STARTS = "orders no data: it leaves SMs to other blocks, or tensor cores to other warps"
 CALL_BEFORE = (
     "the product of the call before has waited for rows of every PE, sent when it had read those of the one before that"
 )

@@ -1,4 +1,4 @@
-"""Messages between two ranks: any size and dtype, several under way, in place, on one node and on two; and refusals."""
+"""Messages between two ranks: any size and dtype, several in flight, in place, on one node and on two; and rejected calls."""
 
 import random
 

@@ -140,7 +140,7 @@ def _reduce(rows):
 @pytest.mark.parametrize("rows", [(64, 63), (64, 1000)], ids=["as many chunks", "more chunks"])
 @pytest.mark.sample(1)
 def test_reduce_scatter(rows):
-    """Where numbers of chunks differ the call cannot end by itself; the mismatch is said in the place of the timeout."""
+    """Where numbers of chunks differ the call cannot end by itself; the error names the mismatch instead of the timeout."""
     # What a rank compiles for a GPU the other one waits for in its kernel.
     timeout = "20" if ranks.gpus() else "3"
     for outcome in ranks.launch(2, _reduce, rows, env={"TSN_TIMEOUT": timeout}):

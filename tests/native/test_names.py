@@ -5,14 +5,14 @@ The linker keeps one definition of each inline function, constructor and destruc
 file runs on the objects of another.
 """
 
+import os
 import re
 import shutil
 import subprocess
-import sysconfig
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pybind11
 import pytest
 
 from tests.fabric.programs import headers
@@ -82,10 +82,17 @@ def test_the_linker_sees_one_definition_of_each_type(tmp_path: Path):
     gcc = shutil.which("g++")
     if not gcc:
         pytest.skip("needs g++ for -Wodr")
-    sources = [p for f in ("cuda", "fabric", "proxy", "bench", "launch") for p in sorted((CSRC / f).glob("*.cpp"))]
-    plain = [str(p) for p in sources if not p.name.endswith("bindings.cpp")]
-    flags = ["-flto", "-fPIC", "-shared", "-Wodr", "-Wlto-type-mismatch", "-Werror=odr", "-Werror=lto-type-mismatch"]
-    python = ["-I" + folder for folder in (sysconfig.get_path("include"), pybind11.get_include())]
-    command = [gcc, *BASE, *headers(), *python, *flags, *plain, "-o", str(tmp_path / "all.so"), "-ldl", "-lpthread"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    folders = [CSRC / name for name in MODULES["_native"]] + [ROOT / "benchmark" / "native"]
+    sources = [path for folder in folders for path in sorted(folder.glob("*.cpp"))]
+    plain = [path for path in sources if "#include <pybind11/" not in path.read_text()]
+    assert {path.parent.name for path in plain} == {"cuda", "fabric", "proxy", "testing", "native"}
+    flags = ["-flto", "-fPIC", "-Wodr", "-Wlto-type-mismatch", "-Werror=odr", "-Werror=lto-type-mismatch"]
+    objects = [tmp_path / f"{number}.o" for number in range(len(plain))]
+
+    def run(*words: str | Path) -> None:
+        done = subprocess.run([gcc, *BASE, *headers(), *flags, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda path, to: run("-c", path, "-o", to), plain, objects))
+    run("-shared", *objects, "-o", tmp_path / "all.so", "-ldl", "-lpthread")

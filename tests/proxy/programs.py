@@ -44,7 +44,7 @@ def fuzz_peer() -> Path:
 
 
 def fuzz_worker() -> Path:
-    """libFuzzer's program over a whole proxy and what a stranger sends it."""
+    """libFuzzer's program over a whole proxy and what a foreign process sends it."""
     return build("fuzz_worker", ["tests/native/fuzz_worker.cpp", _WORKER, _CHAOS], "fuzzer")
 
 

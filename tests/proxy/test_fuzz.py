@@ -31,7 +31,7 @@ def test_fuzz_peer(tmp_path):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("target", [*TARGETS, "worker"])
 def test_a_minute(tmp_path, target):
-    """FUZZ_INPUTS=10000000 is so many inputs instead (of "worker", which starts proxies, a thousandth), FUZZ_SECONDS another
+    """FUZZ_INPUTS=10000000 sets the number of inputs instead (of "worker", which starts proxies, a thousandth), FUZZ_SECONDS another
     time. A failure names its seed."""
     seconds, inputs = int(os.environ.get("FUZZ_SECONDS", "60")), os.environ.get("FUZZ_INPUTS")
     if inputs and target == "worker":

@@ -160,7 +160,7 @@ def test_the_name_of_a_job(monkeypatch):
     assert given.secret not in (None, bytes.fromhex(given.name)) and len(given.secret) == 32
 
 
-def _stranger():
+def _foreign():
     """Another user of the host, or at least another client of the store: reads the keys, and speaks for a rank."""
     if os.getuid() == 0:
         os.setgroups([])
@@ -173,10 +173,10 @@ def _stranger():
         keys = store.list_keys()
         base = next((key.partition("beat/")[0] for key in keys if "/beat/" in key), None)
     assert not any(os.environ["TSN_JOB"] in key for key in keys)
-    store.set(f"{base}failed", '[1, "failed: a stranger says so"]')
+    store.set(f"{base}failed", '[1, "failed: a foreign process says so"]')
     store.set(f"{base}ended/1", "1")
     store.set(f"{base}alarms", "much")  # no number: torch ends the connection of a client that counts it up
-    store.set(f"{base}stranger was here", "1")
+    store.set(f"{base}foreign process", "1")
 
 
 def _attacked():
@@ -185,14 +185,14 @@ def _attacked():
     if child == 0:
         code = 1
         try:
-            _stranger()
+            _foreign()
             code = 0
         finally:
             os._exit(code)
     tsn.init("4M")
     store = tsn.world().control.store
     end = time.monotonic() + 30
-    while not store.raw.check(["stranger was here"]) and time.monotonic() < end:
+    while not store.raw.check(["foreign process"]) and time.monotonic() < end:
         time.sleep(0.05)
     for _ in range(4):  # watchdogs have looked
         time.sleep(0.25)
@@ -203,7 +203,7 @@ def _attacked():
     return heard, child and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_stranger_does_not_speak_for_a_rank():
+def test_a_foreign_process_does_not_speak_for_a_rank():
     outcomes = ranks.launch(2, _attacked, init=False)
     assert [o.value for o in outcomes] == [((True, False), None), ((True, False), 0)], [o.error for o in outcomes]
 

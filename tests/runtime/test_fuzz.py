@@ -20,7 +20,7 @@ def test_sample(name):
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", fuzzers.FUZZERS)
 def test_a_minute(name, part):
-    """FUZZ_INPUTS=10000000 is so many inputs instead, FUZZ_SECONDS another time; each part has its share."""
+    """FUZZ_INPUTS=10000000 sets the number of inputs instead, FUZZ_SECONDS another time; each part has its share."""
     inputs, seconds = os.environ.get("FUZZ_INPUTS"), float(os.environ.get("FUZZ_SECONDS", "60")) / PARTS
     seed = random.randrange(1 << 30)
     if inputs:

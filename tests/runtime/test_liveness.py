@@ -153,9 +153,9 @@ def test_a_rank_that_got_no_processor_itself_blames_nobody(where):
     assert job.found("silent") == {None}
 
 
-def test_what_a_stranger_writes_counts_for_nothing():
+def test_what_a_foreign_process_writes_counts_for_nothing():
     """A process that reaches the port of the store can read the keys, and write."""
-    job, word = Job(16, timeout=5.0), json.dumps([1, "failed: a stranger says so"])
+    job, word = Job(16, timeout=5.0), json.dumps([1, "failed: a foreign process says so"])
     job.run(1)
     job.counted.set("failed", word)
     job.counted.set("ended/8", "1")
@@ -373,20 +373,20 @@ def test_an_error_of_this_rank_is_not_taken_for_the_loss_of_a_peer():
     watchdog.close()
 
 
-def test_a_stranger_is_no_rank():
+def test_a_foreign_process_is_no_rank():
     """A process that has the number of a rank, but began at another time, is neither watched nor ended."""
-    stranger = subprocess.Popen(["sleep", "60"])
+    foreign = subprocess.Popen(["sleep", "60"])
     losses = []
-    control = Control(SlowStore(0.0, False), (stranger.pid, _started(stranger.pid) - 1))
+    control = Control(SlowStore(0.0, False), (foreign.pid, _started(foreign.pid) - 1))
     watchdog = Watchdog(control, 30.0, lambda: None, lambda: losses.append(watchdog.reason()), lambda _: None)
-    stranger.send_signal(signal.SIGSTOP)
+    foreign.send_signal(signal.SIGSTOP)
     assert watchdog.end_processes({1}) == {1}
     time.sleep(1.2)
     assert watchdog.lost_ranks() == set()
-    stranger.send_signal(signal.SIGCONT)
-    assert stranger.poll() is None
-    stranger.kill()
-    stranger.wait()
+    foreign.send_signal(signal.SIGCONT)
+    assert foreign.poll() is None
+    foreign.kill()
+    foreign.wait()
     time.sleep(0.6)
     watchdog.close()
     assert not losses

@@ -122,7 +122,7 @@ def test_named_barriers():
 def test_grid_larger_than_the_gpu(monkeypatch):
     kernel = simulate(kernels.last_block_first, 40)
     flag = torch.zeros(1, dtype=torch.int32)
-    kernel(flag)  # 40 blocks fit on 132 multiprocessors
+    kernel(flag)  # 40 blocks fit on 132 SMs
     assert flag[0] == 1
     monkeypatch.setenv("TSN_SIM_SMS", "1")
     monkeypatch.setenv("TSN_SIM_STALL", "0.5")

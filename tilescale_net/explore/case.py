@@ -73,7 +73,7 @@ class RankWorld(World):
 
     def __init__(self, rank: int, size: int, heap_bytes: int, made: list[tuple[str, object]]):
         self.timeout, self.proxy, self.recorder, self.closed = TIMEOUT, None, None, False
-        control: Any = SameCalls(rank, size, made)  # in the place of a Control
+        control: Any = SameCalls(rank, size, made)  # instead of a Control
         self.control = control
         self.calls = CallLog(self.control)
         self.group, self.job_ranks, self.rank, self.size = None, tuple(range(size)), rank, size

@@ -99,7 +99,7 @@ def every(case: Case, most: int = 1 << 62, seconds: float = 600.0, preemptions: 
 
     Args:
         case: what to explore.
-        most, seconds: after so many schedules, or so long, it ends, and is not complete.
+        most, seconds: limits of schedules and of time, at which the search ends incomplete.
         preemptions: only schedules that leave a block which could go on at most so often, and never complete; -1: all.
     """
     began = time.monotonic()

@@ -298,7 +298,7 @@ class Job:
             self._selector.register(rank.output.fd, selectors.EVENT_READ, (self._on_output, rank))
 
     def run(self) -> int:
-        """Wait for the job to end and return its exit code: 0, that of the rank that failed first, or 128 + signal."""
+        """Wait for the job to end and return its exit code: 0, the first failed rank's, or 128 + signal."""
         ranks = list(self.running)
         killer, lifeline = start_orphan_killer([rank.process.pid for rank in ranks])
         try:

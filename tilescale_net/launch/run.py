@@ -158,7 +158,7 @@ def import_folder() -> Path | None:
 
 @_refusing()
 def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None, socket.socket | None]:
-    """The variables that all ranks of this host share, the socket that reserves rank 0's port, and that of the store."""
+    """The variables that all ranks of this host share, the sockets of rank 0's port and of the store."""
     env = os.environ
     reserved = store = None
     if _srun_starts_hosts():

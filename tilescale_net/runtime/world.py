@@ -133,7 +133,7 @@ class World:
     def __init__(
         self, heap_bytes: int | str | None, group: groups.Group, device: torch.device | None, hooks: WorldHooks
     ):
-        """See `tilescale_net.init`; `device` is that of the other worlds of this process."""
+        """See `tilescale_net.init`; `device`: of the other worlds of this process."""
         wrong, self.timeout, self._silence = check_settings()
         self.hooks = hooks
         self._failure: TileScaleError | None = None

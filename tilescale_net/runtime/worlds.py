@@ -35,7 +35,7 @@ from tilescale_net.runtime.world import World, WorldHooks
 report_patience = 10.0
 
 _installed = False
-_exit_code: object = None  # that of the SystemExit which ends the program
+_exit_code: object = None  # of the SystemExit which ends the program
 
 
 def watch_process_end() -> None:

@@ -1,6 +1,6 @@
 """Writes what this rank does into its parts of the trace, and at the end of the job all parts into one file.
 
-One recorder per process: that of the first world that is made while TSN_TRACE is set. A process that is killed leaves its
+One recorder per process, of the first world made while TSN_TRACE is set. A process that is killed leaves its
 parts beside the file; `python -m tilescale_net trace FILE` puts together what is there.
 """
 

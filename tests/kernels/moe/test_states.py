@@ -295,7 +295,7 @@ class Walk(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.objects and not Walk.left)
     @_noted
     def shrink(self, often):
-        """What is under way is void, although nobody is lost."""
+        """Calls in flight are void, although no rank is lost."""
         if often:
             return
         self._note("shrink")
