@@ -49,7 +49,7 @@ class AllReduce(Collective):
             in chunks of twice as many; up to ten times as many are allocated in the heap, beside up to 8 MiB for small tensors.
         algorithm: "one_shot", "two_shot_push", "packets", "two_shot", "two_shot_pull", a name that `register_algorithm` has added, or "auto": by
             the size. "fp8": data travel as FP8, in half the bytes of bfloat16, with the error that `all_reduce_fp8` states;
-            for tensors of some MiB and more, of floats of up to 32 bits, on PEs that are all mapped; 16 times `staging_bytes` of
+            for tensors of some MiB and more, of floats of up to 32 bits, on PEs that are all mapped; 32 times `staging_bytes` of
             the heap.
         once_per_node: as that of `AllGather`.
         group: whose ranks these are; see `tilescale_net.world`.

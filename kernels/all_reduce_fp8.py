@@ -35,6 +35,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.runtime import settings
 
 from .algorithms import Again, Algorithm, BufferSpecs, Call
 from .all_reduce_push import AGREEING, load_elements, meet_blocks
@@ -125,7 +126,7 @@ def widen(wide, scale: T.Ref, rows, found, p, u):
 
 
 @tsn.jit(name="all_reduce_fp8", pass_configs=EXPLICIT_SYNC)
-def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks=128, lag=2):
+def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks=128, lag=2, dependent=False):
     """Kernel `(out, x, tag, status, data, exponents, tags, calls)`: `out` is the sum of all PEs' `x`; `out` may be `x`.
 
     Args:
@@ -135,6 +136,7 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
         aligned: `out` and `x` begin and end at multiples of 16 bytes.
         threads, max_blocks: launch geometry; as many blocks run as a part has chunks, at most max_blocks, all of them at once.
         lag: turns that a warp sums ahead of those whose sums of all PEs it stores.
+        dependent: as in `all_reduce_push`.
 
     With shots = 1 for two PEs and else 2, `data` (FP8 [2, shots, capacity, n_pes * ROWS, 32, UNIT]), `exponents` (float32 [2,
     shots, capacity, n_pes, 4], a byte for each block) and `tags` (float32 [2, n_pes, max_blocks, 4]) are symmetric, `calls`
@@ -164,6 +166,9 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
         calls: T.Tensor((max_blocks,), "uint64"),
     ):
         with T.Kernel(T.min(T.ceildiv(count, T.int64(parts * CHUNK)), T.int64(max_blocks)), threads=threads) as block:
+            if dependent:
+                T.pdl_sync()
+                T.pdl_trigger()
             thread = T.get_thread_binding()
             me = N.my_pe()
             warp, lane = thread // 32, thread % 32
@@ -301,7 +306,7 @@ def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
 # Warps of a block that move data, and chunks of a part that each of them has at most.
 WARPS, TURNS = 8, 8
 # Of `staging_bytes`, what a launch has of each rank's FP8 numbers at most.
-STAGED = 4
+STAGED = 8
 # See `all_reduce_fp8`; with TURNS all sums are stored last.
 LAG = 2
 
@@ -338,7 +343,8 @@ def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
     dtype, aligned = call.out.dtype, is_aligned(VECTOR_BYTES, call.out, call.x)
 
     def make() -> Launch:
-        kernel = all_reduce_fp8(op.n_pes, dtype_name(dtype), _chunks(op), aligned, *_geometry(op), LAG)
+        dependent = settings.DEPENDENT_LAUNCH.get() and op.device.type == "cuda"
+        kernel = all_reduce_fp8(op.n_pes, dtype_name(dtype), _chunks(op), aligned, *_geometry(op), LAG, dependent)
         fixed = memory | {"data": memory["data"].view(torch.float8_e4m3fn), "status": op.status_record}
         return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms={"out": FLAT, "x": FLAT})
 

@@ -433,6 +433,7 @@ SM_90 = {
     "all_gather.node_all_gather": [dict(n_pes=sum(sizes), node_size=sizes, chunk_bytes=256 * 1024) for sizes in NODES],
     "all_reduce_fp8.all_reduce_fp8": [
         dict(n_pes=4, dtype="bfloat16", capacity=1024),
+        dict(n_pes=4, dtype="bfloat16", capacity=1024, dependent=True),
         dict(n_pes=2, dtype="float32", capacity=4096, aligned=False),
     ],
     "all_reduce_norm.all_reduce_norm": [

@@ -312,7 +312,7 @@ TUNED = Setting(
 
 DEPENDENT_LAUNCH = Setting(
     "TSN_DEPENDENT_LAUNCH", _flag, True,
-    "kernels of all-reduces up to some MiB and of `AllReduceNorm` are launched while the kernel before ends (programmatic "
+    "kernels of all-reduces up to some MiB or by FP8, and of `AllReduceNorm`, are launched while the kernel before ends (programmatic "
     "dependent launch); 0: behind it",
 )  # fmt: skip
 
