@@ -126,7 +126,7 @@ def test_dependent_kernels_wait_before_they_touch_memory(name, arguments):
     begin = re.search(r'extern "C" __global__ .*\((.*)\) \{\n', source)
     before, after = source[begin.end() :].split("cudaGridDependencySynchronize();")
     memory = re.findall(r"\* (\w+)", begin[1])
-    assert {"ctx", "out", "x", "inbox", "calls"} <= {*memory}
+    assert {"ctx", "out", "x", "calls"} <= {*memory} and {"inbox", "data"} & {*memory}
     assert not re.search(rf"\b({'|'.join(memory)}|tsn)\b", before)
     assert after.split()[0] == "cudaTriggerProgrammaticLaunchCompletion();"
 
