@@ -55,7 +55,7 @@ def test_two_ranks_with_one_gpu(shared):
     block = ctypes.create_string_buffer(1 << 16)  # the heap of the peer
     memory._growing = SimpleNamespace(map_peer=lambda pe, pid, name: ctypes.addressof(block))
     memory._rt = SimpleNamespace(
-        cudaDeviceGetPCIBusId=lambda size, ordinal: (0, b"0000:0A:00.0\0"),
+        cudaDeviceGetPCIBusId=lambda size, ordinal: (0, b"0000:0A:00.0\0 \0left"),
         cudaMemcpyKind=SimpleNamespace(cudaMemcpyDefault=4),
         cudaMemcpy=lambda to, source, nbytes, kind: (ctypes.memmove(to, source, nbytes), (0,))[1],
     )

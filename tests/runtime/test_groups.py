@@ -21,6 +21,7 @@ from tilescale_net.kernels.all_gather import AllGather, all_gather
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.runtime import groups
+from tilescale_net.runtime.simulator import SimulatorMemory
 
 QUICK = {"TSN_TIMEOUT": "20", "TSN_HEARTBEAT_TIMEOUT": "5"}
 
@@ -201,6 +202,30 @@ def test_failures_stay_within_the_group(lost):
     partner = outcomes[lost ^ 1].value
     assert "(process ended without a report) is gone" in partner and "rank 0 " in partner, partner
     assert f"ranks of the group of the job's ranks {min(lost, lost ^ 1)}, {max(lost, lost ^ 1)}" in partner, partner
+
+
+def _without_room_on_one() -> str:
+    """Rank 1 fails at once where heaps are mapped, rank 0 begins later."""
+    me = _join()
+    whole = SimulatorMemory.map_peer
+
+    def map_peer(self, *given):
+        if me == 1:
+            raise tsn.HeapError("no room here")
+        time.sleep(1)
+        return whole(self, *given)
+
+    SimulatorMemory.map_peer = map_peer
+    with pytest.raises(tsn.TileScaleError) as caught:
+        tsn.init("8M", group=dist.group.WORLD)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_that_cannot_map_keeps_its_heap_until_all_have_tried():
+    """Or the others name heaps that are gone, as PeerUnreachable, instead of the reason."""
+    said = [o.value for o in ranks.launch(2, _without_room_on_one, env=QUICK | {"TSN_DEVICE": "simulator"}, init=False, timeout=60)]
+    assert "no room here" in said[0] and not said[0].startswith("PeerUnreachable"), said
+    assert said[1] == "HeapError: no room here", said
 
 
 def _across_nodes(seed: int) -> None:

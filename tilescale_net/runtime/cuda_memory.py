@@ -292,7 +292,8 @@ class CudaMemory(Memory):
     def _bus(self) -> str:
         """Where the GPU is; numbers of GPUs differ between processes."""
         bus = check(self._rt.cudaDeviceGetPCIBusId(32, self.ordinal), "cudaDeviceGetPCIBusId")
-        return bus.decode().rstrip("\0") if isinstance(bus, bytes) else str(bus)
+        # What CUDA leaves behind the end of the string is in it, too.
+        return (bus.decode(errors="replace") if isinstance(bus, bytes) else str(bus)).split("\0")[0].strip()
 
     def handle(self) -> tuple[int, bytes, str, int]:
         bus, word = self._bus(), self._marked()

@@ -5,10 +5,11 @@ docs/states.md lists its states and what each call does in them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -171,7 +172,7 @@ class World:
         self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle, self._grow)
         limits, handles = zip(*self.control.gather("tilescale_net.init", [self.memory.limit, self.memory.handle()]))
         self.memory.limit = min(limits)  # some ranks may have got fewer addresses
-        self.peer_base = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
+        self.peer_base = self._map_peers(handles)
         self.memory.on_mapped(self.control, self.peer_base)
         if self.topology.nodes > 1:
             proxy = RunningProxy(self)
@@ -202,6 +203,18 @@ class World:
         answer = self.reporter.answer
         self._watchdog = Watchdog(self.control, self._silence, self._poll_local, self._on_loss, answer)
         self.control.reason_of, self.control.explanation = self._watchdog.reason, self._explanation
+
+    def _map_peers(self, handles: Sequence[Any]) -> list[int]:
+        """Where the heap of each PE is in this process. A rank that fails keeps its own heap until the others have tried
+        too: where its memory was gone, they would fail for another reason than the first."""
+        try:
+            bases = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
+        except BaseException:
+            with contextlib.suppress(TileScaleError):
+                self.control.agree("tilescale_net.init", "mapped")
+            raise
+        self.control.agree("tilescale_net.init", "mapped")
+        return bases
 
     def _base_of(self, pe: int, handle: Any) -> int:
         """Where the heap of a PE is in this process; 0 for one that is reached through the fabric."""
