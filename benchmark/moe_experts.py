@@ -154,9 +154,9 @@ def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str,
         (up, down), (of_up, of_down) = (w.transpose(1, 2) for w in experts.given), experts.scales
         gemm_up = lambda: scaled_matmul(taken[0], up, taken[1], of_up, **ends)  # noqa: E731
         h = gemm_up()
-        q, scales = swiglu_quantised(h, kind, end=end)
+        q, scales = swiglu_quantised(h, kind, end=end, cleared=False)
         gemm_down = lambda: scaled_matmul(q, down, scales, of_down, **ends)  # noqa: E731
-        activation = lambda: swiglu_quantised(h, kind, end=end)  # noqa: E731
+        activation = lambda: swiglu_quantised(h, kind, end=end, cleared=False)  # noqa: E731
     else:
         taken, (up, down) = received.x.clone(), experts.given
         products = [operators.gemm_of(layer, w) for w in (up, down)]
