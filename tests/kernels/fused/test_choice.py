@@ -107,6 +107,7 @@ def test_experts_overlap_where_that_was_measured_faster(gpu, monkeypatch, tmp_pa
         return experts_problem(ranks, tokens, top_k, 7168, 3072, SCALED)
 
     path = tmp_path / "table.json"
+    path.write_text(json.dumps(TABLE | {"groups": []}))
     points = [(problem(512), {"fused": 99.0, "unfused": 100.0}), (problem(4096), {"fused": 90.0, "unfused": 100.0})]
     path.write_text(json.dumps(gemm_ways.table_with(path, H100, points, "moe_experts")))
     monkeypatch.setattr(choice, "MEASURED", path)
