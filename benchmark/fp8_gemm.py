@@ -20,7 +20,7 @@ from typing import Any
 import tilescale_net as tsn
 from benchmark.common import compiled
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of
-from benchmark.common.gemm import difference
+from benchmark.common.gemm import difference, eight_bits
 from benchmark.common.measuring import Timer, medians, normal_numbers, raise_if_wrong, repeated
 from benchmark.common.modules import torch
 from benchmark.common.report import Column, Report, us
@@ -89,7 +89,7 @@ class Problem:
         if form == "block":
             (self.x, self.of_x), held = quantise(x), [scaled_gemm.quantise_weights(each) for each in w]
         else:
-            (self.x, self.of_x), held = _by_row(x), [_by_row(each) for each in w]
+            (self.x, self.of_x), held = eight_bits(x), [eight_bits(each) for each in w]
         self.w, self.of_w = (torch.stack(each) for each in zip(*held))
         self.out = torch.zeros((self.rows, n), dtype=torch.bfloat16, device=device)
         last = self.begins[experts - 1]
@@ -141,12 +141,6 @@ class Problem:
             index[begin : begin + count] = e
         given = (self.x, self.of_x), (self.w, self.of_w), out, index
         return lambda: (peer.m_grouped_fp8_gemm_nt_contiguous(*given), out)[1]
-
-
-def _by_row(numbers: Any) -> Any:
-    """Numbers as float8_e4m3fn, and the scale (float32) of each row."""
-    scales = numbers.abs().amax(1).float() / torch.finfo(torch.float8_e4m3fn).max
-    return (numbers / scales[:, None]).to(torch.float8_e4m3fn), scales
 
 
 REASONS: set[str] = set()
