@@ -198,6 +198,18 @@ def _spins(x, y, flag, out, tx, what):
 
 
 @T.macro
+def _packed(x, y, flag, out, tx, what):
+    """Data and flag are words of the peer, stored one after the other."""
+    right = (N.my_pe() + 1) % N.n_pes()
+    if tx == 0:
+        N.st(N.remote(flag, right)[1], T.uint64(7))
+        N.st(N.remote(flag, right)[0], T.uint64(1), sem="relaxed" if what == "release" else "release")
+        while N.ld(flag[0], sem="relaxed" if what == "acquire" else "acquire") == T.uint64(0):
+            pass
+        out[0] = T.cast(N.ld(flag[1]), "float32")
+
+
+@T.macro
 def _extern(x, y, flag, out, tx, what):
     """A function that is given pointers."""
     if tx == 0:
@@ -207,7 +219,7 @@ def _extern(x, y, flag, out, tx, what):
 BODIES = {
     "ring": _ring, "put_and_signal": _put_and_signal, "stream": _stream, "barrier": _barrier, "count": _count,
     "turns": _turns, "both_wait": _both_wait, "passes": _passes, "polls": _polls,
-    "loads": _loads, "counter": _counter, "seqlock": _seqlock, "spins": _spins, "extern": _extern,
+    "loads": _loads, "counter": _counter, "seqlock": _seqlock, "spins": _spins, "packed": _packed, "extern": _extern,
 }  # fmt: skip
 
 
@@ -271,14 +283,15 @@ def job(name, what=""):
 
 
 ring, put_and_signal, stream, barrier, count, turns, both_wait, passes, polls, loads, counter, seqlock, spins = map(
-    job, list(BODIES)[:-1]
+    job, list(BODIES)[:-2]
 )
-extern = job("extern")
+packed, extern = job("packed"), job("extern")
 ring_without_wait = job("ring", "wait")
 put_without_fence = job("put_and_signal", "fence")
 stream_without_credit = job("stream", "credit")
 barrier_without_quiet, barrier_without_barrier = job("barrier", "quiet"), job("barrier", "barrier")
 count_wrong_number, counter_wrong_number = job("count", "number"), job("counter", "number")
 loads_relaxed, does_not_end = job("loads", "relaxed"), job("spins", "long")
+packed_relaxed_store, packed_relaxed_loads = job("packed", "release"), job("packed", "acquire")
 seqlock_without_a_second_look = job("seqlock", "again")
 waits_in_wrong_order, waits_by_wrong_comparison = job("both_wait", "order"), job("passes", "comparison")

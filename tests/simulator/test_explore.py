@@ -115,6 +115,19 @@ def test_loops_of_loads_are_explored(races):
         assert _every(wrong, races=races).failure, wrong.__name__
 
 
+def test_accesses_that_a_gpu_may_reorder_are_named():
+    assert _every(small_jobs.packed).complete
+    for program, line in (
+        (small_jobs.packed_relaxed_store, 'N.st(N.remote(flag, right)[0], T.uint64(1), sem="relaxed" if'),
+        (small_jobs.packed_relaxed_loads, 'out[0] = T.cast(N.ld(flag[1]), "float32")'),
+    ):
+        report = _every(program)
+        assert not report.failure and not report.complete, report
+        assert [text.rpartition(" ")[2] for text in report.not_followed] == [f"(small_jobs.py:{_line_of(line)})"], (
+            report
+        )
+
+
 def test_the_limit_of_time_bounds_one_schedule_too():
     began = time.monotonic()
     report = _every(small_jobs.does_not_end, seconds=1)

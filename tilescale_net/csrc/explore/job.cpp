@@ -12,6 +12,13 @@ namespace {
 
 constexpr int kMostInVain = 64; // polls of a thread while no other can go on
 
+// A word, and whether it was read.
+using Unordered = std::pair<const void*, bool>;
+
+void note_once(std::vector<Unordered>& words, const Unordered& word) {
+  if (std::find(words.begin(), words.end(), word) == words.end()) words.push_back(word);
+}
+
 } // namespace
 
 uint64_t word_at(const void* p, uint64_t bytes) {
@@ -51,6 +58,7 @@ void Job::end() {
   processes_.clear();
   pasts_.clear();
   texts_.clear();
+  unordered_.clear();
   guard_.reset();
   sequence_ = 0;
   failure_.clear();
@@ -420,6 +428,13 @@ void Job::meet(const std::vector<sim::Fiber*>& fibers) {
   for (const sim::Fiber* fiber : fibers) all = joined(all, fiber->past);
   current_past() = all;
   for (sim::Fiber* fiber : fibers) fiber->past = all;
+  if (!unordered_.empty()) { // a barrier orders nothing for threads that do not meet at it
+    std::vector<Unordered> words = unordered_[sim::current_grid->running()];
+    for (const sim::Fiber* fiber : fibers)
+      for (const Unordered& word : unordered_[fiber]) note_once(words, word);
+    for (const sim::Fiber* fiber : fibers) unordered_[fiber] = words;
+    unordered_[sim::current_grid->running()] = std::move(words);
+  }
   ++ranks_[static_cast<size_t>(rank_)].moves;
 }
 
@@ -492,7 +507,30 @@ void Job::reach(const void* word, bool changes) {
   history_.learn(current_past());
 }
 
+// An exploration carries out what a thread does to words in the order of the program.
+void Job::ordered(const void* word, sim::WordAccess access, sim::Ordering ordering) {
+  const sim::Fiber* fiber = sim::current_grid->running();
+  if (!is_seen(address_of(word)) || (fiber->process >= 0 && self().waits)) return;
+  for (const auto& [begin, end] : setup_.unseen)
+    if (address_of(word) >= begin && address_of(word) < end) return;
+  std::vector<Unordered>& words = unordered_[fiber];
+  const bool reads = access != sim::WordAccess::write, writes = access != sim::WordAccess::read;
+  const bool overtakes = std::any_of(words.begin(), words.end(), [&](const Unordered& before) {
+    return before.first != word && (writes || before.second);
+  });
+  if (overtakes && !(writes && ordering.releases)) {
+    not_followed_.insert(sim::gap_text(sim::Gap::reordered, line()));
+    words.clear();
+  }
+  if (writes || !ordering.acquires) note_once(words, {word, reads});
+}
+
+void Job::fenced(uint32_t scope) {
+  if (scope != static_cast<uint32_t>(MemScope::cta)) unordered_[sim::current_grid->running()].clear();
+}
+
 void Job::fence(int pe) {
+  unordered_[sim::current_grid->running()].clear();
   Process& p = self();
   does(p);
   pause(Next::access);
@@ -504,6 +542,7 @@ void Job::fence(int pe) {
 }
 
 void Job::quiet(int pe) {
+  unordered_[sim::current_grid->running()].clear();
   Process& p = self();
   does(p);
   p.pe = pe;

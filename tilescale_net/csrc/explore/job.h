@@ -93,6 +93,8 @@ public:
   void send(sim::Late&& late) override;
   void reach(const void* word, bool changes) override;
   void fence(int pe) override;
+  void ordered(const void* word, sim::WordAccess access, sim::Ordering ordering) override;
+  void fenced(uint32_t scope) override;
   void quiet(int pe) override;
 
 private:
@@ -178,6 +180,8 @@ private:
   double event_seconds_ = 60;
   bool stalled_ = false;
   Loop new_loop_{-1, ""};
+  // Words that a thread has accessed without what orders this before its later accesses, and whether it read them.
+  std::map<const sim::Fiber*, std::vector<std::pair<const void*, bool>>> unordered_;
   std::set<std::string> loops_, not_followed_;
   const sim::Fiber* first_ = nullptr; // whose event is in progress; null: that of a block or an arrival
   bool describes_ = false;

@@ -548,6 +548,10 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
            ", sent after all of its threads are there (T.sync_threads), and a wait for it are missing between them" +
            too_early(what);
   }
+  if (rank == memory_->me && found.stores)
+    return "N.quiet, or a signal after a fence (or of N.put_signal) and a wait for it, is missing between them";
+  if (rank == memory_->me && t.warp != actor.warp)
+    return quiet + "; or the put is meant to send what is stored: T.sync_threads() is missing before the put";
   if (rank == memory_->me) return quiet;
   if (t.pe != owner) return quiet + too_early("put");
   // The same the other way round: the put may be one of a later round than the access is meant for.

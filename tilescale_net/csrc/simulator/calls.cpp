@@ -205,6 +205,7 @@ void Grid::flushed(uint64_t ticket, bool ended) {
 }
 
 void Grid::word(const void* address, uint64_t bytes, WordAccess access, Ordering ordering) {
+  if (scheduler) scheduler->ordered(address, access, ordering);
   if (!order_) return;
   std::string wrong = order_->word(actor(), address, bytes, access, ordering);
   if (race_.empty()) race_ = std::move(wrong);
@@ -212,6 +213,7 @@ void Grid::word(const void* address, uint64_t bytes, WordAccess access, Ordering
 }
 
 void Grid::fenced(uint32_t scope) {
+  if (scheduler) scheduler->fenced(scope);
   if (!order_) return;
   order_->fenced(warp_number(*running_), running_->view.lane, static_cast<MemScope>(scope));
   restamp();

@@ -186,8 +186,8 @@ std::string LocalAccesses::text(const Race& race) const {
   const uint32_t by = warp_of_stamp(other);
   const bool all_store = stored && access == LocalAccess::store && other_info >> 48 == info >> 48;
   const char* advice = is_local_put(other)
-                           ? "N.quiet, or a signal of the target that it has the data and a wait for it, "
-                             "is missing"
+                           ? "N.quiet, or a signal of the target that it has the data and a wait for it (or "
+                             "T.sync_threads() before the put, if it is meant to send what is stored), is missing"
                        : by == warp_of_stamp(own) ? "T.sync_warp() or T.sync_threads() is missing"
                        : by / warps_per_block_ == warp_of_stamp(own) / warps_per_block_
                            ? "T.sync_threads() is missing"

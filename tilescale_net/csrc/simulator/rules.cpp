@@ -59,6 +59,15 @@ const std::vector<Rule>& rules() {
        "other nodes and the proxy: copies to staging memory, their quiet, forwarders", "explore/job.cpp"},
       {true, "loops that poll", "N.test and N.ld with any order: a poll in vain only when no other thread can go on",
        "a loop that ends after a number of polls without a change", "explore/job.cpp", Gap::polls},
+      {true, "order of a thread",
+       "words accessed at once (N.ld, N.st, N.atomic_* with a result, T.atomic_*) in the order of the program",
+       "a thread's accesses to two words that a GPU may carry out in the other order: two loads or a store after "
+       "either, without a fence between them, an acquire by the first or a release by the second",
+       "explore/job.cpp", Gap::reordered},
+      {true, "loads behind stores", "in the order of the program",
+       "a load that a GPU carries out before the thread's own earlier store to another word, whatever their orders, "
+       "unless a fence is between them (locks by flags, such as Dekker's)",
+       "explore/job.cpp"},
       {true, "shared memory", "with the race detector: a race there ends the check", "with --no-races: shared memory",
        "explore/job.cpp", Gap::shared},
       {true, "sources of puts", "with the race detector: a write there while it is read ends the check",
