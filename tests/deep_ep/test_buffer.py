@@ -260,12 +260,39 @@ def _program(which: str) -> None:
             _low_latency(buffer, group)
             _by_column(group)
             _waiting(buffer, group)
+        _destroyed(deep_ep.Buffer, group, which)
         buffer.destroy()
         buffer.destroy()
         with pytest.raises(tsn.TileScaleError, match="not initialised"):
             tsn.world(group)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _destroyed(make, group, which: str) -> None:
+    """A buffer whose world lives on, because another one uses it, takes no calls, whether it had made any or not."""
+    inputs = Inputs(group, 5, 7)
+    for called in (False, True):
+        buffer = make(group, 1 << 20, low_latency_mode=True)
+
+        def call(buffer=buffer):
+            if which == "low latency":
+                return buffer.low_latency_dispatch(inputs.random, inputs.topk_idx, 12, EXPERTS, use_fp8=False)[2]
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS)
+            return buffer.dispatch(
+                inputs.random, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+                topk_idx=inputs.topk_idx, topk_weights=inputs.weights,
+            )[4]  # fmt: skip
+
+        handle = call() if called else None
+        buffer.destroy()
+        live = buffer._world.heap.live
+        with pytest.raises(tsn.TileScaleError, match="this buffer was destroyed"):
+            call()
+        if handle is not None and which == "high throughput":
+            with pytest.raises(tsn.TileScaleError):
+                buffer.combine(inputs.random, handle)
+        assert buffer._world.heap.live == live
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.nightly)])

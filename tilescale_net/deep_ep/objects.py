@@ -67,6 +67,7 @@ class Objects:
         self._generation = world.control.generation
         self._worlds = [world]  # each with a heap; all but the first were made here
         self._stream: torch.cuda.Stream | None = None
+        self._freed = False
 
     def comm_stream(self) -> torch.cuda.Stream:
         """A stream for the caller, the same at every call."""
@@ -163,6 +164,10 @@ class Objects:
         It compiles what an ordinary call needs; a call of another kind compiles its kernels when it is made first, on all
         ranks, which is a fifth of all that there are.
         """
+        if self._freed:  # its world lives on where others use it; nobody would free a new object
+            raise TileScaleError(
+                "deep_ep: this buffer was destroyed; make another one, or destroy it after its last call"
+            )
         for world in self._worlds:
             try:
                 return AllToAll(*sizes, **options, warm_up=False, group=world)
@@ -186,6 +191,7 @@ class Objects:
     def free(self) -> None:
         """Free all objects; collective."""
         self.world.control.refuse()
+        self._freed = True
         self._usual.clear()
         made, self._made = self._made, {}
         for op in made.values():
