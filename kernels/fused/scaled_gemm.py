@@ -17,6 +17,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.compiler import versions
 
 from ..collective import dtype_name
 from ..moe.layout import align4
@@ -222,6 +223,8 @@ def scaled_gemm(
     `counts` (int32 [experts]) and `offsets` (int32 [experts + 1]) hold how many rows an expert has and where they begin;
     other rows of `out` stay as they are.
     """
+    if cluster > 1 and not versions.CLUSTERS:
+        raise tsn.ConfigurationError(f"scaled_gemm: cluster {cluster} needs tilelang 0.1.14 or newer; give cluster 1")
     shape, tells, capacity = (
         ScaledShape(experts, n, k, tile, panel, columns, cluster),
         tiles > 0 and not waits,
@@ -473,7 +476,8 @@ class ScaledTiling:
         stages: of the ring of operands in shared memory.
         panel: rows of tiles that are walked together, for the sake of the L2 cache.
         columns: that leave at once; they divide those of the tile, and 128.
-        cluster: blocks of threads, each with rows of its own, to which one TMA copy brings a tile of `w`; 1: none. GPUs only.
+        cluster: blocks of threads, each with rows of its own, to which one TMA copy brings a tile of `w`; 1: none. GPUs
+            only, tilelang 0.1.14 or newer.
         in_turn: the warpgroups give their steps to the tensor cores by turns, so that one promotes while the other multiplies;
             else in any order, in which both may promote at once.
         steps: in one turn of the loop over the depth, where they divide it and `stages`; with as many as stages, no address is
@@ -553,7 +557,7 @@ def scaled_matmul(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name.
-        ConfigurationError: a GPU that is not of compute capability 9.0.
+        ConfigurationError: a GPU that is not of compute capability 9.0, or clusters with tilelang before 0.1.14.
     """
     name = "scaled_matmul"
     tensors: dict[str, Any] = dict(x=x, w=w, x_scales=x_scales, w_scales=w_scales)

@@ -28,7 +28,7 @@ Differences:
 | --- | --- | --- |
 | 0.1.13 | statements carry the author's line | before: a table of lines beside the kernel, filled while it is traced (`_StatementLines`) |
 | 0.1.13 | `GemmFMA`, plain T.gemm for GPUs without tensor cores | before: T.gemm of such shapes and dtypes is refused by tilelang |
-| 0.1.14 | `T.tma_copy` takes `cluster_mask` | before: kernels have no copy to several blocks of a cluster |
+| 0.1.14 | `T.Kernel` takes `cluster_dims`, `T.tma_copy` takes `cluster_mask` | before: kernels have no clusters (`CLUSTERS`) |
 | 0.1.14 | parts of tensors are `tl.region` | before: `tl.tileop.region` (`REGIONS`) |
 | 0.1.15 | a kernel loops over Python's iterables, which expands the loop's body | before: `_install_python_loops`, without `break` and `continue` |
 | 0.1.15 | an error while a kernel is traced leaves no open frames | before: `_install_unwinding` |
@@ -36,6 +36,7 @@ Differences:
 """
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,7 +65,7 @@ from tvm.tirx.script.builder.frame import ForFrame, WhileFrame
 from tvm.tirx.stmt_functor import post_order_visit
 
 __all__ = (
-    "GEMM_IMPLEMENTATIONS", "REGIONS", "BoolOpFrame", "Builder", "CompiledArtifact", "DSLMutator", "GemmBase",
+    "CLUSTERS", "GEMM_IMPLEMENTATIONS", "REGIONS", "BoolOpFrame", "Builder", "CompiledArtifact", "DSLMutator", "GemmBase",
     "KernelLaunchFrame", "Macro", "cuda_pipeline", "eager_builder", "get_buffer_region_from_load", "get_let_value",
     "get_stmt_span", "get_type_hints", "has_let_value", "is_fragment", "lane_variables", "launch_threads_of",
     "make_span", "mutate", "nvcc", "register_gemm_impl", "simplify", "target_is_cuda", "threads_of_launch", "unwrap_expr",
@@ -89,6 +90,12 @@ if hasattr(_cuda_gemm, "GEMM_INST_FMA"):
 
 # Operators that name a part of a tensor as an operand of another operator; the first one since 0.1.14.
 REGIONS = ("tl.region", "tl.tileop.region")
+
+# Whether kernels may have clusters of blocks, with copies to several of them.
+CLUSTERS = (
+    "cluster_dims" in inspect.signature(T.Kernel).parameters
+    and "cluster_mask" in inspect.signature(T.tma_copy).parameters
+)
 
 # -- threads of a launch ----------------------------------------------------------------------------------------------
 

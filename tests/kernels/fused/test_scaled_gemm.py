@@ -10,6 +10,7 @@ from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import powers_of_two, whole_numbers
 from tests.kernels.registry import file_of_tests
 from tests.kernels.support import assert_same, unsettle
+from tilescale_net.compiler import versions
 from tilescale_net.kernels.fused import scaled_gemm
 from tilescale_net.kernels.fused.expert_matmul import ScaledExpertMatmul
 from tilescale_net.kernels.fused.scaled_gemm import ScaledTiling, scaled_matmul
@@ -203,3 +204,10 @@ def _misuse():
 
 def test_misuse():
     ranks.run(1, _misuse, env={"TSN_DEVICE": "simulator"})
+
+
+def test_clusters_need_a_newer_tilelang(monkeypatch):
+    """Also where a kernel is made by itself."""
+    monkeypatch.setattr(versions, "CLUSTERS", False)
+    with pytest.raises(tsn.ConfigurationError, match=r"cluster 2 needs tilelang 0\.1\.14 or newer; give cluster 1"):
+        scaled_gemm.scaled_gemm.trace(1, 256, 256, cluster=2)
