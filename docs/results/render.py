@@ -227,11 +227,11 @@ _GOALS = [
 
 
 def moe_goals() -> str:
-    """Goals for four GPUs and the peer there, as both were when goals were set, beside what two have reached."""
+    """Goals for four GPUs and the peer there, as both were when goals were set, beside what two and four have reached."""
     keys = "blocks", "mode", "layout", "dtype", "back"
     two, four = (
-        {tuple(r[k] for k in keys): r for name in names for r in run(name)["tables"][0]["rows"]}
-        for names in (["moe_calls", "moe_calls_latency"], ["moe_calls_latency_four"])
+        {tuple(r[k] for k in keys): r for r in found}
+        for found in (_moe_calls(), run("moe_calls_latency_four")["tables"][0]["rows"])
     )
 
     def now(found: dict[tuple[Any, ...], Any], figures: list[tuple[Any, ...]]) -> str:
