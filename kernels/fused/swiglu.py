@@ -1,4 +1,5 @@
-"""What stands between an expert's two GEMMs: SwiGLU, and quantisation for GEMMs with scales of blocks; rows by warps."""
+"""What stands between an expert's two GEMMs: SwiGLU, its gradient, and quantisation for GEMMs with scales of blocks, and back;
+rows by warps."""
 
 import functools
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import tilescale_net as tsn
 from ..collective import EXPLICIT_SYNC, dtype_name
 from ..moe.row_ops import (
     FP8,
+    add_dequantised,
     batch_of,
     clear,
     groups_of,
@@ -58,20 +60,6 @@ class SwiGLU:
         gate, up = h.float().chunk(2, -1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return ((up + self.shift) * gate * torch.sigmoid(self.alpha * gate)).to(h.dtype)
-
-    def gradient(self, h: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of `h`, in its dtype.
-
-        Args:
-            h: as in a call.
-            grad: of the result, float32.
-        """
-        gate, up = h.float().chunk(2, -1)
-        of_gate, of_up = gate <= self.limit, up.abs() <= self.limit
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit) + self.shift
-        share = torch.sigmoid(self.alpha * gate)
-        d_gate = grad * up * share * (1 + self.alpha * gate * (1 - share)) * of_gate
-        return torch.cat((d_gate, grad * gate * share * of_up), -1).to(h.dtype)
 
 
 @tsn.jit(name="swiglu_rows", pass_configs=EXPLICIT_SYNC)
@@ -142,6 +130,133 @@ def swiglu_rows(
     return main
 
 
+@tsn.jit(name="swiglu_gradient_rows", pass_configs=EXPLICIT_SYNC)
+def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, threads=THREADS, blocks=264):
+    """Kernel `(of_h, of_weights, kept, h, grad, weights, end, limit, alpha, shift)`: gradients of `swiglu_rows`.
+
+    Args:
+        inner: columns of `grad` [capacity, inner]; `h` and `of_h` have twice as many, all of `dtype`.
+        weighted: rows were multiplied by `weights` (float32 [capacity]), whose gradients are `of_weights`.
+        keeps: `kept` [capacity, inner] = the rows that `swiglu_rows` gave.
+        threads, blocks: launch geometry.
+
+    Rows from end[0] (int32 [1]) on become zero. `limit`, `alpha`, `shift`: float32, see `SwiGLU`.
+    """
+    capacity, units = T.dynamic("capacity"), inner // WIDTH
+    batch, warps = batch_of(units, 2), threads // 32
+
+    @T.prim_func
+    def main(
+        of_h: T.Tensor((capacity, 2 * inner), dtype),
+        of_weights: T.Tensor((capacity,), "float32"),
+        kept: T.Tensor((capacity, inner), dtype),
+        h: T.Tensor((capacity, 2 * inner), dtype),
+        grad: T.Tensor((capacity, inner), dtype),
+        weights: T.Tensor((capacity,), "float32"),
+        end: T.Tensor((1,), "int32"),
+        limit: T.float32,
+        alpha: T.float32,
+        shift: T.float32,
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            gates = T.alloc_local((batch * WIDTH,), dtype)
+            ups = T.alloc_local((batch * WIDTH,), dtype)
+            grads = T.alloc_local((batch * WIDTH,), dtype)
+            of_gates = T.alloc_local((batch * WIDTH,), "float32")
+            of_ups = T.alloc_local((batch * WIDTH,), "float32")
+            acc = T.alloc_local((batch * WIDTH,), "float32")
+            gate = T.alloc_var("float32")
+            up = T.alloc_var("float32")
+            share = T.alloc_var("float32")
+            of_row = T.alloc_var("float32")
+            weight = T.alloc_var("float32")
+            total = T.alloc_var("float32")
+            for turn in T.serial(T.ceildiv(capacity, blocks * warps)):
+                row = (turn * blocks + block) * warps + thread // 32
+                if row < capacity:
+                    weight = T.float32(1)
+                    if weighted:
+                        weight = weights[row]
+                    total = T.float32(0)
+                    for b in T.serial(-(-units // (32 * batch))):
+                        first = b * 32 * batch
+                        if row < end[0]:
+                            load_batch(gates, h, row, first, lane, units, WIDTH, batch)
+                            load_batch(ups, h, row, units + first, lane, 2 * units, WIDTH, batch)
+                            load_batch(grads, grad, row, first, lane, units, WIDTH, batch)
+                            for i in T.unroll(batch * WIDTH):
+                                gate = T.min(T.cast(gates[i], "float32"), limit)
+                                up = T.max(T.min(T.cast(ups[i], "float32"), limit), -limit) + shift
+                                of_row = T.cast(grads[i], "float32")
+                                share = T.float32(1) / (T.float32(1) + T.exp(-alpha * gate))
+                                acc[i] = up * gate * share
+                                if weighted:
+                                    total = total + of_row * acc[i]
+                                    of_row = of_row * weight
+                                of_ups[i] = of_row * gate * share
+                                of_gates[i] = (
+                                    of_row * up * share * (T.float32(1) + alpha * gate * (T.float32(1) - share))
+                                )
+                                if T.cast(gates[i], "float32") > limit:
+                                    of_gates[i] = T.float32(0)
+                                if T.abs(T.cast(ups[i], "float32")) > limit:
+                                    of_ups[i] = T.float32(0)
+                                acc[i] = acc[i] * weight
+                        else:
+                            clear(of_gates, batch * WIDTH)
+                            clear(of_ups, batch * WIDTH)
+                            clear(acc, batch * WIDTH)
+                        store_rounded(of_h, row, of_gates, first, lane, units, WIDTH, batch, dtype)
+                        store_rounded(of_h, row, of_ups, units + first, lane, 2 * units, WIDTH, batch, dtype)
+                        if keeps:
+                            store_rounded(kept, row, acc, first, lane, units, WIDTH, batch, dtype)
+                    if weighted:
+                        for step in T.unroll(5):
+                            total = total + T.shfl_xor(total, 1 << step)
+                        if lane == 0:
+                            of_weights[row] = total
+
+    return main
+
+
+@tsn.jit(name="widened_rows", pass_configs=EXPLICIT_SYNC)
+def widened_rows(k, words, n=1, dtype="bfloat16", threads=THREADS, blocks=528):
+    """Kernel `(out, q, scales)`: rows of float8_e4m3fn as `dtype`.
+
+    Args:
+        k: columns of `out` and `q` [rows, k].
+        words: columns of `scales` (float32), of which blocks of 128 elements fill the first.
+        n: rows of a matrix, each 128 of which have a row of `scales` in common; 1: each row has its own.
+        threads, blocks: launch geometry.
+    """
+    rows, of_scales, units = T.dynamic("rows"), T.dynamic("of_scales"), k // WIDTH
+    batch, warps = batch_of(units, 4), threads // 32
+
+    @T.prim_func
+    def main(
+        out: T.Tensor((rows, k), dtype), q: T.Tensor((rows, k), FP8), scales: T.Tensor((of_scales, words), "float32")
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            loaded = T.alloc_local((batch * WIDTH,), FP8)
+            acc = T.alloc_local((batch * WIDTH,), "float32")
+            for turn in T.serial(T.ceildiv(rows, blocks * warps)):
+                row = (turn * blocks + block) * warps + thread // 32
+                if row < rows:
+                    scale = row // n * groups_of(n) + row % n // 128
+                    for b in T.serial(-(-units // (32 * batch))):
+                        first = b * 32 * batch
+                        load_batch(loaded, q, row, first, lane, units, WIDTH, batch)
+                        clear(acc, batch * WIDTH)
+                        add_dequantised(acc, loaded, scales, scale, first, lane, units, WIDTH, batch)
+                        store_rounded(out, row, acc, first, lane, units, WIDTH, batch, dtype)
+
+    return main
+
+
 @functools.lru_cache(64)
 def _one(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
@@ -161,13 +276,16 @@ def _launch(
         end = _one(rows, torch.int32, device) if end is None else end
         of_rows = _no_scales(rows, device).view(-1) if weights is None else weights
         a = activation or SwiGLU()
-        blocks = dict(blocks=2, threads=64) if device.type != "cuda" else {}
         kernel = swiglu_rows(
             inner, words if quantised else 1, dtype_name(h.dtype), activation is not None, quantised, weights is not None,
-            **blocks,
+            **_geometry(device),
         )  # fmt: skip
         kernel(out, scales, h, of_rows, end, a.limit, a.alpha, a.shift)
     return out, scales
+
+
+def _geometry(device: torch.device) -> dict[str, int]:
+    return {} if device.type == "cuda" else dict(blocks=2, threads=64)
 
 
 def _no_scales(rows: int, device: torch.device) -> torch.Tensor:
@@ -202,6 +320,38 @@ def swiglu(
     return _launch(h, h.shape[1] // 2, end, weights, activation, False, 1)[0]
 
 
+def swiglu_gradient(
+    h: torch.Tensor, grad: torch.Tensor, activation: SwiGLU, *, end: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None, keeps: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Gradients of `swiglu`, in one kernel.
+
+    Args:
+        h, activation, end, weights: as there.
+        grad: of its result, as that: [rows, inner], contiguous, of the dtype of `h`.
+        keeps: give the result again, too.
+
+    Returns:
+        Gradients of `h` and of `weights` (None without weights), and the result (None unless it is kept); all zero from
+        `end` on.
+
+    Errors are those of `swiglu`.
+    """
+    _check("swiglu_gradient", h, 2 * WIDTH)
+    (rows, columns), device = h.shape, h.device
+    inner = columns // 2
+    if tuple(grad.shape) != (rows, inner) or grad.dtype != h.dtype or not grad.is_contiguous():
+        raise ValueError(f"swiglu_gradient: grad must be contiguous, [{rows}, {inner}] of {h.dtype}")
+    of_h, of_weights = torch.empty_like(h), _no_scales(rows, device).view(-1)
+    kept = torch.empty_like(grad) if keeps else grad
+    if rows:
+        end, weighted = _one(rows, torch.int32, device) if end is None else end, weights is not None
+        kernel = swiglu_gradient_rows(inner, dtype_name(h.dtype), weighted, keeps, **_geometry(device))
+        given = of_weights if weights is None else weights
+        kernel(of_h, of_weights, kept, h, grad, given, end, activation.limit, activation.alpha, activation.shift)
+    return of_h, None if weights is None else of_weights, kept if keeps else None
+
+
 def swiglu_quantised(
     h: torch.Tensor,
     activation: SwiGLU,
@@ -233,3 +383,33 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     _check("quantise_rows", x, WIDTH)
     return _launch(x, x.shape[1], None, None, None, True, groups_of(x.shape[1]))
+
+
+def widened(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Rows or matrices of float8_e4m3fn times their scales, in one kernel; the bits of `row_ops.dequantise` and of
+    `scaled_gemm.dequantise_weights`, rounded.
+
+    Args:
+        q: [rows, k], or matrices [count, n, k]; contiguous, k a multiple of 8.
+        scales: float32 [rows, ceil(k / 128) or more], or [count, ceil(n / 128), ceil(k / 128)]; contiguous.
+        dtype: of the result, torch.bfloat16 or torch.float16.
+
+    Raises:
+        ValueError: an argument that does not fit.
+    """
+    *head, n, k = q.shape
+    rows = q.numel() // k if k else 0
+    of_matrices = bool(head)
+    wanted = [*head, groups_of(n) if of_matrices else n, groups_of(k)]
+    fits = list(scales.shape[:-1]) == wanted[:-1] and scales.shape[-1] >= wanted[-1]
+    if not fits or not q.is_contiguous() or not scales.is_contiguous() or k % WIDTH or not k:
+        raise ValueError(
+            f"widened: q is {list(q.shape)} and scales {list(scales.shape)}; both must be contiguous, k a multiple of {WIDTH}, "
+            f"and scales {wanted}"
+        )
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    if rows:
+        words = scales.shape[-1]
+        kernel = widened_rows(k, words, n if of_matrices else 1, dtype_name(dtype), **_geometry(q.device))
+        kernel(out.view(rows, k), q.view(rows, k), scales.view(-1, words))
+    return out

@@ -39,6 +39,8 @@ FUSED = {
         dict(inner=7168, words=56, gated=False),
         dict(inner=2048, words=1, quantised=False),
     ],
+    "tilescale_net.kernels.fused.swiglu.swiglu_gradient_rows": [dict(inner=2048, weighted=True, keeps=True)],
+    "tilescale_net.kernels.fused.swiglu.widened_rows": [dict(k=7168, words=56, n=4096)],
 }
 KERNELS = {f"tilescale_net.kernels.{name}": variants for name, variants in SM_90.items()} | FUSED
 KERNELS |= {PROBE: [dict()], WEIGHTED: [dict(n_pes=4, dtype="bfloat16", heads=32, dim=512, by_heads=True)]}
@@ -51,6 +53,8 @@ WITHOUT_DATA = {
     f"{PIPELINED}.barrier_peers",
     f"{PIPELINED}.await_rows",
     "tilescale_net.kernels.fused.swiglu.swiglu_rows",
+    "tilescale_net.kernels.fused.swiglu.swiglu_gradient_rows",
+    "tilescale_net.kernels.fused.swiglu.widened_rows",
     "tilescale_net.kernels.proxy_write.write",
     PROBE,
     WEIGHTED,

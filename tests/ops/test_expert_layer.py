@@ -154,7 +154,13 @@ def _operators(layer, x, idx, p, w_up, w_down) -> None:
         (h, down, none, weights.detach().requires_grad_(), plan, len(x), False, False, *constants, layer.key),
     )
     check(operators.moe_scaled_combine_backward, (x.detach(), plan, len(x), layer.key))
-    check(operators.swiglu, (h, none, plan[-3][-1:] * 0 + 3, *constants))
+    end = plan[-3][-1:] * 0 + 3
+    check(operators.swiglu, (h, none, end, *constants))
+    grads = torch.zeros_like(h), torch.zeros_like(h[:, : h.shape[1] // 2])
+    for of_rows, keeps in ((none, False), (weights.detach(), True)):
+        check(operators.swiglu_backward, (grads[1], h.detach(), of_rows, end, *constants, keeps))
+    check(operators.moe_scaled_matmul_backward, (grads[0], up.detach(), none, plan, len(x), layer.key))
+    check(operators.moe_widened, (torch.ones((3, HIDDEN), dtype=torch.uint8), torch.ones((3, HIDDEN // 128))))
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ import torch
 from tilescale_net.kernels.fused import scaled_gemm
 from tilescale_net.kernels.fused import swiglu as rows_of
 from tilescale_net.kernels.fused.expert_matmul import ScaledExpertMatmul
-from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights, scaled_matmul
+from tilescale_net.kernels.fused.scaled_gemm import quantise_weights, scaled_matmul
 from tilescale_net.kernels.fused.swiglu import SwiGLU
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.checks import beyond_capacity
 from tilescale_net.kernels.moe.config import FP8_DTYPE
 from tilescale_net.kernels.moe.handle import RoutingPlan
-from tilescale_net.kernels.moe.row_ops import dequantise, groups_of
+from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.ops import arguments, experts, moe
 
 _ops = torch.ops.tilescale_net
@@ -57,15 +57,29 @@ def _swiglu_setup(ctx, inputs, output):
     ctx.save_for_backward(h, weights, end)
 
 
+@torch.library.custom_op("tilescale_net::swiglu_backward", mutates_args=())
+def _swiglu_backward(
+    grad: torch.Tensor, h: torch.Tensor, weights: torch.Tensor, end: torch.Tensor, limit: float, alpha: float,
+    shift: float, keeps: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of `h` and of `weights` (empty where they are), and the rows times `weights` if it `keeps` them."""
+    given = dict(end=end if end.numel() else None, weights=weights.contiguous() if weights.numel() else None)
+    kind = SwiGLU(None if limit == float("inf") else limit, alpha, shift)
+    of_h, of_weights, kept = rows_of.swiglu_gradient(h.contiguous(), grad.contiguous(), kind, **given, keeps=keeps)
+    none = grad.new_empty((0,))
+    return of_h, none.float() if of_weights is None else of_weights, none if kept is None else kept
+
+
+@torch.library.register_fake("tilescale_net::swiglu_backward")
+def _(grad, h, weights, end, limit, alpha, shift, keeps):
+    kept = grad.new_empty(grad.shape) if keeps else grad.new_empty((0,))
+    return h.new_empty(h.shape), weights.new_empty(weights.shape, dtype=torch.float32), kept
+
+
 def _swiglu_gradient(ctx, grad):
     h, weights, end = ctx.saved_tensors
-    kind, of_weights, grad = SwiGLU(*ctx.kind), None, grad.float()
-    if end.numel():
-        grad = torch.where(torch.arange(h.shape[0], device=h.device)[:, None] < end, grad, 0.0)
-    if weights.numel():
-        of_weights = (grad * kind(h.float())).sum(-1)
-        grad = grad * weights[:, None]
-    return kind.gradient(h, grad), of_weights, None, None, None, None
+    of_h, of_weights, _ = _ops.swiglu_backward(grad, h, weights, end, *ctx.kind, False)
+    return of_h, of_weights if weights.numel() else None, None, None, None, None
 
 
 torch.library.register_autograd("tilescale_net::swiglu", _swiglu_gradient, setup_context=_swiglu_setup)
@@ -93,7 +107,7 @@ def _held(w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 def _wide(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The same as bfloat16, for gradients."""
-    return dequantise_weights(*_held(w, scales))
+    return rows_of.widened(*_held(w, scales))
 
 
 def _gemm(
@@ -176,6 +190,33 @@ def _(x, topk_idx, topk_weights, w, w_scales, keeps, fused, key):
     return [x.new_empty((rows.shape[0], w.shape[1])), q, scales, weights, *others]
 
 
+@torch.library.custom_op("tilescale_net::moe_scaled_matmul_backward", mutates_args=())
+def _scaled_matmul_backward(
+    grad: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
+) -> torch.Tensor:
+    """Gradients of each expert's products, zero where no row is, times its matrix."""
+    op, wide = moe.layer_of(key), _wide(w, w_scales)
+    # Zero where no row is: tiles of zeros are products of zeros, and rows beyond the last tile are not written.
+    out = grad.new_zeros((grad.shape[0], w.shape[2]))
+    return experts.gemm_of(op, wide)(grad.contiguous(), wide, moe.handle_of(key, RoutingPlan(tokens, *plan)), out)
+
+
+@arguments.register_fake("moe_scaled_matmul_backward")
+def _(grad, w, w_scales, plan, tokens, key):
+    return grad.new_empty((grad.shape[0], w.shape[2]))
+
+
+@torch.library.custom_op("tilescale_net::moe_widened", mutates_args=())
+def _widened(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows of eight bits, held as bytes, as bfloat16."""
+    return rows_of.widened(q.contiguous().view(FP8_DTYPE), scales.contiguous())
+
+
+@torch.library.register_fake("tilescale_net::moe_widened")
+def _(q, scales):
+    return q.new_empty(q.shape, dtype=torch.bfloat16)
+
+
 def _dispatch_setup(ctx, inputs, output):
     x, _, _, w, w_scales, _, _, ctx.key = inputs
     ctx.tokens = x.shape[0]
@@ -189,12 +230,12 @@ def _dispatch_gradient(ctx, grads):
     dh, of_weights = grads[0], grads[3]
     of_weights = scales.new_zeros(ctx.of_weights) if of_weights is None else of_weights
     dh = scales.new_zeros(ctx.of_h, dtype=torch.bfloat16) if dh is None else dh
-    back = _ops.expert_matmul(dh, _wide(w, w_scales), plan, ctx.tokens, ctx.key)
+    back = _ops.moe_scaled_matmul_backward(dh, w, w_scales, plan, ctx.tokens, ctx.key)
     x, topk_weights = _ops.moe_dispatch_backward(back, of_weights, plan, ctx.tokens, ctx.key)
     of_w = None
     if ctx.needs_input_grad[3]:
-        rows = dequantise(q.view(FP8_DTYPE), scales).to(torch.bfloat16)
-        of_w = experts.gradient_of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), rows, dh).transpose(1, 2)
+        rows, held = _ops.moe_widened(q, scales), RoutingPlan(ctx.tokens, *plan)
+        of_w = experts.gradient_of_matrices(ctx.key, held, rows, dh, zeroed=True).transpose(1, 2)
     return x, None, topk_weights, of_w, None, None, None, None
 
 
@@ -239,24 +280,21 @@ def _(grad, plan, tokens, key):
 
 def _combine_setup(ctx, inputs, output):
     h, w, w_scales, weights, plan, ctx.tokens, _, _, *kind, ctx.key = inputs
-    ctx.kind = SwiGLU(*kind)
+    ctx.kind = kind
     ctx.save_for_backward(h, w, w_scales, weights, *plan)
 
 
 def _combine_gradient(ctx, grad):
     h, w, w_scales, weights, *plan = ctx.saved_tensors
     rows = _ops.moe_scaled_combine_backward(grad, plan, ctx.tokens, ctx.key)
+    back = _ops.moe_scaled_matmul_backward(rows, w, w_scales, plan, ctx.tokens, ctx.key)
+    held, keeps = RoutingPlan(ctx.tokens, *plan), ctx.needs_input_grad[1]
+    op = moe.layer_of(ctx.key)
     # Weights are a factor of each row, wherever they are multiplied.
-    back = _ops.expert_matmul(rows, _wide(w, w_scales), plan, ctx.tokens, ctx.key).float()
-    held = RoutingPlan(ctx.tokens, *plan)
-    valid = moe.valid_rows(moe.layer_of(ctx.key), held.totals, False)
-    inner = ctx.kind(h)
-    of_weights = torch.where(valid, (back * inner.float()).sum(-1), 0.0)
+    of_h, of_weights, inner = _ops.swiglu_backward(back, h, weights, _ends(op, held)[1][-1:], *ctx.kind, keeps)
     of_w = None
-    if ctx.needs_input_grad[1]:
-        rows = (rows.float() * weights[:, None]).to(rows.dtype)
-        of_w = experts.gradient_of_matrices(ctx.key, held, inner, rows).transpose(1, 2)
-    of_h = ctx.kind.gradient(h, back * weights[:, None])
+    if keeps:
+        of_w = experts.gradient_of_matrices(ctx.key, held, inner, rows, zeroed=True).transpose(1, 2)
     return of_h, of_w, None, of_weights, [None] * len(plan), None, None, None, None, None, None, None
 
 

@@ -162,12 +162,16 @@ def _(x, w, plan, tokens, key):
     return x.new_empty((x.shape[0], w.shape[2]))
 
 
-def gradient_of_matrices(key: str, plan: RoutingPlan, rows: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
-    """Gradients of the experts' matrices: rows of each, transposed, times gradients of its products."""
+def gradient_of_matrices(
+    key: str, plan: RoutingPlan, rows: torch.Tensor, grads: torch.Tensor, zeroed: bool = False
+) -> torch.Tensor:
+    """Gradients of the experts' matrices: rows of each, transposed, times gradients of its products. `zeroed`: both are
+    zero where no row is."""
     op = moe.layer_of(key)
     c = op.config
     _, offsets, _ = plan.counts(c.ranks, c.local_experts)
-    rows, grads = _zeroed(op, plan, rows), _zeroed(op, plan, grads)
+    if not zeroed:
+        rows, grads = _zeroed(op, plan, rows), _zeroed(op, plan, grads)
     if rows.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm"):
         return torch._grouped_mm(rows.t(), grads, offs=offsets[1:].contiguous())
     index = torch.arange(c.capacity, device=rows.device)

@@ -6,7 +6,8 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import assert_same
-from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu, swiglu_quantised
+from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights
+from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu, swiglu_gradient, swiglu_quantised, widened
 from tilescale_net.kernels.moe.row_ops import dequantise, quantise
 
 # gpt-oss's, and the plain one.
@@ -44,15 +45,54 @@ def test_equals_torch():
     ranks.run(1, _rows)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient(kind):
-    h = torch.randn((6, 32), dtype=torch.float64).mul(4).requires_grad_()
-    grad = torch.randn((6, 16))
-    gate, up = h.chunk(2, -1)
-    gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
-    ((up + kind.shift) * gate * torch.sigmoid(kind.alpha * gate)).backward(grad.double())
-    found = kind.gradient(h.detach().float(), grad)
-    assert torch.allclose(found.double(), h.grad, rtol=1e-4, atol=1e-5)
+def _gradients() -> None:
+    device, generator = tsn.device(), torch.Generator().manual_seed(5)
+    for rows, inner, kind, weighted in ((9, 272, KINDS[0], True), (5, 48, KINDS[1], True), (3, 16, KINDS[0], False)):
+        h = (4 * torch.randn((rows, 2 * inner), generator=generator)).bfloat16()
+        grad, weights = (
+            torch.randn((rows, inner), generator=generator).bfloat16(),
+            torch.rand(rows, generator=generator),
+        )
+        end = torch.tensor([rows - 2], dtype=torch.int32)
+        exact, p = (t.double().requires_grad_() for t in (h, weights if weighted else torch.ones(rows)))
+        gate, up = exact.chunk(2, -1)
+        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+        wanted = (up + kind.shift) * gate * torch.sigmoid(kind.alpha * gate) * p[:, None]
+        wanted[: rows - 2].backward(grad[: rows - 2].double())
+        given = dict(end=end.to(device), weights=weights.to(device) if weighted else None)
+        of_h, of_weights, kept = swiglu_gradient(h.to(device), grad.to(device), kind, **given, keeps=weighted)
+        assert torch.allclose(of_h.cpu().double(), exact.grad, rtol=2**-7, atol=1e-4)
+        assert not of_h[rows - 2 :].any()
+        if not weighted:
+            assert of_weights is None and kept is None
+            continue
+        assert torch.allclose(of_weights.cpu().double(), p.grad, rtol=1e-4, atol=1e-3)
+        wanted[rows - 2 :] = 0
+        assert torch.allclose(kept.cpu().double(), wanted, rtol=2**-7, atol=1e-5)
+    with pytest.raises(ValueError, match=r"swiglu_gradient: grad must be contiguous, \[3, 16\] of torch.bfloat16"):
+        swiglu_gradient(h.to(device), grad[:2].to(device), kind)
+
+
+def test_gradients():
+    ranks.run(1, _gradients)
+
+
+def _widened() -> None:
+    device, generator = tsn.device(), torch.Generator().manual_seed(7)
+    w = torch.randn((3, 200, 272), generator=generator)
+    q, scales = quantise_weights(w)
+    assert_same(widened(q.to(device), scales.to(device)).cpu(), dequantise_weights(q, scales) + 0)
+    q, scales = quantise(w[0])
+    padded = torch.nn.functional.pad(scales, (0, 1))
+    for of_rows in (scales, padded):
+        assert_same(widened(q.to(device), of_rows.to(device)).cpu(), dequantise(q, scales).bfloat16() + 0)
+    assert widened(q[:0].to(device), scales[:0].to(device)).shape == (0, 272)
+    with pytest.raises(ValueError, match=r"widened: q is \[200, 272\] and scales \[2, 3\]; .* scales \[200, 3\]"):
+        widened(q, scales[:2])
+
+
+def test_widened():
+    ranks.run(1, _widened)
 
 
 def test_a_clamp_is_positive():
