@@ -52,8 +52,9 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "all_to_all": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
     "all_reduce_fp8": {("no sync_threads", 1): LAST},
     "all_to_all_transposed": {
-        ("no sync_threads", 0): BEGINS,
-        ("no sync_threads", 3): LAST,
+        ("no sync_threads", 1): LAST,
+        ("no sync_threads", 4): LAST,
+        ("no wait", 1): VALUE,
     },
     "broadcast": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): BEGINS},
     "collective": {("sem of st", 0): FAULTS, ("no wait", 1): STARTS},

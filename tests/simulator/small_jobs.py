@@ -210,6 +210,54 @@ def _packed(x, y, flag, out, tx, what):
 
 
 @T.macro
+def _dekker(x, y, flag, out, tx, what):
+    """Each raises its flag at the peer, and goes on alone if the peer's is down; `fence`: what keeps the load back."""
+    right = (N.my_pe() + 1) % N.n_pes()
+    if tx == 0:
+        N.st(N.remote(flag, right)[0], T.uint64(1), sem="release")
+        if what == "fence":
+            N.fence()
+        if what != "bare" and what != "fence":
+            T.evaluate(T.call_extern("void", "__threadfence_system"))
+        out[0] = T.cast(N.ld(flag[0], sem="acquire"), "float32")
+
+
+@T.macro
+def _peterson(x, y, flag, out, tx, what):
+    """A lock of two ranks whose words are at rank 0: the flags, and who came last."""
+    words = N.remote(flag, 0)
+    me, other = N.my_pe(), 1 - N.my_pe()
+    if tx == 0:
+        N.st(words[me], T.uint64(1), sem="release")
+        N.st(words[2], T.cast(me, "uint64"), sem="release")
+        if what != "bare":
+            T.evaluate(T.call_extern("void", "__threadfence_system"))
+        while N.ld(words[other], sem="acquire") == T.uint64(1) and N.ld(words[2], sem="acquire") == T.cast(
+            me, "uint64"
+        ):
+            pass
+        out[0] = T.float32(1)
+        N.st(words[me], T.uint64(0), sem="release")
+
+
+@T.macro
+def _replies(x, y, flag, out, tx, what):
+    """Rank 0 stores a word, looks once at another one, and then tells rank 1, which stores to that one and reads the
+    first."""
+    words = N.remote(flag, 0)
+    if tx == 0:
+        if N.my_pe() == 0:
+            N.st(words[0], T.uint64(7), sem="release")
+            out[0] = T.cast(N.ld(words[1], sem="acquire"), "float32")
+            N.st(words[2], T.uint64(1), sem="release")
+        else:
+            while N.ld(words[2], sem="acquire") == T.uint64(0):
+                pass
+            N.st(words[1], T.uint64(1), sem="release")
+            out[0] = T.cast(N.ld(words[0], sem="acquire"), "float32")
+
+
+@T.macro
 def _extern(x, y, flag, out, tx, what):
     """A function that is given pointers."""
     if tx == 0:
@@ -219,7 +267,8 @@ def _extern(x, y, flag, out, tx, what):
 BODIES = {
     "ring": _ring, "put_and_signal": _put_and_signal, "stream": _stream, "barrier": _barrier, "count": _count,
     "turns": _turns, "both_wait": _both_wait, "passes": _passes, "polls": _polls,
-    "loads": _loads, "counter": _counter, "seqlock": _seqlock, "spins": _spins, "packed": _packed, "extern": _extern,
+    "loads": _loads, "counter": _counter, "seqlock": _seqlock, "spins": _spins, "packed": _packed,
+    "dekker": _dekker, "peterson": _peterson, "replies": _replies, "extern": _extern,
 }  # fmt: skip
 
 
@@ -232,7 +281,7 @@ def kernel(name, what):
         ctx: N.Context(),
         x: T.Tensor((M,), "float32"),
         y: T.Tensor((M,), "float32"),
-        flag: T.Tensor((2,), "uint64"),
+        flag: T.Tensor((3,), "uint64"),
         out: T.Tensor((M,), "float32"),
     ):
         with T.Kernel(1, threads=M):
@@ -272,7 +321,7 @@ def job(name, what=""):
     """The function that sets up a rank for a kernel, whole or without something."""
 
     def set_up():
-        x, y, flag, out = tsn.empty((M,)), tsn.empty((M,)), tsn.zeros((2,), torch.uint64), torch.zeros(M)
+        x, y, flag, out = tsn.empty((M,)), tsn.empty((M,)), tsn.zeros((3,), torch.uint64), torch.zeros(M)
         x.fill_(tsn.rank() + 1)
         made = kernel(name, what)
         right = RIGHT.get(name, lambda out: True) if what != "relaxed" else lambda out: True
@@ -283,9 +332,11 @@ def job(name, what=""):
 
 
 ring, put_and_signal, stream, barrier, count, turns, both_wait, passes, polls, loads, counter, seqlock, spins = map(
-    job, list(BODIES)[:-2]
+    job, list(BODIES)[:-5]
 )
 packed, extern = job("packed"), job("extern")
+dekker, dekker_fence, dekker_bare = job("dekker"), job("dekker", "fence"), job("dekker", "bare")
+peterson, peterson_bare, replies = job("peterson"), job("peterson", "bare"), job("replies")
 ring_without_wait = job("ring", "wait")
 put_without_fence = job("put_and_signal", "fence")
 stream_without_credit = job("stream", "credit")

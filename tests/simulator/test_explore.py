@@ -128,6 +128,24 @@ def test_accesses_that_a_gpu_may_reorder_are_named():
         )
 
 
+def test_loads_that_a_gpu_may_carry_out_before_a_store_are_named():
+    """N.fence is no fence for them. Polls make up for what they have missed, and what a thread has learnt is there."""
+    for right in (small_jobs.dekker, small_jobs.peterson, small_jobs.replies, small_jobs.loads, small_jobs.counter):
+        report = _every(right)
+        assert (report.failure, report.complete) == ("", True), (right.__name__, report)
+    dekker, peterson = "out[0] = T.cast(N.ld(flag[0]", "while N.ld(words[other]"
+    for wrong, line in (
+        (small_jobs.dekker_bare, dekker),
+        (small_jobs.dekker_fence, dekker),
+        (small_jobs.peterson_bare, peterson),
+    ):
+        report = _every(wrong)
+        assert not report.failure and not report.complete, report
+        assert any("before the thread's own earlier store" in text and f"small_jobs.py:{_line_of(line)})" in text for text in report.not_followed), (
+            line, report,
+        )  # fmt: skip
+
+
 def test_the_limit_of_time_bounds_one_schedule_too():
     began = time.monotonic()
     report = _every(small_jobs.does_not_end, seconds=1)

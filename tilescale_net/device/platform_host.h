@@ -255,7 +255,7 @@ TSN_DEVICE void add_release(uint64_t* p, uint64_t value) { __atomic_fetch_add(p,
 template <MemScope S>
 TSN_DEVICE void fence() {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  sim::fenced(uint32_t(S));
+  sim::fenced(uint32_t(S), false); // fence.acq_rel
 }
 
 template <class T>

@@ -40,7 +40,8 @@ std::string Explorer::judge() {
 bool Explorer::at_end(Result& result) {
   const size_t events = path_.size();
   result.failure = job_.failure();
-  result.not_followed.assign(job_.not_followed().begin(), job_.not_followed().end());
+  const std::set<std::string> gaps = job_.not_followed();
+  result.not_followed.assign(gaps.begin(), gaps.end());
   result.gave_up = job_.gave_up();
   const bool blocked = result.failure.empty() && job_.enabled().empty();
   if (blocked && !job_.ended()) result.failure = "deadlock: no thread can go on: " + job_.waits();
@@ -201,7 +202,8 @@ void Explorer::try_loops(Result& result) {
     for (int process : schedule) job_.step(process);
     job_.poll_in_vain(loop);
   }
-  result.not_followed.assign(job_.not_followed().begin(), job_.not_followed().end());
+  const std::set<std::string> gaps = job_.not_followed();
+  result.not_followed.assign(gaps.begin(), gaps.end());
 }
 
 Result Explorer::random(uint64_t first_seed, uint64_t seeds, int depth, double seconds) {

@@ -19,6 +19,11 @@ void note_once(std::vector<Unordered>& words, const Unordered& word) {
   if (std::find(words.begin(), words.end(), word) == words.end()) words.push_back(word);
 }
 
+template <class Learnt>
+void learn(Learnt& to, const Learnt& from) {
+  for (const auto& [thread, number] : from) to[thread] = std::max(to[thread], number);
+}
+
 } // namespace
 
 uint64_t word_at(const void* p, uint64_t bytes) {
@@ -59,6 +64,8 @@ void Job::end() {
   pasts_.clear();
   texts_.clear();
   unordered_.clear();
+  threads_.clear();
+  left_.clear();
   guard_.reset();
   sequence_ = 0;
   failure_.clear();
@@ -339,10 +346,13 @@ void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
   Process& p = self();
   if (p.granted == at) {
     p.granted = nullptr;
+    loads(at, word_at(at, bytes));
     return;
   }
   if (access == sim::WordAccess::read) read_again(p, at, bytes);
   else pause(Next::access);
+  if (access == sim::WordAccess::read) loads(at, word_at(at, bytes));
+  else stores(at, word_at(at, bytes), access == sim::WordAccess::update);
   Past& past = current_past();
   if (access == sim::WordAccess::read) history_.touch(where, bytes, Use::read, past);
   else if (bytes == 8) history_.change(static_cast<const uint64_t*>(at), Change::other, 0, past);
@@ -368,6 +378,7 @@ void Job::read_again(Process& p, const void* at, uint64_t bytes) {
     });
     if (!changed && known != p.read.end()) {
       ++known->times;
+      polled_.insert({line(), at, found});
       return;
     }
     if (changed) p.read.clear();
@@ -435,6 +446,12 @@ void Job::meet(const std::vector<sim::Fiber*>& fibers) {
     for (const sim::Fiber* fiber : fibers) unordered_[fiber] = words;
     unordered_[sim::current_grid->running()] = std::move(words);
   }
+  if (!threads_.empty()) {
+    Learnt learnt = threads_[sim::current_grid->running()].learnt;
+    for (const sim::Fiber* fiber : fibers) learn(learnt, threads_[fiber].learnt);
+    for (const sim::Fiber* fiber : fibers) threads_[fiber].learnt = learnt;
+    threads_[sim::current_grid->running()].learnt = std::move(learnt);
+  }
   ++ranks_[static_cast<size_t>(rank_)].moves;
 }
 
@@ -469,6 +486,7 @@ void Job::before_sending(const sim::RemoteOperation& operation) {
   // Signals of a rank to one word arrive in the order in which they were sent.
   const uint64_t word = kOther | 1ull << 62 | (address_of(operation.peer_signal) ^ static_cast<uint64_t>(rank_) << 48);
   if (operation.peer_signal) history_.touch(word, operation.add ? Use::add : Use::write, past);
+  if (operation.peer_signal) learn(left_[operation.peer_signal].second, threads_[sim::current_grid->running()].learnt);
 }
 
 void Job::send(sim::Late&& late) {
@@ -523,9 +541,55 @@ void Job::ordered(const void* word, sim::WordAccess access, sim::Ordering orderi
     words.clear();
   }
   if (writes || !ordering.acquires) note_once(words, {word, reads});
+  Thread& thread = threads_[fiber];
+  if (writes || thread.changed == word) return;
+  if (ordering.total) thread.stores.clear();
+  for (auto& [stored, store] : thread.stores)
+    if (stored != word) store.looks.push_back({word, thread.found, ++accesses_, line()});
 }
 
-void Job::fenced(uint32_t scope) {
+// A store of another thread that a GPU may carry out later than a look of that thread at what this one has stored since
+// then: this one may find what was there before, and each has then overtaken the other.
+void Job::loads(const void* at, uint64_t value) {
+  const sim::Fiber* fiber = sim::current_grid->running();
+  Thread& thread = threads_[fiber];
+  thread.changed = nullptr;
+  thread.found = value;
+  const auto left = left_.find(at);
+  if (left == left_.end()) return;
+  const sim::Fiber* by = left->second.first;
+  if (by && by != fiber && !self().waits) {
+    const std::map<const void*, Store>& late = threads_[by].stores;
+    if (const auto store = late.find(at); store != late.end() && thread.learnt[by] < store->second.number)
+      for (const Look& look : store->second.looks)
+        if (const auto own = thread.stored.find(look.word); own != thread.stored.end() && own->second > look.number)
+          late_stores_.insert({{look.line, look.word, look.value}, {line(), at, store->second.before}});
+  }
+  learn(thread.learnt, left->second.second);
+}
+
+void Job::stores(const void* at, uint64_t before, bool reads) {
+  const sim::Fiber* fiber = sim::current_grid->running();
+  Thread& thread = threads_[fiber];
+  auto& [by, learnt] = left_[at];
+  if (reads) learn(thread.learnt, learnt);
+  thread.changed = at;
+  thread.stored[at] = thread.learnt[fiber] = ++accesses_;
+  thread.stores[at] = {before, accesses_, {}};
+  by = fiber;
+  learnt = thread.learnt;
+}
+
+std::set<std::string> Job::not_followed() const {
+  std::set<std::string> all = not_followed_;
+  for (const auto& [found, other] : late_stores_) // what is looked at again makes up for it
+    if (!polled_.count(found) && !polled_.count(other))
+      all.insert(sim::gap_text(sim::Gap::late_stores, std::get<0>(found)));
+  return all;
+}
+
+void Job::fenced(uint32_t scope, bool total) {
+  if (total && scope != static_cast<uint32_t>(MemScope::cta)) threads_[sim::current_grid->running()].stores.clear();
   if (scope != static_cast<uint32_t>(MemScope::cta)) unordered_[sim::current_grid->running()].clear();
 }
 

@@ -15,6 +15,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace tsn::explore {
@@ -67,7 +68,7 @@ public:
   // Lets the thread poll in vain until its loop ends, which is noted as not followed, or seems not to.
   void poll_in_vain(const Loop& loop);
   // What executions so far have done that this exploration does not follow, with lines.
-  const std::set<std::string>& not_followed() const { return not_followed_; }
+  std::set<std::string> not_followed() const;
   // Why the execution cannot go on or be right; empty: nothing is wrong so far.
   const std::string& failure() const { return failure_; }
   // The rank that gave up, whose record holds the reason; -1: none has.
@@ -94,7 +95,7 @@ public:
   void reach(const void* word, bool changes) override;
   void fence(int pe) override;
   void ordered(const void* word, sim::WordAccess access, sim::Ordering ordering) override;
-  void fenced(uint32_t scope) override;
+  void fenced(uint32_t scope, bool total) override;
   void quiet(int pe) override;
 
 private:
@@ -180,6 +181,31 @@ private:
   double event_seconds_ = 60;
   bool stalled_ = false;
   Loop new_loop_{-1, ""};
+  struct Look { // at another word, by the thread that has stored
+    const void* word;
+    uint64_t value, number;
+    std::string line;
+  };
+  struct Store { // the thread's latest to the word, which a GPU may carry out after the looks
+    uint64_t before, number;
+    std::vector<Look> looks;
+  };
+  using Learnt = std::map<const sim::Fiber*, uint64_t>; // the latest store of each thread
+  struct Thread {
+    std::map<const void*, Store> stores;
+    std::map<const void*, uint64_t> stored; // the number of its latest store to a word
+    Learnt learnt;                          // from words, signals and barriers
+    const void* changed = nullptr;          // what it has accessed last, unless it was read
+    uint64_t found = 0;
+  };
+  using Found = std::tuple<std::string, const void*, uint64_t>; // at a line, in a word, a value
+  void stores(const void* at, uint64_t before, bool reads);
+  void loads(const void* at, uint64_t value);
+  std::map<const sim::Fiber*, Thread> threads_;
+  std::map<const void*, std::pair<const sim::Fiber*, Learnt>> left_; // in words, by whom last
+  std::set<std::pair<Found, Found>> late_stores_; // what the thread and the other one find if the store comes late
+  std::set<Found> polled_;                        // what is read again
+  uint64_t accesses_ = 0;
   // Words that a thread has accessed without what orders this before its later accesses, and whether it read them.
   std::map<const sim::Fiber*, std::vector<std::pair<const void*, bool>>> unordered_;
   std::set<std::string> loops_, not_followed_;

@@ -212,8 +212,8 @@ void Grid::word(const void* address, uint64_t bytes, WordAccess access, Ordering
   restamp();
 }
 
-void Grid::fenced(uint32_t scope) {
-  if (scheduler) scheduler->fenced(scope);
+void Grid::fenced(uint32_t scope, bool total) {
+  if (scheduler) scheduler->fenced(scope, total);
   if (!order_) return;
   order_->fenced(warp_number(*running_), running_->view.lane, static_cast<MemScope>(scope));
   restamp();

@@ -154,7 +154,7 @@ public:
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
   void viewed(const void* address, uint64_t bytes, bool store, const char* name);
   void word(const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
-  void fenced(uint32_t scope);
+  void fenced(uint32_t scope, bool total);
   void local_access(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);
   void benign_race(const void* address, uint64_t bytes) {
     if (order_) order_->benign_race(address, bytes);

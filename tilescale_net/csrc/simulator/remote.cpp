@@ -378,7 +378,7 @@ const RemoteApi kRemoteApi = {
     [](const void* address, uint64_t bytes, WordAccess access, Ordering ordering) {
       current_grid->word(address, bytes, access, ordering);
     },
-    [](uint32_t scope) { current_grid->fenced(scope); },
+    [](uint32_t scope, bool total) { current_grid->fenced(scope, total); },
     [](const void* address, uint64_t bytes, WordAccess access) { scheduler->visit(address, bytes, access); },
     [](const void* address, uint64_t bytes, bool store, const char* name) {
       current_grid->accessed(address, bytes, store, name);

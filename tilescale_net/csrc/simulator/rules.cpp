@@ -64,10 +64,13 @@ const std::vector<Rule>& rules() {
        "a thread's accesses to two words that a GPU may carry out in the other order: two loads or a store after "
        "either, without a fence between them, an acquire by the first or a release by the second",
        "explore/job.cpp", Gap::reordered},
-      {true, "loads behind stores", "in the order of the program",
-       "a load that a GPU carries out before the thread's own earlier store to another word, whatever their orders, "
-       "unless a fence is between them (locks by flags, such as Dekker's)",
-       "explore/job.cpp"},
+      {true, "loads behind stores",
+       "in the order of the program; a loop that polls, or what threads have learnt from each other, makes up for "
+       "another one",
+       "a load that a GPU may carry out before the thread's own earlier store to a word that another thread loads "
+       "after a store to this one (locks by flags, such as Dekker's): whatever their orders, also behind N.fence, "
+       "unless __threadfence_system() or a T.atomic_load with \"seq_cst\" keeps it back",
+       "explore/job.cpp", Gap::late_stores},
       {true, "shared memory", "with the race detector: a race there ends the check", "with --no-races: shared memory",
        "explore/job.cpp", Gap::shared},
       {true, "sources of puts", "with the race detector: a write there while it is read ends the check",

@@ -9,7 +9,20 @@
 namespace tsn::sim {
 
 // Gaps that are named where a run meets them: by a warning of the race detector, and in the verdict of a check.
-enum class Gap { none, pointers, warps, pages, puts, exact_waits, polls, reordered, shared, sources, decisions };
+enum class Gap {
+  none,
+  pointers,
+  warps,
+  pages,
+  puts,
+  exact_waits,
+  polls,
+  reordered,
+  late_stores,
+  shared,
+  sources,
+  decisions
+};
 
 constexpr unsigned long kMaxLocalPages = 1 << 14; // of 4 KiB
 constexpr unsigned long kMaxPuts = 4096, kMaxExactWaits = 4096, kMaxDecisions = 100000;

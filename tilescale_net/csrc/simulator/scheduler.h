@@ -41,7 +41,7 @@ public:
   virtual void quiet(int pe) = 0;
   // It has accessed a word with this order, or is about to; a fence of its own for words.
   virtual void ordered(const void* word, WordAccess access, Ordering ordering) = 0;
-  virtual void fenced(uint32_t scope) = 0;
+  virtual void fenced(uint32_t scope, bool total) = 0;
 };
 
 // Null: ranks are processes, and each grid decides for itself.

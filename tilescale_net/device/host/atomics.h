@@ -12,7 +12,8 @@ namespace sim {
 inline Ordering device_ordering(int order) {
   enum { relaxed, consume, acquire, release, acq_rel, seq_cst };
   const bool both = order == acq_rel || order == seq_cst;
-  return {both || order == consume || order == acquire, both || order == release, uint32_t(MemScope::gpu)};
+  return {both || order == consume || order == acquire, both || order == release, uint32_t(MemScope::gpu),
+          order == seq_cst};
 }
 
 // Applies `f` to *p atomically and returns the old value.

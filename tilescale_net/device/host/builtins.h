@@ -33,7 +33,7 @@ inline int __syncthreads_or(int p) {
 }
 inline void tsn_fence(tsn::MemScope scope) {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  tsn::sim::fenced(static_cast<uint32_t>(scope));
+  tsn::sim::fenced(static_cast<uint32_t>(scope), true); // CUDA's are sequentially consistent
 }
 inline void __threadfence_block() { tsn_fence(tsn::MemScope::cta); }
 inline void __threadfence() { tsn_fence(tsn::MemScope::gpu); }

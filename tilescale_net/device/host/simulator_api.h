@@ -178,7 +178,8 @@ enum class WordAccess : uint32_t { read, write, update };
 // after a read, of the same thread takes its place.
 struct Ordering {
   bool acquires, releases;
-  uint32_t scope; // MemScope of types.h
+  uint32_t scope;     // MemScope of types.h
+  bool total = false; // sequentially consistent
 };
 
 struct RemoteApi {
@@ -192,7 +193,7 @@ struct RemoteApi {
   // reported the access, and this one says what it orders.
   void (*word)(const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
   // A fence, of a MemScope.
-  void (*fenced)(uint32_t scope);
+  void (*fenced)(uint32_t scope, bool total);
   // The thread is about to make such an access; returns when it may. Called where the thread is `scheduled`.
   void (*visit)(const void* address, uint64_t bytes, WordAccess access);
   // A plain access to this rank's heap that follows one of another thread.

@@ -79,7 +79,7 @@ inline void maybe_yield() {}
 inline void turn_of_others() { sched_yield(); }
 inline void word_access(const void*, uint64_t, WordAccess, Ordering) {}
 inline void word_found(const void*, Ordering) {}
-inline void fenced(uint32_t) {}
+inline void fenced(uint32_t, bool) {}
 inline void visit_word(const void*, uint64_t, WordAccess) {}
 inline void note_store(const void*, uint64_t, const char*, const void* = nullptr) {}
 inline void note_load(const void*, uint64_t, const char*, const void* = nullptr) {}
@@ -110,9 +110,10 @@ inline void word_access(const void* address, uint64_t bytes, WordAccess access, 
   if (self().followed) api().remote->word(address, bytes, access, ordering);
 }
 
-// A fence orders what the thread does to such words without an order of their own. Of a MemScope.
-inline void fenced(uint32_t scope) {
-  if (self().followed) api().remote->fenced(scope);
+// A fence orders what the thread does to such words without an order of their own. Of a MemScope; `total`: its
+// later loads, too, come after its earlier stores.
+inline void fenced(uint32_t scope, bool total) {
+  if (self().followed) api().remote->fenced(scope, total);
 }
 
 // A word was changed and found another value than before: what another rank has left there meanwhile is reported.
