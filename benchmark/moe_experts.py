@@ -5,7 +5,8 @@
 
 Dispatch, GEMM, SwiGLU, GEMM and combine, one after the other and at once, where GEMMs overlap with the dispatch and the
 combine beside them, which have `--blocks` SMs. The shape is DeepSeek-V4-Pro's:
-384 experts, top-6, hidden 7168, inner 3072. `--training` times forward and backward of bfloat16 matrices. A start with
+384 experts, top-6, hidden 7168, inner 3072. `--training` times forward and backward, and backward alone, beside plain torch
+between a dispatch and a combine (bfloat16); matrices of bfloat16 get gradients. A start with
 TSN_TRACE=FILE, few tokens and `--repeat 2` leaves a timeline of all ranks.
 """
 
@@ -43,7 +44,7 @@ def parse() -> argparse.Namespace:
         "write the table by which the operators choose to FILE; of several --blocks the last",
         "FILE",
     )
-    parser.flag("--training", "forward and backward of matrices of bfloat16, which get gradients")
+    parser.flag("--training", "forward and backward, and backward alone; matrices of bfloat16 get gradients")
     return parser.parse_args()
 
 
@@ -181,6 +182,17 @@ def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str,
     return steps
 
 
+def of_torch(layer: Any, x: Any, choices: tuple[Any, Any], matrices: list[Any]) -> Any:
+    """The layer of bfloat16 in plain torch between a dispatch and a combine, each with gradients."""
+    from tilescale_net import ops
+
+    received = ops.moe_dispatch(layer, x, *choices)
+    ends = received.offsets[1:].contiguous()
+    gate, up = torch._grouped_mm(received.x, matrices[0], offs=ends).chunk(2, -1)
+    inner = torch.nn.functional.silu(gate) * up
+    return ops.moe_combine(layer, torch._grouped_mm(inner, matrices[1], offs=ends), received)
+
+
 def measure(
     args: argparse.Namespace,
     dtype: str,
@@ -210,10 +222,15 @@ def measure(
     def forward(fused: bool) -> Any:
         return ops.moe_experts(layer, x, *choices, *matrices, scales=experts.scales, fused=fused)
 
-    def call(fused: bool) -> None:
-        out = forward(fused)
+    def call(run: Callable[[], Any]) -> None:
+        out = run()
         if args.training:
             torch.autograd.grad(out, wanted_of, out)
+
+    def backward_of(run: Callable[[], Any]) -> Callable[[], Any]:
+        out = run()
+        grad = out.detach().clone()
+        return lambda: torch.autograd.grad(out, wanted_of, grad, retain_graph=True)
 
     # Of eight bits, GEMMs overlap where a row has a multiple of four scales.
     ways = {"ours": False} | ({"fused": True} if dtype == "bf16" or args.hidden % 512 == 0 else {})
@@ -228,14 +245,25 @@ def measure(
             same = torch.equal(forward(True), in_turn)
             raise_if_wrong(what, None if same else "sums at once differ from those one after the other")
         steps = steps_of(layer, mine, experts, dtype)
-    launches: dict[str, Callable[[], Any]] = {name: functools.partial(call, fused) for name, fused in ways.items()}
-    slowest = timer.slowest(launches | steps, 3, set(ways) if args.training else set())
+    runs: dict[str, Callable[[], Any]] = {name: functools.partial(forward, fused) for name, fused in ways.items()}
+    backwards: dict[str, Callable[[], Any]] = {}
+    if args.training:
+        if dtype == "bf16" and hasattr(torch, "_grouped_mm"):
+            runs["torch_layer"] = functools.partial(of_torch, layer, x, choices, matrices)
+        backwards = {f"{name}_backward": backward_of(run) for name, run in runs.items()}
+        found = {name: run()[0] for name, run in backwards.items()}
+        exact = found["ours_backward"].float()
+        for name, of_x in found.items():  # by the norm: of as many elements, one is rounded badly everywhere
+            error = float((of_x.float() - exact).norm() / exact.norm())
+            complaint = f"the gradient of x by {name} differs from ours by {error:.3f} of its norm"
+            raise_if_wrong(what, None if error <= 0.03 else complaint)
+        del found, exact
+    launches = {name: functools.partial(call, run) for name, run in runs.items()}
+    slowest = timer.slowest(launches | backwards | steps, 3, set(launches | backwards) if args.training else set())
     times = medians(slowest)
     total, best = sum(times[name] for name in STEPS), min(times[name] for name in ways)
     flops = 6 * most * args.hidden * args.inner
-    row: dict[str, Any] = dict(
-        dtype=dtype, tokens=tokens, blocks=blocks, total=total, **{name: times[name] for name in (*ways, *steps)}
-    )
+    row: dict[str, Any] = dict(dtype=dtype, tokens=tokens, blocks=blocks, total=total, **times)
     row |= dict(over=times["fused"] / times["ours"] if "fused" in ways else None, tflops=flops / best / 1e6)
     row |= dict(gemm_tflops=flops / (times["up"] + times["down"]) / 1e6)
     table.add(row, slowest)
@@ -267,6 +295,9 @@ def main() -> None:
     keys = [Column("dtype", "Dtype"), Column("tokens", "Tokens", ",d")]
     keys.append(Column("blocks", "Blocks", ",d", plotted=False))
     columns = [us("ours", "one after the other"), us("fused", "at once"), Column("over", "at once, x", ".3f")]
+    if args.training:
+        columns += [us("torch_layer", "torch between dispatch and combine"), us("ours_backward", "backward")]
+        columns += [us("fused_backward", "at once"), us("torch_layer_backward", "torch")]
     columns += [us("total", "steps together"), *(us(k, title) for k, title in STEPS.items())]
     columns += [us("torch", "torch grouped_mm, both"), Column("tflops", "TFLOP/s of the faster", ".0f")]
     table = report.table("moe_experts", keys, [*columns, Column("gemm_tflops", "TFLOP/s of GEMMs", ".0f")])

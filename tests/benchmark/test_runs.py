@@ -137,8 +137,9 @@ def test_moe_layer(tmp_path):
 
 @pytest.mark.nightly
 def test_moe_experts(tmp_path):
-    rows, _ = run(tmp_path, "moe_experts.py", "--warmup", "0", "--repeat", "1")
+    rows, _ = run(tmp_path, "moe_experts.py", "--training", "--warmup", "0", "--repeat", "1")
     assert [row["dtype"] for row in rows] == ["fp8", "bf16"]
+    assert all(row["ours_backward"] > 0 < row["fused_backward"] for row in rows) and rows[1]["torch_layer_backward"] > 0
     assert all(row["over"] == pytest.approx(row["fused"] / row["ours"]) for row in rows)
 
 
