@@ -24,6 +24,7 @@ from ..moe.row_ops import (
 
 WIDTH = 8  # elements of 16 bytes
 THREADS = 256
+BLOCKS = 264  # of a GPU, two for each SM
 
 
 @dataclass(frozen=True)
@@ -276,9 +277,10 @@ def _launch(
         end = _one(rows, torch.int32, device) if end is None else end
         of_rows = _no_scales(rows, device).view(-1) if weights is None else weights
         a = activation or SwiGLU()
+        geometry = _geometry(device) or dict(blocks=BLOCKS)
         kernel = swiglu_rows(
             inner, words if quantised else 1, dtype_name(h.dtype), activation is not None, quantised, weights is not None,
-            **_geometry(device),
+            **geometry,
         )  # fmt: skip
         kernel(out, scales, h, of_rows, end, a.limit, a.alpha, a.shift)
     return out, scales
