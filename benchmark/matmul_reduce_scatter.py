@@ -8,6 +8,7 @@ Without a GPU the simulator runs the same kernels on small shapes, without NCCL.
 """
 
 import argparse
+import importlib
 from typing import Any
 
 import tilescale_net as tsn
@@ -48,6 +49,7 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
 
 def torchs(mine: Operands, group: Any) -> Any:
     """A call of torch's own fused operator."""
+    importlib.import_module("torch.distributed._symmetric_memory")  # which registers it
     ops, name = torch.ops.symm_mem, group.group_name
     if mine.x_scales is None or mine.w_scales is None:
         return lambda: ops.fused_matmul_reduce_scatter(mine.x, mine.w, "sum", 0, name)
