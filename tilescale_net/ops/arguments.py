@@ -110,6 +110,21 @@ def differentiable(function: Callable, setup: Callable, gradient: Callable) -> C
     return Eager.apply
 
 
+def _with_known_names(function: Callable) -> Callable:
+    """The function, with annotations that torch can evaluate: before 2.7 it knows lists as `typing.List` alone."""
+    if torch.__version__ < (2, 7):
+        for argument, kind in function.__annotations__.items():
+            function.__annotations__[argument] = kind.replace("list[", "typing.List[")
+    return function
+
+
+def custom_op(name: str) -> Callable[[Callable], Any]:
+    """A decorator: `torch.library.custom_op` of tilescale_net::`name`, which changes none of its arguments."""
+    return lambda function: torch.library.custom_op(
+        f"tilescale_net::{name}", _with_known_names(function), mutates_args=()
+    )
+
+
 def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """A decorator: the operator tilescale_net::`name` does what the function does, which changes these of its arguments.
 
@@ -117,7 +132,7 @@ def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], C
     """
 
     def decorate(function: Callable) -> Callable:
-        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        schema = torch.library.infer_schema(_with_known_names(function), mutates_args=mutates)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, outside_graphs(function), "CompositeExplicitAutograd")
         return function

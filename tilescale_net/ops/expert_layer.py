@@ -6,6 +6,8 @@ quantises again behind SwiGLU, in the same kernel. Its gradients are computed an
 with the routing of the first; quantisation counts as the identity.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 
@@ -38,7 +40,7 @@ def _ends(op: AllToAll, plan: RoutingPlan) -> tuple[torch.Tensor, torch.Tensor]:
 # -- SwiGLU -----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tilescale_net::swiglu", mutates_args=())
+@arguments.custom_op("swiglu")
 def _swiglu(
     h: torch.Tensor, weights: torch.Tensor, end: torch.Tensor, limit: float, alpha: float, shift: float
 ) -> torch.Tensor:
@@ -145,7 +147,7 @@ def _can_overlap(layer: AllToAll) -> bool:
     return layer.config.scale_words % scaled_gemm.SCALES_AT_ONCE == 0
 
 
-@torch.library.custom_op("tilescale_net::moe_scaled_dispatch_matmul", mutates_args=())
+@arguments.custom_op("moe_scaled_dispatch_matmul")
 def _scaled_dispatch_matmul(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor,
     keeps: bool, fused: bool | None, key: str,
@@ -240,7 +242,7 @@ def _dispatch_gradient(ctx, grads):
     return x, None, topk_weights, of_w, None, None, None, None
 
 
-@torch.library.custom_op("tilescale_net::moe_scaled_matmul_combine", mutates_args=())
+@arguments.custom_op("moe_scaled_matmul_combine")
 def _scaled_matmul_combine(
     h: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor],
     tokens: int, early: bool, fused: bool | None, limit: float, alpha: float, shift: float, key: str,
@@ -265,7 +267,7 @@ def _(h, w, w_scales, weights, plan, tokens, early, fused, limit, alpha, shift, 
     return h.new_empty((tokens, w.shape[1]))
 
 
-@torch.library.custom_op("tilescale_net::moe_scaled_combine_backward", mutates_args=())
+@arguments.custom_op("moe_scaled_combine_backward")
 def _scaled_combine_backward(grad: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Gradients of sums, as rows."""
     op, plan_ = moe.called("backward of moe_scaled_matmul_combine", key), RoutingPlan(tokens, *plan)

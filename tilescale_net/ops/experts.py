@@ -6,6 +6,8 @@ product with the transposed matrices; gradients of rows go back by a combine aft
 to no token is zero in every result. `kernels.fused.choice` decides where the same is done one after the other instead.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 
@@ -86,7 +88,7 @@ def _check(call: str, layer: AllToAll, w: torch.Tensor, first: int | None, last:
     return key
 
 
-@torch.library.custom_op("tilescale_net::moe_dispatch_matmul", mutates_args=())
+@arguments.custom_op("moe_dispatch_matmul")
 def _dispatch_matmul(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, fused: bool | None, key: str
 ) -> list[torch.Tensor]:
@@ -106,7 +108,7 @@ def _(x, topk_idx, topk_weights, w, fused, key):
     return [x.new_empty((rows.shape[0], w.shape[2])), rows, *others]
 
 
-@torch.library.custom_op("tilescale_net::moe_matmul_combine", mutates_args=())
+@arguments.custom_op("moe_matmul_combine")
 def _matmul_combine(
     h: torch.Tensor,
     w: torch.Tensor,
@@ -131,7 +133,7 @@ def _(h, w, weights, plan, tokens, fused, key):
     return h.new_empty((tokens, w.shape[2]))
 
 
-@torch.library.custom_op("tilescale_net::moe_matmul_combine_backward", mutates_args=())
+@arguments.custom_op("moe_matmul_combine_backward")
 def _combine_backward(
     grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, fused: bool | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +151,7 @@ def _(grad, w, plan, tokens, fused, key):
     return grad.new_empty((c.capacity, c.hidden)), grad.new_empty((c.capacity, w.shape[1]))
 
 
-@torch.library.custom_op("tilescale_net::expert_matmul", mutates_args=())
+@arguments.custom_op("expert_matmul")
 def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Rows of each expert times its matrix."""
     op, w = moe.layer_of(key), _held(w)

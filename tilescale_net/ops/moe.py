@@ -127,7 +127,7 @@ def _(y, weights, plan, tokens, key):
     return y.new_empty((tokens, y.shape[1]))
 
 
-@torch.library.custom_op("tilescale_net::moe_dispatch_backward", mutates_args=())
+@arguments.custom_op("moe_dispatch_backward")
 def _dispatch_backward(
     rows: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +142,7 @@ def _(rows, weights, plan, tokens, key):
     return rows.new_empty((tokens, c.hidden)), weights.new_empty((tokens, c.top_k))
 
 
-@torch.library.custom_op("tilescale_net::moe_combine_backward", mutates_args=())
+@arguments.custom_op("moe_combine_backward")
 def _combine_backward(out: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Gradients of sums, as rows."""
     op = called("backward of moe_combine", key)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError, PeerLost
@@ -351,7 +352,7 @@ def open_group_store(ranks: Rendezvous, silence: float) -> JobStore:
     if ranks.rank == 0:
         with this_host.listen(ranks.address) as listener:
             host, port, fd = ranks.address, listener.getsockname()[1], os.dup(listener.fileno())
-        opened = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=fd)
+        opened = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, **_listening_on(fd))
         job.ask(lambda s: s.set("own store", f"{port} {host}"))
     else:
         said = ranks.poll(lambda s: job_store.get_text(s, "own store"), ranks.timeout)
@@ -360,6 +361,11 @@ def open_group_store(ranks: Rendezvous, silence: float) -> JobStore:
         port, _, host = said.partition(" ")
         opened = dist.TCPStore(host, int(port), None, False, limit / 2, wait_for_workers=False)
     return JobStore(opened, "tsn", ranks.rank, silence, kept_by=0, secret=job.secret)
+
+
+def _listening_on(fd: int) -> dict[str, Any]:
+    """Arguments of a TCPStore that listens on this socket: before torch 2.8, the store made with libuv cannot."""
+    return {"master_listen_fd": fd} | ({} if torch.__version__ >= (2, 8) else {"use_libuv": False})
 
 
 def underlying_store(store: dist.Store) -> dist.Store:
@@ -469,7 +475,7 @@ def _listen(launched: placement.LaunchedRank, limit: datetime.timedelta) -> dist
         os.set_inheritable(fd, False)
         # Another init in this process must not take the number for a socket.
         os.environ.pop("TSN_STORE_FD", None)
-    listening: dict[str, Any] = {"master_listen_fd": fd} if fd >= 0 else {}
+    listening = _listening_on(fd) if fd >= 0 else {}
     return dist.TCPStore(
         launched.address,
         launched.port,

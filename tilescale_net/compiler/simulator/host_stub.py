@@ -20,9 +20,9 @@ from tilescale_net.compiler.kernel import BadArguments, describe, integer_limits
 from tilescale_net.errors import SimulatorUnsupported
 
 # DLPack type codes of torch's types; bits follow from the item size.
-_CODES = {
-    torch.bool: 6, torch.bfloat16: 4, torch.float8_e4m3fn: 10, torch.float8_e5m2: 12, torch.float8_e8m0fnu: 14,
-}  # fmt: skip
+_CODES = {torch.bool: 6, torch.bfloat16: 4, torch.float8_e4m3fn: 10, torch.float8_e5m2: 12}
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    _CODES[torch.float8_e8m0fnu] = 14
 _TENSOR, _NONE, _INT, _BOOL, _FLOAT = 70, 0, 1, 2, 3  # type indices of packed arguments
 
 
