@@ -112,7 +112,7 @@ def differentiable(function: Callable, setup: Callable, gradient: Callable) -> C
 
 def _with_known_names(function: Callable) -> Callable:
     """The function, with annotations that torch can evaluate: before 2.7 it knows lists as `typing.List` alone."""
-    if torch.__version__ < (2, 7):
+    if torch.__version__ < "2.7":
         for argument, kind in function.__annotations__.items():
             function.__annotations__[argument] = kind.replace("list[", "typing.List[")
     return function

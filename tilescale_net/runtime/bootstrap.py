@@ -365,7 +365,7 @@ def open_group_store(ranks: Rendezvous, silence: float) -> JobStore:
 
 def _listening_on(fd: int) -> dict[str, Any]:
     """Arguments of a TCPStore that listens on this socket: before torch 2.8, the store made with libuv cannot."""
-    return {"master_listen_fd": fd} | ({} if torch.__version__ >= (2, 8) else {"use_libuv": False})
+    return {"master_listen_fd": fd} | ({} if torch.__version__ >= "2.8" else {"use_libuv": False})
 
 
 def underlying_store(store: dist.Store) -> dist.Store:
