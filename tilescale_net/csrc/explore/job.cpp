@@ -545,7 +545,7 @@ void Job::ordered(const void* word, sim::WordAccess access, sim::Ordering orderi
   if (writes || thread.changed == word) return;
   if (ordering.total) thread.stores.clear();
   for (auto& [stored, store] : thread.stores)
-    if (stored != word) store.looks.push_back({word, thread.found, ++accesses_, line()});
+    if (stored != word) store.looks.try_emplace({line(), word, thread.found}, ++accesses_);
 }
 
 // A store of another thread that a GPU may carry out later than a look of that thread at what this one has stored since
@@ -561,9 +561,9 @@ void Job::loads(const void* at, uint64_t value) {
   if (by && by != fiber && !self().waits) {
     const std::map<const void*, Store>& late = threads_[by].stores;
     if (const auto store = late.find(at); store != late.end() && thread.learnt[by] < store->second.number)
-      for (const Look& look : store->second.looks)
-        if (const auto own = thread.stored.find(look.word); own != thread.stored.end() && own->second > look.number)
-          late_stores_.insert({{look.line, look.word, look.value}, {line(), at, store->second.before}});
+      for (const auto& [look, number] : store->second.looks)
+        if (const auto own = thread.stored.find(std::get<1>(look)); own != thread.stored.end() && own->second > number)
+          late_stores_.insert({look, {line(), at, store->second.before}});
   }
   learn(thread.learnt, left->second.second);
 }

@@ -181,14 +181,10 @@ private:
   double event_seconds_ = 60;
   bool stalled_ = false;
   Loop new_loop_{-1, ""};
-  struct Look { // at another word, by the thread that has stored
-    const void* word;
-    uint64_t value, number;
-    std::string line;
-  };
+  using Found = std::tuple<std::string, const void*, uint64_t>; // at a line, in a word, a value
   struct Store { // the thread's latest to the word, which a GPU may carry out after the looks
     uint64_t before, number;
-    std::vector<Look> looks;
+    std::map<Found, uint64_t> looks; // at other words, and the number of the first
   };
   using Learnt = std::map<const sim::Fiber*, uint64_t>; // the latest store of each thread
   struct Thread {
@@ -198,7 +194,6 @@ private:
     const void* changed = nullptr;          // what it has accessed last, unless it was read
     uint64_t found = 0;
   };
-  using Found = std::tuple<std::string, const void*, uint64_t>; // at a line, in a word, a value
   void stores(const void* at, uint64_t before, bool reads);
   void loads(const void* at, uint64_t value);
   std::map<const sim::Fiber*, Thread> threads_;
