@@ -60,7 +60,7 @@ def _swiglu_setup(ctx, inputs, output):
     ctx.save_for_backward(h, weights, end)
 
 
-@torch.library.custom_op("tilescale_net::swiglu_backward", mutates_args=())
+@arguments.custom_op("swiglu_backward")
 def _swiglu_backward(
     grad: torch.Tensor, h: torch.Tensor, weights: torch.Tensor, end: torch.Tensor, limit: float, alpha: float,
     shift: float, keeps: bool,
@@ -193,7 +193,7 @@ def _(x, topk_idx, topk_weights, w, w_scales, keeps, fused, key):
     return [x.new_empty((rows.shape[0], w.shape[1])), q, scales, weights, *others]
 
 
-@torch.library.custom_op("tilescale_net::moe_scaled_matmul_backward", mutates_args=())
+@arguments.custom_op("moe_scaled_matmul_backward")
 def _scaled_matmul_backward(
     grad: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> torch.Tensor:
@@ -209,7 +209,7 @@ def _(grad, w, w_scales, plan, tokens, key):
     return grad.new_empty((grad.shape[0], w.shape[2]))
 
 
-@torch.library.custom_op("tilescale_net::moe_widened", mutates_args=())
+@arguments.custom_op("moe_widened")
 def _widened(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Rows of eight bits, held as bytes, as bfloat16."""
     return rows_of.widened(q.contiguous().view(FP8_DTYPE), scales.contiguous())
