@@ -11,7 +11,6 @@ TSN_TRACE=FILE, few tokens and `--repeat 2` leaves a timeline of all ranks.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 
 import tilescale_net as tsn
 from benchmark.common import compiled
-from benchmark.common.arguments import int_list, on_gpu, one_of
+from benchmark.common.arguments import on_gpu, one_of
 from benchmark.common.gemm import difference
 from benchmark.common.measuring import Timer, gather, medians, normal_numbers, raise_if_wrong
 from benchmark.common.modules import moe, p2p, torch
@@ -45,15 +44,6 @@ def parse() -> argparse.Namespace:
         "write the table by which the operators choose to FILE; of several --blocks the last",
         "FILE",
     )
-    telling = one_of("6x4", "6x3", "6x2", "6x6", "4x4")
-    parser.option("--telling", telling, ["6x4"], "stages and steps of the FP8 GEMM beside a combine, on GPUs")
-    parser.option(
-        "--combine-blocks",
-        int_list(0, 132),
-        [0],
-        "of a combine beside FP8 GEMMs, 2 or more and at most --blocks; 0: as many",
-    )
-    parser.option("--swiglu-blocks", int_list(1, 1 << 14), [264], "of SwiGLU, on GPUs")
     parser.flag("--training", "forward and backward, and backward alone; matrices of bfloat16 get gradients")
     return parser.parse_args()
 
@@ -203,17 +193,6 @@ def of_torch(layer: Any, x: Any, choices: tuple[Any, Any], matrices: list[Any]) 
     return ops.moe_combine(layer, torch._grouped_mm(inner, matrices[1], offs=ends), received)
 
 
-def choose(telling: str, combine_blocks: int, swiglu_blocks: int) -> dict[str, Any]:
-    """Set what the next row uses; its columns."""
-    from tilescale_net.kernels.fused import scaled_gemm, swiglu
-    from tilescale_net.ops import expert_layer
-
-    stages, steps = map(int, telling.split("x"))
-    scaled_gemm.TELLING = dataclasses.replace(scaled_gemm.TELLING, stages=stages, steps=steps)
-    expert_layer.COMBINE_BLOCKS, swiglu.BLOCKS = combine_blocks or None, swiglu_blocks
-    return dict(telling=telling, combine_blocks=combine_blocks, swiglu_blocks=swiglu_blocks)
-
-
 def measure(
     args: argparse.Namespace,
     dtype: str,
@@ -222,7 +201,6 @@ def measure(
     experts: Experts,
     timer: Timer,
     table: Any,
-    chosen: dict[str, Any],
 ) -> None:
     """A row. Collective."""
     from tilescale_net import ops
@@ -285,7 +263,7 @@ def measure(
     times = medians(slowest)
     total, best = sum(times[name] for name in STEPS), min(times[name] for name in ways)
     flops = 6 * most * args.hidden * args.inner
-    row: dict[str, Any] = dict(dtype=dtype, tokens=tokens, blocks=blocks, total=total, **chosen, **times)
+    row: dict[str, Any] = dict(dtype=dtype, tokens=tokens, blocks=blocks, total=total, **times)
     row |= dict(over=times["fused"] / times["ours"] if "fused" in ways else None, tflops=flops / best / 1e6)
     row |= dict(gemm_tflops=flops / (times["up"] + times["down"]) / 1e6)
     table.add(row, slowest)
@@ -316,11 +294,6 @@ def main() -> None:
     timer = begin_layers(args, report, need, f"{what}, normal random data", 3)
     keys = [Column("dtype", "Dtype"), Column("tokens", "Tokens", ",d")]
     keys.append(Column("blocks", "Blocks", ",d", plotted=False))
-    keys += [
-        Column("telling", "Stages x steps", plotted=False),
-        Column("combine_blocks", "of combine", ",d", plotted=False),
-    ]
-    keys.append(Column("swiglu_blocks", "of SwiGLU", ",d", plotted=False))
     columns = [us("ours", "one after the other"), us("fused", "at once"), Column("over", "at once, x", ".3f")]
     if args.training:
         columns += [us("torch_layer", "torch between dispatch and combine"), us("ours_backward", "backward")]
@@ -332,9 +305,8 @@ def main() -> None:
     local = args.experts // tsn.size()
     for dtype in args.dtypes:
         experts = Experts(args, dtype, range(tsn.rank() * local, (tsn.rank() + 1) * local))
-        chosen = itertools.product(args.telling, args.combine_blocks, args.swiglu_blocks)
-        for tokens, blocks, which in itertools.product(args.tokens, args.blocks, chosen):
-            measure(args, dtype, tokens, blocks, experts, timer, table, choose(*which))
+        for tokens, blocks in itertools.product(args.tokens, args.blocks):
+            measure(args, dtype, tokens, blocks, experts, timer, table)
         del experts
     report.finish()
     tsn.finalize()

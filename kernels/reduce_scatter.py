@@ -532,6 +532,10 @@ class ReduceScatter(Collective):
             self._push(out, x, tag)
         return out
 
+    def takes_any_source(self, nbytes: int) -> bool:
+        """Whether parts of so many bytes travel from ordinary memory as from symmetric memory."""
+        return not self.needs_symmetric_source and self._buffers.holds(nbytes)
+
     def _new_pull(self, dtype: torch.dtype) -> Launch:
         shape = -1, VECTOR_BYTES // dtype.itemsize
         if self.has_gateways:

@@ -386,7 +386,7 @@ class ExpertMatmul(FusedMatmul):
                 has them from the beginning, and waits there for its first rows. The first call with other options is
                 never late: it loads the combine's kernel.
             options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take the place of as many
-                SMs.
+                SMs; default `blocks_beside_gemm` of the AllToAll.
 
         Returns:
             [tokens, hidden], as `AllToAll.combine`.
@@ -413,6 +413,7 @@ class ExpertMatmul(FusedMatmul):
             late = 0  # a launch returns when the kernel has ended: nothing could wait for the GEMM, which comes behind
         if late:
             tiles = dataclasses.replace(tiles, started=self._started)
+        options["blocks"] = options.get("blocks") or self._moe.blocks_beside_gemm
         self._finished.next_call()
         try:
             pending = self._moe.combine_send(y, handle, tiles=tiles, **options)
@@ -420,7 +421,7 @@ class ExpertMatmul(FusedMatmul):
             self._finished.calls.sub_(1)  # no combine waits
             raise
         self._moe.alongside(pending)
-        leaving = (options.get("blocks") or self._moe.blocks) if late else 0
+        leaving = options["blocks"] if late else 0
         self._launch(
             y, x, held, transposed, scales, self._totals(handle), tells=True, leaving=leaving, share=int(256 * late)
         )

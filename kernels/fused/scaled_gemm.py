@@ -508,8 +508,9 @@ class ScaledTiling:
 
 
 DEFAULT = ScaledTiling()
-# Beside a combine: with sums of 256 columns, registers would not suffice for the calls that signal.
-TELLING = ScaledTiling((128, 128, BLOCK), stages=6)
+# Beside a combine: with sums of 256 columns, registers would not suffice for the calls that signal. As many stages as steps, so
+# that the loop is unrolled: two H200s, layer of 2048 tokens, 4,867 us; 5,208 with 6 stages.
+TELLING = ScaledTiling((128, 128, BLOCK), stages=4)
 SIMULATED = ScaledTiling((32, 64, BLOCK), stages=2, panel=2, columns=32)
 
 

@@ -24,7 +24,7 @@ from ..moe.row_ops import (
 
 WIDTH = 8  # elements of 16 bytes
 THREADS = 256
-BLOCKS = 264  # of a GPU, two for each SM
+BLOCKS = 528  # of a GPU, four for each SM: two H200s, 8192 tokens of V4-Pro's shape, 408 us; with 264 blocks 485
 
 
 @dataclass(frozen=True)

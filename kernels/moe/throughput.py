@@ -229,16 +229,16 @@ class ThroughputMode(Mode):
             partial(self._combine_of, base.blocks, "", "rows"),
             *([partial(self._combine_of, base.blocks, "", "choices")] if by_rank else []),
             *(partial(self._combine_of, base.blocks, weighted) for weighted in (() if by_rank else ("", "rows"))),
-            *(self.variants_of_tiles(base.blocks, "choices")[2:4] if self.tiles else []),
+            *(self.variants_of_tiles(base.blocks, base.blocks_beside_gemm, "choices")[2:4] if self.tiles else []),
         ]
 
-    def variants_of_tiles(self, blocks: int, weighted: str) -> list[Callable[[], object]]:
-        """The same for calls beside GEMMs, on `blocks` blocks, where there are tiles."""
+    def variants_of_tiles(self, blocks: int, combine_blocks: int, weighted: str) -> list[Callable[[], object]]:
+        """The same for calls beside GEMMs where there are tiles: a dispatch on `blocks` blocks, a combine on its own."""
         assert self.tiles is not None
         return [
             partial(self._routing_of, "int64", blocks),
             partial(self._dispatch_launch, blocks),
-            partial(self._combine_of, blocks, weighted, tiles=self.tiles.count),
+            partial(self._combine_of, combine_blocks, weighted, tiles=self.tiles.count),
             partial(self._sums_of, weighted, 0),
             wait_until_resident,
             partial(self._combine_of, self._base.blocks, weighted),

@@ -107,8 +107,9 @@ def _scatter(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Te
     if not x.dim() or x.shape[0] % ranks:
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
     objects.calls.note_operator(gradient, "reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
-    # To copy x and to pull its parts is faster than to push them from where x lies, at every size.
-    there = objects.source(x.shape, x.dtype, x.device)
+    # Few bytes travel from where x lies. To copy more and to pull the parts is faster than to push them.
+    few = objects.reduce_scatter.takes_any_source(x.nbytes // ranks)
+    there = None if few else objects.source(x.shape, x.dtype, x.device)
     out = objects.empty((x.shape[0] // ranks, *x.shape[1:]), x.dtype)
     return objects.reduce_scatter(out, x if there is None else there.copy_(x))
 

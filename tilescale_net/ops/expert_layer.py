@@ -28,7 +28,6 @@ from tilescale_net.ops import arguments, experts, moe
 _ops = torch.ops.tilescale_net
 
 WEIGHTED = ("combine", "activation")
-COMBINE_BLOCKS: int | None = None  # of a combine beside GEMMs of eight bits; None: those of the AllToAll
 
 
 def _ends(op: AllToAll, plan: RoutingPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,7 +256,7 @@ def _scaled_matmul_combine(
     handle = moe.handle_of(key, plan_)
     if _can_overlap(op) and experts.is_fused(op, w.shape[2], fused):
         held, of_blocks = _held(w, w_scales)
-        columns, given["blocks"] = held.transpose(1, 2), COMBINE_BLOCKS
+        columns = held.transpose(1, 2)
         return scaled_gemm_of(op, held, True).combined(q, columns, handle, x_scales=scales, w_scales=of_blocks, **given)
     return op.combine(_gemm(op, plan_, q, scales, w, w_scales, False), handle=handle, **given)
 
