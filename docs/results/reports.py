@@ -158,19 +158,11 @@ def commit(name: str) -> str:
     return found.removesuffix("-dirty") + (" with changes that were not committed" if found.endswith("-dirty") else "")
 
 
-# Published before such reports were rejected. A name goes when its report is made again, and none comes.
-MADE_WITH_CHANGES = frozenset({
-    "all_gather_matmul_fp8", "matmul_all_reduce_fp8", "matmul_reduce_scatter_fp8", "moe_layer_two_gpus",
-})  # fmt: skip
-
-
 def rejected() -> list[str]:
-    """Reports that cannot be repeated, as their checkout had changes that no commit holds; and names to be taken out."""
-    dirty = {name for name in names() if run(name)["environment"]["tilescale_net"].endswith("-dirty")}
-    again = "was made from a checkout with uncommitted changes: commit, and measure again"
+    """Reports that cannot be repeated, as their checkout had changes that no commit holds."""
+    dirty = (name for name in names() if run(name)["environment"]["tilescale_net"].endswith("-dirty"))
     return [
-        *(f"{name}.json {again}" for name in sorted(dirty - MADE_WITH_CHANGES)),
-        *(f"{name}.json is clean now: take it out of MADE_WITH_CHANGES" for name in sorted(MADE_WITH_CHANGES - dirty)),
+        f"{name}.json was made from a checkout with uncommitted changes: commit, and measure again" for name in dirty
     ]
 
 
