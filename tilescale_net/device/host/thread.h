@@ -23,7 +23,7 @@ inline const Api& api() {
       [](const Call&) {},
       [](const uint64_t*) {},
       [](const void*, uint64_t, WordAccess, Ordering) {},
-      [](uint32_t) {},
+      [](uint32_t, bool) {},
       [](const void*, uint64_t, WordAccess) {},
       [](const void*, uint64_t, bool, const char*) {},
       [](const void*, uint64_t, bool, const char*) {},
