@@ -42,6 +42,7 @@ LOCAL_OF = {
     AllToAll: {"heap_bytes", "arena_bytes", "checked_list", "kernels_of_tiles"},
     AllReduce: {"is_faster_overwritten", "is_copied_in_pieces"},
     AllReduceNorm: {"new_scales"},
+    ReduceScatter: {"takes_any_source"},
     **{
         kind: {"kernels"}
         for kind in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce, ExpertMatmul, ScaledExpertMatmul)
