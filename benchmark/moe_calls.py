@@ -10,7 +10,6 @@ the peers.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import tilescale_net as tsn
 from benchmark.common import Column, is_rank_zero, median, medians, positive_int, us
 from benchmark.common import moe as common
 from benchmark.common.arguments import on_gpu
-from benchmark.common.measuring import DeviceTimer, captured, device_us, gather, in_turn
+from benchmark.common.measuring import DeviceTimer, captured, device_us, gather, host_and_wall, in_turn
 from benchmark.common.modules import moe, torch
 from benchmark.common.moe import Exchange
 
@@ -55,21 +54,6 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def launched(call: Callable[..., Any], pairs: int) -> tuple[list[float], list[float]]:
-    """Microseconds of a call: until it returns, and, of many in a row, until they have ended."""
-    host, wall = [], []
-    for _ in range(SAMPLES):
-        tsn.synchronize()
-        tsn.barrier()
-        start = time.perf_counter()
-        for _ in range(pairs):
-            call()
-        host.append((time.perf_counter() - start) / pairs * 1e6)
-        tsn.synchronize()
-        wall.append((time.perf_counter() - start) / pairs * 1e6)
-    return host, wall
-
-
 def replayed(call: Callable[..., Any]) -> list[float]:
     """Microseconds of a call in a CUDA graph of several."""
     stream = torch.cuda.Stream()
@@ -99,7 +83,8 @@ def measure(args: argparse.Namespace, case: dict[str, Any], timer: DeviceTimer) 
     else:  # a combine each for the dispatches before it
         samples["combine"] = timer.kernel(made.combine, made.handle_of_dispatch)
     if timer.on_gpu:
-        samples["host"], samples["wall"] = launched(made.pair, PAIRS)
+        host, wall = zip(*(host_and_wall(made.pair, PAIRS) for _ in range(SAMPLES)))
+        samples |= {"host": list(host), "wall": list(wall)}
         samples["graph"] = replayed(made.pair)
     made.close()
     return samples

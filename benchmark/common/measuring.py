@@ -20,6 +20,8 @@ from benchmark.common.arguments import IN_SIMULATOR, ON_GPU, TIMINGS
 from benchmark.common.modules import dist, p2p, torch
 from benchmark.common.report import WrongData, world_size
 
+Key = TypeVar("Key", bound=Hashable)
+
 
 def median(samples: Sequence[float]) -> float:
     """The median; of an even number of samples the mean of the middle two. Raises ValueError when there are none."""
@@ -52,7 +54,7 @@ def gather(value: Any) -> list[Any]:
     return everyone
 
 
-def slowest_ranks(samples: dict[str, list[float]]) -> dict[str, list[float]]:
+def slowest_ranks(samples: dict[Key, list[float]]) -> dict[Key, list[float]]:
     """Of each name, the samples of the rank with the highest median. Collective."""
     everyone = gather(samples)
     return {key: max((s[key] for s in everyone), key=median) for key in samples}
@@ -113,7 +115,6 @@ def difference(dst: torch.Tensor, count: int, seed: int) -> str | None:
 # -- time -------------------------------------------------------------------------------------------------------------
 
 SIMULATED = "simulated: times mean nothing but order"
-Key = TypeVar("Key", bound=Hashable)
 
 
 def in_turn(samplers: Mapping[Key, Callable[[], float]], warmup: int, repeat: int) -> dict[Key, list[float]]:
@@ -139,6 +140,20 @@ def wall_us(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e6
+
+
+def host_and_wall(call: Callable[[], object], times: int) -> tuple[float, float]:
+    """Microseconds of one of so many calls in a row, which all ranks make at once: until the last has returned, and until
+    what they started has ended. Collective."""
+    tsn.synchronize()
+    tsn.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    host = time.perf_counter() - start
+    tsn.synchronize()
+    wall = time.perf_counter() - start
+    return host / times * 1e6, wall / times * 1e6
 
 
 def device_us(launch: Callable[[], object], on_gpu: bool = True) -> float:

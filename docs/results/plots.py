@@ -72,7 +72,7 @@ def collectives_more() -> list[Panel]:
         keys, columns, found = times(name, 0 if name == "all_reduce_fp8" else -1)
         figures = {c: title.removesuffix(" (us)") for c, title in columns.items() if title.endswith(" (us)")}
         figures["us"] = "tilescale_net"
-        splits = [k for k in ("way", "algorithm", "hidden") if k in keys]
+        splits = [k for k in ("way", "operator", "algorithm", "hidden") if k in keys]
         along = next(k for k in keys if k not in splits)
         values = list(dict.fromkeys(tuple(r[k] for k in splits) for r in found))
         if splits == ["algorithm"]:

@@ -211,6 +211,8 @@ MORE_COLLECTIVES = {
     "decode_context": "Merge of partial attention outputs",
     "decode_context_two": "Merge of partial attention outputs",
     "ulysses": "Heads for sequence and back",
+    "operators": "Operators on ordinary tensors, eager",
+    "operators_four": "Operators on ordinary tensors, eager",
 }
 # Of a norm: the form that is compared with others; and columns that a comparison of times leaves out.
 NORM, NOT_TIMES = "bf16", ("p99", "algbw", "busbw", "nccl_busbw")
@@ -314,9 +316,10 @@ def collectives() -> list[Row]:
         what = f"{text[0].lower()}{text[1:]}, {'two' if ranks == 2 else 'four'} GPUs"
         for found in times(name, 0)[2]:
             keys = [key for key in run(name)["tables"][0]["keys"] if key["key"] != "form"]
+            of = f"{what}, {found['operator']}" if "operator" in found else what
             at = ", ".join(f"{key['title'].lower()} {found[key['key']]}" for key in keys)
             at = size(found["bytes"]) if "bytes" in found else at
-            result.append(Row(name, what, at, found["us"], *least(peers(name, found)), "us"))
+            result.append(Row(name, of, at, found["us"], *least(peers(name, found)), "us"))
     return result
 
 

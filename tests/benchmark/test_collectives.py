@@ -4,6 +4,7 @@ import argparse
 import itertools
 
 import pytest
+import torch
 
 from tests import ranks
 from tests.benchmark.test_runs import launch, run
@@ -32,6 +33,33 @@ def test_runs(tmp_path, name, arguments, env):
         assert row["algbw"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
         assert row["busbw"] == pytest.approx(row["algbw"] * (size - 1) / size * (2 if name == "all_reduce" else 1))
         assert row["p99"] >= row["us"]
+
+
+def test_operators(tmp_path):
+    """Eager operators, beside gloo in NCCL's place."""
+    rows, said = run(tmp_path, "operators.py", *QUICK[2:], "--calls", "1", "--sizes", "4K")
+    assert "- data: verified" in said and "x gloo, host" in said
+    assert [row["operator"] for row in rows] == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    for row in rows:
+        assert row["bytes"] == 4096 and row["us"] >= row["host"] > 0
+        assert row["ratio"] == pytest.approx(row["nccl_us"] / row["us"])
+        assert row["host_ratio"] == pytest.approx(row["nccl_host"] / row["host"])
+
+
+def _wrong_results():
+    from benchmark import operators
+
+    for name in operators.OPERATORS:
+        case = operators.Case(name, 4096, torch.bfloat16, seed=5)
+        for peer in case.peers(torch.distributed.group.WORLD).values():
+            found = peer()
+            assert case.difference(found, exact=False) is None
+            found[-1, -1] += 1
+            assert "wrong" in case.difference(found, exact=False)
+
+
+def test_wrong_results_of_operators_are_found():
+    ranks.run(2, _wrong_results)
 
 
 def test_decode_context(tmp_path):
