@@ -16,9 +16,22 @@ from tests import outcomes, shared_memory
 os.environ.setdefault("TSN_SIM_CXXFLAGS", "-Og")
 
 
+def _part(text: str) -> tuple[int, int]:
+    k, n = (int(number) for number in text.split("/"))
+    if not 0 <= k < n:
+        raise ValueError(f"--part {text}: K/N with 0 <= K < N")
+    return k, n
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("tilescale_net")
     group.addoption("--thorough", action="store_true", help="all variants of all tests, as where tests are named")
+    group.addoption(
+        "--part",
+        metavar="K/N",
+        type=_part,
+        help="of the variants left to a thorough run, the K-th of N equal parts too",
+    )
     group.addoption("--allow-skips", metavar="REGEX", help="fail when a test is skipped for any other reason")
     group.addoption("--outcomes", metavar="FILE", help="add what became of each test; leave out what passed before")
     group.addoption("--list-lacking", metavar="FILE", help="append the tests that the machine lacked something for")
@@ -31,7 +44,8 @@ def pytest_configure(config):
     outcomes.configure(config)
     named = config.args_source is pytest.Config.ArgsSource.ARGS
     # Workers of xdist do not see which paths were given to the process that starts them.
-    config.option.thorough |= config.workerinput["thorough"] if hasattr(config, "workerinput") else named
+    if config.option.part is None:
+        config.option.thorough |= config.workerinput["thorough"] if hasattr(config, "workerinput") else named
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -55,7 +69,12 @@ def left_to_a_thorough_run(items: list) -> list:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Tests that may take long begin first: at the end, all processors have something to do."""
-    if not config.option.thorough and (left := set(left_to_a_thorough_run(items))):
+    left = [] if config.option.thorough else left_to_a_thorough_run(items)
+    if config.option.part:
+        k, n = config.option.part
+        left = [item for index, item in enumerate(left) if index % n != k]
+    if left:
+        left = set(left)
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=list(left))
     items.sort(key=lambda item: -(mark.args[0] if (mark := item.get_closest_marker("timeout")) else 0))
