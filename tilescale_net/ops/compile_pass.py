@@ -8,13 +8,15 @@ It replaces what users write with torch's functional collectives, in groups that
 - `reduce_scatter_tensor(mm(x, w), "sum", 0, group)`: `ops.matmul_reduce_scatter`;
 - `all_reduce(mm(x, w), "sum", group)`: `ops.matmul_all_reduce`;
 
-each where nothing else reads the GEMM's result, shapes are known, and `kernels.fused.choice` finds the fused way faster for
-them: anything else stays as it is. All ranks compile the same graph, so all replace the same calls.
+each where nothing else reads the GEMM's result, which may be viewed with more dimensions of rows in between, shapes are known,
+and `kernels.fused.choice` finds the fused way faster for them: anything else stays as it is, such as a GEMM with a bias. All
+ranks compile the same graph, so all replace the same calls.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -24,6 +26,21 @@ from tilescale_net.kernels.fused import choice
 from tilescale_net.ops import fused, group_objects
 
 _c10d, _ours = torch.ops._c10d_functional, torch.ops.tilescale_net
+
+
+class Found(NamedTuple):
+    """A GEMM and its collective in a graph.
+
+    Attributes:
+        kind: the operator that computes both. x, w, group: its arguments; `x` may have more dimensions than two.
+        nodes: what it replaces, the last to be computed first.
+    """
+
+    kind: str
+    x: Any
+    w: Any
+    group: str
+    nodes: list[Any]
 
 
 class FuseCollectives(CustomGraphPass):
@@ -45,42 +62,69 @@ class FuseCollectives(CustomGraphPass):
         for node in list(graph.nodes):
             for pattern in (_gathered, _scattered, _reduced):
                 found = pattern(node)
-                if found is not None and _is_faster(*found):
-                    self._replace(graph, node, *found)
+                if found is not None and _is_faster(found):
+                    self._replace(graph, found)
                     break
         graph.eliminate_dead_code()
 
-    def _replace(self, graph: torch.fx.Graph, node: Any, kind: str, x: Any, w: Any, group: str) -> None:
-        given = (False,) if kind == "matmul_all_reduce" else ()
+    def _replace(self, graph: torch.fx.Graph, found: Found) -> None:
+        node, x = found.nodes[0], found.x
+        value = node.meta["val"]
+        given = (False,) if found.kind == "matmul_all_reduce" else ()
         with graph.inserting_before(node):
-            ours = graph.call_function(getattr(_ours, kind).default, (x, w, *given, None, group))
-        ours.meta.update(node.meta)
+            if x.meta["val"].dim() != 2:
+                x = _viewed(graph, x, [-1, x.meta["val"].shape[-1]])
+            ours = graph.call_function(getattr(_ours, found.kind).default, (x, found.w, *given, None, found.group))
+            ours.meta.update(node.meta)
+            if value.dim() != 2:
+                ours.meta["val"] = value.reshape(-1, value.shape[-1])
+                ours = _viewed(graph, ours, list(value.shape))
         node.replace_all_uses_with(ours)
-        self.replaced.append(kind)
+        for each in found.nodes:  # torch keeps waits that nothing reads, and so the collective and the GEMM
+            graph.erase_node(each)
+        self.replaced.append(found.kind)
+
+
+def _viewed(graph: torch.fx.Graph, node: Any, shape: list[int]) -> Any:
+    view = graph.call_function(torch.ops.aten.reshape.default, (node, shape))
+    view.meta["val"] = node.meta["val"].reshape(shape)
+    return view
 
 
 def _call(node: Any, target: Any) -> bool:
     return isinstance(node, torch.fx.Node) and node.op == "call_function" and node.target == target
 
 
-def _mm_alone(node: Any) -> bool:
-    """Whether a node is a GEMM whose result one node reads."""
-    return _call(node, torch.ops.aten.mm.default) and len(node.users) == 1
+def _alone(node: Any, target: Any) -> bool:
+    """Whether a node is a call of `target` whose result one node reads."""
+    return _call(node, target) and len(node.users) == 1
 
 
-Found = tuple[str, Any, Any, str]
+def _rows_of(node: Any) -> list[Any]:
+    """A node, behind it what it is a view of; such views keep the last dimension and so the rows, and one node reads each."""
+    nodes = [node]
+    while any(_alone(nodes[-1], view) for view in _VIEWS):
+        inner = nodes[-1].args[0]
+        if inner.meta["val"].shape[-1:] != nodes[-1].meta["val"].shape[-1:]:
+            break
+        nodes.append(inner)
+    return nodes
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 
 
 def _gathered(node: Any) -> Found | None:
     if not _call(node, torch.ops.aten.mm.default):
         return None
-    waited, w = node.args
-    if not _call(waited, _c10d.wait_tensor.default) or len(waited.users) != 1:
+    *views, waited = _rows_of(node.args[0])
+    if not _alone(waited, _c10d.wait_tensor.default):
         return None
     gathered = waited.args[0]
-    if not _call(gathered, _c10d.all_gather_into_tensor.default) or len(gathered.users) != 1:
+    if not _alone(gathered, _c10d.all_gather_into_tensor.default):
         return None
-    return "all_gather_matmul", gathered.args[0], w, gathered.args[2]
+    x, _, group = gathered.args
+    return Found("all_gather_matmul", x, node.args[1], group, [node, *views, waited, gathered])
 
 
 def _behind(node: Any, collective: Any, kind: str) -> Found | None:
@@ -88,9 +132,13 @@ def _behind(node: Any, collective: Any, kind: str) -> Found | None:
     if not _call(node, _c10d.wait_tensor.default):
         return None
     called = node.args[0]
-    if not _call(called, collective) or len(called.users) != 1 or called.args[1] != "sum":
+    if not _alone(called, collective) or called.args[1] != "sum":
         return None
-    return (kind, *called.args[0].args, called.args[-1]) if _mm_alone(called.args[0]) else None
+    *views, product = _rows_of(called.args[0])
+    if not _alone(product, torch.ops.aten.mm.default):
+        return None
+    x, w = product.args
+    return Found(kind, x, w, called.args[-1], [node, called, *views, product])
 
 
 def _scattered(node: Any) -> Found | None:
@@ -101,19 +149,21 @@ def _reduced(node: Any) -> Found | None:
     return _behind(node, _c10d.all_reduce.default, "matmul_all_reduce")
 
 
-def _is_faster(kind: str, x: Any, w: Any, group: str) -> bool:
+def _is_faster(found: Found) -> bool:
     """Whether the fused way is expected to be faster than what the graph does."""
-    left, right = x.meta.get("val"), w.meta.get("val")
+    left, right = found.x.meta.get("val"), found.w.meta.get("val")
     if left is None or right is None or left.dtype != right.dtype or left.dtype == fused.SCALED:
         return False
-    if not all(isinstance(extent, int) for extent in (*left.shape, *right.shape)):
+    if not left.dim() or not all(isinstance(extent, int) for extent in (*left.shape, *right.shape)):
+        return False
+    if not (left.is_contiguous() and (right.is_contiguous() or right.t().is_contiguous())):  # which would be copied
         return False
     try:
-        world = group_objects.world_of(group)
+        world = group_objects.world_of(found.group)
     except TileScaleError:  # a group of torch's alone
         return False
-    (rows, k), n = left.shape, right.shape[1]
-    problem = choice.GemmProblem(kind, world.size, rows, k, n, left.dtype)
+    (*rows, k), n = left.shape, right.shape[1]
+    problem = choice.GemmProblem(found.kind, world.size, math.prod(rows), k, n, left.dtype)
     if choice.fits(problem):
         return False
     # Ranks cannot ask one another while torch traces a graph; the operator itself looks at all points.
