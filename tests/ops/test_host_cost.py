@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 import tilescale_net as tsn
 from tests import ranks
@@ -87,8 +88,23 @@ def _cost(call: Callable[[], Any]) -> float:
     return (time.thread_time() - start) / CALLS
 
 
-def _measured() -> dict[str, float]:
-    """Least cost of each call, in empty calls of torch's; of the rank that measures."""
+def _under_default_device(calls: dict[str, Callable[[], Any]]) -> dict[str, int]:
+    """How many functions of torch each call runs that the mode of torch.set_default_device sees, for 2 to 5 us each."""
+    seen = unittest.mock.patch.object(DeviceContext, "__torch_function__", autospec=True)
+    found = {}
+    with seen as mode:
+        mode.side_effect = lambda self, function, types, args=(), kwargs=None: function(*args, **(kwargs or {}))
+        torch.set_default_device("meta")
+        for name, call in calls.items():
+            before = mode.call_count
+            call()
+            found[name] = mode.call_count - before
+        torch.set_default_device(None)
+    return found
+
+
+def _measured() -> tuple[dict[str, float], dict[str, int]]:
+    """Least cost of each call, in empty calls of torch's, of the rank that measures; and what `_under_default_device` finds."""
     nothing = torch.zeros(8, device=tsn.device())
     # The simulator alone looks at ids of experts on the host.
     unchecked = unittest.mock.patch.object(checks, "check_experts", lambda *ids: None)
@@ -97,6 +113,7 @@ def _measured() -> dict[str, float]:
         for _ in range(3):  # the memory that operators share grows
             for call in calls.values():
                 call()
+        seen = _under_default_device(calls)
         tsn.barrier()
         least = dict.fromkeys(calls, float("inf"))
         for _ in range(TURNS if tsn.rank() == 0 else 0):
@@ -104,10 +121,13 @@ def _measured() -> dict[str, float]:
                 least[name] = min(least[name], _cost(call))
         tsn.barrier()
     unit = least.pop("nothing")
-    return {name: cost / unit for name, cost in least.items()}
+    return {name: cost / unit for name, cost in least.items()}, seen
 
 
 def test_host_cost():
-    found = ranks.run(2, _measured, env={"TSN_DEVICE": "simulator"})[0]
+    found, seen = ranks.run(2, _measured, env={"TSN_DEVICE": "simulator"})[0]
     print(", ".join(f"{name} {cost:.1f} of {LIMITS[name]}" for name, cost in found.items()))
     assert not [f"{name}: {cost:.1f}" for name, cost in found.items() if cost > LIMITS[name]]
+    # Functions of torch in these calls' own lines.
+    own = dict.fromkeys(("nothing", "ops.all_reduce_norm", "AllReduceNorm", "deep_ep, low latency"), 1)
+    assert seen == {name: own.get(name, 0) for name in seen}

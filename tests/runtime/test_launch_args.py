@@ -7,13 +7,14 @@ import weakref
 
 import pytest
 import torch
+import torch.overrides
 import tvm_ffi
 
 from tilescale_net import _native
 from tilescale_net.kernels.moe import checks
 from tilescale_net.kernels.moe.checks import ArgumentError
 from tilescale_net.kernels.moe.handle import POOL_SIZE, LikeFactory, TensorPool
-from tilescale_net.runtime import launch_args
+from tilescale_net.runtime import launch_args, profiling
 from tilescale_net.runtime.launch_args import StreamOrder
 
 FP8 = torch.float8_e4m3fn
@@ -67,6 +68,38 @@ def test_the_default_device_of_a_user_changes_nothing():
     finally:
         torch.set_default_device(None)
     assert found(x, 3) and not found(x, 2) and not found(x.half(), 3)
+
+
+@pytest.mark.parametrize(
+    "decorate", [launch_args.without_default_device, profiling.named("tilescale_net.test")], ids=["plain", "named"]
+)
+def test_calls_run_without_the_mode_of_the_default_device(decorate):
+    """The mode is there again behind them, also where they fail; what another mode looks at stays in its sight."""
+
+    @decorate
+    def made(fails: bool = False) -> str:
+        if fails:
+            raise ValueError("no")
+        return torch.empty(1).device.type
+
+    class Other(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            functions.append(function)
+            return function(*args, **(kwargs or {}))
+
+    functions: list = []
+    assert made() == "cpu"
+    torch.set_default_device("meta")
+    try:
+        assert made() == "cpu" and torch.empty(1).device.type == "meta"
+        with pytest.raises(ValueError, match="no"):
+            made(fails=True)
+        assert torch.empty(1).device.type == "meta"
+        with Other():
+            assert made() == "meta" and functions
+    finally:
+        torch.set_default_device(None)
+    assert made() == torch.empty(1).device.type == "cpu"
 
 
 def test_a_function_that_fails_or_is_missing():

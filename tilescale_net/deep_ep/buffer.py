@@ -12,6 +12,7 @@ from tilescale_net.deep_ep.high_throughput import Bias
 from tilescale_net.deep_ep.objects import Config, GroupBuffer, low_latency_bytes
 from tilescale_net.deep_ep.utils import EventHandle, EventOverlap, begin, end
 from tilescale_net.kernels.moe.handle import Rows
+from tilescale_net.runtime.launch_args import without_default_device
 
 SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is given
 
@@ -116,6 +117,7 @@ class Buffer(GroupBuffer):
 
     # -- high throughput --------------------------------------------------------------------------------------------
 
+    @without_default_device
     def get_dispatch_layout(
         self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
         async_finish: bool = False, allocate_on_comm_stream: bool = False,
@@ -137,6 +139,7 @@ class Buffer(GroupBuffer):
             per_node = in_rank.view(len(in_rank), nodes, self.group_size // nodes).any(2).sum(0, dtype=torch.int32)
         return per_rank, per_node, per_expert, in_rank, end(async_finish)
 
+    @without_default_device
     def dispatch(
         self, x: Rows, handle: tuple | None = None, num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None, is_token_in_rank: torch.Tensor | None = None,
@@ -184,6 +187,7 @@ class Buffer(GroupBuffer):
         )  # fmt: skip
         return rows, recv_idx, recv_weights, counts, (prefix, is_token_in_rank, routing), end(async_finish)
 
+    @without_default_device
     def combine(
         self, x: torch.Tensor, handle: tuple, topk_weights: torch.Tensor | None = None, bias: Bias = None,
         config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
@@ -215,6 +219,7 @@ class Buffer(GroupBuffer):
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing to do: the modes share no memory, and signals are never reset."""
 
+    @without_default_device
     def low_latency_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
@@ -249,6 +254,7 @@ class Buffer(GroupBuffer):
         )  # fmt: skip
         return rows, counts, handle, end(async_finish), hook
 
+    @without_default_device
     def low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: tuple,
         use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,

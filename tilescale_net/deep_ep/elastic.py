@@ -13,6 +13,7 @@ from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.layout import PlanOffsets
+from tilescale_net.runtime.launch_args import without_default_device
 
 NUM_SMS = 24  # blocks of a kernel where a call does not say
 
@@ -179,6 +180,7 @@ class ElasticBuffer(GroupBuffer):
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
+    @without_default_device
     def dispatch(
         self, x: Rows, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None, num_experts: int | None = None,
@@ -267,6 +269,7 @@ class ElasticBuffer(GroupBuffer):
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
+    @without_default_device
     def combine(
         self, x: torch.Tensor, handle: EPHandle, topk_weights: torch.Tensor | None = None, bias: Bias = None,
         num_sms: int = 0, num_qps: int = 0, previous_event: EventHandle | None = None,

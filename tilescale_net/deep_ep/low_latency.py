@@ -12,6 +12,7 @@ from tilescale_net.deep_ep.objects import Objects
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle
 from tilescale_net.kernels.moe.handle import ReceivedRows, Rows
 from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX
+from tilescale_net.runtime.launch_args import without_default_device
 
 MANTISSA = 23  # bits of a float32
 
@@ -190,6 +191,7 @@ def dispatch(
         elif members is not None:
             _clear(received)
 
+    @without_default_device
     def hook() -> None:
         masks.survive(receive, lambda: _clear(received))
         finish()
@@ -235,6 +237,7 @@ def combine(
 
     receive, result = masks.survive(send, lambda: (None, out.zero_()))
 
+    @without_default_device
     def hook() -> None:
         objects.order.follow()
         if receive is not None:

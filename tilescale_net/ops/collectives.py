@@ -13,7 +13,7 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.ops import arguments, group_objects
 from tilescale_net.ops.group_objects import GroupObjects
-from tilescale_net.runtime.launch_args import unresolved
+from tilescale_net.runtime.launch_args import unresolved, without_default_device
 
 _ops = torch.ops.tilescale_net
 
@@ -63,6 +63,7 @@ def _all_gather_gradient(ctx, grad):
 _gather_differentiably = arguments.differentiable(_all_gather, _all_gather_setup, _all_gather_gradient)
 
 
+@without_default_device
 def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
     """The `x` of all ranks of the group, one after the other; as torch.distributed.all_gather_into_tensor.
 
@@ -130,6 +131,7 @@ def _reduce_scatter_gradient(ctx, grad):
 _scatter_differentiably = arguments.differentiable(_reduce_scatter, _group_setup, _reduce_scatter_gradient)
 
 
+@without_default_device
 def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
     """This rank's part of the sum of `x` over all ranks of the group; as torch.distributed.reduce_scatter_tensor.
 
@@ -196,6 +198,7 @@ def _all_reduce_gradient(ctx, grad):
 _reduce_differentiably = arguments.differentiable(_all_reduce, _all_reduce_setup, _all_reduce_gradient)
 
 
+@without_default_device
 def all_reduce(
     x: torch.Tensor, group: tsn.Group = None, *, replicated: bool = False, quantize: str | None = None
 ) -> torch.Tensor:
@@ -307,6 +310,7 @@ def _all_to_all_gradient(ctx, grad):
 _exchange_differentiably = arguments.differentiable(_all_to_all, _all_to_all_setup, _all_to_all_gradient)
 
 
+@without_default_device
 def all_to_all(
     x: torch.Tensor,
     output_splits: Sequence[int] | None = None,

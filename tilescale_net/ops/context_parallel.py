@@ -12,6 +12,7 @@ from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed, chec
 from tilescale_net.kernels.attention_merge import AttentionMerge
 from tilescale_net.ops import arguments, group_objects
 from tilescale_net.ops.group_objects import GroupObjects, SideStream
+from tilescale_net.runtime.launch_args import without_default_device
 
 _ops = torch.ops.tilescale_net
 
@@ -50,6 +51,7 @@ def _(x, lse, all_heads, base_2, group):
     return x.new_empty((x.shape[0], own, x.shape[2])), lse.new_empty((x.shape[0], own))
 
 
+@without_default_device
 def merge_attention(
     x: torch.Tensor, lse: torch.Tensor, group: tsn.Group = None, *, all_heads: bool = False, base_2: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,6 +190,7 @@ _scatter_differentiably = arguments.differentiable(_scatter_heads, _exchange_set
 _gather_differentiably = arguments.differentiable(_gather_heads, _exchange_setup, _gather_gradient)
 
 
+@without_default_device
 def scatter_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence[int] | None = None) -> torch.Tensor:
     """From this rank's part of the sequence with all heads to the whole sequence with this rank's part of the heads: what comes
     before attention in sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509). No copy reorders anything.
@@ -216,6 +219,7 @@ def scatter_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence
     return _ops.scatter_heads(x, lengths, group_objects.name_of(group))
 
 
+@without_default_device
 def gather_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence[int] | None = None) -> torch.Tensor:
     """The way back of `scatter_heads`, after attention.
 

@@ -30,6 +30,7 @@ from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.ops import arguments, group_objects
 from tilescale_net.ops.group_objects import GroupObjects
+from tilescale_net.runtime.launch_args import without_default_device
 
 _ops = torch.ops.tilescale_net
 CLASSES: dict[str, type[FusedMatmul]] = {
@@ -224,6 +225,7 @@ def _all_gather_matmul_gradient(ctx, grad):
 _all_gather_matmul_differentiably = arguments.differentiable(_all_gather_matmul, _setup, _all_gather_matmul_gradient)
 
 
+@without_default_device
 def all_gather_matmul(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -312,6 +314,7 @@ _matmul_reduce_scatter_differentiably = arguments.differentiable(
 )
 
 
+@without_default_device
 def matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -389,6 +392,7 @@ def _matmul_all_reduce_gradient(ctx, grad):
 _matmul_all_reduce_differentiably = arguments.differentiable(_matmul_all_reduce, _setup, _matmul_all_reduce_gradient)
 
 
+@without_default_device
 def matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,

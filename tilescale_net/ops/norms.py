@@ -22,6 +22,7 @@ from tilescale_net.kernels.all_reduce_norm import (
     scales_like,
 )
 from tilescale_net.ops import arguments, group_objects
+from tilescale_net.runtime.launch_args import without_default_device
 
 _ops = torch.ops.tilescale_net
 
@@ -179,6 +180,7 @@ def _taken_apart(
     return rows, experts, given
 
 
+@without_default_device
 def all_reduce_norm(
     x: torch.Tensor | ExpertRows,
     weight: torch.Tensor,
@@ -287,6 +289,7 @@ def _(
     return _results(x, _shape(x, index), by, layout, keep_normed)
 
 
+@without_default_device
 def all_reduce_norm_quantized(
     x: torch.Tensor | ExpertRows,
     weight: torch.Tensor,

@@ -3,9 +3,10 @@
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils._device import DeviceContext
 
 # -- quick calls ---------------------------------------------------------------------------------------------------------
 
@@ -154,6 +155,58 @@ def empty_factory(sample: torch.Tensor) -> Callable[[], torch.Tensor]:
         return tensor if tensor.get_device() == index else torch.empty_like(sample)  # it takes the current device
 
     return made
+
+
+# -- default device ------------------------------------------------------------------------------------------------------
+
+# torch.set_default_device puts a mode around every function and attribute of torch, for 2 to 5 us each. Calls here name the
+# device of all that they make, so they run without it.
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+try:
+    from torch._C import (
+        _get_function_stack_at,
+        _is_torch_function_mode_enabled,
+        _len_torch_function_stack,
+        _pop_torch_function_stack,
+        _push_on_torch_function_stack,
+    )
+except ImportError:  # another torch: calls run with the mode
+
+    def _is_torch_function_mode_enabled() -> bool:
+        return False
+
+
+has_function_mode = _is_torch_function_mode_enabled
+
+
+def take_default_device() -> Any:
+    """Where `has_function_mode()`: end the mode of torch.set_default_device and return it for `put_default_device`; None where
+    another mode is there, which sees what a call does."""
+    if _len_torch_function_stack() != 1 or type(_get_function_stack_at(0)) is not DeviceContext:
+        return None
+    return _pop_torch_function_stack()
+
+
+def put_default_device(mode: Any) -> None:
+    """Begin the mode that `take_default_device` has returned again."""
+    _push_on_torch_function_stack(mode)
+
+
+def without_default_device(function: F) -> F:
+    """A decorator: calls run without the mode of torch.set_default_device."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not has_function_mode() or (mode := take_default_device()) is None:
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            put_default_device(mode)
+
+    return cast(F, call)
 
 
 # -- launch arguments ----------------------------------------------------------------------------------------------------
