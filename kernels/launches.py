@@ -29,7 +29,7 @@ class Launch:
         given: names of the others, in the order in which a call gives them.
         words: of those, tensors that the kernel takes as int32 rows of this many words. columns: of those, tensors that it takes
             as rows of this many elements. forms: of those, tensors that it takes in another shape, as `torch.Tensor.view`
-            has it, of their own dtype (None), int32 or uint8.
+            has it, of their own dtype (None) or another one.
         stand_ins: of those, what the kernel gets instead of None and of a tensor without elements.
 
     Raises:
@@ -87,10 +87,7 @@ class Launch:
         fixed = [(places[name], value) for name, value in self._values.items()]
         if first:
             fixed.append((0, self._world.context_tensor))
-        given = [
-            (places[name], shape, 8 * dtype.itemsize if dtype else 0, stand_in)
-            for name, (shape, dtype, stand_in) in self._given.items()
-        ]
+        given = [(places[name], shape, dtype, stand_in) for name, (shape, dtype, stand_in) in self._given.items()]
         integers = {first + place: (low, high) for place, low, high in self._kernel.integers}
         return launch_args.native_launch(fixed, given, self._plain_function, self, integers)
 

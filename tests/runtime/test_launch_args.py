@@ -33,7 +33,7 @@ def test_what_a_call_gives_meets_what_never_changes():
     function = tvm_ffi.convert(lambda *arguments: seen.append([*map(_seen, arguments)]))
     x, few = torch.arange(6).reshape(2, 3), torch.zeros((1, 4), dtype=torch.int32)
     slow: list = []
-    given = [(1, (), 0, None), (3, (-1, 4), 32, few), (4, (-1, 2), 0, None)]
+    given = [(1, (), None, None), (3, (-1, 4), torch.int32, few), (4, (-1, 2), None, None)]
     launch = launch_args.native_launch([(0, x), (2, 5)], given, lambda: function, lambda *args: slow.append(args))
     rows, pairs = torch.zeros((2, 2, 4), dtype=torch.bfloat16), torch.zeros((3, 4))
     for value in (rows, None, rows[:0]):
@@ -48,10 +48,23 @@ def test_what_a_call_gives_meets_what_never_changes():
     assert slow == unusual and len(seen) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8, torch.int8, torch.uint64, torch.float64])
+def test_a_tensor_is_taken_as_the_dtype_that_the_kernel_has(dtype):
+    """Another dtype of as many bits would fail in the kernel's host function, and each call be made again by the slow way."""
+    seen, slow = [], []
+    function = tvm_ffi.convert(lambda *arguments: seen.extend(map(_seen, arguments)))
+    launch = launch_args.native_launch(
+        [], [(0, (2, -1), dtype, None)], lambda: function, lambda *args: slow.append(args)
+    )
+    for value in (torch.zeros((4, 8), dtype=dtype), torch.zeros(32 * dtype.itemsize, dtype=torch.uint8)):
+        launch(value)
+    assert seen == 2 * [((2, 16), str(dtype).removeprefix("torch."))] and not slow
+
+
 def test_integers_beyond_their_range_go_the_other_way():
     seen: list = []
     function, slow = tvm_ffi.convert(lambda *arguments: seen.append(arguments)), []
-    given, ranges = [(0, (), 0, None), (1, (), 0, None)], {0: (-(2**31), 2**31 - 1)}
+    given, ranges = [(0, (), None, None), (1, (), None, None)], {0: (-(2**31), 2**31 - 1)}
     launch = launch_args.native_launch([(2, 1)], given, lambda: function, lambda *args: slow.append(args), ranges)
     for value in (-(2**31), 2**31 - 1, 2**31, -(2**31) - 1, 2**32 + 7):
         launch(value, 2**40)
@@ -111,7 +124,7 @@ def test_a_function_that_fails_or_is_missing():
 
     function = tvm_ffi.convert(fails)
     for found in (lambda: function, lambda: None):
-        launch = launch_args.native_launch([], [(0, (), 0, None)], found, otherwise)
+        launch = launch_args.native_launch([], [(0, (), None, None)], found, otherwise)
         with pytest.raises(RuntimeError, match="because of"):
             launch(3)
 

@@ -49,7 +49,7 @@ def native_available() -> bool:
 
 def native_launch(
     fixed: Sequence[tuple[int, object]],
-    given: Sequence[tuple[int, Sequence[int], int, torch.Tensor | None]],
+    given: Sequence[tuple[int, Sequence[int], torch.dtype | None, torch.Tensor | None]],
     function: Callable[[], Any],
     otherwise: Callable[..., None],
     integers: Mapping[int, tuple[int, int]] | None = None,
@@ -60,8 +60,8 @@ def native_launch(
         fixed: places among the function's arguments, and what stands there in every call: tensors, numbers. `otherwise`
             must hold them. Launches go to the current stream of the GPU on which the tensors are.
         given: place of each argument of a call; the shape as which the function takes a tensor, with -1 for one extent
-            as in `torch.Tensor.view` (empty: as it is), and bits: 32 for int32, 8 for uint8, 0 for its own dtype; and
-            what stands in for None and for a tensor without elements, or None.
+            as in `torch.Tensor.view` (empty: as it is), and the dtype, or None for the tensor's own; and what stands in
+            for None and for a tensor without elements, or None.
         function: called at the first call: a tvm_ffi.Function that the caller holds, or None without one. otherwise:
         called where something is unusual, or where a call fails, to report the reason.
         integers: lowest and highest value of integers, by place.
@@ -73,7 +73,10 @@ def native_launch(
     ranges = integers or {}
     if any(isinstance(value, int) and not _holds(ranges.get(place, _INT64), value) for place, value in fixed):
         return otherwise
-    limited = [(*how, *ranges.get(how[0], _INT64)) for how in given]
+    limited = [
+        (place, shape, None if dtype is None else torch.empty(0, dtype=dtype), stand_in, *ranges.get(place, _INT64))
+        for place, shape, dtype, stand_in in given
+    ]
 
     def address() -> int:
         found = function()

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -51,7 +52,6 @@ struct DlExchange {
 
 constexpr int32_t kDlCpu = 1;
 constexpr uint8_t kDlMostUnsigned = 1; // codes up to it are of integers
-constexpr DlDtype kInt32 = {0, 32, 1}, kUint8 = {1, 8, 1};
 
 struct TvmAny {
   int32_t type;
@@ -85,8 +85,8 @@ constexpr int kMostDims = 6;
 
 // As which a kernel takes a tensor.
 struct Form {
-  std::vector<int64_t> shape; // at most one extent is -1: what remains; empty: as it is
-  int bits = 0;               // 8: as uint8, 32: as int32; 0: of its own element type
+  std::vector<int64_t> shape;   // at most one extent is -1: what remains; empty: as it is
+  std::optional<DlDtype> dtype; // none: the tensor's own
 };
 
 // A view of a tensor, and room for extents that are not the tensor's own.
@@ -113,7 +113,7 @@ struct View {
   // See it in another form; false for one that is not contiguous or does not divide.
   bool reshape(const Form& form) {
     const int64_t bits = elements() * tensor.dtype.bits * tensor.dtype.lanes;
-    const int64_t count = form.bits != 0 ? bits / form.bits : elements();
+    const int64_t count = form.dtype ? bits / (form.dtype->bits * form.dtype->lanes) : elements();
     int64_t known = 1;
     for (int64_t extent : form.shape) known *= extent < 0 ? 1 : extent;
     if (!contiguous() || known == 0 || count % known != 0) return false;
@@ -127,7 +127,7 @@ struct View {
     }
     if (!whole) return false;
     tensor.ndim = (int32_t)form.shape.size();
-    if (form.bits != 0) tensor.dtype = form.bits == 8 ? kUint8 : kInt32;
+    if (form.dtype) tensor.dtype = *form.dtype;
     tensor.shape = shape.data();
     tensor.strides = strides.data(); // kernels' host functions take none for strides of 1
     return true;
@@ -184,6 +184,9 @@ struct Wanted {
 // --- a launch with all but some arguments known: a call only converts the others -------------------------------------
 
 constexpr int kMostArguments = 64, kMostGiven = 32;
+
+int64_t slow_calls =
+    0; // that could have been launched from here, but for an argument that cannot be read or does not fit
 
 // An argument that a call gives.
 struct Given {
@@ -260,6 +263,7 @@ public:
         Py_END_ALLOW_THREADS;
         if (failed == 0) Py_RETURN_NONE;
       }
+      ++slow_calls;
     }
     return PyObject_Vectorcall(otherwise_, values, count, nullptr);
   }
@@ -506,28 +510,34 @@ void bind(py::module_& parent) {
                     capsule(std::make_unique<Bound>(called.ptr(), leading, std::move(ranges), otherwise.ptr())));
   });
 
-  // Places and values of fixed arguments; of those that a call gives, their places, forms (shape and bits), stand-ins,
-  // and lowest and highest values of integers.
-  m.def("pack", [](uintptr_t exchange, const py::type& kind, std::array<uintptr_t, 4> calls,
-                   const std::vector<std::pair<int, py::object>>& fixed,
-                   const std::vector<std::tuple<int, std::vector<int64_t>, int, py::object, int64_t, int64_t>>& given,
-                   py::object resolve, py::object otherwise) {
-    if (fixed.size() + given.size() > kMostArguments || given.size() > kMostGiven)
-      throw py::value_error("too many arguments");
-    const TvmCalls tvm = {(decltype(TvmCalls::call))calls[0], (decltype(TvmCalls::set_stream))calls[1],
-                          (decltype(TvmCalls::take_error))calls[2], (decltype(TvmCalls::release))calls[3]};
-    auto made = std::make_unique<Pack>(reader_of(exchange, kind), tvm, (int)(fixed.size() + given.size()),
-                                       resolve.ptr(), otherwise.ptr());
-    bool readable = true;
-    for (const auto& [place, value] : fixed) readable = readable && made->fix(place, value.ptr());
-    for (const auto& [place, shape, bits, stand_in, low, high] : given) {
-      if (shape.size() > kMostDims) throw py::value_error("a form has too many extents");
-      PyObject* const tensor = stand_in.is_none() ? nullptr : stand_in.ptr();
-      readable = readable && made->give(place, {shape, bits}, tensor, {low, high});
-    }
-    if (!readable) throw py::value_error("an argument cannot be exchanged");
-    return function(pack_method, capsule(std::move(made)));
-  });
+  // Places and values of fixed arguments; of those that a call gives, their places, forms (shape, and a tensor of the
+  // dtype or None), stand-ins, and lowest and highest values of integers.
+  m.def("pack",
+        [](uintptr_t exchange, const py::type& kind, std::array<uintptr_t, 4> calls,
+           const std::vector<std::pair<int, py::object>>& fixed,
+           const std::vector<std::tuple<int, std::vector<int64_t>, py::object, py::object, int64_t, int64_t>>& given,
+           py::object resolve, py::object otherwise) {
+          if (fixed.size() + given.size() > kMostArguments || given.size() > kMostGiven)
+            throw py::value_error("too many arguments");
+          const TvmCalls tvm = {(decltype(TvmCalls::call))calls[0], (decltype(TvmCalls::set_stream))calls[1],
+                                (decltype(TvmCalls::take_error))calls[2], (decltype(TvmCalls::release))calls[3]};
+          const Reader reader = reader_of(exchange, kind);
+          auto made =
+              std::make_unique<Pack>(reader, tvm, (int)(fixed.size() + given.size()), resolve.ptr(), otherwise.ptr());
+          bool readable = true;
+          for (const auto& [place, value] : fixed) readable = readable && made->fix(place, value.ptr());
+          for (const auto& [place, shape, sample, stand_in, low, high] : given) {
+            if (shape.size() > kMostDims) throw py::value_error("a form has too many extents");
+            PyObject* const tensor = stand_in.is_none() ? nullptr : stand_in.ptr();
+            std::optional<DlDtype> dtype;
+            if (!sample.is_none()) dtype = dtype_of(reader, sample);
+            readable = readable && made->give(place, {shape, dtype}, tensor, {low, high});
+          }
+          if (!readable) throw py::value_error("an argument cannot be exchanged");
+          return function(pack_method, capsule(std::move(made)));
+        });
+
+  m.def("slow_calls", [] { return slow_calls; });
 
   // A function of a tensor, and its first extent if that is not any: whether it is as wanted.
   m.def("check", [](uintptr_t exchange, const py::type& kind, py::object place, const Description& wanted) {
