@@ -32,8 +32,16 @@ def vllm() -> None:
         _vllm_all_to_all()
     if "all_reduce" in parts or "norm" in parts:
         platform = importlib.import_module("vllm.platforms").current_platform
-        if platform.get_device_communicator_cls() == _COMMUNICATOR:
+        named = platform.get_device_communicator_cls()
+        if named == _COMMUNICATOR:
             type(platform).get_device_communicator_cls = classmethod(lambda cls: _OURS)
+        elif named != _OURS:
+            logging.getLogger("vllm.tilescale_net").warning(
+                "%s: tensor parallelism stays vLLM's, whose platform has %s instead of %s",
+                settings.VLLM.name,
+                named,
+                _COMMUNICATOR,
+            )
 
 
 def _vllm_all_to_all() -> None:

@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
-from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+from tilescale_net.errors import TileScaleError
+
+try:
+    from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+except ImportError as error:
+    raise TileScaleError(
+        f"TSN_VLLM: this vLLM has not what all_reduce and norm need ({error}); they are for vLLM 0.33: set TSN_VLLM=deep_ep, "
+        "which needs none of it"
+    ) from error
 
 from tilescale_net.kernels.all_reduce_norm import FP8_DTYPE, PER_BLOCK, PER_TENSOR, PER_TOKEN
 from tilescale_net.kernels.moe.row_ops import GROUP

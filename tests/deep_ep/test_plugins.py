@@ -93,10 +93,19 @@ print(Platform().get_device_communicator_cls() == plugins._OURS)
 Platform.get_device_communicator_cls, Platform.named = classmethod(lambda cls: cls.named), "vllm.of.a.processor"
 plugins.vllm()
 assert Platform().get_device_communicator_cls() == "vllm.of.a.processor" and "deep_ep" not in sys.modules
+sys.modules["vllm"] = types.ModuleType("vllm")
+sys.modules["vllm"].__path__ = []  # a version that is built otherwise
+try:
+    import tilescale_net.vllm_communicator
+except ImportError:
+    raise
+except Exception as err:
+    assert "TSN_VLLM" in str(err) and "No module named 'vllm.compilation'" in str(err), err
 """
     for value, named in (("all_reduce", "True"), ("norm, all_reduce", "True"), ("0", "False")):
         done = run(program, TSN_VLLM=value)
         assert done.stdout.split() == [named], done.stderr
+        assert ("stays vLLM's, whose platform has vllm.of.a.processor" in done.stderr) == (named == "True")
     done = run(program, TSN_VLLM="allreduce")
     assert "TSN_VLLM='allreduce': 'allreduce' is not one of deep_ep, all_reduce, norm" in done.stderr
 
