@@ -325,7 +325,7 @@ class AllToAll(Collective):
         self, x: Rows, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, *,
         mask: torch.Tensor | None = None, handle: Handle | None = None, out: Rows | None = None, cleared: bool = False,
         after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | None = None, totals: torch.Tensor | None = None,
     ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks of its experts.
 
@@ -347,6 +347,7 @@ class AllToAll(Collective):
             waited: latency mode: int64 [ranks], to which clocks (simulator: nanoseconds) of waiting for each are added.
             max_tokens: of a rank in this call, at most, on all ranks alike: `combine` takes as many rows as they can be, then,
                 without waiting for the GPU. The first call with a number is agreed on by the hosts. Default: those of the object.
+            totals: latency mode: int32 [local experts], to which the counts are added.
             cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
 
         Returns:
@@ -362,19 +363,19 @@ class AllToAll(Collective):
         self._begin("dispatch", after)
         others = mask is None and handle is None and out is None and blocks is None and waited is None
         if others and max_tokens is None and not cleared and not self._machine.pending:
-            tokens = self._checks.usual_dispatch(x, topk_idx, topk_weights)
+            tokens = self._checks.usual_dispatch(x, topk_idx, topk_weights, totals)
             if tokens >= 0:
                 self._call_track.note(_DISPATCH, self.config)
                 weights = self._checks.weights_of_one(tokens) if topk_weights is None else topk_weights
-                received = self._mode.usual_dispatch(tokens, x, topk_idx, weights)
+                received = self._mode.usual_dispatch(tokens, x, topk_idx, weights, totals)
                 if self._simulated:
                     self._raise_fault_if_simulated()
                 return received
         if max_tokens is not None:
             self._agree("dispatch with max_tokens={}", max_tokens)
         call = DispatchCall(
-            Phase.WHOLE, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, max_tokens
-        )
+            Phase.WHOLE, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, max_tokens, totals
+        )  # fmt: skip
         pending = self._dispatch(call)
         if max_tokens is not None and handle is None:
             pending.handle.max_tokens = max_tokens
@@ -611,6 +612,10 @@ class AllToAll(Collective):
         self.status.close()
         self.__dict__.pop("_mode", None)  # refers to this object, and holds all of its tensors
         self._end_own_world()
+
+    def adds_to(self, totals: torch.Tensor) -> bool:
+        """Whether `dispatch` takes this tensor as `totals`."""
+        return self._checks.are_totals(totals)
 
     @property
     def in_flight(self) -> tuple[str, ...]:

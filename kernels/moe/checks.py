@@ -26,6 +26,7 @@ from tilescale_net.runtime.launch_args import unresolved
 ARGUMENTS = (
     "x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values", "handle", "bias", "mask", "blocks",
     "waited",
+    "totals",
 )  # fmt: skip
 
 
@@ -121,6 +122,7 @@ class DispatchCall:
     blocks: Any = None
     waited: torch.Tensor | None = None
     max_tokens: int | None = None
+    totals: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     choices: Any = None
     fault: ArgumentError | None = None
@@ -195,15 +197,18 @@ class ArgumentChecks:
             (FP8_DTYPE,) if config.dtype == FP8_DTYPE else (), device, self._row, 16
         )
         self._are_scales = launch_args.tensor_check(SCALE_DTYPES, device, scales, 4)
+        self._fit_totals = launch_args.tensor_check((torch.int32,), device, (config.local_experts,), 4)
         self._are_choices = launch_args.tensor_check(INDEX_DTYPES, device, choices, 1)
         self._are_weights = launch_args.tensor_check(FLOATS, device, choices, 1)
         self._are_given = launch_args.tensor_check(FLOATS, device, choices, 4)
         self._are_sums = launch_args.tensor_check(self._sum_dtypes, device, self._row, 16)
         self._are_outputs = launch_args.tensor_check(self._sum_dtypes, device, output_shape, 16)
 
-    def usual_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any) -> int:
+    def usual_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> int:
         """The tokens of a dispatch of nothing else than these, which are right as they are; -1 for others, which `dispatch`
-        is to look at. `topk_weights` may be None."""
+        is to look at. `topk_weights` and `totals` may be None."""
+        if totals is not None and not self.are_totals(totals):
+            return -1
         tokens = -1 if topk_idx is None else self._usual_rows(x, topk_idx, topk_weights)
         if self._on_cpu and tokens >= 0:
             try:
@@ -252,6 +257,14 @@ class ArgumentChecks:
             self._check_blocks(call.blocks)
         if call.waited is not None:
             self._check_waited(call.waited)
+        if call.totals is not None and not self.are_totals(call.totals):
+            if self._capabilities.reuses_plan:
+                raise ArgumentError("totals", TypeError("totals goes with latency mode"))
+            check_tensor("totals", call.totals, self._device, (torch.int32,), (self._c.local_experts,), alignment=4)
+
+    def are_totals(self, totals: Any) -> bool:
+        """Whether counts can be added to it: int32 [local experts]."""
+        return not self._capabilities.reuses_plan and self._fit_totals(totals)
 
     def combine(self, call: CombineCall, membership: tuple, pending: Pending | None) -> None:
         """Check a combine, and fill in its output, weights and blocks; the arguments are those of `dispatch`."""

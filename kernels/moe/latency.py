@@ -33,7 +33,7 @@ from tilescale_net.kernels.moe.row_ops import groups_of
 # What a call gives to a launch, in this order.
 DISPATCH = (
     "tokens", "fault", "fault_value", "phases", "x", "x_scales", "topk_idx", "topk_weights", "token_slot", "targets", "weights",
-    "received", "source_counts", "source_token", "out", "out_scales", "counts",
+    "received", "source_counts", "source_token", "out", "out_scales", "counts", "totals",
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class LatencyMode(Mode):
         }
         self._no_choice = torch.zeros((1, c.top_k), dtype=torch.int64, device=device)
         self._no_weight = torch.zeros((1, c.top_k), dtype=torch.float32, device=device)
+        self._no_totals = torch.zeros(c.local_experts, dtype=torch.int32, device=device)  # added to, read by nobody
 
     def _new_plans(self) -> Plans:
         device = self._base.device
@@ -182,7 +183,7 @@ class LatencyMode(Mode):
         nothing = {
             "x": self._no_rows[getattr(torch, source)] if source else self._no_row, "x_scales": self._no_scales,
             "topk_idx": self._no_choice.to(getattr(torch, index_dtype)), "topk_weights": self._no_weight,
-            "out_scales": self._no_scales,
+            "out_scales": self._no_scales, "totals": self._no_totals,
         }  # fmt: skip
         return {"words": words, "stand_ins": nothing}
 
@@ -258,10 +259,10 @@ class LatencyMode(Mode):
         topk_idx, topk_weights = (None, None) if choices is None else (choices.topk_idx, choices.topk_weights)
         launch(
             plan.tokens, NO_FAULT if fault is None else fault.code, 0 if fault is None else fault.value, phase.bits, call.x,
-            call.scales, topk_idx, topk_weights, *self._received_by(plan), *results, *_timed(call.waited),
+            call.scales, topk_idx, topk_weights, *self._received_by(plan), *results, call.totals, *_timed(call.waited),
         )  # fmt: skip
 
-    def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any) -> Dispatched:
+    def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> Dispatched:
         which = x.dtype, topk_idx.dtype
         launch = self._usual.get(which)
         if launch is None:
@@ -270,8 +271,8 @@ class LatencyMode(Mode):
         plan = self._plans.next(tokens)
         counts, rows, scales = self._new_counts.next(self._plans.stream), self._new_rows(), self._new_scales()
         launch(
-            tokens, NO_FAULT, 0, WHOLE, x, None, topk_idx, topk_weights, *self._received_by(plan), rows, scales, counts
-        )
+            tokens, NO_FAULT, 0, WHOLE, x, None, topk_idx, topk_weights, *self._received_by(plan), rows, scales, counts, totals
+        )  # fmt: skip
         handle = Handle(self._signature, plan, self._base.membership)
         seen = scales.transpose(1, 2) if self._c.column_scales else scales
         return Dispatched(rows, seen, counts, None, None, None, None, handle)
@@ -329,7 +330,7 @@ class LatencyMode(Mode):
 class NodeLatencyMode(OverNodes, LatencyMode):
     """Latency mode where rows cross the network once per node."""
 
-    dispatch_takes = (*DISPATCH[:-3], "origin_slot", "node_plan", *DISPATCH[-3:])
+    dispatch_takes = (*DISPATCH[:-4], "origin_slot", "node_plan", *DISPATCH[-4:])
     combine_takes = (*COMBINE[:-2], "origin_slot", "tokens", "node_plan")
 
     @staticmethod

@@ -148,7 +148,7 @@ class MessageViews(NamedTuple):
 
 
 # What is stored of the received rows, see ReceivedRows; `out` are `Rows` that the caller gets.
-ReceivedTensors = namedtuple("ReceivedTensors", "out counts received source_counts targets weights source_token")
+ReceivedTensors = namedtuple("ReceivedTensors", "out counts totals received source_counts targets weights source_token")
 
 
 # The tensors of dispatch_latency; of each two sets of messages, headers and signals, calls use one and the other. message: a
@@ -454,6 +454,7 @@ def read_headers(s, mem, incoming, begin, now, block, thread):
                     mem.results.source_counts[index, r] = total - begin[index, r]
             if block == 0:
                 mem.results.counts[index] = total
+                T.atomic_add(mem.results.totals[index], total)  # of which no thread waits for a result
     if block == 0 and thread < R:
         mem.results.received[thread] = incoming[thread]
     T.sync_threads()
@@ -625,6 +626,7 @@ def dispatch_latency(
         on. node_map: see NodeLayout. node_plan: see LatencyNodePlanOffsets. These and origin_slot with nodes only.
         token_slot [rows, ranks], targets, weights, received, source_counts, source_token, origin_slot: see ReceivedRows.
         out [local experts * ranks * max_tokens, row_words], out_scales, counts [local experts]: what the caller gets.
+        totals [local experts]: the counts are added, by the receive phase.
         waited [ranks] uint64, if timed: clocks of waiting for each rank are added: for its header by one thread, and for each
         of its messages by one.
     """
@@ -667,6 +669,7 @@ def dispatch_latency(
         out: T.Tensor((local * s.capacity, row_words), "int32"),
         out_scales: T.Tensor((T.dynamic("scale_capacity"), scales_width), "int32"),
         counts: T.Tensor((local,), "int32"),
+        totals: T.Tensor((local,), "int32"),
         targets: T.Tensor((R * M, K), "int32"),
         weights: T.Tensor((R * M, K), "float32"),
         received: T.Tensor((R,), "int32"),
@@ -699,7 +702,9 @@ def dispatch_latency(
             mem = LatencyDispatchTensors(
                 Rows(x, x_scales), topk_idx, topk_weights, active, MessageViews(message, message_fp8, message_scales),
                 header_out, header_in, begun, arrival, arrived, token_slot,
-                ReceivedTensors(Rows(out, out_scales), counts, received, source_counts, targets, weights, source_token),
+                ReceivedTensors(
+                    Rows(out, out_scales), counts, totals, received, source_counts, targets, weights, source_token
+                ),
                 status, waited, to_forward, forward_arrived, origin_slot, forwarding if nodes else None,
             )  # fmt: skip
             route = Route(at, plan, node_map, node_plan)

@@ -224,9 +224,10 @@ class Mode(ABC):
     def combine(self, call: CombineCall) -> Pending:
         """Launch a combine, as `dispatch`."""
 
-    def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any) -> Dispatched:
+    def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> Dispatched:
         """What `dispatch` does with a whole call of nothing else than these, on all blocks; modes do it with fewer steps."""
-        call = DispatchCall(Phase.WHOLE, x, blocks=self._base.blocks, choices=Choices(topk_idx, topk_weights))
+        choices = Choices(topk_idx, topk_weights)
+        call = DispatchCall(Phase.WHOLE, x, blocks=self._base.blocks, choices=choices, totals=totals)
         result: Dispatched = self.dispatch(call).result
         return result
 

@@ -359,7 +359,7 @@ class ThroughputMode(Mode):
         pending.rest = event
         return pending
 
-    def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any) -> Dispatched:
+    def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> Dispatched:
         if not self._lands_whole:
             return super().usual_dispatch(tokens, x, topk_idx, topk_weights)
         launches = self._usual.get(topk_idx.dtype)

@@ -38,9 +38,10 @@ def _pair(op: AllToAll, *choices: torch.Tensor) -> Callable[[], Any]:
 
 def _low_latency(buffer: Buffer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> Callable[[], Any]:
     y = torch.zeros((4, 2 * len(x), x.shape[1]), dtype=torch.bfloat16, device=x.device)
+    stats = torch.zeros(4, dtype=torch.int32, device=x.device)
 
     def both() -> None:
-        handle = buffer.low_latency_dispatch(x, idx, len(x), 8)[2]
+        handle = buffer.low_latency_dispatch(x, idx, len(x), 8, cumulative_local_expert_recv_stats=stats)[2]
         buffer.low_latency_combine(y, idx, weights, handle, out=x)
 
     return both

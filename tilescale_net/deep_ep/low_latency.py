@@ -157,8 +157,9 @@ def dispatch(
     void = masks.begin_dispatch()
     if not (void or in_phases or round_scale or masks.intervenes):  # as most calls are
         usual = objects.low_latency("dispatch", *sizes)
-        whole = usual.dispatch(x.contiguous(), topk_idx.contiguous(), waited=waited)
-        if stats is not None:
+        totals = stats if stats is not None and usual.adds_to(stats) else None
+        whole = usual.dispatch(x.contiguous(), topk_idx.contiguous(), waited=waited, totals=totals)
+        if stats is not None and totals is None:
             stats.add_(whole.counts)
         scaled = whole.x if whole.scales is None else (whole.x, whole.scales)
         return scaled, whole.counts, LowLatencyHandle.of(Routing(sizes, whole, masks.members, usual)), None

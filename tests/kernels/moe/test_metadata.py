@@ -107,6 +107,11 @@ def _latency(op, everyone) -> None:
     wanted = op.combine(received.x, received.handle)
     plain = op.dispatch(mine.x.to(device), mine.topk_idx.to(device))
     weights = mine.weights.to(device)
+    # Counts are added up by the kernel, also where it is another one, and from memory that begins anywhere.
+    totals = torch.zeros(op.config.local_experts + 1, dtype=torch.int32, device=device)[1:]
+    for blocks in (None, 1):
+        counted = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), totals=totals, blocks=blocks)
+    assert op.adds_to(totals) and torch.equal(totals, 2 * counted.counts)
     for turn in range(3):
         assert torch.equal(op.combine(received.x, plain.handle, weights=weights), wanted)
         pending = op.combine_send(received.x, plain.handle, weights=weights * 2)

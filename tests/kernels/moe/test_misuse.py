@@ -105,6 +105,13 @@ def test_wrong_calls(mode):
     ]
     right = x, idx, weights
     calls = [(*m, lambda r, wrong=wrong: op.dispatch(*wrong), lambda r: op.dispatch(*right)) for *m, wrong in mistakes]
+    local = torch.zeros(2, dtype=torch.int32, device=device)
+    wrong_totals = [("int64", local.long()), ("shape", local[:1])] if mode == "latency" else [("latency mode", local)]
+    for word, totals in wrong_totals:
+        kind = ValueError if word == "shape" else TypeError
+        calls.append(
+            ("totals", kind, word, lambda r, t=totals: op.dispatch(*right, totals=t), lambda r: op.dispatch(*right))
+        )
     _one_is_wrong(op, right, calls)
     received = op.dispatch(x, idx, weights)
     with raises(TypeError, "y", "float32"):
