@@ -57,13 +57,9 @@ DEEP_EP = {
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("program", DEEP_EP)
 def test_tests_of_deep_ep(program):
-    folder = os.environ.get("DEEPEP", "")
-    if not os.path.isfile(os.path.join(folder, program)):
-        pytest.skip(
-            "lacks DeepEP's tests (DEEPEP=FOLDER with checkouts v1.2.1 and main of github.com/deepseek-ai/DeepEP)"
-        )
+    revision, _, file = program.partition("/")
     command = [sys.executable, os.path.join(jobs.ROOT, "tests", "deep_ep", "run_peer_tests.py")]
-    command += [os.path.join(folder, program), "--num-processes", "2", *DEEP_EP[program].split()]
+    command += [str(wheels.deep_ep(revision) / file), "--num-processes", "2", *DEEP_EP[program].split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
