@@ -200,7 +200,8 @@ class AllGather(Exchange):
         """`out[p]` becomes the `x` of PE p; asynchronous on the current stream.
 
         Args:
-            out: symmetric, contiguous, [n_pes, *x.shape] or [n_pes * x.shape[0], *x.shape[1:]].
+            out: symmetric, contiguous, [n_pes, *x.shape] or [n_pes * x.shape[0], *x.shape[1:]]. Where `takes_any_result` of
+                x's bytes, it may be ordinary memory, on all ranks or on none.
             x: contiguous, of out's dtype, of the same shape on all ranks; may be this PE's own part of `out`. Symmetric
                 where some PEs are on other nodes.
 
@@ -216,13 +217,13 @@ class AllGather(Exchange):
         key = self._key(out, x)
         if self._made_again(key, out, x):
             return out
-        self._check("out", out, symmetric=True)
+        self._check("out", out)
         self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
         self._check_parts("out", out, "x", x)
         in_place = x.data_ptr() == out.data_ptr() + self.rank * x.nbytes
         if not in_place:
             self._check_apart("out", out, "x", x)
-        noted = "x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out)
+        noted = self._noted(out, x, x.nbytes)
         tag = self._agree(*noted)
         if x.nbytes:
             if self._buffers.holds(x.nbytes):

@@ -210,13 +210,16 @@ class AllReduce(Collective):
         if size >= call.out.numel():
             return self._launch_checked(launch, call)
 
-        def run() -> None:
-            for first in range(0, call.out.numel(), size):
-                piece = slice(first, first + size)
-                launch(Call(call.out[piece], call.x[piece], *call[2:]))
+        def run() -> list[Again]:
+            pieces = zip(call.out.split(size), call.x.split(size))
+            return [launch(call._replace(out=out, x=x)) for out, x in pieces]
 
-        self._launch_checked(run)
-        return None
+        def again(out: torch.Tensor, x: torch.Tensor) -> None:
+            for same, out_piece, x_piece in zip(launches, out.view(-1).split(size), x.view(-1).split(size)):
+                same(out_piece, x_piece)
+
+        launches = [same for same in self._launch_checked(run) if same is not None]
+        return again if len(launches) * size >= call.out.numel() else None
 
     def _over_nodes(self, call: Call) -> None:
         """Where some PEs are on other nodes."""

@@ -229,7 +229,8 @@ class AllToAll(Exchange):
         current stream.
 
         Args:
-            out: [rows, ...], symmetric, contiguous; with splits it may lie elsewhere in the heap on every PE.
+            out: [rows, ...], symmetric, contiguous; with splits it may lie elsewhere in the heap on every PE. Without, where
+                `takes_any_result` of a part's bytes, it may be ordinary memory, on all ranks or on none.
             x: [rows, ...], contiguous, of out's dtype and row shape, apart from `out` in memory. Symmetric where some
                 PEs are on other nodes.
             output_splits, input_splits: rows that come from and go to each PE, zero included: n_pes numbers, or an int64
@@ -251,7 +252,7 @@ class AllToAll(Exchange):
         key = self._key(out, x) if output_splits is None and input_splits is None else None
         if self._made_again(key, out, x):
             return out
-        self._check("out", out, symmetric=True)
+        self._check("out", out, symmetric=output_splits is not None)
         self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
         if out.dim() == 0 or x.dim() == 0 or out.shape[1:] != x.shape[1:]:
             raise ValueError(
@@ -275,7 +276,7 @@ class AllToAll(Exchange):
                 f"rows, a multiple of the {self.n_pes} PEs; give output_splits and input_splits for uneven ones"
             )
         part = x.nbytes // self.n_pes
-        noted = "x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out)
+        noted = self._noted(out, x, part)
         tag = self._agree(*noted)
         if x.nbytes:
             if self._buffers.holds(part):

@@ -266,6 +266,17 @@ class Exchange(Collective):
             threads=threads, blocks=blocks, unroll=max(1, min(unroll or UNROLL, 16, TILE_VECTORS // threads))
         )
 
+    def takes_any_result(self, nbytes: int) -> bool:
+        """Whether parts of so many bytes arrive in ordinary memory as in symmetric memory."""
+        return not self.needs_symmetric_source and self._buffers.holds(nbytes)
+
+    def _noted(self, out: torch.Tensor, x: torch.Tensor, part: int) -> tuple[Any, ...]:
+        """What ranks agree on; checks `out`."""
+        self._check("out", out, symmetric=not self.takes_any_result(part))
+        if out.numel() and not self._heap_range[0] <= out.data_ptr() < self._heap_range[1]:
+            return "x of shape {} and {}, out outside of the heap", x.shape, x.dtype
+        return "x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out)
+
     def _launch_of(self, kernel: Any, out: Form, x: Form) -> Launch:
         """Of a kernel `(out, x, tag, status, calls, ready, arrived)`, which takes the tensors in these forms."""
         fixed = dict(status=self.status_record, calls=self._calls, ready=self._ready, arrived=self._arrived)

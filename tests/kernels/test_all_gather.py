@@ -137,10 +137,12 @@ def test_misuse_is_named():
     x, out = tsn.zeros(8, torch.float32), tsn.zeros((n, 8), torch.float32)
     # Sizes that differ between ranks, which the heap itself would refuse: views of equal ones.
     count = 4 + tsn.rank()
+    large = torch.zeros(1 << 18, device=tsn.device())  # more than travels in packets
     few = tsn.zeros(n * 8, torch.float32)[: n * count].view(n, count), tsn.zeros(8, torch.float32)[:count]
     rejected(
         (lambda: op(out, x.to(torch.float64)), TypeError, "x", "float64", "float32"),
-        (lambda: op(torch.zeros((n, 8), device=tsn.device()), x), tsn.HeapError, "out", "symmetric"),
+        (lambda: op(large.new_zeros(n, len(large)), large), tsn.HeapError, "out", "symmetric"),
+        (lambda: op(*[(out, x), (out.clone(), x)][tsn.rank()]), tsn.RankMismatch, "heap offset", "outside of the heap"),
         (lambda: op(out, x[:7]), ValueError, "out", "[2, 8]", "[2, 7]"),
         (lambda: op(out.t(), x), ValueError, "out", "contiguous"),
         (lambda: op(out, torch._neg_view(x)), ValueError, "x", "resolve_neg"),

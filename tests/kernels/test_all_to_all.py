@@ -134,6 +134,7 @@ def test_hundreds_of_mixed_calls(seed):
 def test_misuse_is_named():
     op, x, out = AllToAll(threads=32, blocks=1), tsn.zeros((6, 4), torch.float32), tsn.zeros((6, 4), torch.float32)
     split = torch.tensor([3, 3], dtype=torch.int64, device=tsn.device())
+    large = torch.zeros((1 << 18, 2), device=tsn.device())  # more than travels in packets
     rejected(
         (lambda: op(out[:5], x[:5]), ValueError, "multiple of the 2 PEs", "[5, 4]"),
         (lambda: op(out.view(8, 3), x), ValueError, "[8, 3]", "[6, 4]"),
@@ -144,7 +145,9 @@ def test_misuse_is_named():
         (lambda: op(out, x, split.int(), split), TypeError, "output_splits", "int32", "int64"),
         (lambda: op(out, out), ValueError, "overlap"),
         (lambda: op(out[0, 0], x[0, 0]), ValueError, "rows of one shape"),
-        (lambda: op(torch.zeros((6, 4), device=tsn.device()), x), tsn.HeapError, "out", "symmetric"),
+        (lambda: op(large.clone(), large), tsn.HeapError, "out", "symmetric"),
+        (lambda: op(x.new_zeros(6, 4), x, [3, 3], [3, 3]), tsn.HeapError, "out", "symmetric"),
+        (lambda: op(*[(out, x), (out.clone(), x)][tsn.rank()]), tsn.RankMismatch, "heap offset", "outside of the heap"),
     )
 
 

@@ -43,6 +43,8 @@ LOCAL_OF = {
     AllReduce: {"is_faster_overwritten", "is_copied_in_pieces"},
     AllReduceNorm: {"new_scales"},
     ReduceScatter: {"takes_any_source"},
+    AllGather: {"takes_any_result"},
+    EvenAllToAll: {"takes_any_result"},
     **{
         kind: {"kernels"}
         for kind in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce, ExpertMatmul, ScaledExpertMatmul)

@@ -40,6 +40,8 @@ def _all_gather(x: torch.Tensor, group: str, gradient: bool = False) -> torch.Te
 def _gather(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Tensor:
     objects.calls.note_operator(gradient, "all_gather of x of shape {} and {}", x.shape, x.dtype)
     x, world = x.contiguous(), objects.world
+    if objects.all_gather.takes_any_result(x.nbytes):
+        return objects.all_gather(objects.empty(_gathered(x, world.size), x.dtype), x)
     (out,) = objects.symmetric((_gathered(x, world.size), x.dtype))
     if objects.needs_symmetric_source and x.device == out.device:  # the collective refuses what is on another device
         x = out.view(world.size, *x.shape)[world.rank].copy_(x)
@@ -284,6 +286,8 @@ def _all_to_all(
             raise ValueError(f"all_to_all: {max(rows, room)} rows are more than max_rows, {max_rows}")
         else:
             room = max_rows
+    if output_splits is None and objects.all_to_all.takes_any_result(x.nbytes // objects.world.size):
+        return objects.all_to_all(objects.empty(x.shape, x.dtype), x)
     shape = (room, *x.shape[1:])
     out, *sources = objects.symmetric((shape, x.dtype), *([(shape, x.dtype)] if objects.needs_symmetric_source else []))
     if sources:
