@@ -212,7 +212,7 @@ class AllReduce(Collective):
 
         def run() -> list[Again]:
             pieces = zip(call.out.split(size), call.x.split(size))
-            return [launch(call._replace(out=out, x=x)) for out, x in pieces]
+            return [launch(Call(out, x, call.tag, call.zero_copy, call.overwrite_x)) for out, x in pieces]
 
         def again(out: torch.Tensor, x: torch.Tensor) -> None:
             for same, out_piece, x_piece in zip(launches, out.view(-1).split(size), x.view(-1).split(size)):
