@@ -58,11 +58,13 @@ def spent() -> tuple[float, float]:
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK"), own
 
 
-def compare(bare, provider: str, arguments: list[str], limit: float, larger_is_better: bool) -> None:
+def compare(bare, provider: str, arguments: list[str], limit: float, larger_is_better: bool, slack: float = 0) -> None:
+    """Of ours and bare, the best of all runs or the median over neighbours: at least or at most `limit` times as much.
+    `slack`, in the figure's unit: how much more than that is allowed, if less is better."""
     best = max if larger_is_better else min
     # The kernel's part of tcp runs in threads that a first in line would keep waiting.
     prefix = first_in_line() if provider == "shm" else []
-    figures, ratios = {"ours": [], "bare": []}, []
+    figures, ratios, beyond = {"ours": [], "bare": []}, [], []
     env = {**os.environ, "TSN_LIBFABRIC": LIBRARY, "TSN_CHAOS": ""}
     start, before = time.monotonic(), spent()
     for turn in range(ROUNDS):
@@ -74,9 +76,11 @@ def compare(bare, provider: str, arguments: list[str], limit: float, larger_is_b
             of_round[name] = best(float(line) for line in done.stdout.split()[1:])
             figures[name].append(of_round[name])
         ratios.append(of_round["ours"] / of_round["bare"])
+        beyond.append(of_round["ours"] - limit * of_round["bare"])
         ratio, typical = best(figures["ours"]) / best(figures["bare"]), statistics.median(ratios)
-        for one in (ratio, typical)[: 2 if turn >= 4 else 1]:
-            if one >= limit if larger_is_better else one <= limit:
+        rests = best(figures["ours"]) - limit * best(figures["bare"]), statistics.median(beyond)
+        for one, rest in list(zip((ratio, typical), rests))[: 2 if turn >= 4 else 1]:
+            if one >= limit if larger_is_better else rest <= slack:
                 return
     # Two polling processes and the kernel's part need processors to themselves. Where others took some of them
     # meanwhile, the best runs need not have had the same conditions, and only a gross loss is an error.
@@ -86,7 +90,8 @@ def compare(bare, provider: str, arguments: list[str], limit: float, larger_is_b
     if share > BUSY and (typical >= gross if larger_is_better else typical <= 1 / gross):
         return
     raise AssertionError(
-        f"{ratio:.3f} of the bare loop's figure, wanted {limit}; median {typical:.3f}; others used {share:.1%}: {figures}"
+        f"{ratio:.3f} of the bare loop's figure, wanted {limit} and {slack} more; median {typical:.3f}; others used "
+        f"{share:.1%}: {figures}"
     )
 
 
@@ -105,5 +110,6 @@ def test_bandwidth(bare, provider, bytes):
 
 @pytest.mark.parametrize("provider", ["shm", TCP])
 def test_round_trip(bare, provider):
-    """8 bytes there and back: at most 1.1 times the bare loop's time."""
-    compare(bare, provider, ["pingpong", "8", "3000", "1"], 1.1, False)
+    """8 bytes there and back: at most 1.1 times the bare loop's time and 0.1 us: by shm that is less than a microsecond,
+    and runs of one program differ by more than its half."""
+    compare(bare, provider, ["pingpong", "8", "3000", "1"], 1.1, False, slack=0.1)
