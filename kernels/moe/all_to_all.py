@@ -387,13 +387,15 @@ class AllToAll(Collective):
         self, x: Rows, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, *,
         mask: torch.Tensor | None = None, handle: Handle | None = None, out: Rows | None = None, cleared: bool = False,
         after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
+        totals: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
         """Send phase of `dispatch`, with its arguments; work that the caller launches before `dispatch_recv` overlaps with it.
 
-        Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
+        Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then, and the
+        counts are added to `totals` by then.
         """
         self._begin("dispatch_send", after)
-        call = DispatchCall(Phase.SEND, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited)
+        call = DispatchCall(Phase.SEND, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, None, totals)
         pending = self._dispatch(call)
         self._machine.pending["dispatch"] = pending
         return pending

@@ -164,12 +164,17 @@ def dispatch(
         scaled = whole.x if whole.scales is None else (whole.x, whole.scales)
         return scaled, whole.counts, LowLatencyHandle.of(Routing(sizes, whole, masks.members, usual)), None
 
+    totals = None  # where the kernel adds the counts
+
     def send() -> tuple[Any, ...]:
+        nonlocal totals
         op = objects.low_latency("dispatch", *sizes)
         given: Rows = quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
+        totals = stats if stats is not None and op.adds_to(stats) else None
         if not in_phases:
-            return op, None, op.dispatch(given, topk_idx.contiguous(), waited=waited), masks.members
-        pending = op.dispatch_send(given, topk_idx.contiguous(), waited=waited)
+            whole = op.dispatch(given, topk_idx.contiguous(), waited=waited, totals=totals)
+            return op, None, whole, masks.members
+        pending = op.dispatch_send(given, topk_idx.contiguous(), waited=waited, totals=totals)
         return op, pending, pending.result, masks.members
 
     def nothing() -> tuple[Any, ...]:
@@ -182,7 +187,7 @@ def dispatch(
     def finish() -> None:
         if packs:
             out_scales.copy_(packed(received.scales))
-        if stats is not None:
+        if stats is not None and totals is None:
             stats.add_(received.counts)
 
     def receive() -> None:
