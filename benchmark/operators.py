@@ -9,6 +9,8 @@ which make their results as ours do; its figure is the less of both. Size: of th
 are compared bit by bit with a sum in the order of the ranks, NCCL's roughly. Without a GPU, gloo takes NCCL's place.
 """
 
+from __future__ import annotations  # of torch, which is loaded late
+
 import argparse
 from collections.abc import Callable
 from functools import partial
