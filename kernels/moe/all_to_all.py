@@ -395,7 +395,9 @@ class AllToAll(Collective):
         counts are added to `totals` by then.
         """
         self._begin("dispatch_send", after)
-        call = DispatchCall(Phase.SEND, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, None, totals)
+        call = DispatchCall(
+            Phase.SEND, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, None, totals
+        )
         pending = self._dispatch(call)
         self._machine.pending["dispatch"] = pending
         return pending
