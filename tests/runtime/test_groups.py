@@ -84,7 +84,7 @@ def _overlapping(seed: int) -> None:
         for world, op in gathers.items():
             gather(world, op, turn)
     with pytest.raises(tsn.HeapError, match="out of shape .* is not in the symmetric heap"):
-        gathers[tp](tsn.zeros((2, 8), group=dp), torch.zeros(8))
+        gathers[tp](tsn.zeros((2, 1 << 18), group=dp), torch.zeros(1 << 18))
     kernel, arguments = _launch_of(gathers[tp], tp)
     arguments[0] = tsn.zeros(arguments[0].shape, torch.uint8, group=dp)
     with pytest.raises(
