@@ -53,9 +53,9 @@ def test_a_tensor_is_taken_as_the_dtype_that_the_kernel_has(dtype):
     """Another dtype of as many bits would fail in the kernel's host function, and each call be made again by the slow way."""
     seen, slow = [], []
     function = tvm_ffi.convert(lambda *arguments: seen.extend(map(_seen, arguments)))
-    launch = launch_args.native_launch(
-        [], [(0, (2, -1), dtype, None)], lambda: function, lambda *args: slow.append(args)
-    )
+    given = [(0, (2, -1), dtype, None)]
+    with torch.device("meta"):  # a caller's default device is none of the launch's business
+        launch = launch_args.native_launch([], given, lambda: function, lambda *args: slow.append(args))
     for value in (torch.zeros((4, 8), dtype=dtype), torch.zeros(32 * dtype.itemsize, dtype=torch.uint8)):
         launch(value)
     assert seen == 2 * [((2, 16), str(dtype).removeprefix("torch."))] and not slow

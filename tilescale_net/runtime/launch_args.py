@@ -74,7 +74,13 @@ def native_launch(
     if any(isinstance(value, int) and not _holds(ranges.get(place, _INT64), value) for place, value in fixed):
         return otherwise
     limited = [
-        (place, shape, None if dtype is None else torch.empty(0, dtype=dtype), stand_in, *ranges.get(place, _INT64))
+        (
+            place,
+            shape,
+            None if dtype is None else torch.empty(0, dtype=dtype, device="cpu"),
+            stand_in,
+            *ranges.get(place, _INT64),
+        )
         for place, shape, dtype, stand_in in given
     ]
 
