@@ -18,7 +18,7 @@ from typing import Any
 
 import tilescale_net as tsn
 from benchmark.common import BenchmarkParser, Column, Report, format_bytes, median, one_of, positive_int, us
-from benchmark.common.arguments import IN_SIMULATOR, ON_GPU, non_negative_int, on_gpu
+from benchmark.common.arguments import IN_SIMULATOR, ON_GPU, byte_count, non_negative_int, on_gpu
 from benchmark.common.collectives import DTYPES, nccl_group, wrong_sums
 from benchmark.common.measuring import (
     SIMULATED,
@@ -106,6 +106,8 @@ def parse() -> argparse.Namespace:
     parser.option("--warmup", non_negative_int, (ON_GPU if on_gpu() else IN_SIMULATOR)[0], "untimed samples first")
     parser.option("--repeat", positive_int, (ON_GPU if on_gpu() else IN_SIMULATOR)[1], "timed samples")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
+    text = "bytes up to which one kernel also copies between ordinary and symmetric memory; 1: torch does"
+    parser.option("--one-launch-up-to", byte_count, None, f"{text} (what the kernels have)")
     parser.flag("--no-nccl", "leave NCCL, or gloo, out")
     args = parser.parse_args()
     parser.require_two_ranks("operators between ranks need")
@@ -143,6 +145,10 @@ def samples_of(case: Case, group: Any, args: argparse.Namespace, what: str) -> d
 
 def main() -> None:
     args = parse()
+    if args.one_launch_up_to is not None:
+        from tilescale_net.kernels.buffered import Parted
+
+        Parted.one_launch_up_to = args.one_launch_up_to
     report = Report("operators", args)
     # Operators pass what they give, and between nodes what they take, through memory that grows by powers of two.
     world = tsn.init(8 * max(args.sizes) + (96 << 20))

@@ -147,9 +147,9 @@ def all_gather(
 
 
 @tsn.jit(name="all_gather_mapped", pass_configs=EXPLICIT_SYNC)
-def all_gather_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL, in_place=False):
-    """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange.exchange_mapped`."""
-    return exchange_mapped(n_pes, threads, blocks, unroll, split=False, in_place=in_place)
+def all_gather_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL, in_place=False, staged=False):
+    """Kernel `(out, x, tag, status, calls, ready, arrived[, through])`; see `exchange.exchange_mapped`."""
+    return exchange_mapped(n_pes, threads, blocks, unroll, split=False, in_place=in_place, staged=staged)
 
 
 class AllGather(Exchange):
@@ -196,14 +196,17 @@ class AllGather(Exchange):
         self._chunk_bytes = chunk_bytes
 
     @named("tilescale_net.AllGather")
-    def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, *, through: torch.Tensor | None = None) -> torch.Tensor:
         """`out[p]` becomes the `x` of PE p; asynchronous on the current stream.
 
         Args:
-            out: symmetric, contiguous, [n_pes, *x.shape] or [n_pes * x.shape[0], *x.shape[1:]]. Where `takes_any_result` of
+            out: symmetric, contiguous, [n_pes, *x.shape] or [n_pes * x.shape[0], *x.shape[1:]]. Where `takes_any_memory` of
                 x's bytes, it may be ordinary memory, on all ranks or on none.
             x: contiguous, of out's dtype, of the same shape on all ranks; may be this PE's own part of `out`. Symmetric
                 where some PEs are on other nodes.
+            through: symmetric memory of out's shape and dtype, at the same place of all heaps, that is overwritten; `out` is
+                ordinary memory then, on all ranks. `x` may be this PE's own part of it. One kernel fills both where PEs are
+                mapped and all are aligned to 16 bytes.
 
         Returns:
             `out`. Later work on the stream may write `x` again.
@@ -214,33 +217,41 @@ class AllGather(Exchange):
                 moves. Raised at once where arguments are new, else by the next call or `check`.
         """
         self._begin()
-        key = self._key(out, x)
-        if self._made_again(key, out, x):
+        key = self._key_through(out, x, through)
+        given = (out, x) if through is None else (out, x, through)
+        if self._made_again(key, *given):
             return out
         self._check("out", out)
         self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
         self._check_parts("out", out, "x", x)
-        in_place = x.data_ptr() == out.data_ptr() + self.rank * x.nbytes
+        staged = through is not None
+        if through is not None and self._copied(self, out, x, through, x.nbytes):
+            return out
+        shared = out if through is None else through  # what peers write to
+        in_place = x.data_ptr() == shared.data_ptr() + self.rank * x.nbytes
         if not in_place:
-            self._check_apart("out", out, "x", x)
-        noted = self._noted(out, x, x.nbytes)
+            self._check_apart("through" if staged else "out", shared, "x", x)
+        noted = self._noted(shared, x, x.nbytes)
         tag = self._agree(*noted)
         if x.nbytes:
             if self._buffers.holds(x.nbytes):
                 launch = self._buffers.launch(out, x)
             else:
                 by_vectors = self._by_vectors(x, out, x.nbytes)
-                launch = self.prepared((by_vectors, in_place), lambda: self._new_launch(by_vectors, in_place))
+                launch = self.prepared(
+                    (by_vectors, in_place, staged), lambda: self._new_launch(by_vectors, in_place, staged)
+                )
             again = functools.partial(launch, tag)
-            self._launch_checked(again, out, x)
+            self._launch_checked(again, *given)
             if key is not None:
                 self._again[key] = noted, again
         return out
 
-    def _new_launch(self, by_vectors: bool, in_place: bool) -> Launch:
+    def _new_launch(self, by_vectors: bool, in_place: bool, staged: bool) -> Launch:
         if by_vectors:
-            kernel = all_gather_mapped(self.n_pes, **self._mapped_options, in_place=in_place)
-            return self._launch_of(kernel, VECTORS, VECTORS)
+            where = dict(staged=True) if staged else dict(in_place=in_place)
+            kernel = all_gather_mapped(self.n_pes, **self._mapped_options, **where)
+            return self._launch_of(kernel, VECTORS, VECTORS, staged)
         if self._over_nodes:
             geometry = self.node_size, self._chunk_bytes
             kernel = node_all_gather(self.n_pes, *geometry, in_place=in_place, **self._options)

@@ -177,9 +177,9 @@ def all_to_all(
 
 
 @tsn.jit(name="all_to_all_mapped", pass_configs=EXPLICIT_SYNC)
-def all_to_all_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL):
-    """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange.exchange_mapped`."""
-    return exchange_mapped(n_pes, threads, blocks, unroll, split=True)
+def all_to_all_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL, staged=False):
+    """Kernel `(out, x, tag, status, calls, ready, arrived[, through])`; see `exchange.exchange_mapped`."""
+    return exchange_mapped(n_pes, threads, blocks, unroll, split=True, staged=staged)
 
 
 class AllToAll(Exchange):
@@ -224,18 +224,21 @@ class AllToAll(Exchange):
         x: torch.Tensor,
         output_splits: torch.Tensor | Sequence[int] | None = None,
         input_splits: torch.Tensor | Sequence[int] | None = None,
+        *,
+        through: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rows of `x` go to all PEs, rows of `out` come from all PEs, both in the order of the PEs; asynchronous on the
         current stream.
 
         Args:
             out: [rows, ...], symmetric, contiguous; with splits it may lie elsewhere in the heap on every PE. Without, where
-                `takes_any_result` of a part's bytes, it may be ordinary memory, on all ranks or on none.
+                `takes_any_memory` of a part's bytes, it may be ordinary memory, on all ranks or on none.
             x: [rows, ...], contiguous, of out's dtype and row shape, apart from `out` in memory. Symmetric where some
                 PEs are on other nodes.
             output_splits, input_splits: rows that come from and go to each PE, zero included: n_pes numbers, or an int64
                 tensor of them on this rank's device, which is read when the call runs. Give both or neither; without
                 them all PEs get the same number of rows.
+            through: without splits: symmetric memory of out's shape and dtype, apart from `x`; see `AllGather.__call__`.
 
         Returns:
             `out`. Later work on the stream may write `x` and the splits again.
@@ -249,8 +252,8 @@ class AllToAll(Exchange):
                 arguments are new, else by the next call or `check`.
         """
         self._begin()
-        key = self._key(out, x) if output_splits is None and input_splits is None else None
-        if self._made_again(key, out, x):
+        key = self._key_through(out, x, through) if output_splits is None and input_splits is None else None
+        if self._made_again(key, *((out, x) if through is None else (out, x, through))):
             return out
         self._check("out", out, symmetric=output_splits is not None)
         self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
@@ -262,36 +265,46 @@ class AllToAll(Exchange):
         if (output_splits is None) != (input_splits is None):
             raise ValueError(f"{self.name}: output_splits and input_splits are given together or not at all")
         if output_splits is None:
-            self._equal(out, x, key)
+            self._equal(out, x, through, key)
+        elif through is not None:
+            raise ValueError(f"{self.name}: through is for calls without splits; with splits out is symmetric")
         else:
             receives = self._splits("output_splits", output_splits, "out", out)
             sends = self._splits("input_splits", input_splits, "x", x)
             self._uneven(out, x, receives, sends)
         return out
 
-    def _equal(self, out: torch.Tensor, x: torch.Tensor, key: Hashable) -> None:
+    def _equal(self, out: torch.Tensor, x: torch.Tensor, through: torch.Tensor | None, key: Hashable) -> None:
         if out.shape != x.shape or x.shape[0] % self.n_pes:
             raise ValueError(
                 f"{self.name}: out of shape {list(out.shape)} and x of shape {list(x.shape)} must have the same number of "
                 f"rows, a multiple of the {self.n_pes} PEs; give output_splits and input_splits for uneven ones"
             )
-        part = x.nbytes // self.n_pes
-        noted = self._noted(out, x, part)
+        part, staged = x.nbytes // self.n_pes, through is not None
+        given: tuple[torch.Tensor, ...] = out, x
+        shared = out
+        if through is not None:
+            self._check_apart("through", through, "x", x)
+            if self._copied(self, out, x, through, part):
+                return
+            given, shared = (out, x, through), through
+        noted = self._noted(shared, x, part)
         tag = self._agree(*noted)
         if x.nbytes:
             if self._buffers.holds(part):
                 launch = self._buffers.launch(out, x)
             else:
                 by_vectors = self._by_vectors(x, out, part)
-                launch = self.prepared(by_vectors, lambda: self._new_launch(by_vectors))
+                launch = self.prepared((by_vectors, staged), lambda: self._new_launch(by_vectors, staged))
             again = functools.partial(launch, tag)
-            self._launch_checked(again, out, x)
+            self._launch_checked(again, *given)
             if key is not None:
                 self._again[key] = noted, again
 
-    def _new_launch(self, by_vectors: bool) -> Launch:
+    def _new_launch(self, by_vectors: bool, staged: bool) -> Launch:
         if by_vectors:
-            return self._launch_of(all_to_all_mapped(self.n_pes, **self._mapped_options), VECTORS, VECTORS)
+            kernel = all_to_all_mapped(self.n_pes, **self._mapped_options, staged=staged)
+            return self._launch_of(kernel, VECTORS, VECTORS, staged)
         parts: Form = (self.n_pes, -1), torch.uint8
         return self._launch_of(all_to_all(self.n_pes, **self._options), parts, parts)
 

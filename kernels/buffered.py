@@ -8,7 +8,7 @@ waited for, and `x` may be written again when the call is over. Between mapped P
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import tilelang.language as T
@@ -272,3 +272,37 @@ class Buffers:
         apart: Form = (op.n_pes, -1, vector), kind
         forms = {"out": whole if sums else apart, "x": apart if self._split else whole}
         return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms=forms)
+
+
+class Parted(Collective):
+    """Base of collectives of parts of every PE: few bytes of them travel by `few_bytes`, others through symmetric memory.
+
+    Attributes:
+        one_launch_up_to: bytes of the larger tensor up to which one kernel copies between memory of a rank's own and symmetric
+            memory, too; beyond them torch does, on all SMs.
+    """
+
+    one_launch_up_to = 64 << 20
+    _buffers: Buffers | Packets
+
+    def takes_any_memory(self, nbytes: int) -> bool:
+        """Whether parts of so many bytes travel between ordinary memory as between symmetric memory."""
+        return not self.needs_symmetric_source and self._buffers.holds(nbytes)
+
+    def _key_through(self, out: torch.Tensor, x: torch.Tensor, through: torch.Tensor | None) -> Hashable:
+        """As `_key`, of a call through this memory."""
+        if through is None:
+            return self._key(out, x)
+        if type(through) is not torch.Tensor:
+            return None
+        return self._key(out, x, through.data_ptr(), through.shape, through.dtype, through.is_contiguous())
+
+    def _check_through(self, through: torch.Tensor, name: str, like: torch.Tensor) -> None:
+        """Raise an error that names what is wrong with memory to go through, which stands in for `like`, called `name`."""
+        self._check(name, like)
+        self._check("through", through, like.dtype, symmetric=True)
+        if through.shape != like.shape:
+            raise ValueError(
+                f"{self.name}: through has shape {list(through.shape)}; it must be that of {name}, {list(like.shape)}"
+            )
+        self._check_apart("through", through, name, like)

@@ -7,6 +7,7 @@ part has arrived, so that calls follow one another without a barrier. Between PE
 moves. Blocks share each part; block b waits for the blocks b of its peers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tilelang.language as T
@@ -15,11 +16,10 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-from .buffered import MOST_BYTES, few_bytes
+from .buffered import MOST_BYTES, Parted, few_bytes
 from .collective import (
     STATUS_WORDS,
     TAG_BITS,
-    Collective,
     announce,
     check_tag_or_newer,
     compare,
@@ -164,12 +164,13 @@ def stream(target, target_first, source, source_first, size, thread, step, unrol
 # A PE's peers may do the same by puts (`exchange`): blocks share a part in the same way, and tell each other the same.
 
 
-def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False):
+def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False, staged=False):
     """Traced kernel as `exchange`, for PEs that are all mapped. `n_pes`, `threads`, `blocks`, `split`: see `exchange`.
     `out` is [n_pes * count, 16 bytes as int32] and `x` [n_pes * count, 16 bytes] (`split`) or [count, 16 bytes].
-    `unroll`: see `stream`. `in_place`: `x` is `out[my_pe]` already."""
+    `unroll`: see `stream`. `in_place`: `x` is `out[my_pe]` already. `staged`: parts arrive in `through`, a last argument
+    like `out` and symmetric, and are copied to `out`, which is memory of this PE's own; not together with `in_place`."""
     rows, x_rows = T.dynamic("rows", "int64"), T.dynamic("x_rows", "int64")
-    hops = n_pes - in_place  # the last one is this PE itself
+    hops = n_pes - (in_place or staged)  # the last one is this PE itself
     groups, warps = max(1, hops), threads // LANES
 
     @T.prim_func
@@ -182,6 +183,7 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
+        through: T.Tensor((rows, WORDS), "int32") if staged else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
@@ -208,9 +210,23 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
                         place = thread // LANES // groups * LANES + thread % LANES
                         step = (warps - thread // LANES % groups + groups - 1) // groups * LANES
                         start = pe * count if split else T.int64(0)
-                        stream(N.remote(out, pe), me * count + first, x, start + first, size, place, step, unroll)
+                        stream(
+                            N.remote(through if staged else out, pe), me * count + first, x, start + first, size, place, step,
+                            unroll,
+                        )  # fmt: skip
                 T.sync_threads()
-                if thread < n_pes and same != 0:
+                if staged:
+                    # This PE's own part is copied while the others' are on their way.
+                    if thread < n_pes and same != 0:
+                        N.signal(arrived[me, block], call, thread, fence=True)
+                    mine = me * count + first
+                    stream(out, mine, x, mine if split else first, size, thread, threads, unroll)
+                    for hop in T.serial(1, n_pes):
+                        pe = (me + hop) % n_pes
+                        if agrees[pe] != 0:
+                            N.wait_block(arrived[pe, block], "ge", call)
+                            stream(out, pe * count + first, through, pe * count + first, size, thread, threads, unroll)
+                elif thread < n_pes and same != 0:
                     N.signal(arrived[me, block], call, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", call)
             T.sync_threads()
@@ -234,7 +250,7 @@ BLOCKS, SIMULATED_BLOCKS = 64, 16
 TILE_VECTORS = 4096
 
 
-class Exchange(Collective):
+class Exchange(Parted):
     """Base of the two.
 
     Args:
@@ -266,21 +282,36 @@ class Exchange(Collective):
             threads=threads, blocks=blocks, unroll=max(1, min(unroll or UNROLL, 16, TILE_VECTORS // threads))
         )
 
-    def takes_any_result(self, nbytes: int) -> bool:
-        """Whether parts of so many bytes arrive in ordinary memory as in symmetric memory."""
-        return not self.needs_symmetric_source and self._buffers.holds(nbytes)
-
     def _noted(self, out: torch.Tensor, x: torch.Tensor, part: int) -> tuple[Any, ...]:
         """What ranks agree on; checks `out`."""
-        self._check("out", out, symmetric=not self.takes_any_result(part))
+        self._check("out", out, symmetric=not self.takes_any_memory(part))
         if out.numel() and not self._heap_range[0] <= out.data_ptr() < self._heap_range[1]:
             return "x of shape {} and {}, out outside of the heap", x.shape, x.dtype
         return "x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out)
 
-    def _launch_of(self, kernel: Any, out: Form, x: Form) -> Launch:
-        """Of a kernel `(out, x, tag, status, calls, ready, arrived)`, which takes the tensors in these forms."""
+    def _copied(
+        self, call: Callable[..., torch.Tensor], out: torch.Tensor, x: torch.Tensor, through: torch.Tensor, part: int
+    ) -> bool:
+        """Make a call through this memory, checked here, as `call` of this object and a copy; False where one kernel does both.
+        Ranks may differ in this: the others put into the same places."""
+        self._check_through(through, "out", out)
+        if self.takes_any_memory(part):
+            call(out, x)
+        elif (
+            self._by_vectors(x, out, part) and is_aligned(VECTOR_BYTES, through) and out.nbytes <= self.one_launch_up_to
+        ):
+            return False
+        else:
+            out.copy_(call(through, x))
+        return True
+
+    def _launch_of(self, kernel: Any, out: Form, x: Form, staged: bool = False) -> Launch:
+        """Of a kernel `(out, x, tag, status, calls, ready, arrived[, through])`, which takes the tensors in these forms."""
         fixed = dict(status=self.status_record, calls=self._calls, ready=self._ready, arrived=self._arrived)
-        return Launch(kernel, fixed, ("tag", "out", "x"), self._world, forms={"out": out, "x": x})
+        forms, given = {"out": out, "x": x}, ("tag", "out", "x")
+        if staged:
+            return Launch(kernel, fixed, (*given, "through"), self._world, forms=forms | {"through": out})
+        return Launch(kernel, fixed, given, self._world, forms=forms)
 
     def _by_vectors(self, x: torch.Tensor, out: torch.Tensor, part: int) -> bool:
         """Whether parts of as many bytes go through registers, over mapped memory. Ranks may differ in this."""

@@ -18,13 +18,12 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, few_bytes
+from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Parted, few_bytes
 from .collective import (
     EXPLICIT_SYNC,
     MIN_BYTES,
     STATUS_WORDS,
     TAG_BITS,
-    Collective,
     Nodes,
     agree_by_blocks,
     all_agree,
@@ -413,7 +412,7 @@ def reduce_scatter(
     return main
 
 
-class ReduceScatter(Collective):
+class ReduceScatter(Parted):
     """Sum of tensors over all PEs, of which each PE gets its part; constructed and called by all ranks.
 
     Args:
@@ -531,10 +530,6 @@ class ReduceScatter(Collective):
         else:
             self._push(out, x, tag)
         return out
-
-    def takes_any_source(self, nbytes: int) -> bool:
-        """Whether parts of so many bytes travel from ordinary memory as from symmetric memory."""
-        return not self.needs_symmetric_source and self._buffers.holds(nbytes)
 
     def _new_pull(self, dtype: torch.dtype) -> Launch:
         shape = -1, VECTOR_BYTES // dtype.itemsize

@@ -429,7 +429,7 @@ NODES = [(8, 8), (8, 8, 7)]
 # By file and kernel of tilescale_net/kernels; those of kernels/moe and kernels/fused are in test_generated_code.py there.
 SM_90 = {
     "all_gather.all_gather": [dict(n_pes=4), dict(n_pes=8, in_place=True, engine="bulk", threads=128)],
-    "all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, in_place=True)],
+    "all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, in_place=True), dict(n_pes=4, staged=True)],
     "all_gather.node_all_gather": [dict(n_pes=sum(sizes), node_size=sizes, chunk_bytes=256 * 1024) for sizes in NODES],
     "all_reduce_fp8.all_reduce_fp8": [
         dict(n_pes=4, dtype="bfloat16", capacity=1024),
@@ -478,7 +478,7 @@ SM_90 = {
         dict(n_pes=4, dtype="bfloat16", staged=False, gathered=True),
     ],
     "all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
-    "all_to_all.all_to_all_mapped": [dict(n_pes=4)],
+    "all_to_all.all_to_all_mapped": [dict(n_pes=4), dict(n_pes=8, staged=True)],
     "all_to_all.all_to_all_uneven": [dict(n_pes=4)],
     "all_to_all_transposed.all_to_all_transposed": [
         dict(n_pes=4, joins_rows=True),

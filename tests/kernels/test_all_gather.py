@@ -26,9 +26,17 @@ CASES = [
     ((12_345,), torch.bfloat16, 0, 2),
     ((0, 4), torch.float32, 0, 0),
 ]
+# Through other memory: by stores, by stores where `out` begins elsewhere, by puts and a copy, and in packets.
+THROUGH = [
+    ((1008,), torch.float32, 0, 0),
+    ((40_000,), torch.float8_e4m3fn, 0, 16),
+    ((12_345,), torch.bfloat16, 0, 2),
+    ((33, 64), torch.float16, 4, 0),
+    ((3, 4), torch.float32, 0, 0),
+]
 
 
-def _gather(seed, cases, options, calls=2):
+def _gather(seed, cases, options, calls=2, through=False):
     rank, n = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
     op = AllGather(**options)
@@ -36,19 +44,22 @@ def _gather(seed, cases, options, calls=2):
         x = Guarded(shape, dtype, x_offset)
         joined = (n * shape[0], *shape[1:]) if shape and number % 2 else (n, *shape)
         out = Guarded(joined, dtype, out_offset)
+        between = Guarded(joined, dtype)
         for call in range(calls):
             data = [random_tensor(shape, dtype, seed, number, call, p) for p in range(n)]
             x.tensor.copy_(data[rank])
             unsettle(pace)
-            assert op(out.tensor, x.tensor) is out.tensor
+            way = {"through": between.tensor} if through and call != 2 else {}
+            assert op(out.tensor, x.tensor, **way) is out.tensor
             x.tensor.copy_(random_tensor(shape, dtype, seed, "later"))  # the call is over with x
             expected = torch.stack(data).view(joined)
             tsn.synchronize()
             assert_same(out.tensor, expected, f"seed {seed}, case {number}, call {call}, rank {rank}")
         x.check(f"case {number}")
         out.check(f"case {number}")
-        x.free()
-        out.free()
+        between.check(f"case {number}")
+        for tensor in (x, out, between):
+            tensor.free()
     op.free()
 
 
@@ -59,6 +70,18 @@ def _gather(seed, cases, options, calls=2):
 @ranks.on()
 def test_equals_stacked_parts(size, visibility, seed):
     _gather(seed, CASES, dict(threads=64, blocks=3))
+
+
+# Also where some ranks choose puts, and between calls without other memory.
+@pytest.mark.parametrize(
+    "size, visibility, races",
+    [(1, "eager", 0), (2, "late", 1), (3, "random", 0), pytest.param(4, "late", 1, marks=pytest.mark.nightly)],
+)
+@pytest.mark.sample(2)
+@ranks.on()
+def test_through_other_memory(size, visibility, races, seed):
+    stores_from = 1 << 40 if tsn.rank() == 2 else 16
+    _gather(seed, THROUGH, dict(threads=64, blocks=3, stores_from=stores_from), calls=4, through=True)
 
 
 # By stores also where some ranks choose puts.
@@ -144,6 +167,9 @@ def test_misuse_is_named():
         (lambda: op(large.new_zeros(n, len(large)), large), tsn.HeapError, "out", "symmetric"),
         (lambda: op(*[(out, x), (out.clone(), x)][tsn.rank()]), tsn.RankMismatch, "heap offset", "outside of the heap"),
         (lambda: op(out, x[:7]), ValueError, "out", "[2, 8]", "[2, 7]"),
+        (lambda: op(out.clone(), x, through=out.clone()), tsn.HeapError, "through", "symmetric"),
+        (lambda: op(out.clone(), x, through=out.view(-1)), ValueError, "through", "[16]", "[2, 8]"),
+        (lambda: op(out, x, through=out), ValueError, "through and out overlap"),
         (lambda: op(out.t(), x), ValueError, "out", "contiguous"),
         (lambda: op(out, torch._neg_view(x)), ValueError, "x", "resolve_neg"),
         (lambda: op(tsn.zeros((n, 8), torch.complex64), torch.complex(x, x).conj()), ValueError, "x", "resolve_conj"),

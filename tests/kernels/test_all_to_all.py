@@ -19,28 +19,29 @@ EQUAL = [
     (1000, (9,), torch.float32, 4, 4),
     (0, (4,), torch.float32, 0, 0),
 ]
+# Through other memory, see test_all_gather.py.
+THROUGH = [(1008, (), torch.float32, 0, 0), (3, (700, 8), torch.bfloat16, 0, 16), (1, (20_001,), torch.float16, 0, 6)]
 
 
-def _equal(seed, cases, options, calls=2):
+def _equal(seed, cases, options, calls=2, through=False):
     rank, n = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
     op = AllToAll(**options)
     for number, (rows, row, dtype, x_offset, out_offset) in enumerate(cases):
         shape = (n * rows, *row)
-        x, out = Guarded(shape, dtype, x_offset), Guarded(shape, dtype, out_offset)
+        x, out, between = (Guarded(shape, dtype, offset) for offset in (x_offset, out_offset, 0))
         for call in range(calls):
             data = [random_tensor(shape, dtype, seed, number, call, p) for p in range(n)]
             x.tensor.copy_(data[rank])
             unsettle(pace)
-            op(out.tensor, x.tensor)
+            op(out.tensor, x.tensor, **({"through": between.tensor} if through and call != 2 else {}))
             x.tensor.copy_(random_tensor(shape, dtype, seed, "later"))
             tsn.synchronize()
             expected = torch.cat([d[rank * rows : (rank + 1) * rows] for d in data])
             assert_same(out.tensor, expected, f"seed {seed}, case {number}, call {call}, rank {rank}")
-        x.check()
-        out.check()
-        x.free()
-        out.free()
+        for tensor in (x, out, between):
+            tensor.check()
+            tensor.free()
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,17 @@ def _equal(seed, cases, options, calls=2):
 @ranks.on()
 def test_equal_splits(size, visibility, seed):
     _equal(seed, EQUAL, dict(threads=64, blocks=3))
+
+
+@pytest.mark.parametrize(
+    "size, visibility, races",
+    [(1, "eager", 0), (2, "late", 1), (3, "random", 0), pytest.param(4, "late", 1, marks=pytest.mark.nightly)],
+)
+@pytest.mark.sample(2)
+@ranks.on()
+def test_through_other_memory(size, visibility, races, seed):
+    stores_from = 1 << 40 if tsn.rank() == 2 else 16
+    _equal(seed, THROUGH, dict(threads=64, blocks=3, stores_from=stores_from), calls=4, through=True)
 
 
 def random_splits(pace: random.Random, n: int) -> list[list[int]]:

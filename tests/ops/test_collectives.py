@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.support import nothing_launched
 from tilescale_net import ops
 from tilescale_net.ops import group_objects
 
@@ -252,6 +253,20 @@ def _views() -> None:
 
 def test_views():
     ranks.run(2, _views)
+
+
+@ranks.on()
+def test_a_call_is_one_launch():
+    """Of 1 MiB, past packets: neither torch nor another kernel copies what a collective takes or makes."""
+    x = torch.ones((1 << 20) // 4, device=tsn.device())
+    calls = {"AllGather": lambda: ops.all_gather(x[: len(x) // 2]), "AllToAll": lambda: ops.all_to_all(x)}
+    with nothing_launched():
+        for name, call in calls.items():
+            for _ in range(2):
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                    call()
+            counts = {event.key: event.count for event in profile.key_averages()}
+            assert counts[f"tilescale_net.{name}"] == 1 and not {"aten::copy_", "aten::clone"} & counts.keys(), counts
 
 
 @ranks.on(1)

@@ -42,9 +42,9 @@ LOCAL_OF = {
     AllToAll: {"heap_bytes", "arena_bytes", "checked_list", "kernels_of_tiles", "adds_to"},
     AllReduce: {"is_faster_overwritten", "is_copied_in_pieces"},
     AllReduceNorm: {"new_scales"},
-    ReduceScatter: {"takes_any_source"},
-    AllGather: {"takes_any_result"},
-    EvenAllToAll: {"takes_any_result"},
+    ReduceScatter: {"takes_any_memory"},
+    AllGather: {"takes_any_memory"},
+    EvenAllToAll: {"takes_any_memory"},
     **{
         kind: {"kernels"}
         for kind in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce, ExpertMatmul, ScaledExpertMatmul)

@@ -40,12 +40,14 @@ def _all_gather(x: torch.Tensor, group: str, gradient: bool = False) -> torch.Te
 def _gather(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Tensor:
     objects.calls.note_operator(gradient, "all_gather of x of shape {} and {}", x.shape, x.dtype)
     x, world = x.contiguous(), objects.world
-    if objects.all_gather.takes_any_result(x.nbytes):
-        return objects.all_gather(objects.empty(_gathered(x, world.size), x.dtype), x)
-    (out,) = objects.symmetric((_gathered(x, world.size), x.dtype))
+    shape = _gathered(x, world.size)
+    out = objects.empty(shape, x.dtype)
+    if objects.all_gather.takes_any_memory(x.nbytes):
+        return objects.all_gather(out, x)
+    (through,) = objects.symmetric((shape, x.dtype))
     if objects.needs_symmetric_source and x.device == out.device:  # the collective refuses what is on another device
-        x = out.view(world.size, *x.shape)[world.rank].copy_(x)
-    return objects.all_gather(out, x).clone()
+        x = through.view(world.size, *x.shape)[world.rank].copy_(x)
+    return objects.all_gather(out, x, through=through)
 
 
 @arguments.register_fake("all_gather")
@@ -111,7 +113,7 @@ def _scatter(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Te
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
     objects.calls.note_operator(gradient, "reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
     # Few bytes travel from where x lies. To copy more and to pull the parts is faster than to push them.
-    few = objects.reduce_scatter.takes_any_source(x.nbytes // ranks)
+    few = objects.reduce_scatter.takes_any_memory(x.nbytes // ranks)
     there = None if few else objects.source(x.shape, x.dtype, x.device)
     out = objects.empty((x.shape[0] // ranks, *x.shape[1:]), x.dtype)
     return objects.reduce_scatter(out, x if there is None else there.copy_(x))
@@ -286,15 +288,19 @@ def _all_to_all(
             raise ValueError(f"all_to_all: {max(rows, room)} rows are more than max_rows, {max_rows}")
         else:
             room = max_rows
-    if output_splits is None and objects.all_to_all.takes_any_result(x.nbytes // objects.world.size):
+    if output_splits is None and objects.all_to_all.takes_any_memory(x.nbytes // objects.world.size):
         return objects.all_to_all(objects.empty(x.shape, x.dtype), x)
     shape = (room, *x.shape[1:])
-    out, *sources = objects.symmetric((shape, x.dtype), *([(shape, x.dtype)] if objects.needs_symmetric_source else []))
+    there, *sources = objects.symmetric(
+        (shape, x.dtype), *([(shape, x.dtype)] if objects.needs_symmetric_source else [])
+    )
     if sources:
         x = sources[0][: x.shape[0]].copy_(x)
+    if output_splits is None:
+        return objects.all_to_all(objects.empty(x.shape, x.dtype), x, through=there)
     if rows < room:
-        out = out[:rows]
-    return objects.all_to_all(out, x, output_splits, input_splits).clone()
+        there = there[:rows]
+    return objects.all_to_all(there, x, output_splits, input_splits).clone()
 
 
 @arguments.register_fake("all_to_all")
