@@ -20,6 +20,7 @@ from .buffered import MOST_BYTES, Parted, few_bytes
 from .collective import (
     STATUS_WORDS,
     TAG_BITS,
+    all_agree,
     announce,
     check_tag_or_newer,
     compare,
@@ -27,7 +28,7 @@ from .collective import (
     slice_elements,
 )
 from .launches import Form, Launch
-from .sums import VECTOR_BYTES
+from .sums import VECTOR_BYTES, add_up, batch_of, vector_of
 
 
 @tsn.macro
@@ -159,31 +160,36 @@ def stream(target, target_first, source, source_first, size, thread, step, unrol
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All-gather and all-to-all with equal splits over mapped memory, through registers: every warp moves rows of one PE's part.
+# All-gather, all-to-all with equal splits, and what adds up its parts, over mapped memory, through registers: every warp moves
+# rows of one PE's part.
 #
 # A PE's peers may do the same by puts (`exchange`): blocks share a part in the same way, and tell each other the same.
 
 
-def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False, staged=False):
+def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False, staged=False, sums=None):
     """Traced kernel as `exchange`, for PEs that are all mapped. `n_pes`, `threads`, `blocks`, `split`: see `exchange`.
     `out` is [n_pes * count, 16 bytes as int32] and `x` [n_pes * count, 16 bytes] (`split`) or [count, 16 bytes].
     `unroll`: see `stream`. `in_place`: `x` is `out[my_pe]` already. `staged`: parts arrive in `through`, a last argument
-    like `out` and symmetric, and are copied to `out`, which is memory of this PE's own; not together with `in_place`."""
-    rows, x_rows = T.dynamic("rows", "int64"), T.dynamic("x_rows", "int64")
+    like `out` and symmetric, and are copied to `out`, which is memory of this PE's own; not together with `in_place`. `sums`: a dtype; parts arrive in `through`, and `out`, [count,
+    16 bytes of this dtype], is their sum, made as in `reduce_scatter`; a last argument `parts` is `through` as such rows."""
+    rows, x_rows, out_rows = (T.dynamic(name, "int64") for name in ("rows", "x_rows", "out_rows"))
+    between = staged or sums is not None
     hops = n_pes - (in_place or staged)  # the last one is this PE itself
+    vector, batch = vector_of(sums) if sums is not None else WORDS, batch_of(n_pes)
     groups, warps = max(1, hops), threads // LANES
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        out: T.Tensor((rows, WORDS), "int32"),
+        out: T.Tensor((out_rows, vector), sums) if sums is not None else T.Tensor((rows, WORDS), "int32"),
         x: T.Tensor((x_rows, WORDS), "int32"),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
-        through: T.Tensor((rows, WORDS), "int32") if staged else None,
+        through: T.Tensor((rows, WORDS), "int32") if between else None,
+        parts: T.Tensor((rows, vector), sums) if sums is not None else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
@@ -211,7 +217,7 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
                         step = (warps - thread // LANES % groups + groups - 1) // groups * LANES
                         start = pe * count if split else T.int64(0)
                         stream(
-                            N.remote(through if staged else out, pe), me * count + first, x, start + first, size, place, step,
+                            N.remote(through if between else out, pe), me * count + first, x, start + first, size, place, step,
                             unroll,
                         )  # fmt: skip
                 T.sync_threads()
@@ -229,6 +235,20 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
                 elif thread < n_pes and same != 0:
                     N.signal(arrived[me, block], call, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", call)
+                if sums is not None:
+                    T.sync_threads()
+                    agreed = T.alloc_var("int32")
+                    all_agree(agreed, agrees, n_pes)
+                    end = T.alloc_var("int64")
+                    end = T.if_then_else(agreed != 0, first + size, first)
+                    result = T.alloc_local((batch, vector), sums)
+                    for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
+                        i = first + turn * threads * batch + thread
+                        add_up(result, [parts] * n_pes, sums, i, end, threads, batch, count)
+                        for u in T.unroll(batch):
+                            if i + u * threads < end:
+                                for v in T.vectorized(vector):
+                                    out[i + u * threads, v] = result[u, v]
             T.sync_threads()
             if thread == 0:
                 calls[block] = call

@@ -9,6 +9,7 @@ to run, in any order of arrival, whichever kernel runs.
 """
 
 import functools
+from collections.abc import Hashable
 
 import tilelang.language as T
 import torch
@@ -37,7 +38,9 @@ from .collective import (
     report_other_call,
     slice_elements,
 )
-from .launches import Launch
+from .exchange import TILE_VECTORS, exchange_mapped
+from .exchange import UNROLL as UNROLL_OF_STORES
+from .launches import VECTORS, Form, Launch
 from .sums import VECTOR_BYTES, accumulator, add_part, add_up, batch_of, vector_of
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,6 +117,13 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
                 calls[block] = call
 
     return main
+
+
+@tsn.jit(name="reduce_scatter_through", pass_configs=EXPLICIT_SYNC)
+def reduce_scatter_through(n_pes, dtype, threads=512, blocks=64, unroll=UNROLL_OF_STORES):
+    """Kernel `(out, x, tag, status, calls, ready, arrived, through, parts)`, for an `x` that peers cannot read: its parts
+    are stored to their owners' `through`; see `exchange.exchange_mapped`."""
+    return exchange_mapped(n_pes, threads, blocks, unroll, split=True, sums=dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -472,15 +482,22 @@ class ReduceScatter(Parted):
             self, True, most if algorithm == "auto" else 0, engine=engine, unroll=unroll, ring=ring
         )
         self._pull_words = self.counters(blocks), self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
+        # More blocks store fast than pull.
+        self._store_blocks = min(2 * blocks, self.block_limit) if self._can_pull and not self.has_gateways else 0
+        if self._store_blocks and algorithm == "auto":
+            many = self._store_blocks
+            self._store_words = self.counters(many), self._signals(self.n_pes), self._signals(self.n_pes, many)
 
     @named("tilescale_net.ReduceScatter")
-    def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, *, through: torch.Tensor | None = None) -> torch.Tensor:
         """`out` becomes the sum over all PEs of their `x[my_pe]`; asynchronous on the current stream.
 
         Args:
             out: contiguous, one of `DTYPES`; may be this PE's own part of `x`.
             x: contiguous, of out's dtype, [n_pes, *out.shape] or [n_pes * out.shape[0], *out.shape[1:]]. Symmetric where
                 some PEs are on other nodes. Fastest where the parts begin at multiples of 16 bytes.
+            through: symmetric memory of x's shape and dtype, apart from both, at the same place of all heaps, that is
+                overwritten: an ordinary `x` goes through it, in the same kernel where PEs are mapped. On all ranks or on none.
 
         Returns:
             `out`; sums are made in float32 (float64 and integers in their own type), in the order of the PEs, and
@@ -494,16 +511,18 @@ class ReduceScatter(Parted):
                 then, and so would be later ones; free the object.
         """
         self._begin()
-        key = self._key(out, x)
-        if self._made_again(key, out, x):
+        key = self._key_through(out, x, through)
+        if self._made_again(key, *((out, x) if through is None else (out, x, through))):
             return out
         self._check("out", out)
-        self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
+        self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source and through is None)
         if out.dtype not in self.DTYPES:
             raise TypeError(f"{self.name}: dtype {out.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
         self._check_parts("x", x, "out", out)
         if out.data_ptr() != x.data_ptr() + self.rank * out.nbytes:
             self._check_apart("out", out, "x", x)
+        if through is not None:
+            return self._through(out, x, through, key)
         # Where `out` lies may differ between ranks, and what they do may not.
         place = self.place_of_vectors(x) if out.nbytes % VECTOR_BYTES == 0 and self._can_pull else None
         mapped, tag, noted = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=[place])
@@ -530,6 +549,38 @@ class ReduceScatter(Parted):
         else:
             self._push(out, x, tag)
         return out
+
+    def _through(self, out: torch.Tensor, x: torch.Tensor, through: torch.Tensor, key: Hashable) -> torch.Tensor:
+        """A call whose `x` goes through other memory, unless it can travel from where it lies."""
+        self._check_through(through, "x", x)
+        self._check_apart("through", through, "out", out)
+        if self.takes_any_memory(out.nbytes):
+            return self(out, x)
+        # The same on all ranks: what others do not do they wait for.
+        stores = self._store_blocks and self._algorithm == "auto" and 0 < x.nbytes <= self.one_launch_up_to
+        if not stores or out.nbytes % VECTOR_BYTES or not is_aligned(VECTOR_BYTES, through):
+            return self(out, through.copy_(x))
+        where = "out of shape {} and {}, through memory at heap offset {}", out.shape, out.dtype, self.place(through)
+        launch, tag = self.prepared(("through", out.dtype), lambda: self._new_stores(out.dtype)), self._agree(*where)
+        again = lambda out, x, through: launch(tag, out, x, through, through)  # noqa: E731
+        source = x if is_aligned(VECTOR_BYTES, x) else x.clone()
+        there = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
+        self._launch_checked(again, there, source, through)
+        if there is not out:
+            out.copy_(there)
+        elif source is x and key is not None:
+            self._again[key] = where, again
+        return out
+
+    def _new_stores(self, dtype: torch.dtype) -> Launch:
+        options = dict(
+            threads=self.threads, blocks=self._store_blocks, unroll=min(UNROLL_OF_STORES, TILE_VECTORS // self.threads)
+        )
+        kernel = reduce_scatter_through(self.n_pes, dtype_name(dtype), **options)
+        fixed = dict(zip(("calls", "ready", "arrived"), self._store_words, strict=True), status=self.status_record)
+        rows: Form = (-1, VECTOR_BYTES // dtype.itemsize), None
+        forms = {"out": rows, "x": VECTORS, "through": VECTORS, "parts": rows}
+        return Launch(kernel, fixed, ("tag", *forms), self._world, forms=forms)
 
     def _new_pull(self, dtype: torch.dtype) -> Launch:
         shape = -1, VECTOR_BYTES // dtype.itemsize

@@ -29,9 +29,10 @@ def batch_of(n_pes: int) -> int:
 
 
 @tsn.macro
-def add_up(result, views, dtype, first, end, threads, batch):
+def add_up(result, views, dtype, first, end, threads, batch, stride=0):
     """result[u] = the sum of view[first + u * threads] over the views, in their order, rounded once; for vectors below
-    `end`. `result`: local [batch, vector] of `dtype`. `views`: list of tensors [vectors, vector] of `dtype`."""
+    `end`. `result`: local [batch, vector] of `dtype`. `views`: list of tensors [vectors, vector] of `dtype`. `stride`: rows
+    of a view in front of those of the next one."""
     vector, total_dtype = vector_of(dtype), accumulator(dtype)
     part = T.alloc_local((len(views), batch, vector), dtype)
     totals = T.alloc_local((batch, vector), total_dtype)
@@ -39,7 +40,7 @@ def add_up(result, views, dtype, first, end, threads, batch):
         for u in T.unroll(batch):
             if first + u * threads < end:
                 for v in T.vectorized(vector):
-                    part[p, u, v] = view[first + u * threads, v]
+                    part[p, u, v] = view[p * stride + first + u * threads, v]
     T.clear(totals)
     for p in T.unroll(len(views)):
         for u in T.unroll(batch):

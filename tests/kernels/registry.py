@@ -519,6 +519,7 @@ SM_90 = {
         dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
         dict(n_pes=16, dtype="bfloat16", vector=8, node_size=8),
     ],
+    "reduce_scatter.reduce_scatter_through": [dict(n_pes=4, dtype="bfloat16")],
     "reduce_scatter.reduce_scatter_pull": [
         dict(n_pes=4, dtype="bfloat16"),
         dict(n_pes=8, dtype="float32", threads=1024),

@@ -55,27 +55,27 @@ def reference_of_nodes(parts: list[torch.Tensor], nodes: int | tuple[int, ...]) 
     return reference([reference(list(itertools.islice(rest, size))) for size in sizes])
 
 
-def _reduce(seed, cases, options, calls=2):
+def _reduce(seed, cases, options, calls=2, through=False):
     rank, n, sizes = tsn.rank(), tsn.size(), tsn.world().topology.sizes
     pace = random.Random(f"{seed} {rank}")
     op = ReduceScatter(**options)
     for number, (shape, dtype, x_offset, out_offset) in enumerate(cases):
         whole = (n * shape[0], *shape[1:]) if number % 2 else (n, *shape)
-        x, out = Guarded(whole, dtype, x_offset), Guarded(shape, dtype, out_offset)
+        x, out, between = Guarded(whole, dtype, x_offset), Guarded(shape, dtype, out_offset), Guarded(whole, dtype)
         for call in range(calls):
             data = [values((n, *shape), dtype, seed, number, call, p) for p in range(n)]
             x.tensor.copy_(data[rank].view(whole))
             unsettle(pace)
-            assert op(out.tensor, x.tensor) is out.tensor
+            way = {"through": between.tensor} if through and call != 2 else {}
+            assert op(out.tensor, x.tensor, **way) is out.tensor
             x.tensor.zero_()  # the call is over with x
             tsn.synchronize()
             what = f"seed {seed}, case {number}, call {call}, rank {rank}"
             parts = [d[rank] for d in data]
             assert_same(out.tensor, reference_of_nodes(parts, sizes), what)
-        x.check()
-        out.check()
-        x.free()
-        out.free()
+        for tensor in (x, out, between):
+            tensor.check()
+            tensor.free()
     op.free()
 
 
@@ -95,6 +95,19 @@ def test_pull_equals_sum_in_order(size, visibility, seed):
     """Some cases cannot be pulled, and are pushed."""
     cases = [CASES[1], CASES[8], ((20_000,), torch.bfloat16, 0, 0), ((8,), torch.bfloat16, 0, 16)]
     _reduce(seed, cases, dict(threads=64, blocks=2, chunk_bytes=4096))
+
+
+@pytest.mark.parametrize(
+    "size, visibility, races",
+    [(1, "eager", 0), (2, "late", 1), pytest.param(4, "random", 0, marks=pytest.mark.nightly)],
+)
+@pytest.mark.sample(1)
+@ranks.on(timeout=400)
+def test_through_other_memory(size, visibility, races, seed):
+    """By stores, wherever tensors begin, and in packets; between calls that pull."""
+    places = (20_000, 0, 0), (20_000, 4, 16), (20_000, 0, 2), (8, 0, 16)
+    cases = [((count,), torch.bfloat16, *offsets) for count, *offsets in places]
+    _reduce(seed, cases, dict(threads=64, blocks=2, chunk_bytes=4096), calls=4, through=True)
 
 
 @pytest.mark.parametrize("visibility, slots", [("late", 2), ("random", 3)])

@@ -112,11 +112,11 @@ def _scatter(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Te
     if not x.dim() or x.shape[0] % ranks:
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
     objects.calls.note_operator(gradient, "reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
-    # Few bytes travel from where x lies. To copy more and to pull the parts is faster than to push them.
+    # Few bytes travel from where x lies.
     few = objects.reduce_scatter.takes_any_memory(x.nbytes // ranks)
     there = None if few else objects.source(x.shape, x.dtype, x.device)
     out = objects.empty((x.shape[0] // ranks, *x.shape[1:]), x.dtype)
-    return objects.reduce_scatter(out, x if there is None else there.copy_(x))
+    return objects.reduce_scatter(out, x, through=there)
 
 
 @arguments.register_fake("reduce_scatter")
