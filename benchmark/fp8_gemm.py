@@ -1,13 +1,12 @@
 """FP8 GEMMs with scales of blocks on one GPU, of one matrix and of experts' rows, next to cuBLAS and DeepGEMM.
 
     GPUS=1 bash launch.sh benchmark/fp8_gemm.py
-    GPUS=1 bash launch.sh benchmark/fp8_gemm.py --tiles 128x256x4 --clusters 1 --forms block
+    GPUS=1 bash launch.sh benchmark/fp8_gemm.py --tiles 256x4 --clusters 1 --forms block
 
 Scales are one for 1 x 128 elements of x and 128 x 128 of w (`block`), or one for a row of each (`row`). Each row of the
 table is a geometry: columns and stages of its tiles, blocks of threads that share a tile of w, and whether the two warpgroups
-of a block have the tensor cores by turns. cuBLAS is
-torch.nn.functional.scaled_mm, of experts torch._scaled_grouped_mm, where they have the form; DeepGEMM is measured where it is installed. Without a GPU the
-simulator runs small GEMMs.
+of a block have the tensor cores by turns. cuBLAS is torch.nn.functional.scaled_mm, of experts torch._scaled_grouped_mm, where
+they have the form; DeepGEMM is measured where it is installed. Without a GPU the simulator runs small GEMMs.
 """
 
 import argparse

@@ -22,9 +22,9 @@ from typing import Any
 
 import tilescale_net as tsn
 from benchmark import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from benchmark.common import compiled
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
 from benchmark.common.collectives import nccl_group
-from benchmark.common.compiling import compile_ahead
 from benchmark.common.gemm import Operands, difference, if_works, operands, operator
 from benchmark.common.measuring import Timer, gather, medians, raise_if_wrong
 from benchmark.common.modules import dist, fused_choice, torch
@@ -191,8 +191,7 @@ def main() -> None:
     # The largest first: symmetric memory that they share does not grow any more then.
     order = itertools.product(sorted(args.m, reverse=True), args.kinds, args.dtypes)
     cases = [Case(args, kind, dtype, m) for m, kind, dtype in order if m % tsn.size() == 0]
-    seconds = compile_ahead([kernel for case in cases for kernel in case.kernels()])
-    report.environment["compiled ahead"] = f"{seconds:.0f} s"
+    compiled.together([kernel for case in cases for kernel in case.kernels()])
     points: list[tuple[Any, dict[str, float]]] = []
     for number, case in enumerate(cases):
         late = gather(args.limit is not None and time.monotonic() - start > args.limit)[0]

@@ -127,6 +127,17 @@ def join(report: Report, args: argparse.Namespace) -> Timer:
     return timer
 
 
+def _started(report: Report, title: str, reason: str | None, start: Callable[[], Any]) -> Any:
+    """What `start` makes where no rank has a reason against it, and its version in the report; else None and a note. Collective."""
+    reason = next((r for r in gather(reason) if r), None)
+    if reason:
+        report.notes.append(reason)
+        return None
+    library = start()
+    report.environment[title] = library.version
+    return library
+
+
 def nvshmem(report: Report) -> Any:
     """NVSHMEM, started; or None and a note in the report that names in one line what it needs. Collective. Every rank
     must be able to run it, on one node."""
@@ -135,28 +146,14 @@ def nvshmem(report: Report) -> Any:
     reason = baseline.missing()
     if reason is None and tsn.world().topology.nodes > 1:
         reason = "NVSHMEM baseline: not measured; it is compared on one node only"
-    reason = next((r for r in gather(reason) if r), None)
-    if reason:
-        report.notes.append(reason)
-        return None
-    library = baseline.Nvshmem()
-    report.environment["NVSHMEM"] = library.version
-    return library
+    return _started(report, "NVSHMEM", reason, baseline.Nvshmem)
 
 
 def gin(report: Report) -> Any:
     """NCCL's GIN, started; or None and a note as above. Collective. Between nodes alone."""
     from benchmark import gin as baseline
 
-    if tsn.world().topology.nodes == 1:
-        return None
-    reason = next((r for r in gather(baseline.missing()) if r), None)
-    if reason:
-        report.notes.append(reason)
-        return None
-    found = baseline.Gin()
-    report.environment["NCCL GIN"] = found.version
-    return found
+    return None if tsn.world().topology.nodes == 1 else _started(report, "NCCL GIN", baseline.missing(), baseline.Gin)
 
 
 def finish(report: Report, *libraries: Any) -> None:

@@ -1,39 +1,38 @@
 """NCCL's GIN as a baseline: its kernels, compiled on first use, between GPUs of different nodes; over TCP by its own sockets."""
 
 import ctypes
-import os
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmark.common.cuda_library import compiled_once
+from benchmark.common import cuda_library
+from benchmark.common.cuda_library import INTEGER, POINTER, SIZE, TEXT, WORD
 from benchmark.common.peers import nccl_over_nodes
 from tilescale_net.compiler import toolchain
-from tilescale_net.runtime import settings
 from tilescale_net.runtime.cuda_memory import tensor_at
 
 __all__ = ["Gin", "missing"]
-SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "p2p.cu")
+SOURCE = str(Path(__file__).with_name("p2p.cu"))
 WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 LEAST = 23203  # 2.32.3, the first whose GIN crosses sockets
 _TYPES = {2: "proxy", 3: "GDAKI", 4: "GPI", 5: "EFA-GDA"}
+# Of p2p.cu's functions: types of the result and of the arguments.
+_SIGNATURES = {
+    "error": (TEXT, [INTEGER]), "detail": (TEXT, []), "id_bytes": (INTEGER, []), "get_id": (INTEGER, [POINTER]),
+    "init": (INTEGER, [POINTER, INTEGER, INTEGER]), "type": (INTEGER, []), "malloc": (INTEGER, [SIZE, POINTER, POINTER]),
+    "free": (None, [POINTER, POINTER]), "finalize": (None, []),
+    "ping_pong": (INTEGER, [POINTER, POINTER, SIZE, WORD, INTEGER, INTEGER, INTEGER, INTEGER, POINTER]),
+}  # fmt: skip
 
 
 def headers() -> str | None:
     """Folder of NCCL's headers that know GIN over sockets: below NCCL_HOME, or inside the wheel; None if not found."""
-    candidates = [os.environ.get("NCCL_HOME", "")]
-    for wheel in WHEELS:
-        try:
-            candidates.append(str(metadata.distribution(wheel).locate_file("nvidia/nccl")))
-        except metadata.PackageNotFoundError:
-            continue
-    for folder in candidates:
+    for folder in cuda_library.folders("NCCL_HOME", WHEELS, "nvidia/nccl"):
         header = Path(folder, "include", "nccl.h")
-        if not folder or not header.is_file() or not header.with_name("nccl_device.h").is_file():
+        if not header.is_file() or not header.with_name("nccl_device.h").is_file():
             continue
         numbers = re.findall(r"define NCCL_(?:MAJOR|MINOR|PATCH) +(\d+)", header.read_text())
         if len(numbers) == 3 and int(numbers[0]) * 10000 + int(numbers[1]) * 100 + int(numbers[2]) >= LEAST:
@@ -67,22 +66,18 @@ def command(include: str, compiler: str, arch: str, output: str) -> list[str]:
 
 def build(include: str, compiler: str, arch: str) -> Path:
     """The compiled library; see `compiled_once`."""
-    return compiled_once("gin_p2p", SOURCE, compiler, lambda output: command(include, compiler, arch, output))
+    return cuda_library.compiled_once(
+        "gin_p2p", SOURCE, compiler, lambda output: command(include, compiler, arch, output)
+    )
 
 
 def missing() -> str | None:
     """What this machine lacks to run the GIN baseline, in one line; None when it can run."""
-    if settings.device_kind() != "cuda":
-        lacks = "GPUs"
-    elif headers() is None:
-        lacks = f"the headers of NCCL 2.32.3 or newer (the package {WHEELS[0]}, or NCCL_HOME)"
-    elif version() < LEAST:
-        lacks = "libnccl.so.2 of 2.32.3 or newer in this process (LD_PRELOAD)"
-    elif toolchain.find_tool("nvcc") is None:
-        lacks = "nvcc on PATH or in CUDA_HOME"
-    else:
-        return None
-    return f"NCCL GIN: not measured; it needs {lacks}"
+    needs = {
+        f"the headers of NCCL 2.32.3 or newer (the package {WHEELS[0]}, or NCCL_HOME)": headers,
+        "libnccl.so.2 of 2.32.3 or newer in this process (LD_PRELOAD)": lambda: version() >= LEAST,
+    }
+    return cuda_library.lacking("NCCL GIN", "GPUs", needs)
 
 
 class Gin:
@@ -97,17 +92,14 @@ class Gin:
 
     def __init__(self) -> None:
         nccl_over_nodes()
-        major, minor = torch.cuda.get_device_capability()
-        path = build(headers() or "", toolchain.find_nvcc(), f"sm_{major}{minor}")
+        path = build(headers() or "", toolchain.find_nvcc(), cuda_library.arch())
         library()
-        self._lib = _declare(ctypes.CDLL(str(path)))
+        self._lib = cuda_library.load(path, "tsn_gin_", _SIGNATURES)
         self._memories: list[tuple[int, int]] = []
-        identity = ctypes.create_string_buffer(self._lib.tsn_gin_id_bytes())
-        if dist.get_rank() == 0:
-            self._check(self._lib.tsn_gin_get_id(identity))
-        shared = [identity.raw]
-        dist.broadcast_object_list(shared, src=0)
-        self._check(self._lib.tsn_gin_init(shared[0], dist.get_rank(), dist.get_world_size()))
+        identity = cuda_library.shared_id(
+            self._lib.tsn_gin_id_bytes(), lambda b: self._check(self._lib.tsn_gin_get_id(b))
+        )
+        self._check(self._lib.tsn_gin_init(identity, dist.get_rank(), dist.get_world_size()))
         number = version()
         kind = _TYPES.get(self._lib.tsn_gin_type(), f"type {self._lib.tsn_gin_type()}")
         self.version = f"{number // 10000}.{number // 100 % 100}.{number % 100}, {kind}"
@@ -140,18 +132,3 @@ class Gin:
                 f"NCCL GIN: {self._lib.tsn_gin_error(code).decode()} ({self._lib.tsn_gin_detail().decode()}); "
                 "NCCL_DEBUG=INFO tells more"
             )
-
-
-def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Argument and result types of p2p.cu's functions."""
-    pointer, size, integer, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint64
-    signatures = {
-        "error": (ctypes.c_char_p, [integer]), "detail": (ctypes.c_char_p, []), "id_bytes": (integer, []),
-        "get_id": (integer, [pointer]), "init": (integer, [pointer, integer, integer]), "type": (integer, []),
-        "malloc": (integer, [size, pointer, pointer]), "free": (None, [pointer, pointer]), "finalize": (None, []),
-        "ping_pong": (integer, [pointer, pointer, size, word, integer, integer, integer, integer, pointer]),
-    }  # fmt: skip
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, f"tsn_gin_{name}")
-        function.restype, function.argtypes = result, arguments
-    return lib

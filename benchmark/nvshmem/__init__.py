@@ -1,37 +1,35 @@
 """The NVSHMEM baseline: real NVSHMEM kernels, compiled on first use, timed next to ours; tensors, put, get, ping-pong."""
 
-import ctypes
 import os
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmark.common.cuda_library import compiled_once
+from benchmark.common import cuda_library
+from benchmark.common.cuda_library import INTEGER, POINTER, SIZE, TEXT, WORD
 from tilescale_net.compiler import toolchain
-from tilescale_net.runtime import settings
 from tilescale_net.runtime.cuda_memory import tensor_at
 
 __all__ = ["Nvshmem", "missing"]
-SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "p2p.cu")
+SOURCE = str(Path(__file__).with_name("p2p.cu"))
 WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+_COPY = [POINTER, POINTER, SIZE, INTEGER, INTEGER, INTEGER, INTEGER, POINTER]
+# Of p2p.cu's functions: types of the result and of the arguments.
+_SIGNATURES = {
+    "version": (INTEGER, []), "lent": (INTEGER, []), "error": (TEXT, [INTEGER]), "id_bytes": (INTEGER, []),
+    "get_id": (INTEGER, [POINTER]), "init": (INTEGER, [POINTER, INTEGER, INTEGER, INTEGER]), "finalize": (None, []),
+    "malloc": (POINTER, [SIZE]), "free": (None, [POINTER]), "put": (INTEGER, _COPY), "get": (INTEGER, _COPY),
+    "ping_pong": (INTEGER, [POINTER, POINTER, SIZE, POINTER, WORD, INTEGER, INTEGER, INTEGER, INTEGER, POINTER]),
+}  # fmt: skip
 
 
 def home() -> str | None:
     """Folder with NVSHMEM's `include` and `lib`: NVSHMEM_HOME, or inside the wheel; None if not found."""
-    candidates = [os.environ.get("NVSHMEM_HOME", "")]
-    for wheel in WHEELS:
-        try:
-            candidates.append(str(metadata.distribution(wheel).locate_file("nvidia/nvshmem")))
-        except metadata.PackageNotFoundError:
-            continue
-    for folder in candidates:
-        if folder and os.path.exists(os.path.join(folder, "include", "nvshmem.h")):
-            return folder
-    return None
+    found = cuda_library.folders("NVSHMEM_HOME", WHEELS, "nvidia/nvshmem")
+    return next((folder for folder in found if os.path.exists(os.path.join(folder, "include", "nvshmem.h"))), None)
 
 
 def _host_library(folder: str) -> str:
@@ -53,20 +51,15 @@ def command(folder: str, compiler: str, arch: str, output: str) -> list[str]:
 
 def build(folder: str, compiler: str, arch: str) -> Path:
     """The compiled library; see `compiled_once`."""
-    return compiled_once("nvshmem_p2p", SOURCE, compiler, lambda output: command(folder, compiler, arch, output))
+    return cuda_library.compiled_once(
+        "nvshmem_p2p", SOURCE, compiler, lambda output: command(folder, compiler, arch, output)
+    )
 
 
 def missing() -> str | None:
     """What this machine lacks to run the NVSHMEM baseline, in one line; None when it can run."""
-    if settings.device_kind() != "cuda":
-        lacks = "GPUs that reach each other's memory"
-    elif home() is None:
-        lacks = f"the package {WHEELS[0]} (or NVSHMEM_HOME)"
-    elif toolchain.find_tool("nvcc") is None:
-        lacks = "nvcc on PATH or in CUDA_HOME"
-    else:
-        return None
-    return f"NVSHMEM baseline: not measured; it needs {lacks}"
+    needs = {f"the package {WHEELS[0]} (or NVSHMEM_HOME)": home}
+    return cuda_library.lacking("NVSHMEM baseline", "GPUs that reach each other's memory", needs)
 
 
 class Nvshmem:
@@ -86,23 +79,21 @@ class Nvshmem:
         # The unique-id bootstrap and transports to other nodes are looked for by name: only peer memory is used here.
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast serves collectives, which are not measured
-        device = torch.cuda.current_device()
-        major, minor = torch.cuda.get_device_capability(device)
-        library = build(home() or "", toolchain.find_nvcc(), f"sm_{major}{minor}")
-        self._lib = _declare(ctypes.CDLL(str(library)))
+        library = build(home() or "", toolchain.find_nvcc(), cuda_library.arch())
+        self._lib = cuda_library.load(library, "tsn_nvshmem_", _SIGNATURES)
         number = self._lib.tsn_nvshmem_version()
         tma = "+TMA" if self._lib.tsn_nvshmem_lent() else ""
         self.version = f"{number // 10000}.{number // 100 % 100}.{number % 100}{tma}"
         self._memories: list[torch.Tensor] = []
         torch.cuda.synchronize()  # makes the device's context current before NVSHMEM looks for it
-        identity = ctypes.create_string_buffer(self._lib.tsn_nvshmem_id_bytes())
-        if dist.get_rank() == 0 and self._lib.tsn_nvshmem_get_id(identity) != 0:
-            raise RuntimeError("NVSHMEM gave no unique id; NVSHMEM_DEBUG=INFO tells more")
-        shared = [identity.raw]
-        dist.broadcast_object_list(shared, src=0)
-        rank = dist.get_rank()
-        if status := self._lib.tsn_nvshmem_init(shared[0], rank, dist.get_world_size(), device):
+        identity = cuda_library.shared_id(self._lib.tsn_nvshmem_id_bytes(), self._make_id)
+        rank, device = dist.get_rank(), torch.cuda.current_device()
+        if status := self._lib.tsn_nvshmem_init(identity, rank, dist.get_world_size(), device):
             raise RuntimeError(f"NVSHMEM did not start on rank {rank} (status {status}); NVSHMEM_DEBUG=INFO tells more")
+
+    def _make_id(self, buffer: Any) -> None:
+        if self._lib.tsn_nvshmem_get_id(buffer) != 0:
+            raise RuntimeError("NVSHMEM gave no unique id; NVSHMEM_DEBUG=INFO tells more")
 
     def empty(self, count: int) -> torch.Tensor:
         """A symmetric uint8 tensor of `count` bytes. Collective; lives until finalize."""
@@ -150,19 +141,3 @@ class Nvshmem:
 
 def _stream() -> int:
     return torch.cuda.current_stream().cuda_stream
-
-
-def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Argument and result types of p2p.cu's functions."""
-    pointer, size, integer, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint64
-    copy = [pointer, pointer, size, integer, integer, integer, integer, pointer]
-    signatures = {
-        "version": (integer, []), "lent": (integer, []), "error": (ctypes.c_char_p, [integer]), "id_bytes": (integer, []),
-        "get_id": (integer, [pointer]), "init": (integer, [pointer, integer, integer, integer]), "finalize": (None, []),
-        "malloc": (pointer, [size]), "free": (None, [pointer]), "put": (integer, copy), "get": (integer, copy),
-        "ping_pong": (integer, [pointer, pointer, size, pointer, word, integer, integer, integer, integer, pointer]),
-    }  # fmt: skip
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, f"tsn_nvshmem_{name}")
-        function.restype, function.argtypes = result, arguments
-    return lib

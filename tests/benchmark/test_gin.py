@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmark import gin
+from benchmark.common import cuda_library
 from tilescale_net.compiler import toolchain
 
 HEADER = "#define NCCL_MAJOR 2\n#define NCCL_MINOR {minor}\n#define NCCL_PATCH 3\n"
@@ -22,12 +23,12 @@ def home(tmp_path, monkeypatch):
         return str(folder)
 
     monkeypatch.delenv("NCCL_HOME", raising=False)
-    monkeypatch.setattr(gin.metadata, "distribution", _no_wheel)
+    monkeypatch.setattr(cuda_library.metadata, "distribution", _no_wheel)
     return make
 
 
 def _no_wheel(name):
-    raise gin.metadata.PackageNotFoundError(name)
+    raise cuda_library.metadata.PackageNotFoundError(name)
 
 
 def test_headers_that_are_too_old_are_passed_over(home):
