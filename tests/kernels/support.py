@@ -7,14 +7,19 @@ import random
 import time
 import unittest.mock
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
 import tilelang.language as T
 import torch
 import tvm_ffi
+from tvm.tirx import PrimFunc
 
 import tilescale_net as tsn
+from tilescale_net.compiler import ir
+from tilescale_net.compiler.jit import KernelFactory
+from tilescale_net.compiler.simulator import cache, host_source, lowering
 from tilescale_net.compiler.simulator import kernel as simulated
 
 GUARD = 0xA5
@@ -125,11 +130,20 @@ def zeroed(count):
 
 @contextlib.contextmanager
 def nothing_launched() -> Iterator[None]:
-    """A context in which kernels of the simulator are launched as those of a GPU are, and do nothing: their C++ is not compiled."""
+    """A context in which kernels of the simulator are launched as those of a GPU are, and do nothing: they are traced, but neither
+    lowered nor compiled."""
+
+    def lowered(func: PrimFunc, configs: dict[str, Any], lower: object) -> cache.CachedKernel:
+        ready = lowering.prepared(func, configs)
+        code = cache.Lowered("", host_source.HostSource("", {}, frozenset()), "", 0)
+        return cache.CachedKernel(ir.kernel_name(func), ready.context_index, ready.names, 0, (), code)
+
     nothing = tvm_ffi.get_global_func("testing.nop")
     launched = {"_function": lambda self: nothing, "_supervised": lambda self, function, present: function}
     with (
         unittest.mock.patch.multiple(simulated.SimulatedKernel, **launched),
         unittest.mock.patch.object(simulated, "SimulatedFunction", lambda *made_of: None),
+        unittest.mock.patch.object(lowering, "lowered", lowered),
+        unittest.mock.patch.object(KernelFactory, "_cached", lambda self, args, kwargs: None),
     ):
         yield

@@ -11,7 +11,8 @@ import tilescale_net as tsn
 import tilescale_net.runtime.settings as settings
 from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import SMALL
-from tests.kernels.support import assert_same, random_tensor
+from tests.kernels.moe.support import without_kernels
+from tests.kernels.support import assert_same, nothing_launched, random_tensor
 from tests.kernels.test_reduce_scatter import reference, values
 from tilescale_net import ops
 from tilescale_net.kernels import moe
@@ -115,6 +116,8 @@ def _noted():
 
 
 @ranks.on(heap="64M")
+@without_kernels()  # the order of calls is the host's
+@nothing_launched()
 def test_every_call_is_ordered():
     torch.set_default_device(tsn.device())
     calls = _calls_with_data()
