@@ -20,7 +20,7 @@ WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 LEAST = 23203  # 2.32.3, the first whose GIN crosses sockets
 _TYPES = {2: "proxy", 3: "GDAKI", 4: "GPI", 5: "EFA-GDA"}
 # Of p2p.cu's functions: types of the result and of the arguments.
-_SIGNATURES = {
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "error": (TEXT, [INTEGER]), "detail": (TEXT, []), "id_bytes": (INTEGER, []), "get_id": (INTEGER, [POINTER]),
     "init": (INTEGER, [POINTER, INTEGER, INTEGER]), "type": (INTEGER, []), "malloc": (INTEGER, [SIZE, POINTER, POINTER]),
     "free": (None, [POINTER, POINTER]), "finalize": (None, []),

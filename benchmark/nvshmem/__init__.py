@@ -16,9 +16,9 @@ from tilescale_net.runtime.cuda_memory import tensor_at
 __all__ = ["Nvshmem", "missing"]
 SOURCE = str(Path(__file__).with_name("p2p.cu"))
 WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
-_COPY = [POINTER, POINTER, SIZE, INTEGER, INTEGER, INTEGER, INTEGER, POINTER]
+_COPY: list[Any] = [POINTER, POINTER, SIZE, INTEGER, INTEGER, INTEGER, INTEGER, POINTER]
 # Of p2p.cu's functions: types of the result and of the arguments.
-_SIGNATURES = {
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "version": (INTEGER, []), "lent": (INTEGER, []), "error": (TEXT, [INTEGER]), "id_bytes": (INTEGER, []),
     "get_id": (INTEGER, [POINTER]), "init": (INTEGER, [POINTER, INTEGER, INTEGER, INTEGER]), "finalize": (None, []),
     "malloc": (POINTER, [SIZE]), "free": (None, [POINTER]), "put": (INTEGER, _COPY), "get": (INTEGER, _COPY),
