@@ -105,6 +105,24 @@ def reads_without_waiting(waits):
     return kernel
 
 
+def waits_for_a_second_phase():
+    """One warp arrives once, the other one waits for that and once more."""
+
+    @T.prim_func
+    def kernel(x: T.Tensor((32,), "int32")):
+        with T.Kernel(1, threads=64):
+            full = T.alloc_barrier(32)
+            thread = T.get_thread_binding()
+            if thread < 32:
+                T.barrier_arrive(full)
+            else:
+                T.barrier_wait(full, 0)
+                T.barrier_wait(full, 1)
+                x[thread - 32] = 1
+
+    return kernel
+
+
 def reads_behind_its_own_arrival(waits):
     """One warp writes a line of shared memory and arrives; the other one arrives as the last, and reads it."""
 

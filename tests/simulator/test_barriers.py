@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.simulator import specialised
 from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
 
+WRONG_PARITY = r"32 at T.barrier_wait \(specialised.py:\d+\), 32 ended.*or a wait has the wrong parity"
 M, N, K = 72, 40, 104  # which tiles do not divide; more steps than stages
 
 
@@ -37,14 +39,23 @@ def test_roles_by_ws(impatient):
     """tilelang puts a __syncthreads between two T.ws that share memory, on GPUs too, unless that is switched off."""
     kernel = specialised.by_ws(M, N, K, "bfloat16")
     _product(tsn.compile(kernel, name="roles", pass_configs={"tl.disable_thread_storage_sync": True}))
-    with pytest.raises(tsn.SimulatorDeadlock, match="128 of 256 threads at __syncthreads, 128 polling"):
+    with pytest.raises(tsn.SimulatorDeadlock, match="128 of 256 threads at __syncthreads, 128 at T.barrier_wait"):
         _product(tsn.compile(kernel, name="roles_apart"))
 
 
-def test_a_stage_that_nobody_frees(impatient):
+def test_a_stage_that_nobody_frees():
     kernel = tsn.compile(specialised.matmul(M, N, K, "bfloat16", frees=False), name="unfreed")
-    with pytest.raises(tsn.SimulatorDeadlock, match="polling"):
+    with pytest.raises(tsn.SimulatorDeadlock, match=r"128 at T.barrier_wait \(specialised.py:\d+\)"):
         _product(kernel)
+
+
+def test_a_wait_with_the_wrong_parity_is_reported_at_once():
+    """Not when TSN_SIM_STALL and twice TSN_TIMEOUT have passed: nobody but the block arrives."""
+    begin = time.monotonic()
+    for seed in range(4):
+        with simulator.schedule(seed), pytest.raises(tsn.SimulatorDeadlock, match=WRONG_PARITY):
+            tsn.compile(specialised.waits_for_a_second_phase())(torch.empty(32, dtype=torch.int32))
+    assert time.monotonic() - begin < 60
 
 
 def test_a_wait_that_is_missing_shows():

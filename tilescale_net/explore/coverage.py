@@ -32,7 +32,9 @@ def section() -> str:
 
 def _code(text: str) -> str:
     """Names of functions and options in the type of code."""
-    return re.sub(r"\b(?:N|T|tsn|torch)\.[a-z_.]+\*?|\b[a-z_]+\(\)|--[a-z-]+", lambda name: f"`{name[0]}`", text)
+    return re.sub(
+        r"\b(?:N|T|tsn|torch)\.[a-z_.]+\*?|\b[a-z_]+\(\)|--[a-z-]+|__[a-z]+", lambda name: f"`{name[0]}`", text
+    )
 
 
 def of_page(text: str) -> str:

@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -167,6 +168,12 @@ _MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only 
 _READERS = ("numpy", "tolist", "__dlpack__")  # methods of tensors
 _MAX_ALIASED = 1 << 28  # bytes of tensors that arrays refer to
 _WITHOUT_DATA = ("new_", "empty", "is_pinned", "_has_compatible")
+# What a stack has beside the user's program: torch, this package, the standard library, and what wraps torch's functions.
+_NOT_THE_USERS = (
+    *(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, errors, os)),
+    os.path.join(os.path.dirname(os.path.dirname(torch.__file__ or "")), "typing_extensions.py"),
+    "<",
+)
 _thread = threading.local()  # `inside`: whether the mode is on the stack of this thread
 
 
@@ -181,6 +188,15 @@ def tensor_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
     size, begin = tensor.element_size(), tensor.data_ptr()
     starts = itertools.product(*(range(0, n * s, s) for s, n in reversed(dims)))
     return [(begin + sum(start) * size, inner * size) for start in itertools.islice(starts, _MAX_RUNS)]
+
+
+def _host_line() -> str:
+    """Which line of the user's program, outside of torch and this package, runs now: `file:line`, or nothing where none
+    does, as in threads of torch's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
 class _Dispatch:
@@ -254,7 +270,7 @@ class HostAccessMode(TorchDispatchMode):
             return None
         self.settle()
         _aliases.compare()
-        wrong = _simulator.host_access(base, tensor_runs(tensor), store, f"torch's {name} on the host")
+        wrong = _simulator.host_access(base, tensor_runs(tensor), store, f"torch's {name} on the host", _host_line())
         if wrong:
             report_race(base, wrong)
         return base
@@ -306,7 +322,7 @@ class _Aliases:
         if not size or size + sum(size for size, _ in self._alive.values()) > _MAX_ALIASED:
             return
         self.compare()
-        key = base, _simulator.add_alias(base, tensor_runs(tensor), tensor.element_size())
+        key = base, _simulator.add_alias(base, tensor_runs(tensor), tensor.element_size(), _host_line())
         self._alive[key] = size, array if array is None else weakref.ref(array, lambda _: self._dead.append(key))
         self.take()
 
@@ -316,7 +332,7 @@ class _Aliases:
             return
         _mode.settle()
         for base in {base for base, _ in self._alive}:
-            if wrong := _simulator.alias_access(base, "the host, through an array,"):
+            if wrong := _simulator.alias_access(base, "the host, through an array"):
                 report_race(base, wrong)
         while self._dead:
             base, number = self._dead.pop()
@@ -481,7 +497,7 @@ def host_frees(base: int, address: int, size: int) -> None:
         return
     _mode.settle()
     _aliases.compare()
-    if wrong := _simulator.host_access(base, [(address, size)], True, "tilescale_net.free"):
+    if wrong := _simulator.host_access(base, [(address, size)], True, "tilescale_net.free", _host_line()):
         report_race(base, wrong)
 
 

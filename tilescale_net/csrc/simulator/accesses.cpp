@@ -377,35 +377,36 @@ std::string HappensBefore::accessed(const Actor& actor, const void* address, uin
   return race(actor, plain_access(actor, store, name), found, memory_->me, store ? Change::own : Change::none);
 }
 
-std::string HappensBefore::host(uint64_t offset, uint64_t bytes, bool store, const char* name) {
+std::string HappensBefore::host(uint64_t offset, uint64_t bytes, bool store, const std::string& name) {
   Found found;
   const Stamp mark = stamp(kHostWarp, 0);
-  const Actor host{kHostWarp, 0, 0, -1};
+  const Actor host{kHostWarp, 0, 0, lines_.empty() ? -1 : 0};
   look(memory_->me, true, offset, bytes, host, store ? mark : 0, &found);
   if (!store && is_signal(found.stamp)) found = {}; // the host may look at words
   look(memory_->me, false, offset, bytes, host, store ? 0 : mark, store ? &found : nullptr, true);
   if (!found.stamp) return "";
-  return race(host, std::string(name) + (store ? " writes" : " reads"), found, memory_->me,
+  return race(host, name + line(host.line) + (store ? " writes" : " reads"), found, memory_->me,
               store ? Change::own : Change::none);
 }
 
-// What the host of the rank does between launches.
-static HappensBefore order_of_host(RaceMemory* memory) {
-  static const std::vector<std::string> no_lines;
+// What the host of the rank does between launches, at this line of its program.
+static HappensBefore order_of_host(RaceMemory* memory, const std::vector<std::string>& lines) {
+  static const std::vector<std::string> no_names;
   const uint32_t warps = memory->own().warps_per_block;
-  return {warps ? warps : 1, no_lines, no_lines, memory, true};
+  return {warps ? warps : 1, lines, no_names, memory, true};
 }
 
 std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
-                        const std::string& name) {
+                        const std::string& name, const std::string& line) {
   RaceMemory* memory = race_memory(base);
   if (!memory) return "";
-  HappensBefore order = order_of_host(memory);
+  const std::vector<std::string> lines(line.empty() ? 0 : 1, line);
+  HappensBefore order = order_of_host(memory, lines);
   std::string wrong;
   for (const auto& [address, bytes] : runs) {
     const uint64_t offset = address - base;
     if (offset >= memory->bytes || bytes > memory->bytes - offset) continue;
-    const std::string found = order.host(offset, bytes, store, name.c_str());
+    const std::string found = order.host(offset, bytes, store, name);
     if (wrong.empty() && !found.empty()) wrong = "rank " + std::to_string(memory->me) + ": " + found;
   }
   return wrong;
@@ -427,12 +428,14 @@ bool HappensBefore::written_by_host(uint64_t offset) {
   return touch_of(read) == Touch::source && rank_of_stamp(read) == memory_->me && unordered(read, kHostWarp, 0);
 }
 
-uint64_t add_alias(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, uint64_t element) {
+uint64_t add_alias(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, uint64_t element,
+                   const std::string& line) {
   static uint64_t latest = 0;
   RaceMemory* memory = race_memory(base);
   if (!memory) return 0;
   Alias& alias = memory->aliases[++latest];
   alias.element = element;
+  alias.lines.assign(line.empty() ? 0 : 1, line);
   for (const auto& [address, bytes] : runs)
     if (address - base < memory->bytes && bytes <= memory->bytes - (address - base))
       alias.runs.emplace_back(address - base, bytes);
@@ -464,11 +467,11 @@ void take_aliases(uint64_t base, bool still_changing) {
 std::string alias_access(uint64_t base, const std::string& name) {
   RaceMemory* memory = race_memory(base);
   if (!memory || memory->aliases.empty()) return "";
-  HappensBefore order = order_of_host(memory);
   std::string wrong;
   for (const auto& [number, alias] : memory->aliases) {
     const char* before = alias.bytes.data();
     if (alias.bytes.empty()) continue; // nothing was taken yet
+    HappensBefore order = order_of_host(memory, alias.lines);
     for (const auto& [offset, size] : alias.runs) {
       const char* now = reinterpret_cast<const char*>(base + offset);
       const auto is_written = [&](uint64_t from, uint64_t bytes) {
@@ -481,7 +484,7 @@ std::string alias_access(uint64_t base, const std::string& name) {
         while (from < size && !is_written(from, step)) from += step;
         for (to = from; to < size && is_written(to, step); to += step) {
         }
-        const std::string found = to > from ? order.host(offset + from, to - from, true, name.c_str()) : "";
+        const std::string found = to > from ? order.host(offset + from, to - from, true, name) : "";
         if (wrong.empty() && !found.empty()) wrong = "rank " + std::to_string(memory->me) + ": " + found;
       }
       before += size;
@@ -496,14 +499,14 @@ std::string HappensBefore::name_of(const Found& found) const {
   const std::string of = " of rank " + std::to_string(rank) + " block ";
   if (touch_of(found.stamp) == Touch::access) {
     const uint32_t warp = static_cast<uint32_t>(found.stamp >> 8 & 0xffff);
-    if (warp == kHostWarp) return "the host of rank " + std::to_string(rank);
+    const std::string site = found.site ? std::string(" ") + page.names[found.site - 1] : "";
+    if (warp == kHostWarp) return "the host of rank " + std::to_string(rank) + site;
     const uint32_t per_block = page.warps_per_block ? page.warps_per_block : 1;
     return (is_signal(found.stamp)       ? "a signal"
             : found.stamp & kAtomicStamp ? found.stores ? "an atomic operation" : "an atomic load"
             : found.stores               ? "a store"
                                          : "a load") +
-           of + text(warp / per_block) + " thread " + text(warp % per_block * 32 + lane_of_access(found.stamp) % 32) +
-           (found.site ? std::string(" ") + page.names[found.site - 1] : "");
+           of + text(warp / per_block) + " thread " + text(warp % per_block * 32 + lane_of_access(found.stamp) % 32) + site;
   }
   Transfer t;
   if (!memory_->find(rank, found.stamp >> 8, &t)) return "a transfer of rank " + std::to_string(rank);

@@ -3,6 +3,7 @@
 #include "grid.h"
 
 #include <algorithm>
+#include <map>
 #include <stdio.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -176,16 +177,22 @@ std::string Grid::never_started() const {
 std::string Grid::describe_deadlock() const {
   std::string out = "the grid cannot go on (deadlock)";
   int shown = 0;
+  bool at_mbarrier = false;
   for (const auto& block : active_) {
     if (shown++ == 3) {
       out += "; …";
       break;
     }
-    unsigned ended = 0, polling = 0, in_warp = 0, at_grid = 0;
+    unsigned ended = 0, in_warp = 0, at_grid = 0;
     const Fiber* lane = nullptr;
+    std::map<std::string, unsigned> polling;
     for (const Fiber& fiber : block->threads) {
       ended += fiber.state == State::done;
-      polling += fiber.state == State::yielded;
+      if (fiber.state == State::yielded) {
+        const std::string line = line_of(fiber.view.site);
+        ++polling[(fiber.view.at_mbarrier ? "at T.barrier_wait" : "polling") + (line.empty() ? "" : " (" + line + ")")];
+        at_mbarrier = at_mbarrier || fiber.view.at_mbarrier;
+      }
       at_grid += fiber.state == State::grid_barrier;
       if (fiber.state == State::warp) ++in_warp, lane = &fiber;
     }
@@ -207,11 +214,14 @@ std::string Grid::describe_deadlock() const {
       add(mask + (lane->announced ? ", at " + call_of(*lane) : std::string()) + ")");
     }
     if (at_grid) add(std::to_string(at_grid) + " at the grid barrier");
-    if (polling) add(std::to_string(polling) + " polling");
+    for (const auto& [where, threads] : polling) add(std::to_string(threads) + " " + where);
     if (ended) add(std::to_string(ended) + " ended");
     out += parts;
   }
   if (!never_started().empty()) out += "; " + never_started();
+  if (at_mbarrier)
+    out += "; a T.barrier_arrive is missing, or a wait has the wrong parity: T.barrier_wait(b, k % 2) waits for phase k "
+           "of b, counted from 0";
   return out;
 }
 

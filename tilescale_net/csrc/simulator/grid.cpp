@@ -379,6 +379,12 @@ void Grid::report_stall(bool waits) {
   if (waits || page.stalled) __atomic_store_n(&page.stalled, waits ? page.stalled + 1 : 0, __ATOMIC_RELEASE);
 }
 
+// Whether every thread that could run has looked at an mbarrier in vain in a round in which no phase has ended: only
+// threads of their blocks arrive there.
+bool Grid::stands_at_mbarriers() const {
+  return !lagging_ && std::all_of(ready_.begin(), ready_.end(), [](const Fiber* f) { return f->view.at_mbarrier; });
+}
+
 // After a round in which nothing moved; `still`: no thread did anything but poll.
 bool Grid::idle_step(bool still) {
   if (remote_progress(random_, still)) {
@@ -391,7 +397,7 @@ bool Grid::idle_step(bool still) {
     for (uint64_t n = std::min<uint64_t>(room, active_.size() + 1); n && started_ < blocks_; --n) start_block();
     return true;
   }
-  if (ready_.empty()) return false;
+  if (ready_.empty() || (still && stands_at_mbarriers())) return false;
   const double idle_seconds = static_cast<double>(now_ns() - stalled_since_ns_) * 1e-9;
   if (idle_seconds > launch_.stall_seconds) return false;
   // A race may be why nothing moves: it is reported before any wait gives up, here or in another rank.

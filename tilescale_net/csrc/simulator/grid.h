@@ -203,6 +203,7 @@ private:
   bool lag_step(bool still);
   void end_lag();
   bool between_rounds();
+  bool stands_at_mbarriers() const;
   bool idle_step(bool still);
   void report_stall(bool waits);
   void check_shared(Block& block);

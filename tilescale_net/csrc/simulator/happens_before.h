@@ -79,7 +79,7 @@ public:
   // The same through a remote view, where the address lies in the heap of another rank. A store is a put.
   std::string viewed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name);
   // The host accesses this rank's heap, between launches.
-  std::string host(uint64_t offset, uint64_t bytes, bool store, const char* name);
+  std::string host(uint64_t offset, uint64_t bytes, bool store, const std::string& name);
   // Of bytes that have changed since those of the aliases were taken: whether the host alone can have written them.
   bool written_by_host(uint64_t offset);
   // What nothing orders there is not reported.
@@ -278,11 +278,14 @@ private:
   bool behind_fences_ = false;
 };
 
-// The host of a rank loads from or stores to its heap, at these addresses and sizes. What is wrong, or nothing.
+// The host of a rank loads from or stores to its heap, at these addresses and sizes. What is wrong, or nothing. `line`:
+// of its program, or empty.
 std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
-                        const std::string& name);
+                        const std::string& name, const std::string& line);
 // Host code may write these addresses and sizes unseen from now on, elements of so many bytes: the number of the alias.
-uint64_t add_alias(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, uint64_t element);
+// `line`: where it was made.
+uint64_t add_alias(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, uint64_t element,
+                   const std::string& line);
 void drop_alias(uint64_t base, uint64_t number);
 // The host goes on, after something that may have changed its heap: what it writes through aliases shows against this.
 // `still_changing`: nothing shows until the next time.

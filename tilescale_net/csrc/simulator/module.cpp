@@ -153,8 +153,9 @@ void bind_simulator(py::module_& m) {
         "The host comes to a meeting of all ranks that have this heap.");
   m.def("host_has_met", sim::host_has_met, py::arg("base"), "The meeting is over.");
   m.def("host_access", sim::host_access, py::arg("base"), py::arg("runs"), py::arg("store"), py::arg("name"),
+        py::arg("line"),
         "The host loads from or stores to its heap, at these addresses and sizes: what is wrong with it, or nothing.");
-  m.def("add_alias", sim::add_alias, py::arg("base"), py::arg("runs"), py::arg("element"),
+  m.def("add_alias", sim::add_alias, py::arg("base"), py::arg("runs"), py::arg("element"), py::arg("line"),
         "Host code may write these addresses and sizes of the heap unseen, elements of so many bytes: the number of "
         "the alias.");
   m.def("drop_alias", sim::drop_alias, py::arg("base"), py::arg("number"));

@@ -173,6 +173,7 @@ struct Alias {
   std::vector<std::pair<uint64_t, uint64_t>> runs; // offsets and bytes
   uint64_t element;                                // bytes of one, which are written together
   std::vector<char> bytes;                         // what was there when the host went on
+  std::vector<std::string> lines;                  // where the array was made, where that is known
 };
 
 // A rank and its heap: what this process keeps of them from launch to launch.

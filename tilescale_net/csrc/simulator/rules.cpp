@@ -6,7 +6,7 @@ const std::vector<Rule>& rules() {
   static const std::vector<Rule> table = {
       {false, "plain loads and stores",
        "of kernels to shared memory, to tensors of the rank and to the symmetric heap, by the byte; T.copy, T.gemm, "
-       "reductions and scans among them",
+       "reductions and scans among them, and CUDA's loads and stores with cache hints (__ldcg, __stcg)",
        "accesses of a function that is given a pointer, such as T.call_extern", "local_accesses.cpp", Gap::pointers},
       {false, "puts and gets",
        "every row and byte of source and target, in the heap, in other tensors and in shared memory; a put until a "

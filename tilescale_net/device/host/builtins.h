@@ -137,42 +137,36 @@ TSN_REDUCE(xor, unsigned, a ^ b)
 #undef TSN_REDUCE_BOTH
 #undef TSN_REDUCE
 
-// Loads with cache hints are plain loads.
+// Loads and stores with cache hints are plain ones.
+#define TSN_LOAD(name)                                                                                                 \
+  template <typename T>                                                                                                \
+  inline T name(const T* p) {                                                                                          \
+    tsn::sim::note_load(p, sizeof(T), "memory by " #name);                                                             \
+    return *p;                                                                                                         \
+  }
+#define TSN_STORE(name)                                                                                                \
+  template <typename T>                                                                                                \
+  inline void name(T* p, T v) {                                                                                        \
+    tsn::sim::note_store(p, sizeof(T), "memory by " #name);                                                            \
+    *p = v;                                                                                                            \
+  }
+TSN_LOAD(__ldcg)
+TSN_LOAD(__ldca)
+TSN_LOAD(__ldcs)
+TSN_LOAD(__ldcv)
+TSN_STORE(__stcg)
+TSN_STORE(__stcs)
+TSN_STORE(__stwt)
+#undef TSN_LOAD
+#undef TSN_STORE
 // The read-only cache may hold what was there before a peer wrote.
 template <typename T>
 inline T __ldg(const T* p) {
   if (tsn::sim::in_symmetric_heap(p))
     tsn::sim::api().trap("__ldg of symmetric memory: the read-only cache may hold what was there before a peer wrote; "
                          "load it plainly, or with N.ld");
+  tsn::sim::note_load(p, sizeof(T), "memory by __ldg");
   return *p;
-}
-template <typename T>
-inline T __ldcg(const T* p) {
-  return *p;
-}
-template <typename T>
-inline T __ldca(const T* p) {
-  return *p;
-}
-template <typename T>
-inline T __ldcs(const T* p) {
-  return *p;
-}
-template <typename T>
-inline T __ldcv(const T* p) {
-  return *const_cast<const volatile T*>(p);
-}
-template <typename T>
-inline void __stcg(T* p, T v) {
-  *p = v;
-}
-template <typename T>
-inline void __stcs(T* p, T v) {
-  *p = v;
-}
-template <typename T>
-inline void __stwt(T* p, T v) {
-  *p = v;
 }
 
 // Integer and bit functions.

@@ -10,7 +10,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 12;
+constexpr uint32_t kApiVersion = 13;
 
 struct Index3 {
   unsigned x, y, z;
@@ -95,6 +95,7 @@ struct Thread {
   bool loads_followed; // loads of the heap are
   bool followed;       // words by which threads may order each other are to be reported
   bool scheduled;      // a scheduler decides at each access to such a word which thread goes on, and time stands still
+  bool at_mbarrier;    // it waits for one
   // The last stores to this rank's heap, and the last loads; null where they are not checked. The last byte of `stamp`,
   // the thread's own, is that of all plain accesses of this rank.
   HeapAccesses stores, loads;

@@ -395,12 +395,17 @@ public:
   void arrive() {
     tsn::sim::word_access(&word, 0, tsn::sim::WordAccess::write, {false, true, kBlockScope});
     --word;
-    if ((word & kLeft) == 0) word = (word ^ kParity) | (word >> 20 & kLeft);
-    tsn::sim::maybe_yield();
+    const bool ends = (word & kLeft) == 0;
+    if (ends) word = (word ^ kParity) | (word >> 20 & kLeft);
+    // The end of a phase counts as progress: see Grid::stands_at_mbarriers.
+    if (ends && !tsn::sim::self().scheduled) tsn::sim::api().yield(false);
+    else tsn::sim::maybe_yield();
   }
   // Until the phase of this parity has ended; at once where the running phase is the first, and has the other one.
   void wait(uint32_t parity) {
-    while ((word >> 63) == (parity & 1)) tsn::sim::api().yield(true);
+    tsn::sim::Thread& self = tsn::sim::self();
+    for (; (word >> 63) == (parity & 1); tsn::sim::api().yield(true)) self.at_mbarrier = true;
+    self.at_mbarrier = false;
     tsn::sim::word_access(&word, 0, tsn::sim::WordAccess::read, {true, false, kBlockScope});
   }
 
