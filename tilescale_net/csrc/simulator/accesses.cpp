@@ -506,7 +506,8 @@ std::string HappensBefore::name_of(const Found& found) const {
             : found.stamp & kAtomicStamp ? found.stores ? "an atomic operation" : "an atomic load"
             : found.stores               ? "a store"
                                          : "a load") +
-           of + text(warp / per_block) + " thread " + text(warp % per_block * 32 + lane_of_access(found.stamp) % 32) + site;
+           of + text(warp / per_block) + " thread " + text(warp % per_block * 32 + lane_of_access(found.stamp) % 32) +
+           site;
   }
   Transfer t;
   if (!memory_->find(rank, found.stamp >> 8, &t)) return "a transfer of rank " + std::to_string(rank);

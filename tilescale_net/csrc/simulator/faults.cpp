@@ -220,8 +220,9 @@ std::string Grid::describe_deadlock() const {
   }
   if (!never_started().empty()) out += "; " + never_started();
   if (at_mbarrier)
-    out += "; a T.barrier_arrive is missing, or a wait has the wrong parity: T.barrier_wait(b, k % 2) waits for phase k "
-           "of b, counted from 0";
+    out +=
+        "; a T.barrier_arrive is missing, or a wait has the wrong parity: T.barrier_wait(b, k % 2) waits for phase k "
+        "of b, counted from 0";
   return out;
 }
 
