@@ -92,7 +92,7 @@ class LatencyMode(Mode):
         super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
         c, device = config, base.device
         self._proxied, self._quantises = base.proxied, c.dtype == FP8_DTYPE
-        self._parts, self._cuts = parts(config, base.tuning, self._proxied)
+        self._parts, _ = parts(config, base.tuning, self._proxied)
         shared = {"active": base.active, "status": base.status.tensor}
         self._fixed = {
             kernel: self._buffers(kernel)
