@@ -14,7 +14,7 @@ from tilescale_net import ops
 
 def _merged() -> None:
     me, n = tsn.rank(), tsn.size()
-    calls = ops.merge_attention, torch.compile(ops.merge_attention, fullgraph=True)
+    calls = ops.merge_attention, torch.compile(ops.merge_attention, fullgraph=True, backend="aot_eager")
     for call, (all_heads, base_2), turn in itertools.product(calls, ((False, True), (True, False)), range(2)):
         partials = [partial_of((3, 2 * n, 32), torch.bfloat16, base_2, turn, p) for p in range(n)]
         x, lse = (t.to(tsn.device()) for t in partials[me])
@@ -106,7 +106,7 @@ def _by_heads() -> None:
 def _exchanges() -> None:
     _there_and_back(_two_ways)
     if tsn.world().topology.nodes == 1:
-        _there_and_back(torch.compile(_two_ways, fullgraph=True))
+        _there_and_back(torch.compile(_two_ways, fullgraph=True, backend="aot_eager"))
     _by_heads()
 
 

@@ -27,7 +27,7 @@ def _reference(xs, weight, residual, bias):
 
 def _against_torch(compiled: bool) -> None:
     me, n, device = tsn.rank(), tsn.size(), tsn.device()
-    call = torch.compile(ops.all_reduce_norm, fullgraph=True) if compiled else ops.all_reduce_norm
+    call = torch.compile(ops.all_reduce_norm, fullgraph=True, backend="aot_eager") if compiled else ops.all_reduce_norm
     for case, (with_residual, with_bias) in enumerate([(True, True), (False, False), (True, False)]):
         xs = [_drawn(case, p).requires_grad_() for p in range(n)]
         weight = _drawn(case, 97, shape=(HIDDEN,)).requires_grad_()
@@ -101,7 +101,7 @@ def _experts_of(rank: int, tokens=6, top_k=3) -> ExpertRows:
 def _end_of_moe_layer(compiled: bool) -> None:
     """The sum of experts by the kernel and, where there are gradients, by torch: equal bits."""
     me, n, device = tsn.rank(), tsn.size(), tsn.device()
-    call = torch.compile(ops.all_reduce_norm, fullgraph=True) if compiled else ops.all_reduce_norm
+    call = torch.compile(ops.all_reduce_norm, fullgraph=True, backend="aot_eager") if compiled else ops.all_reduce_norm
     weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(3))
     everyone = [_experts_of(p) for p in range(n)]
     parts = [t.clone().requires_grad_(t.is_floating_point()) for t in everyone[me]]
@@ -124,7 +124,11 @@ def _end_of_moe_layer(compiled: bool) -> None:
 
 def _fp8(compiled: bool) -> None:
     me, device, hidden = tsn.rank(), tsn.device(), 256
-    call = torch.compile(ops.all_reduce_norm_quantized, fullgraph=True) if compiled else ops.all_reduce_norm_quantized
+    call = (
+        torch.compile(ops.all_reduce_norm_quantized, fullgraph=True, backend="aot_eager")
+        if compiled
+        else ops.all_reduce_norm_quantized
+    )
     x, residual = (_drawn(5, k, shape=(2, 3, hidden)).to(device, torch.bfloat16) for k in (me, 9))
     weight, scale = torch.ones(hidden, dtype=torch.bfloat16, device=device), torch.full((1,), 0.25, device=device)
     out, total = ops.all_reduce_norm(x, weight, residual=residual)
