@@ -194,8 +194,8 @@ private:
 } // namespace sim
 } // namespace tsn
 
-// For compiler/bounds.py: `value`, a size of a copy. Where its condition does not hold the launch ends with `text`, in
-// which each {} stands for a number.
+// For compiler/simulator/bounds.py: `value`, a size of a copy. Where its condition does not hold the launch ends with
+// `text`, in which each {} stands for a number.
 inline int64_t tsn_agreed(int64_t value, bool holds, const char* text, int64_t left, int64_t right) {
   if (__builtin_expect(holds, 1)) return value;
   std::string message = text;
@@ -204,7 +204,7 @@ inline int64_t tsn_agreed(int64_t value, bool holds, const char* text, int64_t l
   return 0;
 }
 
-// For compiler/bounds.py: the condition of an access whose index is outside of its axis. Does not return.
+// For compiler/simulator/bounds.py: the condition of an access whose index is outside of its axis. Does not return.
 inline bool tsn_report_index(const char* name, int axis, int64_t index, int64_t extent) {
   tsn::sim::api().index_outside(name, axis, index, extent);
   return false;
