@@ -150,9 +150,10 @@ def all_inputs(args: argparse.Namespace, tokens: int, fp8: bool) -> list[Inputs]
 
 @dataclass
 class Traffic:
-    """Rows (one per token and rank) that a rank receives in dispatch and sends in combine. `remote`: from other ranks;
-    proxied: from other nodes."""
+    """Rows (one per token and rank) that a rank receives in dispatch and sends in combine. `logical`: all; remote: from
+    other ranks; proxied: from other nodes."""
 
+    logical: int
     remote: int
     proxied: int
 
@@ -161,7 +162,7 @@ def traffic(indices: list[torch.Tensor], experts: int, rank: int, proxied: list[
     """Count them from all ranks' choices. `proxied`: which ranks are on other nodes."""
     local = experts // len(indices)
     here = [int((idx // local == rank).any(1).sum()) for idx in indices]
-    return Traffic(sum(here) - here[rank], sum(n for n, other in zip(here, proxied) if other))
+    return Traffic(sum(here), sum(here) - here[rank], sum(n for n, other in zip(here, proxied) if other))
 
 
 def row_bytes(hidden: int, fp8: bool) -> int:
