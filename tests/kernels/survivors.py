@@ -57,6 +57,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no wait", 1): VALUE,
     },
     "broadcast": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): BEGINS},
+    "buffered": {("no sync_threads", 0): BEGINS, ("no sync_threads", 1): TILELANG},
     "collective": {("sem of st", 0): FAULTS, ("no wait", 1): STARTS},
     "examples/halo": {("no quiet_block", 0): HOSTS, ("no sync_threads", 0): BEGINS},
     "examples/histogram": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): TILELANG, ("no wait", 0): VALUE},

@@ -198,6 +198,20 @@ def _spins(x, y, flag, out, tx, what):
 
 
 @T.macro
+def _stuck(x, y, flag, out, tx, what):
+    """A thread polls for what nobody stores, or waits for a phase of an mbarrier to which nobody arrives."""
+    full = T.alloc_barrier(1)
+    if tx == 0:
+        if what == "parity":
+            T.barrier_arrive(full)
+            T.barrier_wait(full, 0)
+            T.barrier_wait(full, 1)
+        else:
+            while N.ld(flag[0], sem="acquire") == T.uint64(0):
+                pass
+
+
+@T.macro
 def _packed(x, y, flag, out, tx, what):
     """Data and flag are words of the peer, stored one after the other."""
     right = (N.my_pe() + 1) % N.n_pes()
@@ -269,6 +283,7 @@ BODIES = {
     "turns": _turns, "both_wait": _both_wait, "passes": _passes, "polls": _polls,
     "loads": _loads, "counter": _counter, "seqlock": _seqlock, "spins": _spins, "packed": _packed,
     "dekker": _dekker, "peterson": _peterson, "replies": _replies, "extern": _extern,
+    "stuck": _stuck,
 }  # fmt: skip
 
 
@@ -332,9 +347,10 @@ def job(name, what=""):
 
 
 ring, put_and_signal, stream, barrier, count, turns, both_wait, passes, polls, loads, counter, seqlock, spins = map(
-    job, list(BODIES)[:-5]
+    job, list(BODIES)[:-6]
 )
 packed, extern = job("packed"), job("extern")
+poll_for_nothing, wrong_parity = job("stuck"), job("stuck", "parity")
 dekker, dekker_fence, dekker_bare = job("dekker"), job("dekker", "fence"), job("dekker", "bare")
 peterson, peterson_bare, replies = job("peterson"), job("peterson", "bare"), job("replies")
 ring_without_wait = job("ring", "wait")

@@ -1,6 +1,7 @@
 """All ranks in one process: every schedule, random ones, and one again."""
 
 import random
+import re
 import time
 
 import pytest
@@ -93,6 +94,12 @@ def test_deadlocks_are_found(programs):
         "deadlock: no thread can go on: rank 0 block 0 thread 0 in N.wait (small_programs.py:"
     )
     assert not report.complete
+
+
+def test_a_deadlock_names_the_line_of_a_loop_or_an_mbarrier():
+    for wrong, name in ((small_jobs.poll_for_nothing, "N.ld"), (small_jobs.wrong_parity, "T.barrier_wait")):
+        report = _every(wrong)
+        assert re.search(rf"rank 0 block 0 thread \d+ in {name} \(small_jobs.py:\d+\)", report.failure), report
 
 
 def test_what_polls_is_not_run_in_vain():

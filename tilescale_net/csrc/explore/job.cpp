@@ -289,6 +289,17 @@ std::string Job::place(const Process& p) {
          std::to_string(p.fiber->view.linear);
 }
 
+// Where a thread stands that is in no wait for a signal.
+static std::string place_of(const sim::Fiber& fiber, const sim::Grid& grid) {
+  const auto at = [&](const std::vector<std::string>& of) {
+    const int site = fiber.view.site;
+    return site >= 0 && static_cast<size_t>(site) < of.size() ? of[static_cast<size_t>(site)] : std::string();
+  };
+  const std::string line = at(grid.launch().lines), name = at(grid.launch().names);
+  if (line.empty()) return grid.latest_call(fiber);
+  return (fiber.view.at_mbarrier ? "T.barrier_wait" : name.empty() ? "a loop" : name) + " (" + line + ")";
+}
+
 std::string Job::waits() const {
   std::string out;
   int shown = 0;
@@ -296,8 +307,10 @@ std::string Job::waits() const {
     if (p.done || !p.fiber || p.fiber->state != sim::State::paused) continue;
     if (++shown == 9) return out + "; …";
     const sim::Grid& grid = *ranks_[static_cast<size_t>(p.rank)].grid;
-    out += (out.empty() ? "" : "; ") + place(p) + " in " + grid.latest_call(*p.fiber);
-    if (p.waits && p.subject.word)
+    const bool waits = p.waits && p.subject.word;
+    out +=
+        (out.empty() ? "" : "; ") + place(p) + " in " + (waits ? grid.latest_call(*p.fiber) : place_of(*p.fiber, grid));
+    if (waits)
       out +=
           " for " + std::to_string(p.subject.wanted) + ", has " + std::to_string(static_cast<int64_t>(*p.subject.word));
   }
