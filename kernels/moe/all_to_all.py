@@ -395,10 +395,19 @@ class AllToAll(Collective):
         counts are added to `totals` by then.
         """
         self._begin("dispatch_send", after)
-        call = DispatchCall(
-            Phase.SEND, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, None, totals
-        )
-        pending = self._dispatch(call)
+        others = mask is None and handle is None and out is None and blocks is None and waited is None
+        tokens = -1
+        if others and not cleared and not self._machine.pending:
+            tokens = self._checks.usual_dispatch(x, topk_idx, topk_weights, totals)
+        if tokens >= 0:
+            self._call_track.note(_DISPATCH, self.config)
+            weights = self._checks.weights_of_one(tokens) if topk_weights is None else topk_weights
+            pending = self._mode.usual_dispatch_send(tokens, x, topk_idx, weights, totals)
+        else:
+            call = DispatchCall(
+                Phase.SEND, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, None, totals
+            )
+            pending = self._dispatch(call)
         self._machine.pending["dispatch"] = pending
         return pending
 
@@ -502,14 +511,7 @@ class AllToAll(Collective):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("combine", after)
-        if (
-            blocks is None
-            and waited is None
-            and weighted is True
-            and type(bias) is tuple
-            and not bias
-            and not self._machine.pending
-        ):
+        if self._is_usual_combine(weighted, bias, blocks, waited):
             sums = self._checks.usual_combine(y, handle, out, weights, self.membership)
             if sums is not None:
                 self._call_track.note(_COMBINES["combine" if weights is None else "combine with weights"], self.config)
@@ -541,8 +543,17 @@ class AllToAll(Collective):
         if tiles is not None:
             self._check_tiles(tiles)
         self._begin("combine_send", after)
-        call = CombineCall("combine", Phase.SEND, y, handle, out, weighted, weights, bias, blocks, None, tiles, waited)
-        pending = self._combine(call)
+        sums = None
+        if tiles is None and self._is_usual_combine(weighted, bias, blocks, waited):
+            sums = self._checks.usual_combine(y, handle, out, weights, self.membership)
+        if sums is not None:
+            self._call_track.note(_COMBINES["combine" if weights is None else "combine with weights"], self.config)
+            pending = self._mode.usual_combine_send(y, handle, sums, weights)
+        else:
+            call = CombineCall(
+                "combine", Phase.SEND, y, handle, out, weighted, weights, bias, blocks, None, tiles, waited
+            )
+            pending = self._combine(call)
         self._machine.pending["combine"] = pending
         return pending
 
@@ -579,6 +590,10 @@ class AllToAll(Collective):
         )
         self._raise_fault_if_simulated()
         return pending.result
+
+    def _is_usual_combine(self, weighted: Any, bias: Any, blocks: Any, waited: Any) -> bool:
+        nothing = blocks is None and waited is None and weighted is True and type(bias) is tuple and not bias
+        return nothing and not self._machine.pending
 
     def _combine(self, call: CombineCall) -> Pending:
         travels = call.weights is not None and self.config.mode == "latency"  # ahead of the rows

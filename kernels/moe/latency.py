@@ -38,7 +38,7 @@ DISPATCH = (
 
 if TYPE_CHECKING:
     from tilescale_net.kernels.moe.all_to_all import AllToAll
-WHOLE = Phase.WHOLE.bits
+WHOLE, SEND, RECEIVE = Phase.WHOLE.bits, Phase.SEND.bits, Phase.RECEIVE.bits
 COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "tag", "phases", "token_slot", "tokens")
 TIMED = ("waited",)  # behind the others
 _WEIGHTS = ("topk_weights", "tokens", "token_slot", "received", "weights")
@@ -250,7 +250,8 @@ class LatencyMode(Mode):
         row_scales = self._seen_as(call.scales, row_scales)
         result = Dispatched(rows, row_scales, results[2], None, None, None, None, handle)
         call.x = call.scales = call.choices = None  # the receive phase does not need them
-        return Pending("dispatch", handle, result, (call, plan, results, launch))
+        receive = partial(self._launch_dispatch, Phase.RECEIVE, call, plan, results, launch)
+        return Pending("dispatch", handle, result, receive)
 
     def _launch_dispatch(
         self, phase: Phase, call: DispatchCall, plan: ReceivedRows, results: tuple, launch: Callable[..., None]
@@ -263,6 +264,19 @@ class LatencyMode(Mode):
         )  # fmt: skip
 
     def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> Dispatched:
+        return self._usual_dispatch(WHOLE, tokens, x, topk_idx, topk_weights, totals)[0]
+
+    def usual_dispatch_send(
+        self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None
+    ) -> Pending:  # fmt: skip
+        result, launch, received = self._usual_dispatch(SEND, tokens, x, topk_idx, topk_weights, totals)
+        receive = partial(launch, tokens, NO_FAULT, 0, RECEIVE, None, None, None, None, *received)
+        return Pending("dispatch", result.handle, result, receive)
+
+    def _usual_dispatch(
+        self, phase: int, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any
+    ) -> tuple[Dispatched, Callable[..., None], tuple]:
+        """The result, and for the receive phase the launch and the arguments that both phases take."""
         which = x.dtype, topk_idx.dtype
         launch = self._usual.get(which)
         if launch is None:
@@ -270,12 +284,11 @@ class LatencyMode(Mode):
             launch = self._usual[which] = self._dispatch_of(self._base.blocks, source, dtype_name(topk_idx.dtype))
         plan = self._plans.next(tokens)
         counts, rows, scales = self._new_counts.next(self._plans.stream), self._new_rows(), self._new_scales()
-        launch(
-            tokens, NO_FAULT, 0, WHOLE, x, None, topk_idx, topk_weights, *self._received_by(plan), rows, scales, counts, totals
-        )  # fmt: skip
+        received = *self._received_by(plan), rows, scales, counts, totals
+        launch(tokens, NO_FAULT, 0, phase, x, None, topk_idx, topk_weights, *received)
         handle = Handle(self._signature, plan, self._base.membership)
         seen = scales.transpose(1, 2) if self._c.column_scales else scales
-        return Dispatched(rows, seen, counts, None, None, None, None, handle)
+        return Dispatched(rows, seen, counts, None, None, None, None, handle), launch, received
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
@@ -286,13 +299,25 @@ class LatencyMode(Mode):
             self._launch_weights(call.weights, call.handle.plan, given, call.waited)
         self._launch_combine(call.phase, call, given)
         call.y = None  # the receive phase does not need it
-        return Pending("combine", call.handle, call.out, (call, given))
+        receive = partial(self._launch_combine, Phase.RECEIVE, call, given)
+        return Pending("combine", call.handle, call.out, receive)
 
     def receive(self, pending: Pending) -> None:
-        call, *rest = pending.rest
-        (self._launch_dispatch if pending.kind == "dispatch" else self._launch_combine)(Phase.RECEIVE, call, *rest)
+        pending.rest()
 
     def usual_combine(self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None) -> None:
+        self._usual_combine(WHOLE, y, handle, out, weights)
+
+    def usual_combine_send(
+        self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None
+    ) -> Pending:
+        launch, received = self._usual_combine(SEND, y, handle, out, weights)
+        return Pending("combine", handle, out, partial(launch, None, *received, RECEIVE, *self._summed_by(handle.plan)))
+
+    def _usual_combine(
+        self, phase: int, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[Callable[..., None], tuple]:
+        """For the receive phase, the launch and the arguments that both phases take."""
         plan, launch = handle.plan, self._usual.get("combine")
         if launch is None:
             launch = self._usual["combine"] = self._combine_of(self._base.blocks, True)
@@ -303,7 +328,9 @@ class LatencyMode(Mode):
                 exchange = self._usual["weights"] = self._exchange_weights()
             given = self._new_weights(self._c.ranks * self._c.max_tokens)
             exchange(weights if plan.tokens else self._no_weight, plan.tokens, token_slot, counts, given)
-        launch(y, targets, given, counts, None, None, out, NO_FAULT, WHOLE, *self._summed_by(plan))
+        received = targets, given, counts, None, None, out, NO_FAULT
+        launch(y, *received, phase, *self._summed_by(plan))
+        return launch, received
 
     def _launch_weights(
         self, weights: torch.Tensor, plan: ReceivedRows, received: torch.Tensor, waited: torch.Tensor | None

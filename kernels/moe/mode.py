@@ -226,14 +226,26 @@ class Mode(ABC):
 
     def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> Dispatched:
         """What `dispatch` does with a whole call of nothing else than these, on all blocks; modes do it with fewer steps."""
-        choices = Choices(topk_idx, topk_weights)
-        call = DispatchCall(Phase.WHOLE, x, blocks=self._base.blocks, choices=choices, totals=totals)
-        result: Dispatched = self.dispatch(call).result
+        result: Dispatched = self._dispatch_usual(Phase.WHOLE, x, Choices(topk_idx, topk_weights), totals).result
         return result
+
+    def usual_dispatch_send(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> Pending:
+        """The same with its send phase."""
+        return self._dispatch_usual(Phase.SEND, x, Choices(topk_idx, topk_weights), totals)
+
+    def _dispatch_usual(self, phase: Phase, x: Any, choices: Choices, totals: Any) -> Pending:
+        return self.dispatch(DispatchCall(phase, x, blocks=self._base.blocks, choices=choices, totals=totals))
 
     @abstractmethod
     def usual_combine(self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None) -> None:
         """The same of `combine`; `weights`: of the choices, other than dispatch's."""
+
+    def usual_combine_send(
+        self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None
+    ) -> Pending:
+        """The same with its send phase."""
+        given = True if weights is None else weights
+        return self.combine(CombineCall("combine", Phase.SEND, y, handle, out, weights=given, blocks=self._base.blocks))
 
     @abstractmethod
     def receive(self, pending: Pending) -> None:

@@ -12,7 +12,6 @@ from tilescale_net.deep_ep.objects import Objects
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle
 from tilescale_net.kernels.moe.handle import ReceivedRows, Rows
 from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX
-from tilescale_net.runtime.launch_args import without_default_device
 
 MANTISSA = 23  # bits of a float32
 
@@ -50,7 +49,7 @@ class Routing:
     Attributes:
         sizes: the arguments of `Objects.low_latency`. received: what the dispatch gives.
         members: the ranks that took part; None: no rank, the dispatch gave nothing. See `Masks.members`.
-        op: what made a whole dispatch, for its combines while it can make them; None for others.
+        op: what made the dispatch, for its combines while it can make them; None: nothing did.
     """
 
     sizes: tuple
@@ -155,15 +154,6 @@ def dispatch(
     sizes = num_experts, max_tokens, hidden, topk_idx.shape[1], dtype
     objects.calls.note(_DISPATCH, *sizes)
     void = masks.begin_dispatch()
-    if not (void or in_phases or round_scale or masks.intervenes):  # as most calls are
-        usual = objects.low_latency("dispatch", *sizes)
-        totals = stats if stats is not None and usual.adds_to(stats) else None
-        whole = usual.dispatch(x.contiguous(), topk_idx.contiguous(), waited=waited, totals=totals)
-        if stats is not None and totals is None:
-            stats.add_(whole.counts)
-        scaled = whole.x if whole.scales is None else (whole.x, whole.scales)
-        return scaled, whole.counts, LowLatencyHandle.of(Routing(sizes, whole, masks.members, usual)), None
-
     totals = None  # where the kernel adds the counts
 
     def send() -> tuple[Any, ...]:
@@ -171,10 +161,10 @@ def dispatch(
         op = objects.low_latency("dispatch", *sizes)
         given: Rows = quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
         totals = stats if stats is not None and op.adds_to(stats) else None
+        arguments: dict[str, Any] = dict(waited=waited, totals=totals)
         if not in_phases:
-            whole = op.dispatch(given, topk_idx.contiguous(), waited=waited, totals=totals)
-            return op, None, whole, masks.members
-        pending = op.dispatch_send(given, topk_idx.contiguous(), waited=waited, totals=totals)
+            return op, None, op.dispatch(given, topk_idx.contiguous(), **arguments), masks.members
+        pending = op.dispatch_send(given, topk_idx.contiguous(), **arguments)
         return op, pending, pending.result, masks.members
 
     def nothing() -> tuple[Any, ...]:
@@ -191,21 +181,20 @@ def dispatch(
             stats.add_(received.counts)
 
     def receive() -> None:
-        objects.order.follow()
         if masks.members is members:
             op.dispatch_recv(pending)
         elif members is not None:
             _clear(received)
 
-    @without_default_device
     def hook() -> None:
+        objects.order.follow()
         masks.survive(receive, lambda: _clear(received))
         finish()
 
     if not in_phases:
         finish()
     rows = received.x if out_scales is None else (received.x, out_scales)
-    handle = LowLatencyHandle.of(Routing(sizes, received, members))
+    handle = LowLatencyHandle.of(Routing(sizes, received, members, op))
     return rows, received.counts, handle, hook if in_phases else None
 
 
@@ -222,31 +211,34 @@ def combine(
     received, masks, members = routing.received, objects.masks, routing.members
     objects.order.follow()
     objects.calls.note(_COMBINE, *routing.sizes)
-    if not (in_phases or masks.intervenes) and masks.members is members:
-        weights = topk_weights.float().contiguous()
-        op = routing.op
-        if op is None or op.in_flight or op.outdated:
-            op = objects.low_latency("combine", *routing.sizes)
-        return op.combine(x.contiguous(), received.handle, out=out, weights=weights, waited=waited), None
-    if out is None:
-        out = x.new_empty((received.handle.plan.tokens, x.shape[-1]))
 
     def send() -> tuple[Any, ...]:
         if masks.members is not members:
-            return None, out.zero_()
-        op = objects.low_latency("combine", *routing.sizes)
-        given: dict[str, Any] = dict(out=out, weights=topk_weights.float().contiguous(), waited=waited)
+            return nothing()
+        op = routing.op
+        if op is None or op.in_flight or op.outdated:
+            op = objects.low_latency("combine", *routing.sizes)
+        arguments: dict[str, Any] = dict(out=out, weights=topk_weights.float().contiguous(), waited=waited)
         if not in_phases:
-            return None, op.combine(x.contiguous(), received.handle, **given)
-        pending = op.combine_send(x.contiguous(), received.handle, **given)
-        return lambda: op.combine_recv(pending), pending.result
+            return op, None, op.combine(x.contiguous(), received.handle, **arguments)
+        pending = op.combine_send(x.contiguous(), received.handle, **arguments)
+        return op, pending, pending.result
 
-    receive, result = masks.survive(send, lambda: (None, out.zero_()))
+    def nothing() -> tuple[Any, ...]:
+        shape = received.handle.plan.tokens, x.shape[-1]
+        return None, None, x.new_zeros(shape) if out is None else out.zero_()
 
-    @without_default_device
+    op, pending, result = masks.survive(send, nothing)
+
+    def receive() -> None:
+        if masks.members is members:
+            op.combine_recv(pending)
+        else:
+            result.zero_()
+
     def hook() -> None:
         objects.order.follow()
-        if receive is not None:
-            masks.survive(receive if masks.members is members else result.zero_, result.zero_)
+        if op is not None:
+            masks.survive(receive, result.zero_)
 
     return result, hook if in_phases else None
