@@ -123,6 +123,29 @@ def waits_for_a_second_phase():
     return kernel
 
 
+def hands_over_after_a_signal():
+    """One warp hands lines to the other one, behind a signal of the rank to itself."""
+
+    @T.prim_func
+    def kernel(ctx: N.Context(), x: T.Tensor((32,), "int32"), flag: T.Tensor((1,), "uint64"), call: T.int64):
+        with T.Kernel(1, threads=64):
+            full, empty = T.alloc_barrier(32), T.alloc_barrier(32)
+            thread = T.get_thread_binding()
+            N.signal_block(flag, call, N.my_pe())
+            N.wait_block(flag, "ge", call)
+            if thread < 32:
+                for i in T.serial(4):
+                    T.barrier_wait(empty, i % 2 ^ 1)
+                    T.barrier_arrive(full)
+            else:
+                for i in T.serial(4):
+                    T.barrier_wait(full, i % 2)
+                    T.barrier_arrive(empty)
+                x[thread - 32] = 1
+
+    return kernel
+
+
 def reads_behind_its_own_arrival(waits):
     """One warp writes a line of shared memory and arrives; the other one arrives as the last, and reads it."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilescale_net as tsn
+from tests import ranks
 from tests.simulator import specialised
 from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
@@ -56,6 +57,19 @@ def test_a_wait_with_the_wrong_parity_is_reported_at_once():
         with simulator.schedule(seed), pytest.raises(tsn.SimulatorDeadlock, match=WRONG_PARITY):
             tsn.compile(specialised.waits_for_a_second_phase())(torch.empty(32, dtype=torch.int32))
     assert time.monotonic() - begin < 60
+
+
+def _stand_still():
+    x, flag = torch.empty(32, dtype=torch.int32), tsn.zeros((1,), torch.uint64)
+    kernel = tsn.compile(specialised.hands_over_after_a_signal())
+    for seed in range(40):
+        with simulator.schedule(seed):
+            kernel(x, flag, seed + 1)
+
+
+def test_warps_that_stand_still_behind_a_wait_are_not_stuck():
+    """Nor those that wait for them at an mbarrier, or have not looked since it was their turn again."""
+    ranks.run(1, _stand_still)
 
 
 def test_a_wait_that_is_missing_shows():

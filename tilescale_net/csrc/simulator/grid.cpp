@@ -150,6 +150,7 @@ void Grid::end_lag() {
   for (auto& block : active_)
     for (Warp& warp : block->warps) warp.lags = false;
   lagging_ = false;
+  idle_rounds_ = 0; // they have not looked in this round
 }
 
 // True: nothing moved, and the round is over.
@@ -382,7 +383,8 @@ void Grid::report_stall(bool waits) {
 // Whether every thread that could run has looked at an mbarrier in vain in a round in which no phase has ended: only
 // threads of their blocks arrive there.
 bool Grid::stands_at_mbarriers() const {
-  return !lagging_ && std::all_of(ready_.begin(), ready_.end(), [](const Fiber* f) { return f->view.at_mbarrier; });
+  return !lagging_ && idle_rounds_ &&
+         std::all_of(ready_.begin(), ready_.end(), [](const Fiber* f) { return f->view.at_mbarrier; });
 }
 
 // After a round in which nothing moved; `still`: no thread did anything but poll.
