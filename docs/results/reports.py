@@ -2,6 +2,7 @@
 compare: a figure of ours, the best of others in the same run, and what is possible at all."""
 
 import functools
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -214,6 +215,14 @@ MORE_COLLECTIVES = {
     "operators": "Operators on ordinary tensors, eager",
     "operators_four": "Operators on ordinary tensors, eager",
 }
+# Their names in tables that compare all.
+SHORT = {
+    "all_reduce_four": "all-reduce, symmetric",
+    "all_reduce_nccl": "all-reduce, newer NCCL",
+    "all_reduce_ordinary": "all-reduce, ordinary tensors",
+    "operators": "eager operator",
+    "operators_four": "eager operator",
+}
 # Of a norm: the form that is compared with others; and columns that a comparison of times leaves out.
 NORM, NOT_TIMES = "bf16", ("p99", "algbw", "busbw", "nccl_busbw")
 FUSED = {"all_gather_matmul": "AG+GEMM", "matmul_reduce_scatter": "GEMM+RS", "matmul_all_reduce": "GEMM+AR"}
@@ -222,6 +231,11 @@ PEERS = {"symm_mem_us": "torch symmetric memory"}
 NOT_PEERS = ("more_us", "operator_us", "nccl_calls_us", "flashinfer_fp8_us")
 # What rounds to 1.00 is neither ahead nor behind.
 BEHIND = 0.995
+
+
+def without_number(what: str) -> str:
+    """A row's name in a table whose last column has the GPUs and how many there are."""
+    return re.sub(", (two|four) GPUs", "", what)
 
 
 @dataclass(frozen=True)
@@ -255,7 +269,7 @@ class Row:
     def cells(self) -> list[str]:
         bound = f"{shown(self.bound)} {self.unit}" if self.bound else ""
         return [
-            self.what,
+            without_number(self.what),
             f"{shown(self.ours)} {self.unit}",
             f"{shown(self.peer)} {self.unit}, {self.peer_name}",
             f"{self.ratio:.2f} x",
@@ -313,7 +327,7 @@ def collectives() -> list[Row]:
         if name == "all_reduce_fp8":  # which rounds: others of its table do not
             continue
         text, ranks = MORE_COLLECTIVES[name], int(run(name)["environment"]["ranks"])
-        what = f"{text[0].lower()}{text[1:]}, {'two' if ranks == 2 else 'four'} GPUs"
+        what = f"{SHORT.get(name, text[0].lower() + text[1:])}, {'two' if ranks == 2 else 'four'} GPUs"
         for found in times(name, 0)[2]:
             keys = [key for key in run(name)["tables"][0]["keys"] if key["key"] != "form"]
             of = f"{what}, {found['operator']}" if "operator" in found else what
@@ -436,7 +450,7 @@ HIGHLIGHTS = (
     "AG+GEMM, BF16, four GPUs, M 4096",
     "MoE dispatch, cached layout, 4096 tokens, BF16",
 )
-HEAD = ["what", "tilescale_net", "best alternative of the same run", "ratio", "bound, or *reference*", "on"]
+HEAD = ["what", "tilescale_net", "best alternative", "ratio", "bound, or *reference*", "on"]
 
 
 def summary(subject: str) -> list[Row]:
@@ -474,5 +488,5 @@ def others_ahead() -> str:
         peers = ", ".join(dict.fromkeys(r.peer_name for r in behind))
         ratios = f"{low} x" if low == high else f"{low} to {high} x"
         at = ", ".join(places) if len(places) <= 3 else some
-        lines.append([subject, at, ratios, peers, gpus(compared[0].report)])
+        lines.append([without_number(subject), at, ratios, peers, gpus(compared[0].report)])
     return markdown(["what", "where", "ratio", "who is ahead", "on"], lines, 2)

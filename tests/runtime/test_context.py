@@ -82,14 +82,14 @@ def test_a_job_has_no_more_ranks_than_descriptors_can_name():
 BASE = 1 << 40
 
 
-def said(kind: str, operation: str, name_of=None, **fields) -> errors.TileScaleError:
+def said(kind: str, operation: str, name_of=None, argument=None, **fields) -> errors.TileScaleError:
     numbers = {
         name: value % (1 << 64) if name in ("expected", "observed", "bytes") else value
         for name, value in fields.items()
     }
     kind = ErrorKind[kind.upper().replace(" ", "_")]
     record = ErrorRecord(kind=kind, operation=OPERATIONS.index(operation), **numbers)
-    return context.describe_error(record, 2, 4, BASE, 4.0, name_of)
+    return context.describe_error(record, 2, 4, BASE, 4.0, name_of, argument)
 
 
 @pytest.mark.parametrize("compare", COMPARISONS)
@@ -119,6 +119,8 @@ MESSAGES = [
      ["put in block 0 towards PE 1: a size of -20 bytes; a count that is computed at run time was negative"], []),
     ("not symmetric", "put", dict(pe=1, address=BASE - 16, bytes=8),
      [f"8 bytes at address {BASE - 16:#x} are not in the symmetric heap; pass tensors made with"], []),
+    ("not symmetric", "put", dict(pe=1, address=BASE + (1 << 33), bytes=8, argument="y"),  # ordinary memory above the heap
+     ["towards PE 1: argument y is not symmetric; pass tensors made with"], ["heap offset"]),
 ]  # fmt: skip
 
 

@@ -138,7 +138,8 @@ class Kernel:
         worlds.refuse_child()
         problem = self._problem(args, error)
         if problem is None:
-            raise error
+            # What this package did until it found the error helps nobody.
+            raise error.with_traceback(None) if isinstance(error, TileScaleError) else error
         raise KernelError(f"kernel {self.name}: {problem}") from None
 
     def _problem(self, args: Sequence[Any], error: Exception) -> str | None:

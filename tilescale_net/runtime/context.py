@@ -163,7 +163,7 @@ def describe_error(
     """The exception for a record, or None when it is empty; `name_of` names the tensor element at a heap offset.
 
     Args:
-        argument: of the kernel, whose memory holds the record's address, where that is known.
+        argument: of the kernel, outside of the heap, whose memory holds the record's address, where that is known.
         awaited: PEs that flushes of the proxy wait for.
     """
     kind = record.kind
@@ -201,9 +201,9 @@ def _outside(record: ErrorRecord, offset: int | None, advice: str, argument: str
     nbytes = ctypes.c_int64(record.bytes).value
     if nbytes < 0:
         return f"a size of {nbytes} bytes", "a count that is computed at run time was negative"
-    inside = offset is not None and 0 <= offset < (1 << 44)
-    if argument is not None and not inside:
+    if argument is not None:
         return f"argument {argument} is not symmetric", advice
+    inside = offset is not None and 0 <= offset < (1 << 44)
     place = f"heap offset {offset}" if inside else f"address {record.address:#x}"
     return f"{nbytes} bytes at {place} are not in the symmetric heap", advice
 

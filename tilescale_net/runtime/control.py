@@ -414,7 +414,8 @@ class Control:
         except TileScaleError:
             raise
         except (RuntimeError, ValueError, TimeoutError) as err:
-            raise self.on_loss(error_of_loss(self._explain(call, err, time.monotonic() - begin))) from err
+            # The message says what gloo's errors say, and why.
+            raise self.on_loss(error_of_loss(self._explain(call, err, time.monotonic() - begin))) from None
         self.on_collective_done()
 
     def _finished(self, work: Any) -> bool:

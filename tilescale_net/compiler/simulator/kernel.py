@@ -152,7 +152,7 @@ class SimulatedFunction:
             record = context_layout.error_record_at(context.error)
             world = worlds.world_at(context.heap_base)
             heap = world.heap.describe if world is not None else None
-            outside = self._argument_at(record.address, parameters, launch.values)
+            outside = self._ordinary_argument_at(record.address, parameters, launch.values, context)
             error = context_layout.describe_error(
                 record, context.my_pe, context.n_pes, context.heap_base, timeout, heap, outside,
                 world.awaited if world is not None else [],
@@ -175,12 +175,15 @@ class SimulatedFunction:
         return f"{line}, " * bool(line) + f"kernel {self.name} (simulated, {schedule})"
 
     @staticmethod
-    def _argument_at(address: int, parameters: Sequence[host_source.Parameter], values: tuple[Any, ...]) -> str | None:
-        """The name of the argument whose memory holds an address."""
+    def _ordinary_argument_at(
+        address: int, parameters: Sequence[host_source.Parameter], values: tuple[Any, ...], context: ContextHeader
+    ) -> str | None:
+        """The name of the argument outside of the symmetric heap whose memory holds an address."""
         for parameter, value in zip(parameters, values):
             if parameter.pointer and value is not None:
                 begin = value.tensor.data_ptr()
-                if begin <= address < begin + max(_extent(value.tensor), 1):
+                symmetric = 0 <= begin - context.heap_base < context.heap_bytes
+                if not symmetric and begin <= address < begin + max(_extent(value.tensor), 1):
                     return parameter.name
         return None
 
