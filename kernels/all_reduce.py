@@ -28,7 +28,7 @@ from .all_gather import AllGather
 from .all_reduce_fp8 import ALL_REDUCE_FP8
 from .all_reduce_push import ONE_SHOT, TWO_SHOT_PUSH
 from .all_reduce_two_shot import TWO_SHOT, TWO_SHOT_PULL
-from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Buffers
+from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Buffers, Parted
 from .collective import Collective
 from .packets import PACKETS
 from .reduce_scatter import ReduceScatter
@@ -149,7 +149,7 @@ class AllReduce(Collective):
             raise ValueError(f"{self.name}: x has shape {list(x.shape)} and out {list(out.shape)}; they must be equal")
         if x.data_ptr() != out.data_ptr():
             self._check_apart("out", out, "x", x)
-        launch, can_stay = self._choose(out.nbytes, out.dtype)
+        launch, can_stay, _ = self._choose(out.nbytes, out.dtype)
         overwrite_x = overwrite_x and x.data_ptr() != out.data_ptr()
         what, zero_copy = "out of shape {} and {}", False
         if can_stay:  # else tensors are copied anyway, so that their offsets do not matter
@@ -175,29 +175,32 @@ class AllReduce(Collective):
         return fits and (self.n_pes == 2 or nbytes > self.staging_bytes)
 
     def is_copied_in_pieces(self, nbytes: int, dtype: torch.dtype = torch.float32) -> bool:
-        """Whether a tensor that is not symmetric is copied, by several kernels, where a symmetric one takes a single one."""
-        if nbytes <= self.staging_bytes or nbytes % VECTOR_BYTES:
+        """Whether a tensor that is not symmetric takes several launches where a symmetric one takes a single one, and where a
+        copy of all of it costs less."""
+        if nbytes <= self.staging_bytes or nbytes % VECTOR_BYTES or not self._choose(nbytes, dtype)[1]:
             return False
-        return self._choose(nbytes, dtype)[1] and self._choose(nbytes, dtype, copies=True)[1]
+        _, copies, most = self._choose(nbytes, dtype, copies=True)
+        return copies or most < nbytes <= Parted.one_launch_up_to
 
     def _choose(
         self, nbytes: int, dtype: torch.dtype = torch.float32, copies: bool = False
-    ) -> tuple[Callable[[Call], Again], bool]:
-        """What makes a call of this size, and whether it can use tensors where they lie. `copies`: it shall not."""
+    ) -> tuple[Callable[[Call], Again], bool, int]:
+        """What makes a call of this size; whether it can use tensors where they lie; and bytes of a launch that does not.
+        `copies`: it shall not."""
         if self.n_pes == 1:
-            return self._copy, False
+            return self._copy, False, nbytes
         if self._parts is not None:
             if self._buffers.holds(nbytes):
-                return self._in_one_hop, False
+                return self._in_one_hop, False, nbytes
             # Tensors can be used where they lie if every PE's part has as many vectors.
-            return self._over_nodes, nbytes % (self.n_pes * VECTOR_BYTES) == 0
+            return self._over_nodes, nbytes % (self.n_pes * VECTOR_BYTES) == 0, self.staging_bytes
         rows = [choice for choice in self._choices if choice[0].dtypes is None or dtype in choice[0].dtypes]
         if not rows:
             raise TypeError(f"{self.name}: algorithm {self._algorithm!r} does not take dtype {dtype}")
         row, _, launch = next(choice for choice in rows if nbytes <= choice[1])
         if copies and row.zero_copy:  # in pieces, by the row that takes the largest ones
             row, _, launch = max(rows, key=lambda choice: choice[0].capacity(self))
-        return launch, row.zero_copy
+        return launch, row.zero_copy, row.capacity(self)
 
     @staticmethod
     def _copy(call: Call) -> None:

@@ -229,7 +229,7 @@ def _launch(shots: int, op, memory: dict[str, torch.Tensor], call: Call) -> Agai
     inbox, dtype, aligned = memory["inbox"], call.out.dtype, is_aligned(VECTOR_BYTES, call.out, call.x)
     part = -(-call.out.nbytes // (VECTOR_BYTES * (op.n_pes if shots == 2 else 1)))
     threads, blocks, most = _geometry(op)
-    batch = 1 if part <= (threads - AGREEING) * blocks else most
+    batch = min(most, 1 << (-(-part // ((threads - AGREEING) * blocks)) - 1).bit_length())
 
     def make() -> Launch:
         dependent = settings.DEPENDENT_LAUNCH.get() and op.device.type == "cuda"

@@ -228,21 +228,27 @@ def _larger_than_a_piece() -> None:
     """Sums that would be copied piece by piece are added up where the product is written, or where `x` is copied to."""
     device, me = tsn.device(), tsn.rank()
     objects = group_objects.of("")
-    usual, small = objects.all_reduce, AllReduce(staging_bytes=1024, algorithm="two_shot", threads=64, blocks=2)
-    objects.all_reduce = small.tracked_by(objects.calls)
-    assert (
-        small.is_copied_in_pieces(2048) and not small.is_copied_in_pieces(1024) and not small.is_copied_in_pieces(2056)
-    )
-    try:
-        for dtype, n in ((torch.float32, 40), (torch.bfloat16, 40), (torch.bfloat16, 41), (torch.bfloat16, 8)):
-            xs, ws = ([p.to(dtype) for p in _numbers(*shape)] for shape in ((36, K), (n, K)))
-            wanted = sum(x.float() @ w.float().t() for x, w in zip(xs, ws)).to(dtype)
-            found = ops.matmul_all_reduce(xs[me].to(device), ws[me].t().to(device), fused=False)
-            again = ops.all_reduce((xs[me] @ ws[me].t()).to(device))
-            assert torch.equal(found.cpu(), wanted) and torch.equal(again.cpu(), wanted), (dtype, n)
-    finally:
-        objects.all_reduce = usual
-        small.free()
+    usual = objects.all_reduce
+    for algorithm, piece, columns in ("two_shot", 1024, 40), ("auto", 1 << 16, 1000):
+        small = AllReduce(staging_bytes=1024, algorithm=algorithm, threads=64, blocks=2)
+        objects.all_reduce = small.tracked_by(objects.calls)
+        assert [small.is_copied_in_pieces(n) for n in (piece, 2 * piece, 2 * piece + 8)] == [False, True, False]
+        try:
+            sizes = (
+                (torch.float32, columns),
+                (torch.bfloat16, columns),
+                (torch.bfloat16, columns + 1),
+                (torch.bfloat16, 8),
+            )
+            for dtype, n in sizes:
+                xs, ws = ([p.to(dtype) for p in _numbers(*shape)] for shape in ((36, K), (n, K)))
+                wanted = sum(x.float() @ w.float().t() for x, w in zip(xs, ws)).to(dtype)
+                found = ops.matmul_all_reduce(xs[me].to(device), ws[me].t().to(device), fused=False)
+                again = ops.all_reduce((xs[me] @ ws[me].t()).to(device))
+                assert torch.equal(found.cpu(), wanted) and torch.equal(again.cpu(), wanted), (dtype, n)
+        finally:
+            objects.all_reduce = usual
+            small.free()
 
 
 def _pipelined() -> None:
