@@ -202,13 +202,13 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
                     if chunk < chunks:
                         for hop in T.serial(parts):
                             goes_to = (me + hop + 1) % n_pes
-                            first = (
+                            begin = (
                                 T.cast(goes_to if shots == 2 else 0, "int64") * chunks + chunk
                             ) * CHUNK_UNITS + lane
                             for u in T.unroll(ROWS):
                                 for w in T.unroll(width):
                                     load_elements(
-                                        given, u * width + w, x, (first + u * 32) * width + w, count, dtype, aligned
+                                        given, u * width + w, x, (begin + u * 32) * width + w, count, dtype, aligned
                                     )
                             packed = 0
                             for u in T.unroll(ROWS):
