@@ -214,15 +214,18 @@ class Masks:
         self._dispatches.begun += 1
         return self._dispatches.begun <= self._dispatches.void
 
-    def survive(self, call: Callable[[], Any], nothing: Callable[[], Any]) -> Any:
-        """The result of `call()`; where ranks are lost before it ends, the others go on and it is that of `nothing()`."""
-        if not self.shrinks:
-            self._leave_out()
-            return call()
+    def survive(self, call: Callable[[], Any], nothing: Callable[[], Any], begins: bool = True) -> Any:
+        """The result of `call()`; where ranks are lost before it ends, the others go on and it is that of `nothing()`.
+
+        `begins`: ranks that are to be masked are left out first. What ends a call that is in flight takes what they have sent.
+        """
         try:
-            self._leave_out()
+            if begins:
+                self._leave_out()
             return call()
         except LOST:
+            if not self.shrinks:
+                raise
             self._go_on()
             return nothing()
 

@@ -188,7 +188,7 @@ def dispatch(
 
     def hook() -> None:
         objects.order.follow()
-        masks.survive(receive, lambda: _clear(received))
+        masks.survive(receive, lambda: _clear(received), begins=False)
         finish()
 
     if not in_phases:
@@ -239,6 +239,6 @@ def combine(
     def hook() -> None:
         objects.order.follow()
         if op is not None:
-            masks.survive(receive, result.zero_)
+            masks.survive(receive, result.zero_, begins=False)
 
     return result, hook if in_phases else None
