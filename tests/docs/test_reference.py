@@ -15,7 +15,7 @@ import tilescale_net.language as N
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 # Classes that others derive from; what a user makes is one of those.
-BASES = {"Collective", "DistributedMatmul", "Exchange", "FusedMatmul", "Participant", "PreparedMatmul"}
+BASES = {"Collective", "DistributedMatmul", "Exchange", "FusedMatmul", "Parted", "Participant", "PreparedMatmul"}
 
 
 def source(module: str) -> Path | None:

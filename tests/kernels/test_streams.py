@@ -34,7 +34,7 @@ from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.ops import group_objects
 from tilescale_net.runtime.launch_args import StreamOrder
 
-BASES = {"Exchange", *(c.__name__ for c in (gemm.DistributedMatmul, gemm.FusedMatmul, gemm.PreparedMatmul))}
+BASES = {"Exchange", "Parted", *(c.__name__ for c in (gemm.DistributedMatmul, gemm.FusedMatmul, gemm.PreparedMatmul))}
 
 
 def _classes(base: type) -> set[type]:
