@@ -361,8 +361,7 @@ class AllToAll(Collective):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("dispatch", after)
-        others = mask is None and handle is None and out is None and blocks is None and waited is None
-        if others and max_tokens is None and not cleared and not self._machine.pending:
+        if max_tokens is None and self._is_usual_dispatch(mask, handle, out, cleared, blocks, waited):
             tokens = self._checks.usual_dispatch(x, topk_idx, topk_weights, totals)
             if tokens >= 0:
                 self._call_track.note(_DISPATCH, self.config)
@@ -395,9 +394,8 @@ class AllToAll(Collective):
         counts are added to `totals` by then.
         """
         self._begin("dispatch_send", after)
-        others = mask is None and handle is None and out is None and blocks is None and waited is None
         tokens = -1
-        if others and not cleared and not self._machine.pending:
+        if self._is_usual_dispatch(mask, handle, out, cleared, blocks, waited):
             tokens = self._checks.usual_dispatch(x, topk_idx, topk_weights, totals)
         if tokens >= 0:
             self._call_track.note(_DISPATCH, self.config)
@@ -419,6 +417,10 @@ class AllToAll(Collective):
             pending: what `dispatch_send` gave.
         """
         return self._receive("dispatch", pending)
+
+    def _is_usual_dispatch(self, mask: Any, handle: Any, out: Any, cleared: bool, blocks: Any, waited: Any) -> bool:
+        nothing = mask is None and handle is None and out is None and blocks is None and waited is None
+        return nothing and not cleared and not self._machine.pending
 
     def _receive(self, kind: str, pending: Pending) -> Any:
         self._machine_check(f"{kind}_recv")

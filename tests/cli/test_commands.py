@@ -199,7 +199,7 @@ def test_run_takes_the_launchers_variables_as_flags(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "0 2 2 ['-n', '5']\n"), done.stderr
     refused = subprocess.run([*command[:5], "0", str(script)], env=env, capture_output=True, text=True)
-    assert refused.returncode == 2 and "tilescale_net run: GPUS=0 is below the minimum of 1" in refused.stderr
+    assert refused.returncode == 2 and "tilescale_net run: --ranks=0 is below the minimum of 1" in refused.stderr
 
 
 def test_bench_writes_a_page(tmp_path):

@@ -329,6 +329,28 @@ def test_factory_arguments_of_a_wrong_kind(n):
         broken(64.0)
 
 
+def test_what_tilelang_refuses():
+    """Its message and the author's line, not the frames of tilelang and TVM between them."""
+    line = inspect.getsourcelines(of_no_dtype.__wrapped__)[1] + 3
+    with pytest.raises(KernelError) as error:
+        of_no_dtype(64)
+    assert (
+        str(error.value)
+        == f"kernel of_no_dtype cannot be built: ValueError: unknown dtype `bf16`\n  at {__file__}:{line}"
+    )
+    assert error.value.__cause__ is None and error.value.__suppress_context__
+
+
+@tsn.jit(target="simulator")
+def of_no_dtype(n):
+    @T.prim_func
+    def kernel(x: T.Tensor((n,), "bf16")):
+        with T.Kernel(1, threads=64):
+            x[0] = 0.0
+
+    return kernel
+
+
 @tsn.jit(target="simulator")
 def broken(n):
     raise TypeError(f"{n} is not a number that I like")

@@ -424,14 +424,18 @@ class KernelFactory:
             for name, value in given.items()
             if not isinstance(value, int | torch.dtype)
         ]
-        if not odd:
-            return error
         code = self._function.__code__
         lines = [f.lineno for f in frames if f.filename == code.co_filename and f.name != "<module>"]
-        return KernelError(
-            f"kernel {self.__name__} cannot be built: {', '.join(odd)}, and tilelang has no use for such a value: "
-            f"{str(error).strip().splitlines()[0][:200]}\n  at {code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+        if not odd and not lines:
+            return error
+        what, why = (
+            f"{', '.join(odd)}, and tilelang has no use for such a value: ",
+            str(error).strip().splitlines()[0][:200],
         )
+        if not odd:
+            what, why = f"{type(error).__name__}: ", str(error).strip()
+        where = f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+        return KernelError(f"kernel {self.__name__} cannot be built: {what}{why}\n  at {where}")
 
     def _nested_too_deeply(self, error: BaseException | None) -> KernelError:
         """What tilelang makes of a kernel has two blocks of Python for each `if`, of which Python takes 20 in all."""

@@ -293,7 +293,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start what the parsed flags of `add_arguments` request; the job's exit code."""
     launch.program = "tilescale_net run"
-    for row, _ in FLAGS.values():
+    for flag, (row, _) in FLAGS.items():
         if (value := getattr(args, row.name)) is not None:
+            row.parse(value, flag)  # an error names the flag, not the variable
             os.environ[row.name] = value
     return start([*(["-m"] if args.module else []), args.script, *args.arguments])

@@ -462,7 +462,8 @@ class Control:
         try:
             group = bootstrap.connect_gloo(store, self.address, members.index(self.rank), len(members), self.timeout)
         except (RuntimeError, ValueError) as err:
-            raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
+            # No chain: the text holds the first line of gloo's error.
+            raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from None
         self._outer.append(self._group)
         self._group = group
 

@@ -69,7 +69,8 @@ Library::Library(const std::string& path) : handle_(dlopen(path.c_str(), RTLD_NO
   auto* version = static_cast<const uint32_t*>(dlsym(handle_, "tsn_sim_api_version"));
   if (!api || !version || *version != kApiVersion) {
     dlclose(handle_);
-    throw std::runtime_error(path + " was not built for this simulator");
+    throw std::runtime_error(path +
+                             " was built for another version of the simulator; delete it, and it is built again");
   }
   *api = &kApi;
 }
