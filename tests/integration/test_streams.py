@@ -108,11 +108,12 @@ def from_tiles(dtype):
             thread = T.get_thread_binding()
             tile = T.alloc_shared((TILE,), dtype)
             for i in T.Parallel(TILE):
-                tile[i] = T.cast((i * 7 + turn) % 100, dtype)
+                # Not %: of what may be negative, tilelang 0.1.12 makes a choice between vectors that no compiler takes.
+                tile[i] = T.cast(T.truncmod(i * 7 + turn, 100), dtype)
             N.put_block(dst[0, first], tile[first], to, count=count)
             N.signal_block(flag[0], turn, to)
             for i in T.Parallel(TILE):
-                tile[i] = T.cast((i * 3 + turn) % 90, dtype)
+                tile[i] = T.cast(T.truncmod(i * 3 + turn, 90), dtype)
             T.sync_threads()
             if thread // 32 == 1:
                 N.put_signal_warp(dst[1, first], tile[first], to, flag[1], turn, count=count)
