@@ -82,6 +82,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 0): TILELANG,
         ("no sync_threads", 1): TILELANG,
         ("no sync_warp", 0): ALIGNED,
+        ("no sync_warp", 1): STARTS,
     },
     "moe/combine": {
         ("no fence of signal_warp", 0): NOTHING_LEFT,
