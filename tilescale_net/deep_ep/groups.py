@@ -229,11 +229,6 @@ class Masks:
             self._go_on()
             return nothing()
 
-    @property
-    def intervenes(self) -> bool:
-        """Whether a call has to be made by `survive`."""
-        return self.shrinks or bool(self._asked)
-
     def _leave_out(self) -> None:
         if self._asked:
             kept = [r for r in self.members if r not in self._asked]
