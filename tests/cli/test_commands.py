@@ -198,6 +198,8 @@ def test_run_takes_the_launchers_variables_as_flags(tmp_path):
     env = {"PATH": "/usr/bin:/bin", "TSN_DEVICE": "simulator", "PYTHONPATH": cli.__file__.rsplit("/tilescale_net/")[0]}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "0 2 2 ['-n', '5']\n"), done.stderr
+    empty = subprocess.run([*command[:5], "", *command[6:]], env=env, capture_output=True, text=True)
+    assert empty.returncode == 0, empty.stderr  # as an empty variable: the default
     refused = subprocess.run([*command[:5], "0", str(script)], env=env, capture_output=True, text=True)
     assert refused.returncode == 2 and "tilescale_net run: --ranks=0 is below the minimum of 1" in refused.stderr
 

@@ -339,6 +339,20 @@ def test_what_tilelang_refuses():
         == f"kernel of_no_dtype cannot be built: ValueError: unknown dtype `bf16`\n  at {__file__}:{line}"
     )
     assert error.value.__cause__ is None and error.value.__suppress_context__
+    with pytest.raises(
+        KernelError, match=r"kernel of_no_shape cannot be built: AssertionError: \n  at .*test_errors.py:\d+$"
+    ):
+        of_no_shape(64)  # tilelang says nothing
+
+
+@tsn.jit(target="simulator")
+def of_no_shape(n):
+    @T.prim_func
+    def kernel(x: T.Tensor[n]):
+        with T.Kernel(1, threads=64):
+            x[0] = 0.0
+
+    return kernel
 
 
 @tsn.jit(target="simulator")

@@ -428,14 +428,13 @@ class KernelFactory:
         lines = [f.lineno for f in frames if f.filename == code.co_filename and f.name != "<module>"]
         if not odd and not lines:
             return error
-        what, why = (
-            f"{', '.join(odd)}, and tilelang has no use for such a value: ",
-            str(error).strip().splitlines()[0][:200],
-        )
-        if not odd:
-            what, why = f"{type(error).__name__}: ", str(error).strip()
+        said = str(error).strip()
+        if odd:
+            why = f"{', '.join(odd)}, and tilelang has no use for such a value: {said.partition(chr(10))[0][:200]}"
+        else:
+            why = f"{type(error).__name__}: {said}"
         where = f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
-        return KernelError(f"kernel {self.__name__} cannot be built: {what}{why}\n  at {where}")
+        return KernelError(f"kernel {self.__name__} cannot be built: {why}\n  at {where}")
 
     def _nested_too_deeply(self, error: BaseException | None) -> KernelError:
         """What tilelang makes of a kernel has two blocks of Python for each `if`, of which Python takes 20 in all."""

@@ -295,6 +295,6 @@ def run(args: argparse.Namespace) -> int:
     launch.program = "tilescale_net run"
     for flag, (row, _) in FLAGS.items():
         if (value := getattr(args, row.name)) is not None:
-            row.parse(value, flag)  # an error names the flag, not the variable
+            row.value_of(value, flag)  # an error names the flag, not the variable
             os.environ[row.name] = value
     return start([*(["-m"] if args.module else []), args.script, *args.arguments])

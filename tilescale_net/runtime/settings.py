@@ -60,10 +60,14 @@ class Setting(Generic[T]):
 
     def get(self) -> T:
         """The value in force. Raises ConfigurationError when the variable's text is not one of its values."""
-        text = os.environ.get(self.name, "").strip()
+        return self.value_of(os.environ.get(self.name, ""), self.name)
+
+    def value_of(self, text: str, name: str) -> T:
+        """The value that a text stands for, the default for an empty one. Raises ConfigurationError that names `name`."""
+        text = text.strip()
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-            raise ConfigurationError(f"{self.name}={text!r} is not text in UTF-8")
-        return self.parse(text, self.name) if text else self.default
+            raise ConfigurationError(f"{name}={text!r} is not text in UTF-8")
+        return self.parse(text, name) if text else self.default
 
 
 def _bytes_text(nbytes: int) -> str:
