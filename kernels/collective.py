@@ -520,6 +520,12 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._call_track.outer = calls
         return self
 
+    def ordered_by(self: _Object, order: StreamOrder) -> _Object:
+        """This object, whose calls run one after the other with all that follow `order`."""
+        self._order = order
+        order.follow()
+        return self
+
     @property
     def status_record(self) -> torch.Tensor:
         """The record that kernels report to, int64 [STATUS_WORDS]."""

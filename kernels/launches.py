@@ -31,6 +31,7 @@ class Launch:
             as rows of this many elements. forms: of those, tensors that it takes in another shape, as `torch.Tensor.view`
             has it, of their own dtype (None) or another one.
         stand_ins: of those, what the kernel gets instead of None and of a tensor without elements.
+        turned: of those that have another shape, tensors of which the last two axes are exchanged first.
 
     Raises:
         TypeError: the others are not exactly these.
@@ -39,7 +40,7 @@ class Launch:
     def __init__(
         self, kernel: Any, fixed: Mapping[str, object], given: Sequence[str], world: World, *, words: Mapping[str, int] | None = None,
         columns: Mapping[str, int] | None = None, forms: Mapping[str, Form] | None = None,
-        stand_ins: Mapping[str, torch.Tensor] | None = None,
+        stand_ins: Mapping[str, torch.Tensor] | None = None, turned: Sequence[str] = (),
     ):  # fmt: skip
         names = [name for name in kernel.parameters if name in fixed]
         places = {name: i for i, name in enumerate((*names, *given))}
@@ -56,8 +57,8 @@ class Launch:
         as_is: Form = ((), None)
         rows: dict[str, Form] = {name: ((-1, count), None) for name, count in (columns or {}).items()}
         rows |= {name: ((-1, count), torch.int32) for name, count in (words or {}).items()} | dict(forms or {})
-        self._given = {name: (*rows.get(name, as_is), (stand_ins or {}).get(name)) for name in given}
-        self._converts = any(shape or stand_in is not None for shape, _, stand_in in self._given.values())
+        self._given = {name: (*rows.get(name, as_is), (stand_ins or {}).get(name), name in turned) for name in given}
+        self._converts = any(shape or stand_in is not None for shape, _, stand_in, _ in self._given.values())
         self._run = kernel.launcher(world)
 
     def __call__(self, *given: Any) -> None:
@@ -67,12 +68,13 @@ class Launch:
         self._run(*self._in_order(self._fixed + given))
 
     @staticmethod
-    def _converted(value: Any, how: tuple[tuple[int, ...], torch.dtype | None, torch.Tensor | None]) -> Any:
-        shape, dtype, stand_in = how
+    def _converted(value: Any, how: tuple[tuple[int, ...], torch.dtype | None, torch.Tensor | None, bool]) -> Any:
+        shape, dtype, stand_in, turned = how
         if stand_in is not None and (value is None or not value.numel()):
             return stand_in
         if not shape:
             return value
+        value = value.transpose(-1, -2) if turned else value
         if dtype is not None and value.dtype != dtype:
             # A last axis of one element may have any stride, and one of few too few bytes, for a view of another size.
             whole = value.dim() and value.stride(-1) == 1 and value.shape[-1] * value.itemsize % dtype.itemsize == 0
@@ -87,7 +89,7 @@ class Launch:
         fixed = [(places[name], value) for name, value in self._values.items()]
         if first:
             fixed.append((0, self._world.context_tensor))
-        given = [(places[name], shape, dtype, stand_in) for name, (shape, dtype, stand_in) in self._given.items()]
+        given = [(places[name], *how) for name, how in self._given.items()]
         integers = {first + place: (low, high) for place, low, high in self._kernel.integers}
         return launch_args.native_launch(fixed, given, self._plain_function, self, integers)
 

@@ -244,8 +244,7 @@ class AllToAll(Collective):
         OBJECTS[self.identity] = self
         if arena is not None:
             # What a phase on one stream reads, another object's call on another would overwrite.
-            self._order = arena.order
-            self._order.follow()
+            self.ordered_by(arena.order)
         self._simulated = self.device.type == "cpu"
         self.proxied, self.nodes = 0 in world.peer_base, as_argument(world.topology.sizes)
         with torch.inference_mode(False):
@@ -362,13 +361,8 @@ class AllToAll(Collective):
         """
         self._begin("dispatch", after)
         if max_tokens is None and self._is_usual_dispatch(mask, handle, out, cleared, blocks, waited):
-            tokens = self._checks.usual_dispatch(x, topk_idx, topk_weights, totals)
-            if tokens >= 0:
-                self._call_track.note(_DISPATCH, self.config)
-                weights = self._checks.weights_of_one(tokens) if topk_weights is None else topk_weights
-                received = self._mode.usual_dispatch(tokens, x, topk_idx, weights, totals)
-                if self._simulated:
-                    self._raise_fault_if_simulated()
+            received = self._usual_dispatch(x, topk_idx, topk_weights, totals)
+            if received is not None:
                 return received
         if max_tokens is not None:
             self._agree("dispatch with max_tokens={}", max_tokens)
@@ -394,20 +388,56 @@ class AllToAll(Collective):
         counts are added to `totals` by then.
         """
         self._begin("dispatch_send", after)
-        tokens = -1
+        pending = None
         if self._is_usual_dispatch(mask, handle, out, cleared, blocks, waited):
-            tokens = self._checks.usual_dispatch(x, topk_idx, topk_weights, totals)
-        if tokens >= 0:
-            self._call_track.note(_DISPATCH, self.config)
-            weights = self._checks.weights_of_one(tokens) if topk_weights is None else topk_weights
-            pending = self._mode.usual_dispatch_send(tokens, x, topk_idx, weights, totals)
-        else:
+            pending = self._usual_dispatch_send(x, topk_idx, topk_weights, totals)
+        if pending is None:
             call = DispatchCall(
                 Phase.SEND, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, None, totals
             )
             pending = self._dispatch(call)
+            self._machine.pending["dispatch"] = pending
+        return pending
+
+    def usual_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, totals: torch.Tensor | None = None
+    ) -> Dispatched | None:
+        """`dispatch` of these alone, in as few steps as there can be; None, with nothing launched, for a call that `dispatch` has
+        to look at."""
+        self._begin("dispatch")
+        return self._usual_dispatch(x, topk_idx, None, totals)
+
+    def usual_dispatch_send(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, totals: torch.Tensor | None = None
+    ) -> Pending | None:
+        """The same of `dispatch_send`."""
+        self._begin("dispatch_send")
+        return self._usual_dispatch_send(x, topk_idx, None, totals)
+
+    def _usual_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, totals: Any) -> Dispatched | None:
+        tokens, weights = self._usual_choices(x, topk_idx, topk_weights, totals)
+        if weights is None:
+            return None
+        received = self._mode.usual_dispatch(tokens, x, topk_idx, weights, totals)
+        if self._simulated:
+            self._raise_fault_if_simulated()
+        return received
+
+    def _usual_dispatch_send(self, x: Any, topk_idx: Any, topk_weights: Any, totals: Any) -> Pending | None:
+        tokens, weights = self._usual_choices(x, topk_idx, topk_weights, totals)
+        if weights is None:
+            return None
+        pending = self._mode.usual_dispatch_send(tokens, x, topk_idx, weights, totals)
         self._machine.pending["dispatch"] = pending
         return pending
+
+    def _usual_choices(self, x: Any, topk_idx: Any, topk_weights: Any, totals: Any) -> tuple[int, torch.Tensor | None]:
+        """The number of tokens and their weights, for a dispatch that is noted then; None for one that is to be looked at."""
+        tokens = -1 if self._machine.pending else self._checks.usual_dispatch(x, topk_idx, topk_weights, totals)
+        if tokens < 0:
+            return tokens, None
+        self._call_track.note(_DISPATCH, self.config)
+        return tokens, self._checks.weights_of_one(tokens) if topk_weights is None else topk_weights
 
     @named("tilescale_net.moe.dispatch_recv")
     def dispatch_recv(self, pending: Pending) -> Dispatched:
@@ -418,9 +448,10 @@ class AllToAll(Collective):
         """
         return self._receive("dispatch", pending)
 
-    def _is_usual_dispatch(self, mask: Any, handle: Any, out: Any, cleared: bool, blocks: Any, waited: Any) -> bool:
+    @staticmethod
+    def _is_usual_dispatch(mask: Any, handle: Any, out: Any, cleared: bool, blocks: Any, waited: Any) -> bool:
         nothing = mask is None and handle is None and out is None and blocks is None and waited is None
-        return nothing and not cleared and not self._machine.pending
+        return nothing and not cleared
 
     def _receive(self, kind: str, pending: Pending) -> Any:
         self._machine_check(f"{kind}_recv")
@@ -514,12 +545,8 @@ class AllToAll(Collective):
         """
         self._begin("combine", after)
         if self._is_usual_combine(weighted, bias, blocks, waited):
-            sums = self._checks.usual_combine(y, handle, out, weights, self.membership)
+            sums = self._usual_combine(y, handle, out, weights)
             if sums is not None:
-                self._call_track.note(_COMBINES["combine" if weights is None else "combine with weights"], self.config)
-                self._mode.usual_combine(y, handle, sums, weights)
-                if self._simulated:
-                    self._raise_fault_if_simulated()
                 return sums
         call = CombineCall("combine", Phase.WHOLE, y, handle, out, weighted, weights, bias, blocks, None, None, waited)
         pending = self._combine(call)
@@ -545,19 +572,54 @@ class AllToAll(Collective):
         if tiles is not None:
             self._check_tiles(tiles)
         self._begin("combine_send", after)
-        sums = None
+        pending = None
         if tiles is None and self._is_usual_combine(weighted, bias, blocks, waited):
-            sums = self._checks.usual_combine(y, handle, out, weights, self.membership)
-        if sums is not None:
-            self._call_track.note(_COMBINES["combine" if weights is None else "combine with weights"], self.config)
-            pending = self._mode.usual_combine_send(y, handle, sums, weights)
-        else:
+            pending = self._usual_combine_send(y, handle, out, weights)
+        if pending is None:
             call = CombineCall(
                 "combine", Phase.SEND, y, handle, out, weighted, weights, bias, blocks, None, tiles, waited
             )
             pending = self._combine(call)
-        self._machine.pending["combine"] = pending
+            self._machine.pending["combine"] = pending
         return pending
+
+    def usual_combine(
+        self, y: torch.Tensor, handle: Handle, out: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """As `usual_dispatch`, of `combine`."""
+        self._begin("combine")
+        return self._usual_combine(y, handle, out, weights)
+
+    def usual_combine_send(
+        self, y: torch.Tensor, handle: Handle, out: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> Pending | None:
+        """As `usual_dispatch`, of `combine_send`."""
+        self._begin("combine_send")
+        return self._usual_combine_send(y, handle, out, weights)
+
+    def _usual_combine(self, y: Any, handle: Any, out: Any, weights: Any) -> torch.Tensor | None:
+        sums = self._usual_sums(y, handle, out, weights)
+        if sums is not None:
+            self._mode.usual_combine(y, handle, sums, weights)
+            if self._simulated:
+                self._raise_fault_if_simulated()
+        return sums
+
+    def _usual_combine_send(self, y: Any, handle: Any, out: Any, weights: Any) -> Pending | None:
+        sums = self._usual_sums(y, handle, out, weights)
+        if sums is None:
+            return None
+        pending = self._machine.pending["combine"] = self._mode.usual_combine_send(y, handle, sums, weights)
+        return pending
+
+    def _usual_sums(self, y: Any, handle: Any, out: Any, weights: Any) -> torch.Tensor | None:
+        """Where the sums go, of a combine that is noted then; None for one that is to be looked at."""
+        if self._machine.pending:
+            return None
+        sums = self._checks.usual_combine(y, handle, out, weights, self.membership)
+        if sums is not None:
+            self._call_track.note(_COMBINES["combine" if weights is None else "combine with weights"], self.config)
+        return sums
 
     @named("tilescale_net.moe.combine_recv")
     def combine_recv(self, pending: Pending) -> torch.Tensor:
@@ -593,9 +655,9 @@ class AllToAll(Collective):
         self._raise_fault_if_simulated()
         return pending.result
 
-    def _is_usual_combine(self, weighted: Any, bias: Any, blocks: Any, waited: Any) -> bool:
-        nothing = blocks is None and waited is None and weighted is True and type(bias) is tuple and not bias
-        return nothing and not self._machine.pending
+    @staticmethod
+    def _is_usual_combine(weighted: Any, bias: Any, blocks: Any, waited: Any) -> bool:
+        return blocks is None and waited is None and weighted is True and type(bias) is tuple and not bias
 
     def _combine(self, call: CombineCall) -> Pending:
         travels = call.weights is not None and self.config.mode == "latency"  # ahead of the rows
@@ -643,6 +705,15 @@ class AllToAll(Collective):
         """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
         pending = self._machine.pending
         return tuple(pending) if pending else ()
+
+    def takes(self, kind: str) -> bool:
+        """Whether a "dispatch" or "combine" may be sent now: none is in flight, and the ranks are those of the job."""
+        return kind not in self._machine.pending and self._members is self._world.control.members
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight, and the ranks are those of the job."""
+        return not self._machine.pending and self._members is self._world.control.members
 
     @property
     def under_way(self) -> tuple[str, ...]:
@@ -832,15 +903,8 @@ class AllToAll(Collective):
         """
         if after is not None and not isinstance(after, torch.Event | torch.cuda.Event):
             raise TypeError(f"AllToAll.{call}: after must be an event of torch, not {type(after).__name__}")
-        world, machine = self._world, self._machine
-        control = world.control
-        if (
-            machine.pending
-            or not self._owned
-            or world.closed
-            or control.excluded
-            or self._members is not control.members
-        ):
+        world = self._world
+        if self._machine.pending or not self._owned or self._members is not world.control.members:
             self._machine_check(call)
         world.check()
         if self.status.written():

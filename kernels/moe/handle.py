@@ -279,10 +279,10 @@ POOL_SIZE = 64
 
 
 class LikeFactory:
-    """Makes tensors [rows, *tail]."""
+    """Makes tensors [rows, *tail]. `by_column`: the last two axes lie in memory the other way round."""
 
-    def __init__(self, tail: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self._tail = tail
+    def __init__(self, tail: tuple[int, ...], dtype: torch.dtype, device: torch.device, by_column: bool = False):
+        self._tail, self._by_column = tail, by_column
         with torch.inference_mode(False):
             self._one = torch.empty(1, dtype=dtype, device=device)
         self._makers: dict[int, Callable[[], torch.Tensor]] = {}
@@ -293,7 +293,8 @@ class LikeFactory:
     def of(self, rows: int) -> Callable[[], torch.Tensor]:
         """What makes tensors of this many rows."""
         with torch.inference_mode(False):
-            maker = self._makers[rows] = empty_factory(self._one.expand(rows, *self._tail))  # takes no memory
+            sample = self._one.expand(rows, *self._tail)  # takes no memory
+            maker = self._makers[rows] = empty_factory(sample, self._by_column)
         return maker
 
 
@@ -355,10 +356,11 @@ class _CachedPlan:
 
     _of: _Tensors
     tokens: int
+    arguments: tuple = ()  # no property, as of the other half
 
     def __init__(self, tokens: int, tensors: _Tensors):
         own = self.__dict__
-        own["tokens"], own["_of"] = tokens, tensors
+        own["tokens"], own["_of"], own["arguments"] = tokens, tensors, tensors.arguments
 
     def __copy__(self) -> _CachedPlan:
         return self  # nothing of it changes, and a reference to it keeps the tensors from being used again
@@ -375,23 +377,27 @@ class _CachedPlan:
         tensors = {name: getattr(self, name) for name in self._of._shapes}
         return kind(self.tokens, **{name: t.clone() if clone else t for name, t in tensors.items()})
 
-    @property
-    def arguments(self) -> tuple:
-        return self._of.arguments
 
-    def __getattr__(self, name: str) -> torch.Tensor:
-        of = self.__dict__.get("_of")
-        if of is None or name not in of._shapes:
-            raise AttributeError(f"{type(self).__name__} has no {name}")
-        return self.__dict__.setdefault(name, of.take(name))
+class _Taken:
+    """A field of a cached plan: a descriptor that the field's tensor takes the place of when it is first asked for."""
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-class _CachedRoutingPlan(_CachedPlan, RoutingPlan):
-    pass
+    def __get__(self, plan: _CachedPlan | None, kind: type) -> Any:
+        if plan is None:
+            return self
+        return plan.__dict__.setdefault(self._name, plan._of.take(self._name))
 
 
-class _CachedReceivedRows(_CachedPlan, ReceivedRows):
-    pass
+def _cached(kind: type) -> type:
+    """The class of cached plans of RoutingPlan or ReceivedRows."""
+    return type(
+        f"_Cached{kind.__name__}", (_CachedPlan, kind), {f.name: _Taken() for f in fields(kind) if f.name != "tokens"}
+    )
+
+
+_CACHED: dict[type, Any] = {kind: _cached(kind) for kind in (RoutingPlan, ReceivedRows)}
 
 
 class Plans:
@@ -416,7 +422,7 @@ class Plans:
         stream: Callable[[], Hashable],
     ):
         assert [f.name for f in fields(kind)] == ["tokens", *shapes]
-        self._make = _CachedRoutingPlan if kind is RoutingPlan else _CachedReceivedRows
+        self._make = _CACHED[kind]
         self._shapes, self._device, self._stream_now = shapes, device, stream
         self.stream: Hashable = None
         self._cached: dict[Hashable, list[_Tensors]] = {}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 WHOLE, SEND, RECEIVE = Phase.WHOLE.bits, Phase.SEND.bits, Phase.RECEIVE.bits
 COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "tag", "phases", "token_slot", "tokens")
 TIMED = ("waited",)  # behind the others
-_WEIGHTS = ("topk_weights", "tokens", "token_slot", "received", "weights")
+_WEIGHTS = ("topk_weights", "tokens", "token_slot", "received")
 
 
 def parts(config: Config, tuning: Tuning, proxied: bool) -> tuple[int, int]:
@@ -87,6 +87,7 @@ class LatencyMode(Mode):
     meets_first = False
     dispatch_takes: tuple[str, ...] = DISPATCH
     combine_takes: tuple[str, ...] = COMBINE
+    _written = slice(6)  # of a plan's arguments, what a dispatch writes
 
     def __init__(self, base: AllToAll, config: Config, specs: BufferSpecs | None = None):
         super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
@@ -105,15 +106,18 @@ class LatencyMode(Mode):
             "message_fp8": message.view(FP8_DTYPE),
             "message_scales": message.view(torch.float32),
         }
-        self._fixed["weights"] = self._buffers("weights") | {"active": base.active, "calls": base.counters(c.ranks)}
+        # Weights of a combine's own, of the rows received; combines run one after the other.
+        self._weights = torch.empty((c.ranks * c.max_tokens, c.top_k), dtype=torch.float32, device=device)
+        own = {"active": base.active, "calls": base.counters(c.ranks), "weights": self._weights}
+        self._fixed["weights"] = self._buffers("weights") | own
 
-        self._new_weights = LikeFactory((c.top_k,), torch.float32, device)
         self._new_counts = TensorPool(c.local_experts, device)
         experts, *rest = self.output_shape()
         self._new_rows = LikeFactory((*rest,), c.dtype, device).of(experts)
-        each = (c.scale_words, rest[0]) if c.column_scales else (rest[0], c.scale_words)
         self._new_scales: Callable[[], Any] = (
-            LikeFactory(each, torch.float32, device).of(experts) if c.scale_words else lambda: None
+            LikeFactory((rest[0], c.scale_words), torch.float32, device, c.column_scales).of(experts)
+            if c.scale_words
+            else lambda: None
         )
         self._plans = self._new_plans()
 
@@ -175,7 +179,7 @@ class LatencyMode(Mode):
         """What tells a dispatch of the order of received scales."""
         return {"column_scales": True} if self._c.column_scales else {}
 
-    def _dispatch_forms(self, source: str, index_dtype: str) -> dict[str, dict]:
+    def _dispatch_forms(self, source: str, index_dtype: str) -> dict[str, Any]:
         """As what a kernel takes tensors that are given otherwise, see `Launch`."""
         c, scales = self._c, max(self._c.scale_words, 1)
         words = {"x_scales": scales, "out": c.row_words, "out_scales": scales} | ({} if source else {"x": c.row_words})
@@ -185,7 +189,7 @@ class LatencyMode(Mode):
             "topk_idx": self._no_choice.to(getattr(torch, index_dtype)), "topk_weights": self._no_weight,
             "out_scales": self._no_scales, "totals": self._no_totals,
         }  # fmt: skip
-        return {"words": words, "stand_ins": nothing}
+        return {"words": words, "stand_ins": nothing, "turned": ("out_scales",) if c.column_scales else ()}
 
     def _combine_of(self, blocks: int, weighted: bool, biases: int = 0, *timed: bool) -> Callable[..., None]:
         return self._launch(self._new_combine, blocks, weighted, biases, *timed)
@@ -200,7 +204,7 @@ class LatencyMode(Mode):
         given = self.combine_takes + TIMED * timed
         return Launch(kernel, self._fixed["combine"], given, base.world, **self._combine_forms())
 
-    def _combine_forms(self) -> dict[str, dict]:
+    def _combine_forms(self) -> dict[str, Any]:
         nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_rows[self._c.combine_dtype])
         return {"columns": {"y": self._c.hidden}, "stand_ins": nothing}
 
@@ -222,33 +226,25 @@ class LatencyMode(Mode):
         c = self._c
         return ReceivedRows.shapes(c.ranks, c.max_tokens, c.local_experts, c.top_k)
 
-    def _received_by(self, plan: ReceivedRows) -> tuple:
-        """Of a plan, what a dispatch writes."""
-        return plan.arguments[:6]
-
     def _summed_by(self, plan: ReceivedRows) -> tuple:
         """Of a plan, what a combine goes by at the end of its arguments."""
         return plan.arguments[0], plan.tokens
 
-    def _results(self, out: Any) -> tuple[torch.Tensor, torch.Tensor | None, tuple]:
-        """Rows and scales for the caller; and these, with counts, as launches take them. After the plan of the call."""
+    def _results(self, out: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Rows, scales and counts for the caller. After the plan of the call."""
         counts = self._new_counts.next(self._plans.stream)
-        if not self._c.column_scales:
-            rows, scales = (self._new_rows(), self._new_scales()) if out is None else out
-            return rows, scales, (rows, scales, counts)
-        rows, columns = (self._new_rows(), self._new_scales()) if out is None else (out[0], out[1].transpose(1, 2))
-        return rows, columns.transpose(1, 2), (rows, columns, counts)
+        return *((self._new_rows(), self._new_scales()) if out is None else out), counts
 
     def dispatch(self, call: DispatchCall) -> Pending:
         plan = self._plans.next(call.x.shape[0])
-        rows, row_scales, results = self._results(call.out)
+        rows, row_scales, counts = results = self._results(call.out)
         source = dtype_name(call.x.dtype) if self._quantises and call.x.dtype != FP8_DTYPE else ""
         timed = () if call.waited is None else (True,)
         launch = self._dispatch_of(call.blocks, source, dtype_name(call.choices.topk_idx.dtype), *timed)
         self._launch_dispatch(call.phase, call, plan, results, launch)
         handle = Handle(self._signature, plan, self._base.membership, call.choices.dropped)
         row_scales = self._seen_as(call.scales, row_scales)
-        result = Dispatched(rows, row_scales, results[2], None, None, None, None, handle)
+        result = Dispatched(rows, row_scales, counts, None, None, None, None, handle)
         call.x = call.scales = call.choices = None  # the receive phase does not need them
         receive = partial(self._launch_dispatch, Phase.RECEIVE, call, plan, results, launch)
         return Pending("dispatch", handle, result, receive)
@@ -260,7 +256,7 @@ class LatencyMode(Mode):
         topk_idx, topk_weights = (None, None) if choices is None else (choices.topk_idx, choices.topk_weights)
         launch(
             plan.tokens, NO_FAULT if fault is None else fault.code, 0 if fault is None else fault.value, phase.bits, call.x,
-            call.scales, topk_idx, topk_weights, *self._received_by(plan), *results, call.totals, *_timed(call.waited),
+            call.scales, topk_idx, topk_weights, *plan.arguments[self._written], *results, call.totals, *_timed(call.waited),
         )  # fmt: skip
 
     def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> Dispatched:
@@ -283,20 +279,19 @@ class LatencyMode(Mode):
             source = dtype_name(x.dtype) if self._quantises else ""
             launch = self._usual[which] = self._dispatch_of(self._base.blocks, source, dtype_name(topk_idx.dtype))
         plan = self._plans.next(tokens)
-        counts, rows, scales = self._new_counts.next(self._plans.stream), self._new_rows(), self._new_scales()
-        received = *self._received_by(plan), rows, scales, counts, totals
+        rows, scales, counts = self._new_rows(), self._new_scales(), self._new_counts.next(self._plans.stream)
+        received = *plan.arguments[self._written], rows, scales, counts, totals
         launch(tokens, NO_FAULT, 0, phase, x, None, topk_idx, topk_weights, *received)
         handle = Handle(self._signature, plan, self._base.membership)
-        seen = scales.transpose(1, 2) if self._c.column_scales else scales
-        return Dispatched(rows, seen, counts, None, None, None, None, handle), launch, received
+        return Dispatched(rows, scales, counts, None, None, None, None, handle), launch, received
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
     def combine(self, call: CombineCall) -> Pending:
-        c, given = self._c, None
+        given = None
         if isinstance(call.weights, torch.Tensor):
-            given = self._new_weights(c.ranks * c.max_tokens)
-            self._launch_weights(call.weights, call.handle.plan, given, call.waited)
+            given = self._weights
+            self._launch_weights(call.weights, call.handle.plan, call.waited)
         self._launch_combine(call.phase, call, given)
         call.y = None  # the receive phase does not need it
         receive = partial(self._launch_combine, Phase.RECEIVE, call, given)
@@ -326,20 +321,18 @@ class LatencyMode(Mode):
             exchange = self._usual.get("weights")
             if exchange is None:
                 exchange = self._usual["weights"] = self._exchange_weights()
-            given = self._new_weights(self._c.ranks * self._c.max_tokens)
-            exchange(weights if plan.tokens else self._no_weight, plan.tokens, token_slot, counts, given)
+            given = self._weights
+            exchange(weights if plan.tokens else self._no_weight, plan.tokens, token_slot, counts)
         received = targets, given, counts, None, None, out, NO_FAULT
         launch(y, *received, phase, *self._summed_by(plan))
         return launch, received
 
-    def _launch_weights(
-        self, weights: torch.Tensor, plan: ReceivedRows, received: torch.Tensor, waited: torch.Tensor | None
-    ) -> None:  # fmt: skip
-        """Send the weights of this rank's choices, and fill `received` with those of the others."""
+    def _launch_weights(self, weights: torch.Tensor, plan: ReceivedRows, waited: torch.Tensor | None) -> None:
+        """Send the weights of this rank's choices, and fill `_weights` with those of the others."""
         token_slot, _, _, counts = plan.arguments[:4]
         given = weights if weights.numel() else self._no_weight
         timed = _timed(waited)
-        self._exchange_weights(*(True,) * len(timed))(given, plan.tokens, token_slot, counts, received, *timed)
+        self._exchange_weights(*(True,) * len(timed))(given, plan.tokens, token_slot, counts, *timed)
 
     def _launch_combine(self, phase: Phase, call: CombineCall, given: torch.Tensor | None) -> None:
         """`given`: weights other than dispatch's, of the rows received."""
@@ -359,6 +352,7 @@ class NodeLatencyMode(OverNodes, LatencyMode):
 
     dispatch_takes = (*DISPATCH[:-4], "origin_slot", "node_plan", *DISPATCH[-4:])
     combine_takes = (*COMBINE[:-2], "origin_slot", "tokens", "node_plan")
+    _written = slice(8)
 
     @staticmethod
     def carried(config: Config, tuning: Tuning, at: NodeLayout) -> BufferSpecs:
@@ -410,9 +404,6 @@ class NodeLatencyMode(OverNodes, LatencyMode):
             "origin_slot": ((c.max_tokens, at.origins), torch.int32),
             "node_plan": ((words,), torch.int32),
         }
-
-    def _received_by(self, plan: ReceivedRows) -> tuple:
-        return plan.arguments
 
     def _summed_by(self, plan: ReceivedRows) -> tuple:
         origin_slot, node_plan = plan.arguments[6:]

@@ -318,7 +318,7 @@ class ThroughputMode(Mode):
         )  # fmt: skip
         return Launch(kernel, self._fixed["combine"], SUMS, base.world, **self._forms("combine"))
 
-    def _forms(self, kernel: str) -> dict[str, dict]:
+    def _forms(self, kernel: str) -> dict[str, Any]:
         """As what a kernel takes tensors that are given otherwise, see `Launch`."""
         if kernel == "combine":
             nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_row)

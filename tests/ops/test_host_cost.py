@@ -26,7 +26,7 @@ LIMITS = {
     "ops.all_gather_matmul": 12, "ops.matmul_reduce_scatter": 12, "ops.matmul_all_reduce": 14, "ops.matmul_all_reduce, 8 bits": 20,
     "ops.all_reduce, gradient": 10, "AllReduce": 3, "AllGather": 3, "ReduceScatter": 3,
     "ops.all_reduce_norm": 19, "AllReduceNorm": 7, "AllReduceNorm, FP8": 8,
-    "AllToAll, latency": 5.5, "AllToAll, latency, FP8": 6, "AllToAll, throughput": 5.5, "deep_ep, low latency": 14,
+    "AllToAll, latency": 5, "AllToAll, latency, FP8": 5, "AllToAll, throughput": 5, "deep_ep, low latency": 9,
 }  # fmt: skip
 CALLS, TURNS = 40, 25
 

@@ -33,7 +33,9 @@ def test_what_a_call_gives_meets_what_never_changes():
     function = tvm_ffi.convert(lambda *arguments: seen.append([*map(_seen, arguments)]))
     x, few = torch.arange(6).reshape(2, 3), torch.zeros((1, 4), dtype=torch.int32)
     slow: list = []
-    given = [(1, (), None, None), (3, (-1, 4), torch.int32, few), (4, (-1, 2), None, None)]
+    given = [
+        (1, (), None, None, False), (3, (-1, 4), torch.int32, few, False), (4, (-1, 2), None, None, False)
+    ]  # fmt: skip
     launch = launch_args.native_launch([(0, x), (2, 5)], given, lambda: function, lambda *args: slow.append(args))
     rows, pairs = torch.zeros((2, 2, 4), dtype=torch.bfloat16), torch.zeros((3, 4))
     for value in (rows, None, rows[:0]):
@@ -53,7 +55,7 @@ def test_a_tensor_is_taken_as_the_dtype_that_the_kernel_has(dtype):
     """Another dtype of as many bits would fail in the kernel's host function, and each call be made again by the slow way."""
     seen, slow = [], []
     function = tvm_ffi.convert(lambda *arguments: seen.extend(map(_seen, arguments)))
-    given = [(0, (2, -1), dtype, None)]
+    given = [(0, (2, -1), dtype, None, False)]
     with torch.device("meta"):  # a caller's default device is none of the launch's business
         launch = launch_args.native_launch([], given, lambda: function, lambda *args: slow.append(args))
     for value in (torch.zeros((4, 8), dtype=dtype), torch.zeros(32 * dtype.itemsize, dtype=torch.uint8)):
@@ -61,10 +63,25 @@ def test_a_tensor_is_taken_as_the_dtype_that_the_kernel_has(dtype):
     assert seen == 2 * [((2, 16), str(dtype).removeprefix("torch."))] and not slow
 
 
+def test_a_tensor_whose_last_two_axes_are_exchanged():
+    seen, slow = [], []
+    function = tvm_ffi.convert(lambda *arguments: seen.extend(map(_seen, arguments)))
+    few = torch.zeros((1, 3), dtype=torch.int32)
+    given = [(0, (-1, 3), torch.int32, few, True)]
+    launch = launch_args.native_launch([], given, lambda: function, lambda *args: slow.append(args))
+    by_column = torch.zeros((2, 2, 3)).transpose(1, 2)
+    for value in (by_column, None, by_column[:0]):
+        launch(value)
+    assert seen == [((4, 3), "int32"), ((1, 3), "int32"), ((1, 3), "int32")] and not slow
+    for value in (by_column.contiguous(), torch.zeros(6)):
+        launch(value)
+    assert len(seen) == 3 and [value.dim() for (value,) in slow] == [3, 1]
+
+
 def test_integers_beyond_their_range_go_the_other_way():
     seen: list = []
     function, slow = tvm_ffi.convert(lambda *arguments: seen.append(arguments)), []
-    given, ranges = [(0, (), None, None), (1, (), None, None)], {0: (-(2**31), 2**31 - 1)}
+    given, ranges = [(0, (), None, None, False), (1, (), None, None, False)], {0: (-(2**31), 2**31 - 1)}
     launch = launch_args.native_launch([(2, 1)], given, lambda: function, lambda *args: slow.append(args), ranges)
     for value in (-(2**31), 2**31 - 1, 2**31, -(2**31) - 1, 2**32 + 7):
         launch(value, 2**40)
@@ -124,7 +141,7 @@ def test_a_function_that_fails_or_is_missing():
 
     function = tvm_ffi.convert(fails)
     for found in (lambda: function, lambda: None):
-        launch = launch_args.native_launch([], [(0, (), None, None)], found, otherwise)
+        launch = launch_args.native_launch([], [(0, (), None, None, False)], found, otherwise)
         with pytest.raises(RuntimeError, match="because of"):
             launch(3)
 

@@ -13,6 +13,7 @@ from tilescale_net.deep_ep.objects import Config, GroupBuffer, low_latency_bytes
 from tilescale_net.deep_ep.utils import EventHandle, EventOverlap, begin, end
 from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.runtime.launch_args import without_default_device
+from tilescale_net.runtime.profiling import named
 
 SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is given
 
@@ -219,7 +220,7 @@ class Buffer(GroupBuffer):
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing to do: the modes share no memory, and signals are never reset."""
 
-    @without_default_device
+    @named("tilescale_net.deep_ep.low_latency_dispatch")
     def low_latency_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
@@ -254,7 +255,7 @@ class Buffer(GroupBuffer):
         )  # fmt: skip
         return rows, counts, handle, end(async_finish), hook
 
-    @without_default_device
+    @named("tilescale_net.deep_ep.low_latency_combine")
     def low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: tuple,
         use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
@@ -282,7 +283,7 @@ class Buffer(GroupBuffer):
             self._objects,
             rows,
             topk_weights,
-            low_latency.routing_of(handle),
+            low_latency.checked(handle),
             out,
             return_recv_hook,
             combine_wait_recv_cost_stats,
@@ -291,7 +292,7 @@ class Buffer(GroupBuffer):
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
         """Rows that `low_latency_combine(zero_copy=True)` reads, [local experts, ranks * max tokens, hidden] bfloat16."""
-        return low_latency.routing_of(handle).combine_buffer
+        return low_latency.checked(handle).combine_buffer
 
     # -- ranks that are masked ----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,10 +158,12 @@ class Masks:
 
     Attributes:
         shrinks: the same.
+        losses: errors of calls in which ranks were lost, after which the others `go_on`; none where calls raise them.
     """
 
     def __init__(self, world: World, shrinks: bool):
         self._world, self.shrinks = world, shrinks
+        self.losses: tuple[type[Exception], ...] = LOST if shrinks else ()
         self._asked: set[int] = set()  # to be left out from the next call on
         self._warned_of: list[int] = []
         self._dispatches = _dispatches.setdefault(world, _Dispatches())
@@ -206,36 +208,23 @@ class Masks:
         if self.shrinks:
             try:
                 self._world.check()
-            except LOST:
-                self._go_on()
+            except self.losses:
+                self.go_on()
 
     def begin_dispatch(self) -> bool:
         """Count a dispatch; whether it gives nothing, because another rank was there already when a rank was lost."""
         self._dispatches.begun += 1
         return self._dispatches.begun <= self._dispatches.void
 
-    def survive(self, call: Callable[[], Any], nothing: Callable[[], Any], begins: bool = True) -> Any:
-        """The result of `call()`; where ranks are lost before it ends, the others go on and it is that of `nothing()`.
-
-        `begins`: ranks that are to be masked are left out first. What ends a call that is in flight takes what they have sent.
-        """
-        try:
-            if begins:
-                self._leave_out()
-            return call()
-        except LOST:
-            if not self.shrinks:
-                raise
-            self._go_on()
-            return nothing()
-
-    def _leave_out(self) -> None:
+    def leave_out(self) -> None:
+        """Leave the ranks out that are to be masked, before a call that begins; one that is in flight takes what they have sent."""
         if self._asked:
             kept = [r for r in self.members if r not in self._asked]
             self._world.control.shrink_to(kept, "low_latency_update_mask_buffer")
             self._asked.clear()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
+        """After one of `losses`: the ranks that are left go on without those that are lost."""
         for attempt in range(self._world.size):
             try:
                 self._dispatches.void = max(self._dispatches.void, *self._world.shrink(self._dispatches.begun).steps)

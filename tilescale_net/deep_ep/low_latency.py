@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from tilescale_net.deep_ep.objects import Objects
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle
-from tilescale_net.kernels.moe.handle import ReceivedRows, Rows
+from tilescale_net.kernels.moe.handle import Pending, ReceivedRows, Rows
 from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX
 
 MANTISSA = 23  # bits of a float32
@@ -42,12 +42,14 @@ _SIZES = "{} experts, {} tokens of a rank at most, hidden {}, top_k {}, {}"
 _DISPATCH, _COMBINE = f"low_latency_dispatch: {_SIZES}", f"low_latency_combine: {_SIZES}"
 
 
-@dataclass
-class Routing:
-    """What the handle of a dispatch stands for.
+class LowLatencyHandle(tuple):
+    """DeepEP's handle of a low-latency dispatch: source tokens, ranges of ranks, largest number of tokens, hidden, experts.
+
+    Few callers look at its first two parts, which are made when one does, after the dispatch has ended: the tensors that hold
+    them are the caller's then, and else serve a later dispatch.
 
     Attributes:
-        sizes: the arguments of `Objects.low_latency`. received: what the dispatch gives.
+        sizes: those of `Objects.low_latency`. received: what the dispatch gives.
         members: the ranks that took part; None: no rank, the dispatch gave nothing. See `Masks.members`.
         op: what made the dispatch, for its combines while it can make them; None: nothing did.
     """
@@ -55,7 +57,7 @@ class Routing:
     sizes: tuple
     received: Dispatched
     members: list[int] | None
-    op: AllToAll | None = None
+    op: AllToAll | None
     _buffer: torch.Tensor | None = None
 
     @property
@@ -66,44 +68,23 @@ class Routing:
             self._buffer = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
         return self._buffer
 
-
-class LowLatencyHandle(tuple):
-    """DeepEP's handle of a low-latency dispatch: source tokens, ranges of ranks, largest number of tokens, hidden, experts.
-
-    Few callers look at its first two parts, which are made when one does, after the dispatch has ended: the tensors that hold
-    them are the caller's then, and else serve a later dispatch.
-
-    Attributes:
-        routing: what calls here need of the dispatch.
-    """
-
-    routing: Routing
-
-    @classmethod
-    def of(cls, routing: Routing) -> LowLatencyHandle:
-        """The handle of a dispatch."""
-        experts, max_tokens, hidden, *_ = routing.sizes
-        handle = cls((None, None, max_tokens, hidden, experts))
-        handle.routing = routing
-        return handle
-
     def __getitem__(self, at: Any) -> Any:
         return tuple(self)[at] if isinstance(at, slice) or at in (0, 1, -5, -4) else super().__getitem__(at)
 
     def __iter__(self) -> Iterator[Any]:
-        plan = self.routing.received.handle.plan
+        plan = self.received.handle.plan
         yield plan.source_token
         yield _ranges(plan.source_counts)
         yield from list(super().__iter__())[2:]
 
 
-def routing_of(handle: object) -> Routing:
-    """What a dispatch has left for its combines. Raises TypeError for what is not its handle."""
+def checked(handle: object) -> LowLatencyHandle:
+    """A handle of a dispatch. Raises TypeError for what is none."""
     if not isinstance(handle, LowLatencyHandle):
         raise TypeError(
             f"handle is a {type(handle).__name__}; give what low_latency_dispatch has returned, not a copy of its parts"
         )
-    return handle.routing
+    return handle
 
 
 def _ranges(counts: torch.Tensor) -> torch.Tensor:
@@ -123,7 +104,6 @@ def _nothing(ranks: int, tokens: int, sizes: tuple, device: torch.device) -> Dis
     """What a dispatch gives that was in flight when ranks were lost: no rows."""
     experts, max_tokens, hidden, top_k, dtype = sizes
     local, rows = experts // ranks, ranks * max_tokens
-
     plan = ReceivedRows.empty(tokens, ranks, max_tokens, local, top_k, device=device)
     x = torch.zeros((local, rows, hidden), dtype=dtype, device=device)
     fp8, groups = dtype == torch.float8_e4m3fn, hidden // GROUP
@@ -145,7 +125,6 @@ def dispatch(
 ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, Callable[[], None] | None]:  # fmt: skip
     """(rows or (rows, scales), rows per expert, handle, what ends the call or None)."""
     hidden, masks = x.shape[1], objects.masks
-    objects.order.follow()
     if use_ue8m0 and not round_scale:
         raise ValueError("use_ue8m0 goes with round_scale=True")
     if use_fp8 and hidden % (512 if use_ue8m0 else 128):
@@ -153,92 +132,126 @@ def dispatch(
     dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
     sizes = num_experts, max_tokens, hidden, topk_idx.shape[1], dtype
     objects.calls.note(_DISPATCH, *sizes)
-    void = masks.begin_dispatch()
-    totals = None  # where the kernel adds the counts
+    op = members = pending = None
+    received: Any = None
+    totals = stats  # where the kernel adds the counts
+    if not masks.begin_dispatch():
+        try:
+            masks.leave_out()
+            op = objects.low_latency("dispatch", sizes)
+            if waited is None and not (use_fp8 and round_scale):
+                if in_phases:
+                    pending = op.usual_dispatch_send(x, topk_idx, totals)
+                else:
+                    received = op.usual_dispatch(x, topk_idx, totals)
+            if received is None and pending is None:
+                given: Rows = quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
+                totals = stats if stats is not None and op.adds_to(stats) else None
+                arguments: dict[str, Any] = dict(waited=waited, totals=totals)
+                if in_phases:
+                    pending = op.dispatch_send(given, topk_idx.contiguous(), **arguments)
+                else:
+                    received = op.dispatch(given, topk_idx.contiguous(), **arguments)
+            members = masks.members
+        except masks.losses:
+            masks.go_on()
+            op = pending = received = None
+    if pending is not None:
+        received = pending.result
+    elif received is None:
+        received = _nothing(objects.world.size, len(x), sizes, x.device)
+    packs = _for_exponents(received.scales) if use_fp8 and use_ue8m0 else None
+    late = stats if totals is None else None  # where the counts are added when they are there
+    scales = received.scales if packs is None else packs
+    handle = LowLatencyHandle((None, None, max_tokens, hidden, num_experts))
+    handle.sizes, handle.received, handle.members, handle.op = sizes, received, members, op
+    hook = None
+    if in_phases:
+        hook = partial(_end_dispatch, objects, handle, pending, packs, late)
+    elif packs is not None or late is not None:
+        _finish(received, packs, late)
+    return received.x if scales is None else (received.x, scales), received.counts, handle, hook
 
-    def send() -> tuple[Any, ...]:
-        nonlocal totals
-        op = objects.low_latency("dispatch", *sizes)
-        given: Rows = quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
-        totals = stats if stats is not None and op.adds_to(stats) else None
-        arguments: dict[str, Any] = dict(waited=waited, totals=totals)
-        if not in_phases:
-            return op, None, op.dispatch(given, topk_idx.contiguous(), **arguments), masks.members
-        pending = op.dispatch_send(given, topk_idx.contiguous(), **arguments)
-        return op, pending, pending.result, masks.members
 
-    def nothing() -> tuple[Any, ...]:
-        return None, None, _nothing(objects.world.size, len(x), sizes, x.device), None
+def _finish(received: Any, packs: torch.Tensor | None, late: torch.Tensor | None) -> None:
+    """What the kernels have not done: `packs` gets the exponents of the scales, and the counts are added to `late`."""
+    if packs is not None:
+        packs.copy_(packed(received.scales))
+    if late is not None:
+        late.add_(received.counts)
 
-    op, pending, received, members = nothing() if void else masks.survive(send, nothing)
-    packs = use_fp8 and use_ue8m0
-    out_scales = _for_exponents(received.scales) if packs else received.scales
 
-    def finish() -> None:
-        if packs:
-            out_scales.copy_(packed(received.scales))
-        if stats is not None and totals is None:
-            stats.add_(received.counts)
-
-    def receive() -> None:
-        if masks.members is members:
-            op.dispatch_recv(pending)
-        elif members is not None:
-            _clear(received)
-
-    def hook() -> None:
-        objects.order.follow()
-        masks.survive(receive, lambda: _clear(received), begins=False)
-        finish()
-
-    if not in_phases:
-        finish()
-    rows = received.x if out_scales is None else (received.x, out_scales)
-    handle = LowLatencyHandle.of(Routing(sizes, received, members, op))
-    return rows, received.counts, handle, hook if in_phases else None
+def _end_dispatch(
+    objects: Objects, handle: LowLatencyHandle, pending: Pending | None, packs: torch.Tensor | None, late: torch.Tensor | None
+) -> None:  # fmt: skip
+    """The hook of a dispatch; the last two as in `_finish`."""
+    masks, received = objects.masks, handle.received
+    objects.order.follow()
+    try:
+        if handle.op is not None and pending is not None:
+            if masks.members is handle.members:
+                handle.op.dispatch_recv(pending)
+            else:
+                _clear(received)
+    except masks.losses:
+        masks.go_on()
+        _clear(received)
+    _finish(received, packs, late)
 
 
 def combine(
     objects: Objects,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
-    routing: Routing,
+    handle: LowLatencyHandle,
     out: torch.Tensor | None,
     in_phases: bool,
     waited: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """(sums [tokens, hidden], what ends the call or None)."""
-    received, masks, members = routing.received, objects.masks, routing.members
+    masks, rows, op, pending, result = objects.masks, handle.received.handle, handle.op, None, None
+    objects.calls.note(_COMBINE, *handle.sizes)
+    try:
+        masks.leave_out()
+        if masks.members is handle.members:
+            if op is None or not op.is_idle:
+                op = objects.low_latency("combine", handle.sizes)
+            if waited is None:
+                if in_phases:
+                    pending = op.usual_combine_send(x, rows, out, topk_weights)
+                else:
+                    result = op.usual_combine(x, rows, out, topk_weights)
+            if result is None and pending is None:
+                weights = topk_weights.float().contiguous()
+                arguments: dict[str, Any] = dict(out=out, weights=weights, waited=waited)
+                if in_phases:
+                    pending = op.combine_send(x.contiguous(), rows, **arguments)
+                else:
+                    result = op.combine(x.contiguous(), rows, **arguments)
+    except masks.losses:
+        masks.go_on()
+        pending = result = None
+    if pending is not None:
+        result = pending.result
+    elif result is None:
+        objects.order.follow()
+        result = x.new_zeros((rows.tokens, x.shape[-1])) if out is None else out.zero_()
+    return result, partial(_end_combine, objects, handle, op, pending, result) if in_phases else None
+
+
+def _end_combine(
+    objects: Objects, handle: LowLatencyHandle, op: AllToAll | None, pending: Pending | None, result: torch.Tensor
+) -> None:
+    """The hook of a combine that `op` has sent; None: nothing was sent."""
+    masks = objects.masks
     objects.order.follow()
-    objects.calls.note(_COMBINE, *routing.sizes)
-
-    def send() -> tuple[Any, ...]:
-        if masks.members is not members:
-            return nothing()
-        op = routing.op
-        if op is None or op.in_flight or op.outdated:
-            op = objects.low_latency("combine", *routing.sizes)
-        arguments: dict[str, Any] = dict(out=out, weights=topk_weights.float().contiguous(), waited=waited)
-        if not in_phases:
-            return op, None, op.combine(x.contiguous(), received.handle, **arguments)
-        pending = op.combine_send(x.contiguous(), received.handle, **arguments)
-        return op, pending, pending.result
-
-    def nothing() -> tuple[Any, ...]:
-        shape = received.handle.plan.tokens, x.shape[-1]
-        return None, None, x.new_zeros(shape) if out is None else out.zero_()
-
-    op, pending, result = masks.survive(send, nothing)
-
-    def receive() -> None:
-        if masks.members is members:
+    if op is None or pending is None:
+        return
+    try:
+        if masks.members is handle.members:
             op.combine_recv(pending)
         else:
             result.zero_()
-
-    def hook() -> None:
-        objects.order.follow()
-        if op is not None:
-            masks.survive(receive, result.zero_, begins=False)
-
-    return result, hook if in_phases else None
+    except masks.losses:
+        masks.go_on()
+        result.zero_()

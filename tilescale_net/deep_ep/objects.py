@@ -54,7 +54,8 @@ class Objects:
     Attributes:
         masks: the ranks that are masked.
         calls: noted by every call, so that ranks that differ learn of it.
-        order: of calls on different streams; each call, and each phase of one, calls its `follow` first.
+        order: of calls on different streams, those of the objects among them; what a call launches itself comes after its
+            `follow`.
         max_tokens, top_k: of the high-throughput object that new routings use; 0 before the first.
     """
 
@@ -111,33 +112,26 @@ class Objects:
         """On how many blocks a call of `op` runs that shall take this many SMs."""
         return min(max(num_sms, 2), op.blocks)
 
-    def low_latency(
-        self, kind: str, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype
-    ) -> AllToAll:
+    def low_latency(self, kind: str, sizes: tuple) -> AllToAll:
         """For low-latency dispatches of one dtype and their combines in BF16.
 
         Args:
             kind: "dispatch" or "combine": the object has none in flight, where one of the IN_FLIGHT objects has not. Handles
                 of one serve the others.
+            sizes: num_experts, max_tokens, hidden, top_k and dtype.
         """
-        usual = self._usual.get((num_experts, max_tokens, hidden, top_k, dtype))
-        if (
-            usual is not None
-            and kind not in usual.in_flight
-            and not usual.outdated
-            and self._generation == self.world.control.generation
-        ):
+        usual = self._usual.get(sizes)
+        if usual is not None and usual.takes(kind) and self._generation == self.world.control.generation:
             return usual
-        sizes = (num_experts, max_tokens, hidden, top_k, dtype, "latency")
-        options = low_latency_options(dtype)
+        options = low_latency_options(sizes[-1])
         del options["dtype"], options["mode"]
         for number in range(IN_FLIGHT):
-            op = self._object(sizes, options, number)
+            op = self._object((*sizes, "latency"), options, number)
             if not number:
-                self._usual[sizes[:-1]] = op
+                self._usual[sizes] = op
             if kind not in op.in_flight:
                 return op
-        return self._object(sizes, options)  # which raises with what is in flight
+        return self._object((*sizes, "latency"), options)  # which raises with what is in flight
 
     def _object(self, sizes: tuple, options: dict, number: int = 0) -> AllToAll:
         key = (*sizes, *options.items(), number)
@@ -170,7 +164,7 @@ class Objects:
             )
         for world in self._worlds:
             try:
-                return AllToAll(*sizes, **options, warm_up=False, group=world)
+                return AllToAll(*sizes, **options, warm_up=False, group=world).ordered_by(self.order)
             except HeapError:
                 if self.masks.shrinks:  # all objects lose the same ranks
                     raise
@@ -178,7 +172,7 @@ class Objects:
         nbytes = AllToAll.heap_bytes(*sizes, **options, ranks=self.world.size, nodes=nodes)
         usual = settings.heap_bytes(None, self.world.device.type == "cuda")
         self._worlds.append(worlds.make_sibling(self.world, max(usual, nbytes + SYSTEM_BYTES)))
-        return AllToAll(*sizes, **options, warm_up=False, group=self._worlds[-1])
+        return AllToAll(*sizes, **options, warm_up=False, group=self._worlds[-1]).ordered_by(self.order)
 
     def grow(self, tokens: int) -> bool:
         """Agree with all ranks on room for the most tokens that one of them has; False where there was room."""

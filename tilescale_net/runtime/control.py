@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -56,18 +57,23 @@ class Track:
     world, equal on all ranks."""
 
     def __init__(self, name: str, key: str):
-        self.name, self.key, self.count = name, key, 0
+        self.name, self.key = name, key
         self.seen, self.last = 0, 0  # calls at the last look of the watchdog, and the last look that found new ones
         self.reported: Callable[[], bool] = lambda: False  # whether a kernel has found that calls differ
         self.settled = 0
         self.outer: Track | None = None  # of the object whose calls make those of this one
         self._origin = ""
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
+        self._next = itertools.count(1).__next__
+
+    @property
+    def count(self) -> int:
+        """Calls so far."""
+        return self._calls[-1][0] if self._calls else 0
 
     def note(self, describe: str, *arguments: object) -> None:
         """Note a call; `describe` is text with a `{}` for each argument. The text is made on demand."""
-        self._calls.append((self.count + 1, describe, arguments))
-        self.count += 1
+        self._calls.append((self._next(), describe, arguments))
 
     def note_operator(self, gradient: bool, describe: str, *arguments: object) -> None:
         """As `note`, of an operator, or of one that a backward calls for a gradient; what it calls has that as its `origin`."""

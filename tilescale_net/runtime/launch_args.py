@@ -49,7 +49,7 @@ def native_available() -> bool:
 
 def native_launch(
     fixed: Sequence[tuple[int, object]],
-    given: Sequence[tuple[int, Sequence[int], torch.dtype | None, torch.Tensor | None]],
+    given: Sequence[tuple[int, Sequence[int], torch.dtype | None, torch.Tensor | None, bool]],
     function: Callable[[], Any],
     otherwise: Callable[..., None],
     integers: Mapping[int, tuple[int, int]] | None = None,
@@ -60,8 +60,9 @@ def native_launch(
         fixed: places among the function's arguments, and what stands there in every call: tensors, numbers. `otherwise`
             must hold them. Launches go to the current stream of the GPU on which the tensors are.
         given: place of each argument of a call; the shape as which the function takes a tensor, with -1 for one extent
-            as in `torch.Tensor.view` (empty: as it is), and the dtype, or None for the tensor's own; and what stands in
-            for None and for a tensor without elements, or None.
+            as in `torch.Tensor.view` (empty: as it is), and the dtype, or None for the tensor's own; what stands in
+            for None and for a tensor without elements, or None; and whether that is the shape of the tensor with its last two
+            axes exchanged.
         function: called at the first call: a tvm_ffi.Function that the caller holds, or None without one. otherwise:
         called where something is unusual, or where a call fails, to report the reason.
         integers: lowest and highest value of integers, by place.
@@ -79,9 +80,10 @@ def native_launch(
             shape,
             None if dtype is None else torch.empty(0, dtype=dtype, device="cpu"),
             stand_in,
+            turned,
             *ranges.get(place, _INT64),
         )
-        for place, shape, dtype, stand_in in given
+        for place, shape, dtype, stand_in, turned in given
     ]
 
     def address() -> int:
@@ -93,7 +95,7 @@ def native_launch(
             exchange, torch.Tensor, calls, list(fixed), limited, address, otherwise
         )
         return packed
-    except ValueError:
+    except (TypeError, ValueError):  # TypeError: a native part that was built before the arguments here
         return otherwise
 
 
@@ -148,20 +150,24 @@ def _described(dtypes: Sequence[torch.dtype], shape: Sequence[int | None], align
     return samples, [-1 if extent is None else extent for extent in shape], alignment
 
 
-def empty_factory(sample: torch.Tensor) -> Callable[[], torch.Tensor]:
+def empty_factory(sample: torch.Tensor, by_column: bool = False) -> Callable[[], torch.Tensor]:
     """A function that makes contiguous tensors like `sample`, by what torch's compiled code calls, where that is there: half
-    of what `torch.empty_like` costs."""
-    shape, strides = tuple(sample.shape), torch.empty(sample.shape, device="meta").stride()
+    of what `torch.empty_like` costs. `by_column`: contiguous with the last two axes exchanged."""
+    placed = torch.empty_like(sample, device="meta", memory_format=torch.contiguous_format)
+    if by_column:
+        placed = placed.transpose(-1, -2).contiguous().transpose(-1, -2)
+    shape, strides, dtype = tuple(sample.shape), placed.stride(), sample.dtype
+    usual = functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=sample.device)
     make = getattr(torch._C._dynamo.guards, f"_empty_strided_{sample.device.type}", None)
     if make is None:
-        return functools.partial(torch.empty_like, sample)
+        return usual
     if sample.device.type == "cpu":
-        return functools.partial(make, shape, strides, sample.dtype)
-    dtype, index = sample.dtype, sample.device.index
+        return functools.partial(make, shape, strides, dtype)
+    index = sample.device.index
 
     def made() -> torch.Tensor:
         tensor: torch.Tensor = make(shape, strides, dtype)
-        return tensor if tensor.get_device() == index else torch.empty_like(sample)  # it takes the current device
+        return tensor if tensor.get_device() == index else usual()  # it takes the current device
 
     return made
 

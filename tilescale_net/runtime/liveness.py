@@ -192,6 +192,9 @@ class Watchdog:
         poll_local: looks for an error of this rank's kernels or proxy.
         on_alarm: called with the number of alarms whenever another rank has raised one.
         on_loss: called once when a peer or this rank has failed, see `loss`.
+
+    Attributes:
+        loss: why the job is lost, with this rank's own error, if that is why; or None.
     """
 
     def __init__(
@@ -208,8 +211,8 @@ class Watchdog:
         self._on_loss, self._on_alarm = on_loss, on_alarm
         self._alarms = 0
         self._step = ""
-        # Why the job is lost, and this rank's own error, if that is why: read by other threads, so they change together.
-        self._loss: tuple[str, TileScaleError | None] | None = None
+        # Read by other threads, so both parts change together.
+        self.loss: tuple[str, TileScaleError | None] | None = None
         self._news = HealthReport()
         self._round: Future[Any] | None = None
         self._asked = 0.0  # when the round began
@@ -235,11 +238,7 @@ class Watchdog:
 
     def reason(self) -> str | None:
         """Why the job is lost, or None."""
-        return self._loss[0] if self._loss is not None else None
-
-    def loss(self) -> tuple[str, TileScaleError | None] | None:
-        """Why the job is lost, with this rank's own error, if that is why; or None."""
-        return self._loss
+        return self.loss[0] if self.loss is not None else None
 
     def lost_ranks(self) -> set[int]:
         """Ranks known to be lost now: processes that have ended or are stopped, and hosts that are silent."""
@@ -267,7 +266,7 @@ class Watchdog:
         """What happened to a peer. Waits for it to become known; while a rank is silent, until it responds or is lost."""
         begin = looked = time.monotonic()
         while True:
-            loss = self._loss
+            loss = self.loss
             found = loss[0] if loss is not None and loss[1] is None else self._peers()
             if found:
                 return found
@@ -299,7 +298,7 @@ class Watchdog:
     def keep_store(self) -> None:
         """Stay until all others have ended, or the job is lost, if the store ends with this process."""
         if self._control.rank == self._control.store.kept_by:
-            self._stay_while(lambda others, store: self._loss is None and bool(others - _ended_ranks(store, others)))
+            self._stay_while(lambda others, store: self.loss is None and bool(others - _ended_ranks(store, others)))
 
     def wait_for_others(self, seconds: float = 10.0) -> None:
         """After a failure: let the other ranks learn what it was. Only the one that keeps the store has to wait. It
@@ -332,7 +331,7 @@ class Watchdog:
         """Stop looking; there is no reason any more."""
         self._stop.set()
         self._thread.join(timeout=5)
-        self._loss = None
+        self.loss = None
         with self._lock:
             for process in self._processes.values():
                 process.close()
@@ -344,10 +343,10 @@ class Watchdog:
         while not self._stop.wait(self._beats.interval):
             self._report_step()
             self._count_store_silence()
-            if self._loss is None:
+            if self.loss is None:
                 found = self._look()
                 if found and not self._stop.is_set():
-                    self._loss = found
+                    self.loss = found
                     self._control.store.post(self._ack_failure)
                     self._on_loss()
 

@@ -303,7 +303,10 @@ MODULE_LOADING = Setting(
     "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (see docs/proxy.md)",
 )  # fmt: skip
 NVTX = Setting(
-    "TSN_NVTX", _flag, False, "1: calls of collectives and of `AllToAll` are NVTX ranges, for Nsight Systems"
+    "TSN_NVTX",
+    _flag,
+    False,
+    "1: calls of collectives, of `AllToAll` and of `deep_ep` in low-latency mode are NVTX ranges, for Nsight Systems",
 )
 LIBCUDA = Setting("TSN_LIBCUDA", _text, "", "the CUDA driver library", "`libcuda.so.1`")
 CACHE_HOME = Setting("XDG_CACHE_HOME", _text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`")

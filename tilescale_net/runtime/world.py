@@ -253,14 +253,14 @@ class World:
     @property
     def failure(self) -> TileScaleError | None:
         """What ended the world for this rank, or None; every further call raises it."""
-        if self._failure is None and (loss := self._watchdog.loss()) is not None:
+        if self._failure is None and (loss := self._watchdog.loss) is not None:
             reason, error = loss
             self._failure = error or error_of_loss(f"rank {self.rank}: {reason}; {self._advice}")
         return self._failure
 
     def check(self) -> None:
         """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
-        if not (self.closed or self._failure or self._watchdog.loss() or self.page.touched()):
+        if not (self.closed or self._failure or self._watchdog.loss or self.page.touched()):
             return  # as nearly always, and every call comes here
         if self.closed:
             self.control.refuse()

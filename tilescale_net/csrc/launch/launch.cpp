@@ -87,6 +87,7 @@ constexpr int kMostDims = 6;
 struct Form {
   std::vector<int64_t> shape;   // at most one extent is -1: what remains; empty: as it is
   std::optional<DlDtype> dtype; // none: the tensor's own
+  bool turned = false;          // the shape is that of the tensor with its last two axes exchanged
 };
 
 // A view of a tensor, and room for extents that are not the tensor's own.
@@ -110,8 +111,17 @@ struct View {
     for (int32_t i = 0; i < tensor.ndim; ++i) count *= tensor.shape[i];
     return count;
   }
+  // Exchange the last two axes; false where there are none, or no strides.
+  bool turn() {
+    if (tensor.ndim < 2 || tensor.strides == nullptr) return false;
+    keep();
+    std::swap(shape[tensor.ndim - 1], shape[tensor.ndim - 2]);
+    std::swap(strides[tensor.ndim - 1], strides[tensor.ndim - 2]);
+    return true;
+  }
   // See it in another form; false for one that is not contiguous or does not divide.
   bool reshape(const Form& form) {
+    if (form.turned && !turn()) return false;
     const int64_t bits = elements() * tensor.dtype.bits * tensor.dtype.lanes;
     const int64_t count = form.dtype ? bits / (form.dtype->bits * form.dtype->lanes) : elements();
     int64_t known = 1;
@@ -511,11 +521,12 @@ void bind(py::module_& parent) {
   });
 
   // Places and values of fixed arguments; of those that a call gives, their places, forms (shape, and a tensor of the
-  // dtype or None), stand-ins, and lowest and highest values of integers.
+  // dtype or None), stand-ins, whether they are turned, and lowest and highest values of integers.
   m.def("pack",
         [](uintptr_t exchange, const py::type& kind, std::array<uintptr_t, 4> calls,
            const std::vector<std::pair<int, py::object>>& fixed,
-           const std::vector<std::tuple<int, std::vector<int64_t>, py::object, py::object, int64_t, int64_t>>& given,
+           const std::vector<std::tuple<int, std::vector<int64_t>, py::object, py::object, bool, int64_t, int64_t>>&
+               given,
            py::object resolve, py::object otherwise) {
           if (fixed.size() + given.size() > kMostArguments || given.size() > kMostGiven)
             throw py::value_error("too many arguments");
@@ -526,12 +537,12 @@ void bind(py::module_& parent) {
               std::make_unique<Pack>(reader, tvm, (int)(fixed.size() + given.size()), resolve.ptr(), otherwise.ptr());
           bool readable = true;
           for (const auto& [place, value] : fixed) readable = readable && made->fix(place, value.ptr());
-          for (const auto& [place, shape, sample, stand_in, low, high] : given) {
+          for (const auto& [place, shape, sample, stand_in, turned, low, high] : given) {
             if (shape.size() > kMostDims) throw py::value_error("a form has too many extents");
             PyObject* const tensor = stand_in.is_none() ? nullptr : stand_in.ptr();
             std::optional<DlDtype> dtype;
             if (!sample.is_none()) dtype = dtype_of(reader, sample);
-            readable = readable && made->give(place, {shape, dtype}, tensor, {low, high});
+            readable = readable && made->give(place, {shape, dtype, turned}, tensor, {low, high});
           }
           if (!readable) throw py::value_error("an argument cannot be exchanged");
           return function(pack_method, capsule(std::move(made)));
