@@ -364,7 +364,7 @@ def test_an_error_of_this_rank_is_not_taken_for_the_loss_of_a_peer():
     """The watchdog meets the error while another thread is about to ask why it met the same one."""
     own = WaitTimeout("rank 0: wait in block 0 waited 2 s")
     seen, control = [], Control(SlowStore(0.0, True), this_host.own_process())
-    watchdog = Watchdog(control, 30.0, lambda: own, lambda: seen.append(watchdog.loss()), lambda _: None)
+    watchdog = Watchdog(control, 30.0, lambda: own, lambda: seen.append(watchdog.loss), lambda _: None)
     end = time.monotonic() + 30
     while not seen and time.monotonic() < end:
         time.sleep(0.05)
