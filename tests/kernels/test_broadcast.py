@@ -146,7 +146,7 @@ def test_equals_torch(size, nodes, seed):
 
 def test_rows_that_are_no_multiple_of_a_word_are_taken_as_vectors():
     x = torch.arange(48, dtype=torch.int16).view(2, 8, 3)
-    assert torch.equal(Launch._converted(x, (*VECTORS, None)).view(-1).view(torch.int16), x.view(-1))
+    assert torch.equal(Launch._converted(x, (*VECTORS, None, False)).view(-1).view(torch.int16), x.view(-1))
 
 
 @ranks.on()
