@@ -133,12 +133,14 @@ class Problem:
         if self.form == "row":
             raise NotImplementedError("DeepGEMM has no GEMM with scales of rows on Hopper")
         out = torch.zeros_like(self.out)
+        # Its GEMMs read scales by columns. Callers quantise to that form; given rows, each call would launch a kernel more.
+        of_x = peer.get_mn_major_tma_aligned_tensor(self.of_x)
         if self.experts == 1:
-            return lambda: (peer.fp8_gemm_nt((self.x, self.of_x), (self.w[0], self.of_w[0]), out), out)[1]
+            return lambda: (peer.fp8_gemm_nt((self.x, of_x), (self.w[0], self.of_w[0]), out), out)[1]
         index = torch.full((self.rows,), -1, dtype=torch.int32, device=self.x.device)
         for e, (begin, count) in enumerate(zip(self.begins, self.of_expert)):
             index[begin : begin + count] = e
-        given = (self.x, self.of_x), (self.w, self.of_w), out, index
+        given = (self.x, of_x), (self.w, self.of_w), out, index
         return lambda: (peer.m_grouped_fp8_gemm_nt_contiguous(*given), out)[1]
 
 
