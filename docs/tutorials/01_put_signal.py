@@ -1,12 +1,12 @@
-"""01: put and signal. Each rank sends a tensor to its right neighbour and waits for the one from its left.
+"""01: put and signal. Each rank sends a tensor to its right neighbour and waits for the tensor of its left neighbour.
 
-- Symmetric tensors (`tsn.zeros`, `tsn.empty`) are at the same place of every rank's heap. A primitive names a tensor of
+- Symmetric tensors (`tsn.zeros`, `tsn.empty`) have the same offset in every rank's heap. A primitive names a tensor of
   another rank by the local one: `put_signal_block(y, x, right, …)` copies my `x` into the `y` of rank `right`.
-- The signal is a 64-bit word beside the data. It is changed after the data have arrived, on any network.
-- The receiver waits for its own word. Only after that is `y` certain to be there; nothing else ensures it, not even the
-  end of the sender's kernel.
-- Signals are not reset: the second round waits for 2. Before it may overwrite `y`, the neighbour must have read it; here
-  the host's barrier sees to that.
+- The signal is a 64-bit word beside the data. It changes after the data have arrived, on any network.
+- The receiver waits for its own word. Only the wait guarantees that `y` has arrived; the end of the sender's kernel does
+  not.
+- Signals are not reset: the second round waits for 2. The neighbour must have read `y` before the next round overwrites
+  it; here the host's barrier ensures that.
 """
 
 import tilelang.language as T

@@ -1,14 +1,14 @@
 """02: all-gather. Every rank sends its part to all others; one kernel, several blocks, no barrier between calls.
 
-- Each block moves its own slice and has its own signal words, so that blocks never wait for one another.
-- A call may overwrite the output of the peers only when they are done with it. They report it with a signal at the
-  beginning of their own call (`ready`): all earlier work of their stream is over by then.
-- The number of the call is kept in device memory and travels as the value of the signals. Nothing is reset between
-  calls, and the launch can be replayed in a CUDA graph, because no argument changes.
-- `put_block` does not order anything by itself. `fence` orders what the block put before the signals that follow.
+- Each block moves its own slice and has its own signal words: blocks never wait for one another.
+- A call may overwrite the output of a peer only after the peer has read it. The peer sends the signal `ready` at the
+  beginning of its own call: all earlier work of its stream has ended by then.
+- Device memory holds the number of the call, which is the value of all signals. Nothing is reset between calls, and a
+  CUDA graph can replay the launch, because no argument changes.
+- `put_block` orders nothing. `fence` orders the puts of the block before the signals that follow.
 - `quiet` ends a call: the source may be overwritten afterwards, even if a network was still reading it.
 
-kernels/all_gather.py is the same idea for any dtype and size, with checks of its arguments.
+kernels/all_gather.py does the same for any dtype and size, and checks its arguments.
 """
 
 import tilelang.language as T
@@ -36,7 +36,7 @@ def all_gather(n, n_pes, blocks=4, threads=128):
             me = N.my_pe()
             call = calls[block] + T.uint64(1)
             first = block * share
-            # Thread p deals with PE p: tell it that it may write, wait until we may.
+            # Thread p serves PE p: allow it to write, wait for its permission.
             if thread < n_pes:
                 N.signal(ready[me, block], call, thread)
                 N.wait(ready[thread, block], "ge", call)
@@ -45,7 +45,7 @@ def all_gather(n, n_pes, blocks=4, threads=128):
                 N.put_block(out[me, first], x[first], (me + hop) % n_pes, count=T.min(share, n - first))
             T.sync_threads()
             if thread < n_pes:
-                N.signal(arrived[me, block], call, thread, fence=True)  # after everything that this block put
+                N.signal(arrived[me, block], call, thread, fence=True)  # after all puts of this block
                 N.wait(arrived[thread, block], "ge", call)
                 N.quiet(thread)
             T.sync_threads()

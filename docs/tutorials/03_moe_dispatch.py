@@ -1,8 +1,8 @@
-"""03: a custom MoE dispatch. Tokens go to the ranks of the experts that they chose; the experts get their rows in order.
+"""03: a custom MoE dispatch. Each token goes to the ranks of its experts; each expert gets its rows in order.
 
-Each block sends to one expert: it looks through the choices, puts the rows of the tokens that chose the expert into the
-slots that belong to this rank there, and closes with a signal that also carries their number. An expert's own block
-then waits for every source. `turn` makes the signals of a later call larger than those of an earlier one.
+Each block sends to one expert. It searches the choices, puts the rows of the expert's tokens into this rank's slots at
+the expert, and ends with a signal that carries the number of rows. The block of a local expert then waits for every
+source. `turn` makes the signals of a later call larger than those of an earlier one.
 """
 
 import tilelang.language as T
@@ -40,7 +40,7 @@ def dispatch(n_pes, threads=128):
                         sent[0] += 1
             N.signal_block(arrived[place, me], turn * (TOKENS + 1) + sent[0], pe)
             N.quiet_block(pe)  # x may be overwritten after the kernel
-            if pe == me and thread < n_pes:  # this block's expert lives here: thread p waits for rank p
+            if pe == me and thread < n_pes:  # a local expert: thread p waits for rank p
                 seen = N.wait(arrived[place, thread], "ge", turn * (TOKENS + 1))
                 counts[place, thread] = T.cast(seen, "int32") - turn * (TOKENS + 1)
 

@@ -1,12 +1,12 @@
-"""04: the same kernel on two nodes. The dispatch of tutorial 03, unchanged, where half of the ranks are far away.
+"""04: the same kernel on two nodes. The dispatch of tutorial 03, unchanged, with half of the ranks on another node.
 
-VIRTUAL_NODES=2 splits the ranks of this machine into two "nodes" that may only talk through the fabric: a put pushes a
-descriptor into a queue, a CPU proxy hands it to libfabric, and the proxy of the target raises the signal when everything
-before it has arrived. A kernel does not see the difference, as long as it keeps to docs/memory-model.md and uses put,
-get and signal instead of views of remote memory. On a cluster the same script runs with NODES=n NODE_RANK=i.
+VIRTUAL_NODES=2 splits the ranks of this machine into two "nodes" that communicate only through the fabric: a put pushes
+a descriptor into a queue, a CPU proxy passes it to libfabric, and the target's proxy sets the signal after all data
+before it have arrived. A kernel needs no changes if it follows docs/memory-model.md and uses put, get and signal instead
+of views of remote memory. On a cluster the same script runs with NODES=n NODE_RANK=i.
 
-TSN_CHAOS makes the network misbehave from a seed (reordered, split and delayed messages): a kernel that relies on luck
-fails under it, one that keeps to the memory model does not.
+TSN_CHAOS reorders, splits and delays messages by a seed: a kernel that relies on luck fails, a kernel that follows the
+memory model does not.
 """
 
 import importlib

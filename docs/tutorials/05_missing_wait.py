@@ -1,19 +1,19 @@
 """05: a missing wait, found by the race detector.
 
-The kernel below works nearly always, which is the worst that a kernel can do: the receiver reads `y` without waiting for
-the signal, and on a GPU the data are mostly there by then. Looking for it by its results means running it many times and
-hoping. The simulator's race detector (TSN_SIM_RACES=1) does not look at results: it follows what orders the accesses of
-all ranks, and reports two that nothing orders, in any schedule that runs, also where every byte came out right.
+The kernel below is nearly always right, which makes the bug hard to find: the receiver reads `y` without waiting for the
+signal, and on a GPU the data have usually arrived by then. A test of the results would need many runs and luck. The
+simulator's race detector (TSN_SIM_RACES=1) does not compare results: it tracks the order of the accesses of all ranks
+and reports any two that nothing orders, in every schedule, even if every byte is right.
 
 How to read the report, which this program prints:
-1. Two accesses of the same bytes, each with its line, rank, block and thread. Which of the two it names first depends on
-   the schedule: the one that came later found the other.
-2. The tensor, by how it was made, and its place in the heap.
-3. What is missing between them. A report cannot know which of the two is meant to come first, so it may name two ways:
-   the reader waits before it reads, or the writer waits until the reader is done with what was there before. Here `y` is
-   new in every turn, so the reader must wait.
+1. Two accesses of the same bytes, each with its line, rank, block and thread. The schedule decides which one comes
+   first in the report: the later access found the earlier one.
+2. The tensor, by its constructor, and its offset in the heap.
+3. The missing order. The report cannot know which access should come first, so it may name two remedies: the reader
+   waits before it reads, or the writer waits until the reader has read the earlier data. Here `y` is new in every turn,
+   so the reader must wait.
 
-Then the mended kernel runs under more schedules than it needs, without a report.
+Then the fixed kernel runs under several schedules without a report.
 """
 
 import os
@@ -54,7 +54,7 @@ def send_and_add(n, wait, threads=64):
 
 
 def totals(wait: bool) -> None:
-    """Every rank adds what its left neighbour has to what it has itself, under SEEDS schedules."""
+    """Every rank adds its left neighbour's values to its own, under SEEDS schedules."""
     n, rank, size = 1000, tsn.rank(), tsn.size()
     x, flag = tsn.zeros(n), tsn.zeros(1, torch.uint64)
     total = torch.zeros(n)
@@ -70,7 +70,7 @@ def totals(wait: bool) -> None:
 
 
 def report(wait: bool) -> str:
-    """What ends the job: the report of a race, on the rank that found it or as the last words of that rank; else ""."""
+    """The error that ends the job: the report of a race, from this rank or from the rank that found it; else ""."""
     tsn.init()
     try:
         totals(wait)
@@ -80,7 +80,7 @@ def report(wait: bool) -> str:
         tsn.finalize()
         return ""
     try:
-        tsn.finalize()  # gives everything back, and raises why the job has ended
+        tsn.finalize()  # frees all memory, and raises the reason why the job has ended
     except TileScaleError:
         pass
     return found
@@ -90,7 +90,7 @@ def main():
     for wait in (False, True):
         found = report(wait)
         print(found, file=sys.stderr)
-        # The rank that has not found it gets the other's words.
+        # A rank that has not found the race gets the report of the other.
         is_race = "DataRace" in found or "nothing orders the two" in found
         what = "a race" if is_race else found or f"no race in {SEEDS} schedules, and right totals"
         print(f"{'with' if wait else 'without'} the wait: {what}")

@@ -1,22 +1,20 @@
-"""06: reading a trace. Why does a step take as long as it does, and which rank do all wait for?
+"""06: reading a trace. Why is a step slow, and which rank do all others wait for?
 
-Run with TSN_TRACE=FILE, a job writes one timeline of all its ranks at `finalize`. Open the file in https://ui.perfetto.dev:
-a process is a rank, and its tracks are calls on the host, kernels, the threads of blocks that lead calls, and the proxy. An
-arrow leads from each signal to the wait that saw it. What follows an arrow against its direction is the critical path.
+With TSN_TRACE=FILE, a job writes one timeline of all its ranks at `finalize`. Open the file in https://ui.perfetto.dev:
+a process is a rank; its tracks are host calls, kernels, the threads that lead the calls of a block, and the proxy. An
+arrow leads from each signal to the wait that saw it. Follow the arrows backwards to find the critical path.
 
-Below, four steps of a halo exchange between two nodes. Rank 1 prepares its data slowly, which no profile of rank 0 shows:
-there the time goes into `N.wait_block`. In the timeline the arrow into that wait begins late in rank 1, below the range "load
-the data" that `tsn.range` has drawn. Without a browser, `python -m tilescale_net trace FILE` prints which rank waited
-for which; the end of this program does the same with the functions behind it.
+Below, two nodes exchange halos in four steps. Rank 1 prepares its data slowly, which no profile of rank 0 shows: rank 0
+spends the time in `N.wait_block`. In the timeline the arrow into that wait begins late in rank 1, below the range "load
+the data" of `tsn.range`. Without a browser, `python -m tilescale_net trace FILE` prints which rank waited for which;
+the end of this program does the same with the functions behind it.
 """
 
 import os
 import time
 
 os.environ.setdefault("TSN_TRACE", "trace.json")
-os.environ["TSN_DEVICE"] = (
-    "simulator"  # also on a machine with GPUs, where waits inside of kernels are not in the trace
-)
+os.environ["TSN_DEVICE"] = "simulator"  # on machines with GPUs too, so that every run has the same output
 
 import tilelang.language as T
 import torch

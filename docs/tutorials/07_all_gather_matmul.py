@@ -1,29 +1,29 @@
-"""07: a GEMM that begins before its rows are there, in four steps.
+"""07: a GEMM that begins before all rows have arrived, in four steps.
 
-Every rank has some rows of the left matrix and some columns of the right one, and wants the GEMM of all rows with its
-columns: the first half of a layer with tensor parallelism. No way can be faster than the larger of two times: that of the
-multiplications on tensor cores, and that of the rows on the links. How close does each step come to this bound?
+Every rank has some rows of the left matrix and some columns of the right one, and multiplies all rows by its columns:
+the first half of a tensor-parallel layer. The bound is the longer of two times: the multiplications on the tensor cores,
+or the transfer of the rows over the links. How close does each step come to this bound?
 
-1. **The GEMM alone.** An ordinary tilelang kernel, a tile a block, of rows that are there already. It is not the answer,
-   but the measure: what it lacks of the bound, later steps lack too.
-2. **Gather, then multiply.** `push` puts this rank's rows into the matrix of every other rank, a signal for each row of tiles,
-   and waits for theirs; the GEMM comes behind it on the stream. The times add up.
-3. **A wait for each tile.** The GEMM itself waits, each block for the rows of its tile alone, and begins with this rank's
-   own, which no rank has to send. `push` no longer waits: what others send arrives during the GEMM. What is left in
-   front of it is this rank's own sending.
-4. **A persistent GEMM, with the copy beside it.** One kernel of as many blocks as the GPU has SMs: some send,
-   the others take one tile after the other, in the order in which rows arrive. Nothing is left in front of the GEMM;
-   it pays with the SMs that send, a few of a hundred.
+1. **The GEMM alone.** An ordinary tilelang kernel, one tile per block, with all rows present. It is the reference: later
+   steps cannot be faster.
+2. **Gather, then multiply.** `push` puts this rank's rows into the matrix of every other rank, with a signal for each row
+   of tiles, and waits for the rows of the others; the GEMM follows on the stream. The times add up.
+3. **A wait for each tile.** Each block of the GEMM waits only for the rows of its tile, and the blocks begin with this
+   rank's own rows. `push` no longer waits: rows of the others arrive during the GEMM. Only this rank's sending still
+   precedes the GEMM.
+4. **A persistent GEMM, with the copy beside it.** One kernel with one block per SM: some blocks send, the others take
+   tiles in the order in which rows arrive. Nothing precedes the GEMM any more; its cost is the sending SMs, a few of a
+   hundred.
 
-Three things to look at. The order of puts: hop by hop, so that a rank's rows go first to the rank that needs them next,
-and no link has two senders at a time. Step 4 cannot hang, because its blocks all run at once: a kernel with more blocks
-than fit might fill the GPU with waiting ones. And T.copy: in kernels that communicate it uses ordinary accesses, which
-a wait orders; what reads by TMA (T.tma_copy) waits with `proxy="async"`.
+Three details matter. Puts go hop by hop: a rank's rows go first to the rank that needs them next, and no link has two
+senders at a time. Step 4 cannot hang, because all its blocks run at the same time; a kernel with more blocks could fill
+the GPU with waiting blocks. T.copy uses ordinary accesses in kernels that communicate, and a wait orders those; a read
+by TMA (T.tma_copy) needs a wait with `proxy="async"`.
 
-With GPUs, each step prints its time and its share of the bound; without, what the bound is for the shape that GPUs get, and
-that the results are right; docs/results/products.md has what two H100s printed.
-tilescale_net.kernels.fused.all_gather_matmul goes on from here: two warpgroups multiply while a warp copies, tiles are
-taken from a counter, and halves of the gathered matrix take turns, instead of a barrier.
+On GPUs, each step prints its time and its share of the bound; the simulator prints the bound for the shape of the GPUs,
+and checks the results. docs/results/products.md has the output of two H100s.
+tilescale_net.kernels.fused.all_gather_matmul improves on step 4: two warpgroups multiply while a warp copies, blocks take
+tiles from a counter, and two halves of the gathered matrix alternate instead of a barrier.
 """
 
 import statistics
@@ -42,10 +42,10 @@ SMALL = dict(rows=64, n=64, k=64, tile=(32, 32, 32), stages=2)
 
 @tsn.macro
 def send(gathered, arrived, turn, block, blocks, rows, k, height):
-    """Put this PE's rows, `height` at a time, to their place on every other PE. By `blocks` blocks."""
+    """Put this PE's rows, `height` at a time, to every other PE, by `blocks` blocks."""
     me = N.my_pe()
     for hop in T.serial(1, N.n_pes()):
-        pe = (me - hop + N.n_pes()) % N.n_pes()  # for which these rows are next
+        pe = (me - hop + N.n_pes()) % N.n_pes()  # it needs these rows next
         for i in T.serial(T.ceildiv(rows // height, blocks)):
             c = i * blocks + block
             if c < rows // height:
@@ -56,7 +56,7 @@ def send(gathered, arrived, turn, block, blocks, rows, k, height):
 
 @tsn.macro
 def multiply(gathered, w, out, arrived, turn, left, right, total, pe, row, column, k, stages):
-    """One tile of the GEMM, when its rows have come; with `turn` 0 at once."""
+    """One tile of the GEMM, after its rows have arrived; with `turn` 0 at once."""
     if pe != N.my_pe():
         N.wait_block(arrived[pe, row // left.shape[0]], "ge", turn)
     T.clear(total)

@@ -1,19 +1,19 @@
-"""08: collectives that are there already: by class, in a CUDA graph, and as operators with gradients.
+"""08: the package's collectives: by class, in a CUDA graph, and as operators with gradients.
 
-The tutorials before wrote kernels. All-gather, reduce-scatter and all-reduce are written: as classes, for code that
-keeps the tensors and wants no copy, and as operators of torch, for code that needs gradients.
+The earlier tutorials wrote kernels. The package has all-gather, reduce-scatter and all-reduce: as classes, for code that
+keeps its tensors and needs no copy, and as operators of torch, for code that needs gradients.
 
-1. **By class.** An object is made once, by all ranks: it agrees on its launch, and has the signals and staging memory
-   of its calls. A call names the result first, runs on torch's current stream, and returns before it is done.
-   `AllGather` writes into the memory of the others, so `out` is symmetric (`tsn.empty`); sources and results of the
-   reductions may be any tensor, and are read in place where they are symmetric.
-2. **In a CUDA graph.** No argument of a call depends on how often it was made, so one that is captured can be replayed;
-   the data may change, their places may not. Make each call once before: kernels are compiled then, and ranks agree on
-   shapes. All ranks replay the same graph as often. Without GPUs there are no graphs, and the calls are made again.
-3. **By operator, with a gradient.** `ops.all_gather` returns a new tensor; its gradient is the reduce_scatter of the
-   result's, and the other way round. So a weight of which each rank keeps a part needs nothing else: gathered in
-   forward, its gradient comes back summed over all ranks, the own part on each. `ops.all_reduce` adds up what is told
-   about the step.
+1. **By class.** All ranks construct an object once: it agrees on its launch, and owns the signals and staging memory of
+   its calls. A call names the result first, runs on torch's current stream, and returns before the result is complete.
+   `AllGather` writes into the memory of the peers, so `out` is symmetric (`tsn.empty`); sources and results of the
+   reductions may be any tensors, and symmetric ones are read in place.
+2. **In a CUDA graph.** The arguments of a call do not depend on the number of earlier calls, so a graph can replay a
+   captured call: the data may change, the addresses may not. Make each call once before the capture: it compiles
+   kernels, and ranks agree on shapes. All ranks replay the graph equally often. The simulator has no graphs and repeats
+   the calls.
+3. **By operator, with a gradient.** `ops.all_gather` returns a new tensor; its gradient is the reduce-scatter of the
+   result's gradient, and the reverse. Each rank keeps a part of a weight and gathers it in forward; backward returns the
+   gradient of this part, summed over all ranks. `ops.all_reduce` sums the loss.
 
 All ranks make the same calls in the same order, backward too. The results of the reductions have the same bits on all
 ranks: sums are made in float32 in the order of the ranks, and rounded once.
@@ -37,11 +37,11 @@ class Calls:
         size = tsn.size()
         self.gather, self.reduce, self.scatter = AllGather(), AllReduce(), ReduceScatter()
         self.x, self.everyone, self.parts = tsn.zeros(N), tsn.zeros((size, N)), tsn.zeros((size, N))
-        self.total = torch.zeros(N, device=tsn.device())  # what no other rank touches may be torch's own
+        self.total = torch.zeros(N, device=tsn.device())  # no other rank accesses it: an ordinary tensor
         self.part = torch.zeros(N, device=tsn.device())
 
     def fill(self, value):
-        """What this rank gives: the value in `x`, and for rank p the value and p in `parts`."""
+        """Set this rank's input: `value` in `x`, and `value + p` in the part for rank p."""
         self.x.fill_(value)
         self.parts.copy_((value + torch.arange(tsn.size(), device=tsn.device()))[:, None])
 
@@ -66,16 +66,16 @@ def captured(calls):
     if tsn.device().type != "cuda":
         return calls
     graph = torch.cuda.CUDAGraph()
-    # Other threads of this process may use CUDA meanwhile, for the progress of the job.
+    # Other threads of this process may use CUDA meanwhile, for the job's progress.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         calls()
     return graph.replay
 
 
 def sharded_step():
-    """A linear layer whose weight lies in parts on all ranks; the largest error of its gradient, and the mean loss."""
+    """One step of a linear layer whose weight is sharded over the ranks: the gradient's largest error, the mean loss."""
     size, rank, device = tsn.size(), tsn.rank(), tsn.device()
-    generator = torch.Generator().manual_seed(1)  # the same numbers on all ranks, which each could check by itself
+    generator = torch.Generator().manual_seed(1)  # the same numbers on all ranks: each can check them
     weight = torch.randn((ROWS * size, COLUMNS), generator=generator).to(device)
     x = torch.randn((size, 4, ROWS * size), generator=generator).to(device)
 
@@ -103,7 +103,7 @@ def main():
     again = captured(calls)
     for turn in (10, 20):
         calls.fill(turn + rank)
-        again()  # no barrier: a call waits until the others are through with the one before
+        again()  # no barrier: a call waits until the others have ended the call before
         calls.check([turn + r for r in range(size)])
         if rank == 0:
             print(f"again with {turn}:", calls.told())
