@@ -160,7 +160,8 @@ def _of_random_numbers():
         assert_same(found, wanted)
     found = scaled_matmul(*(t.to(tsn.device()) for t in (q, held, of_x, of_w))).float().cpu()
     exact = dequantise(q, of_x) @ scaled_gemm.dequantise_weights(held, of_w, torch.float32).t()
-    assert torch.allclose(found, exact, rtol=2**-8, atol=1e-3)
+    # Tensor cores keep about 14 bits of a step's sums, whose terms are as large as 16 here; the simulator keeps float32.
+    assert torch.allclose(found, exact, rtol=2**-8, atol=0.02 if ranks.gpus() else 1e-3)
     assert (found - x @ w.t()).abs().mean() < 0.05 * (x @ w.t()).abs().mean()
 
 
