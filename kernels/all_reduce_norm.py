@@ -784,7 +784,7 @@ class AllReduceNorm(Collective):
         if by:
             fp8 = {"quantized": torch.zeros(self.hidden, dtype=FP8_DTYPE, device=self.device)}
             if by == PER_TENSOR:
-                fp8["scale"] = torch.ones(1, device=self.device)
+                fp8["scale"] = torch.ones(1, dtype=torch.float32, device=self.device)
             else:
                 fp8["scales"] = self.new_scales(1, by)
         forced = self.shots, self.spread

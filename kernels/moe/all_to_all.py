@@ -106,16 +106,30 @@ class Machine:
             )
         if call.endswith("_recv"):
             kind = call.removesuffix("_recv")
-            return ValueError(f"{name}: this is not the {kind} that was sent last and not yet received")
+            return ValueError(
+                f"{name}: this is not the {kind} that was sent last and not yet received; each is received once, by its hook "
+                "in deep_ep"
+            )
         kind = call.split("_")[0]
         kind = kind if kind in self.pending else next(iter(self.pending))
-        return ValueError(f"{name}: the {kind} sent before has not been received; call {kind}_recv first")
+        return ValueError(
+            f"{name}: the {kind} sent before has not been received; call {kind}_recv, or its hook of deep_ep, first"
+        )
+
+    def sent(self, kind: str, pending: Pending) -> Pending:
+        """Take note of a phase that is in flight from now on."""
+        self.pending[kind] = pending
+        if kind == "dispatch":
+            pending.handle.plan.__dict__["in_flight"] = True
+        return pending
 
     def received(self, kind: str, pending: Pending) -> None:
         """Take note that a phase is received. Raises ValueError for one that is not in flight."""
         if self.pending.get(kind) is not pending:
             raise self._error(f"{kind}_recv", State.IDLE)
         del self.pending[kind]
+        if kind == "dispatch":
+            pending.handle.plan.__dict__["in_flight"] = False
 
 
 _NO_TILES = {"dispatch": "the object was made without tile_rows", "combine": "combine_send got no tiles"}
@@ -395,8 +409,7 @@ class AllToAll(Collective):
             call = DispatchCall(
                 Phase.SEND, x, topk_idx, topk_weights, mask, handle, out, cleared, blocks, waited, None, totals
             )
-            pending = self._dispatch(call)
-            self._machine.pending["dispatch"] = pending
+            pending = self._machine.sent("dispatch", self._dispatch(call))
         return pending
 
     def usual_dispatch(
@@ -428,8 +441,7 @@ class AllToAll(Collective):
         if weights is None:
             return None
         pending = self._mode.usual_dispatch_send(tokens, x, topk_idx, weights, totals)
-        self._machine.pending["dispatch"] = pending
-        return pending
+        return self._machine.sent("dispatch", pending)
 
     def _usual_choices(self, x: Any, topk_idx: Any, topk_weights: Any, totals: Any) -> tuple[int, torch.Tensor | None]:
         """The number of tokens and their weights, for a dispatch that is noted then; None for one that is to be looked at."""
@@ -468,7 +480,7 @@ class AllToAll(Collective):
             raise TypeError("AllToAll.dispatch: give either topk_idx, or a mask, or the handle of an earlier dispatch")
         noted = _DISPATCH_AGAIN if reuses else _DISPATCH
         try:
-            self._checks.dispatch(call, self.membership, self._machine.pending.get("dispatch"))
+            self._checks.dispatch(call, self.membership)
         except ArgumentError as error:
             self._join_rejected_dispatch(error, noted, call.handle if reuses else None)
             raise self._named("dispatch", error) from None
@@ -484,7 +496,7 @@ class AllToAll(Collective):
         c, tokens = self.config, 0 if handle is None else handle.tokens
         new = functools.partial(torch.zeros, device=self.device)
         scales = new((tokens, c.scale_words), dtype=torch.float32) if c.scale_words else None
-        choices = handle or Choices(new((0, c.top_k), dtype=torch.int64), new((0, c.top_k)))
+        choices = handle or Choices(new((0, c.top_k), dtype=torch.int64), self._checks.weights_of_one(0))
         self._call_track.note(noted, c)
         call = DispatchCall(Phase.WHOLE, new((tokens, c.hidden), dtype=c.dtype), blocks=self.blocks, fault=error)
         call.scales, call.choices = scales, choices
@@ -498,7 +510,7 @@ class AllToAll(Collective):
         c, device = self.config, self.device
         y = torch.zeros(self._mode.output_shape(), dtype=c.combine_dtype, device=device)
         out = torch.empty((handle.tokens, c.hidden), dtype=c.combine_dtype, device=device)
-        weights = torch.zeros((handle.tokens, c.top_k), device=device) if travels else True
+        weights = torch.zeros((handle.tokens, c.top_k), dtype=torch.float32, device=device) if travels else True
         self._call_track.note(noted, c)
         call = CombineCall("combine", Phase.WHOLE, y, handle, out, weights=weights, blocks=self.blocks, fault=error)
         self._mode.combine(call)
@@ -507,7 +519,7 @@ class AllToAll(Collective):
         """Whether a rejected call can be launched. Only the handle tells which rows the others wait for; without it they learn
         from the log of calls that this one differs."""
         try:
-            self._checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
+            self._checks.handle(handle, self.membership)
         except ArgumentError:
             self._call_track.note(_BAD_HANDLE.format(noted), self.config)
             return False
@@ -579,8 +591,7 @@ class AllToAll(Collective):
             call = CombineCall(
                 "combine", Phase.SEND, y, handle, out, weighted, weights, bias, blocks, None, tiles, waited
             )
-            pending = self._combine(call)
-            self._machine.pending["combine"] = pending
+            pending = self._machine.sent("combine", self._combine(call))
         return pending
 
     def usual_combine(
@@ -609,8 +620,7 @@ class AllToAll(Collective):
         sums = self._usual_sums(y, handle, out, weights)
         if sums is None:
             return None
-        pending = self._machine.pending["combine"] = self._mode.usual_combine_send(y, handle, sums, weights)
-        return pending
+        return self._machine.sent("combine", self._mode.usual_combine_send(y, handle, sums, weights))
 
     def _usual_sums(self, y: Any, handle: Any, out: Any, weights: Any) -> torch.Tensor | None:
         """Where the sums go, of a combine that is noted then; None for one that is to be looked at."""
@@ -663,7 +673,7 @@ class AllToAll(Collective):
         travels = call.weights is not None and self.config.mode == "latency"  # ahead of the rows
         noted = _COMBINES["combine with weights" if travels else call.name]
         try:
-            self._checks.combine(call, self.membership, self._machine.pending.get("dispatch"))
+            self._checks.combine(call, self.membership)
         except ArgumentError as error:
             self._join_rejected_combine(error, noted, call.handle, travels)
             raise self._named(call.name, error) from None
@@ -712,8 +722,8 @@ class AllToAll(Collective):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight, and the ranks are those of the job."""
-        return not self._machine.pending and self._members is self._world.control.members
+        """Whether it is alive, nothing is in flight, and the ranks are those of the job."""
+        return not self._machine.pending and self._members is self._world.control.members and bool(self._owned)
 
     @property
     def under_way(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import StatusRecord
 from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8_DTYPE, Config, most_tokens
-from tilescale_net.kernels.moe.handle import Choices, Handle, LikeFactory, Pending
+from tilescale_net.kernels.moe.handle import Choices, Handle, LikeFactory
 from tilescale_net.kernels.moe.handshake import RECEIVES, SENDS
 from tilescale_net.kernels.moe.layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_FAULT, NO_ROOM, OTHER_OUTPUT
 from tilescale_net.kernels.moe.tiles import Tiles
@@ -231,9 +231,8 @@ class ArgumentChecks:
             return self._new_sums(tokens)
         return out if self._are_sums(out, tokens) else None
 
-    def dispatch(self, call: DispatchCall, membership: tuple, pending: Pending | None) -> None:
-        """Check a dispatch, and fill in its rows, choices, output and blocks. `membership`: of the object now. pending:
-        the dispatch that is sent and not received, or None."""
+    def dispatch(self, call: DispatchCall, membership: tuple) -> None:
+        """Check a dispatch, and fill in its rows, choices, output and blocks. `membership`: of the object now."""
         handle = call.handle
         if handle is not None and not self._capabilities.reuses_plan:
             raise ArgumentError("handle", TypeError(f"{self._c.mode} mode takes topk_idx, and no handle"))
@@ -242,7 +241,7 @@ class ArgumentChecks:
         if call.max_tokens is not None and tokens > call.max_tokens:
             raise ArgumentError("x", ValueError(f"x has {tokens} tokens; max_tokens of the call is {call.max_tokens}"))
         if handle is not None:
-            call.choices = self.handle(handle, membership, pending)
+            call.choices = self.handle(handle, membership)
             if tokens != handle.tokens:
                 raise ArgumentError("x", ValueError(f"x has {tokens} tokens; the handle is for {handle.tokens}"))
         else:
@@ -266,10 +265,10 @@ class ArgumentChecks:
         """Whether counts can be added to it: int32 [local experts]."""
         return not self._capabilities.reuses_plan and self._fit_totals(totals)
 
-    def combine(self, call: CombineCall, membership: tuple, pending: Pending | None) -> None:
+    def combine(self, call: CombineCall, membership: tuple) -> None:
         """Check a combine, and fill in its output, weights and blocks; the arguments are those of `dispatch`."""
         c, y, weights, bias = self._c, call.y, call.weights, call.bias
-        handle = self.handle(call.handle, membership, pending)
+        handle = self.handle(call.handle, membership)
         shape = (handle.plan.tokens, c.hidden)
         self._check_combined_rows(y, handle)
         if not isinstance(call.weighted, bool):
@@ -423,9 +422,8 @@ class ArgumentChecks:
         by_column = self._c.column_scales and isinstance(scales, torch.Tensor) and scales.dim() > 1
         return scales.transpose(-2, -1) if by_column else scales
 
-    def handle(self, handle: Any, membership: tuple, pending: Pending | None) -> Handle:
-        """A handle that this object can use. `membership`: of the object now. pending: the dispatch that is sent and
-        not received, or None."""
+    def handle(self, handle: Any, membership: tuple) -> Handle:
+        """A handle that this object can use. `membership`: of the object now."""
         if not isinstance(handle, Handle):
             raise ArgumentError("handle", TypeError(f"handle must be the handle of a dispatch, not {handle!r}"))
         if handle.signature is not self._signature and handle.signature != self._signature:
@@ -440,10 +438,11 @@ class ArgumentChecks:
             raise ArgumentError(
                 "handle", ValueError("handle is from before set_active or a loss of ranks; dispatch again")
             )
-        if pending is not None and pending.handle.plan is handle.plan:
-            raise ArgumentError(
-                "handle", ValueError("handle is of a dispatch that has not been received; call dispatch_recv first")
+        if handle.plan.in_flight:  # of this object, or of another one whose handles it takes
+            text = (
+                "handle is of a dispatch that has not been received; call dispatch_recv, or its hook of deep_ep, first"
             )
+            raise ArgumentError("handle", ValueError(text))
         return handle
 
     def _check_combined_rows(self, y: Any, handle: Handle) -> None:

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -27,6 +27,7 @@ class RoutingPlan:
     The fields are called as the parameters of the kernels.
 
     Attributes:
+        in_flight: whether the dispatch that fills it has been sent and not yet received.
         tokens: of this rank.
         node_plan: where rows cross the network once per node: see `layout.NodePlanOffsets`; else empty.
         send_token: [ranks, max_tokens] token of each row sent to a rank. int32, as all others but `row_weight`.
@@ -38,6 +39,8 @@ class RoutingPlan:
         row_index: [index capacity] of each expert-major row: its row in rank-major order.
         row_weight: [index capacity] its weight (float32).
     """
+
+    in_flight: ClassVar[bool] = False
 
     tokens: int
     node_plan: torch.Tensor
@@ -83,6 +86,7 @@ class ReceivedRows:
     """Which row came from where, in latency mode; ordinary device memory.
 
     Attributes:
+        in_flight: as that of `RoutingPlan`.
         tokens: of this rank.
         token_slot: [tokens or more, ranks] place of a token among the rows to a rank, or -1 (int32).
         targets, weights: [ranks * max_tokens, top_k] of each row received: its rows in `x`, or -1, and their weights.
@@ -93,6 +97,8 @@ class ReceivedRows:
             the rows that come back from an origin (see `layout.py`), or -1, and `layout.LatencyNodePlanOffsets`; else
             empty.
     """
+
+    in_flight: ClassVar[bool] = False
 
     tokens: int
     token_slot: torch.Tensor

@@ -152,6 +152,61 @@ def _low_latency(buffer, group) -> None:
             assert difference(found.float(), wanted) < (9e-4 if use_fp8 else 1e-5)
 
 
+def _misuse(buffer, group) -> None:
+    """Mistakes of low-latency calls that all ranks make: what they are told names them, and later calls work."""
+    inputs, error = Inputs(group, 5, 3), pytest.raises
+    x, idx, weights = inputs.random, inputs.topk_idx, inputs.weights
+    sizes: dict = dict(num_max_dispatch_tokens_per_rank=12, num_experts=EXPERTS, use_fp8=False)
+    with error(ValueError, match="x has shape .* two dimensions"):
+        buffer.low_latency_dispatch(x[0], idx, **sizes)
+    with error(TypeError, match="topk_idx must be a tensor, not NoneType"):
+        buffer.low_latency_dispatch(x, None, **sizes)
+    with error(ValueError, match="totals has shape"):
+        buffer.low_latency_dispatch(
+            x, idx, **sizes, cumulative_local_expert_recv_stats=torch.zeros(1, dtype=torch.int32, device=x.device)
+        )
+    calls = [buffer.low_latency_dispatch(x, idx, **sizes, return_recv_hook=True) for _ in range(2)]
+    for rows, _, handle, _, _ in calls:  # also of the one that another object has sent
+        with error(ValueError, match="not been received; .* hook"):
+            buffer.low_latency_combine(rows, idx, weights, handle)
+    with error(ValueError, match="sent before .* hook"):
+        buffer.low_latency_dispatch(x, idx, **sizes, return_recv_hook=True)
+    with error(ValueError, match="wait for their hooks"):
+        buffer.destroy()
+    for *_, hook in calls:
+        hook()
+    with error(ValueError, match="received once"):
+        calls[0][-1]()
+    rows, _, handle, *_ = calls[1]
+    for wrong, given, word in (
+        (TypeError, (rows, rows), "y must be a tensor, not tuple"),
+        (TypeError, rows.float(), "y has dtype"),
+    ):
+        with error(wrong, match=word):
+            buffer.low_latency_combine(given, idx, weights, handle)
+    with error(TypeError, match="topk_weights must be a tensor"):
+        buffer.low_latency_combine(rows, idx, None, handle)
+    with error(TypeError, match="weights has dtype torch.int64"):
+        buffer.low_latency_combine(rows, idx, weights.long(), handle)
+    wanted = x.float() * torch.where(idx >= 0, weights, 0.0).sum(1, keepdim=True)
+    assert difference(buffer.low_latency_combine(rows, idx, weights, handle)[0].float(), wanted) < 1e-5
+    other = tilescale_net.deep_ep.Buffer(
+        group, low_latency_mode=True
+    )  # uses a handle of the first; and it the other way round
+    assert difference(other.low_latency_combine(rows, idx, weights, handle)[0].float(), wanted) < 1e-5
+    rows, _, handle, *_ = other.low_latency_dispatch(x, idx, **sizes)
+    other.destroy()
+    assert difference(buffer.low_latency_combine(rows, idx, weights, handle)[0].float(), wanted) < 1e-5
+    handle.world = None
+    with error(ValueError, match="another group"):
+        buffer.low_latency_combine(rows, idx, weights, handle)
+    # Rows that lie by column are scaled as others.
+    quantised = dict(sizes, use_fp8=True, round_scale=True)
+    found = [buffer.low_latency_dispatch(rows, idx, **quantised)[0][1] for rows in (x, x.T.contiguous().T)]
+    for e, n in enumerate(inputs.counts):
+        assert torch.equal(*(scales[e, :n] for scales in found))
+
+
 def _by_column(group) -> None:
     """Scales that lie by column, in memory of the caller, equal scales that lie by row."""
     inputs, device = Inputs(group, 7, 3), tsn.device(group)
@@ -225,7 +280,7 @@ def _refusals(buffer, inputs) -> None:
             inputs.random, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=wrong,
             topk_weights=inputs.weights,
         )  # fmt: skip
-    with pytest.raises(TypeError, match="handle is a tuple"):
+    with pytest.raises(TypeError, match="low_latency_combine on rank .: handle is a tuple"):
         buffer.low_latency_combine(inputs.random, inputs.topk_idx, inputs.weights, (1, 2, 3, 4, 5))
     with pytest.raises(ValueError, match="scales .*shape|wrong scales"):  # one rank's mistake is an error on all
         *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS)
@@ -258,6 +313,7 @@ def _program(which: str) -> None:
         else:
             buffer.clean_low_latency_buffer(12, HIDDEN, EXPERTS)
             _low_latency(buffer, group)
+            _misuse(buffer, group)
             _by_column(group)
             _waiting(buffer, group)
         _destroyed(deep_ep.Buffer, group, which)

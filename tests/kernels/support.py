@@ -35,6 +35,11 @@ def random_bytes(nbytes: int, *key) -> torch.Tensor:
     return torch.from_numpy(numpy.frombuffer(bytearray(generator.bytes(nbytes)), numpy.uint8))
 
 
+def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy that begins at no multiple of 16 bytes, as a parameter within a flat one may."""
+    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+
 def random_tensor(shape, dtype: torch.dtype, *key) -> torch.Tensor:
     """Random bits of a dtype, NaN and all, that depend on the key only; on the CPU."""
     if dtype == torch.bool:

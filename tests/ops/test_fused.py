@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.support import unaligned
 from tilescale_net import ops
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.fused.all_gather_matmul import PipelinedAllGatherMatmul
@@ -46,6 +47,9 @@ def _results_and_gradients(fused, names) -> None:
         sum((r * g).sum() for r, g in zip(results, losses)).backward()
         mine = everyone[me]
         assert torch.equal(x.grad.cpu().float(), mine[0].grad) and torch.equal(w.grad.cpu().float(), mine[1].grad), name
+        with torch.no_grad():
+            for weight in (unaligned(w), unaligned(w.t()).t()):
+                assert torch.equal(getattr(ops, name)(unaligned(x), weight, fused=fused), out), (name, fused)
 
 
 def _replicated() -> None:

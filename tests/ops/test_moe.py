@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import without_kernels
+from tests.kernels.support import unaligned
 from tilescale_net import ops
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.moe import AllToAll
@@ -99,6 +100,9 @@ def _gradients(layout: str) -> None:
     for _ in range(2):
         received = ops.moe_dispatch(op, x, chosen, p)
         assert received.rejected.shape == () and not received.rejected
+        moved = ops.moe_dispatch(op, unaligned(x.detach()), chosen, p.detach())
+        assert torch.equal(moved.x, received.x)
+        assert torch.equal(*(ops.moe_combine(op, y, moved) for y in (moved.x, unaligned(moved.x))))
         out = _layer(op, layout, received, mine)
         torch.testing.assert_close(out.cpu(), expected[rank], atol=1e-5, rtol=1e-5)
         x.grad = p.grad = mine.grad = None

@@ -5,7 +5,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.support import assert_same, rejected
+from tests.kernels.support import assert_same, rejected, unaligned
 from tests.kernels.test_all_reduce_norm import _quantised, sum_of_experts
 from tilescale_net import ops
 from tilescale_net.kernels.all_reduce_norm import ExpertRows
@@ -51,7 +51,10 @@ def _against_torch(compiled: bool) -> None:
                 assert torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-4), case
         with torch.no_grad():
             again, _ = ops.all_reduce_norm(x, others[0], eps=EPS, **given)
-        assert torch.equal(again, out), "with and without gradients"
+            assert torch.equal(again, out), "with and without gradients"
+            moved, *others = (None if t is None else unaligned(t) for t in (x, *others))
+            again, _ = ops.all_reduce_norm(moved, others[0], eps=EPS, **dict(zip(given, others[1:])))
+            assert torch.equal(again, out), "of tensors that begin anywhere"
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -248,7 +248,8 @@ class Buffer(GroupBuffer):
             ranks] int64; max tokens, hidden, experts. Combines take it as it is, not a tuple of its parts.
         """
         if async_finish and return_recv_hook:
-            raise ValueError("low_latency_dispatch: give async_finish or return_recv_hook, not both")
+            error = ValueError("give async_finish or return_recv_hook, not both")
+            raise low_latency.rejected(self._objects, "low_latency_dispatch", error)
         rows, counts, handle, hook = low_latency.dispatch(
             self._objects, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
             use_fp8, round_scale, use_ue8m0, return_recv_hook, dispatch_wait_recv_cost_stats,
@@ -277,16 +278,10 @@ class Buffer(GroupBuffer):
             [tokens, hidden] bfloat16, event, hook or None.
         """
         if async_finish and return_recv_hook:
-            raise ValueError("low_latency_combine: give async_finish or return_recv_hook, not both")
-        rows = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
+            error = ValueError("give async_finish or return_recv_hook, not both")
+            raise low_latency.rejected(self._objects, "low_latency_combine", error)
         result, hook = low_latency.combine(
-            self._objects,
-            rows,
-            topk_weights,
-            low_latency.checked(handle),
-            out,
-            return_recv_hook,
-            combine_wait_recv_cost_stats,
+            self._objects, x, topk_weights, handle, out, zero_copy, return_recv_hook, combine_wait_recv_cost_stats
         )
         return result, end(async_finish), hook
 

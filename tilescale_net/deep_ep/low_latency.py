@@ -12,6 +12,7 @@ from tilescale_net.deep_ep.objects import Objects
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle
 from tilescale_net.kernels.moe.handle import Pending, ReceivedRows, Rows
 from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX
+from tilescale_net.runtime.world import World
 
 MANTISSA = 23  # bits of a float32
 
@@ -51,12 +52,14 @@ class LowLatencyHandle(tuple):
     Attributes:
         sizes: those of `Objects.low_latency`. received: what the dispatch gives.
         members: the ranks that took part; None: no rank, the dispatch gave nothing. See `Masks.members`.
+        world: of the Buffer.
         op: what made the dispatch, for its combines while it can make them; None: nothing did.
     """
 
     sizes: tuple
     received: Dispatched
     members: list[int] | None
+    world: World
     op: AllToAll | None
     _buffer: torch.Tensor | None = None
 
@@ -85,6 +88,28 @@ def checked(handle: object) -> LowLatencyHandle:
             f"handle is a {type(handle).__name__}; give what low_latency_dispatch has returned, not a copy of its parts"
         )
     return handle
+
+
+def rejected(objects: Objects, call: str, error: Exception) -> Exception:
+    """The error of a call that this rank does not make; the other ranks, which wait for it, learn of it from the log."""
+    objects.calls.note("{}: rejected: {}", call, error)
+    return type(error)(f"deep_ep.Buffer.{call} on rank {objects.world.rank}: {error}")
+
+
+def _misshapen(**tensors: Any) -> Exception:
+    """The error for the first of these that is no tensor of two dimensions."""
+    name = next(n for n, x in tensors.items() if not isinstance(x, torch.Tensor) or x.dim() != 2)
+    x = tensors[name]
+    if not isinstance(x, torch.Tensor):
+        return TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+    return ValueError(
+        f"{name} has shape {list(x.shape)}; it must have two dimensions, of which the first is the tokens"
+    )
+
+
+def _contiguous(x: Any) -> Any:
+    """The same, contiguous; what is no tensor is for AllToAll to reject."""
+    return x.contiguous() if isinstance(x, torch.Tensor) else x
 
 
 def _ranges(counts: torch.Tensor) -> torch.Tensor:
@@ -124,13 +149,19 @@ def dispatch(
     waited: torch.Tensor | None = None,
 ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, Callable[[], None] | None]:  # fmt: skip
     """(rows or (rows, scales), rows per expert, handle, what ends the call or None)."""
-    hidden, masks = x.shape[1], objects.masks
+    masks, error = objects.masks, None
+    try:
+        (_, hidden), (_, top_k) = x.shape, topk_idx.shape
+    except (AttributeError, ValueError):
+        raise rejected(objects, "low_latency_dispatch", _misshapen(x=x, topk_idx=topk_idx)) from None
     if use_ue8m0 and not round_scale:
-        raise ValueError("use_ue8m0 goes with round_scale=True")
+        error = "use_ue8m0 goes with round_scale=True"
     if use_fp8 and hidden % (512 if use_ue8m0 else 128):
-        raise ValueError(f"hidden is {hidden}; with these scales it must be a multiple of {512 if use_ue8m0 else 128}")
+        error = f"hidden is {hidden}; with these scales it must be a multiple of {512 if use_ue8m0 else 128}"
+    if error is not None:
+        raise rejected(objects, "low_latency_dispatch", ValueError(error))
     dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
-    sizes = num_experts, max_tokens, hidden, topk_idx.shape[1], dtype
+    sizes = num_experts, max_tokens, hidden, top_k, dtype
     objects.calls.note(_DISPATCH, *sizes)
     op = members = pending = None
     received: Any = None
@@ -145,8 +176,10 @@ def dispatch(
                 else:
                     received = op.usual_dispatch(x, topk_idx, totals)
             if received is None and pending is None:
-                given: Rows = quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
-                totals = stats if stats is not None and op.adds_to(stats) else None
+                x = x.contiguous()
+                given: Rows = quantise_rounded(x) if use_fp8 and round_scale else x
+                if isinstance(stats, torch.Tensor) and stats.shape == (op.config.local_experts,):
+                    totals = stats if op.adds_to(stats) else None
                 arguments: dict[str, Any] = dict(waited=waited, totals=totals)
                 if in_phases:
                     pending = op.dispatch_send(given, topk_idx.contiguous(), **arguments)
@@ -165,6 +198,7 @@ def dispatch(
     scales = received.scales if packs is None else packs
     handle = LowLatencyHandle((None, None, max_tokens, hidden, num_experts))
     handle.sizes, handle.received, handle.members, handle.op = sizes, received, members, op
+    handle.world = objects.world
     hook = None
     if in_phases:
         hook = partial(_end_dispatch, objects, handle, pending, packs, late)
@@ -203,13 +237,23 @@ def combine(
     objects: Objects,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
-    handle: LowLatencyHandle,
+    given: object,
     out: torch.Tensor | None,
+    zero_copy: bool,
     in_phases: bool,
     waited: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """(sums [tokens, hidden], what ends the call or None)."""
+    """(sums [tokens, hidden], what ends the call or None), of a combine by the handle `given`."""
+    try:
+        handle = checked(given)
+        if handle.world is not objects.world:
+            raise ValueError("handle is of a buffer of another group; dispatch with this one")
+        if topk_weights is None:
+            raise TypeError("topk_weights must be a tensor, not NoneType")
+    except (TypeError, ValueError) as error:
+        raise rejected(objects, "low_latency_combine", error) from None
     masks, rows, op, pending, result = objects.masks, handle.received.handle, handle.op, None, None
+    x = handle.combine_buffer if zero_copy else x
     objects.calls.note(_COMBINE, *handle.sizes)
     try:
         masks.leave_out()
@@ -222,12 +266,11 @@ def combine(
                 else:
                     result = op.usual_combine(x, rows, out, topk_weights)
             if result is None and pending is None:
-                weights = topk_weights.float().contiguous()
-                arguments: dict[str, Any] = dict(out=out, weights=weights, waited=waited)
+                arguments: dict[str, Any] = dict(out=out, weights=_contiguous(topk_weights), waited=waited)
                 if in_phases:
-                    pending = op.combine_send(x.contiguous(), rows, **arguments)
+                    pending = op.combine_send(_contiguous(x), rows, **arguments)
                 else:
-                    result = op.combine(x.contiguous(), rows, **arguments)
+                    result = op.combine(_contiguous(x), rows, **arguments)
     except masks.losses:
         masks.go_on()
         pending = result = None

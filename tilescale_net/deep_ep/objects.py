@@ -183,8 +183,12 @@ class Objects:
         return True
 
     def free(self) -> None:
-        """Free all objects; collective."""
+        """Free all objects; collective. Raises ValueError, and changes nothing, where calls are in flight."""
         self.world.control.refuse()
+        if any(op.alive and op.in_flight and not op.outdated for op in self._made.values()):
+            raise ValueError(
+                "deep_ep: destroy: low-latency calls of this buffer wait for their hooks; call these first"
+            )
         self._freed = True
         self._usual.clear()
         made, self._made = self._made, {}
@@ -224,8 +228,8 @@ class GroupBuffer(MadeByRanks):
     def destroy(self) -> None:
         """Give memory back, and the world if a buffer has made it and this is the last one. Collective."""
         if self._alive:
-            self._alive = False
             self._objects.free()
+            self._alive = False
             leave(self._world)
 
     def get_comm_stream(self) -> torch.cuda.Stream:

@@ -12,7 +12,7 @@ from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed, chec
 from tilescale_net.kernels.attention_merge import AttentionMerge
 from tilescale_net.ops import arguments, group_objects
 from tilescale_net.ops.group_objects import GroupObjects, SideStream
-from tilescale_net.runtime.launch_args import without_default_device
+from tilescale_net.runtime.launch_args import dense, without_default_device
 
 _ops = torch.ops.tilescale_net
 
@@ -42,7 +42,7 @@ def _merge(
     )
     own = heads if all_heads else heads // objects.world.size
     out, out_lse = objects.empty((batch, own, dim), x.dtype), objects.empty((batch, own), torch.float32)
-    return merge(out, out_lse, x.contiguous(), lse.contiguous())
+    return merge(out, out_lse, dense(x), lse.contiguous())
 
 
 @arguments.register_fake("merge_attention")

@@ -24,6 +24,7 @@ from tilescale_net.kernels.moe.config import FP8_DTYPE
 from tilescale_net.kernels.moe.handle import RoutingPlan
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.ops import arguments, experts, moe
+from tilescale_net.runtime.launch_args import dense
 
 _ops = torch.ops.tilescale_net
 
@@ -46,7 +47,7 @@ def _swiglu(
     """SwiGLU of the rows before end[0] (an empty tensor: all) times `weights` (an empty tensor: 1)."""
     kind = SwiGLU(None if limit == float("inf") else limit, alpha, shift)
     given = weights.contiguous() if weights.numel() else None
-    return rows_of.swiglu(h.contiguous(), kind, end=end if end.numel() else None, weights=given)
+    return rows_of.swiglu(dense(h), kind, end=end if end.numel() else None, weights=given)
 
 
 @torch.library.register_fake("tilescale_net::swiglu")
@@ -67,7 +68,7 @@ def _swiglu_backward(
     """Gradients of `h` and of `weights` (empty where they are), and the rows times `weights` if it `keeps` them."""
     given = dict(end=end if end.numel() else None, weights=weights.contiguous() if weights.numel() else None)
     kind = SwiGLU(None if limit == float("inf") else limit, alpha, shift)
-    of_h, of_weights, kept = rows_of.swiglu_gradient(h.contiguous(), grad.contiguous(), kind, **given, keeps=keeps)
+    of_h, of_weights, kept = rows_of.swiglu_gradient(dense(h), dense(grad), kind, **given, keeps=keeps)
     none = grad.new_empty((0,))
     return of_h, none.float() if of_weights is None else of_weights, none if kept is None else kept
 
@@ -104,7 +105,7 @@ def _gradients_of(op: AllToAll) -> AllToAll:
 
 def _held(w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Matrices [experts, n, k] of eight bits and their scales; quantised if there are none."""
-    return (w.contiguous(), scales.contiguous()) if scales.numel() else quantise_weights(w)
+    return (dense(w), dense(scales)) if scales.numel() else quantise_weights(w)
 
 
 def _wide(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -157,7 +158,7 @@ def _scaled_dispatch_matmul(
     which saves a pass over each.
     """
     op = moe.called("moe_scaled_dispatch_matmul", key)
-    given = rows_of.quantise_rows(x.contiguous())
+    given = rows_of.quantise_rows(dense(x))
     choices = topk_idx.contiguous(), topk_weights.contiguous()
     if _can_overlap(op) and experts.is_fused(op, w.shape[1] // 2, fused):
         held, of_blocks = _held(w, w_scales)
@@ -200,7 +201,7 @@ def _scaled_matmul_backward(
     op, wide = moe.layer_of(key), _wide(w, w_scales)
     # Zero where no row is: tiles of zeros are products of zeros, and rows beyond the last tile are not written.
     out = grad.new_zeros((grad.shape[0], w.shape[2]))
-    return experts.gemm_of(op, wide)(grad.contiguous(), wide, moe.handle_of(key, RoutingPlan(tokens, *plan)), out)
+    return experts.gemm_of(op, wide)(dense(grad), wide, moe.handle_of(key, RoutingPlan(tokens, *plan)), out)
 
 
 @arguments.register_fake("moe_scaled_matmul_backward")
@@ -251,7 +252,7 @@ def _scaled_matmul_combine(
     kind, weights = SwiGLU(None if limit == float("inf") else limit, alpha, shift), weights.contiguous()
     end = _ends(op, plan_)[1][-1:]
     early_weights = weights if early else None
-    q, scales = rows_of.swiglu_quantised(h.contiguous(), kind, end=end, weights=early_weights, cleared=False)
+    q, scales = rows_of.swiglu_quantised(dense(h), kind, end=end, weights=early_weights, cleared=False)
     given: dict[str, Any] = dict(weighted=False) if early else dict(weights=weights)
     handle = moe.handle_of(key, plan_)
     if _can_overlap(op) and experts.is_fused(op, w.shape[2], fused):
@@ -270,7 +271,7 @@ def _(h, w, w_scales, weights, plan, tokens, early, fused, limit, alpha, shift, 
 def _scaled_combine_backward(grad: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Gradients of sums, as rows."""
     op, plan_ = moe.called("backward of moe_scaled_matmul_combine", key), RoutingPlan(tokens, *plan)
-    received = _gradients_of(op).dispatch(grad.contiguous(), handle=moe.handle_of(key, plan_))
+    received = _gradients_of(op).dispatch(dense(grad), handle=moe.handle_of(key, plan_))
     return moe.zero_where_not(moe.valid_rows(op, plan_.totals, False), received.x)
 
 

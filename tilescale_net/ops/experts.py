@@ -20,6 +20,7 @@ from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.checks import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.ops import arguments, moe
+from tilescale_net.runtime.launch_args import dense
 
 _ops = torch.ops.tilescale_net
 
@@ -57,11 +58,6 @@ def is_fused(layer: AllToAll, inner: int, fused: bool | None) -> bool:
     return are_experts_fused(problem, layer.device)
 
 
-def _held(w: torch.Tensor) -> torch.Tensor:
-    """`w`, or a contiguous copy where neither it nor its transpose is contiguous."""
-    return w if w.is_contiguous() or w.transpose(1, 2).is_contiguous() else w.contiguous()
-
-
 def _zeroed(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor) -> torch.Tensor:
     """A copy of expert-major rows, zero where no row is."""
     return moe.zero_where_not(moe.valid_rows(op, plan.totals, False), rows)
@@ -93,8 +89,8 @@ def _dispatch_matmul(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, fused: bool | None, key: str
 ) -> list[torch.Tensor]:
     """Products, rows, weights of rows, then the other tensors of the plan."""
-    op, w = moe.called("moe_dispatch_matmul", key), _held(w)
-    given = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
+    op, w = moe.called("moe_dispatch_matmul", key), dense(w, in_either_order=True)
+    given = dense(x), topk_idx.contiguous(), topk_weights.contiguous()
     h, received = _arriving(op, w, is_fused(op, w.shape[2] // 2, fused), *given, cleared=True)
     plan = received.handle.plan
     *others, weights = plan.tensors()
@@ -119,13 +115,13 @@ def _matmul_combine(
     key: str,
 ) -> torch.Tensor:
     """Sums of products times `weights` (an empty tensor: all one) per token."""
-    op, w = moe.called("moe_matmul_combine", key), _held(w)
+    op, w = moe.called("moe_matmul_combine", key), dense(w, in_either_order=True)
     handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
     given = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
     product = gemm_of(op, w)
     if is_fused(op, w.shape[1], fused):
-        return product.combined(h.contiguous(), w, handle, **given)
-    return op.combine(product(h.contiguous(), w, handle), handle=handle, **given)
+        return product.combined(dense(h), w, handle, **given)
+    return op.combine(product(dense(h), w, handle), handle=handle, **given)
 
 
 @arguments.register_fake("moe_matmul_combine")
@@ -138,10 +134,10 @@ def _combine_backward(
     grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, fused: bool | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of sums as rows, and these times the transposed matrices, without weights."""
-    op, w = moe.called("backward of moe_matmul_combine", key), _held(w.transpose(1, 2))
+    op, w = moe.called("backward of moe_matmul_combine", key), dense(w.transpose(1, 2), in_either_order=True)
     plan_ = RoutingPlan(tokens, *plan)
     overlaps = is_fused(op, w.shape[2], fused)
-    products, received = _arriving(op, w, overlaps, grad.contiguous(), handle=moe.handle_of(key, plan_))
+    products, received = _arriving(op, w, overlaps, dense(grad), handle=moe.handle_of(key, plan_))
     return _zeroed(op, plan_, received.x), _zeroed(op, plan_, products)
 
 
@@ -154,9 +150,9 @@ def _(grad, w, plan, tokens, fused, key):
 @arguments.custom_op("expert_matmul")
 def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Rows of each expert times its matrix."""
-    op, w = moe.layer_of(key), _held(w)
+    op, w = moe.layer_of(key), dense(w, in_either_order=True)
     plan_ = RoutingPlan(tokens, *plan)
-    return _zeroed(op, plan_, gemm_of(op, w)(x.contiguous(), w, moe.handle_of(key, plan_)))
+    return _zeroed(op, plan_, gemm_of(op, w)(dense(x), w, moe.handle_of(key, plan_)))
 
 
 @arguments.register_fake("expert_matmul")

@@ -30,7 +30,7 @@ from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.ops import arguments, group_objects
 from tilescale_net.ops.group_objects import GroupObjects
-from tilescale_net.runtime.launch_args import without_default_device
+from tilescale_net.runtime.launch_args import dense, without_default_device
 
 _ops = torch.ops.tilescale_net
 CLASSES: dict[str, type[FusedMatmul]] = {
@@ -108,7 +108,7 @@ def _checked(
     """The group's objects, `x` and scales as kernels take them, and the object of a call; None where the GEMM and the
     collective run one after the other.
     """
-    objects, x = group_objects.in_order(group), x.contiguous()
+    objects, x = group_objects.in_order(group), dense(x)
     scales = tuple((s.shape, s.dtype) if isinstance(s, torch.Tensor) else s for s in (x_scales, w_scales))
     call = kind, fused, gradient, x.shape, x.dtype, w.shape, w.dtype, w.stride(), scales
     known = objects.known_gemms.get(call)
@@ -142,11 +142,6 @@ def travelling(
     there = objects.symmetric(*((tuple(part.shape), part.dtype) for part in parts))
     x, *of_rows = (target.copy_(part) for target, part in zip(there, parts))
     return x, w, scales | ({"x_scales": of_rows[0]} if scales else {})
-
-
-def _held(w: torch.Tensor) -> torch.Tensor:
-    """`w`, or a contiguous copy where neither it nor its transpose is contiguous."""
-    return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
 
 
 def _result_dtype(x: torch.Tensor) -> torch.dtype:
@@ -201,7 +196,7 @@ def _all_gather_matmul(
     given = x_scales, w_scales, fused, group, gradient
     objects, x, scales, op = _checked("all_gather_matmul", x, w, *given)
     if op is not None:
-        x, w, scales = travelling(objects, x, _held(w), scales)
+        x, w, scales = travelling(objects, x, dense(w, in_either_order=True), scales)
         return op(x, w, **scales)
     if not scales:
         (rows,) = objects.gathered(x)
@@ -289,7 +284,7 @@ def _matmul_reduce_scatter(
     given = x_scales, w_scales, fused, group, gradient
     objects, x, scales, op = _checked("matmul_reduce_scatter", x, w, *given)
     if op is not None:
-        return op(x, _held(w), **scales)
+        return op(x, dense(w, in_either_order=True), **scales)
     there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
     if there is None:
         return _ops.reduce_scatter(torch_gemm(x, w, **scales), group_objects.name_of(group), gradient)
@@ -366,7 +361,7 @@ def _matmul_all_reduce(
     given = x_scales, w_scales, fused, group, gradient
     objects, x, scales, op = _checked("matmul_all_reduce", x, w, *given)
     if op is not None:
-        return op(x, _held(w), **scales)
+        return op(x, dense(w, in_either_order=True), **scales)
     shape, dtype = (x.shape[0], w.shape[1]), _result_dtype(x)
     if objects.all_reduce.is_faster_overwritten(math.prod(shape) * dtype.itemsize):
         there = objects.source(shape, dtype, x.device)

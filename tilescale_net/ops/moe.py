@@ -21,6 +21,7 @@ from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.layout import PlanOffsets, record_words
 from tilescale_net.kernels.moe.throughput import output_rows
 from tilescale_net.ops import arguments, group_objects
+from tilescale_net.runtime.launch_args import dense
 
 
 def layer_key(op) -> str:
@@ -91,7 +92,7 @@ def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tenso
     """Rows, their weights, then the other tensors of the plan."""
     op = called("moe_dispatch", key)
     # All that the operator gives is defined, places without a row too, so that results can be compared.
-    received = op.dispatch(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
+    received = op.dispatch(dense(x), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
     *others, weights = received.handle.plan.tensors()
     by_choice = valid_rows(op, received.handle.plan.totals, False)
     by_row = valid_rows(op, received.handle.plan.totals, True) if op.config.layout == "rank" else by_choice
@@ -119,7 +120,7 @@ def _combine(y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], t
     op = called("moe_combine", key)
     handle = handle_of(key, RoutingPlan(tokens, *plan))
     given = weights.numel() > 0
-    return op.combine(y.contiguous(), handle, weighted=False, weights=weights.contiguous() if given else None)
+    return op.combine(dense(y), handle, weighted=False, weights=weights.contiguous() if given else None)
 
 
 @arguments.register_fake("moe_combine")
@@ -133,7 +134,7 @@ def _dispatch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and of topk_weights from those of the rows and of their weights."""
     op = called("backward of moe_dispatch", key)
-    return op.combine_values(rows.contiguous(), weights.contiguous(), handle_of(key, RoutingPlan(tokens, *plan)))
+    return op.combine_values(dense(rows), weights.contiguous(), handle_of(key, RoutingPlan(tokens, *plan)))
 
 
 @arguments.register_fake("moe_dispatch_backward")
@@ -146,7 +147,7 @@ def _(rows, weights, plan, tokens, key):
 def _combine_backward(out: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Gradients of sums, as rows."""
     op = called("backward of moe_combine", key)
-    received = op.dispatch(out.contiguous(), handle=handle_of(key, RoutingPlan(tokens, *plan)))
+    received = op.dispatch(dense(out), handle=handle_of(key, RoutingPlan(tokens, *plan)))
     return zero_where_not(valid_rows(op, received.handle.plan.totals, op.config.layout == "rank"), received.x)
 
 

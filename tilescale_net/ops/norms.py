@@ -22,7 +22,7 @@ from tilescale_net.kernels.all_reduce_norm import (
     scales_like,
 )
 from tilescale_net.ops import arguments, group_objects
-from tilescale_net.runtime.launch_args import without_default_device
+from tilescale_net.runtime.launch_args import dense, without_default_device
 
 _ops = torch.ops.tilescale_net
 
@@ -62,11 +62,11 @@ def _called(objects: group_objects.GroupObjects, x: torch.Tensor, what: str = "a
 
 
 def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    return x if x is None or x.is_contiguous() else x.contiguous()
+    return x if x is None else dense(x)
 
 
 def _input(x: torch.Tensor, experts: _Parts) -> torch.Tensor | ExpertRows:
-    x = x if x.is_contiguous() else x.contiguous()
+    x = dense(x)
     if experts is _NO_EXPERTS or experts[0] is None:
         return x
     index, weights, shared = map(_contiguous, experts)
@@ -107,7 +107,7 @@ def _normalised(objects, x, weight, residual, bias, experts, eps, weight_bias) -
     norm, shape = _called(objects, x), _shape(x, experts[0])
     out, total = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
     norm(
-        out, _input(x, experts), weight.contiguous(), residual=_contiguous(residual), bias=_contiguous(bias), eps=eps,
+        out, _input(x, experts), dense(weight), residual=_contiguous(residual), bias=_contiguous(bias), eps=eps,
         weight_bias=weight_bias, total=total,
     )  # fmt: skip
     return out, total
@@ -264,7 +264,7 @@ def _quantised(objects, x, weight, residual, bias, experts, scale, by, layout, k
     found = _results(x, shape, by, layout, keep_normed)
     scales = None if by == PER_TENSOR else found[2]
     norm(
-        found[-1] if keep_normed else None, _input(x, experts), weight.contiguous(), residual=_contiguous(residual),
+        found[-1] if keep_normed else None, _input(x, experts), dense(weight), residual=_contiguous(residual),
         bias=_contiguous(bias), eps=eps, weight_bias=weight_bias, total=found[1], quantized=found[0], scales=scales, scale=scale,
         ue8m0=by in (UE8M0, UE8M0_PACKED),
     )  # fmt: skip

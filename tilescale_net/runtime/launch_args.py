@@ -242,6 +242,15 @@ def constant(value: Any) -> Any:
         return value
 
 
+def dense(tensor: torch.Tensor, in_either_order: bool = False) -> torch.Tensor:
+    """The tensor, or a copy where it is not contiguous or does not begin at a multiple of 16 bytes, as kernels that move vectors
+    want it. `in_either_order`: with its last two axes exchanged it may be contiguous, too."""
+    fits = tensor.is_contiguous() or (in_either_order and tensor.transpose(-1, -2).is_contiguous())
+    if fits and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone() if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def unresolved(tensor: torch.Tensor) -> str | None:
     """What is wrong with a view of torch whose bytes are not its values (`x.conj()`, `x.conj().imag`), and what to do;
     None for other tensors."""

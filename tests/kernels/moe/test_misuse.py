@@ -36,6 +36,7 @@ def _one_is_wrong(op, given: tuple, mistakes: list) -> None:
     """Each call is made wrongly by rank 1 alone, whole or in halves: rank 0's fails with it, and the calls after it are right."""
     for turn, (argument, kind, word, wrong, right) in enumerate(mistakes):
         received = op.dispatch(*given)
+        torch.set_default_dtype(torch.float64)  # which stand-ins of a rejected call do not take
         if tsn.rank() == 1:
             with raises(kind, "rank 1", argument, word):
                 wrong(received)
@@ -44,6 +45,7 @@ def _one_is_wrong(op, given: tuple, mistakes: list) -> None:
             with raises(ValueError, "rank 1" if word else "rank 1 was called with a wrong", argument):
                 right(received)
                 op.check()
+        torch.set_default_dtype(torch.float32)
         everyone = [make_inputs((turn, r), op.config, 3, "random") for r in range(2)]
         run_round(op, everyone, random.Random(turn + tsn.rank()), f"after rank 1's wrong {argument}: {word}")
 
@@ -76,7 +78,14 @@ def _wrong_combines(op, x, weights) -> list:
         ("x", ValueError, "", lambda r: op.dispatch(x[:2], handle=r.handle), again),
         ("out", tsn.HeapError, "", lambda r: op.dispatch(x, handle=r.handle, out=elsewhere), again),
     ]
-    return mistakes if op.config.mode == "throughput" else mistakes[:6]
+    if op.config.mode == "throughput":
+        return mistakes
+    by_choice = dict(weights=weights.float())
+    wrong, right = (
+        lambda r: op.combine(r.x.float(), r.handle, **by_choice),
+        lambda r: op.combine(r.x, r.handle, **by_choice),
+    )
+    return [*mistakes[:6], ("y", TypeError, "", wrong, right)]
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
@@ -138,6 +147,10 @@ def test_wrong_calls(mode):
         op.dispatch_send(x, idx, weights)
     with raises(ValueError, "not the combine"):
         op.combine_recv(pending)
+    twin = AllToAll(**SHAPE, mode=mode)  # takes handles of the other one
+    with raises(ValueError, "handle", "not been received"):
+        twin.combine(received.x, pending.handle)
+    twin.free()
     op.dispatch_recv(pending)
     with raises(ValueError, "not the dispatch"):
         op.dispatch_recv(pending)
