@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Runs a script on every GPU of a job (or on simulated ones), or the test suite; sets up what is missing first.
+# Runs a script on every GPU of a job (or on simulated ones), or the test suite; installs what the machine lacks first.
 usage="usage: GPUS=N [NODES=n NODE_RANK=i MASTER_ADDR=host MASTER_PORT=port VIRTUAL_NODES=n] bash launch.sh <script.py | pytest> [args]
        bash launch.sh --setup-only        sets up, then prints the interpreter
 
 GPUS           ranks on this host: one per GPU, or simulated ones without a GPU
 NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
-               hosts of the job, this host's index, and where rank 0 listens; run the same line on every host
-VIRTUAL_NODES  split the ranks of a host into so many nodes that may only talk through the fabric, or of these sizes (3+5)
-TSN_DEVICE     cuda or simulator; a GPU is used where there is one
-TSN_PYTHON     interpreter to use as it is; otherwise an active virtual environment, .venv, python3 or a new .venv
+               hosts of the job, this host's index, rank 0's address; run the same line on every host
+VIRTUAL_NODES  split the ranks of a host into this many nodes, or these sizes (3+5), which communicate only through the fabric
+TSN_DEVICE     cuda or simulator; by default a GPU if there is one
+TSN_PYTHON     interpreter to use unchanged; otherwise an active virtual environment, .venv, python3 or a new .venv
 TSN_VENV       folder of that virtual environment (.venv)
 TSN_TORCH      torch of a new environment: cpu (2 GB in all, from PyTorch's index); default PyPI's, with CUDA (5.3 GB)
 TSN_OUTPUT     all: show the output of all ranks, not only of rank 0
-TSN_BUILD      0: never build the native part
-TSN_PROVIDER   efa or efa-direct without an EFA device: over the stand-in that bash tests/efa/build.sh builds
+TSN_BUILD      0: never build the native code
+TSN_PROVIDER   efa or efa-direct without an EFA device: over the emulated one that bash tests/efa/build.sh builds
 Under srun, each task is a rank; with GPUS=N and one task per node, each task starts N ranks. Defaults: docs/settings.md"
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -271,7 +271,7 @@ def _provider(value: str, name: str) -> str:
 
 DEVICE = Setting(
     "TSN_DEVICE", _one_of("auto", "cuda", "simulator"), "auto",
-    "`cuda`, `simulator` or `auto`: a GPU where there is one",
+    "`cuda`, `simulator` or `auto`: a GPU if there is one",
 )  # fmt: skip
 # Where HEAP_SIZE and HEAP_LIMIT do not say; on a GPU a heap does not grow.
 HEAP_ON_GPU, HEAP_SIMULATED, LIMIT_SIMULATED = 1 << 30, 256 << 20, 4 << 30
@@ -281,12 +281,12 @@ HEAP_SIZE = Setting(
 )  # fmt: skip
 HEAP_LIMIT = Setting(
     "TSN_HEAP_LIMIT", parse_bytes, None,
-    "bytes to which a full heap grows, for which addresses are reserved (K, M, G); `0`: it does not grow",
+    "bytes to which a full heap grows (K, M, G), whose addresses are reserved; `0`: it does not grow",
     f"{_bytes_text(LIMIT_SIMULATED)} in the simulator, `0` on a GPU",
 )  # fmt: skip
 TIMEOUT = Setting(
     "TSN_TIMEOUT", _number(0.01), 100.0,
-    "seconds that a device-side wait or a collective call may take; ranks may come that far apart to a call",
+    "seconds that a device-side wait or a collective call may take: the longest delay between two ranks' calls",
 )  # fmt: skip
 HEARTBEAT_TIMEOUT = Setting(
     "TSN_HEARTBEAT_TIMEOUT", _number(1.0), 15.0, "seconds of silence after which a rank of another host counts as lost"
@@ -295,12 +295,12 @@ VIRTUAL_NODES: Setting[int | tuple[int, ...]] = Setting(
     "VIRTUAL_NODES",
     _nodes,
     1,
-    "split the ranks of a host into so many nodes that talk only through the fabric, or into nodes of these sizes, such as "
-    "`3+5`",
+    "split the ranks of a host into this many nodes, or nodes of these sizes, such as `3+5`, which communicate only through "
+    "the fabric",
 )
 MODULE_LOADING = Setting(
     "CUDA_MODULE_LOADING", _text, "",
-    "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (see docs/proxy.md)",
+    "CUDA's own; the package sets `EAGER` for ranks on several nodes, unless you set it (see docs/proxy.md)",
 )  # fmt: skip
 NVTX = Setting(
     "TSN_NVTX",
@@ -309,18 +309,14 @@ NVTX = Setting(
     "1: calls of collectives, of `AllToAll` and of `deep_ep` in low-latency mode are NVTX ranges, for Nsight Systems",
 )
 LIBCUDA = Setting("TSN_LIBCUDA", _text, "", "the CUDA driver library", "`libcuda.so.1`")
-CACHE_HOME = Setting("XDG_CACHE_HOME", _text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`")
-KERNELS = Setting(
-    "TSN_KERNELS", _text, "", "folder of compiled kernels for GPUs that is only read, such as one of an image"
-)
-TUNED = Setting(
-    "TSN_TUNED", _flag, True, "`0`: do not use the results of `tilescale_net.tuning`; the value of rank 0 counts"
-)
+CACHE_HOME = Setting("XDG_CACHE_HOME", _text, "", "folder that holds compiled kernels in `tilescale_net`", "`~/.cache`")
+KERNELS = Setting("TSN_KERNELS", _text, "", "read-only folder of compiled kernels for GPUs, for example in an image")
+TUNED = Setting("TSN_TUNED", _flag, True, "`0`: ignore the results of `tilescale_net.tuning`; rank 0's value counts")
 
 DEPENDENT_LAUNCH = Setting(
     "TSN_DEPENDENT_LAUNCH", _flag, True,
-    "kernels of all-reduces up to some MiB or by FP8, and of `AllReduceNorm`, are launched while the kernel before ends (programmatic "
-    "dependent launch); 0: behind it",
+    "launch kernels of all-reduces up to some MiB or by FP8, and of `AllReduceNorm`, while the kernel before ends (programmatic "
+    "dependent launch); 0: after it",
 )  # fmt: skip
 
 SERVER_PARTS = ("deep_ep", "all_reduce", "norm")
@@ -331,8 +327,8 @@ def _server(name: str, server: str) -> Setting[tuple[str, ...]]:
         name,
         _parts(SERVER_PARTS),
         (),
-        f"what {server}'s processes take of this package, separated by commas: `deep_ep` in DeepEP's place, `all_reduce` for "
-        "tensor parallelism, `norm` to fuse that with RMSNorm; `1`: all of it; see docs/integrations.md",
+        f"parts of this package that {server}'s processes use, comma-separated: `deep_ep` for DeepEP, `all_reduce` for "
+        "tensor parallelism, `norm` to fuse that with RMSNorm; `1`: all parts; see docs/integrations.md",
         shown="0",
     )
 
@@ -342,25 +338,25 @@ SGLANG = _server("TSN_SGLANG", "SGLang")
 
 TRACE = Setting(
     "TSN_TRACE", _new_file, "",
-    "file to write a timeline of all ranks to, which ui.perfetto.dev opens; see docs/debugging.md",
+    "file for a timeline of all ranks, which ui.perfetto.dev opens; see docs/debugging.md",
 )  # fmt: skip
 TRACE_EVENTS = Setting(
     "TSN_TRACE_EVENTS",
     _whole(16),
     1 << 16,
-    "events of 64 bytes that a rank keeps of its host calls, of its kernels and of each proxy thread; the oldest go first",
+    "latest events of 64 bytes that a rank keeps of its host calls, of its kernels and of each proxy thread",
 )
 
 LIBFABRIC = Setting(
     "TSN_LIBFABRIC", _text, "",
-    "the libfabric to load; without it `/opt/amazon/efa`, the system's and the `mpich` wheel's are tried in turn",
+    "the libfabric to load; by default the first of `/opt/amazon/efa`, the system's and the `mpich` wheel's",
 )  # fmt: skip
 PROVIDER = Setting(
     "TSN_PROVIDER",
     _provider,
     "",
-    "libfabric provider, such as `efa`, `tcp`, `tcp;ofi_rxm`, `shm`; launch.sh runs `efa` and `efa-direct` over the stand-in "
-    "that `bash tests/efa/build.sh` has built in a checkout, where there is no EFA device",
+    "libfabric provider, such as `efa`, `tcp`, `tcp;ofi_rxm`, `shm`; without an EFA device launch.sh runs `efa` and "
+    "`efa-direct` over the emulated one of `bash tests/efa/build.sh`, in a checkout that has built it",
     "the best one offered",
 )
 FABRIC_INTERFACE = Setting(
@@ -369,39 +365,39 @@ FABRIC_INTERFACE = Setting(
 RAILS = Setting("TSN_RAILS", _whole(0), 0, "endpoints to use; 0: one per NIC near the GPU")
 PROXY_QUEUES = Setting("TSN_PROXY_QUEUES", _whole(1), 1, "device queues; operations to a PE use queue PE % queues")
 PROXY_THREADS: Setting[int | None] = Setting(
-    "TSN_PROXY_THREADS", _whole(1), None, "proxy threads, each with endpoints of its own",
-    "1; up to 4 that share every PE where tcp serves GPUs of a host with 3 processors for each",
+    "TSN_PROXY_THREADS", _whole(1), None, "proxy threads, each with separate endpoints",
+    "1; up to 4 that share every PE if tcp serves GPUs of a host with 3 processors for each",
 )  # fmt: skip
 PROXY_PEER_THREADS: Setting[int | None] = Setting(
     "TSN_PROXY_PEER_THREADS", _whole(1), None,
-    "proxy threads that share large puts and gets of one PE, in chunks of at least 64K; the others help its own",
+    "proxy threads that share large puts and gets of one PE, in chunks of at least 64K",
     "1, or as above",
 )  # fmt: skip
 PROXY_CPUS: Setting[str | list[int]] = Setting(
-    "TSN_PROXY_CPUS", _cpus, [], "CPUs that the threads are pinned to, such as `2,3`; `node`: those near the GPU",
+    "TSN_PROXY_CPUS", _cpus, [], "CPUs to which the threads are pinned, such as `2,3`; `node`: CPUs near the GPU",
     "not pinned",
 )  # fmt: skip
 PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", _power_of_two(2), 1024, "descriptors in a queue's ring")
-PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the chunks that puts travel in")
+PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of a put's chunks")
 PROXY_STAGING = Setting(
-    "TSN_PROXY_STAGING", _flag, False, "1: go through pinned staging memory even where the network reaches the heap"
+    "TSN_PROXY_STAGING", _flag, False, "1: use pinned staging memory even if the network reaches the heap"
 )
 PROXY_STATS = Setting("TSN_PROXY_STATS", _flag, False, "1: print the proxy's counters when it stops")
-CHAOS = Setting("TSN_CHAOS", _chaos, "", "make the network misbehave, see below")
+CHAOS = Setting("TSN_CHAOS", _chaos, "", "make the network unreliable, see below")
 
 SIM_SEED = Setting("TSN_SIM_SEED", _whole(0), 0, "seed of the schedule and of the order in which remote writes arrive")
 SIM_VISIBILITY = Setting(
     "TSN_SIM_VISIBILITY", _one_of("eager", "late", "random"), "random",
-    "remote writes arrive at once (`eager`), as late as the memory model allows (`late`), or by lot (`random`)",
+    "remote writes arrive at once (`eager`), as late as the memory model allows (`late`), or at random (`random`)",
 )  # fmt: skip
 SIM_RACES = Setting(
     "TSN_SIM_RACES", _flag, False,
     "`1`: follow transfers and signals between ranks, and report accesses that nothing orders (`DataRace`)",
 )  # fmt: skip
-SIM_SMS = Setting("TSN_SIM_SMS", _whole(1), 132, "SMs of the simulated GPU, which bound how many blocks run at a time")
+SIM_SMS = Setting("TSN_SIM_SMS", _whole(1), 132, "SMs of the simulated GPU, which limit the number of blocks in flight")
 SIM_STALL = Setting(
     "TSN_SIM_STALL", _number(0.1), 60.0,
-    "seconds without any progress after which a kernel counts as hanging; at least twice `TSN_TIMEOUT`",
+    "seconds without progress after which a kernel counts as hung; at least twice `TSN_TIMEOUT`",
 )  # fmt: skip
 SIM_STACK = Setting("TSN_SIM_STACK", parse_bytes, 256 << 10, "bytes of stack per simulated thread")
 SIM_CXXFLAGS: Setting[list[str]] = Setting(
@@ -410,14 +406,14 @@ SIM_CXXFLAGS: Setting[list[str]] = Setting(
 CXX: Setting[list[str]] = Setting("CXX", _words, [], "the host compiler", "g++, clang++ or c++")
 
 GPUS = Setting(
-    "GPUS", _whole(1), 2, "ranks on this host: one per GPU, or simulated ones where there is no GPU",
+    "GPUS", _whole(1), 2, "ranks on this host: one per GPU, or simulated ranks without a GPU",
 )  # fmt: skip
 NODES = Setting("NODES", _whole(1), 1, "hosts of the job; run the same line on every host")
 NODE_RANK = Setting("NODE_RANK", _whole(0), 0, "this host's index")
 MASTER_ADDR = Setting("MASTER_ADDR", _text, "", "name or address of the host where rank 0 listens")
 MASTER_PORT = Setting(
     "MASTER_PORT", _whole(1, 65535), 29500,
-    "the port that rank 0 listens at; without it any free one on one host, and one of job and step under srun",
+    "rank 0's port; by default any free port on one host, and a port derived from job and step under srun",
 )  # fmt: skip
 OUTPUT = Setting(
     "TSN_OUTPUT", _one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
@@ -426,15 +422,15 @@ JOB = Setting(
     "TSN_JOB",
     _text,
     "",
-    "name of the job: equal on all its ranks, and of no other job. A random one (`openssl rand -hex 16`) that only its "
-    "ranks know keeps others from acting as a rank, see SECURITY.md",
-    "on one host random, by launch.sh; under srun job and step",
+    "name of the job: equal on all its ranks, different from other jobs. A random secret name (`openssl rand -hex 16`) keeps "
+    "other processes from acting as a rank, see SECURITY.md",
+    "random on one host, by launch.sh; job and step under srun",
 )
 PYTHON = Setting(
     "TSN_PYTHON",
     _text,
     "",
-    "launch.sh: interpreter to use as it is; otherwise an active virtual environment, `.venv`, python3 or a new `.venv`",
+    "launch.sh: interpreter to use unchanged; otherwise an active virtual environment, `.venv`, python3 or a new `.venv`",
 )
 TORCH = Setting(
     "TSN_TORCH",
@@ -444,13 +440,15 @@ TORCH = Setting(
     "PyPI's, with CUDA",
 )
 VENV = Setting("TSN_VENV", _text, "", "launch.sh: folder of that virtual environment", "`.venv`")
-CHECKOUT = Setting("TSN_CHECKOUT", _text, "", "for scripts around a checkout: its folder; the package does not read it")
-BUILD = Setting("TSN_BUILD", _flag, True, "launch.sh: 0: never build the native part")
+CHECKOUT = Setting(
+    "TSN_CHECKOUT", _text, "", "a checkout's folder, for scripts around it; the package does not read it"
+)
+BUILD = Setting("TSN_BUILD", _flag, True, "launch.sh: 0: never build the native code")
 LIBFABRIC_INCLUDE = Setting(
     "TSN_LIBFABRIC_INCLUDE", _text, "",
     "the build: folder that holds `rdma/fabric.h`; `none`: build without the fabric", "the compiler's",
 )  # fmt: skip
-STORE = Setting("TSN_STORE", _text, "", "where the launcher's store is; set by the launcher, not for users")
+STORE = Setting("TSN_STORE", _text, "", "address of the launcher's store; set by the launcher, not for users")
 STORE_FD = Setting(
     "TSN_STORE_FD", _whole(0), 0, "file of the store's socket, for rank 0; set by the launcher, not for users", ""
 )
@@ -459,9 +457,9 @@ TEST_ORDERING = Setting(
     "TSN_TEST_ORDERING",
     _one_of("last_chunk"),
     "",
-    "`last_chunk`: trust the last chunk for ordering, as some systems do, which is wrong: shows why arrivals are counted",
+    "`last_chunk`: rely on the last chunk for ordering, as some systems do, which is wrong: shows why the proxy counts arrivals",
 )
-CHAOS_SEEDS = Setting("TSN_CHAOS_SEEDS", _whole(1), 240, "seeds of the nightly test on networks that misbehave")
+CHAOS_SEEDS = Setting("TSN_CHAOS_SEEDS", _whole(1), 240, "seeds of the nightly test on unreliable networks")
 
 ALL: dict[str, Setting[Any]] = {row.name: row for row in list(globals().values()) if isinstance(row, Setting)}
 # The launcher's own, which it checks with the words of a launcher; elsewhere other programs may use these names.
@@ -601,22 +599,22 @@ SECTIONS = {
 }  # fmt: skip
 
 HEAD = """# Settings
-Environment variables; a wrong value is an error that names the variable, and so is a name that begins with TSN_ and is none
-of these. All ranks of a job should see the same ones. `python -m tilescale_net settings` prints this page, which is made from the table in
+The package reads these environment variables. A wrong value, or an unknown name that begins with TSN_, is an error that
+names the variable. All ranks of a job should have the same values. `python -m tilescale_net settings` prints this page, from the table in
 `tilescale_net/runtime/settings.py`.
 """
 
 CHAOS_FIELDS = {
     "seed": "of the random numbers (1)",
-    "reorder": "probability that an operation or an arrival is held back, so that later ones overtake it",
-    "delay_us": "the longest that anything is held back, in microseconds (100)",
+    "reorder": "probability that an operation or an arrival is delayed and overtaken by later ones",
+    "delay_us": "the longest delay, in microseconds (100)",
     "split": "probability that a write travels in several pieces, which arrive in any order",
-    "eagain": 'probability that a post is answered with "try again"',
+    "eagain": 'probability that a post returns "try again"',
     "depth": "outstanding operations of an endpoint", "max_write": "bytes of the largest transfer",
     "imm_bits": "width of immediates (32)", "error": "probability that an operation fails",
-    "error_after": "number of the operation from which on all fail",
-    "error_code": "with which operations fail (5, EIO); 104 (ECONNRESET) is what a process that is gone looks like",
-    "stall_after": "number of the operation from which on nothing moves any more, as with a dead peer",
+    "error_after": "number of the first operation that fails; all later ones fail too",
+    "error_code": "error of the failed operations (5, EIO); 104 (ECONNRESET) simulates a dead process",
+    "stall_after": "number of the operation after which nothing moves, as with a dead peer",
 }  # fmt: skip
 
 NOTES = {
@@ -631,10 +629,10 @@ NOTES = {
             "`on` stands for `seed=1,reorder=0.3,split=0.2,eagain=0.1`.",
         ]
     ),
-    "Simulator": "One seed makes a different schedule of every launch and every rank, and the same ones again in the next run.",
+    "Simulator": "A seed gives every launch and every rank its own schedule, which the next run repeats.",
     "Launcher and build": (
-        "`bash launch.sh script.py` and `python -m tilescale_net run script.py` read the first six; flags of `run` stand for "
-        "most of them. Without them ranks read what torchrun, srun or mpirun set."
+        "`bash launch.sh script.py` and `python -m tilescale_net run script.py` read the first six; `run` has flags for most "
+        "of them. Without them ranks read the variables of torchrun, srun or mpirun."
     ),
 }
 
