@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from benchmark.common import suite
 from benchmark.common.suite import Entry, Result, execute, outcome_of
-from tilescale_net.cli.arguments import positive_int
+from tilescale_net.cli.arguments import Parser, positive_int
 from tilescale_net.launch import run
 from tilescale_net.runtime import settings
 
@@ -64,7 +64,7 @@ STEPS = (
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--part", type=int, choices=(0, 1, 2), default=0, help="of the run; 0: both, one after the other"
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from benchmark.common.report import is_rank_zero, read_json, world_size
-from tilescale_net.cli.arguments import non_negative_int, positive_float, positive_int, writable_file
+from tilescale_net.cli.arguments import Parser, non_negative_int, positive_float, positive_int, writable_file
 from tilescale_net.runtime import settings
 
 __all__ = ["non_negative_int", "positive_float", "positive_int"]  # which benchmarks take from here
@@ -124,8 +124,8 @@ ON_GPU, IN_SIMULATOR = (
 TIMINGS = ("launch", "graph", "loop")
 
 
-class BenchmarkParser(argparse.ArgumentParser):
-    """An ArgumentParser with the flags that every benchmark has; only rank 0 prints, wrong arguments exit with 2.
+class BenchmarkParser(Parser):
+    """A parser with the flags that every benchmark has; only rank 0 prints, wrong arguments exit with 2.
 
     Adds `--json FILE`, `--plot FILE`, `--baseline FILE`, `--warmup N`, `--repeat N` and, when `sizes` is given,
     `--sizes LIST`.

@@ -224,6 +224,7 @@ def test_bench_writes_a_page(tmp_path):
     [
         (("--output", "/nonexistent/page.md"), "'/nonexistent/page.md' cannot be written"),
         (("-n", "0"), "0 is not a whole number of 1 or more"),
+        (("--qiuck",), "tilescale_net bench: error: unrecognized arguments: --qiuck; did you mean --quick?"),
     ],
 )
 def test_bench_refuses_before_it_measures(given, said, capsys):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from tilescale_net import __version__, launch
 from tilescale_net.cli import model, precompile
-from tilescale_net.cli.arguments import positive_float, positive_int, writable_file
+from tilescale_net.cli.arguments import Parser, non_negative_int, positive_float, positive_int, writable_file
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import run
 from tilescale_net.runtime import private_folder, settings
@@ -67,11 +67,13 @@ def tune_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=("bf16", "fp16", "fp8"), default="bf16", help="(%(default)s)")
     command.add_argument("--mode", choices=("throughput", "latency"), default="throughput", help="moe (%(default)s)")
     command.add_argument("--layout", choices=("expert", "rank"), default="expert", help="moe (%(default)s)")
-    command.add_argument("--heap", default=None, metavar="BYTES", help="symmetric heap, such as 4G (TSN_HEAP_SIZE)")
+    command.add_argument("--heap", default="", metavar="BYTES", help="symmetric heap, such as 4G (TSN_HEAP_SIZE)")
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Start the ranks, which run the same command (`args.words`), or be one of them; the exit code."""
+    """Start the ranks, which run the same command (`args.words`), or be one of them; the exit code. Raises
+    ConfigurationError: the heap is no size."""
+    settings.HEAP_SIZE.value_of(args.heap, "--heap")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _tune(args)
         return 0
@@ -90,7 +92,7 @@ def _tune(args: argparse.Namespace) -> None:
     from tilescale_net import tuning
     from tilescale_net.runtime import tuned
 
-    world = tsn.init(args.heap)
+    world = tsn.init(args.heap or None)
     kept = tuned.path_of(tuned.place_of(world))
     if world.rank == 0:
         what = "dispatch and combine of kernels.moe.AllToAll" if args.what == "moe" else f"ops.{args.what}"
@@ -123,12 +125,20 @@ def check_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("where", metavar="SCRIPT.py::FUNCTION", help="sets up a rank, see docs/simulator.md")
     command.add_argument("-n", "--ranks", type=positive_int, default=2, metavar="N", help="ranks (%(default)s)")
     command.add_argument("--random", type=positive_int, metavar="N", help="instead of all schedules: N random ones")
-    command.add_argument("--seed", type=int, default=0, metavar="S", help="of the first random one (%(default)s)")
     command.add_argument(
-        "--depth", type=int, default=3, metavar="D", help="of random ones: changes of priority, plus 1 (%(default)s)"
+        "--seed", type=non_negative_int, default=0, metavar="S", help="of the first random one (%(default)s)"
+    )
+    command.add_argument(
+        "--depth",
+        type=positive_int,
+        default=3,
+        metavar="D",
+        help="of random ones: changes of priority, plus 1 (%(default)s)",
     )
     command.add_argument("--schedule", metavar="TEXT|FILE", help="only this one, as printed by an earlier check")
-    command.add_argument("--preemptions", type=int, default=-1, metavar="P", help="at most P in a schedule")
+    command.add_argument(
+        "--preemptions", type=non_negative_int, default=-1, metavar="P", help="at most P in a schedule"
+    )
     command.add_argument("--most", type=positive_int, default=1 << 62, metavar="N", help="end after N schedules")
     command.add_argument(
         "--seconds", type=positive_float, default=600.0, metavar="S", help="end after S seconds (%(default)g)"
@@ -165,7 +175,7 @@ Call = Callable[[argparse.Namespace], int]
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; `args.call(args)` runs the chosen one and returns its exit code."""
-    top = argparse.ArgumentParser(prog="tilescale_net", description="Communication primitives for tilelang kernels.")
+    top = Parser(prog="tilescale_net", description="Communication primitives for tilelang kernels.")
     top.add_argument("--version", action="version", version=f"tilescale_net {__version__}")
     added = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 

@@ -1,8 +1,10 @@
-"""Types of command-line arguments, of the command and of the benchmarks, whose errors say what is wrong."""
+"""Parsers and types of command-line arguments, of the command and of the benchmarks, whose errors say what is wrong."""
 
 import argparse
+import difflib
 import os
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 Number = TypeVar("Number", int, float)
 
@@ -38,3 +40,21 @@ def writable_file(text: str) -> str:
     if os.path.isdir(text) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; its folder must exist and be writable")
     return text
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose subcommands report unknown options themselves, with the one that was probably meant."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse, but nothing may be left."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            near = [
+                found for name in names for found in difflib.get_close_matches(name, self._option_string_actions, n=1)
+            ]
+            advice = f"; did you mean {' '.join(near)}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+        return parsed, unknown
