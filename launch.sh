@@ -17,6 +17,8 @@ TSN_PROVIDER   efa or efa-direct without an EFA device: over the emulated one th
 Under srun, each task is a rank; with GPUS=N and one task per node, each task starts N ranks. Defaults: docs/settings.md"
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# Called by a link elsewhere.
+[ -d "$root/tilescale_net" ] || root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 venv=${TSN_VENV:-$root/.venv}
 case "${1:-}" in
   -h | --help) echo "$usage"; exit 0 ;;

@@ -100,6 +100,21 @@ def test_a_store_that_outlives_attempts():
     assert len(names) == 5
 
 
+def test_a_host_that_starts_another_number_of_ranks_is_named():
+    keys = SignedStore(dist.HashStore())
+    assert "rank 2 came as one of 4 ranks" not in _come(keys, 4, (2,), timeout=0.1)[2]
+    assert "Missing: rank 1 (did not come)" in (said := _come(keys, 2, (0,), timeout=0.1)[0])
+    assert "; rank 2 came as one of 4 ranks: all hosts must start the same job" in said
+
+
+def test_a_rank_without_open_files_blames_no_other():
+    def fail():
+        raise RuntimeError("rv != -1. Too many open files")
+
+    with pytest.raises(tsn.ConfigurationError, match="rank 0: .*Too many open files; raise the limit"):
+        Rendezvous(Store(), 0, 2, 5.0).run_collectively(fail)
+
+
 QUICK = {"TSN_TIMEOUT": "1"}  # and 5 s more for collective calls
 
 
@@ -244,6 +259,7 @@ OF_SRUN = {"RANK": None, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MAST
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a number"),
         ({"RANK": "1"}, "RANK=1 is not below WORLD_SIZE=1"),
         ({"RANK": "-1"}, "RANK='-1' is not a number"),
+        ({"WORLD_SIZE": "20000"}, "WORLD_SIZE=20000: a job has at most"),
         (OF_SRUN, "SLURM_PROCID=0 of SLURM_STEP_NUM_TASKS=2, but MASTER_ADDR is not set: several ranks were started"),
     ],
 )
@@ -280,7 +296,15 @@ def test_sruns_variables():
     assert [o.value for o in outcomes] == [(0, 2), (1, 2)], [o.error for o in outcomes]
 
 
-@pytest.mark.parametrize("mpi", [("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")])
+@pytest.mark.parametrize(
+    "mpi",
+    [
+        ("PMI_RANK", "PMI_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ],
+)
 def test_mpis_variables_with_an_address(monkeypatch, mpi):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)

@@ -11,6 +11,7 @@ processes meet, under a name made of their numbers.
 import atexit
 import contextlib
 import datetime
+import errno
 import hashlib
 import json
 import os
@@ -72,7 +73,7 @@ class ArrivalTracker(_Tracker):
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
         super().__init__(store, rank, size, timeout)
-        self._number = secrets.token_hex(8)
+        self._number = f"{secrets.token_hex(8)}/{size}"
         self._agreed = ""  # name of the rendezvous that this rank has proposed or agreed to
 
     def meet(self, word: str, absent: str) -> tuple[JobStore, list[str]]:
@@ -96,8 +97,9 @@ class ArrivalTracker(_Tracker):
             if missing := self.store.ask(self._missing):
                 numbers = self.store.ask(lambda s: [self._number_of(s, r) for r in range(self.size)])
                 acks = [f"acked/{number}" for r, number in enumerate(numbers) if r not in missing]
+                others = self.store.ask(self._other_size)
                 self._ack_failure(f"acked/{self._number}", acks)
-                raise self._lost(absent, missing)
+                raise self._lost(absent, missing, others)
         return name
 
     def _words(self, store: SignedStore) -> list[str]:
@@ -138,6 +140,15 @@ class ArrivalTracker(_Tracker):
         if self.rank == 0:
             return late
         return [r for r in late if r != self.rank and self._agreed] or [0]
+
+    def _other_size(self, store: SignedStore) -> str:
+        """That a rank came as one of another number of ranks, as where hosts start with another GPUS; '' for none. The
+        store of torchrun's agent holds ranks of attempts before, which may have been others."""
+        for rank in range(0 if has_agent() else 2 * self.size):
+            size = self._number_of(store, rank).partition("/")[2]
+            if size not in ("", str(self.size)):
+                return f"; rank {rank} came as one of {size} ranks: all hosts must start the same job (GPUS, NODES, WORLD_SIZE)"
+        return ""
 
     def _number_of(self, store: SignedStore, rank: int) -> str:
         return (job_store.get_text(store, f"come/{rank}") or "").partition(" ")[0]
@@ -220,6 +231,10 @@ class Rendezvous(_Tracker):
             result = run_with_timeout(self.timeout + SLACK, run)
         except (RuntimeError, ValueError, TimeoutError) as err:
             self._announce(failed)
+            if os.strerror(errno.EMFILE) in str(err):  # the others still wait for this rank
+                raise ConfigurationError(
+                    f"rank {self.rank}: {first_line(err)}; raise the limit of open files (ulimit -n)"
+                ) from err
             time.sleep(_FAILURE_GRACE_S)
             if silent := self.store.ask(lambda s: self._silent(s, failed, joined)):
                 raise self._missed(silent, f" ({first_line(err)})") from err
@@ -453,6 +468,7 @@ def _connect(launched: placement.LaunchedRank, timeout: float) -> dist.Store:
         ) from err
     except (RuntimeError, OSError) as err:  # DistNetworkError is a RuntimeError, TimeoutError an OSError
         if keeps:
+            this_host.check_loopback()  # by which a host reaches its own addresses
             raise ConfigurationError(
                 f"rank 0 cannot listen at {launched.address}:{launched.port} ({first_line(err)}); set MASTER_ADDR to this host "
                 "and MASTER_PORT to a free port"

@@ -24,13 +24,25 @@ from tilescale_net.runtime.context import MAX_PES
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", None),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI, MVAPICH
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI, Flux
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),  # MVAPICH's mpirun_rsh
     ("PALS_RANKID", "PALS_SIZE", None),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", None),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", None),
     ("PMIX_RANK", "PMIX_SIZE", None),
 )
 # Processes that start the ranks of one host: what all of them descend from.
-_STARTERS = ("hydra_pmi_proxy", "pmi_proxy", "mpirun", "mpiexec", "mpiexec.hydra", "orted", "prted", "prterun")
+_STARTERS = (
+    "hydra_pmi_proxy",
+    "pmi_proxy",
+    "mpirun",
+    "mpiexec",
+    "mpiexec.hydra",
+    "mpispawn",
+    "orted",
+    "prted",
+    "prterun",
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +137,8 @@ def _launched(rank_name: str, size_name: str, local_name: str | None, timeout: f
     rank, size = _number(rank_name, 0), _number(size_name, 1)
     if rank >= size:
         raise ConfigurationError(f"{rank_name}={rank} is not below {size_name}={size}")
+    if size > MAX_PES:
+        raise ConfigurationError(f"{size_name}={size}: a job has at most {MAX_PES} ranks")
     here = local_name is not None and _number(local_name, 0) == size
     if "MASTER_ADDR" in env and ("MASTER_PORT" in env or not here):
         port = env.get("MASTER_PORT", str(settings.MASTER_PORT.default))

@@ -158,7 +158,8 @@ def build(name: str, text: str) -> Path:
 
 
 def load(name: str, text: str) -> Any:
-    """The library of `build`, loaded. One that the cache holds damaged (a full disk, a power cut) is built again."""
+    """The library of `build`, loaded. One that the cache holds damaged (a full disk, a power cut) is built again. Raises
+    what `build` raises, and ConfigurationError: it lies where no code may be loaded from."""
     from tilescale_net import _simulator
 
     path = build(name, text)
@@ -166,7 +167,14 @@ def load(name: str, text: str) -> Any:
         return _simulator.Library(str(path))
     except RuntimeError:
         cache.discard(path)
-        return _simulator.Library(str(build(name, text)))
+    path = build(name, text)
+    try:
+        return _simulator.Library(str(path))
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"a compiled kernel cannot be loaded: {error}; where its file system is mounted noexec, set XDG_CACHE_HOME to a "
+            "folder on another"
+        ) from None
 
 
 def _explain(name: str, stderr: str) -> str:

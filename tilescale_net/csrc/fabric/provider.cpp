@@ -77,7 +77,9 @@ std::string open_library(const std::string& file, Library& lib) {
 } // namespace
 
 std::string Library::error(int64_t rc) const {
-  return std::string(strerror(static_cast<int>(rc < 0 ? -rc : rc))) + " (" + std::to_string(rc) + ")";
+  const int code = static_cast<int>(rc < 0 ? -rc : rc);
+  return std::string(strerror(code)) + " (" + std::to_string(rc) + ")" +
+         (code == EMFILE ? "; raise the limit of open files (ulimit -n)" : "");
 }
 
 const Library& load_library(const std::string& explicit_file, const std::string& fallback) {
