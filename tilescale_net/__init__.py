@@ -73,26 +73,26 @@ def init(
 ) -> World:
     """Join the job, or a group of its ranks: bootstrap over torch.distributed, symmetric heap, peer mapping, proxy.
 
-    Collective over the ranks of the group; the others need not know. Without a group it uses the default process group
-    when there is one, else makes one (gloo) from the variables of launch.sh, torchrun, srun or mpirun; without any of
-    them the job has one rank. A process may be in several worlds, one for each group; see docs/groups.md.
+    Collective over the ranks of the group; other ranks do nothing. Without a group it uses the default process group,
+    or makes one (gloo) from the variables of launch.sh, torchrun, srun or mpirun; without any of them the job has one
+    rank. A process may be in several worlds, one for each group; see docs/groups.md.
 
     Args:
-        heap_bytes: size of the symmetric heap in bytes, or text such as "2G"; default TSN_HEAP_SIZE. It grows to
-            TSN_HEAP_LIMIT when it is full.
-        group: the ranks that take part, of any backend: a ProcessGroup, a DeviceMesh of one dimension, or the name of a
-            group; or a StoreGroup, of processes that share no more than a store. PEs are numbered as the ranks of the
-            group. Default: all ranks of the job.
+        heap_bytes: size of the symmetric heap in bytes, or text such as "2G"; default TSN_HEAP_SIZE. A full heap grows to
+            TSN_HEAP_LIMIT.
+        group: the ranks of the world: a ProcessGroup of any backend, a DeviceMesh of one dimension, the name of a group,
+            or a StoreGroup, of processes that share only a store. PE numbers are ranks of the group. Default: all ranks
+            of the job.
 
     Returns:
         The `World` of this process in the group.
 
     Raises:
-        ConfigurationError: too few GPUs, heap too large, peers that cannot be mapped (PeerUnreachable), bad environment variables; a group
-            that torch.distributed does not know or that this process is not in.
-        RankMismatch: ranks that disagree on the arguments or the environment.
+        ConfigurationError: too few GPUs, heap too large, peers that cannot be mapped (PeerUnreachable), bad environment
+            variables, a group that torch.distributed does not know or that does not contain this process.
+        RankMismatch: ranks disagree on the arguments or the environment.
         PeerLost: a rank did not arrive in time.
-        TileScaleError: it was called for this group before, without `finalize`.
+        TileScaleError: a second call for this group without `finalize`.
     """
     from tilescale_net.runtime import worlds
     from tilescale_net.runtime.world import WorldHooks
@@ -107,17 +107,17 @@ def init(
     try:
         return worlds.init(heap_bytes, group, hooks)
     except TileScaleError as error:
-        # Its text says all; the rest are frames of this package.
+        # The message is complete; the traceback has only frames of this package.
         raise error.with_traceback(None) from None
 
 
 def finalize(group: Group = None) -> None:
     """Leave the world of a group; without one, all worlds of this process.
 
-    Collective; waits for all ranks of the world, then unmaps everything. Raises what is still unreported. Group: see `world`.
+    Collective; waits for all ranks of the world, then unmaps everything. Raises pending errors. Group: see `world`.
 
-    A CUDA graph that holds kernels of this world must not be replayed afterwards: they use what is unmapped now. Capture it
-    again after another init.
+    Do not replay a CUDA graph with kernels of this world afterwards: they would access unmapped memory. Capture it again
+    after another init.
     """
     from tilescale_net.runtime import worlds
 
@@ -128,12 +128,12 @@ def world(group: Group = None) -> World:
     """The `World` of a group.
 
     Args:
-        group: what `init` got, or another group of the same ranks. Default: the world of all ranks of the job, or else
-            the only one. The same holds for `group` everywhere.
+        group: the argument of `init`, or another group of the same ranks. Default: the world of all ranks of the job, or
+            else the only one. The same holds for `group` everywhere.
 
     Raises:
-        TileScaleError: no `init` for the group before; no group given where there are several worlds.
-        ConfigurationError: what is no group, or one that this process is not in.
+        TileScaleError: no earlier `init` for the group; no group given, but several worlds.
+        ConfigurationError: not a group, or a group without this process.
     """
     from tilescale_net.runtime import worlds
 
@@ -154,7 +154,7 @@ def team(name: str = "world", group: Group = None) -> builtins.range:
     """The PEs of a team, ascending.
 
     Args:
-        name: "world" for all PEs of the group, "node" for those of this PE's node (they are direct: mapped memory).
+        name: "world" for all PEs of the group, "node" for the PEs of this PE's node, whose memory is mapped (direct).
         group: see `world`.
     """
     w = world(group)
@@ -166,7 +166,7 @@ def team(name: str = "world", group: Group = None) -> builtins.range:
 
 
 def device(group: Group = None) -> torch.device:
-    """The torch device that symmetric tensors live on: this rank's GPU, or the CPU under the simulator. Group: see `world`."""
+    """The torch device of symmetric tensors: this rank's GPU, or the CPU in the simulator. Group: see `world`."""
     return world(group).device
 
 
@@ -179,14 +179,14 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None, *, group
         group: see `world`.
 
     Returns:
-        An uninitialised tensor (NaN patterns under the simulator), aligned to 256 bytes. It stays valid until `free` or
-        `finalize`. What refers to it after `finalize` still finds the bytes of then, which no other rank reaches; the
-        whole heap is given back to the system with the last such tensor. One without elements takes no memory.
+        An uninitialised tensor (NaN patterns in the simulator), aligned to 256 bytes, valid until `free` or `finalize`.
+        After `finalize` it keeps its bytes, which no other rank can access; the last such tensor releases the heap's
+        memory. A tensor without elements takes no memory.
 
     Raises:
         TypeError: an invalid shape or dtype.
-        HeapError: no room left, and the heap has grown to TSN_HEAP_LIMIT, or a rank has no memory for more.
-        RankMismatch: another rank requested something else; names both.
+        HeapError: the heap is full at TSN_HEAP_LIMIT, or a rank has no memory for more.
+        RankMismatch: another rank requested something else; names both requests.
     """
     import torch
 
@@ -201,12 +201,11 @@ def zeros(shape: Sequence[int] | int, dtype: torch.dtype | None = None, *, group
 
 
 def free(tensor: torch.Tensor, *, group: Group = None) -> None:
-    """Give a tensor of `empty` or `zeros` back to the heap. Collective; the tensor must not be used afterwards.
+    """Return a tensor of `empty` or `zeros` to the heap. Collective; do not use the tensor afterwards.
 
     Args:
         tensor: the tensor itself, not a view of it.
-        group: whose heap holds it; where it is left out, the tensor determines it, unless it has no elements: then see
-        `world`.
+        group: the group of its heap; by default the tensor determines it, or see `world` if the tensor has no elements.
 
     Raises:
         HeapError: not a live tensor of the symmetric heap.
@@ -218,52 +217,51 @@ def free(tensor: torch.Tensor, *, group: Group = None) -> None:
 
 
 def barrier(group: Group = None) -> None:
-    """Wait until the kernels of every rank of the group have finished and every rank is here.
+    """Wait until the kernels of every rank of the group have finished and every rank has called it.
 
-    Orders everything that was quiet: a put whose kernel called quiet, or that went to a direct PE, is visible after it.
-    Group: see `world`.
+    Puts whose kernel called quiet, and puts to direct PEs, are visible after it. Group: see `world`.
 
     Raises:
-        WaitTimeout, PeerLost, InvalidDescriptor, FabricError: what a kernel or the proxy met; PeerLost when a rank
-            died or did not come within the timeout.
+        WaitTimeout, PeerLost, InvalidDescriptor, FabricError: errors of a kernel or the proxy; PeerLost if a rank died or
+            did not arrive within the timeout.
     """
     world(group).barrier()
 
 
 def shrink(step: int = 0, *, timeout: float | None = None, group: Group = None) -> Survivors:
-    """Go on without the ranks that are lost, in the same processes and with the same objects.
+    """Continue without the lost ranks, in the same processes and with the same objects.
 
-    Collective over the ranks that remain, each of which has met `PeerLost`, `WaitTimeout` or `FabricError` or will meet it
-    in its next call. It ends the kernels of this rank, waits for the ranks that still answer, forgets the failure, and
-    makes the collective calls of the host (memory, barriers, new objects, `finalize`) calls of those ranks alone. Memory,
-    tensors and PE numbers stay. What was under way is void on all ranks: an `AllToAll` goes on after its `set_active()`,
-    other objects must be freed and made anew.
+    Collective over the remaining ranks, each of which has raised `PeerLost`, `WaitTimeout` or `FabricError`, or will in its
+    next call. It ends the kernels of this rank, waits for the ranks that still respond, and clears the failure. Collective
+    host calls (memory, barriers, new objects, `finalize`) then involve only those ranks. Memory, tensors and PE numbers
+    stay. Calls in flight are void on all ranks: an `AllToAll` continues after its `set_active()`; free other objects and
+    construct new ones.
 
     Args:
-        step: a number of the caller, such as that of the step which failed; ranks may be a call apart when one is lost.
-        timeout: seconds that ranks may take to come which live and have not; default TSN_TIMEOUT. A rank that does not come
-            is lost, and its process is ended (SIGKILL): what it launched might write into memory of the others.
+        step: a number of the caller, such as the failed step; ranks may be a call apart when one is lost.
+        timeout: seconds to wait for ranks that are alive; default TSN_TIMEOUT. A rank that does not arrive is lost, and its
+            process is killed (SIGKILL), because its kernels might write into memory of the others.
         group: see `world`.
 
     Returns:
-        Survivors: `ranks`, the PEs that go on, and `steps`, what each of them gave.
+        Survivors: `ranks`, the remaining PEs, and `steps`, the argument of each.
 
     Raises:
-        PeerLost: the others have gone on without this rank, the process that keeps the store of the job is gone, or another
-            rank was lost meanwhile, after which it may be called again.
-        FabricError, ConfigurationError: the network between nodes could not be set up anew.
-        TileScaleError: the failure is this rank's own; it raises that one.
+        PeerLost: the others have continued without this rank, the process that hosts the job's store is gone, or another
+            rank was lost meanwhile; in the last case call it again.
+        FabricError, ConfigurationError: the network between nodes could not be set up again.
+        TileScaleError: this rank caused the failure; raises that error.
     """
     return world(group).shrink(step, timeout)
 
 
 def synchronize(group: Group = None) -> None:
-    """Wait for this rank's kernels and raise what they or the proxy met in the group (see `world`). Not collective."""
+    """Wait for this rank's kernels and raise their errors and the proxy's, in the group (see `world`). Not collective."""
     world(group).synchronize()
 
 
 def check(group: Group = None) -> None:
-    """Raise what kernels, the proxy or lost peers have left behind so far; waits only for the reason of an abort. Group: see `world`."""
+    """Raise pending errors of kernels, the proxy or lost peers; waits only for the reason of an abort. Group: see `world`."""
     world(group).check()
 
 
@@ -274,9 +272,9 @@ def stats(group: Group = None) -> dict[str, Any]:
 
 
 def range(name: str) -> AbstractContextManager[None]:
-    """Show what the `with` block does on this rank's host track of the timeline, under `name`; see TSN_TRACE.
+    """Show the `with` block on this rank's host track of the timeline, under `name`; see TSN_TRACE.
 
-    Without TSN_TRACE it does next to nothing.
+    Without TSN_TRACE it costs next to nothing.
 
     Args:
         name: shown in the timeline.

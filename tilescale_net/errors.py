@@ -1,7 +1,6 @@
 """Every exception that tilescale_net raises on purpose.
 
-Each message names the rank, the peer (PE) and the operation concerned, the value that was wrong with its limit,
-and what to do about it.
+Each message names the rank, the peer (PE), the operation, the wrong value with its limit, and the remedy.
 """
 
 
@@ -14,11 +13,11 @@ class ConfigurationError(TileScaleError):
 
 
 class PeerUnreachable(ConfigurationError):
-    """A GPU of this node, or its memory, cannot be reached from another one's: no peer access, or ranks in several containers."""
+    """A GPU of this node, or its memory, cannot be reached from another GPU: no peer access, or ranks in several containers."""
 
 
 class KernelError(TileScaleError):
-    """A kernel misuses a primitive; reported when the kernel is built, with the primitive and the user's line."""
+    """A kernel misuses a primitive; raised when the kernel is built, with the primitive and the user's line."""
 
 
 class SimulatorUnsupported(TileScaleError):
@@ -26,23 +25,23 @@ class SimulatorUnsupported(TileScaleError):
 
 
 class SimulatorDeadlock(TileScaleError):
-    """Threads of a simulated kernel wait for each other for ever; names where they wait."""
+    """Threads of a simulated kernel wait for each other forever; names the places of the waits."""
 
 
 class DataRace(TileScaleError):
-    """Nothing orders two things that a simulated kernel does although it needs them in order; names both."""
+    """Nothing orders two conflicting accesses of simulated kernels; names both."""
 
 
 class HeapError(TileScaleError):
-    """The symmetric heap cannot serve a request: exhausted, freed twice, or a tensor that does not live in it."""
+    """The symmetric heap cannot serve a request: exhausted, freed twice, or a tensor of other memory."""
 
 
 class RankMismatch(TileScaleError):
-    """Ranks called a collective operation with different arguments; names two ranks and what each of them requested."""
+    """Ranks called a collective operation with different arguments; names two ranks and their requests."""
 
 
 class OutOfBounds(TileScaleError):
-    """A kernel touched memory outside a live allocation of the symmetric heap."""
+    """A kernel accessed memory outside a live allocation of the symmetric heap."""
 
 
 class PeOutOfRange(TileScaleError):
@@ -50,7 +49,7 @@ class PeOutOfRange(TileScaleError):
 
 
 class WaitTimeout(TileScaleError):
-    """A device-side wait passed its deadline; names the word, the value expected and the value seen last."""
+    """A device-side wait passed its deadline; names the word, the expected value and the last observed value."""
 
 
 class PeerLost(TileScaleError):
@@ -58,7 +57,7 @@ class PeerLost(TileScaleError):
 
 
 class InvalidDescriptor(TileScaleError):
-    """The proxy refused a descriptor: outside the heap, to an unknown PE, or of an unknown kind."""
+    """The proxy rejected a descriptor: outside the heap, for an unknown PE, or of an unknown kind."""
 
 
 class FabricError(TileScaleError):

@@ -5,8 +5,8 @@
     print(tuning.product("matmul_all_reduce", 4096, 7168, 8192).text())
     print(tuning.moe(256, 4096, 7168, 8).text())
 
-or `python -m tilescale_net tune`. Without it, calls take what was measured on H100s and H200s (`kernels.fused.choice`,
-`kernels.moe.config`, which check what they read from a file, too); nothing is ever searched in a call.
+or `python -m tilescale_net tune`. Without it, calls use measurements on H100s and H200s (`kernels.fused.choice`,
+`kernels.moe.config`, which also check the contents of files). No call ever searches.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ Measure = Callable[[Choice, Call], float]
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate and what it took.
+    """A candidate and its time.
 
     Attributes:
-        choice: what was tried, by field.
-        us: of a call, on the slowest rank; None where it could not be made.
-        why: it could not be made.
+        choice: the candidate's values, by field.
+        us: time of a call on the slowest rank; None if it failed.
+        why: the reason why it failed.
     """
 
     choice: Choice
@@ -74,12 +74,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-        key: of the calls for which it is good.
-        trials: in the order in which they were made; the first is what is taken without a search.
-        best: of them.
+        key: of the calls to which it applies.
+        trials: in order; the first is the choice without a search.
+        best: the fastest trial.
     """
 
     key: str
@@ -206,18 +206,18 @@ def moe(
 ) -> Found:  # fmt: skip
     """Find the geometry of an `AllToAll` for a dispatch and a combine of `max_tokens` tokens, and keep it; collective.
 
-    Objects that are made afterwards without a `tuning` take it, in this process and in later ones of the same place (GPU,
-    ranks, nodes, version of the package) where rank 0 finds it on its disk.
+    Later objects without a `tuning` use it, in this process and in later ones with the same GPU, ranks, nodes and version of
+    the package if rank 0 finds it on its disk.
 
     Args:
         num_experts, max_tokens, hidden, top_k, dtype, mode, options: as for `AllToAll`; the choice serves up to the next power of
             two of tokens, and objects of equal sizes, dtypes, mode and layout.
-        most: how many candidates are tried.
+        most: the largest number of candidates.
         measure: see `lockstep`.
 
     Raises:
         TypeError, ValueError, HeapError: as `AllToAll`.
-        RankMismatch: ranks that ask for something else.
+        RankMismatch: ranks request different searches.
     """
     check_most(most)
     world = tsn.world(group)
@@ -276,27 +276,26 @@ def product(
     kind: str, rows: int, k: int, n: int, *, dtype: torch.dtype = torch.bfloat16, group: tsn.Group = None, most: int = 16,
     measure: Measure | None = None,
 ) -> Found:  # fmt: skip
-    """Measure the ways in which `tilescale_net.ops.KIND` can take calls like these, and keep them; collective, between other
-    calls.
+    """Measure the ways of such calls of `tilescale_net.ops.KIND`, and keep the times; collective, between other calls.
 
-    `ops` looks at what was measured from the next call on, in this process and in later ones of the same place (GPU, ranks,
-    nodes, version of the package) where rank 0 finds it on its disk.
+    `ops` uses the times from the next call on, in this process and in later ones with the same GPU, ranks, nodes and version
+    of the package if rank 0 finds them on its disk.
 
     Args:
         kind: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
-        rows, k, n: of `x` [rows, k] and `w` [k, n] on a rank; calls of other shapes take the way of the nearest one.
+        rows, k, n: of `x` [rows, k] and `w` [k, n] on a rank; calls of other shapes use the nearest one's way.
         dtype: of both.
         group: see `tilescale_net.world`.
-        most: how many candidates are tried.
+        most: the largest number of candidates.
         measure: see `lockstep`.
 
     Returns:
         Found: all trials, and the best.
 
     Raises:
-        ValueError: a call that the fused kernels do not take.
+        ValueError: the fused kernels do not support the call.
         HeapError: no room for the operands.
-        RankMismatch: ranks that ask for something else.
+        RankMismatch: ranks request different searches.
     """
     if kind not in fused.CLASSES:
         raise ValueError(f"tuning: kind is {kind!r}; it must be one of {', '.join(fused.CLASSES)}")

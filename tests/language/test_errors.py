@@ -98,7 +98,7 @@ WRONG = {
     ),
     "rows in bulk": (
         lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, engine="bulk"),
-        "rows that lie apart is not copied in bulk",
+        "a strided region is not copied in bulk",
     ),
     "rows beyond an axis": (lambda k: N.put_block(k.m[0:4, 60:110], k.a[0], 1), "ends at 110 on an axis of 100"),
     "column of signals": (

@@ -1,7 +1,7 @@
 """`tsn.jit` and `tsn.compile`: tilelang's compiler with the hazards of communicating kernels closed.
 
 - Nothing that a peer writes is read through the non-coherent cache (passes), by TMA, twice, or too early (passes/hazards.py).
-- Calls with an effect are carried out once, wherever they stand in an expression (passes/effects.py).
+- Calls with an effect are executed once, anywhere in an expression (passes/effects.py).
 - Warp specialisation is off unless the author requests it: it makes the block larger and splits it, which block-scope
   primitives must not see.
 - The cache key covers the device headers and the lowering rules (toolchain.py).
@@ -122,8 +122,8 @@ def compile(
 
     Args:
         func: the traced kernel.
-        target: None for the device that init has taken; before init, for the GPU where there is one and the simulator
-            elsewhere (TSN_DEVICE decides otherwise). "cuda"; "simulator"; or a dict such as
+        target: None for init's device; before init, for a GPU if there is one, else the simulator (TSN_DEVICE overrides
+            that). "cuda"; "simulator"; or a dict such as
             {"kind": "cuda", "arch": "sm_90"}, which compiles without a GPU.
         pass_configs: options of tilelang's passes.
         compile_flags: further flags of the device compiler.
@@ -478,7 +478,7 @@ def jit(
 
         copy(1024)(x, y)
 
-    Arguments and errors are those of `compile`. A decorated factory returns a `Kernel` for each set of arguments and
+    Arguments and errors are as for `compile`. A decorated factory returns a `Kernel` for each set of arguments and
     compiles it once; a decorated T.prim_func is a `Kernel`.
     """
     options: dict[str, Any] = dict(target=target, pass_configs=pass_configs, compile_flags=compile_flags, name=name)
@@ -542,13 +542,13 @@ class _Macro(Macro):
 
 
 def macro(function: Callable[..., Any]) -> Macro:
-    """A macro as `T.macro` makes it, whose function is translated when a kernel first uses it, not when it is defined.
+    """`T.macro`, but translated when a kernel first uses it, not when it is defined.
 
-    tilelang takes about 20 ms for a macro of 20 lines, which every process that imports its module would pay. Meant for
-    macros of modules; what a nested one refers to may have changed by its first use.
+    tilelang takes about 20 ms for a macro of 20 lines, in every process that imports its module. Use it for module-level
+    macros; the variables of a nested macro may have changed by its first use.
 
     Args:
-        function: defined in a file, as `T.macro` takes it.
+        function: defined in a file, as for `T.macro`.
 
     Raises:
         KernelError: `function` is not a Python function.
@@ -564,10 +564,10 @@ def macro(function: Callable[..., Any]) -> Macro:
 def compile_together(
     calls: Sequence[Callable[[], object]], device: torch.device | None = None, local_rank: int = 0, node_size: int = 1
 ) -> None:
-    """Make calls of which each compiles a kernel, in threads: compilers release Python's lock for most of the time.
+    """Make calls that compile a kernel each, in threads: compilers release Python's lock for most of the time.
 
-    Each rank of a host begins elsewhere in the list, so that ranks compile at the same time what all of them find in the
-    cache afterwards: a rank that comes to a kernel which another one compiles waits for it.
+    Each rank of a host begins at another place of the list and shares its kernels through the cache; a rank waits for a
+    kernel that another rank compiles.
 
     Args:
         calls: the same on all ranks.
@@ -575,7 +575,7 @@ def compile_together(
         local_rank, node_size: of the rank among those of its host.
 
     Raises:
-        What a call raises, the first in the order of `calls`; the others have ended then.
+        The error of a call, the first in the order of `calls`, after the others have ended.
     """
     first = len(calls) * local_rank // node_size
     mine = [*calls[first:], *calls[:first]]

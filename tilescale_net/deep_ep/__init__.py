@@ -1,10 +1,10 @@
-"""DeepEP's module over the kernels of tilescale_net: the signatures and meanings of its version 1.2.1.
+"""DeepEP's interface on the kernels of tilescale_net: the signatures and meanings of its version 1.2.1.
 
     import tilescale_net.deep_ep
     tilescale_net.deep_ep.install()     # before anything imports deep_ep
     import deep_ep                      # this package
 
-docs/integrations.md describes how frameworks are set up, and what is not supported.
+docs/integrations.md describes the set-up of frameworks, and lists unsupported features.
 """
 
 import importlib
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def install() -> None:
-    """From now on `import deep_ep` gives this package in this process. Calling it again changes nothing.
+    """From now on `import deep_ep` imports this package in this process. A second call has no effect.
 
     Raises:
         TileScaleError: another deep_ep was imported before.

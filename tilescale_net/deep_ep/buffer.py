@@ -19,44 +19,44 @@ SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size i
 
 
 class Buffer(GroupBuffer):
-    """Communication of the ranks of a group. Made, used and destroyed by all of them together.
+    """Communication of the ranks of a group, which construct, use and destroy it collectively.
 
     Args:
-        group: a ProcessGroup of any backend, or another group of `tilescale_net.init`, which is called where it was not.
-        num_nvl_bytes, num_rdma_bytes: their sum is the least size of the symmetric heap, where this Buffer makes it.
-        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: change nothing: both
-            modes are there, over NVLink and over the network.
-        explicitly_destroy: changes nothing; without `destroy` memory is given back when the program ends.
-        enable_shrink: low-latency calls go on when ranks of one node are lost, see `low_latency_query_mask_buffer`.
+        group: a ProcessGroup of any backend, or another group of `tilescale_net.init`, which the constructor calls if necessary.
+        num_nvl_bytes, num_rdma_bytes: their sum is the least size of the symmetric heap, if this Buffer makes it.
+        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: no effect: both
+            modes work over NVLink and over the network.
+        explicitly_destroy: no effect; without `destroy` memory is freed when the program ends.
+        enable_shrink: low-latency calls continue when ranks of one node are lost, see `low_latency_query_mask_buffer`.
         comm: not supported.
 
     Attributes:
         rank, group_size, group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy: as given.
-        runtime: None: there is no object of C++ behind it.
+        runtime: None: there is no C++ object.
 
     Args of methods:
-        num_max_dispatch_tokens_per_rank: tokens that a rank dispatches at most in a low-latency call, equal on all ranks.
+        num_max_dispatch_tokens_per_rank: the most tokens of a rank in a low-latency call, equal on all ranks.
         hidden: elements of a row, a multiple of 128.
         num_experts: experts of all ranks together, equal on all ranks.
         num_ranks: ranks of the group.
         handle: of the dispatch.
         previous_event: the call begins after it.
-        async_finish: give an event back.
-        allocate_on_comm_stream: changes nothing; as in DeepEP, True needs previous_event and async_finish=True (ValueError).
+        async_finish: return an event.
+        allocate_on_comm_stream: no effect; as in DeepEP, True needs previous_event and async_finish=True (ValueError).
         dtype: of the memory.
         size: shape of the memory; default 1 MiB.
-        offset, use_rdma_buffer: change nothing.
+        offset, use_rdma_buffer: no effect.
         new_num_sms: SMs, an even number.
         rank_to_mask: index in the group.
         mask: whether to leave it out.
         mask_status: int32 [ranks], written.
 
-    What a call needs is compiled and allocated at its first use, by all ranks together: make it once before a CUDA graph
-    is captured. Work runs on the current stream; events end there. Calls that are made on different streams run one after the
-    other, in the order in which they were made.
+    The first call of a kind compiles kernels and allocates memory, collectively: make it once before you capture a CUDA graph.
+    Kernels and events use the current stream. Calls on different streams run one after the other, in the order in which they
+    were made.
 
     Raises:
-        TileScaleError: what is not supported, by name. Others: see `tilescale_net.init`.
+        TileScaleError: an unsupported feature, by name. Others: see `tilescale_net.init`.
     """
 
     num_sms: int = 20
@@ -123,13 +123,13 @@ class Buffer(GroupBuffer):
         self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
         async_finish: bool = False, allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
-        """What `dispatch` takes beside the rows, from the choices of each token.
+        """The arguments of `dispatch` besides the rows, from the choices of each token.
 
         Args:
             topk_idx: [tokens, top_k] expert of each choice, -1 for none.
 
         Returns:
-            Tokens per rank [ranks] int32; per node [nodes] int32, None where there is one; per expert [num_experts] int32;
+            Tokens per rank [ranks] int32; per node [nodes] int32, None with one node; per expert [num_experts] int32;
             whether each token goes to each rank [tokens, ranks] bool; and the event.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
@@ -149,29 +149,29 @@ class Buffer(GroupBuffer):
         config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, tuple | None, EventOverlap]:  # fmt: skip
-        """Send each token once to every rank that it goes to. Collective.
+        """Send each token once to each rank of its experts. Collective.
 
         Args:
             x: [tokens, hidden] bfloat16, or a pair of float8_e4m3fn rows and scales, [tokens, any] or [tokens], float32 or
                 int32, of any strides.
-            handle: of an earlier dispatch: the same tokens go the same ways, and nothing else is given.
+            handle: of an earlier dispatch, whose routing is used again; pass no other argument about the routing.
             is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`.
-            num_tokens_per_rank, num_tokens_per_rdma_rank: not looked at.
+            num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
             topk_idx, topk_weights: travel with the rows. Without them `is_token_in_rank` decides where rows go.
-            expert_alignment: counts of experts are rounded up to a multiple of it.
-            num_worst_tokens: rows of the results, where the host shall not wait for their number. It is the same on all
-                ranks, a multiple of their number at least as large as what any of them sends or receives, and not checked.
+            expert_alignment: counts per expert are rounded up to a multiple of it.
+            num_worst_tokens: rows of the results, so that the host need not wait for their number: equal on all ranks, a
+                multiple of the number of ranks, at least the rows that any rank sends or receives. It is not checked.
             config: its num_sms.
             previous_event: the call begins after it.
-            async_finish: give an event back.
+            async_finish: return an event.
 
         Returns:
             The rows as `x` (new contiguous tensors, ordered by source rank and token); local experts of their choices, -1 for those of
             other ranks, and the weights, 0 there; list of rows per local expert (empty with `num_worst_tokens`); handle;
-            event. With a handle, and without choices, None in place of what is missing.
+            event. Missing results are None, with a handle or without choices.
 
         Raises:
-            ValueError, TypeError, HeapError: what `kernels.moe.AllToAll.dispatch` rejects, on all ranks.
+            ValueError, TypeError, HeapError: as `kernels.moe.AllToAll.dispatch`, on all ranks.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
         num_sms = config.num_sms if config is not None else Buffer.num_sms
@@ -199,9 +199,9 @@ class Buffer(GroupBuffer):
         Args:
             x: [rows, hidden] bfloat16, in the order of dispatch's rows.
             handle: of that dispatch.
-            topk_weights: [rows, top_k] float32, which are added up for each token and choice.
+            topk_weights: [rows, top_k] float32, summed for each token and choice.
             bias: one or two tensors [tokens, hidden] bfloat16, added before the sum is rounded.
-            config: its num_sms, of which at most as many as the dispatch had are taken.
+            config: its num_sms, at most the dispatch's.
 
         Returns:
             [tokens, hidden] bfloat16, [tokens, top_k] float32 or None, and the event.
@@ -218,7 +218,7 @@ class Buffer(GroupBuffer):
     # -- low latency ------------------------------------------------------------------------------------------------
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing to do: the modes share no memory, and signals are never reset."""
+        """No effect: the modes share no memory, and signals are never reset."""
 
     @named("tilescale_net.deep_ep.low_latency_dispatch")
     def low_latency_dispatch(
@@ -237,15 +237,15 @@ class Buffer(GroupBuffer):
             use_fp8: rows travel as float8_e4m3fn with a scale per 128 elements.
             round_scale: scales are powers of two.
             use_ue8m0: four exponents of these scales to an int32.
-            return_recv_hook: give a function back that ends the call; two dispatches may be waiting for theirs.
-            dispatch_wait_recv_cost_stats: [ranks] int64; to each is added for how many clocks of the GPU this call's
-                threads have waited for that rank, by the time that the call ends.
+            return_recv_hook: return a function that ends the call; two dispatches may be pending.
+            dispatch_wait_recv_cost_stats: [ranks] int64, to which the call adds the GPU clocks that its threads have waited
+                for each rank.
 
         Returns:
             [local experts, ranks * max tokens, hidden] bfloat16, or a pair of float8_e4m3fn and scales (column-major);
             rows per local expert, int32; handle; event; hook or None. The handle has five parts: the token at the source of
             each row, [local experts, ranks * max tokens] int32; begin << 32 | count of each rank's rows, [local experts,
-            ranks] int64; max tokens, hidden, experts. Combines take it as it is, not a tuple of its parts.
+            ranks] int64; max tokens, hidden, experts. Combines take the handle itself, not a tuple of its parts.
         """
         if async_finish and return_recv_hook:
             error = ValueError("give async_finish or return_recv_hook, not both")
@@ -266,12 +266,12 @@ class Buffer(GroupBuffer):
 
         Args:
             x: [local experts, ranks * max tokens, hidden] bfloat16.
-            topk_idx: not looked at: the handle has the choices.
+            topk_idx: ignored: the handle has the choices.
             topk_weights: [tokens, top_k] float32.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer` instead of `x`.
-            return_recv_hook: give a function back that ends the call; two combines may be waiting for theirs.
+            return_recv_hook: return a function that ends the call; two combines may be pending.
             out: [tokens, hidden] bfloat16; default a new tensor.
-            use_logfmt: not looked at: rows travel as bfloat16, which is more exact, and longer.
+            use_logfmt: ignored: rows travel as bfloat16, which is more exact, and longer.
             combine_wait_recv_cost_stats: as `dispatch_wait_recv_cost_stats` of `low_latency_dispatch`.
 
         Returns:
@@ -292,22 +292,22 @@ class Buffer(GroupBuffer):
     # -- ranks that are masked ----------------------------------------------------------------------------------------
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leave a rank out, on all ranks that stay, from their next low-latency call on; or (`mask` false) do not, if that has
-        not happened yet. A rank that masks itself makes no calls from then on.
+        """Leave a rank out of the next low-latency calls, on all remaining ranks; or (`mask` false) withdraw a request that has
+        not taken effect. A rank that masks itself must make no further calls.
 
         Raises:
-            TileScaleError: a rank that was left out cannot come back.
+            TileScaleError: a rank that was left out cannot return.
         """
         self._objects.masks.update(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Fill `mask_status` [ranks] with 1 for ranks that are masked, by the caller or because they are lost, else 0.
+        """Fill `mask_status` [ranks] with 1 for masked ranks (by the caller or because they are lost), else 0.
 
-        With enable_shrink a rank that dies, or does not come within TSN_TIMEOUT, is lost. Low-latency calls in flight then
-        give no rows and zeros on all others, and later ones go on without it: repeat the step when the mask has changed.
+        With enable_shrink a rank that dies, or does not arrive within TSN_TIMEOUT, is lost. Low-latency calls in flight then
+        return no rows and zeros on all others, and later calls continue without it: repeat the step if the mask has changed.
         """
         self._objects.masks.query(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Mask only the ranks that have been left out: they cannot come back, and a warning names them."""
+        """Mask only the ranks that have been left out: they cannot return, and a warning names them."""
         self._objects.masks.clean()

@@ -20,24 +20,23 @@ NUM_SMS = 24  # blocks of a kernel where a call does not say
 
 @dataclass
 class EPHandle:
-    """Of a dispatch, for combines of it and for dispatches with the same choices.
+    """The handle of a dispatch, for its combines and for dispatches with the same choices.
 
     Attributes:
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
         topk_idx: [tokens, top_k] choices of this rank's tokens.
-        num_recv_tokens, num_expanded_tokens: rows received, one for each token and one for each choice with the gaps of
-            the alignment; the most there can be where the host has not waited for them.
-        num_recv_tokens_per_expert_list: rows per local expert, multiples of the alignment; empty where it has not.
+        num_recv_tokens, num_expanded_tokens: rows received, one for each token, and one for each choice with the gaps of
+            the alignment; the maximum if the host has not waited for them.
+        num_recv_tokens_per_expert_list: rows per local expert, multiples of the alignment; empty if it has not.
         psum_num_recv_tokens_per_scaleup_rank: [ranks of a node] int32, rows from all ranks up to each; on several nodes, from
             the ranks of that place in all of them. Rows themselves are ordered by source rank.
-        psum_num_recv_tokens_per_expert: [local experts] int32: where the rows of each end, with the gap behind them; with
-            do_expand without it.
+        psum_num_recv_tokens_per_expert: [local experts] int32: end of each expert's rows, with the gap after them; without
+            it with do_expand.
         num_unaligned_recv_tokens_per_expert: [local experts] int32, rows of each.
         recv_src_metadata: [rows, 2 + top_k] int32: source rank * num_max_tokens_per_rank + token there; source rank * top_k +
             its last choice here; the expanded row of each choice. -1: none.
-        recv_topk_idx: what the dispatch gave.
-        token_metadata_at_forward, channel_linked_list: None: places in DeepEP's buffers; what calls need of the ways that rows
-            went is this package's own.
+        recv_topk_idx: result of the dispatch.
+        token_metadata_at_forward, channel_linked_list: None: offsets in DeepEP's buffers; this package keeps its own routing.
     """
 
     do_expand: bool
@@ -61,47 +60,47 @@ class EPHandle:
 
     @property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
-        """[tokens, top_k] int32: places of this rank's rows at the ranks of their choices, -1 without a choice; the same for
-        equal choices. They are no places in DeepEP's buffers."""
+        """[tokens, top_k] int32: offsets of this rank's rows at the ranks of their choices, -1 without a choice; the same for
+        equal choices. They are not offsets in DeepEP's buffers."""
         slots = self._handle.plan.token_slot[: len(self.topk_idx)]
         rank = self.topk_idx.long() // (self.num_experts // slots.shape[1])
         return slots.gather(1, rank.clamp(min=0)).masked_fill(rank < 0, -1)
 
 
 class ElasticBuffer(GroupBuffer):
-    """Dispatch and combine of the ranks of a group. Made, used and destroyed by all of them together.
+    """Dispatch and combine of the ranks of a group, which construct, use and destroy it collectively.
 
     Args:
         group: see `Buffer`.
-        num_bytes: least size of the symmetric heap, where this object makes it; default what the next four need.
+        num_bytes: least size of the symmetric heap, if this object makes it; default: the size for the next four.
         num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch: the largest calls, for `get_buffer_size_hint`.
-        num_max_tokens_per_rank: also the default of `dispatch`, and the most of its calls that take no object of their own.
-        allow_multiple_reduction: False: a sum is rounded once. Where rows are summed before they travel, with do_expand and on
-            several nodes, they travel in float32 then, which takes twice the time and memory.
+        num_max_tokens_per_rank: also the default of `dispatch`; calls with more construct another object.
+        allow_multiple_reduction: False: a sum is rounded once. Rows that are summed before they travel, with do_expand and on
+            several nodes, then travel in float32, in twice the time and memory.
         num_cpu_bytes: 0; others are not supported.
-        deterministic, prefer_overlap_with_compute: change nothing: results never depend on timing, and each rank sums its
+        deterministic, prefer_overlap_with_compute: no effect: results never depend on timing, and each rank sums its
             experts' rows before they travel.
-        allow_hybrid_mode: changes nothing: rows cross the network once per node.
-        num_cpu_timeout_secs, num_gpu_timeout_secs: change nothing: TSN_TIMEOUT limits all waits.
-        sl_idx, num_allocated_qps, explicitly_destroy: change nothing.
+        allow_hybrid_mode: no effect: rows cross the network once per node.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: no effect: TSN_TIMEOUT limits all waits.
+        sl_idx, num_allocated_qps, explicitly_destroy: no effect.
 
     Args of methods:
         cumulative_local_expert_recv_stats: [local experts] int32, to which the counts are added.
         num_sms: blocks of the call's kernels; 0: `get_theoretical_num_sms`.
-        num_qps: changes nothing.
+        num_qps: no effect.
         previous_event, previous_event_before_epilogue: the call begins after them.
-        async_with_compute_stream: give an event back.
-        allocate_on_comm_stream: changes nothing.
-        do_handle_copy: the handle has a copy of the choices; else they may not be written while it is used.
-        use_comm_stream, with_cpu_sync, sequential: change nothing.
-        num_experts, num_scaleout_topk, rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: change nothing.
+        async_with_compute_stream: return an event.
+        allocate_on_comm_stream: no effect.
+        do_handle_copy: copy the choices into the handle; without a copy do not overwrite them while the handle is in use.
+        use_comm_stream, with_cpu_sync, sequential: no effect.
+        num_experts, num_scaleout_topk, rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: no effect.
 
     Attributes:
         group, rank_idx, num_ranks, num_max_tokens_per_rank, allow_hybrid_mode, deterministic: as given.
         num_bytes: the requested least size of the heap; 0 without a request.
         num_scaleout_ranks, num_scaleup_ranks, num_rdma_ranks, num_nvlink_ranks: nodes, and ranks of one, of the group.
-        scaleout_rank_idx, scaleup_rank_idx: this rank's node, and its place there.
-        num_allocated_qps: 0: there are no queue pairs to choose. runtime: None: there is no object of C++ behind it.
+        scaleout_rank_idx, scaleup_rank_idx: this rank's node, and its index there.
+        num_allocated_qps: 0: there are no queue pairs. runtime: None: there is no C++ object.
     """
 
     num_allocated_qps = 0
@@ -137,7 +136,7 @@ class ElasticBuffer(GroupBuffer):
     ) -> int:  # fmt: skip
         """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is requested.
 
-        Enough for ranks of one node and for nodes of 8 ranks, whichever takes more.
+        Enough for ranks of one node and for nodes of 8 ranks.
         """
         ranks = group.size()
         sizes = -(-EXPERTS // ranks) * ranks, num_max_tokens_per_rank, hidden, num_topk or 8
@@ -158,7 +157,7 @@ class ElasticBuffer(GroupBuffer):
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Wait until the kernels of all ranks have ended, and all are here."""
+        """Wait until the kernels of all ranks have ended and all ranks have called it."""
         self._world.barrier()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
@@ -171,11 +170,11 @@ class ElasticBuffer(GroupBuffer):
         self, num_experts: int, num_topk: int, num_scaleout_topk: int = 0, rdma_gbs: float = 0, nvlink_gbs: float = 0,
         sm_read_gbs: float = 200, sm_write_gbs: float = 50,
     ) -> int:  # fmt: skip
-        """Blocks of a kernel where a call does not say; measured, not computed from bandwidths."""
+        """Default number of a kernel's blocks; measured, not computed from bandwidths."""
         return NUM_SMS
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """0: there are no queue pairs to choose."""
+        """0: there are no queue pairs."""
         return 0
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
@@ -195,20 +194,20 @@ class ElasticBuffer(GroupBuffer):
         Args:
             x: [tokens, hidden] bfloat16, or a pair of float8_e4m3fn rows and scales; see `Buffer.dispatch`.
             topk_idx, topk_weights: [tokens, top_k], of choices, -1 for none, and their weights.
-            handle: of an earlier dispatch: its choices, with other rows and, if one likes, other weights.
-            num_experts, num_max_tokens_per_rank, expert_alignment: by default those of the handle; the last is 1 else.
-            do_cpu_sync: wait on the host for the number of rows, so that results have exactly that many; default, unless there
-                is a handle. Otherwise they have room for the worst case.
+            handle: of an earlier dispatch: its choices, with other rows and optionally other weights.
+            num_experts, num_max_tokens_per_rank, expert_alignment: default: the handle's; 1 for the last without a handle.
+            do_cpu_sync: wait on the host for the number of rows, which the results then have exactly; the default without a
+                handle. Otherwise they have room for the worst case.
             do_expand: a row for each choice, ordered by expert, instead of one for each token.
             do_zero_padding: with do_expand, zeros in the gaps of the alignment: rows, scales and weights.
-            use_tma_aligned_col_major_sf: scales in columns, each of which begins at a multiple of 16 bytes.
+            use_tma_aligned_col_major_sf: scales in columns that begin at multiples of 16 bytes.
 
         Returns:
-            Rows (and scales), local experts of the choices ([rows, top_k] int64, -1 for those of other ranks; None with
-            do_expand), weights ([rows, top_k], with do_expand [rows]; None where none were given), EPHandle, event.
+            Rows (and scales), local experts of the choices ([rows, top_k] int64, -1 for experts of other ranks; None with
+            do_expand), weights ([rows, top_k], with do_expand [rows]; None without weights), EPHandle, event.
 
         Raises:
-            ValueError, TypeError, HeapError: what `kernels.moe.AllToAll.dispatch` rejects, on all ranks.
+            ValueError, TypeError, HeapError: as `kernels.moe.AllToAll.dispatch`, on all ranks.
         """
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
@@ -281,9 +280,9 @@ class ElasticBuffer(GroupBuffer):
         Args:
             x: [rows, hidden] bfloat16, in the order of dispatch's rows.
             handle: of that dispatch.
-            topk_weights: float32, [rows, top_k] or with do_expand [rows], brought back to the choices.
+            topk_weights: float32, [rows, top_k] or with do_expand [rows], returned to the choices.
             bias: one or two tensors [tokens, hidden] bfloat16, added before the sum is rounded.
-            num_sms: of which at most as many as the dispatch had are taken; 0: those.
+            num_sms: at most the dispatch's; 0: the dispatch's.
 
         Returns:
             [tokens, hidden] bfloat16, [tokens, top_k] float32 or None, and the event.

@@ -1,4 +1,4 @@
-"""Events with which callers overlap communication and computation; also `deep_ep.utils.event`, as the second version has it."""
+"""Events for the overlap of communication and computation; also `deep_ep.utils.event`, as in the second version."""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +10,7 @@ sys.modules[f"{__name__}.event"] = sys.modules[__name__]
 
 
 class EventHandle:
-    """The work on the current stream so far. In the simulator that is over already."""
+    """The work on the current stream so far. In the simulator it has already ended."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event() if torch.cuda.is_available() else None
@@ -18,7 +18,7 @@ class EventHandle:
             self._event.record()
 
     def current_stream_wait(self) -> None:
-        """Let the current stream wait for it."""
+        """Make the current stream wait for it."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -30,12 +30,12 @@ class EventOverlap:
         event: EventHandle or None.
         extra_tensors: kept alive with it.
 
-    As a context manager it lets the current stream wait at the end of the block; called with `release_handle` before that, it
-    lets go of the event then.
+    As a context manager it makes the current stream wait at the end of the block; if it was called with `release_handle`, it
+    then drops the event.
 
     Attributes:
         event, extra_tensors: as given.
-        hook_after_wait: what the next wait calls when it has been launched; see `register_hook_after_wait`.
+        hook_after_wait: function that the next wait calls after its launch; see `register_hook_after_wait`.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None):
@@ -44,7 +44,7 @@ class EventOverlap:
         self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Let the current stream wait for the event. ValueError without an event.
+        """Make the current stream wait for the event. ValueError without an event.
 
         Args:
             release_handle: drop the event.
@@ -59,7 +59,7 @@ class EventOverlap:
             self.event = None
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
-        """Have a function called once, after the next wait. Raises ValueError where one waits for that already."""
+        """Register a function to call once, after the next wait. Raises ValueError if one is registered already."""
         if self.hook_after_wait is not None:
             raise ValueError("EventOverlap: a hook is registered already; wait for the event before another one is")
         self.hook_after_wait = hook_after_wait
@@ -88,5 +88,5 @@ def begin(previous_event: EventOverlap | None, async_finish: bool, allocate_on_c
 
 
 def end(async_finish: bool) -> EventOverlap:
-    """What a call gives back: an event after it, if that was requested."""
+    """The result of a call: an event after it, if requested."""
     return EventOverlap(EventHandle() if async_finish else None)

@@ -1,4 +1,4 @@
-"""What a kernel author types: `import tilescale_net.language as N`, next to `import tilelang.language as T`.
+"""Primitives of a kernel: `import tilescale_net.language as N`, next to `import tilelang.language as T`.
 
     @tsn.jit
     def ring(n, threads=128):
@@ -10,12 +10,11 @@
                 N.wait_block(flag[0], "ge", 1)
         return kernel
 
-Sizes are in elements. Symmetric memory is named by its local address. See docs/memory-model.md for what each
-primitive guarantees. Wrong use raises KernelError when the kernel is built, naming the primitive and the line.
+Sizes are in elements. A local tensor names symmetric memory. docs/memory-model.md states the guarantees. Misuse raises
+KernelError when the kernel is built, naming the primitive and the line.
 
-A primitive is carried out once where it stands, in any expression: before the rest of its statement, from left to
-right, behind `and`, `or` and in an arm of `a if c else b` only when that part is evaluated, and in the condition of a
-`while` in every round.
+A primitive in an expression is executed once, before the rest of its statement, from left to right; after `and`, `or`
+and in an arm of `a if c else b` only if that part is evaluated, and in the condition of a `while` in every iteration.
 """
 
 import difflib as _difflib
@@ -43,7 +42,7 @@ _trace.silence_dumps()
 
 
 class _NoPrimitive(_KernelError, AttributeError):
-    """A name that is no primitive; an AttributeError as for any module, and a KernelError where a kernel is built."""
+    """An unknown primitive; an AttributeError as for any module, and a KernelError where a kernel is built."""
 
 
 def __dir__() -> list[str]:

@@ -1,13 +1,12 @@
 """put, get and put_signal at block, warp and thread scope, and put_value.
 
 Common to all: `dst` and `src` are tensors, elements (`buf[i]`: from there on) or regions (`buf[i, 0:n]`) of the same
-dtype; the symmetric one is named by its *local* address. `count` is in elements and may be a run-time
-value; without it the whole tensor or region is meant, and one element where both are elements. A region may be made of
-rows that lie apart, such as a box `m[i:i+8, j:j+32]` or a column `m[0:n, j]`, at one end or both; its extents may be
-run-time values, and `count` is not given then. On the proxy path each row is an operation of its own. The source of a put
-may be a tile in shared memory, for PEs whose memory is mapped. Any size and any
-alignment is right; 16-byte aligned is fast, and from 32 KiB on fastest where both ends lie alike within a line of 128
-bytes. Addresses and sizes are 64-bit.
+dtype; the *local* tensor names the symmetric one. `count` is in elements and may be a run-time value; the default is the
+whole tensor or region, and one element if both are elements. A region may be strided, such as a box `m[i:i+8, j:j+32]` or
+a column `m[0:n, j]`, at one end or both; its extents may be run-time values, without a `count`. On the proxy path each row
+is a separate operation. The source of a put may be a tile in shared memory, for PEs whose memory is mapped. Any size and
+alignment works; 16-byte alignment is fast, and from 32 KiB on both ends at the same offset in a line of 128 bytes are
+fastest. Addresses and sizes are 64-bit.
 
 All raise KernelError, with the author's line, when the kernel is built: tensors of different dtypes or in memory that a
 copy does not reach, regions whose rows have more than one pitch, counts that are negative or exceed the tensor, unknown options.
@@ -48,22 +47,22 @@ SIGNAL_OPS = ("set", "add")
 
 _OPTIONS = """
     Keyword-only options:
-        count: elements to move, which may be known at run time only; by default the whole tensor or region, and one
-            element where both `dst` and `src` are elements. At least 0, and no more than either tensor holds from there on.
-        unroll: 16-byte accesses that a thread keeps in flight, 1 to 64, known when the kernel is built; the default follows
-            the block size.
+        count: elements to move, which may be a run-time value; by default the whole tensor or region, and one element if
+            both `dst` and `src` are elements. At least 0, and at most the rest of either tensor.
+        unroll: 16-byte accesses that a thread keeps in flight, 1 to 64, a compile-time integer; the default depends on the
+            block size.
         engine: "ldst" (unrolled 16-byte loads and stores), "bulk" (cp.async.bulk through a ring of shared memory, block
             scope only) or "auto".
         ring: (stages, bytes per stage) of that ring: 2 to 32 stages, each a multiple of 128 bytes. By default "bulk" takes
             (8, 16384); "auto" at block scope takes 64 KiB for pushes and 96 KiB for pulls of 128 KiB or more (or of
-            run-time size) where the kernel's own shared memory leaves room.
+            run-time size) if the kernel's own shared memory leaves room.
 
-    On the proxy path unroll, engine and ring have no effect. Any size and any alignment is right.
+    On the proxy path unroll, engine and ring have no effect. Any size and alignment works.
 
     Raises KernelError, with the author's line, when the kernel is built: tensors of different dtypes, in
     memory that a copy does not reach, regions with rows at more than one pitch, extents that differ, a count that is
-    negative or exceeds a tensor or region, unknown options. Extents and counts that are known only at run time are compared
-    by the simulator; a GPU moves what leaves neither end.
+    negative or exceeds a tensor or region, unknown options. The simulator compares extents and counts that are known only
+    at run time; a GPU moves the elements that are inside both ends.
 """
 
 
@@ -92,8 +91,8 @@ def default_unroll(threads: int) -> int:
     return min(max(4096 // threads, 4), 32)
 
 
-# What only the ldst engine copies, by the form of a Transfer.
-LDST_ONLY = {"shared": "a source in shared memory", "rows": "a region of rows that lie apart"}
+# Sources that only the ldst engine copies, by the form of a Transfer.
+LDST_ONLY = {"shared": "a source in shared memory", "rows": "a strided region"}
 
 
 def options(
@@ -192,8 +191,8 @@ def put_block(
     """Push `src` to `dst` on `pe`; called by all threads of the block with equal arguments.
 
     Args:
-        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
-        src: what, in global or shared memory, of the same dtype; symmetric memory where `pe` may be on another node.
+        dst: target, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
+        src: source in global or shared memory, of the same dtype; symmetric memory if `pe` may be on another node.
         pe: index in team "world", integer.
 
     The data are visible at the target only after a signal, fence and signal, or quiet and barrier; `src` may be written
@@ -239,9 +238,9 @@ def get_block(
     """Pull `src` of `pe` into local `dst`; returns with the data readable by the whole block.
 
     Args:
-        dst: where to, local global memory (symmetric where `pe` may be on another node): a tensor, an element (buf[i]) or
+        dst: target in this PE's global memory (symmetric if `pe` may be on another node): a tensor, an element (buf[i]) or
             a region (buf[i, 0:n]).
-        src: what, of the same dtype, by its local address in symmetric memory.
+        src: source of the same dtype, by its local address in symmetric memory.
         pe: index in team "world", integer.
 
     Example: N.get_block(x, y, pe, count=n)
@@ -283,16 +282,16 @@ def put_signal_block(
 ) -> None:  # fmt: skip
     """Push `src` to `dst` on `pe`, then signal there; called by all threads of the block with equal arguments.
 
-    A thread at `pe` that sees the signal by `wait` or `test` sees all of the data too. `src` may be written again only
+    A thread of `pe` that sees the signal by `wait` or `test` sees all of the data too. `src` may be written again only
     after `quiet` or `flush_wait`.
 
     Args:
-        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
-        src: what, in global or shared memory, of the same dtype; symmetric memory where `pe` may be on another node.
+        dst: target, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
+        src: source in global or shared memory, of the same dtype; symmetric memory if `pe` may be on another node.
         pe: index in team "world", integer.
         sig: one uint64 or int64 word of symmetric memory, by its local address, such as flags[0].
         value: unsigned 64-bit integer to store or to add.
-        op: "set" or "add"; one word is changed by one of the two only.
+        op: "set" or "add"; do not mix the two on one word.
 
     Example: N.put_signal_block(y, x, pe, flag[0], call)  # the receiver: N.wait_block(flag[0], "ge", call)
     """
@@ -375,14 +374,14 @@ def _vectors(name: str, place: Place, scope: str = "global") -> tuple[Operand, i
 def put_vector(dst: Place, src: Place, pe: Number) -> None:
     """Write 16 bytes of registers to `pe`, for `take_vectors` there; called by one thread. Direct path only.
 
-    The data are their own flag: nothing else travels, and nothing is ordered. A vector is put again only where the receiver
+    The data are their own flag: nothing else travels, and nothing is ordered. Put a vector again only after the receiver
     has taken the one before.
 
     Args:
         dst: region of 16 bytes of symmetric memory, by its local address, at a multiple of 16; zero before its first use.
-            float32, float16, bfloat16 or float8_e4m3fn. All values arrive as they are, but a NaN whose bits are all ones
-            arrives as another NaN, and four of float8_e4m3fn beside each other, which a conversion on a GPU never makes, with
-            one of them as -448.
+            float32, float16, bfloat16 or float8_e4m3fn. Values arrive unchanged, with two exceptions: a NaN whose bits are
+            all ones arrives as another NaN; of four adjacent such NaNs of float8_e4m3fn, which no conversion on a GPU makes,
+            one arrives as -448.
         src: region of 16 bytes of an array of `T.alloc_local`, of dst's dtype.
         pe: index in team "world"; also this PE.
 
@@ -401,10 +400,10 @@ def put_vectors(dst: Place, src: Place, n_pes: int, first: Number) -> None:
 
     Args:
         dst: as in `put_vector`, at the same local address on all of them.
-        src: region of an array of `T.alloc_local`, of dst's dtype: one vector, which all PEs get, or `n_pes` vectors, of which
-            vector i goes to PE (first + i) % n_pes.
-        n_pes: PEs 0 to n_pes - 1 of team "world" get one, also this PE. At most 128, known when the kernel is built.
-        first: 0 to n_pes - 1; where each PE begins with another one, no link has to carry all of them at once.
+        src: region of an array of `T.alloc_local`, of dst's dtype: one vector for all PEs, or `n_pes` vectors; vector i goes
+            to PE (first + i) % n_pes.
+        n_pes: PEs 0 to n_pes - 1 of team "world", this PE included, get one. A compile-time integer, at most 128.
+        first: first PE, 0 to n_pes - 1; if each PE begins with another one, no link carries all vectors at once.
 
     Example:
         mine = T.alloc_local((4,), "float32")
@@ -439,16 +438,16 @@ def _sent_vectors(dst: Place, src: Place, n_pes: int) -> tuple[Operand, Operand,
 
 @primitive
 def take_vectors(dst: Place, src: Place) -> None:
-    """Wait until vectors have been put to this PE, move them to registers and leave their memory empty; by one thread.
+    """Wait until vectors have been put to this PE, move them to registers and clear their memory; called by one thread.
 
-    Nothing else is ordered: what the sender wrote besides needs a signal of its own. All vectors are polled at once.
+    It orders nothing else: other writes of the sender need a signal. It polls all vectors together.
 
     Args:
-        dst: array of `T.alloc_local`, or a region of one, that holds as many vectors as `src`, one after the other.
-        src: region of this PE's symmetric memory, where `put_vector` sends: one vector of 16 bytes or rows of one vector, such
-            as `inbox[0:8, 3, 0:4]`. Their number is known when the kernel is built.
+        dst: array of `T.alloc_local`, or a region of one, with room for the vectors of `src`, one after the other.
+        src: region of this PE's symmetric memory, the target of `put_vector`: one vector of 16 bytes or rows of one vector,
+            such as `inbox[0:8, 3, 0:4]`, a compile-time number of them.
 
-    A wait ends with an error on the host (WaitTimeout, PeerLost) when a vector does not arrive in time.
+    If a vector does not arrive in time, the host raises WaitTimeout or PeerLost.
 
     Example:
         theirs = T.alloc_local((8, 4), "float32")

@@ -1,7 +1,6 @@
 """Single accesses: loads and stores with order and scope, atomics on a peer's memory, views of mapped memory.
 
-As in tilelang, an access whose index is outside its tensor vanishes: nothing is stored or changed, and a load or an
-atomic gives 0.
+As in tilelang, an access whose index is outside its tensor vanishes: it stores nothing, and a load or an atomic returns 0.
 """
 
 import tilelang.language as T
@@ -39,7 +38,7 @@ def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
 
     Args:
         buf: a symmetric tensor (whole; not an element or region).
-        pe: a PE whose memory is mapped; another one is an error on the host (not direct).
+        pe: a PE whose memory is mapped; for any other the host raises KernelError.
 
     Returns:
         A tensor of buf's shape, dtype and strides. Writes through it are ordered like puts.
@@ -71,10 +70,10 @@ def ld(src: Place, sem: str = "relaxed", scope: str = "sys") -> tirx.PrimExpr:
     Args:
         src: element of a tensor in global memory (also of a `remote` view).
         sem: "weak", "relaxed", "acquire" or "volatile".
-        scope: "cta", "gpu" or "sys": the threads that the order is meant for.
+        scope: "cta", "gpu" or "sys": the threads to which the order applies.
 
     Returns:
-        The value, of src's dtype. Never served from the non-coherent cache, never merged with another load.
+        The value, of src's dtype. The load never uses the non-coherent cache and is never merged with another load.
 
     Example: value = N.ld(flag[0], sem="acquire", scope="gpu")
     """
@@ -110,8 +109,8 @@ def benign_race(place: Place) -> None:
     Args:
         place: a tensor, an element or a region of symmetric memory.
 
-    Until the kernel ends, what nothing orders there, at this PE and at the same place of others, is not reported as a
-    `DataRace` by the simulator. It orders nothing, and is no instruction on a GPU.
+    Until the kernel ends, the simulator reports no `DataRace` there, at this PE or at the same offset of others. It orders
+    nothing, and is no instruction on a GPU.
 
     Example: N.benign_race(counter)
     """

@@ -23,10 +23,10 @@ def _by_scope(operator: str, scope: str, pe: Number | None) -> tirx.Call:
 
 @primitive
 def fence(pe: Number | None = None) -> None:
-    """Order all puts before it ahead of the signals after it, to `pe`, or to each PE when none is given.
+    """Order all puts before it ahead of the signals after it, to `pe`, or to each PE if it is None.
 
-    Called by one thread. It covers this thread's puts and those of other threads that come before it, by a barrier for
-    instance. Costs no round trip and drains nothing.
+    Called by one thread. It covers this thread's earlier puts, and puts of other threads that come before it, for example
+    by a barrier. It costs no round trip and drains nothing.
 
     Args:
         pe: index in team "world", integer; None: every PE.
@@ -47,8 +47,8 @@ def fence_warp(pe: Number | None = None) -> None:
 
 @primitive
 def fence_block(pe: Number | None = None) -> None:
-    """As `fence`, called by all threads of the block: orders the block's puts before it ahead of signals that any of its
-    threads sends after it. Where one signal follows, `signal_block` does both.
+    """As `fence`, called by all threads of the block: orders the block's puts before it ahead of later signals of any of
+    its threads. Before a single signal, use `signal_block` instead.
 
     Example: N.fence_block()  # then signals to several PEs
     """
@@ -57,10 +57,10 @@ def fence_block(pe: Number | None = None) -> None:
 
 @primitive
 def quiet(pe: Number | None = None) -> None:
-    """Wait until all puts before it to `pe` (all PEs when None) are complete at their target.
+    """Wait until all puts before it to `pe` (all PEs if None) are complete at their target.
 
-    Called by one thread. It covers this thread's puts and those of other threads that come before it, by a barrier for
-    instance. Afterwards their sources may be written again.
+    Called by one thread. It covers this thread's earlier puts, and puts of other threads that come before it, for example
+    by a barrier. Afterwards their sources may be written again.
 
     Args:
         pe: as in `fence`.
@@ -91,7 +91,7 @@ def quiet_block(pe: Number | None = None) -> None:
 
 @primitive
 def flush_async(pe: Number | None = None) -> tirx.PrimExpr:
-    """Ask for completion of all puts before it to `pe` (all PEs when None) without waiting for it; called by one thread.
+    """Request completion of all puts before it to `pe` (all PEs if None) without waiting; called by one thread.
 
     Args:
         pe: as in `fence`.
@@ -125,11 +125,11 @@ def _barrier(operator: str, scope: str) -> tirx.Call:
 def barrier_all(scope: str = "block") -> None:
     """Barrier of team "world": returns when every PE's call has begun.
 
-    It completes nothing: puts are visible after it where a `quiet` came before it, see docs/memory-model.md.
+    It completes nothing: puts are visible after it if a `quiet` came before it, see docs/memory-model.md.
 
     Args:
-        scope: "block": called by all threads of one block per PE; the other blocks take no part. "grid": called by all
-            threads of all blocks, which synchronise as well; they must be able to run at the same time, as for `barrier_grid`.
+        scope: "block": called by all threads of one block per PE, without the other blocks. "grid": called by all threads
+            of all blocks, which synchronise as well; they must be able to run at the same time, as for `barrier_grid`.
 
     Example: N.barrier_all(scope="grid")
     """
@@ -147,10 +147,10 @@ def barrier_node(scope: str = "block") -> None:
 
 @primitive
 def barrier_grid() -> None:
-    """Barrier of all blocks of this launch, on this PE alone; called by all threads of all of them, any number of times.
+    """Barrier of all blocks of this PE's launch; called by all their threads, any number of times.
 
-    What any thread did before it, its waits and puts included, comes before what any thread does after it. All blocks
-    must be able to run at the same time: a grid that is larger than that ends in WaitTimeout.
+    Everything that any thread did before it, waits and puts included, comes before everything that any thread does after
+    it. All blocks must be able to run at the same time: a larger grid ends in WaitTimeout.
 
     Example: N.barrier_grid()
     """

@@ -28,10 +28,10 @@ class _Range(contextlib.AbstractContextManager[None]):
 
 @primitive
 def range(name: str) -> contextlib.AbstractContextManager[None]:
-    """Name a part of a kernel for the timeline: `with N.range("send"):`. Each warp that comes there draws it, by its lane 0.
+    """Name a part of a kernel for the timeline: `with N.range("send"):`. Lane 0 of each warp that enters it records it.
 
-    Without TSN_TRACE nothing of it is left on a GPU; reads and writes of memory are not moved into it or out of it. Leave
-    the range at its end: one that is left by `T.thread_return` is not drawn.
+    Without TSN_TRACE it is no code on a GPU; accesses to memory are not moved into or out of it. Leave the range at its
+    end: a range that ends by `T.thread_return` is not recorded.
 
     Args:
         name: shown in the timeline; not empty.

@@ -40,8 +40,8 @@ def signal(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: boo
         sig: one uint64 or int64 word of symmetric memory, by its local address.
         value: unsigned 64-bit integer.
         pe: index in team "world".
-        op: "set" or "add"; the two are not mixed on one word.
-        fence: as if `fence(pe)` came first, and cheaper: a thread that sees the signal sees all earlier puts to `pe`.
+        op: "set" or "add"; do not mix the two on one word.
+        fence: include a `fence(pe)`, at a lower cost: a thread that sees the signal sees all earlier puts to `pe`.
 
     Example: N.signal(flag[0], 1, pe, "add", fence=True)
     """
@@ -50,7 +50,7 @@ def signal(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: boo
 
 @primitive
 def signal_warp(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = True) -> None:
-    """As `signal_block`, called by all 32 lanes of a warp; orders what the warp's lanes did before.
+    """As `signal_block`, called by all 32 lanes of a warp; orders their earlier puts and writes.
 
     Example: N.signal_warp(flag[0], call, pe)
     """
@@ -59,17 +59,17 @@ def signal_warp(sig: Place, value: Number, pe: Number, op: str = "set", *, fence
 
 @primitive
 def signal_block(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = True) -> None:
-    """Signal what all threads of the block did; called by all of them with equal arguments.
+    """Send one signal after the work of all threads of the block; called by all of them with equal arguments.
 
-    The block synchronises, then one thread sends one signal. It replaces `T.sync_threads()` and `if tx == 0: N.fence(pe);
+    The block synchronises, then one thread sends the signal. It replaces `T.sync_threads()` and `if tx == 0: N.fence(pe);
     N.signal(...)`. The block does not synchronise again afterwards.
 
     Args:
         sig, value, pe, op: as in `signal`.
         fence: a thread that sees the signal sees all earlier puts to `pe` of this block or synchronised with it. False
-            if there are none to order, as in an answer to what was read.
+            if there are none to order, as in a reply after reads.
 
-    Example: N.signal_block(flag[0], call, pe)  # behind the block's puts
+    Example: N.signal_block(flag[0], call, pe)  # after the block's puts
     """
     return _signal("block", sig, value, pe, op, fence)
 
@@ -81,16 +81,16 @@ def wait(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx
     Args:
         sig: one uint64 or int64 word of this PE's symmetric memory.
         cmp: "eq", "ne", "ge", "gt", "le" or "lt", comparing the word with `value` as signed 64-bit integers.
-        value: signed integer of any width, such as `i - 1`: of a word that counts from 0, "ge" and "gt" hold at once for
-            a negative value. "eq" and "ne" also take constants up to 2**64 - 1.
-        proxy: "generic" orders loads and stores. "async" orders TMA and bulk copies as well, for one fence more; a kernel
-            with such a wait may read with TMA what peers have written, and T.copy does so where tilelang sees a gain.
-            One such wait makes all waits of the kernel so.
+        value: signed integer of any width, such as `i - 1`: for a word that counts from 0, "ge" and "gt" of a negative
+            value return at once. "eq" and "ne" also take constants up to 2**64 - 1.
+        proxy: "generic" orders loads and stores. "async" orders TMA and bulk copies as well, at the cost of a fence; a
+            kernel with such a wait may read peers' data by TMA, and T.copy does so where tilelang expects a gain. One such
+            wait makes all waits of the kernel "async".
 
     Returns:
         The word's value that ended the wait, uint64.
 
-    A wait ends with an error on the host (WaitTimeout, PeerLost) when the word does not change in time.
+    If the word does not change in time, the host raises WaitTimeout or PeerLost.
 
     Example: N.wait(flag[0], "ge", call)
     """
@@ -99,7 +99,7 @@ def wait(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx
 
 @primitive
 def wait_warp(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx.PrimExpr:
-    """As `wait`, called by all lanes of a warp: one lane polls, all are ordered and get the value.
+    """As `wait`, called by all lanes of a warp: one lane polls; the wait orders all lanes, and all get the value.
 
     Example: N.wait_warp(flag[0], "ge", call)
     """
@@ -108,7 +108,7 @@ def wait_warp(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") ->
 
 @primitive
 def wait_block(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx.PrimExpr:
-    """As `wait`, called by all threads of the block: one thread polls, all are ordered and get the value.
+    """As `wait`, called by all threads of the block: one thread polls; the wait orders all threads, and all get the value.
 
     Example: N.wait_block(flag[0], "ge", call)  # as many signals as calls
     """

@@ -1,16 +1,16 @@
 """Streams with credits: messages go through a few slots, and the sender waits for a slot until the receiver has read it.
 
-The slots are symmetric memory of the receiver, `ring[slot, ...]`. Two signal words count, both from 0: `arrived`, at the
-receiver, the messages that are there, and `credit`, at the sender, those whose slots are free again. Message i uses slot
-i % slots; one sender and one receiver number the messages of a stream 0, 1, 2, …, over all launches of their kernels.
+The slots are symmetric memory of the receiver, `ring[slot, ...]`. Two signal words count from 0: `arrived`, at the
+receiver, counts the arrived messages, and `credit`, at the sender, counts the messages whose slots are free again. Message
+i uses slot i % slots; one sender and one receiver number the messages of a stream 0, 1, 2, …, over all launches.
 
     # sender                                                      # receiver
     slot = N.take_slot_block(credit[0], i, slots)                 slot = N.wait_slot_block(arrived[0], i, slots)
     N.put_signal_block(ring[slot, 0], x, pe, arrived[0], i + 1)   use(ring[slot, :])
                                                                   N.return_credit_block(credit[0], i, pe)
 
-A message of several puts ends with `N.signal_block(arrived[0], i + 1, pe)`. After the credit for message i its source
-may be written again. Each call has a form for a block, a warp and a thread.
+A message of several puts ends with `N.signal_block(arrived[0], i + 1, pe)`. After the credit for message i the sender may
+overwrite its source. Each call has a form for a block, a warp and a thread.
 """
 
 from tvm import tirx
@@ -88,7 +88,7 @@ def take_slot_block(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
     Args:
         credit: the signal word of this PE that the receiver's `return_credit` sets.
         index: number of the message, from 0.
-        slots: how many there are, a compile-time integer.
+        slots: number of slots, a compile-time integer.
 
     Returns:
         The slot, index % slots.
@@ -134,7 +134,7 @@ def wait_slot_block(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
 
 @primitive
 def return_credit(credit: Place, index: Number, pe: Number) -> None:
-    """As `return_credit_block`, called by one thread after all that read the slot, or with it as the only one.
+    """As `return_credit_block`, called by one thread after all readers of the slot.
 
     Example: N.return_credit(flag[0], call, pe)
     """
@@ -152,7 +152,7 @@ def return_credit_warp(credit: Place, index: Number, pe: Number) -> None:
 
 @primitive
 def return_credit_block(credit: Place, index: Number, pe: Number) -> None:
-    """Give the slot of message `index` back to its sender; called by all threads of the block, which has read it.
+    """Return the slot of message `index` to its sender; called by all threads of the block after they have read it.
 
     Args:
         credit: the sender's signal word, by its local address.

@@ -1,4 +1,4 @@
-"""Who and where: the context parameter and a PE's place in the job."""
+"""The context parameter, and a PE's place in the job."""
 
 import tilelang.language as T
 from tvm import tirx
@@ -12,9 +12,9 @@ __all__ = ["Context", "is_direct", "my_pe", "n_node_pes", "n_pes", "node_pe"]
 
 
 def Context() -> tirx.Buffer:
-    """Annotation of the one parameter that a communicating kernel takes: `ctx: N.Context()`.
+    """Annotation of the extra parameter of a communicating kernel: `ctx: N.Context()`.
 
-    The body does not use it; the primitives find it. Calls of the compiled kernel leave it out.
+    Only the primitives use it. Calls of the compiled kernel omit it.
 
     Example: def main(ctx: N.Context(), x: T.Tensor((n,), "float32")): ...
     """
@@ -59,7 +59,7 @@ def n_node_pes() -> tirx.PrimExpr:
 
 @primitive
 def is_direct(pe: Number) -> tirx.PrimExpr:
-    """Whether the memory of `pe` is mapped (same node), bool; if not, it is reached through the proxy.
+    """Whether the memory of `pe` is mapped (same node), bool; otherwise the path is the proxy.
 
     Args:
         pe: index in team "world", integer.

@@ -9,7 +9,7 @@
     h = ops.all_gather_matmul(x, w_up, group)                # x [rows, k], w_up [k, n of this rank]
     y = ops.matmul_reduce_scatter(act(h), w_down, group)     # w_down [k of this rank, n]
 
-`group` is what `tilescale_net.world` takes: a ProcessGroup, a DeviceMesh of one dimension, the name of a group, or None.
+`group` is as for `tilescale_net.world`: a ProcessGroup, a DeviceMesh of one dimension, the name of a group, or None.
 Results are new tensors. Calls of one group are made by all of its ranks in the same order; those on different streams run one
 after the other. Gradients are such calls too, so backward runs on all ranks or on none. What torch.compile makes of a program keeps that order, with its
 default backend too, for any sizes of a rank. A call of a size that was not used before is agreed on by the hosts: make

@@ -1,4 +1,4 @@
-"""What every operator asks of its tensors before torch looks at them."""
+"""Checks of every operator's tensors, before torch sees them."""
 
 from __future__ import annotations
 

@@ -76,12 +76,12 @@ def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
         group: see `tilescale_net.ops`.
 
     Returns:
-        [ranks * rows, ...], or [ranks] for a scalar. The gradient of `x` is the reduce_scatter of that of the result.
+        [ranks * rows, ...], or [ranks] for a scalar. The gradient of `x` is the reduce_scatter of the result's.
 
     Raises:
         ValueError: `x` is not on the device of the group's kernels.
         HeapError: the symmetric heap has no room for the result.
-        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+        RankMismatch: ranks pass different shapes or dtypes; raised at the first use of a shape.
     """
     if arguments.is_eager(x):
         if arguments.needs_gradient(x):
@@ -145,12 +145,12 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
 
     Returns:
         [rows, ...]; sums are made in float32 in the order of the ranks and rounded once. The gradient of `x` is the
-        all_gather of that of the result.
+        all_gather of the result's.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or device that does not fit; nothing was sent.
+        TypeError, ValueError: a wrong dtype, shape or device; nothing was sent.
         HeapError: the symmetric heap has no room (ranks on several nodes).
-        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+        RankMismatch: ranks pass different shapes or dtypes; raised at the first use of a shape.
     """
     if arguments.is_eager(x):
         if arguments.needs_gradient(x):
@@ -211,9 +211,8 @@ def all_reduce(
     Args:
         x: of a dtype of `kernels.reduce_scatter.ReduceScatter.DTYPES`, of one shape on all ranks.
         group: see `tilescale_net.ops`.
-        replicated: all ranks compute the same from the result, so that its gradient is the same on all of them and is that
-            of `x` as it is. Without it, as if the ranks' losses were added up: the gradient of `x` is the all_reduce of
-            that of the result.
+        replicated: all ranks compute the same from the result: its gradient is the same on all of them, and is the gradient
+            of `x`. Without it the ranks' losses are summed: the gradient of `x` is the all_reduce of the result's.
         quantize: "fp8": bfloat16, float16 or float32 travel as FP8 with a scale per 128 elements, in half the time for some
             MiB and more, with the error that `kernels.all_reduce_fp8` states; for ranks of one node. Gradients are not
             quantised.
@@ -222,9 +221,8 @@ def all_reduce(
         The sum, with equal bits on all ranks: made in float32 in the order of the ranks and rounded once, unless quantised.
 
     Raises:
-        TypeError, ValueError: a dtype, device or `quantize` that does not fit, or one for ranks of several nodes; nothing was
-            sent.
-        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+        TypeError, ValueError: a wrong dtype, device or `quantize`, or `quantize` on several nodes; nothing was sent.
+        RankMismatch: ranks pass different shapes or dtypes; raised at the first use of a shape.
     """
     if quantize not in (None, "fp8"):
         raise ValueError(f"all_reduce: quantize is {quantize!r}; it must be 'fp8' or None")
@@ -334,20 +332,20 @@ def all_to_all(
 
     Args:
         x: [rows, ...] of any dtype.
-        output_splits, input_splits: rows that come from and go to each rank. Give both or neither; without them all ranks
-            get the same number of rows, and `x` has one shape on all ranks.
+        output_splits, input_splits: rows from and to each rank. Pass both or neither; without them all ranks get the same
+            number of rows, and `x` has one shape on all ranks.
         group: see `tilescale_net.ops`.
-        max_rows: with splits: rows that any rank sends or receives at most, equal on all ranks. Without it the hosts ask
-            one another at each call, which takes a millisecond or so and cannot be captured in a CUDA graph.
+        max_rows: with splits: the most rows that any rank sends or receives, equal on all ranks. Without it the hosts
+            exchange the splits in each call, which takes about a millisecond and cannot be captured in a CUDA graph.
 
     Returns:
-        [rows that come here, ...]. The gradient of `x` is the all_to_all of that of the result with the splits exchanged.
+        [received rows, ...]. The gradient of `x` is the all_to_all of the result's with the splits exchanged.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; nothing was sent by this rank.
+        TypeError, ValueError: a wrong argument; this rank has sent nothing.
         HeapError: the symmetric heap has no room for `max_rows`.
-        RankMismatch: ranks that pass different row shapes or dtypes, or splits that differ between two ranks; with
-            `max_rows` on a GPU, these are raised by `check`, and no row moves between the two.
+        RankMismatch: ranks pass different row shapes or dtypes, or splits that differ between two ranks; with `max_rows` on
+            a GPU, `check` raises this, and no row moves between the two.
     """
     eager = output_splits is None and input_splits is None and arguments.is_eager(x)
     if not eager:
@@ -361,7 +359,7 @@ def all_to_all(
 
 
 def check(group: tsn.Group = None) -> None:
-    """Wait for the calls of the group so far and raise what they met. Not collective.
+    """Wait for the calls of the group so far and raise their errors. Not collective.
 
     Raises:
         RankMismatch: see `all_to_all` and `recv`. TileScaleError: a kernel or a peer has failed.
@@ -423,22 +421,22 @@ def _received(there: torch.Tensor, src: int, group: str) -> torch.Tensor:
 def send(x: torch.Tensor, dst: int, group: tsn.Group = None) -> torch.Tensor | None:
     """Send `x` to rank `dst` of the group, which calls `recv`; as torch.distributed.send, but with gradients.
 
-    Asynchronous on the current stream. Messages of up to 1 MiB leave without waiting for the receiver, if those before
-    them were taken; of two ranks that exchange larger ones, one receives first. Breaks a graph of torch.compile. The first
-    `send` or `recv` in a group makes its buffers, for which all ranks of the group must make one.
+    Asynchronous on the current stream. Messages of up to 1 MiB leave without waiting for the receiver, if it has received
+    the earlier ones; of two ranks that exchange larger messages, one must receive first. Breaks a graph of torch.compile. The first
+    `send` or `recv` in a group allocates its buffers, collectively: all ranks of the group must make one.
 
     Args:
-        x: of any dtype and shape; copied first where it is not contiguous, or a conjugate or negative view.
+        x: of any dtype and shape; copied first if it is not contiguous, or a conjugate or negative view.
         dst: a rank of the group other than this one.
         group: see `tilescale_net.ops`.
 
     Returns:
-        Where `x` requires a gradient, a float32 zero that stands for what `dst` makes of it: its `backward()`, or that of
-        a loss it was added to, receives the gradient of `x` from `dst`, which must have received with `requires_grad=True`
+        If `x` requires a gradient, a float32 zero, the placeholder of the results of `dst`: its `backward()`, or that of a
+        loss that includes it, receives the gradient of `x` from `dst`, which must have received with `requires_grad=True`
         and run its own backward. Else None. The gradient is a constant: its own derivatives (create_graph=True) are not sent.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, by name; nothing was sent.
+        TypeError, ValueError: wrong arguments, by name; nothing was sent.
         HeapError: the symmetric heap has no room for the buffers.
     """
     arguments.check("send", x=x)
@@ -454,19 +452,18 @@ def recv(out: torch.Tensor, src: int, group: tsn.Group = None, *, requires_grad:
     """Receive the next message of rank `src` of the group into `out`; as torch.distributed.recv. See `send`.
 
     Args:
-        out: written in place, through a contiguous tensor where it is not contiguous; as many bytes as `src` sends.
+        out: written in place, through a contiguous tensor if it is not contiguous; of the size that `src` sends.
         src: a rank of the group other than this one.
         group: see `tilescale_net.ops`.
-        requires_grad: the gradient of the result is sent to `src`, whose `x` must require one; `out` is of a floating
-            dtype then.
+        requires_grad: send the gradient of the result to `src`, whose `x` must require one; needs a floating dtype.
 
     Returns:
-        `out`; with `requires_grad`, a tensor over the same memory that requires a gradient. `out` may not be written until
-        what is computed from it needs it no more.
+        `out`; with `requires_grad`, a tensor over the same memory that requires a gradient. Do not write `out` while
+        its results still need it.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, by name; nothing was received.
-        RankMismatch: the message has another size; raised by this call or, on a GPU, by a later one or `check`.
+        TypeError, ValueError: wrong arguments, by name; nothing was received.
+        RankMismatch: the message has another size; raised by this call or, on a GPU, by a later call or `check`.
         HeapError: the symmetric heap has no room for the buffers.
     """
     arguments.check("recv", out=out)

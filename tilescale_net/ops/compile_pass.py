@@ -2,14 +2,14 @@
 
     torch._inductor.config.post_grad_custom_pre_pass = FuseCollectives()   # off unless a program does this
 
-It replaces what users write with torch's functional collectives, in groups that `tilescale_net.init` was called for:
+It replaces code with torch's functional collectives, in groups for which `tilescale_net.init` was called:
 
 - `mm(all_gather_tensor(x, 0, group), w)`: `ops.all_gather_matmul`, where nothing else reads the gathered rows;
 - `reduce_scatter_tensor(mm(x, w), "sum", 0, group)`: `ops.matmul_reduce_scatter`;
 - `all_reduce(mm(x, w), "sum", group)`: `ops.matmul_all_reduce`;
 
 each where nothing else reads the GEMM's result, which may be viewed with more dimensions of rows in between, shapes are known,
-and `kernels.fused.choice` finds the fused way faster for them: anything else stays as it is, such as a GEMM with a bias. All
+and `kernels.fused.choice` finds the fused way faster for them. Other calls stay unchanged, such as a GEMM with a bias. All
 ranks compile the same graph, so all replace the same calls.
 """
 
@@ -47,7 +47,7 @@ class FuseCollectives(CustomGraphPass):
     """See the top of this file; a call changes a graph of ATen operators in place.
 
     Attributes:
-        replaced: names of the operators that calls so far have put in, in order.
+        replaced: names of the operators inserted so far, in order.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class FuseCollectives(CustomGraphPass):
         return get_hash_for_files((__file__, choice.__file__, str(choice.MEASURED)))
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Replace what is replaced, in place."""
+        """Replace calls in place."""
         for node in list(graph.nodes):
             for pattern in (_gathered, _scattered, _reduced):
                 found = pattern(node)

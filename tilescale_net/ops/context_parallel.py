@@ -1,4 +1,4 @@
-"""What attention needs whose sequence or KV cache is spread over ranks, as operators."""
+"""Operators for attention whose sequence or KV cache is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ def merge_attention(
 
     Args:
         x: this rank's output, [batch, heads, dim], float32, float16 or bfloat16, of one shape on all ranks; a row of `dim` is a
-            multiple of 16 bytes, at most 8 KiB. Where this rank has no keys, rows may hold anything.
-        lse: logarithm of the sum of the exponentials of this rank's scores, float32 [batch, heads]; -inf, +inf or NaN where it
-            has no keys.
+            multiple of 16 bytes, at most 8 KiB. Rows without keys on this rank may hold anything.
+        lse: logarithm of the sum of the exponentials of this rank's scores, float32 [batch, heads]; -inf, +inf or NaN without
+            keys.
         group: see `tilescale_net.ops`.
-        all_heads: every rank gets all heads; else rank p gets the p-th part of them, which must be equal parts.
-        base_2: lse are logarithms to base 2, as those of FlashInfer; else natural ones, as those of FlashAttention.
+        all_heads: every rank gets all heads; else rank p gets the p-th of equal parts.
+        base_2: lse are logarithms to base 2, as in FlashInfer; else natural logarithms, as in FlashAttention.
 
     Returns:
         (out, lse) of the heads that this rank gets: [batch, heads / ranks or heads, dim] and float32 [batch, …]. Sums are made
-        in float32 in the order of the ranks and rounded once; 0 and -inf where no rank has keys. It has no gradient.
+        in float32 in the order of the ranks and rounded once; 0 and -inf if no rank has keys. It has no gradient.
 
     Raises:
         RuntimeError: an argument requires a gradient; call it under torch.no_grad().
-        TypeError, ValueError: a dtype, shape or device that does not fit; nothing was sent.
+        TypeError, ValueError: a wrong dtype, shape or device; nothing was sent.
         HeapError: the symmetric heap has no room for the buffers.
-        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+        RankMismatch: ranks pass different shapes or dtypes; raised at the first use of a shape.
     """
     eager = arguments.is_eager(x) and arguments.is_eager(lse)
     if not eager:
@@ -192,23 +192,23 @@ _gather_differentiably = arguments.differentiable(_gather_heads, _exchange_setup
 
 @without_default_device
 def scatter_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence[int] | None = None) -> torch.Tensor:
-    """From this rank's part of the sequence with all heads to the whole sequence with this rank's part of the heads: what comes
-    before attention in sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509). No copy reorders anything.
+    """Exchange this rank's part of the sequence with all heads for the whole sequence with this rank's part of the heads, before
+    attention in sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509). No extra copy reorders data.
 
     Args:
         x: [..., sequence of this rank, heads, dim] of any dtype, of one shape on all ranks but for `lengths`; heads are a
             multiple of the ranks.
         group: see `tilescale_net.ops`.
-        lengths: of the sequence on each rank, equal on all ranks; 0 or more. Without them all are equal.
+        lengths: sequence length of each rank, 0 or more; the same list on all ranks. Default: equal lengths.
 
     Returns:
         [..., sequence of all ranks, heads / ranks, dim]: rank p has the p-th part of the heads. The gradient of `x` is the
-        gather_heads of that of the result.
+        gather_heads of the result's.
 
     Raises:
-        TypeError, ValueError: a shape or device that does not fit; nothing was sent.
+        TypeError, ValueError: a wrong shape or device; nothing was sent.
         HeapError: the symmetric heap has no room for the result.
-        RankMismatch: ranks that pass different shapes, lengths or dtypes; seen when they are used for the first time.
+        RankMismatch: ranks pass different shapes, lengths or dtypes; raised at their first use.
     """
     if arguments.is_eager(x):
         differentiate = arguments.needs_gradient(x)
@@ -221,21 +221,21 @@ def scatter_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence
 
 @without_default_device
 def gather_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence[int] | None = None) -> torch.Tensor:
-    """The way back of `scatter_heads`, after attention.
+    """The reverse of `scatter_heads`, after attention.
 
     Args:
         x: [..., sequence of all ranks, heads of this rank, dim] of any dtype, of one shape on all ranks; without `lengths` the
             sequence is a multiple of the ranks.
         group: see `tilescale_net.ops`.
-        lengths: of the sequence on each rank, equal on all ranks; 0 or more. Without them all are equal.
+        lengths: sequence length of each rank, 0 or more; the same list on all ranks. Default: equal lengths.
 
     Returns:
-        [..., sequence of this rank, heads * ranks, dim]. The gradient of `x` is the scatter_heads of that of the result.
+        [..., sequence of this rank, heads * ranks, dim]. The gradient of `x` is the scatter_heads of the result's.
 
     Raises:
-        TypeError, ValueError: a shape or device that does not fit; nothing was sent.
+        TypeError, ValueError: a wrong shape or device; nothing was sent.
         HeapError: the symmetric heap has no room for the result.
-        RankMismatch: ranks that pass different shapes, lengths or dtypes; seen when they are used for the first time.
+        RankMismatch: ranks pass different shapes, lengths or dtypes; raised at their first use.
     """
     if arguments.is_eager(x):
         differentiate = arguments.needs_gradient(x)
@@ -260,25 +260,25 @@ def attention_by_heads(
     lengths: Sequence[int] | None = None,
     chunks: int = 2,
 ) -> torch.Tensor:
-    """Attention whose sequence is spread over the ranks, in chunks of heads: while one chunk is computed, the next ones come
-    and those before leave, on a stream of their own. Breaks a graph of torch.compile.
+    """Attention to a sequence that is sharded over the ranks, in chunks of heads: while one chunk is computed, another stream
+    receives the next ones and sends the results. Breaks a graph of torch.compile.
 
     Args:
         attend: attention to some heads: from q, k and v [..., sequence of all ranks, heads / (ranks * chunks), dim] to an output
-            of q's sequence and heads and v's dim. It is called once for each chunk, on the current stream, and keeps none of
-            its arguments beyond what autograd keeps. It makes no calls of this group.
+            of q's sequence and heads and v's dim. It is called once for each chunk, on the current stream. Only autograd
+            may keep its arguments. It must make no calls of this group.
         q, k, v: [..., sequence of this rank, heads, dim] of one floating dtype; heads of each are a multiple of ranks * chunks,
             and may be fewer in k and v. The same batch and sequence.
         group: see `tilescale_net.ops`.
-        lengths: of the sequence on each rank, as for `scatter_heads`.
-        chunks: of the heads of each rank; 1: nothing overlaps.
+        lengths: as for `scatter_heads`.
+        chunks: number of chunks of each rank's heads; 1: no overlap.
 
     Returns:
-        [..., sequence of this rank, heads of q, dim of v], as attention to the whole sequence. Gradients take the same way back,
+        [..., sequence of this rank, heads of q, dim of v], as attention to the whole sequence. Gradients return the same way,
         chunk by chunk.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, by name, or what `attend` returns.
+        TypeError, ValueError: wrong arguments, by name, or a wrong result of `attend`.
         HeapError, RankMismatch: see `scatter_heads`.
     """
     call = "attention_by_heads"

@@ -1,8 +1,8 @@
-"""The experts of a layer from tokens to tokens as one call: dispatch, GEMM, SwiGLU, GEMM, combine; bfloat16 or FP8; gradients.
+"""The experts of a layer as one call: dispatch, GEMM, SwiGLU, GEMM, combine; bfloat16 or FP8; with gradients.
 
-Of a layer of bfloat16 or float16 the two ends are those of `experts`, which overlap or not as it chooses. A layer of
+A layer of bfloat16 or float16 calls the operators of `experts`, which decide whether to overlap. A layer of
 float8_e4m3fn quantises tokens before they travel, has GEMMs with scales of blocks (`kernels.fused.scaled_gemm`), and
-quantises again behind SwiGLU, in the same kernel. Its gradients are computed and travel in bfloat16, by a second AllToAll
+quantises again after SwiGLU, in the same kernel. Its gradients are computed and travel in bfloat16, by a second AllToAll
 with the routing of the first; quantisation counts as the identity.
 """
 
@@ -355,29 +355,29 @@ def moe_experts(
 
     Args:
         layer: of `moe_layer` or an AllToAll, with `tile_rows`; of bfloat16 or float16, or of float8_e4m3fn: tokens then
-            travel, and both GEMMs multiply, as eight bits with scales of 128 elements (128 x 128 of matrices).
-        x: [tokens, hidden], bfloat16 or float16; of a layer of eight bits bfloat16.
+            travel, and both GEMMs multiply, in 8 bits with scales of 128 elements (128 x 128 of matrices).
+        x: [tokens, hidden], bfloat16 or float16; bfloat16 for a layer of 8 bits.
         topk_idx, topk_weights: as for `moe_dispatch`.
         w_up: [local experts, hidden, 2 * inner], columns of the gates, then the others; its last two axes in either order
-            in memory (for eight bits: the transpose of a contiguous tensor is not copied).
+            in memory (for 8 bits the transpose of a contiguous tensor is not copied).
         w_down: [local experts, inner, hidden], as `w_up`.
-        activation: which SwiGLU; default the plain one.
-        weights: where rows are multiplied by their weights: "combine", behind the second GEMM in float32, or "activation",
-            before it.
-        shared: `w_up` [hidden, 2 * inner] and `w_down` [inner, hidden] of an expert that every token goes to, of the dtype of
-            `x`; by torch.
-        scales: of both matrices, where they are of float8_e4m3fn: float32 [local experts, blocks of columns, blocks of
-            rows], as `quantise_weights` of `kernels.fused.scaled_gemm` gives them for the transposed matrices. Matrices
-            of bfloat16 are quantised in each call, and get gradients.
-        fused: as for `moe_dispatch_matmul`; GEMMs of eight bits overlap where `hidden` is a multiple of 512.
+        activation: variant of SwiGLU; default the plain one.
+        weights: the step that multiplies rows by their weights: "combine", after the second GEMM in float32, or
+            "activation", before it.
+        shared: `w_up` [hidden, 2 * inner] and `w_down` [inner, hidden] of an expert for every token, of the dtype of `x`;
+            computed by torch.
+        scales: of both float8_e4m3fn matrices: float32 [local experts, blocks of columns, blocks of rows], the results of
+            `quantise_weights` of `kernels.fused.scaled_gemm` for the transposed matrices. Matrices of bfloat16 are
+            quantised in each call, and get gradients.
+        fused: as for `moe_dispatch_matmul`; GEMMs of 8 bits overlap if `hidden` is a multiple of 512.
 
     Returns:
-        [tokens, hidden] of the dtype of `x`, with gradients to `x`, `topk_weights`, matrices that are not of eight bits,
-        and the shared ones. Backward runs on all ranks or on none; of a layer of eight bits its first run makes a second
-        AllToAll, so run it once before a CUDA graph is captured.
+        [tokens, hidden] of the dtype of `x`, with gradients to `x`, `topk_weights`, 16-bit matrices and the shared
+        ones. Backward runs on all ranks or on none; for a layer of 8 bits its first run constructs a second AllToAll: run it
+        once before you capture a CUDA graph.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; the other ranks wait for this one.
+        TypeError, ValueError: a wrong argument, by name; the other ranks wait for this one.
     """
     kind = activation or SwiGLU()
     if not isinstance(kind, SwiGLU):

@@ -1,9 +1,9 @@
-"""Products of a layer's experts beside its dispatch and its combine as operators, with gradients.
+"""GEMMs of a layer's experts beside its dispatch and its combine as operators, with gradients.
 
-A layer with `tile_rows` (see `kernels.fused.ExpertMatmul`): tiles of rows are multiplied as they arrive, and rows travel
-back as they are finished. Backward of the one is made of the other's halves: gradients of sums are dispatched beside the
-product with the transposed matrices; gradients of rows go back by a combine after theirs. What stands in rows that belong
-to no token is zero in every result. `kernels.fused.choice` decides where the same is done one after the other instead.
+A layer with `tile_rows` (see `kernels.fused.ExpertMatmul`): tiles of rows are multiplied as they arrive, and rows return
+as they are ready. The backward of each uses the other's halves: gradients of sums are dispatched beside the GEMM with the
+transposed matrices; gradients of rows return by a combine after their GEMM. Rows without a token are zero in every
+result. `kernels.fused.choice` decides where all run one after the other instead.
 """
 
 from __future__ import annotations
@@ -235,21 +235,21 @@ def moe_dispatch_matmul(
     layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, *,
     fused: bool | None = None,
 ) -> tuple[torch.Tensor, Dispatched]:  # fmt: skip
-    """`moe_dispatch`, and beside it the products of the rows with their experts' matrices.
+    """`moe_dispatch`, and beside it the GEMMs of the rows with their experts' matrices.
 
     Args:
         layer: of `moe_layer` or an AllToAll, with `tile_rows`; bfloat16 or float16.
         x, topk_idx, topk_weights: as for `moe_dispatch`.
-        w: [local experts, hidden, n], its last two axes in either order in memory. The first call of a shape makes an
-            object, by all ranks together. In a region of torch.autocast, `x` and `w` are cast as for torch.mm.
-        fused: whether products and communication overlap; None: where that was measured to be faster with as many tokens
-            as `max_tokens` of the layer, see `kernels.fused.choice`.
+        w: [local experts, hidden, n], its last two axes in either order in memory. The first call of a shape constructs
+            an object, collectively. In a region of torch.autocast, `x` and `w` are cast as for torch.mm.
+        fused: whether GEMMs and communication overlap; None: if that was measured to be faster with `max_tokens` of the
+            layer, see `kernels.fused.choice`.
 
     Returns:
-        The products, [capacity, n], with gradients to `x` and `w`; and what `moe_dispatch` gives.
+        The products, [capacity, n], with gradients to `x` and `w`; and the result of `moe_dispatch`.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; the other ranks wait for this one.
+        TypeError, ValueError: a wrong argument, by name; the other ranks wait for this one.
     """
     arguments.check("moe_dispatch_matmul", x=x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
     x, w, topk_weights = *arguments.operands(x, w), arguments.as_weights(topk_weights)
@@ -269,7 +269,7 @@ def moe_matmul_combine(
     layer: AllToAll, h: torch.Tensor, w: torch.Tensor, received: Dispatched, weighted: bool = True, *,
     fused: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`moe_combine` of the products of rows with their experts' matrices, whose rows leave as they are finished.
+    """`moe_combine` of the products of rows with their experts' matrices; a row leaves when its GEMMs have ended.
 
     Args:
         layer, received, weighted: as for `moe_combine`; the layer has `tile_rows`.
@@ -280,7 +280,7 @@ def moe_matmul_combine(
     Returns:
         [tokens, hidden], with gradients to `h`, `w` and, if weighted, to `received.row_weight`.
 
-    Errors are those of `moe_dispatch_matmul`.
+    Errors as for `moe_dispatch_matmul`.
     """
     arguments.check("moe_matmul_combine", h=h, w=w)
     h, w = arguments.operands(h, w)
@@ -292,7 +292,7 @@ def moe_matmul_combine(
 
 
 def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: Dispatched) -> torch.Tensor:
-    """The products of expert-major rows that are all there with their experts' matrices, such as those of a gate.
+    """The products of expert-major rows, all arrived, with their experts' matrices, such as a gate's.
 
     Args:
         layer, received: as for `moe_matmul_combine`.
@@ -302,7 +302,7 @@ def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: D
     Returns:
         [capacity, n], with gradients to `x` and `w`.
 
-    Errors are those of `moe_dispatch_matmul`.
+    Errors as for `moe_dispatch_matmul`.
     """
     arguments.check("expert_matmul", x=x, w=w)
     x, w = arguments.operands(x, w)

@@ -1,6 +1,6 @@
-"""GEMMs with the collective before or behind them as operators: at the same time, or one after the other.
+"""GEMMs with the collective before or after them as operators: overlapped, or one after the other.
 
-All ways give what torch.matmul and a collective of torch.distributed give. The way of a call:
+All ways have the results of torch.matmul and a collective of torch.distributed. Steps of a call:
 
 1. the public function calls the operator: past torch's dispatcher where nothing needs it (`_is_plain`), else after checks of
    devices and gradients, which torch.compile must see;
@@ -234,27 +234,26 @@ def all_gather_matmul(
 
     Args:
         x: [rows, k], of one shape on all ranks. In a region of torch.autocast, `x` and `w` are cast as for torch.mm.
-        w: [k, n] of the same dtype, contiguous or the transpose of a contiguous tensor (others are copied); n may not
-            differ between ranks.
+        w: [k, n] of the same dtype, contiguous or the transpose of a contiguous tensor (others are copied); n is the
+            same on all ranks.
         group: see `tilescale_net.ops`.
-        fused: whether GEMM and communication overlap; None: where that was faster at the nearest shape that was measured
+        fused: whether GEMM and communication overlap; None: if that was faster at the nearest measured shape
             (`kernels/fused/measured.json`, and `tilescale_net.tuning` on this machine), and the symmetric heap has room for
             the shape's buffers.
-        x_scales, w_scales: for `x` and `w` of torch.float8_e4m3fn, and for them alone: float32 [rows] or [rows, 1], and [n]
-            or [1, n], by which rows and columns of the product are multiplied, as torch._scaled_mm does. `w` must be the
-            transpose of a contiguous tensor then, k and n multiples of 16 for a fused call; the result is bfloat16, and
-            there are no gradients.
+        x_scales, w_scales: only for `x` and `w` of torch.float8_e4m3fn: float32 [rows] or [rows, 1], and [n] or [1, n],
+            factors of the product's rows and columns, as in torch._scaled_mm. `w` must then be the transpose of a contiguous
+            tensor, and k and n multiples of 16 for a fused call; the result is bfloat16, without gradients.
 
     Returns:
         [ranks * rows, n]. Gradients: of `x` by `matmul_reduce_scatter`, of `w` with an all_gather of `x`; both are
         collective calls, so all ranks need a gradient of an argument or none does.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, by name; nothing was sent.
+        TypeError, ValueError: wrong arguments, by name; nothing was sent.
         RuntimeError: an argument of a product of torch.float8_e4m3fn requires a gradient.
-        HeapError: the symmetric heap has no room for the request; the 32 shapes used last keep the buffers of their
+        HeapError: the symmetric heap has no room for the request; the 32 most recent shapes keep the buffers of their
             fused calls (see `tilescale_net.ops`).
-        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+        RankMismatch: ranks pass different shapes or dtypes; raised at the first use of a shape.
     """
     if _is_plain(x, w, x_scales, w_scales):
         if not _needs_gradient(x, w, x_scales, w_scales):
@@ -327,7 +326,7 @@ def matmul_reduce_scatter(
 
     Returns:
         [rows, n]; products are rounded to the dtype before they travel, and added up in float32 in a fixed order. The
-        gradient of `x` is `all_gather_matmul` of that of the result, that of `w` takes an all_gather of it.
+        gradient of `x` is `all_gather_matmul` of the result's; the gradient of `w` needs an all_gather of the result's.
 
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
@@ -403,7 +402,7 @@ def matmul_all_reduce(
     Args:
         x: [rows, k], of one shape on all ranks.
         w, group, fused, x_scales, w_scales: as in `all_gather_matmul`.
-        replicated: as in `all_reduce`; tensor parallelism that computes the same loss on all ranks wants True.
+        replicated: as in `all_reduce`; True for tensor parallelism that computes the same loss on all ranks.
 
     Returns:
         [rows, n], with equal bits on all ranks and from run to run; products are rounded to the dtype before they travel,

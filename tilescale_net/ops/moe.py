@@ -198,7 +198,7 @@ def moe_layer(
     """The `AllToAll` for layers of this shape: one object for all calls of a group with equal arguments.
 
     Layers that do not run at the same time share its memory, and a function compiled for one serves them all. Collective
-    the first time. The arguments are those of `moe.AllToAll`, which lists what it raises.
+    the first time. Arguments and errors are as for `moe.AllToAll`.
     """
     sizes = num_experts, max_tokens, hidden, top_k, dtype
     options: dict[str, Any] = dict(
@@ -219,7 +219,7 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
         layer: of `moe_layer`, or an AllToAll of throughput mode.
 
     Returns:
-        Dispatched. Its tensors are new; rows that belong to no token are zero.
+        Dispatched. Its tensors are new; rows without a token are zero.
     """
     key, c, dropped = layer_key(layer), layer.config, None
     arguments.check("moe_dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
@@ -240,11 +240,11 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
 def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted: bool = True) -> torch.Tensor:
     """As `AllToAll.combine`, with gradients to `y` and, if weighted, to `received.row_weight`.
 
-    Layout "rank" sums rows as they are.
+    Layout "rank" sums rows without weights.
 
     Args:
         layer: as for `moe_dispatch`.
-        received: what `moe_dispatch` gave.
+        received: the result of `moe_dispatch`.
     """
     arguments.check("moe_combine", y=y)
     plan = received.handle.plan

@@ -32,13 +32,13 @@ _NO_EXPERTS: _Parts = (None, None, None)
 
 
 class QuantizedNorm(NamedTuple):
-    """What `all_reduce_norm_quantized` returns.
+    """The result of `all_reduce_norm_quantized`.
 
     Attributes:
         quantized: the normalised rows divided by their scales, float8_e4m3fn [..., hidden].
-        scales: float32, what multiplies `quantized`: [rows, 1], [rows, hidden / 128], or the scale that was given.
-        total: the rounded sum plus bias and residual, [..., hidden], which the next layer takes as its residual.
-        normed: the normalised rows themselves, [..., hidden]; None unless they were asked for.
+        scales: float32 factors of `quantized`: [rows, 1], [rows, hidden / 128], or the `scale` argument.
+        total: the rounded sum plus bias and residual, [..., hidden]: the residual of the next layer.
+        normed: the normalised rows themselves, [..., hidden]; None without `keep_normed`.
     """
 
     quantized: torch.Tensor
@@ -201,16 +201,16 @@ def all_reduce_norm(
         eps: added to the mean of the squares.
         weight_bias: added to `weight`; 1 for Gemma.
         group: see `tilescale_net.ops`.
-        replicated: as that of `all_reduce`: all ranks compute the same from the results. Without it the gradient of `x` is summed
-            over the ranks; those of the others are this rank's own.
+        replicated: as in `all_reduce`: all ranks compute the same from the results. Without it the gradient of `x` is summed over
+            the ranks; gradients of the other arguments are this rank's own.
 
     Returns:
-        (normalised, total), each [..., hidden]: `total` is the rounded sum plus bias and residual, rounded, which the next layer
-        takes as its residual. A row's bits do not depend on the other rows.
+        (normalised, total), each [..., hidden]: `total` is the rounded sum plus bias and residual, rounded: the residual of the
+        next layer. A row's bits do not depend on the other rows.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or device that does not fit; nothing was sent.
-        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+        TypeError, ValueError: a wrong dtype, shape or device; nothing was sent.
+        RankMismatch: ranks pass different shapes or dtypes; raised at the first use of a shape.
     """
     unseen = arguments.is_unseen
     if isinstance(x, torch.Tensor) and unseen(x) and unseen(weight):
@@ -304,23 +304,23 @@ def all_reduce_norm_quantized(
     weight_bias: float = 0.0,
     group: tsn.Group = None,
 ) -> QuantizedNorm:
-    """As `all_reduce_norm`, with the normalised rows in FP8, as a GEMM takes them. For inference: it has no gradient.
+    """As `all_reduce_norm`, with the normalised rows in FP8 for a GEMM. For inference: it has no gradient.
 
     Args:
-        x, weight, residual, bias, eps, weight_bias, group: as those of `all_reduce_norm`.
-        by: what shares a scale: "tensor" (which is given as `scale`), "token" (a row), or "block" (128 elements of a row);
-            "ue8m0": so, scales rounded up to powers of two; "ue8m0_packed": their exponents, four in an int32.
-        scale: float32, one element, of `by="tensor"`: numbers are divided by it; those beyond 448 become 448.
+        x, weight, residual, bias, eps, weight_bias, group: as in `all_reduce_norm`.
+        by: elements that share a scale: "tensor" (needs `scale`), "token" (a row), or "block" (128 elements of a row);
+            "ue8m0": blocks, scales rounded up to powers of two; "ue8m0_packed": their exponents, four in an int32.
+        scale: float32, one element, for `by="tensor"`: divides all numbers; quotients beyond 448 become 448.
         layout: of the scales, see `AllReduceNorm.new_scales`: "row", "column" or "tma".
         keep_normed: return the normalised rows as well, in the dtype of `x`.
 
     Returns:
-        A `QuantizedNorm`. The scale of a row or block is its largest absolute value, at least 1e-4, divided by 448; what is
-        quantised are the normalised rows as `all_reduce_norm` rounds them.
+        A `QuantizedNorm`. The scale of a row or block is its largest absolute value, at least 1e-4, divided by 448; the
+        quantised rows are those that `all_reduce_norm` rounds.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, or a tensor that requires a gradient; nothing was sent.
-        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+        TypeError, ValueError: a wrong argument, or a tensor that requires a gradient; nothing was sent.
+        RankMismatch: ranks pass different shapes or dtypes; raised at the first use of a shape.
     """
     call = "all_reduce_norm_quantized"
     rows, experts, named = _taken_apart(call, x, weight=weight, residual=residual, bias=bias, scale=scale)
