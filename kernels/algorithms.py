@@ -1,4 +1,4 @@
-"""Algorithms of a collective as rows: a file has a kernel and a row, which is registered, from outside of the package too."""
+"""Algorithms of a collective as rows: a file has a kernel and registers a row, in the package or outside."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ Again = Callable[[torch.Tensor, torch.Tensor], None] | None
 
 
 class Call(NamedTuple):
-    """What one launch reduces.
+    """The tensors of one launch.
 
     Attributes:
         out, x: contiguous [count] of one dtype, apart or the same; `count` is equal on all ranks.
-        tag: stands for the arguments on which the ranks have agreed; see `collective.call_word`.
-        zero_copy: `x` lies at the same offset of every PE's heap, and so does `out` unless `overwrite_x`.
+        tag: encodes the arguments on which the ranks have agreed; see `collective.call_word`.
+        zero_copy: `x` has the same offset in every PE's heap, and so has `out` unless `overwrite_x`.
         overwrite_x: the kernel may use `x`, which is not `out`, as scratch.
     """
 
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to make an all-reduce. Functions get the `AllReduce` (`n_pes`, `threads`, `blocks`, `status_record`, …) as `op`.
+    """An algorithm of all-reduce. Functions get the `AllReduce` (`n_pes`, `threads`, `blocks`, `status_record`, …) as `op`.
 
     Args:
         name: for `AllReduce(algorithm=name)`.
@@ -43,12 +43,13 @@ class Algorithm:
         capacity: `(op)` -> bytes that a launch takes; a larger tensor is reduced in pieces. A multiple of 16.
         buffers: `(op)` -> shape and dtype, by name, of symmetric memory, which is zeroed.
         counters: `(op)` -> number, by name, of uint64 words of this rank alone, which are zeroed.
-        auto_up_to: `(op)` -> bytes up to which "auto" takes the row; of several, the one registered last. 0: by name alone.
-        zero_copy: launches use whole tensors where they lie, if that is the same offset of all heaps (`Call.zero_copy`).
-        dtypes: that it takes; None: all of `AllReduce.DTYPES`.
-        across_nodes: works between PEs that are not mapped; else AllReduce(algorithm=name) takes its form by node there.
-        is_exact: sums are made in the order of the PEs in float32 and rounded once, as those of all other rows. Others are
-            taken by name alone, and an error between PEs that are not mapped, unless `across_nodes`.
+        auto_up_to: `(op)` -> bytes up to which "auto" chooses the row; of several, the one registered last. 0: only by
+            name.
+        zero_copy: launches use whole tensors in place, if their offset is the same in all heaps (`Call.zero_copy`).
+        dtypes: supported dtypes; None: all of `AllReduce.DTYPES`.
+        across_nodes: works between PEs that are not mapped; else AllReduce(algorithm=name) uses its form by node there.
+        is_exact: sums are made in the order of the PEs in float32 and rounded once, like all other rows. Inexact rows are
+            chosen only by name, and are an error between PEs that are not mapped, unless `across_nodes`.
     """
 
     name: str
@@ -68,7 +69,7 @@ ALGORITHMS: dict[str, Algorithm] = {}
 
 
 def register_algorithm(row: Algorithm) -> None:
-    """Make an algorithm of all-reduce known to every `AllReduce` that is constructed afterwards; on all ranks alike.
+    """Register an algorithm of all-reduce for later constructors of `AllReduce`; on all ranks.
 
     Args:
         row: the algorithm.

@@ -160,16 +160,16 @@ class AllGather(Exchange):
         blocks: of a launch; default 64, in the simulator 16.
         engine, unroll, ring: of puts, see `put_block`.
         stores_from: bytes of `x`, see `algorithm`.
-        algorithm: "stores" to mapped PEs, where `x`, `out` and its parts are aligned to 16 bytes, else puts; "puts" always;
-            "auto": few bytes by packets (packets.py; between nodes as buffered.py has it), others by puts and, from
-            `stores_from` bytes of `x`, by stores.
-        once_per_node: where nodes have several ranks, a part crosses the network once per node; else once per rank.
-        chunk_bytes: of a part that is passed on within a node while the next bytes are in flight.
-        group: whose ranks these are; see `tilescale_net.world`.
+        algorithm: "stores" to mapped PEs if `x`, `out` and its parts are aligned to 16 bytes, else puts; "puts" always;
+            "auto": few bytes by packets (packets.py; buffered.py between nodes), others by puts and, from `stores_from`
+            bytes of `x`, by stores.
+        once_per_node: if nodes have several ranks, a part crosses the network once per node; else once per rank.
+        chunk_bytes: bytes of a part that are forwarded within a node while the next bytes are in flight.
+        group: the ranks; see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry that the kernel or the GPU cannot run.
-        RankMismatch: ranks that want different ones.
+        RankMismatch: ranks pass different arguments.
     """
 
     def __init__(
@@ -200,21 +200,21 @@ class AllGather(Exchange):
         """`out[p]` becomes the `x` of PE p; asynchronous on the current stream.
 
         Args:
-            out: symmetric, contiguous, [n_pes, *x.shape] or [n_pes * x.shape[0], *x.shape[1:]]. Where `takes_any_memory` of
+            out: symmetric, contiguous, [n_pes, *x.shape] or [n_pes * x.shape[0], *x.shape[1:]]. If `takes_any_memory` of
                 x's bytes, it may be ordinary memory, on all ranks or on none.
-            x: contiguous, of out's dtype, of the same shape on all ranks; may be this PE's own part of `out`. Symmetric
-                where some PEs are on other nodes.
-            through: symmetric memory of out's shape and dtype, at the same place of all heaps, that is overwritten; `out` is
-                ordinary memory then, on all ranks. `x` may be this PE's own part of it. One kernel fills both where PEs are
-                mapped and all are aligned to 16 bytes.
+            x: contiguous, of out's dtype, of the same shape on all ranks; may be this PE's own part of `out`. Symmetric if
+                some PEs are on other nodes.
+            through: symmetric scratch memory of out's shape and dtype, at the same offset in all heaps, for an `out` in
+                ordinary memory on all ranks. `x` may be this PE's own part of it. One kernel fills both if PEs are mapped
+                and all tensors are aligned to 16 bytes.
 
         Returns:
             `out`. Later work on the stream may write `x` again.
 
         Raises:
-            TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different shapes, dtypes or places of `out` in the heap. Between those nothing
-                moves. Raised at once where arguments are new, else by the next call or `check`.
+            TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
+            RankMismatch: ranks pass different shapes, dtypes or offsets of `out` in the heap. No data move between such
+                ranks. Raised at once for new arguments, else by the next call or `check`.
         """
         self._begin()
         key = self._key_through(out, x, through)

@@ -9,9 +9,9 @@
     fp8             by name alone: data travel as FP8, with an error              all_reduce_fp8.py
 
 Each file has a row (`Algorithm`) or two; `register_algorithm` adds rows, also from outside of the package.
-All but "fp8" add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
-some PEs are on other nodes, a reduce-scatter and an all-gather take their place; small tensors are sent whole and added up
-everywhere, which spares one of two exchanges over the network (buffered.py). Either way a node's sum is rounded too.
+All but "fp8" add up in the order of the PEs, in float32, and round once: the result does not show the algorithm. If some
+PEs are on other nodes, a reduce-scatter and an all-gather replace them; small tensors are sent whole and added up
+everywhere, which saves one of two exchanges over the network (buffered.py). Either way a node's sum is rounded too.
 """
 
 import functools
@@ -41,23 +41,24 @@ for _row in (TWO_SHOT_PULL, TWO_SHOT, PACKETS, TWO_SHOT_PUSH, ONE_SHOT, ALL_REDU
 
 
 class AllReduce(Collective):
-    """Sum of tensors over all PEs, which each of them gets; constructed and called by all ranks.
+    """Sum of tensors over all PEs, on each PE; constructed and called by all ranks.
 
     Args:
         threads, blocks: see `Collective`.
         staging_bytes: tensors outside the symmetric heap are reduced in chunks of this many bytes, of floats of up to 32 bits
-            in chunks of twice as many; up to ten times as many are allocated in the heap, beside up to 8 MiB for small tensors.
-        algorithm: "one_shot", "two_shot_push", "packets", "two_shot", "two_shot_pull", a name that `register_algorithm` has added, or "auto": by
-            the size. "fp8": data travel as FP8, in half the bytes of bfloat16, with the error that `all_reduce_fp8` states;
-            for tensors of some MiB and more, of floats of up to 32 bits, on PEs that are all mapped; 32 times `staging_bytes` of
-            the heap.
-        once_per_node: as that of `AllGather`.
-        group: whose ranks these are; see `tilescale_net.world`.
+            in chunks of twice as many; up to ten times as many bytes are allocated in the heap, and up to 8 MiB for small
+            tensors.
+        algorithm: "one_shot", "two_shot_push", "packets", "two_shot", "two_shot_pull", a name of `register_algorithm`, or
+            "auto": by the size. "fp8": data travel as FP8, in half the bytes of bfloat16, with the error that
+            `all_reduce_fp8` states; for tensors of some MiB and more, of floats of up to 32 bits, if all PEs are mapped;
+            takes 32 times `staging_bytes` of the heap.
+        once_per_node: as in `AllGather`.
+        group: the ranks; see `tilescale_net.world`.
 
     Raises:
-        ValueError: a launch geometry, an algorithm or a size that the kernels or the GPU cannot run; "fp8" where PEs are on
+        ValueError: a launch geometry, an algorithm or a size that the kernels or the GPU cannot run; "fp8" with PEs on
             several nodes.
-        RankMismatch: ranks that want different ones.
+        RankMismatch: ranks pass different arguments.
         HeapError: no room for the staging memory.
     """
 
@@ -119,21 +120,21 @@ class AllReduce(Collective):
 
         Args:
             out: contiguous, one of `DTYPES`, of the same shape on all ranks.
-            x: contiguous, of out's shape and dtype, apart from `out` in memory or `out` itself, which is the default.
+            x: contiguous, of out's shape and dtype, apart from `out` in memory, or `out` itself, the default.
             overwrite_x: the kernel may use `x` as scratch; its contents are undefined afterwards. Equal on all ranks.
 
-        Tensors may lie anywhere. Large ones are fastest where both are symmetric and begin and end at multiples of 16
-        bytes, or `x` alone does and may be overwritten: they are not copied then.
+        Tensors may be in any memory. Large ones are fastest, because they are not copied, if both are symmetric and begin
+        and end at multiples of 16 bytes, or if `x` alone does and may be overwritten.
 
         Returns:
             `out`, with equal bits on all ranks: sums are made in float32 (float64 and integers in their own type), in the
-            order of the PEs, and rounded once; where nodes have several PEs each, a node's sum is rounded too. Bits do not
-            depend on the algorithm, on other elements or on where tensors lie. With "fp8", rounded as `all_reduce_fp8` states.
+            order of the PEs, and rounded once; if nodes have several PEs each, a node's sum is rounded too. Bits do not
+            depend on the algorithm, on other elements or on addresses. With "fp8", rounded as `all_reduce_fp8` states.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different shapes or dtypes, or of large tensors symmetric ones that are not the same
-                on all ranks. Between those nothing moves. Raised at once where arguments are new, else by the next call or
+            TypeError, ValueError: a wrong argument, by name; nothing was sent.
+            RankMismatch: ranks pass different shapes or dtypes, or, of large tensors, symmetric ones that do not match on
+                all ranks. No data move between such ranks. Raised at once for new arguments, else by the next call or
                 `check`.
         """
         self._begin()
@@ -170,7 +171,7 @@ class AllReduce(Collective):
         return out
 
     def is_faster_overwritten(self, nbytes: int) -> bool:
-        """Whether a result comes sooner from a symmetric `x` that may be overwritten than from one that lies elsewhere."""
+        """Whether a symmetric `x` that may be overwritten is faster than one in other memory."""
         fits = self._choose(nbytes)[1] and nbytes % VECTOR_BYTES == 0
         return fits and (self.n_pes == 2 or nbytes > self.staging_bytes)
 
@@ -259,7 +260,7 @@ class AllReduce(Collective):
         out.copy_(whole[: out.numel()])
 
     def free(self) -> None:
-        """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
+        """Free the symmetric memory. Collective; do not call the object afterwards."""
         self._check_alive()
         for collective in self._parts or ():
             collective.free()

@@ -140,9 +140,9 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
 
     With shots = 1 for two PEs and else 2, `data` (FP8 [2, shots, capacity, n_pes * ROWS, 32, UNIT]), `exponents` (float32 [2,
     shots, capacity, n_pes, 4], a byte for each block) and `tags` (float32 [2, n_pes, max_blocks, 4]) are symmetric, `calls`
-    (uint64 [max_blocks]) is any device memory; all are zero before the first call, and then left alone. `tag` stands for what
-    must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
-    [STATUS_WORDS]), see `collective.call_word`.
+    (uint64 [max_blocks]) is any device memory; all are zero before the first call and not reset afterwards. `tag` encodes
+    the arguments that must be equal on all PEs; if they differ, `out` is not written, and the difference is reported to
+    `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     shots = shots_of(n_pes)

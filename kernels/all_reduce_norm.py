@@ -1,9 +1,9 @@
-"""All-reduce with what surrounds it in a transformer's layer, in one kernel: the weighted sum of a token's experts before it;
-bias, residual, RMSNorm and quantisation to FP8 behind it.
+"""All-reduce with its neighbours in a transformer's layer, in one kernel: the weighted sum of a token's experts before it;
+bias, residual, RMSNorm and quantisation to FP8 after it.
 
 Rows travel as in all_reduce_push.py, in one shot or two, and are normalised by the block that has summed or received them,
-whose threads keep them in registers. Where PEs are on other nodes, AllReduce sums and the same kernel does the rest.
-Results have the same bits every way, and a row's do not depend on the other rows.
+whose threads keep them in registers. If PEs are on other nodes, AllReduce sums and the same kernel does the rest. Results
+have the same bits either way, and a row's bits do not depend on the other rows.
 """
 
 import functools
@@ -572,11 +572,11 @@ def sum_of_experts(dtype, hidden, top_k, threads=256):
 
 
 class ExpertRows(NamedTuple):
-    """The end of an MoE layer as input of `AllReduceNorm`: a token's row is the weighted sum of its experts' rows here, and of
-    the shared expert's; in float32, choice by choice, the shared one last, rounded once.
+    """The end of an MoE layer as input of `AllReduceNorm`: a token's row is the weighted sum of its experts' rows on this
+    rank, and of the shared expert's; in float32, choice by choice, the shared one last, rounded once.
 
     Attributes:
-        rows: what this rank's experts have made, [any, hidden] of the norm's dtype.
+        rows: results of this rank's experts, [any, hidden] of the norm's dtype.
         row_index: int32 [tokens, top_k]: row of each choice in `rows`; below 0: not on this rank.
         weights: float32 [tokens, top_k].
         shared: of the shared expert, [tokens, hidden], or None.
@@ -593,16 +593,16 @@ class AllReduceNorm(Collective):
 
     Args:
         hidden: elements of a row; a row is a multiple of 16 bytes, and at most 64 KiB.
-        threads, blocks: of the `AllReduce` that sums where PEs are on other nodes; other kernels take theirs from `hidden`.
-        group: whose ranks these are; see `tilescale_net.world`.
+        threads, blocks: of the `AllReduce` for PEs on other nodes; other kernels derive theirs from `hidden`.
+        group: the ranks; see `tilescale_net.world`.
 
     Attributes:
-        shots: 1 or 2 steps over the links, of kernels for PEs that are all mapped; None: by the size.
+        shots: 1 or 2 steps over the links, if all PEs are mapped; None: by the size.
         spread: with 2, blocks that share rows, a divisor of the number of PEs; None: by the size. In place always 1.
 
     Raises:
         ValueError: a launch geometry or a size that the kernels or the GPU cannot run.
-        RankMismatch: ranks that want different ones.
+        RankMismatch: ranks pass different arguments.
         HeapError: no room for the staging memory.
     """
 
@@ -670,20 +670,20 @@ class AllReduceNorm(Collective):
 
         Args:
             out, x: contiguous [..., hidden] of one of `DTYPES`, beginning at multiples of 16 bytes; may be the same tensor.
-                Any number of rows. `out` may be None where `quantized` is given; `x` may be `ExpertRows` of as many tokens.
+                Any number of rows. `out` may be None with `quantized`; `x` may be `ExpertRows` of as many tokens.
             weight: of the norm, [hidden].
-            residual: [..., hidden]; added to the rounded sum. Without `total` it is replaced by the result, which is what is
-                normalised.
+            residual: [..., hidden]; added to the rounded sum. Without `total` the sum, which is normalised, overwrites it.
             bias: [hidden]; added to the rounded sum first. All PEs pass the same.
             eps: added to the mean of the squares.
             weight_bias: added to `weight`; 1 for Gemma.
-            total: [..., hidden]; becomes the sum plus bias and residual, which is then left alone; may be `residual`.
-            quantized: float8_e4m3fn [..., hidden]; becomes `out`, as it is rounded, divided by its scale.
-            scales: float32; becomes what multiplies `quantized`. [rows, 1]: a scale for each row; [rows, hidden / 128]: for
-                each 128 elements. Of any strides: `new_scales` makes what GEMMs of vLLM and DeepGEMM take.
-                int32 [rows, ceil(hidden / 512)]: exponents of such scales, see `ue8m0`, four in a word, the lowest byte first, as
-                DeepGEMM takes them on newer GPUs; bytes that stand for no block are left alone.
-            scale: float32, one element, instead of `scales`: the scale of all, which is given. Numbers beyond 448 become 448.
+            total: [..., hidden]; becomes the sum plus bias and residual, and `residual` stays unchanged; may be `residual`.
+            quantized: float8_e4m3fn [..., hidden]; becomes the rounded `out` divided by its scale.
+            scales: float32; becomes the factors of `quantized`. [rows, 1]: a scale for each row; [rows, hidden / 128]: for
+                each 128 elements. Of any strides: `new_scales` makes the layouts of vLLM's and DeepGEMM's GEMMs. int32
+                [rows, ceil(hidden / 512)]: exponents of such scales, see `ue8m0`, four in a word, the lowest byte first, as
+                DeepGEMM needs them on newer GPUs; bytes without a block are not written.
+            scale: float32, one element, instead of `scales`: the given scale of all elements. Quotients beyond 448 become
+                448.
             ue8m0: scales of 128 elements are rounded up to powers of two; int32 ones always are.
 
         Returns:
@@ -691,8 +691,8 @@ class AllReduceNorm(Collective):
             float32. The scale of a row or block is its largest absolute value, at least 1e-4, divided by 448.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different ones. Raised at once where they are new, else by the next call or `check`.
+            TypeError, ValueError: a wrong argument, by name; nothing was sent.
+            RankMismatch: ranks pass different arguments. Raised at once for new arguments, else by the next call or `check`.
         """
         self._begin()
         like = out if out is not None else quantized
@@ -800,11 +800,11 @@ class AllReduceNorm(Collective):
 
         Args:
             rows: of the call.
-            by: "token": a scale for each row, "block" or "ue8m0": for each 128 elements, or "ue8m0_packed": for these, as
-                exponents, four in an int32; zeros.
-            layout: "row": contiguous, as vLLM's CUTLASS GEMMs take scales of tokens; "column": the scales of one block of all
-                rows in one piece, as its GEMMs by block take them; "tma": so, and each of these begins at a multiple of 16
-                bytes, as DeepGEMM takes them.
+            by: "token": a scale for each row; "block" or "ue8m0": for each 128 elements; "ue8m0_packed": the exponents of
+                these, four in an int32. All are zero at first.
+            layout: "row": contiguous, for vLLM's CUTLASS GEMMs with scales of tokens; "column": the scales of one block of
+                all rows are contiguous, for its GEMMs by block; "tma": the same, each column beginning at a multiple of 16
+                bytes, for DeepGEMM.
 
         Returns:
             float32 [rows, 1] or [rows, hidden / 128], or int32 [rows, ceil(hidden / 512)].
@@ -1076,7 +1076,7 @@ class AllReduceNorm(Collective):
             raise ValueError(f"{self.name}: {name} must begin at a multiple of {VECTOR_BYTES} bytes")
 
     def free(self) -> None:
-        """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
+        """Free the symmetric memory. Collective; do not call the object afterwards."""
         self._check_alive()
         if self._all_reduce is not None:
             self._all_reduce.free()

@@ -113,9 +113,9 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
         dependent: launched while the kernel before on the stream ends, and lets the next one be launched so.
 
     `inbox` [2, shots, n_pes, capacity, 16 bytes of dtype] and `tags` [2, n_pes, max_blocks, 16 bytes of dtype] are symmetric,
-    `calls` (uint64 [max_blocks]) is any device memory; all are zero before the first call, and then left alone. `tag` stands
-    for what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
-    [STATUS_WORDS]), see `collective.call_word`.
+    `calls` (uint64 [max_blocks]) is any device memory; all are zero before the first call and not reset afterwards. `tag`
+    encodes the arguments that must be equal on all PEs; if they differ, `out` is not written, and the difference is
+    reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     vector = vector_of(dtype)

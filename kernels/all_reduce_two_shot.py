@@ -50,9 +50,10 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
             `staged` nor with `pulled`.
 
     `source` and `target` [>= ceil(bytes / 16), 16 bytes of dtype], `ready`, `arrived` and `done` (uint64 [n_pes, blocks]) are
-    symmetric, `calls` (uint64 [blocks]) is any device memory; signals and `calls` are zero before the first call, and
-    then left alone. `tag` stands for what must be equal on all PEs, and with it for `source` and `target`; where it is not,
-    nothing moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    symmetric, `calls` (uint64 [blocks]) is any device memory; signals and `calls` are zero before the first call and not
+    reset afterwards. `tag` encodes the arguments that must be equal on all PEs, and with them `source` and `target`; if
+    they differ, no data move, and the difference is reported to `status` (int64 [STATUS_WORDS]), see
+    `collective.call_word`.
     """
     count, target_rows, source_rows = (T.dynamic(n, "int64") for n in ("count", "target_rows", "source_rows"))
     vector, batch = vector_of(dtype), _batch(n_pes)

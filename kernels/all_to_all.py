@@ -1,4 +1,4 @@
-"""All-to-all by push: the host class for equal splits (exchange.py) and uneven ones (all_to_all.py)."""
+"""All-to-all by push: the host class, for equal splits (exchange.py) and uneven ones (this file)."""
 
 import functools
 import operator
@@ -189,11 +189,11 @@ class AllToAll(Exchange):
     Args:
         threads, blocks, engine, unroll, ring: as in `AllGather`.
         stores_from, algorithm: as in `AllGather`; for equal parts.
-        group: whose ranks these are; see `tilescale_net.world`.
+        group: the ranks; see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry that the kernels or the GPU cannot run.
-        RankMismatch: ranks that want different ones.
+        RankMismatch: ranks pass different arguments.
     """
 
     def __init__(
@@ -231,25 +231,25 @@ class AllToAll(Exchange):
         current stream.
 
         Args:
-            out: [rows, ...], symmetric, contiguous; with splits it may lie elsewhere in the heap on every PE. Without, where
-                `takes_any_memory` of a part's bytes, it may be ordinary memory, on all ranks or on none.
-            x: [rows, ...], contiguous, of out's dtype and row shape, apart from `out` in memory. Symmetric where some
-                PEs are on other nodes.
-            output_splits, input_splits: rows that come from and go to each PE, zero included: n_pes numbers, or an int64
-                tensor of them on this rank's device, which is read when the call runs. Give both or neither; without
-                them all PEs get the same number of rows.
+            out: [rows, ...], symmetric, contiguous; with splits its offset in the heap may differ between PEs. Without
+                splits, if `takes_any_memory` of a part's bytes, it may be ordinary memory, on all ranks or on none.
+            x: [rows, ...], contiguous, of out's dtype and row shape, apart from `out` in memory. Symmetric if some PEs are
+                on other nodes.
+            output_splits, input_splits: rows from and to each PE, zero included: n_pes numbers, or an int64 tensor of them
+                on this rank's device, which the kernel reads. Pass both or neither; without them all PEs get the same
+                number of rows.
             through: without splits: symmetric memory of out's shape and dtype, apart from `x`; see `AllGather.__call__`.
 
         Returns:
             `out`. Later work on the stream may write `x` and the splits again.
 
-        Splits in tensors, and splits that differ between two ranks, are looked at when the call runs; see `check`.
+        The kernel checks splits in tensors, and splits that differ between two ranks; see `check`.
 
         Raises:
-            TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different row shapes or dtypes, without splits also another number of rows or
-                place of `out` in the heap, or splits on some ranks only. Between those nothing moves. Raised at once where
-                arguments are new, else by the next call or `check`.
+            TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
+            RankMismatch: ranks pass different row shapes or dtypes, without splits also another number of rows or
+                place of `out` in the heap, or splits on some ranks only. No data move between such ranks. Raised at once
+                where arguments are new, else by the next call or `check`.
         """
         self._begin()
         key = self._key_through(out, x, through) if output_splits is None and input_splits is None else None

@@ -57,8 +57,8 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
     `starts` (int64 [n_pes + 1]) has the first of each PE's rows among those of all, and their number at the end. `out` is
     symmetric, and given with as many rows as the PE with the most has; `calls` [2 * blocks], `ready` and `arrived` as in
     `exchange`, where `arrived` counts pieces (`collective.piece_number`), of which this kernel signals all at once. `tag`
-    stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to `status` (int64
-    [STATUS_WORDS]), see `collective.call_word`.
+    encodes the arguments that must be equal on all PEs; if they differ, no data move, and the difference is reported to
+    `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     out_rows, out_pitch, x_rows, x_pitch = (
         T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch")
@@ -324,17 +324,17 @@ def checked_lengths(name: str, lengths: Sequence[int], n_pes: int) -> list[int]:
 
 
 class AllToAllTransposed(Collective):
-    """All-to-all that cuts one axis and joins another; constructed and called by all ranks.
+    """All-to-all that splits one axis and concatenates another; constructed and called by all ranks.
 
     Args:
         threads: see `Collective`.
         blocks: see `Collective`; None: 64, and 16 in the simulator.
         unroll: see `put_block`.
-        group: whose ranks these are; see `tilescale_net.world`.
+        group: the ranks; see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry that the kernel or the GPU cannot run.
-        RankMismatch: ranks that want different ones.
+        RankMismatch: ranks pass different arguments.
     """
 
     def __init__(
@@ -372,23 +372,23 @@ class AllToAllTransposed(Collective):
 
         Args:
             out: symmetric, contiguous, of x's dtype; its shape is that of `x` with axis `cut` divided, and axis `join`
-                multiplied, by the number of PEs; with `lengths` and `chunk` as they say.
-            x: contiguous, of the same shape on all ranks but for `lengths`, apart from `out` in memory. Symmetric where some PEs
-                are on other nodes.
+                multiplied, by the number of PEs; or by `lengths` and `chunk`.
+            x: contiguous, of the same shape on all ranks but for `lengths`, apart from `out` in memory. Symmetric if some
+                PEs are on other nodes.
             cut, join: two axes; negative ones count from the end.
             lengths: number of elements of each PE's part of the earlier of the two axes, equal on all ranks; 0 or more. Without
                 them parts are equal.
-            chunk: (c, count): of each PE's part of the later axis only the c-th of `count` equal parts moves, to or from a tensor
-                that has no more of this axis. So a result of all heads can be made, and used, chunk by chunk.
-            result: like `out`, in any memory, apart from `out` and `x`; becomes what `out` would be, while parts still arrive
-                where all of it is whole vectors of 16 bytes, and `out` is scratch. For all of the axis: chunk (0, 1).
+            chunk: (c, count): only the c-th of `count` equal parts of each PE's part of the later axis moves, to or from a
+                tensor of that size, for chunk-by-chunk computation.
+            result: like `out`, in any memory, apart from `out` and `x`; gets the result, and `out` is scratch. It is copied
+                while other parts arrive if all parts are whole vectors of 16 bytes. Not with `chunk`.
 
         Returns:
             `out`, or `result`. Later work on the stream may write `x` again.
 
         Raises:
-            TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different ones: nothing moves. Raised at once where they are new, else by the next
+            TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
+            RankMismatch: ranks pass different arguments: no data move. Raised at once for new arguments, else by the next
                 call or `check`.
         """
         self._begin()

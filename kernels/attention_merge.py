@@ -137,10 +137,10 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
         threads, max_blocks: launch geometry; all blocks run at once.
 
     `inbox` [2, trips, n_pes, capacity, vector] and `lse_inbox` (float32 [2, trips, n_pes, lse_capacity, LSE_WORDS]), of 2 trips
-    with `all_heads` and else 1, are symmetric, and `calls` (uint64 [max_blocks]) is any device memory; all are zero before the
-    first call, and then left alone. With `shots` 0 the inboxes are two views of the same memory [1, 1, n_pes, capacity, 16
-    bytes]. `tag` stands for what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to
-    `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    with `all_heads` and else 1, are symmetric, and `calls` (uint64 [max_blocks]) is any device memory; all are zero before
+    the first call and not reset afterwards. With `shots` 0 the inboxes are two views of the same memory [1, 1, n_pes,
+    capacity, 16 bytes]. `tag` encodes the arguments that must be equal on all PEs; if they differ, `out` is not written,
+    and the difference is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     batch = T.dynamic("batch", "int64")
     capacity, lse_capacity = T.dynamic("capacity", "int64"), T.dynamic("lse_capacity", "int64")
@@ -290,22 +290,22 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
 
 
 class AttentionMerge(Collective):
-    """Merge of the partial attention outputs that all ranks have; constructed and called by all ranks.
+    """Merge of all ranks' partial attention outputs; constructed and called by all ranks.
 
-    What vLLM's `cp_lse_ag_out_rs` computes (`cp_lse_ag_out_ar` with `all_heads`), and its all-to-all of outputs and lse.
+    It replaces vLLM's `cp_lse_ag_out_rs` (`cp_lse_ag_out_ar` with `all_heads`), and its all-to-all of outputs and lse.
 
     Args:
         all_heads: every rank gets all heads; else rank p gets the p-th part of them.
-        base_2: lse are logarithms to base 2, as those of FlashInfer; else natural ones, as those of FlashAttention.
-        call_bytes: bytes of `x` that one kernel takes; larger ones take several. Twice as many are allocated in the heap, with
+        base_2: lse are logarithms to base 2, as in FlashInfer; else natural logarithms, as in FlashAttention.
+        call_bytes: bytes of `x` per kernel; larger tensors take several kernels. The heap holds twice as many, with
             `all_heads` four times, and a quarter of that for the lse.
         threads: see `Collective`.
         blocks: see `Collective`; None: one for each SM, at most 128.
-        group: whose ranks these are; see `tilescale_net.world`.
+        group: the ranks; see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry or a size that the kernels or the GPU cannot run.
-        RankMismatch: ranks that want different ones.
+        RankMismatch: ranks pass different arguments.
         HeapError: no room for the memory.
     """
 
@@ -375,17 +375,17 @@ class AttentionMerge(Collective):
                 multiple of 16 bytes. With all_heads it may be `x`.
             out_lse: its lse, float32 [batch, heads of out]. With all_heads it may be `lse`.
             x: this rank's output for its part of the KV cache, [batch, heads, dim], of out's dtype; a row of `dim` is a multiple
-                of 16 bytes, and at most 8 KiB. Where a part has no keys, its rows may hold anything.
+                of 16 bytes, and at most 8 KiB. Rows without keys may hold anything.
             lse: logarithm of the sum of the exponentials of the part's scores, float32 [batch, heads]; -inf, +inf or NaN for a
                 part without keys.
 
         Returns:
             `out` and `out_lse`. Sums are made in float32 in the order of the PEs and rounded once; a row's bits do not depend on
-            other rows, and are equal on all PEs. Where no rank has keys, rows are 0 and their lse -inf.
+            other rows, and are equal on all PEs. If no rank has keys, rows are 0 and their lse -inf.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different shapes or dtypes. Raised at once where they are new, else by the next call or
+            TypeError, ValueError: a wrong argument, by name; nothing was sent.
+            RankMismatch: ranks pass different shapes or dtypes. Raised at once for new arguments, else by the next call or
                 `check`.
         """
         self._begin()
@@ -517,7 +517,7 @@ class AttentionMerge(Collective):
         )
 
     def free(self) -> None:
-        """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
+        """Free the symmetric memory. Collective; do not call the object afterwards."""
         self._check_alive()
         for collective in (self._gather, self._exchange):
             if collective is not None:

@@ -47,7 +47,7 @@ def node_broadcast(
         dtype, threads, blocks, engine, unroll, ring, least_bytes: see `broadcast`.
 
     `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` (by part: [PEs of the largest node, blocks]; symmetric) are uint64,
-    zero before the first call, and then left alone. `tag` and `status` as in `broadcast`.
+    zero before the first call and not reset afterwards. `tag` and `status` as in `broadcast`.
     """
     count = T.dynamic("count", "int64")
     of = Nodes.of(n_pes, node_size)
@@ -151,9 +151,9 @@ def broadcast(
         engine, unroll, ring: see `tilescale_net.language.put_block`.
         least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
 
-    `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
-    before the first call, and then left alone. `tag` stands for what must be equal on all PEs; where it is not, nothing
-    moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero before
+    the first call and not reset afterwards. `tag` encodes the arguments that must be equal on all PEs; if they differ, no
+    data move, and the difference is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     options = dict(engine=engine, unroll=unroll, ring=ring)
@@ -221,12 +221,12 @@ class Broadcast(Collective):
     Args:
         threads, blocks: see `Collective`.
         engine, unroll, ring: see `put_block`.
-        once_per_node, chunk_bytes: as those of `AllGather`.
-        group: whose ranks these are; see `tilescale_net.world`.
+        once_per_node, chunk_bytes: as in `AllGather`.
+        group: the ranks; see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry that the kernel or the GPU cannot run.
-        RankMismatch: ranks that want different ones.
+        RankMismatch: ranks pass different arguments.
     """
 
     def __init__(
@@ -260,8 +260,8 @@ class Broadcast(Collective):
             `x`.
 
         Raises:
-            TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different ones: nothing moves. Raised at once where they are new, else by the next
+            TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
+            RankMismatch: ranks pass different arguments: no data move. Raised at once for new arguments, else by the next
                 call or `check`.
         """
         self._begin()

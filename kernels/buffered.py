@@ -66,9 +66,9 @@ def buffered(
         least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
 
     `inbox` [2, n_pes, capacity] and `outbox` [2, n_pes or 1, capacity], in bytes, `ready` [n_pes] and `arrived` [n_pes, blocks]
-    are symmetric, `calls` [blocks] is any device memory; the words are uint64, zero before the first call, and then left
-    alone. `tag` stands for what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to
-    `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    are symmetric, `calls` [blocks] is any device memory; the words are uint64, zero before the first call and not reset
+    afterwards. `tag` encodes the arguments that must be equal on all PEs; if they differ, `out` is not written, and the
+    difference is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     rows = capacity * 8 // (vector * tvm.DataType(dtype).bits)

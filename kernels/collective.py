@@ -1,4 +1,4 @@
-"""What the collective kernels share on the host: argument checks, signals that are never reset, agreement of ranks."""
+"""The common host side of collective kernels: argument checks, signals that are never reset, agreement of ranks."""
 
 import ctypes
 import functools
@@ -425,15 +425,15 @@ class Collective(MadeByRanks, metaclass=_Constructed):
 
     Args:
         name: shown in errors.
-        configuration: what must be equal on all ranks.
+        configuration: arguments that must be equal on all ranks.
         threads: of a block, a multiple of 32 from the number of ranks to 1024.
         blocks: of a launch; all of them must be able to run at once.
         group: see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry that the kernels or the GPU cannot run.
-        RankMismatch: ranks that differ in any of it; names both.
-        TileScaleError: ranks have left the job, and the kernels work with all of them.
+        RankMismatch: ranks pass different arguments; names both.
+        TileScaleError: ranks have left the job; the kernels need all of them.
     """
 
     allows_partial_membership = False  # of the ranks of the world
@@ -542,7 +542,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         return self._counters[-1]
 
     def free(self) -> None:
-        """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
+        """Free the symmetric memory. Collective; do not call the object afterwards."""
         self._check_alive()
         self._call_track.note("free()")
         self._release()
@@ -661,9 +661,9 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             raise
 
     def check(self) -> None:
-        """Wait for the calls so far and raise what they found wrong with arguments. Not collective.
+        """Wait for the calls so far and raise errors of their arguments. Not collective.
 
-        In the simulator each call does this itself; on a GPU it would cost a synchronisation.
+        In the simulator each call does this; on a GPU it would cost a synchronisation.
 
         Raises:
             RankMismatch: another rank made another call; names both.

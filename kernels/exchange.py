@@ -1,10 +1,10 @@
 """The kernel of all-gather and of all-to-all with equal splits, by puts: every PE puts a part to the same place at every PE.
 
-It does for any PE and any alignment what exchange.py does for mapped ones.
+`exchange` serves any PE and any alignment, `exchange_mapped` mapped PEs.
 
-A call begins by telling every peer that the output may be overwritten, and which one that is, and ends when every peer's
-part has arrived, so that calls follow one another without a barrier. Between PEs that give different outputs nothing
-moves. Blocks share each part; block b waits for the blocks b of its peers.
+A call begins with a signal to every peer that the output may be overwritten, which also identifies the output, and ends
+when every peer's part has arrived: calls follow one another without a barrier. No data move between PEs with different
+outputs. Blocks share each part; block b waits for the blocks b of its peers.
 """
 
 from collections.abc import Callable
@@ -58,9 +58,9 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *
         split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
         in_place: `x` is `out[my_pe]` already.
 
-    `tag` stands for what must be equal on all PEs, `out` above all; what differs is reported to `status` (int64
-    [STATUS_WORDS]), see `collective.call_word`. `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks]
-    (symmetric) are uint64, zero before the first call, and then left alone.
+    `tag` encodes the arguments that must be equal on all PEs, `out` above all; a difference is reported to `status` (int64
+    [STATUS_WORDS]), see `collective.call_word`. `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes,
+    blocks] (symmetric) are uint64, zero before the first call and not reset afterwards.
     """
     count = T.dynamic("count", "int64")
     shape = (n_pes, count) if split else (count,)

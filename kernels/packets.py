@@ -58,10 +58,10 @@ def packets(
             the same one. Else there is no `ready`, and such calls do not end.
 
     `values` and `flags` are views of one symmetric tensor of 16-byte packets: [2, n_pes, capacity, 16 bytes of dtype] and
-    uint64 [2, n_pes, capacity, 2]. `calls` (uint64 [max_blocks]) counts calls in any device memory. All are zero before
-    the first call, and then left alone. Calls take the two halves of the packets in turn: a PE that sends in call i + 2
-    has seen packets of call i + 1 from all PEs, whose call i was over by then. Flags hold `tag` too, which stands for
-    what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
+    uint64 [2, n_pes, capacity, 2]. `calls` (uint64 [max_blocks]) counts calls in any device memory. All are zero before the
+    first call and not reset afterwards. Calls take the two halves of the packets in turn: a PE that sends in call i + 2 has
+    seen packets of call i + 1 from all PEs, whose call i was over by then. Flags hold `tag` too, which stands for what must
+    be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
     [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")

@@ -1,8 +1,8 @@
-"""Reduce-scatter: the host class, and the kernel by push; the one by pull is reduce_scatter.py.
+"""Reduce-scatter: the host class, and its kernels by push and by pull.
 
 By push every PE puts the parts of its input to their owners, which add them up in the order of the PEs. Parts travel in
-chunks through a few staging slots per pair of PEs and block, so that the staging memory does not grow with the tensors.
-A chunk is added up while the next one is in flight. The owner notifies the sender when a slot is free.
+chunks through a few staging slots per pair of PEs and block, so the staging memory does not grow with the tensors. A chunk
+is added up while the next one is in flight. The owner notifies the sender when a slot is free.
 
 The order of additions is fixed, and the same in all kernels (`Collective.node_sum`): results are equal bit by bit from run
 to run, in any order of arrival, whichever kernel runs.
@@ -47,7 +47,7 @@ from .sums import VECTOR_BYTES, accumulator, add_part, add_up, batch_of, vector_
 # Reduce-scatter by pull: every PE reads its part of all PEs' input and adds up in registers.
 #
 # Nothing is stored on the way, so that the links are busy from the first load to the last. For that the peers' inputs must
-# be mapped, at the same place of all heaps; reduce_scatter.py has the kernel for all others.
+# be mapped, at the same place of all heaps; `reduce_scatter` below is the kernel for all others.
 
 
 @tsn.jit(name="reduce_scatter_pull", pass_configs=EXPLICIT_SYNC)
@@ -61,8 +61,9 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
         threads, blocks: launch geometry; all blocks must be able to run at once.
 
     `ready` and `done` (uint64 [n_pes, blocks]) are symmetric, `calls` (uint64 [blocks]) is any device memory; all are zero
-    before the first call, and then left alone. `tag` stands for what must be equal on all PEs, `x` above all; where it is
-    not, nothing is read, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    before the first call and not reset afterwards. `tag` encodes the arguments that must be equal on all PEs, `x` above
+    all; if they differ, nothing is read, and the difference is reported to `status` (int64 [STATUS_WORDS]), see
+    `collective.call_word`.
     """
     count, rows = T.dynamic("count", "int64"), T.dynamic("rows", "int64")
     vector, batch = vector_of(dtype), batch_of(n_pes)
@@ -157,9 +158,9 @@ def node_reduce_scatter(
     `staging` is [nodes, blocks, slots, chunk_bytes / 16, 16 bytes of dtype], and `outgoing` the same with `Nodes.turns` times as
     many nodes; `ready` [2 * n_pes] (by parity of the call), `done` [PEs of the largest node, blocks], `arrived` [nodes, blocks]
     and `consumed` [nodes * turns, blocks] are uint64; all of these are symmetric. `calls` (uint64 [blocks]) is any device
-    memory. Signals and `calls` are zero before the first call, and then left alone. `tag` stands for what must be equal on all
-    PEs, `x` above all; where it is not, nothing moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see
-    `collective.call_word`.
+    memory. Signals and `calls` are zero before the first call and not reset afterwards. `tag` encodes the arguments that
+    must be equal on all PEs, `x` above all; if they differ, no data move, and the difference is reported to `status` (int64
+    [STATUS_WORDS]), see `collective.call_word`.
     """
     count, rows = T.dynamic("count", "int64"), T.dynamic("rows", "int64")
     of, here = Nodes.of(n_pes, node_size), here or node_size
@@ -321,8 +322,8 @@ def reduce_scatter(
     `staging` is [n_pes, blocks, slots, chunk_bytes / bytes of a vector, vector] of dtype; `arrived` and `consumed`
     (uint64 [n_pes, blocks]) and `ready` (uint64 [2 * n_pes], by parity of the call) are signals; all four are symmetric.
     `calls` and `chunks` (uint64 [blocks]) count calls and chunks in any device memory. Signals and counts are
-    zero before the first call, and then left alone. `tag` stands for what must be equal on all PEs; what differs is
-    reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`; the call may not end then.
+    zero before the first call and not reset afterwards. `tag` encodes the arguments that must be equal on all PEs; a
+    difference is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`; the call may not end then.
     """
     count = T.dynamic("count", "int64")
     total_dtype, nodes = accumulator(dtype), node_size and Nodes.of(n_pes, node_size)
@@ -428,19 +429,19 @@ class ReduceScatter(Parted):
     Args:
         threads, blocks: see `Collective`.
         slots: chunks between two PEs that may be in flight in each block, 2 or more. The staging memory takes n_pes * blocks *
-            slots * chunk_bytes bytes of the symmetric heap; where nodes have several ranks, twice as much with nodes instead
-            of PEs, and the rest when a tensor is pushed for the first time.
+            slots * chunk_bytes bytes of the symmetric heap; if nodes have several ranks, twice as much with nodes instead
+            of PEs, and the rest at the first push of a tensor.
         chunk_bytes: bytes of a chunk.
         engine, unroll, ring: see `put_block`.
-        algorithm: "pull" where `x` is at the same place of all heaps and parts are whole multiples of 16 bytes: over mapped
-            memory, and where nodes have several ranks, a node's sum crosses the network (reduce_scatter.py);
-            "push" for all tensors: a rank's part crosses the network; "auto": few bytes by packets (packets.py; between nodes
-            as buffered.py has it), others by pull where that is possible.
-        group: whose ranks these are; see `tilescale_net.world`.
+        algorithm: "pull" if `x` has the same offset in all heaps and parts are whole multiples of 16 bytes: over mapped
+            memory, and if nodes have several ranks, a node's sum crosses the network; "push" for all tensors: a rank's part
+            crosses the network; "auto": few bytes by packets (packets.py; buffered.py between nodes), others by pull where
+            that is possible.
+        group: the ranks; see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry or a chunk that the kernel or the GPU cannot run.
-        RankMismatch: ranks that want different ones.
+        RankMismatch: ranks pass different arguments.
         HeapError: no room for the staging memory.
     """
 
@@ -494,21 +495,21 @@ class ReduceScatter(Parted):
 
         Args:
             out: contiguous, one of `DTYPES`; may be this PE's own part of `x`.
-            x: contiguous, of out's dtype, [n_pes, *out.shape] or [n_pes * out.shape[0], *out.shape[1:]]. Symmetric where
-                some PEs are on other nodes. Fastest where the parts begin at multiples of 16 bytes.
-            through: symmetric memory of x's shape and dtype, apart from both, at the same place of all heaps, that is
-                overwritten: an ordinary `x` goes through it, in the same kernel where PEs are mapped. On all ranks or on none.
+            x: contiguous, of out's dtype, [n_pes, *out.shape] or [n_pes * out.shape[0], *out.shape[1:]]. Symmetric if some
+                PEs are on other nodes. Fastest if the parts begin at multiples of 16 bytes.
+            through: symmetric scratch memory of x's shape and dtype, apart from both, at the same offset in all heaps: an
+                ordinary `x` goes through it, in the same kernel if PEs are mapped. On all ranks or on none.
 
         Returns:
             `out`; sums are made in float32 (float64 and integers in their own type), in the order of the PEs, and
-            rounded once; where nodes have several PEs each, a node's sum is rounded too. Bits do not depend on the algorithm
+            rounded once; if nodes have several PEs each, a node's sum is rounded too. Bits do not depend on the algorithm
             or on other elements. Later work on the stream may write `x` again.
 
         Raises:
-            TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different shapes or dtypes, or symmetric `x` that are not the same on all ranks after
-                they were so once. Raised at once where they are new, else by the next call or `check`: `out` is undefined
-                then, and so would be later ones; free the object.
+            TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
+            RankMismatch: ranks pass different shapes or dtypes, or symmetric `x` that no longer match on all ranks. Raised
+                at once for new arguments, else by the next call or `check`: `out` and later results are undefined then;
+                free the object.
         """
         self._begin()
         key = self._key_through(out, x, through)

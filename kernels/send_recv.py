@@ -1,8 +1,8 @@
-"""Send and receive between two ranks: chunks go through a ring of slots at the receiver, which gives them back one by one.
+"""Send and receive between two ranks: chunks go through a ring of slots at the receiver, which returns them one by one.
 
 Each block has its own ring for each pair of ranks and carries its share of the chunks. The word that announces a chunk
-also holds the message's size in bytes, so a receiver that expects another number finds out with the first chunk, takes
-the message all the same, and the next message is not mistaken for the rest of this one.
+also holds the message's size in bytes, so a receiver that expects another number detects that with the first chunk and
+still takes the whole message; the next message is not mistaken for its rest.
 """
 
 import tilelang.language as T
@@ -147,20 +147,20 @@ def recv(n_pes, chunk, slots=2, threads=512, blocks=8):
 
 
 class SendRecv(Collective):
-    """Messages between pairs of ranks; constructed by all ranks, then used by the two that a message concerns.
+    """Messages between pairs of ranks; constructed by all ranks, then called by sender and receiver.
 
     Args:
-        chunk: bytes of a slot, a multiple of 16. A message of up to 2 * blocks * chunk bytes leaves without waiting for
-            its receiver, if those before it were taken.
+        chunk: bytes of a slot, a multiple of 16. A message of up to 2 * blocks * chunk bytes leaves without waiting for its
+            receiver, if the receiver has taken the earlier ones.
         threads, blocks: see `Collective`.
         engine: see `put_block`.
-        group: whose ranks these are; see `tilescale_net.world`.
+        group: the ranks; see `tilescale_net.world`.
 
-    Takes 2 * n_pes * blocks * chunk bytes of the symmetric heap, twice as many where some PEs are on other nodes.
+    Takes 2 * n_pes * blocks * chunk bytes of the symmetric heap, twice as many if some PEs are on other nodes.
 
     Raises:
         ValueError: a chunk or a launch geometry that the kernels or the GPU cannot run.
-        RankMismatch: ranks that want different ones.
+        RankMismatch: ranks pass different arguments.
         HeapError: no room for the slots.
     """
 
@@ -201,7 +201,7 @@ class SendRecv(Collective):
             pe: a rank of the group, not this one.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
+            TypeError, ValueError: a wrong argument, by name; nothing was sent.
         """
         tensor = self._message("x", x, "pe", pe)
         memory, staged = self._memory, self.needs_symmetric_source
@@ -220,8 +220,8 @@ class SendRecv(Collective):
             `out`.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, by name; nothing was received.
-            RankMismatch: the message has another size; raised by the call or, on a GPU, by a later one or `check`.
+            TypeError, ValueError: a wrong argument, by name; nothing was received.
+            RankMismatch: the message has another size; raised by the call or, on a GPU, by a later call or `check`.
         """
         tensor = self._message("out", out, "pe", pe)
         memory, status = self._memory, self._record.tensor

@@ -1,8 +1,8 @@
-"""All-gather and matrix product at once: tiles are computed in the order in which their rows arrive.
+"""All-gather overlapped with a GEMM: tiles are computed in the order in which their rows arrive.
 
-Every PE has some rows of the left matrix and some columns of the right one; each wants the product of all rows with its
-columns. The product begins with the rows at hand. Meanwhile a few blocks push them to the other PEs, a signal per chunk;
-a tile whose rows come from a peer waits for their signal, and then is an ordinary tile of an ordinary tilelang kernel.
+Every PE has some rows of the left matrix and some columns of the right one, and multiplies all rows by its columns. The
+GEMM begins with the local rows. Meanwhile a few blocks push them to the other PEs, with a signal per chunk; a tile with a
+peer's rows waits for their signal, and then is an ordinary tile of a tilelang kernel.
 """
 
 import contextlib
@@ -190,7 +190,7 @@ def matmul_arriving(
 
 
 class AllGatherMatmul(PreparedMatmul):
-    """`cat(x of all ranks) @ w`, where every rank has its own `w`; constructed and called by all ranks.
+    """`cat(x of all ranks) @ w`, with a different `w` on every rank; constructed and called by all ranks.
 
     Args:
         rows: of `x`, on every rank.
@@ -200,15 +200,15 @@ class AllGatherMatmul(PreparedMatmul):
             column of `w`, see `FusedMatmul`.
         out_dtype: of the result; default `dtype`. Sums are made in float32.
         tiling: geometry of the GEMM, see `Tiling`.
-        threads, blocks: of the kernel that pushes rows, see `Collective`. Its blocks take as many SMs until the rows are sent.
+        threads, blocks: of the kernel that pushes rows, see `Collective`. Each block takes an SM until the rows are sent.
         engine: of that kernel, see `put_block`.
-        group: whose ranks these are; see `tilescale_net.world`.
+        group: the ranks; see `tilescale_net.world`.
 
     Takes 2 * n_pes * rows * k elements of the symmetric heap, and 2 * n_pes * rows scales.
 
     Raises:
-        TypeError, ValueError: a dtype, an extent or a launch geometry that does not fit, by name.
-        RankMismatch: ranks that want different ones.
+        TypeError, ValueError: a wrong dtype, extent or launch geometry, by name.
+        RankMismatch: ranks pass different arguments.
         HeapError: no room for the gathered rows.
     """
 
@@ -240,18 +240,18 @@ class AllGatherMatmul(PreparedMatmul):
         """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream.
 
         Args:
-            x: [rows, k], contiguous. Symmetric where some PEs are on other nodes.
+            x: [rows, k], contiguous. Symmetric if some PEs are on other nodes.
             w: [k, n], contiguous, or the transpose of a contiguous tensor.
             out: [n_pes * rows, n], contiguous; default a new tensor.
-            x_scales: for torch.float8_e4m3fn: float32 [rows] or [rows, 1], contiguous, by which rows of the result are
-                multiplied; they go where their rows go. Symmetric where `x` is.
+            x_scales: for torch.float8_e4m3fn: float32 [rows] or [rows, 1], contiguous, factors of the result's rows, which
+                travel with their rows. Symmetric if `x` is.
             w_scales: for torch.float8_e4m3fn: float32 [n] or [1, n], contiguous, of columns.
 
         Returns:
             `out`: rows of PE 0 first. Later work on the stream may write `x` again.
 
         Raises:
-            TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
+            TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
         """
         out, held, transposed, scales = self._arguments(
             x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self.needs_symmetric_source
@@ -389,18 +389,18 @@ def put_to_peers(n_pes, nbytes, threads, signals=True):
 
 
 class PipelinedAllGatherMatmul(DistributedMatmul):
-    """`cat(x of all ranks) @ w`, where every rank has its own `w`; constructed and called by all ranks.
+    """`cat(x of all ranks) @ w`, with a different `w` on every rank; constructed and called by all ranks.
 
     Args:
         rows, k, n, dtype, out_dtype: as for `AllGatherMatmul`; `out_dtype` other than `dtype` is for torch.float8_e4m3fn.
-        threads: of the kernels in which PEs meet and, over nodes, send, which have one block each.
-        group: whose ranks these are; see `tilescale_net.world`.
+        threads: of the one-block kernels for the barrier and, between nodes, for sending.
+        group: the ranks; see `tilescale_net.world`.
 
     Takes n_pes * rows * k elements of the symmetric heap, and n_pes * rows scales.
 
     Raises:
-        TypeError, ValueError: a dtype, an extent or a launch geometry that does not fit, by name.
-        RankMismatch: ranks that want different ones.
+        TypeError, ValueError: a wrong dtype, extent or launch geometry, by name.
+        RankMismatch: ranks pass different arguments.
         HeapError: no room for the gathered rows.
     """
 

@@ -1,8 +1,8 @@
-"""Which way a GEMM with its communication takes: the one that was fastest at the nearest shape that was measured.
+"""The choice of a GEMM's way with its communication: the fastest at the nearest measured shape.
 
 There are three: the fused kernels; copy engines that bring the rows of an all-gather while cuBLAS multiplies; the GEMM and
-the collective one after the other ("unfused"). Points come from `measured.json` beside this file, and from what
-`tilescale_net.tuning` has measured on this machine. A call for which nothing was measured is not fused.
+the collective one after the other ("unfused"). Points come from `measured.json` beside this file, and from measurements of
+`tilescale_net.tuning` on this machine. A call without a point is not fused.
 """
 
 import functools

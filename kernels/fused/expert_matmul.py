@@ -1,9 +1,9 @@
-"""Matrix products of the experts of a mixture-of-experts layer, beside the dispatch and the combine of their rows.
+"""GEMMs of the experts of a mixture-of-experts layer, beside the dispatch and the combine of their rows.
 
-A tile of a dispatch's expert-major rows is multiplied as soon as its rows are there, those of the first expert first, since
-a dispatch that counts tiles sends them first. A product whose rows a combine sends goes from the last expert to the first,
-and signals which tiles are finished; a token's row is sent when the product of its first expert is. Each is one persistent
-kernel beside the few blocks of the dispatch or of the combine.
+A tile of a dispatch's expert-major rows is multiplied when its rows have arrived, the first expert's first, because a
+dispatch that counts tiles sends them first. A GEMM before a combine goes from the last expert to the first, and signals
+finished tiles; the combine sends a token's row when the GEMM of its first expert has ended. Each is one persistent kernel
+beside the few blocks of the dispatch or of the combine.
 """
 
 import dataclasses
@@ -259,21 +259,21 @@ LATE = 0.5
 
 
 class ExpertMatmul(FusedMatmul):
-    """The rows of a rank's experts times a matrix each, beside dispatches and combines of one AllToAll.
+    """The rows of each local expert times its matrix, beside dispatches and combines of one AllToAll.
 
-    Constructed by all ranks alike.
+    All ranks construct it with the same arguments.
 
     Args:
         moe: the AllToAll, made with `tile_rows`.
         k, n: rows and columns of each expert's matrix.
-        dtype: of rows and matrices, torch.bfloat16 or torch.float16, as results have it too; or torch.float8_e4m3fn with a
-            scale for each row (an AllToAll with `scale_words=1`) and for each column of each expert, see `FusedMatmul`;
-            results are torch.bfloat16 then. Sums are made in float32.
-        tiling: geometry of the product; its tiles have `tile_rows` rows. `panel` is not looked at.
+        dtype: of rows, matrices and results, torch.bfloat16 or torch.float16; or torch.float8_e4m3fn with a scale for each
+            row (an AllToAll with `scale_words=1`) and for each column of each expert, see `FusedMatmul`; results are
+            torch.bfloat16 then. Sums are made in float32.
+        tiling: geometry of the GEMM; its tiles have `tile_rows` rows. `panel` is ignored.
 
     Raises:
-        TypeError, ValueError: a dtype, an extent or a geometry that does not fit, by name.
-        RankMismatch: ranks that want different ones.
+        TypeError, ValueError: a wrong dtype, extent or geometry, by name.
+        RankMismatch: ranks pass different arguments.
     """
 
     NAME = "ExpertMatmul"
@@ -304,7 +304,7 @@ class ExpertMatmul(FusedMatmul):
     ) -> list[Callable[[], object]]:
         """Calls that compile a kernel each, of GEMMs with matrices like `w`, for `tilescale_net.compiler.jit.compile_together`.
 
-        A kernel that is not compiled before is compiled by its first call, one after the other.
+        Otherwise each kernel is compiled by its first call, one after the other.
 
         Args:
             w: as in a call.
@@ -319,20 +319,20 @@ class ExpertMatmul(FusedMatmul):
         self, x: torch.Tensor, w: torch.Tensor, handle: Handle, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The products of rows that are all there.
+        """The GEMMs of rows that have all arrived.
 
         Args:
-            x: [capacity, k], expert by expert as a dispatch gives them.
+            x: [capacity, k], expert by expert, as in the result of a dispatch.
             w: [local experts, k, n], contiguous, or the last two axes of a contiguous tensor exchanged.
             handle: of the dispatch.
             out: [capacity, n]; default a new tensor.
             x_scales, w_scales: for torch.float8_e4m3fn: float32 [capacity] or [capacity, 1], and [local experts, n].
 
         Returns:
-            `out`; what it holds outside of the experts' rows is not specified.
+            `out`; its contents outside the experts' rows are undefined.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, by name.
+            TypeError, ValueError: a wrong argument, by name.
         """
         self._begin()
         self._rows(x, (self._capacity, self.k))
@@ -351,13 +351,13 @@ class ExpertMatmul(FusedMatmul):
         *,
         w_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The products of the rows of a dispatch that is in flight, each tile when its rows are there.
+        """The GEMMs of the rows of a dispatch in flight, each tile when its rows have arrived.
 
         Args:
-            pending: what `dispatch_send` has returned, not yet received; give it to `dispatch_recv` afterwards.
+            pending: the result of `dispatch_send`, not yet received; pass it to `dispatch_recv` afterwards.
             w, out, w_scales: as in `__call__`.
 
-        Returns and raises as `__call__`. ValueError for another object's dispatch, or one that is received.
+        Returns and raises as `__call__`. ValueError for another object's dispatch, or a received one.
         """
         self._begin()
         result = pending.result if isinstance(pending, Pending) else None
@@ -377,22 +377,22 @@ class ExpertMatmul(FusedMatmul):
         self, x: torch.Tensor, w: torch.Tensor, handle: Handle, *, x_scales: torch.Tensor | None = None,
         w_scales: torch.Tensor | None = None, products: torch.Tensor | None = None, late: float = LATE, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """`AllToAll.combine` of the products, whose rows are sent as they are finished.
+        """`AllToAll.combine` of the products; each row is sent when its GEMMs have ended.
 
         Args:
             x, w, handle, x_scales, w_scales: as in `__call__`; `n` is `hidden` of the AllToAll.
-            products: [capacity, n], where the products go; default a new tensor.
-            late: after which share of its tiles the GEMM leaves the SMs of the combine, which begins then; 0: the combine
-                has them from the beginning, and waits there for its first rows. The first call with other options is
-                never late: it loads the combine's kernel.
-            options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take the place of as many
-                SMs; default `blocks_beside_gemm` of the AllToAll.
+            products: [capacity, n], memory for the products; default a new tensor.
+            late: share of the tiles after which the GEMM leaves SMs to the combine, which then begins; 0: the combine has
+                them from the beginning, and waits for its first rows. The first call with other options is never late: it
+                loads the combine's kernel.
+            options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take an SM each; default
+                `blocks_beside_gemm` of the AllToAll.
 
         Returns:
             [tokens, hidden], as `AllToAll.combine`.
 
-        Errors are those of `__call__` and `AllToAll.combine`. Where the combine is not what rejects the call, nothing was
-        sent, and the other ranks wait for this one.
+        Errors as for `__call__` and `AllToAll.combine`. Unless the combine rejects the call, nothing was sent, and the
+        other ranks wait for this one.
         """
         self._begin()
         config = self._moe.config
@@ -495,9 +495,10 @@ class ExpertMatmul(FusedMatmul):
 class ScaledExpertMatmul(ExpertMatmul):
     """As ExpertMatmul, of float8_e4m3fn with scales of blocks: one for 128 elements of a row, one for 128 x 128 of a matrix.
 
-    Constructed by all ranks alike. `x_scales` of a call are float32 [capacity, blocks of k], padded to a multiple of 4 or
-    not; `w_scales` [local experts, blocks of n, blocks of k], as `quantise_weights` of `scaled_gemm` gives them for [experts,
-    n, k]; the last two axes of `w` [local experts, k, n] are those of a contiguous tensor exchanged.
+    All ranks construct it with the same arguments. `x_scales` of a call are float32 [capacity, blocks of k], padded to a
+    multiple of 4 or not; `w_scales` [local experts, blocks of n, blocks of k], the results of `quantise_weights` of
+    `scaled_gemm` for [experts, n, k]; `w` [local experts, k, n] is the transpose, in its last two axes, of a contiguous
+    tensor.
 
     Args:
         moe: the AllToAll, made with `tile_rows`; for `arriving` of float8_e4m3fn, k its `hidden`, a multiple of 512.
@@ -505,8 +506,8 @@ class ScaledExpertMatmul(ExpertMatmul):
         tiling: geometry of the GEMM; its tiles have `tile_rows` rows.
 
     Raises:
-        TypeError, ValueError: an extent or a geometry that does not fit, by name.
-        RankMismatch: ranks that want different ones.
+        TypeError, ValueError: a wrong extent or geometry, by name.
+        RankMismatch: ranks pass different arguments.
     """
 
     NAME = "ScaledExpertMatmul"

@@ -1,4 +1,4 @@
-"""What the fused products share on the host: shapes and dtypes, the geometry of tiles, and streams beside the caller's."""
+"""The common parts of fused GEMMs: shapes and dtypes, the geometry of tiles, and streams beside the caller's."""
 
 import contextlib
 import functools
@@ -39,8 +39,8 @@ class Shape:
         rows, n, k: of a product.
         tile: rows, columns and depth of a tile; the rows are twice those of a warpgroup.
         stages: of the ring of operands.
-        panel: rows of tiles that are walked together, for the sake of the L2 cache.
-        columns: that leave at once; they divide those of the tile.
+        panel: rows of tiles that are processed together, for the L2 cache.
+        columns: columns stored at a time; they divide the tile's.
         workers: blocks.
         transposed: the right operand is [n, k].
     """
@@ -410,8 +410,8 @@ class Tiling:
     Args:
         tile: rows, columns and depth of a tile.
         stages: of the ring of operands in shared memory.
-        panel: rows of tiles that are walked together, for the sake of the L2 cache.
-        columns: that leave at once; they divide those of the tile.
+        panel: rows of tiles that are processed together, for the L2 cache.
+        columns: columns stored at a time; they divide the tile's.
     """
 
     tile: tuple[int, int, int] = (128, 256, 64)
@@ -519,14 +519,13 @@ def check_tensor_cores(name: str, tiling: Tiling, dtype: torch.dtype, out_dtype:
 
 
 class DistributedMatmul(Collective):
-    """Base of products `x @ w` of fixed shapes, of which ranks hold parts.
+    """Base of GEMMs `x @ w` of fixed shapes, whose operands are distributed over ranks.
 
-    With torch.float8_e4m3fn, sums in float32 are multiplied by the scale of their row of `x` and that of their column of
-    `w` when a tile is done, as torch._scaled_mm does with scales of rows; `out_dtype` is torch.bfloat16 (default) or
-    torch.float16, which summands that travel have too, and `w` the transpose of a contiguous tensor. The tensor cores of
-    Hopper keep about 14 bits of such sums' mantissas; all steps of a tile's depth are added up there, and none are moved to
-    exact registers in between (the fast accumulation of torch._scaled_mm), so that long sums are less exact than those of
-    bfloat16.
+    With torch.float8_e4m3fn, float32 sums are multiplied by the scales of their row of `x` and column of `w` at the end of
+    a tile, as in torch._scaled_mm with row scales; `out_dtype` is torch.bfloat16 (default) or torch.float16, also for
+    travelling summands, and `w` the transpose of a contiguous tensor. The tensor cores of Hopper keep about 14 bits of such
+    sums' mantissas, and add up all steps of a tile's depth without promotion to exact registers (the fast accumulation of
+    torch._scaled_mm): long sums are less exact than in bfloat16.
 
     Attributes:
         memory: the symmetric buffers by name, for measurements of a call without its peers.
@@ -622,7 +621,7 @@ class DistributedMatmul(Collective):
 
 
 class FusedMatmul(DistributedMatmul):
-    """Base of the GEMMs whose kernels compute tiles of a `Tiling` and communicate meanwhile."""
+    """Base of GEMMs whose kernels compute tiles of a `Tiling` and communicate meanwhile."""
 
     def __init__(
         self, name: str, configuration: str, dtype: torch.dtype, out_dtype: torch.dtype | None, tiling: Tiling,

@@ -1,9 +1,9 @@
-"""Matrix product and all-reduce at once: sums of rows leave their owner for all others while the next are computed.
+"""A GEMM overlapped with its all-reduce: owners send sums of rows to all others while the next are computed.
 
 The first half is `matmul_reduce_scatter`: every PE adds up the rows that it owns, here slice by slice: the parts of a slice
 for the other PEs, then its own. When all tiles of some rows are done, a few blocks push these sums to the other PEs, who
-copy them to the result. What is left when the product is done, that of the last slice, all blocks push. So each row is added
-up and rounded once, and all PEs get the same bits.
+copy them to the result. At the end of the GEMM all blocks push the rest, the last slice. Each row is added up and rounded
+once, and all PEs get the same bits.
 """
 
 import functools
@@ -86,7 +86,7 @@ def send_and_collect(
 
 
 class MatmulAllReduce(MatmulReduceScatter):
-    """The sum of all ranks' `x @ w`, which every rank gets; constructed and called by all ranks.
+    """The sum of all ranks' `x @ w`, on every rank; constructed and called by all ranks.
 
     Args:
         rows: of `x` and of the result, on every rank; a multiple of the number of ranks.
@@ -94,12 +94,12 @@ class MatmulAllReduce(MatmulReduceScatter):
         n: columns of `w`.
         dtype, out_dtype, tiling, threads, blocks, engine, group: as in `MatmulReduceScatter`.
 
-    Takes 3 * rows * n elements of the symmetric heap for summands and 2 * rows * n, or 2 * rows * n + rows / n_pes * n
-    where some PEs are on other nodes, for sums.
+    Takes 3 * rows * n elements of the symmetric heap for summands and 2 * rows * n, or 2 * rows * n + rows / n_pes * n if
+    some PEs are on other nodes, for sums.
 
     Raises:
-        TypeError, ValueError: a dtype, an extent or a launch geometry that does not fit, by name.
-        RankMismatch: ranks that want different ones.
+        TypeError, ValueError: a wrong dtype, extent or launch geometry, by name.
+        RankMismatch: ranks pass different arguments.
         HeapError: no room for summands and sums.
     """
 
@@ -138,7 +138,7 @@ class MatmulAllReduce(MatmulReduceScatter):
             `out`, with the same bits on all ranks and from run to run.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
+            TypeError, ValueError: a wrong argument, by name; nothing was sent.
         """
         everyone = self.n_pes * self.rows
         out, held, transposed, scales = self._arguments(x, w, out, x_scales, w_scales, everyone, everyone)

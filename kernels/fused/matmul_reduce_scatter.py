@@ -1,9 +1,9 @@
-"""Matrix product and reduce-scatter at once: rows leave for their owner while the next owner's are computed.
+"""A GEMM overlapped with its reduce-scatter: rows travel to their owner while the next owner's rows are computed.
 
-Every PE has some columns of the left matrix and the rows of the right one that go with them, so that its product is one
-of the summands of the result; each PE owns some rows of the sum. One persistent product computes the parts of all owners,
-those of the others first; meanwhile a few blocks put what has been computed to its owner, some rows at a time. The own rows
-come last: their tiles add what has arrived from the peers, and write the sum.
+Every PE has some columns of the left matrix and the corresponding rows of the right one: its product is one of the summands
+    of the result, and each PE owns some rows of the sum. One persistent GEMM computes the parts of all owners, its own
+    last; meanwhile a few blocks put finished rows to their owners. The tiles of the own rows add the summands of the peers
+    and write the sum.
 """
 
 import functools
@@ -208,7 +208,7 @@ def check_ring(name: str, tiling: Tiling, dtype: torch.dtype) -> None:
 
 
 class MatmulReduceScatter(PreparedMatmul):
-    """The sum of all ranks' `x @ w`, of which every rank gets its rows; constructed and called by all ranks.
+    """Each rank's rows of the sum of all ranks' `x @ w`; constructed and called by all ranks.
 
     Args:
         rows: of the result, on every rank; `x` has n_pes times as many.
@@ -218,15 +218,15 @@ class MatmulReduceScatter(PreparedMatmul):
             scale for each row of `x` and column of `w`, see `FusedMatmul`.
         out_dtype: of the result; default `dtype`. Sums are made in float32.
         tiling: geometry of the GEMM, see `Tiling`.
-        threads, blocks: of the kernel that sends meanwhile, see `Collective`. Its blocks take as many SMs.
+        threads, blocks: of the kernel that sends meanwhile, see `Collective`. Each block takes an SM.
         engine: of that kernel: "auto" or "ldst": warps send; "bulk": blocks do, see `put_block`.
-        group: whose ranks these are; see `tilescale_net.world`.
+        group: the ranks; see `tilescale_net.world`.
 
     Takes 3 * n_pes * rows * n elements of the symmetric heap.
 
     Raises:
-        TypeError, ValueError: a dtype, an extent or a launch geometry that does not fit, by name.
-        RankMismatch: ranks that want different ones.
+        TypeError, ValueError: a wrong dtype, extent or launch geometry, by name.
+        RankMismatch: ranks pass different arguments.
         HeapError: no room for the summands.
     """
 
@@ -274,13 +274,13 @@ class MatmulReduceScatter(PreparedMatmul):
             w: [k, n], contiguous, or the transpose of a contiguous tensor.
             out: [rows, n], contiguous; default a new tensor.
             x_scales, w_scales: for torch.float8_e4m3fn: float32 [n_pes * rows] or [n_pes * rows, 1], and [n] or [1, n],
-                contiguous, by which rows and columns of this rank's product are multiplied.
+                contiguous, factors of the rows and columns of this rank's product.
 
         Returns:
-            `out`. The order of additions is fixed, so that results are equal bit by bit from run to run.
+            `out`. The order of additions is fixed: results have the same bits in every run.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
+            TypeError, ValueError: a wrong argument, by name; nothing was sent.
         """
         everyone = self.n_pes * self.rows
         out, held, transposed, scales = self._arguments(x, w, out, x_scales, w_scales, everyone, self.rows)

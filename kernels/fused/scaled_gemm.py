@@ -36,8 +36,8 @@ class ScaledShape:
     Attributes:
         experts, n, k: of `w` [experts, n, k].
         tile: rows, columns and depth, which is a block's.
-        panel: rows of tiles that are walked together, for the sake of the L2 cache.
-        columns: that leave at once.
+        panel: rows of tiles that are processed together, for the L2 cache.
+        columns: columns stored at a time.
         cluster: blocks of threads that share a tile of `w`, each with rows of its own.
     """
 
@@ -474,14 +474,14 @@ class ScaledTiling:
     Args:
         tile: rows, columns and depth of a tile; the depth is 128, columns are 256 or divide 128.
         stages: of the ring of operands in shared memory.
-        panel: rows of tiles that are walked together, for the sake of the L2 cache.
-        columns: that leave at once; they divide those of the tile, and 128.
-        cluster: blocks of threads, each with rows of its own, to which one TMA copy brings a tile of `w`; 1: none. GPUs
-            only, tilelang 0.1.14 or newer.
-        in_turn: the warpgroups give their steps to the tensor cores by turns, so that one promotes while the other multiplies;
-            else in any order, in which both may promote at once.
-        steps: in one turn of the loop over the depth, where they divide it and `stages`; with as many as stages, no address is
-            computed between steps.
+        panel: rows of tiles that are processed together, for the L2 cache.
+        columns: columns stored at a time; they divide the tile's, and 128.
+        cluster: blocks of threads, each with its own rows, that share one TMA copy of a tile of `w`; 1: none. GPUs only,
+            tilelang 0.1.14 or newer.
+        in_turn: the warpgroups alternate on the tensor cores: one promotes while the other multiplies; else in any order,
+            and both may promote at the same time.
+        steps: steps in one turn of the loop over the depth, if they divide it and `stages`; with as many as stages, no
+            address is computed between steps.
     """
 
     tile: tuple[int, int, int] = (128, 256, BLOCK)
@@ -542,23 +542,23 @@ def scaled_matmul(
 
     Args:
         x: [rows, k], contiguous.
-        w: [n, k], as torch.nn.Linear holds it, or [experts, n, k]; contiguous.
+        w: [n, k], as in torch.nn.Linear, or [experts, n, k]; contiguous.
         x_scales: float32, [rows, ceil(k / 128)] of blocks, or [rows] of whole rows. A number of blocks that is not a
             multiple of 4 is copied, unless it is padded to one.
         w_scales: float32, […, ceil(n / 128), ceil(k / 128)] of blocks of 128 x 128, or […, n] of whole rows of `w`; of
-            the same form as `x_scales`. Blocks of x whose number is not a multiple of 4 are copied.
+            the same form as `x_scales`.
         out: [rows, n] of `out_dtype`; default a new tensor.
-        counts, offsets: int32, [experts] rows of each expert and [experts + 1] where they begin in `x`, as a dispatch
-            gives them; with `w` [experts, n, k].
+        counts, offsets: int32, [experts] rows of each expert and [experts + 1] their first rows in `x`, of a dispatch; with
+            `w` [experts, n, k].
         out_dtype: torch.bfloat16 or torch.float16.
         tiling: geometry; default `DEFAULT`.
 
     Returns:
-        `out`; rows of no expert are not written.
+        `out`; rows without an expert are not written.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name.
-        ConfigurationError: a GPU that is not of compute capability 9.0, or clusters with tilelang before 0.1.14.
+        TypeError, ValueError: a wrong argument, by name.
+        ConfigurationError: a GPU of another compute capability than 9.0, or clusters with tilelang before 0.1.14.
     """
     name = "scaled_matmul"
     tensors: dict[str, Any] = dict(x=x, w=w, x_scales=x_scales, w_scales=w_scales)
@@ -621,13 +621,14 @@ def scaled_matmul(
 
 
 def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matrices as float8_e4m3fn, and a scale for each block of 128 x 128 elements. By plain torch; not for every call.
+    """Matrices as float8_e4m3fn, and a scale for each block of 128 x 128 elements. In plain torch: too slow for every call.
 
     Args:
         w: […, n, k].
 
     Returns:
-        As `w`, and float32 […, ceil(n / 128), ceil(k / 128)]: `w` is about the one times the other.
+        (q, scales): q of the shape of `w`, and float32 scales […, ceil(n / 128), ceil(k / 128)], whose product is about
+        `w`.
     """
     *head, n, k = w.shape
     blocks = -(-n // BLOCK), -(-k // BLOCK)
@@ -640,7 +641,7 @@ def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise_weights(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """What `quantise_weights` gave, multiplied.
+    """The product of the results of `quantise_weights`.
 
     Args:
         q, scales: from there.

@@ -1,5 +1,5 @@
-"""What stands between an expert's two GEMMs: SwiGLU, its gradient, and quantisation for GEMMs with scales of blocks, and back;
-rows by warps."""
+"""Kernels between an expert's two GEMMs: SwiGLU, its gradient, quantisation for GEMMs with scales of blocks, and its
+reverse; a warp processes a row."""
 
 import functools
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class SwiGLU:
     """`(up + shift) * gate * sigmoid(alpha * gate)` of columns [gate, up]; Shazeer, arXiv:2002.05202.
 
     Args:
-        clamp: the gate is at most this, and up at most this in magnitude; None: as they are.
+        clamp: upper limit of the gate, and of the magnitude of up; None: no limit.
         alpha: of the sigmoid. shift: of up. gpt-oss has clamp 7, alpha 1.702 and shift 1.
     """
 
@@ -50,7 +50,7 @@ class SwiGLU:
         return float("inf") if self.clamp is None else float(self.clamp)
 
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
-        """By plain torch, computed in float32.
+        """In plain torch, computed in float32.
 
         Args:
             h: [..., 2 * inner].
@@ -308,15 +308,15 @@ def swiglu(
 
     Args:
         h: [rows, 2 * inner], bfloat16 or float16; inner a multiple of 8.
-        activation: which.
-        end: int32 [1], how many rows there are; default all. The others become zero.
-        weights: float32 [rows], by which rows are multiplied; default 1.
+        activation: the variant.
+        end: int32 [1], number of rows; default all. The others become zero.
+        weights: float32 [rows], factors of the rows; default 1.
 
     Returns:
         [rows, inner] of the dtype of `h`.
 
     Raises:
-        TypeError, ValueError: an `h` that does not fit.
+        TypeError, ValueError: a wrong `h`.
     """
     _check("swiglu", h, 2 * WIDTH)
     return _launch(h, h.shape[1] // 2, end, weights, activation, False, 1)[0]
@@ -329,15 +329,15 @@ def swiglu_gradient(
     """Gradients of `swiglu`, in one kernel.
 
     Args:
-        h, activation, end, weights: as there.
-        grad: of its result, as that: [rows, inner], contiguous, of the dtype of `h`.
-        keeps: give the result again, too.
+        h, activation, end, weights: as in `swiglu`.
+        grad: gradient of the result: [rows, inner], contiguous, of the dtype of `h`.
+        keeps: return the result again, too.
 
     Returns:
-        Gradients of `h` and of `weights` (None without weights), and the result (None unless it is kept); all zero from
-        `end` on.
+        Gradients of `h` and of `weights` (None without weights), and the result (None without `keeps`); all zero from `end`
+        on.
 
-    Errors are those of `swiglu`.
+    Errors as for `swiglu`.
     """
     _check("swiglu_gradient", h, 2 * WIDTH)
     (rows, columns), device = h.shape, h.device
@@ -362,13 +362,13 @@ def swiglu_quantised(
     weights: torch.Tensor | None = None,
     cleared: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `swiglu`, quantised: float8_e4m3fn [rows, inner], and scales as `scaled_matmul` takes them without a copy.
+    """As `swiglu`, quantised: float8_e4m3fn [rows, inner], and scales for `scaled_matmul`, which needs no copy of them.
 
     Args:
-        h, activation, end, weights: as there; inner is a multiple of 16.
-        cleared: rows from `end` on become zero; else they are not defined.
+        h, activation, end, weights: as in `swiglu`; inner is a multiple of 16.
+        cleared: rows from `end` on become zero; else they are undefined.
 
-    Errors are those of `swiglu`.
+    Errors as for `swiglu`.
     """
     _check("swiglu_quantised", h, 4 * WIDTH)
     inner = h.shape[1] // 2
@@ -381,7 +381,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Args:
         x: [rows, k], bfloat16 or float16.
 
-    Errors are those of `swiglu`.
+    Errors as for `swiglu`.
     """
     _check("quantise_rows", x, WIDTH)
     return _launch(x, x.shape[1], None, None, None, True, groups_of(x.shape[1]))
@@ -397,7 +397,7 @@ def widened(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bf
         dtype: of the result, torch.bfloat16 or torch.float16.
 
     Raises:
-        ValueError: an argument that does not fit.
+        ValueError: a wrong argument.
     """
     *head, n, k = q.shape
     rows = q.numel() // k if k else 0

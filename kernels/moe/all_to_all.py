@@ -1,4 +1,4 @@
-"""The two verbs of an expert-parallel layer: dispatch tokens to the ranks of their experts, combine what comes back."""
+"""The two calls of an expert-parallel layer: dispatch tokens to the ranks of their experts, combine the returned rows."""
 
 from __future__ import annotations
 
@@ -147,66 +147,65 @@ _BAD_HANDLE = "{}; rejected: its handle is invalid"
 class AllToAll(Collective):
     """Dispatch and combine of an expert-parallel layer; rank r hosts experts [r * E / ranks, (r + 1) * E / ranks).
 
-    Constructed by all ranks with the same arguments, which compiles its kernels. All ranks then make the same calls in
-    the same order; nothing waits for the GPU on the host, so calls can be captured in a CUDA graph. Calls on different streams
-    run one after the other, in the order in which the host made them.
-    Results do not depend on timing: equal inputs give equal bits.
+    All ranks construct it with the same arguments, which compiles its kernels, and then make the same calls in the same
+    order. No call waits for the GPU on the host, so a CUDA graph can capture calls. Calls on different streams run one
+    after the other, in the host's order. Results do not depend on timing: equal inputs give equal bits.
 
     Args:
         num_experts: experts of the layer, a multiple of the number of ranks.
-        max_tokens: tokens that a rank dispatches at most in a call.
+        max_tokens: the most tokens of a rank in a call.
         hidden: elements of a row; a row of `dtype` and of `combine_dtype` is a multiple of 16 bytes.
         top_k: choices per token.
         dtype: of dispatched rows: bfloat16, float16, float32, or float8_e4m3fn with a float32 scale per 128 elements.
         mode: "throughput" (few SMs, thousands of tokens) or "latency" (all SMs, up to 1024).
-        layout: throughput mode: "expert" gives the rows of each expert in one piece, ready for a grouped GEMM; "rank"
-            gives each token once per rank, with an index of the rows of each expert.
+        layout: throughput mode: "expert": the rows of each expert are contiguous, ready for a grouped GEMM; "rank": each
+            token once per rank, with an index of the rows of each expert.
         alignment: throughput mode: the first row of each expert is a multiple of it.
         capacity: throughput mode: expert-major rows that a rank can receive, including the gaps; default the worst case.
-            A dispatch that does not fit on some rank sends nothing and raises on all of them. With it, symmetric memory
-            grows with the number of nodes where rows cross the network once per node (see Tuning), else not with ranks, but
-            for some words per token.
-        combine_dtype: of `y` and of combine's result; default `dtype`, or bfloat16 where `dtype` is FP8.
-        quantize_combine: rows travel back as FP8 with a scale per 128 elements: half the bytes, for a network. Throughput
-            mode between GPUs that NVLink connects rejects it, as it was measured to be slower there; "always" does not.
-        zero_copy: throughput mode: outputs lie in symmetric memory (`empty_output`, or the one that this object owns) and most
-            rows land in place. False: outputs are ordinary tensors, the caller's or new ones, and rows are copied once more;
-            layout "rank": all places for rows are.
+            A dispatch that exceeds it on some rank sends nothing and raises on all ranks. With it, symmetric memory grows
+            with the number of nodes if rows cross the network once per node (see Tuning), else not with ranks, except some
+            words per token.
+        combine_dtype: of `y` and of combine's result; default `dtype`, or bfloat16 if `dtype` is FP8.
+        quantize_combine: rows return as FP8 with a scale per 128 elements: half the bytes, for a network. Throughput mode
+            rejects it between GPUs connected by NVLink, where it was measured to be slower; "always" forces it.
+        zero_copy: throughput mode: outputs are in symmetric memory (of `empty_output`, or of this object) and most rows
+            arrive in place. False: outputs are ordinary tensors, the caller's or new ones, and rows are copied once more;
+            layout "rank" copies all slots.
         scale_words: 4-byte words of scales of an FP8 row; default a float32 per 128 elements. Others are scales per token
-            (1) or packed exponents: rows must then come with their scales.
-        column_scales: FP8: scales that dispatch gives, and those of `out`, lie by column, as many grouped GEMMs read them;
-            their shape is the same. Throughput mode: an extra kernel transposes them, into new memory if `out` is not given.
-        expert_capacity: rows that an expert takes of each rank's tokens at most, as models with a capacity factor say it: a
-            choice too many is dropped at its source and counts as none, `Dispatched.dropped` tells which. `capacity` is then
-            what cannot be exceeded, unless it is given.
-        tile_rows: throughput mode, layout "expert": GEMMs of tiles of this many rows can begin while a dispatch is in flight,
-            and a combine while they are; see `alongside` and `kernels.fused.ExpertMatmul`. `alignment` is a multiple of it.
-        drop: which choices stay: "position": of the first tokens; "choice": first all tokens' first choices, then their second
-            ones; "weight": of the largest weights.
-        active: for each rank whether it takes part; see `set_active`. Default: the ranks that take part in the job.
-        warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
-            waits in a call for one that compiles. Default: on a GPU.
-        tuning: launch geometry and message sizes. Default: what `tilescale_net.tuning` has found on this machine, else what was
-            measured best on H200s.
-        grow: where the symmetric heap has no room up to its limit, take another one, of a world of the same ranks that `free`
-            ends; `world` is the one that the object is in. `tilescale_net.shrink` must be called for it too then.
-        arena: symmetric memory for its rows, which other objects use too; see `Arena`.
-        group: whose ranks these are, rank r the r-th of them; see `tilescale_net.world`.
+            (1) or packed exponents, for rows that are passed with their scales.
+        column_scales: FP8: the result's scales, and those of `out`, are column-major, as many grouped GEMMs need them;
+            their shape is the same. Throughput mode: an extra kernel transposes them, into new memory without `out`.
+        expert_capacity: the most rows of an expert from each rank, for models with a capacity factor: excess choices are
+            dropped at their source and count as none; `Dispatched.dropped` marks them. The default of `capacity` is then
+            the largest possible number of rows.
+        tile_rows: throughput mode, layout "expert": GEMMs of tiles of this many rows can overlap with a dispatch and a
+            combine; see `alongside` and `kernels.fused.ExpertMatmul`. `alignment` is a multiple of it.
+        drop: choices to keep: "position": of the first tokens; "choice": first all tokens' first choices, then their second
+            choices; "weight": of the largest weights.
+        active: for each rank whether it is active; see `set_active`. Default: the active ranks of the job.
+        warm_up: compile the kernels of all possible calls, not only of ordinary ones, so no rank waits in a call for a rank
+            that compiles. Default: on a GPU.
+        tuning: launch geometry and message sizes. Default: the result of `tilescale_net.tuning` on this machine, else the
+            fastest on H200s.
+        grow: if the symmetric heap is full at its limit, make another one, in a new world of the same ranks, which `free`
+            ends; `world` is the object's world. Call `tilescale_net.shrink` for it too.
+        arena: symmetric memory for its rows, shared with other objects; see `Arena`.
+        group: the ranks, rank r is the group's r-th; see `tilescale_net.world`.
 
     Attributes:
-        active_mask: for each rank whether it takes part. active: the same as int32, for kernels.
-        membership: the mask, and how often lost ranks were given up before; handles of another one are rejected.
-        status: where kernels report the faults that they found.
+        active_mask: for each rank whether it is active. active: the same as int32, for kernels.
+        membership: the mask, and the number of earlier losses; handles of another membership are rejected.
+        status: record of faults that kernels found.
         identity: its arguments and group as text. key: see tilescale_net.ops.
 
-    docs/states.md lists which calls are allowed when. A call that is not raises ValueError or TileScaleError
-    and changes nothing: the other ranks wait until this one makes the right one.
+    docs/states.md lists the calls that each state accepts. Any other call raises ValueError or TileScaleError and changes
+    nothing: the other ranks wait until this rank makes the right call.
 
     Raises:
         ValueError, TypeError: an invalid argument, which is named.
-        RankMismatch: ranks that disagree on an argument.
-        HeapError: the symmetric heap has no room for the buffers, see `heap_bytes`; nothing stays allocated. With `grow`
-            the memory of the device has none (ConfigurationError).
+        RankMismatch: ranks disagree on an argument.
+        HeapError: the symmetric heap has no room for the buffers, see `heap_bytes`; nothing stays allocated. With `grow`,
+            ConfigurationError if the device has no room.
     """
 
     allows_partial_membership = True
@@ -304,20 +303,20 @@ class AllToAll(Collective):
         return self._mode.sums_over
 
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective where it is symmetric."""
+        """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective if it is symmetric."""
         self._begin("empty_output")
         symmetric = functools.partial(tsn.empty, group=self._world)
         rows, scales = self._mode.new_output(symmetric if self._mode.symmetric_output else None)
         return rows if scales is None else (rows, scales)
 
     def check(self) -> None:
-        """Wait for this rank's kernels and raise the faults that they found; see `dispatch`."""
+        """Wait for this rank's kernels and raise their faults; see `dispatch`."""
         self._machine_check("check")
         self._world.synchronize()
         self._raise_fault()
 
     def free(self) -> None:
-        """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
+        """Free the symmetric memory. Collective; do not call the object afterwards."""
         self._machine_check("free")
         if self._world.control.excluded:
             self._owned, self._own_world = [], None  # the other ranks do not free with a rank that is left out
@@ -344,33 +343,35 @@ class AllToAll(Collective):
 
         Args:
             x: [tokens, hidden] of `dtype`; for FP8 a pair (x, scales) with scales [tokens, scale_words] float32 or int32,
-                or, in latency mode, unquantised rows that are quantised on the way (the first call with float16 or float32
-                ones compiles). 0 to max_tokens tokens.
+                or, in latency mode, unquantised rows, which the call quantises (the first call with float16 or float32
+                compiles). 0 to max_tokens tokens.
             topk_idx: [tokens, top_k] expert of each choice, int64 or int32; -1: no choice.
-            topk_weights: [tokens, top_k] float32, or another floating dtype, of which a float32 copy is made; default 1.
-            mask: layout "rank", instead of choices: [tokens, ranks] bool, to which ranks each token goes; top_k is at least
-                the number of ranks. Counts of experts mean nothing then.
-            handle: throughput mode, instead of choices: use those of an earlier dispatch, without exchanging them again.
-            out: where the rows go, from `empty_output` (rows, or rows and scales), the same on all ranks; with
-                `zero_copy=False` and in latency mode any tensor of that shape. Default: in symmetric memory of this
-                object, valid until the next dispatch, or a new tensor where outputs are not symmetric.
-            after: an event that the call waits for on the GPU, besides what the current stream holds.
-            blocks: on which the call runs, those of the tuning or fewer, which ranks need not have in common. Each number
-                compiles the first time.
-            waited: latency mode: int64 [ranks], to which clocks (simulator: nanoseconds) of waiting for each are added.
-            max_tokens: of a rank in this call, at most, on all ranks alike: `combine` takes as many rows as they can be, then,
-                without waiting for the GPU. The first call with a number is agreed on by the hosts. Default: those of the object.
-            totals: latency mode: int32 [local experts], to which the counts are added.
-            cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
+            topk_weights: [tokens, top_k] float32, or another floating dtype, which is copied to float32; default 1.
+            mask: layout "rank", instead of choices: [tokens, ranks] bool, the target ranks of each token; top_k is at least
+                the number of ranks. Counts of experts then have no meaning.
+            handle: throughput mode, instead of choices: reuse the choices of an earlier dispatch without another exchange.
+            out: memory for the rows, from `empty_output` (rows, or rows and scales), the same on all ranks; with
+                `zero_copy=False` and in latency mode any tensor of that shape. Default: symmetric memory of this object,
+                valid until the next dispatch, or a new tensor if outputs are not symmetric.
+            after: an event for which the call waits on the GPU, in addition to the current stream.
+            blocks: number of blocks, at most the tuning's; may differ between ranks. The first call with a number compiles.
+            waited: latency mode: int64 [ranks], to which the call adds the clocks (simulator: nanoseconds) of waiting for
+                each rank.
+            max_tokens: the most tokens of a rank in this call, equal on all ranks: `combine` then takes the largest
+                possible number of rows without waiting for the GPU. The hosts agree on the first call with a number.
+                Default: the object's.
+            totals: latency mode: int32 [local experts], to which the call adds the counts.
+            cleared: throughput mode: zero the parts of the handle's tensors without a row.
 
         Returns:
             Dispatched.
 
         Raises:
-            TypeError, ValueError, HeapError: an argument is wrong, ranks gave different `out`, or capacity is too small.
-                All ranks raise, and later calls work; a wrong `handle` ends the world, see docs/states.md. What only the GPU
-                sees (expert ids, capacity, what another rank got) is raised by the next call or by `check`; until then a dispatch with wrong choices counts as empty
-                (latency mode: without the choices that are out of range), one with a handle or another `out` is undefined.
+            TypeError, ValueError, HeapError: a wrong argument, different `out` on ranks, or a capacity that is too small.
+                All ranks raise, and later calls work; a wrong `handle` ends the world, see docs/states.md. The next call or
+                `check` raises errors that only the GPU detects (expert ids, capacity, arguments of other ranks); until then
+                a dispatch with wrong choices counts as empty (latency mode: without the choices that are out of range), and
+                one with a handle or another `out` is undefined.
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("dispatch", after)
@@ -396,10 +397,10 @@ class AllToAll(Collective):
         after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
         totals: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
-        """Send phase of `dispatch`, with its arguments; work that the caller launches before `dispatch_recv` overlaps with it.
+        """Send phase of `dispatch`, with its arguments; kernels launched before `dispatch_recv` overlap with it.
 
-        Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then, and the
-        counts are added to `totals` by then.
+        Throughput mode runs on another stream with high priority. Do not change `x` and `out` before `dispatch_recv`;
+        `totals` has the counts after it.
         """
         self._begin("dispatch_send", after)
         pending = None
@@ -453,10 +454,10 @@ class AllToAll(Collective):
 
     @named("tilescale_net.moe.dispatch_recv")
     def dispatch_recv(self, pending: Pending) -> Dispatched:
-        """Receive phase of dispatch: the rows are there for what the caller launches next.
+        """Receive phase of dispatch: later launches may read the rows.
 
         Args:
-            pending: what `dispatch_send` gave.
+            pending: the result of `dispatch_send`.
         """
         return self._receive("dispatch", pending)
 
@@ -533,25 +534,25 @@ class AllToAll(Collective):
         weights: torch.Tensor | None = None, bias: Sequence[torch.Tensor] = (), after: torch.Event | None = None,
         blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Bring rows back to their tokens and sum them in float32.
+        """Return rows to their tokens and sum them in float32.
 
         Args:
-            y: rows of `combine_dtype`, in the shape and order of the dispatch's `x`. Throughput mode: what follows the last
-                row may be missing; to check that, the first such call waits for the GPU (see `Handle.rows`).
-            handle: of that dispatch, which may be combined any number of times.
+            y: rows of `combine_dtype`, in the shape and order of the dispatch's `x`. Throughput mode: `y` may end after the
+                last row; to check that, the first such call waits for the GPU (see `Handle.rows`).
+            handle: of that dispatch, for any number of combines.
             out: [tokens, hidden] of `combine_dtype`; default a new tensor. Tokens without a choice get zeros.
-            weighted: multiply each row by the weight of its choice. Layout "rank": rows are summed as they are.
-            weights: layout "expert": of dtypes as `topk_weights`, to use instead of the weights that dispatch got. Throughput mode: [capacity],
-                of each row; latency mode: [tokens, top_k], which an extra kernel brings to the ranks of the rows. All ranks
-                give them, or none.
-            bias: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before they are rounded.
-                The first such call compiles.
+            weighted: multiply each row by the weight of its choice. Layout "rank" sums rows without weights.
+            weights: layout "expert": weights that replace the dispatch's, of the dtypes of `topk_weights`. Throughput mode:
+                [capacity], of each row; latency mode: [tokens, top_k], which an extra kernel sends to the ranks of the
+                rows. On all ranks or on none.
+            bias: up to two tensors [tokens, hidden] of `combine_dtype`, added to the sums before rounding. The first such
+                call compiles.
             after, blocks, waited: as in `dispatch`.
 
         Each rank sums over its experts first and rounds to `combine_dtype` once, then the token's rank sums over ranks.
 
         Raises:
-            TypeError, ValueError: an argument is wrong. As in `dispatch` all ranks raise, those that got right arguments at the
+            TypeError, ValueError: a wrong argument. As in `dispatch` all ranks raise, those with right arguments in the
                 next call or `check`.
             TileScaleError: an earlier kernel or a peer has failed.
         """
@@ -571,12 +572,12 @@ class AllToAll(Collective):
         weights: torch.Tensor | None = None, bias: Sequence[torch.Tensor] = (), after: torch.Event | None = None,
         blocks: int | None = None, tiles: Tiles | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
-        """Send phase of `combine`, with its arguments; work that the caller launches before `combine_recv` overlaps with it.
+        """Send phase of `combine`, with its arguments; kernels launched before `combine_recv` overlap with it.
 
-        `y`, `weights`, `bias` and `out` belong to the call until then. Latency mode: with `weights` it waits on the GPU for
-        those of the other ranks. With `tiles`, of an object with `tile_rows`, `y` is what a kernel launched next will
-        store, after `alongside`: each row is read when its tiles are there, those of the last expert first. All `blocks`
-        send then; `combine_recv` launches what sums.
+        Do not change `y`, `weights`, `bias` and `out` before `combine_recv`. Latency mode: with `weights` it waits on the
+        GPU for the weights of the other ranks. With `tiles`, of an object with `tile_rows`, a kernel launched after
+        `alongside` stores `y`: each row is read when its tiles are complete, the last expert's first. All `blocks` send
+        then; `combine_recv` launches the sums.
 
         Args:
             tiles: see `kernels.moe.Tiles`; of this object.
@@ -633,10 +634,10 @@ class AllToAll(Collective):
 
     @named("tilescale_net.moe.combine_recv")
     def combine_recv(self, pending: Pending) -> torch.Tensor:
-        """Receive phase of combine: the sums are there for what the caller launches next.
+        """Receive phase of combine: later launches may read the sums.
 
         Args:
-            pending: what `combine_send` gave.
+            pending: the result of `combine_send`.
         """
         return self._receive("combine", pending)
 
@@ -645,7 +646,7 @@ class AllToAll(Collective):
         self, y: torch.Tensor, values: torch.Tensor, handle: Handle, *, out: torch.Tensor | None = None,
         bias: Sequence[torch.Tensor] = (), after: torch.Event | None = None, blocks: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Throughput mode: combine without weights that also brings numbers back.
+        """Throughput mode: combine without weights that also returns numbers.
 
         Args:
             y, handle, out, bias, after, blocks: as in `combine`.
@@ -653,10 +654,10 @@ class AllToAll(Collective):
                 [rows of y, top_k].
 
         Returns:
-            The sums, [tokens, hidden], and the numbers, [tokens, top_k]: those of expert-major rows at the choices that they
-            belong to, 0 elsewhere; those of choices added up over the ranks that have a row of the token.
+            The sums, [tokens, hidden], and the numbers, [tokens, top_k]: numbers of expert-major rows at their choices, 0
+            elsewhere; numbers of choices summed over the ranks that have a row of the token.
 
-        Errors are those of `combine`.
+        Errors as for `combine`.
         """
         self._begin("combine_values", after)
         pending = self._combine(
@@ -712,7 +713,7 @@ class AllToAll(Collective):
 
     @property
     def in_flight(self) -> tuple[str, ...]:
-        """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
+        """The pending phases of this rank: "dispatch", "combine", both or none."""
         pending = self._machine.pending
         return tuple(pending) if pending else ()
 
@@ -765,19 +766,19 @@ class AllToAll(Collective):
         return active
 
     def set_active(self, active: Sequence[bool] | None = None) -> None:
-        """Leave ranks out of the job from the next call on: they get nothing, and no rank waits for them.
+        """Exclude ranks from the next call on: they get nothing, and no rank waits for them.
 
-        Collective over the ranks that stay, with the same list (default: those that take part in the job, see
-        `tilescale_net.shrink`); nothing may be in flight, unless ranks were lost. From then on they make the
-        host's collective calls (memory, barriers, new objects, `free`) without the others, and handles from before are
-        refused. Objects made before accept no calls until their `set_active` is called too. A rank that is left out
-        need not call; it may then only `check`, `free` and finalize, and cannot come back. If it calls, its finalize waits
-        until the others have called, whose last kernels still need it, for TSN_TIMEOUT at most.
+        Collective over the remaining ranks, with the same list (default: the active ranks of the job, see
+        `tilescale_net.shrink`); nothing may be in flight, unless ranks were lost. From then on they make collective host
+        calls (memory, barriers, new objects, `free`) without the others, and earlier handles are rejected. Earlier objects
+        accept no calls until their `set_active` is called too. An excluded rank need not call; it may then only `check`,
+        `free` and finalize, and cannot return. If it calls, its finalize waits at most TSN_TIMEOUT until the others have
+        called, because their last kernels still need it.
 
         Raises:
-            ValueError: a list of another length, or one that brings a rank back.
-            RankMismatch: another rank gave another list.
-            PeerLost: a rank that shall stay did not call.
+            ValueError: a list of another length, or one that includes an excluded rank.
+            RankMismatch: another rank passed another list.
+            PeerLost: a remaining rank did not call.
         """
         self._machine_check("set_active")
         control = self._world.control
@@ -857,21 +858,20 @@ class AllToAll(Collective):
         return list(mode.variants_of_tiles(*both, weighted)) if self.config.tiles else []
 
     def alongside(self, pending: Pending) -> Tiles:
-        """Let what is launched next on the current stream run beside a phase that is in flight and has tiles.
+        """Let the next launches on the current stream overlap with a pending phase that has tiles.
 
-        That is a dispatch of an object with `tile_rows`, or a combine that got `tiles`. Kernels that follow may wait for
-        tiles of the dispatch (`Dispatched.x` is `pending.result.x`), or finish those that the combine waits for: the phase
-        has its SMs.
+        The phase is a dispatch of an object with `tile_rows`, or a combine with `tiles`, and has its SMs. Later kernels may
+        wait for tiles of the dispatch (`Dispatched.x` is `pending.result.x`), or complete the tiles of the combine.
 
         Args:
-            pending: the phase, what `dispatch_send` or `combine_send` gave.
+            pending: the phase, the result of `dispatch_send` or `combine_send`.
 
         Returns:
-            The tiles. Tile t is there when a wait for `words[t]`, "ge", `calls[0] * growth` ends; TMA copies of its rows want
-            `proxy="async"`.
+            The tiles. Tile t is complete when a wait for `words[t]`, "ge", `calls[0] * growth` ends; TMA copies of its rows
+            need `proxy="async"`.
 
         Raises:
-            ValueError: no phase that is in flight, or one without tiles.
+            ValueError: not a pending phase, or one without tiles.
         """
         self._world.check()
         if not isinstance(pending, Pending) or self._machine.pending.get(pending.kind) is not pending:

@@ -119,19 +119,18 @@ def heap_bytes(
     *sizes: Any, ranks: int | None = None, nodes: NodeSizes | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
     in_arena: bool = False, **options: Any,
 ) -> int:  # fmt: skip
-    """Bytes of the symmetric heap that an object takes; can be asked before `tilescale_net.init`.
+    """Bytes of the symmetric heap for an object; may be called before `tilescale_net.init`.
 
     Args:
-        sizes, options: what the constructor gets: num_experts, max_tokens, hidden, top_k and so on.
+        sizes, options: the constructor's arguments: num_experts, max_tokens, hidden, top_k and so on.
         ranks: of the job; default those of `group`.
-        nodes: how many there are, or the ranks of each (a tuple) where these differ; default those of `group`, and one where
-            `ranks` is given.
+        nodes: their number, or the ranks of each (a tuple) if these differ; default: the group's, and 1 with `ranks`.
         tuning: as for the constructor.
-        group: whose ranks these are; see `tilescale_net.world`.
-        in_arena: what it takes beside an arena.
+        group: the ranks; see `tilescale_net.world`.
+        in_arena: count only the memory besides an arena.
 
     Returns:
-        Bytes. The heap holds `runtime.context.SYSTEM_BYTES` of its own beside them, and what `empty_output` makes.
+        Bytes, without `runtime.context.SYSTEM_BYTES` of the heap itself and without memory of `empty_output`.
 
     Raises:
         ValueError, TypeError: as the constructor.
@@ -144,7 +143,7 @@ def arena_bytes(
     *sizes: Any, ranks: int | None = None, nodes: NodeSizes | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
     **options: Any,
 ) -> int:  # fmt: skip
-    """Bytes of an `Arena` that an object takes; the arguments are those of `heap_bytes`."""
+    """Bytes of an `Arena` for an object; arguments as for `heap_bytes`."""
     return heap.footprint(sizes_of(divide(_specs(ranks, nodes, group, tuning, *sizes, **options))[0]))
 
 
@@ -224,16 +223,16 @@ def meet(ranks, threads):
 
 
 class Arena(MadeByRanks):
-    """Memory for the rows of several objects that never run at once, such as FP8 forward and BF16 backward, or prefill and
-    decoding: as much as the largest needs. Each keeps its signals beside it.
+    """Memory for the rows of several objects that never run at the same time, such as FP8 forward and BF16 backward, or
+    prefill and decoding: the size of the largest. Each object keeps its own signals.
 
-    All calls of its objects are made in the same order on all ranks, and run one after the other. While a phase of one is under
-    way, calls of the others raise ValueError. What a dispatch gives in symmetric memory is valid until the next call of any of them.
-    When latency mode follows another object, ranks meet first, in a kernel of some microseconds; once a call was captured in
-    a CUDA graph, before each of its calls.
+    All ranks make all calls of its objects in the same order; the calls run one after the other. While a phase of one is
+    pending, calls of the others raise ValueError. Results in symmetric memory are valid until the next call of any object.
+    When latency mode follows another object, ranks first meet in a kernel of some microseconds; after a capture in a CUDA
+    graph, before each of its calls.
 
     Args:
-        nbytes: bytes, the most that `AllToAll.arena_bytes` says of one of the objects. Equal on all ranks.
+        nbytes: bytes, the largest `AllToAll.arena_bytes` of its objects. Equal on all ranks.
         group: see `tilescale_net.world`.
 
     Attributes:
@@ -241,7 +240,7 @@ class Arena(MadeByRanks):
 
     Raises:
         HeapError: the symmetric heap has no room.
-        RankMismatch: ranks gave different sizes.
+        RankMismatch: ranks pass different sizes.
     """
 
     def __init__(self, nbytes: int, group: tsn.Group = None):
@@ -317,10 +316,10 @@ class Arena(MadeByRanks):
         self._last = None
 
     def free(self) -> None:
-        """Give the memory back. Collective.
+        """Free the memory. Collective.
 
         Raises:
-            TileScaleError: an object is in it; free that first.
+            TileScaleError: an object still uses it; free the object first.
         """
         if any(op.alive for op in self._objects):
             raise tsn.TileScaleError("Arena.free: an AllToAll still is in this arena; free that first")

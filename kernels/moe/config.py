@@ -1,4 +1,4 @@
-"""What can be chosen for an AllToAll: its configuration, checked once, and its tuning, on which results do not depend."""
+"""The configuration of an AllToAll, checked once, and its tuning, on which results do not depend."""
 
 from __future__ import annotations
 
@@ -240,19 +240,19 @@ def as_words(tensor: torch.Tensor, words: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Choices for one AllToAll; None: the default of `defaults`. Equal on all ranks.
+    """Launch geometry and message sizes of one AllToAll, equal on all ranks; None: the default of `defaults`.
 
     Args:
         blocks: of every kernel; all of them must run at once.
         threads: of a block, a multiple of 32.
-        dispatch_senders, combine_senders: throughput mode: how many of the blocks send (layout "rank": all of them
+        dispatch_senders, combine_senders: throughput mode: the number of blocks that send (layout "rank": all of them
             dispatch).
-        combine_threads: throughput mode: of a block of combine, which wants more registers per thread.
+        combine_threads: throughput mode: of a block of combine, which needs more registers per thread.
         chunk: throughput mode: rows per signal between mapped ranks.
-        proxied_bytes: throughput mode: of a message to another node, about.
-        once_per_node: a row crosses the network once per node, where nodes have several ranks; else once per rank, which
-            takes less memory in throughput mode.
-        parts: latency mode: into how many parts to cut a row of combine, about.
+        proxied_bytes: throughput mode: approximate bytes of a message to another node.
+        once_per_node: a row crosses the network once per node, if nodes have several ranks; else once per rank, which takes
+            less memory in throughput mode.
+        parts: latency mode: approximate number of parts of a row in combine.
     """
 
     blocks: int | None = None

@@ -1,4 +1,4 @@
-"""What a dispatch leaves for the calls that follow it, how its tensors are reused, and the metadata of received rows."""
+"""The handle of a dispatch, the reuse of its tensors, and the metadata of received rows."""
 
 from __future__ import annotations
 
@@ -142,14 +142,14 @@ class ReceivedRows:
 
 @dataclass
 class Handle:
-    """Belongs to one dispatch; goes to combines of it, as many as wanted, or to dispatches with the same choices.
+    """The handle of one dispatch, for any number of its combines, or for dispatches with the same choices.
 
     Attributes:
-        signature: what a caller of it must agree with; see `Config.signature`.
+        signature: sizes that a call with it must share; see `Config.signature`.
         plan: RoutingPlan or ReceivedRows, of the mode.
-        membership: who took part; see `Participant`.
+        membership: the ranks of the dispatch; see `Participant`.
         dropped: see `Dispatched`.
-        max_tokens: of a rank in this dispatch, where it was given; all ranks gave the same.
+        max_tokens: the argument of the dispatch; equal on all ranks.
     """
 
     signature: tuple
@@ -165,7 +165,7 @@ class Handle:
         return self.plan.tokens
 
     def rows(self, layout: str) -> int:
-        """Rows that this rank has received, throughput mode; the first time it waits for the GPU.
+        """Number of rows that this rank has received, throughput mode; the first call waits for the GPU.
 
         Args:
             layout: "rank", or "expert": up to the end of the last expert, gaps of the alignment included.
@@ -191,15 +191,15 @@ class Choices:
 
 @dataclass
 class Pending:
-    """A dispatch or combine that has been sent and not yet received.
+    """A dispatch or combine between its send and receive phases.
 
     Attributes:
         kind: "dispatch" or "combine".
         handle: of the dispatch.
-        result: what receiving gives.
-        rest: what the mode needs to receive.
-        tiles: of its rows, that others learn of or that others finish while it is in flight, see `AllToAll.alongside`.
-        sums: launches what sums the rows, for a combine with tiles.
+        result: result of the receive phase.
+        rest: the mode's data for the receive phase.
+        tiles: of its rows, which the phase completes or waits for, see `AllToAll.alongside`.
+        sums: launches the sums, for a combine with tiles.
     """
 
     kind: str
@@ -212,17 +212,16 @@ class Pending:
 
 @dataclass
 class Dispatched:
-    """What dispatch gives. Counts stay on the device; nothing here waits for the GPU.
+    """The result of a dispatch. Counts stay on the device; nothing here waits for the GPU.
 
     Attributes:
         x: the rows.
             Throughput, layout "expert": [capacity, hidden]; expert e has rows offsets[e] … offsets[e] + counts[e] - 1,
-            ordered by source rank and token; rows between the experts are left as they were.
-            Throughput, layout "rank": [ranks * max_tokens or capacity, the smaller, hidden]; one row per token however many
-            experts it has here, ordered by source rank and token.
-            Latency: [local experts, ranks * max_tokens, hidden]; expert e has rows 0 … counts[e] - 1.
-        scales: [rows, scale_words] for FP8 rows, of the dtype of the scales that were given (float32), shaped like `x` in
-            front; else None.
+            ordered by source rank and token; rows between the experts are not written. Throughput, layout "rank": [ranks *
+            max_tokens or capacity, the smaller, hidden]; one row per token with an expert on this rank, ordered by source
+            rank and token. Latency: [local experts, ranks * max_tokens, hidden]; expert e has rows 0 … counts[e] - 1.
+        scales: [rows, scale_words] for FP8 rows, of the dtype of the passed scales (float32), with the leading dimensions
+            of `x`; else None.
         counts: [local experts] rows of each expert (int32).
         offsets: [local experts + 1] first row of each expert, a multiple of `alignment`, and the end (int32); None in
             latency mode.
@@ -230,8 +229,8 @@ class Dispatched:
         row_weight: weight of each expert-major row (float32); None in latency mode.
         num_rows: layout "rank": rows in `x`, a scalar (int32); else None.
         handle: for combine, or for dispatch with the same choices.
-        rejected: throughput mode: a scalar (int32), not 0 where the dispatch was rejected and no row is there, such as for a
-            capacity that is too small: for kernels that follow in a CUDA graph; None in latency mode.
+        rejected: throughput mode: a scalar (int32), not 0 if the dispatch was rejected and has no rows, for example because
+            the capacity is too small: for later kernels of a CUDA graph; None in latency mode.
     """
 
     x: torch.Tensor
@@ -246,7 +245,7 @@ class Dispatched:
 
     @property
     def dropped(self) -> torch.Tensor | None:
-        """Which choices of this rank's tokens were dropped: bool [tokens, top_k]; None without an `expert_capacity`."""
+        """The dropped choices of this rank's tokens: bool [tokens, top_k]; None without an `expert_capacity`."""
         return self.handle.dropped
 
     @property
@@ -457,14 +456,14 @@ class Plans:
 
 @dataclass(frozen=True)
 class Metadata:
-    """Of the rows that a rank has received; what stands for no row is -1, or 0 for weights. Nothing waits for the GPU.
+    """Metadata of received rows; entries without a row are -1, or 0 for weights. Nothing waits for the GPU.
 
     Throughput mode: of the rows of layout "rank", in objects of any layout; `rows` is ranks * max_tokens.
 
     Attributes:
         source_counts: [local experts, ranks] rows of each expert from each rank (int32).
         source_token: [rows], or in latency mode [local experts, ranks * max_tokens]: token at the source (int32).
-        source_rank: in the same shape: rank it comes from (int32).
+        source_rank: in the same shape: source rank (int32).
         topk_idx: [rows, top_k] local expert of each choice, -1 for one of another rank (int64); None in latency mode.
         topk_weights: [rows, top_k] float32, 0 where `topk_idx` is -1; None in latency mode.
         expert_rows: [rows, top_k] expert-major row of each choice, -1 for one of another rank (int32); None in latency mode.
@@ -479,7 +478,7 @@ class Metadata:
 
 
 def metadata(handle: Handle) -> Metadata:
-    """The metadata of a dispatch's rows, by its handle; some small kernels on the current stream.
+    """The metadata of a dispatch's rows, from its handle; some small kernels on the current stream.
 
     Args:
         handle: `Dispatched.handle`.

@@ -1,8 +1,8 @@
-"""Which tiles of expert-major rows are there, while a dispatch or a GEMM is in flight.
+"""Words that count the arrived or stored rows of each tile of expert-major rows, during a dispatch or a GEMM.
 
-A tile is `tile_rows` rows, and has a word that grows by the same number in every call: what rows of the call leave out of
-it is added by the kernel that counts. So nothing is reset between calls, and who waits needs the number of the call alone.
-Behind the words of the tiles stands one that counts the blocks that have begun.
+A tile is `tile_rows` rows, and has a word that grows by the same number in every call: the counting kernel adds the missing
+rows of a partial tile. Nothing is reset between calls, and a wait needs only the number of the call. After the words of the
+tiles, one more word counts the blocks that have begun.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from tilescale_net.kernels.moe.row_ops import int_vars
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a kernel needs to wait for tiles.
+    """The words of tiles, and the values to wait for.
 
     Attributes:
         rows: of a tile.
-        words: uint64 [tiles + 1], symmetric: those of the tiles, which peers leave alone, and the one of the blocks.
+        words: uint64 [tiles + 1], symmetric: one for each tile, which peers do not write, and one for the blocks.
         calls: int64 [1]: number of this call, from 1; grows on the stream of the caller.
-        growth: of the word of a tile in a call; it is whole when it has reached `calls[0] * growth`.
+        growth: of the word of a tile in a call; the tile is complete when the word has reached `calls[0] * growth`.
         begins: growth of the word of the blocks.
         started: uint64 [1], symmetric, or None: a word that grows by 1 in a call when the kernel that fills the tiles has
-            begun, which a combine waits for before it takes SMs. The kernel then leaves them, sooner or later.
+            begun; a combine waits for it before it takes SMs, which the kernel then leaves.
     """
 
     rows: int
