@@ -157,7 +157,7 @@ def _misuse(buffer, group) -> None:
     inputs, error = Inputs(group, 5, 3), pytest.raises
     x, idx, weights = inputs.random, inputs.topk_idx, inputs.weights
     sizes: dict = dict(num_max_dispatch_tokens_per_rank=12, num_experts=EXPERTS, use_fp8=False)
-    with error(ValueError, match="x has shape .* two dimensions"):
+    with error(ValueError, match="x has shape .* 2 dimensions"):
         buffer.low_latency_dispatch(x[0], idx, **sizes)
     with error(TypeError, match="topk_idx must be a tensor, not NoneType"):
         buffer.low_latency_dispatch(x, None, **sizes)
@@ -280,6 +280,26 @@ def _refusals(buffer, inputs) -> None:
             inputs.random, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=wrong,
             topk_weights=inputs.weights,
         )  # fmt: skip
+    # What kernels do not see.
+    *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS)
+    given: dict = dict(is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=inputs.topk_idx)
+    for wrong, word in (
+        (dict(x=inputs.random[0]), "x has shape"), (dict(topk_weights=inputs.weights[:, :1]), "but topk_idx is of"),
+        (dict(expert_alignment=0), "expert_alignment is 0"), (dict(num_tokens_per_expert=6), "must be a tensor, not int"),
+        (dict(is_token_in_rank=None), "give is_token_in_rank"), (dict(handle=(1, 2)), "handle is a tuple of 2"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"Buffer.dispatch on rank {buffer.rank}: .*{word}"):
+            buffer.dispatch(**dict(given, x=inputs.random) | wrong)
+    rows, _, _, _, handle, _ = buffer.dispatch(inputs.random, **given)
+    for arguments, word in (
+        ((rows, (1, 2)), "handle is a tuple of 2"), (((rows, rows), handle), "x must be a tensor, not tuple"),
+        ((rows, handle, torch.ones((len(rows), 7), device=rows.device)), "have 3 choices"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"Buffer.combine on rank {buffer.rank}: .*{word}"):
+            buffer.combine(*arguments)
+    for experts in (0, "4", -2):
+        with pytest.raises(ValueError, match="num_experts is .* positive multiple of 2"):
+            buffer.get_dispatch_layout(inputs.topk_idx, experts)
     with pytest.raises(TypeError, match="low_latency_combine on rank .: handle is a tuple"):
         buffer.low_latency_combine(inputs.random, inputs.topk_idx, inputs.weights, (1, 2, 3, 4, 5))
     with pytest.raises(ValueError, match="scales .*shape|wrong scales"):  # one rank's mistake is an error on all
@@ -362,6 +382,30 @@ def test_buffer(which, nodes):
         "VIRTUAL_NODES": str(nodes),
     }
     ranks.run(3, _program, which, init=False, env=env, timeout=280)
+
+
+def _rejects_alone() -> str:
+    """What rank 0 is told that waits for a call whose arguments rank 1 gives wrongly, of which it is told by name."""
+    dist.init_process_group("gloo")
+    buffer = tilescale_net.deep_ep.Buffer(dist.group.WORLD, 1 << 20, low_latency_mode=True)
+    x, idx = torch.ones((4, HIDDEN), dtype=torch.bfloat16), torch.tensor([[0, 5, -1]] * 4)
+    x, idx = x.to(tsn.device()), idx.to(tsn.device())
+    buffer.low_latency_dispatch(x, idx, 12, EXPERTS, use_fp8=False)
+    dist.barrier()
+    begin = time.monotonic()
+    with pytest.raises(tsn.RankMismatch if buffer.rank == 0 else ValueError) as raised:
+        buffer.low_latency_dispatch(x if buffer.rank == 0 else x[0], idx, 12, EXPERTS, use_fp8=False)
+    assert time.monotonic() - begin < 30, "this rank has waited for its timeout"
+    dist.barrier()
+    with pytest.raises(tsn.RankMismatch):
+        tsn.finalize()
+    return str(raised.value)
+
+
+def test_a_call_that_one_rank_rejects():
+    waits, rejects = ranks.run(2, _rejects_alone, init=False)
+    assert "rank 1 with Buffer.low_latency_dispatch: rejected" in waits
+    assert "Buffer.low_latency_dispatch on rank 1: x has shape [512]" in rejects
 
 
 def _differ() -> list[str]:

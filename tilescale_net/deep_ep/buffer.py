@@ -83,8 +83,8 @@ class Buffer(GroupBuffer):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Multiprocessors that high-throughput calls without a Config use; an even number."""
-        if new_num_sms < 2 or new_num_sms % 2:
-            raise ValueError(f"set_num_sms: {new_num_sms} is no positive even number")
+        if not isinstance(new_num_sms, int) or new_num_sms < 2 or new_num_sms % 2:
+            raise ValueError(f"set_num_sms: {new_num_sms!r} is no positive even number")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -173,15 +173,21 @@ class Buffer(GroupBuffer):
         Raises:
             ValueError, TypeError, HeapError: as `kernels.moe.AllToAll.dispatch`, on all ranks.
         """
-        begin(previous_event, async_finish, allocate_on_comm_stream)
-        num_sms = config.num_sms if config is not None else Buffer.num_sms
-        if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                raise ValueError("dispatch: a handle stands for the choices; give no topk_idx and topk_weights with it")
-            rows = high_throughput.dispatch_again(self._objects, x, handle[-1], num_sms)
+        with self._objects.rejecting("Buffer.dispatch"):
+            begin(previous_event, async_finish, allocate_on_comm_stream)
+            num_sms = self._num_sms(config)
+            routing = None if handle is None else high_throughput.routing_of(self._objects, handle)
+            if routing is not None and (topk_idx is not None or topk_weights is not None):
+                raise ValueError("a handle stands for the choices; give no topk_idx and topk_weights with it")
+            high_throughput.check_rows(x)
+            if routing is None:
+                high_throughput.check_routing(
+                    is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment
+                )
+        if routing is not None:
+            rows = high_throughput.dispatch_again(self._objects, x, routing, num_sms)
             return rows, None, None, None, None, end(async_finish)
-        if is_token_in_rank is None or num_tokens_per_expert is None:
-            raise ValueError("dispatch: give is_token_in_rank and num_tokens_per_expert, or a handle")
+        assert is_token_in_rank is not None and num_tokens_per_expert is not None
         rows, recv_idx, recv_weights, counts, prefix, routing = high_throughput.dispatch(
             self._objects, x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert, expert_alignment,
             num_worst_tokens, num_sms,
@@ -206,10 +212,18 @@ class Buffer(GroupBuffer):
         Returns:
             [tokens, hidden] bfloat16, [tokens, top_k] float32 or None, and the event.
         """
-        begin(previous_event, async_finish, allocate_on_comm_stream)
-        num_sms = config.num_sms if config is not None else Buffer.num_sms
-        out, weights = high_throughput.combine(self._objects, x, handle[-1], topk_weights, bias, num_sms)
+        with self._objects.rejecting("Buffer.combine"):
+            begin(previous_event, async_finish, allocate_on_comm_stream)
+            num_sms, routing = self._num_sms(config), high_throughput.routing_of(self._objects, handle)
+            high_throughput.check_combined(routing, x, topk_weights)
+        out, weights = high_throughput.combine(self._objects, x, routing, topk_weights, bias, num_sms)
         return out, weights, end(async_finish)
+
+    @staticmethod
+    def _num_sms(config: Config | None) -> int:
+        if not isinstance(config, Config | None):
+            raise TypeError(f"config must be a Config, not {type(config).__name__}")
+        return Buffer.num_sms if config is None else config.num_sms
 
     # DeepEP's calls between nodes, which take and give the same except parts of the handle: here they are the same
     # calls.
@@ -248,8 +262,8 @@ class Buffer(GroupBuffer):
             ranks] int64; max tokens, hidden, experts. Combines take the handle itself, not a tuple of its parts.
         """
         if async_finish and return_recv_hook:
-            error = ValueError("give async_finish or return_recv_hook, not both")
-            raise low_latency.rejected(self._objects, "low_latency_dispatch", error)
+            with self._objects.rejecting("Buffer.low_latency_dispatch"):
+                raise ValueError("give async_finish or return_recv_hook, not both")
         rows, counts, handle, hook = low_latency.dispatch(
             self._objects, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
             use_fp8, round_scale, use_ue8m0, return_recv_hook, dispatch_wait_recv_cost_stats,
@@ -278,8 +292,8 @@ class Buffer(GroupBuffer):
             [tokens, hidden] bfloat16, event, hook or None.
         """
         if async_finish and return_recv_hook:
-            error = ValueError("give async_finish or return_recv_hook, not both")
-            raise low_latency.rejected(self._objects, "low_latency_combine", error)
+            with self._objects.rejecting("Buffer.low_latency_combine"):
+                raise ValueError("give async_finish or return_recv_hook, not both")
         result, hook = low_latency.combine(
             self._objects, x, topk_weights, handle, out, zero_copy, return_recv_hook, combine_wait_recv_cost_stats
         )

@@ -6,14 +6,16 @@ from typing import Any
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.deep_ep.high_throughput import Bias, biases_of, fresh, joined, parts
-from tilescale_net.deep_ep.objects import EXPERTS, GroupBuffer, room_for, widest
+from tilescale_net.deep_ep.high_throughput import Bias, biases_of, check_rows, fresh, joined, parts
+from tilescale_net.deep_ep.objects import EXPERTS, GroupBuffer, check_dimensions, room_for, widest
 from tilescale_net.deep_ep.utils import EventHandle, EventOverlap, begin, end
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.layout import PlanOffsets
+from tilescale_net.runtime import groups
 from tilescale_net.runtime.launch_args import without_default_device
+from tilescale_net.runtime.world import World
 
 NUM_SMS = 24  # blocks of a kernel where a call does not say
 
@@ -53,6 +55,7 @@ class EPHandle:
     num_unaligned_recv_tokens_per_expert: torch.Tensor
     recv_src_metadata: torch.Tensor
     recv_topk_idx: torch.Tensor | None
+    _world: World
     _op: AllToAll
     _handle: Handle
     token_metadata_at_forward: None = None
@@ -138,7 +141,7 @@ class ElasticBuffer(GroupBuffer):
 
         Enough for ranks of one node and for nodes of 8 ranks.
         """
-        ranks = group.size()
+        ranks = _size(group)
         sizes = -(-EXPERTS // ranks) * ranks, num_max_tokens_per_rank, hidden, num_topk or 8
         dtypes = [torch.bfloat16, torch.float8_e4m3fn][: 1 + use_fp8_dispatch]
         layouts = dict(layout="rank"), dict(layout="expert", zero_copy=False)
@@ -212,21 +215,32 @@ class ElasticBuffer(GroupBuffer):
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
         self._objects.order.follow()
-        known, rows, scales = handle, *parts(x)
-        if (known is None) == (topk_idx is None):
-            raise ValueError("dispatch: give topk_idx, or the handle of an earlier dispatch")
-        if known is not None:
-            topk_idx, do_expand = known.topk_idx, known.do_expand
-            given = num_experts, num_max_tokens_per_rank, expert_alignment
-            fixed = known.num_experts, known.num_max_tokens_per_rank, known.expert_alignment
-            if any(a is not None and a != b for a, b in zip(given, fixed)):
-                raise ValueError(f"dispatch: the handle is for experts, tokens, alignment {fixed}, not {given}")
-            num_experts, num_max_tokens_per_rank, expert_alignment = fixed
-        if num_experts is None:
-            raise ValueError("dispatch: give num_experts")
-        assert topk_idx is not None
+        known, stats = handle, cumulative_local_expert_recv_stats
+        with self._objects.rejecting("ElasticBuffer.dispatch"):
+            check_rows(x)
+            if (known is None) == (topk_idx is None):
+                raise ValueError("give topk_idx, or the handle of an earlier dispatch")
+            if known is not None:
+                self._check_handle(known)
+                topk_idx, do_expand = known.topk_idx, known.do_expand
+                given = num_experts, num_max_tokens_per_rank, expert_alignment
+                fixed = known.num_experts, known.num_max_tokens_per_rank, known.expert_alignment
+                if any(a is not None and a != b for a, b in zip(given, fixed)):
+                    raise ValueError(f"the handle is for experts, tokens, alignment {fixed}, not {given}")
+                num_experts, num_max_tokens_per_rank, expert_alignment = fixed
+            check_dimensions("topk_idx", topk_idx, 2)
+            most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+            if not num_experts or not most:
+                raise ValueError("give num_experts, and num_max_tokens_per_rank to the call or to the buffer")
+            if stats is not None:
+                check_dimensions("cumulative_local_expert_recv_stats", stats, 1)
+                if len(stats) != num_experts // self.num_ranks:
+                    raise ValueError(
+                        f"cumulative_local_expert_recv_stats has {len(stats)} elements for {num_experts // self.num_ranks} experts"
+                    )
+        rows, scales = parts(x)
+        assert topk_idx is not None and num_experts is not None
         num_sms = num_sms or (known.num_sms if known is not None else NUM_SMS)
-        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         room = self._room(most) if known is None else known._op.config.max_tokens
         sizes = num_experts, room, rows.shape[1], topk_idx.shape[1], rows.dtype
         words = None if scales is None else scales.shape[-1]
@@ -245,11 +259,11 @@ class ElasticBuffer(GroupBuffer):
         syncs = known is None if do_cpu_sync is None else do_cpu_sync
         if known is None:
             known = _handle_of(
-                op, received, topk_idx.clone() if do_handle_copy else topk_idx, do_expand, num_sms, syncs,
+                self._world, op, received, topk_idx.clone() if do_handle_copy else topk_idx, do_expand, num_sms, syncs,
                 self.num_scaleup_ranks, most,
             )  # fmt: skip
-        if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats.add_(received.counts)
+        if stats is not None:
+            stats.add_(received.counts)
         count = known.num_expanded_tokens if do_expand else known.num_recv_tokens
         gaps = _gaps(received, len(received.x)) if do_expand and do_zero_padding else None
         out = _result(received.x, count, gaps, do_expand)
@@ -261,6 +275,12 @@ class ElasticBuffer(GroupBuffer):
             found: Any = received.row_weight if do_expand else metadata(received.handle).topk_weights
             weights = found[:count] if gaps is None else found[:count].masked_fill(gaps[:count], 0.0)
         return joined(out, out_scales), known.recv_topk_idx, weights, known, end(async_with_compute_stream)
+
+    def _check_handle(self, handle: object) -> None:
+        """Raise TypeError for what is no handle, ValueError for one of another group."""
+        if not isinstance(handle, EPHandle):
+            raise TypeError(f"handle is a {type(handle).__name__}; give what dispatch has returned")
+        self._objects.check_world(handle._world)
 
     def _room(self, most: int) -> int:
         """Tokens of a rank for which there is an object, where a call has that many at most: no number has one of its own."""
@@ -290,7 +310,17 @@ class ElasticBuffer(GroupBuffer):
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
         self._objects.order.follow()
+        with self._objects.rejecting("ElasticBuffer.combine"):
+            self._check_handle(handle)
+            check_dimensions("x", x, 2)
+            if topk_weights is not None:
+                check_dimensions("topk_weights", topk_weights, 1 if handle.do_expand else 2)
+                if handle.do_expand and len(topk_weights) > handle._op.config.capacity:
+                    raise ValueError(
+                        f"topk_weights has {len(topk_weights)} rows; this rank has {handle.num_expanded_tokens}"
+                    )
         op = handle._op
+        self._objects.check_alive(op)
         given = x, *biases_of(bias)
         x, *biases = (rows.float() if op.config.combine_dtype == torch.float32 else rows for rows in given)
         self._objects.calls.note("combine{}: hidden {}", "" if topk_weights is None else " with weights", x.shape[-1])
@@ -305,7 +335,16 @@ class ElasticBuffer(GroupBuffer):
         return out.bfloat16(), weights, end(async_with_compute_stream)
 
 
+def _size(group: Any) -> int:
+    """Ranks of a group that needs no world yet."""
+    if isinstance(group, World):
+        return group.size
+    size: int = len(groups.ranks(groups.resolve(group))) if group is None or isinstance(group, str) else group.size()
+    return size
+
+
 def _handle_of(
+    world: World,
     op: AllToAll,
     received: Dispatched,
     topk_idx: torch.Tensor,
@@ -341,7 +380,7 @@ def _handle_of(
     return EPHandle(
         do_expand, c.num_experts, c.alignment, most, num_sms, topk_idx, rows, expanded, per_expert, ends,
         offsets[:-1] + counts if do_expand else offsets[1:].clone(), counts.clone(),
-        torch.cat([source, meta.expert_rows], 1)[:rows], None if do_expand else meta.topk_idx[:rows], op, handle,
+        torch.cat([source, meta.expert_rows], 1)[:rows], None if do_expand else meta.topk_idx[:rows], world, op, handle,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tilescale_net import ops
-from tilescale_net.deep_ep.objects import Objects
+from tilescale_net.deep_ep.objects import Objects, check_dimensions
 from tilescale_net.errors import HeapError
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
@@ -22,10 +22,11 @@ class Routing:
     """What the handle of a dispatch stands for.
 
     Attributes:
-        op: the object that made it. handle: its handle. top_k: of the caller; the object's may be more.
+        world: of the buffer. op: the object that made it. handle: its handle. top_k: of the caller; the object's may be more.
         worst: rows that results have where they are fixed (num_worst_tokens), or 0.
     """
 
+    world: World
     op: AllToAll
     handle: Handle
     top_k: int
@@ -37,16 +38,64 @@ class Routing:
         return self.worst or self.handle.rows("rank")
 
 
+def routing_of(objects: Objects, handle: object) -> Routing:
+    """What a handle stands for. Raises TypeError for what is none, ValueError for one of another group."""
+    routing = handle[-1] if isinstance(handle, tuple) and handle else None
+    if not isinstance(routing, Routing):
+        raise TypeError(f"handle is {_shown(handle)}; give what dispatch has returned")
+    objects.check_world(routing.world)
+    return routing
+
+
+def _shown(x: object) -> str:
+    return f"a {type(x).__name__} of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"
+
+
+def check_rows(x: Rows) -> None:
+    """Raise TypeError or ValueError for what `parts` cannot take apart."""
+    rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+    check_dimensions("x", rows, 2)
+    if scales is not None:
+        check_dimensions("scales of x", scales, 1, 2)
+
+
+def check_routing(in_rank: object, per_expert: object, topk_idx: Any, topk_weights: Any, alignment: object) -> None:
+    """Raise TypeError or ValueError for arguments of a new routing that kernels do not see."""
+    if in_rank is None or per_expert is None:
+        raise ValueError("give is_token_in_rank and num_tokens_per_expert, or a handle")
+    check_dimensions("is_token_in_rank", in_rank, 2)
+    check_dimensions("num_tokens_per_expert", per_expert, 1)
+    for name, x in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if x is not None:
+            check_dimensions(name, x, 2)
+    if topk_weights is not None and (topk_idx is None or topk_idx.shape[1] != topk_weights.shape[1]):
+        given = "missing" if topk_idx is None else f"of shape {list(topk_idx.shape)}"
+        raise ValueError(f"topk_weights has shape {list(topk_weights.shape)}, but topk_idx is {given}")
+    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"expert_alignment is {alignment!r}; it must be a positive integer")
+
+
+def check_combined(routing: Routing, x: object, topk_weights: Any) -> None:
+    """As `check_routing`, of a combine."""
+    check_dimensions("x", x, 2)
+    if topk_weights is None:
+        return
+    check_dimensions("topk_weights", topk_weights, 2)
+    if topk_weights.shape[1] != routing.top_k:
+        text = (
+            f"topk_weights has shape {list(topk_weights.shape)}; tokens of this dispatch have {routing.top_k} choices"
+        )
+        raise ValueError(text)
+
+
 def layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens per rank [ranks] and per expert [num_experts] (int32), and to which ranks each goes [tokens, ranks].
 
     Ids beyond the experts count for nothing here, as -1 does; the dispatch rejects them by name, on all ranks.
     """
-    if topk_idx.dim() != 2 or num_experts % ranks:
-        raise ValueError(
-            f"topk_idx has shape {list(topk_idx.shape)} and there are {num_experts} experts; it must be [tokens, top_k], and "
-            f"experts a multiple of {ranks} ranks"
-        )
+    check_dimensions("topk_idx", topk_idx, 2)
+    if not isinstance(num_experts, int) or num_experts < 1 or num_experts % ranks:
+        raise ValueError(f"num_experts is {num_experts!r}; it must be a positive multiple of {ranks} ranks")
     device, chosen = topk_idx.device, topk_idx.long()
     none = (chosen < 0) | (chosen >= num_experts)
     host = torch.where(none, ranks, chosen // (num_experts // ranks))
@@ -144,7 +193,7 @@ def dispatch(
             # All ranks are here: what one of them rejects, check raises on all.
             if worst or not objects.grow(tokens):
                 raise
-    routing = Routing(op, received.handle, top_k, worst)
+    routing = Routing(objects.world, op, received.handle, top_k, worst)
     counts = [] if worst else _counts(objects, received, per_expert, topk_idx is not None, alignment)
     recv_idx = recv_weights = None
     if topk_idx is not None:
@@ -198,6 +247,7 @@ def combine(
     """(sums over ranks [tokens, hidden], sums of weights [tokens, top_k] or None)."""
     objects.order.follow()
     op, handle = routing.op, routing.handle
+    objects.check_alive(op)
     objects.calls.note("combine{}: hidden {}", "" if topk_weights is None else " with weights", x.shape[-1])
     how: dict[str, Any] = dict(bias=biases_of(bias), blocks=objects.blocks(op, num_sms))
     if topk_weights is None:

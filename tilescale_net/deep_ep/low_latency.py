@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilescale_net.deep_ep.objects import Objects
+from tilescale_net.deep_ep.objects import Objects, check_dimensions
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle
 from tilescale_net.kernels.moe.handle import Pending, ReceivedRows, Rows
 from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX
@@ -90,23 +90,6 @@ def checked(handle: object) -> LowLatencyHandle:
     return handle
 
 
-def rejected(objects: Objects, call: str, error: Exception) -> Exception:
-    """The error of a call that this rank does not make; the other ranks, which wait for it, learn of it from the log."""
-    objects.calls.note("{}: rejected: {}", call, error)
-    return type(error)(f"deep_ep.Buffer.{call} on rank {objects.world.rank}: {error}")
-
-
-def _misshapen(**tensors: Any) -> Exception:
-    """The error for the first of these that is no tensor of two dimensions."""
-    name = next(n for n, x in tensors.items() if not isinstance(x, torch.Tensor) or x.dim() != 2)
-    x = tensors[name]
-    if not isinstance(x, torch.Tensor):
-        return TypeError(f"{name} must be a tensor, not {type(x).__name__}")
-    return ValueError(
-        f"{name} has shape {list(x.shape)}; it must have two dimensions, of which the first is the tokens"
-    )
-
-
 def _contiguous(x: Any) -> Any:
     """The same, contiguous; what is no tensor is for AllToAll to reject."""
     return x.contiguous() if isinstance(x, torch.Tensor) else x
@@ -143,23 +126,31 @@ def _clear(received: Dispatched) -> None:
             tensor.zero_()
 
 
+def _check_scales(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
+    if use_ue8m0 and not round_scale:
+        raise ValueError("use_ue8m0 goes with round_scale=True")
+    width = 4 * GROUP if use_ue8m0 else GROUP
+    if use_fp8 and hidden % width:
+        raise ValueError(f"hidden is {hidden}; with these scales it must be a multiple of {width}")
+
+
 def dispatch(
     objects: Objects, x: torch.Tensor, topk_idx: torch.Tensor, max_tokens: int, num_experts: int,
     stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, in_phases: bool,
     waited: torch.Tensor | None = None,
 ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, Callable[[], None] | None]:  # fmt: skip
     """(rows or (rows, scales), rows per expert, handle, what ends the call or None)."""
-    masks, error = objects.masks, None
+    masks = objects.masks
     try:
         (_, hidden), (_, top_k) = x.shape, topk_idx.shape
     except (AttributeError, ValueError):
-        raise rejected(objects, "low_latency_dispatch", _misshapen(x=x, topk_idx=topk_idx)) from None
-    if use_ue8m0 and not round_scale:
-        error = "use_ue8m0 goes with round_scale=True"
-    if use_fp8 and hidden % (512 if use_ue8m0 else 128):
-        error = f"hidden is {hidden}; with these scales it must be a multiple of {512 if use_ue8m0 else 128}"
-    if error is not None:
-        raise rejected(objects, "low_latency_dispatch", ValueError(error))
+        with objects.rejecting("Buffer.low_latency_dispatch"):
+            check_dimensions("x", x, 2)
+            check_dimensions("topk_idx", topk_idx, 2)
+        raise
+    if use_ue8m0 or (use_fp8 and hidden % GROUP):
+        with objects.rejecting("Buffer.low_latency_dispatch"):
+            _check_scales(hidden, use_fp8, round_scale, use_ue8m0)
     dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
     sizes = num_experts, max_tokens, hidden, top_k, dtype
     objects.calls.note(_DISPATCH, *sizes)
@@ -237,21 +228,17 @@ def combine(
     objects: Objects,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
-    given: object,
+    handle: tuple,
     out: torch.Tensor | None,
     zero_copy: bool,
     in_phases: bool,
     waited: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """(sums [tokens, hidden], what ends the call or None), of a combine by the handle `given`."""
-    try:
-        handle = checked(given)
-        if handle.world is not objects.world:
-            raise ValueError("handle is of a buffer of another group; dispatch with this one")
-        if topk_weights is None:
+    """(sums [tokens, hidden], what ends the call or None)."""
+    if not isinstance(handle, LowLatencyHandle) or handle.world is not objects.world or topk_weights is None:
+        with objects.rejecting("Buffer.low_latency_combine"):
+            objects.check_world(checked(handle).world)
             raise TypeError("topk_weights must be a tensor, not NoneType")
-    except (TypeError, ValueError) as error:
-        raise rejected(objects, "low_latency_combine", error) from None
     masks, rows, op, pending, result = objects.masks, handle.received.handle, handle.op, None, None
     x = handle.combine_buffer if zero_copy else x
     objects.calls.note(_COMBINE, *handle.sizes)

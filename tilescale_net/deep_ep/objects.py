@@ -8,8 +8,9 @@ of another world of the same ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.deep_ep.groups import Masks, join, leave
-from tilescale_net.errors import HeapError, TileScaleError
+from tilescale_net.errors import HeapError, RankMismatch, TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import settings, worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
@@ -42,6 +43,15 @@ def high_throughput_options(scale_words: int | None) -> dict[str, Any]:
 def room_for(tokens: int) -> int:
     """For how many tokens of a rank a high-throughput object is made whose calls bring this many: a power of two."""
     return 1 << max(6, (tokens - 1).bit_length())
+
+
+def check_dimensions(name: str, x: Any, *wanted: int) -> None:
+    """Raise TypeError or ValueError for what is no tensor of as many dimensions as one of these."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+    if x.dim() not in wanted:
+        text = f"{name} has shape {list(x.shape)}; it must have {' or '.join(map(str, wanted))} dimensions"
+        raise ValueError(f"{text}, of which the first is the tokens" if max(wanted) > 1 else text)
 
 
 class Objects:
@@ -69,6 +79,26 @@ class Objects:
         self._worlds = [world]  # each with a heap; all but the first were made here
         self._stream: torch.cuda.Stream | None = None
         self._freed = False
+
+    @contextlib.contextmanager
+    def rejecting(self, call: str) -> Iterator[None]:
+        """Arguments are looked at inside: a TypeError or ValueError gets the names of the call and of the rank, and the other
+        ranks, where they wait for the call, learn of it from the log; those that reject theirs too have the same there."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            self.calls.note("{}: rejected, as its own error says", call)
+            raise type(error)(f"deep_ep.{call} on rank {self.world.rank}: {error}") from None
+
+    def check_world(self, world: World) -> None:
+        """Raise ValueError for a handle of a buffer of another world."""
+        if world is not self.world:
+            raise ValueError("handle is of a buffer of another group; dispatch with this one")
+
+    def check_alive(self, op: AllToAll) -> None:
+        """Raise TileScaleError for what a buffer has made that was destroyed, in a world that lives on."""
+        if not (op.alive or self.world.closed):
+            raise TileScaleError("deep_ep: handle is of a buffer that was destroyed; dispatch again")
 
     def comm_stream(self) -> torch.cuda.Stream:
         """A stream for the caller, the same at every call."""
@@ -165,6 +195,9 @@ class Objects:
         for world in self._worlds:
             try:
                 return AllToAll(*sizes, **options, warm_up=False, group=world).ordered_by(self.order)
+            except RankMismatch:  # of calls that are not compared again
+                self.calls.settle()
+                raise
             except HeapError:
                 if self.masks.shrinks:  # all objects lose the same ranks
                     raise
