@@ -230,6 +230,8 @@ class AllToAll(Collective):
         )  # fmt: skip
         if quantize_combine is True and world.device_kind == "cuda" and 0 not in world.peer_base:
             reject_slower_combine(config)
+        if not isinstance(tuning, Tuning | None):
+            raise TypeError(f"AllToAll: tuning must be a Tuning, not {type(tuning).__name__}")
         tuned.of(world, "AllToAll")  # all ranks meet here the first time, with any arguments
         self.tuning = tuning = (tuning or chosen(config, world)).resolved(config, world.device)
         members = None if active is None else self.checked_list(active, world.size)

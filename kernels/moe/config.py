@@ -210,7 +210,9 @@ def configure(
     if combine_dtype is None:
         combine_dtype = torch.bfloat16 if dtype == FP8_DTYPE else dtype
     if capacity is None:
-        capacity = default_capacity(ranks, num_experts, max_tokens, top_k, alignment, expert_capacity)
+        sizes = num_experts, max_tokens, top_k, alignment, expert_capacity
+        known = all(isinstance(n, int | None) for n in sizes)  # else Config names what is no number
+        capacity = default_capacity(ranks, *sizes) if known else 1
     if scale_words is None:
         known = dtype == FP8_DTYPE and isinstance(hidden, int)
         scale_words = groups_of(hidden) if known else 0

@@ -156,6 +156,8 @@ def _eight_bits() -> None:
             call(x, w.contiguous(), fused=False, **scales)
         with pytest.raises(TypeError, match="x_scales goes with torch.float8_e4m3fn; x and w are torch.bfloat16"):
             call(x.bfloat16(), w.bfloat16(), **scales)
+        with pytest.raises(TypeError, match=f"{name}: w must be a tensor, not NoneType"):
+            call(x, None)
         with pytest.raises(ValueError, match=f"{name}: w_scales is on meta, but x on"):
             call(x, w, x_scales=scales["x_scales"], w_scales=scales["w_scales"].to("meta"))
         with pytest.raises(RuntimeError, match="for inference and have no gradients"):

@@ -15,7 +15,7 @@ from tests.kernels.moe.support import without_kernels
 from tests.kernels.support import unaligned
 from tilescale_net import ops
 from tilescale_net.kernels.all_gather import AllGather
-from tilescale_net.kernels.moe import AllToAll
+from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle
 
 EXPERTS, HIDDEN, TOP_K, TOKENS = 4, 16, 2, 6
 
@@ -235,13 +235,19 @@ def test_gradients(layout):
 def _refusals() -> None:
     with without_kernels():
         op = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, mode="latency")
+        layer = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K)
+    x, idx = torch.zeros((1, HIDDEN), dtype=torch.bfloat16), torch.zeros((1, TOP_K), dtype=torch.int64)
     with pytest.raises(ValueError, match="throughput mode"):
-        ops.moe_dispatch(
-            op,
-            torch.zeros((1, HIDDEN), dtype=torch.bfloat16),
-            torch.zeros((1, TOP_K), dtype=torch.int64),
-            torch.ones((1, TOP_K)),
-        )
+        ops.moe_dispatch(op, x, idx, torch.ones((1, TOP_K)))
+    with pytest.raises(TypeError, match="layer must be an AllToAll, as ops.moe_layer makes, not NoneType"):
+        ops.moe_dispatch(None, x, idx, torch.ones((1, TOP_K)))
+    handle = Handle((1, 2), None, ())
+    for received, error, words in (
+        (handle, TypeError, "received must be what the dispatch gave, not Handle"),
+        (Dispatched(x, *[None] * 6, handle), ValueError, "received is of a layer of another configuration"),
+    ):
+        with pytest.raises(error, match=f"moe_combine: {words}"):
+            ops.moe_combine(layer, x, received)
 
 
 def test_latency_mode_has_no_gradients():

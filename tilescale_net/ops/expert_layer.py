@@ -345,6 +345,22 @@ def _check_scaled(layer: AllToAll, w_up: torch.Tensor, w_down: torch.Tensor, sca
     return tuple(held)
 
 
+def _check_shared(shared: Any, hidden: int) -> None:
+    """Raise TypeError, ValueError for what is no pair of matrices of an expert that every token goes to."""
+    call = "moe_experts"
+    if not isinstance(shared, tuple) or len(shared) != 2:
+        raise TypeError(f"{call}: shared must be a pair of tensors, w_up and w_down")
+    up, down = shared
+    arguments.check(call, w_up_of_shared=up, w_down_of_shared=down)
+    if up.dim() != 2 or down.dim() != 2 or (*up.shape, down.shape[1]) != (hidden, 2 * down.shape[0], hidden):
+        shapes = f"{list(up.shape)} and {list(down.shape)}"
+        raise ValueError(
+            f"{call}: shared has shapes {shapes}; they must be [{hidden}, 2 * inner] and [inner, {hidden}]"
+        )
+    if up.dtype != down.dtype:
+        raise TypeError(f"{call}: shared has dtypes {up.dtype} and {down.dtype}; they must be equal")
+
+
 def moe_experts(
     layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_up: torch.Tensor,
     w_down: torch.Tensor, *, activation: SwiGLU | None = None, weights: str = "combine",
@@ -379,29 +395,30 @@ def moe_experts(
     Raises:
         TypeError, ValueError: a wrong argument, by name; the other ranks wait for this one.
     """
-    kind = activation or SwiGLU()
+    kind, c = activation or SwiGLU(), moe.checked_layer(layer).config
     if not isinstance(kind, SwiGLU):
         raise TypeError(f"moe_experts: activation is {activation!r}; it must be a SwiGLU")
     if weights not in WEIGHTED:
         raise ValueError(f"moe_experts: weights is {weights!r}; it must be one of {', '.join(WEIGHTED)}")
     arguments.check("moe_experts", x=x, topk_idx=topk_idx, topk_weights=topk_weights, w_up=w_up, w_down=w_down)
     early, constants = weights == "activation", (kind.limit, kind.alpha, kind.shift)
-    if layer.config.dtype == FP8_DTYPE:
+    if shared is not None:
+        _check_shared(shared, c.hidden)
+    if c.dtype == FP8_DTYPE:
         held = _check_scaled(layer, w_up, w_down, scales)
         if fused and not _can_overlap(layer):
             raise ValueError(
-                f"moe_experts: hidden is {layer.config.hidden}; GEMMs of {FP8_DTYPE} overlap where it is a multiple of 512"
+                f"moe_experts: hidden is {c.hidden}; GEMMs of {FP8_DTYPE} overlap where it is a multiple of 512"
             )
         out = _scaled(layer, x, topk_idx, topk_weights, held, early, constants, fused)
     else:
         if scales is not None:
-            raise TypeError(f"moe_experts: scales go with a layer of {FP8_DTYPE}; this one is of {layer.config.dtype}")
+            raise TypeError(f"moe_experts: scales go with a layer of {FP8_DTYPE}; this one is of {c.dtype}")
         if w_up.shape[-1] != 2 * w_down.shape[-2]:
             raise ValueError(
                 f"moe_experts: w_up has {w_up.shape[-1]} columns; w_down has {w_down.shape[-2]} rows, so they must be twice as many"
             )
         h, received = experts.moe_dispatch_matmul(layer, x, topk_idx, topk_weights, w_up, fused=fused)
-        c = layer.config
         end = received.handle.plan.counts(c.ranks, c.local_experts)[1][-1:]
         given = received.row_weight if early else h.new_empty((0,), dtype=torch.float32)
         inner = _ops.swiglu(h, given, end.detach(), *constants)

@@ -251,9 +251,10 @@ def moe_dispatch_matmul(
     Raises:
         TypeError, ValueError: a wrong argument, by name; the other ranks wait for this one.
     """
+    c, dropped = moe.checked_layer(layer).config, None
     arguments.check("moe_dispatch_matmul", x=x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
     x, w, topk_weights = *arguments.operands(x, w), arguments.as_weights(topk_weights)
-    key, c, dropped = _check("moe_dispatch_matmul", layer, w, layer.config.hidden, None), layer.config, None
+    key = _check("moe_dispatch_matmul", layer, w, c.hidden, None)
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
@@ -282,10 +283,11 @@ def moe_matmul_combine(
 
     Errors as for `moe_dispatch_matmul`.
     """
+    c = moe.checked_layer(layer).config
     arguments.check("moe_matmul_combine", h=h, w=w)
     h, w = arguments.operands(h, w)
-    key = _check("moe_matmul_combine", layer, w, None, layer.config.hidden)
-    plan = received.handle.plan
+    key = _check("moe_matmul_combine", layer, w, None, c.hidden)
+    plan = moe.plan_of("moe_matmul_combine", layer, received)
     weights = arguments.as_weights(received.row_weight) if weighted else h.new_empty((0,), dtype=torch.float32)
     tensors = [t.detach() for t in plan.tensors()]
     return _ops.moe_matmul_combine(h, w, weights, tensors, plan.tokens, fused, key)
@@ -307,5 +309,5 @@ def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: D
     arguments.check("expert_matmul", x=x, w=w)
     x, w = arguments.operands(x, w)
     key = _check("expert_matmul", layer, w, x.shape[-1], None)
-    plan = received.handle.plan
+    plan = moe.plan_of("expert_matmul", layer, received)
     return _ops.expert_matmul(x, w, [t.detach() for t in plan.tensors()], plan.tokens, key)

@@ -160,12 +160,14 @@ def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -
         )
 
 
-def _is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def _is_plain(x: torch.Tensor, w: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether nothing but this package has to learn of a call with these: `arguments.is_eager`, all on one device, and outside
     of a region of torch.autocast.
     """
     return (
         arguments.is_eager(x)
+        and arguments.is_eager(w)
+        and w.device == x.device
         and all(other is None or (arguments.is_eager(other) and other.device == x.device) for other in others)
         and not torch.is_autocast_enabled(x.device.type)
     )

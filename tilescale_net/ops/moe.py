@@ -24,17 +24,37 @@ from tilescale_net.ops import arguments, group_objects
 from tilescale_net.runtime.launch_args import dense
 
 
-def layer_key(op) -> str:
+def layer_key(op: object) -> str:
     """By which the operators find an AllToAll and the ranks that take part.
 
-    Text, because the compiler makes a number that changes between calls symbolic.
+    Text, because the compiler makes a number that changes between calls symbolic. Raises TypeError, ValueError: no AllToAll, or
+    one that operators cannot call.
     """
-    c = op.config
+    layer = checked_layer(op)
+    c = layer.config
     if c.mode != "throughput" or c.dtype == FP8_DTYPE or c.combine_dtype != c.dtype:
         raise ValueError(
             "moe_dispatch and moe_combine need a layer of throughput mode, of a dtype that is not FP8 and equals combine_dtype"
         )
-    return op.key
+    return layer.key
+
+
+def checked_layer(layer: object) -> AllToAll:
+    """The layer. Raises TypeError for what is no AllToAll."""
+    if not isinstance(layer, AllToAll):
+        raise TypeError(f"layer must be an AllToAll, as ops.moe_layer makes, not {type(layer).__name__}")
+    return layer
+
+
+def plan_of(call: str, layer: AllToAll, received: object) -> RoutingPlan:
+    """Of what a dispatch of the layer gave. Raises TypeError, ValueError for something else."""
+    if not isinstance(received, Dispatched):
+        raise TypeError(f"{call}: received must be what the dispatch gave, not {type(received).__name__}")
+    given, own = received.handle.signature, layer.config.signature
+    if given != own:
+        raise ValueError(f"{call}: received is of a layer of another configuration, {given}; this one is {own}")
+    plan: RoutingPlan = received.handle.plan
+    return plan
 
 
 def layer_of(key: str):
@@ -246,12 +266,13 @@ def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted
         layer: as for `moe_dispatch`.
         received: the result of `moe_dispatch`.
     """
+    key = layer_key(layer)
     arguments.check("moe_combine", y=y)
-    plan = received.handle.plan
+    plan = plan_of("moe_combine", layer, received)
     weights = (
         arguments.as_weights(received.row_weight)
         if weighted and layer.config.layout == "expert"
         else y.new_empty((0,), dtype=torch.float32)
     )
     tensors = [t.detach() for t in plan.tensors()]
-    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, plan.tokens, layer_key(layer))
+    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, plan.tokens, key)

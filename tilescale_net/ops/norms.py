@@ -57,8 +57,10 @@ def norm_of(objects: group_objects.GroupObjects, hidden: int) -> AllReduceNorm:
 
 
 def _called(objects: group_objects.GroupObjects, x: torch.Tensor, what: str = "all_reduce_norm") -> AllReduceNorm:
+    if not x.dim():
+        raise ValueError(f"{what}: x is a scalar; it must be [..., hidden]")
     objects.calls.note_operator(False, what + " of x of shape {} and {}", x.shape, x.dtype)
-    return norm_of(objects, x.shape[-1] if x.dim() else 1)
+    return norm_of(objects, x.shape[-1])
 
 
 def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:

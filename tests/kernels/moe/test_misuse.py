@@ -226,6 +226,8 @@ WRONG = [
     (dict(num_experts=0), ValueError, "num_experts", "0"),
     (dict(top_k=5), ValueError, "top_k is 5", "num_experts, 4"),
     (dict(max_tokens=2.5), ValueError, "max_tokens", "2.5"),
+    *((dict([(name, "4")]), ValueError, f"{name} is '4'; it must be a positive integer") for name in SHAPE),
+    (dict(tuning="fast"), TypeError, "tuning must be a Tuning, not str"),
     (dict(hidden=33), ValueError, "hidden", "16 bytes"),
     (dict(quantize_combine="never"), ValueError, "quantize_combine", "never"),
     (dict(hidden=24, dtype=FP8), ValueError, "hidden", "24 bytes of dtype"),
