@@ -130,6 +130,10 @@ def test_a_home_that_cannot_be_written(monkeypatch, tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TILELANG_CACHE_DIR"} | {"HOME": str(tmp_path / "home")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == f"{below}/tilelang", done.stderr
+    env["XDG_CACHE_HOME"] = str(tmp_path / "home")  # nor can that: a folder of the process, which goes with it
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    own = done.stdout.strip()
+    assert own.startswith(f"{tempfile.gettempdir()}/tilescale_net-") and not os.path.exists(own), done.stderr
 
 
 def test_what_there_is_needs_none(efa_machine, monkeypatch):

@@ -248,6 +248,13 @@ def _in(prefix: list[str], code: str, path: str) -> subprocess.CompletedProcess:
     return subprocess.run([*prefix, sys.executable, "-c", start], env=env, capture_output=True, text=True, timeout=60)
 
 
+def test_a_launcher_without_streams(script, tmp_path):
+    """As a daemon starts it."""
+    path = script(f"# tilescale_net\nprint('said', file=sys.stderr)\nopen({str(tmp_path)!r} + f'/{{rank}}', 'w')")
+    assert _in(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-"], "pass", path).returncode == 0
+    assert {"0", "1"} <= {*os.listdir(tmp_path)}
+
+
 def test_a_sandbox_that_refuses_pidfd_open(script):
     path = script("if rank == 1: sys.exit(3)\ntime.sleep(1000)")
     done = _in(

@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import cast
 
+from tilescale_net.runtime import private_folder
+
 _paths: list[str] = []  # sys.path of a fresh interpreter without the script's folder and PYTHONPATH
 status: int | None = None  # the exit status of this process, once it is known
 
@@ -177,4 +179,5 @@ def _leave() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    private_folder.remove_temporary()  # made before this was registered, when the package was imported
     os._exit(status)

@@ -37,6 +37,7 @@ def _refusing() -> Iterator[None]:
 
 def start(arguments: list[str]) -> int:
     """Run a script (or `-m module`) with its arguments on the ranks that the environment requests; the exit code."""
+    _open_streams()
     check(arguments)
     if folder := import_folder():
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -63,6 +64,13 @@ def start(arguments: list[str]) -> int:
         program = rank
     program.run()
     return 0
+
+
+def _open_streams() -> None:
+    """Let streams that are closed, as a daemon may leave them, lead nowhere: what is opened next would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))
 
 
 # -- checks before anything starts ------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ def for_tilelang() -> dict[str, str]:
     own = os.path.expanduser("~/.tilelang")
     if os.environ.get(TILELANG) or can_be_made(own):
         return {}
-    return {TILELANG: str(of_user("tilelang"))}
+    folder = of_user("tilelang")
+    return {TILELANG: str(folder if can_be_made(str(folder)) else temporary(folder))}
 
 
 @functools.cache
@@ -88,8 +89,8 @@ def make(path: Path, alone: bool = False) -> bool:
 def temporary(instead_of: Path) -> Path:
     """A folder of this process alone, removed with it; prints a notice once."""
     folder = Path(tempfile.mkdtemp(prefix=f"{_NAME}-"))
-    owner = os.getpid()
-    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    _temporary.append((os.getpid(), folder))
+    atexit.register(remove_temporary)
     settings.log.warning(
         "%s belongs to another user or may be written by others: kernels are compiled for this process only, in %s; set "
         "XDG_CACHE_HOME to a folder of your own",
@@ -97,3 +98,13 @@ def temporary(instead_of: Path) -> Path:
         folder,
     )
     return folder
+
+
+_temporary: list[tuple[int, Path]] = []  # folders, and the processes that made them
+
+
+def remove_temporary() -> None:
+    """Remove the folders that `temporary` has made in this process."""
+    for owner, folder in _temporary:
+        if owner == os.getpid():
+            shutil.rmtree(folder, ignore_errors=True)
