@@ -272,6 +272,7 @@ def test_no_state_of_many_programs_is_left_out(ranks, steps, blocks):
         ("def f():\n    return lambda: None\n", "launches no kernel"),
         ("g = 1\n", "has no function f"),
         ("1 / 0\n", "ZeroDivisionError"),
+        ("def f():\n    1 / 0\n", "f does not set up a rank, see above"),
         (
             "import tilescale_net as tsn\ndef f():\n    tsn.zeros((tsn.rank() + 1,))\n    return lambda: None\n",
             "launches no kernel",

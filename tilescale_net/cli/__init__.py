@@ -7,7 +7,9 @@ Only the standard library is imported before a subcommand is chosen, so that `ru
 import argparse
 import json
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 
 from tilescale_net import __version__, launch
@@ -154,7 +156,15 @@ def check(args: argparse.Namespace) -> int:
     from tilescale_net.explore import search
     from tilescale_net.explore.case import Case, load
 
-    with Case(load(args.where), args.ranks, races=not args.no_races) as case:
+    function = load(args.where)
+    try:
+        made = Case(function, args.ranks, races=not args.no_races)
+    except ConfigurationError:
+        raise
+    except Exception:  # of the function
+        traceback.print_exc()
+        raise ConfigurationError(f"{args.where} does not set up a rank, see above") from None
+    with made as case:
         if args.schedule:
             report = search.repeat(case, args.schedule, args.seconds)
             print(*report.steps, f"wrong: {report.failure}" if report.failure else "not wrong", sep="\n")
@@ -258,7 +268,13 @@ def main(arguments: list[str] | None = None) -> int:
         if args.call is not _settings:
             settings.check()
         call: Call = args.call
-        return call(args)
+        code = call(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except ConfigurationError as err:
         launch.say(str(err))
         return 2
+    except BrokenPipeError:  # what reads the output has ended, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left
+        return 128 + signal.SIGPIPE

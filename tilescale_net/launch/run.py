@@ -82,6 +82,8 @@ def check(arguments: list[str]) -> None:
     standard library alone: launch.sh calls it before it installs anything."""
     script = _script(arguments)
     if script is not None and not script.endswith(".py"):
+        if launch.program != "launch.sh":
+            refuse(f"{script!r} is no Python script (something.py); -m runs a module")
         refuse(
             f"{script!r} is neither a Python script (something.py) nor pytest; ranks and hosts are chosen by variables "
             "in front: GPUS=2 bash launch.sh script.py"
