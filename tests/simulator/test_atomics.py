@@ -118,6 +118,65 @@ def test_races():
         )
 
 
+@tsn.jit
+def values_as_flags():
+    """Kernel `(part, wrong, data, own, word, turn)`: values that are their own flags, of the peer and of the other block.
+
+    Part 0 sends them and finds them, part 1 empties the places of the peer's and says so; those of the other block are
+    emptied at once. Wrong: 1 and 2 look for the former or the latter in vain.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), part: T.int32, wrong: T.int32, data: T.Tensor((2, 32), "int32"), own: T.Tensor((2, 32), "int32"),
+        word: T.Tensor((1,), "int32"), turn: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(2, threads=32) as block:
+            tx, pe = T.get_thread_binding(), 1 - N.my_pe()
+            if part == 0:
+                N.st(N.remote(data, pe)[block, tx], 1)
+                N.st(own[1 - block, tx], 1, scope="gpu")
+                while N.ld(data[block, tx]) == 0 and wrong != 1:
+                    T.evaluate(0)
+                while N.ld(own[block, tx], scope="gpu") == 0 and wrong != 2:
+                    T.evaluate(0)
+                own[block, tx] = 0
+            else:
+                data[block, tx] = 0
+                T.sync_warp()
+                if tx == 0:
+                    N.fence(pe)
+                    N.atomic_add(word[0], 1, pe)  # announces: no fence need follow, whatever the other block does
+                    while N.ld(word[0], sem="acquire") < 2 * turn:
+                        T.evaluate(0)
+
+    return main
+
+
+def _values_as_flags(wrong):
+    said = recorded_errors()
+    for seed in range(3):
+        data, own, word = (
+            tsn.zeros((2, 32), torch.int32),
+            torch.zeros((2, 32), dtype=torch.int32),
+            tsn.zeros((1,), torch.int32),
+        )
+        with simulator.schedule(seed, "late"):
+            for turn in (1, 2):
+                for part in (0, 1):
+                    values_as_flags()(part, wrong, data, own, word, turn)
+        tsn.barrier()
+    return said
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_what_an_atomic_load_finds_comes_before_what_follows_it(wrong):
+    said = sum(ranks.run(2, _values_as_flags, wrong, env={"TSN_SIM_RACES": "1"}), [])
+    assert bool(said) == bool(wrong) and all(
+        ("", "of zeros([2, 32]", "a store to own")[wrong] in text for text in said
+    ), said
+
+
 @pytest.mark.parametrize("order", [(), (FENCE,)])
 def test_every_schedule(order):
     """A rank that finds the word of an atomic operation changed finds what was fenced before it."""

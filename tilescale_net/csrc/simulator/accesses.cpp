@@ -31,6 +31,14 @@ Stamp HappensBefore::unordered(Stamp stamp, uint32_t warp, unsigned lane) {
   return 0;
 }
 
+Stamp HappensBefore::unordered(Stamp stamp, int rank, uint64_t offset, uint32_t warp, unsigned lane) {
+  stamp = unordered(stamp, warp, lane);
+  if (!stamp || memory_->observed.empty()) return stamp;
+  const auto it = memory_->observed.find(RaceMemory::word_key(rank, offset));
+  const bool found = it != memory_->observed.end() && it->second.first == stamp;
+  return found && comes_before(it->second.second, warp, lane) ? 0 : stamp;
+}
+
 bool HappensBefore::comes_before(Stamp stamp, uint32_t warp, unsigned lane) {
   const int rank = rank_of_stamp(stamp);
   if (!stamp || rank >= memory_->ranks()) return true;
@@ -83,17 +91,23 @@ void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t byt
   if (!own) own = mark;
   const bool atomic = own && (is_signal(own) || memory_->is_atomic(own));
   const auto narrow = [](Stamp s) { return touch_of(s) == Touch::access && s & kAtomicStamp && s & kNarrowStamp; };
-  Stamp before = 0, wrong = 0; // of the latter what is not ordered
+  const bool observes = of_stores && atomic && !mark; // what it finds comes before what follows it, as in PTX
+  Stamp before = 0, wrong = 0;                        // of the latter what is not ordered
   const auto& shadow = of_stores ? memory_->stores(rank) : memory_->loads(rank);
   shadow.each(offset, bytes, mark, site_of(actor), [&](Stamp stamp, Site site, uint64_t begin, uint64_t end) {
     const bool again = stamp == before;
-    if (!again && (found || keep_unordered)) wrong = unordered(stamp, actor.warp, actor.lane());
+    if (!again && (found || keep_unordered)) wrong = unordered(stamp, rank, begin, actor.warp, actor.lane());
     before = stamp;
     // Atomic operations do not race with one another, nor with signals, which add to words as well; but for those of
     // ranks of which one has not the scope of the system.
     const bool both_atomic = wrong && atomic && (is_signal(wrong) || memory_->is_atomic(wrong));
     const bool too_narrow = both_atomic && rank_of_stamp(wrong) != memory_->me && (narrow(own) || narrow(wrong));
-    if (both_atomic && !too_narrow) wrong = 0;
+    if (both_atomic && !too_narrow) {
+      if (observes && touch_of(wrong) == Touch::access && !is_signal(wrong))
+        for (uint64_t at = offset; at < offset + bytes; at += 4)
+          memory_->observed[RaceMemory::word_key(rank, at)] = {wrong, own};
+      wrong = 0;
+    }
     if (found && wrong) {
       if (again && found->stamp == wrong && found->end == begin) found->end = end;
       else if (!found->stamp && !is_benign(begin, end)) *found = {wrong, of_stores, begin, end, site, too_narrow};
@@ -260,11 +274,11 @@ std::string HappensBefore::atomic(const Actor& actor, const Event& event, const 
   const uint64_t offset = memory_->offset(call.destination), bytes = static_cast<uint64_t>(call.bytes);
   if (bytes > memory_->bytes - offset) return ""; // reported elsewhere
   const bool late = !done && call.pe != memory_->me;
-  if (late) add_put(made_put(event));
   if (!follows_ranks_) return "";
   Stamp mark = access_stamp(memory_->me, event.warp, actor.lane(), event.epoch) | kAtomicStamp;
   const std::string name = primitive_name(event.operation, event.scope, names_, event.line) + line(event.line);
   if (late) {
+    note_thread_put(event); // it may announce what was fenced before it: no fence need follow
     direct_epochs_[{event.warp * 32ull + actor.lane(), call.pe}] = event.epoch;
     mark = transfer_stamp(memory_->me, Touch::put, record(actor, event, 1, kNoWord, name, actor.lane() + 1));
   }
@@ -357,18 +371,18 @@ std::string HappensBefore::accessed(const Actor& actor, const void* address, uin
   const Site site = site_of(actor);
   Found found;
   // Accesses of one rank are not compared with each other.
-  const auto after = [&](Stamp s) {
+  const auto after = [&](Stamp s, uint64_t at) {
     if (touch_of(s) == Touch::access && rank_of_stamp(s) == memory_->me) return Stamp(0);
-    return unordered(s, actor.warp, actor.lane());
+    return unordered(s, me, at, actor.warp, actor.lane());
   };
   memory_->stores(me).each(offset, bytes, store ? own : 0, site, [&](Stamp s, Site by, uint64_t begin, uint64_t end) {
-    const Stamp wrong = after(s);
+    const Stamp wrong = after(s, begin);
     if (!wrong) view.ordered_store = s;
     else if (!found.stamp) found = {wrong, true, begin, end, by};
     return true;
   });
   memory_->loads(me).each(offset, bytes, store ? 0 : own, site, [&](Stamp s, Site by, uint64_t begin, uint64_t end) {
-    const Stamp wrong = after(s);
+    const Stamp wrong = after(s, begin);
     if (!wrong) view.ordered_load = s;
     else if (store && !found.stamp) found = {wrong, false, begin, end, by};
     return !wrong;

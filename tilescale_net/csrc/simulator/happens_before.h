@@ -227,6 +227,9 @@ private:
   bool comes_before(Stamp stamp, uint32_t warp, unsigned lane);
   // The stamp of an access that does not, of those that a stamp stands for; 0: all come before.
   Stamp unordered(Stamp stamp, uint32_t warp, unsigned lane);
+  // The same at a place of a rank's heap: what an atomic store left there comes before a lane that comes after an
+  // atomic load which has found it.
+  Stamp unordered(Stamp stamp, int rank, uint64_t offset, uint32_t warp, unsigned lane);
   bool is_benign(uint64_t begin, uint64_t end) const;
   // Looks at the stamps of a range of a rank's heap, and leaves `mark` there unless it is 0. `keep_unordered`: not
   // where the access before is not ordered, such as a put that still reads its source: a later store is to find that

@@ -103,7 +103,14 @@ std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, 
     const auto report = [&](uint64_t other, uint64_t other_info, bool stored) {
       if (wrong.empty() && !is_benign(at)) wrong = text(race(other, other_info, stored));
     };
-    if (conflicts(c.store)) {
+    // As in PTX, what an atomic store has left comes before the thread if an atomic load does that has found it.
+    const auto observed = [&] {
+      return std::any_of(c.load, c.load + 2, [&](uint64_t load) {
+        return load & kLocalAtomic && !is_local_put(load) && !(own & c.store & ~load & kLocalMask) &&
+               ordered(load, view, warp);
+      });
+    };
+    if (conflicts(c.store) && !(c.store & kLocalAtomic && observed())) {
       const bool both_store = access == LocalAccess::store && !(c.store & kLocalAtomic) && !is_call(name) &&
                               !is_call(name_of(c.store_info));
       if (!both_store) {

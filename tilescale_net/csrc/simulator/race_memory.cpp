@@ -235,6 +235,11 @@ void RaceMemory::forget_finished() {
       if (it->second.forget(*this)) ++it;
       else it = inbox.words.erase(it);
     }
+  for (auto it = observed.begin(); it != observed.end();) {
+    const Stamp store = it->second.first;
+    if (store >> 32 > ended[static_cast<size_t>(rank_of_stamp(store))]) ++it;
+    else it = observed.erase(it);
+  }
   learnt = beyond_ended(learnt);
   fetched.clear();
   published.clear();

@@ -190,12 +190,15 @@ struct RaceMemory {
   uint32_t flushed = 0;                                       // all of its transfers up to this epoch are done
   std::map<std::pair<int, uint64_t>, Known> fetched;
   std::unordered_map<const Clock*, std::pair<Known, uint64_t>> published;
+  // By word_key: the stamps of an atomic store of another rank and of this rank's latest atomic load that has found it.
+  std::unordered_map<uint64_t, std::pair<Stamp, Stamp>> observed;
   std::map<std::string, uint32_t> sites;
   std::map<uint64_t, Alias> aliases;     // by number
   std::vector<uint64_t> alias_transfers; // of each rank, when the bytes of the aliases were taken
   uint32_t alias_epoch = 0;              // the latest of this process then
 
   int ranks() const { return static_cast<int>(pages.size()); }
+  static uint64_t word_key(int rank, uint64_t offset) { return static_cast<uint64_t>(rank) << 48 | offset / 4; }
   Page& own() const { return *pages[static_cast<size_t>(me)]; }
   Shadow stores(int rank) const;
   Shadow loads(int rank) const;

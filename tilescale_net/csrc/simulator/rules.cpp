@@ -20,7 +20,8 @@ const std::vector<Rule>& rules() {
        "two atomic accesses of one rank of which one has the scope of its block", "accesses.cpp"},
       {false, "order by words",
        "release, acquire, fences and scopes as in PTX; a word of another rank's heap gives what was left in that word",
-       "which of several releases an acquire has read: it counts as having read all that came by then",
+       "which of several releases an acquire has read: it counts as having read all that came by then, so that a loop "
+       "of N.ld that ends too early shows under some seeds only (a wait for a signal in any)",
        "happens_before.cpp"},
       {false, "signals", "what a wait or test shows by its value, for certain, whichever signals came first",
        "smaller values than the one that a kernel gets and looks at, which other schedules show (a check tries them); "
