@@ -1010,9 +1010,7 @@ class AllReduceNorm(Collective):
                 raise ValueError(f"{self.name}: scales are given, but no quantized tensor that they are of")
             return ""
         if (scales is None) == (scale is None):
-            raise ValueError(
-                f"{self.name}: give either scales (which become those of rows or blocks) or scale (of all)"
-            )
+            raise ValueError(f"{self.name}: pass either scales (written, of rows or blocks) or scale (read, of all)")
         if scale is not None:
             self._check("scale", scale, torch.float32)
             if scale.numel() != 1:

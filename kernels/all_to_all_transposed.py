@@ -556,8 +556,8 @@ class AllToAllTransposed(Collective):
     def _not_cut(self, x: torch.Tensor, cut: int, parts: int) -> ValueError:
         chunks = f" in {parts // self.n_pes} chunks" if parts > self.n_pes else ""
         return ValueError(
-            f"{self.name}: axis {cut} of x of shape {list(x.shape)} is cut among {self.n_pes} PEs{chunks}, of which it is no "
-            "multiple"
+            f"{self.name}: axis {cut} of x of shape {list(x.shape)} must be a multiple of {self.n_pes} PEs{chunks} to be cut "
+            "among them"
         )
 
     def _place_of(self, out: torch.Tensor) -> int:

@@ -459,7 +459,9 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         if self.device.type == "cuda":
             limit = torch.cuda.get_device_properties(self.device).multi_processor_count
         if not 1 <= blocks <= limit:
-            raise ValueError(f"{name}: blocks is {blocks}; it must be between 1 and {limit}, so that all run at once")
+            raise ValueError(
+                f"{name}: blocks is {blocks}; it must be from 1 to {limit}, because all blocks run at the same time"
+            )
         self.threads, self.blocks, self.block_limit = threads, blocks, limit
         self._agreement = Agreement(name, self._world)
         self._order = StreamOrder(self.device)
@@ -495,8 +497,8 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         sizes, memory = sizes_of(specs), self._world.heap
         if not memory.make_room(sizes):
             raise tsn.HeapError(
-                f"{self.name} on rank {self.rank}: needs {heap.footprint(sizes)} bytes of symmetric memory, which the heap of "
-                f"{memory.size} bytes has no room for beside what it holds; free tensors, or {memory.advice(sizes)}"
+                f"{self.name} on rank {self.rank}: needs {heap.footprint(sizes)} bytes of symmetric memory; the heap of "
+                f"{memory.size} bytes has no room for them; free tensors, or {memory.advice(sizes)}"
             )
         return {name: self._symmetric(*what) for name, what in specs.items()}
 

@@ -513,8 +513,8 @@ def check_tensor_cores(name: str, tiling: Tiling, dtype: torch.dtype, out_dtype:
     result = rows * tiling.columns * out_dtype.itemsize
     if operands + result >= MOST_SHARED:
         raise ValueError(
-            f"{name}: {tiling}: {operands} bytes for operands of {dtype} and {result} for what leaves do not fit the {MOST_SHARED} "
-            "bytes of shared memory of a block; take fewer stages, less depth or fewer columns"
+            f"{name}: {tiling}: {operands} bytes for operands of {dtype} and {result} for results exceed the {MOST_SHARED} "
+            "bytes of shared memory of a block; use fewer stages, less depth or fewer columns"
         )
 
 

@@ -202,7 +202,7 @@ def check_ring(name: str, tiling: Tiling, dtype: torch.dtype) -> None:
     (rows, columns, depth), wide = tiling.tile, 2 if dtype == SCALED else 1
     if rows * wide > 2 * depth or columns * wide % depth:
         raise ValueError(
-            f"{name}: {tiling}: summands come through the ring of operands, so a tile's rows may not be more than twice the "
+            f"{name}: {tiling}: summands come through the ring of operands, so a tile's rows must be at most twice the "
             f"summands in its depth ({depth // wide}), which must divide its columns"
         )
 

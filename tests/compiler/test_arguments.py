@@ -70,7 +70,11 @@ WRONG = {
         torch.ones(6, dtype=torch.int32),
         "argument k: expected int32[rows], contiguous; got int32[6], but rows is 5 in argument m",
     ),
-    "negative": ("x", torch._neg_view(torch.ones(64)), "stands for the negative of its memory; give its resolve_neg()"),
+    "negative": (
+        "x",
+        torch._neg_view(torch.ones(64)),
+        "is a view of the negative of its memory; pass its resolve_neg()",
+    ),
     "nothing": ("x", None, "argument x: expected float32[64], contiguous; got None"),
     "numpy": (
         "x",
@@ -126,7 +130,7 @@ def _messages():
     reused = tsn.zeros(64)
     assert reused.data_ptr() == view.data_ptr()
     kernel(**good | {"x": reused})
-    with pytest.raises(KernelError, match="^kernel scaled: argument x has been given back by tilescale_net.free$"):
+    with pytest.raises(KernelError, match="^kernel scaled: argument x was freed by tilescale_net.free$"):
         kernel(**good | {"x": view})
     return found, repr(kernel)
 

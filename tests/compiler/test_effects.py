@@ -113,11 +113,11 @@ REFUSED = {
     ),
     "kept beyond its condition": (
         "v = [0]|if run > 5 and keep(v, N.ld(c[0])) > 1:|    out[0] = v[0]",
-        r"N.ld is used a second time outside of the condition that it stands in; bind it to a name first",
+        r"N.ld is used a second time outside of the condition that contains it; bind it to a name first",
     ),
     "lost": (
         "if run > 5 and N.atomic_add(c[0], 1, me) * 0 < run:|    out[0] = 1",
-        r"N.atomic_add has a result that the condition which it stands in does not use; bind it to a name first",
+        r"N.atomic_add has a result that the condition that contains it does not use; bind it to a name first",
     ),
 }
 

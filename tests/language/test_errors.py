@@ -300,7 +300,7 @@ def test_a_barrier_of_a_part_of_a_warp(lanes):
         return
     line = inspect.getsourcelines(test_a_barrier_of_a_part_of_a_warp)[1] + 8
     with pytest.raises(
-        KernelError, match=r"T.sync_threads\(\) stands under `.*`, which holds for some threads of a warp"
+        KernelError, match=r"T.sync_threads\(\) stands under `.*`, which is true for some threads of a warp"
     ) as error:
         tsn.compile(kernel, target="simulator")
     assert str(error.value).endswith(f"test_errors.py:{line}")

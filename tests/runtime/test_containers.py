@@ -54,7 +54,7 @@ def test_memory_that_cannot_be_shared_is_named(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(
-        ConfigurationError, match=r"refuses memfd_create \(Operation not permitted\).*seccomp=unconfined"
+        ConfigurationError, match=r"rejects memfd_create \(Operation not permitted\).*seccomp=unconfined"
     ):
         SharedMemory(1 << 16)
 
@@ -112,5 +112,5 @@ def test_other_memory_of_a_gpu_is_not_taken_for_a_heap(monkeypatch):
     mine, theirs = of_gpu(1), of_gpu(2)
     handle = theirs.handle()
     assert handle == theirs.handle() and mine.map_peer(1, handle) == theirs.base
-    with pytest.raises(ConfigurationError, match="what was mapped for the heap of PE 1 .* is other memory"):
+    with pytest.raises(ConfigurationError, match="the memory mapped for the heap of PE 1 .* is not that heap"):
         mine.map_peer(1, (handle[0], mine.handle()[1], *handle[2:]))

@@ -88,7 +88,7 @@ def _overlapping(seed: int) -> None:
     kernel, arguments = _launch_of(gathers[tp], tp)
     arguments[0] = tsn.zeros(arguments[0].shape, torch.uint8, group=dp)
     with pytest.raises(
-        tsn.KernelError, match="kernel all_gather: its tensors lie in the symmetric heaps of two worlds"
+        tsn.KernelError, match="kernel all_gather: its tensors are in the symmetric heaps of two worlds"
     ):
         kernel(*arguments)
     ordinary = [torch.zeros_like(a) if isinstance(a, torch.Tensor) else a for a in arguments]

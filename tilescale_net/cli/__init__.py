@@ -25,9 +25,9 @@ from tilescale_net.trace import timeline
 
 def trace_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `trace`."""
-    command.add_argument("file", metavar="FILE", help="the file that TSN_TRACE named")
+    command.add_argument("file", metavar="FILE", help="the file of TSN_TRACE")
     command.add_argument(
-        "--longest", type=positive_int, default=10, metavar="N", help="how many waits to list (%(default)s)"
+        "--longest", type=positive_int, default=10, metavar="N", help="number of waits to list (%(default)s)"
     )
 
 
@@ -52,16 +52,13 @@ PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 def tune_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `tune`."""
-    command.add_argument("what", choices=(*PRODUCTS, "moe"), help="calls that are tuned")
-    text = (
-        f"ranks on this host (all GPUs; simulator {settings.GPUS.default}); a rank that torchrun or srun has started takes "
-        "theirs"
-    )
+    command.add_argument("what", choices=(*PRODUCTS, "moe"), help="calls to tune")
+    text = f"ranks on this host (all GPUs; simulator {settings.GPUS.default}); ranks of torchrun or srun use theirs"
     command.add_argument("--ranks", type=positive_int, metavar="N", help=text)
     text = "rows of x on a rank; moe: tokens of a rank (%(default)s)"
     command.add_argument("--rows", type=positive_int, nargs="+", default=[4096], metavar="M", help=text)
     whole = (("k", 7168), ("n", 8192), ("experts", 256), ("hidden", 7168), ("top-k", 8), ("most", 12))
-    texts = {"k": "columns of x", "n": "columns of w", "most": "candidates that are tried"}
+    texts = {"k": "columns of x", "n": "columns of w", "most": "candidates to try"}
     for name, default in whole:
         command.add_argument(
             f"--{name}", type=positive_int, default=default, help=f"{texts.get(name, 'moe')} (%(default)s)"
@@ -100,9 +97,9 @@ def _tune(args: argparse.Namespace) -> None:
         what = "dispatch and combine of kernels.moe.AllToAll" if args.what == "moe" else f"ops.{args.what}"
         where = "GPUs" if world.device_kind == "cuda" else "simulated ranks, whose times mean nothing"
         print(
-            f"tune: {what} on {world.size} {where}; tries up to {args.most} ways for each number of rows "
-            f"({', '.join(map(str, args.rows))}), a line for each, and keeps the fastest in {kept}; later calls of these "
-            "sizes take it. The first call of a way compiles its kernels, which can take a minute.",
+            f"tune: {what} on {world.size} {where}; tries up to {args.most} candidates for each number of rows "
+            f"({', '.join(map(str, args.rows))}), prints a line for each, and stores the fastest in {kept} for later calls of these "
+            "sizes. The first call of a candidate compiles its kernels, which can take a minute.",
             flush=True,
         )
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}[args.dtype]
@@ -124,30 +121,32 @@ def _tune(args: argparse.Namespace) -> None:
 
 def check_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `check`."""
-    command.add_argument("where", metavar="SCRIPT.py::FUNCTION", help="sets up a rank, see docs/simulator.md")
-    command.add_argument("-n", "--ranks", type=positive_int, default=2, metavar="N", help="ranks (%(default)s)")
-    command.add_argument("--random", type=positive_int, metavar="N", help="instead of all schedules: N random ones")
     command.add_argument(
-        "--seed", type=non_negative_int, default=0, metavar="S", help="of the first random one (%(default)s)"
+        "where", metavar="SCRIPT.py::FUNCTION", help="function that sets up a rank, see docs/simulator.md"
+    )
+    command.add_argument("-n", "--ranks", type=positive_int, default=2, metavar="N", help="ranks (%(default)s)")
+    command.add_argument("--random", type=positive_int, metavar="N", help="N random schedules instead of all")
+    command.add_argument(
+        "--seed", type=non_negative_int, default=0, metavar="S", help="seed of the first random schedule (%(default)s)"
     )
     command.add_argument(
         "--depth",
         type=positive_int,
         default=3,
         metavar="D",
-        help="of random ones: changes of priority, plus 1 (%(default)s)",
-    )
-    command.add_argument("--schedule", metavar="TEXT|FILE", help="only this one, as printed by an earlier check")
-    command.add_argument(
-        "--preemptions", type=non_negative_int, default=-1, metavar="P", help="at most P in a schedule"
-    )
-    command.add_argument("--most", type=positive_int, default=1 << 62, metavar="N", help="end after N schedules")
-    command.add_argument(
-        "--seconds", type=positive_float, default=600.0, metavar="S", help="end after S seconds (%(default)g)"
+        help="changes of priority in a random schedule, plus 1 (%(default)s)",
     )
     command.add_argument(
-        "--no-races", action="store_true", help="only the consequences of a race are wrong, not the race"
+        "--schedule", metavar="TEXT|FILE", help="only this schedule, from the output of an earlier check"
     )
+    command.add_argument(
+        "--preemptions", type=non_negative_int, default=-1, metavar="P", help="at most P preemptions in a schedule"
+    )
+    command.add_argument("--most", type=positive_int, default=1 << 62, metavar="N", help="stop after N schedules")
+    command.add_argument(
+        "--seconds", type=positive_float, default=600.0, metavar="S", help="stop after S seconds (%(default)g)"
+    )
+    command.add_argument("--no-races", action="store_true", help="a race is no error, only its consequences")
 
 
 def check(args: argparse.Namespace) -> int:
@@ -199,13 +198,17 @@ def parser() -> argparse.ArgumentParser:
 
     text = "run a script on every GPU of a job, or on simulated ones"
     run.add_arguments(add("run", text, "", run.run, abbrev=False))
-    text = "versions, GPUs, links, NICs, compilers and networks, and what a job would use of them"
+    text = "versions, GPUs, links, NICs, compilers and networks, and those that a job would use"
     add("info", text, "Prints ", _info).add_argument("--json", action="store_true", help="as JSON")
-    text = "check what a job on this machine needs, and say what to do where something is missing"
-    command = add("doctor", text, "", _doctor, "Exit code: 0, or 1 when something is missing.")
+    text = "check the requirements of a job on this machine, and print a remedy for each missing one"
+    command = add("doctor", text, "", _doctor, "Exit code: 0, or 1 if something is missing.")
     command.add_argument("--json", action="store_true", help="as JSON")
-    command = add("bench", "run all benchmarks that fit this machine, and write a page of their results", "", _bench)
-    command.add_argument("--quick", action="store_true", help="few sizes and repetitions: whether everything works")
+    command = add(
+        "bench", "run all benchmarks that this machine supports, and write a page of their results", "", _bench
+    )
+    command.add_argument(
+        "--quick", action="store_true", help="few sizes and repetitions, to test that everything works"
+    )
     command.add_argument("--only", metavar="LIST", help="comma-separated names of files in benchmark/")
     text = "the page (%(default)s), written after each benchmark"
     command.add_argument("--output", type=writable_file, default="tilescale_net_bench.md", metavar="FILE", help=text)
@@ -213,14 +216,14 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("-n", "--ranks", type=positive_int, metavar="N", help=text)
     text = "bytes on each link and expected times of MoE dispatch and combine on a cluster, from measured costs"
     model.add_arguments(add("model", text, "", model.run))
-    text = "find how GEMMs with their communication, or MoE calls, are made best on this machine, and keep it"
+    text = "find and store the fastest settings of GEMMs with their communication, or MoE calls, on this machine"
     tune_arguments(add("tune", text, "", tune, abbrev=False))
-    text = "which rank waited for which in a timeline that TSN_TRACE has written, and the longest waits"
+    text = "which rank waited for which in a timeline of TSN_TRACE, and the longest waits"
     trace_arguments(add("trace", text, "Prints ", trace))
-    text = "run the kernels of a small job under every schedule, and say which one goes wrong"
-    epilog = "Exit code: 0, 1 when a schedule goes wrong, 2 for wrong arguments, 3 when not all could be run."
+    text = "run the kernels of a small job under every schedule, and print a wrong one"
+    epilog = "Exit code: 0, 1 if a schedule is wrong, 2 for wrong arguments, 3 if not all schedules could run."
     check_arguments(add("check", text, "", check, epilog))
-    text = "compile the kernels of listed objects into a folder that an image ships, without a GPU"
+    text = "compile the kernels of listed objects into a folder for an image, without a GPU"
     precompile.precompile_arguments(add("precompile", text, "", precompile.precompile))
     add("settings", "the environment variables that the package reads, as markdown", "Prints ", _settings)
     return top

@@ -278,7 +278,7 @@ class Doctor:
     def _efa_needs(self) -> Iterator[Finding]:
         from tilescale_net.runtime import fabric
 
-        installer = "install AWS's EFA software (its libfabric in /opt/amazon/efa is found by itself)"
+        installer = "install AWS's EFA software (its libfabric in /opt/amazon/efa is found automatically)"
         verbs = [name for name in _listed("/dev/infiniband") if name.startswith("uverbs")]
         if not verbs or not os.access(f"/dev/infiniband/{verbs[0]}", os.R_OK | os.W_OK):
             remedy = "docker: --device /dev/infiniband for each uverbs device"

@@ -168,7 +168,7 @@ def load(where: str) -> Callable:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigurationError(
-            f"{path} cannot be imported: {_last_line(error)}; what starts a job belongs below `if __name__ == "
+            f"{path} cannot be imported: {_last_line(error)}; code that starts a job belongs below `if __name__ == "
             '"__main__":`'
         ) from error
     function = getattr(module, name, None)

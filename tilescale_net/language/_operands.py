@@ -499,12 +499,10 @@ class _Ends(NamedTuple):
         """Number of rows, bytes of a row, and pitch at each end in bytes, where one end or both are made of rows."""
         to, source, box = self.to, self.source, boxes[0]
         if source.is_shared:
-            raise PrimitiveError(
-                f"src ({source.buffer.name}) lies in shared memory; put it row by row, from rows to rows"
-            )
+            raise PrimitiveError(f"src ({source.buffer.name}) is in shared memory; put it row by row")
         if count is not None:
             raise PrimitiveError(
-                f"count= belongs to contiguous memory; {box.buffer.name} is named by rows, which say how much"
+                f"count= belongs to contiguous memory; {box.buffer.name} is a strided region, which determines the size"
             )
         rows, row = box.rows, box.row
         if len(boxes) == 1:

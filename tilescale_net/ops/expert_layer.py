@@ -332,7 +332,7 @@ def _check_scaled(layer: AllToAll, w_up: torch.Tensor, w_down: torch.Tensor, sca
         if tuple(w.shape) != (c.local_experts, *shape):
             raise ValueError(f"{call}: {what} has shape {list(w.shape)}; it must be {[c.local_experts, *shape]}")
         if (w.dtype == FP8_DTYPE) != (scales is not None):
-            raise TypeError(f"{call}: {what} is of {w.dtype}; matrices of {FP8_DTYPE}, and only they, come with scales")
+            raise TypeError(f"{call}: {what} is of {w.dtype}; matrices of {FP8_DTYPE} need scales, others take none")
         blocks = (c.local_experts, groups_of(shape[1]), groups_of(shape[0]))
         if scales is not None and (tuple(scales[i].shape) != blocks or scales[i].dtype != torch.float32):
             raise ValueError(

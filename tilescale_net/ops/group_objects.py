@@ -219,8 +219,8 @@ class GroupObjects:
         if found is None or not found.alive:
             if capturing:
                 raise tsn.TileScaleError(
-                    f"rank {self.world.rank}: a product of this shape has not been called since {KEPT} of other shapes were "
-                    "(or never), and what it needs cannot be made while a CUDA graph is captured; call it once just before"
+                    f"rank {self.world.rank}: this GEMM's shape is not among the {KEPT} most recent ones (or is new), "
+                    "and its buffers cannot be allocated while a CUDA graph is captured; call it once just before"
                 )
             with self._settling():
                 self._free_oldest()

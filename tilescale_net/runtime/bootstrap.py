@@ -356,7 +356,7 @@ def _parse_arrival(mine: list[Any], word: str) -> list[Any]:
         job_store.check_alike(mine, theirs)
         return theirs
     except ValueError as err:
-        raise PeerLost(f"what a rank reports of itself cannot be read: {err}") from None
+        raise PeerLost(f"a rank's report of itself cannot be read: {err}") from None
 
 
 def open_group_store(ranks: Rendezvous, silence: float) -> JobStore:

@@ -318,7 +318,7 @@ class CudaMemory(Memory):
         check(self._rt.cudaMemcpy(to, address + _WORD, 8, how), "cudaMemcpy from the heap of a peer")
         if found.value != handle[3]:
             raise ConfigurationError(
-                f"what was mapped for the heap of PE {pe} (GPU {handle[2]}) is other memory; the ranks of one node must run "
+                f"the memory mapped for the heap of PE {pe} (GPU {handle[2]}) is not that heap; the ranks of one node must run "
                 "in one container"
             )
         return address
@@ -430,7 +430,7 @@ class GrowingHeap:
         step = driver.granularity()
         if size % step or limit % step:
             raise ConfigurationError(
-                f"a heap of {size} bytes that grows to {limit}: this GPU's memory comes in pieces of {step} bytes; make "
+                f"a heap of {size} bytes that grows to {limit}: this GPU allocates memory in units of {step} bytes; make "
                 "TSN_HEAP_SIZE and TSN_HEAP_LIMIT multiples of that, or set TSN_HEAP_LIMIT=0"
             )
         self._own = Range(driver, limit)

@@ -243,7 +243,7 @@ class RunningProxy:
         Raises:
             TileScaleError: the proxy has failed, or has not ended within the job's timeout.
         """
-        self._finish(self._proxy.drain, "what kernels have sent has not been confirmed by all peers")
+        self._finish(self._proxy.drain, "not all peers have confirmed the data that kernels have sent")
 
     def settle(self) -> bool:
         """Carry out the adds to signal words that were left to the next waiting kernel.
@@ -253,7 +253,7 @@ class RunningProxy:
         """
         if not self.context_flags:
             return False
-        self._finish(self._proxy.apply_adds, "adds to signal words have not been carried out")
+        self._finish(self._proxy.apply_adds, "adds to signal words have not been applied")
         return True
 
     def _finish(self, call: Callable[[float], bool], what: str) -> None:

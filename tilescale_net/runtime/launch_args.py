@@ -255,9 +255,9 @@ def unresolved(tensor: torch.Tensor) -> str | None:
     """What is wrong with a view of torch whose bytes are not its values (`x.conj()`, `x.conj().imag`), and what to do;
     None for other tensors."""
     if tensor.is_neg():
-        return "is a view that stands for the negative of its memory; give its resolve_neg()"
+        return "is a view of the negative of its memory; pass its resolve_neg()"
     if tensor.is_conj():
-        return "is a view that stands for the conjugate of its memory; give its resolve_conj()"
+        return "is a view of the conjugate of its memory; pass its resolve_conj()"
     return None
 
 

@@ -152,7 +152,7 @@ def _launched(rank_name: str, size_name: str, local_name: str | None, timeout: f
         return _meet_on_this_host(rank, size, timeout)
     raise ConfigurationError(
         f"{rank_name}={rank} of {size_name}={size}, but MASTER_ADDR is not set: several ranks were started without "
-        f"a place to meet; export MASTER_ADDR (the first host) and MASTER_PORT (a free port there, if not "
+        f"a common address; export MASTER_ADDR (the first host) and MASTER_PORT (a free port there, if not "
         f"{settings.MASTER_PORT.default}), or start the script through launch.sh"
     )
 

@@ -303,8 +303,8 @@ def _is_filled(argument: str, name: str, args: tuple[Any, ...]) -> bool:
 @functools.cache
 def _warn_of_arrays() -> None:
     settings.log.warning(
-        "numpy() or DLPack of a symmetric tensor: the race detector has compared what the array reads now; what is read "
-        "through it later is not followed"
+        "numpy() or DLPack of a symmetric tensor: the race detector has compared the array's current contents; later "
+        "reads through it are not followed"
     )
 
 
@@ -531,8 +531,8 @@ class SharedMemory(Memory):
             self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
         except OSError as err:
             raise ConfigurationError(
-                f"the system refuses memfd_create ({err.strerror}), which makes the memory that ranks of the simulator share: "
-                "let the sandbox allow it (docker run --security-opt seccomp=unconfined)"
+                f"the system rejects memfd_create ({err.strerror}), which allocates the shared memory of simulated ranks: "
+                "allow it in the sandbox (docker run --security-opt seccomp=unconfined)"
             ) from err
         try:
             # mmap maps no more than there is; afterwards there may be less: touching that ends the process.
@@ -681,7 +681,7 @@ def share_race_memory(heap: SharedMemory, control: Control, heaps: list[int]) ->
     """
     if limit := _race_limit(control.hosts, heap.limit):
         if races() and control.rank == 0:
-            settings.log.warning("races between ranks are not checked: %s; each rank is checked by itself", limit)
+            settings.log.warning("races between ranks are not checked: %s; each rank is checked separately", limit)
         return None
     memory = SharedMemory(_simulator.race_memory_bytes(heap.limit))
     handles = control.gather("tilescale_net.init", memory.handle())

@@ -127,8 +127,8 @@ def check_loopback() -> None:
             socket.create_connection(listener.getsockname(), 5).close()
     except OSError as err:
         raise ConfigurationError(
-            f"loopback is down, or has no IPv4 address: 127.0.0.1 cannot be reached ({err.strerror or err}), where ranks of one "
-            "host meet; ip link set lo up (and, if that is not enough, ip addr add 127.0.0.1/8 dev lo)"
+            f"loopback is down, or has no IPv4 address: 127.0.0.1 cannot be reached ({err.strerror or err}), but ranks of one "
+            "host connect there; ip link set lo up (and, if that is not enough, ip addr add 127.0.0.1/8 dev lo)"
         ) from err
 
 

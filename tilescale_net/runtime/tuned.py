@@ -136,7 +136,7 @@ def keep(world: World, name: str, key: str, choice: Choice, us: float) -> Path |
             choices = read_entries(path, place) | {key: {"choice": choice, "us": us}}
             write_file(path, {"schema": SCHEMA, "place": place, "choices": choices})
     except OSError as err:
-        settings.log.warning("what was tuned is not kept in %s: %s", path, err)
+        settings.log.warning("the tuning results cannot be stored in %s: %s", path, err)
         return None
     return path
 

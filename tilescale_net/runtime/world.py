@@ -647,9 +647,9 @@ def agree_on_survivors(control: Control, watchdog: Watchdog, seconds: float) -> 
             time.sleep(_PAUSE)
     kept = _parse_members(decided, members)
     if rank not in kept:
-        raise PeerLost(f"rank {rank}: ranks {kept} have gone on without this one, which they took for lost")
+        raise PeerLost(f"rank {rank}: ranks {kept} have continued without this one, which they considered lost")
     if store.kept_by in members and store.kept_by not in kept:  # one that was left out before may still keep it
-        raise PeerLost(f"rank {rank}: {store.keeper} did not come, and no rank can go on without it")
+        raise PeerLost(f"rank {rank}: {store.keeper} did not arrive, and no rank can continue without it")
     _end_processes(watchdog, rank, set(members) - set(kept) - here)
     return kept
 
@@ -684,7 +684,7 @@ def _parse_members(said: str, members: list[int]) -> list[int]:
     nobody: list[int] = []
     kept = job_store.read(said, lambda found: sorted({int(r) for r in found} & set(members)), nobody)
     if not kept:
-        raise PeerLost(f"who goes on after ranks were lost cannot be read from the store of the job: {said[:100]!r}")
+        raise PeerLost(f"the list of remaining ranks in the job's store cannot be read: {said[:100]!r}")
     return kept
 
 
@@ -696,6 +696,6 @@ def live_everywhere(control: Control, live: dict[int, int]) -> dict[int, int]:
     for text in control.gather("tilescale_net.shrink", json.dumps(sorted(live.items()))):
         blocks = job_store.read(text, lambda found: {int(offset): int(size) for offset, size in found}, None)
         if blocks is None:
-            raise PeerLost("what the heap of another rank holds cannot be read")
+            raise PeerLost("the list of another rank's allocations cannot be read")
         union |= blocks
     return union

@@ -266,7 +266,7 @@ def of_ranks(members: tuple[int, ...], name: str) -> World:
             return world
     who = f"{'group ' + name + ' of ' if name else ''}ranks {groups.named(members)}"
     raise TileScaleError(
-        f"what is loaded was saved with objects of the {who}, for which tilescale_net is not initialised in this process; "
+        f"the file was saved with objects of the {who}, for which tilescale_net is not initialised in this process; "
         "call tilescale_net.init on these ranks first"
     )
 
@@ -350,8 +350,8 @@ def world_of_tensors(name: str, arguments: Iterable[object]) -> World:
             if index >= 0 and address < _ends[index] and (world := _by_base[index]) is not found:
                 if found is not None:
                     raise KernelError(
-                        f"kernel {name}: its tensors lie in the symmetric heaps of two worlds, of ranks "
-                        f"{groups.named(found.job_ranks)} and of ranks {groups.named(world.job_ranks)}; a kernel talks within one"
+                        f"kernel {name}: its tensors are in the symmetric heaps of two worlds, of ranks "
+                        f"{groups.named(found.job_ranks)} and of ranks {groups.named(world.job_ranks)}; a kernel communicates within one"
                     )
                 found = world
     if found is not None:

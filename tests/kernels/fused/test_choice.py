@@ -256,7 +256,7 @@ def test_all_geometries_run_on_tensor_cores(dtype, out_dtype):
         (Tiling(tile=(128, 40, 16), stages=2, columns=8), "128 rows and of 16 columns"),
         (
             Tiling(tile=(128, 256, 128), stages=4),
-            "393216 bytes for operands of torch.bfloat16 and 32768 for what leaves",
+            "393216 bytes for operands of torch.bfloat16 and 32768 for results",
         ),
     ],
 )

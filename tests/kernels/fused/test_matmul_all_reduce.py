@@ -40,7 +40,7 @@ def _sums(seed, rows, k, n, transposed, calls, blocks):
         MatmulAllReduce(rows + 1, k, n)
     with pytest.raises(ValueError, match="columns, a multiple of 8, must divide those of the tile"):
         Tiling(tile=(32, 32, 32), columns=24)
-    with pytest.raises(ValueError, match="a tile's rows may not be more than twice the summands in its depth"):
+    with pytest.raises(ValueError, match="a tile's rows must be at most twice the summands in its depth"):
         MatmulAllReduce(rows, k, n, tiling=Tiling(tile=(128, 32, 16), columns=16), threads=64, blocks=blocks)
     op = MatmulAllReduce(rows, k, n, dtype=dtype, tiling=SMALL, threads=64, blocks=blocks)
     weights = [whole_numbers((n, k) if transposed else (k, n), dtype, seed, "w", p) for p in range(size)]

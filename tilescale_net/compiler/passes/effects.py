@@ -128,8 +128,8 @@ def _check_arms(func: tirx.PrimFunc) -> None:
                 calls = our_calls(bound[variable])
                 raise KernelError(
                     f"kernel {kernel_name(func)}: {variable.name.replace(UNNAMED, 'N.', 1)} stands in an arm of a choice such "
-                    "as T.if_then_else, and would be carried out under any condition; write `a if condition else b` "
-                    "or an `if` statement, or bind it to a name first where that is meant"
+                    "as T.if_then_else, and would be executed under any condition; write `a if condition else b` "
+                    "or an `if` statement, or bind it to a name first if that is meant"
                     + (location_suffix(calls[-1]) if calls else "")
                 )
 
@@ -290,7 +290,7 @@ class _Rewriter:
             out.append(tirx.Bind(variable, self._expr(self._definitions[variable], out)))
             self._done[variable] = out
         elif not any(scope is self._done[variable] for scope in self._open):
-            self._refuse(variable, "is used a second time outside of the condition that it stands in")
+            self._refuse(variable, "is used a second time outside of the condition that contains it")
         return variable
 
     def _bind(self, call: tirx.Call, out: list[tirx.Stmt]) -> tirx.Var:
@@ -336,7 +336,7 @@ class _Rewriter:
         """Raise KernelError where a call would be lost because no condition holds its result."""
         for variable in self._definitions:
             if variable not in self._done:
-                self._refuse(variable, "has a result that the condition which it stands in does not use")
+                self._refuse(variable, "has a result that the condition that contains it does not use")
 
     def _refuse(self, variable: tirx.Var, what: str) -> NoReturn:
         calls = our_calls(self._definitions[variable])

@@ -90,8 +90,8 @@ def _check_barriers(func: tirx.PrimFunc) -> None:
         found = collect(branch, lambda node: isinstance(node, tirx.Evaluate) and op_name(node.value) == _BARRIER)
         if found:
             raise KernelError(
-                f"kernel {kernel_name(func)}: T.sync_threads() stands under `{branch.condition}`, which holds for some threads "
-                "of a warp and not for others; all threads of a warp must come to it, so move it out of the condition"
+                f"kernel {kernel_name(func)}: T.sync_threads() stands under `{branch.condition}`, which is true for some threads "
+                "of a warp and false for others; all threads of a warp must reach it: move it out of the condition"
                 + statement_suffix(found[0])
             )
 
@@ -152,8 +152,8 @@ def _check_tma(func: tirx.PrimFunc) -> None:
     if found and call is not None:
         raise KernelError(
             f"kernel {kernel_name(func)} asks for TMA ({_typed(found[0])}) and uses {typed_name(call)}: waits and signals do not "
-            "order TMA accesses, so it could read what a peer has not written yet; use T.copy for data that peers "
-            f"exchange, or move the TMA part to a kernel of its own{location_suffix(call)}"
+            "order TMA accesses, so it could read data before they arrive; use T.copy for data that peers "
+            f"exchange, or move the TMA part to another kernel{location_suffix(call)}"
         )
 
 
@@ -181,8 +181,8 @@ def _check_async(func: tirx.PrimFunc) -> None:
         row = operator_of(call)
         if row is not None and row.orders_loads_alone(call):
             raise KernelError(
-                f'kernel {kernel_name(func)} has a wait with proxy="async", so that it may read with TMA, and {typed_name(call)}, '
-                "which does not order TMA; wait for a signal instead, or leave proxy out" + location_suffix(call)
+                f'kernel {kernel_name(func)} has a wait with proxy="async", which allows reads by TMA, and {typed_name(call)}, '
+                "which does not order TMA; wait for a signal instead, or omit proxy" + location_suffix(call)
             )
     _check_stores(func)
 
@@ -223,7 +223,7 @@ def check_specialized(name: str, source: str) -> None:
         if call and "else" in part:
             raise KernelError(
                 f"kernel {name}: tsn.{call[1] or call[2]} is called at block scope by one part of a warp-specialised block, "
-                "whose other threads never come; use the thread- or warp-scope primitive there, or leave "
+                "whose other threads never reach it; use the thread- or warp-scope primitive there, or leave "
                 "tl.disable_warp_specialized on"
             )
 
@@ -248,7 +248,7 @@ def _check_tiles(func: tirx.PrimFunc) -> None:
         reason = next((why for data, why in disordered.items() if data.same_as(tile)), None)
         if reason is not None:
             raise KernelError(
-                f"{typed_name(call)} sends the tile {tile.name}, which has {reason}: its elements do not lie in order; T.copy "
+                f"{typed_name(call)} sends the tile {tile.name}, which has {reason}: its elements are not in order; T.copy "
                 f"it to another shared tensor first{location_suffix(call)}"
             )
 

@@ -274,7 +274,7 @@ class SimulatedKernel(Kernel):
             alive = [heap for ref in heaps if (heap := ref()) is not None]
             for name, value in zip(self.parameters, args[len(args) - len(self.parameters) :]):
                 if isinstance(value, torch.Tensor) and any(heap.is_freed(value) for heap in alive):
-                    raise KernelError(f"kernel {self.name}: argument {name} has been given back by tilescale_net.free")
+                    raise KernelError(f"kernel {self.name}: argument {name} was freed by tilescale_net.free")
             function(*args)
 
         return launch
