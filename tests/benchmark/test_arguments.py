@@ -51,6 +51,7 @@ def test_given():
         ("--size 0", "zero bytes"),
         ("--json /no/such/folder/x.json", "cannot be written"),
         ("--json /tmp", "cannot be written"),
+        ("--json /proc/x.json", "cannot be written"),
         ("--baseline /no/such/file", "cannot be read"),
         ("--no-such-flag", "unrecognized arguments"),
         ("--siz 4", "unrecognized arguments"),

@@ -68,6 +68,7 @@ WRONG = [
     ("TSN_PROVIDER", "tcp;ofi_rxn", "no provider 'ofi_rxn'; did you mean ofi_rxm?"),
     ("TSN_CHAOS", "banana=1", "unknown field 'banana'"), ("TSN_CHAOS", "reorder=7", "not a probability"),
     ("TSN_TRACE", "/proc/no/x.json", "there is no folder /proc/no"), ("TSN_TRACE", "/tmp", "no file can be written there"),
+    ("TSN_TRACE", "/proc/x.json", "no file can be written there"),
 ]  # fmt: skip
 
 

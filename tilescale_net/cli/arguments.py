@@ -2,9 +2,10 @@
 
 import argparse
 import difflib
-import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
+
+from tilescale_net.runtime import settings
 
 Number = TypeVar("Number", int, float)
 
@@ -36,8 +37,7 @@ def positive_float(text: str) -> float:
 
 def writable_file(text: str) -> str:
     """argparse type: a file that can be created; checked before the run, not after it."""
-    folder = os.path.dirname(os.path.abspath(text))
-    if os.path.isdir(text) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    if not settings.can_be_written(text):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; its folder must exist and be writable")
     return text
 

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shlex
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -122,9 +123,21 @@ def _new_file(value: str, name: str) -> str:
     folder = os.path.dirname(os.path.abspath(value))
     if not os.path.isdir(folder):
         raise ConfigurationError(f"{name}={value}: there is no folder {folder}")
-    if os.path.isdir(value) or not os.access(folder, os.W_OK | os.X_OK):
+    if not can_be_written(value):
         raise ConfigurationError(f"{name}={value}: no file can be written there")
     return value
+
+
+def can_be_written(path: str) -> bool:
+    """Whether a file can be made, or changed if it exists. One without a name is made: permissions alone do not tell it of
+    root, nor of file systems without files to make."""
+    if os.path.exists(path):
+        return os.access(path, os.W_OK) and not os.path.isdir(path)
+    try:
+        tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))).close()
+    except OSError:
+        return False
+    return True
 
 
 def _words(value: str, name: str) -> list[str]:
