@@ -36,6 +36,8 @@ _FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to r
 _REACH_S = 5.0  # seconds in which a system, without the help of a process, accepts a connection
 SLACK = 3.0  # seconds after which a step of torch that has a time limit of its own counts as hanging
 _ADVICE = f"let {this_host.GLOO_INTERFACE} name, on every host, the network interface over which they can"
+# Of a process or a user, by the errors of a system call beyond them.
+_LIMITS = {errno.EMFILE: "open files (ulimit -n)", errno.EAGAIN: "processes and threads (ulimit -u)"}
 
 
 class _Tracker:
@@ -231,10 +233,11 @@ class Rendezvous(_Tracker):
             result = run_with_timeout(self.timeout + SLACK, run)
         except (RuntimeError, ValueError, TimeoutError) as err:
             self._announce(failed)
-            if os.strerror(errno.EMFILE) in str(err):  # the others still wait for this rank
-                raise ConfigurationError(
-                    f"rank {self.rank}: {first_line(err)}; raise the limit of open files (ulimit -n)"
-                ) from err
+            for code, limit in _LIMITS.items():
+                if os.strerror(code) in str(err):  # the others still wait for this rank
+                    raise ConfigurationError(
+                        f"rank {self.rank}: {first_line(err)}; raise the limit of {limit}"
+                    ) from err
             time.sleep(_FAILURE_GRACE_S)
             if silent := self.store.ask(lambda s: self._silent(s, failed, joined)):
                 raise self._missed(silent, f" ({first_line(err)})") from err
