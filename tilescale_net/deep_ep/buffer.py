@@ -281,7 +281,8 @@ class Buffer(GroupBuffer):
         Args:
             x: [local experts, ranks * max tokens, hidden] bfloat16.
             topk_idx: ignored: the handle has the choices.
-            topk_weights: [tokens, top_k] float32.
+            topk_weights: [tokens, top_k] float32, or another floating dtype, of which a float32 copy is made.
+            handle: of a dispatch that has ended, of this buffer or another one of its group.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer` instead of `x`.
             return_recv_hook: return a function that ends the call; two combines may be pending.
             out: [tokens, hidden] bfloat16; default a new tensor.

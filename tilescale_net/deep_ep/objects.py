@@ -219,6 +219,7 @@ class Objects:
         """Free all objects; collective. Raises ValueError, and changes nothing, where calls are in flight."""
         self.world.control.refuse()
         if any(op.alive and op.in_flight and not op.outdated for op in self._made.values()):
+            self.world.check()  # a failure is why they wait
             raise ValueError(
                 "deep_ep: destroy: low-latency calls of this buffer wait for their hooks; call these first"
             )
@@ -259,7 +260,11 @@ class GroupBuffer(MadeByRanks):
         return self._world
 
     def destroy(self) -> None:
-        """Give memory back, and the world if a buffer has made it and this is the last one. Collective."""
+        """Give memory back, and the world if a buffer has made it and this is the last one. Collective.
+
+        Raises:
+            ValueError: low-latency calls wait for their hooks; nothing has changed.
+        """
         if self._alive:
             self._objects.free()
             self._alive = False
