@@ -184,7 +184,8 @@ class ArgumentChecks:
         self._source_dtypes = (config.dtype, *COMBINE_DTYPES) if config.can_quantise else (config.dtype,)
         self._sum_dtypes = (config.combine_dtype,)
         self._row = (None, config.hidden)
-        self._ones: torch.Tensor | None = None
+        self._ones: torch.Tensor | None = None  # of the last call, a part of those of the most tokens
+        self._most_ones: torch.Tensor | None = None
         self._new_sums = LikeFactory((config.hidden,), config.combine_dtype, device)
         # Look at tensors that are right, as nearly all are; what is wrong with others is found and told in Python.
         choices, scales = (None, config.top_k), (None, config.scale_words)
@@ -343,14 +344,18 @@ class ArgumentChecks:
         return topk_weights.float()
 
     def weights_of_one(self, tokens: int) -> torch.Tensor:
-        """[tokens, top_k]; kept for calls with as many tokens."""
+        """[tokens, top_k] of what is kept: memory of another stream's earlier call must not be given back while that runs."""
         if self._ones is not None and self._ones.shape[0] == tokens:
             return self._ones
         with torch.inference_mode(False):
-            ones = torch.ones((tokens, self._c.top_k), dtype=torch.float32, device=self._device)
-        if self._device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
-            self._ones = ones  # others are the graph's
-        return ones
+            most = self._most_ones
+            if most is None:
+                most = torch.ones((self._c.max_tokens, self._c.top_k), dtype=torch.float32, device=self._device)
+                if self._device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+                    return most[:tokens]  # the graph's
+                self._most_ones = most
+            self._ones = most[:tokens]
+        return self._ones
 
     def _check_blocks(self, blocks: Any) -> None:
         most = self._blocks
