@@ -26,7 +26,9 @@ const std::vector<Rule>& rules() {
       {false, "signals", "what a wait or test shows by its value, for certain, whichever signals came first",
        "smaller values than the one that a kernel gets and looks at, which other schedules show (a check tries them); "
        "words with more than 1,024 signals in a launch: a wait has then seen all that came; with more than 256, that "
-       "warps of one rank may add in another order",
+       "warps of one rank may add in another order; an order between the adds of different ranks to one word: a wait "
+       "for "
+       "the first of them may be reported (use a word for each rank)",
        "race_memory.cpp"},
       {false, "barriers and warp operations", "of blocks, of named barriers, of the grid, mbarriers, T.sync_warp",
        "a put_signal of a block or warp: its threads may meet at its end, which no GPU promises", "happens_before.cpp"},
