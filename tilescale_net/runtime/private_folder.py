@@ -9,6 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings
 
 _NAME = "tilescale_net"
@@ -29,12 +30,19 @@ def of_user(name: str) -> Path:
 
 
 def for_tilelang() -> dict[str, str]:
-    """The variable that gives tilelang a folder to keep kernels in, where the home does not; to be set before it is imported."""
+    """The variable that gives tilelang a folder to keep kernels in, where the home does not; to be set before it is imported.
+    Raises ConfigurationError: no folder can be written."""
     own = os.path.expanduser("~/.tilelang")
     if os.environ.get(TILELANG) or can_be_made(own):
         return {}
-    folder = of_user("tilelang")
-    return {TILELANG: str(folder if can_be_made(str(folder)) else temporary(folder))}
+    try:
+        folder = of_user("tilelang")
+        return {TILELANG: str(folder if can_be_made(str(folder)) else temporary(folder))}
+    except OSError as err:
+        raise ConfigurationError(
+            f"tilelang needs a folder, and none can be written ({err}); set TMPDIR or TILELANG_CACHE_DIR to one, such as a "
+            "volume of a container whose root is read-only"
+        ) from None
 
 
 @functools.cache
