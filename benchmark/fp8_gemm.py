@@ -45,18 +45,25 @@ def parse() -> argparse.Namespace:
     parser.option("--clusters", int_list(1, 4), clusters, "blocks of threads that share a tile of w")
     parser.option("--turns", int_list(0, 1), [0, 1], "whether warpgroups have the tensor cores by turns")
     parser.option("--steps", int_list(1, 6), [1, 4], "in one turn of the loop over the depth")
+    parser.option("--low", int_list(0, 1), [0], "whether experts' last tiles of few rows are multiplied by columns")
     parser.option("--forms", one_of("block", "row"), ["block", "row"], "of the scales")
     parser.option("--parts", one_of("plain", "grouped"), ["plain", "grouped"], "what to measure")
     return parser.parse_args()
 
 
-def tiling_of(name: str, cluster: int, in_turn: int, steps: int) -> Any:
+def tiling_of(name: str, cluster: int, in_turn: int, steps: int, low: int) -> Any:
     from tilescale_net.kernels.fused.scaled_gemm import ScaledTiling
 
     columns, stages = map(int, name.split("x"))
-    rows = 128 if on_gpu() else 32
+    tile = (128 if on_gpu() else 32, columns, 128)
     return ScaledTiling(
-        (rows, columns, 128), stages, columns=min(64, columns), cluster=cluster, in_turn=bool(in_turn), steps=steps
+        tile,
+        stages,
+        columns=min(64, columns // 2),
+        cluster=cluster,
+        in_turn=bool(in_turn),
+        steps=steps,
+        low_tiles=bool(low),
     )
 
 
@@ -170,7 +177,7 @@ def if_works(what: str, make: Callable[[], Callable[[], Any]], problem: Problem)
 def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
     keys = [Column("part", "Part"), Column("form", "Scales"), *(Column(c, c.upper(), ",d") for c in "mnk")]
     keys += [Column("tile", "Columns x stages"), Column("cluster", "Cluster", ",d"), Column("turns", "By turns", ",d")]
-    keys.append(Column("steps", "Steps", ",d"))
+    keys += [Column("steps", "Steps", ",d"), Column("low", "Low tiles", ",d")]
     columns = [us("ours", "Ours"), us("cublas", "cuBLAS"), us("deep_gemm", "DeepGEMM")]
     columns += [Column("over", "x cuBLAS", ".3f"), Column("over_deep_gemm", "x DeepGEMM", ".3f")]
     table = report.table("fp8_gemm", keys, [*columns, Column("tflops", "TFLOP/s", ".0f")])
@@ -182,7 +189,8 @@ def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
     if "grouped" in args.parts:
         widths, experts = (GROUPED, EXPERTS) if timer.on_gpu else (((64, 256),), 2)
         shapes += [("grouped", experts, rows, n, k) for (n, k), rows in itertools.product(widths, args.rows)]
-    geometries = [*itertools.product(args.tiles, args.clusters, args.turns, args.steps)]
+    every = itertools.product(args.tiles, args.clusters, args.turns, args.steps, args.low)
+    geometries = [which for which in every if not which[4] or which[1:3] == (1, 0)]  # low tiles go with neither
     sizes = dict.fromkeys((form, experts, n, k) for form in args.forms for _, experts, _, n, k in shapes)
     compiled.together(
         [functools.partial(compile_one, *size, tiling_of(*which)) for size in sizes for which in geometries]
@@ -205,7 +213,7 @@ def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
         samples: dict[Any, list[float]] = timer.interleaved(launches, 5)
         took: dict[Any, float] = medians(samples)
         for which in ours:
-            time, (tile, cluster, turns, steps) = took[which], which
+            time, (tile, cluster, turns, steps, low) = took[which], which
             row = dict(
                 part=part,
                 form=form,
@@ -216,6 +224,7 @@ def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
                 cluster=cluster,
                 turns=turns,
                 steps=steps,
+                low=low,
                 ours=time,
             )
             row |= {name: took.get(name) for name in peers}

@@ -27,6 +27,8 @@ from . import gemm
 from .gemm import DTYPES, SCALED, device_obstacle
 
 SCALES_AT_ONCE = 4  # of a row: the least that TMA copies are 16 bytes
+RESULTS_AT_ONCE = 8  # of a row, of 2 bytes
+LOW_BESIDE_ONE = 32  # steps of a tile up to which low tiles may be beside a single row of whole ones
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class ScaledShape:
         panel: rows of tiles that are processed together, for the L2 cache.
         columns: columns stored at a time.
         cluster: blocks of threads that share a tile of `w`, each with rows of its own.
+        low_tiles: see `ScaledTiling`.
+        low_beside_one: a single row of whole tiles may have low tiles beside it, see `whole_rows`.
     """
 
     experts: int
@@ -48,6 +52,8 @@ class ScaledShape:
     panel: int
     columns: int
     cluster: int
+    low_tiles: bool
+    low_beside_one: bool
 
     @property
     def half(self) -> int:
@@ -74,19 +80,51 @@ class ScaledShape:
         return -(-self.n // self.tile[1])
 
     @property
+    def low_pairs(self) -> int:
+        """Numbers that a row of low tiles takes: two of them take as long as a whole tile."""
+        return (self.tiles_n + 1) // 2
+
+    @property
+    def low_width(self) -> int:
+        """Columns of a warpgroup in a low tile."""
+        return self.tile[1] // 2
+
+    @property
     def depth(self) -> int:
         """Steps of a tile."""
         return -(-self.k // BLOCK)
 
+    def numbers(self, begin):
+        """How many numbers the tiles have that an entry of `begins` counts."""
+        return begin if self.low_tiles else begin * self.tiles_n
+
+    def whole_rows(self, rows):
+        """Rows of whole tiles, of an expert's `rows` rows; the others make a row of low tiles.
+
+        A last row of whole tiles alone in its panel reads all of `w`, which its low tiles would read once more: with a
+        depth of many steps that costs more than half of the tiles' sums.
+        """
+        whole = (rows + self.half - 1) // self.tile[0]
+        if self.low_beside_one:
+            return whole
+        alone = T.And(whole % self.panel == 1, rows > whole * self.tile[0])
+        return whole + T.if_then_else(alone, 1, 0)
+
 
 @tsn.macro
 def count_tiles(shape, counts, offsets, heights, begins, thread):
-    """begins [experts + 1] = rows of clusters' tiles of the experts before each. By all threads of a block."""
+    """begins [experts + 1] = rows of clusters' tiles of the experts before each; with low tiles, numbers of tiles. By all
+    threads of a block."""
     for i in T.serial(-(-shape.experts // gemm.THREADS)):
         e = i * gemm.THREADS + thread
         if e < shape.experts:
             # A dispatch that was rejected has counts, and no room for their rows.
-            heights[e] = (T.min(counts[e], offsets[e + 1] - offsets[e]) + shape.tall - 1) // shape.tall
+            if shape.low_tiles:
+                rows = T.min(counts[e], offsets[e + 1] - offsets[e])
+                whole = shape.whole_rows(rows)
+                heights[e] = whole * shape.tiles_n + T.if_then_else(rows > whole * shape.tile[0], shape.low_pairs, 0)
+            else:
+                heights[e] = (T.min(counts[e], offsets[e + 1] - offsets[e]) + shape.tall - 1) // shape.tall
     T.sync_threads()
     before = T.alloc_var("int32")
     for i in T.serial(-(-(shape.experts + 1) // gemm.THREADS)):
@@ -160,35 +198,61 @@ def add_missing_rows(shape, counts, offsets, finished, tiles, thread):
 
 @tsn.macro
 def locate(shape, counts, offsets, begins, number, backwards, rank, at):
-    """at [4] = expert, first row, end of the expert's rows, and first column of tile `number`, which grows from call to call.
+    """at = expert, first row, end of the expert's rows, and first column of tile `number`, which grows from call to call; with
+    low tiles, at[4] is how many of them have the number, 0 of a whole tile.
 
     Args:
         backwards: it falls, and at[0] is the last expert at first. rank: of the block of threads in its cluster.
     """
     if backwards:
-        while number < begins[at[0]] * shape.tiles_n:
+        while number < shape.numbers(begins[at[0]]):
             at[0] = at[0] - 1
     else:
-        while number >= begins[at[0] + 1] * shape.tiles_n:
+        while number >= shape.numbers(begins[at[0] + 1]):
             at[0] = at[0] + 1
-    inside = number - begins[at[0]] * shape.tiles_n
-    first = inside // (shape.panel * shape.tiles_n) * shape.panel
-    height = T.min(shape.panel, begins[at[0] + 1] - begins[at[0]] - first)
-    rest = inside - first * shape.tiles_n
-    at[1] = offsets[at[0]] + (first + rest % height) * shape.tall + rank * shape.tile[0]
-    at[2] = offsets[at[0]] + T.min(counts[at[0]], offsets[at[0] + 1] - offsets[at[0]])
-    at[3] = rest // height * shape.tile[1]
+    inside = number - shape.numbers(begins[at[0]])
+    if shape.low_tiles:
+        at[2] = offsets[at[0]] + T.min(counts[at[0]], offsets[at[0] + 1] - offsets[at[0]])
+        whole = shape.whole_rows(at[2] - offsets[at[0]])
+        low = inside - whole * shape.tiles_n
+        if low < 0:
+            before = T.truncdiv(inside, shape.panel * shape.tiles_n) * shape.panel
+            rows = T.min(shape.panel, whole - before)
+            at[1] = offsets[at[0]] + (before + T.truncmod(inside - before * shape.tiles_n, rows)) * shape.tile[0]
+            at[3] = T.truncdiv(inside - before * shape.tiles_n, rows) * shape.tile[1]
+            at[4] = 0
+        else:
+            at[1] = offsets[at[0]] + whole * shape.tile[0]
+            at[3] = low * 2 * shape.tile[1]
+            at[4] = T.min(2, shape.tiles_n - low * 2)
+    else:
+        first = inside // (shape.panel * shape.tiles_n) * shape.panel
+        height = T.min(shape.panel, begins[at[0] + 1] - begins[at[0]] - first)
+        rest = inside - first * shape.tiles_n
+        at[1] = offsets[at[0]] + (first + rest % height) * shape.tall + rank * shape.tile[0]
+        at[2] = offsets[at[0]] + T.min(counts[at[0]], offsets[at[0] + 1] - offsets[at[0]])
+        at[3] = rest // height * shape.tile[1]
 
 
 @tsn.macro
-def store_part(shape, warpgroup, total, result, out, at, first):
-    """out = a part's sums of a warpgroup, those of rows before at[2] alone; see `T.tma_store_wait`."""
-    row = at[1] + warpgroup * shape.half
-    for h in T.unroll(shape.width // shape.columns):
+def store_part(shape, warpgroup, total, result, out, at, below, first, width, thread):
+    """out = a warpgroup's sums of `width` columns, `first` behind at[3], and of rows, `below` at[1]; of rows before at[2] alone.
+    See `T.tma_store_wait`."""
+    row = at[1] + below
+    for h in T.unroll(width // shape.columns):
         column = at[3] + first + h * shape.columns
         # Outside of the branch, before which tilelang may put the barrier that lets the others write: it must come after.
         T.tma_store_wait(0)
-        if row + shape.half <= at[2]:
+        if shape.low_tiles:
+            T.copy(total[:, h * shape.columns : (h + 1) * shape.columns], result[warpgroup, :, :])
+            T.fence_proxy_async()
+            if row + shape.half <= at[2]:
+                T.tma_copy(
+                    result[warpgroup, :, :], out[row : row + shape.half, column : column + shape.columns]
+                )  # fmt: skip
+            else:
+                store_rows(shape, warpgroup, result, out, at, row, column, thread % 128)
+        elif row + shape.half <= at[2]:
             T.copy(total[:, h * shape.columns : (h + 1) * shape.columns], result[warpgroup, :, :])
             T.fence_proxy_async()
             T.tma_copy(
@@ -200,10 +264,26 @@ def store_part(shape, warpgroup, total, result, out, at, first):
                     out[row + i, column + j] = T.cast(total[i, h * shape.columns + j], out.dtype)
 
 
+@tsn.macro
+def store_rows(shape, warpgroup, result, out, at, row, column, lane):
+    """out = the sums in `result` of rows before at[2], where rows of the next expert follow; 16 bytes at once. By a warpgroup.
+
+    Args:
+        lane: number of the thread in the warpgroup.
+    """
+    across = shape.columns // RESULTS_AT_ONCE
+    eighth = T.truncdiv(column, RESULTS_AT_ONCE)  # so that the compiler sees that 16 bytes are aligned
+    for c in T.serial(-(-shape.half * across // 128)):
+        i, j = T.truncdiv(c * 128 + lane, across), T.truncmod(c * 128 + lane, across)
+        if i < shape.half and row + i < at[2] and (eighth + j) * RESULTS_AT_ONCE < shape.n:
+            for v in T.vectorized(RESULTS_AT_ONCE):
+                out[row + i, (eighth + j) * RESULTS_AT_ONCE + v] = result[warpgroup, i, j * RESULTS_AT_ONCE + v]
+
+
 @tsn.jit(name="scaled_gemm")
 def scaled_gemm(
     experts, n, k, out_dtype="bfloat16", form="block", tile=(128, 256, 128), stages=4, panel=8, columns=64,
-    workers=132, cluster=1, in_turn=False, steps=1, tiles=0, waits=False,
+    workers=132, cluster=1, in_turn=False, steps=1, low_tiles=False, tiles=0, waits=False,
 ):  # fmt: skip
     """Kernel `(out, x, w, x_scales, w_scales, counts, offsets)`: `out` = the rows of each expert times its matrix.
 
@@ -213,7 +293,8 @@ def scaled_gemm(
         form: of the scales, float32. "block": `x_scales` [capacity, blocks of k, padded to a multiple of 4] of 128
             elements of a row, `w_scales` [experts, blocks of n, blocks of k] of 128 x 128 elements. "row": `x_scales`
             [capacity] and `w_scales` [experts, n], of rows and of columns.
-        tile, panel, columns, cluster: see `ScaledShape`. stages: of the ring of operands. in_turn, steps: see `ScaledTiling`.
+        tile, panel, columns, cluster: see `ScaledShape`. stages: of the ring of operands. in_turn, steps, low_tiles: see
+            `ScaledTiling`.
         workers: blocks of threads, a multiple of `cluster`.
         tiles: 0, or rows of tiles of `x` where this runs beside communication: with `waits` beside a dispatch, for whose
             tiles it waits; else beside a combine, which it tells of tiles, the last first. The kernel then takes more, as
@@ -226,7 +307,9 @@ def scaled_gemm(
     if cluster > 1 and not versions.CLUSTERS:
         raise tsn.ConfigurationError(f"scaled_gemm: cluster {cluster} needs tilelang 0.1.14 or newer; give cluster 1")
     shape, tells, capacity = (
-        ScaledShape(experts, n, k, tile, panel, columns, cluster),
+        ScaledShape(
+            experts, n, k, tile, panel, columns, cluster, low_tiles, tiles > 0 or -(-k // BLOCK) <= LOW_BESIDE_ONE
+        ),
         tiles > 0 and not waits,
         T.dynamic("rows"),
     )
@@ -240,7 +323,7 @@ def scaled_gemm(
     of_w = (experts, -(-n // BLOCK), shape.depth) if by_block else (experts, n)
 
     def is_tile(number, begins):
-        return number[0] >= 0 if tiles else number[0] < begins[experts] * shape.tiles_n
+        return number[0] >= 0 if tiles else number[0] < shape.numbers(begins[experts])
 
     @T.macro
     def release(empty, s, thread):
@@ -252,6 +335,40 @@ def scaled_gemm(
             else:
                 for peer in T.unroll(cluster):
                     T.mbarrier_arrive(empty[s], peer)
+
+    @T.macro
+    def copy_tile(low, at, beyond, x, w, x_scales, left, right, factors, full, empty, step, chunk):
+        """Copy each step of a tile, or of a `low` one, `beyond` at[3], into a stage. By the copying warp."""
+        for i in T.serial(shape.depth):
+            s = step[0] % stages
+            T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
+            for h in T.unroll(1 if low else 2):
+                T.tma_copy(
+                    x[at[1] + h * half : at[1] + (h + 1) * half, i * bk : i * bk + bk], left[s, h, :, :],
+                    barrier=full[s], leader_scope_threads=32,
+                )  # fmt: skip
+            if by_block:
+                if i % SCALES_AT_ONCE == 0:
+                    T.tma_copy(
+                        x_scales[at[1] : at[1] + bm, i : i + SCALES_AT_ONCE], factors[chunk[0] % stages, :, :],
+                        barrier=full[s], leader_scope_threads=32,
+                    )  # fmt: skip
+                    chunk[0] = chunk[0] + 1
+            for p in T.unroll(shape.parts):
+                T.tma_copy(
+                    w[at[0], at[3] + beyond + p * width : at[3] + beyond + (p + 1) * width, i * bk : i * bk + bk], right[s, p, :, :],
+                    barrier=full[s], leader_scope_threads=32, **shared_by,
+                )  # fmt: skip
+            T.barrier_arrive(full[s])
+            step[0] = step[0] + 1
+
+    @T.macro
+    def add_part(total, part, width, of_rows, of_block):
+        for i, j in T.Parallel(half, width):
+            if by_block:
+                total[i, j] += part[i, j] * (of_rows[i] * of_block)
+            else:
+                total[i, j] += part[i, j]
 
     @T.macro
     def multiply_part(warpgroup, p, left, right, part, total, of_rows, of_block, empty, s, thread, step, turns_of):
@@ -270,38 +387,79 @@ def scaled_gemm(
         T.warpgroup_fence_operand(part, num_regs=half * width // 128)
         if p == shape.parts - 1:
             release(empty, s, thread)
-        for i, j in T.Parallel(half, width):
-            if by_block:
-                total[i, j] += part[i, j] * (of_rows[i] * of_block)
-            else:
-                total[i, j] += part[i, j]
+        add_part(total, part, width, of_rows, of_block)
+
+    @T.macro
+    def multiply_low(warpgroup, left, right, part, total, of_rows, of_block, empty, s, thread):
+        """total += the GEMM of the rows of stage `s`, half of a tile's, with a warpgroup's columns."""
+        first = warpgroup * shape.low_width % width
+        T.wgmma_gemm(
+            left[s, 0, :, :], right[s, warpgroup * shape.low_width // width, first : first + shape.low_width, :], part,
+            transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True,
+        )  # fmt: skip
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(part, num_regs=half * shape.low_width // 128)
+        release(empty, s, thread)
+        add_part(total, part, shape.low_width, of_rows, of_block)
 
     @T.macro
     def multiply_step(
-        warpgroup, i, s, at, w_scales, factors, left, right, part, first, second, of_rows, of_block, full, empty, step, chunk,
-        thread, turns_of,
+        warpgroup, i, s, at, beyond, low, w_scales, factors, left, right, part, first, second, of_rows, of_block, full, empty,
+        step, chunk, thread, turns_of,
     ):  # fmt: skip
-        """Step `i` of a tile, whose operands are in stage `s`."""
+        """Step `i` of a tile, or a `low` one, whose operands are in stage `s`."""
         if by_block:
-            for p in T.unroll(shape.parts):
-                of_block[p] = w_scales[at[0], T.min((at[3] + p * BLOCK) // BLOCK, of_w[1] - 1), i]
+            for p in T.unroll(1 if low else shape.parts):
+                of_block[p] = w_scales[at[0], T.min((at[3] + beyond + p * BLOCK) // BLOCK, of_w[1] - 1), i]
         T.barrier_wait(full[s], (step[0] // stages) & 1)
         if by_block:
             if i % SCALES_AT_ONCE == 0:
                 chunk[0] = chunk[0] + 1
             for r in T.Parallel(half):
-                of_rows[r] = factors[(chunk[0] - 1) % stages, warpgroup * half + r, i % SCALES_AT_ONCE]
-        multiply_part(warpgroup, 0, left, right, part, first, of_rows, of_block[0], empty, s, thread, step, turns_of)
-        if shape.parts == 2:
+                of_rows[r] = factors[(chunk[0] - 1) % stages, (0 if low else warpgroup) * half + r, i % SCALES_AT_ONCE]
+        if low:
+            multiply_low(warpgroup, left, right, part, first, of_rows, of_block[0], empty, s, thread)
+        else:
             multiply_part(
-                warpgroup, 1, left, right, part, second, of_rows, of_block[1], empty, s, thread, step, turns_of
+                warpgroup, 0, left, right, part, first, of_rows, of_block[0], empty, s, thread, step, turns_of
             )
+            if shape.parts == 2:
+                multiply_part(
+                    warpgroup, 1, left, right, part, second, of_rows, of_block[1], empty, s, thread, step, turns_of
+                )
         step[0] = step[0] + 1
 
     @T.macro
-    def scale_part(total, of_rows, w_scales, at, first):
+    def scale_part(total, of_rows, w_scales, at, first, width):
         for i, j in T.Parallel(half, width):
             total[i, j] = total[i, j] * of_rows[i] * w_scales[at[0], T.min(at[3] + first + j, n - 1)]
+
+    @T.macro
+    def multiply_tile(
+        warpgroup, low, below, beyond, parts, left, right, factors, result, full, empty, step, chunk, at, out, x_scales, w_scales,
+        thread, of_rows, of_block, turns_of,
+    ):  # fmt: skip
+        """A warpgroup's rows of a tile, `below` at[1], or its columns of a `low` one, `beyond` at[3]."""
+        part, first, second = parts
+        wide = shape.low_width if low else width
+        T.clear(first)
+        if shape.parts == 2 and not low:
+            T.clear(second)
+        for o in T.serial(shape.depth // together):
+            for j in T.unroll(together):
+                multiply_step(
+                    warpgroup, o * together + j, j if together == stages else step[0] % stages, at, beyond, low, w_scales,
+                    factors, left, right, part, first, second, of_rows, of_block, full, empty, step, chunk, thread, turns_of,
+                )  # fmt: skip
+        if not by_block:
+            for r in T.Parallel(half):
+                of_rows[r] = x_scales[T.min(at[1] + below + r, capacity - 1)]
+            scale_part(first, of_rows, w_scales, at, beyond, wide)
+            if shape.parts == 2 and not low:
+                scale_part(second, of_rows, w_scales, at, beyond + width, wide)
+        store_part(shape, warpgroup, first, result, out, at, below, beyond, wide, thread)
+        if shape.parts == 2 and not low:
+            store_part(shape, warpgroup, second, result, out, at, below, beyond + width, wide, thread)
 
     @T.macro
     def work(
@@ -310,32 +468,32 @@ def scaled_gemm(
     ):  # fmt: skip
         """What a warpgroup that multiplies does."""
         part, first, second = (T.alloc_fragment(fragments, "float32") for _ in range(3))
+        low_parts = (part, first, second)
+        if low_tiles and shape.low_width != width:
+            low_parts = (*(T.alloc_fragment((half, shape.low_width), "float32") for _ in range(2)), None)
         of_rows = T.alloc_fragment((half,), "float32")
         of_block = T.alloc_local((2,), "float32")
+        multiply = lambda low, below, beyond: multiply_tile(  # noqa: E731
+            warpgroup, low, below, beyond, low_parts if low else (part, first, second), left, right, factors, result, full, empty,
+            step, chunk, at, out, x_scales, w_scales, thread, of_rows, of_block, turns_of,
+        )  # fmt: skip
         if tiles:
             gemm.get_tile(turns)
         while is_tile(number, begins):
             locate(shape, counts, offsets, begins, number[0], tells, rank, at)
-            T.clear(first)
-            if shape.parts == 2:
-                T.clear(second)
-            for o in T.serial(shape.depth // together):
-                for j in T.unroll(together):
-                    multiply_step(
-                        warpgroup, o * together + j, j if together == stages else step[0] % stages, at, w_scales, factors,
-                        left, right, part, first, second, of_rows, of_block, full, empty, step, chunk, thread, turns_of,
-                    )  # fmt: skip
-            if not by_block:
-                for r in T.Parallel(half):
-                    of_rows[r] = x_scales[T.min(at[1] + warpgroup * half + r, capacity - 1)]
-                scale_part(first, of_rows, w_scales, at, 0)
-                if shape.parts == 2:
-                    scale_part(second, of_rows, w_scales, at, width)
-            store_part(shape, warpgroup, first, result, out, at, 0)
-            if shape.parts == 2:
-                store_part(shape, warpgroup, second, result, out, at, width)
-            if tells:
-                gemm.announce(finished, 0, at[1] // bm, thread)
+            if low_tiles:
+                if at[4] == 0:
+                    multiply(False, warpgroup * half, 0)
+                    if tells:
+                        gemm.announce(finished, 0, at[1] // bm, thread)
+                for u in T.serial(at[4]):
+                    multiply(True, 0, u * bn + warpgroup * shape.low_width)
+                    if tells:
+                        gemm.announce(finished, 0, at[1] // bm, thread)
+            else:
+                multiply(False, warpgroup * half, 0)
+                if tells:
+                    gemm.announce(finished, 0, at[1] // bm, thread)
             if tiles:
                 gemm.get_tile(turns)
             else:
@@ -372,7 +530,7 @@ def scaled_gemm(
             turns_of = T.alloc_barrier([gemm.WARPS // 2] * 2) if in_turn else None
             heights, begins = T.alloc_shared((experts,), "int32"), T.alloc_shared((experts + 1,), "int32")
             step, chunk = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
-            number, at = T.alloc_local((1,), "int32"), T.alloc_local((4,), "int32")
+            number, at = T.alloc_local((1,), "int32"), T.alloc_local((5 if low_tiles else 4,), "int32")
             thread = T.get_thread_binding()
             rank = block % cluster
             if cluster > 1:
@@ -396,8 +554,11 @@ def scaled_gemm(
                             N.signal(started[0], 1, N.my_pe(), op="add")
                         add_missing_rows(shape, counts, offsets, finished, tiles, thread)
                 leaves = T.if_then_else(block < leaving, 1, 0) if tells else 0
-                before_leaving = begins[experts] * shape.tiles_n * share // 256 if tells else 0
+                before_leaving = shape.numbers(begins[experts]) * share // 256 if tells else 0
                 turns = Turns(tickets, parity, leaves, before_leaving, chosen, given, taken, turn, number, thread)
+            bring = lambda low, beyond: copy_tile(  # noqa: E731
+                low, at, beyond, x, w, x_scales, left, right, factors, full, empty, step, chunk
+            )
             if thread < 128:
                 T.dec_max_nreg(40)
                 if thread < 32:
@@ -405,44 +566,20 @@ def scaled_gemm(
                         # Holds at once: what TMA reads is this PE's own, of kernels before.
                         N.wait_warp(finished[0, tiles], "ge", 0, proxy="async")
                     if tiles:
-                        next_tile(begins[experts] * shape.tiles_n, tells, turns)
+                        next_tile(shape.numbers(begins[experts]), tells, turns)
                     while is_tile(number, begins):
                         locate(shape, counts, offsets, begins, number[0], tells, rank, at)
                         if waits:
                             N.wait_warp(arrived[at[1] // bm], "ge", arrivals[0] * bm, proxy="async")
-                        for i in T.serial(shape.depth):
-                            s = step[0] % stages
-                            T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
-                            for h in T.unroll(2):
-                                T.tma_copy(
-                                    x[at[1] + h * half : at[1] + (h + 1) * half, i * bk : i * bk + bk],
-                                    left[s, h, :, :],
-                                    barrier=full[s],
-                                    leader_scope_threads=32,
-                                )
-                            if by_block:
-                                if i % SCALES_AT_ONCE == 0:
-                                    T.tma_copy(
-                                        x_scales[at[1] : at[1] + bm, i : i + SCALES_AT_ONCE],
-                                        factors[chunk[0] % stages, :, :],
-                                        barrier=full[s],
-                                        leader_scope_threads=32,
-                                    )
-                                    chunk[0] = chunk[0] + 1
-                            for p in T.unroll(shape.parts):
-                                T.tma_copy(
-                                    w[
-                                        at[0], at[3] + p * width : at[3] + (p + 1) * width, i * bk : i * bk + bk
-                                    ],
-                                    right[s, p, :, :],
-                                    barrier=full[s],
-                                    leader_scope_threads=32,
-                                    **shared_by,
-                                )  # fmt: skip
-                            T.barrier_arrive(full[s])
-                            step[0] = step[0] + 1
+                        if low_tiles:
+                            if at[4] == 0:
+                                bring(False, 0)
+                            for u in T.serial(at[4]):
+                                bring(True, u * bn)
+                        else:
+                            bring(False, 0)
                         if tiles:
-                            next_tile(begins[experts] * shape.tiles_n, tells, turns)
+                            next_tile(shape.numbers(begins[experts]), tells, turns)
                         else:
                             number[0] = number[0] + workers // cluster
             elif thread < 256:
@@ -482,6 +619,8 @@ class ScaledTiling:
             and both may promote at the same time.
         steps: steps in one turn of the loop over the depth, if they divide it and `stages`; with as many as stages, no
             address is computed between steps.
+        low_tiles: an expert's last tile with at most half of its rows takes half of the time: each warpgroup multiplies half
+            of its columns. Neither with `in_turn` nor with clusters; `columns` then divide half of the tile's.
     """
 
     tile: tuple[int, int, int] = (128, 256, BLOCK)
@@ -491,13 +630,16 @@ class ScaledTiling:
     cluster: int = 1
     in_turn: bool = False
     steps: int = 4
+    low_tiles: bool = False
 
     def __post_init__(self) -> None:
         numbers = (*self.tile, self.stages, self.panel, self.columns, self.cluster, self.steps)
         if len(numbers) != 8 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in numbers):
             raise ValueError(f"{self}: tile must be three positive integers, the others one each")
-        if not isinstance(self.in_turn, bool):
-            raise TypeError(f"{self}: in_turn must be True or False")
+        if not isinstance(self.in_turn, bool) or not isinstance(self.low_tiles, bool):
+            raise TypeError(f"{self}: in_turn and low_tiles must be True or False")
+        if self.low_tiles and (self.in_turn or self.cluster > 1):
+            raise ValueError(f"{self}: low_tiles go with neither in_turn nor clusters")
         rows, columns, depth = self.tile
         if depth != BLOCK or (columns != 2 * BLOCK and BLOCK % columns) or rows % 32:
             raise ValueError(
@@ -505,6 +647,8 @@ class ScaledTiling:
             )
         if min(columns, BLOCK) % self.columns or self.columns % 8:
             raise ValueError(f"{self}: columns must be a multiple of 8 and divide those of the tile, and {BLOCK}")
+        if self.low_tiles and columns // 2 % self.columns:
+            raise ValueError(f"{self}: with low_tiles, columns must divide half of those of the tile")
 
 
 DEFAULT = ScaledTiling()

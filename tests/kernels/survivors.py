@@ -78,7 +78,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "fused/matmul_all_reduce": {("no quiet", 0): NOTHING_LEFT},
     "fused/matmul_reduce_scatter": {("no quiet", 0): ON_GPUS},
     "fused/scaled_gemm": {
-        ("no barrier_wait", 1): STARTS,
+        ("no barrier_wait", 2): STARTS,
         ("no sync_threads", 0): TILELANG,
         ("no sync_threads", 1): TILELANG,
         ("no sync_warp", 0): ALIGNED,

@@ -1,5 +1,6 @@
 """GEMMs of eight bits with scales of blocks and of rows, against torch: whole numbers, whose sums are exact in any order."""
 
+import dataclasses
 import random
 
 import pytest
@@ -69,12 +70,47 @@ def test_equals_torch(by_block, tiling):
     ranks.run(1, gemms, random.randrange(1 << 30), by_block, tiling, 100, 264, 272, 3, alone)
 
 
+def of_low_tiles(seed):
+    """Experts of random numbers of rows, most of which end in a low tile, next to whole tiles in panels of any height."""
+    pace = random.Random(seed)
+    rows = 128 if ranks.gpus() else 32
+    for columns in (64, 256):
+        stages, panel = pace.choice((2, 3, 4)), pace.choice((1, 2, 3))
+        tile = (rows, columns if rows == 32 else 2 * columns if columns == 64 else columns, 128)
+        tiling = ScaledTiling(tile, stages=stages, panel=panel, columns=32, steps=stages, low_tiles=True)
+        experts, n, k = pace.randint(1, 6), 8 * pace.randint(1, 40), 16 * pace.randint(1, 50)
+        counts = [pace.choice((0, rows * pace.randint(0, 4) + pace.randint(0, rows // 2 + 1))) for _ in range(experts)]
+        begins = [0]
+        for count in counts:
+            begins.append(begins[-1] + count + pace.choice((0, 0, 5)))
+        x, w = whole_numbers((begins[-1] + 3, k), FP8, seed, "x"), whole_numbers((experts, n, k), FP8, seed, "w")
+        blocks = lambda size: -(-size // 128)  # noqa: E731
+        of_x, of_w = _scales((len(x), blocks(k)), seed, "x"), _scales((experts, blocks(n), blocks(k)), seed, "w")
+        wanted, wide = (
+            torch.full((len(x), n), 7, dtype=torch.bfloat16),
+            scaled_gemm.dequantise_weights(w, of_w, torch.float32),
+        )
+        out = wanted.to(tsn.device(), copy=True)
+        for e, (begin, count) in enumerate(zip(begins, counts)):
+            here = slice(begin, begin + count)
+            wanted[here] = (dequantise(x[here], of_x[here]) @ wide[e].t()).bfloat16()
+        given = [t.to(tsn.device()) for t in (x, w, of_x, of_w)]
+        ends = [torch.tensor(t, dtype=torch.int32, device=tsn.device()) for t in (counts, begins)]
+        scaled_matmul(*given, out=out, counts=ends[0], offsets=ends[1], tiling=tiling)
+        tsn.synchronize()
+        assert_same(out.cpu(), wanted, f"seed {seed}, {tiling}, {counts} of {n} x {k}")
+
+
+def test_low_tiles():
+    ranks.run(1, of_low_tiles, random.randrange(1 << 30))
+
+
 def beside(seed, lates=(0, 0.5), hidden=512, inner=272, experts=4, top_k=2, tokens=20):
     """GEMMs beside a dispatch and a combine, next to the same one after the other: the same bits."""
     device, rows = tsn.device(), 128 if ranks.gpus() else 32
     sizes = dict(tile_rows=rows, alignment=rows, capacity=experts * rows, tuning=Tuning(once_per_node=False))
     moe, local = AllToAll(experts, tokens, hidden, top_k, FP8, **sizes), experts // tsn.size()
-    tiling = ScaledTiling() if ranks.gpus() else scaled_gemm.SIMULATED
+    tiling = dataclasses.replace(ScaledTiling() if ranks.gpus() else scaled_gemm.SIMULATED, low_tiles=bool(seed % 2))
     up = ScaledExpertMatmul(moe, hidden, inner, tiling=tiling)
     down = ScaledExpertMatmul(moe, inner, hidden, tiling=tiling)
     g = torch.Generator().manual_seed(seed + tsn.rank())
@@ -113,7 +149,7 @@ def beside(seed, lates=(0, 0.5), hidden=512, inner=272, experts=4, top_k=2, toke
 def fed(seed, k=272, n=48):
     """A GEMM waits for tiles that come from another rank while it runs, as in `test_expert_matmul`."""
     of, device = file_of_tests("fused/expert_matmul"), tsn.device()
-    tiling = TILINGS[0] if ranks.gpus() else scaled_gemm.SIMULATED
+    tiling = dataclasses.replace(TILINGS[0] if ranks.gpus() else scaled_gemm.SIMULATED, low_tiles=bool(seed % 2))
     rows, counts = tiling.tile[0], torch.tensor([33, 0, 70, 5], dtype=torch.int32)
     ends = (-(-counts // rows) * rows).cumsum(0, dtype=torch.int32)
     offsets, capacity, words_of_k = torch.cat((ends[:1] * 0, ends)), 8 * rows, -(-k // 128)
@@ -198,6 +234,8 @@ def _misuse():
         (dict(tile=(128, 128, 64)), "a depth of 128"),
         (dict(columns=48), "columns must be a multiple of 8 and divide"),
         (dict(stages=0), "positive integers"),
+        (dict(low_tiles=True, in_turn=True), "low_tiles go with neither in_turn nor clusters"),
+        (dict(tile=(128, 64, 128), low_tiles=True), "columns must divide half of those of the tile"),
     ):
         with pytest.raises(ValueError, match=words):
             ScaledTiling(**wrong)
