@@ -137,7 +137,7 @@ def _two(library: str, port: int) -> None:
     del heap
     assert fake.fake_vmm_left() == 0
     assert _fds() <= before - 2, "memory and the listener are gone"
-    with pytest.raises(ConfigurationError, match="pieces of 2097152 bytes"):
+    with pytest.raises(ConfigurationError, match="units of 2097152 bytes"):
         GrowingHeap(driver, 3 * MIB, 32 * MIB)
     assert not [t for t in threading.enumerate() if t.name == "tilescale_net-memory"]
 

@@ -116,7 +116,7 @@ def _store_is_lost(dies: bool) -> None:
         with pytest.raises(tsn.PeerLost, match="rank 0, which keeps the store of the job,"):
             tsn.shrink()
     else:
-        with pytest.raises(tsn.PeerLost, match="rank 0, which keeps the store of the job, did not come"):
+        with pytest.raises(tsn.PeerLost, match="rank 0, which keeps the store of the job, did not arrive"):
             tsn.shrink(timeout=0.3)
     os._exit(7)
 
