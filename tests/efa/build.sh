@@ -23,8 +23,8 @@ fi
 link=(-l:libfabric.so.1)
 if [ -n "$libfabric" ] && [ "$libfabric" != system ]; then link=("$libfabric" "-Wl,-rpath,$(dirname "$libfabric")"); fi
 ${CXX:-g++} -std=c++17 -O1 -g -fPIC -shared -fvisibility=hidden -Wall -Wextra ${include:+-isystem "$include"} "$here/standin.cpp" \
-  -o "$folder/libfabric-efa.so.new" -Wl,--no-as-needed "${link[@]}" -pthread
-mv "$folder/libfabric-efa.so.new" "$folder/libfabric-efa.so"
+  -o "$folder/libfabric-efa.so.$$" -Wl,--no-as-needed "${link[@]}" -pthread
+mv "$folder/libfabric-efa.so.$$" "$folder/libfabric-efa.so"
 sys=$folder/sys
 mkdir -p "$sys/class/infiniband_verbs" "$sys/class/infiniband" "$sys/drivers/efa"
 echo 1 >"$sys/class/infiniband_verbs/abi_version"
