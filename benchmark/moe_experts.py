@@ -222,15 +222,23 @@ def measure(
     def forward(fused: bool) -> Any:
         return ops.moe_experts(layer, x, *choices, *matrices, scales=experts.scales, fused=fused)
 
+    def differentiate(out: Any, grad: Any, retain: bool = False) -> list[Any]:
+        """Gradients where an optimizer finds them: torch copies one whose strides are not its parameter's."""
+        out.backward(grad, retain_graph=retain)
+        found = [t.grad for t in wanted_of]
+        for t in wanted_of:
+            t.grad = None
+        return found
+
     def call(run: Callable[[], Any]) -> None:
         out = run()
         if args.training:
-            torch.autograd.grad(out, wanted_of, out)
+            differentiate(out, out.detach())
 
     def backward_of(run: Callable[[], Any]) -> Callable[[], Any]:
         out = run()
         grad = out.detach().clone()
-        return lambda: torch.autograd.grad(out, wanted_of, grad, retain_graph=True)
+        return lambda: differentiate(out, grad, retain=True)
 
     # Of eight bits, GEMMs overlap where a row has a multiple of four scales.
     ways = {"ours": False} | ({"fused": True} if dtype == "bf16" or args.hidden % 512 == 0 else {})

@@ -302,15 +302,17 @@ def _check(name: str, h: Any, columns: int) -> None:
 
 
 def swiglu(
-    h: torch.Tensor, activation: SwiGLU, *, end: torch.Tensor | None = None, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+    h: torch.Tensor, activation: SwiGLU, *, end: torch.Tensor | None = None, weights: torch.Tensor | None = None,
+    cleared: bool = True,
+) -> torch.Tensor:  # fmt: skip
     """SwiGLU of rows, in one kernel.
 
     Args:
         h: [rows, 2 * inner], bfloat16 or float16; inner a multiple of 8.
         activation: the variant.
-        end: int32 [1], number of rows; default all. The others become zero.
+        end: int32 [1], number of rows; default all.
         weights: float32 [rows], factors of the rows; default 1.
+        cleared: rows from `end` on become zero; else they are undefined.
 
     Returns:
         [rows, inner] of the dtype of `h`.
@@ -319,7 +321,7 @@ def swiglu(
         TypeError, ValueError: a wrong `h`.
     """
     _check("swiglu", h, 2 * WIDTH)
-    return _launch(h, h.shape[1] // 2, end, weights, activation, False, 1)[0]
+    return _launch(h, h.shape[1] // 2, end, weights, activation, False, 1, cleared)[0]
 
 
 def swiglu_gradient(
@@ -355,18 +357,13 @@ def swiglu_gradient(
 
 
 def swiglu_quantised(
-    h: torch.Tensor,
-    activation: SwiGLU,
-    *,
-    end: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    h: torch.Tensor, activation: SwiGLU, *, end: torch.Tensor | None = None, weights: torch.Tensor | None = None,
     cleared: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `swiglu`, quantised: float8_e4m3fn [rows, inner], and scales for `scaled_matmul`, which needs no copy of them.
 
     Args:
-        h, activation, end, weights: as in `swiglu`; inner is a multiple of 16.
-        cleared: rows from `end` on become zero; else they are undefined.
+        h, activation, end, weights, cleared: as in `swiglu`; inner is a multiple of 16.
 
     Errors as for `swiglu`.
     """

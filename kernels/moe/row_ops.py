@@ -5,6 +5,7 @@ flight before the first is used: `batch` of them, chosen by `batch_of`. At the e
 kernels must match bit by bit.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.collective import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.layout import NodeSizes, nodes_of
 
 FP8 = "float8_e4m3fn"
@@ -268,6 +270,93 @@ def add_biases(s, acc, result, token: T.Ref, first, lane, end):
         _add_bias(s, acc, result.bias_0, token, first, lane, end)
     if s.biases > 1:
         _add_bias(s, acc, result.bias_1, token, first, lane, end)
+
+
+@tsn.jit(name="zero_padding_rows", pass_configs=EXPLICIT_SYNC)
+def zero_padding_rows(width, copied, threads=256, blocks=528):
+    """Kernel `(out, rows, counts, offsets)`: `out` = rows, and zeros in the places of padding, see `zero_padding`.
+
+    Args:
+        width: words of 4 bytes that a lane copies at once; `out` and `rows` are int32 [capacity, units, width].
+        copied: else `rows` is not read, and only padding is written.
+        threads, blocks: launch geometry.
+
+    `counts`: int32 [experts]. `offsets`: int32 [experts + 1]. A warp processes a row.
+    """
+    capacity, units, experts, ends = (T.dynamic(name) for name in ("capacity", "units", "experts", "ends"))
+    batch, warps = 4, threads // 32
+
+    @T.prim_func
+    def main(
+        out: T.Tensor((capacity, units, width), "int32"),
+        rows: T.Tensor((capacity, units, width), "int32"),
+        counts: T.Tensor((experts,), "int32"),
+        offsets: T.Tensor((ends,), "int32"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            loaded = T.alloc_local((batch * width,), "int32")
+            expert = T.alloc_var("int32")
+            padding = T.alloc_var("int32")
+            expert = 0
+            for turn in T.serial(T.ceildiv(capacity, blocks * warps)):
+                row = (turn * blocks + block) * warps + thread // 32
+                if row < capacity:
+                    while T.And(expert < experts, row >= offsets[T.min(expert + 1, experts)]):
+                        expert = expert + 1
+                    padding = 1
+                    if expert < experts:
+                        if row < offsets[expert] + counts[expert]:
+                            padding = 0
+                    if T.Or(T.bool(copied), padding == 1):
+                        for b in T.serial(T.ceildiv(units, 32 * batch)):
+                            for u in T.unroll(batch):
+                                unit = (b * batch + u) * 32 + lane
+                                for v in T.vectorized(width):
+                                    loaded[u * width + v] = 0
+                                if T.And(unit < units, padding == 0):
+                                    for v in T.vectorized(width):
+                                        loaded[u * width + v] = rows[row, unit, v]
+                            for u in T.unroll(batch):
+                                unit = (b * batch + u) * 32 + lane
+                                if unit < units:
+                                    for v in T.vectorized(width):
+                                        out[row, unit, v] = loaded[u * width + v]
+
+    return main
+
+
+@functools.lru_cache(64)
+def _one_end(rows: int, device: torch.device) -> torch.Tensor:
+    """Offsets of rows that are all of one expert."""
+    with torch.inference_mode(False):
+        return torch.tensor([0, rows], dtype=torch.int32, device=device)
+
+
+def zero_padding(
+    rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor | None = None, *, copied: bool = False
+) -> torch.Tensor:
+    """Zeros in padding, the rows that are no expert's, so that no product with them is NaN; in place, or in a copy.
+
+    Args:
+        rows: [capacity, columns], contiguous; a row has a multiple of 4 bytes.
+        counts: int32 [experts], rows of each expert.
+        offsets: int32 [experts + 1], where they begin; default: 0, of one expert.
+        copied: `rows` stays as it is; takes one pass over the rows of experts. In place only padding is written.
+
+    Returns:
+        `rows`, or the copy.
+    """
+    out = torch.empty_like(rows) if copied else rows
+    if rows.numel():
+        words = [t.view(torch.uint8).view(torch.int32) for t in (out, rows)]
+        width = 4 if words[0].shape[1] % 4 == 0 else 1
+        geometry = {} if rows.device.type == "cuda" else dict(blocks=2, threads=64)
+        kernel = zero_padding_rows(width, copied, **geometry)
+        offsets = _one_end(rows.shape[0], rows.device) if offsets is None else offsets
+        kernel(*(t.view(rows.shape[0], -1, width) for t in words), counts, offsets)
+    return out
 
 
 def sum_of_ranks(

@@ -89,6 +89,11 @@ def _layers(dtype: torch.dtype, compiles: bool) -> None:
         here = xs[rank], *(w[local] for w in of_experts), up, down
         x, w_up, w_down, *shared = (t.detach().to(device, torch.bfloat16, copy=True).requires_grad_() for t in here)
         p = chances[rank].detach().to(device, copy=True).requires_grad_()
+        if seed:  # as torch.nn.Linear holds them; torch copies a gradient in another order than its parameter's
+            w_up, w_down = (w.detach().mT.contiguous().mT.requires_grad_() for w in (w_up, w_down))
+        in_order: list[bool] = []
+        for w in (w_up, w_down):
+            w.register_hook(lambda g, w=w, seen=in_order: seen.append(g.stride() == w.stride()))
         idx = choices[rank].to(device)
         for how in (plain, compiled) if compiles and not seed else (plain,):
             out = how(layer, x, idx, p, w_up, w_down, activation=kind, weights=weights, shared=tuple(shared))
@@ -102,10 +107,11 @@ def _layers(dtype: torch.dtype, compiles: bool) -> None:
                 _close(found.grad, exact, "shared")
             for t in (x, p, w_up, w_down, *shared):
                 t.grad = None
+        assert in_order and all(in_order)
     _in_a_graph(layer, x, idx, p, w_up, w_down)
     if eight:
         _given_in_eight_bits(layer, x, idx, p, w_up, w_down)
-        _operators(layer, x, idx, p, w_up, w_down)
+    _operators(layer, x, idx, p, w_up, w_down)
     layer.free()
 
 
@@ -145,21 +151,19 @@ def _operators(layer, x, idx, p, w_up, w_down) -> None:
     )
     none = w_up.new_empty((0,), dtype=torch.float32).detach()
     up, down = (w.detach().transpose(1, 2).requires_grad_() for w in (w_up, w_down))
-    check(operators.moe_scaled_dispatch_matmul, (x, idx, p, up, none, True, False, layer.key))
-    h, _, _, weights, *others = operators.moe_scaled_dispatch_matmul(x, idx, p, up, none, True, False, layer.key)
+    check(operators.moe_experts_up, (x, idx, p, up, none, True, False, layer.key))
+    h, _, _, weights, *others = operators.moe_experts_up(x, idx, p, up, none, True, False, layer.key)
     plan, h = [t.detach() for t in (*others, weights)], h.detach().requires_grad_()
-    constants = (float("inf"), 1.0, 0.0)
+    constants, of_rows = (float("inf"), 1.0, 0.0), weights.detach().requires_grad_()
     check(
-        operators.moe_scaled_matmul_combine,
-        (h, down, none, weights.detach().requires_grad_(), plan, len(x), False, False, *constants, layer.key),
+        operators.moe_experts_down,
+        (h, down, none, of_rows, plan, len(x), False, False, *constants, layer.key),
     )
-    check(operators.moe_scaled_combine_backward, (x.detach(), plan, len(x), layer.key))
-    end = plan[-3][-1:] * 0 + 3
-    check(operators.swiglu, (h, none, end, *constants))
-    grads = torch.zeros_like(h), torch.zeros_like(h[:, : h.shape[1] // 2])
-    for of_rows, keeps in ((none, False), (weights.detach(), True)):
-        check(operators.swiglu_backward, (grads[1], h.detach(), of_rows, end, *constants, keeps))
-    check(operators.moe_scaled_matmul_backward, (grads[0], up.detach(), none, plan, len(x), layer.key))
+    h, of_rows, up, down = (t.detach() for t in (h, of_rows, up, down))
+    check(operators.moe_experts_up_backward, (h, of_rows, up, none, plan, len(x), layer.key))
+    for keeps in (False, True):
+        given = x.detach(), h, down, none, of_rows, plan, len(x), False, *constants, keeps, layer.key
+        check(operators.moe_experts_down_backward, given)
     check(operators.moe_widened, (torch.ones((3, HIDDEN), dtype=torch.uint8), torch.ones((3, HIDDEN // 128))))
 
 

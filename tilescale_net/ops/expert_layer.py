@@ -1,9 +1,8 @@
 """The experts of a layer as one call: dispatch, GEMM, SwiGLU, GEMM, combine; bfloat16 or FP8; with gradients.
 
-A layer of bfloat16 or float16 calls the operators of `experts`, which decide whether to overlap. A layer of
-float8_e4m3fn quantises tokens before they travel, has GEMMs with scales of blocks (`kernels.fused.scaled_gemm`), and
-quantises again after SwiGLU, in the same kernel. Its gradients are computed and travel in bfloat16, by a second AllToAll
-with the routing of the first; quantisation counts as the identity.
+Two operators, to SwiGLU and from it on. A layer of float8_e4m3fn quantises tokens before they travel, has GEMMs with scales
+of blocks (`kernels.fused.scaled_gemm`), and quantises again after SwiGLU, in the same kernel. Its gradients are computed and
+travel in bfloat16, by a second AllToAll with the routing of the first; quantisation counts as the identity.
 """
 
 from __future__ import annotations
@@ -37,57 +36,6 @@ def _ends(op: AllToAll, plan: RoutingPlan) -> tuple[torch.Tensor, torch.Tensor]:
     return counts, offsets
 
 
-# -- SwiGLU -----------------------------------------------------------------------------------------------------------
-
-
-@arguments.custom_op("swiglu")
-def _swiglu(
-    h: torch.Tensor, weights: torch.Tensor, end: torch.Tensor, limit: float, alpha: float, shift: float
-) -> torch.Tensor:
-    """SwiGLU of the rows before end[0] (an empty tensor: all) times `weights` (an empty tensor: 1)."""
-    kind = SwiGLU(None if limit == float("inf") else limit, alpha, shift)
-    given = weights.contiguous() if weights.numel() else None
-    return rows_of.swiglu(dense(h), kind, end=end if end.numel() else None, weights=given)
-
-
-@torch.library.register_fake("tilescale_net::swiglu")
-def _(h, weights, end, limit, alpha, shift):
-    return h.new_empty((h.shape[0], h.shape[1] // 2))
-
-
-def _swiglu_setup(ctx, inputs, output):
-    h, weights, end, *ctx.kind = inputs
-    ctx.save_for_backward(h, weights, end)
-
-
-@arguments.custom_op("swiglu_backward")
-def _swiglu_backward(
-    grad: torch.Tensor, h: torch.Tensor, weights: torch.Tensor, end: torch.Tensor, limit: float, alpha: float,
-    shift: float, keeps: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of `h` and of `weights` (empty where they are), and the rows times `weights` if it `keeps` them."""
-    given = dict(end=end if end.numel() else None, weights=weights.contiguous() if weights.numel() else None)
-    kind = SwiGLU(None if limit == float("inf") else limit, alpha, shift)
-    of_h, of_weights, kept = rows_of.swiglu_gradient(dense(h), dense(grad), kind, **given, keeps=keeps)
-    none = grad.new_empty((0,))
-    return of_h, none.float() if of_weights is None else of_weights, none if kept is None else kept
-
-
-@torch.library.register_fake("tilescale_net::swiglu_backward")
-def _(grad, h, weights, end, limit, alpha, shift, keeps):
-    kept = grad.new_empty(grad.shape) if keeps else grad.new_empty((0,))
-    return h.new_empty(h.shape), weights.new_empty(weights.shape, dtype=torch.float32), kept
-
-
-def _swiglu_gradient(ctx, grad):
-    h, weights, end = ctx.saved_tensors
-    of_h, of_weights, _ = _ops.swiglu_backward(grad, h, weights, end, *ctx.kind, False)
-    return of_h, of_weights if weights.numel() else None, None, None, None, None
-
-
-torch.library.register_autograd("tilescale_net::swiglu", _swiglu_gradient, setup_context=_swiglu_setup)
-
-
 # -- eight bits -------------------------------------------------------------------------------------------------------
 
 
@@ -108,20 +56,17 @@ def _held(w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return (dense(w), dense(scales)) if scales.numel() else quantise_weights(w)
 
 
-def _wide(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The same as bfloat16, for gradients."""
-    return rows_of.widened(*_held(w, scales))
+def _wide(op: AllToAll, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Matrices [experts, n, k] of 16 bits, for gradients; of a layer of eight bits those that it multiplies forward."""
+    return rows_of.widened(*_held(w, scales)) if op.config.dtype == FP8_DTYPE else dense(w, in_either_order=True)
 
 
 def _gemm(
-    op: AllToAll, plan: RoutingPlan, q: torch.Tensor, of_rows: torch.Tensor, w, w_scales, cleared: bool
+    op: AllToAll, plan: RoutingPlan, q: torch.Tensor, of_rows: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor
 ) -> torch.Tensor:
-    """The rows of each expert times its matrix. `cleared`: the others are zero."""
-    counts, offsets = _ends(op, plan)
-    held, of_blocks = _held(w, w_scales)
-    made = torch.zeros if cleared else torch.empty
-    out = made((q.shape[0], w.shape[1]), dtype=torch.bfloat16, device=q.device)
-    return scaled_matmul(q, held, of_rows, of_blocks, out=out, counts=counts, offsets=offsets)
+    """The rows of each expert times its matrix; padding is not defined."""
+    (held, of_blocks), (counts, offsets) = _held(w, w_scales), _ends(op, plan)
+    return scaled_matmul(q, held, of_rows, of_blocks, counts=counts, offsets=offsets)
 
 
 def scaled_gemm_of(op: AllToAll, w: torch.Tensor, tells: bool) -> ScaledExpertMatmul:
@@ -147,66 +92,71 @@ def _can_overlap(layer: AllToAll) -> bool:
     return layer.config.scale_words % scaled_gemm.SCALES_AT_ONCE == 0
 
 
-@arguments.custom_op("moe_scaled_dispatch_matmul")
-def _scaled_dispatch_matmul(
+def _kind(limit: float, alpha: float, shift: float) -> SwiGLU:
+    return SwiGLU(None if limit == float("inf") else limit, alpha, shift)
+
+
+@arguments.custom_op("moe_experts_up")
+def _up(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor,
     keeps: bool, fused: bool | None, key: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """GEMMs, rows and their scales, weights of rows, then the other tensors of the plan.
+    """Dispatch and GEMM with `w` [experts, n, k]: products, rows and their scales, weights of rows, other tensors of the plan.
 
-    `keeps`: there may be a backward. Without it there are no rows, and GEMMs of rows that belong to no token are not defined,
-    which saves a pass over each.
+    `keeps`: there may be a backward. Without it there are no rows, and the padding of products is not defined, which saves a
+    pass over each.
     """
-    op = moe.called("moe_scaled_dispatch_matmul", key)
-    given = rows_of.quantise_rows(dense(x))
+    op = moe.called("moe_experts_up", key)
     choices = topk_idx.contiguous(), topk_weights.contiguous()
-    if _can_overlap(op) and experts.is_fused(op, w.shape[1] // 2, fused):
+    overlaps = experts.is_fused(op, w.shape[1] // 2, fused)
+    if op.config.dtype != FP8_DTYPE:
+        columns = dense(w.transpose(1, 2), in_either_order=True)
+        h, received = experts.arriving(op, columns, overlaps, dense(x), *choices, cleared=True)
+    elif overlaps and _can_overlap(op):
         held, of_blocks = _held(w, w_scales)
-        made = torch.zeros if keeps else torch.empty
-        h = made((op.config.capacity, w.shape[1]), dtype=torch.bfloat16, device=w.device)
-        gemm = scaled_gemm_of(op, held, False)
-        pending = op.dispatch_send(given, *choices, cleared=True)
-        gemm.arriving(pending, held.transpose(1, 2), h, w_scales=of_blocks)
+        h = torch.empty((op.config.capacity, w.shape[1]), dtype=torch.bfloat16, device=w.device)
+        pending = op.dispatch_send(rows_of.quantise_rows(dense(x)), *choices, cleared=True)
+        scaled_gemm_of(op, held, False).arriving(pending, held.transpose(1, 2), h, w_scales=of_blocks)
         received = op.dispatch_recv(pending)
-        plan = received.handle.plan
     else:
-        received = op.dispatch(given, *choices, cleared=True)
-        plan = received.handle.plan
-        h = _gemm(op, plan, received.x, received.scales, w, w_scales, keeps)
+        received = op.dispatch(rows_of.quantise_rows(dense(x)), *choices, cleared=True)
+        h = _gemm(op, received.handle.plan, received.x, received.scales, w, w_scales)
+    plan = received.handle.plan
     *others, weights = plan.tensors()
-    valid = moe.valid_rows(op, plan.totals, False)
-    # As bytes: torch's checks of operators cannot compare eight-bit floats.
-    rows = received.x.view(torch.uint8)
-    q, scales = rows[:0].clone(), received.scales[:0].clone()
-    if keeps:
-        q = moe.zero_where_not(valid, rows)
-        scales = moe.zero_where_not(valid, received.scales)
-    return [h, q, scales, torch.where(valid, weights, 0.0), *others]
+    rows, scales = received.x, x.new_empty((0, 0)) if received.scales is None else received.scales
+    if rows.dtype == FP8_DTYPE:  # as bytes: torch's checks of operators cannot compare eight-bit floats
+        rows = rows.view(torch.uint8)
+    if not keeps:
+        return [h, rows[:0].clone(), scales[:0].clone(), weights, *others]
+    h, rows = moe.without_padding(op, plan, h, copied=False), moe.without_padding(op, plan, rows)
+    return [h, rows, moe.without_padding(op, plan, scales) if scales.numel() else scales, weights, *others]
 
 
-@arguments.register_fake("moe_scaled_dispatch_matmul")
+@arguments.register_fake("moe_experts_up")
 def _(x, topk_idx, topk_weights, w, w_scales, keeps, fused, key):
     rows, weights, *others = moe.dispatch_fake(x, topk_idx, topk_weights, key)
-    kept = rows.shape[0] if keeps else 0
-    q = x.new_empty((kept, x.shape[1]), dtype=torch.uint8)
-    scales = x.new_empty((kept, groups_of(x.shape[1])), dtype=torch.float32)
-    return [x.new_empty((rows.shape[0], w.shape[1])), q, scales, weights, *others]
+    kept, eight = rows.shape[0] if keeps else 0, moe.layer_of(key).config.dtype == FP8_DTYPE
+    held = x.new_empty((kept, x.shape[1]), dtype=torch.uint8 if eight else x.dtype)
+    scales = x.new_empty((kept, groups_of(x.shape[1])), dtype=torch.float32) if eight else x.new_empty((0, 0))
+    return [x.new_empty((rows.shape[0], w.shape[1])), held, scales, weights, *others]
 
 
-@arguments.custom_op("moe_scaled_matmul_backward")
-def _scaled_matmul_backward(
-    grad: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
-) -> torch.Tensor:
-    """Gradients of each expert's products, zero where no row is, times its matrix."""
-    op, wide = moe.layer_of(key), _wide(w, w_scales)
-    # Zero where no row is: tiles of zeros are products of zeros, and rows beyond the last tile are not written.
-    out = grad.new_zeros((grad.shape[0], w.shape[2]))
-    return experts.gemm_of(op, wide)(dense(grad), wide, moe.handle_of(key, RoutingPlan(tokens, *plan)), out)
+@arguments.custom_op("moe_experts_up_backward")
+def _up_backward(
+    grad: torch.Tensor, of_weights: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, plan: list[torch.Tensor],
+    tokens: int, key: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of `x` and `topk_weights`, from those of products and of weights of rows."""
+    op = moe.called("backward of moe_experts_up", key)
+    wide = _wide(op, w, w_scales)
+    handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
+    return op.combine_values(experts.gemm_of(op, wide)(dense(grad), wide, handle), of_weights.contiguous(), handle)
 
 
-@arguments.register_fake("moe_scaled_matmul_backward")
-def _(grad, w, w_scales, plan, tokens, key):
-    return grad.new_empty((grad.shape[0], w.shape[2]))
+@arguments.register_fake("moe_experts_up_backward")
+def _(grad, of_weights, w, w_scales, plan, tokens, key):
+    c = moe.layer_of(key).config
+    return grad.new_empty((tokens, c.hidden)), of_weights.new_empty((tokens, c.top_k))
 
 
 @arguments.custom_op("moe_widened")
@@ -220,90 +170,113 @@ def _(q, scales):
     return q.new_empty(q.shape, dtype=torch.bfloat16)
 
 
-def _dispatch_setup(ctx, inputs, output):
-    x, _, _, w, w_scales, _, _, ctx.key = inputs
-    ctx.tokens = x.shape[0]
-    h, q, scales, weights, *others = output
-    ctx.save_for_backward(w, w_scales, q, scales, *others, weights)
+def _up_setup(ctx, inputs, output):
+    _, _, _, w, w_scales, _, _, ctx.key = inputs
+    ctx.tokens = inputs[0].shape[0]
+    h, rows, scales, weights, *others = output
+    ctx.save_for_backward(w, w_scales, rows, scales, *others, weights)
     ctx.of_h, ctx.of_weights = h.shape, weights.shape
 
 
-def _dispatch_gradient(ctx, grads):
-    w, w_scales, q, scales, *plan = ctx.saved_tensors
+def _up_gradient(ctx, grads):
+    w, w_scales, rows, scales, *plan = ctx.saved_tensors
     dh, of_weights = grads[0], grads[3]
-    of_weights = scales.new_zeros(ctx.of_weights) if of_weights is None else of_weights
-    dh = scales.new_zeros(ctx.of_h, dtype=torch.bfloat16) if dh is None else dh
-    back = _ops.moe_scaled_matmul_backward(dh, w, w_scales, plan, ctx.tokens, ctx.key)
-    x, topk_weights = _ops.moe_dispatch_backward(back, of_weights, plan, ctx.tokens, ctx.key)
+    kind = torch.bfloat16 if scales.numel() else rows.dtype
+    of_weights = rows.new_zeros(ctx.of_weights, dtype=torch.float32) if of_weights is None else of_weights
+    dh = rows.new_zeros(ctx.of_h, dtype=kind) if dh is None else dh
+    x, topk_weights = _ops.moe_experts_up_backward(dh, of_weights, w, w_scales, plan, ctx.tokens, ctx.key)
     of_w = None
     if ctx.needs_input_grad[3]:
-        rows, held = _ops.moe_widened(q, scales), RoutingPlan(ctx.tokens, *plan)
-        of_w = experts.gradient_of_matrices(ctx.key, held, rows, dh, zeroed=True).transpose(1, 2)
+        rows, held = _ops.moe_widened(rows, scales) if scales.numel() else rows, RoutingPlan(ctx.tokens, *plan)
+        of_w = experts.gradient_of_matrices(ctx.key, held, rows, dh, w.transpose(1, 2)).transpose(1, 2)
     return x, None, topk_weights, of_w, None, None, None, None
 
 
-@arguments.custom_op("moe_scaled_matmul_combine")
-def _scaled_matmul_combine(
+@arguments.custom_op("moe_experts_down")
+def _down(
     h: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor],
     tokens: int, early: bool, fused: bool | None, limit: float, alpha: float, shift: float, key: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Sums per token of SwiGLU's GEMMs times `weights`, which are multiplied at once (`early`) or by the combine."""
-    op, plan_ = moe.called("moe_scaled_matmul_combine", key), RoutingPlan(tokens, *plan)
-    kind, weights = SwiGLU(None if limit == float("inf") else limit, alpha, shift), weights.contiguous()
-    end = _ends(op, plan_)[1][-1:]
-    early_weights = weights if early else None
-    q, scales = rows_of.swiglu_quantised(dense(h), kind, end=end, weights=early_weights, cleared=False)
-    given: dict[str, Any] = dict(weighted=False) if early else dict(weights=weights)
-    handle = moe.handle_of(key, plan_)
-    if _can_overlap(op) and experts.is_fused(op, w.shape[2], fused):
+    """SwiGLU of `h`, GEMM with `w` [experts, n, k] and combine. `weights` of rows are multiplied in SwiGLU (`early`), or by
+    the combine."""
+    op, plan_ = moe.called("moe_experts_down", key), RoutingPlan(tokens, *plan)
+    kind, weights, handle = _kind(limit, alpha, shift), weights.contiguous(), moe.handle_of(key, plan_)
+    given: dict[str, Any] = dict(end=_ends(op, plan_)[1][-1:], weights=weights if early else None, cleared=False)
+    combined: dict[str, Any] = dict(weighted=False) if early else dict(weights=weights)
+    overlaps = experts.is_fused(op, w.shape[2], fused)
+    if op.config.dtype != FP8_DTYPE:
+        inner, columns = rows_of.swiglu(dense(h), kind, **given), dense(w.transpose(1, 2), in_either_order=True)
+        product = experts.gemm_of(op, columns)
+        if overlaps:
+            return product.combined(inner, columns, handle, **combined)
+        return op.combine(product(inner, columns, handle), handle=handle, **combined)
+    q, scales = rows_of.swiglu_quantised(dense(h), kind, **given)
+    if overlaps and _can_overlap(op):
         held, of_blocks = _held(w, w_scales)
         columns = held.transpose(1, 2)
-        return scaled_gemm_of(op, held, True).combined(q, columns, handle, x_scales=scales, w_scales=of_blocks, **given)
-    return op.combine(_gemm(op, plan_, q, scales, w, w_scales, False), handle=handle, **given)
+        return scaled_gemm_of(op, held, True).combined(
+            q, columns, handle, x_scales=scales, w_scales=of_blocks, **combined
+        )
+    return op.combine(_gemm(op, plan_, q, scales, w, w_scales), handle=handle, **combined)
 
 
-@arguments.register_fake("moe_scaled_matmul_combine")
+@arguments.register_fake("moe_experts_down")
 def _(h, w, w_scales, weights, plan, tokens, early, fused, limit, alpha, shift, key):
     return h.new_empty((tokens, w.shape[1]))
 
 
-@arguments.custom_op("moe_scaled_combine_backward")
-def _scaled_combine_backward(grad: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
-    """Gradients of sums, as rows."""
-    op, plan_ = moe.called("backward of moe_scaled_matmul_combine", key), RoutingPlan(tokens, *plan)
-    received = _gradients_of(op).dispatch(dense(grad), handle=moe.handle_of(key, plan_))
-    return moe.zero_where_not(moe.valid_rows(op, plan_.totals, False), received.x)
+@arguments.custom_op("moe_experts_down_backward")
+def _down_backward(
+    grad: torch.Tensor, h: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, weights: torch.Tensor,
+    plan: list[torch.Tensor], tokens: int, fused: bool | None, limit: float, alpha: float, shift: float, keeps: bool, key: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Gradients of `h` and of `weights`; and if it `keeps` them, for the gradient of `w`, SwiGLU's rows times their weights,
+    and the rows of `grad`."""
+    op, plan_ = moe.called("backward of moe_experts_down", key), RoutingPlan(tokens, *plan)
+    handle, wide = moe.handle_of(key, plan_), _wide(op, w, w_scales)
+    if op.config.dtype == FP8_DTYPE:
+        received = _gradients_of(op).dispatch(dense(grad), handle=handle)
+        back = experts.gemm_of(op, wide)(received.x, wide, handle)
+    else:
+        back, received = experts.arriving(op, wide, experts.is_fused(op, w.shape[2], fused), dense(grad), handle=handle)
+    back = moe.without_padding(op, plan_, back, copied=False)
+    # Weights are a factor of each row, wherever they are multiplied.
+    given: dict[str, Any] = dict(end=_ends(op, plan_)[1][-1:], weights=weights.contiguous(), keeps=keeps)
+    of_h, of_weights, inner = rows_of.swiglu_gradient(dense(h), back, _kind(limit, alpha, shift), **given)
+    assert of_weights is not None  # there are weights
+    if inner is None:
+        return [of_h, of_weights, grad.new_empty((0, 0)), grad.new_empty((0, 0))]
+    return [of_h, of_weights, inner, moe.without_padding(op, plan_, received.x)]
 
 
-@arguments.register_fake("moe_scaled_combine_backward")
-def _(grad, plan, tokens, key):
-    c = moe.layer_of(key).config
-    return grad.new_empty((c.capacity, c.hidden))
+@arguments.register_fake("moe_experts_down_backward")
+def _(grad, h, w, w_scales, weights, plan, tokens, fused, limit, alpha, shift, keeps, key):
+    shapes = ((h.shape[0], w.shape[2]), (h.shape[0], w.shape[1])) if keeps else ((0, 0), (0, 0))
+    return [h.new_empty(h.shape), weights.new_empty(weights.shape), *(grad.new_empty(shape) for shape in shapes)]
 
 
-def _combine_setup(ctx, inputs, output):
-    h, w, w_scales, weights, plan, ctx.tokens, _, _, *kind, ctx.key = inputs
+def _down_setup(ctx, inputs, output):
+    h, w, w_scales, weights, plan, ctx.tokens, _, ctx.fused, *kind, ctx.key = inputs
     ctx.kind = kind
     ctx.save_for_backward(h, w, w_scales, weights, *plan)
 
 
-def _combine_gradient(ctx, grad):
+def _down_gradient(ctx, grad):
     h, w, w_scales, weights, *plan = ctx.saved_tensors
-    rows = _ops.moe_scaled_combine_backward(grad, plan, ctx.tokens, ctx.key)
-    back = _ops.moe_scaled_matmul_backward(rows, w, w_scales, plan, ctx.tokens, ctx.key)
-    held, keeps = RoutingPlan(ctx.tokens, *plan), ctx.needs_input_grad[1]
-    op = moe.layer_of(ctx.key)
-    # Weights are a factor of each row, wherever they are multiplied.
-    of_h, of_weights, inner = _ops.swiglu_backward(back, h, weights, _ends(op, held)[1][-1:], *ctx.kind, keeps)
+    keeps = ctx.needs_input_grad[1]
+    of_h, of_weights, inner, rows = _ops.moe_experts_down_backward(
+        grad, h, w, w_scales, weights, plan, ctx.tokens, ctx.fused, *ctx.kind, keeps, ctx.key
+    )
     of_w = None
     if keeps:
-        of_w = experts.gradient_of_matrices(ctx.key, held, inner, rows, zeroed=True).transpose(1, 2)
+        held = RoutingPlan(ctx.tokens, *plan)
+        of_w = experts.gradient_of_matrices(ctx.key, held, inner, rows, w.transpose(1, 2)).transpose(1, 2)
     return of_h, of_w, None, of_weights, [None] * len(plan), None, None, None, None, None, None, None
 
 
 for _name, _gradient, _setup in (
-    ("moe_scaled_dispatch_matmul", _dispatch_gradient, _dispatch_setup),
-    ("moe_scaled_matmul_combine", _combine_gradient, _combine_setup),
+    ("moe_experts_up", _up_gradient, _up_setup),
+    ("moe_experts_down", _down_gradient, _down_setup),
 ):
     torch.library.register_autograd(f"tilescale_net::{_name}", _gradient, setup_context=_setup)
 
@@ -404,13 +377,16 @@ def moe_experts(
     early, constants = weights == "activation", (kind.limit, kind.alpha, kind.shift)
     if shared is not None:
         _check_shared(shared, c.hidden)
+    rows = x
     if c.dtype == FP8_DTYPE:
-        held = _check_scaled(layer, w_up, w_down, scales)
+        up, of_up, down, of_down = _check_scaled(layer, w_up, w_down, scales)
+        key = layer.key
         if fused and not _can_overlap(layer):
             raise ValueError(
                 f"moe_experts: hidden is {c.hidden}; GEMMs of {FP8_DTYPE} overlap where it is a multiple of 512"
             )
-        out = _scaled(layer, x, topk_idx, topk_weights, held, early, constants, fused)
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"moe_experts: x has dtype {x.dtype}; of a layer of {FP8_DTYPE} it must be torch.bfloat16")
     else:
         if scales is not None:
             raise TypeError(f"moe_experts: scales go with a layer of {FP8_DTYPE}; this one is of {c.dtype}")
@@ -418,30 +394,20 @@ def moe_experts(
             raise ValueError(
                 f"moe_experts: w_up has {w_up.shape[-1]} columns; w_down has {w_down.shape[-2]} rows, so they must be twice as many"
             )
-        h, received = experts.moe_dispatch_matmul(layer, x, topk_idx, topk_weights, w_up, fused=fused)
-        end = received.handle.plan.counts(c.ranks, c.local_experts)[1][-1:]
-        given = received.row_weight if early else h.new_empty((0,), dtype=torch.float32)
-        inner = _ops.swiglu(h, given, end.detach(), *constants)
-        out = experts.moe_matmul_combine(layer, inner, w_down, received, weighted=not early, fused=fused)
+        rows, up, down = arguments.operands(x, w_up, w_down)
+        key = experts.check_matrices("moe_experts", layer, "w_up", up, c.hidden, None)
+        experts.check_matrices("moe_experts", layer, "w_down", down, None, c.hidden)
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+        of_up = of_down = up.new_empty((0,), dtype=torch.float32)
+    topk_weights = arguments.as_weights(topk_weights)
+    if c.expert_capacity is not None:
+        dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
+        topk_idx = topk_idx.masked_fill(dropped, -1)
+    keeps = torch.is_grad_enabled() and any(t.requires_grad for t in (rows, topk_weights, up, down))
+    h, _, _, of_rows, *others = _ops.moe_experts_up(rows, topk_idx, topk_weights, up, of_up, keeps, fused, key)
+    plan = [t.detach() for t in (*others, of_rows)]
+    out = _ops.moe_experts_down(h, down, of_down, of_rows, plan, x.shape[0], early, fused, *constants, key)
     if shared is None:
         return out
     up, down = arguments.operands(*shared)
     return out + kind(x.to(up.dtype) @ up) @ down
-
-
-def _scaled(layer, x, topk_idx, topk_weights, held, early: bool, constants, fused: bool | None) -> torch.Tensor:
-    """`moe_experts` of a layer of eight bits."""
-    if x.dtype != torch.bfloat16:
-        raise TypeError(f"moe_experts: x has dtype {x.dtype}; of a layer of {FP8_DTYPE} it must be torch.bfloat16")
-    c, topk_weights = layer.config, arguments.as_weights(topk_weights)
-    if c.expert_capacity is not None:
-        dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
-        topk_idx = topk_idx.masked_fill(dropped, -1)
-    up, of_up, down, of_down = held
-    keeps = torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, up, down))
-    h, _, _, weights, *others = _ops.moe_scaled_dispatch_matmul(
-        x, topk_idx, topk_weights, up, of_up, keeps, fused, layer.key
-    )
-    plan = [t.detach() for t in (*others, weights)]
-    tokens = x.shape[0]
-    return _ops.moe_scaled_matmul_combine(h, down, of_down, weights, plan, tokens, early, fused, *constants, layer.key)

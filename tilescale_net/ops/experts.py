@@ -30,13 +30,13 @@ def gemm_of(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
     key = (*w.shape[1:], w.dtype)
     if key not in op.products:
         usual = DEFAULT if op.device.type == "cuda" else SIMULATED
-        rows: Any = op.config.tile_rows  # a number: `_check` has seen to it
+        rows: Any = op.config.tile_rows  # a number: `check_matrices` has seen to it
         tiling = dataclasses.replace(usual, tile=(rows, *usual.tile[1:]))
         op.products[key] = ExpertMatmul(op, *w.shape[1:], dtype=w.dtype, tiling=tiling)
     return op.products[key]
 
 
-def _arriving(
+def arriving(
     op: AllToAll, w: torch.Tensor, fused: bool, *given: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, Dispatched]:
     """A dispatch and the products of its rows: beside it, or when it is done."""
@@ -58,12 +58,7 @@ def is_fused(layer: AllToAll, inner: int, fused: bool | None) -> bool:
     return are_experts_fused(problem, layer.device)
 
 
-def _zeroed(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of expert-major rows, zero where no row is."""
-    return moe.zero_where_not(moe.valid_rows(op, plan.totals, False), rows)
-
-
-def _check(call: str, layer: AllToAll, w: torch.Tensor, first: int | None, last: int | None) -> str:
+def check_matrices(call: str, layer: AllToAll, name: str, w: torch.Tensor, first: int | None, last: int | None) -> str:
     """The layer's key; TypeError or ValueError for matrices that do not go with it."""
     key, c = moe.layer_key(layer), layer.config
     if c.tile_rows is None:
@@ -71,13 +66,13 @@ def _check(call: str, layer: AllToAll, w: torch.Tensor, first: int | None, last:
             f"{call}: the layer counts no tiles; make it with tile_rows=128 (or more), and alignment as large"
         )
     if w.dtype != c.dtype:
-        raise TypeError(f"{call}: w has dtype {w.dtype}; it must be {c.dtype}, as the layer's rows are")
+        raise TypeError(f"{call}: {name} has dtype {w.dtype}; it must be {c.dtype}, as the layer's rows are")
     # One by one: as members of a tuple, sizes that torch.compile holds for symbols would not be compared as numbers.
     fits = w.dim() == 3 and w.shape[0] == c.local_experts
     fits = fits and (first is None or w.shape[1] == first) and (last is None or w.shape[2] == last)
     if not fits:
         wanted = f"[{c.local_experts}, {first or 'k'}, {last or 'n'}]"
-        raise ValueError(f"{call}: w has shape {list(w.shape)}; it must be {wanted}")
+        raise ValueError(f"{call}: {name} has shape {list(w.shape)}; it must be {wanted}")
     for what, size in (("k", w.shape[1]), ("n", w.shape[2])):
         if size == 0 or size % 8:
             raise ValueError(f"{call}: {what} is {size}; it must be a multiple of 8 for {c.dtype}, and not 0")
@@ -91,11 +86,11 @@ def _dispatch_matmul(
     """Products, rows, weights of rows, then the other tensors of the plan."""
     op, w = moe.called("moe_dispatch_matmul", key), dense(w, in_either_order=True)
     given = dense(x), topk_idx.contiguous(), topk_weights.contiguous()
-    h, received = _arriving(op, w, is_fused(op, w.shape[2] // 2, fused), *given, cleared=True)
+    h, received = arriving(op, w, is_fused(op, w.shape[2] // 2, fused), *given, cleared=True)
     plan = received.handle.plan
     *others, weights = plan.tensors()
-    valid = moe.valid_rows(op, plan.totals, False)
-    return [_zeroed(op, plan, h), _zeroed(op, plan, received.x), torch.where(valid, weights, 0.0), *others]
+    h, rows = moe.without_padding(op, plan, h, copied=False), moe.without_padding(op, plan, received.x)
+    return [h, rows, weights, *others]
 
 
 @arguments.register_fake("moe_dispatch_matmul")
@@ -137,8 +132,8 @@ def _combine_backward(
     op, w = moe.called("backward of moe_matmul_combine", key), dense(w.transpose(1, 2), in_either_order=True)
     plan_ = RoutingPlan(tokens, *plan)
     overlaps = is_fused(op, w.shape[2], fused)
-    products, received = _arriving(op, w, overlaps, dense(grad), handle=moe.handle_of(key, plan_))
-    return _zeroed(op, plan_, received.x), _zeroed(op, plan_, products)
+    products, received = arriving(op, w, overlaps, dense(grad), handle=moe.handle_of(key, plan_))
+    return moe.without_padding(op, plan_, received.x), moe.without_padding(op, plan_, products, copied=False)
 
 
 @arguments.register_fake("moe_matmul_combine_backward")
@@ -152,7 +147,7 @@ def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], t
     """Rows of each expert times its matrix."""
     op, w = moe.layer_of(key), dense(w, in_either_order=True)
     plan_ = RoutingPlan(tokens, *plan)
-    return _zeroed(op, plan_, gemm_of(op, w)(dense(x), w, moe.handle_of(key, plan_)))
+    return moe.without_padding(op, plan_, gemm_of(op, w)(dense(x), w, moe.handle_of(key, plan_)), copied=False)
 
 
 @arguments.register_fake("expert_matmul")
@@ -160,21 +155,38 @@ def _(x, w, plan, tokens, key):
     return x.new_empty((x.shape[0], w.shape[2]))
 
 
+@arguments.custom_op("moe_zeroed")
+def _zeroed(rows: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
+    """A copy of expert-major rows, zero in padding."""
+    return moe.without_padding(moe.layer_of(key), RoutingPlan(tokens, *plan), dense(rows))
+
+
+@arguments.register_fake("moe_zeroed")
+def _(rows, plan, tokens, key):
+    return rows.new_empty(rows.shape)
+
+
 def gradient_of_matrices(
-    key: str, plan: RoutingPlan, rows: torch.Tensor, grads: torch.Tensor, zeroed: bool = False
+    key: str, plan: RoutingPlan, rows: torch.Tensor, grads: torch.Tensor, w: torch.Tensor
 ) -> torch.Tensor:
-    """Gradients of the experts' matrices: rows of each, transposed, times gradients of its products. `zeroed`: both are
-    zero where no row is."""
-    op = moe.layer_of(key)
-    c = op.config
+    """Gradients of the experts' matrices `w` [experts, k, n]: rows of each, transposed, times gradients of its products.
+
+    In the memory order of `w`, since torch copies a gradient whose strides are not its parameter's.
+
+    Args:
+        rows, grads: [capacity, k] and [capacity, n], zero in padding.
+    """
+    c = moe.layer_of(key).config
     _, offsets, _ = plan.counts(c.ranks, c.local_experts)
-    if not zeroed:
-        rows, grads = _zeroed(op, plan, rows), _zeroed(op, plan, grads)
+    if by_column := w.stride(1) < w.stride(2):
+        rows, grads = grads, rows
     if rows.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm"):
-        return torch._grouped_mm(rows.t(), grads, offs=offsets[1:].contiguous())
-    index = torch.arange(c.capacity, device=rows.device)
-    of_expert = [(index >= offsets[e]) & (index < offsets[e + 1]) for e in range(c.local_experts)]
-    return torch.stack([torch.where(mine[:, None], rows, 0).t() @ grads for mine in of_expert])
+        of_w = torch._grouped_mm(rows.t(), grads, offs=offsets[1:].contiguous())
+    else:
+        index = torch.arange(c.capacity, device=rows.device)
+        of_expert = [(index >= offsets[e]) & (index < offsets[e + 1]) for e in range(c.local_experts)]
+        of_w = torch.stack([torch.where(mine[:, None], rows, 0).t() @ grads for mine in of_expert])
+    return of_w.transpose(1, 2) if by_column else of_w
 
 
 def _dispatch_setup(ctx, inputs, output):
@@ -193,7 +205,8 @@ def _dispatch_gradient(ctx, grads):
     back = _ops.expert_matmul(dh, w.transpose(1, 2), plan, ctx.tokens, ctx.key)
     back = back if of_rows is None else back + of_rows
     x, topk_weights = _ops.moe_dispatch_backward(back, of_weights, plan, ctx.tokens, ctx.key)
-    return x, None, topk_weights, gradient_of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), rows, dh), None, None
+    dh = _ops.moe_zeroed(dh, plan, ctx.tokens, ctx.key)
+    return x, None, topk_weights, gradient_of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), rows, dh, w), None, None
 
 
 def _combine_setup(ctx, inputs, output):
@@ -206,10 +219,11 @@ def _combine_gradient(ctx, grad):
     rows, dh = _ops.moe_matmul_combine_backward(grad, w, plan, ctx.tokens, ctx.fused, ctx.key)
     of_weights, held = None, RoutingPlan(ctx.tokens, *plan)
     if weights.numel():
-        valid = moe.valid_rows(moe.layer_of(ctx.key), held.totals, False)
+        valid = moe.valid_rows(moe.layer_of(ctx.key), held)
         of_weights = torch.where(valid, (dh.float() * h.float()).sum(-1), 0.0)
         rows, dh = ((t.float() * weights[:, None]).to(h.dtype) for t in (rows, dh))
-    return dh, gradient_of_matrices(ctx.key, held, h, rows), of_weights, [None] * len(plan), None, None, None
+    h = _ops.moe_zeroed(h, plan, ctx.tokens, ctx.key)
+    return dh, gradient_of_matrices(ctx.key, held, h, rows, w), of_weights, [None] * len(plan), None, None, None
 
 
 def _matmul_setup(ctx, inputs, output):
@@ -220,7 +234,14 @@ def _matmul_setup(ctx, inputs, output):
 def _matmul_gradient(ctx, grad):
     x, w, *plan = ctx.saved_tensors
     back = _ops.expert_matmul(grad, w.transpose(1, 2), plan, ctx.tokens, ctx.key)
-    return back, gradient_of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), x, grad), [None] * len(plan), None, None
+    x, grad = (_ops.moe_zeroed(t, plan, ctx.tokens, ctx.key) for t in (x, grad))
+    return (
+        back,
+        gradient_of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), x, grad, w),
+        [None] * len(plan),
+        None,
+        None,
+    )
 
 
 for _name, _gradient, _setup in (
@@ -254,7 +275,7 @@ def moe_dispatch_matmul(
     c, dropped = moe.checked_layer(layer).config, None
     arguments.check("moe_dispatch_matmul", x=x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
     x, w, topk_weights = *arguments.operands(x, w), arguments.as_weights(topk_weights)
-    key = _check("moe_dispatch_matmul", layer, w, c.hidden, None)
+    key = check_matrices("moe_dispatch_matmul", layer, "w", w, c.hidden, None)
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
@@ -286,7 +307,7 @@ def moe_matmul_combine(
     c = moe.checked_layer(layer).config
     arguments.check("moe_matmul_combine", h=h, w=w)
     h, w = arguments.operands(h, w)
-    key = _check("moe_matmul_combine", layer, w, None, c.hidden)
+    key = check_matrices("moe_matmul_combine", layer, "w", w, None, c.hidden)
     plan = moe.plan_of("moe_matmul_combine", layer, received)
     weights = arguments.as_weights(received.row_weight) if weighted else h.new_empty((0,), dtype=torch.float32)
     tensors = [t.detach() for t in plan.tensors()]
@@ -308,6 +329,6 @@ def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: D
     """
     arguments.check("expert_matmul", x=x, w=w)
     x, w = arguments.operands(x, w)
-    key = _check("expert_matmul", layer, w, x.shape[-1], None)
+    key = check_matrices("expert_matmul", layer, "w", w, x.shape[-1], None)
     plan = moe.plan_of("expert_matmul", layer, received)
     return _ops.expert_matmul(x, w, [t.detach() for t in plan.tensors()], plan.tokens, key)

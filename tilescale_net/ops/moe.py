@@ -19,6 +19,7 @@ from tilescale_net.kernels.moe.checks import beyond_capacity
 from tilescale_net.kernels.moe.config import FP8_DTYPE, Tuning
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.layout import PlanOffsets, record_words
+from tilescale_net.kernels.moe.row_ops import zero_padding
 from tilescale_net.kernels.moe.throughput import output_rows
 from tilescale_net.ops import arguments, group_objects
 from tilescale_net.runtime.launch_args import dense
@@ -89,22 +90,22 @@ def handle_of(key: str, plan: RoutingPlan) -> Handle:
     return Handle(layer_of(key).config.signature, plan, (int(era), tuple(m == "1" for m in mask)))
 
 
-def valid_rows(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
-    """Which rows exist, by their index: of an output, or (`by_rank` false) of expert-major tensors. bool."""
+def valid_rows(op: AllToAll, plan: RoutingPlan) -> torch.Tensor:
+    """Which of the expert-major rows are an expert's, bool [capacity]."""
     c = op.config
-    at = PlanOffsets(c.ranks, c.local_experts)
-    if by_rank:
-        return torch.arange(output_rows(op.config), device=totals.device) < totals[at.received_base + c.ranks]
-    index = torch.arange(c.capacity, device=totals.device)
-    counts = totals[at.counts : at.counts + c.local_experts]
-    offsets = totals[at.offsets : at.offsets + c.local_experts + 1]
+    counts, offsets, _ = plan.counts(c.ranks, c.local_experts)
+    index = torch.arange(c.capacity, device=plan.totals.device)
     expert = torch.searchsorted(offsets[1:].contiguous(), index, right=True).clamp(max=c.local_experts - 1)
     return index - offsets[expert] < counts[expert]
 
 
-def zero_where_not(valid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of an output with zeros where no row is, so that no product with them is NaN."""
-    return torch.where(valid[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+def without_padding(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor, *, copied: bool = True) -> torch.Tensor:
+    """Rows of a dispatch with zeros in padding, see `zero_padding`. A dispatch's own memory holds them until the next one."""
+    c = op.config
+    counts, offsets, received = plan.counts(c.ranks, c.local_experts)
+    if c.layout == "rank":
+        return zero_padding(rows, received.view(1), copied=copied)
+    return zero_padding(rows, counts, offsets, copied=copied)
 
 
 @arguments.operator("moe_dispatch")
@@ -114,9 +115,7 @@ def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tenso
     # All that the operator gives is defined, places without a row too, so that results can be compared.
     received = op.dispatch(dense(x), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
     *others, weights = received.handle.plan.tensors()
-    by_choice = valid_rows(op, received.handle.plan.totals, False)
-    by_row = valid_rows(op, received.handle.plan.totals, True) if op.config.layout == "rank" else by_choice
-    return [zero_where_not(by_row, received.x), torch.where(by_choice, weights, 0.0), *others]
+    return [without_padding(op, received.handle.plan, received.x), weights, *others]
 
 
 @arguments.register_fake("moe_dispatch")
@@ -168,7 +167,7 @@ def _combine_backward(out: torch.Tensor, plan: list[torch.Tensor], tokens: int, 
     """Gradients of sums, as rows."""
     op = called("backward of moe_combine", key)
     received = op.dispatch(dense(out), handle=handle_of(key, RoutingPlan(tokens, *plan)))
-    return zero_where_not(valid_rows(op, received.handle.plan.totals, op.config.layout == "rank"), received.x)
+    return without_padding(op, received.handle.plan, received.x)
 
 
 @arguments.register_fake("moe_combine_backward")
@@ -200,7 +199,7 @@ def _combine_gradient(ctx, grad):
     rows = torch.ops.tilescale_net.moe_combine_backward(grad, plan, ctx.tokens, ctx.key)
     if not weights.numel():
         return rows, None, [None] * len(plan), None, None
-    valid = valid_rows(layer_of(ctx.key), RoutingPlan(ctx.tokens, *plan).totals, False)
+    valid = valid_rows(layer_of(ctx.key), RoutingPlan(ctx.tokens, *plan))
     dw = torch.where(valid, (rows.float() * y.float()).sum(-1), 0.0)
     return (rows.float() * weights[:, None]).to(y.dtype), dw, [None] * len(plan), None, None
 

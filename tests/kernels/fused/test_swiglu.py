@@ -8,7 +8,7 @@ from tests import ranks
 from tests.kernels.support import assert_same
 from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights
 from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu, swiglu_gradient, swiglu_quantised, widened
-from tilescale_net.kernels.moe.row_ops import dequantise, quantise
+from tilescale_net.kernels.moe.row_ops import dequantise, quantise, zero_padding
 
 # gpt-oss's, and the plain one.
 KINDS = SwiGLU(clamp=7.0, alpha=1.702, shift=1.0), SwiGLU()
@@ -93,6 +93,29 @@ def _widened() -> None:
 
 def test_widened():
     ranks.run(1, _widened)
+
+
+def _padding() -> None:
+    device, generator = tsn.device(), torch.Generator().manual_seed(3)
+    for experts, columns, dtype in ((5, 16, torch.bfloat16), (1, 3, torch.float32), (3, 272, torch.uint8)):
+        room = torch.randint(0, 9, (experts,), generator=generator, dtype=torch.int32)
+        counts = (room * torch.rand(experts, generator=generator)).int()
+        offsets = torch.cat((counts[:0].new_zeros(1), room.cumsum(0).int()))
+        rows = torch.randint(1, 99, (int(offsets[-1]) + 4, columns), generator=generator).to(dtype)
+        wanted = torch.zeros_like(rows)
+        for first, count in zip(offsets.tolist(), counts.tolist()):
+            wanted[first : first + count] = rows[first : first + count]
+        given = rows.to(device)
+        ends = counts.to(device), offsets.to(device)
+        assert torch.equal(zero_padding(given, *ends, copied=True).cpu(), wanted) and torch.equal(given.cpu(), rows)
+        assert zero_padding(given, *ends) is given and torch.equal(given.cpu(), wanted)
+    given = rows.to(device)
+    assert torch.equal(zero_padding(given, counts[:1].to(device) * 0 + 2).cpu()[2:], torch.zeros_like(rows[2:]))
+    assert torch.equal(given[:2].cpu(), rows[:2]) and zero_padding(given[:0], *ends).shape == (0, 272)
+
+
+def test_padding_becomes_zero():
+    ranks.run(1, _padding)
 
 
 def test_a_clamp_is_positive():
