@@ -81,7 +81,8 @@ def count_tiles(shape, at, totals, heights, begins, thread):
 
 @tsn.macro
 def next_tile(shape, at, backwards, order, b):
-    """b.tile [3] = expert, row and column of the next tile, which the warps that multiply get too; expert -1: no more.
+    """b.tile [4] = expert, row and column of the next tile, and whether only the first warpgroup has rows in it; expert -1: no
+    more. The warps that multiply get it too.
 
     By the copying warp. Experts go one by one, in each of them columns, in each column rows; `backwards` from the last one.
     """
@@ -89,7 +90,7 @@ def next_tile(shape, at, backwards, order, b):
     inside = T.alloc_var("int32")
     height = T.alloc_var("int32")
     T.barrier_wait(b.taken[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
-    for i in T.unroll(3):
+    for i in T.unroll(4):
         b.tile[i] = -1
     if b.thread == 0:
         inside = order.begins[at.local_experts] * shape.tiles_n
@@ -113,9 +114,11 @@ def next_tile(shape, at, backwards, order, b):
             b.tile[0] = expert
             b.tile[1] = order.totals[at.offsets + expert] + inside % height * shape.tile[0]
             b.tile[2] = inside // height * shape.tile[1]
-        for i in T.unroll(3):
-            b.chosen[b.turn[0] % 2 * 3 + i] = b.tile[i]
-    for i in T.unroll(3):
+            left = order.totals[at.counts + expert] - inside % height * shape.tile[0]
+            b.tile[3] = T.if_then_else(left <= shape.half, 1, 0)
+        for i in T.unroll(4):
+            b.chosen[b.turn[0] % 2 * 4 + i] = b.tile[i]
+    for i in T.unroll(4):
         b.tile[i] = T.shfl_sync(b.tile[i], 0)
     T.barrier_arrive(b.given[b.turn[0] % 2])
     b.turn[0] = b.turn[0] + 1
@@ -170,6 +173,11 @@ def matmul_experts(
     (bm, bn, bk), tiles, at = tile, -(-capacity // tile[0]), PlanOffsets(ranks, experts)
 
     @T.macro
+    def copy_left(x, b, half, first, depth, stage):
+        if half * b.tile[3] == 0:
+            gemm.copy(x[first : first + shape.half, depth : depth + bk], b.left[stage, half, :, :], b, stage)
+
+    @T.macro
     def copy_right(w, b, depth, stage):
         if transposed:
             gemm.copy(
@@ -182,10 +190,11 @@ def matmul_experts(
 
     @T.macro
     def finish(group, total, b, out, finished, scales):
-        if scaled:
-            gemm.get_row_scales(capacity, shape, group, scales.tile, lambda r: scales.x[r], b.tile[1])
-            gemm.scale(shape, group, total, scales.tile, lambda c: scales.w[b.tile[0], c], b.tile[2])
-        gemm.store(shape, group, total, b.result[0], out, 0, b.tile[1], b.tile[2])
+        if total is not None:
+            if scaled:
+                gemm.get_row_scales(capacity, shape, group, scales.tile, lambda r: scales.x[r], b.tile[1])
+                gemm.scale(shape, group, total, scales.tile, lambda c: scales.w[b.tile[0], c], b.tile[2])
+            gemm.store(shape, group, total, b.result[0], out, 0, b.tile[1], b.tile[2])
         if tells:
             gemm.announce(finished, 0, b.tile[1] // bm, b.thread)
 
@@ -208,7 +217,7 @@ def matmul_experts(
         w_scales: T.Tensor((experts, n), "float32") if scaled else None,
     ):
         with T.Kernel(workers, threads=gemm.THREADS) as block:
-            b = gemm.Block(*gemm.block_memory(shape, dtype, (out_dtype,), 3))
+            b = gemm.Block(*gemm.block_memory(shape, dtype, (out_dtype,), 4))
             heights, begins = T.alloc_shared((experts,), "int32"), T.alloc_shared((experts + 1,), "int32")
             thread, parity = b.thread, T.cast(calls[0] % 2, "int32")
             tile_scales = T.alloc_shared((2, shape.half + bn), "float32") if scaled else None
@@ -239,16 +248,14 @@ def matmul_experts(
                             N.wait_warp(arrived[0, b.tile[1] // bm], "ge", arrivals[0] * bm, proxy="async")
                         gemm.copy_tile(
                             shape, b, lambda: b.tile[1],
-                            lambda half, first, depth, stage: gemm.copy(
-                                x[first : first + shape.half, depth : depth + bk], b.left[stage, half, :, :], b, stage
-                            ),
+                            lambda half, first, depth, stage: copy_left(x, b, half, first, depth, stage),
                             lambda depth, stage: copy_right(w, b, depth, stage),
                         )  # fmt: skip
                         next_tile(shape, at, tells, order, b)
             elif thread < 256:
                 gemm.multiply_tiles(shape, 0, b, is_tile, lambda: None, end)
             else:
-                gemm.multiply_tiles(shape, 1, b, is_tile, lambda: None, end)
+                gemm.multiply_tiles(shape, 1, b, is_tile, lambda: None, end, lambda: b.tile[3] == 1)
 
     return main
 

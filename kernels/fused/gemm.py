@@ -345,18 +345,37 @@ def multiply(shape, group, total, b):
 
 
 @tsn.macro
-def multiply_tiles(shape, group, b, is_tile, find, finish):
+def skip(shape, b):
+    """Release the operands of a tile in which this warpgroup has no rows: the other one has the tensor cores to itself."""
+    for i in T.serial(-(-shape.k // shape.tile[2])):
+        T.barrier_wait(b.full[b.step[0] % shape.stages], (b.step[0] // shape.stages) & 1)
+        T.sync_warp()  # a lane that waited later might miss this phase of the barrier
+        if b.thread % 32 == 0:
+            T.barrier_arrive(b.empty[b.step[0] % shape.stages])
+        b.step[0] = b.step[0] + 1
+
+
+@tsn.macro
+def multiply_tiles(shape, group, b, is_tile, find, finish, skips=None):
     """Multiply tiles until there are none left. By warpgroup `group` of the two that multiply.
 
     Args:
-        is_tile(): whether `b.tile` is one. find(): where it is. finish(group, total): what becomes of its sums.
+        is_tile(): whether `b.tile` is one. find(): where it is. finish(group, total): what becomes of its sums; None: there
+            are none. skips(): whether this warpgroup has no rows in it; default: it always has some.
     """
     T.inc_max_nreg(232)
     get_tile(b)
     while is_tile():
         find()
-        multiply(shape, group, b.sums[group], b)
-        finish(group, b.sums[group])
+        if skips is None:
+            multiply(shape, group, b.sums[group], b)
+            finish(group, b.sums[group])
+        elif skips():
+            skip(shape, b)
+            finish(group, None)
+        else:
+            multiply(shape, group, b.sums[group], b)
+            finish(group, b.sums[group])
         get_tile(b)
     T.tma_store_wait(0)
 
