@@ -651,11 +651,12 @@ class ScaledTiling:
             raise ValueError(f"{self}: with low_tiles, columns must divide half of those of the tile")
 
 
-DEFAULT = ScaledTiling()
+DEFAULT = ScaledTiling(low_tiles=True)
 # Beside a combine: with sums of 256 columns, registers would not suffice for the calls that signal. As many stages as steps, so
 # that the loop is unrolled: two H200s, layer of 2048 tokens, 4,867 us; 5,208 with 6 stages.
-TELLING = ScaledTiling((128, 128, BLOCK), stages=4)
-SIMULATED = ScaledTiling((32, 64, BLOCK), stages=2, panel=2, columns=32)
+TELLING = ScaledTiling((128, 128, BLOCK), stages=4, low_tiles=True)
+PLAIN = ScaledTiling()  # one matrix
+SIMULATED = ScaledTiling((32, 64, BLOCK), stages=2, panel=2, columns=32, low_tiles=True)
 
 
 @functools.lru_cache(256)
@@ -695,7 +696,7 @@ def scaled_matmul(
         counts, offsets: int32, [experts] rows of each expert and [experts + 1] their first rows in `x`, of a dispatch; with
             `w` [experts, n, k].
         out_dtype: torch.bfloat16 or torch.float16.
-        tiling: geometry; default `DEFAULT`.
+        tiling: geometry; default `DEFAULT`, of one matrix `PLAIN`.
 
     Returns:
         `out`; rows without an expert are not written.
@@ -740,6 +741,7 @@ def scaled_matmul(
             raise ValueError(
                 f"{name}: {what} is {list(tensors[what].shape)}; with scales of {form}s it must be {list(shapes[0])}"
             )
+    usual = PLAIN if counts is None or offsets is None else DEFAULT
     if counts is None or offsets is None:
         counts, offsets = _all_rows(rows, x.device)
     for what, tensor, size in (("counts", counts, experts), ("offsets", offsets, experts + 1)):
@@ -754,7 +756,7 @@ def scaled_matmul(
     if form == "block" and x_scales.shape[1] % SCALES_AT_ONCE:
         x_scales = torch.nn.functional.pad(x_scales, (0, -x_scales.shape[1] % SCALES_AT_ONCE))
     simulated = x.device.type != "cuda"
-    tiling = tiling or (SIMULATED if simulated else DEFAULT)
+    tiling = tiling or (SIMULATED if simulated else usual)
     if simulated and tiling.cluster > 1:
         raise ValueError(f"{name}: {tiling}: the simulator has no clusters; give cluster 1")
     kernel = kernel_of(experts, n, k, dtype_name(out_dtype), form, tiling, x.device)
