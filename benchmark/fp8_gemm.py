@@ -4,8 +4,8 @@
     GPUS=1 bash launch.sh benchmark/fp8_gemm.py --tiles 256x4 --clusters 1 --forms block
 
 Scales are one for 1 x 128 elements of x and 128 x 128 of w (`block`), or one for a row of each (`row`). Each row of the
-table is a geometry: columns and stages of its tiles, blocks of threads that share a tile of w, and whether the two warpgroups
-of a block have the tensor cores by turns. cuBLAS is torch.nn.functional.scaled_mm, of experts torch._scaled_grouped_mm, where
+table is a geometry (`default`: of a call that gives none): columns and stages of its tiles, blocks of threads that share a
+tile of w, and whether the two warpgroups of a block have the tensor cores by turns. cuBLAS is torch.nn.functional.scaled_mm, of experts torch._scaled_grouped_mm, where
 they have the form; DeepGEMM is measured where it is installed. Without a GPU the simulator runs small GEMMs.
 """
 
@@ -29,8 +29,8 @@ BENCH = dict(ranks=1, quick="--repeat 2")  # see common/suite.py
 WIDTHS = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384))
 GROUPED = ((4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072))
 EXPERTS = 32
-# Columns x stages; (rows are 128).
-TILES = ("256x4", "128x6", "256x3", "128x4", "64x8", "64x4", "32x8")
+# Columns x stages (rows are 128), and what a call takes that does not say.
+TILES = ("default", "256x4", "128x6", "256x3", "128x4", "64x8", "64x4", "32x8")
 
 
 def parse() -> argparse.Namespace:
@@ -54,6 +54,8 @@ def parse() -> argparse.Namespace:
 def tiling_of(name: str, cluster: int, in_turn: int, steps: int, low: int) -> Any:
     from tilescale_net.kernels.fused.scaled_gemm import ScaledTiling
 
+    if name == "default":
+        return None
     columns, stages = map(int, name.split("x"))
     tile = (128 if on_gpu() else 32, columns, 128)
     return ScaledTiling(
@@ -191,9 +193,16 @@ def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
         shapes += [("grouped", experts, rows, n, k) for (n, k), rows in itertools.product(widths, args.rows)]
     every = itertools.product(args.tiles, args.clusters, args.turns, args.steps, args.low)
     geometries = [which for which in every if not which[4] or which[1:3] == (1, 0)]  # low tiles go with neither
+    by_default = [which for which in geometries if which[0] == "default"]
+    geometries = [which for which in geometries if which not in by_default[1:]]
     sizes = dict.fromkeys((form, experts, n, k) for form in args.forms for _, experts, _, n, k in shapes)
     compiled.together(
-        [functools.partial(compile_one, *size, tiling_of(*which)) for size in sizes for which in geometries]
+        [
+            functools.partial(compile_one, *size, how)
+            for size in sizes
+            for which in geometries
+            if (how := tiling_of(*which))
+        ]
     )
     for form, (part, experts, rows, n, k) in itertools.product(args.forms, shapes):
         problem = Problem(form, experts, rows, n, k)

@@ -250,3 +250,12 @@ def test_clusters_need_a_newer_tilelang(monkeypatch):
     monkeypatch.setattr(versions, "CLUSTERS", False)
     with pytest.raises(tsn.ConfigurationError, match=r"cluster 2 needs tilelang 0\.1\.14 or newer; give cluster 1"):
         scaled_gemm.scaled_gemm.trace(1, 256, 256, cluster=2)
+
+
+@pytest.mark.parametrize(
+    "rows, n, columns",  # the fastest that were measured on an H200, benchmark/fp8_gemm.py --parts plain --low 0
+    [(16, 4096, 32), (128, 4096, 32), (256, 4096, 64), (512, 4096, 128), (128, 7168, 64), (256, 7168, 128), (512, 7168, 256),
+     (128, 24576, 256), (256, 24576, 128), (512, 24576, 256), (4096, 4096, 256), (8192, 7168, 256)],
+)  # fmt: skip
+def test_few_rows_have_narrow_tiles(rows, n, columns):
+    assert scaled_gemm.plain_tiling(rows, n, 132).tile[1] == columns
