@@ -25,12 +25,12 @@ from .exchange import STORES_FROM, UNROLL, Exchange, await_room, exchange, excha
 from .launches import VECTORS, Launch
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All-gather over nodes of several PEs: a part crosses the network once per node, and is passed on there.
+# All-gather over nodes of several PEs: a part crosses the network once per node, and is forwarded there.
 #
-# Every PE puts its part to the PEs with its index in the other nodes (`Nodes.forwarder`), piece by piece, and each of those puts a piece to the
-# PEs of its own node while the next one is in flight. Blocks share each part; block b waits for the blocks b of its peers
-# alone. Calls follow one another without a barrier, and PEs that make another call are left out, as in exchange.py: a PE
-# that gets a part makes the same call as its source and as the PE that passes it on, so these two make the same one, too.
+# Every PE puts its part, piece by piece, to the PEs with its index in the other nodes (`Nodes.forwarder`); these put a
+# piece to the PEs of their own node while the next one is in flight. Blocks share each part; block b waits for blocks b
+# of its peers alone. Calls need no barrier between them. PEs that make another call are left out, as in exchange.py: a PE
+# that gets a part makes the same call as its source and as its forwarder, so these two also agree.
 
 
 @tsn.jit(name="node_all_gather")
@@ -42,7 +42,7 @@ def node_all_gather(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        node_size: PEs of a node, or a tuple of those of every node.
+        node_size: PEs of a node, or a tuple of every node's.
         chunk_bytes: bytes of a piece.
         dtype: of `out` [n_pes, count] and `x` [count], both symmetric; count is taken from the tensors.
         threads, blocks: launch geometry; all blocks must be able to run at once.
@@ -119,7 +119,7 @@ def node_all_gather(
                 T.sync_threads()
                 if thread < n_pes:
                     if of.node_of(thread) == node and same != 0:
-                        # One fence for this PE's part and for those that it passes on.
+                        # One fence for this PE's part and for forwarded ones.
                         N.fence(thread)
                         for other in T.serial(nodes):
                             for turn in T.serial(turns):
@@ -227,7 +227,7 @@ class AllGather(Exchange):
         staged = through is not None
         if through is not None and self._copied(self, out, x, through, x.nbytes):
             return out
-        shared = out if through is None else through  # what peers write to
+        shared = out if through is None else through  # the tensor that peers write to
         in_place = x.data_ptr() == shared.data_ptr() + self.rank * x.nbytes
         if not in_place:
             self._check_apart("through" if staged else "out", shared, "x", x)

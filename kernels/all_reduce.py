@@ -1,7 +1,7 @@
 """All-reduce: the host class, which chooses an algorithm by the number of bytes.
 
     one_shot        few floats: all send all to all, data are their own flags    all_reduce_push.py
-    two_shot_push   more floats, and those outside of symmetric memory: every PE adds up its part; data are their own flags
+    two_shot_push   more floats, or outside of symmetric memory: every PE adds up its part; data are their own flags
     packets         few bytes of other types: flags travel beside the data       packets.py
     two_shot        the rest: every PE reads and adds up its part                all_reduce_two_shot.py
     two_shot_pull   by name: so, and sums are read where they were made, as      all_reduce_two_shot.py
@@ -84,7 +84,7 @@ class AllReduce(Collective):
         step = self.n_pes * VECTOR_BYTES
         self.staging_bytes = -(-staging_bytes // step) * step
         self._parts: tuple[ReduceScatter, AllGather] | None = None
-        # (row, bytes up to which it is taken, launch of a call), in this order.
+        # (row, largest bytes, launch of a call), in this order.
         self._choices: list[tuple[Algorithm, int, Callable[[Call], Again]]] = []
         if self.needs_symmetric_source and not (algorithm in ALGORITHMS and ALGORITHMS[algorithm].across_nodes):
             if algorithm in ALGORITHMS and not ALGORITHMS[algorithm].is_exact:
@@ -171,13 +171,13 @@ class AllReduce(Collective):
         return out
 
     def is_faster_overwritten(self, nbytes: int) -> bool:
-        """Whether a symmetric `x` that may be overwritten is faster than one in other memory."""
+        """Whether a symmetric `x` that may be overwritten is faster than an ordinary one."""
         fits = self._choose(nbytes)[1] and nbytes % VECTOR_BYTES == 0
         return fits and (self.n_pes == 2 or nbytes > self.staging_bytes)
 
     def is_copied_in_pieces(self, nbytes: int, dtype: torch.dtype = torch.float32) -> bool:
-        """Whether a tensor that is not symmetric takes several launches where a symmetric one takes a single one, and where a
-        copy of all of it costs less."""
+        """Whether an ordinary tensor takes several launches instead of one for a symmetric tensor, so that a copy of it
+        costs less."""
         if nbytes <= self.staging_bytes or nbytes % VECTOR_BYTES or not self._choose(nbytes, dtype)[1]:
             return False
         _, copies, most = self._choose(nbytes, dtype, copies=True)
@@ -186,20 +186,20 @@ class AllReduce(Collective):
     def _choose(
         self, nbytes: int, dtype: torch.dtype = torch.float32, copies: bool = False
     ) -> tuple[Callable[[Call], Again], bool, int]:
-        """What makes a call of this size; whether it can use tensors where they lie; and bytes of a launch that does not.
-        `copies`: it shall not."""
+        """The algorithm of a call of this size; whether it can use tensors in place; and the bytes of a launch that
+        does not. `copies`: never in place."""
         if self.n_pes == 1:
             return self._copy, False, nbytes
         if self._parts is not None:
             if self._buffers.holds(nbytes):
                 return self._in_one_hop, False, nbytes
-            # Tensors can be used where they lie if every PE's part has as many vectors.
+            # Tensors can be used in place if every PE's part has equally many vectors.
             return self._over_nodes, nbytes % (self.n_pes * VECTOR_BYTES) == 0, self.staging_bytes
         rows = [choice for choice in self._choices if choice[0].dtypes is None or dtype in choice[0].dtypes]
         if not rows:
             raise TypeError(f"{self.name}: algorithm {self._algorithm!r} does not take dtype {dtype}")
         row, _, launch = next(choice for choice in rows if nbytes <= choice[1])
-        if copies and row.zero_copy:  # in pieces, by the row that takes the largest ones
+        if copies and row.zero_copy:  # in pieces, by the row with the largest capacity
             row, _, launch = max(rows, key=lambda choice: choice[0].capacity(self))
         return launch, row.zero_copy, row.capacity(self)
 
@@ -209,7 +209,7 @@ class AllReduce(Collective):
             call.out.copy_(call.x)
 
     def _in_pieces(self, launch: Callable[[Call], Again], nbytes: int, call: Call) -> Again:
-        """A launch for each piece of at most so many bytes; one for all of it where tensors stay where they lie."""
+        """Launches for pieces of at most this many bytes; one launch for tensors in place."""
         size = call.out.numel() if call.zero_copy else nbytes // call.out.element_size()
         if size >= call.out.numel():
             return self._launch_checked(launch, call)
@@ -226,7 +226,7 @@ class AllReduce(Collective):
         return again if len(launches) * size >= call.out.numel() else None
 
     def _over_nodes(self, call: Call) -> None:
-        """Where some PEs are on other nodes."""
+        """For PEs on several nodes."""
         if call.zero_copy:
             result = call.x if call.overwrite_x else call.out
             self._by_parts(result, call.x)
@@ -246,7 +246,7 @@ class AllReduce(Collective):
         gather(rows, rows[self.rank])
 
     def _in_one_hop(self, call: Call) -> Again:
-        """Where some PEs are on other nodes: tensors are sent whole."""
+        """For PEs on several nodes: send whole tensors."""
         again = functools.partial(self._buffers.launch(call.out, call.x, call.out.dtype), call.tag)
         self._launch_checked(again, call.out, call.x)
         return again

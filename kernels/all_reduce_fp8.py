@@ -10,7 +10,7 @@ ROWS units of 16 elements a lane, 2 KiB of FP8; the exponents of a chunk are one
 other PEs. So links are busy while it loads and while it adds up. Calls take two halves of the memory in turn, as in
 all_reduce_push.py.
 
-Error. Q(v), what becomes of an element v of a block whose largest magnitude is A, 2^a <= A < 2^(a + 1), is v / 2^(a - 7)
+Error. Q(v), the received value of an element v of a block whose largest magnitude is A, 2^a <= A < 2^(a + 1), is v / 2^(a - 7)
 rounded to the nearest float8_e4m3fn and multiplied back; scaling by a power of two is exact. Three bits of mantissa leave an
 error of half a unit in the last place, at most |v| / 16; below 2^-6, where the type is subnormal, it is at most half of 2^-9,
 2^(a - 17) after scaling. So
@@ -52,7 +52,7 @@ LANES = BLOCK // UNIT
 ROWS = 4
 CHUNK_UNITS = 32 * ROWS
 CHUNK = CHUNK_UNITS * UNIT
-# A block is scaled to below 2^8; the exponents are those of float32, with its bias.
+# A block is scaled to below 2^8; exponents have float32's bias.
 SHIFT, LEAST, MOST = 7, 8, 254
 
 
@@ -78,7 +78,7 @@ def quantise(q, u, packed: T.Ref, values):
 
 @tsn.macro
 def gather_exponents(words, packed):
-    """words [4] = the exponents of a warp's chunk: word g has those of the g-th LANES lanes. By whole warps."""
+    """words [4] = the exponents of a warp's chunk: word g has the exponents of the g-th LANES lanes. By whole warps."""
     for g in T.unroll(4):
         words[g] = T.reinterpret(T.shfl_sync(packed, g * LANES), "float32")
 
@@ -119,7 +119,7 @@ def take_rows(rows, found, words, data, half, shot, chunk, first, p, pes, lane):
 
 @tsn.macro
 def widen(wide, scale: T.Ref, rows, found, p, u):
-    """wide [UNIT] times `scale` is what rows[p * ROWS + u] stands for."""
+    """wide [UNIT] times `scale` is the value of rows[p * ROWS + u]."""
     scale = T.reinterpret((((found[p] >> (8 * u)) & 255) - SHIFT) << 23, "float32")
     for v in T.vectorized(UNIT):  # converted in pairs
         wide[v] = T.cast(rows[p * ROWS + u, v], "float32")
@@ -134,8 +134,8 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
         dtype: of `out` and `x` [count]: bfloat16, float16 or float32.
         capacity: chunks of a part that a call has at most.
         aligned: `out` and `x` begin and end at multiples of 16 bytes.
-        threads, max_blocks: launch geometry; as many blocks run as a part has chunks, at most max_blocks, all of them at once.
-        lag: turns that a warp sums ahead of those whose sums of all PEs it stores.
+        threads, max_blocks: launch geometry; one block per chunk of a part, at most max_blocks, all of them at once.
+        lag: turns between a warp's own sum and its store of all PEs' sums.
         dependent: as in `all_reduce_push`.
 
     With shots = 1 for two PEs and else 2, `data` (FP8 [2, shots, capacity, n_pes * ROWS, 32, UNIT]), `exponents` (float32 [2,
@@ -197,7 +197,7 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
                 meet_blocks(agrees, tags, half, block, call, tag, status, lane, me, n_pes, "float32")
             else:
                 for turn in T.serial(turns):
-                    # Neighbours are of different blocks, so that a small tensor has many SMs.
+                    # Neighbouring chunks go to different blocks, so a small tensor uses many SMs.
                     chunk = block + used * (turn * warps + warp)
                     if chunk < chunks:
                         for hop in T.serial(parts):
@@ -253,7 +253,7 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
                             for hop in T.serial(n_pes):
                                 put_chunk(data, exponents, q, words, half, 1, chunk, me, lane, (me + hop + 1) % n_pes)
                     if shots == 2:
-                        # Sums of an earlier turn: they are stored while the links carry those of this one.
+                        # Store the sums of an earlier turn while the links carry this turn's.
                         chunk_of_sums = chunk - used * lag * warps
                         if turn >= lag and chunk_of_sums < chunks:
                             for first, pes in groups:
@@ -288,7 +288,7 @@ def store_unit(out, unit, rounded, values, count, dtype, aligned):
 
 
 def shots_of(n_pes: int) -> int:
-    """Exchanges of a call."""
+    """Number of exchanges of a call."""
     return 1 if n_pes == 2 else 2
 
 
@@ -305,21 +305,21 @@ def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
 
 # Warps of a block that move data, and chunks of a part that each of them has at most.
 WARPS, TURNS = 8, 8
-# Of `staging_bytes`, what a launch has of each rank's FP8 numbers at most.
+# Largest share of `staging_bytes` for each rank's FP8 numbers in a launch.
 STAGED = 8
 # See `all_reduce_fp8`; with TURNS all sums are stored last.
 LAG = 2
 
 
 def _geometry(op) -> tuple[int, int]:
-    """Threads and blocks of a call at most."""
+    """Most threads and blocks of a call."""
     if op.device.type == "cuda":
         return 32 * WARPS + AGREEING, op.block_limit
     return max(op.threads, 2 * AGREEING), op.blocks
 
 
 def _chunks(op) -> int:
-    """Of a part that a call has at most."""
+    """Most chunks of a part in a call."""
     threads, blocks = _geometry(op)
     wanted = STAGED * op.staging_bytes // ((op.n_pes if shots_of(op.n_pes) == 2 else 1) * CHUNK)
     return max(1, min(wanted, (threads - AGREEING) // 32 * blocks * TURNS))

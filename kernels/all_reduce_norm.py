@@ -1,9 +1,9 @@
 """All-reduce with its neighbours in a transformer's layer, in one kernel: the weighted sum of a token's experts before it;
 bias, residual, RMSNorm and quantisation to FP8 after it.
 
-Rows travel as in all_reduce_push.py, in one shot or two, and are normalised by the block that has summed or received them,
-whose threads keep them in registers. If PEs are on other nodes, AllReduce sums and the same kernel does the rest. Results
-have the same bits either way, and a row's bits do not depend on the other rows.
+Rows travel as in all_reduce_push.py, in one shot or two. The block that has summed or received a row keeps it in
+registers and normalises it. If PEs are on other nodes, AllReduce sums and the same kernel does the rest. Results have
+the same bits either way, and a row's bits do not depend on other rows.
 """
 
 import functools
@@ -44,20 +44,20 @@ FP8_DTYPE = torch.float8_e4m3fn
 # Vectors of summed rows that a thread keeps while it normalises them.
 MOST_VECTORS = 4
 
-# What shares a scale of FP8 output: the whole tensor, whose scale is given, a row, or 128 elements of a row.
+# Granularity of FP8 scales: the whole tensor (scale given), a row, or 128 elements of a row.
 PER_TENSOR, PER_TOKEN, PER_BLOCK = "tensor", "token", "block"
-# By block, too, with scales rounded up to powers of two: as float32, or as their exponents (UE8M0), four in an int32.
+# Also per block, with scales rounded up to powers of two: as float32, or as exponents (UE8M0), four in an int32.
 UE8M0, UE8M0_PACKED = "ue8m0", "ue8m0_packed"
 BY_BLOCK = PER_BLOCK, UE8M0, UE8M0_PACKED
 
 
-# Blocks that share rows of two shots, at most; each number is a kernel of its own.
+# Most blocks that share rows of two shots; each number has its own kernel.
 SPREADS = (4, 2, 1)
 
-# Choices of a token, and those whose rows a thread has in flight at once.
+# Choices of a token, and rows of choices that a thread has in flight at once.
 MOST_CHOICES, ROWS_AT_ONCE = 32, 4
 
-# By whether there are residual, bias, total and out: how errors show a call.
+# Description of a call in errors, by the presence of residual, bias, total and out.
 _GIVEN = {
     flags: "with "
     + (", ".join(n for n, there in zip(("residual", "bias", "total", "out"), flags) if there) or "nothing")
@@ -80,7 +80,7 @@ def add_vector(sums, rows, u, dtype):
 
 
 class Experts(NamedTuple):
-    """Of what a token's row is summed; see `ExpertRows`. `top_k`: 0 where `x` has the tokens' rows themselves.
+    """Inputs of a token's row; see `ExpertRows`. `top_k`: 0 if `x` has the tokens' rows themselves.
 
     Attributes:
         row_index, weights: [tokens, top_k]. shared: [tokens * hidden]. shares: int32, whether there is `shared`.
@@ -125,7 +125,7 @@ def load_input(row, u, x, experts, token, i, hidden, dtype):
 
 
 def in_pairs(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
-    """All values as one, of neighbours and then of these: short chains, in an order that their number fixes."""
+    """Reduce all values pairwise: short dependency chains, in an order that their number fixes."""
     while len(values) > 1:
         values = [combine(*values[i : i + 2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
     return values[0]
@@ -142,12 +142,12 @@ def largest_of(values: list[Any]) -> Any:
 
 
 def squares_of(values: Any, dtype: str) -> list[Any]:
-    """Of a vector in float32."""
+    """Sum of a vector's squares in float32."""
     return [values[v] * values[v] for v in range(vector_of(dtype))]
 
 
 def magnitudes_of(values: Any, dtype: str) -> list[Any]:
-    """Of a vector in float32."""
+    """Largest magnitude of a vector in float32."""
     return [T.abs(values[v]) for v in range(vector_of(dtype))]
 
 
@@ -157,8 +157,8 @@ def elements_of(values: Any, *index: Any, count: int) -> list[Any]:
 
 
 def exchanges_of(count: int, lanes: int) -> list[tuple[int, int, bool]]:
-    """How so many lanes reduce as many vectors of `count` numbers: bit of the lane's number in which two of them differ,
-    numbers that each keeps, and whether that is half of what it had."""
+    """Steps in which `lanes` lanes reduce as many vectors of `count` numbers: bit of the lane number in which partners
+    differ, numbers that each keeps, and whether that halves them."""
     found, bit = [], lanes // 2
     while bit:
         found.append((bit, max(1, count // 2), count > 1))
@@ -169,7 +169,7 @@ def exchanges_of(count: int, lanes: int) -> list[tuple[int, int, bool]]:
 @tsn.macro
 def reduce_lanes(values, count, lanes, thread, combine):
     """values[0] = values[k] of `lanes` neighbours, reduced; k = thread % lanes // (lanes // count). `values`: float32 [count], a
-    power of two of at most `lanes`. `combine`: commutative; bits are those of a butterfly that begins with the farthest. By
+    power of two of at most `lanes`. `combine`: commutative; bits as of a butterfly that begins with the farthest. By
     whole warps."""
     for bit, left, halves in exchanges_of(count, lanes):
         for k in T.unroll(left):
@@ -192,14 +192,14 @@ def widen(wide, rows, u, g, dtype):
 @tsn.macro
 def narrow(rows, u, g, wide, dtype):
     """rows[u, g] = `wide`, rounded."""
-    for v in T.vectorized(vector_of(dtype)):  # converted in pairs: single conversions take eight times as long
+    for v in T.vectorized(vector_of(dtype)):  # in pairs: single conversions take eight times as long
         rows[u, g, v] = T.cast(wide[v], dtype)
 
 
 @tsn.macro
 def store_fp8(quantized, at, row, h, g, factor, dtype):
-    """The vector of `quantized` that begins at element `at` becomes row[h, g] * factor, at most FP8's largest number, which
-    the conversion sees to; NaN stays NaN."""
+    """The vector of `quantized` from element `at` on becomes row[h, g] * factor; the conversion saturates at FP8's
+    largest number, and NaN stays NaN."""
     wide = T.alloc_local((vector_of(dtype),), "float32")
     widen(wide, row, h, g, dtype)
     for v in T.unroll(vector_of(dtype)):
@@ -212,7 +212,7 @@ def store_fp8(quantized, at, row, h, g, factor, dtype):
 def all_reduce_norm(
     n_pes, dtype, hidden, capacity, shots, threads=512, max_blocks=64, top_k=0, scaled_by="", dependent=False, spread=1
 ):
-    """Kernel of the parameters below, on rows of `hidden` elements.
+    """Kernel with the parameters below, on rows of `hidden` elements.
 
     The sum over all PEs of `x` is rounded; bias and residual are added to it in float32, and the result, rounded, is
     `total`. `out` is that, divided by the root of the mean of its squares and `eps`, times `weight` + `weight_bias`, rounded
@@ -222,23 +222,22 @@ def all_reduce_norm(
         n_pes: number of PEs, at most `threads`; all of them mapped.
         dtype: of `out`, `x`, `residual`, `total` [rows * hidden], `bias`, `weight` [hidden]; a row is a multiple of 16 bytes.
         capacity: rows of a part that a call has at most.
-        shots: as in `all_reduce_push`, a part being whole rows; 0: `x` is a sum already.
-        threads, max_blocks: launch geometry; as many blocks run as a part has rows, at most `max_blocks`, all of them at
-            once.
-        top_k: rows of `x` [any, hidden] that a token's row is the sum of, see `Experts`; 0: `x` has the tokens' rows.
-        scaled_by: "", or what shares a scale: "tensor" (`scales` [1] is given), "token" or "block" (of 128 elements; `scales`
-            of row r and block b becomes element r * scale_row + b * scale_column), "ue8m0" (so, with powers of two) or
-            "ue8m0_packed" (byte b % 4 of the word r * scale_row + b // 4 * scale_column becomes the exponent, with float32's
-            bias; `scales` is given as bytes).
+        shots: as in `all_reduce_push`, with parts of whole rows; 0: `x` is a sum already.
+        threads, max_blocks: launch geometry; one block per row of a part, at most `max_blocks`, all of them at once.
+        top_k: rows of `x` [any, hidden] summed for a token's row, see `Experts`; 0: `x` has the tokens' rows.
+        scaled_by: "", or the granularity of scales: "tensor" (`scales` [1] is given), "token" or "block" (of 128
+            elements; `scales` of row r and block b becomes element r * scale_row + b * scale_column), "ue8m0" (so, with
+            powers of two) or "ue8m0_packed" (byte b % 4 of the word r * scale_row + b // 4 * scale_column becomes the
+            exponent, with float32's bias; `scales` is given as bytes).
         dependent: as in `all_reduce_push`.
-        spread: of two shots, blocks that share a row of each part, a divisor of `n_pes`: each adds up as many columns of them
-            all, and normalises the rows of as many parts. So few rows keep more SMs busy. 1 where `out` is `x`: no thread
-            but the one that has read it may write there.
+        spread: of two shots, blocks that share a row of each part, a divisor of `n_pes`: each adds up an equal share of
+            the columns, and normalises the rows of an equal share of the parts, so that few rows keep more SMs busy. 1
+            if `out` is `x`: only the thread that has read an element may write there.
 
     `resumes`, `biased`, `keeps`, `norms` and `shares` state, at run time, whether there are `residual`, `bias`, `total`, `out`
-    and `shared`; missing ones are left alone.
+    and `shared`; missing ones are not accessed.
     `inbox` [2, shots, n_pes, capacity * hidden / vector, vector], `tag`, `status`, `tags` and `calls` as in
-    `all_reduce_push`; without shots they are left alone.
+    `all_reduce_push`; without shots they are not accessed.
     """
     tokens, count = T.dynamic("tokens", "int64"), T.dynamic("count", "int64")
     vector = vector_of(dtype)
@@ -250,10 +249,10 @@ def all_reduce_norm(
     summed = -(-columns // workers)  # of them by a thread
     # Parts whose rows a block normalises, and rows of a part that all blocks take at once.
     own_parts, rows_at_once = parts // spread, max_blocks // spread
-    # Rows, one of each of so many parts, that a block normalises at once.
+    # Rows that a block normalises at once, one of each part.
     group = next(g for g in range(own_parts, 0, -1) if own_parts % g == 0 and (g * held <= MOST_VECTORS or g == 1))
     steps, warps = own_parts // group, workers // 32
-    lanes = GROUP // vector  # whose vectors share a scale, by block
+    lanes = GROUP // vector  # lanes whose vectors share a block's scale
     # Rows, and vectors of a thread, whose sums or peaks lanes reduce at once.
     many_rows, many_vectors = (1 << (count - 1).bit_length() for count in (group, held * group))
 
@@ -301,7 +300,7 @@ def all_reduce_norm(
                 T.pdl_trigger()
             me = N.my_pe()
             thread = T.get_thread_binding()
-            # Of every warp; steps take two halves in turn, so that one barrier in each is enough. Rows begin at 16 bytes.
+            # One per warp; steps alternate between two halves, so each needs only one barrier. Rows begin at 16 bytes.
             slots = T.alloc_shared((2, group, (warps + 3) // 4 * 4), "float32")
             row_peaks = T.alloc_shared((2, group, (warps + 3) // 4 * 4), "float32")
             agrees = T.alloc_shared((n_pes,), "int32")
@@ -344,7 +343,7 @@ def all_reduce_norm(
                         load_vector(factors, h, weight, i * vector, dtype)
             for turn in T.serial(T.ceildiv(part - block // spread, T.int64(rows_at_once))):
                 r = block // spread + turn * T.int64(rows_at_once)
-                # What is set under a condition only is cleared before, so that no register holds it from turn to turn.
+                # Clear variables that are set conditionally, so no register holds them from turn to turn.
                 T.clear(own)
                 # Rows go to the PEs that add them up.
                 for h in T.unroll(summed):
@@ -366,7 +365,7 @@ def all_reduce_norm(
                                 n_pes,
                                 (me + 1) % n_pes,
                             )
-                        if shots == 2 and top_k:  # one after the other, for its sum takes registers
+                        if shots == 2 and top_k:  # one after the other, because a sum takes registers
                             for hop in T.serial(n_pes):
                                 of = (me + hop + 1) % n_pes * part + r
                                 if of < rows:
@@ -381,7 +380,7 @@ def all_reduce_norm(
                         i = h * workers + lane
                         if i < width:
                             load_vector(before, h, residual, r * hidden + i * vector, dtype)
-                # One is added up here, and goes to all.
+                # Add up one row and send it to all.
                 if shots > 0:
                     for h in T.unroll(summed):
                         i = piece * columns + h * workers + lane
@@ -398,13 +397,13 @@ def all_reduce_norm(
                     if turn == 0:
                         T.sync_threads()
                         all_agree(agreed, agrees, n_pes)
-                # Rows, of some parts at once, get bias, residual and norm. Rows and vectors that there are not are computed as
-                # well, which takes no branch, and not stored.
+                # Add bias and residual to rows of some parts at once, and normalise them. Missing rows and vectors are
+                # computed as well, which takes no branch, and not stored.
                 for step in T.serial(steps):
                     first = piece * own_parts + step * group  # part
                     phase = T.cast((turn * steps + step) % T.int64(2), "int32")
                     T.clear(row)
-                    if shots == 2:  # before the wait, which hides how long loads take
+                    if shots == 2:  # before the wait, which hides the latency of loads
                         T.clear(factors)
                         T.clear(before)
                         for h in T.unroll(held):
@@ -463,7 +462,7 @@ def all_reduce_norm(
                             for v in T.unroll(vector):
                                 sums[v] *= squares[g]
                                 sums[v] *= wide_factors[v]
-                            # Peaks are rounded later: the largest number is the largest rounded one.
+                            # Peaks are rounded later: rounding keeps the order.
                             if scaled_by in BY_BLOCK:
                                 peaks[h * group + g] = largest_of(magnitudes_of(sums, dtype))
                             if scaled_by == PER_TOKEN:
@@ -479,7 +478,7 @@ def all_reduce_norm(
                             row_peaks[phase, g_of_lane, thread // 32] = peaks[0]
                         T.sync_threads()
                     if scaled_by in BY_BLOCK:
-                        # Each of some lanes has the peak of another vector's block: of row g, vector h of the block's lanes.
+                        # Lanes hold peaks of different vectors' blocks: of row g, vector h of the block's lanes.
                         reduce_lanes(peaks, many_vectors, lanes, thread, largest_of)
                         peak = T.max(T.float32(SMALLEST_AMAX), T.cast(T.cast(peaks[0], dtype), "float32"))
                         if scaled_by == PER_BLOCK:
@@ -535,8 +534,8 @@ def all_reduce_norm(
 
 @tsn.jit(name="sum_of_experts", pass_configs=EXPLICIT_SYNC, compile_flags=[EXACT_SUMS])
 def sum_of_experts(dtype, hidden, top_k, threads=256):
-    """Kernel `(out, x, row_index, expert_weights, shared, shares)`: the rows of tokens that `all_reduce_norm` makes of `Experts`, for
-    sums that another kernel makes.
+    """Kernel `(out, x, row_index, expert_weights, shared, shares)`: the token rows that `all_reduce_norm` would sum
+    from `Experts`, as input of another sum.
 
     Args:
         dtype: of `out`, `shared` [tokens * hidden] and `x` [any, hidden]. hidden: elements of a row, a multiple of 16 bytes.
@@ -608,7 +607,7 @@ class AllReduceNorm(Collective):
 
     DTYPES = DTYPES
     LARGEST_ROW = 64 * 1024
-    # Bytes that one kernel takes in two shots; larger tensors take several.
+    # Most bytes of one kernel in two shots; larger tensors take several.
     LARGEST_CALL = 8 << 20
 
     def __init__(self, hidden: int, *, threads: int = 512, blocks: int = 64, group: "tsn.Group" = None) -> None:
@@ -621,7 +620,7 @@ class AllReduceNorm(Collective):
         self._warm: set[tuple[torch.dtype, str]] = set()
         self._all_reduce: AllReduce | None = None
         self._max_blocks = self.block_limit
-        # Rows up to which so many blocks share them.
+        # Most rows for each number of sharing blocks.
         self._spreads = [(self._max_blocks // s * self.n_pes, s) for s in SPREADS if self.n_pes % s == 0]
         # Bytes up to which one shot is faster, measured on two and on four H100; a row at least.
         self._one_shot_bytes = max(self.LARGEST_ROW, (4 << 20) if self.n_pes == 2 else (5 << 20) // self.n_pes)
@@ -641,9 +640,9 @@ class AllReduceNorm(Collective):
         self._memory = self.allocate(specs)
         self._calls = self.counters(self._max_blocks)
         with torch.inference_mode(False):
-            # Stands for what a call has not.
+            # Placeholder for missing arguments.
             self._nothing = torch.zeros(hidden, dtype=torch.float32, device=self.device)
-        # Whether a tensor is one of these rows, or of so many elements; with next to no Python.
+        # Checks of a tensor against these rows or this number of elements, in C++.
         self._are_rows, self._is_row = {}, {}
         for dtype in (*self.DTYPES, FP8_DTYPE):
             self._are_rows[dtype] = tensor_check((dtype,), self.device, (None, hidden), VECTOR_BYTES)
@@ -750,8 +749,8 @@ class AllReduceNorm(Collective):
 
         Args:
             dtype: one of `DTYPES`.
-            forms: for each form of a call, what shares a scale of its FP8 output ("tensor", "token" or "block"; "": none), and
-                choices of a token in its `ExpertRows` (0: none).
+            forms: for each form of a call, the granularity of its FP8 scales ("tensor", "token" or "block"; "": none),
+                and choices of a token in its `ExpertRows` (0: none).
         """
         self._check_alive()
         ways = (0,) if self.n_pes == 1 or self._all_reduce is not None else (1, 2)
@@ -767,11 +766,11 @@ class AllReduceNorm(Collective):
     def warm_up(self, dtype: torch.dtype, by: str = "") -> None:
         """Make the kernels for rows of a dtype, whatever their number: later calls may be captured into a CUDA graph.
 
-        Collective where it is the first one for the dtype and `by`; does nothing while a graph is captured.
+        Collective if it is the first for the dtype and `by`; does nothing while a graph is captured.
 
         Args:
             dtype: one of `DTYPES`.
-            by: "", or of FP8 output what shares a scale: "tensor", "token" or "block".
+            by: "", or the granularity of FP8 scales: "tensor", "token" or "block".
         """
         self._check_alive()
         on_gpu = self._world.device.type == "cuda"
@@ -821,7 +820,7 @@ class AllReduceNorm(Collective):
         return 2, self._memory["inbox2"].shape[3] // row * self.n_pes
 
     def _spread_of(self, rows: int) -> int:
-        """Of a call of two shots: as many blocks for a row of each part as can run at once."""
+        """Two shots: blocks per row of each part, as many as can run at once."""
         if self.spread:
             return self.spread
         for most, spread in self._spreads:
@@ -869,8 +868,8 @@ class AllReduceNorm(Collective):
 
     def _kernel(self, shots: int, spread: int, dtype: torch.dtype, top_k: int, scaled_by: str) -> Any:
         width = self.hidden * dtype.itemsize // VECTOR_BYTES
-        # As few vectors a thread as possible, and as few threads then; the same with and without shots, so that squares are
-        # added up in one order.
+        # As few vectors per thread as possible, then as few threads; the same with and without shots, so that squares
+        # are added up in one order.
         workers = -(-width // -(-width // (1024 - AGREEING)) // 32) * 32
         return all_reduce_norm(
             self.n_pes, dtype_name(dtype), self.hidden, self._capacity(shots, dtype), shots, workers + (AGREEING if shots else 0),
@@ -878,7 +877,7 @@ class AllReduceNorm(Collective):
         )  # fmt: skip
 
     def _capacity(self, shots: int, dtype: torch.dtype) -> int:
-        """Rows of a part that a call has at most."""
+        """Most rows of a part in a call."""
         return self._memory[f"inbox{shots}"].shape[3] // (self.hidden * dtype.itemsize) if shots else 0
 
     def _prepare(
@@ -932,7 +931,7 @@ class AllReduceNorm(Collective):
     def _are_plain(
         self, given: dict[str, torch.Tensor | None], weight: torch.Tensor, bias: torch.Tensor | None
     ) -> bool:
-        """Whether all tensors are matrices of one number of rows as they must be; False also where that is unknown."""
+        """Whether all tensors are matrices of one number of rows of the right dtype and device; False if unknown."""
         x = given["x"]
         if type(x) is not torch.Tensor or x.dim() != 2 or x.dtype not in self.DTYPES:
             return False
@@ -1004,7 +1003,8 @@ class AllReduceNorm(Collective):
         scale: torch.Tensor | None,
         ue8m0: bool,
     ) -> str:
-        """What shares a scale of `quantized`; "" without it. Raises TypeError or ValueError for scales that do not fit."""
+        """Granularity of the scales of `quantized`; "" without it. Raises TypeError or ValueError for scales that do
+        not fit."""
         if quantized is None:
             if scales is not None or scale is not None or ue8m0:
                 raise ValueError(f"{self.name}: scales are given, but no quantized tensor that they are of")
@@ -1082,7 +1082,7 @@ class AllReduceNorm(Collective):
 
 
 def scales_like(x: torch.Tensor, rows: int, hidden: int, by: str, layout: str) -> torch.Tensor:
-    """Of `AllReduceNorm.new_scales`, where `x` is."""
+    """`AllReduceNorm.new_scales` on the device of `x`."""
     blocks, packed = hidden // GROUP, by == UE8M0_PACKED
     columns = 1 if by == PER_TOKEN else -(-blocks // 4) if packed else blocks
     strides = scale_strides(rows, columns, layout)
@@ -1091,7 +1091,7 @@ def scales_like(x: torch.Tensor, rows: int, hidden: int, by: str, layout: str) -
 
 
 def scale_strides(rows: int, columns: int, layout: str) -> tuple[int, int]:
-    """Of `AllReduceNorm.new_scales`. Raises ValueError for another layout."""
+    """Shape and strides for `AllReduceNorm.new_scales`. Raises ValueError for another layout."""
     if layout not in ("row", "column", "tma"):
         raise ValueError(f"AllReduceNorm: layout is {layout!r}; it must be row, column or tma")
     if layout == "row":

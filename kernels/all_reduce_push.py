@@ -1,11 +1,11 @@
 """All-reduce of floats whose data are their own flags, in one step or two: see `N.put_vector`.
 
-One shot: every PE sends all of its vectors to every PE, and each adds up what it gets. Two shots: PE p gets part p of the
-tensor from all, adds it up and sends the sums to all: more latency, fewer bytes. A thread has a few vectors of each part, and
-waits for nobody but the same thread of other PEs.
+One shot: every PE sends all of its vectors to every PE, and each PE adds up the vectors that it gets. Two shots: PE p
+gets part p of the tensor from all, adds it up and sends the sums to all: more latency, fewer bytes. A thread has a few
+vectors of each part, and waits only for the same thread of other PEs.
 
-A call copies nothing, so that tensors may lie anywhere. Calls take two halves of the memory in turn: a PE that sends in
-call i + 2 has what all others sent in call i + 1, so their call i was over, and its memory empty again.
+Tensors may lie anywhere, without copies. Calls alternate between two halves of the memory: a PE that sends in call i +
+2 has all data of call i + 1, so every PE has finished call i and emptied its half.
 """
 
 import functools
@@ -33,7 +33,7 @@ from .collective import (
 from .launches import FLAT, Launch
 from .sums import VECTOR_BYTES, accumulator, store_elements, vector_of
 
-# What `N.put_vector` sends.
+# The unit of `N.put_vector`.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -68,14 +68,14 @@ def add_rows(total, u, rows, first, n_pes, dtype):
         total[u, v] = T.cast(sums[v], dtype)
 
 
-# Threads of a block that agree on the call, beside those that move data: polls of one would delay the other.
+# Threads of a block that agree on the call. Other threads move data: polls would delay them.
 AGREEING = 32
 
 
 @tsn.macro
 def meet_blocks(agrees, tags, half, block, call: T.Ref, tag, status, thread, me, n_pes, dtype):
-    """Meet the blocks of this number of all PEs: agrees[p] = whether PE p makes the call that this PE makes. By AGREEING
-    threads.
+    """Meet the blocks with this index of all PEs: agrees[p] = whether PE p makes the call that this PE makes. By
+    AGREEING threads.
 
     Args:
         agrees: shared int32 [n_pes]. tags: symmetric [2, n_pes, blocks, vector], zero before the first call.
@@ -105,12 +105,12 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
     Args:
         n_pes: number of PEs, all of them mapped.
         dtype: of `out` and `x` [count]: float32, float16 or bfloat16. Sums are made as in `reduce_scatter`.
-        capacity: vectors of 16 bytes of a part that a call has at most, of max_blocks * batch * (threads - AGREEING).
+        capacity: most 16-byte vectors of a part in a call, up to max_blocks * batch * (threads - AGREEING).
         shots: 1 or 2; with 2 the tensor has n_pes parts, else one.
         aligned: `out` and `x` begin and end at multiples of 16 bytes.
         batch: vectors of each part that a thread moves.
-        threads, max_blocks: launch geometry; as many blocks run as there is work for, all of them at once.
-        dependent: launched while the kernel before on the stream ends, and lets the next one be launched so.
+        threads, max_blocks: launch geometry; as many blocks as have work, all of them at once.
+        dependent: programmatic dependent launch, of this kernel and of the next one.
 
     `inbox` [2, shots, n_pes, capacity, 16 bytes of dtype] and `tags` [2, n_pes, max_blocks, 16 bytes of dtype] are symmetric,
     `calls` (uint64 [max_blocks]) is any device memory; all are zero before the first call and not reset afterwards. `tag`
@@ -134,7 +134,7 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
     ):
         with T.Kernel(T.ceildiv(count, T.int64(parts * workers * batch * vector)), threads=threads) as block:
             if dependent:
-                # Before all else: what is read was written by kernels before, and call i is to be over when call i + 1 begins.
+                # First of all: earlier kernels wrote the inputs, and call i must be over when call i + 1 begins.
                 T.pdl_sync()
                 T.pdl_trigger()
             me = N.my_pe()
@@ -202,25 +202,25 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
 
 # Threads of a block that move data.
 WORKERS = 256
-# Vectors of each part that a thread of a large call moves: by number of PEs, what registers hold.
+# Vectors of each part per thread of a large call, by number of PEs: as many as registers hold.
 LARGE_BATCH = {2: 4, 3: 2, 4: 2}
 
 
 def _geometry(op) -> tuple[int, int, int]:
-    """Threads and blocks of a call at most, and vectors of a part that a thread moves at most. Two blocks fit on an SM."""
+    """Most threads and blocks of a call, and vectors of a part per thread. Two blocks fit on an SM."""
     if op.device.type == "cuda":
         return WORKERS + AGREEING, 2 * op.block_limit, LARGE_BATCH.get(op.n_pes, 1)
     return max(op.threads, 2 * AGREEING), op.block_limit, 2
 
 
 def _vectors(op) -> int:
-    """Of a part that a call has at most."""
+    """Most vectors of a part in a call."""
     threads, blocks, batch = _geometry(op)
     return (threads - AGREEING) * blocks * batch
 
 
 def _one_shot_bytes(op) -> int:
-    """Up to which one shot is faster than two; measured on two and on four H100."""
+    """Bytes up to which one shot is faster than two; measured on two and on four H100."""
     most = (1 << 20) // (1 if op.n_pes == 2 else op.n_pes if op.n_pes <= 4 else 2 * op.n_pes)
     return min(most, _vectors(op) * VECTOR_BYTES) // VECTOR_BYTES * VECTOR_BYTES
 
@@ -272,7 +272,7 @@ ONE_SHOT = _row("one_shot", 1, _one_shot_bytes, _one_shot_bytes)
 
 
 def _two_shot_bytes(op) -> int:
-    """Bytes of the largest tensor of one launch. A larger one goes in pieces, which are slower than `two_shot`."""
+    """Bytes of the largest tensor of one launch. A larger tensor goes in pieces, which are slower than `two_shot`."""
     return min(2 * op.staging_bytes, _vectors(op) * VECTOR_BYTES * op.n_pes)
 
 

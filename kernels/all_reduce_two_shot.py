@@ -1,13 +1,13 @@
 """All-reduce in two steps of one kernel: every PE adds up its part of the tensor and puts the sums to all PEs.
 
-Blocks b of all PEs work on the same slices of all parts, and wait only for each other: a block begins when its likes
-hold their slices ready, and ends when they have put theirs here. So no barrier of the grid is needed, and a part that
-is done early leaves early.
+Blocks b of all PEs work on the same slices of all parts. Block b begins once every PE's block b has published its
+slices, and ends once their sums have arrived here: no grid barrier is needed, and a part that is done early leaves
+early.
 
-Where only the input is symmetric and may be overwritten, sums stay with the PE that made them, and all others read them from
-there: then a block ends when its likes have read what it holds. With a symmetric `out` very large tensors are summed so, too,
-and any by "two_shot_pull". Of two
-PEs each adds up the whole tensor for itself: as many bytes cross the link, and one exchange is spared.
+If only the input is symmetric and may be overwritten, sums stay with the PE that made them and all others read them
+there; block b ends once every PE's block b has read its sums. Very large tensors with a symmetric `out` are summed this
+way too, and any tensor by "two_shot_pull". With two PEs each adds up the whole tensor: the same bytes on the link, one
+exchange fewer.
 """
 
 import functools
@@ -41,8 +41,8 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
         dtype: of `out` and `x` [count]. Sums are made as in `reduce_scatter`.
         staged: `source` and `target` are symmetric memory of their own, and the kernel copies `x` and `out`; otherwise
             they are the same memory as `x` and `out`, at the same place on all PEs.
-        pulled: `x` is symmetric, at the same place on all PEs, and may be overwritten; `out` is memory of this PE's own, `target`
-            and `source` are `x`. Not together with `staged`.
+        pulled: `x` is symmetric, at the same place on all PEs, and may be overwritten; `out` is ordinary memory,
+            `target` and `source` are `x`. Not together with `staged`.
         aligned: `out` and `x` begin and end at multiples of 16 bytes. Must be so unless `staged` or `pulled`; when `pulled`,
             `x` begins and ends there all the same.
         threads, blocks: launch geometry; all blocks must be able to run at once.
@@ -135,7 +135,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
                             thread, threads, count, dtype, aligned,
                         )  # fmt: skip
                 if pulled or gathered:
-                    # All have read what is here before work behind this kernel may write it.
+                    # All PEs have read this memory before later work may overwrite it.
                     T.sync_threads()
                     if thread < n_pes and thread != me:
                         N.signal(done[me, block], call, thread)
@@ -154,7 +154,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
     return main
 
 
-# Bytes from which sums are read where they were made, of more than two PEs. Four H100s: 64 MiB 320.2 us, 324.6 when they are put.
+# Most PEs > 2 read sums in place from this many bytes on. Four H100s: 64 MiB 320.2 us, 324.6 when they are put.
 PULL_FROM = 64 << 20
 
 

@@ -27,18 +27,17 @@ from .launches import VECTORS, Form, Launch
 # ---------------------------------------------------------------------------------------------------------------------
 # All-to-all by push with uneven splits.
 #
-# The message with which a call begins holds, besides that the output may be overwritten, where in it the peer's rows belong
-# and how many are expected. So no PE needs more than the arguments of torch.distributed.all_to_all_single, and PEs that
-# disagree find out before any row moves. Its last word is the call's (`collective.call_word`): a PE that makes another call at
-# this point has not written it, or has written another one.
+# The first message of a call says that the output may be overwritten, the place of the peer's rows in it, and the
+# number of rows expected. So PEs need only the arguments of torch.distributed.all_to_all_single, and find a
+# disagreement before any row moves. The last word is the call's (`collective.call_word`): a PE that makes another call
+# at this point has not written it, or has written another one.
 
 
-# Words of the message between two PEs: where in the heap its sender wants the receiver's rows (in bytes), how many rows it
-# expects there, how many it will send itself, and the call's word. A PE whose own splits do not add up
-# sends REFUSED instead of numbers.
+# Words of the message between two PEs: heap offset of the receiver's rows (in bytes), rows expected, rows to be sent,
+# and the call's word. A PE whose own splits do not add up sends REFUSED instead of numbers.
 PLACE, EXPECTED, SENDING, ANNOUNCED, WORDS = range(5)
 REFUSED = -1
-# What `differences[p]` holds: nothing wrong, or one of these with the rows here and the rows that PE p named.
+# Codes in `differences[p]`, with the rows here and the rows that PE p named.
 OWN_SPLITS, SEND_DIFFERS, RECEIVE_DIFFERS = 1, 2, 3
 
 
@@ -93,7 +92,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
             begun = call_word(call, tag)
             parity = T.cast(call % T.uint64(2), "int32")  # a fast peer writes into the other half already
             source = T.alloc_shared((n_pes,), "int64")  # where rows for each PE begin in `x`, in bytes
-            target = T.alloc_shared((n_pes,), "int64")  # and where they go
+            target = T.alloc_shared((n_pes,), "int64")  # and their offsets at the target
             size = T.alloc_shared((n_pes,), "int64")  # bytes
             coming = T.alloc_local((1,), "int64")  # bytes that come from PE `thread`
             coming[0] = 0
@@ -114,7 +113,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                     total[1] += receives[p]
                     least[0] = T.min(least[0], T.min(sends[p], receives[p]))
                 valid = least[0] == 0 and total[0] == in_rows and total[1] == out_rows
-                # One block signals the peers; work before this kernel on the stream is done with the output.
+                # One block signals the peers: earlier work on the stream no longer uses the output.
                 if block == 0:
                     outbox[thread, PLACE] = out_place + before[1] * row_bytes
                     outbox[thread, EXPECTED] = T.if_then_else(valid, receives[thread], T.int64(REFUSED))
@@ -130,7 +129,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                 may_receive = valid and same and inbox[parity, thread, SENDING] == receives[thread]
                 if block == 0:
                     if not same:
-                        # A PE that has gone on has said more in `ready` since, but not in this half of `inbox`.
+                        # A PE that runs ahead has overwritten its word in `ready`, but not this half of `inbox`.
                         theirs = T.if_then_else(announced >> T.uint64(TAG_BITS) == call, announced, word)
                         report_other_call(status, thread, call, tag, theirs)
                     if not valid:
@@ -153,7 +152,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                         heap[target[pe] + first], x[source[pe] + first], pe, count=T.min(share, size[pe] - first),
                         engine=engine, unroll=unroll, ring=ring,
                     )  # fmt: skip
-            # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
+            # One fence for all peers, a thread per peer: put_signal would wait for them one after the other.
             T.sync_threads()
             if thread < n_pes:
                 if slice_elements(size[thread], blocks, "uint8", least_bytes) * block < size[thread]:
@@ -323,7 +322,7 @@ class AllToAll(Exchange):
             self.check()
 
     def _splits(self, name: str, splits, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Splits as a tensor for the kernel. Raises TypeError or ValueError for what can be seen without waiting."""
+        """Splits as a tensor for the kernel. Raises TypeError or ValueError for faults visible without waiting."""
         if isinstance(splits, torch.Tensor):
             self._check(name, splits, torch.int64)
             if splits.shape != (self.n_pes,):
@@ -352,7 +351,7 @@ class AllToAll(Exchange):
         return splits
 
     def check(self) -> None:
-        """Wait for the calls so far and raise what they found wrong with arguments or splits. Not collective.
+        """Wait for the calls so far and raise errors of their arguments or splits. Not collective.
 
         In the simulator each call does this itself; on a GPU it would cost a synchronisation. Between two PEs that
         disagreed no rows were moved, and both raise.
@@ -362,7 +361,7 @@ class AllToAll(Exchange):
             RankMismatch: another PE made another call, or expected or announced another number of rows; names both.
         """
         differences = self._differences.tolist()
-        super().check()  # a call that was cut short is not one whose splits differ
+        super().check()  # an aborted call is no difference of splits
         self._differences.zero_()
         for pe, (reason, here, there) in enumerate(differences):
             if reason == OWN_SPLITS:

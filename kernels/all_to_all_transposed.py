@@ -3,8 +3,8 @@
 A message is a box of the input and a box of the output, so that no copy reorders anything before or after. Parts of the
 earlier axis may differ in length, and of the later one a call may move a chunk.
 
-Over mapped memory and of whole vectors of 16 bytes, parts move through registers, as in exchange.py, and other blocks copy what
-has arrived to a result outside of symmetric memory while the links carry the rest. A PE's peers may move the same call by puts.
+Over mapped memory, parts of whole 16-byte vectors move through registers, as in exchange.py, and other blocks copy
+arrived parts to an ordinary result while the links carry the rest. A PE's peers may use puts for the same call.
 """
 
 import functools
@@ -36,7 +36,7 @@ from .exchange import LANES, TILE_VECTORS, WORDS, await_room
 from .launches import VECTORS, Form, Launch
 from .sums import VECTOR_BYTES
 
-# Of the pieces of a call, in a signal: all of them, whatever their number.
+# A signal's value for all pieces of a call, whatever their number.
 ALL_PIECES = (1 << PIECE_BITS) - 1
 
 
@@ -96,7 +96,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
             moved = T.alloc_var("int64")
             moved = T.if_then_else(agreed != 0, batches, T.int64(0))
             for hop in T.serial(n_pes):
-                # Blocks begin with different PEs, so that what stays here holds up nothing that leaves.
+                # Blocks begin with different PEs, so that local copies do not delay sends.
                 pe = (me + hop + block) % n_pes
                 first_row = starts[me] if joins_rows else starts[pe]
                 rows = (starts[me + 1] if joins_rows else starts[pe + 1]) - first_row
@@ -104,7 +104,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
                 end = rows * (block + 1) // blocks
                 if first < end:
                     for batch in T.serial(moved):
-                        wide = batch * rows + first  # of the side whose rows are n_pes parts wide
+                        wide = batch * rows + first  # of the side with rows of n_pes parts
                         narrow = batch * starts[n_pes] + first_row + first
                         if joins_rows:
                             N.put_block(
@@ -148,7 +148,7 @@ def move_tile(tile, memory, loads, first, pitch, at, size, width, flat, unroll):
         i = at + u * LANES
         if i < size:
             if not flat:
-                if column >= width:  # seldom but for the first one: a division takes as long as twenty additions
+                if column >= width:  # rarely beyond the first: a division takes as long as twenty additions
                     rows = T.cast(T.cast(column, "uint32") // T.cast(width, "uint32"), "int32")
                     row += rows
                     column -= rows * width
@@ -167,7 +167,7 @@ def move_box(
     target, target_first, target_pitch, target_flat, source, source_first, source_pitch, source_flat, size, width, thread, step, unroll
 ):  # fmt: skip
     """Copy a box of `size` vectors, see `move_tile`; by some warps, as `exchange.stream`: loads do not wait for the stores
-    before them. `thread`: place of this thread among those of the warps. `step`: how many threads these are."""
+    before them. `thread`: index of this thread among the warps' threads. `step`: their number."""
     even, odd = T.alloc_local((unroll, WORDS), "int32"), T.alloc_local((unroll, WORDS), "int32")
     i = T.alloc_var("int32")
     i = thread // LANES * (LANES * unroll) + thread % LANES
@@ -188,11 +188,11 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
 
     Args:
         n_pes, joins_rows, threads, blocks: as there. unroll: see `exchange.stream`.
-        copies: `result`, any memory with the rows that `out` has on this PE, becomes what `out` would be, which is scratch:
-            as many blocks again copy what has arrived. All of them must be able to run at once.
+        copies: `result`, any memory with this PE's rows, gets the output, and `out` is scratch: an equal number of
+            further blocks copies arrived rows. All blocks must be able to run at once.
 
     `size`, `width` and `column` are vectors: of a row of the narrower tensor, of a PE's part of a row of the wider one, and from
-    its beginning to what moves. `pieces`, equal on all PEs: parts in which a block sends its rows, each with a signal.
+    its beginning to the moved columns. `pieces`, equal on all PEs: parts in which a block sends its rows, each with a signal.
     """
     out_vectors, x_vectors, result_vectors = (T.dynamic(f"{name}_vectors", "int64") for name in ("out", "x", "result"))
     warps = threads // LANES
@@ -223,8 +223,8 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
             agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
-            # Blocks that send, then those that copy what these have got. Those learn from these whether PEs agree: a peer may
-            # be through with the call, and have announced the next one, before they look.
+            # Sending blocks come first, then copying blocks, which learn from them whether PEs agree: a peer may have
+            # finished the call, and announced the next one, before the copying blocks look.
             sends = block < blocks
             share = block % blocks
             agreed = T.alloc_var("int32")
@@ -250,7 +250,7 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
             end = T.alloc_var("int64")
             for piece in T.serial(T.if_then_else(agreed != 0, pieces, 0)):
                 number = piece_number(call, T.if_then_else(piece + 1 < pieces, piece + 1, ALL_PIECES))
-                # A warp has one PE; where there are fewer warps than PEs, one after the other.
+                # One PE per warp, or several in turn if there are fewer warps than PEs.
                 for turn in T.serial(-(-n_pes // warps)):
                     groups = T.max(others, 1)
                     hop = warp % groups + turn * warps
@@ -258,7 +258,7 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
                     step = (warps - warp % groups + groups - 1) // groups * LANES
                     if hop < others:
                         pe = T.if_then_else(sends, me + hop + 1, me + n_pes - hop - 1) % n_pes
-                        # Whose rows these are: those of the PE that has fewer of them.
+                        # The PE whose rows these are, the one with fewer rows.
                         owner = T.if_then_else(sends if joins_rows else block >= blocks, me, pe)
                         rows = starts[owner + 1] - starts[owner]
                         begin = rows * share // blocks
@@ -306,14 +306,14 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
     return main
 
 
-# Bytes of a rank's result that a piece has, and pieces of a call at most: while one is copied, the next one is sent.
+# Bytes of a piece of a rank's result, and most pieces of a call: a piece is copied while the next one is sent.
 PIECE_BYTES, MOST_PIECES = 16 << 20, 8
-# As many push fastest when all PEs send at once; in the simulator, where times mean nothing, each one costs.
+# This many push fastest when all PEs send at once; in the simulator each block costs time.
 BLOCKS, SIMULATED_BLOCKS = 64, 16
 
 
 def checked_lengths(name: str, lengths: Sequence[int], n_pes: int) -> list[int]:
-    """Lengths of the parts of all PEs; TypeError or ValueError, in the name of the collective, for what is none."""
+    """Lengths of the parts of all PEs; TypeError or ValueError, with the collective's name, for invalid ones."""
     try:
         parts = [operator.index(length) for length in lengths]
     except TypeError:
@@ -432,7 +432,7 @@ class AllToAllTransposed(Collective):
 
     @staticmethod
     def _kind_of(result: torch.Tensor, out: torch.Tensor, x: torch.Tensor) -> Hashable:
-        """What the checks and the launch of a call depend on, of `result`."""
+        """The properties of `result` on which checks and launch depend."""
         if type(result) is not torch.Tensor or result.device != out.device or not result.is_contiguous():
             return False, id(result)
         first, end = result.data_ptr(), result.data_ptr() + result.nbytes
@@ -456,7 +456,7 @@ class AllToAllTransposed(Collective):
                 starts = self._starts[extents] = torch.tensor(starts_of, dtype=torch.int64, device=self.device)
         given_out, given_x = out, x
         if not joins_rows and len(set(parts)) > 1:
-            # Peers have more rows; an empty tensor has no address.
+            # Peers may have rows; an empty tensor has no address.
             out = self._heap[place : place + batches * max(parts) * middle * out_pitch]
         if not x.numel():
             x = self._heap[:x_pitch]

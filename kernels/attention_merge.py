@@ -2,10 +2,10 @@
 
 A rank's output of a head is a mean under the softmax of its own scores, so outputs are weighted by exp(lse): of rank p by
 w_p = exp(lse_p - max lse), divided by the sum of the weights (Rabe and Staats, arXiv:2112.05682; the split of FlashDecoding).
-Outputs and lse travel as vectors that are their own flags, see `N.put_vector`, in one trip: each PE sends the rows of a part
-of the heads to the PE that merges this part, or all rows to all. In two trips the merged parts go to all PEs.
+Outputs and lse travel as vectors that are their own flags, see `N.put_vector`, in one trip: each PE sends a part of the
+heads to the PE that merges it, or all rows to all. In two trips the merged parts go to all PEs.
 
-The memory is used as in all_reduce_push.py: calls take two halves of it in turn.
+Calls alternate between two halves of the memory, as in all_reduce_push.py.
 """
 
 import functools
@@ -35,9 +35,9 @@ from .collective import (
 from .launches import Launch
 from .sums import VECTOR_BYTES, vector_of
 
-# Threads of a block that exchange lse, beside those that move rows: polls of one would delay the other.
+# Threads of a block that exchange lse. Other threads move rows: polls would delay them.
 LSE_THREADS = 32
-# float32 words of the vector in which a lse travels: the lse, and the tag of the call, a whole number below 2**24.
+# float32 words of the vector that carries a lse: the lse, and the tag of the call, a whole number below 2**24.
 LSE, TAG, LSE_WORDS = 0, 1, 4
 
 
@@ -45,7 +45,7 @@ LSE, TAG, LSE_WORDS = 0, 1, 4
 def exchange_lses(
     lses, agrees, inbox, lse, half, first, rows, call: T.Ref, tag, status, lane, me, n_pes, heads, own, group
 ):
-    """lses[j, p] = what PE p has of row first + j of this PE's part; agrees[p] = whether it makes the call that this PE makes.
+    """lses[j, p] = PE p's lse of row first + j of this PE's part; agrees[p] = whether PE p makes the same call.
     By LSE_THREADS threads.
 
     Args:
@@ -82,7 +82,7 @@ def exchange_lses(
 
 @tsn.macro
 def load_lses(lses, agrees, inbox, first, rows, at, lane, n_pes, group):
-    """As `exchange_lses`, where they have arrived: PE p's are the words behind vector `at` of inbox[0, 0, p]."""
+    """As `exchange_lses`, for arrived lses: PE p's are the words behind vector `at` of inbox[0, 0, p]."""
     for turn in T.serial(-(-group * n_pes // LSE_THREADS)):
         index = turn * LSE_THREADS + lane
         j = index // n_pes
@@ -103,7 +103,7 @@ def weigh(weights, merged: T.Ref, lses, j, n_pes, base_2):
     top = low
     for p in T.unroll(n_pes):
         weights[p] = lses[j, p]
-        # No keys: kernels of attention say -inf, +inf or NaN, of which the comparison is false.
+        # No keys: attention kernels write -inf, +inf or NaN, for which the comparison is false.
         weights[p] = T.if_then_else(weights[p] < T.infinity("float32"), weights[p], low)
         top = T.max(top, weights[p])
     merged = top
@@ -238,7 +238,7 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
                         weigh(weights, row_lse, lses, i // width, n_pes, base_2)
                         T.clear(sums)
                         for p in T.unroll(n_pes):
-                            # The rows of an empty part are not looked at: they may hold anything.
+                            # Skip the rows of an empty part: they may hold anything.
                             if weights[p] > T.float32(0):
                                 for v in T.unroll(vector):
                                     sums[v] += weights[p] * T.cast(got[u * n_pes + p, v], "float32")
@@ -342,7 +342,7 @@ class AttentionMerge(Collective):
         self._exchange: AllToAll | None = None
         specs: BufferSpecs
         if self.needs_symmetric_source:
-            # The rows and lse that go to a PE, or of all_heads to all PEs, and those that come from all.
+            # Rows and lse to a PE (all_heads: to all PEs), and from all.
             room = self._capacity + self._lse_capacity
             parts = 1 if all_heads else self.n_pes
             specs = {
@@ -454,7 +454,7 @@ class AttentionMerge(Collective):
             )
 
     def _shots_and_tokens(self, x: torch.Tensor) -> tuple[int, int]:
-        """Trips over the links, and entries of the batch that one kernel takes."""
+        """Trips over the links, and batch entries per kernel."""
         heads, vectors = x.shape[1], x.shape[2] * x.element_size() // VECTOR_BYTES
         shots = 0 if self.needs_symmetric_source else 1
         if self._all_heads and shots and x.nbytes > self._one_shot_bytes and heads % self.n_pes == 0:
@@ -495,7 +495,7 @@ class AttentionMerge(Collective):
         return launch
 
     def _exchanged(self, x: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The rows and lse of all PEs, in two views of the memory where they have arrived."""
+        """Two views of the memory with the arrived rows and lse of all PEs."""
         batch, heads, dim = x.shape
         parts = 1 if self._all_heads else self.n_pes
         rows = batch * heads // parts

@@ -1,6 +1,6 @@
-"""Broadcast in one kernel: the root deals parts of its tensor out to the others, which put them to one another.
+"""Broadcast in one kernel: the root scatters its tensor to the others, which put their parts to one another.
 
-So each link carries the tensor once, and the root no more than that. Blocks share each part; block b waits for the blocks
+So each link carries the tensor once, also the root's. Blocks share each part; block b waits for the blocks
 b of its peers alone.
 """
 
@@ -29,9 +29,9 @@ from .exchange import await_room
 # ---------------------------------------------------------------------------------------------------------------------
 # Broadcast over nodes of several PEs: each part of the tensor crosses the network once per node.
 #
-# The root deals a part to every PE of its node; that PE puts it to the PEs with its index in the other nodes, piece by piece,
-# and each PE that gets a piece so puts it to the PEs of its own node while the next one is in flight. Blocks share each part;
-# block b waits for the blocks b of its peers alone.
+# The root puts a part to every PE of its node. That PE puts it, piece by piece, to the PEs with its index in the other
+# nodes; these put a piece to the PEs of their own node while the next one is in flight. Blocks share each part; block b
+# waits for blocks b of its peers alone.
 
 
 @tsn.jit(name="node_broadcast")
@@ -42,7 +42,7 @@ def node_broadcast(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        node_size: PEs of a node, or a tuple of those of every node.
+        node_size: PEs of a node, or a tuple of every node's.
         chunk_bytes: bytes of a piece.
         dtype, threads, blocks, engine, unroll, ring, least_bytes: see `broadcast`.
 
@@ -72,7 +72,7 @@ def node_broadcast(
             first_here, here = me - index, of.size(node)
             home, parts = node == of.node_of(root), of.size(of.node_of(root))
             call = calls[block] + T.uint64(1)
-            # This PE passes on the part of its index, or several in turn, whose pieces reach it before those of any other part.
+            # This PE forwards the part of its index, or several in turn, whose pieces arrive before other parts'.
             part = slice_elements(count, parts, dtype, least_bytes)
             share = slice_elements(part, blocks, dtype, least_bytes)
             first = T.alloc_var("int64")
@@ -173,7 +173,7 @@ def broadcast(
             thread = T.get_thread_binding()
             me = N.my_pe()
             call = calls[block] + T.uint64(1)
-            # Part i is dealt to the i-th PE behind the root.
+            # Part i goes to the i-th PE behind the root.
             part = slice_elements(count, n_pes - 1, dtype, least_bytes)
             share = slice_elements(part, blocks, dtype, least_bytes)
             first = share * block

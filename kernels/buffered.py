@@ -1,10 +1,10 @@
 """Collectives of few bytes over the network in one hop: all-gather, all-to-all, reduce-scatter and all-reduce.
 
-Between nodes a word that the output may be overwritten, and the wait until the network has confirmed the data, take longer
-than few bytes do. So every PE puts its parts into an inbox that each peer keeps for it, from an outbox of its own, and waits
-for nothing before; a peer takes out what has come. Inbox and outbox exist twice, and calls alternate: a PE that sends in call
-i + 2 has had data of call i + 1 from all PEs, which had taken those of call i by then. So neither room nor confirmation is
-waited for, and `x` may be written again when the call is over. Between mapped PEs packets.py does the same without fences.
+Between nodes, announcing that the output may be overwritten and waiting for the network's confirmation take longer than
+sending few bytes. So every PE puts its parts from an outbox into its inbox at each peer without waiting; the peer
+copies them out. Inbox and outbox exist twice and calls alternate: a PE that sends in call i + 2 has received call i + 1
+from all PEs, which had read call i by then. No call waits for room or confirmation, and `x` may be overwritten after
+the call. Between mapped PEs packets.py does the same without fences.
 """
 
 import weakref
@@ -37,9 +37,9 @@ from .launches import Form, Launch
 from .packets import Packets
 from .sums import VECTOR_BYTES, accumulator, add_part
 
-# Bytes of all PEs' parts, and PEs, up to which a part goes to every PE by itself.
+# Limits of all PEs' bytes, and of PEs, for sending a part to every PE separately.
 MOST_BYTES, MOST_PES = 1 << 20, 8
-# Bytes of a part where nodes have several PEs, so that it could cross the network once per node instead.
+# Limit of a part's bytes if nodes have several PEs, where it could cross the network once per node instead.
 MOST_BYTES_PER_RANK = 32 * 1024
 UNROLL = 4  # vectors that a thread has in flight
 
@@ -49,7 +49,7 @@ def buffered(
     n_pes, capacity, dtype="uint8", vector=1, threads=512, blocks=16, split=False, sums=False, node_size=None,
     engine="auto", unroll=None, ring=None, least_bytes=MIN_BYTES,
 ):  # fmt: skip
-    """Kernel `(out, x, tag, status, calls, ready, arrived, inbox, outbox)`: `out` has what all PEs have for this one.
+    """Kernel `(out, x, tag, status, calls, ready, arrived, inbox, outbox)`: `out` gets all PEs' parts for this PE.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -206,32 +206,32 @@ def few_bytes(
     op: Collective, split: bool, most_bytes: int = MOST_BYTES, calls: torch.Tensor | None = None,
     ready: torch.Tensor | None = None, **options: Any,
 ) -> "Buffers | Packets":  # fmt: skip
-    """What carries the calls of few bytes of a collective: packets between mapped PEs, else `Buffers`, whose arguments these
-    are."""
+    """The transport of a collective's small calls: packets between mapped PEs, else `Buffers`, which documents the
+    arguments."""
     if op.needs_symmetric_source or op.n_pes == 1 or not most_bytes:
         return Buffers(op, split, most_bytes, calls, ready, **options)
     return Packets(op, split, most_bytes, calls, ready)
 
 
 class Buffers:
-    """Inbox, outbox and signals of a collective's calls through them.
+    """Inbox, outbox and signals of a collective's small calls.
 
     Args:
-        op: whose calls they are; owns the memory.
+        op: the collective, which owns the memory.
         split: the PEs' parts differ.
-        most_bytes: of a part that shall go through them; 0: none.
+        most_bytes: largest part; 0: none.
         calls, ready: counters and signals that the calls share with those of another kernel; default words of their own.
         options: of puts, see `put_block`.
 
     Attributes:
-        capacity: bytes of a part that they hold; 0: nothing goes through them.
+        capacity: bytes of a part; 0: unused.
     """
 
     def __init__(
         self, op: Collective, split: bool, most_bytes: int = MOST_BYTES, calls: torch.Tensor | None = None,
         ready: torch.Tensor | None = None, **options: Any,
     ):  # fmt: skip
-        # Not a reference: an object that is freed shall end without a collection of cycles.
+        # Not a reference: a freed object must not wait for the cycle collector.
         self._op: Collective = weakref.proxy(op)
         self._split, self.capacity = split, 0
         if not op.needs_symmetric_source or op.n_pes > MOST_PES or not most_bytes:
@@ -247,7 +247,7 @@ class Buffers:
         self._options = dict(threads=op.threads, blocks=op.blocks, least_bytes=op.min_slice_bytes, **options)
 
     def holds(self, nbytes: int) -> bool:
-        """Whether parts of so many bytes go through them."""
+        """Whether parts of this many bytes are sent this way."""
         return 0 < nbytes <= self.capacity
 
     def launch(self, out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[..., None]:
@@ -275,22 +275,22 @@ class Buffers:
 
 
 class Parted(Collective):
-    """Base of collectives of parts of every PE: few bytes of them travel by `few_bytes`, others through symmetric memory.
+    """Base of collectives with a part per PE: small parts travel by `few_bytes`, others through symmetric memory.
 
     Attributes:
-        one_launch_up_to: bytes of the larger tensor up to which one kernel copies between memory of a rank's own and symmetric
-            memory, too; beyond them torch does, on all SMs.
+        one_launch_up_to: bytes of the larger tensor up to which one kernel also copies between ordinary and symmetric
+            memory; beyond them torch copies, on all SMs.
     """
 
     one_launch_up_to = 64 << 20
     _buffers: Buffers | Packets
 
     def takes_any_memory(self, nbytes: int) -> bool:
-        """Whether parts of so many bytes travel between ordinary memory as between symmetric memory."""
+        """Whether parts of this many bytes travel between ordinary tensors as between symmetric ones."""
         return not self.needs_symmetric_source and self._buffers.holds(nbytes)
 
     def _key_through(self, out: torch.Tensor, x: torch.Tensor, through: torch.Tensor | None) -> Hashable:
-        """As `_key`, of a call through this memory."""
+        """As `_key`, for a call through this memory."""
         if through is None:
             return self._key(out, x)
         if type(through) is not torch.Tensor:
@@ -298,7 +298,7 @@ class Parted(Collective):
         return self._key(out, x, through.data_ptr(), through.shape, through.dtype, through.is_contiguous())
 
     def _check_through(self, through: torch.Tensor, name: str, like: torch.Tensor) -> None:
-        """Raise an error that names what is wrong with memory to go through, which stands in for `like`, called `name`."""
+        """Raise an error if `through` cannot replace the tensor `like`, called `name`."""
         self._check(name, like)
         self._check("through", through, like.dtype, symmetric=True)
         if through.shape != like.shape:

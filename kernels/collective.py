@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from tilescale_net.runtime.world import World
 
 
-# These kernels synchronise threads themselves: the compiler can neither see where warps part nor what peers write.
+# These kernels synchronise threads themselves: the compiler sees neither divergent warps nor peers' writes.
 EXPLICIT_SYNC = {
     "tl.disable_thread_storage_sync": True,
     "tl.disable_shared_memory_reuse": True,
-    "tl.disable_safe_memory_legalize": True,  # every index is checked where it enters; guards would cost registers
+    "tl.disable_safe_memory_legalize": True,  # callers check every index; guards would cost registers
 }
 
 # Products are rounded before they are added, as everywhere else, so that results can be compared bit by bit.
@@ -39,23 +39,22 @@ EXACT_SUMS = "-fmad=false"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How the blocks of a kernel share a run of elements.
+# Shares of a kernel's blocks in a run of elements.
 
 
-# Bytes below which a slice of its own does not pay for the signals that it needs; where PEs are on other nodes, for the
-# messages and copies of a proxy; and where a node has several PEs, too, whose blocks also pass data on within it, which
-# many do faster.
+# Smallest slice that pays for its signals; with PEs on other nodes, for the messages and copies of a proxy; and with
+# several PEs per node, whose blocks also forward data within it, faster if there are many.
 MIN_BYTES = 16 * 1024
 MIN_BYTES_OVER_NODES = 128 * 1024
 MIN_BYTES_WITH_GATEWAYS = 32 * 1024
-# Slices begin at multiples of this, so that they are as well aligned as the tensors themselves.
+# Slices begin at multiples of this, to keep the tensors' alignment.
 ALIGN_BYTES = 128
 
 
 def slice_elements(count, blocks: int, dtype: str, least_bytes: int = MIN_BYTES):
     """Elements of a slice, int64, when `blocks` blocks share `count` elements of `dtype`; called in a traced kernel.
-    `least_bytes`: of a slice, but for the last. Block b has [b * slice, min((b + 1) * slice, count)); blocks whose
-    slice begins at or beyond `count` have none."""
+    `least_bytes`: of all slices except the last. Block b has [b * slice, min((b + 1) * slice, count)), or nothing if
+    its slice begins at or beyond `count`."""
     element = max(1, tvm.DataType(dtype).bits * tvm.DataType(dtype).lanes // 8)
     align, least = max(1, ALIGN_BYTES // element), max(1, least_bytes // element)
     share = T.max(T.ceildiv(count, T.int64(blocks)), T.int64(least))
@@ -64,9 +63,9 @@ def slice_elements(count, blocks: int, dtype: str, least_bytes: int = MIN_BYTES)
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of consecutive PEs, which may differ in size, for whole numbers and for those of a kernel.
+    """Nodes of consecutive PEs, which may differ in size; methods take Python integers and kernel expressions.
 
-    Where each node has as many PEs, this is plain arithmetic; else a comparison for each node behind the first.
+    With equal nodes this is plain arithmetic; else a comparison for each node behind the first.
 
     Attributes:
         sizes: PEs of every node, in order.
@@ -89,7 +88,7 @@ class Nodes:
 
     @property
     def turns(self) -> int:
-        """PEs of another node that any PE serves at most, as their forwarder."""
+        """Most PEs of another node for which one PE forwards."""
         return -(-self.largest // min(self.sizes))
 
     @property
@@ -119,54 +118,54 @@ class Nodes:
         return self.sizes[0] + sum((b - a) * self._is_from(node, i + 1) for i, (a, b) in enumerate(steps) if a != b)
 
     def end(self, node: Any) -> Any:
-        """The PE behind the last of a node."""
+        """The first PE after a node."""
         return (node + 1) * self.largest if self.is_even else self.first(node) + self.size(node)
 
     def index_of(self, pe: Any) -> Any:
-        """A PE's index among those of its node."""
+        """A PE's index within its node."""
         return pe % self.largest if self.is_even else pe - self.first(self.node_of(pe))
 
     def forwarder(self, node: Any, index: Any) -> Any:
-        """The PE of a node that serves the PEs with this index in others: the one with the same, or where there is none, in
-        turn."""
+        """The PE of a node that serves the PEs with this index in others: the one with this index, or, if the node has
+        none, in turn."""
         return self.first(node) + (index if self.is_even else index % self.size(node))
 
     def is_last(self, pe: Any) -> Any:
-        """Whether no PE of the same node comes behind this one."""
+        """Whether this PE is the last of its node."""
         if self.is_even:
             return pe % self.largest == self.largest - 1
         return sum(self._is_from(pe, end - 1) - self._is_from(pe, end) for end in itertools.accumulate(self.sizes)) == 1
 
 
-# Bits of the number of a piece within a call; the upper ones have the call's.
+# Bits of a piece's number within a call; the upper bits hold the call number.
 PIECE_BITS = 20
 
 
 def piece_number(call, piece):
-    """Value of a signal when the first `piece` pieces of call `call` (uint64) are there; above all of earlier calls."""
+    """Value of a signal when the first `piece` pieces of call `call` (uint64) have arrived; above all values of earlier
+    calls."""
     return (call << T.uint64(PIECE_BITS)) + T.cast(piece, "uint64")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How a call begins: every rank sends every rank the number of the call and a tag.
+# Begin of a call: every rank sends every rank the call number and a tag.
 #
-# The number (uint64, from 1) lives in device memory, so that a call captured in a CUDA graph can be replayed. The tag
-# shares the word with it and stands for what must be equal on both ranks: ranks that differ find out before anything
-# moves.
+# The number (uint64, from 1) lives in device memory, so a captured call can be replayed. The tag shares its word and
+# encodes the arguments that must be equal on both ranks: ranks find a difference before any data move.
 
 
-# Bits of a tag, the lower ones of the word; a word of a later call is greater, with any tag.
+# Bits of a tag, the lower bits of the word; a later call has a greater word, with any tag.
 TAG_BITS = 24
-# The words of a status record: code (written last), rank, value, and one that makes 32 bytes of it.
+# The words of a status record: code (written last), rank, value, and padding to 32 bytes.
 STATUS_WORDS = 4
-# The code of the one fault that `compare` reports: another rank makes another call.
+# The code that `compare` reports: another rank makes another call.
 CALL_MISMATCH = 1
 
 
 @tsn.macro
 def report(status, code, rank, value):
-    """Write what is wrong with a call where the host sees it, the code last. `status`: int64 [STATUS_WORDS]. `code`:
-    int32, not 0. rank: whose fault it is. value: of the fault."""
+    """Write a fault where the host sees it, the code last. `status`: int64 [STATUS_WORDS]. `code`: int32, not 0. rank:
+    whose fault it is. value: of the fault."""
     status[1] = T.cast(rank, "int64")
     status[2] = T.cast(value, "int64")
     N.st(status[0], T.cast(code, "int64"), sem="release")
@@ -185,8 +184,8 @@ def announce(ready, index, call, tag, pe):
 
 @tsn.macro
 def report_other_call(status, rank, call, tag, word):
-    """Report that `rank`, whose call word is `word`, makes another call than this rank. A word of an earlier call does
-    not concern this one: the job was aborted during the wait for it."""
+    """Report that `rank`, whose call word is `word`, makes another call than this rank. A word of an earlier call is no
+    fault: the job was aborted during the wait for `rank`."""
     if word >= call_word(call, 0):
         theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
         known = T.if_then_else(word >> T.uint64(TAG_BITS) == call, theirs, T.int64((1 << TAG_BITS) - 1))
@@ -195,9 +194,9 @@ def report_other_call(status, rank, call, tag, word):
 
 @tsn.macro
 def compare(same: T.Ref, rank, call, tag, word, status, reports):
-    """same = whether `rank`, whose call word is `word`, makes the call that this rank makes. `same`: int32 variable.
-    `word`: at least that of call `call`; a rank with another call may be through with it and have begun the next one.
-    `reports`: whether this thread reports the one that does not."""
+    """same = whether `rank`, whose call word is `word`, makes the same call as this rank. `same`: int32 variable.
+    `word`: at least that of call `call`; a rank with another call may have finished it and begun the next one.
+    `reports`: whether this thread reports a difference."""
     same = T.cast(word == call_word(call, tag), "int32")
     if same == 0 and reports:
         report_other_call(status, rank, call, tag, word)
@@ -205,7 +204,7 @@ def compare(same: T.Ref, rank, call, tag, word, status, reports):
 
 @tsn.macro
 def check_tag_or_newer(same: T.Ref, rank, call, tag, word, status, reports):
-    """As `compare`, where nothing holds up a rank that has finished the call: a word of a later one shows it."""
+    """As `compare`, for kernels in which a rank that has finished may run ahead: a later word proves agreement."""
     same = T.cast(word == call_word(call, tag) or word >= call_word(call + T.uint64(1), 0), "int32")
     if same == 0 and reports:
         report_other_call(status, rank, call, tag, word)
@@ -213,9 +212,9 @@ def check_tag_or_newer(same: T.Ref, rank, call, tag, word, status, reports):
 
 @tsn.macro
 def agree_by_blocks(agrees, ready, block, call: T.Ref, tag, status, thread, me, n_pes, runs_ahead=False):
-    """Meet the blocks of this number of all PEs; agrees[p] = whether PE p makes the call that this PE makes. By a
-    block. `agrees`: shared int32 [n_pes]. ready: signals [n_pes, blocks]. `runs_ahead`: nothing holds up a PE that has
-    finished the call, so that its next one may show here already."""
+    """Meet the blocks with this index of all PEs; agrees[p] = whether PE p makes the same call as this PE. By a block.
+    `agrees`: shared int32 [n_pes]. ready: signals [n_pes, blocks]. `runs_ahead`: a PE that has finished the call may
+    already show its next one."""
     if thread < n_pes:
         same = T.alloc_var("int32")
         same = 1
@@ -240,8 +239,8 @@ def all_agree(agreed: T.Ref, agrees, n_pes):
 
 @tsn.macro
 def count_call(calls, block, call: T.Ref, used, thread, threads, max_blocks):
-    """calls[b] = call, for this block, and by block 0 also for blocks that later calls have and this one has not.
-    `calls`: uint64 [max_blocks]. `used`: int64, number of blocks that this call has work for."""
+    """calls[b] = call for this block; block 0 also sets the words of blocks that this call does not use. `calls`:
+    uint64 [max_blocks]. `used`: int64, number of blocks with work."""
     if thread == 0:
         calls[block] = call
     if block == 0:
@@ -252,10 +251,10 @@ def count_call(calls, block, call: T.Ref, used, thread, threads, max_blocks):
 
 
 class StatusRecord:
-    """A record in host memory that kernels write when they refuse a call; reading it does not wait for the GPU."""
+    """A record in host memory that kernels write when they reject a call; reading it does not wait for the GPU."""
 
     def __init__(self, world):
-        from tilescale_net import _native  # where it is missing, init says so
+        from tilescale_net import _native  # if it is missing, init raises
 
         nbytes = STATUS_WORDS * 8
         self._records = world.records
@@ -268,20 +267,20 @@ class StatusRecord:
         else:
             self.tensor = torch.frombuffer(raw, dtype=torch.int64)
         self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)
-        # Whether there is something to take; every call asks.
+        # Whether a fault is pending; every call asks.
         self.written: Callable[[], bool]
         self.written, self._watch = _native.launch.words()
         self._watch([self._address])
 
     def close(self) -> None:
-        """Give the record back: no kernel writes it any more."""
+        """Free the record: no kernel writes it any more."""
         self._words = (ctypes.c_int64 * STATUS_WORDS)()
         self._watch([])
         del self.tensor
         self._records.give_back(self._address)
 
     def take(self) -> tuple[int, int, int]:
-        """Code, rank and value, once; the code is 0 when nothing is wrong."""
+        """Code, rank and value, once; the code is 0 without a fault."""
         found = self._words[0], self._words[1], self._words[2]
         if found[0]:
             self._words[0] = 0
@@ -289,10 +288,10 @@ class StatusRecord:
 
 
 class Agreement:
-    """The arguments on which ranks have agreed, each with a number that stands for it in the tag of a call. `name`: of
+    """Agreed arguments of calls, each with the number that encodes it in the tag. `name`: of
     the collective, shown in errors. `world`: its ranks."""
 
-    # Of these tags each stands for a call's arguments; after so many they are given again.
+    # Tags that encode arguments; after this many they are reused.
     _TAGS = (1 << TAG_BITS) - 1
 
     def __init__(self, name: str, world):
@@ -303,7 +302,7 @@ class Agreement:
 
     @property
     def status(self) -> torch.Tensor:
-        """The record that kernels report to, int64 [STATUS_WORDS]; made when it is needed."""
+        """The record that kernels report to, int64 [STATUS_WORDS]; made on first use."""
         if self._record is None:
             with torch.inference_mode(False):
                 self._record = StatusRecord(self._world)
@@ -324,17 +323,17 @@ class Agreement:
         return number
 
     def has_reported(self) -> bool:
-        """Whether kernels have found something that `error` has not taken yet."""
+        """Whether kernels have reported a fault that `error` has not taken yet."""
         return self._record is not None and self._record.written()
 
     def close(self) -> None:
-        """Give the record back: no kernel writes it any more."""
+        """Free the record: no kernel writes it any more."""
         record, self._record = self._record, None
         if record is not None:
             record.close()
 
     def error(self) -> tsn.RankMismatch | None:
-        """What kernels found since the last look; does not wait for them."""
+        """The error that kernels reported since the last call; does not wait for them."""
         if self._record is None:
             return None
         code, rank, value = self._record.take()
@@ -384,7 +383,7 @@ def check_chunk(name: str, chunk_bytes: int) -> None:
 def wait_until_resident():
     """Kernel `(calls, begun, growth, begins)`: ends when `begun[0]` has grown by `begins` in this call.
 
-    What follows on the stream then leaves the SMs to the blocks that have begun.
+    Later kernels on the stream then leave the SMs to the blocks that have begun.
 
     Args of the kernel:
         calls: int64 [1], the number of this call. begun: uint64 [1], symmetric; grows by `growth` in every call.
@@ -402,7 +401,7 @@ def wait_until_resident():
 
 
 class _Constructed(type):
-    """Gives back what an object has allocated whose construction fails."""
+    """Metaclass that frees an object's memory if its construction fails."""
 
     # Declared to return the instance, so that type checkers take the arguments from `__init__`.
     def __call__(cls: type[_Made], *args: Any, **named: Any) -> _Made:
@@ -411,7 +410,7 @@ class _Constructed(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The constructor's: `inspect` would show that of `__call__`."""
+        """The constructor's signature: `inspect` would show `__call__`'s."""
         signature = inspect.signature(inspect.getattr_static(cls, "__init__"))
         return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=signature.empty)
 
@@ -445,12 +444,12 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self.device = self._world.device
         # A PE of another node gets its data from the fabric, which reads symmetric memory only.
         self.needs_symmetric_source = 0 in self._world.peer_base
-        # Whether a PE of another node can pass on there what crosses the network once.
+        # Whether a PE of another node can forward data there that cross the network once.
         self.node_map = Nodes(self._world.topology.sizes)
         self.has_gateways = 1 < len(self.node_map.sizes) < self.n_pes
-        # PEs of a node, or of every node where these differ, as kernels take them.
+        # PEs of a node, or of every node if these differ, as kernels take them.
         self.node_size = self.node_map.largest if self.node_map.is_even else self.node_map.sizes
-        # Whose sum is rounded before it is added to others', by every algorithm; None: all PEs' sum is rounded once.
+        # PEs of a group whose sum every algorithm rounds before adding it to others; None: one rounding over all PEs.
         self.node_sum = self.node_size if self.has_gateways else None
         of_slices = MIN_BYTES_WITH_GATEWAYS if self.has_gateways else MIN_BYTES_OVER_NODES
         self.min_slice_bytes = of_slices if self.needs_symmetric_source else MIN_BYTES
@@ -466,7 +465,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._agreement = Agreement(name, self._world)
         self._order = StreamOrder(self.device)
         self._mapped: dict[tuple, tuple[bool, int, tuple]] = {}
-        # Up to its limit: beyond its size there are no tensors yet.
+        # Up to the heap's limit: beyond its size there are no tensors yet.
         self._heap_range = self._world.heap.base, self._world.heap.base + self._world.heap.limit
         self._launches: dict[Hashable, Callable[..., None]] = {}
         self._again: dict[Hashable, tuple[tuple, Callable[..., Any]]] = {}
@@ -484,7 +483,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._call_track.reported = self._agreement.has_reported  # the log does not hold this object
 
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, gives back what there is so far."""
+        """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, frees the tensors so far."""
         try:
             self._owned.append(tsn.zeros(shape, dtype, group=self._world))
         except tsn.HeapError:
@@ -493,7 +492,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         return self._owned[-1]
 
     def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
-        """All of it, zeroed, or HeapError before anything is allocated."""
+        """Allocate all of `specs`, zeroed, or raise HeapError before anything is allocated."""
         sizes, memory = sizes_of(specs), self._world.heap
         if not memory.make_room(sizes):
             raise tsn.HeapError(
@@ -503,9 +502,8 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         return {name: self._symmetric(*what) for name, what in specs.items()}
 
     def replace(self, old: dict[str, torch.Tensor], specs: BufferSpecs) -> dict[str, torch.Tensor]:
-        """Give back those of `old` that `specs` names, and allocate these in their place; collective.
-
-        HeapError, on all ranks alike, gives back all that this object has.
+        """Free the tensors of `old` that `specs` names, and allocate new ones; collective. HeapError, on all ranks
+        alike, frees all memory of this object.
         """
         for name in specs:
             if any(tensor is old[name] for tensor in self._owned):
@@ -518,12 +516,12 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             raise
 
     def tracked_by(self: _Object, calls: "Track") -> _Object:
-        """This object, whose calls are made by those of another one that notes them in `calls`."""
+        """This object, used within calls of another one, which are logged in `calls`."""
         self._call_track.outer = calls
         return self
 
     def ordered_by(self: _Object, order: StreamOrder) -> _Object:
-        """This object, whose calls run one after the other with all that follow `order`."""
+        """This object, with its calls in the common `order` of several objects."""
         self._order = order
         order.follow()
         return self
@@ -538,7 +536,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         return self._symmetric(shape, torch.uint64)
 
     def counters(self, *shape: int) -> torch.Tensor:
-        """Words of this rank alone, all zero."""
+        """Zeroed words of this rank alone."""
         with torch.inference_mode(False):
             self._counters.append(torch.zeros(shape, dtype=torch.uint64, device=self.device))
         return self._counters[-1]
@@ -550,7 +548,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._release()
 
     def _release(self) -> None:
-        """Give back all that this object has of its world. All ranks are here."""
+        """Free this object's resources in its world. All ranks are here."""
         owned, self._owned = self._owned, []
         for tensor in owned:
             tsn.free(tensor, group=self._world)
@@ -561,7 +559,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
 
     @property
     def world(self) -> "World":
-        """In which its kernels run."""
+        """The world in which its kernels run."""
         return self._world
 
     @property
@@ -581,11 +579,11 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             raise tsn.TileScaleError(f"{self.name}: used after free() or finalize()")
 
     def _begin(self) -> None:
-        """How every call begins: all ranks that the object was made with are there, and what is launched next comes after
-        the calls so far.
+        """First step of every call: check that all ranks of the object are alive, and order the next launches after
+        earlier calls.
 
         Raises:
-            TileScaleError: ranks are gone, or the object was freed. RankMismatch: an earlier call found it.
+            TileScaleError: ranks are gone, or the object was freed. RankMismatch: of an earlier call.
         """
         world = self._world
         if (
@@ -599,7 +597,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._order.follow()
 
     def _check_callable(self) -> None:
-        """Raise TileScaleError unless all ranks that the object was made with are there to be called."""
+        """Raise TileScaleError unless all ranks that the object was made with are still in the job."""
         self._check_alive()
         if self._members is not self._world.control.members:
             raise tsn.TileScaleError(
@@ -679,19 +677,19 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._world.check()
 
     def _raise_mismatch(self) -> None:
-        """Raise what kernels that have ended found."""
+        """Raise faults of finished kernels."""
         error = self._agreement.error()
         if error is not None:
             self._call_track.settle()
             raise error
 
     def _raise_mismatch_if_simulated(self) -> None:
-        """Where kernels have ended when their launch returns, a mismatch is known at once."""
+        """If a launch returns after its kernels (simulator), a mismatch is known at once."""
         if self.device.type == "cpu":
             self._raise_mismatch()
 
     def _launch_checked(self, launch: Callable[..., _Made], *arguments: Any) -> _Made:
-        """Launch a kernel; what it found wrong with the ranks' arguments explains a wait that did not end."""
+        """Launch a kernel; a mismatch that it reports explains a timed-out wait."""
         try:
             found = launch(*arguments)
         except tsn.TileScaleError:
@@ -703,7 +701,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
     # -- calls that are made again ----------------------------------------------------------------------------------
 
     def prepared(self, key: Hashable, make: Callable[[], Launch]) -> Callable[..., None]:
-        """The launch `make()` of a key, made when it is first asked for."""
+        """The launch `make()` of a key, made on first use."""
         found = self._launches.get(key)
         if found is None:
             with torch.inference_mode(False):
@@ -711,7 +709,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         return found
 
     def _key(self, a: Any, b: Any, *options: Hashable) -> Hashable:
-        """What the checks, the agreement and the launch of a call with these tensors depend on; None: it is to be looked at.
+        """Key of checks, agreement and launch of a call with these tensors; None: no fast path.
 
         Calls of one key do the same but for the tensors' addresses outside of the symmetric heap.
         """
@@ -731,7 +729,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         return a.shape, b.shape, kind, other, first & 15, second & 15, places, self._call_track.origin, *options
 
     def _made_again(self, key: Hashable, *tensors: torch.Tensor) -> bool:
-        """Make a call as an earlier one of this key; False where there was none that can be made so."""
+        """Repeat an earlier call of this key; False if there is none."""
         found = self._again.get(key) if key is not None else None
         if found is None:
             return False
@@ -741,16 +739,16 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         return True
 
     def _agree_on_places(self, describe: str, *arguments, places: list[int | None]) -> tuple[bool, int, tuple]:
-        """As `_agree`; whether kernels may use some tensors where they lie, in the memory of all PEs.
+        """As `_agree`; also whether kernels may use tensors in place, in the memory of all PEs.
 
         Args:
-            places: heap offsets of the tensors, None for what lies elsewhere. They may differ between ranks.
+            places: heap offsets of the tensors, None for tensors elsewhere. They may differ between ranks.
 
         Returns:
-            Whether no rank has None and all have the same; the tag of a call, which stands for the places too then; and
-            what calls that follow note.
+            Whether no rank has None and all have the same offsets; the tag of a call, which then covers the offsets;
+            and the text for the call log.
         """
-        # A rank that copies does so wherever its other tensors lie.
+        # If one tensor is copied, the offsets of the others do not matter.
         key = (self._call_track.origin, describe, *arguments, *([None] if None in places else places))
         known = self._mapped.get(key)
         if known is None:
@@ -781,13 +779,13 @@ class Collective(MadeByRanks, metaclass=_Constructed):
 
 
 def is_aligned(nbytes: int, *tensors: torch.Tensor) -> bool:
-    """Whether tensors begin and end at multiples of so many bytes."""
+    """Whether tensors begin and end at multiples of this many bytes."""
     return all((tensor.data_ptr() | tensor.nbytes) % nbytes == 0 for tensor in tensors)
 
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as tilelang calls it."""
+    """tilelang's name of the dtype."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -33,9 +33,9 @@ from .sums import VECTOR_BYTES, add_up, batch_of, vector_of
 
 @tsn.macro
 def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_pes, runs_ahead=False):
-    """Wait, by a thread for each PE, until all have begun the call; agrees[p] = whether PE p makes the same one, which
-    thread p has in `same` too. `runs_ahead`: a PE may be through with the call before all have looked, as the root of a
-    broadcast, which gets nothing."""
+    """Wait, one thread per PE, until all have begun the call; agrees[p], and `same` of thread p, = whether PE p makes
+    the same call. `runs_ahead`: a PE may finish the call before all have looked, as the root of a broadcast, which gets
+    nothing."""
     if thread < n_pes:
         word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
         if runs_ahead:
@@ -47,7 +47,7 @@ def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_p
 
 
 def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *, split, in_place=False):
-    """Traced kernel `(out, x, tag, status, calls, ready, arrived)`; afterwards `out[p]` is what PE p has put here.
+    """Traced kernel `(out, x, tag, status, calls, ready, arrived)`; afterwards `out[p]` is PE p's part for this PE.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -83,7 +83,7 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *
             share = slice_elements(count, blocks, dtype, least_bytes)
             first = share * block
             agrees = T.alloc_shared((n_pes,), "int32")
-            # Work before this kernel on the stream is done with `out`, so one block can signal it for all.
+            # Earlier work on the stream no longer uses `out`, so one block signals for all.
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
             if first < count:
@@ -96,7 +96,7 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *
                             out[me, first], x[pe, first] if split else x[first], pe, count=T.min(share, count - first),
                             engine=engine, unroll=unroll, ring=ring,
                         )  # fmt: skip
-                # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
+                # One fence for all peers, a thread per peer: put_signal would wait for them one after the other.
                 T.sync_threads()
                 if thread < n_pes:
                     if same != 0:
@@ -113,9 +113,9 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *
 # ---------------------------------------------------------------------------------------------------------------------
 # Copies of runs of vectors through registers, whose loads do not wait for the stores before them.
 #
-# Stores to a peer leave at the rate of the links, and loads that a thread issues behind them come late. So it loads the
-# next rows before it stores the loaded ones: while these leave, the next ones come. Each warp has one run, so that all
-# links are in use from beginning to end, and what stays on this PE holds up nothing that leaves.
+# Stores to a peer leave at the rate of the links, and loads behind them come late. So a thread loads the next rows
+# before it stores the loaded ones. Each warp has one run, so all links are in use from beginning to end, and local
+# copies do not delay sends.
 
 
 WORDS = VECTOR_BYTES // 4
@@ -144,8 +144,8 @@ def store_tile(target, at, limit, tile, unroll):
 @tsn.macro
 def stream(target, target_first, source, source_first, size, thread, step, unroll):
     """target[target_first + i] = source[source_first + i] for i in [0, size); by some warps. `target`, `source`: [rows,
-    WORDS] of int32. `size`: int64; equal for all threads of a warp. `thread`: place of this thread among those of the
-    warps. `step`: how many threads these are. `unroll`: vectors that a thread loads before it stores those before."""
+    WORDS] of int32. `size`: int64; equal for all threads of a warp. `thread`: index of this thread among the warps'
+    threads. `step`: their number. `unroll`: vectors that a thread loads before it stores earlier ones."""
     even, odd = T.alloc_local((unroll, WORDS), "int32"), T.alloc_local((unroll, WORDS), "int32")
     i = T.alloc_var("int64")
     i = thread // LANES * (LANES * unroll) + thread % LANES
@@ -160,18 +160,18 @@ def stream(target, target_first, source, source_first, size, thread, step, unrol
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All-gather, all-to-all with equal splits, and what adds up its parts, over mapped memory, through registers: every warp moves
-# rows of one PE's part.
-#
-# A PE's peers may do the same by puts (`exchange`): blocks share a part in the same way, and tell each other the same.
+# All-gather, all-to-all with equal splits, and sums of their parts, over mapped memory through registers: every warp
+# moves rows of one PE's part. A PE's peers may use puts for the same call (`exchange`): both share a part among blocks and
+# signal in the same way.
 
 
 def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False, staged=False, sums=None):
     """Traced kernel as `exchange`, for PEs that are all mapped. `n_pes`, `threads`, `blocks`, `split`: see `exchange`.
     `out` is [n_pes * count, 16 bytes as int32] and `x` [n_pes * count, 16 bytes] (`split`) or [count, 16 bytes].
     `unroll`: see `stream`. `in_place`: `x` is `out[my_pe]` already. `staged`: parts arrive in `through`, a last argument
-    like `out` and symmetric, and are copied to `out`, which is memory of this PE's own; not together with `in_place`. `sums`: a dtype; parts arrive in `through`, and `out`, [count,
-    16 bytes of this dtype], is their sum, made as in `reduce_scatter`; a last argument `parts` is `through` as such rows."""
+    like `out` and symmetric, and are copied to `out`, which is ordinary memory; not together with `in_place`. `sums`: a
+    dtype; parts arrive in `through`, and `out`, [count, 16 bytes of this dtype], is their sum, made as in
+    `reduce_scatter`; a last argument `parts` is `through` as such rows."""
     rows, x_rows, out_rows = (T.dynamic(name, "int64") for name in ("rows", "x_rows", "out_rows"))
     between = staged or sums is not None
     hops = n_pes - (in_place or staged)  # the last one is this PE itself
@@ -208,7 +208,7 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
                 await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
                 size = T.alloc_var("int64")
                 size = T.min(share, count - first)
-                # A warp has one PE; where there are fewer warps than PEs, one after the other.
+                # One PE per warp, or several in turn if there are fewer warps than PEs.
                 for turn in T.serial(-(-hops // warps)):
                     hop = thread // LANES % groups + turn * warps
                     pe = (me + hop + 1) % n_pes
@@ -222,7 +222,7 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
                         )  # fmt: skip
                 T.sync_threads()
                 if staged:
-                    # This PE's own part is copied while the others' are on their way.
+                    # Copy this PE's own part while the others' are in flight.
                     if thread < n_pes and same != 0:
                         N.signal(arrived[me, block], call, thread, fence=True)
                     mine = me * count + first
@@ -257,26 +257,26 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What all-gather and all-to-all with equal splits share on the host: how their parts move, chosen by size and place.
+# Host side of all-gather and all-to-all with equal splits: chooses by size and memory how parts move.
 
 
 ALGORITHMS = ("auto", "puts", "stores")
-# Bytes of a part from which stores are taken; they were faster than puts in all sizes measured. Four H100s: 16 KiB of all
-# ranks take 7.9 us by stores, 8 KiB 12.0 by puts.
+# Part size from which stores are used; they beat puts at all sizes measured. Four H100s: 16 KiB of all ranks take 7.9
+# us by stores, 8 KiB 12.0 by puts.
 STORES_FROM = 1024
-# As many push fastest when all PEs send at once; in the simulator, where times mean nothing, each one costs.
+# This many push fastest when all PEs send at once; in the simulator each block costs time.
 BLOCKS, SIMULATED_BLOCKS = 64, 16
-# Vectors that the registers of a block hold of a tile and of the one after.
+# Vectors of two consecutive tiles in the registers of a block.
 TILE_VECTORS = 4096
 
 
 class Exchange(Parted):
-    """Base of the two.
+    """Base of AllGather and AllToAll.
 
     Args:
         name, shown, group: see `Collective`.
         threads, blocks, engine, unroll, ring, stores_from, algorithm: see `AllGather`.
-        split, most_bytes: of parts that go through `few_bytes`.
+        split, most_bytes: see `few_bytes`.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Exchange(Parted):
         )
 
     def _noted(self, out: torch.Tensor, x: torch.Tensor, part: int) -> tuple[Any, ...]:
-        """What ranks agree on; checks `out`."""
+        """The description and values on which ranks agree; checks `out`."""
         self._check("out", out, symmetric=not self.takes_any_memory(part))
         if out.numel() and not self._heap_range[0] <= out.data_ptr() < self._heap_range[1]:
             return "x of shape {} and {}, out outside of the heap", x.shape, x.dtype
@@ -312,8 +312,8 @@ class Exchange(Parted):
     def _copied(
         self, call: Callable[..., torch.Tensor], out: torch.Tensor, x: torch.Tensor, through: torch.Tensor, part: int
     ) -> bool:
-        """Make a call through this memory, checked here, as `call` of this object and a copy; False where one kernel does both.
-        Ranks may differ in this: the others put into the same places."""
+        """Make a call through this memory, checked here, as `call` of this object and a copy; False if one kernel does
+        both. Ranks may differ in this: the others put into the same places."""
         self._check_through(through, "out", out)
         if self.takes_any_memory(part):
             call(out, x)
@@ -326,7 +326,7 @@ class Exchange(Parted):
         return True
 
     def _launch_of(self, kernel: Any, out: Form, x: Form, staged: bool = False) -> Launch:
-        """Of a kernel `(out, x, tag, status, calls, ready, arrived[, through])`, which takes the tensors in these forms."""
+        """Launch of a kernel `(out, x, tag, status, calls, ready, arrived[, through])` with tensors in these forms."""
         fixed = dict(status=self.status_record, calls=self._calls, ready=self._ready, arrived=self._arrived)
         forms, given = {"out": out, "x": x}, ("tag", "out", "x")
         if staged:
@@ -334,7 +334,7 @@ class Exchange(Parted):
         return Launch(kernel, fixed, given, self._world, forms=forms)
 
     def _by_vectors(self, x: torch.Tensor, out: torch.Tensor, part: int) -> bool:
-        """Whether parts of as many bytes go through registers, over mapped memory. Ranks may differ in this."""
+        """Whether parts of this many bytes go through registers, over mapped memory. Ranks may differ in this."""
         wanted = part >= self._stores_from if self._algorithm == "auto" else self._algorithm == "stores"
         return (
             wanted and not self.needs_symmetric_source and is_aligned(VECTOR_BYTES, x, out) and part % VECTOR_BYTES == 0

@@ -1,4 +1,4 @@
-"""Launches of kernels whose arguments are for the most part the same in every call."""
+"""Kernel launches with mostly constant arguments."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ VECTORS: Form = ((-1, 4), torch.int32)  # of 16 bytes
 
 
 class Launch:
-    """A kernel in a world, with those of its arguments that are the same in every call; a call gives the others.
+    """A kernel in a world with its constant arguments; a call gives the others.
 
-    So the order of a kernel's arguments stands in its signature alone.
+    Only the kernel's signature has the order of its arguments.
 
     Args:
-        fixed: arguments by name; what the kernel does not take is left out.
+        fixed: arguments by name; those that the kernel lacks are ignored.
         given: names of the others, in the order in which a call gives them.
-        words: of those, tensors that the kernel takes as int32 rows of this many words. columns: of those, tensors that it takes
-            as rows of this many elements. forms: of those, tensors that it takes in another shape, as `torch.Tensor.view`
-            has it, of their own dtype (None) or another one.
-        stand_ins: of those, what the kernel gets instead of None and of a tensor without elements.
-        turned: of those that have another shape, tensors of which the last two axes are exchanged first.
+        words: those that the kernel takes as int32 rows of this many words. columns: those that it takes as rows of
+            this many elements. forms: those that it takes in another shape, as for `torch.Tensor.view`, of their own
+            dtype (None) or another one.
+        stand_ins: placeholders for None and for empty tensors.
+        turned: those of `forms` whose last two axes are exchanged first.
 
     Raises:
         TypeError: the others are not exactly these.
@@ -50,7 +50,7 @@ class Launch:
         self._kernel, self._world, self._function = kernel, world, None
         self._values = {name: fixed[name] for name in names}
         values = list(self._values.values())
-        # One stays a torch tensor: the launch takes its stream from it where a call gives none.
+        # One stays a torch tensor: the launch takes its stream from it if a call gives none.
         kept = next((i for i, value in enumerate(values) if isinstance(value, torch.Tensor)), None)
         self._fixed = tuple(value if i == kept else constant(value) for i, value in enumerate(values))
         self._in_order = operator.itemgetter(*(places[name] for name in kernel.parameters))
@@ -82,9 +82,9 @@ class Launch:
         return value.view(shape)
 
     def quick(self) -> Callable[..., None]:
-        """The same with fewer steps between a call and the driver, where that can be; it holds this object, and not the
-        other way round."""
-        first = int(self._kernel.takes_context)  # in front of all others
+        """A faster form with fewer steps between a call and the driver, if available; it refers to this object, not the
+        reverse."""
+        first = int(self._kernel.takes_context)  # goes first
         places = {name: i for i, name in enumerate(self._kernel.parameters, first)}
         fixed = [(places[name], value) for name, value in self._values.items()]
         if first:

@@ -15,7 +15,7 @@ ALIGN = 128  # bytes that parts of blocks are multiples of, so that every block 
 
 def _transfer(copy, complete, capacity, threads, blocks, options, partition, chunk):
     """A kernel in which `blocks` blocks share one copy; `complete`: whether it ends with a quiet. Loops write the same
-    bytes to the same places and do not wait for each other: that is what is measured."""
+    bytes to the same places without waiting for each other, to measure the rate."""
     if partition not in PARTITIONS:
         raise ValueError(f"partition {partition!r} is not one of {', '.join(PARTITIONS)}")
     if chunk < ALIGN or chunk % ALIGN:
@@ -88,8 +88,7 @@ def _transfer(copy, complete, capacity, threads, blocks, options, partition, chu
             if thread == 0:
                 if complete:
                     N.quiet(pe)
-                # The last block to finish leaves the counters as it found them, for the next launch: after the tickets that
-                # all others have taken.
+                # The last block resets the counters for the next launch, when all others have taken their tickets.
                 if T.atomic_add(work[1], 1, memory_order="acq_rel", return_prev=True) == blocks - 1:
                     work[0] = 0
                     work[1] = 0
@@ -164,7 +163,7 @@ def ping_pong(capacity, threads=128, engine="auto", unroll=None, ring=None):
 
 @tsn.jit
 def meet():
-    """Kernel `()`: one block that waits for every PE's; lines ranks up on the device."""
+    """Kernel `()`: a barrier of all PEs by one block; aligns ranks on the device."""
 
     @T.prim_func
     def main(ctx: N.Context()):

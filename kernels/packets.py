@@ -1,9 +1,9 @@
 """Collectives of few bytes in one hop between mapped PEs: data travel in packets that carry their own flag.
 
 A packet is 16 aligned bytes, 8 of data and 8 of flag, and arrives as a whole (see "Messages of one packet" in
-docs/memory-model.md): no fence and no second message stand between data and flag. Packets come into memory of their own, so
-nobody waits until an output may be overwritten. Twice the bytes travel, and in an all-reduce every PE sends all of its own to
-every other; that is cheaper than another hop while there are few.
+docs/memory-model.md): no fence and no second message between data and flag. Packets arrive in their own memory, so
+nobody waits until an output may be overwritten. Twice the bytes travel, and in an all-reduce every PE sends everything
+to every other; for few bytes that is cheaper than another hop.
 """
 
 import functools
@@ -41,27 +41,27 @@ DATA_BYTES, PACKET_BYTES = 8, 16
 def packets(
     n_pes, dtype, capacity, aligned=True, threads=512, max_blocks=64, split=False, sums=True, in_place=False, announces=False
 ):  # fmt: skip
-    """Kernel `(out, x, tag, status, values, flags, calls, ready)`: `out` has what all PEs have for this one.
+    """Kernel `(out, x, tag, status, values, flags, calls, ready)`: `out` gets all PEs' parts for this PE.
 
     Args:
         n_pes: number of PEs, at most `threads`.
         dtype: of `out` and `x`; a part has at most capacity * 8 bytes.
         capacity: packets of a part, at most max_blocks * (threads // n_pes).
         aligned: `out` and `x` begin at multiples of 8 bytes, and a part is one. PEs may differ in it.
-        threads, max_blocks: launch geometry; as many blocks run as there is work for.
+        threads, max_blocks: launch geometry; as many blocks as have work.
         split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
         sums: `out` [count] is the sum of the parts of all PEs, made as in `reduce_scatter`, and may be `x`; else it is
             [n_pes, count], and `out[p]` is the part of PE p.
         in_place: `x` is `out[my_pe]` already.
         announces: PEs may give numbers of elements that differ, or make this call by another kernel of the same `calls` and
-            `ready` (symmetric uint64 [n_pes]): each tells the others its tag, and waits for packets of those alone that have
-            the same one. Else there is no `ready`, and such calls do not end.
+            `ready` (symmetric uint64 [n_pes]): each PE tells the others its tag, and waits only for packets of PEs with
+            the same tag. Else there is no `ready`, and such calls do not end.
 
     `values` and `flags` are views of one symmetric tensor of 16-byte packets: [2, n_pes, capacity, 16 bytes of dtype] and
     uint64 [2, n_pes, capacity, 2]. `calls` (uint64 [max_blocks]) counts calls in any device memory. All are zero before the
     first call and not reset afterwards. Calls take the two halves of the packets in turn: a PE that sends in call i + 2 has
-    seen packets of call i + 1 from all PEs, whose call i was over by then. Flags hold `tag` too, which stands for what must
-    be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
+    seen packets of call i + 1 from all PEs, whose call i was over by then. Flags also hold `tag`, which encodes the arguments
+    that must be equal on all PEs; if they differ, `out` is not written, and the difference is reported to `status` (int64
     [STATUS_WORDS]), see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
@@ -177,7 +177,7 @@ MOST_BLOCKS = 128
 
 
 def _packets(op, blocks: int) -> int:
-    """Of a part at most."""
+    """Most packets of a part."""
     return min(blocks * (op.threads // op.n_pes), UP_TO // op.n_pes // DATA_BYTES)
 
 
@@ -188,8 +188,8 @@ def _specs(op, blocks: int) -> BufferSpecs:
 def _prepared(
     op, memory: dict[str, torch.Tensor], out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, split: bool, sums: bool
 ) -> Callable[..., None]:
-    """The launch of a call `(tag, out, x)` with tensors like these. `memory`: "packets", "calls" and, where PEs announce their
-    calls, "ready"."""
+    """The launch of a call `(tag, out, x)` with tensors like these. `memory`: "packets", "calls" and, if PEs announce
+    their calls, "ready"."""
     part = x.nbytes // op.n_pes if split else x.nbytes
     aligned = part % DATA_BYTES == 0 and is_aligned(DATA_BYTES, out, x)
     in_place = not split and not sums and x.data_ptr() == out.data_ptr() + op.rank * part
@@ -215,20 +215,20 @@ class Packets:
     """Packets of a collective's calls between mapped PEs.
 
     Args:
-        op: whose calls they are; owns the memory.
+        op: the collective, which owns the memory.
         split: the PEs' parts differ.
-        most_bytes: of a part that shall go through them.
+        most_bytes: largest part.
         calls, ready: counters, one for each of its blocks, and signals that the calls share with those of another kernel;
             default words of their own.
 
     Attributes:
-        capacity: bytes of a part that they hold.
+        capacity: bytes of a part.
     """
 
     def __init__(
         self, op: Collective, split: bool, most_bytes: int, calls: torch.Tensor | None = None, ready: torch.Tensor | None = None
     ):  # fmt: skip
-        self._op: Collective = weakref.proxy(op)  # an object that is freed shall end without a collection of cycles
+        self._op: Collective = weakref.proxy(op)  # a freed object must not wait for the cycle collector
         blocks = _blocks(op) if calls is None else op.blocks
         self._split, self.capacity = split, min(most_bytes, _packets(op, blocks) * DATA_BYTES)
         specs = _specs(op, blocks) | ({} if ready is not None else {"ready": ((op.n_pes,), torch.uint64)})
@@ -236,7 +236,7 @@ class Packets:
         self._memory = op.allocate(specs) | given | ({} if ready is None else {"ready": ready})
 
     def holds(self, nbytes: int) -> bool:
-        """Whether parts of so many bytes go through them."""
+        """Whether parts of this many bytes go as packets."""
         return 0 < nbytes <= self.capacity
 
     def launch(self, out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[..., None]:

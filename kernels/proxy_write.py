@@ -1,4 +1,4 @@
-"""Writes that a CPU proxy makes for a GPU: blocking, with a quiet after each, or with one quiet at the end (NBI); and
+"""Puts through the CPU proxy: blocking, with a quiet after each, or with one quiet at the end (NBI); and
 signals behind them, ordered in three ways."""
 
 import tilelang.language as T
@@ -16,7 +16,7 @@ def write(capacity):
 
     Run-time arguments: `piece` is the number of bytes of one put, so that a write is ceil(count / piece) descriptors;
     `blocking` = 1 completes each write before the next begins, 0 completes all of them at the end. One thread does the
-    work: descriptors are all that it moves. How many network channels a put takes is the proxy's choice.
+    work, which is only descriptors. The proxy chooses the number of network channels of a put.
     """
 
     @T.prim_func
@@ -54,8 +54,8 @@ def signals(capacity):
         capacity: bytes of the symmetric uint8 tensors `dst` and `src`; `count` is at most that.
 
     Run-time arguments: the signal adds 1 to `counter` (one uint64, symmetric). `ordering` = 0: a put_signal, behind its own
-    data alone; 1: behind all puts to the PE before it, by a fence; 2: the same, by waiting until these puts are complete,
-    as a proxy does that drains its queue at a fence. All is complete when the kernel ends. One thread does the work.
+    data alone; 1: behind all puts to the PE before it, by a fence; 2: the same, by waiting for these puts, as a proxy
+    does that drains its queue at a fence. All is complete when the kernel ends. One thread does the work.
     """
 
     @T.prim_func

@@ -46,8 +46,8 @@ from .sums import VECTOR_BYTES, accumulator, add_part, add_up, batch_of, vector_
 # ---------------------------------------------------------------------------------------------------------------------
 # Reduce-scatter by pull: every PE reads its part of all PEs' input and adds up in registers.
 #
-# Nothing is stored on the way, so that the links are busy from the first load to the last. For that the peers' inputs must
-# be mapped, at the same place of all heaps; `reduce_scatter` below is the kernel for all others.
+# No intermediate stores: the links are busy from the first load to the last. The peers' inputs must be mapped, at the
+# same offset in all heaps; `reduce_scatter` below takes all others.
 
 
 @tsn.jit(name="reduce_scatter_pull", pass_configs=EXPLICIT_SYNC)
@@ -92,8 +92,7 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
             end = T.min(first + share, count)
             if first < end:
                 views = [N.remote(x, p) for p in range(n_pes)]
-                # Work before this kernel on the stream is done with `x`, so each block can signal it to the blocks of
-                # its number.
+                # Earlier work on the stream no longer uses `x`, so each block signals the blocks with its index.
                 agree_by_blocks(agrees, ready, block, call, tag, status, thread, me, n_pes)
                 agreed = T.alloc_var("int32")
                 all_agree(agreed, agrees, n_pes)
@@ -108,7 +107,7 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
                         if i + u * threads < last:
                             for v in T.vectorized(vector):
                                 out[i + u * threads, v] = result[u, v]
-                # All have read their parts of `x` before work behind this kernel may write it.
+                # All PEs have read their parts of `x` before later work may overwrite it.
                 T.sync_threads()
                 if thread < n_pes and thread != me:
                     N.signal(done[me, block], call, thread)
@@ -128,12 +127,12 @@ def reduce_scatter_through(n_pes, dtype, threads=512, blocks=64, unroll=UNROLL_O
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reduce-scatter over nodes of several PEs: what a node adds up crosses the network as one sum.
+# Reduce-scatter over nodes of several PEs: a node's sum crosses the network once.
 #
-# For each other node, a PE adds up what the PEs of its own node have for the PE with its index there, read over mapped
-# memory, and puts the sum to it, chunk by chunk through a few slots; that PE adds up the nodes' sums. A node's sum is made in
-# the order of its PEs, in float32 for narrow types, and rounded; the nodes' sums are added in the order of the nodes, and
-# rounded once more: results are equal bit by bit from run to run, in any order of arrival.
+# For each other node, a PE adds up its own node's parts for the PE with its index there, read over mapped memory, and
+# puts the sum to that PE, chunk by chunk through a few slots; that PE adds up the nodes' sums. A node's sum is made in
+# the order of its PEs, in float32 for narrow types, and rounded; the nodes' sums are added in the order of the nodes,
+# and rounded once more: results are equal bit by bit from run to run, in any order of arrival.
 
 
 @tsn.jit(name="node_reduce_scatter", pass_configs=EXPLICIT_SYNC)
@@ -146,7 +145,7 @@ def node_reduce_scatter(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        node_size: PEs of a node, or a tuple of those of every node.
+        node_size: PEs of a node, or a tuple of every node's.
         here: PEs of this PE's node; default `node_size`.
         dtype: of `out` [count, 16 bytes of dtype] and `x` [n_pes * count, 16 bytes], which is symmetric, at the same place on
             all PEs; part p begins at row p * count, and `out` may be this PE's own part.
@@ -272,7 +271,7 @@ def node_reduce_scatter(
                         if thread < nodes and thread != node:
                             way = node * turns + T.floordiv(index, of.size(thread))
                             N.signal(consumed[way, block], piece_number(call, step), of.forwarder(thread, index))
-                # All have read this PE's `x` before work behind this kernel may write it.
+                # All PEs have read this PE's `x` before later work may overwrite it.
                 T.sync_threads()
                 if thread < here and thread != index and agreed != 0:
                     N.signal(done[index, block], call, me - index + thread)
@@ -286,7 +285,7 @@ def node_reduce_scatter(
 
 ALGORITHMS = ("auto", "push", "pull")
 
-UNROLL = 4  # vectors that a thread adds up at a time, which keeps that many loads per PE in flight
+UNROLL = 4  # vectors that a thread adds up at a time, with as many loads per PE in flight
 
 
 @tsn.jit(name="reduce_scatter")
@@ -311,7 +310,7 @@ def reduce_scatter(
         n_pes: number of PEs, at most `threads`.
         dtype: of `out` [count, vector] and `x` [n_pes, count, vector]; count is taken from the tensors. Sums are made
             in float32 (see `accumulator`) in the order of the PEs and rounded once.
-        node_size: sums of so many PEs are rounded before they are added up, as in `node_reduce_scatter`; default all.
+        node_size: sums of this many PEs are rounded before they are added up, as in `node_reduce_scatter`; default all.
         vector: elements that one load moves; above 1, `x` and `out` must be aligned to as many.
         threads, blocks: launch geometry; all blocks must be able to run at once.
         slots: chunks between two PEs that may be in flight in each block, 2 or more.
@@ -406,7 +405,7 @@ def reduce_scatter(
                     start = first + (step - 1) * chunk
                     size = T.min(T.int64(chunk), end - start)
                     add_up(out, x, staging, me, block, (done + step - 1) % slots, start, size, thread)
-                # By now most of the chunk is where it belongs, so that the fence has little to wait for.
+                # By now most of the chunk has arrived, so the fence waits little.
                 T.sync_threads()
                 if thread < n_pes and thread != me:
                     if step < steps:
@@ -524,7 +523,7 @@ class ReduceScatter(Parted):
             self._check_apart("out", out, "x", x)
         if through is not None:
             return self._through(out, x, through, key)
-        # Where `out` lies may differ between ranks, and what they do may not.
+        # The place of `out` may differ between ranks; the algorithm may not.
         place = self.place_of_vectors(x) if out.nbytes % VECTOR_BYTES == 0 and self._can_pull else None
         mapped, tag, noted = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=[place])
         if self._algorithm == "pull" and not mapped:
@@ -552,12 +551,12 @@ class ReduceScatter(Parted):
         return out
 
     def _through(self, out: torch.Tensor, x: torch.Tensor, through: torch.Tensor, key: Hashable) -> torch.Tensor:
-        """A call whose `x` goes through other memory, unless it can travel from where it lies."""
+        """A call whose `x` goes through other memory unless it can travel in place."""
         self._check_through(through, "x", x)
         self._check_apart("through", through, "out", out)
         if self.takes_any_memory(out.nbytes):
             return self(out, x)
-        # The same on all ranks: what others do not do they wait for.
+        # The same on all ranks: a step that one rank skips would hang the others.
         stores = self._store_blocks and self._algorithm == "auto" and 0 < x.nbytes <= self.one_launch_up_to
         if not stores or out.nbytes % VECTOR_BYTES or not is_aligned(VECTOR_BYTES, through):
             return self(out, through.copy_(x))
@@ -610,7 +609,7 @@ class ReduceScatter(Parted):
             self.n_pes, dtype_name(out.dtype), vector, **self._options, least_bytes=self.min_slice_bytes,
             node_size=self.node_sum,
         )  # fmt: skip
-        # Over nodes, all ranks come here for the first time in the same call, and most never do.
+        # Over nodes, all ranks come here first in the same call, and most objects never do.
         staging = self._staging if self._staging is not None else self._allocate_staging()
         staging = staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)
         words = self._calls, self._chunks, self._ready, self._arrived, self._consumed
@@ -621,7 +620,7 @@ class ReduceScatter(Parted):
         )
 
     def _raise_mismatch(self) -> None:
-        """As in the base class, and again at every later call: ranks may have sent different numbers of chunks."""
+        """As in the base class, and again in every later call: ranks may have sent different numbers of chunks."""
         self._mismatch = self._agreement.error() or self._mismatch
         if self._mismatch is not None:
             self._call_track.settle()

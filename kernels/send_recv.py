@@ -1,8 +1,8 @@
 """Send and receive between two ranks: chunks go through a ring of slots at the receiver, which returns them one by one.
 
 Each block has its own ring for each pair of ranks and carries its share of the chunks. The word that announces a chunk
-also holds the message's size in bytes, so a receiver that expects another number detects that with the first chunk and
-still takes the whole message; the next message is not mistaken for its rest.
+also holds the message's size in bytes: a receiver that expects another size detects it with the first chunk, and still
+takes the whole message, so the next message is not mistaken for its rest.
 """
 
 import tilelang.language as T
@@ -15,11 +15,11 @@ from tilescale_net.runtime.profiling import named
 
 from .collective import Collective, StatusRecord, as_bytes, report
 
-# Of a word that announces a chunk: the lower bits hold the bytes of the message, the upper ones the chunk's number from 1
-# on, which begins anew at 0 after so many: words are compared as signed numbers.
+# A word that announces a chunk: the lower bits hold the message's bytes, the upper bits the chunk's number from 1 on,
+# which wraps to 0 after this many: words are compared as signed numbers.
 SIZE_BITS = 40
 NUMBERS = 1 << 22
-OTHER_SIZE = 1  # code of the report of a message that has other bytes than its receiver expects
+OTHER_SIZE = 1  # code of a message whose size differs from the receiver's
 
 
 @tsn.jit(name="send")
@@ -95,7 +95,7 @@ def recv(n_pes, chunk, slots=2, threads=512, blocks=8):
         n_pes, chunk, slots, threads, blocks: as in `send`.
 
     `out`, `nbytes`, `inbox`, `arrived`, `taken` as in `send`; `received` as its `sent`. A message of another size is
-    taken as well, as much of it as fits; `status` (see `collective.report`) gets code OTHER_SIZE, the rank and its size.
+    received as far as it fits; `status` (see `collective.report`) gets code OTHER_SIZE, the rank and its size.
     """
     capacity = T.dynamic("capacity", "int64")
 
@@ -123,7 +123,7 @@ def recv(n_pes, chunk, slots=2, threads=512, blocks=8):
                 number = first + turn[0]
                 slot = T.cast(number % slots, "int32")
                 announced = (number + 1) % NUMBERS
-                if number >= slots and announced < slots:  # the chunk before in this slot has one of the last numbers
+                if number >= slots and announced < slots:  # the previous chunk in this slot has one of the last numbers
                     word[0] = N.wait(arrived[pe, block, slot], "lt", T.int64(NUMBERS // 2 << SIZE_BITS))
                 else:
                     word[0] = N.wait(arrived[pe, block, slot], "ge", announced << T.int64(SIZE_BITS))
@@ -185,7 +185,7 @@ class SendRecv(Collective):
         self._outbox = self._memory.get("outbox", empty)
         self._sent, self._received = self.counters(*slots[:2]), self.counters(*slots[:2])
         self._expected: dict = {}
-        # Messages to a rank, and those from a rank, have a state of their own each.
+        # Separate states for messages to a rank and from it.
         self._orders = {(name, pe): StreamOrder(self.device) for name in ("x", "out") for pe in range(self.n_pes)}
 
     def _release(self) -> None:

@@ -1,4 +1,4 @@
-"""Sums of what all PEs hold at the same place of their memory, read over mapped memory; in the order of the PEs.
+"""Sums over all PEs of values at the same place of their mapped memory, in the order of the PEs.
 
 Values go from the peers' memory straight into registers. A pull is bound by the bytes in flight, so a thread loads
 several vectors from all PEs before it adds up the first.
@@ -24,7 +24,7 @@ def vector_of(dtype: str) -> int:
 
 
 def batch_of(n_pes: int) -> int:
-    """Vectors of each PE that a thread has in flight at once: what 64 registers hold of all PEs together."""
+    """Vectors of each PE that a thread has in flight at once: as many as fit into 64 registers."""
     return max(1, 16 // n_pes)
 
 
@@ -32,7 +32,7 @@ def batch_of(n_pes: int) -> int:
 def add_up(result, views, dtype, first, end, threads, batch, stride=0):
     """result[u] = the sum of view[first + u * threads] over the views, in their order, rounded once; for vectors below
     `end`. `result`: local [batch, vector] of `dtype`. `views`: list of tensors [vectors, vector] of `dtype`. `stride`: rows
-    of a view in front of those of the next one."""
+    from a view's first to the next view's."""
     vector, total_dtype = vector_of(dtype), accumulator(dtype)
     part = T.alloc_local((len(views), batch, vector), dtype)
     totals = T.alloc_local((batch, vector), total_dtype)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    """What an AllToAll is doing on this rank."""
+    """State of an AllToAll on this rank."""
 
     IDLE = "idle"
     DISPATCHING = "dispatching"
@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[State]] = {
 
 
 class Machine:
-    """The state of one AllToAll, and the phases that are in flight. `pending`: what was sent and not yet received, by
+    """The state of one AllToAll and its phases in flight. `pending`: the phases sent and not yet received, by
     "dispatch" and "combine". `outdated`, `left_out`, `freed`: see docs/states.md."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Machine:
 
     @property
     def state(self) -> State:
-        """The state now; what ends more comes first."""
+        """The current state; the most final one wins."""
         if self.freed:
             return State.FREED
         if self.left_out:
@@ -84,9 +84,9 @@ class Machine:
         return State.DISPATCHING if "dispatch" in self.pending else State.COMBINING
 
     def check(self, call: str) -> None:
-        """Raise unless the table accepts `call` now. Raises TileScaleError: the object or this rank has left, or the
-        ranks of the job are others than the object's. ValueError: a phase is missing."""
-        # The usual case costs a look at four fields.
+        """Raise unless `call` is accepted in this state. TileScaleError: the object or this rank has left, or the ranks
+        of the job differ from the object's. ValueError: a phase is missing."""
+        # Fast path: four field reads.
         if not (self.pending or self.outdated or self.left_out or self.freed) and not call.endswith("_recv"):
             return
         state = self.state
@@ -117,14 +117,14 @@ class Machine:
         )
 
     def sent(self, kind: str, pending: Pending) -> Pending:
-        """Take note of a phase that is in flight from now on."""
+        """Record a phase as in flight."""
         self.pending[kind] = pending
         if kind == "dispatch":
             pending.handle.plan.__dict__["in_flight"] = True
         return pending
 
     def received(self, kind: str, pending: Pending) -> None:
-        """Take note that a phase is received. Raises ValueError for one that is not in flight."""
+        """Record a phase as received. Raises ValueError if the phase is not in flight."""
         if self.pending.get(kind) is not pending:
             raise self._error(f"{kind}_recv", State.IDLE)
         del self.pending[kind]
@@ -135,9 +135,9 @@ class Machine:
 _NO_TILES = {"dispatch": "the object was made without tile_rows", "combine": "combine_send got no tiles"}
 
 
-# Objects by what their keys begin with.
+# Objects by the first part of their keys.
 OBJECTS: weakref.WeakValueDictionary[str, AllToAll] = weakref.WeakValueDictionary()
-# Calls as the log has them, which ranks compare that wait for each other; a phase counts as the whole.
+# Texts of the call log, which waiting ranks compare; a phase is logged as its whole call.
 _LAYER = "{0.num_experts} experts, {0.max_tokens} tokens of a rank at most, hidden {0.hidden}, top_k {0.top_k}, {0.dtype}, {0.mode}"
 _DISPATCH, _DISPATCH_AGAIN = f"dispatch: {_LAYER}", f"dispatch with a handle: {_LAYER}"
 _COMBINES = {call: f"{call}: {_LAYER}" for call in ("combine", "combine_values", "combine with weights")}
@@ -258,7 +258,7 @@ class AllToAll(Collective):
             self.status = Status(self._world)
         OBJECTS[self.identity] = self
         if arena is not None:
-            # What a phase on one stream reads, another object's call on another would overwrite.
+            # Another object's call on another stream would overwrite the memory that a phase reads.
             self.ordered_by(arena.order)
         self._simulated = self.device.type == "cpu"
         self.proxied, self.nodes = 0 in world.peer_base, as_argument(world.topology.sizes)
@@ -273,8 +273,8 @@ class AllToAll(Collective):
             self.set_active(active)
 
     def _identity(self) -> str:
-        """This object as text that another process has for it too: its arguments and group, and a number where others that
-        are alive have the same."""
+        """A text that identifies this object in every process: its arguments and group, and a number if living objects
+        share these."""
         signature = inspect.signature(type(self))
         args, named = self._given
         given = signature.bind(*args, **named).arguments
@@ -289,7 +289,7 @@ class AllToAll(Collective):
         )
         return next(text for text in alike if text not in OBJECTS or not OBJECTS[text].alive)
 
-    # -- what the caller may ask ------------------------------------------------------------------------------------
+    # -- queries and memory -----------------------------------------------------------------------------------------
 
     heap_bytes, arena_bytes = staticmethod(heap_bytes), staticmethod(arena_bytes)
 
@@ -300,8 +300,8 @@ class AllToAll(Collective):
 
     @property
     def sums_over(self) -> NodeSizes:
-        """Into how many nodes combine divides the ranks, each of which sums for the others, or, where they differ in size, the
-        ranks of each; see `row_ops.sum_of_ranks`."""
+        """Number of nodes by which combine sums, or the ranks of each node if sizes differ; see
+        `row_ops.sum_of_ranks`."""
         return self._mode.sums_over
 
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -418,15 +418,15 @@ class AllToAll(Collective):
     def usual_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, totals: torch.Tensor | None = None
     ) -> Dispatched | None:
-        """`dispatch` of these alone, in as few steps as there can be; None, with nothing launched, for a call that `dispatch` has
-        to look at."""
+        """Fast path of `dispatch` for calls with these arguments alone; None, with nothing launched, if `dispatch` must
+        check the call."""
         self._begin("dispatch")
         return self._usual_dispatch(x, topk_idx, None, totals)
 
     def usual_dispatch_send(
         self, x: torch.Tensor, topk_idx: torch.Tensor, totals: torch.Tensor | None = None
     ) -> Pending | None:
-        """The same of `dispatch_send`."""
+        """Fast path of `dispatch_send`."""
         self._begin("dispatch_send")
         return self._usual_dispatch_send(x, topk_idx, None, totals)
 
@@ -447,7 +447,8 @@ class AllToAll(Collective):
         return self._machine.sent("dispatch", pending)
 
     def _usual_choices(self, x: Any, topk_idx: Any, topk_weights: Any, totals: Any) -> tuple[int, torch.Tensor | None]:
-        """The number of tokens and their weights, for a dispatch that is noted then; None for one that is to be looked at."""
+        """The number of tokens and their weights of a dispatch that the fast path takes and logs; None: `dispatch` must
+        check it."""
         tokens = -1 if self._machine.pending else self._checks.usual_dispatch(x, topk_idx, topk_weights, totals)
         if tokens < 0:
             return tokens, None
@@ -493,7 +494,8 @@ class AllToAll(Collective):
     # -- rejected calls ---------------------------------------------------------------------------------------------
 
     def _join_rejected_dispatch(self, error: ArgumentError, noted: str, handle: Handle | None) -> None:
-        """Take part in a dispatch whose arguments are wrong here, with stand-ins: the other ranks' calls end, and report it."""
+        """Take part, with placeholders, in a dispatch whose arguments are wrong here: the other ranks' calls end and
+        report the fault."""
         if handle is not None and not self._can_join(noted, handle):
             return
         c, tokens = self.config, 0 if handle is None else handle.tokens
@@ -507,7 +509,7 @@ class AllToAll(Collective):
         self._discard_fault()
 
     def _join_rejected_combine(self, error: ArgumentError, noted: str, handle: Handle, travels: bool) -> None:
-        """As `_join_rejected_dispatch`, of a combine; `travels`: weights are exchanged first."""
+        """As `_join_rejected_dispatch`, for a combine; `travels`: weights are exchanged first."""
         if not self._can_join(noted, handle):
             return
         c, device = self.config, self.device
@@ -519,8 +521,8 @@ class AllToAll(Collective):
         self._mode.combine(call)
 
     def _can_join(self, noted: str, handle: Handle) -> bool:
-        """Whether a rejected call can be launched. Only the handle tells which rows the others wait for; without it they learn
-        from the log of calls that this one differs."""
+        """Whether a rejected call can be launched: only the handle tells which rows the others wait for. Without it the
+        call log tells the other ranks that this call differs."""
         try:
             self._checks.handle(handle, self.membership)
         except ArgumentError:
@@ -600,14 +602,14 @@ class AllToAll(Collective):
     def usual_combine(
         self, y: torch.Tensor, handle: Handle, out: torch.Tensor | None, weights: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """As `usual_dispatch`, of `combine`."""
+        """Fast path of `combine`."""
         self._begin("combine")
         return self._usual_combine(y, handle, out, weights)
 
     def usual_combine_send(
         self, y: torch.Tensor, handle: Handle, out: torch.Tensor | None, weights: torch.Tensor | None
     ) -> Pending | None:
-        """As `usual_dispatch`, of `combine_send`."""
+        """Fast path of `combine_send`."""
         self._begin("combine_send")
         return self._usual_combine_send(y, handle, out, weights)
 
@@ -626,7 +628,7 @@ class AllToAll(Collective):
         return self._machine.sent("combine", self._mode.usual_combine_send(y, handle, sums, weights))
 
     def _usual_sums(self, y: Any, handle: Any, out: Any, weights: Any) -> torch.Tensor | None:
-        """Where the sums go, of a combine that is noted then; None for one that is to be looked at."""
+        """The output of a combine that the fast path takes and logs; None: `combine` must check it."""
         if self._machine.pending:
             return None
         sums = self._checks.usual_combine(y, handle, out, weights, self.membership)
@@ -691,7 +693,7 @@ class AllToAll(Collective):
     # -- the part that is the same for every mode --------------------------------------------------------------------
 
     def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
-        """All of it, zeroed where it is not rows of an arena, or HeapError before anything is allocated."""
+        """Allocate all buffers, zeroed except for rows in an arena; HeapError before anything is allocated."""
         if self._arena is None:
             return super().allocate(specs)
         shared, own = divide(specs)
@@ -700,7 +702,7 @@ class AllToAll(Collective):
 
     @property
     def all_blocks(self) -> int:
-        """As many blocks as run at once."""
+        """The number of blocks that run at once."""
         return self.block_limit if self.device.type == "cuda" else self.blocks
 
     def _release(self) -> None:
@@ -720,12 +722,12 @@ class AllToAll(Collective):
         return tuple(pending) if pending else ()
 
     def takes(self, kind: str) -> bool:
-        """Whether a "dispatch" or "combine" may be sent now: none is in flight, and the ranks are those of the job."""
+        """Whether a "dispatch" or "combine" may be sent now: none is in flight, and the job's ranks are unchanged."""
         return kind not in self._machine.pending and self._members is self._world.control.members
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is alive, nothing is in flight, and the ranks are those of the job."""
+        """Whether the object is alive and idle, with the ranks of the job."""
         return not self._machine.pending and self._members is self._world.control.members and bool(self._owned)
 
     @property
@@ -784,7 +786,7 @@ class AllToAll(Collective):
         """
         self._machine_check("set_active")
         control = self._world.control
-        void = self._generation != control.generation  # what was in flight when ranks were lost
+        void = self._generation != control.generation  # phases in flight when ranks were lost
         if void:
             self._discard_fault()
         self._begin("set_active")
@@ -808,7 +810,7 @@ class AllToAll(Collective):
         self.active.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def _reset(self) -> None:
-        """Begin anew after calls were given up in the middle. All ranks are here, and their kernels have ended."""
+        """Reset after abandoned calls. All ranks are here, and their kernels have ended."""
         with torch.inference_mode(False):
             for counter in self._counters:
                 counter.view(torch.uint8).zero_()
@@ -838,7 +840,7 @@ class AllToAll(Collective):
 
     @property
     def blocks_beside_gemm(self) -> int:
-        """Blocks of a combine beside a GEMM that are enough: on one node at most 8, since with more of them the GEMM loses more
+        """Enough blocks for a combine beside a GEMM: at most 8 on one node; more of them slow the GEMM down by more
         than the combine gains.
 
         Two H200s, FP8 layers of 8192 tokens: 10,189 us with 8, 10,614 with 16, 10,687 with 24; GEMM and combine in BF16:
@@ -852,7 +854,7 @@ class AllToAll(Collective):
 
         Args:
             blocks: that `dispatch_send` and `combine_send` get; default those of the object, and `blocks_beside_gemm`.
-            weighted: what the combine multiplies rows by: "choices", their weights in the dispatch; "rows", `weights` of the
+            weighted: the combine's factors of rows: "choices", their weights in the dispatch; "rows", `weights` of the
                 call; "", nothing.
         """
         mode: Any = self._mode  # only throughput mode counts tiles
@@ -878,7 +880,7 @@ class AllToAll(Collective):
         self._world.check()
         if not isinstance(pending, Pending) or self._machine.pending.get(pending.kind) is not pending:
             raise ValueError(
-                "AllToAll.alongside: this phase is not in flight; give what dispatch_send or combine_send has returned"
+                "AllToAll.alongside: this phase is not in flight; pass the result of dispatch_send or combine_send"
             )
         if pending.tiles is None:
             raise ValueError(f"AllToAll.alongside: {_NO_TILES[pending.kind]}")
@@ -908,7 +910,7 @@ class AllToAll(Collective):
         machine.check(call)
 
     def _begin(self, call: str = "", after: torch.Event | None = None) -> None:
-        """How every call that sends begins: the state is checked, then what has failed meanwhile.
+        """First step of every call that sends: check the state, then raise earlier faults.
 
         Raises:
             TypeError: `after` is no event; the other ranks wait until this one makes the right call.
@@ -931,17 +933,17 @@ class AllToAll(Collective):
         return type(error.error)(f"AllToAll.{call} on rank {self.rank}: {error.error}")
 
     def _raise_fault(self) -> None:
-        """Raise what kernels have reported since the last look."""
+        """Raise faults that kernels have reported."""
         error = self.status.error("AllToAll", self.config.num_experts, self.config.capacity)
         if error is not None:
             raise error
 
     def _raise_fault_if_simulated(self) -> None:
-        """Where kernels have ended when their launch returns, a fault is known at once."""
+        """If a launch returns after its kernels (simulator), a fault is known at once."""
         if self._simulated and self.status.written():
             self._raise_fault()
 
     def _discard_fault(self) -> None:
-        """What this rank's kernels report is not raised: another error says it, or they were given up."""
+        """Discard the faults of this rank's kernels: another error names them, or their calls were abandoned."""
         self._world.synchronize()
         self.status.take()

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from tilescale_net.runtime.world import World
 
 
-# Each mode: its class, and the function that gives the symmetric memory it takes.
+# Each mode: its class and the function that lists its symmetric memory.
 IMPLEMENTATIONS = {
     "throughput": (throughput.ThroughputMode, throughput.symmetric_buffers),
     "latency": (latency.LatencyMode, latency.symmetric_buffers),
 }
 
-# The same of a mode whose rows cross the network once per node; instead of `proxied` the function takes the number of
-# nodes, and both take masks: of the ranks that take part, now and later.
+# Modes whose rows cross the network once per node. Their function takes the number of nodes instead of `proxied`, and
+# both take masks of the active ranks, now and later.
 OVER_NODES = {
     "throughput": (throughput.NodeThroughputMode, throughput.NodeThroughputMode.node_buffers),
     "latency": (latency.NodeLatencyMode, latency.NodeLatencyMode.node_buffers),
@@ -51,7 +51,7 @@ def make(base: AllToAll, config: Config, active: tuple[bool, ...] | None = None)
 
 
 class Blueprint:
-    """Stands for an AllToAll of which only the kernels are wanted: no memory, no ranks, no GPU. Attributes as there."""
+    """Stand-in for an AllToAll to compile its kernels: no memory, no ranks, no GPU. Same attributes."""
 
     def __init__(self, config: Config, tuning: Tuning, num_sms: int, nodes: NodeSizes):
         assert tuning.blocks and tuning.threads
@@ -75,15 +75,15 @@ class Blueprint:
 
 
 def variants_of(config: Config, tuning: Tuning, num_sms: int, nodes: NodeSizes = 1) -> list[Callable[[], object]]:
-    """Calls that each ask for a kernel of an AllToAll on GPUs: all that its calls may need. `num_sms`: of the GPU.
-    nodes: of the ranks, see `nodes_of`."""
+    """Calls that each request one kernel of an AllToAll on GPUs: all kernels that its calls may need. `num_sms`: of the
+    GPU. nodes: of the ranks, see `nodes_of`."""
     resolved = tuning.resolved(config, torch.device("meta"), num_sms)
     return make(cast("AllToAll", Blueprint(config, resolved, num_sms, nodes)), config).variants(True)
 
 
 def crosses_once(config: Config, tuning: Tuning, nodes: NodeSizes) -> bool:
-    """Whether a row crosses the network once per node: where nodes have several ranks, and the mode can do it.
-    ValueError for tiles, which are not counted there."""
+    """Whether a row crosses the network once per node: if nodes have several ranks and the mode supports it. ValueError
+    for tiles, which this route does not count."""
     count = len(nodes_of(config.ranks, nodes).sizes)
     once = config.mode in OVER_NODES and tuning.once_per_node and 1 < count < config.ranks
     if once and config.tile_rows is not None:
@@ -104,8 +104,8 @@ def symmetric_buffers(
 
 
 def world_with_room(world: World, config: Config, tuning: Tuning, active: tuple[bool, ...] | None = None) -> World:
-    """`world` where its heap has room for the buffers of a configuration, else a new one of the same ranks. Collective;
-    heaps hold the same on all ranks, so that all that want the same come to the same answer."""
+    """`world` if its heap has room for the buffers of a configuration, else a new one of the same ranks. Collective;
+    all heaps have the same contents, so all ranks decide alike."""
     world.control.agree("AllToAll", f"grow=True, {config.describe()}, {tuning}, active={active}")
     masks = [tuple(r in world.control.members for r in range(config.ranks)), *([active] if active else [])]
     sizes = sizes_of(symmetric_buffers(config, tuning, as_argument(world.topology.sizes), 0 in world.peer_base, masks))
@@ -171,7 +171,7 @@ _numbers = itertools.count()
 
 
 class Member(Protocol):
-    """An AllToAll, as its arena sees it; attributes as there."""
+    """The interface of AllToAll that an arena uses."""
 
     n_pes: int
     device: torch.device
@@ -186,7 +186,7 @@ class Member(Protocol):
 
 
 def divide(specs: BufferSpecs) -> tuple[BufferSpecs, BufferSpecs]:
-    """What may lie in an arena, and what is an object's own: signals, and counts that come before any rank has waited."""
+    """Buffers that an arena may hold, and the object's own: signals, and counts that arrive before any rank waits."""
     own = {name: spec for name, spec in specs.items() if spec[1] == torch.uint64 or name.startswith("routing.counts")}
     return {name: spec for name, spec in specs.items() if name not in own}, own
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a call: checks of its arguments, and the record through which kernels report a fault.
+"""Checks of a call's arguments, and the record through which kernels report faults.
 
 Every mistake that the host finds is an ArgumentError, which all ranks report.
 """
@@ -34,7 +34,7 @@ assert HOST_FAULT + len(ARGUMENTS) <= 1 << CODE_BITS, "a code that does not fit 
 
 
 class ArgumentError(Exception):
-    """An argument of a call is wrong: which one, and the error to raise."""
+    """A wrong argument of a call, and the error to raise."""
 
     def __init__(self, argument: str, error: Exception, value: int = 0):
         super().__init__(str(error))
@@ -71,7 +71,7 @@ class Status(StatusRecord):
         if code == OTHER_OUTPUT:
             return ValueError(
                 f"{name}: rank {rank} gave another out than this rank; out must be the same symmetric tensor on all ranks, "
-                "or none; what both tensors hold is undefined"
+                "or none; the contents of both are undefined"
             )
         return ValueError(
             f"{name}: rank {rank} was called with a wrong {ARGUMENTS[code - HOST_FAULT]}; results are undefined"
@@ -79,13 +79,13 @@ class Status(StatusRecord):
 
 
 class Phase(enum.Enum):
-    """What a call launches: all of it, or one phase."""
+    """The part of a call to launch: the whole, or one phase."""
 
     WHOLE = "whole"
     SEND = "send"
     RECEIVE = "receive"
 
-    __hash__ = object.__hash__  # calls look launches up by it, and that of enum.Enum is Python
+    __hash__ = object.__hash__  # calls look launches up by hash; enum.Enum's is slow (Python)
 
     @property
     def bits(self) -> int:
@@ -98,8 +98,8 @@ _PHASES = {Phase.WHOLE: SENDS | RECEIVES, Phase.SEND: SENDS, Phase.RECEIVE: RECE
 
 @dataclass(slots=True)
 class DispatchCall:
-    """A dispatch, from its caller to the kernels: as given to `AllToAll.dispatch`, until `ArgumentChecks.dispatch` fills in
-    what kernels take.
+    """A dispatch, from its caller to the kernels: the arguments of `AllToAll.dispatch`, until `ArgumentChecks.dispatch`
+    fills in those of the kernels.
 
     Attributes:
         phase: WHOLE or SEND.
@@ -107,7 +107,7 @@ class DispatchCall:
         choices: of these rows, or the handle of an earlier dispatch.
         out: (rows, scales) for the result, or None.
         blocks: of its kernels, those of the tuning or fewer.
-        fault: why this rank's call is rejected: the other ranks report it, and the arguments are stand-ins.
+        fault: why this rank's call is rejected: the other ranks report the fault, and the arguments are placeholders.
         The others: see `AllToAll.dispatch`.
     """
 
@@ -134,11 +134,11 @@ class CombineCall:
 
     Attributes:
         name: "combine" or "combine_values".
-        y: rows in the shape that dispatch gives, of `combine_dtype`, or the first of them, up to the last that holds one.
+        y: rows of `combine_dtype` in the shape of dispatch's output, which may end after the last row.
         out: [tokens, hidden] of the same.
         weights: False: sum rows as they are; True: with the weights of the choices; or float32, see `AllToAll.combine`.
         bias: up to two tensors like `out`, which are added before the sums are rounded.
-        values, out_values: of combine_values, and float32 [tokens, top_k] for what comes back.
+        values, out_values: of combine_values, and float32 [tokens, top_k] for the returned numbers.
         phase, blocks, fault: as in `DispatchCall`. The others: see `AllToAll.combine_send`.
     """
 
@@ -159,11 +159,11 @@ class CombineCall:
 
     @property
     def code(self) -> int:
-        """What kernels tell the other ranks."""
+        """The fault's code, which kernels send to the other ranks."""
         return NO_FAULT if self.fault is None else self.fault.code
 
 
-SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
+SCALE_DTYPES = (torch.float32, torch.int32)  # scale words: their contents are up to the caller
 INDEX_DTYPES, FLOATS = (torch.int64, torch.int32), (torch.float32,)
 WEIGHTS = (*FLOATS, torch.bfloat16, torch.float16, torch.float64)  # kernels take the first
 
@@ -184,10 +184,10 @@ class ArgumentChecks:
         self._source_dtypes = (config.dtype, *COMBINE_DTYPES) if config.can_quantise else (config.dtype,)
         self._sum_dtypes = (config.combine_dtype,)
         self._row = (None, config.hidden)
-        self._ones: torch.Tensor | None = None  # of the last call, a part of those of the most tokens
+        self._ones: torch.Tensor | None = None  # of the last call: a view of the tensor for max_tokens
         self._most_ones: torch.Tensor | None = None
         self._new_sums = LikeFactory((config.hidden,), config.combine_dtype, device)
-        # Look at tensors that are right, as nearly all are; what is wrong with others is found and told in Python.
+        # C++ accepts right tensors, which nearly all are; Python finds and names the fault of the others.
         choices, scales = (None, config.top_k), (None, config.scale_words)
         unscaled = tuple(d for d in self._source_dtypes if d != FP8_DTYPE)
         several = [(unscaled, self._row, 16), (INDEX_DTYPES, choices, 1), (FLOATS, choices, 1)]
@@ -206,8 +206,8 @@ class ArgumentChecks:
         self._are_outputs = launch_args.tensor_check(self._sum_dtypes, device, output_shape, 16)
 
     def usual_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> int:
-        """The tokens of a dispatch of nothing else than these, which are right as they are; -1 for others, which `dispatch`
-        is to look at. `topk_weights` and `totals` may be None."""
+        """The number of tokens of a dispatch with these arguments alone, if they are right as they are; -1: `dispatch`
+        must check them. `topk_weights` and `totals` may be None."""
         if totals is not None and not self.are_totals(totals):
             return -1
         tokens = -1 if topk_idx is None else self._usual_rows(x, topk_idx, topk_weights)
@@ -219,8 +219,8 @@ class ArgumentChecks:
         return tokens
 
     def usual_combine(self, y: Any, handle: Any, out: Any, weights: Any, membership: tuple) -> torch.Tensor | None:
-        """The output of a combine of nothing else than these, which are right as they are; None for others, which `combine`
-        is to look at. No dispatch is in flight."""
+        """The output of a combine with these arguments alone, if they are right as they are; None: `combine` must check
+        them. No dispatch is in flight."""
         if type(handle) is not Handle or handle.signature is not self._signature or handle.membership is not membership:
             return None
         tokens = handle.plan.tokens
@@ -344,7 +344,7 @@ class ArgumentChecks:
         return topk_weights.float()
 
     def weights_of_one(self, tokens: int) -> torch.Tensor:
-        """[tokens, top_k] of what is kept: memory of another stream's earlier call must not be given back while that runs."""
+        """[tokens, top_k] , cached: memory of another stream's earlier call must not be freed while that call runs."""
         if self._ones is not None and self._ones.shape[0] == tokens:
             return self._ones
         with torch.inference_mode(False):
@@ -389,7 +389,7 @@ class ArgumentChecks:
         return choices
 
     def _kept(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, cleared: bool, mask: Any) -> Choices:
-        """The choices, without those that are more than `expert_capacity`."""
+        """The choices within `expert_capacity`."""
         c = self._c
         if c.expert_capacity is None:
             return Choices(topk_idx, topk_weights, cleared)
@@ -418,12 +418,12 @@ class ArgumentChecks:
 
     @property
     def _scales_shape(self) -> tuple[int, int]:
-        """Of the scales of an output, as they lie in memory, at the end."""
+        """Last dimensions of an output's scales, as they lie in memory."""
         shape = self._shape[-2], self._c.scale_words
         return shape[::-1] if self._c.column_scales else shape
 
     def _in_memory(self, scales: Any) -> Any:
-        """Scales as they lie in memory: by column, if the object has them so."""
+        """Scales as they lie in memory: column-major if the object has `column_scales`."""
         by_column = self._c.column_scales and isinstance(scales, torch.Tensor) and scales.dim() > 1
         return scales.transpose(-2, -1) if by_column else scales
 
@@ -451,7 +451,7 @@ class ArgumentChecks:
         return handle
 
     def _check_combined_rows(self, y: Any, handle: Handle) -> None:
-        """Rows in the shape that dispatch gives; throughput mode: without what follows the last row, if one likes."""
+        """Rows in the shape of dispatch's output; throughput mode: they may end after the last row."""
         c = self._c
         if self._are_outputs(y):
             return
@@ -466,7 +466,7 @@ class ArgumentChecks:
             check_tensor("y", y, self._device, self._sum_dtypes, self._shape)
 
     def _check_values(self, values: Any, y: torch.Tensor) -> None:
-        """Numbers that come back beside the rows `y`."""
+        """Numbers that return with the rows `y`."""
         c = self._c
         if not c.capabilities.weighs_rows:
             raise ArgumentError("values", ValueError("values belong to throughput mode"))
@@ -479,7 +479,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for one that stands for a shape alone, as torch's FakeTensor does."""
+    """Whether the tensor has memory (torch's FakeTensor has none)."""
     if isinstance(tensor, FakeTensor):
         return False
     try:
@@ -499,7 +499,7 @@ def check_tensor(
     if isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes and tensor.device == device:
         got = tensor.shape
         fits = got == shape if shape[0] is not None else len(got) == len(shape) and got[1:] == shape[1:]
-        # As nearly always: what is wrong is told below.
+        # Fast path; faults are named below.
         dense = fits and tensor.is_contiguous() and not tensor.is_neg()
         if dense and (alignment == 1 or tensor.data_ptr() % alignment == 0):
             return
@@ -535,7 +535,7 @@ def check_experts(topk_idx: torch.Tensor, experts: int) -> None:
 
 
 def beyond_capacity(topk_idx: torch.Tensor, topk_weights: torch.Tensor, capacity: int, drop: str) -> torch.Tensor:
-    """Which choices do not fit; some small kernels of torch on the current stream, without a wait for the GPU.
+    """Mask of choices beyond the capacity, by some small torch kernels on the current stream; no wait for the GPU.
     `topk_idx`: [tokens, top_k] experts; -1: no choice, which is never dropped. `topk_weights`: [tokens, top_k], for
     "weight". `capacity`: choices of an expert that are kept. `drop`: one of DROPS. Returns bool [tokens, top_k]."""
     by_choice = drop == "choice"

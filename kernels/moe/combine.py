@@ -1,18 +1,18 @@
 """Combine in throughput mode: brings the experts' outputs back and sums them, weighted, per token.
 
 A rank sums the rows of a token over its own experts in float32, rounds once, and sends one row per token to the token's
-rank, into the slot that belongs to this pair. There, reducing warps sum the slots in the order of ranks. Both kinds of
-block run at the same time; every chunk of slots has a signal, which carries the number of the call.
+rank, into the slot of this pair. Reducing warps there sum the slots in the order of ranks. Both kinds of block run at
+the same time; every chunk of slots has a signal, which carries the call number.
 
-With `nodes` each token's sum crosses the network once per node. The row for a token of another node stays with its rank,
-and the token's forwarder here reads it over mapped memory, so that a forwarder needs no room for what its node has. It sums
-such rows in float32, in the order of ranks, rounds (or quantises) once more, and sends one row to the token's rank. That
-rank sums what it gets from its origins (see layout.py) in their order: the sums of whole nodes, and in its own node's place
-the rows of single ranks.
+With `nodes` each token's sum crosses the network once per node. The row for a token of another node stays in its rank's
+memory; the token's forwarder in this node reads it over mapped memory, so forwarders need no buffers for rows of their
+node. A forwarder sums these rows in float32, in the order of ranks, rounds (or quantises) once more, and sends one row
+to the token's rank. The token's rank sums its origins (see layout.py) in order: one sum per other node, and single rows
+of its own node's ranks.
 
-`sum_combined` sums what was sent while a GEMM finished it. Most tokens have their last row only when the GEMM is nearly
-done, so that all SMs sum behind it, while the last rows are still in flight. On one node they first send what the few
-blocks beside the GEMM have not sent yet.
+`sum_combined` sums the rows that a combine sent while a GEMM finished them. Most tokens get their last row only when
+the GEMM is nearly done, so all SMs sum afterwards, while the last rows are still in flight. On one node they first send
+the rows that the few blocks beside the GEMM have not sent yet.
 """
 
 from collections import namedtuple
@@ -44,12 +44,12 @@ from tilescale_net.kernels.moe.row_ops import (
 )
 from tilescale_net.kernels.moe.tiles import Awaited, await_rows, signal_started
 
-NONE, OWN = -1, -2  # of a rank's row for a token
+NONE, OWN = -1, -2  # offset of a rank's row for a token
 
 
 @dataclass(frozen=True)
 class CombineConfig(SumSizes):
-    """Compile-time sizes and choices; see combine_throughput. `ranks`: ranks or origins whose rows a token's rank sums."""
+    """Compile-time sizes and choices; see combine_throughput. `ranks`: ranks or origins to sum."""
 
     by_rank: bool
     weighted: str
@@ -62,7 +62,7 @@ class CombineConfig(SumSizes):
 
     @property
     def unchanged(self) -> bool:
-        """Whether rows travel as they are."""
+        """Whether rows travel unquantised."""
         return self.by_rank and not self.quantised and self.valued == ""
 
     @property
@@ -70,15 +70,15 @@ class CombineConfig(SumSizes):
         return replace(self, quantised=False)
 
     def in_node(self, size: int) -> "CombineConfig":
-        """Of the sum over `size` ranks of a node, with what a warp holds at once there."""
+        """Sizes of the sum over the `size` ranks of a node, with that sum's batches."""
         return replace(self, top_k=min(size, 2), by_rank=False)
 
     @property
     def chunks(self) -> int:
-        """Signals of a rank, where rows go to their ranks straight."""
+        """Signals of a rank, if rows go straight to their ranks."""
         return -(-self.max_tokens // min(self.chunk, self.proxied_chunk))
 
-    # Rows that a warp reads at once, and vectors of each per lane; what is in flight hides the latency of memory.
+    # Rows that a warp reads at once, and vectors of each per lane: loads in flight hide memory latency.
     @property
     def send_group(self) -> int:
         return 1 if self.by_rank else min(self.top_k, 4)
@@ -92,12 +92,12 @@ class CombineConfig(SumSizes):
         return self._scaled(batch_of(self.units, 16 // self.sum_group))
 
     def _scaled(self, batch: int) -> int:
-        """More vectors where they hold fewer elements."""
+        """More vectors if they hold fewer elements."""
         return min(batch * (1 if self.width == 8 else 2), -(-self.units // 32))
 
 
 class SummedRows(NamedTuple):
-    """Rows of sums, what scales them where they are quantised, and the numbers of choices that go with them. `rows`:
+    """Rows of sums, their scales if quantised, and the numbers of choices sent with them. `rows`:
     [any, hidden]. scales: float32 [any, groups]. values: float32 [any, top_k]."""
 
     rows: Any
@@ -114,9 +114,9 @@ class SummedRows(NamedTuple):
 
 
 class LocalContribution(NamedTuple):
-    """What this rank's experts have made. `y`: [capacity, hidden] of the dtype of the result. `weights`: float32
+    """Results of this rank's experts. `y`: [capacity, hidden] of the dtype of the result. `weights`: float32
     [capacity], `row_weight`. `values`: float32 [capacity] or [capacity * top_k], `row_values`. `records`: int32 [ranks,
-    max_tokens, words], see `record_words`: which rows of `y` a received row is summed of."""
+    max_tokens, words], see `record_words`: the rows of `y` that each received row sums."""
 
     y: Any
     weights: Any
@@ -124,7 +124,7 @@ class LocalContribution(NamedTuple):
     records: Any
 
 
-# The tensors of combine_throughput. own: what this rank sends, result: what the caller gets; slots, staged, offered: SummedRows.
+# The tensors of combine_throughput. own: rows to send, result: the caller's output; slots, staged, offered: SummedRows.
 CombineTensors = namedtuple(
     "CombineTensors", "own result slots arrived token_slot staged offered offer_ready", defaults=(None, None, None)
 )
@@ -153,7 +153,7 @@ class ReturnedChunk(NamedTuple):
 
 @tsn.macro
 def send_own_row(s, dst, dst_row, y, row, lane):
-    """Convert a row of `y` into a row of `dst`; the next vectors are in flight while those before are converted."""
+    """Convert a row of `y` into a row of `dst`; the next vectors are in flight during conversion."""
     width, batch, units = s.width, s.send_batch, s.units
     batches = -(-units // (32 * batch))
     loaded = T.alloc_local((batch * width,), s.dtype)
@@ -197,7 +197,7 @@ def send_summed_row(s, dst, dst_row, own, source, j, lane):
 
 @tsn.macro
 def send_row(s, dst, dst_row, own, source, j, base, lane):
-    """Bring row j of `source`, offer_ready over this rank's experts, and what goes with it to a row of `dst`."""
+    """Copy row j of `source`, summed over this rank's experts, and its numbers to a row of `dst`."""
     K, target = s.top_k, T.alloc_var("int32")
     if s.by_rank:
         send_own_row(s, dst, dst_row, own.y, base + j, lane)
@@ -235,7 +235,7 @@ def send_rows(s, own, dst, offsets, chunk, first: T.Ref, target: T.Ref, lane):
 
 @tsn.macro
 def put_staged(s, mem, first, slot, pe, count):
-    """Put `count` rows from slot `slot` of staging memory on to slots `first` … at `pe`, and what goes with them."""
+    """Put `count` rows from slot `slot` of staging memory on to slots `first` … at `pe`, with scales and numbers."""
     N.put_warp(mem.slots.rows[first, 0], mem.staged.rows[slot, 0], pe, count=count * s.hidden)
     if s.quantised:
         N.put_warp(mem.slots.scales[first, 0], mem.staged.scales[slot, 0], pe, count=count * s.groups)
@@ -282,7 +282,7 @@ def send_finished(s, mem, offsets, tickets, now, ahead: T.Ref, ticket: T.Ref, pe
 def send_or_offer(
     s, mem, route, offsets, chunk, me: T.Ref, node, mine, call: T.Ref, target: T.Ref, row: T.Ref, first: T.Ref, lane
 ):
-    """Send the rows of a chunk that this rank has for `chunk.peer` to it, or keep them and offer them to its forwarder here."""
+    """Send this rank's rows of a chunk to `chunk.peer`, or keep them and offer them to its forwarder here."""
     at = route.at
     away = at.of.node_of(chunk.peer) != node
     target = T.if_then_else(away, me, chunk.peer)
@@ -308,7 +308,7 @@ def send_or_offer(
 
 @tsn.macro
 def await_contributions(s, mem, route, k: T.Ref, i: T.Ref, index: T.Ref, call: T.Ref, lane):
-    """Wait until the ranks of this node have what they have for row `i` of slot `k`, a rank each by the lanes."""
+    """Wait until the ranks of this node offer their rows for row `i` of slot `k`; each lane waits for one rank."""
     at, plan = route.at, route.plan
     for g in T.unroll(-(-at.size // 32)):
         if g * 32 + lane < at.size:
@@ -321,7 +321,7 @@ def await_contributions(s, mem, route, k: T.Ref, i: T.Ref, index: T.Ref, call: T
 
 @tsn.macro
 def sum_in_node(s, mem, route, work, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref, lane):
-    """Sum row `i` of slot `k` over the ranks of this node, in their order, from where each of them keeps its own."""
+    """Sum row `i` of slot `k` over the ranks of this node, in order, from each rank's memory."""
     at, plan, width, batch, group = route.at, route.plan, s.width, s.send_batch, s.send_group
     for b in T.serial(-(-s.units // (32 * batch))):
         clear(work.acc, batch * width)
@@ -331,7 +331,7 @@ def sum_in_node(s, mem, route, work, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref
                 if p * group + g < at.size:
                     work.from_row[g] = route.words[plan.gather(k, i, p * group + g)]
                     if work.from_row[g] >= 0:
-                        # A tuple, because tilelang renames a tensor that is given another name.
+                        # A tuple: tilelang renames a tensor that is assigned to another name.
                         there = (N.remote(mem.offered.rows, at.of.first(node) + p * group + g),)
                         load_batch(
                             work.loaded, there[0], work.from_row[g], b * 32 * batch, lane, s.units, width, batch,
@@ -360,7 +360,7 @@ def sum_values_in_node(s, mem, route, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Re
 def send_back(
     s, mem, route, work, node: T.Ref, call: T.Ref, chunk, i: T.Ref, row: T.Ref, index: T.Ref, total: T.Ref, lane
 ):
-    """Sum the rows of a chunk that this node has for the source of a slot, and put them to it."""
+    """Sum this node's rows of a chunk for the source of a slot, and put the sums to the source."""
     for q in T.serial(chunk.n):
         i = chunk.c * s.proxied_chunk + q
         row = chunk.k * s.max_tokens + i
@@ -379,11 +379,11 @@ def send_back(
 
 @tsn.macro
 def find_rows(s, mem, offsets, work, now, token: T.Ref, peer: T.Ref, slot: T.Ref, size: T.Ref, lane):
-    """Look up the rows of a token, a rank each by the lanes, and wait for them.
+    """Look up the rows of a token, one rank per lane, and wait for them.
 
-    A lane keeps its rank's row: its offset among the slots, or, for rows that are taken from where they are, OWN - offset;
-    NONE. Lanes get the rows of others by shuffles, because loads that look them up, or comparisons with `me`, could wait
-    for the rows that are in flight.
+    A lane keeps its rank's row: its offset among the slots; OWN - offset for a row that is read in place; NONE. Lanes
+    get the rows of others by shuffles: loads to look them up, or comparisons with `me`, could wait for the rows in
+    flight.
     """
     for i in T.unroll(-(-s.ranks // 32)):
         peer = i * 32 + lane
@@ -404,7 +404,7 @@ def find_rows(s, mem, offsets, work, now, token: T.Ref, peer: T.Ref, slot: T.Ref
 def find_rows_of_origins(
     s, mem, route, offsets, work, now, node: T.Ref, mine: T.Ref, token: T.Ref, origin: T.Ref, index: T.Ref, size: T.Ref, lane
 ):  # fmt: skip
-    """Look up the rows of a token, an origin each by the lanes, and wait for them; as `find_rows`."""
+    """As `find_rows`, one origin per lane."""
     at, plan = route.at, route.plan
     for i in T.unroll(-(-at.origins // 32)):
         origin = i * 32 + lane
@@ -451,8 +451,8 @@ def sum_rows(s, mem, work, token: T.Ref, peer: T.Ref, lane):
 
 @tsn.macro
 def sum_values(s, mem, slot_of, token: T.Ref, slot: T.Ref, total: T.Ref, lane):
-    """Add up the numbers of a token's choices over the ranks or origins. `slot_of`: offset of a token's row of a rank
-    among its rows, -1 where it has none, and where that rank's begin."""
+    """Add up the numbers of a token's choices over the ranks or origins. `slot_of`: offset of the token's row among a
+    rank's rows, -1 for none, and the start of that rank's rows."""
     for g in T.serial((s.top_k + 31) // 32):
         if g * 32 + lane < s.top_k:
             total = T.float32(0)
@@ -480,11 +480,11 @@ def combine_throughput(
             choice of a received row (by_rank), added up over the ranks; "": none.
         biases: how many of `bias_0` and `bias_1` are added to the sums.
         senders, reducers: blocks of each kind; all run at once.
-        absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
+        absent, absent_senders: blocks, and senders among them, of the launch geometry that this call lacks; block 0
             counts for them.
-        tile_rows, tiles: a row of `y` is read when its tile is there, the last rows first, and nothing is offer_ready: that is left
-            to `sum_combined`. 0: all rows are there.
-        nodes, forwarder_slots: see NodeLayout; 0: each row goes to its rank straight.
+        tile_rows, tiles: read a row of `y` when its tile is complete, the last rows first, and leave the sums to
+            `sum_combined`. 0: all rows are complete.
+        nodes, forwarder_slots: see NodeLayout; 0: each row goes straight to its rank.
 
     Parameters of the kernel:
         y [capacity, hidden] of `dtype`; row_weight [capacity], row_values [capacity] or [capacity * top_k] float32;
@@ -493,18 +493,18 @@ def combine_throughput(
         slots [rows sent, hidden] of `dtype` or FP8, slot_scales [rows sent, groups] float32, slot_values [rows sent, top_k]
         float32: symmetric. staged, staged_scales, staged_values: alike, [rows received, …] to other nodes; with nodes
         [forwarder_slots * max_tokens, …], sums of this node.
-        offered [rows received, hidden] of `dtype`, offered_values [… , top_k] float32: symmetric, with nodes only; what this
-        rank has for tokens of other nodes, in the order in which their rows came. Unless `quantised` they are the end of
-        slots, behind those of all origins, and of slot_values: two copies of the code that sums would spill more registers.
+        offered [rows received, hidden] of `dtype`, offered_values [… , top_k] float32: symmetric, with nodes only; this
+        rank's rows for tokens of other nodes, in the order of their arrival. Unless `quantised` they are the end of
+        slots, behind all origins' rows, and of slot_values: two copies of the summing code would spill more registers.
         token_slot: see RoutingPlan, without nodes only. records, totals: see there. active [ranks] int32: 0 for a rank that is
         left out. node_map: see NodeLayout. node_plan: see NodePlanOffsets.
         ready [ranks], done [ranks]: uint64, symmetric. arrived [ranks or origins, chunks]: alike, the last call of which a
         chunk of `slots` is there. offer_ready [forwarder_slots * size, chunks]: alike, of `offered`.
         tickets [2, 2] int32: work given out to senders and to reducers, by the parity of the call; 0 at first.
-        calls [senders + reducers] uint64: calls so far. tag: 0, or the code of what this rank's host found
-        wrong. status: see STATUS_WORDS.
+        calls [senders + reducers] uint64: calls so far. tag: 0, or the code of the fault that this rank's host
+        found. status: see STATUS_WORDS.
         finished [tiles + 1] uint64, symmetric, product_calls [1] int64, growth int32: see `Tiles`; current [1] uint64, for the
-        number of the call. Only where rows are awaited.
+        number of the call. Only with tiles.
     """
     R, K, M = ranks, top_k, max_tokens
     node_at = NodeLayout(ranks, nodes, forwarder_slots) if nodes else None
@@ -584,7 +584,7 @@ def combine_throughput(
                 base[thread] = totals[at.received_base + thread]
                 before[thread] = totals[at.sent_before + thread]
                 there[thread] = totals[at.slots_base + thread]
-                # This rank's slots may be overwritten from here on, and those of every rank that has begun the call.
+                # From here on slots may be overwritten: this rank's, and those of every rank that has begun the call.
                 handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
@@ -618,7 +618,7 @@ def combine_throughput(
                             c = ticket // R
                             # Rows to other nodes come first.
                             peer = (ticket % R + node_at.of.end(node)) % R
-                            # Reducers take this rank's own rows from where they are, if they travel as they are.
+                            # Reducers read this rank's own rows in place unless rows are quantised.
                             if c * chunk < received[peer] and (peer != me or not s.unchanged):
                                 n = T.min(chunk, received[peer] - c * chunk)
                                 send_or_offer(
@@ -641,11 +641,11 @@ def combine_throughput(
                         if proxied:
                             direct = T.if_then_else(N.is_direct(peer), 1, 0)
                             size = T.if_then_else(direct != 0, chunk, proxied_chunk)
-                        # Reducers take this rank's own rows from where they are, if they travel as they are.
+                        # Reducers read this rank's own rows in place unless rows are quantised.
                         if c * size < received[peer] and (peer != me or not s.unchanged):
                             if tiles:
-                                # The GEMM goes from the last expert to the first, so that a row is whole when the GEMM
-                                # comes to the first of its experts, by which rows are numbered.
+                                # The GEMM runs from the last expert to the first, so a row is complete when the GEMM
+                                # reaches the first of its experts, by which rows are numbered.
                                 c = (received[peer] - 1) // size - c
                             n = T.min(size, received[peer] - c * size)
                             if tiles:
@@ -661,8 +661,8 @@ def combine_throughput(
                 T.sync_threads()
                 handshake.count_sender(done, active, me, thread, R)
 
-            if not tiles:  # else sum_combined does it when the GEMM has left all SMs
-                # Senders that are done help to sum.
+            if not tiles:  # else sum_combined sums when the GEMM has left all SMs
+                # Finished senders help to sum.
                 loaded = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
                 acc = T.alloc_local((s.sum_batch * s.width,), "float32")
                 from_row = T.alloc_local((s.sum_group,), "int32")
@@ -705,7 +705,7 @@ def sum_combined(
     ranks, experts, top_k, max_tokens, hidden, dtype, weighted, quantised, biases, proxied, chunk, proxied_chunk, blocks,
     threads,
 ):  # fmt: skip
-    """Kernel that sums what `combine_throughput` with tiles sends, of the call that it has begun last.
+    """Kernel that sums the rows of the last call of `combine_throughput` with tiles.
 
     Args:
         ranks … proxied_chunk: as there. blocks, threads: of this kernel, any.

@@ -1,4 +1,4 @@
-"""The configuration of an AllToAll, checked once, and its tuning, on which results do not depend."""
+"""Configuration of an AllToAll, checked once, and its tuning, which does not change results."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYOUTS = ("expert", "rank")
 # Which of the choices of an expert are kept:
 DROPS = (
-    "position",  # those of the first tokens
-    "choice",  # all first choices come before all second ones, and so on; then those of the first tokens
-    "weight",  # those of the largest weight; then those of the first tokens
+    "position",  # choices of the first tokens
+    "choice",  # all first choices before all second ones, and so on; then by token
+    "weight",  # choices with the largest weights; then by token
 )
 
 
 @dataclass(frozen=True)
 class ModeCapabilities:
-    """What a mode offers; checks of arguments ask for a trait, not for the mode.
+    """Capabilities of a mode; argument checks ask for a capability, not for the mode.
 
     Attributes:
         layouts: of the rows that dispatch gives.
@@ -39,7 +39,7 @@ class ModeCapabilities:
         quantises_rows: dispatch quantises rows on the way where `dtype` is FP8.
         weighs_rows: combine takes weights of expert-major rows, and brings numbers of them back.
         weighs_choices: combine takes weights of the choices.
-        counts_tiles: dispatch tells which tiles are there, and combine sends those that are.
+        counts_tiles: dispatch reports tiles as they become complete, and combine sends complete tiles.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -51,7 +51,7 @@ class ModeCapabilities:
     counts_tiles: bool = False
 
 
-# What the host's checks know of each mode; `buffers.IMPLEMENTATIONS` names its class.
+# Capabilities of each mode for the host's checks; `buffers.IMPLEMENTATIONS` names its class.
 MODES = {
     "throughput": ModeCapabilities(reuses_plan=True, weighs_rows=True, counts_tiles=True),
     "latency": ModeCapabilities(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
@@ -60,7 +60,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Config:
-    """What all ranks must agree on; see AllToAll for the meaning of each field. Raises ValueError or TypeError."""
+    """Arguments that are equal on all ranks; AllToAll documents each field. Raises ValueError or TypeError."""
 
     ranks: int
     num_experts: int
@@ -141,7 +141,7 @@ class Config:
 
     @property
     def tiles(self) -> int:
-        """Tiles of `tile_rows` rows of which a dispatch and a combine know when they are there; 0: none."""
+        """Tiles of `tile_rows` rows that dispatch and combine count; 0: none."""
         return 0 if self.tile_rows is None else -(-self.capacity // self.tile_rows)
 
     @property
@@ -176,12 +176,12 @@ class Config:
 
     @functools.cached_property
     def signature(self) -> tuple:
-        """What a handle must have been made with to be used: sizes that its tensors and its rows depend on."""
+        """Sizes on which a handle's tensors and rows depend; a handle is valid for calls of the same signature."""
         shared = (self.ranks, self.num_experts, self.max_tokens, self.top_k, self.mode)
         return (*shared, self.alignment, self.capacity) if self.capabilities.reuses_plan else shared
 
     def describe(self) -> str:
-        """Every field that is given, for the agreement of all ranks."""
+        """Every given field, which the ranks compare."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         return ", ".join(f"{name}={value}" for name, value in values if value is not None)
 
@@ -211,7 +211,7 @@ def configure(
         combine_dtype = torch.bfloat16 if dtype == FP8_DTYPE else dtype
     if capacity is None:
         sizes = num_experts, max_tokens, top_k, alignment, expert_capacity
-        known = all(isinstance(n, int | None) for n in sizes)  # else Config names what is no number
+        known = all(isinstance(n, int | None) for n in sizes)  # else Config names the wrong value
         capacity = default_capacity(ranks, *sizes) if known else 1
     if scale_words is None:
         known = dtype == FP8_DTYPE and isinstance(hidden, int)
@@ -223,8 +223,8 @@ def configure(
 
 
 def reject_slower_combine(config: Config) -> None:
-    """Of a layer with `quantize_combine` whose ranks are GPUs that map one another's memory. Raises ValueError where rows of
-    `combine_dtype` were measured to be as fast or faster."""
+    """Reject `quantize_combine` for GPUs that map one another's memory, with ValueError, where rows of `combine_dtype`
+    were measured to be as fast or faster."""
     if config.mode == "throughput":
         took = {"rank": "507 us instead of 504", "expert": "990 us instead of 697"}[config.layout]
         raise ValueError(
@@ -273,7 +273,7 @@ class Tuning:
         Args:
             num_sms: of a GPU that this host need not have, instead of `device`.
 
-        Raises ValueError for invalid values; what the GPU cannot run is checked later.
+        Raises ValueError for invalid values; the GPU's limits are checked later.
         """
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -343,12 +343,12 @@ def defaults(config: Config, on_gpu: bool, num_sms: int) -> Tuning:
         return Tuning(4, 64, 2, 2, 64)
     if config.mode == "latency":
         return Tuning(num_sms, 256, 1, 1, 256)
-    # Rows that are summed or converted before they travel cost the senders more than those who receive them.
+    # Summing or converting rows before they travel costs senders more than receivers.
     if config.layout == "expert" or config.quantize_combine:
         senders = 22
-    else:  # the more ranks, the smaller the part of the rows that stays here, and the more is sent
+    else:  # with more ranks fewer rows stay here and more are sent
         senders = 13 if config.ranks <= 2 else 16
-    # Four-byte elements leave registers for fewer warps.
+    # Four-byte elements need more registers per thread.
     return Tuning(24, 512, 14, senders, 384 if config.combine_dtype.itemsize >= 4 else 512)
 
 
@@ -357,7 +357,7 @@ TUNED = ("blocks", "threads", "dispatch_senders", "combine_senders", "combine_th
 
 
 def key_of(config: Config) -> str:
-    """Of objects that one choice serves: up to the next power of two of tokens."""
+    """Key of tuned values: shared by objects up to the next power of two of tokens."""
     c = config
     dtypes = " ".join(str(d).removeprefix("torch.") for d in (c.dtype, c.combine_dtype))
     return (
@@ -367,7 +367,7 @@ def key_of(config: Config) -> str:
 
 
 def chosen(config: Config, world: World) -> Tuning:
-    """What was tuned for a configuration, else the default. Collective the first time in a world."""
+    """The tuned values of a configuration, else the default. Collective the first time in a world."""
     key = key_of(config)
     choice = tuned.of(world, "AllToAll").get(key)
     if choice is not None:

@@ -1,18 +1,18 @@
 """Dispatch in throughput mode: moves the rows of a routing plan, each once per target rank.
 
-Sending warps put rows straight from the caller's tensor to where the plan wants them at the target. Rows to another
-node go through staging memory, several to a message. What happens at the target depends on `placement`:
+Sending warps put rows straight from the caller's tensor to their planned places at the target. Rows to another node go
+through staging memory, several to a message. `placement` selects the work at the target:
 
-- "rank": rows lie by source rank and token, nothing is left to do.
-- "expert": the row lands at the row of its first expert there; receiving warps copy it to those of its other experts.
-- "staged": as "expert" for an output that peers cannot reach: rows land in a buffer, receiving warps copy all of them.
+- "rank": rows lie by source rank and token; no copy.
+- "expert": the row lands at its first expert's row there; receiving warps copy it to the rows of its other experts.
+- "staged": for an output that peers cannot reach: rows land in a buffer, receiving warps copy all of them.
 
-Copying overlaps with sending: every chunk of rows has a signal, which carries the number of the call.
+Copying overlaps with sending: every chunk of rows has a signal, which carries the call number.
 
-With `nodes` each row crosses the network once per node: to this rank's forwarder there, whose warps forward it over mapped
-memory to the ranks of their node that need it, as the source itself does in its own node; so receivers see no difference.
-Rows to other nodes leave first, then those to this node, then those that this rank forwards: by then they begin to arrive,
-and no warp waits for what another one has not begun to send.
+With `nodes` each row crosses the network once per node: to this rank's forwarder there, whose warps forward it over
+mapped memory to the ranks of their node that need it, as the source does in its own node; receivers see no difference.
+Rows to other nodes leave first, then rows to this node, then rows that this rank forwards: these have begun to arrive
+by then, and no warp waits for a send that another warp has not begun.
 """
 
 from collections import namedtuple
@@ -78,8 +78,8 @@ class RowOffsets(NamedTuple):
     Attributes:
         sent, received: how many.
         first_row: the first row of this rank among those of each rank.
-        before: the first row to each rank among those that are sent; not used where rows cross the network once per node.
-        landed: the first row of each rank among those that arrive.
+        before: the first row to each rank among the sent rows; unused if rows cross the network once per node.
+        landed: the first row of each rank among the arriving rows.
     """
 
     sent: Any
@@ -91,7 +91,7 @@ class RowOffsets(NamedTuple):
 
 class NodeChunk(NamedTuple):
     """The chunk of rows that a warp sends to another node, or forwards in its own; int32 variables of the kernel.
-    `node`: the other node. k: slot of the source of what is forwarded. source: its rank. r: index in this node of the
+    `node`: the other node. k: slot of the source of forwarded rows. source: its rank. r: index in this node of the
     rank that gets the rows. peer: that rank. c: the number of the chunk. n: its rows."""
 
     node: Any
@@ -113,7 +113,7 @@ def put_row(s, dst, row: T.Ref, src, token: T.Ref, pe: T.Ref):
 
 @tsn.macro
 def put_staged(s, dst, row: T.Ref, staged, slot: T.Ref, pe: T.Ref, count: T.Ref):
-    """Put `count` rows from slot `slot` on to rows `row` … of `dst` at `pe`, in one message, and their scales in another."""
+    """Put `count` rows from slot `slot` to rows from `row` of `dst` at `pe`: a message of rows, another of scales."""
     N.put_warp(dst.rows[row, 0], staged.rows[slot, 0], pe, count=count * s.row_words)
     if s.scale_words:
         N.put_warp(dst.scales[row, 0], staged.scales[slot, 0], pe, count=count * s.scale_words)
@@ -121,7 +121,7 @@ def put_staged(s, dst, row: T.Ref, staged, slot: T.Ref, pe: T.Ref, count: T.Ref)
 
 @tsn.macro
 def send_direct(s, mem, offsets, chunk, me: T.Ref, call: T.Ref, j: T.Ref, row: T.Ref, token: T.Ref):
-    """Put the rows of a chunk to a mapped rank, from where the caller has them to where the plan wants them, and signal it."""
+    """Put the rows of a chunk from the caller's tensor to their planned rows at a mapped rank, and signal them."""
     for q in T.serial(chunk.n):
         j = chunk.c * s.chunk + q
         token = mem.send_token[chunk.peer, j]
@@ -172,7 +172,7 @@ def send_to_node(s, mem, route, chunk, node, call: T.Ref, slot: T.Ref, row: T.Re
 
 @tsn.macro
 def forward(s, mem, route, chunk, call: T.Ref, j: T.Ref, row: T.Ref, slot: T.Ref, last: T.Ref, lane):
-    """Forward the rows of a chunk to their rank, when they are here."""
+    """Wait for the rows of a chunk and forward them to their rank."""
     plan = route.plan
     j = chunk.c * s.chunk
     slot = route.words[plan.forward(chunk.k, chunk.r, j, 0)] // s.proxied_chunk
@@ -216,7 +216,7 @@ def _scatter(s, mem, src, row, source, j, skip, lane):
 def receive_row(
     s, mem, offsets, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref, slot: T.Ref, token: T.Ref, direct: T.Ref, lane
 ):
-    """Copy row `j` of `peer` to the rows of its experts; this rank's own rows are taken from where the caller has them."""
+    """Copy row `j` of `peer` to the rows of its experts; this rank's own rows are read from the caller's tensor."""
     if peer == me:
         token = mem.send_token[me, j]
         _scatter(s, mem, mem.x, token, peer, j, -1, lane)
@@ -247,21 +247,22 @@ def dispatch_throughput(
         proxied: whether rows go straight to ranks of other nodes.
         chunk, proxied_chunk: rows per signal to a mapped rank, and rows per message to another node.
         senders, receivers: blocks of each kind (no receivers for "rank"); threads: of a block. All blocks run at once.
-        absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
+        absent, absent_senders: blocks, and senders among them, of the launch geometry that this call lacks; block 0
             counts for them.
-        tile_rows, tiles: count the rows of tiles of `out` that are there, for a kernel that consumes them meanwhile; 0: there is none.
-        nodes, slots: see NodeLayout; 0: each row goes to its ranks straight.
+        tile_rows, tiles: count the arrived rows of each tile of `out` for a kernel that consumes them meanwhile; 0: no
+            tiles.
+        nodes, slots: see NodeLayout; 0: each row goes straight to its ranks.
 
     Parameters of the kernel (int32 where no type is named; rows and scales are moved as words of 4 bytes):
-        x, x_scales: what to send. out, out_scales: symmetric, except for "staged".
+        x, x_scales: rows to send. out, out_scales: symmetric, except for "staged".
         arrival, arrival_scales [rows received, …]: symmetric; used for "staged" and for rows that come straight from other
         nodes.
         staged, staged_scales [rows sent to other nodes, …]: symmetric.
         to_forward, to_forward_scales [slots * max_tokens, …]: symmetric; rows to forward. forward_arrived [slots, chunks]: uint64, symmetric;
         as `arrived`, of rows to forward. node_map: see NodeLayout. node_plan: see NodePlanOffsets. These with nodes only.
         send_token … totals: see RoutingPlan. active [ranks]: 0 for a rank that is left out.
-        ready [ranks], done [ranks]: uint64, symmetric. arrived [ranks, chunks]: uint64, symmetric: the last call of which a
-        chunk is there.
+        ready [ranks], done [ranks]: uint64, symmetric. arrived [ranks, chunks]: uint64, symmetric: the last call whose
+        chunk has arrived.
         tickets [2, 2]: work given out to senders and to receivers, by the parity of the call; 0 at first.
         calls [senders + receivers]: uint64, calls so far. tag: see output_tag. status: see STATUS_WORDS.
         counted [tiles + 1]: uint64, symmetric, see `Tiles`; only where tiles are counted.
@@ -328,7 +329,7 @@ def dispatch_throughput(
                 received[thread] = totals[at.received + thread]
                 before[thread] = totals[at.sent_before + thread]
                 landed[thread] = totals[at.received_base + thread]
-                # This rank's outputs may be overwritten from here on, and those of every rank that has begun the call.
+                # From here on outputs may be overwritten: this rank's, and those of every rank that has begun the call.
                 handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
@@ -361,7 +362,7 @@ def dispatch_throughput(
                         elif ticket < to_nodes + to_ranks:
                             c = (ticket - to_nodes) // L
                             peer = node_at.of.first(node) + ((ticket - to_nodes) % L + me) % L
-                            if not node_at.of.is_even:  # a ticket of a rank that this node lacks is for no rows
+                            if not node_at.of.is_even:  # a ticket for a rank that this node lacks has no rows
                                 c = T.if_then_else(peer < node_at.of.end(node), c, chunks)
                                 peer = T.min(peer, R - 1)
                             if c * chunk < sent[peer] and (s.by_rank or peer != me):
@@ -383,7 +384,7 @@ def dispatch_throughput(
                         peer = (ticket % R + me) % R
                         if proxied:
                             direct = T.if_then_else(N.is_direct(peer), 1, 0)
-                        # Receivers take this rank's own rows from where they are.
+                        # Receivers read this rank's own rows in place.
                         if direct != 0 and c * chunk < sent[peer] and (s.by_rank or peer != me):
                             n = T.min(chunk, sent[peer] - c * chunk)
                             send_direct(s, mem, offsets, taken, me, call, j, row, token)
@@ -399,7 +400,7 @@ def dispatch_throughput(
                 if block == blocks - 1:
                     add_missing_rows(counted, totals, at, tile_rows, tiles, me, thread, threads)
             if receivers:
-                # Senders that are done help to receive.
+                # Finished senders help to receive.
                 size = T.alloc_var("int32", init=chunk)
                 handshake.first_ticket(tickets, parity, 1, ahead, ticket, lane)
                 while ticket < R * chunks:

@@ -22,7 +22,7 @@ Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RoutingPlan:
-    """Which row goes where, in throughput mode; ordinary device memory, as long as it is referenced.
+    """Source and target of every row, in throughput mode; ordinary device memory, as long as it is referenced.
 
     The fields are called as the parameters of the kernels.
 
@@ -32,7 +32,7 @@ class RoutingPlan:
         node_plan: where rows cross the network once per node: see `layout.NodePlanOffsets`; else empty.
         send_token: [ranks, max_tokens] token of each row sent to a rank. int32, as all others but `row_weight`.
         send_row: [ranks, max_tokens] its first row in the expert-major order at that rank.
-        token_slot: [tokens or more, ranks] its place among the rows to that rank, or -1.
+        token_slot: [tokens or more, ranks] its index among the rows to that rank, or -1.
         records: [ranks, max_tokens, …] of each row received from a rank: its expert-major rows, their weights, and its
             token there.
         totals: see `layout.PlanOffsets`.
@@ -67,7 +67,7 @@ class RoutingPlan:
 
     @property
     def arguments(self) -> tuple:
-        """The same, as launches take them."""
+        """The same fields as launch arguments."""
         return tuple(self.tensors())
 
     def counts(self, ranks: int, local_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,19 +83,19 @@ class RoutingPlan:
 
 @dataclass(frozen=True)
 class ReceivedRows:
-    """Which row came from where, in latency mode; ordinary device memory.
+    """Source of every received row, in latency mode; ordinary device memory.
 
     Attributes:
-        in_flight: as that of `RoutingPlan`.
+        in_flight: as in `RoutingPlan`.
         tokens: of this rank.
-        token_slot: [tokens or more, ranks] place of a token among the rows to a rank, or -1 (int32).
+        token_slot: [tokens or more, ranks] index of a token among the rows to a rank, or -1 (int32).
         targets, weights: [ranks * max_tokens, top_k] of each row received: its rows in `x`, or -1, and their weights.
         counts: [ranks] rows received from each rank (int32).
         source_counts: [local experts, ranks] rows of each expert from each rank (int32).
-        source_token: [local experts, ranks * max_tokens] of each row of `x` its token at the rank it comes from (int32).
-        origin_slot, node_plan: where rows cross the network once per node: [tokens or more, origins] place of a token among
-            the rows that come back from an origin (see `layout.py`), or -1, and `layout.LatencyNodePlanOffsets`; else
-            empty.
+        source_token: [local experts, ranks * max_tokens] of each row of `x` its token at the source rank (int32).
+        origin_slot, node_plan: where rows cross the network once per node: [tokens or more, origins] index of a token
+            among the rows that return from an origin (see `layout.py`), or -1, and `layout.LatencyNodePlanOffsets`;
+            else empty.
     """
 
     in_flight: ClassVar[bool] = False
@@ -135,7 +135,7 @@ class ReceivedRows:
 
     @classmethod
     def empty(cls, tokens: int, *sizes: int, device: torch.device) -> ReceivedRows:
-        """A dispatch of `tokens` tokens that gave no rows; `sizes` are those of `shapes`."""
+        """A dispatch of `tokens` tokens without received rows; `sizes` as for `shapes`."""
         shapes = cls.shapes(*sizes)
         return cls(tokens, **{name: torch.zeros(shape, dtype=t, device=device) for name, (shape, t) in shapes.items()})
 
@@ -145,7 +145,7 @@ class Handle:
     """The handle of one dispatch, for any number of its combines, or for dispatches with the same choices.
 
     Attributes:
-        signature: sizes that a call with it must share; see `Config.signature`.
+        signature: sizes that a call with this handle must share; see `Config.signature`.
         plan: RoutingPlan or ReceivedRows, of the mode.
         membership: the ranks of the dispatch; see `Participant`.
         dropped: see `Dispatched`.
@@ -179,9 +179,9 @@ class Handle:
 
 @dataclass(slots=True)
 class Choices:
-    """What the tokens of a dispatch have chosen. `topk_idx`: [tokens, top_k] experts, int64 or int32. topk_weights:
-    [tokens, top_k] float32. `cleared`: whether places of the plan that stand for no row shall be zero. `dropped`: bool
-    [tokens, top_k], those that were dropped for an `expert_capacity` and are -1 now; None without it."""
+    """The choices of a dispatch's tokens. `topk_idx`: [tokens, top_k] experts, int64 or int32. topk_weights:
+    [tokens, top_k] float32. `cleared`: whether to zero places of the plan without a row. `dropped`: bool
+    [tokens, top_k], the choices dropped for an `expert_capacity`, now -1; None without it."""
 
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
@@ -256,8 +256,8 @@ class Dispatched:
 
 
 class DispatchedByPlan(Dispatched):
-    """What dispatch gives where the numbers are parts of the plan: they are looked up when they are asked for.
-    `by_rank`: the layout is "rank"."""
+    """Result of a dispatch whose numbers are parts of the plan, looked up on access. `by_rank`: the layout is
+    "rank"."""
 
     def __init__(self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, by_rank: bool):
         self.x, self.scales, self.handle, self._by_rank = x, scales, handle, by_rank
@@ -279,12 +279,12 @@ class DispatchedByPlan(Dispatched):
         return self.handle.plan.rejected(ranks, experts // ranks)
 
 
-# Vectors that are made at a time.
+# Vectors made at a time.
 POOL_SIZE = 64
 
 
 class LikeFactory:
-    """Makes tensors [rows, *tail]. `by_column`: the last two axes lie in memory the other way round."""
+    """Makes tensors [rows, *tail]. `by_column`: the last two axes are transposed in memory."""
 
     def __init__(self, tail: tuple[int, ...], dtype: torch.dtype, device: torch.device, by_column: bool = False):
         self._tail, self._by_column = tail, by_column
@@ -296,7 +296,7 @@ class LikeFactory:
         return (self._makers.get(rows) or self.of(rows))()
 
     def of(self, rows: int) -> Callable[[], torch.Tensor]:
-        """What makes tensors of this many rows."""
+        """The function that makes tensors of this many rows."""
         with torch.inference_mode(False):
             sample = self._one.expand(rows, *self._tail)  # takes no memory
             maker = self._makers[rows] = empty_factory(sample, self._by_column)
@@ -311,7 +311,7 @@ class TensorPool:
         self._left: dict[Hashable, list[torch.Tensor]] = {}
 
     def next(self, stream: Hashable) -> torch.Tensor:
-        """A vector for work of a stream; None stands for one that is captured into a CUDA graph."""
+        """A vector for work of a stream; None: the stream is captured into a CUDA graph."""
         if stream is None or self._length % 4:  # others would not begin at a multiple of 16 bytes
             return torch.empty(self._length, dtype=torch.int32, device=self._device)
         left = self._left.get(stream)
@@ -322,12 +322,12 @@ class TensorPool:
         return left.pop()
 
 
-# Cached plans of a stream; more at a time are new ones.
+# Cached plans of a stream; further live plans are new ones.
 CACHED_PLANS = 4
 
 
 class _Tensors:
-    """The tensors of a plan, by the names of its fields; `arguments` holds them as launches take them. `shapes`: field
+    """The tensors of a plan, by the names of its fields; `arguments`: the same as launch arguments. `shapes`: field
     -> shape and dtype."""
 
     __slots__ = ("_device", "_shapes", "taken", "_tensors", "arguments", "user")
@@ -346,7 +346,7 @@ class _Tensors:
         return self._tensors[name]
 
     def renew(self) -> None:
-        """Make new ones for those that were taken."""
+        """Replace the tensors that were taken."""
         with torch.inference_mode(False):
             for name in set(self.taken):
                 shape, dtype = self._shapes[name]
@@ -357,18 +357,18 @@ class _Tensors:
 
 
 class _CachedPlan:
-    """Half of a plan: fields other than `tokens` are there when they are asked for, and are the caller's from then on."""
+    """Mixin of a cached plan: a field's tensor is made on first access, and belongs to the caller from then on."""
 
     _of: _Tensors
     tokens: int
-    arguments: tuple = ()  # no property, as of the other half
+    arguments: tuple = ()  # no property, unlike the plan's class
 
     def __init__(self, tokens: int, tensors: _Tensors):
         own = self.__dict__
         own["tokens"], own["_of"], own["arguments"] = tokens, tensors, tensors.arguments
 
     def __copy__(self) -> _CachedPlan:
-        return self  # nothing of it changes, and a reference to it keeps the tensors from being used again
+        return self  # its fields do not change, and a reference keeps the tensors from reuse
 
     def __deepcopy__(self, memo: dict) -> RoutingPlan | ReceivedRows:
         return self._apart(clone=True)
@@ -384,7 +384,7 @@ class _CachedPlan:
 
 
 class _Taken:
-    """A field of a cached plan: a descriptor that the field's tensor takes the place of when it is first asked for."""
+    """A field of a cached plan: a descriptor, which the tensor replaces on first access."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -408,15 +408,15 @@ _CACHED: dict[type, Any] = {kind: _cached(kind) for kind in (RoutingPlan, Receiv
 class Plans:
     """The plans of one AllToAll. They may be held for any time, and their tensors longer.
 
-    A plan is used again on the stream on which it was made, as torch would give out its memory; in a CUDA graph that is
-    being captured none is.
+    A plan is reused on the stream on which it was made, as torch reuses memory; none is reused in a CUDA graph that is
+    being captured.
 
     Args:
         kind: RoutingPlan or ReceivedRows. shapes: of its fields but `tokens`, with their dtypes.
-        stream: gives what stands for the current stream, or None where none may be used again.
+        stream: returns a key of the current stream, or None where no plan may be reused.
 
     Attributes:
-        stream: what stood for it when the last plan was given out.
+        stream: its key when the last plan was given out.
     """
 
     def __init__(
@@ -433,7 +433,7 @@ class Plans:
         self._cached: dict[Hashable, list[_Tensors]] = {}
 
     def next(self, tokens: int) -> Any:
-        """A plan for this many tokens, which nobody else holds."""
+        """A plan for this many tokens that nobody else holds."""
         stream = self.stream = self._stream_now()
         if stream is None:
             return self._make(tokens, _Tensors(self._shapes, self._device))
@@ -489,7 +489,7 @@ def metadata(handle: Handle) -> Metadata:
     plan, at = handle.plan, PlanOffsets(ranks, experts // ranks)
     device, totals = plan.totals.device, plan.totals
     bases = totals[at.received_base : at.received_base + ranks + 1]
-    # Row i is the (i - bases[r])-th from rank r, the last one whose rows begin at i or before.
+    # Row i is number i - bases[r] from rank r, the last rank whose rows begin at or before i.
     index = torch.arange(ranks * max_tokens, dtype=torch.int32, device=device)
     source = torch.searchsorted(bases[1:].contiguous(), index, right=True).clamp(max=ranks - 1)
     there = index < bases[-1]

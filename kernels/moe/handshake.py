@@ -1,7 +1,7 @@
-"""How a call begins and ends: announcements to every rank, tickets for its work, and the count of blocks that have sent.
+"""Begin and end of a call: announcements to every rank, tickets for its work, and the count of blocks that have sent.
 
-The number of a call (uint64, from 1) lives in device memory: `calls[block]` is the number of the calls so far. Its
-parity chooses between buffers, signals and tickets that exist twice.
+The call number (uint64, from 1) lives in device memory: `calls[block]` is the number of calls so far. Its parity
+selects between two sets of buffers, signals and tickets.
 """
 
 from typing import Any, NamedTuple
@@ -13,14 +13,13 @@ import tilescale_net.language as N
 from tilescale_net.kernels.collective import TAG_BITS, announce, report
 from tilescale_net.kernels.moe.layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
 
-# Phases that a kernel of latency mode makes, each a bit of its argument `phases`.
+# Phases of a latency-mode kernel, bits of its argument `phases`.
 SENDS, RECEIVES = 1, 2
 
 
 class CallState(NamedTuple):
-    """The call that a kernel makes; variables of the kernel, which steps read where they stand. `me`: int32, this rank.
-    `call`: uint64, the number of the call. `parity`: int32, which of two sets of buffers, signals or tickets belongs to
-    the call."""
+    """The call that a kernel makes, in variables of the kernel. `me`: int32, this rank. `call`: uint64, the call
+    number. `parity`: int32, selects the set of buffers, signals and tickets."""
 
     me: Any
     call: Any
@@ -28,9 +27,9 @@ class CallState(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The chunk of rows that a warp sends; int32 variables of the kernel, which steps read where they stand. `peer`:
-    the rank that gets the rows. `c`: the number of the chunk. `n`: its rows. `size`: the rows of a chunk to this rank,
-    in a combine that sends rows to their ranks straight."""
+    """The chunk of rows that a warp sends, in int32 variables of the kernel. `peer`: the receiving rank. `c`: the
+    number of the chunk. `n`: its rows. `size`: rows of a chunk to this rank, in a combine that sends straight to
+    ranks."""
 
     peer: Any
     c: Any
@@ -53,8 +52,8 @@ class Blocks(NamedTuple):
 
 class CompletionSignals(NamedTuple):
     """The words by which calls end. `active`: int32 [ranks], 0 for a rank that is left out. `done`: uint64 [ranks],
-    symmetric: how many blocks of each rank have sent all, in all calls. `calls`: uint64 [blocks + absent], the calls so
-    far."""
+    symmetric: blocks of each rank that have sent everything, over all calls. `calls`: uint64 [blocks + absent], the
+    calls so far."""
 
     active: Any
     done: Any
@@ -92,8 +91,8 @@ def open_call(ready, active, status, me, call, tag, block, senders, rank):
 def take_ticket(tickets, parity: T.Ref, kind, ahead: T.Ref, lane):
     """Lane 0 takes the warp's next ticket, which the other lanes get by a shuffle when they need it.
 
-    Warps take the next chunk when they are done with one: equal shares would not take them equally long, because
-    multiprocessors share ports to the links. Taken one chunk ahead, a ticket is there when the warp needs it.
+    Warps take the next chunk when they finish one: equal shares would take unequal time, because SMs share ports to the
+    links. A ticket taken one chunk ahead has arrived when the warp needs it.
 
     Args:
         tickets: int32 [2, 2], by parity of the call and kind; those of the next call are zero.
@@ -112,14 +111,14 @@ def first_ticket(tickets, parity: T.Ref, kind, ahead: T.Ref, ticket: T.Ref, lane
 
 @tsn.macro
 def clear_tickets(tickets, parity: T.Ref, block, thread):
-    """Give the next call its tickets, which are those that the call before had."""
+    """Reset the next call's tickets, which the previous call used."""
     if block == 0 and thread < 2:
         tickets[1 - parity, thread] = 0
 
 
 @tsn.macro
 def count_sender(done, active, me: T.Ref, thread, ranks):
-    """Signal to every rank, by a thread each, that one more block of this rank has sent all."""
+    """Signal to every rank, one thread per rank, that another block of this rank has sent everything."""
     if thread < ranks:
         if active[thread] != 0:
             N.signal(done[me], 1, thread, op="add", fence=True)
@@ -135,7 +134,7 @@ def close_call(of, ends, me: T.Ref, call: T.Ref, block, thread):
         if ends.active[thread] != 0:
             N.wait(ends.done[thread], "ge", call * T.uint64(of.senders))
     if thread == 0:
-        # The caller may write to the source, and the next call to the staged rows, as soon as this kernel has ended.
+        # After this kernel the caller may overwrite the source, and the next call the staged rows.
         if block < of.senders:
             N.quiet()
         ends.calls[block] = call
@@ -143,7 +142,7 @@ def close_call(of, ends, me: T.Ref, call: T.Ref, block, thread):
 
 @tsn.macro
 def stand_in(of, ends, me: T.Ref, call: T.Ref, block, thread):
-    """Block 0 counts for the `absent` blocks that a call on fewer blocks than others does not have."""
+    """Block 0 counts for the `absent` blocks, which only larger calls have."""
     if block == 0:
         if of.absent_senders:
             if thread < of.ranks:
@@ -162,14 +161,14 @@ def count_for(calls, call: T.Ref, blocks, absent, thread, threads):
 
 @tsn.macro
 def begin_phase(calls, call: T.Ref, parity: T.Ref, block):
-    """Latency mode: call = the number of the call that a half of it belongs to, parity = which of the two sets of buffers."""
+    """Latency mode: call = the number of this phase's call, parity = its set of buffers."""
     call = calls[block] + T.uint64(1)
     parity = T.cast(call & T.uint64(1), "int32")
 
 
 @tsn.macro
 def end_phase(calls, call: T.Ref, blocks, absent, block, thread, threads):
-    """Latency mode: count the call, as one that this half has done; block 0 also for blocks that the call does not have."""
+    """Latency mode: count the call as done by this phase; block 0 also counts for blocks that the call lacks."""
     if thread == 0:
         calls[block] = call
     if absent:
@@ -187,7 +186,7 @@ def sum_of(counts, total: T.Ref, n):
 
 @tsn.macro
 def find_source(counts, source: T.Ref, slot: T.Ref):
-    """Number `slot` of all that is counted by source becomes number `slot` of source `source`."""
+    """Turn index `slot` over all sources into `source` and the index `slot` within this source."""
     source = 0
     while slot >= counts[source]:
         slot = slot - counts[source]
@@ -196,12 +195,12 @@ def find_source(counts, source: T.Ref, slot: T.Ref):
 
 @tsn.macro
 def wait_timed(word, value, waited, rank):
-    """`N.wait(word(), "ge", value)`; how many clocks it took is added to `waited` (uint64 [ranks]) of `rank`. Where
-    waits are timed it stands before the wait of those that are not, which orders what follows."""
+    """`N.wait(word(), "ge", value)`; adds its clocks to `waited` (uint64 [ranks]) of `rank`. A timed wait precedes the
+    untimed waits, which order later accesses."""
     began = T.alloc_var("uint64")
     began = T.call_extern("uint64", "clock64")
     N.wait(word(), "ge", value)
-    # The sum is not looked at; without it tilelang has no add of 64 bits.
+    # The result is unused; tilelang has a 64-bit add only with a result.
     began = T.atomic_add(waited[rank], T.call_extern("uint64", "clock64") - began, return_prev=True)
 
 
@@ -216,7 +215,7 @@ def time_announcements(timed, begun, active, parity: T.Ref, call: T.Ref, bits, w
 
 @tsn.macro
 def time_message(timed, arrived, place: T.Ref, call: T.Ref, waited, source: T.Ref, lane):
-    """Latency mode, if `timed`: lane 0 waits for a message of `source`, or one that is passed on for it, see `wait_timed`."""
+    """Latency mode, if `timed`: lane 0 waits for a message of `source`, or a forwarded one, see `wait_timed`."""
     if timed:
         if lane == 0:
             wait_timed(lambda: arrived[place], call, waited, source)
@@ -224,7 +223,6 @@ def time_message(timed, arrived, place: T.Ref, call: T.Ref, waited, source: T.Re
 
 @tsn.macro
 def await_previous(begun, parity: T.Ref, call: T.Ref, bits, rank, ranks):
-    """Latency mode: wait until `rank` has begun the call before; its buffers of the one before that are free by then.
-    `begun`: uint64 [2 * ranks], symmetric. parity: of call `call`. bits: that follow the number of the call in a
-    word."""
+    """Latency mode: wait until `rank` has begun the previous call; then its buffers of the call before that are free.
+    `begun`: uint64 [2 * ranks], symmetric. parity: of call `call`. bits: that follow the call number in a word."""
     N.wait(begun[(1 - parity) * ranks + rank], "ge", (call - T.uint64(1)) << T.uint64(bits))

@@ -30,7 +30,7 @@ from tilescale_net.kernels.moe.layout import (
 from tilescale_net.kernels.moe.mode import Launch, Mode, OverNodes, stream_key
 from tilescale_net.kernels.moe.row_ops import groups_of
 
-# What a call gives to a launch, in this order.
+# The arguments of a call to a launch, in this order.
 DISPATCH = (
     "tokens", "fault", "fault_value", "phases", "x", "x_scales", "topk_idx", "topk_weights", "token_slot", "targets", "weights",
     "received", "source_counts", "source_token", "out", "out_scales", "counts", "totals",
@@ -45,7 +45,7 @@ _WEIGHTS = ("topk_weights", "tokens", "token_slot", "received")
 
 
 def parts(config: Config, tuning: Tuning, proxied: bool) -> tuple[int, int]:
-    """Parts of a row of combine as they are wanted, and as there are."""
+    """Requested and actual parts of a combine's row."""
     wanted = 1 if proxied else tuning.parts  # small messages suit memory, large ones a fabric
     return wanted, parts_of(config.hidden, 16 // config.combine_dtype.itemsize, wanted)[0]
 
@@ -77,7 +77,7 @@ def symmetric_buffers(config: Config, tuning: Tuning, proxied: bool) -> BufferSp
 
 
 def _timed(waited: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """What a launch takes behind the rest: what clocks of waiting are added to."""
+    """The last launch argument: the tensor to which clocks of waiting are added."""
     return () if waited is None else (waited.view(torch.uint64),)
 
 
@@ -87,7 +87,7 @@ class LatencyMode(Mode):
     meets_first = False
     dispatch_takes: tuple[str, ...] = DISPATCH
     combine_takes: tuple[str, ...] = COMBINE
-    _written = slice(6)  # of a plan's arguments, what a dispatch writes
+    _written = slice(6)  # the plan's arguments that a dispatch writes
 
     def __init__(self, base: AllToAll, config: Config, specs: BufferSpecs | None = None):
         super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
@@ -106,7 +106,7 @@ class LatencyMode(Mode):
             "message_fp8": message.view(FP8_DTYPE),
             "message_scales": message.view(torch.float32),
         }
-        # Weights of a combine's own, of the rows received; combines run one after the other.
+        # A combine's own weights of the received rows; combines run one after the other.
         self._weights = torch.empty((c.ranks * c.max_tokens, c.top_k), dtype=torch.float32, device=device)
         own = {"active": base.active, "calls": base.counters(c.ranks), "weights": self._weights}
         self._fixed["weights"] = self._buffers("weights") | own
@@ -121,7 +121,7 @@ class LatencyMode(Mode):
         )
         self._plans = self._new_plans()
 
-        # Stand in for tensors without elements, and for those that a kernel does not use.
+        # Placeholders for empty and unused tensors.
         self._no_row = torch.zeros((1, c.row_words), dtype=torch.int32, device=device)
         self._no_scales = torch.zeros((1, max(c.scale_words, 1)), dtype=torch.int32, device=device)
         self._no_rows = {
@@ -159,7 +159,7 @@ class LatencyMode(Mode):
         return self._launch(self._new_dispatch, *which)
 
     def _fewer(self, blocks: int) -> dict[str, int]:
-        """What tells a kernel that it runs on fewer blocks than the tuning has."""
+        """Options of a kernel on fewer blocks than the tuning's."""
         return {"absent": self._base.blocks - blocks} if blocks != self._base.blocks else {}
 
     def _new_dispatch(self, blocks: int, source: str, index_dtype: str, timed: bool = False) -> Launch:
@@ -172,15 +172,15 @@ class LatencyMode(Mode):
         return Launch(kernel, self._fixed["dispatch"], given, base.world, **forms)
 
     def _route(self, kernel: str) -> dict[str, Any]:
-        """What tells a kernel of forwarders between nodes."""
+        """Options of a kernel with forwarders between nodes."""
         return {}
 
     def _order(self) -> dict[str, bool]:
-        """What tells a dispatch of the order of received scales."""
+        """Options of a dispatch for the order of received scales."""
         return {"column_scales": True} if self._c.column_scales else {}
 
     def _dispatch_forms(self, source: str, index_dtype: str) -> dict[str, Any]:
-        """As what a kernel takes tensors that are given otherwise, see `Launch`."""
+        """Dtypes as which a kernel takes tensors, see `Launch`."""
         c, scales = self._c, max(self._c.scale_words, 1)
         words = {"x_scales": scales, "out": c.row_words, "out_scales": scales} | ({} if source else {"x": c.row_words})
         words |= {"out_scales": c.ranks * c.max_tokens} if c.column_scales else {}
@@ -222,12 +222,12 @@ class LatencyMode(Mode):
         return self._c.local_experts, self._c.ranks * self._c.max_tokens, self._c.hidden
 
     def _plan_shapes(self) -> dict:
-        """Of what the two phases of a dispatch find out."""
+        """Shapes and dtypes of a plan's tensors."""
         c = self._c
         return ReceivedRows.shapes(c.ranks, c.max_tokens, c.local_experts, c.top_k)
 
     def _summed_by(self, plan: ReceivedRows) -> tuple:
-        """Of a plan, what a combine goes by at the end of its arguments."""
+        """The plan's tensors that end a combine's arguments."""
         return plan.arguments[0], plan.tokens
 
     def _results(self, out: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -328,14 +328,14 @@ class LatencyMode(Mode):
         return launch, received
 
     def _launch_weights(self, weights: torch.Tensor, plan: ReceivedRows, waited: torch.Tensor | None) -> None:
-        """Send the weights of this rank's choices, and fill `_weights` with those of the others."""
+        """Send the weights of this rank's choices, and receive the others' into `_weights`."""
         token_slot, _, _, counts = plan.arguments[:4]
         given = weights if weights.numel() else self._no_weight
         timed = _timed(waited)
         self._exchange_weights(*(True,) * len(timed))(given, plan.tokens, token_slot, counts, *timed)
 
     def _launch_combine(self, phase: Phase, call: CombineCall, given: torch.Tensor | None) -> None:
-        """`given`: weights other than dispatch's, of the rows received."""
+        """`given`: weights of the received rows instead of dispatch's."""
         plan = call.handle.plan
         _, targets, weights, counts = plan.arguments[:4]
         weighted = given is not None or bool(call.weights)

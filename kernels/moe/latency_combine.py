@@ -1,15 +1,15 @@
 """Combine in latency mode: brings the experts' outputs back and sums them, weighted, per token.
 
 As in throughput mode a rank sums over its own experts first and sends one row per token. Rows are cut into parts, each
-with a signal of its own and handled by one warp on either side, so that a few tokens keep the whole GPU busy. Buffers
+with a signal of its own and handled by one warp on either side: a few tokens keep the whole GPU busy. Buffers
 and signals alternate between calls as in latency_dispatch.py.
 
-With `nodes` each token's sum crosses the network once per node. A rank puts its sum to the token's rank where that is of its
-node, else to that rank's forwarder in its node. The forwarder adds up what the ranks of its node have put there, in their
-order and in float32, rounds (or quantises) once more, and puts one row to the token's rank; which sums what it gets from its
-origins (see layout.py) in their order. Forwarders sum in the receive phase.
+With `nodes` each token's sum crosses the network once per node. A rank puts its sum to the token's rank if that is in
+its node, else to that rank's forwarder in its own node. The forwarder adds up the sums of its node's ranks, in order
+and in float32, rounds (or quantises) once more, and puts one row to the token's rank, which sums its origins (see
+layout.py) in order. Forwarders sum in the receive phase.
 
-`exchange_weights` brings weights that the caller gives to combine to the ranks whose rows they multiply.
+`exchange_weights` sends the caller's weights of a combine to the ranks of the weighted rows.
 """
 
 from collections import namedtuple
@@ -43,7 +43,7 @@ from tilescale_net.kernels.moe.row_ops import (
 
 
 def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
-    """Parts of a row and 16-byte vectors per part; a part is whole warps of vectors, so that no scale is shared."""
+    """Parts of a row and 16-byte vectors per part; a part is whole warps of vectors, so parts share no scale."""
     units = hidden // width
     size = (units + wanted * 32 - 1) // (wanted * 32) * 32
     return -(-units // size), size
@@ -75,7 +75,7 @@ class LatencyCombineConfig(SumSizes):
         return min(self.top_k, 2)
 
     def partials_group(self, node_size: int) -> int:
-        """The same of what the ranks of a node have for a token of another."""
+        """The same for a forwarder's sum over the ranks of its node."""
         return min(node_size, self.top_k, 4)
 
     @property
@@ -110,8 +110,8 @@ class TokenPart(NamedTuple):
 
 @tsn.macro
 def begin_sending(mem, incoming, total: T.Ref, now, tag, block, thread, ranks):
-    """Announce the call and wait until the buffers of all ranks are free; incoming = how many rows there are for each rank,
-    total = for all."""
+    """Announce the call and wait until the buffers of all ranks are free; incoming = rows for each rank, total = their
+    sum."""
     if thread < ranks:
         incoming[thread] = mem.received[thread]
         if mem.active[thread] != 0:
@@ -173,8 +173,8 @@ def put_part(s, mem, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, p
 
 @tsn.macro
 def sum_part(s, mem, work, now, rank_of, of, end: T.Ref, first: T.Ref, peer: T.Ref, slot: T.Ref, lane):
-    """Wait for a part of a token's rows and sum them in the order of ranks. `rank_of`: which rank sends what an index
-    in that order stands for. of: the TokenPart."""
+    """Wait for a part of a token's rows and sum them in the order of ranks. `rank_of`: the sending rank of each index
+    in that order. of: the TokenPart."""
     R, M, width, batch, group = s.ranks, s.max_tokens, s.width, s.sum_batch, s.sum_group
     end = T.min(s.units, (of.part + 1) * s.size)
     for g in T.serial((R + 31) // 32):
@@ -210,7 +210,7 @@ def sum_part(s, mem, work, now, rank_of, of, end: T.Ref, first: T.Ref, peer: T.R
 
 
 def sender_of(route: Route, me: Any, origin: Any) -> Any:
-    """Which rank sends the row of an origin: one of this node, or the forwarder of another node."""
+    """The rank that sends the row of an origin: one of this node, or the forwarder of another node."""
     size, of = route.at.size, route.at.of
     before = of.node_of(me)
     here = T.if_then_else(origin < before + size, of.first(before) + origin - before, 0)
@@ -223,7 +223,7 @@ def sender_of(route: Route, me: Any, origin: Any) -> Any:
 
 @tsn.macro
 def send_part_in_node(s, mem, route, now, peer: T.Ref, slot: T.Ref, part: T.Ref, end: T.Ref, lane):
-    """Sum a part of row `slot` of a rank into its memory, or into that of its forwarder here, and signal it."""
+    """Sum a part of row `slot` of a rank into its memory or its forwarder's here, and signal it."""
     at, M = route.at, s.max_tokens
     source, index, target = int_vars(3)
     source = peer * M + slot
@@ -243,7 +243,7 @@ def send_part_in_node(s, mem, route, now, peer: T.Ref, slot: T.Ref, part: T.Ref,
 
 @tsn.macro
 def sum_in_node(s, mem, route, work, row: T.Ref, k: T.Ref, j: T.Ref, begin, end, lane):
-    """Sum a part of what ranks of this node have for message `j` of slot `k`, in their order, into `row` of `mem.staged`."""
+    """Sum a part of this node's rows for message `j` of slot `k`, in the order of ranks, into `row` of `mem.staged`."""
     at, plan = route.at, route.plan
     width, batch, group = s.width, s.sum_batch, s.partials_group(at.size)
     for b in T.serial(-(-s.size // (32 * batch))):
@@ -264,7 +264,7 @@ def sum_in_node(s, mem, route, work, row: T.Ref, k: T.Ref, j: T.Ref, begin, end,
 
 @tsn.macro
 def send_back(s, mem, route, work, now, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, lane):
-    """Sum a part of what this node has for message `j` of the source of slot `k`, and put it to the source."""
+    """Sum a part of this node's rows for message `j` of the source of slot `k`, and put the sum to the source."""
     at, plan, M = route.at, route.plan, s.max_tokens
     row, peer, index = int_vars(3)
     row = (now.parity * at.slots + k) * M + j
@@ -302,28 +302,28 @@ def combine_latency(
         proxied: whether some ranks are on other nodes.
         parts: into how many parts to cut a row, about. biases: how many of `bias_0` and `bias_1` are added to the sums.
         blocks, threads, absent, timed: as in dispatch_latency.
-        nodes, forwarder_slots: see NodeLayout; 0: each row goes to its rank straight.
+        nodes, forwarder_slots: see NodeLayout; 0: each row goes straight to its rank.
 
     Parameters of the kernel:
         phases (int32): SENDS, RECEIVES or both; the receive phase follows the send phase on the same stream.
         y [local experts * ranks * max_tokens, hidden] of `dtype`; targets, weights, received: see ReceivedRows.
         bias_0, bias_1 [rows, hidden] of `dtype`.
         out [rows, hidden] of `dtype`, tokens <= rows; active [ranks] int32. token_slot [rows, ranks] int32, or with nodes
-        origin_slot [rows, origins]: see ReceivedRows. tag: 0, or the code of what this rank's host found wrong.
+        origin_slot [rows, origins]: see ReceivedRows. tag: 0, or the code of the fault that this rank's host found.
         slots [2 * ranks or origins * max_tokens, hidden] of `dtype` or FP8, slot_scales [… , groups] float32, arrived [… ,
         parts] uint64, begun [2 * ranks] uint64: symmetric. staged, staged_scales [2 * ranks * max_tokens, …], with nodes [2 *
         forwarder_slots * max_tokens, …]: alike, rows to other nodes.
-        partial_sums [2 * forwarder_slots * max_tokens * size, hidden] of `dtype`, partials_arrived [… , parts] uint64: symmetric; what ranks
-        of this node have for tokens of others. node_map: see NodeLayout. node_plan: see LatencyNodePlanOffsets. These with
-        nodes only.
+        partial_sums [2 * forwarder_slots * max_tokens * size, hidden] of `dtype`, partials_arrived [… , parts] uint64:
+        symmetric; this node's sums for tokens of others. node_map: see NodeLayout. node_plan: see
+        LatencyNodePlanOffsets. These with nodes only.
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
-        waited [ranks] uint64, if timed: clocks of waiting for each rank are added: for its announcement by one thread, and for
-        each part of its rows by one.
+        waited [ranks] uint64, if timed: clocks of waiting are added for each rank: one thread waits for its
+        announcement, and one for each part of its rows.
     """
     R, K, M, S = ranks, top_k, max_tokens, forwarder_slots
     node_at = NodeLayout(R, nodes, S) if nodes else None
     V = node_at.origins if nodes else R
-    # Two loops sum what is sent over nodes; with larger batches they spill registers.
+    # Across nodes two loops sum; with larger batches they spill registers.
     limit = dict(send_limit=7) if nodes else {}
     s = LatencyCombineConfig(V, K, M, hidden, dtype, weighted, quantised, parts, biases, timed=timed, **limit)
     groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
@@ -370,7 +370,7 @@ def combine_latency(
             me = T.alloc_var("int32")
             me = N.my_pe()
             call = T.alloc_var("uint64")
-            parity, peer, slot, part, index, end = int_vars(6)  # parity: which of the two sets of buffers
+            parity, peer, slot, part, index, end = int_vars(6)  # parity: the set of buffers
             now = handshake.CallState(me, call, parity)
             mem = LatencyCombineTensors(
                 y, targets, weights, Result(out, bias_0, bias_1), received, active, begun, Rows(slots, slot_scales), arrived,
@@ -391,7 +391,7 @@ def combine_latency(
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if slot < total:
                         if nodes:
-                            # What goes to other nodes has the longer way, so it leaves first.
+                            # Rows to other nodes take longer, so they leave first.
                             peer = node_at.of.first((node_at.of.node_of(me) + 1) % nodes)
                             while slot >= incoming[peer]:
                                 slot = slot - incoming[peer]
@@ -466,11 +466,11 @@ def combine_latency(
 
 @tsn.jit(name="moe::exchange_weights", pass_configs=EXPLICIT_SYNC)
 def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
-    """Kernel of a block for each rank: brings weights that the caller gives to combine to the ranks whose rows they multiply.
+    """Kernel with one block per rank: sends the caller's weights of a combine to the ranks of the weighted rows.
 
-    Each rank puts the weights of its tokens to every rank that has rows of them, in the order of those rows, and waits for
-    the weights of the others. The buffers exist twice and calls alternate: who has begun a call has read what came in the
-    one before the last, because it has ended that.
+    Each rank puts its tokens' weights to every rank that has rows of them, in the order of those rows, and waits for
+    the weights of the others. The buffers exist twice and calls alternate: a rank that has begun a call has ended the
+    one before, and so has read the buffers of the call before that.
 
     Args:
         ranks, top_k, max_tokens: sizes. threads: of a block. timed: as in dispatch_latency.
@@ -480,7 +480,7 @@ def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
         active [ranks] int32: 0 for a rank that is left out.
         weights_out, weights_in [2 * ranks * max_tokens, top_k] float32, sent [2 * ranks] uint64: symmetric.
         calls [ranks] uint64: calls so far.
-        weights [ranks * max_tokens, top_k] float32: of each row received, what its rank has given.
+        weights [ranks * max_tokens, top_k] float32: the weights of each received row, from its source.
         waited [ranks] uint64, if timed: clocks of waiting for each rank's weights are added.
     """
     R, K, M = ranks, top_k, max_tokens

@@ -1,19 +1,19 @@
 """Dispatch in latency mode: few tokens, every SM, no exchange before the data.
 
-A block makes one message per token (row, scales, choices; quantised if asked) and puts it, with a signal of
-its own, to every rank that hosts one of the token's experts: once per rank, however many experts there. Each block
-finds its token's slots by reading all earlier choices itself. A header carries how many messages each peer is to
-expect and how many rows per expert; from the headers a receiver computes where each row goes, so the rows of an expert are
-contiguous, in the order of source rank and token. Receiving warps copy rows to all their experts as the messages arrive.
+A block makes one message per token (row, scales, choices; quantised if asked) and puts it, with its own signal, to
+every rank that hosts one of the token's experts, once per rank. Each block finds its token's slots by reading all
+earlier choices itself. A header carries the number of messages to expect and of rows per expert; from the headers a
+receiver computes the place of each row, so an expert's rows are contiguous, in the order of source rank and token.
+Receiving warps copy rows to all their experts as messages arrive.
 
-All buffers and signals exist twice and calls alternate. A rank sends a call when every peer has begun the one before,
-which a peer does only after it has received the one before that: so no barrier is needed.
+All buffers and signals exist twice and calls alternate. A rank sends a call when every peer has begun the previous one,
+and so has received the one before: no barrier is needed.
 
-Where nodes have several ranks, each message may cross the network once per node: to this rank's forwarder in every other
-node that hosts one of the token's experts. There a warp for each choice waits for the message and forwards it over mapped
-memory, to the slot at the receiver that the message itself names; so receivers see no difference. Headers go from a
-source to every rank, and carry how many messages a forwarder is to expect. The receive phase forwards messages: it waits
-for nothing but what sources send.
+Where nodes have several ranks, each message may cross the network once per node: to this rank's forwarder in every
+other node that hosts one of the token's experts. A warp per choice there waits for the message and forwards it over
+mapped memory, to the receiver's slot that the message names; receivers see no difference. Headers go from a source to
+every rank, and carry the number of messages for a forwarder. Messages are forwarded in the receive phase, which waits
+only for sources.
 """
 
 from collections import namedtuple
@@ -114,7 +114,7 @@ class LatencyDispatchConfig:
 
     @property
     def source_width(self) -> int:
-        """Elements of a row as the caller has it."""
+        """Elements of a row of the caller."""
         return self.row_words * 4 if self.quantise else self.row_words
 
     @property
@@ -134,12 +134,12 @@ class LatencyDispatchConfig:
 
     @property
     def row_batch(self) -> int:
-        """Vectors of a lane and batch of a row as it travels."""
+        """Vectors per lane and batch of a travelling row."""
         return batch_of(self.row_words // 4, 16)
 
 
 class MessageViews(NamedTuple):
-    """The messages that a rank makes, one per token, [2 * max_tokens, …]: the same symmetric memory as different types.
+    """The messages that a rank makes, one per token, [2 * max_tokens, …]: views of the same symmetric memory.
     `words`: int32, see MessageLayout. fp8: bytes of a row that is quantised. scales: float32, its scales."""
 
     words: Any
@@ -147,7 +147,7 @@ class MessageViews(NamedTuple):
     scales: Any
 
 
-# What is stored of the received rows, see ReceivedRows; `out` are `Rows` that the caller gets.
+# Tensors of received rows, see ReceivedRows; `out`: the caller's `Rows`.
 ReceivedTensors = namedtuple("ReceivedTensors", "out counts totals received source_counts targets weights source_token")
 
 
@@ -174,8 +174,8 @@ class TokenChoices(NamedTuple):
 
 @tsn.macro
 def count_choices(s, mem, tokens, fault, fault_value, histogram, bad, now, thread):
-    """Count the choices per expert and the tokens per rank, by one block; wait meanwhile until the headers are free.
-    Leaves the counts in `histogram` [bins] and the fault of this rank with its value in `bad`."""
+    """Count the choices per expert and the tokens per rank, by one block, and wait until the headers are free. Leaves
+    the counts in `histogram` [bins], and this rank's fault and its value in `bad`."""
     R, experts, threads, local = s.ranks, s.experts, s.threads, s.local
     seen = T.alloc_local((s.top_k,), "int32")
     other, choice, first = int_vars(3)
@@ -226,7 +226,7 @@ def count_choices(s, mem, tokens, fault, fault_value, histogram, bad, now, threa
 
 @tsn.macro
 def send_headers(s, mem, histogram, bad, now, thread, warp):
-    """Put a header to every rank, with a signal that carries the number of the call and of the messages to expect."""
+    """Put a header to every rank; its signal carries the call number and the number of messages to expect."""
     R, M, threads, local, head = s.ranks, s.max_tokens, s.threads, s.local, s.header
     peer, index = int_vars(2)
     for i in T.serial((R * head.words + threads - 1) // threads):
@@ -333,7 +333,7 @@ def count_earlier(s, mem, chosen, token: T.Ref, thread):
 
 @tsn.macro
 def write_row(s, mem, loaded, token: T.Ref, parity: T.Ref, thread, warp, lane):
-    """Write a token's row, which the block has loaded, to its message; with its scales, quantised where it is asked for."""
+    """Write a token's row, which the block has loaded, to its message; with its scales, quantised if asked."""
     M, units, width, batch = s.max_tokens, s.units, s.width, s.batch
     if s.quantise:
         acc = T.alloc_local((batch * width,), "float32")
@@ -365,8 +365,8 @@ def put_message(s, mem, chosen, token: T.Ref, now, index: T.Ref, peer: T.Ref):
 
 @tsn.macro
 def send_message(s, mem, route, chosen, token: T.Ref, now, thread, warp, lane):
-    """Complete a token's message and put it, by a warp each, to every rank that hosts one of its experts; with nodes to those
-    of this node, and to this rank's forwarder in each other node."""
+    """Complete a token's message and put it, one warp per target, to every rank that hosts one of its experts; with
+    nodes, to the ranks of this node and to this rank's forwarder in each other node."""
     K, M, local, msg = s.top_k, s.max_tokens, s.local, s.message
     peer, index, first = int_vars(3)
     if s.nodes:
@@ -454,7 +454,7 @@ def read_headers(s, mem, incoming, begin, now, block, thread):
                     mem.results.source_counts[index, r] = total - begin[index, r]
             if block == 0:
                 mem.results.counts[index] = total
-                T.atomic_add(mem.results.totals[index], total)  # of which no thread waits for a result
+                T.atomic_add(mem.results.totals[index], total)  # whose results no thread waits for
     if block == 0 and thread < R:
         mem.results.received[thread] = incoming[thread]
     T.sync_threads()
@@ -474,7 +474,7 @@ def receive_row(s, mem, begin, me: T.Ref, source: T.Ref, slot: T.Ref, index: T.R
             choice = mem.arrival[index, msg.experts + g * 32 + lane]
             if choice >= me * local and choice < (me + 1) * local:
                 order = mem.arrival[index, msg.indices + g * 32 + lane]
-                # Choices that the header does not count: the source has reported them.
+                # The header does not count these choices: the source has reported them.
                 if order >= 0 and order < M:
                     target = begin[choice - me * local, source] + order
                     mem.results.source_token[choice - me * local, target] = mem.arrival[index, msg.token]
@@ -502,8 +502,8 @@ def receive_row(s, mem, begin, me: T.Ref, source: T.Ref, slot: T.Ref, index: T.R
 
 @tsn.macro
 def _forward(s, mem, route, now, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.Ref, lane):
-    """Put message `j` of the source of slot `k` on to the rank of its choice `choice`, unless that is another node's,
-    or an earlier choice's; and note, for combine, number `choice` of the ranks that it goes to."""
+    """Forward message `j` of the source of slot `k` to the rank of its choice `choice`, unless that rank is in another
+    node or has an earlier choice; for combine, note number `choice` of the ranks that it goes to."""
     at, plan = route.at, route.plan
     R, K, M, local, msg = s.ranks, s.top_k, s.max_tokens, s.local, s.message
     row, rank, other, first, again = int_vars(5)
@@ -570,7 +570,7 @@ def count_forwarded(s, mem, route, source: T.Ref, parity: T.Ref, block, thread):
 
 @tsn.macro
 def forward_all(s, mem, route, now, source: T.Ref, slot: T.Ref, total: T.Ref, choice: T.Ref, block, warp, lane):
-    """Forward messages, by a warp for each choice of each message."""
+    """Forward messages, one warp per choice of a message."""
     at = route.at
     k = T.alloc_var("int32")
     handshake.sum_of(mem.forwarding, total, at.slots)
@@ -586,7 +586,7 @@ def forward_all(s, mem, route, now, source: T.Ref, slot: T.Ref, total: T.Ref, ch
 
 @tsn.macro
 def note_message(s, mem, route, me: T.Ref, source: T.Ref, slot: T.Ref, index: T.Ref, choice: T.Ref, lane):
-    """Store, for combine, which message of `source` to this node row `slot` of `source` was."""
+    """For combine: store which message of `source` to this node became row `slot` of `source`."""
     plan = route.plan
     if lane == 0:
         for q in T.serial(s.top_k):
@@ -607,28 +607,29 @@ def dispatch_latency(
         row_words, scale_words: 4-byte words of a row as it travels (a multiple of 4) and of its scales (0: it has none).
         source_dtype: "bfloat16", "float16" or "float32": quantise rows of this type to FP8; "": send them as they are.
         blocks, threads: launch geometry; all blocks must run at once. index_dtype: of `topk_idx`.
-        absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
+        absent: blocks of the launch geometry that this call lacks; block 0 counts for them.
         timed: whether to add up how long the receive phase waits for each rank.
-        nodes, slots: see NodeLayout; 0: each message goes to its ranks straight.
-        column_scales: received scales are [local experts * scale_words, ranks * max_tokens], of an expert one row after the
-            other of a word's.
+        nodes, slots: see NodeLayout; 0: each message goes straight to its ranks.
+        column_scales: received scales are [local experts * scale_words, ranks * max_tokens]: for each expert, one row
+            per scale word.
 
     Parameters of the kernel (int32 where no type is named):
         phases: SENDS, RECEIVES or both; the receive phase follows the send phase on the same stream.
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
-        what the host found wrong; active [ranks]: 0 for a rank that is left out.
+        the fault that the host found; active [ranks]: 0 for a rank that is left out.
         message [2 * max_tokens, words]: symmetric; message_fp8, message_scales: the same memory as FP8 and as float32.
         header_out, header_in [2 * ranks, words], arrival [2 * ranks * max_tokens, words]: symmetric; see HeaderLayout, MessageLayout.
         begun [2 * ranks], arrived [2 * ranks * max_tokens] uint64: symmetric.
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
-        to_forward [2 * slots * max_tokens, words] int32, forward_arrived [2 * slots * max_tokens] uint64: symmetric; messages to be passed
-        on. node_map: see NodeLayout. node_plan: see LatencyNodePlanOffsets. These and origin_slot with nodes only.
+        to_forward [2 * slots * max_tokens, words] int32, forward_arrived [2 * slots * max_tokens] uint64: symmetric;
+        messages to forward. node_map: see NodeLayout. node_plan: see LatencyNodePlanOffsets. These and origin_slot with
+        nodes only.
         token_slot [rows, ranks], targets, weights, received, source_counts, source_token, origin_slot: see ReceivedRows.
-        out [local experts * ranks * max_tokens, row_words], out_scales, counts [local experts]: what the caller gets.
+        out [local experts * ranks * max_tokens, row_words], out_scales, counts [local experts]: the caller's outputs.
         totals [local experts]: the counts are added, by the receive phase.
-        waited [ranks] uint64, if timed: clocks of waiting for each rank are added: for its header by one thread, and for each
-        of its messages by one.
+        waited [ranks] uint64, if timed: clocks of waiting are added for each rank: one thread waits for its header, and
+        one for each of its messages.
     """
     R, K, M, S = ranks, top_k, max_tokens, slots
     at = NodeLayout(R, nodes, S) if nodes else None
@@ -696,7 +697,7 @@ def dispatch_latency(
             me = T.alloc_var("int32")
             me = N.my_pe()
             call = T.alloc_var("uint64")
-            parity = T.alloc_var("int32")  # which of the two sets of buffers
+            parity = T.alloc_var("int32")  # the set of buffers
             now = handshake.CallState(me, call, parity)
             chosen = TokenChoices(mine, same_expert, same_rank, same_node if nodes else None)
             mem = LatencyDispatchTensors(
@@ -712,7 +713,7 @@ def dispatch_latency(
             if phases & SENDS != 0:
                 token = T.alloc_var("int32")
                 loaded = T.alloc_local((s.batch * s.width,), s.source_type)
-                # A block without a token does not use its count, so its threads need not meet before it is raised.
+                # A block without a token does not use its count: no synchronisation before the count is raised.
                 N.benign_race(send_calls[block])
                 handshake.begin_phase(send_calls, call, parity, block)
                 # The last block counts for the headers; it has a token of its own only when all blocks have one.

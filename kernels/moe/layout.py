@@ -1,12 +1,12 @@
-"""Layouts of what ranks send one another, and of the plans that kernels and the host share: sizes and offsets in words.
+"""Layouts of messages between ranks, and of plans shared by kernels and the host: sizes and offsets in words.
 
-Where nodes have several ranks, a row crosses the network once for each node that needs it: to a rank of that node, the
-source's forwarder there, which forwards it. Sums return the same way. A forwarder gives every source that it serves a
-slot. Where nodes have the same size and all ranks of a node take part, a source's forwarder is the one with its index in
-the node; else the node's ranks serve the sources in turn.
+Where nodes have several ranks, a row crosses the network once for each node that needs it: to the source's forwarder
+there, a rank that forwards it. Sums return the same way. A forwarder has a slot for every source that it serves. If
+nodes have the same size and all ranks take part, a source's forwarder is the rank with its index in the node; else the
+node's ranks serve the sources in turn.
 
-A rank sums what it gets from its origins: the ranks of its node, and every other node as a whole; in the order of
-ranks. So do dispatch and combine of a plan.
+A rank sums over its origins in the order of ranks: the ranks of its node, and every other node as a whole. A plan's
+dispatch and combine share this order.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 from tilescale_net.kernels.collective import TAG_BITS, Nodes
 
-# So many nodes of one size, or the ranks of each node where these differ.
+# The number of nodes of one size, or the ranks of each node if sizes differ.
 NodeSizes = int | tuple[int, ...]
 
 NO_RANK = -1
-# What a rank may find wrong with a call; every rank gets the code, the value and the rank. Codes from HOST_FAULT on
-# were found by the host of that rank before it launched anything.
+# Faults that a rank may find in a call; every rank gets the code, the value and the rank. The host of that rank found
+# codes from HOST_FAULT on before it launched anything.
 NO_FAULT, BAD_EXPERT, NO_ROOM, CROWDED, OTHER_OUTPUT, HOST_FAULT = range(6)
-# A call begins with a word from every rank to every rank: the number of the call, then a tag of TAG_BITS. Of the tag,
-# the lowest CODE_BITS hold what that rank found wrong, the others which output it gave.
+# A call begins with a word from every rank to every rank: the call number, then a tag of TAG_BITS, whose lowest
+# CODE_BITS hold that rank's fault and whose others identify its output.
 CODE_BITS = 5
 # In a dispatch of latency mode the number of the call is followed by the number of messages to expect, in COUNT_BITS.
 COUNT_BITS = 32
@@ -41,13 +41,13 @@ def offsets_of(*lengths: int) -> tuple[int, ...]:
 
 
 def most_sent(ranks: int, max_tokens: int, top_k: int) -> int:
-    """Rows that a rank sends at most in a dispatch, and gets back in a combine; sends go to a rank once per token."""
+    """Rows that a rank sends at most in a dispatch, and gets back in a combine; one send per token and rank."""
     return max_tokens * min(top_k, ranks)
 
 
 def output_tag(offset: int) -> int:
-    """What stands for the output at a heap offset in the tag of a call; no fault. Outputs differ at all but one in
-    half a million pairs of offsets."""
+    """Identifies the output at a heap offset in the tag of a call without a fault. All but one in half a million pairs
+    of offsets differ in it."""
     mixed = (offset // 16 + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     return mixed >> 64 - (TAG_BITS - CODE_BITS) << CODE_BITS
 
@@ -73,7 +73,7 @@ class PlanOffsets:
     Attributes:
         sent: [ranks] rows that this rank sends to each rank.
         sent_base: [ranks] index of the first of them among that rank's rows.
-        received: [ranks] rows that each rank sends to this one.
+        received: [ranks] rows that each rank sends to this rank.
         received_base: [ranks + 1] index of the first of them, and the sum.
         counts: [local experts] rows of each local expert.
         offsets: [local experts + 1] first row of each local expert, aligned, and the end.
@@ -81,7 +81,7 @@ class PlanOffsets:
         sent_before: [ranks] rows that this rank sends to the ranks before each; of the same node, where rows cross the
             network once per node.
         slots_base: [ranks] rows that each rank sends to the ranks before this one, of its node as above.
-        rejected: not 0 where the dispatch was rejected.
+        rejected: not 0 if the dispatch was rejected.
     """
 
     def __init__(self, ranks: int, local_experts: int):
@@ -108,8 +108,8 @@ class MessageLayout:
 
 
 class HeaderLayout:
-    """Offsets in what a rank sends a peer in latency mode beside the rows: choices per expert of the peer, then a fault.
-    Where rows cross the network once per node, then how many go to the peer's node."""
+    """Offsets in a header of latency mode, from a rank to a peer: choices per expert of the peer, then a fault.
+    Where rows cross the network once per node, then the number of messages to the peer's node."""
 
     def __init__(self, local_experts: int, over_nodes: bool = False):
         _, self.code, self.value, self.to_node, end = offsets_of(local_experts, 1, 1, 1)
@@ -117,19 +117,19 @@ class HeaderLayout:
 
 
 def nodes_of(ranks: int, nodes: NodeSizes) -> Nodes:
-    """So many nodes of one size, or nodes of these sizes."""
+    """The ranks of each node, from a number of equal nodes or a list of sizes."""
     return Nodes(nodes if isinstance(nodes, tuple) else (ranks // nodes,) * nodes)
 
 
 def as_argument(sizes: tuple[int, ...]) -> NodeSizes:
-    """Nodes of these sizes as kernels take them: where all have the same, how many there are."""
+    """Nodes of these sizes as a kernel's argument: their number if sizes are equal."""
     return sizes if len(set(sizes)) > 1 else len(sizes)
 
 
 class NodeLayout:
     """Nodes of consecutive ranks, and offsets in the map (int32) that `Forwarders.words` makes.
 
-    Memory and numbers are those of nodes of one size, the largest: what belongs to a rank that a smaller node lacks is
+    Memory and numbers are as for nodes of the largest size: entries of a rank that a smaller node lacks are
     never used. Origins are numbered in this way, too.
 
     Attributes:
@@ -140,8 +140,8 @@ class NodeLayout:
         source: [slots] the source that this rank serves as a forwarder.
         local_forwarder, local_forwarder_slot: [ranks] for each rank of another node its forwarder in this node, and its slot there.
         map_words: length of the map.
-        head_words: length of what a source sends first: rows to the node, then for each rank there the rows to it and the
-            index of the first of them among that rank's rows, and at `slots_begin` where the rows that return from the node begin
+        head_words: length of a source's head: rows to the node, then for each rank there the rows to it and the
+            index of the first of them among that rank's rows, and at `slots_begin` the first row that returns from the node,
             among the source's slots.
     """
 
@@ -161,9 +161,9 @@ class NodeLayout:
 
 
 class NodePlanOffsets:
-    """Offsets in the part of a routing plan that is about nodes, one vector of int32.
+    """Offsets in the node part of a routing plan, one vector of int32.
 
-    A method gives the offset of a number, for whole numbers and for those of a kernel: the token of a row to a node, how
+    A method gives the offset of a number, from Python integers or kernel expressions: the token of a row to a node, how
     many go there, a token's index among the rows of an origin (or -1), a word of a source's head (see
     `NodeLayout.head_words`); and at a forwarder, for each row to a rank of its node the source's row (word 0) and its first
     expert-major row there (word 1), and for each row of a source the index of each rank's sum for it among that rank's rows
@@ -200,9 +200,9 @@ class NodePlanOffsets:
 
 
 class LatencyNodePlanOffsets:
-    """The same of a plan of latency mode: the index of a row received among the messages of its source to this node; at
-    a forwarder, how many messages of the source of a slot it has forwarded, and for each of them the ranks of its node
-    that it went to, by index and in order, then -1 [top_k]."""
+    """The same for a plan of latency mode: the index of a received row among its source's messages to this node; at a
+    forwarder, the number of messages that it has forwarded for the source of a slot, and for each of them the ranks of
+    its node that it went to, by index and in order, then -1 [top_k]."""
 
     def __init__(self, at: NodeLayout, max_tokens: int, top_k: int):
         self.at, self.max_tokens, self.top_k = at, max_tokens, top_k
@@ -221,7 +221,7 @@ class LatencyNodePlanOffsets:
 
 
 class Route(NamedTuple):
-    """How a kernel sends where rows cross the network once per node. `at`: NodeLayout, offsets in `map`. plan:
+    """Routes of a kernel whose rows cross the network once per node. `at`: NodeLayout, offsets in `map`. plan:
     NodePlanOffsets or LatencyNodePlanOffsets, offsets in `words`. `map`: int32 [at.map_words], `node_map`, from the
     host. `words`: int32 [plan.words], `node_plan`, from the call that routes."""
 
@@ -253,8 +253,8 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Forwarders:
-    """Which rank is the forwarder of which sources, by the ranks that take part; the same on all ranks. `mask`: for
-    each rank whether it takes part. nodes: see `nodes_of`."""
+    """Which rank forwards for which sources, from the ranks that take part; equal on all ranks. `mask`: for each rank
+    whether it takes part. nodes: see `nodes_of`."""
 
     mask: tuple[bool, ...]
     nodes: NodeSizes
@@ -264,7 +264,7 @@ class Forwarders:
         return nodes_of(len(self.mask), self.nodes)
 
     def served(self, node: int) -> dict[int, list[int]]:
-        """For each forwarder in a node the sources it serves, in the order of their slots."""
+        """The sources of each forwarder in a node, in the order of their slots."""
         of = self._of
         first, size = of.first(node), of.size(node)
         members = [r for r in range(first, first + size) if self.mask[r]]
@@ -300,5 +300,5 @@ class Forwarders:
 
 
 def with_room(ranks: int, nodes: NodeSizes, masks: Sequence[tuple[bool, ...]]) -> NodeLayout:
-    """With slots for as many sources as a forwarder serves among all ranks, and among those of each mask."""
+    """With slots for the most sources that a forwarder serves, among all ranks and for each mask."""
     return NodeLayout(ranks, nodes, max(Forwarders(mask, nodes).slots for mask in ((True,) * ranks, *masks)))

@@ -1,4 +1,4 @@
-"""What AllToAll asks of a mode, and what the modes share: launches with fixed arguments, and streams of send phases."""
+"""The interface of a mode, and launches with fixed arguments and streams of send phases, which the modes share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def stream_key(device: torch.device) -> Callable[[], Hashable]:
-    """A function: what stands for the current stream; None while it is captured into a CUDA graph."""
+    """A function that returns a key of the current stream; None while it is captured into a CUDA graph."""
     if device.type != "cuda":
         return int  # 0
     index = device.index
@@ -29,7 +29,7 @@ def stream_key(device: torch.device) -> Callable[[], Hashable]:
     def key() -> Hashable:
         if torch._C._cuda_isCurrentStreamCapturing():
             return None
-        return torch._C._cuda_getCurrentRawStream(index)  # a tenth of what current_stream costs
+        return torch._C._cuda_getCurrentRawStream(index)  # a tenth of current_stream's time
 
     return key
 
@@ -53,7 +53,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def on_side(self, tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-        """Run launches on this stream, after what the current stream holds; yields what `wait` waits for. `tensors`: of
+        """Run launches on this stream, behind the current stream's work; yields the argument of `wait`. `tensors`: of
         the caller, which the launches use."""
         event = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -69,20 +69,19 @@ class SideStream:
         self._last = event
 
     def forget(self) -> None:
-        """Nothing is kept: what was launched has ended."""
+        """Nothing is queued: all launches have ended."""
         self._last = None
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Let the current stream wait for what ran on the side."""
+        """Let the current stream wait for the launches of `on_side`."""
         if event is self._last:
             self._last = None
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class DeferredStream:
-    """The simulator's stand-in: launches made on the side run when they are waited for, as late as a GPU may run them.
-    What happens to their arguments in between, or to memory that they share with other calls, then shows in the data.
-    `in_order`: see SideStream."""
+    """The simulator's stand-in: launches on the side run when they are waited for, as late as on a GPU, so a change of
+    their arguments or of shared memory in between shows in the data. `in_order`: see SideStream."""
 
     def __init__(self, in_order: bool = False):
         self._on_side, self._in_order = False, in_order
@@ -90,7 +89,7 @@ class DeferredStream:
         self._sent = self._done = 0
 
     def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
-        """Launch a kernel, or keep it for later."""
+        """Launch a kernel, or queue it."""
         if self._on_side:
             self._queue.append((kernel, arguments))
             self._sent += 1
@@ -105,7 +104,7 @@ class DeferredStream:
 
     @contextlib.contextmanager
     def on_side(self, tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-        """Keep the launches made inside; yields what `wait` waits for."""
+        """Queue the launches made inside; yields the argument of `wait`."""
         self._on_side = True
         marks: list[int] = []
         try:
@@ -115,12 +114,12 @@ class DeferredStream:
             marks.append(self._sent)
 
     def forget(self) -> None:
-        """Launches that were kept are not made any more."""
+        """Drop the queued launches."""
         self._queue.clear()
         self._done = self._sent
 
     def wait(self, marks: list[int]) -> None:
-        """Run what was kept, in order, up to the launches of one `on_side`."""
+        """Run queued launches in order, up to those of one `on_side`."""
         while self._done < marks[0]:
             kernel, arguments = self._queue.pop(0)
             self._done += 1
@@ -136,7 +135,7 @@ class Mode(ABC):
         specs: symmetric memory of the mode, "kernel.parameter" -> (shape, dtype); zeroed here.
 
     Attributes:
-        symmetric_output: whether the rows that dispatch gives are in symmetric memory.
+        symmetric_output: whether dispatch's output is in symmetric memory.
         meets_first: whether a call sends nothing before all ranks have begun it.
     """
 
@@ -156,7 +155,7 @@ class Mode(ABC):
         self._base, self._c = base, config
         self._symmetric = base.allocate(specs)
         self._launches: dict[tuple, Callable[..., None]] = {}
-        self._usual: dict[Hashable, Any] = {}  # launches of usual calls, by what they depend on
+        self._usual: dict[Hashable, Any] = {}  # launches of usual calls, by their options
         self._signature = config.signature
 
     def _launch(self, make: Callable[..., Launch], *which: Any) -> Callable[..., None]:
@@ -168,12 +167,12 @@ class Mode(ABC):
         return found
 
     def _buffers(self, kernel: str) -> dict[str, torch.Tensor]:
-        """Symmetric buffers of a kernel, by the names of its parameters."""
+        """Symmetric buffers of a kernel, by parameter name."""
         start = f"{kernel}."
         return {name.removeprefix(start): t for name, t in self._symmetric.items() if name.startswith(start)}
 
     def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
-        """Buffers of a kernel that are parts of others, by the names of its parameters."""
+        """Buffers of a kernel that are parts of others, by parameter name."""
         return {}
 
     @property
@@ -186,21 +185,21 @@ class Mode(ABC):
         """Plans of the sizes that the mode has now."""
 
     def reset(self) -> None:
-        """As after construction, also after calls that were given up in the middle; all kernels have ended."""
+        """Reset to the state after construction, also after abandoned calls; all kernels have ended."""
         for tensor in self._symmetric.values():
             if tensor.dtype == torch.uint64:
                 tensor.view(torch.uint8).zero_()
 
     def regroup(self, mask: tuple[bool, ...]) -> None:  # noqa: B027 (most modes have nothing to do)
-        """From now on these ranks take part; collective among them, and nothing is in flight."""
+        """Set the active ranks; collective among them, and nothing is in flight."""
 
     @abstractmethod
     def variants(self, everything: bool) -> list[Callable[[], object]]:
-        """Calls that compile a kernel each: those that an ordinary call needs, or every one that a call may need."""
+        """Calls that compile one kernel each: the kernels of ordinary calls, or of all possible calls."""
 
     @abstractmethod
     def output_shape(self) -> tuple[int, ...]:
-        """Shape of the rows that dispatch gives."""
+        """Shape of dispatch's output rows."""
 
     def new_output(self, make: Callable[..., torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and scales (None unless FP8) of that shape, by `make(shape, dtype)`; default ordinary memory."""
@@ -213,24 +212,24 @@ class Mode(ABC):
 
     @staticmethod
     def _seen_as(given: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor | None:
-        """Received scales in the dtype of those that this rank has given."""
+        """Received scales in the dtype of this rank's own."""
         return scales if given is None or scales is None else scales.view(given.dtype)
 
     @abstractmethod
     def dispatch(self, call: DispatchCall) -> Pending:
-        """Launch a dispatch: its phase WHOLE, or SEND, with which overlaps what the caller launches before `receive`."""
+        """Launch a dispatch: phase WHOLE, or SEND, which overlaps with the caller's launches before `receive`."""
 
     @abstractmethod
     def combine(self, call: CombineCall) -> Pending:
         """Launch a combine, as `dispatch`."""
 
     def usual_dispatch(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> Dispatched:
-        """What `dispatch` does with a whole call of nothing else than these, on all blocks; modes do it with fewer steps."""
+        """Fast path of `dispatch`: a whole call with these arguments alone, on all blocks."""
         result: Dispatched = self._dispatch_usual(Phase.WHOLE, x, Choices(topk_idx, topk_weights), totals).result
         return result
 
     def usual_dispatch_send(self, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> Pending:
-        """The same with its send phase."""
+        """As `usual_dispatch`, the send phase."""
         return self._dispatch_usual(Phase.SEND, x, Choices(topk_idx, topk_weights), totals)
 
     def _dispatch_usual(self, phase: Phase, x: Any, choices: Choices, totals: Any) -> Pending:
@@ -238,27 +237,26 @@ class Mode(ABC):
 
     @abstractmethod
     def usual_combine(self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None) -> None:
-        """The same of `combine`; `weights`: of the choices, other than dispatch's."""
+        """Fast path of `combine`; `weights`: of the choices, instead of dispatch's."""
 
     def usual_combine_send(
         self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None
     ) -> Pending:
-        """The same with its send phase."""
+        """As `usual_combine`, the send phase."""
         given = True if weights is None else weights
         return self.combine(CombineCall("combine", Phase.SEND, y, handle, out, weights=given, blocks=self._base.blocks))
 
     @abstractmethod
     def receive(self, pending: Pending) -> None:
-        """Launch the receive phase of what was sent."""
+        """Launch the receive phase."""
 
     def start(self, pending: Pending) -> None:
-        """Let what follows on the current stream run beside a send phase that has tiles; see `AllToAll.alongside`."""
+        """Let later launches overlap with a send phase that has tiles; see `AllToAll.alongside`."""
         raise NotImplementedError
 
 
 class OverNodes(Mode):
-    """What a mode adds whose rows cross the network once per node, in front of that mode among the bases: forwarders, see
-    layout.py."""
+    """Mixin of modes whose rows cross the network once per node, the first of the bases: forwarders, see layout.py."""
 
     @staticmethod
     @abstractmethod
@@ -271,7 +269,7 @@ class OverNodes(Mode):
     @staticmethod
     @abstractmethod
     def carried(config: Config, tuning: Tuning, at: NodeLayout) -> BufferSpecs:
-        """The part for what a forwarder carries for others, which grows with the sources that it serves."""
+        """The part that grows with the sources of a forwarder."""
 
     def __init__(self, base: AllToAll, config: Config, masks: Sequence[tuple[bool, ...]]):
         self._at = with_room(config.ranks, base.nodes, masks)
@@ -283,14 +281,14 @@ class OverNodes(Mode):
         return self._at.given
 
     def _use_map(self, mask: tuple[bool, ...]) -> None:
-        """Let the kernels go by the map of these members."""
+        """Set the kernels' map to these members."""
         words = Forwarders(mask, self._at.given).words(self._base.rank, self._at.slots)
         node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
         for fixed in self._fixed.values():
             fixed["node_map"] = node_map
 
     def regroup(self, mask: tuple[bool, ...]) -> None:
-        """A forwarder that is left out is replaced, by one that may then serve more sources than there was room for."""
+        """Another rank replaces an excluded forwarder, and may then serve more sources than it had slots for."""
         at = with_room(self._c.ranks, self._at.given, [mask])
         if at.slots > self._at.slots:
             self._at = at

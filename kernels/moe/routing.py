@@ -1,19 +1,19 @@
-"""The routing plan of a dispatch in throughput mode: which row goes where, agreed before any row moves.
+"""The routing plan of a dispatch in throughput mode: the source and target of each row, agreed before any row moves.
 
-Each rank counts its choices per expert and its rows per rank, and puts these counts to every peer. From the counts of
-all ranks each rank computes the final row of each of its rows at the target: expert by expert, within an expert by source
-rank, then by token. So rows need no second copy, their order does not depend on timing, and a dispatch that does not
-fit somewhere is rejected everywhere before anything is sent.
+Each rank counts its choices per expert and its rows per rank, and puts these counts to every peer. From all counts each
+rank computes the row at the target of each of its rows: by expert, then by source rank, then by token. So rows need no
+second copy, their order does not depend on timing, and every rank rejects a dispatch that does not fit somewhere before
+anything is sent.
 
-Blocks share the tokens in consecutive parts, and the warps of a block share its choices in the same way. A choice's number
-is the sum of four: how many of its bin (an expert, or "some choice at rank r") precede it in the part of its warp, in the
-parts of the warps before, in the blocks before, and where the bin begins. The first is found when the choices are
-counted: lanes of a warp look at 32 choices at a time, and at which of them are of the same bin.
+Blocks share the tokens in consecutive parts, and warps of a block its choices. A choice's number is the sum of four:
+the start of its bin (an expert, or "some choice at rank r"), and the choices of this bin in earlier blocks, in earlier
+warps of the block, and earlier in the part of its warp. Warps find the last one while they count: lanes look at 32
+choices at a time, and at equal bins among them.
 
-`plan_nodes` runs after `plan_routing` where rows cross the network once per node. A block counts the rows to a node, and
+`plan_nodes` runs after `plan_routing` if rows cross the network once per node. A block counts the rows to a node, and
 sends this rank's forwarder there, for each of them, its offset among the rows to each rank of that node and its first
-expert-major row there. Then forwarders store what they received. It may be overwritten when the next call has begun: that
-call's plan waits for the counts of every rank first.
+expert-major row there. Forwarders then store the received lists. The next call's plan waits for the counts of every
+rank before it overwrites the buffers.
 """
 
 from collections import namedtuple
@@ -76,15 +76,15 @@ class PlanShared(NamedTuple):
 
 
 def bin_of(s: Any, row: Any, key: Any) -> Any:
-    """Where the bin of keys[row] stands among all counts."""
+    """Index of the bin of keys[row] among all counts."""
     return key + T.if_then_else(row == 2, s.firsts, 0) if s.ordered else key
 
 
 @tsn.macro
 def number_in_block(s, shared, part: T.Ref, thread):
-    """Number the block's choices: numbers = how many of the same bin precede each in the part of its warp; before[w] =
-    how many in the parts of the warps before w; before[parts] = how many in all. `part` becomes the groups of 32
-    choices of a warp's part."""
+    """Number the block's choices: numbers = choices of the same bin that precede each in its warp's part; before[w] =
+    the count of earlier warps' parts; before[parts] = the total. `part` becomes the number of 32-choice groups per
+    warp."""
     cell, key = int_vars(2)
     same = T.alloc_var("uint32")
     n = T.alloc_var("int32")
@@ -124,7 +124,7 @@ def number_in_block(s, shared, part: T.Ref, thread):
 
 @tsn.macro
 def count_part(s, mem, shared, any_bad: T.Ref, block, thread):
-    """Write the block's counts, and its fault, to its row of `partial`; a thread those that it has added up."""
+    """Write the block's counts, and its fault, to its row of `partial`; a thread writes its own sums."""
     C, threads = s.counts, s.threads
     for i in T.serial((s.width + threads - 1) // threads):
         bin = i * threads + thread
@@ -138,7 +138,7 @@ def count_part(s, mem, shared, any_bad: T.Ref, block, thread):
 
 @tsn.macro
 def add_blocks(s, total: T.Ref, partial, bin, blocks):
-    """total += what the first `blocks` blocks counted of a bin; several loads are in flight before the first is added."""
+    """total += a bin's counts of the first `blocks` blocks; several loads are in flight before the first is added."""
     at_once = min(s.blocks, AT_ONCE)
     some = T.alloc_local((at_once,), "int32")
     for i in T.serial((blocks + at_once - 1) // at_once):
@@ -152,7 +152,7 @@ def add_blocks(s, total: T.Ref, partial, bin, blocks):
 
 @tsn.macro
 def first_fault(s, partial, code: T.Ref, value: T.Ref):
-    """code, value = what the first block found that found something wrong, unless `code` is a fault already."""
+    """code, value = the fault of the first block that found one, unless `code` is a fault already."""
     at_once = min(s.blocks, AT_ONCE)
     codes, values = T.alloc_local((at_once,), "int32"), T.alloc_local((at_once,), "int32")
     for i in T.serial((s.blocks + at_once - 1) // at_once):
@@ -169,8 +169,8 @@ def first_fault(s, partial, code: T.Ref, value: T.Ref):
 
 @tsn.macro
 def align_experts(s, mem, shared, thread):
-    """padded = the rows of each expert on all ranks together, up to the next multiple of the alignment; offsets = where the
-    expert's begin among those of its rank; need = the rows of each rank."""
+    """padded = the rows of each expert on all ranks together, rounded up to the alignment; offsets = the
+    expert's first row in its rank; need = the rows of each rank."""
     n, up, run = int_vars(3)
     warp, lane, warps = thread // 32, thread % 32, s.threads // 32
     for i in T.serial((s.experts + s.threads - 1) // s.threads):
@@ -205,7 +205,7 @@ def align_experts(s, mem, shared, thread):
 
 @tsn.macro
 def add_begins(s, row, shared, part: T.Ref, cell):
-    """Add to a choice's number in the part of its warp where that part begins in its bin, and where the block's do."""
+    """Add the start of the warp's part within its bin, and of the block's, to the number of a choice."""
     if shared.keys[row, cell] >= 0:
         shared.numbers[row, cell] = (
             shared.numbers[row, cell]
@@ -216,8 +216,8 @@ def add_begins(s, row, shared, part: T.Ref, cell):
 
 @tsn.macro
 def number_choices(s, mem, shared, part: T.Ref, mine: T.Ref, me, block, thread):
-    """numbers = the choices' rows at the target, and their indices among the rows to that rank; before[parts] = where the
-    block's begin in each bin. A thread numbers choices that it alone looks at until the block synchronises again."""
+    """numbers = the choices' rows at the target, and their indices among the rows to that rank; before[parts] = the block's
+    start in each bin. No other thread reads a thread's choices before the block synchronises."""
     C, experts, threads = s.counts, s.experts, s.threads
     n = T.alloc_var("int32")
     for i in T.serial((C.bins + threads - 1) // threads):
@@ -241,8 +241,8 @@ def number_choices(s, mem, shared, part: T.Ref, mine: T.Ref, me, block, thread):
 
 @tsn.macro
 def find_first(s, shared, key: T.Ref, cell):
-    """keys[2, cell] = the first of the experts that its token has at the rank whose bin `key` is; -1 where it has none.
-    By a thread for each cell; `key` is -1 but for the first of a token's cells at a rank."""
+    """keys[2, cell] = the first of its token's experts at the rank whose bin `key` is; -1 for none. One thread per
+    cell; `key` is -1 except in the first of a token's cells at a rank."""
     K, local = s.top_k, s.local
     least = T.alloc_var("int32")
     least = -1
@@ -257,9 +257,9 @@ def find_first(s, shared, key: T.Ref, cell):
 
 @tsn.macro
 def order_rows(s, mem, shared, firsts, part: T.Ref, mine: T.Ref, block, thread):
-    """Number the rows to each rank by the first of their experts there, then by token: numbers[2, …]. Rows of the first
-    experts are then sent first, so that whole tiles of them are there while others are in flight. `firsts`: int32
-    [experts] of shared memory."""
+    """Number the rows to each rank by their first expert there, then by token: numbers[2, …]. Rows of the first experts
+    are then sent first, so their tiles are complete while others are in flight. `firsts`: int32 [experts] of shared
+    memory."""
     threads, local = s.threads, s.local
     n = T.alloc_var("int32")
     for i in T.serial((s.experts + threads - 1) // threads):
@@ -285,7 +285,7 @@ def order_rows(s, mem, shared, firsts, part: T.Ref, mine: T.Ref, block, thread):
 
 
 def number(s: Any, index: Any, numbers: Any, *at: Any) -> Any:
-    """The number of a row whose record travels at `index`: records go by token, one part of each block."""
+    """The number of the row whose record is at `index`: records are sent by token, in parts of blocks."""
     return numbers[at] if s.ordered else index
 
 
@@ -294,7 +294,7 @@ BLOCK_SHARED = 227 * 1024  # bytes of shared memory that a block may use
 
 
 def fixed_bytes(experts: int, ranks: int, ordered: bool) -> int:
-    """Shared memory of a block that plans, but for its choices and their counts."""
+    """Shared memory of a planning block, without its choices and their counts."""
     return 4 * ((2 + ordered) * experts + 2 * ranks + 1) + 1024
 
 
@@ -347,7 +347,7 @@ class PlanConfig:
 
     @property
     def firsts(self) -> int:
-        """Where a block's counts of rows by their first expert begin, behind its other counts."""
+        """Start of a block's counts of rows by first expert, behind its other counts."""
         return self.counts.words
 
     @property
@@ -366,7 +366,7 @@ class PlanConfig:
 
     @property
     def parts(self) -> int:
-        """Warps that number a block's choices, each with counts of its own: all that there is shared memory for."""
+        """Warps that number a block's choices, each with its own counts, as far as shared memory permits."""
         left = BLOCK_SHARED - fixed_bytes(self.experts, self.ranks, self.ordered)
         left -= self.cells * bytes_of_choice(self.ordered)
         return max(1, min(self.threads // 32, left // (4 * self.width) - 1))
@@ -380,7 +380,7 @@ def read_choices(s, mem, shared, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref,
     choice = T.alloc_local((at_once,), s.index_dtype)
     counts = T.alloc_local((at_once,), "int32")  # not 0: its rank is not left out
     bad = 0
-    # A thread's loads are all in flight before it looks at the first.
+    # A thread's loads are all in flight before the first is used.
     for i in T.serial((s.cells + threads * at_once - 1) // (threads * at_once)):
         for u in T.unroll(at_once):
             p = (i * at_once + u) * threads + thread
@@ -455,7 +455,7 @@ def exchange_counts(s, mem, shared, fault, fault_value, me, call: T.Ref, block, 
 
 @tsn.macro
 def reject_or_continue(s, mem, shared, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread):
-    """Reject what some rank found wrong, or what does not fit somewhere; all ranks decide alike."""
+    """Reject a dispatch with a fault or without room on some rank; all ranks decide alike."""
     code = NO_FAULT
     need = 0
     if thread < s.ranks:
@@ -478,7 +478,7 @@ def reject_or_continue(s, mem, shared, mine: T.Ref, code: T.Ref, need: T.Ref, st
 
 @tsn.macro
 def write_records(s, mem, shared, first, mine: T.Ref, thread):
-    """Write what this rank keeps of its rows, and the records that go with them."""
+    """Write this rank's own plan of its rows, and their records."""
     K, threads = s.top_k, s.threads
     iterations = -(-s.cells // threads)
     at_once = max(1, min(iterations, WEIGHTS // K))
@@ -502,7 +502,7 @@ def write_records(s, mem, shared, first, mine: T.Ref, thread):
 
 @tsn.macro
 def write_record(s, mem, shared, first, p, weight, at):
-    """Write the record of the row of choice `p`; its token's weights are in `weight` from `at` on, if there are up to
+    """Write the record of the row of choice `p`; its token's weights are in `weight` from `at` on, for up to
     WEIGHTS."""
     K, local, vectors = s.top_k, s.local, record_words(s.top_k) // 4
     pe = shared.keys[1, p] - s.experts
@@ -512,8 +512,7 @@ def write_record(s, mem, shared, first, p, weight, at):
     mem.send_token[pe, number(s, j, shared.numbers, 2, p)] = t
     mem.send_row[pe, number(s, j, shared.numbers, 2, p)] = shared.numbers[0, p]
     words = T.alloc_local((4,), "int32")
-    # Records lie one behind the other and each thread writes one, so that every store takes a sector of its own: the fewer
-    # the better.
+    # Each thread writes one of consecutive records: every store takes a sector of its own, so few stores are better.
     for v in T.unroll(vectors) if K <= WEIGHTS else T.serial(vectors):
         for i in T.unroll(4):
             if v * 4 + i < K:
@@ -552,7 +551,7 @@ def send_records(s, mem, shared, me, stop: T.Ref, block, thread):
 
 @tsn.macro
 def write_totals(s, mem, shared, me, stop: T.Ref, thread):
-    """Write the rows of each expert and of each pair of ranks; see Totals."""
+    """Write the rows of each expert and of each pair of ranks; see PlanOffsets."""
     R, experts, local, threads, at = s.ranks, s.experts, s.local, s.threads, s.totals
     for i in T.serial((local + threads - 1) // threads):
         e = i * threads + thread
@@ -621,9 +620,9 @@ def count_received(s, mem, shared, me, thread):
 
 @tsn.macro
 def store_records(s, mem, shared, block, thread):
-    """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major
-    row. Blocks share the ranks, or the records of a rank. A thread copies a choice at a time, but loads several before
-    it stores the first."""
+    """Copy the records of every rank out of the next call's reach, and index them by expert-major row. Blocks share the
+    ranks, or the records of a rank. A thread copies one choice at a time, but loads several before it stores the
+    first."""
     K, at_once, groups = s.top_k, 8, min(s.ranks, s.blocks)
     group = block % groups
     stride = (s.blocks - group + groups - 1) // groups * s.threads
@@ -669,17 +668,17 @@ def plan_routing(
 
     Args:
         ranks, experts, top_k, max_tokens: sizes; rank r hosts experts [r * experts / ranks, (r + 1) * …).
-        capacity: rows that the expert-major output of a rank may have.
+        capacity: most rows of a rank's expert-major output.
         alignment: the first row of every expert is a multiple of it.
         blocks, threads: launch geometry; all blocks must run at once.
         index_dtype: of `topk_idx`, "int32" or "int64".
-        absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
-        node_size: ranks of a node, or a tuple of those of every node, where rows cross the network once per node; else 0.
+        absent: blocks of the launch geometry that this call lacks; block 0 counts for them.
+        node_size: ranks of a node, or a tuple of every node's ranks, if rows cross the network once per node; else 0.
         ordered: rows to a rank are numbered by the first of their experts there, not by token alone.
 
     Parameters of the kernel (int32 where no type is named):
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
-        what the host found wrong; active [ranks]: 0 for a rank that is left out.
+        the fault that the host found; active [ranks]: 0 for a rank that is left out.
         counts_out [words], counts_in [ranks, words] (see CountsLayout), records_out, records_in [ranks, max_tokens, …],
         counts_ready, records_ready [ranks] uint64, blocks_ready [1] uint64: symmetric.
         calls [blocks] uint64: calls so far. partial [blocks, words]: scratch, with as many words more as experts where rows
@@ -781,8 +780,8 @@ def plan_routing(
     return main
 
 
-# The tensors of plan_nodes. totals_at: offsets in `totals`. found: int32 [threads], of shared memory: what each thread has
-# counted.
+# The tensors of plan_nodes. totals_at: offsets in `totals`. found: int32 [threads], of shared memory: each thread's
+# count.
 NodePlanTensors = namedtuple(
     "NodePlanTensors", "token_slot send_row totals totals_at heads_out heads_in pairs_out pairs_in heads_arrived found"
 )
@@ -834,7 +833,7 @@ def _number_rows(mem, route, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, index
 
 @tsn.macro
 def _place_slots(mem, route, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: T.Ref, thread, threads):
-    """begin = where the rows that return from node `b` begin among the slots: after the ranks of this node, and earlier nodes."""
+    """begin = start of node `b`'s returning rows among the slots: after the ranks of this node and earlier nodes."""
     at, plan = route.at, route.plan
     share = (tokens + threads - 1) // threads
     begin = 0
@@ -913,7 +912,7 @@ def _store_pairs(mem, route, node: T.Ref, k: T.Ref, rows: T.Ref, j: T.Ref, threa
 
 @tsn.jit(name="moe::plan_nodes", pass_configs=EXPLICIT_SYNC)
 def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent=0):
-    """Kernel that fills the part of a RoutingPlan that is about nodes, from the others.
+    """Kernel that fills the node part of a RoutingPlan from the other fields.
 
     Args:
         ranks, experts, max_tokens: as in plan_routing. nodes, slots: see NodeLayout. blocks, threads, absent: launch geometry, as there.
@@ -923,7 +922,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
         heads_out [nodes, words], heads_in [slots, words]: symmetric, see `NodeLayout.head_words`.
         pairs_out [nodes, max_tokens, 2 * size], pairs_in [slots, max_tokens, 2 * size]: symmetric; for each row and each rank of
         a node the row's index among those to the rank, or -1, and its first expert-major row there.
-        heads_arrived [slots] uint64: symmetric; the last call of which the source's head and pairs are there.
+        heads_arrived [slots] uint64: symmetric; the last call whose head and pairs from the source have arrived.
         calls [blocks] uint64: calls so far. node_plan [words]: see NodePlanOffsets.
     """
     R, M, at, totals_at = ranks, max_tokens, NodeLayout(ranks, nodes, slots), PlanOffsets(ranks, experts // ranks)

@@ -1,8 +1,8 @@
-"""What the MoE kernels do with rows: copy one, sum several, quantise; each by one warp.
+"""Row operations of the MoE kernels: copy one row, sum several, quantise; each by one warp.
 
 A row is `units` vectors of 16 bytes; lane l of the warp handles vectors l, l + 32, … . Loads of several vectors are in
-flight before the first is used: `batch` of them, chosen by `batch_of`. At the end the same in plain PyTorch, which the
-kernels must match bit by bit.
+flight before the first is used: `batch` of them, chosen by `batch_of`. The last functions do the same in plain PyTorch;
+the kernels must match them bit by bit.
 """
 
 import functools
@@ -34,7 +34,7 @@ def shared_ints(count: int, *shape: int) -> tuple[Any, ...]:
 
 
 def batch_of(units: int, limit: int) -> int:
-    """Pieces per lane and batch: the row in as few equal batches as `limit` allows."""
+    """Vectors per lane and batch: the row in the fewest equal batches within `limit`."""
     per_lane = -(-units // 32)
     return -(-per_lane // -(-per_lane // limit))
 
@@ -61,7 +61,7 @@ class SumSizes:
 
     @property
     def units(self) -> int:
-        """Pieces of 16 bytes in a row."""
+        """Vectors of 16 bytes in a row."""
         return self.hidden // self.width
 
     @property
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the caller of a combine gets, and what is added to it. `out`, `bias_0`, `bias_1`: [rows, hidden] of the
+    """Outputs and biases of a combine. `out`, `bias_0`, `bias_1`: [rows, hidden] of the
     dtype of the result. `values`: float32 [rows, top_k], where numbers of choices return."""
 
     out: Any
@@ -102,9 +102,9 @@ class Work(NamedTuple):
 
     Attributes:
         loaded: [rows at once * vectors * width] of the rows' dtype. acc: float32 [vectors * width].
-        from_row: int32 [rows at once], which rows; -1 where there is none.
+        from_row: int32 [rows at once], the rows; -1 for none.
         slot_of: int32 [a word for 32 ranks or origins], see `combine.find_rows`.
-        ones: float32 [rows at once], weights of rows that are added as they are.
+        ones: float32 [rows at once], weights of unweighted rows.
     """
 
     loaded: Any
@@ -116,7 +116,7 @@ class Work(NamedTuple):
 
 @tsn.macro
 def load_batch(loaded, src, row, first, lane, units, width, batch, at=0):
-    """Load a lane's vectors of a batch, which begins at vector `first`, to loaded[at …]; those beyond the row become zero."""
+    """Load a lane's vectors of a batch, which begins at vector `first`, to loaded[at …]; beyond the row: zeros."""
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
             for v in T.vectorized(width):
@@ -145,7 +145,7 @@ def copy_words(dst, dst_row, src, src_row, words, lane, offset=0):
 
 @tsn.macro
 def copy_scales(dst, dst_row, src, src_row, words, lane, offset, rows, by_column):
-    """As copy_words; `by_column`: the target has, for each `rows` rows, one row of theirs for each word."""
+    """As copy_words; `by_column`: the target is transposed in groups of `rows` rows, one row per word."""
     if by_column:
         for i in T.serial((words + 31) // 32):
             if i * 32 + lane < words:
@@ -243,8 +243,8 @@ def add_rows(acc, loaded, row, weight, src, first, lane, units, width, batch, gr
 
 @tsn.macro
 def add_slots(s, work, scales, there, first, lane, end, batch, group):
-    """acc += the rows that a warp has loaded to work.loaded, in their order; scaled where they are quantised. `there`:
-    of a row of `work.from_row`, whether there is one."""
+    """acc += the rows in work.loaded, in order; scaled if quantised. `there`: whether a row of `work.from_row`
+    exists."""
     width = s.width
     for g in T.unroll(group):
         if there(work.from_row[g]):
@@ -362,8 +362,8 @@ def zero_padding(
 def sum_of_ranks(
     parts: list[torch.Tensor], rank: int, dtype: torch.dtype, quantised: bool = False, nodes: NodeSizes = 1
 ) -> torch.Tensor:
-    """What combine makes on `rank` of what each rank has for its tokens. `parts`: of each rank, [tokens, hidden]
-    float32. nodes: see `nodes_of`, where they are summed in other nodes first; else 1."""
+    """Reference result of a combine on `rank`. `parts`: of each rank, [tokens, hidden] float32. nodes: see `nodes_of`,
+    if other nodes sum first; else 1."""
 
     def travelled(rows: torch.Tensor) -> torch.Tensor:
         return dequantise(*quantise(rows)) if quantised else rows.to(dtype).float()
@@ -389,7 +389,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = -(-hidden // GROUP)
     padded = torch.nn.functional.pad(x.float(), (0, groups * GROUP - hidden)).view(rows, groups, GROUP)
     amax = padded.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX)
-    # On a GPU torch makes a multiplication by the reciprocal, rounded twice, of a division with a Python number in it.
+    # On a GPU torch turns a division by a Python number into a multiplication by the reciprocal, rounded twice.
     largest = torch.full_like(amax, FP8_MAX)
     q = (padded * (largest / amax)).to(torch.float8_e4m3fn).view(rows, groups * GROUP)[:, :hidden]
     return q.contiguous(), (amax / largest).squeeze(-1)

@@ -46,7 +46,7 @@ def placement_of(config: Config) -> str:
 
 
 def output_rows(config: Config) -> int:
-    """Rows that dispatch gives. A rank has an expert-major row at least for each rank-major one."""
+    """Rows of dispatch's output. A rank has at least one expert-major row for each rank-major row."""
     return rows_received(config) if config.layout == "rank" else config.capacity
 
 
@@ -126,20 +126,20 @@ def new_scales(config: Config, device: torch.device, by_column: bool = False) ->
 
 
 def copy_output(targets: tuple, sources: tuple) -> None:
-    """Rows and scales to where the caller wants them; None for scales that do not exist."""
+    """The caller's rows and scales; None without scales."""
     for target, source in zip(targets, sources):
         if target is not None:
             target.copy_(source)
 
 
-# What a call gives to a launch, in this order; the fields of RoutingPlan but node_plan last.
+# The arguments of a call to a launch, in this order; the fields of RoutingPlan but node_plan last.
 _PLAN = ("send_token", "send_row", "token_slot", "records", "totals", "row_index", "row_weight")
 _ROUTING = ("topk_idx", "topk_weights", "tokens", "fault", "fault_value", *_PLAN)
 DISPATCH = ("x", "x_scales", "out", "out_scales", "tag", "send_token", "send_row", "records", "totals")
 COMBINE = (
     "y", "row_weight", "row_values", "bias_0", "bias_1", "out", "out_values", "tag", "tokens", "token_slot", "records", "totals"
 )  # fmt: skip
-_AWAITED = ("finished", "product_calls", "growth")  # what comes behind where rows are awaited
+_AWAITED = ("finished", "product_calls", "growth")  # the last arguments, with tiles
 SUMS = ("y", "row_weight", "bias_0", "bias_1", "out", "tokens", "token_slot", "records", "totals")
 
 
@@ -148,7 +148,7 @@ class ThroughputMode(Mode):
 
     dispatch_takes: tuple[str, ...] = DISPATCH
     combine_takes: tuple[str, ...] = COMBINE
-    tiles: Tiles | None = None  # of rows that a dispatch brings
+    tiles: Tiles | None = None  # of dispatched rows
 
     def __init__(self, base: AllToAll, config: Config, specs: BufferSpecs | None = None):
         super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
@@ -158,7 +158,7 @@ class ThroughputMode(Mode):
         ordered = self._shares_rows
         self._stream = SideStream(device, ordered) if device.type == "cuda" else DeferredStream(ordered)
         self.placement = placement_of(c)
-        self._in_place = self.placement != "staged"  # rows land where they are given, or are copied from there
+        self._in_place = self.placement != "staged"  # rows land in the output, or are copied to it
         self.symmetric_output = config.zero_copy
         output = self._buffers("output")
         self._output = output["rows"], output["scales"] if c.scale_words else None
@@ -182,14 +182,14 @@ class ThroughputMode(Mode):
         for fixed in self._fixed.values():
             fixed["calls"] = base.counters(base.blocks)
         self._plans = self._new_plans()
-        # Stand in for tensors without elements, and for those that a kernel does not use.
+        # Placeholders for empty and unused tensors.
         self._no_words = torch.zeros((1, c.row_words), dtype=torch.int32, device=device)
         self._no_scales = torch.zeros((1, max(c.scale_words, 1)), dtype=torch.int32, device=device)
         self._no_row = torch.zeros((1, c.hidden), dtype=c.combine_dtype, device=device)
         self._no_values = torch.zeros((1, c.top_k), dtype=torch.float32, device=device)
 
     @property
-    def _puts_staged(self) -> bool:  # rows of a dispatch that go to other nodes, each to its rank
+    def _puts_staged(self) -> bool:  # rows of a dispatch sent straight to ranks of other nodes
         return self._proxied
 
     @property
@@ -245,7 +245,7 @@ class ThroughputMode(Mode):
         ]
 
     def _fewer(self, blocks: int, kernel: str = "") -> dict[str, int]:
-        """What tells the kernels of a call that runs on fewer blocks than the tuning has."""
+        """Options of kernels on fewer blocks than the tuning's."""
         absent = self._base.blocks - blocks
         senders = {"absent_senders": self._senders_of(kernel) - self._senders_of(kernel, blocks)} if kernel else {}
         return {"absent": absent} | senders if absent else {}
@@ -257,7 +257,7 @@ class ThroughputMode(Mode):
         return combine if kernel == "combine" else blocks if self.placement == "rank" else dispatch
 
     def _route(self, kernel: str) -> dict[str, Any]:
-        """What tells a kernel of nodes, and of forwarders between them."""
+        """Options of a kernel for nodes and their forwarders."""
         return {}
 
     def _routing_of(self, index_dtype: str, blocks: int) -> Callable[..., None]:
@@ -284,7 +284,7 @@ class ThroughputMode(Mode):
         return Launch(kernel, self._fixed["dispatch"], self.dispatch_takes, base.world, **self._forms("dispatch"))
 
     def _in_tiles(self, tiles: int) -> dict[str, int | None]:
-        """What tells kernels to count tiles, or to wait for them."""
+        """Options of kernels that count tiles, or wait for them."""
         return {"tile_rows": self._c.tile_rows, "tiles": tiles} if tiles else {}
 
     def _combine_of(
@@ -319,7 +319,7 @@ class ThroughputMode(Mode):
         return Launch(kernel, self._fixed["combine"], SUMS, base.world, **self._forms("combine"))
 
     def _forms(self, kernel: str) -> dict[str, Any]:
-        """As what a kernel takes tensors that are given otherwise, see `Launch`."""
+        """Dtypes as which a kernel takes tensors, see `Launch`."""
         if kernel == "combine":
             nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_row)
             return {"stand_ins": nothing | {"out_values": self._no_values}}
@@ -330,7 +330,7 @@ class ThroughputMode(Mode):
         }
 
     def _proxied_chunk(self, row_bytes: int) -> int:
-        """Rows of a message to another node: large enough for a fabric to reach its rate, small enough to overlap."""
+        """Rows of a message to another node: large enough for the fabric's bandwidth, small enough to overlap."""
         t = self._tuning
         return max(t.chunk, min(t.proxied_bytes // row_bytes, -(-self._c.max_tokens // 4)))
 
@@ -340,7 +340,7 @@ class ThroughputMode(Mode):
         return output_rows(self._c), self._c.hidden
 
     def _default_output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and scales that dispatch fills when the caller brings none."""
+        """Rows and scales for a dispatch without `out`."""
         return self._output if self.symmetric_output else self.new_output()
 
     def dispatch(self, call: DispatchCall) -> Pending:
@@ -375,7 +375,7 @@ class ThroughputMode(Mode):
 
     @property
     def _lands_whole(self) -> bool:
-        """Whether a dispatch without `out` is a routing and a kernel, after which the rows lie in symmetric memory."""
+        """Whether a dispatch without `out` is a routing and one kernel that leaves the rows in symmetric memory."""
         return self.symmetric_output and not self.tiles and not self._c.column_scales
 
     def _dispatch(self, call: DispatchCall) -> Pending:
@@ -392,7 +392,7 @@ class ThroughputMode(Mode):
         copied = self._in_place and not self.symmetric_output
         landing = self._landing if copied or rows is self._output[0] else (rows, row_scales)
         by_row = None
-        if c.column_scales and not copied:  # scales travel with their rows, and are turned here
+        if c.column_scales and not copied:  # scales travel with their rows, and are transposed here
             by_row = self._output[1] if self._in_place else new_scales(c, x.device)
             landing = landing if rows is self._output[0] else (rows, by_row)
             row_scales = new_scales(c, x.device, by_column=True) if row_scales is by_row else row_scales
@@ -412,14 +412,14 @@ class ThroughputMode(Mode):
         if tiles.started is not None:
             return  # the phase takes its SMs later
         if self._base.device.type == "cuda":
-            # Not where a launch would return when the combine has ended, which waits for what follows.
+            # Not if launches block: the combine waits for later launches.
             if pending.kind == "dispatch" or proxy is None or not proxy.holds_up_launches:
                 tiles.leave_multiprocessors()
         elif pending.kind == "dispatch":
             self._stream.wait(pending.rest)  # the simulator runs a combine's kernels when the GEMM has ended
 
     def receive(self, pending: Pending) -> None:
-        if pending.sums and self._base.device.type == "cuda":  # while the last rows are on their way
+        if pending.sums and self._base.device.type == "cuda":  # while the last rows are in flight
             pending.sums()
         self._stream.wait(pending.rest)
         if pending.sums and self._base.device.type != "cuda":
@@ -443,8 +443,8 @@ class ThroughputMode(Mode):
         }
 
     def _plan_routing(self, call: DispatchCall) -> RoutingPlan:
-        """Agree with all ranks on the routing of a dispatch; a fault makes them all reject it. `cleared`: a new plan of
-        exactly these tokens, with zeros in the places of rows that do not exist."""
+        """Agree with all ranks on the routing of a dispatch; a fault makes all reject it. `cleared`: a new plan of
+        exactly these tokens, zeroed where no row exists."""
         choices, fault, tokens = call.choices, call.fault, call.x.shape[0]
         if choices.cleared:
             shapes = self._plan_shapes() | {"token_slot": ((max(tokens, 1), self._c.ranks), torch.int32)}
@@ -460,7 +460,7 @@ class ThroughputMode(Mode):
         return plan
 
     def _moved_by(self, plan: RoutingPlan) -> tuple:
-        """What the kernel that moves rows takes of a plan."""
+        """The dispatch kernel's arguments from a plan."""
         _, send_token, send_row, _, records, totals, _, _ = plan.arguments
         return send_token, send_row, records, totals
 
@@ -472,7 +472,7 @@ class ThroughputMode(Mode):
             self._combine(call)
             return pending
         weights = [call.weights] if isinstance(call.weights, torch.Tensor) else []
-        with self._stream.on_side([call.y, *call.bias, *weights]) as pending.rest:  # what the caller may drop
+        with self._stream.on_side([call.y, *call.bias, *weights]) as pending.rest:  # the caller may drop these
             pending.sums = self._combine(call)
         return pending
 
@@ -488,11 +488,11 @@ class ThroughputMode(Mode):
         )
 
     def _combine(self, call: CombineCall) -> Callable[[], None] | None:
-        """Launch what sends and sums; what sums is given back where rows have tiles."""
+        """Launch the combine; with tiles, returns the launch of the sums."""
         y, plan, weights, bias, tiles = call.y, call.handle.plan, call.weights, call.bias, call.tiles
         by_row = isinstance(weights, torch.Tensor)
         weighted = "rows" if by_row else "choices" if weights and self._c.layout == "expert" else ""
-        unused = plan.arguments[-1]  # stands in for what the kernel does not use
+        unused = plan.arguments[-1]  # placeholder for unused tensors
         row_weight, biases = weights if by_row else unused, (*bias, *(None,) * (2 - len(bias)))
         valued, row_values = "", unused
         if call.values is not None:
@@ -502,8 +502,8 @@ class ThroughputMode(Mode):
         which = call.blocks, weighted, valued, len(bias), tiles.count if tiles else 0
         launch = self._combine_of(*which)
         if tiles and tiles.started is not None:
-            # A kernel's first launch loads it, for which the driver waits until running kernels have ended. What waits for
-            # the GEMM's start, which is launched afterwards, would not end: the first call takes its SMs at once.
+            # The driver loads a kernel at its first launch, and waits for running kernels. A combine that waits for a
+            # GEMM launched afterwards would never end: the first call takes its SMs at once.
             if which in self._loaded:
                 self._stream.launch(tiles.await_start)
             self._loaded.add(which)
@@ -517,11 +517,11 @@ class ThroughputMode(Mode):
         return partial(self._stream.launch, self._sums_of(weighted, len(bias)), *given)
 
     def _summed_by(self, plan: RoutingPlan) -> tuple:
-        """What the kernel that sums takes of a plan."""
+        """The summing kernel's arguments from a plan."""
         return plan.arguments[3:6]  # token_slot, records, totals
 
 
-# What a call gives to a launch, in this order.
+# The arguments of a call to a launch, in this order.
 _NODES = ("tokens", "token_slot", "send_row", "totals", "node_plan")
 
 
@@ -531,7 +531,7 @@ def _rows(config: Config, at: NodeLayout) -> dict[str, tuple[int, int, torch.dty
     payload = FP8_DTYPE if c.quantize_combine else c.combine_dtype
     arrival = shared_rows(c, proxied=False)["dispatch.arrival"][1]
     back, kept = most_sent(at.origins, M, c.top_k), rows_received(c)
-    # Rows that are not quantised lie behind the slots, see `_rows_of`.
+    # Unquantised rows lie behind the slots, see `_rows_of`.
     behind, apart = (0, kept) if c.quantize_combine else (kept, 1)
     return {
         "dispatch.arrival": (arrival, c.row_words, torch.int32),
@@ -612,7 +612,7 @@ class NodeThroughputMode(OverNodes, ThroughputMode):
                 found[name.removeprefix(f"{kernel}.")] = memory.view(dtype).view(count, columns)
                 begin += -(-words // 64) * 64
         if kernel == "combine" and not c.quantize_combine:
-            # Rows for tokens of other nodes lie behind the slots where they have their dtype.
+            # Rows for tokens of other nodes lie behind the slots if dtypes are equal.
             behind, values = most_sent(self._at.origins, c.max_tokens, c.top_k), self._symmetric["combine.slot_values"]
             found |= {"offered": found["slots"][behind:], "offered_values": values[behind:]}
         return found

@@ -1,8 +1,8 @@
 """Words that count the arrived or stored rows of each tile of expert-major rows, during a dispatch or a GEMM.
 
-A tile is `tile_rows` rows, and has a word that grows by the same number in every call: the counting kernel adds the missing
-rows of a partial tile. Nothing is reset between calls, and a wait needs only the number of the call. After the words of the
-tiles, one more word counts the blocks that have begun.
+A tile is `tile_rows` rows, and has a word that grows by the same number in every call: the counting kernel adds the
+missing rows of a partial tile. Nothing is reset between calls, and a wait needs only the call number. The word behind
+those of the tiles counts the blocks that have begun.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class Tiles:
         calls: int64 [1]: number of this call, from 1; grows on the stream of the caller.
         growth: of the word of a tile in a call; the tile is complete when the word has reached `calls[0] * growth`.
         begins: growth of the word of the blocks.
-        started: uint64 [1], symmetric, or None: a word that grows by 1 in a call when the kernel that fills the tiles has
-            begun; a combine waits for it before it takes SMs, which the kernel then leaves.
+        started: uint64 [1], symmetric, or None: grows by 1 per call when the kernel that fills the tiles has begun; a
+            combine waits for it before it takes SMs, which the kernel then leaves.
     """
 
     rows: int
@@ -47,22 +47,22 @@ class Tiles:
         self.calls.add_(1)
 
     def leave_multiprocessors(self) -> None:
-        """What follows on the current stream gets the SMs that the blocks of this call have left."""
+        """Later kernels on the current stream start when this call's blocks have their SMs."""
         wait_until_resident()(self.calls, self.words[self.count :], self.begins, self.begins)
 
     def await_start(self) -> None:
-        """What follows on the current stream takes SMs when the kernel that fills the tiles has begun."""
+        """Later kernels on the current stream start when the kernel that fills the tiles has begun."""
         assert self.started is not None
         wait_until_resident()(self.calls, self.started, 1, 1)
 
     def reset(self) -> None:
-        """As at first; all kernels have ended."""
+        """Reset; all kernels have ended."""
         self.calls.zero_()
         self.words.view(torch.uint8).zero_()
 
 
 class Awaited(NamedTuple):
-    """What a kernel needs of `Tiles`. `words`: uint64 [tiles + 1]. calls: int64 [1]. growth: int32. rows: of a tile."""
+    """A kernel's view of `Tiles`. `words`: uint64 [tiles + 1]. calls: int64 [1]. growth: int32. rows: of a tile."""
 
     words: Any
     calls: Any
@@ -72,14 +72,14 @@ class Awaited(NamedTuple):
 
 @tsn.macro
 def signal_started(words, tiles, blocks, me: T.Ref, thread):
-    """Count `blocks` blocks that have begun, and publish what this thread has written. By a block."""
+    """Count `blocks` blocks that have begun, and publish this thread's writes. By a block."""
     if thread == 0:
         N.signal(words[tiles], blocks, me, op="add", fence=True)
 
 
 @tsn.macro
 def add_missing_rows(words, totals, at, tile_rows, tiles, me: T.Ref, thread, threads):
-    """Add to the word of each tile the rows that it does not get in this call. By a block. `totals`: of the plan. at:
+    """Add to the word of each tile the rows that it lacks in this call. By a block. `totals`: of the plan. at:
     `PlanOffsets`, its offsets."""
     first, begin, end, short = int_vars(4)
     for i in T.serial((tiles + threads - 1) // threads):

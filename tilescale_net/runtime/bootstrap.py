@@ -1,11 +1,12 @@
-"""How ranks find each other: torch.distributed's default process group, made here where the user has made none.
+"""Rendezvous of ranks through torch.distributed's default process group, which is made here unless the user has made
+one.
 
-torch's errors name no missing rank. Here every rank reports its arrival in the store, so that one that waits in vain can
-name the missing ones.
+torch's errors name no missing rank. Here every rank reports its arrival in the store, so a rank that times out can name
+the missing ones.
 
-The store may hold words of an earlier attempt, such as a launcher's. So ranks come under a number that each process draws
-at random. Rank 0 proposes the numbers that it reads; ranks that find their own among them agree, and when all have, these
-processes meet, under a name made of their numbers.
+The store may hold words of an earlier attempt, for example of a launcher. So each process draws a random number and
+comes under it. Rank 0 proposes the numbers that it reads; ranks that find their own number among them agree. When all
+have agreed, these processes meet under a name made of their numbers.
 """
 
 import atexit
@@ -36,19 +37,19 @@ _FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to r
 _REACH_S = 5.0  # seconds in which a system, without the help of a process, accepts a connection
 SLACK = 3.0  # seconds after which a step of torch that has a time limit of its own counts as hanging
 _ADVICE = f"let {this_host.GLOO_INTERFACE} name, on every host, the network interface over which they can"
-# Of a process or a user, by the errors of a system call beyond them.
+# Limits of a process or a user, by the error of a system call that exceeds them.
 _LIMITS = {errno.EMFILE: "open files (ulimit -n)", errno.EAGAIN: "processes and threads (ulimit -u)"}
 
 
 class _Tracker:
-    """What the steps of a rendezvous share. `store`: where the ranks report their steps. `rank`, `size`: of this
+    """State shared by the steps of a rendezvous. `store`: where ranks report their steps. `rank`, `size`: of this
     process, of all. `timeout`: seconds that ranks may take."""
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
 
     def poll(self, look: Callable[[SignedStore], T | None], seconds: float) -> T | None:
-        """The first thing that `look` finds in the store; None when it finds nothing in time."""
+        """The first result of `look` in the store; None if there is none in time."""
         begin = time.monotonic()
         while (found := self.store.ask(look)) is None and (spent := time.monotonic() - begin) <= seconds:
             time.sleep(min(0.25, 0.002 + self.size / 10_000 + spent / 20))
@@ -71,7 +72,7 @@ class _Tracker:
 
 
 class ArrivalTracker(_Tracker):
-    """How the processes of a rendezvous find each other, in a store where earlier ones may have come."""
+    """Finds the processes of a rendezvous in a store that may hold words of earlier ones."""
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
         super().__init__(store, rank, size, timeout)
@@ -79,8 +80,8 @@ class ArrivalTracker(_Tracker):
         self._agreed = ""  # name of the rendezvous that this rank has proposed or agreed to
 
     def meet(self, word: str, absent: str) -> tuple[JobStore, list[str]]:
-        """Wait until every rank has come here. `word`: what this rank reports. `absent`: what a missing rank has not
-        done. Returns a store of these processes alone, instead of the one given, and what each of them reports. Raises
+        """Wait until every rank has come here. `word`: this rank's report. `absent`: the step that a missing rank has
+        not done. Returns a store of these processes alone, which replaces the given one, and the report of each. Raises
         PeerLost: ranks did not come in time; names them."""
         try:
             if self.size == 1:
@@ -105,7 +106,7 @@ class ArrivalTracker(_Tracker):
         return name
 
     def _words(self, store: SignedStore) -> list[str]:
-        """What the ranks have reported, once all have; none before. In front stands the number of each."""
+        """The reports of the ranks once all have reported, each behind the rank's number; none before."""
         keys = [f"come/{r}" for r in range(self.size)]
         words = store.get_all(keys) if store.check(keys) else [None]
         return [] if None in words else [word.decode(errors="replace") for word in words if word is not None]
@@ -135,7 +136,7 @@ class ArrivalTracker(_Tracker):
         return None
 
     def _missing(self, store: SignedStore) -> list[int]:
-        """Ranks that have not come; where all seem to have, those whose word is of an earlier time."""
+        """Missing ranks; if all seem present, those whose word is old."""
         if absent := [r for r in range(self.size) if not self._number_of(store, r)]:
             return absent
         late = [r for r in range(1, self.size) if job_store.get_text(store, f"agreed/{r}") != self._agreed]
@@ -144,8 +145,8 @@ class ArrivalTracker(_Tracker):
         return [r for r in late if r != self.rank and self._agreed] or [0]
 
     def _other_size(self, store: SignedStore) -> str:
-        """That a rank came as one of another number of ranks, as where hosts start with another GPUS; '' for none. The
-        store of torchrun's agent holds ranks of attempts before, which may have been others."""
+        """Text for a rank that came as one of another number of ranks (hosts with different GPUS); '' for none. The
+        store of torchrun's agent also holds ranks of earlier attempts, whose number may differ."""
         for rank in range(0 if has_agent() else 2 * self.size):
             size = self._number_of(store, rank).partition("/")[2]
             if size not in ("", str(self.size)):
@@ -161,12 +162,12 @@ def _name(proposal: str) -> str:
 
 
 class Rendezvous(_Tracker):
-    """Ranks that have come, and connect: nobody else has written to their store.
+    """The connection of ranks that have come: nobody else has written to their store.
 
     Attributes:
-        store: where these ranks speak of this meeting.
-        rank, size: of this process among them; how many they are.
-        address: by which the others reach this rank; '' where nothing tells it.
+        store: of this meeting.
+        rank, size: of this process among them; their number.
+        address: by which the others reach this rank; '' if unknown.
         hosts: identity of each rank's host, see placement.host_identity.
         processes: number and start time of each rank's process, see this_host.own_process.
         ranks: the job's rank of each of them, when `join` has returned.
@@ -181,17 +182,17 @@ class Rendezvous(_Tracker):
     _steps = 0  # that were taken together
 
     def find_address(self, networks: list[str], addresses: list[str], host: str) -> str:
-        """The address by which the others reach this rank; '' where nothing tells it.
+        """The address by which the others reach this rank; '' if unknown.
 
-        gloo tries to connect for as long as its calls may take. Here each rank connects to the next one, and all know
-        within seconds that one cannot.
+        gloo tries to connect for the whole time limit of its calls. Here each rank connects to the next one, and all
+        learn within seconds if one cannot.
 
         Args:
             networks, addresses: of each rank, see `this_host.own_address`.
             host: that keeps the store of the launcher, as this process names it; '' for none.
 
         Raises:
-            ConfigurationError: on all ranks, where one does not reach the next.
+            ConfigurationError: on all ranks, if one does not reach the next.
         """
         if self.size == 1:
             return "127.0.0.1"
@@ -226,7 +227,7 @@ class Rendezvous(_Tracker):
             raise RuntimeError(f"rank {other} is not reached at {address} ({err.strerror or 'no answer'})") from err
 
     def run_collectively(self, run: Callable[[], T]) -> T:
-        """The result of a step that all ranks take together; when it fails, name ranks that do not even report it."""
+        """The result of a step that all ranks take together; if it fails, name ranks that do not report it."""
         self._steps += 1
         failed, joined = f"failed {self._steps}", f"joined {self._steps}"
         try:
@@ -287,7 +288,7 @@ def join(timeout: float, silence: float, group: groups.Group = None) -> Rendezvo
     Args:
         timeout: seconds that ranks may take to come.
         silence: seconds without an answer after which the store counts as lost.
-        group: of torch.distributed, or one that meets in a store of its own; None: all ranks of the job.
+        group: of torch.distributed, or a StoreGroup; None: all ranks of the job.
 
     Raises:
         ConfigurationError: the environment does not say where to meet, rank 0 cannot listen there, or the network
@@ -320,16 +321,16 @@ def join(timeout: float, silence: float, group: groups.Group = None) -> Rendezvo
 
 
 def _ends_with_rank_0(store: dist.Store) -> bool:
-    """Whether the store of the job is lost with the job's rank 0. A launcher's is not, nor is one in a file."""
+    """Whether the store of the job is lost with the job's rank 0. A launcher's store is not, nor a store in a file."""
     return not has_agent() and isinstance(underlying_store(store), dist.TCPStore)
 
 
 def _meeting_store(group: groups.Group, ranks: Sequence[int], silence: float) -> JobStore:
     """Where the ranks of a group come."""
     if isinstance(group, groups.StoreGroup):
-        # Processes that meet in a store of the program's own may have been started by different launchers, or by none.
+        # Different launchers, or none, may have started processes that meet in the program's own store.
         return JobStore(group.store, f"tsn/of {group.size()}", group.rank(), silence, group.kept_by)
-    # Ranks of different groups have nothing to do with each other, and the groups are not counted.
+    # Groups are independent and unnumbered: each has its own names.
     prefix = _prefix() if group is None else f"{_prefix()}/group/{hashlib.sha256(str(ranks).encode()).hexdigest()}"
     kept, secret = dist.distributed_c10d._get_default_store(), placement.job_identity().secret
     kept_by = ranks.index(0) if 0 in ranks and not has_agent() else None
@@ -363,9 +364,9 @@ def _parse_arrival(mine: list[Any], word: str) -> list[Any]:
 
 
 def open_group_store(ranks: Rendezvous, silence: float) -> JobStore:
-    """A store of the ranks of a group, kept by its rank 0; called by all of them. `ranks`: where the address is
-    loopback, no other process shall act as one of them. `silence`: seconds without an answer after which the new store
-    counts as lost. Raises RuntimeError, OSError, TimeoutError: it cannot be opened or reached."""
+    """A store of the ranks of a group, kept by its rank 0; called by all of them. `ranks`: if the address is loopback,
+    no other process may act as one of them. `silence`: seconds without an answer after which the new store counts as
+    lost. Raises RuntimeError, OSError, TimeoutError: it cannot be opened or reached."""
     job, limit = ranks.store, datetime.timedelta(seconds=ranks.timeout)
     if ranks.rank == 0:
         with this_host.listen(ranks.address) as listener:
@@ -394,9 +395,8 @@ def underlying_store(store: dist.Store) -> dist.Store:
 
 
 def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout: float) -> Any:
-    """A gloo group of these ranks alone, which torch.distributed does not count among its own. `address`: of this rank,
-    at which gloo listens unless the user has named an interface; '': gloo's own choice, which is that of this host's
-    name."""
+    """A gloo group of these ranks alone, outside of torch.distributed's own groups. `address`: of this rank, on which
+    gloo listens unless the user has named an interface; '': gloo's choice, from this host's name."""
     limit = datetime.timedelta(seconds=timeout)
     if this_host.users_interface() or not address:
         return dist.ProcessGroupGloo(store, rank, size, limit)
@@ -407,13 +407,13 @@ def connect_gloo(store: dist.Store, address: str, rank: int, size: int, timeout:
 
 
 def _prefix() -> str:
-    """Before the keys of this job: a second job that comes to the same port by mistake does not act for this one."""
+    """Prefix of this job's keys: a second job on the same port by mistake does not act for this one."""
     name = placement.job_identity().name
     return f"tsn/{name}" if name else "tsn"
 
 
 def _make_default(timeout: float, silence: float) -> Rendezvous | None:
-    """Make torch's default group; its ranks, where that needed them to come."""
+    """Make torch's default group; returns its ranks if they had to meet for it."""
     launched = placement.launched_rank(timeout)
     limit = datetime.timedelta(seconds=timeout)
     come = None
@@ -436,8 +436,8 @@ def _make_default(timeout: float, silence: float) -> Rendezvous | None:
         except BaseException:
             come.store.close()
             raise
-    # Gloo's threads may still drop references to tensors when the last collective call has returned. A thread that
-    # does so while the interpreter shuts down aborts the process; destroying the group waits for them.
+    # Gloo's threads may still drop references to tensors after the last collective call has returned. A thread that
+    # does so while the interpreter shuts down aborts the process; destroying the group waits for these threads.
     atexit.register(_leave, os.getpid())
     return come
 
@@ -471,7 +471,7 @@ def _connect(launched: placement.LaunchedRank, timeout: float) -> dist.Store:
         ) from err
     except (RuntimeError, OSError) as err:  # DistNetworkError is a RuntimeError, TimeoutError an OSError
         if keeps:
-            this_host.check_loopback()  # by which a host reaches its own addresses
+            this_host.check_loopback()  # route of a host to its own addresses
             raise ConfigurationError(
                 f"rank 0 cannot listen at {launched.address}:{launched.port} ({first_line(err)}); set MASTER_ADDR to this host "
                 "and MASTER_PORT to a free port"
@@ -485,7 +485,7 @@ def _connect(launched: placement.LaunchedRank, timeout: float) -> dist.Store:
 
 
 def _listen(launched: placement.LaunchedRank, limit: datetime.timedelta) -> dist.Store:
-    """The store of rank 0, on loopback alone where the address is loopback: no other process shall act as a rank."""
+    """The store of rank 0, on loopback alone if the address is loopback: no process elsewhere may act as a rank."""
     fd = launched.listener
     if fd < 0 and _is_loopback(launched.address):
         with this_host.listen(launched.address, launched.port) as listener:
@@ -508,12 +508,12 @@ def _listen(launched: placement.LaunchedRank, limit: datetime.timedelta) -> dist
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether an address, not the name of a host (which may stand for loopback on that host alone), is loopback."""
+    """Whether an address is loopback; a host name does not count, as it may mean loopback on that host alone."""
     return address == "localhost" or this_host.is_loopback(address)
 
 
 def _resolve(address: str, port: int) -> None:
-    """Raise gaierror for a host that no resolver knows. torch would try on, and print a stack of C++ at each turn."""
+    """Raise gaierror for a host that no resolver knows. torch would retry, and print a C++ stack each time."""
     end = time.monotonic() + _RESOLVING
     while True:
         try:

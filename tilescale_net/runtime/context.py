@@ -1,4 +1,4 @@
-"""What kernels take, a mirror of device/context.h, and what they leave behind when they give up."""
+"""The context of kernels, a mirror of device/context.h, and the error record that they leave when they give up."""
 
 import ctypes
 import enum
@@ -64,7 +64,7 @@ class ErrorRecord(ctypes.Structure):
 
 
 class ErrorKind(enum.IntEnum):
-    """`tsn::ErrorKind`; what a text calls one is its name with spaces."""
+    """`tsn::ErrorKind`; a text has the name with spaces."""
 
     NO_ERROR = 0
     WAIT_TIMEOUT = 1
@@ -137,7 +137,7 @@ def error_record_at(address: int) -> ErrorRecord:
 def _timeout(
     record: ErrorRecord, offset: int | None, timeout_s: float, name_of: Callable[[int], str | None] | None
 ) -> tuple[str, str]:
-    """What a wait on a signal word waited for, and what to do about it."""
+    """Text of a wait on a signal word: its condition, and the remedy."""
     wanted, seen = (ctypes.c_int64(value).value for value in (record.expected, record.observed))
     if OPERATIONS[record.operation] == "barrier":
         return f"waited {timeout_s:g} s for PE {record.pe} at barrier {wanted}; it has come to barrier {seen}", _BARRIER
@@ -163,7 +163,7 @@ def describe_error(
     """The exception for a record, or None when it is empty; `name_of` names the tensor element at a heap offset.
 
     Args:
-        argument: of the kernel, outside of the heap, whose memory holds the record's address, where that is known.
+        argument: of the kernel, outside of the heap, whose memory holds the record's address, if known.
         awaited: PEs that flushes of the proxy wait for.
     """
     kind = record.kind
@@ -197,7 +197,7 @@ def describe_error(
 
 
 def _outside(record: ErrorRecord, offset: int | None, advice: str, argument: str | None) -> tuple[str, str]:
-    """What lies outside of the heap. Kernels compute sizes as signed numbers and report them as unsigned ones."""
+    """Text of an address outside of the heap. Kernels compute signed sizes and report them as unsigned ones."""
     nbytes = ctypes.c_int64(record.bytes).value
     if nbytes < 0:
         return f"a size of {nbytes} bytes", "a count that is computed at run time was negative"
@@ -210,20 +210,20 @@ def _outside(record: ErrorRecord, offset: int | None, advice: str, argument: str
 
 # -- abort page ----------------------------------------------------------------------------------------------------------
 
-# The page of host memory through which a rank gives up: the word that ends its waits, and the record of what it met.
+# The page of host memory through which a rank gives up: the word that ends its waits, and the record of its error.
 
 ABORT_PAGE_BYTES = 4096
 _RECORD_OFFSET = 64  # offset of the record, which has a cache line of its own
 
 
 class AbortPage:
-    """Made before the page exists: threads may read it at any time, also when it is gone. `address`: of the page, which
-    kernels reach too; 0 without a page."""
+    """Made before the page exists: threads may read it at any time, even after the page is gone. `address`: of the
+    page, for kernels too; 0 without a page."""
 
     def __init__(self) -> None:
         # Reentrant: a handler of signals may read while its thread does.
         self._in_use = threading.RLock()
-        # Whether waits were ended, or a kernel has left a record; cheap, for every call asks.
+        # Whether waits were ended, or a kernel has left a record; cheap, because every call asks.
         self.touched: Callable[[], bool] = bool  # False, until there is a page
         self._watch: Callable[[list[int]], None] | None = None
         self.address = 0
@@ -237,7 +237,7 @@ class AbortPage:
         with self._in_use:
             self._address = address
             if address and self._watch is None:
-                from tilescale_net import _native  # what lacks it says so when it has met the others
+                from tilescale_net import _native  # a rank without it reports that after the rendezvous
 
                 self.touched, self._watch = _native.launch.words()
             if self._watch is not None:
@@ -259,7 +259,7 @@ class AbortPage:
             return bool(self.address and ctypes.c_uint32.from_address(self.address).value)
 
     def record(self) -> ErrorRecord | None:
-        """A copy of what a kernel left behind when it gave up; None where none did."""
+        """A copy of the record of a kernel that gave up; None without one."""
         with self._in_use:
             if not self.address:
                 return None

@@ -1,7 +1,7 @@
 """The control plane: torch.distributed with gloo. Collective calls agree, or name ranks that differ or are missing.
 
-Every collective host call of the package goes through `Control.agree`: ranks exchange what they were called with
-before anything is done, so that a difference becomes an error on every rank instead of a hang or a corrupted heap.
+Every collective host call of the package goes through `Control.agree`: ranks exchange their arguments before anything
+is done, so a difference is an error on every rank, not a hang or a corrupted heap.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from tilescale_net.runtime.groups import Group
 
 # The last calls of each object, so that ranks that wait for each other learn in which call they differ.
 #
-# A rank whose call is new asks the others' hosts; one whose call is known starts a kernel. Where calls differ, each waits
-# for the other, and neither can report it. So every rank notes its calls, writes them to the store when it has made none
-# for a moment, and its watchdog compares them with those of the next rank. They differ where a call of one object has
-# other arguments, or where each rank has made a call that the other has not: all ranks make all calls in one order. No
-# host counts what a CUDA graph replays, so that does not matter.
+# A rank whose call is new asks the others' hosts; a rank whose call is known launches a kernel. If calls differ, each
+# rank waits for the other, and neither can report it. So every rank logs its calls and writes them to the store when it
+# has made none for a moment; its watchdog compares them with the next rank's. Calls differ if one object's call has
+# other arguments, or if each rank has made a call that the other has not: all ranks make all calls in one order. No
+# host counts calls that a CUDA graph replays, so these do not matter.
 
-# What ends the message of ranks whose calls differ; ranks that receive it recognise it by this.
+# End of the message of ranks whose calls differ; other ranks recognise the message by it.
 RULE = "all ranks make the same calls in the same order"
 
-_REMEMBERED = 256  # calls of an object that are remembered: how far the hosts of two ranks may be apart
+_REMEMBERED = 256  # remembered calls of an object: largest distance between two hosts
 _SENT = 8  # calls of an object that are sent to the other rank
 _MOST = 16  # objects that are sent at a time
 _LONGEST = 400  # characters of a call
 _HOST = ""  # the key of the host's collective calls
-# Looks of the watchdog, four in a second, without a new call before calls are compared; and before a difference that a
-# kernel has reported is reported here too: its host raises it with the next call, and goes on.
+# Looks of the watchdog, four per second, without a new call before calls are compared, and before a kernel's report of
+# a difference is raised here too: the host that caused it raises with the next call, and goes on.
 _QUIET, _REPORTED = 4, 12
-# Ranks of which each queries the store in every look, larger jobs less often; and looks after which all query it less
-# often, by how much: the store serves a whole job.
+# Up to this many ranks each query the store in every look, larger jobs less often; and looks after which all query less
+# often, by this factor: the store serves a whole job.
 _RANKS, _LONG, _SELDOM = 32, 24, 16
 
 
 class Track:
-    """The calls of one object. `name`: of the object, as messages have it. `key`: of the object among those of its
-    world, equal on all ranks."""
+    """The calls of one object. `name`: of the object in messages. `key`: of the object in its world, equal on all
+    ranks."""
 
     def __init__(self, name: str, key: str):
         self.name, self.key = name, key
         self.seen, self.last = 0, 0  # calls at the last look of the watchdog, and the last look that found new ones
         self.reported: Callable[[], bool] = lambda: False  # whether a kernel has found that calls differ
         self.settled = 0
-        self.outer: Track | None = None  # of the object whose calls make those of this one
+        self.outer: Track | None = None  # of the object whose calls contain this one's
         self._origin = ""
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
         self._next = itertools.count(1).__next__
@@ -76,23 +76,24 @@ class Track:
         self._calls.append((self._next(), describe, arguments))
 
     def note_operator(self, gradient: bool, describe: str, *arguments: object) -> None:
-        """As `note`, of an operator, or of one that a backward calls for a gradient; what it calls has that as its `origin`."""
+        """As `note`, for an operator, or for one that a backward calls for a gradient; calls inside have it as their
+        `origin`."""
         self._origin = "backward: " if gradient else ""
         self.note("backward: " + describe if gradient else describe, *arguments)
 
     @property
     def origin(self) -> str:
-        """What the object's calls are made for, where that is more than they say."""
+        """The operator that made the object's calls, unless they name it."""
         return self._origin if self.outer is None else self.outer.origin
 
     def settle(self) -> None:
-        """That the calls so far differ was raised: ranks go on after them."""
+        """A difference of the calls so far was raised: ranks continue after them."""
         self.settled = self.count
         if self.outer is not None:
             self.outer.settle()
 
     def text(self, call: int) -> str | None:
-        """What call `call` (from 1) was made with, None where that is forgotten or to come."""
+        """The arguments of call `call` (from 1); None if forgotten or not yet made."""
         try:
             number, describe, arguments = self._calls[call - self.count - 1]
         except IndexError:
@@ -114,7 +115,7 @@ class CallLog:
         self._seen = self._sent = 0  # calls at the last look, and when they were sent
         self._looks = self._quiet = 0  # looks, and those without a new call
         self._answer: Future[Any] | None = None
-        self._in_order = True  # until ranks do not agree and go on: they are a call apart in some objects then
+        self._in_order = True  # until ranks disagree and go on: then some objects are one call apart
 
     def track(self, name: str) -> Track:
         """The calls of a new object; collective, as making the object is."""
@@ -129,22 +130,22 @@ class CallLog:
             self._of_freed += track.count
 
     def only_track(self, name: str) -> Track:
-        """The calls of what every rank has once, whenever a rank comes to it."""
+        """The calls of an object that every rank has once, made at any time."""
         return self._tracks.setdefault(name, Track(name, name))
 
     def forget(self) -> None:
-        """Begin anew: ranks were lost, and what was pending then was made by some and not by others."""
+        """Reset: ranks were lost, and only some had made the pending calls."""
         self._tracks, self._answer = {}, None
         self._of_name.clear()
         self._seen = self._sent = self._quiet = 0
         self._in_order = False
 
     def on_mismatch(self) -> None:
-        """Ranks did not agree on a call of their hosts."""
+        """Note that ranks disagreed on a host call."""
         self._in_order = False
 
     def difference(self) -> TileScaleError | None:
-        """One look, by the watchdog: the error of ranks whose calls differ; does not wait for the store."""
+        """One look of the watchdog: the error of ranks whose calls differ; does not wait for the store."""
         members = self._control.members
         if len(members) < 2 or self._control.rank not in members:
             return None
@@ -153,7 +154,7 @@ class CallLog:
             if track.count != track.seen:
                 track.seen, track.last = track.count, self._looks
         calls = self._all_calls()
-        # A rank that compiles is not waited for by anything but patience.
+        # Other ranks wait for a rank that compiles without a limit.
         self._quiet = self._quiet + 1 if calls == self._seen and not profiling.in_long_step() else 0
         self._seen = calls
         if self._quiet < _QUIET or not self._tracks:
@@ -163,7 +164,7 @@ class CallLog:
         asks = (self._quiet + self._control.rank) % (every * (_SELDOM if late else 1)) == 0
         if asks and self._sent != calls:
             word = json.dumps(self._last_calls())
-            if self._all_calls() == calls:  # no call came in between, which would be reported without those before it
+            if self._all_calls() == calls:  # no call came in between: it would be reported without earlier ones
                 self._sent = calls
                 self._control.store.post(lambda s: s.set(self._key(self._control.rank), word))
         return self._compare(members[(members.index(self._control.rank) + 1) % len(members)], asks)
@@ -184,7 +185,7 @@ class CallLog:
         return reported
 
     def _compare(self, other: int, asks: bool) -> RankMismatch | None:
-        """Take the store's answer about the other rank, and query it again where that is due."""
+        """Take the store's answer about the other rank, and query it again if due."""
         answer, error = self._answer, None
         if answer is not None and not answer.done():
             return None
@@ -195,7 +196,7 @@ class CallLog:
         return error
 
     def _differs(self, other: int, said: str | None) -> RankMismatch | None:
-        """The first call that both ranks have made and made differently, or that each has made and the other has not."""
+        """The first call that differs between both ranks, or that only one of them has made, on each side."""
         try:
             reported = [
                 entry for entry in job_store.parse_json(said or "[]") if entry[0] == _HOST or entry[0] in self._tracks
@@ -217,7 +218,7 @@ class CallLog:
         return None
 
     def _crossed(self, other: int, reported: list[Any]) -> RankMismatch | None:
-        """What two ranks have made last, where each is ahead of the other."""
+        """The last calls of two ranks if each is ahead of the other."""
         mine = {_HOST: self._control.calls} | {key: self._tracks[key].count for key, *_ in reported[1:]}
         if self._all_calls() != self._seen:
             return None
@@ -239,20 +240,20 @@ class CallLog:
 
 
 def error_of_loss(text: str) -> TileScaleError:
-    """The error for another rank's text of why the job is lost."""
+    """The error for another rank's reason of the loss."""
     return RankMismatch(text) if RULE in text else PeerLost(text)
 
 
 # -- control -------------------------------------------------------------------------------------------------------------
 
-# What one rank sends first of every call, bytes: a digest of the whole text, the sizes of what follows here and of a value that
-# follows in another message, the beginning of the text, and a value that has room behind it.
+# First message of a rank in every call, in bytes: a digest of the whole text, the sizes of the rest and of a value in a
+# second message, the beginning of the text, and a value that fits behind it.
 _RECORD, _DIGEST, _HEAD = 1024, 32, 48
 _LARGEST = 64 << 20  # bytes of a value that `gather` takes from a rank
-# Seconds that the watchdog may take longer than gloo to learn why a connection closed: those after which a heartbeat is
-# overdue, and one more. And seconds that the store may take.
+# Seconds that the watchdog may take longer than gloo to learn why a connection closed: until a heartbeat is overdue,
+# and one more. And seconds that the store may take.
 _REASON, _ANSWER = 3.0, 2.0
-_POLL = datetime.timedelta(seconds=0.25)  # between looks, while gloo waits, at whether the call can still finish
+_POLL = datetime.timedelta(seconds=0.25)  # between checks, while gloo waits, whether the call can still finish
 
 # Calls that were given up while gloo's thread goes on with them. Kept until the process ends: freeing the group would wait
 # for the thread, and a thread that frees tensors while the interpreter shuts down aborts the process.
@@ -273,15 +274,15 @@ class Control:
         job_ranks: the ranks of the group in the job, by their rank in the group.
         address, hosts, processes: see bootstrap.Rendezvous.
         store: the JobStore of these ranks.
-        reason_of, explanation: set by the watchdog: why peers are known to be lost; and the same, after the given number
-            of seconds, and longer while a rank is silent.
+        reason_of, explanation: set by the watchdog: why peers are known to be lost; and the same after the given number
+            of seconds, or longer while a rank is silent.
         calls, last_call: how many collective calls this rank has made, and the last one.
         on_mismatch: called when ranks have made different ones.
         refuse: called first by every collective call; raises in a child made by fork.
         members: ranks that make collective calls; a new list whenever some are left out. left: whether this one was.
         on_loss: called with the error of a collective call that lost a rank; returns the one that ends the world.
-        on_collective_begin, on_collective_done, on_ranks_excluded: called when this rank comes to a collective call; when all have come; and with ranks
-            that take part no more, which may live.
+        on_collective_begin, on_collective_done, on_ranks_excluded: called when this rank comes to a collective call;
+            when all have come; and with excluded ranks, which may be alive.
 
     Raises:
         ConfigurationError, PeerLost: the ranks could not meet; see bootstrap.join.
@@ -328,8 +329,8 @@ class Control:
             self._exchange_call(call, text, described_as or f"called {text}")
 
     def _exchange_call(self, call: str, text: str, described_as: str, payload: bytes = b"") -> list[bytes]:
-        """Wait until every rank makes the call that `text` stands for; what each of them sends with it. All calls begin
-        with a message of one size: gloo ends the process where ranks send others."""
+        """Wait until every rank makes the call of this `text`; returns the value that each sends with it. All calls
+        begin with a message of one size: gloo ends the process if sizes differ."""
         digest = hashlib.sha256(text.encode()).digest()
         said = described_as.encode()
         if len(said) > _RECORD - _HEAD:
@@ -367,7 +368,7 @@ class Control:
     def gather(self, what: str, value: object) -> list[Any]:
         """The `value` of every member, in their order. `value`: None, bool, int, float, str, bytes, or lists, tuples
         and dicts of them; tuples come as lists. Raises PeerLost: as `agree`. RankMismatch: as `agree`, or a rank sent a
-        value that is not made like that of this rank."""
+        value of another structure than this rank's."""
         payload = job_store.encode(value)
         with self._one_call:
             records = self._exchange_call(what, f"{what}: a value of each rank", f"was in {what}", payload)
@@ -381,7 +382,7 @@ class Control:
         return values
 
     def broadcast(self, what: str, value: str) -> str:
-        """The `value` of the first member; those of the others do not count. Raises as `gather`."""
+        """The `value` of the first member; other values are ignored. Raises as `gather`."""
         return str(self.gather(what, value if self.rank == self.members[0] else "")[0])
 
     def exchange(self, what: str, numbers: Sequence[int]) -> list[int]:
@@ -396,7 +397,7 @@ class Control:
 
     def _all_gather(self, call: str, mine: bytes) -> list[bytes]:
         """Every rank's bytes, of one length, in rank order."""
-        # The user's default device, dtype and inference mode shall not matter.
+        # Independent of the user's default device, dtype and inference mode.
         with torch.inference_mode(False):
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             everyone = [torch.empty(len(mine), dtype=torch.uint8, device="cpu") for _ in self.members]
@@ -404,7 +405,7 @@ class Control:
         return [bytes(t.numpy()) for t in everyone]
 
     def _run_gloo(self, call: str, start: Callable[[], Any], *memory: object) -> None:
-        """Carry out what `start` begins, a call of gloo by all members; `memory` is what that reads and writes."""
+        """Complete the call of gloo that `start` begins, by all members; `memory`: its tensors."""
         self.refuse()
         self.calls += 1
         if self.size > 1:
@@ -420,13 +421,13 @@ class Control:
         except TileScaleError:
             raise
         except (RuntimeError, ValueError, TimeoutError) as err:
-            # The message says what gloo's errors say, and why.
+            # The message names the call and the cause, unlike gloo's errors.
             raise self.on_loss(error_of_loss(self._explain(call, err, time.monotonic() - begin))) from None
         self.on_collective_done()
 
     def _finished(self, work: Any) -> bool:
-        """Wait for a call of gloo; False when a rank was lost or has failed, so that the call may never finish. Raises
-        RuntimeError: what gloo raises."""
+        """Wait for a call of gloo; False if a rank was lost or has failed, so the call may never finish. Raises
+        RuntimeError: of gloo."""
         while True:
             try:
                 work.wait(_POLL)
@@ -438,10 +439,10 @@ class Control:
                 if self.reason_of():
                     return False
 
-    # -- ranks that are left out ------------------------------------------------------------------------------------
+    # -- excluded ranks -------------------------------------------------------------------------------------------
 
     def shrink_to(self, members: list[int], call: str) -> None:
-        """Make collective calls with `members` only from here on. Made by each of them, with one list. Raises
+        """Make collective calls with `members` only from here on. Called by each member, with one list. Raises
         RankMismatch: another member gave another list; names both. PeerLost: a member did not come in time."""
         if members != self.members:
             prefix, mine = self._keep_prefix, json.dumps(members)
@@ -475,18 +476,18 @@ class Control:
 
     @property
     def _keep_prefix(self) -> str:
-        """Of keys under which members say whom they keep: for each of them, that its kernels from before have ended."""
+        """Prefix of keys by which each member reports that its earlier kernels have ended."""
         return f"keep/{self.generation}/{len(self.members)}/"
 
     def leave(self, members: list[int]) -> None:
-        """This rank was left out by `members`: its collective calls concern no other rank from here on."""
+        """Record that `members` excluded this rank: its collective calls concern no other rank from here on."""
         self._stayed = [f"{self._keep_prefix}{r}" for r in members]
         self.on_ranks_excluded([r for r in self.members if r != self.rank])
         self.members, self.excluded = [self.rank], True
 
     def wait_for_members(self) -> None:
-        """On a rank that was left out: wait until the members have left it out, too. Until then their kernels may wait for
-        answers of its proxy, or write to its heap. No longer than the timeout, or than they are known to live."""
+        """On an excluded rank: wait until the members have excluded it, too. Until then their kernels may wait for
+        answers of its proxy, or write to its heap. Waits at most the timeout, and only while the members live."""
         end, pause = time.monotonic() + self.timeout, 0.002
         try:
             while (left := end - time.monotonic()) > 0 and not self.reason_of():
@@ -515,7 +516,7 @@ class Control:
     # -- ranks and places ---------------------------------------------------------------------------------------------
 
     def _explain(self, what: str, err: Exception, spent: float) -> str:
-        """Why a collective call failed; takes a few seconds, and longer only while a rank is silent."""
+        """The reason of a failed collective call; takes a few seconds, longer only while a rank is silent."""
         failed = f"rank {self.rank}: {what} could not finish"
         if reason := self.reason_of() or self.explanation(_REASON):
             return f"{failed}: {reason}"
@@ -541,13 +542,13 @@ class Control:
     def announce_failure(
         self, text: str, rank: int | None = None, seconds: float = 1.0, key: str | None = None
     ) -> None:
-        """Report to the other ranks that this one fails, and why; the first report of any rank stays.
+        """Report to the other ranks that this one fails, and why; only the first report counts.
 
         Args:
-            text: the reason; of another rank, what happened to it.
+            text: the reason; for another rank, its fate.
             rank: another rank, which cannot report it itself.
-            seconds: how long the store may take; what a process that ends at once reports may be lost.
-            key: see job_store.failed_key; default that of now.
+            seconds: how long the store may take; the report of a process that ends at once may be lost.
+            key: see job_store.failed_key; default the current one.
         """
         word = json.dumps([self.rank, f"failed: {text[:2000]}"] if rank is None else [rank, text[:2000]])
         key = key or self.failed_key
@@ -558,8 +559,8 @@ class Control:
 
     def close(self) -> None:
         """Leave the package's own group. The default group stays: others may use it, and another init needs it."""
-        # With the last reference to a group its connections end, for which a thread has to end. Gloo's threads may still
-        # drop references to tensors when the last collective call has returned. Calls that were given up keep theirs.
+        # A group's connections end with the last reference to it, which takes a thread's end. Gloo's threads may still
+        # drop references to tensors after the last collective call has returned. Abandoned calls keep theirs.
         groups = [self._group, *self._outer]
         self._group, self._outer = None, []
         try:
@@ -578,7 +579,7 @@ def last_call(said: str | None) -> tuple[int, str]:
 
 
 def announced(said: str | None, rank: int) -> str | None:
-    """The failure that another rank has reported, as text; None for none, and for that of `rank` itself."""
+    """The failure that another rank has reported, as text; None without one, or if `rank` itself reported it."""
     unreadable = rank, ""
     who, why = job_store.read(said, lambda found: (int(found[0]), job_store.printable(str(found[1]))), unreadable)
     if said and (who, why) == unreadable:

@@ -23,12 +23,12 @@ from tilescale_net.runtime.heap import Memory
 
 # -- cuda range ----------------------------------------------------------------------------------------------------------
 
-# A heap on a GPU that can grow: reserved addresses, behind which memory is mapped piece by piece, here and in peers.
+# A heap on a GPU that can grow: reserved addresses, in which memory is mapped piece by piece, here and in peers.
 #
-# Peers of the host get each piece as a file descriptor over a Unix socket, and map it at the same distance from the
-# beginning. Not used, and cudaMalloc in its place, where a heap does not grow.
+# Peers of the host get each piece as a file descriptor over a Unix socket, and map it at the same offset. A heap that
+# does not grow uses cudaMalloc instead.
 
-_SECONDS = 30.0  # that a peer may take to answer
+_SECONDS = 30.0  # limit of a peer's answer
 _CREDENTIALS = struct.Struct("3i")  # of a peer's process: pid, uid, gid
 
 
@@ -50,14 +50,14 @@ class Driver:
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
     def call(self, name: str, *arguments: object) -> Any:
-        """What a function of the driver returns beside its status."""
+        """The result of a driver function, without its status."""
         status, *values = getattr(self._driver, name)(*arguments)
         if int(status) != 0:
             raise TileScaleError(f"{name} failed: {getattr(status, 'name', status)}")
         return values[0] if values else None
 
     def granularity(self) -> int:
-        """Bytes of which sizes and places of memory are multiples."""
+        """Granularity in bytes of sizes and offsets of memory."""
         least = self._driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._properties, least))
 
@@ -66,7 +66,7 @@ class Driver:
         return self.call("cuMemCreate", size, self._properties, 0)
 
     def map(self, address: int, size: int, memory: object) -> None:
-        """Have `memory` at an address, for this GPU."""
+        """Map `memory` at an address, for this GPU."""
         self.call("cuMemMap", address, size, 0, memory, 0)
         try:
             self.call("cuMemSetAccess", address, size, [self._access], 1)
@@ -84,8 +84,8 @@ class Driver:
 
 
 class Range:
-    """Addresses of which the first ones have memory. `driver`: a Driver. `limit`: bytes of addresses. `address`: where
-    it begins. `size`: bytes that have memory."""
+    """Reserved addresses whose beginning has memory. `driver`: a Driver. `limit`: reserved bytes. `address`: the first
+    one. `size`: bytes that have memory."""
 
     def __init__(self, driver: Driver, limit: int):
         self._driver, self._limit = driver, limit
@@ -94,8 +94,8 @@ class Range:
         self.address = int(driver.call("cuMemAddressReserve", limit, 0, 0, 0))
 
     def extend(self, size: int, memory: object | None = None) -> object:
-        """Map `memory`, or new memory, of `size` bytes behind the mapped part; returns it. It belongs to this object
-        then. Raises TileScaleError: nothing is mapped, and the memory is given back."""
+        """Map `memory`, or new memory, of `size` bytes behind the mapped part; returns it, owned by this object. Raises
+        TileScaleError: nothing is mapped, and the memory is freed."""
         memory = self._driver.create(size) if memory is None else memory
         try:
             if self.size + size > self._limit:
@@ -109,7 +109,7 @@ class Range:
         return memory
 
     def cut(self, size: int) -> None:
-        """Unmap what lies behind the first `size` bytes, which are whole pieces; waits for kernels, which may use it."""
+        """Unmap the pieces behind the first `size` bytes; waits for kernels, which may use them."""
         if self.size > size:
             self._driver.call("cuCtxSynchronize")
         while self.size > size:
@@ -119,7 +119,7 @@ class Range:
             self._driver.call("cuMemRelease", memory)
 
     def close(self) -> None:
-        """Give everything back; nothing may use it any more."""
+        """Free everything; nothing may use it any more."""
         if self.address:
             self.cut(0)
             self._driver.call("cuMemAddressFree", self.address, self._limit)
@@ -127,24 +127,24 @@ class Range:
 
 
 class Offers:
-    """Gives file descriptors to processes of this host and user, by number. `name`: by which others find this one."""
+    """Passes file descriptors to processes of this host and user, by number. `name`: of this server."""
 
     def __init__(self) -> None:
         self._fds: list[int] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind("")  # the kernel chooses an abstract name, which no file stands for
+        self._listener.bind("")  # the kernel chooses an abstract name, without a file
         self._listener.listen(4096)
         self.name: bytes = self._listener.getsockname()
         self._thread = threading.Thread(target=self._serve, name="tilescale_net-memory", daemon=True)
         self._thread.start()
 
     def add(self, fd: int) -> int:
-        """Offer a descriptor, which belongs to this object then; its number."""
+        """Offer a descriptor, owned by this object from now on; returns its number."""
         self._fds.append(fd)
         return len(self._fds) - 1
 
     def drop(self) -> None:
-        """Offer the last one no more."""
+        """Withdraw the last offer."""
         os.close(self._fds.pop())
 
     def _serve(self) -> None:
@@ -157,7 +157,7 @@ class Offers:
                 try:
                     asker.settimeout(_SECONDS)
                     _, user, _ = _CREDENTIALS.unpack(asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                    if user != os.getuid():  # first: other users shall not keep the ranks waiting
+                    if user != os.getuid():  # first: other users must not delay the ranks
                         continue
                     asked = asker.recv(4, socket.MSG_WAITALL)
                     number = int.from_bytes(asked, "little")
@@ -168,7 +168,7 @@ class Offers:
                     pass
 
     def close(self) -> None:
-        """Offer nothing any more."""
+        """Withdraw all offers."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(_SECONDS)
         self._listener.close()
@@ -198,7 +198,7 @@ def take_descriptor(name: bytes, pid: int, number: int) -> int:
 
 # -- cuda memory ---------------------------------------------------------------------------------------------------------
 
-_WORD = SYSTEM_BYTES - 8  # offset in a heap of the random word by which peers know it; no kernel uses these bytes
+_WORD = SYSTEM_BYTES - 8  # heap offset of the random word by which peers identify it; no kernel uses these bytes
 
 
 def _runtime() -> Any:
@@ -225,9 +225,9 @@ def bound_gpu(group: object) -> int | None:
 
 
 def gpu_ordinal(group: object, local_rank: int) -> int:
-    """Which GPU is this rank's, where no world of this process has one yet. `group`: of the world, whose ranks are
-    those of a program that may have chosen its GPU; None: the whole job. `local_rank`: number of this rank among those
-    of `group` on this host."""
+    """The GPU of this rank, if no world of this process has one yet. `group`: of the world, for whose ranks the program
+    may have chosen the GPU; None: the whole job. `local_rank`: number of this rank among those of `group` on this
+    host."""
     if (number := bound_gpu(group)) is not None:
         return number
     if torch.cuda.device_count() == 1:
@@ -281,7 +281,7 @@ class CudaMemory(Memory):
         self._word = 0
         self._growing: GrowingHeap | None = None
         if limit > size:
-            check(self._rt.cudaFree(0), "cudaFree(0)")  # makes CUDA's context that of this thread
+            check(self._rt.cudaFree(0), "cudaFree(0)")  # makes CUDA's context current in this thread
             self._growing = GrowingHeap(Driver(ordinal), size, limit)
             self._heap: _Allocation | GrowingHeap | None = self._growing
             self.base = self._growing.address
@@ -290,9 +290,9 @@ class CudaMemory(Memory):
             self.base = allocation.address
 
     def _bus(self) -> str:
-        """Where the GPU is; numbers of GPUs differ between processes."""
+        """The PCI address of the GPU; GPU numbers differ between processes."""
         bus = check(self._rt.cudaDeviceGetPCIBusId(32, self.ordinal), "cudaDeviceGetPCIBusId")
-        # What CUDA leaves behind the end of the string is in it, too.
+        # The buffer has garbage behind the end of the string.
         return (bus.decode(errors="replace") if isinstance(bus, bytes) else str(bus)).split("\0")[0].strip()
 
     def handle(self) -> tuple[int, bytes, str, int]:
@@ -303,7 +303,7 @@ class CudaMemory(Memory):
         return (os.getpid(), bytes(ipc.reserved), bus, word)
 
     def _marked(self) -> int:
-        """The random word by which peers know this heap, where they look for it."""
+        """The random word by which peers identify this heap."""
         if not self._word:
             self._word = 1 + secrets.randbelow((1 << 63) - 1)
             with torch.inference_mode(False):
@@ -357,11 +357,11 @@ class CudaMemory(Memory):
         self.size = size
 
     def grown_handle(self) -> tuple[int]:
-        """The size to which it has grown; peers know where it is."""
+        """The size to which it has grown; peers know its address."""
         return (self.size,)
 
     def map_grown(self, pe: int, handle: tuple[int]) -> None:
-        """Map what a peer has added. Raises TileScaleError."""
+        """Map memory that a peer has added. Raises TileScaleError."""
         assert self._growing is not None
         self._growing.map_grown(pe)
 
@@ -377,9 +377,9 @@ class CudaMemory(Memory):
         return tensor_at(self.base + offset, nbytes, self.device, self._heap)
 
     def copy_to_peer(self, peer_base: int, there: torch.Tensor, data: torch.Tensor) -> None:
-        """Copy contiguous data, on the current stream, to where `there` lies in this heap, but in that of a peer.
-        Between GPUs copy engines do it, and no SM. Copies of a stream end one after the other, also in a graph.
-        `peer_base`: address of the peer's heap in this process."""
+        """Copy contiguous data, on the current stream, to a peer's heap, at the offset of `there` in this heap. Between
+        GPUs copy engines do it, without SMs. Copies of a stream complete in order, also in a graph. `peer_base`:
+        address of the peer's heap in this process."""
         address, stream = peer_base + there.data_ptr() - self.base, torch.cuda.current_stream(self.device).cuda_stream
         how = self._rt.cudaMemcpyKind.cudaMemcpyDefault
         copied = self._rt.cudaMemcpyAsync(address, data.data_ptr(), data.nbytes, how, stream)
@@ -422,8 +422,8 @@ class CudaMemory(Memory):
 
 
 class GrowingHeap:
-    """This rank's heap and those of its peers, each in addresses of its own; the heap lives as long as what refers to
-    it. `driver`: a Driver. `size`, `limit`: bytes of memory and of addresses; multiples of the GPU's granularity."""
+    """This rank's heap and its peers' heaps, each in its own reserved addresses; the heap lives as long as references
+    to it. `driver`: a Driver. `size`, `limit`: bytes of memory and of addresses; multiples of the GPU's granularity."""
 
     def __init__(self, driver: Driver, size: int, limit: int):
         self._driver, self._limit = driver, limit
@@ -435,7 +435,7 @@ class GrowingHeap:
             )
         self._own = Range(driver, limit)
         self._peers: dict[int, tuple[Range, int, bytes]] = {}  # by PE, with process and name of its offers
-        self._sizes: list[int] = []  # of the pieces, the same on all ranks
+        self._sizes: list[int] = []  # sizes of the pieces, the same on all ranks
         self.offers = Offers()
         try:
             self.grow(size)
@@ -448,7 +448,7 @@ class GrowingHeap:
         return self._own.address
 
     def grow(self, size: int) -> None:
-        """Have memory for `size` bytes, which peers may map then."""
+        """Grow to `size` bytes, which peers may then map."""
         more = size - self._own.size
         memory = self._own.extend(more)
         try:
@@ -485,7 +485,7 @@ class GrowingHeap:
             begin += size
 
     def cut(self, size: int) -> None:
-        """Give back what lies behind the first `size` bytes, here and of the peers."""
+        """Unmap memory behind the first `size` bytes, here and of the peers."""
         for there, _, _ in self._peers.values():
             there.cut(size)
         while self._own.size > size:
@@ -493,7 +493,7 @@ class GrowingHeap:
             self._own.cut(self._own.size - self._sizes.pop())
 
     def leave(self) -> None:
-        """Unmap the peers' heaps and offer nothing any more; this rank's own stays while something refers to it."""
+        """Unmap the peers' heaps and withdraw all offers; this rank's heap stays while something refers to it."""
         for there, _, _ in self._peers.values():
             there.close()
         self._peers = {}
@@ -527,7 +527,7 @@ class _Allocation:
 
     @classmethod
     def held(cls) -> str:
-        """How much memory tensors of closed heaps keep, as text; empty when none."""
+        """Text of the memory that tensors of closed heaps hold; empty if none."""
         size = sum(a.size for a in cls._alive if a.left_behind)
         return f" (tensors from before finalize() still hold {size} bytes; drop them)" if size else ""
 

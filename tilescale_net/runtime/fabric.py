@@ -1,4 +1,4 @@
-"""Where libfabric is and what it offers, and the life cycle of the proxy that serves PEs of other nodes through it."""
+"""libfabric's location and providers, and the life cycle of the proxy that serves PEs of other nodes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def library() -> dict[str, Any]:
 
 
 def offers() -> list[dict[str, Any]]:
-    """What libfabric offers for one-sided traffic: dicts with provider, domain, address, loopback, hardware,
+    """libfabric's domains for one-sided traffic: dicts with provider, domain, address, loopback, hardware,
     immediates, device_memory. Raises FabricError when there is no libfabric."""
     from tilescale_net import _native
 
@@ -73,15 +73,15 @@ def offers() -> list[dict[str, Any]]:
 # Life cycle of the proxy that serves PEs of other nodes: options, key exchange, failures.
 
 
-# A network in software moves what one processor copies: threads that share what goes to a PE, each with sockets of its own;
-# processors of the host for each of them; and staging memory of all of them, of each direction.
+# A software network is bound by the copies of one processor. Threads that share the traffic to a PE, each with its own
+# sockets; processors of the host for each thread; and staging memory of all threads, per direction.
 SOFTWARE_THREADS, PROCESSORS_OF_THREAD, STAGING_BYTES = 4, 3, 32 << 20
-# Bytes from which threads share a chunk: theirs is a copy from and to a GPU for each, which a row of an expert layer pays.
+# Smallest chunk that threads share: each share costs a copy from and to the GPU, too much for a row of an expert layer.
 SHARED_BYTES, SHARED_BYTES_OF_SOFTWARE = 64 << 10, 8 << 10
 
 
 def threads_of_software(provider: str, heap_kind: str, processors: int, ranks: int) -> int:
-    """Proxy threads of a rank where the user has not said how many.
+    """Default number of a rank's proxy threads.
 
     Args:
         provider: of the fabric. heap_kind: "cuda" or "host". processors: that the ranks of this host may use. ranks: of
@@ -99,7 +99,7 @@ class RunningProxy:
         from tilescale_net import _native
 
         self._make, self._world = _native.Proxy, world
-        # What the context of kernels holds stays as it is when the proxy starts again.
+        # The kernels' context stays valid when the proxy restarts.
         self.n_queues = settings.PROXY_QUEUES.get()
         self.threads, self.peer_threads = settings.PROXY_THREADS.get() or 1, settings.PROXY_PEER_THREADS.get() or 1
         self._staging_bytes, self._shared_bytes = STAGING_BYTES, SHARED_BYTES
@@ -109,7 +109,8 @@ class RunningProxy:
         self.views_address = self._views.data_ptr()
 
     def _share_work(self) -> None:
-        """Take as many threads as suit the network, the same on all ranks, where the user has not said how many. Collective."""
+        """Set the number of threads that suits the network, the same on all ranks, unless the user has set it.
+        Collective."""
         world = self._world
         given = settings.PROXY_THREADS.get() or settings.PROXY_PEER_THREADS.get()
         wanted = 1
@@ -156,7 +157,7 @@ class RunningProxy:
             print_stats=settings.PROXY_STATS.get(),
             trust_last_chunk=settings.TEST_ORDERING.get() == "last_chunk",
         )
-        self.context_flags: int = proxy.context_flags  # what `Context::flags` must hold for kernels to meet it half-way
+        self.context_flags: int = proxy.context_flags  # the flags of `Context::flags` that kernels need
         # Provider, libfabric version, rails and limits of the transport.
         self.properties: dict[str, Any] = dict(proxy.properties())
         return proxy
@@ -177,12 +178,12 @@ class RunningProxy:
             raise
 
     def exclude(self, peers: list[int]) -> None:
-        """These PEs no longer take part and may end at any time: no rank waits for them."""
+        """Exclude PEs, which may end at any time: no rank waits for them."""
         if self._proxy is not None:
             self._proxy.exclude(peers)
 
     def end(self, reason: str) -> None:
-        """Stop serving peers and touching this rank's heap; what is in flight is lost. The peers learn why."""
+        """Stop serving peers and touching this rank's heap; operations in flight are lost. The peers learn why."""
         proxy, self._proxy = self._proxy, None
         if proxy is not None:
             proxy.explain(reason)
@@ -195,7 +196,7 @@ class RunningProxy:
         proxy.close()
 
     def restart(self, call: str) -> None:
-        """Begin anew with those peers that are left, with empty queues. Collective; no kernel runs, on no rank."""
+        """Restart with the remaining peers and empty queues. Collective; no kernel runs on any rank."""
         self._proxy = self._create()
         with torch.inference_mode(False):
             self._views.copy_(torch.frombuffer(bytearray(self._proxy.queue_views()), dtype=torch.uint8))
@@ -209,7 +210,7 @@ class RunningProxy:
             proxy.explain(reason)
 
     def failure(self) -> TileScaleError | None:
-        """What made the proxy give up, or None."""
+        """The error that made the proxy give up, or None."""
         proxy = self._proxy
         found = proxy.error() if proxy is not None else None
         if found is None:
@@ -227,7 +228,7 @@ class RunningProxy:
 
     @property
     def staged(self) -> bool:
-        """Whether data go through pinned host memory, because the network does not reach the heap."""
+        """Whether the network does not reach the heap, so data go through pinned host memory."""
         return bool(self.properties["staged"])
 
     @property
@@ -238,7 +239,7 @@ class RunningProxy:
         return self.staged and torch.cuda.current_stream() == torch.cuda.default_stream()
 
     def drain(self) -> None:
-        """Wait until everything that kernels have sent is at its target, while the peers are served on.
+        """Wait until all data of kernels have arrived; peers are still served.
 
         Raises:
             TileScaleError: the proxy has failed, or has not ended within the job's timeout.
@@ -246,10 +247,9 @@ class RunningProxy:
         self._finish(self._proxy.drain, "not all peers have confirmed the data that kernels have sent")
 
     def settle(self) -> bool:
-        """Carry out the adds to signal words that were left to the next waiting kernel.
-
-        To be called between two agreements, while no kernel runs on any rank. Returns whether this job defers adds:
-        where it does, every rank must have settled before any goes on.
+        """Apply adds to signal words that were deferred to the next waiting kernel. Call it between two agreements,
+        while no kernel runs on any rank. Returns whether this job defers adds: then every rank must have settled before
+        any continues.
         """
         if not self.context_flags:
             return False

@@ -1,4 +1,4 @@
-"""What a caller may give as a group, which ranks of the job it stands for, and objects that ranks have made together."""
+"""Groups that callers may pass, their ranks in the job, and objects that ranks have made together."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _pickled: weakref.WeakValueDictionary[int, MadeByRanks] = weakref.WeakValueDicti
 
 
 def process_identity() -> str:
-    """This process among all that there are, those that it was forked from too."""
+    """Identity of this process among all, distinct from its parents'."""
     return f"{_PROCESS_KEY}-{os.getpid()}"
 
 
 class MadeByRanks:
-    """Base of such objects: a copy is the object itself, since all ranks share what it stands for.
+    """Base of such objects: a copy is the object itself, because all ranks share its state.
 
-    Its arguments are pickled. Loaded in its process while the object is alive, it is the object; else another one is made of
-    them, on the world of the same group: collective, as making the first was.
+    Its arguments are pickled. Loaded in its process while the object is alive, they give the object itself; else a new
+    one, in the world of the same group: collective, as the constructor was.
 
     Attributes:
-        factory: makes another one of the same arguments.
+        factory: makes a new one from the same arguments.
     """
 
     factory: Callable[..., Any]
@@ -49,7 +49,7 @@ class MadeByRanks:
 
     @property
     def alive(self) -> bool:
-        """Whether it was neither freed nor ended with its world."""
+        """Whether neither `free` nor the end of its world has ended it."""
         raise NotImplementedError
 
     @property
@@ -94,10 +94,10 @@ _store_groups: weakref.WeakValueDictionary[str, StoreGroup] = weakref.WeakValueD
 
 
 class StoreGroup:
-    """Ranks that meet in a store: processes of any jobs, with or without torch.distributed's process groups.
+    """Ranks that meet in a store: processes of any job, with or without torch.distributed's process groups.
 
-    So survivors of a loss and processes that come new make a world together. Each of them makes one, with a store that all
-    of them reach, and gives it to `tilescale_net.init` as the group; no call of torch.distributed is needed.
+    So survivors of a loss and new processes make a world together. Each makes a StoreGroup, with a store that all of
+    them reach, and passes it to `tilescale_net.init` as the group; no call of torch.distributed is needed.
 
     Args:
         store: of torch.distributed, such as a TCPStore client; a PrefixStore for each meeting keeps them apart. No
@@ -119,7 +119,7 @@ class StoreGroup:
             raise ValueError(f"StoreGroup: rank {rank}, or kept_by={kept_by}, is none of a group of {size}")
         self.store, self.kept_by = store, kept_by
         self._rank, self._size = rank, size
-        # In this process only: what stands for it where a group is named, as in operators; in a saved one it is no group here.
+        # Its name as a group, for example in operators, in this process only; a saved name is no group elsewhere.
         self.group_name = f"StoreGroup {next(_numbers)} of process {process_identity()}"
         _store_groups[self.group_name] = self
 
@@ -133,8 +133,8 @@ class StoreGroup:
 
 
 def resolve(group: object) -> Group:
-    """The group that `group` stands for; None for all ranks of the job (None, or torch's default group). Raises
-    ConfigurationError: it stands for no group of torch.distributed, or for one that this process is not in."""
+    """The resolved group; None for all ranks of the job (None, or torch's default group). Raises ConfigurationError: it
+    is no group of torch.distributed, or one without this process."""
     if isinstance(group, str):
         group = _store_groups.get(group, group)
     if group is None or isinstance(group, StoreGroup):
@@ -159,8 +159,8 @@ def resolve(group: object) -> Group:
 
 
 def ranks(group: Group) -> tuple[int, ...]:
-    """The job's ranks of a group, in the order of their ranks in the group; None: of the job. A StoreGroup has its own.
-    Raises ConfigurationError: torch.distributed does not have the group, or no longer has it."""
+    """The job's ranks of a group, in the order of their ranks in the group; None: of the job. A StoreGroup has its own
+    ranks. Raises ConfigurationError: torch.distributed does not have the group, or no longer has it."""
     if group is None:
         return tuple(range(dist.get_world_size()))
     if isinstance(group, StoreGroup):
@@ -176,7 +176,7 @@ def ranks(group: Group) -> tuple[int, ...]:
 
 
 def own_number(group: Group) -> tuple[int, int]:
-    """Which process this is, and of how many, where no launcher has set it."""
+    """Rank and size of this process if no launcher has set them."""
     if isinstance(group, StoreGroup):
         return group.rank(), group.size()
     return dist.get_rank(), dist.get_world_size()

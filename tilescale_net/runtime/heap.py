@@ -20,7 +20,7 @@ from tilescale_net.runtime.control import Control
 
 # -- memory --------------------------------------------------------------------------------------------------------------
 
-# What the heap lies in: one class for each kind of device, chosen here once.
+# Memory of the heap: one class per kind of device, chosen here once.
 
 
 class Memory(Protocol):
@@ -28,12 +28,12 @@ class Memory(Protocol):
 
     Attributes:
         device_kind: "cuda" or "simulator", as in settings.
-        kind: "cuda" or "host", as the fabric calls it.
+        kind: "cuda" or "host", the fabric's name.
         device: torch device of tensors in it.
         ordinal: number of the GPU; -1 without one.
         size, base: of the heap in bytes, and its address in this process.
         limit: bytes to which the heap can grow where it is.
-        poisons: whether fresh and freed tensors are filled with NaN patterns, which shows reads of unwritten data.
+        poisons: whether to fill new and freed tensors with NaN patterns, which shows reads of unwritten data.
     """
 
     device_kind: str
@@ -46,7 +46,7 @@ class Memory(Protocol):
     poisons: bool
 
     def handle(self) -> tuple[Any, ...]:
-        """What a peer on this host needs to map this heap."""
+        """A handle by which peers on this host map this heap."""
 
     def map_peer(self, pe: int, handle: Any) -> int:
         """Map a peer's heap and return its address here. Raises ConfigurationError when the system refuses."""
@@ -59,10 +59,10 @@ class Memory(Protocol):
         """Grow the heap to `size` bytes. Raises TileScaleError or OSError if that fails."""
 
     def grown_handle(self) -> tuple[Any, ...]:
-        """What a peer on this host needs to map what `grow` has added."""
+        """A handle by which peers on this host map the memory that `grow` has added."""
 
     def map_grown(self, pe: int, handle: Any) -> None:
-        """Map what a peer has added, behind its mapped part."""
+        """Map memory that a peer has added, behind its mapped part."""
 
     def take_back(self, size: int) -> None:
         """Undo `grow` and `map_grown`, to a heap of `size` bytes."""
@@ -77,57 +77,57 @@ class Memory(Protocol):
         """Address of zeroed memory that host and kernels both reach; it lives as long as this object."""
 
     def on_allocate(self, address: int, nbytes: int, name: str) -> None:
-        """The heap has given away these bytes."""
+        """Called when the heap has allocated these bytes."""
         return
 
     def before_free(self, address: int, nbytes: int) -> None:
-        """The heap is about to take back these bytes, whatever is on its way to or from them."""
+        """Called before the heap frees these bytes, even with transfers in flight."""
         return
 
     def on_free(self, address: int) -> None:
-        """The heap has got them back."""
+        """Called when the heap has freed them."""
         return
 
     def loads_kernels_late(self) -> bool:
-        """Whether a kernel's first launch may wait for the kernels that run; see settings.load_kernels_early."""
+        """Whether a kernel's first launch may wait for running kernels; see settings.load_kernels_early."""
         return False
 
     def synchronize(self) -> None:
         """Wait for kernels that this rank has launched."""
 
     def finish_kernels(self) -> None:
-        """`synchronize`, and what these kernels have sent to other ranks is on its way."""
+        """`synchronize`, and post the kernels' transfers to other ranks."""
         self.synchronize()
 
     def await_end_of_kernels(self) -> None:
-        """Wait for kernels whose waits were ended, where nothing else keeps them from memory that is unmapped."""
+        """Wait for kernels whose waits were ended, if they could still access memory that is unmapped next."""
         return
 
     def part(self) -> None:
-        """In a child made by fork: what it writes concerns no rank."""
+        """In a child made by fork: detach its writes from other ranks."""
         return
 
     def close(self) -> None:
-        """Let go of everything but what tensors still refer to."""
+        """Release everything that no tensor refers to."""
 
 
 # -- heap ----------------------------------------------------------------------------------------------------------------
 
 ALIGNMENT = 256
-# Unused bytes behind every allocation: an access past the end lands here and not in a neighbour, so that it is seen.
+# Unused bytes behind every allocation, so that accesses past the end are seen and hit no neighbour.
 GAP = 256
-# Freed tensors that are remembered before those that are no more are looked for.
+# Freed tensors to remember before dead ones are dropped.
 _FREED = 32
 # Heaps are whole pages.
 PAGE = 2 << 20
-# By so much a heap grows at least: doing so stops all kernels for a moment.
+# Smallest step of growth, which briefly stops all kernels.
 STEP = 64 << 20
 # 0xFF bytes are NaN in every floating-point type and -1 in every signed integer.
 POISON = 0xFF
 
 
 def footprint(sizes: Sequence[int]) -> int:
-    """Bytes that tensors of these sizes take of a heap, with what lies between them."""
+    """Heap bytes of tensors of these sizes, including gaps."""
     return sum(_rounded(nbytes) for nbytes in sizes)
 
 
@@ -135,14 +135,14 @@ def _rounded(nbytes: int) -> int:
     return (max(nbytes, 1) + GAP + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-_attempts = threading.local()  # `made`: heap and offset of what this thread has allocated in the innermost attempt
+_attempts = threading.local()  # `made`: heap and offset of this thread's allocations in the innermost attempt
 
 
 @contextlib.contextmanager
 def attempt() -> Iterator[None]:
-    """What this thread allocates inside, of any heap, is given back where an exception ends the block. That is done by
-    each rank for itself: in a call on which the ranks did not agree, all of them fail. Where a rank is lost, live
-    blocks are left to `tilescale_net.shrink`."""
+    """If an exception ends the block, free this thread's allocations inside it, of any heap. Each rank does this for
+    itself: if ranks disagreed on a call, all of them fail. If a rank is lost, `tilescale_net.shrink` handles live
+    blocks."""
     made: list[tuple[Heap, int]] = []
     outer = getattr(_attempts, "made", None)
     _attempts.made = made
@@ -184,7 +184,7 @@ class Allocator:
         return None
 
     def release(self, offset: int) -> None:
-        """Give a block back; neighbouring holes become one. Raises KeyError for an offset that is not live."""
+        """Free a block; merge neighbouring holes. Raises KeyError for an offset that is not live."""
         size = self.live.pop(offset)
         i = bisect.bisect(self._holes, (offset, offset))
         start, end = offset, offset + size
@@ -196,7 +196,7 @@ class Allocator:
         self._holes.insert(i, (start, end))
 
     def restore(self, start: int, end: int, live: dict[int, int]) -> None:
-        """Have these blocks (offset -> bytes) live, and no others, in a range from `start` to `end`."""
+        """Set the live blocks (offset -> bytes), in a range from `start` to `end`."""
         self.live, self._holes, self._end = dict(live), [], end
         for offset, size in [*sorted(live.items()), (self._end, 0)]:
             if offset > start:
@@ -216,7 +216,7 @@ class Allocator:
         return max(ends)
 
     def extend(self, end: int) -> None:
-        """Let the range end there, further on."""
+        """Extend the range."""
         start = self._end
         if self._holes and self._holes[-1][1] == start:
             start = self._holes.pop()[0]
@@ -232,10 +232,10 @@ class Heap:
     """Tensors in symmetric memory.
 
     Args:
-        memory: what the tensors lie in; it is notified of each that is made and freed.
+        memory: of the tensors; it is notified of each allocation and free.
         agree: collective check `(call, arguments) -> None`.
         check: called first by every call; raises when the job has failed or is over.
-        settle: carries out what operations of other ranks still owe this heap; whether there can be such a thing.
+        settle: applies deferred operations of other ranks to this heap; returns whether there can be any.
         grow: gives all ranks a heap of a given number of bytes, or raises HeapError on all of them; collective.
     """
 
@@ -255,13 +255,13 @@ class Heap:
         self._settle = settle
         self._grow = grow
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
-        self._freed: dict[StorageWeakRef, int] = {}  # offsets of freed tensors; of those that are no more, some
+        self._freed: dict[StorageWeakRef, int] = {}  # offsets of freed tensors, and of some dead ones
         self._most_freed = _FREED
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
         self.clear_system_area()
 
     def clear_system_area(self) -> None:
-        """The package's own words as at the start: barriers, queues, adds that wait. No kernel runs, on no rank."""
+        """Reset the package's own words: barriers, queues, deferred adds. No kernel runs on any rank."""
         with torch.inference_mode(False):
             self._memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
 
@@ -275,11 +275,11 @@ class Heap:
 
     @property
     def limit(self) -> int:
-        """Bytes to which it grows when it is full; `size` where it does not."""
+        """Bytes to which a full heap grows; `size` if it does not grow."""
         return self._memory.limit if self._grow else self.size
 
     def make_room(self, sizes: Sequence[int]) -> bool:
-        """Have room for tensors of these sizes, by growing where that is needed; False where it cannot. Collective.
+        """Make room for tensors of these sizes, growing if needed; False if impossible. Collective.
         Raises HeapError: a rank has no memory left; on all ranks."""
         wanted = self.size_to_hold(sizes)
         if wanted <= self.size:
@@ -296,7 +296,7 @@ class Heap:
         return self.size if end <= self.size else -(-end // PAGE) * PAGE
 
     def advice(self, sizes: Sequence[int]) -> str:
-        """What to do about tensors of these sizes, for which there is no room."""
+        """The remedy for tensors of these sizes that do not fit."""
         wanted = self.size_to_hold(sizes)
         if wanted > settings.MOST_BYTES:
             return "choose smaller sizes: this is more than any memory holds"
@@ -325,7 +325,7 @@ class Heap:
         # torch counts in 64 bits, and in strides of a tensor without elements too.
         if math.prod(max(d, 1) for d in shape) >= 1 << 62:
             raise HeapError(f"a shape of {list(shape)} has more elements than any heap")
-        # A tensor made under inference mode could not be written outside of it.
+        # Tensors made under inference mode are read-only outside of it.
         with torch.inference_mode(False), attempt():
             if not nbytes:
                 return torch.empty(shape, dtype=dtype, device=self._memory.device)
@@ -362,7 +362,7 @@ class Heap:
         storage = StorageWeakRef(tensor.untyped_storage())
         again = storage in self._freed
         self._agree("tilescale_net.free", f"offset {offset}{', freed already' if again else ''}")
-        # What still is to happen to this memory happens before it has a new use.
+        # Pending operations on this memory must finish before it is reused.
         if self._settle and self._settle():
             self._agree("tilescale_net.free", "settled")
         if offset not in self._allocator.live or again:
@@ -374,7 +374,7 @@ class Heap:
         self._note_freed(storage, offset)
 
     def take_back(self, offset: int) -> None:
-        """Let a block have a new use, if it is live; by all ranks."""
+        """Free a block for reuse if it is live; by all ranks."""
         size = self._allocator.live.get(offset)
         if size is None:
             return
@@ -382,7 +382,7 @@ class Heap:
         self._made.pop(offset, None)
         self._memory.on_free(self.base + offset)
         if self._memory.poisons:
-            self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
+            self._memory.bytes_tensor(offset, size).fill_(POISON)  # shows use after free
 
     def _note_freed(self, storage: StorageWeakRef, offset: int) -> None:
         self._freed[storage] = offset
@@ -391,25 +391,26 @@ class Heap:
             self._most_freed = max(_FREED, 2 * len(self._freed))  # so that a free looks at two on average
 
     def is_freed(self, tensor: torch.Tensor) -> bool:
-        """Whether it was given back: the tensor of `empty` or `zeros` itself, or a view of it."""
+        """Whether it was freed: the tensor of `empty` or `zeros` itself, or a view of it."""
         return bool(self._freed) and StorageWeakRef(tensor.untyped_storage()) in self._freed
 
     @property
     def live(self) -> dict[int, int]:
-        """Blocks that are given away: offset -> bytes."""
+        """Allocated blocks: offset -> bytes."""
         return dict(self._allocator.live)
 
     def restore(self, live: dict[int, int]) -> None:
-        """Count blocks that are live on other ranks as allocated here, after a collective call that not all have ended."""
+        """Mark blocks live on other ranks as allocated here, after a collective call that only some ranks finished."""
         restored = live.keys() - self._allocator.live.keys()
         for offset in sorted(restored):
             self._memory.on_allocate(self.base + offset, live[offset] - GAP, "what another rank still may use")
         self._allocator.restore(SYSTEM_BYTES, self.size, live)
-        # What only some ranks had freed is freed by all of them.
+        # Blocks that only some ranks had freed are freed by all.
         self._freed = {freed: offset for freed, offset in self._freed.items() if offset not in restored}
 
     def describe(self, offset: int) -> str | None:
-        """The element at a heap offset as text, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""
+        """The element at a heap offset as text, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None outside of
+        tensors."""
         for start, (name, shape, dtype) in list(self._made.items()):  # another thread may call
             index = (offset - start) // dtype.itemsize
             if start in self._allocator.live and 0 <= index < math.prod(shape):

@@ -1,9 +1,8 @@
-"""The store of the job, through which ranks report what collective calls cannot: which rank came, which failed, and
-why.
+"""The store of the job, through which ranks report facts that collective calls cannot: arrivals, failures, reasons.
 
-Values travel as JSON, signed with the secret of the job. torch's store waits for an answer without a limit when the host
-that keeps it is cut off. So one thread alone queries it, and a thread that needs an answer waits for that one, up to a
-deadline: no answer is a reason too.
+Values travel as JSON, signed with the secret of the job. If the host of torch's store is cut off, a request waits
+without a limit. So only one thread queries the store; other threads wait for its answer up to a deadline, and count
+silence as a failure.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 # -- encoding ------------------------------------------------------------------------------------------------------------
 
-# Values that ranks send each other, as JSON: reading what came from outside makes data and nothing else.
+# Values that ranks send each other, as JSON: decoding foreign input yields plain data only.
 
 _BYTES = "\0bytes"  # the one key of an object that stands for bytes
 
@@ -47,7 +46,7 @@ def decode(data: bytes) -> Any:
 
 
 def parse_json(data: bytes | str, object_hook: Callable[[dict[str, Any]], object] | None = None) -> Any:
-    """The value of JSON that came from outside. Raises ValueError for invalid text, however deep it nests."""
+    """The value of foreign JSON. Raises ValueError for invalid text, however deep it nests."""
     try:
         return json.loads(data.decode() if isinstance(data, bytes) else data, object_hook=object_hook)
     except (UnicodeDecodeError, RecursionError) as err:
@@ -55,7 +54,7 @@ def parse_json(data: bytes | str, object_hook: Callable[[dict[str, Any]], object
 
 
 def read(text: str | None, convert: Callable[[Any], T], otherwise: T) -> T:
-    """`convert` of the JSON that another process has written; `otherwise` where there is none, or it has another shape."""
+    """`convert` of another process's JSON; `otherwise` if it is missing or has another shape."""
     try:
         return convert(parse_json(text)) if text else otherwise
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError):
@@ -63,7 +62,7 @@ def read(text: str | None, convert: Callable[[Any], T], otherwise: T) -> T:
 
 
 def printable(text: str) -> str:
-    """What another process has said, without what would steer a terminal; lines and tabs stay."""
+    """Another process's text without control characters, except line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
@@ -106,14 +105,14 @@ def check_alike(mine: object, theirs: object) -> None:
 
 # -- signed store --------------------------------------------------------------------------------------------------------
 
-# Every process that reaches the port of the store can write there, at least those of other users of the host. So a value
-# counts only with a code that cannot be made without the job's secret, for this key of this job; any other counts as not
-# written. Other writers can still remove keys, and repeat values under the same key. Counters are such values too:
-# torch's own, which `add` counts, end the connection of each rank that asks when one holds no number.
+# Every process that reaches the port of the store can write there, at least processes of other users of the host. So a
+# value counts only with a code that needs the job's secret, for this key of this job; any other counts as not written.
+# Other writers can still remove keys, and repeat values under the same key. Counters are such values too: a non-number
+# in a counter of torch's own (`add`) ends the connection of each rank that asks.
 
 _CODE = 16  # bytes
-_TURNS = 16  # how often another writer may come in between before a rank gives up being the first to write
-_NOTHING = "nothing is written here"  # what no key holds: a comparison with it reads, and does not wait for a key
+_TURNS = 16  # attempts of a rank to write first before it gives up
+_NOTHING = "nothing is written here"  # no key holds this value: a comparison with it reads without waiting for the key
 
 
 class SignedStore:
@@ -124,24 +123,24 @@ class SignedStore:
     def __init__(self, store: dist.Store, prefix: str = "", secret: bytes | None = None):
         self._store: Any = store  # whose stubs know no bytes as values
         self._prefix, self._secret = prefix, secret
-        self._known: set[str] = set()  # keys under which a rank of the job has written; none is ever removed
+        self._known: set[str] = set()  # keys that a rank of the job has written; none is ever removed
         self._counts: dict[str, int] = {}  # of counters, when this rank looked last
-        self._name = secrets.token_hex(4)  # tells this rank's counting from that of others
+        self._name = secrets.token_hex(4)  # distinguishes this rank's counts from others'
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value under `key`, instead of an earlier one."""
+        """Write a value under `key`, replacing an earlier one."""
         self._store.set(key, self._signed(key, value))
 
     def get(self, key: str) -> bytes | None:
-        """What a rank has said under `key`; None when none has."""
+        """The value that a rank has written under `key`; None if none has."""
         return self._read(key, self._store.get(key)) if self._store.check([key]) else None
 
     def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """As `get`, with one request; waits until something is there under each key."""
+        """As `get`, with one request; waits until each key has a value."""
         return [self._read(key, word) for key, word in zip(keys, self._store.multi_get(list(keys)))]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether ranks have said something under each of `keys`."""
+        """Whether ranks have written each of `keys`."""
         new = [key for key in keys if key not in self._known]
         if not new:
             return True
@@ -152,7 +151,7 @@ class SignedStore:
         return None not in self.get_all(new)
 
     def set_once(self, key: str, value: str) -> bytes:
-        """Write a value under `key` unless a rank has written one; returns what is there now."""
+        """Write a value under `key` unless a rank has written one; returns its value."""
         mine, stands = self._signed(key, value), b""
         for _ in range(_TURNS):
             stands = self._store.compare_set(key, stands, mine)
@@ -165,18 +164,18 @@ class SignedStore:
         return self._number(key, self._store.compare_set(key, _NOTHING, _NOTHING))
 
     def count_up(self, key: str) -> int:
-        """Count `key` up; the number then. Ranks that do so at the same time may be counted once."""
+        """Count `key` up; returns the number. Simultaneous increments may count once."""
         mine = stands = b""
         for _ in range(_TURNS):
             mine = self._signed(key, f"{self._number(key, stands) + 1} {self._name}")
             found = self._store.compare_set(key, stands, mine)
             if found == mine:
                 break
-            stands = b"" if found == stands else found  # what stood there may have been removed
+            stands = b"" if found == stands else found  # the earlier value may have been removed
         return self._number(key, mine)
 
     def _number(self, key: str, word: bytes) -> int:
-        """The number in what a counter holds; the last one that is known where no rank has written that."""
+        """The number in a counter's value; the last known one if no rank has written the value."""
         text = (self._read(key, word) or b"").partition(b" ")[0]
         said = int(text) if text.isdigit() and len(text) < 16 else 0
         self._counts[key] = max(said, self._counts.get(key, 0))
@@ -202,8 +201,8 @@ class SignedStore:
 
 # -- job store -----------------------------------------------------------------------------------------------------------
 
-ALARMS = "alarms"  # key of the number of reasons to look closer: failures, and requests for what the ranks do
-_STEP = 0.25  # seconds; time is counted in steps, so that a process that was stopped itself does not blame the store
+ALARMS = "alarms"  # key of the number of alarms: failures, and requests for reports
+_STEP = 0.25  # seconds; time is counted in steps, so a process that was itself stopped does not blame the store
 
 
 class JobStore:
@@ -215,11 +214,11 @@ class JobStore:
         rank: of this process, for messages.
         silence: seconds without an answer after which the store counts as lost.
         kept_by: the rank whose process keeps the store, in whose numbers `rank` is; None: none of these ranks.
-        secret: that the ranks share, with which they sign what they say; None where they share none.
+        secret: shared by the ranks, signs their values; None without one.
 
     Attributes:
         rank, silence, kept_by, secret: the same.
-        raw: torch's, under the prefix; for groups of torch, which ask by themselves.
+        raw: torch's, under the prefix; for groups of torch, which use it directly.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class JobStore:
         threading.Thread(target=self._serve, name="tilescale_net-store", daemon=True).start()
 
     def within(self, name: str) -> JobStore:
-        """The part of this one under a further name."""
+        """The part of this store under a further name."""
         prefix = f"{self._prefix}/{name}"
         return JobStore(self._store, prefix, self.rank, self.silence, self.kept_by, self.secret)
 
@@ -273,13 +272,13 @@ class JobStore:
 
     @property
     def answered(self) -> int | None:
-        """How many questions were answered; None while none is waiting. Stands still while the store is silent."""
+        """Number of answered questions; None while none is pending. Constant while the store is silent."""
         done = self._answered
         return done if self._asked > done else None
 
     @property
     def lost(self) -> str | None:
-        """Why the store is gone for good, or None."""
+        """The reason why the store is lost, or None."""
         return self._lost
 
     def close(self) -> None:
@@ -315,7 +314,7 @@ def has_agent() -> bool:
 
 
 def get_text(store: SignedStore, key: str) -> str | None:
-    """What was written under `key`, None when nothing was."""
+    """The value written under `key`; None if none was."""
     word = store.get(key)
     return None if word is None else word.decode(errors="replace")
 
@@ -326,10 +325,10 @@ def failed_key(generation: int) -> str:
 
 
 def run_with_timeout(seconds: float, run: Callable[[], T]) -> T:
-    """The result of `run()`, which is left behind in a thread of its own when it takes longer.
+    """The result of `run()`, in a thread that is abandoned if it takes longer.
 
     Raises:
-        TimeoutError: it does.
+        TimeoutError: it takes longer.
         Any exception of `run`.
     """
     answer: Future[T] = Future()
@@ -347,6 +346,6 @@ def run_with_timeout(seconds: float, run: Callable[[], T]) -> T:
 
 
 def first_line(err: BaseException) -> str:
-    """The message of an error of torch, without the stack that follows."""
+    """The message of torch's error, without its stack."""
     text = str(err).strip()
     return text.splitlines()[0] if text else type(err).__name__
