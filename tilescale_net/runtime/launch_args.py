@@ -1,4 +1,4 @@
-"""Arguments of launches, launches with next to no Python, and the order of calls on several CUDA streams."""
+"""Native launches and checks of their arguments, and the order of calls on several CUDA streams."""
 
 import ctypes
 import functools
@@ -10,10 +10,9 @@ from torch.utils._device import DeviceContext
 
 # -- quick calls ---------------------------------------------------------------------------------------------------------
 
-# Launches and looks at tensors with next to no Python, where what they take is there; see csrc/launch.
-#
-# All of it may be missing: a tvm_ffi or a torch that exchanges tensors otherwise, a tensor of an unusual kind. Every
-# function then reports it, and callers go the way through Python, which does the same.
+# Launches and tensor checks with next to no Python, where csrc/launch supports the installed torch and tvm_ffi. Without
+# that, or for an unusual tensor, each function reports it, and callers take the slower path through Python, which does
+# the same.
 
 _EXCHANGE = "__dlpack_c_exchange_api__"
 _INT64 = -(2**63), 2**63 - 1
@@ -22,7 +21,7 @@ _CALLS = ("TVMFFIFunctionCall", "TVMFFIEnvSetStream", "TVMFFIErrorMoveFromRaised
 
 @functools.cache
 def _native() -> tuple[Any, int, list[Any]] | None:
-    """The native part with what it needs of torch and of tvm_ffi: `(module, exchange, calls)`; None where that is missing."""
+    """The native part and its hooks into torch and tvm_ffi: `(module, exchange, calls)`; None if they are missing."""
     try:
         import tvm_ffi
 
@@ -43,7 +42,7 @@ def _native() -> tuple[Any, int, list[Any]] | None:
 
 
 def native_available() -> bool:
-    """Whether launches and checks are made here."""
+    """Whether native launches and checks are available."""
     return _native() is not None
 
 
@@ -57,14 +56,14 @@ def native_launch(
     """A launch that takes the arguments of `given` in their order; or `otherwise`, which takes the same.
 
     Args:
-        fixed: places among the function's arguments, and what stands there in every call: tensors, numbers. `otherwise`
-            must hold them. Launches go to the current stream of the GPU on which the tensors are.
-        given: place of each argument of a call; the shape as which the function takes a tensor, with -1 for one extent
-            as in `torch.Tensor.view` (empty: as it is), and the dtype, or None for the tensor's own; what stands in
-            for None and for a tensor without elements, or None; and whether that is the shape of the tensor with its last two
-            axes exchanged.
+        fixed: positions among the function's arguments, and their constant values: tensors, numbers. `otherwise` must
+            hold them. Launches go to the current stream of the tensors' GPU.
+        given: for each argument of a call its position; the shape as which the function takes a tensor, with -1 for one
+            extent as in `torch.Tensor.view` (empty: unchanged), and the dtype, or None for the tensor's own; the
+            placeholder for None and for an empty tensor, or None; and whether that shape has the last two axes
+            exchanged.
         function: called at the first call: a tvm_ffi.Function that the caller holds, or None without one. otherwise:
-        called where something is unusual, or where a call fails, to report the reason.
+        called for unusual arguments, or after a failed call, to report the reason.
         integers: lowest and highest value of integers, by place.
     """
     native = _native()
@@ -106,9 +105,8 @@ def _holds(limits: tuple[int, int], value: int) -> bool:
 def tensor_check(
     dtypes: Sequence[torch.dtype], device: torch.device, shape: Sequence[int | None], alignment: int
 ) -> Callable[..., bool]:
-    """A function `(tensor, first extent)`: whether it is a contiguous tensor as wanted; False also where that is
-    unknown. `shape`: its extents; None: any. The first may be given in each call. `alignment`: bytes of which the
-    tensor begins at a multiple."""
+    """A function `(tensor, first extent)`: whether it is a contiguous tensor as wanted; False if unknown. `shape`: its
+    extents; None: any. Each call may give the first extent. `alignment`: in bytes, of the address."""
     native = _native()
     if native is None:
         return lambda tensor, first=-1: False
@@ -124,8 +122,8 @@ def tensor_check(
 def rows_check(
     wanted: Sequence[tuple[Sequence[torch.dtype], Sequence[int | None], int]], device: torch.device, most: int
 ) -> Callable[..., int]:
-    """A function of several tensors: how many rows each of them has, where all are as wanted; -1 for others, also where
-    that is unknown. Others than the first may be None.
+    """A function of several tensors: their number of rows if all are as wanted; -1 for others, and if unknown. All but
+    the first may be None.
 
     Args:
         wanted: dtypes, shape (whose first extent is None) and alignment of each, as in `tensor_check`.
@@ -151,8 +149,8 @@ def _described(dtypes: Sequence[torch.dtype], shape: Sequence[int | None], align
 
 
 def empty_factory(sample: torch.Tensor, by_column: bool = False) -> Callable[[], torch.Tensor]:
-    """A function that makes contiguous tensors like `sample`, by what torch's compiled code calls, where that is there: half
-    of what `torch.empty_like` costs. `by_column`: contiguous with the last two axes exchanged."""
+    """A function that makes contiguous tensors like `sample`, by the call of torch's compiled code if available: half
+    the cost of `torch.empty_like`. `by_column`: contiguous with the last two axes exchanged."""
     placed = torch.empty_like(sample, device="meta", memory_format=torch.contiguous_format)
     if by_column:
         placed = placed.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -174,8 +172,8 @@ def empty_factory(sample: torch.Tensor, by_column: bool = False) -> Callable[[],
 
 # -- default device ------------------------------------------------------------------------------------------------------
 
-# torch.set_default_device puts a mode around every function and attribute of torch, for 2 to 5 us each. Calls here name the
-# device of all that they make, so they run without it.
+# torch.set_default_device puts a mode around every function and attribute of torch, for 2 to 5 us each. Calls here name
+# the device of all new tensors, so they run without it.
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -197,8 +195,8 @@ has_function_mode = _is_torch_function_mode_enabled
 
 
 def take_default_device() -> Any:
-    """Where `has_function_mode()`: end the mode of torch.set_default_device and return it for `put_default_device`; None where
-    another mode is there, which sees what a call does."""
+    """If `has_function_mode()`: end the mode of torch.set_default_device and return it for `put_default_device`; None
+    if another mode is there, which must see the call."""
     if _len_torch_function_stack() != 1 or type(_get_function_stack_at(0)) is not DeviceContext:
         return None
     return _pop_torch_function_stack()
@@ -226,12 +224,12 @@ def without_default_device(function: F) -> F:
 
 # -- launch arguments ----------------------------------------------------------------------------------------------------
 
-# Arguments of launches in the form that is passed quickest.
+# Launch arguments in the form that is fastest to pass.
 
 
 def constant(value: Any) -> Any:
-    """An argument of many launches: tensors of a GPU are converted once, others stay what they are. A launch takes its
-    stream from the torch tensors among its arguments, so one of a GPU must stay one."""
+    """An argument of many launches: a GPU's tensors are converted once, others stay unchanged. A launch takes its
+    stream from the torch tensors among its arguments, so one GPU tensor must stay a torch tensor."""
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return value
     import tvm_ffi
@@ -243,8 +241,8 @@ def constant(value: Any) -> Any:
 
 
 def dense(tensor: torch.Tensor, in_either_order: bool = False) -> torch.Tensor:
-    """The tensor, or a copy where it is not contiguous or does not begin at a multiple of 16 bytes, as kernels that move vectors
-    want it. `in_either_order`: with its last two axes exchanged it may be contiguous, too."""
+    """The tensor, or a copy if it is not contiguous or not aligned to 16 bytes, for kernels that move vectors.
+    `in_either_order`: it may also be contiguous with its last two axes exchanged."""
     fits = tensor.is_contiguous() or (in_either_order and tensor.transpose(-1, -2).is_contiguous())
     if fits and tensor.data_ptr() % 16 == 0:
         return tensor
@@ -252,8 +250,8 @@ def dense(tensor: torch.Tensor, in_either_order: bool = False) -> torch.Tensor:
 
 
 def unresolved(tensor: torch.Tensor) -> str | None:
-    """What is wrong with a view of torch whose bytes are not its values (`x.conj()`, `x.conj().imag`), and what to do;
-    None for other tensors."""
+    """The fault of a torch view whose bytes are not its values (`x.conj()`, `x.conj().imag`), and the remedy; None for
+    other tensors."""
     if tensor.is_neg():
         return "is a view of the negative of its memory; pass its resolve_neg()"
     if tensor.is_conj():
@@ -262,19 +260,19 @@ def unresolved(tensor: torch.Tensor) -> str | None:
 
 
 def launch_argument(value: Any) -> Any:
-    """As `constant`, for what a call gives: native launches take tensors as they are."""
+    """As `constant`, for arguments of one call: native launches take tensors unchanged."""
     return value if native_available() else constant(value)
 
 
 # -- stream order --------------------------------------------------------------------------------------------------------
 
-# The order of calls that share buffers and signals, where a program makes them on several CUDA streams.
+# Orders calls that share buffers and signals but run on several CUDA streams.
 
 
 class StreamOrder:
-    """Lets calls that are made on different streams run one after the other: they share buffers and signals.
+    """Serialises calls on different streams that share buffers and signals.
 
-    The first of them comes after what the stream that is current here holds, which may fill those.
+    The first call waits for the stream that is current at construction, which may fill these.
 
     Args:
         device: of the streams.
@@ -283,13 +281,13 @@ class StreamOrder:
     def __init__(self, device: torch.device):
         self._device = device
         self._index = device.index if device.type == "cuda" else None  # asked for in every call
-        # Whose calls no later stream has waited for; the last one at the end.
+        # Streams whose calls no later stream has waited for, the last one at the end.
         self._earlier: list[torch.cuda.Stream] = []
-        self._key: int | None = None  # of the last stream, which costs little to ask for
+        self._key: int | None = None  # handle of the last stream, which is cheap to get
         self.follow()
 
     def follow(self) -> None:
-        """What is launched next on the current stream comes after the calls so far.
+        """Make the current stream wait for the calls so far.
 
         A stream that is captured into a CUDA graph, and one that is not, cannot wait for each other: the caller that
         replays the graph orders it.

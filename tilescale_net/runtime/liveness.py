@@ -1,4 +1,4 @@
-"""Notices that a rank failed or vanished, and ends this rank's waits."""
+"""Failure detection: heartbeats between hosts, and the watchdog that ends this rank's waits."""
 
 import contextlib
 import dataclasses
@@ -21,27 +21,27 @@ from tilescale_net.runtime.this_host import Process
 
 # -- heartbeats ----------------------------------------------------------------------------------------------------------
 
-# Ranks report through the job's store that they live, with few requests: one rank of a host sends heartbeats for all of
-# them, with the stopped ones; each rank looks at one key for failures, and at the heartbeats of all hosts in one request.
+# Ranks report in the job's store that they live, with few requests: one rank of a host sends heartbeats for all of
+# them, with the stopped ones; each rank reads one key of failures, and the heartbeats of all hosts in one request.
 
 INTERVAL = 0.25  # seconds between looks at the failure key
 _BEAT = 4  # looks from one heartbeat to the next
-_RANKS = 256  # a job of more looks less often, so that its store serves no more requests in all
-_PAUSE = 1.5  # of the time between two heartbeats: what two looks may lie apart before this rank itself was late
+_RANKS = 256  # larger jobs look less often, so the store's load stays the same
+_PAUSE = 1.5  # share of the heartbeat interval between two looks beyond which this rank itself was late
 _TAKEOVER = 3.0  # seconds without a heartbeat after which another rank of the host sends it
-_TAKEOVER_STEP = 0.5  # seconds that the next one leaves to the one before
+_TAKEOVER_STEP = 0.5  # seconds that each rank leaves to the previous one
 
 
 @dataclass
 class HealthReport:
-    """What a round found.
+    """Result of a round.
 
     Attributes:
         failed: the failure that another rank reported, as text.
         silent: the first rank of a host that counts as lost, and why, as text.
         lost: all ranks of such hosts.
-        quiet: whether a heartbeat is late, of a host that does not count as lost yet.
-        alarms: how many reports of what the ranks do were requested so far, see trace/reporter.py.
+        quiet: whether a heartbeat of a host is late that does not count as lost yet.
+        alarms: number of reports requested so far, see trace/reporter.py.
         stopped: ranks that are stopped (SIGSTOP, a debugger), and for how many seconds they have been so.
     """
 
@@ -54,7 +54,7 @@ class HealthReport:
 
 
 class Heartbeats:
-    """One rank's part in it.
+    """One rank's part in the heartbeats.
 
     Args:
         rank: of this process.
@@ -91,12 +91,12 @@ class Heartbeats:
         self._stopped_since: dict[int, float] = {}
         self._report = HealthReport()
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
-        self._late = 2 * _BEAT * self.interval  # seconds of silence that are worth a second look
+        self._late = 2 * _BEAT * self.interval  # seconds of silence after which to look again
 
     def round(self, store: SignedStore) -> HealthReport:
-        """Look, and send what is due. Raises what the store raises."""
+        """Look, and send a heartbeat if due. Raises the store's errors."""
         alarms, failed, beats = store.count(job_store.ALARMS), self._report.failed, self._rounds % _BEAT == 0
-        # One request where nothing happened: a rank that fails raises an alarm too, after it has written the reason.
+        # One request if nothing happened: a failing rank raises an alarm too, after it has written the reason.
         if failed is None and (beats or alarms != self._report.alarms):
             failed = announced(job_store.get_text(store, self._failed_key), self._rank)
         if beats:
@@ -116,7 +116,7 @@ class Heartbeats:
         self._looked = now
 
     def _beat(self, store: SignedStore) -> None:
-        """Send the heartbeat of this host, if that is for this rank to do."""
+        """Send the heartbeat of this host if it is this rank's turn."""
         key = f"beat/{self._first[self._mine][0]}"
         value, since = self._seen.get(key, ("", self._watched))
         self._seen.setdefault(key, (value, since))
@@ -140,7 +140,7 @@ class Heartbeats:
         longest = self._timeout
         for (host, members), key in zip(self._first.items(), self._keys):
             last, since = self._seen.get(key, ("", now))
-            value = values.get(key) or last  # what no rank has said is no sign of life
+            value = values.get(key) or last  # only signed values are signs of life
             if value != last:
                 since = now
             self._seen[key] = (value, since)
@@ -161,7 +161,7 @@ class Heartbeats:
 
 
 def _ended_ranks(store: SignedStore, ranks: Iterable[int]) -> set[int]:
-    """Those that have left in good order."""
+    """Ranks that have left in good order."""
     return {r for r in ranks if store.check([f"ended/{r}"])}
 
 
@@ -172,13 +172,13 @@ def _stopped_in(value: str) -> list[int]:
 
 # -- watchdog ------------------------------------------------------------------------------------------------------------
 
-# A thread per rank. It watches peers on this host as processes, whose exit is seen at once, and peers on other hosts by
-# heartbeats in the store. A rank that fails writes the reason to the store, so that the others can name it. On a loss the
-# abort word is set: kernels return from their waits, and the next call of the package raises PeerLost. The thread never
-# waits for the store: one that does not answer is a loss too.
+# A thread per rank. It watches peers on this host as processes, whose exit it sees at once, and peers on other hosts by
+# heartbeats in the store. A failing rank writes the reason to the store, so the others can name it. On a loss the
+# watchdog sets the abort word: kernels return from their waits, and the next call of the package raises PeerLost. The
+# thread never waits for the store: a store that does not answer is a loss too.
 
-_STOPPED = 1.0  # seconds that a process has been stopped, where others go on without it
-_SLOW = 3.0  # seconds without an answer after which the store is not only slow
+_STOPPED = 1.0  # seconds after which others go on without a stopped process
+_SLOW = 3.0  # seconds without an answer after which the store counts as silent
 _LONG = 1.0  # seconds after which a step of this rank is reported to the others
 _EXPLAIN = 0.5  # seconds that a peer's death or report has to arrive, which explains an error of this rank
 
@@ -226,7 +226,7 @@ class Watchdog:
         for rank, (host, process) in enumerate(zip(hosts, control.processes)):
             if rank == control.rank or rank in control.lost or host != hosts[control.rank]:
                 continue
-            with contextlib.suppress(OSError):  # gone already: its report or a broken connection will show it
+            with contextlib.suppress(OSError):  # gone already: its report or a broken connection will show that
                 self._processes[rank] = Process(*process)
         present = [r for r in range(len(hosts)) if r not in control.lost]
         self._beats = Heartbeats(
@@ -249,7 +249,7 @@ class Watchdog:
         return {*self._dead(), *stopped, *self._news.lost}
 
     def end_processes(self, ranks: set[int], seconds: float = 10.0) -> set[int]:
-        """End processes of this host (SIGKILL), and wait for their end; returns the ranks of those that may go on."""
+        """End processes of this host (SIGKILL) and wait for their end; returns ranks that may still run."""
         with self._lock:
             for process in [self._processes[rank] for rank in ranks if rank in self._processes]:
                 process.kill()
@@ -259,11 +259,11 @@ class Watchdog:
         return left
 
     def explanation_of(self, error: TileScaleError) -> str | None:
-        """What happened to a peer, if that may be why this rank met `error`."""
+        """The loss of a peer, if it may have caused this rank's `error`."""
         return self.explanation() if isinstance(error, WaitTimeout | FabricError | PeerLost) else None
 
     def explanation(self, seconds: float = _EXPLAIN) -> str | None:
-        """What happened to a peer. Waits for it to become known; while a rank is silent, until it responds or is lost."""
+        """The loss of a peer. Waits until it is known; while a rank is silent, until that rank responds or is lost."""
         begin = looked = time.monotonic()
         while True:
             loss = self.loss
@@ -287,7 +287,7 @@ class Watchdog:
             return self._news.quiet or (owes and time.monotonic() - self._asked > _EXPLAIN / 2)
 
     def announce_end(self) -> None:
-        """Report to the other ranks that this one leaves in good order, and stop looking for others that do."""
+        """Report to the other ranks that this one leaves in good order, and stop watching for others that leave."""
         self._stop.set()
         rank = self._control.rank
         try:
@@ -301,14 +301,13 @@ class Watchdog:
             self._stay_while(lambda others, store: self.loss is None and bool(others - _ended_ranks(store, others)))
 
     def wait_for_others(self, seconds: float = 10.0) -> None:
-        """After a failure: let the other ranks learn what it was. Only the one that keeps the store has to wait. It
-        does not wait for ranks that are gone, or that are the failure; the limit is for ranks that are slow, or
-        silent."""
-        self._control.store.post(self._ack_failure)  # this rank fails too, and waits for no reason of another
+        """After a failure: let the other ranks learn its reason. Only the rank that keeps the store has to wait. It
+        does not wait for lost ranks or the failed rank; the limit is for slow or silent ranks."""
+        self._control.store.post(self._ack_failure)  # this rank fails too, and waits for no other reason
         self._stay_while(self._unacked, seconds)
 
     def _stay_while(self, wanted: Callable[[set[int], SignedStore], bool], seconds: float = math.inf) -> None:
-        """Wait while other ranks, of those not known to be gone, want it; on rank 0 where none keeps the store."""
+        """Wait while other live ranks need it; on rank 0 if no rank keeps the store."""
         control, end, pause = self._control, time.monotonic() + seconds, 0.02
         while control.rank == (control.store.kept_by or 0) and (left := end - time.monotonic()) > 0:
             others = set(range(control.size)) - {control.rank, *self._dead(), *self._departed} - control.lost
@@ -328,7 +327,7 @@ class Watchdog:
         return not all(store.check([f"{self._ack_key}/{r}"]) or store.check([f"ended/{r}"]) for r in others)
 
     def close(self) -> None:
-        """Stop looking; there is no reason any more."""
+        """Stop the watchdog."""
         self._stop.set()
         self._thread.join(timeout=5)
         self.loss = None
@@ -351,7 +350,7 @@ class Watchdog:
                     self._on_loss()
 
     def _report_step(self) -> None:
-        """What keeps this rank for long: others that wait for it may give up."""
+        """The long step that this rank is in: ranks that wait for it may give up."""
         if (step := profiling.current_step(_LONG)) != self._step:
             self._step = step
             self._control.store.post(lambda s: s.set(f"step/{self._control.rank}", step))
@@ -387,7 +386,7 @@ class Watchdog:
             self._round, self._asked = self._control.store.post(self._beats.round), time.monotonic()
 
     def _peers(self) -> str | None:
-        """Why peers are lost."""
+        """The reason why peers are lost."""
         if self._news.failed:
             return self._news.failed
         for rank in self._dead():
@@ -399,12 +398,12 @@ class Watchdog:
         return self._store_is_lost()
 
     def _report_failed(self, rank: int, why: str) -> str:
-        """Report why a rank is lost that cannot report it itself, so that all ranks name the same one."""
+        """Report the loss of a rank that cannot report it itself, so all ranks name the same one."""
         self._control.announce_failure(why, rank, seconds=0.1, key=self._failed_key)
         return f"rank {rank} {why}"
 
     def _exit_reason(self, rank: int) -> str | None:
-        """Why a rank whose process has ended is lost; None when it left in good order."""
+        """The reason of the loss of a rank whose process has ended; None if it left in good order."""
         words = self._control.store.post(
             lambda s: (s.check([f"ended/{rank}"]), job_store.get_text(s, self._failed_key))
         )
@@ -429,7 +428,8 @@ class Watchdog:
         self._silent = now, looks + 1 if now is not None and now == answered else 0
 
     def _store_silence_s(self) -> float:
-        """Seconds without an answer of the store: counted in looks, so that a process that was stopped itself does not blame it."""
+        """Seconds without an answer of the store: counted in looks, so a process that was itself stopped does not blame
+        the store."""
         return self._silent[1] * self._beats.interval
 
     def _store_is_lost(self) -> str | None:

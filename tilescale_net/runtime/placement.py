@@ -1,4 +1,4 @@
-"""Which rank of which job this process is, from the variables that launchers set, and which PEs share its node."""
+"""This process's job and rank, from the launchers' variables, and the PEs of its node."""
 
 import atexit
 import hashlib
@@ -19,8 +19,8 @@ from tilescale_net.runtime.context import MAX_PES
 
 # -- placement -----------------------------------------------------------------------------------------------------------
 
-# Rank and size as launchers name them; what counts the ranks of this host, where the launcher has it. Those of MPI may
-# have been started by srun, one process a host.
+# Launchers' names of rank and size, and of the number of ranks on this host, if any. srun may have started MPI's, one
+# process per host.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", None),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI
@@ -31,7 +31,7 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", None),
     ("PMIX_RANK", "PMIX_SIZE", None),
 )
-# Processes that start the ranks of one host: what all of them descend from.
+# Names of processes that start all ranks of one host.
 _STARTERS = (
     "hydra_pmi_proxy",
     "pmi_proxy",
@@ -47,7 +47,7 @@ _STARTERS = (
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """Rank, number of ranks, and the address and port where rank 0 keeps the store. `listener` is a socket that listens
+    """Rank, number of ranks, and the address and port where rank 0 keeps the store. `listener`: a socket that listens
     there already, handed to rank 0; -1 without one."""
 
     rank: int
@@ -58,8 +58,8 @@ class LaunchedRank:
 
 
 def launched_rank(timeout: float) -> LaunchedRank | None:
-    """Rank and size of this process; None for a process that no launcher has started: a job of one rank. Raises
-    ConfigurationError: wrong variables, or several ranks without an address to meet at."""
+    """Rank and size of this process; None if no launcher has started it: a job of one rank. Raises ConfigurationError:
+    wrong variables, or several ranks without a rendezvous address."""
     env = os.environ
     for rank, size, local in _LAUNCHERS:
         if rank not in env or (rank == "RANK" and size not in env):
@@ -84,9 +84,8 @@ _ADVICE = "start the script through launch.sh, which sets them all, or unset it"
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What distinguishes the ranks of one job from those of another that comes to the same port, by mistake or on
-    purpose. `name` goes before their keys in the store and may be read by all; '' without one. Only the ranks have
-    `secret`, and sign with it; None without one."""
+    """What distinguishes this job from another one on the same port, by mistake or on purpose. `name`: public prefix of
+    its keys in the store; '' without one. `secret`: only the ranks have it, and sign with it; None without one."""
 
     name: str
     secret: bytes | None = None
@@ -102,7 +101,7 @@ def job_identity() -> JobIdentity:
 
 
 def _step_of_srun() -> str:
-    """Job and step of Slurm, where srun has started this very rank; what others start may see them on some hosts only."""
+    """Job and step of Slurm if srun has started this very rank; other launchers' ranks see them on some hosts only."""
     env, size = os.environ, str(slurm_tasks())
     started = next((row for row in _LAUNCHERS[1:] if row[0] in env and _number(row[1], 1) > 1), None)
     mine = (env.get("RANK", env.get("SLURM_PROCID")), env.get("WORLD_SIZE", size))
@@ -111,7 +110,7 @@ def _step_of_srun() -> str:
 
 
 def launchers_store() -> tuple[int, str] | None:
-    """Port of the store and name of the job, where launch.sh has started this rank; see launch/run.py."""
+    """Port of the store and name of the job if launch.sh has started this rank; see launch/run.py."""
     port, _, rest = settings.STORE.get().partition("/")
     job, _, master = rest.partition("/")
     mine = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -158,7 +157,7 @@ def _launched(rank_name: str, size_name: str, local_name: str | None, timeout: f
 
 
 def _meet_on_this_host(rank: int, size: int, timeout: float) -> LaunchedRank:
-    """Where the ranks of one mpirun meet: rank 0 listens on loopback and leaves the port in a file of this user."""
+    """Rendezvous of one mpirun: rank 0 listens on loopback and writes the port to a file of this user."""
     starter = _starter()
     if starter is None:
         raise ConfigurationError(
@@ -221,17 +220,16 @@ def _private_folder() -> Path:
 
 # -- slurm ---------------------------------------------------------------------------------------------------------------
 
-# What Slurm's variables say of this process: a task of srun, or a shell or script in an allocation, which is none.
-#
-# Shells and batch scripts have the variables of task 0 and SLURM_NTASKS of the whole allocation. Only srun sets those of a
-# step, and what runs in an allocation may hand on those of the step around it.
+# Slurm's variables: this process is a task of srun, or a shell or script in an allocation. Shells and batch scripts
+# have the variables of task 0 and SLURM_NTASKS of the whole allocation. Only srun sets variables of a step, and
+# programs in an allocation may pass on those of the step around them.
 
-# Steps that hold a shell, a batch script or what Slurm runs for itself, by their numbers.
+# Step numbers of shells, batch scripts and Slurm's own programs.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 def slurm_tasks() -> int:
-    """Number of tasks of the srun step that this process is a task of; 1 where srun started no others beside it."""
+    """Number of tasks of this process's srun step; 1 if srun started no others."""
     env = os.environ
     if "SLURM_PROCID" not in env or _slurm_number("SLURM_STEP_ID") >= _FIRST_RESERVED_STEP or _is_in_shell():
         return 1
@@ -244,13 +242,13 @@ def slurm_nodes() -> int:
 
 
 def slurm_step() -> str:
-    """Job and step, as text that is equal on all tasks of the step and on no other; '' where Slurm does not say."""
+    """Job and step, as text that is equal on all tasks of the step and on no other; '' if Slurm has none."""
     job, number = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
     return f"{job}.{number}" if job and number and "SLURM_HET_SIZE" not in os.environ else ""
 
 
 def slurm_notice() -> str | None:
-    """That the allocation has more tasks than were started; None where it has not."""
+    """Warning that the allocation has more tasks than were started; None otherwise."""
     if "SLURM_PROCID" not in os.environ or slurm_tasks() > 1 or (count := _slurm_number("SLURM_NTASKS")) < 2:
         return None
     return (
@@ -260,7 +258,7 @@ def slurm_notice() -> str | None:
 
 
 def _is_in_shell() -> bool:
-    """Whether a user typed the command in a shell that `srun --pty` started, be it as one task of several."""
+    """Whether a user typed the command in a shell of `srun --pty`, even as one task of several."""
     task = os.environ.get("SLURM_TASK_PID", "")
     if "SLURM_PTY_PORT" not in os.environ or not task.isdigit() or int(task) == os.getpid() or not os.isatty(0):
         return False
@@ -278,7 +276,7 @@ def _slurm_number(name: str) -> int:
 
 # -- topology ------------------------------------------------------------------------------------------------------------
 
-# Which PEs share a node with this one: by host, or by VIRTUAL_NODES.
+# Nodes of PEs: by host, or by VIRTUAL_NODES.
 
 
 @dataclass(frozen=True)
@@ -288,8 +286,7 @@ class Topology:
     Attributes:
         rank, size: this PE and the number of PEs.
         local_rank: index of this PE among the PEs of its *host* (picks the GPU).
-        node, nodes: index of this PE's node, number of nodes; where nodes have different sizes, of the largest equal parts of
-            them.
+        node, nodes: index of this PE's node, number of nodes; if node sizes differ, of their largest equal parts.
         node_pe, node_size: index of this PE in that node or part, its size.
         single_host: whether all PEs run on one host.
         sizes: PEs of every node, in order; those of a node map each other's memory.
@@ -313,7 +310,7 @@ class Topology:
         return range(end - size, end)
 
     def is_direct(self, pe: int) -> bool:
-        """Whether `pe` is reached by mapped memory rather than through the fabric."""
+        """Whether `pe` is mapped, rather than reached through the fabric."""
         return pe in self.node_members
 
 
@@ -341,8 +338,8 @@ def job_topology(rank: int, size: int, hosts: list[str]) -> Topology:
 def group_topology(rank: int, size: int, hosts: list[str], virtual_nodes: list[int]) -> Topology:
     """Topology of any group of a job's ranks.
 
-    Nodes are runs of PEs of one host: where a host's ranks are not consecutive, its nodes are smaller than itself, and reach
-    each other through the fabric like those of two.
+    Nodes are runs of PEs of one host: if a host's ranks are not consecutive, it has several nodes, which reach each
+    other through the fabric.
 
     Args:
         rank, size: of the group.
@@ -356,7 +353,7 @@ def group_topology(rank: int, size: int, hosts: list[str], virtual_nodes: list[i
 
 
 def _placed(rank: int, size: int, hosts: list[str], virtual_nodes: list[int], what: str) -> Topology:
-    """`what`: of which ranks the warning is where the ranks of a host are on several nodes."""
+    """`what`: the ranks' name in the warning if a host's ranks are on several nodes."""
     if size > MAX_PES:
         raise ConfigurationError(f"a {what} has at most {MAX_PES} ranks, but this one has {size}")
     if rank == 0:
@@ -384,7 +381,7 @@ def _placed(rank: int, size: int, hosts: list[str], virtual_nodes: list[int], wh
 
 
 def virtual_node(job_rank: int, job_size: int) -> int:
-    """Index of a rank's virtual node among those of its host, for a rank that cannot query the rest of the job."""
+    """Index of a rank's virtual node within its host, without a query of the rest of the job."""
     if not settings.has_virtual_nodes():
         return 0
     here, local_size = os.environ.get("LOCAL_RANK", job_rank), os.environ.get("LOCAL_WORLD_SIZE", job_size)
@@ -395,15 +392,15 @@ def virtual_node(job_rank: int, job_size: int) -> int:
 def host_identity() -> str:
     """A string equal on all ranks of one host and different between hosts: its name, the machine and the PID namespace.
 
-    Ranks open each other's memory, watch and end each other by the numbers of their processes, which mean others in
-    another PID namespace. Other namespaces may differ between ranks of a host, as under Apptainer: where they keep one
-    from mapping the memory of another, that is an error.
+    Ranks open each other's memory, watch and end each other by process numbers, which differ between PID namespaces.
+    Other namespaces may differ between ranks of a host (Apptainer); if they prevent mapping of memory, that is an
+    error.
     """
     return this_host.identity("pid")
 
 
 def _warn_of_containers(hosts: list[str]) -> None:
-    """Tell that ranks of one machine reach each other through the network, and how they need not."""
+    """Warn if ranks of one machine reach each other through the network, with the remedy."""
     machines: dict[str, dict[str, int]] = {}  # by machine: the first rank of each PID namespace
     for rank, host in enumerate(hosts):
         machine, _, namespace = host.partition("/")[2].partition("/")

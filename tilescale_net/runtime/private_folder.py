@@ -1,4 +1,4 @@
-"""Folders in which the package keeps what it loads again: no other user may have written, or may write, there."""
+"""Folders for code and data that the package loads again; no other user may write there."""
 
 import atexit
 import functools
@@ -47,8 +47,8 @@ def for_tilelang() -> dict[str, str]:
 
 @functools.cache
 def can_be_made(folder: str) -> bool:
-    """Whether a folder is there, or could be, and files in it. A folder is made for that, and removed: permissions alone do
-    not tell it of root, of file systems without folders to make and of those that are full."""
+    """Whether a folder and files in it exist or can be made. Tries it and removes the folder: permissions alone do not
+    tell for root, for full file systems and for those without folders."""
     try:
         while not os.path.lexists(folder):
             folder = os.path.dirname(folder)
@@ -74,10 +74,10 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 
 def make(path: Path, alone: bool = False) -> bool:
-    """Make a folder for this user alone if it does not exist; whether code may be loaded from it.
+    """Make a folder for this user alone if it does not exist; returns whether code may be loaded from it.
 
-    So, unless `alone`, must be every folder of the package's above it, up to the one named tilescale_net…: the owner of one of them can
-    replace a folder after it was checked. Where that one lies is for its user to judge.
+    The same must hold, unless `alone`, for the package's folders above it, up to the one named tilescale_net…: their
+    owner can replace a folder after the check. The parent of that one is up to the user.
 
     Raises:
         OSError: it cannot be made.

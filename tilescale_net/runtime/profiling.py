@@ -1,6 +1,4 @@
-"""Names of host calls: ranges of torch.profiler while it runs, NVTX ranges where TSN_NVTX is set, and the host's track
-of the timeline that TSN_TRACE writes.
-"""
+"""Ranges of host calls: in torch.profiler while it runs, in NVTX with TSN_NVTX, and on the host's track of TSN_TRACE."""
 
 import contextlib
 import functools
@@ -18,18 +16,18 @@ from tilescale_net.runtime.launch_args import has_function_mode, put_default_dev
 
 # -- progress ------------------------------------------------------------------------------------------------------------
 
-# A line about a step that takes long, so that it is not taken for a hang.
+# Messages about long steps, so that users do not take them for a hang.
 
 # Seconds without output; a step that is shorter is not worth a line.
 SILENCE_S = 5.0
 
 
-_steps: list[tuple[str, float]] = []  # of all threads, with the time of their begin
+_steps: list[tuple[str, float]] = []  # of all threads, with their start time
 _lock = threading.Lock()
 
 
 def in_long_step() -> bool:
-    """Whether this process is in such a step now."""
+    """Whether this process is in such a step."""
     return bool(_steps)
 
 
@@ -42,8 +40,8 @@ def current_step(seconds: float = 0.0) -> str:
 
 @contextlib.contextmanager
 def long_step(what: str, more: str = "") -> Iterator[None]:
-    """Log `what` and `more` as a warning of the logger "tilescale_net" when the block takes longer than SILENCE_S
-    seconds. Of the ranks of a host only the first does so: the others do the same or wait for the one that does."""
+    """Log `what` and `more` as a warning of the logger "tilescale_net" if the block takes longer than SILENCE_S
+    seconds. Only the first rank of a host logs: the others do the same or wait for it."""
     timer = threading.Timer(SILENCE_S, settings.log.warning, ("%s%s", what, more))
     timer.daemon = True
     mine = what, time.monotonic()
@@ -63,13 +61,13 @@ def long_step(what: str, more: str = "") -> Iterator[None]:
 
 
 class TraceRecorder(Protocol):
-    """What `trace` records of a rank while TSN_TRACE is set. `gpu_calls`: the ring of calls in a GPU's memory, with its
-    `address`; None without one."""
+    """The trace of a rank while TSN_TRACE is set. `gpu_calls`: the ring of calls in a GPU's memory, with its `address`;
+    None without one."""
 
     gpu_calls: Any
 
     def add_host_call(self, name: str, begin_ns: int, end_ns: int) -> None:
-        """The calling thread was in a call of the package."""
+        """Record a finished call of the package by this thread."""
 
     def timed(self, launch: Callable[..., Any], name: str) -> Callable[..., Any]:
         """`launch`, which launches a kernel on a GPU, with its times in the trace."""
@@ -78,10 +76,10 @@ class TraceRecorder(Protocol):
         """A file for each thread of the proxy to write to."""
 
     def finish(self) -> None:
-        """At the end of a job in good order: write the trace. Collective."""
+        """Write the trace at the regular end of a job. Collective."""
 
     def leave(self) -> None:
-        """The job has failed: the parts stay where they are."""
+        """Keep the parts of a failed job."""
 
     def stop(self) -> None:
         """Write no more events."""
@@ -94,8 +92,8 @@ _calls: dict[int, list[tuple[str, int]]] = {}  # by thread, the outermost first
 
 
 class inside(contextlib.ContextDecorator):
-    """The calling thread is in the call `name` while the block, or the decorated function, runs. It has no state of its
-    own, so that one may be entered by several threads, and again within itself."""
+    """The calling thread is in the call `name` during the block, or the decorated function. It has no state of its own,
+    so several threads may enter one object, also recursively."""
 
     def __init__(self, name: str):
         self._name = name
@@ -110,7 +108,7 @@ class inside(contextlib.ContextDecorator):
 
 
 def outermost() -> tuple[str, float] | None:
-    """The call that the main thread is in, as its program made it, and for how many seconds."""
+    """The outermost call that the main thread is in, and its seconds so far."""
     stack = _calls.get(threading.main_thread().ident or 0)
     if not stack:
         return None
@@ -121,7 +119,7 @@ def outermost() -> tuple[str, float] | None:
 
 
 def python_place() -> str:
-    """Where the main thread is in the user's program, such as "train.py:40 in step"; empty when that is not known."""
+    """The main thread's line in the user's program, such as "train.py:40 in step"; empty if unknown."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -137,12 +135,12 @@ def _is_users(path: str) -> bool:
 # -- profiling -----------------------------------------------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
-_nvtx: bool | None = None  # what TSN_NVTX said when the first named call was made
+_nvtx: bool | None = None  # TSN_NVTX at the first named call
 
 
 def named(name: str) -> Callable[[F], F]:
-    """A decorator: calls of the function are ranges `name`, and run without the mode of torch.set_default_device. It costs
-    0.1 us where none is recorded."""
+    """A decorator: calls of the function are ranges `name`, and run without the mode of torch.set_default_device. It
+    costs 0.1 us if nothing records."""
 
     in_call = inside(name)
 

@@ -2,10 +2,9 @@
 
     settings.TIMEOUT.get()          the value in force, checked
 
-A variable is read where it is used and as late as that, so that tests and notebooks may set it. `check` reads all of them
-at once; `init` and the launcher call it, so that a wrong value or a misspelt name is an error before anything starts.
-Only the standard library is imported here: the launcher reads this table as well. (TSN_CHAOS, where it is set, is checked by
-the native part if that is there.)
+A variable is read at each use, so tests and notebooks may set it. `check` reads all of them; `init` and the launcher
+call it, so a wrong value or a misspelt name is an error before anything starts. Only the standard library is imported
+here: the launcher reads this table as well. (The native part, if built, checks TSN_CHAOS.)
 """
 
 import contextlib
@@ -39,7 +38,7 @@ class Setting(Generic[T]):
         parse: (text, name) -> value; raises ConfigurationError that names the variable.
         default: the value where the variable is absent or empty.
         meaning: one line of markdown for docs/settings.md.
-        shown: the default as the page shows it, where the value alone does not say enough.
+        shown: text of the default on the page, if the value alone is unclear.
     """
 
     name: str
@@ -78,7 +77,7 @@ def _bytes_text(nbytes: int) -> str:
 
 
 def size_of(text: str) -> float:
-    """Bytes from text such as `4096`, `64M` or `1.5GiB` (powers of two). Raises ValueError for what is no size."""
+    """Bytes from text such as `4096`, `64M` or `1.5GiB` (powers of two). Raises ValueError for other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if not match:
         raise ValueError(f"{text!r} is not a size; write bytes with an optional K, M, G or T, e.g. 512M")
@@ -105,7 +104,7 @@ def _text(value: str, name: str) -> str:
 
 
 def _chaos(value: str, name: str) -> str:
-    """What csrc/testing/chaos.cpp takes; any text where the native part is not built, and so no network either."""
+    """Options of csrc/testing/chaos.cpp; any text without the native part, and so without a network."""
     try:
         from tilescale_net import _native
     except ImportError:
@@ -129,8 +128,8 @@ def _new_file(value: str, name: str) -> str:
 
 
 def can_be_written(path: str) -> bool:
-    """Whether a file can be made, or changed if it exists. One without a name is made: permissions alone do not tell it of
-    root, nor of file systems without files to make."""
+    """Whether a file can be created or changed. Creates a missing one: permissions alone do not tell for root, nor for
+    file systems without new files."""
     if os.path.exists(path):
         return os.access(path, os.W_OK) and not os.path.isdir(path)
     try:
@@ -258,20 +257,20 @@ def cpu_list(value: str, name: str) -> list[int]:
     return found
 
 
-# Of libfabric 1.17 to 2.x. A utility provider stands behind the one that it builds on: `tcp;ofi_rxm`.
+# Of libfabric 1.17 to 2.x. A utility provider follows its base provider: `tcp;ofi_rxm`.
 PROVIDERS = (
     *("bgq", "cxi", "efa", "efa-direct", "gni", "lnx", "lpp", "net", "opx", "psm", "psm2", "psm3", "rstream", "shm"),
     *("sm2", "sockets", "tcp", "ucx", "udp", "usnic", "verbs"),
     *("ofi_rxm", "ofi_rxd", "ofi_mrail"),
 )
 
-# Transports that are not libfabric's, by the names that csrc/fabric/factory.cpp has for them.
+# Names of transports without libfabric, as in csrc/fabric/factory.cpp.
 OWN_TRANSPORTS: tuple[str, ...] = ()
 
 
 def _provider(value: str, name: str) -> str:
-    """Name of a libfabric provider, or of a transport of our own. Whether the libfabric at hand offers it is seen when
-    a network is requested. Any name is taken where FI_PROVIDER_PATH gives libfabric further ones."""
+    """Name of a libfabric provider, or of a transport of our own. The request of a network shows whether libfabric
+    offers it. With FI_PROVIDER_PATH, which adds providers, any name is accepted."""
     for part in value.split(";"):
         if part.lower() not in (*PROVIDERS, *OWN_TRANSPORTS) and not os.environ.get("FI_PROVIDER_PATH"):
             near = difflib.get_close_matches(part.lower(), PROVIDERS, n=1)
@@ -286,7 +285,7 @@ DEVICE = Setting(
     "TSN_DEVICE", _one_of("auto", "cuda", "simulator"), "auto",
     "`cuda`, `simulator` or `auto`: a GPU if there is one",
 )  # fmt: skip
-# Where HEAP_SIZE and HEAP_LIMIT do not say; on a GPU a heap does not grow.
+# Defaults of HEAP_SIZE and HEAP_LIMIT; on a GPU a heap does not grow.
 HEAP_ON_GPU, HEAP_SIMULATED, LIMIT_SIMULATED = 1 << 30, 256 << 20, 4 << 30
 HEAP_SIZE = Setting(
     "TSN_HEAP_SIZE", parse_bytes, None, "bytes of the symmetric heap (K, M, G)",
@@ -475,10 +474,10 @@ TEST_ORDERING = Setting(
 CHAOS_SEEDS = Setting("TSN_CHAOS_SEEDS", _whole(1), 240, "seeds of the nightly test on unreliable networks")
 
 ALL: dict[str, Setting[Any]] = {row.name: row for row in list(globals().values()) if isinstance(row, Setting)}
-# The launcher's own, which it checks with the words of a launcher; elsewhere other programs may use these names.
+# Variables of the launcher, which checks them itself; elsewhere other programs may use these names.
 LAUNCHER = ("GPUS", "NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "VIRTUAL_NODES")
 
-# What the launcher sets for its ranks; not to be set by hand.
+# Variables that the launcher sets for its ranks; not for users.
 HANDED_OVER = ("TSN_STORE", "TSN_STORE_FD")
 
 
@@ -497,7 +496,7 @@ def check() -> None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that `name` was most likely meant for: by its words or its letters; None where it shares neither."""
+    """The most similar known name, by words or letters; None if there is none."""
     mine = name.upper().removeprefix("TSN_")
 
     def likeness(row: str) -> float:
@@ -513,7 +512,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def misspelt_launch() -> list[tuple[str, str]]:
-    """Variables without TSN_ that are nearly one of the launcher's, which is not set and takes their values; with its name."""
+    """Set variables without TSN_ that resemble an unset one of the launcher and suit it as values; with its name."""
     absent = [row for row in LAUNCHER if row not in os.environ]
     found = []
     for name, value in sorted(os.environ.items()):
@@ -541,7 +540,7 @@ def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
 
 
 def heap_limit(size: int, on_gpu: bool) -> int:
-    """Bytes to which a heap of `size` bytes grows when it is full: TSN_HEAP_LIMIT, or `size` where that is more."""
+    """Bytes to which a heap of `size` bytes grows when it is full: TSN_HEAP_LIMIT, or `size` if larger."""
     limit = HEAP_LIMIT.get()
     if limit is None:
         limit = 0 if on_gpu else LIMIT_SIMULATED
@@ -550,9 +549,9 @@ def heap_limit(size: int, on_gpu: bool) -> int:
 
 
 def load_kernels_early() -> None:
-    """Where ranks may be on several nodes, have CUDA load the kernels of libraries when it starts; call before it does.
-    Otherwise it loads each of them at its first launch, and keeps copies between host and GPU waiting until the kernels
-    that run by then have ended. One that waits for data from another node, which the proxy copies, would not end."""
+    """If ranks may be on several nodes, have CUDA load library kernels when it starts; call it before that. Otherwise
+    CUDA loads a kernel at its first launch, and copies between host and GPU wait until running kernels have ended. A
+    kernel that waits for data from another node, which the proxy copies, would not end."""
     ranks = _count("WORLD_SIZE", 1)
     if has_virtual_nodes() or _count("LOCAL_WORLD_SIZE", ranks) < ranks:
         os.environ.setdefault(MODULE_LOADING.name, "EAGER")
@@ -567,7 +566,7 @@ def sizes_of_virtual_nodes(ranks: int, what: str) -> tuple[int, ...]:
     """Ranks of each of a host's nodes.
 
     Args:
-        ranks: of the host. what: they are, for errors.
+        ranks: of the host. what: their name in errors.
 
     Raises:
         ConfigurationError: VIRTUAL_NODES does not divide them, or its sizes have another sum.

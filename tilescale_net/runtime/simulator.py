@@ -1,6 +1,6 @@
-"""What a rank of the simulator has beside its kernels: schedules, shared memory, and the host's part of the race detector.
+"""Host side of the simulator: schedules, shared memory, and the race detector's view of the host.
 
-One seed makes a different schedule of every launch and every rank, and the same ones again in the next run.
+A seed gives every launch and rank its own schedule, which the next run repeats.
 """
 
 import contextlib
@@ -47,12 +47,12 @@ class RecordedLaunch(NamedTuple):
     resident_blocks: int
 
 
-# Where it is a list, launches are kept there and not run.
+# If a list: launches are stored there and not run.
 recorded_launches: list[RecordedLaunch] | None = None
 
 
 class Running:
-    """Kernels that run now, which threads of the program have launched: the heap of each, by the thread."""
+    """Running kernels, launched by threads of the program: the heap of each, by thread."""
 
     def __init__(self) -> None:
         self._heaps: dict[int, int] = {}
@@ -60,9 +60,9 @@ class Running:
 
     @contextlib.contextmanager
     def one(self, heap: int) -> Iterator[None]:
-        """Inside of the block this thread runs a kernel of the world that has this heap."""
+        """Inside the block this thread runs a kernel of the world that has this heap."""
         me = threading.get_ident()
-        outer = self._heaps.get(me)  # where a handler of signals launches one
+        outer = self._heaps.get(me)  # if a signal handler launches a kernel
         with self._ended:
             self._heaps[me] = heap
         try:
@@ -77,11 +77,11 @@ class Running:
 
     def beside(self, heap: int) -> bool:
         """Whether another thread runs a kernel of that world."""
-        me = threading.get_ident()  # a handler of signals may be here, in the middle of a kernel
+        me = threading.get_ident()  # a signal handler may come here within a kernel
         return any(h == heap and thread != me for thread, h in list(self._heaps.items()))
 
     def wait(self, heap: int) -> None:
-        """Until no other thread runs a kernel of that world."""
+        """Wait until no other thread runs a kernel of that world."""
         with self._ended:
             self._ended.wait_for(lambda: not self.beside(heap))
 
@@ -90,12 +90,12 @@ running = Running()
 
 
 def seed() -> int:
-    """The seed in force: that of `schedule`, else TSN_SIM_SEED, else 0."""
+    """The current seed: of `schedule`, else TSN_SIM_SEED, else 0."""
     return settings.SIM_SEED.get() if _seed is None else _seed
 
 
 def visibility() -> str:
-    """The visibility in force: that of `schedule`, else TSN_SIM_VISIBILITY, else `random`."""
+    """The current visibility: of `schedule`, else TSN_SIM_VISIBILITY, else `random`."""
     return _visibility or settings.SIM_VISIBILITY.get()
 
 
@@ -109,7 +109,7 @@ def num_sms() -> int:
 
 
 def stall_seconds(timeout: float) -> float:
-    """Seconds that a kernel may stand still. `timeout`: deadline of its own waits, which must have come before."""
+    """Seconds without progress of a kernel. `timeout`: of its own waits, which must expire first."""
     return max(settings.SIM_STALL.get(), 2 * timeout)
 
 
@@ -137,8 +137,8 @@ def schedule(seed: int | None = None, visibility: str | None = None, races: bool
 
 
 def start_delay(rank: int, ranks: int) -> float:
-    """Seconds that this rank begins its next launch later than the first one of an order that all ranks agree on. In
-    most launches the ranks begin one after the other, so that no order of their messages is the usual one."""
+    """Seconds by which this rank delays its next launch, from a random order that all ranks agree on. In most launches
+    the ranks begin one after the other, so no order of messages is usual."""
     lot = random.Random(f"{seed()} {_launches}")
     order = lot.sample(range(ranks), ranks)
     return lot.choice((0.0, 1e-3, 2e-3, 2e-3)) * min(order.index(rank), 4)
@@ -157,18 +157,19 @@ def next_launch_seed(rank: int) -> int:
 
 # -- host accesses -------------------------------------------------------------------------------------------------------
 
-# What the host does with symmetric tensors between launches, for the race detector. While that is on, every operator of
-# torch passes here, in the threads that call the package or are started meanwhile: modes of torch belong to a thread. One
-# that reads or writes symmetric memory is compared with the transfers of all ranks, as a kernel's loads and stores are;
-# the threads of a rank count as one. `numpy()`, DLPack and `tolist()`, which are no operators, are replaced by functions
-# that report their reads. What is written through an array later shows by its bytes: they have changed, and no store that
-# is recorded explains it. Ranks meet on the host in the collective calls of the package and of torch.distributed.
+# Follows the host's accesses to symmetric tensors between launches, for the race detector. Every operator of torch
+# passes here, in threads that call the package or are started meanwhile: modes of torch belong to a thread. An operator
+# that accesses symmetric memory is compared with the transfers of all ranks, as a kernel's loads and stores are; the
+# threads of a rank count as one. `numpy()`, DLPack and `tolist()`, which are no operators, are replaced by functions
+# that report their reads. Later writes through an array show as changed bytes that no recorded store explains. Ranks
+# meet on the host in collective calls of the package and of torch.distributed.
 
-_MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only the first ones are looked at
+_MAX_RUNS = 4096  # pieces of a strided tensor to check; further ones are ignored
 _READERS = ("numpy", "tolist", "__dlpack__")  # methods of tensors
 _MAX_ALIASED = 1 << 28  # bytes of tensors that arrays refer to
 _WITHOUT_DATA = ("new_", "empty", "is_pinned", "_has_compatible")
-# What a stack has beside the user's program: torch, this package, the standard library, and what wraps torch's functions.
+# Stack frames outside of the user's program: torch, this package, the standard library, and wrappers of torch's
+# functions.
 _NOT_THE_USERS = (
     *(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, errors, os)),
     os.path.join(os.path.dirname(os.path.dirname(torch.__file__ or "")), "typing_extensions.py"),
@@ -178,7 +179,7 @@ _thread = threading.local()  # `inside`: whether the mode is on the stack of thi
 
 
 def tensor_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Address and bytes of each piece that a tensor's elements lie in."""
+    """Address and bytes of each contiguous piece of a tensor."""
     if tensor.numel() == 0:
         return []
     dims = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride()) if n > 1 and s > 0)
@@ -191,8 +192,8 @@ def tensor_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _host_line() -> str:
-    """Which line of the user's program, outside of torch and this package, runs now: `file:line`, or nothing where none
-    does, as in threads of torch's own."""
+    """The current line of the user's program, outside of torch and this package: `file:line`, or nothing in torch's own
+    threads."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
@@ -200,9 +201,9 @@ def _host_line() -> str:
 
 
 class _Dispatch:
-    """`HostAccessMode.__torch_dispatch__`, which imports Dynamo for nothing. torch wraps the method of a mode so that
-    Dynamo leaves it alone, and for that imports Dynamo at the first call, which takes a second of processor time. Where
-    nobody else has imported it there is nothing to leave alone."""
+    """`HostAccessMode.__torch_dispatch__`, without an import of Dynamo. torch wraps the method of a mode so that Dynamo
+    ignores it, and imports Dynamo for that at the first call, which takes a second of processor time. If nobody else
+    has imported Dynamo, nothing needs to ignore it."""
 
     def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return mode.dispatch(func, args, kwargs or {})
@@ -217,7 +218,7 @@ class _Dispatch:
 
 
 class HostAccessMode(TorchDispatchMode):
-    """Looks at the tensors of each operator that lie in `heaps`, and ignores other memory."""
+    """Checks each operator's tensors in `heaps`, and ignores other memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +227,7 @@ class HostAccessMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave torch.compile as it is without the check; torch before 2.11 ignores this, and compiles nothing."""
+        """Do not affect torch.compile; torch before 2.11 ignores this, and compiles nothing."""
         return True
 
     __torch_dispatch__ = _Dispatch()
@@ -261,7 +262,7 @@ class HostAccessMode(TorchDispatchMode):
         return writes
 
     def access(self, tensor: torch.Tensor, store: bool, name: str) -> int | None:
-        """The host reads or writes a tensor, by torch's function of this name: the heap that it lies in."""
+        """Report that the host reads or writes a tensor, by torch's function of this name; returns its heap."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return None
         begin = tensor.untyped_storage().data_ptr()
@@ -276,14 +277,14 @@ class HostAccessMode(TorchDispatchMode):
         return base
 
     def settle(self) -> None:
-        """What other ranks had done when torch.distributed was called comes before what follows."""
+        """Order other ranks' accesses before the call of torch.distributed before later ones."""
         if self.met:
             host_meets()
         self.met = False
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Those of an argument."""
+    """Tensors of an argument."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -309,14 +310,14 @@ def _warn_of_arrays() -> None:
 
 
 class _Aliases:
-    """Arrays that share memory with symmetric tensors, until nobody has them any more."""
+    """Live arrays that share memory with symmetric tensors."""
 
     def __init__(self) -> None:
         self._alive: dict[tuple[int, int], tuple[int, object]] = {}  # bytes and a reference, by base and number
-        self._dead: list[tuple[int, int]] = []  # which may have been written before
+        self._dead: list[tuple[int, int]] = []  # heaps with possible writes before
 
     def add(self, base: int, tensor: torch.Tensor, array: object) -> None:
-        """`array`: what dies with the last use of the tensor's memory; None if that is not known."""
+        """`array`: dies with the last use of the tensor's memory; None if unknown."""
         _warn_of_arrays()
         size = tensor.numel() * tensor.element_size()
         if not size or size + sum(size for size, _ in self._alive.values()) > _MAX_ALIASED:
@@ -327,7 +328,7 @@ class _Aliases:
         self.take()
 
     def compare(self) -> None:
-        """Report what the host has written through arrays up to now."""
+        """Report the host's writes through arrays so far."""
         if not self._alive:
             return
         _mode.settle()
@@ -341,12 +342,12 @@ class _Aliases:
         self.take()
 
     def take(self, still_changing: bool = False) -> None:
-        """Something else may have written the memory, or goes on with it; the host goes on."""
+        """Take the current contents as a new base: others may have written the memory."""
         for base in {base for base, _ in self._alive}:
             _simulator.take_aliases(base, still_changing or running.beside(base))
 
     def forget(self, base: int) -> None:
-        """The heap is gone."""
+        """Forget the heap."""
         self._alive = {key: kept for key, kept in self._alive.items() if key[0] != base}
 
 
@@ -368,12 +369,12 @@ def _reader(name: str) -> Callable[..., Any]:
 
 
 class _Hooks:
-    """Functions of torch and threading that are replaced while a heap is followed."""
+    """Replaced functions of torch and threading while a heap is followed."""
 
     def __init__(self) -> None:
         self.readers: dict[str, Callable[..., Any]] = {}
         self.replaced: dict[str, Callable[..., Any]] = {}  # torch.Tensor's own; it inherits others
-        self.profile: Any = None  # of threads, before
+        self.profile: Any = None  # threading's original
 
     def install(self) -> None:
         self.profile = threading.getprofile()
@@ -395,7 +396,7 @@ class _Hooks:
         self.readers = {}
 
     def begin_thread(self, frame: Any, event: Any, arg: Any) -> None:
-        """The first event of a new thread."""
+        """Report the first event of a new thread."""
         sys.setprofile(self.profile)
         if self.profile is not None:
             self.profile(frame, event, arg)
@@ -416,7 +417,7 @@ def report_race(base: int, wrong: str) -> None:
 
 
 def follow_host(base: int, size: int) -> None:
-    """Look at the host's accesses to a heap from now on, where the race detector is on."""
+    """Follow the host's accesses to a heap from now on, if the race detector is on."""
     if not _mode.heaps:
         _hooks.install()
     _mode.heaps[base] = size
@@ -424,14 +425,14 @@ def follow_host(base: int, size: int) -> None:
 
 
 def _follow_thread() -> None:
-    """Look at what this thread does, too."""
+    """Follow this thread, too."""
     if _mode.heaps and not getattr(_thread, "inside", False):
         _below_others(_mode.__enter__)
         _thread.inside = True
 
 
 def _below_others(change: Callable[[], object]) -> None:
-    """Enter or leave at the bottom of the stack: the user's modes end in an order of their own."""
+    """Enter or leave at the bottom of the stack: the user's modes end in their own order."""
     others = []
     while (top := _get_current_dispatch_mode()) is not None and top is not _mode:
         others.append(_pop_mode(getattr(top, "_mode_key", None)))
@@ -443,7 +444,7 @@ def _below_others(change: Callable[[], object]) -> None:
 
 
 def forget_heap(base: int) -> None:
-    """The heap is gone. Where it was the last one, other threads keep a mode that looks at nothing."""
+    """Forget the heap. After the last one, other threads keep a mode that checks nothing."""
     _aliases.forget(base)
     if _mode.heaps.pop(base, None) is None or _mode.heaps:
         return
@@ -454,32 +455,32 @@ def forget_heap(base: int) -> None:
 
 
 def is_followed(base: int) -> bool:
-    """Whether the host's accesses to a heap are looked at, and so its meetings are known."""
+    """Whether the host's accesses to a heap are followed, and so its meetings are known."""
     return base in _mode.heaps
 
 
 def host_meets(base: int | None = None) -> None:
-    """The host of this rank has met those of the others. `base`: the heap of the ranks that have met by a call of the
-    package; None where they met by one of torch.distributed, after which a rank that has gone on may have finished more
-    than it had then, which is taken to come before, too."""
+    """Report that this rank's host has met the others. `base`: the heap of ranks that met in a call of the package;
+    None: in a call of torch.distributed, after which a rank that went on may have recorded more, which then counts as
+    before the meeting, too."""
     _follow_thread()
     if base is None:
         _simulator.host_meets()
     else:
         _simulator.host_has_met(base)
         if list(_mode.heaps) == [base]:
-            _mode.met = False  # a meeting by torch.distributed was before this one, of which is known what came before
+            _mode.met = False  # an earlier meeting by torch.distributed is covered by this one, which is exact
         _aliases.take()
 
 
 def host_comes(base: int) -> None:
-    """The host of this rank comes to a collective call of the package."""
+    """Report that this rank's host comes to a collective call of the package."""
     _aliases.compare()
     _simulator.host_comes(base)
 
 
 def before_launch() -> None:
-    """A launch is requested."""
+    """Report a requested launch."""
     _follow_thread()
     if _mode.heaps:
         _mode.settle()
@@ -487,12 +488,12 @@ def before_launch() -> None:
 
 
 def after_launch() -> None:
-    """A launch has ended."""
+    """Report the end of a launch."""
     _aliases.take()
 
 
 def host_frees(base: int, address: int, size: int) -> None:
-    """The host gives back memory of a heap, which may have another use then."""
+    """Report that the host frees heap memory, which may then be reused."""
     if not is_followed(base) or not races():
         return
     _mode.settle()
@@ -507,10 +508,10 @@ _hooks = _Hooks()
 
 # -- shared memory -------------------------------------------------------------------------------------------------------
 
-# Memory of the simulator: the heap as anonymous shared memory that peers map through /proc.
+# The simulator's heap: anonymous shared memory that peers map through /proc.
 #
-# The heap is a memfd, not a file in /dev/shm: it has no name, so nothing can be left behind however a rank ends. A mapping
-# goes when nothing refers to it any more, so that a tensor that outlives the heap still has its memory.
+# The heap is a memfd, not a file in /dev/shm: it has no name, so nothing is left behind however a rank ends. A mapping
+# lives as long as references to it, so a tensor that outlives the heap still has its memory.
 
 
 class SharedMemory(Memory):
@@ -525,7 +526,7 @@ class SharedMemory(Memory):
         """Of `size` bytes; with addresses for `limit`, unless those of this process are limited."""
         unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
         self.size, self.limit = size, max(size, limit or 0) if unlimited else size
-        # By its name a peer knows that it has opened this file, and not one of another process.
+        # The name tells a peer that it has opened this file, not one of another process.
         self._name = f"tilescale_net-heap-{secrets.token_hex(8)}"
         try:
             self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
@@ -535,7 +536,7 @@ class SharedMemory(Memory):
                 "allow it in the sandbox (docker run --security-opt seccomp=unconfined)"
             ) from err
         try:
-            # mmap maps no more than there is; afterwards there may be less: touching that ends the process.
+            # mmap maps no more than is free; later there may be less, and an access would end the process.
             os.ftruncate(self._fd, self.limit)
             self._maps: list[Any] = [mmap.mmap(self._fd, self.limit)]
             os.ftruncate(self._fd, size)
@@ -611,7 +612,7 @@ class SharedMemory(Memory):
         """Kernels run synchronously in the simulator: nothing to wait for."""
 
     def part(self) -> None:
-        """In a child made by fork: it reads the heap as it is, and what it writes stays its own; peers are out of reach."""
+        """In a child made by fork: it can read the heap, its writes stay private, and peers are unreachable."""
         for peer in self._maps[1:]:
             peer.hide()
         both = mmap.PROT_READ | mmap.PROT_WRITE
@@ -620,7 +621,7 @@ class SharedMemory(Memory):
             _libc.mmap(_address(block), len(block), both, _IN_PLACE | mmap.MAP_ANONYMOUS, -1, 0)
 
     def close(self) -> None:
-        """Let go of everything. The heap stays mapped while tensors refer to it: their bytes stay what they were."""
+        """Release everything. The heap stays mapped, with its contents, while tensors refer to it."""
         self._maps, self._pinned = [], []
         if self._fd >= 0:
             os.close(self._fd)
@@ -635,7 +636,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _PeerMap:
-    """Addresses of a file, `nbytes` of them that may be shorter; unmapped with this object."""
+    """`nbytes` addresses of a file, which may be shorter; unmapped with this object."""
 
     def __init__(self, fd: int, nbytes: int):
         self.address, self._nbytes = 0, nbytes
@@ -662,9 +663,9 @@ def _address(mapped: mmap.mmap) -> int:
 
 # -- race memory ---------------------------------------------------------------------------------------------------------
 
-# What the ranks of the simulator share so that each can find accesses of others that nothing orders with its own.
+# Memory that simulated ranks share so that each finds unordered accesses of the others.
 
-MOST_RANKS, MOST_BYTES = 64, 1 << 36  # that clocks have room for: kMaxRanks, and a heap of kMaxWords
+MOST_RANKS, MOST_BYTES = 64, 1 << 36  # limits of the clocks: kMaxRanks, and a heap of kMaxWords
 
 
 def share_race_memory(heap: SharedMemory, control: Control, heaps: list[int]) -> SharedMemory | None:
@@ -703,7 +704,7 @@ def _race_limit(hosts: list[str], heap_bytes: int) -> str:
 
 # -- simulator memory ----------------------------------------------------------------------------------------------------
 
-# Heap memory of a rank without a GPU, whose bounds and races the simulator follows.
+# Heap memory of a rank without a GPU; the simulator checks bounds and races.
 
 
 class SimulatorMemory(SharedMemory):
@@ -716,7 +717,7 @@ class SimulatorMemory(SharedMemory):
         self.on_allocate(self.base, SYSTEM_BYTES, "system area")
 
     def on_mapped(self, control: Control, peer_base: list[int]) -> None:
-        """Share with the ranks of this host what finds races between ranks."""
+        """Share the race memory with the ranks of this host."""
         self._race_memory = share_race_memory(self, control, peer_base)
         if races() and self._race_memory is not None:
             follow_host(self.base, self.limit)
@@ -732,24 +733,24 @@ class SimulatorMemory(SharedMemory):
         _simulator.register_heap(self.base, size, True)
 
     def on_allocate(self, address: int, nbytes: int, name: str) -> None:
-        """Accesses to these bytes are inside a tensor from now on."""
+        """Count these bytes as part of a tensor from now on."""
         _simulator.register_allocation(address, nbytes, name)
 
     def before_free(self, address: int, nbytes: int) -> None:
-        """A transfer that is not known to be done races with it."""
+        """Report a transfer that may still be in flight as a race with the free."""
         host_frees(self.base, address, nbytes)
 
     def on_free(self, address: int) -> None:
-        """Accesses to them are outside of every tensor."""
+        """Count these bytes as outside of every tensor."""
         _simulator.unregister_allocation(address)
 
     def finish_kernels(self) -> None:
-        """What kernels have sent to other ranks arrives at last."""
+        """Deliver the kernels' transfers to other ranks."""
         self.await_end_of_kernels()
         _simulator.flush_pending()
 
     def await_end_of_kernels(self) -> None:
-        """Those of other threads: this one's have ended."""
+        """Wait for other threads' kernels: this thread's have ended."""
         running.wait(self.base)
 
     def part(self) -> None:

@@ -1,4 +1,4 @@
-"""This host as the package sees it: its addresses, its processes, locks between them, and the built native part."""
+"""This host: addresses, processes, locks between processes, and the built native part."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ from tilescale_net.errors import ConfigurationError
 
 # -- addresses -----------------------------------------------------------------------------------------------------------
 
-# By which address, and by which interface, other hosts reach this one.
+# Address and interface by which other hosts reach this one.
 
 _ANY_PORT = 9  # to which nothing is sent
 
@@ -47,7 +47,7 @@ def address_reaching(hosts: Iterable[str]) -> str:
 
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_chosen = ""  # what this process has set
+_chosen = ""  # set by this process
 
 
 def users_interface() -> str:
@@ -57,7 +57,7 @@ def users_interface() -> str:
 
 
 def choose_interface(address: str) -> None:
-    """For torch's default group, which takes no address, and for what the program makes of it."""
+    """For torch's default group, which takes no address, and for the program's groups."""
     global _chosen
     number = address.partition("%")[0]
     interface = next((name for name, its in _interfaces() if its.partition("%")[0] == number), None)
@@ -66,10 +66,10 @@ def choose_interface(address: str) -> None:
 
 
 def own_address(networks: list[str], addresses: list[str], rank: int, host: str) -> str:
-    """By which address the others reach this rank, as far as this host tells; '' where nothing does.
+    """The address by which the others reach this rank, as far as this host tells; '' if unknown.
 
-    That of the interface which the user has named; loopback where all share it, whatever address the store has; else of
-    the interface towards the store. What this host calls the store's may be loopback: then that towards another rank.
+    The address of the user's interface; loopback if all ranks share it, whatever address the store has; else of the
+    interface towards the store. If this host calls the store loopback: of the interface towards another rank.
 
     Args:
         networks: `identity("net")` of each rank.
@@ -103,7 +103,7 @@ def is_loopback(address: str) -> bool:
 
 
 def identity(namespace: str) -> str:
-    """Equal for processes of this machine that share a namespace of Linux ("net": their loopback), and only for those."""
+    """Identity of a Linux namespace ("net": of loopback) on this machine; equal only for processes that share it."""
     boot, space = "", 0
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as f:
         boot = f.read().strip()
@@ -134,7 +134,7 @@ def check_loopback() -> None:
 
 # -- processes -----------------------------------------------------------------------------------------------------------
 
-# Processes of this host: known by number and start time, so that none is taken for another that had its number.
+# Processes of this host: identified by number and start time, because numbers are reused.
 
 # Fields of /proc/PID/stat behind the name: state, threads, and start time in ticks since the host started.
 _STATE, _THREADS, _STARTED = 0, 17, 19
@@ -143,7 +143,7 @@ _STATE, _THREADS, _STARTED = 0, 17, 19
 def own_process() -> tuple[int, int]:
     """Number and start time of this process, as /proc shows them to processes of its PID namespace."""
     try:
-        # Not os.getpid(): where /proc is that of an outer PID namespace, processes have other numbers there.
+        # Not os.getpid(): if /proc belongs to an outer PID namespace, processes have other numbers there.
         pid = int(os.readlink("/proc/self"))
         with open("/proc/self/stat", "rb") as stat:
             return pid, _started(_fields(stat.read()))
@@ -169,7 +169,7 @@ class Process:
 
     def __init__(self, pid: int, started: int):
         self._pid, self._started = pid, started
-        # Of this process as long as it is open; reading it fails once the process is gone.
+        # The open file belongs to this process alone: reads fail once the process is gone.
         self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         found = self._look()
         if found is None or _started(found) != started:
@@ -177,7 +177,7 @@ class Process:
             raise ProcessLookupError(errno.ESRCH, "another process has its number")
 
     def ended(self) -> bool:
-        """Whether it has ended: all its threads, whose memory is unmapped then. It may be a zombie still."""
+        """Whether all its threads have ended, so their memory is unmapped. It may still be a zombie."""
         found = self._look()
         return found is None or found[_STATE] in (b"Z", b"X") and int(found[_THREADS]) <= 1
 
@@ -200,18 +200,18 @@ class Process:
 
     def _send_kill(self, folder: int) -> None:
         try:
-            signal.pidfd_send_signal(folder, signal.SIGKILL)  # which takes a folder of /proc, too
+            signal.pidfd_send_signal(folder, signal.SIGKILL)  # takes a folder of /proc, too
         except OSError:  # refused by the sandbox, or unknown to it
-            # Numbers are reused in turn: this one is not another's a moment after the look.
+            # Numbers are reused in turn, so this one is not another's so soon after the check.
             if int(os.readlink("/proc/self")) == os.getpid() and not self.ended():
                 os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Look at it no more."""
+        """Stop watching the process."""
         os.close(self._stat)
 
     def _look(self) -> list[bytes] | None:
-        """What /proc shows of it; None when it is gone."""
+        """Its fields in /proc; None if it is gone."""
         try:
             return _fields(os.pread(self._stat, 1024, 0))
         except ProcessLookupError:
@@ -219,7 +219,7 @@ class Process:
 
 
 def _fields(stat: bytes) -> list[bytes]:
-    return stat.rpartition(b")")[2].split()  # the name before may hold anything
+    return stat.rpartition(b")")[2].split()  # the preceding name may hold anything
 
 
 def _started(fields: list[bytes]) -> int:
@@ -228,18 +228,18 @@ def _started(fields: list[bytes]) -> int:
 
 # -- file lock -----------------------------------------------------------------------------------------------------------
 
-# A lock that processes of one host take turns at: a file that one of them holds at a time.
+# A lock between processes of one host: a file that one of them holds at a time.
 #
-# Work under such a lock is right without it, and only done twice then: so a holder that is stopped is not waited for.
+# Without the lock work is only done twice, never wrong: so nobody waits for a stopped holder.
 
 _LOOK_SECONDS = 0.02
-_STOPPED_SECONDS = 2.0  # for which a holder has been seen stopped before it is not waited for
+_STOPPED_SECONDS = 2.0  # seconds after which nobody waits for a stopped holder
 
 
 def lock_file(path: str | os.PathLike[str]) -> IO[str]:
-    """Wait for the lock, and hold it until the file that this returns is closed, which the end of the process does too.
-    Returns the file; without holding it where its holder is stopped (by SIGSTOP or a debugger). Raises OSError: the
-    file cannot be made, or its file system has no locks."""
+    """Wait for the lock, and hold it until the returned file is closed, at the latest by the end of the process. Does
+    not hold it if its holder is stopped (by SIGSTOP or a debugger). Raises OSError: the file cannot be made, or its
+    file system has no locks."""
     lock = open(path, "a+", errors="replace")
     try:
         _wait_for(lock)
@@ -269,7 +269,7 @@ def _wait_for(lock: IO[str]) -> None:
 
 
 def _holder(lock: IO[str]) -> tuple[int, int]:
-    """The process that holds the lock, as it has written there; (0, 0) where that cannot be read."""
+    """The process that holds the lock, as it wrote there; (0, 0) if unreadable."""
     lock.seek(0)
     pid, _, started = lock.read(40).partition(" ")
     return (int(pid), int(started)) if pid.isdecimal() and started.isdecimal() else (0, 0)
@@ -277,16 +277,16 @@ def _holder(lock: IO[str]) -> tuple[int, int]:
 
 # -- native part ---------------------------------------------------------------------------------------------------------
 
-# The extension modules of C++, which a checkout has once they are built.
+# The C++ extension modules, which a checkout has after a build.
 
 NATIVE_MODULES = ("_native", "_simulator")
 
 
 def missing_native() -> str | None:
-    """What to do where an extension module is not there for this Python; None where all are. Loads none of them."""
+    """The remedy for a missing extension module; None if all exist for this Python. Loads none of them."""
     if all(importlib.util.find_spec(f"tilescale_net.{name}") for name in NATIVE_MODULES):
         return None
-    # Where the import system looks; files of a checkout may be links into another one.
+    # The import system's folder; files of a checkout may be links into another one.
     folder = tilescale_net.__path__[0]
     return (
         f"the native part of tilescale_net is not built for Python {sys.version_info[0]}.{sys.version_info[1]} in {folder}; "

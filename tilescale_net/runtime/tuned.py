@@ -1,8 +1,8 @@
-"""What was tuned for this place, by the key of a call: the GPU, how many ranks on how many nodes, and this version.
+"""Tuned choices by the key of a call, for a place: the GPU, the ranks per node, and this version.
 
-One file for a place, in a folder of the user. Rank 0 reads it when a world first needs it, and all ranks take what it
-has read, so that all choose alike, independent of their own disks. A file that is damaged, of another place or of
-another user is left alone, with a warning.
+One file per place, in a folder of the user. Rank 0 reads it when a world first needs it and sends it to all ranks, so
+all choose alike, independent of their own disks. A damaged file, or one of another place or user, is ignored with a
+warning.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from tilescale_net.runtime.world import World
 
 # -- tuned files ---------------------------------------------------------------------------------------------------------
 
-# Files of what was tuned: one for a place, in a folder of the user, read only where it may be trusted.
+# Files of tuned choices: one per place, in a folder of the user, read only if trusted.
 
 SCHEMA = 1
 _LARGEST = 1 << 20  # bytes of a file
 
-# What was chosen for a call: numbers and text by name.
+# The choice for a call: numbers and text by name.
 Choice = dict[str, Any]
 
 
@@ -54,7 +54,7 @@ def read_choices(place: dict[str, object]) -> dict[str, Choice]:
 
 
 def read_entries(path: Path, place: dict[str, object]) -> dict[str, dict[str, Any]]:
-    """What the file of a place holds; nothing if it does not exist or may not be trusted."""
+    """The contents of a place's file; nothing if it does not exist or is not trusted."""
     try:
         if not private_folder.is_ours(path):
             raise ValueError("it belongs to another user or may be written by others")
@@ -69,7 +69,7 @@ def read_entries(path: Path, place: dict[str, object]) -> dict[str, dict[str, An
 
 
 def _parsed(text: str, place: dict[str, object]) -> dict[str, dict[str, Any]]:
-    """What a file holds for its place. Raises ValueError for one that is damaged, or of another place."""
+    """The contents of a file for its place. Raises ValueError if it is damaged, or of another place."""
     data = job_store.parse_json(text)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("place") != place:
         raise ValueError("it is of another place or version")
@@ -90,12 +90,12 @@ _tables: weakref.WeakKeyDictionary[World, dict[str, Choice]] = weakref.WeakKeyDi
 
 
 def up_to(rows: int) -> int:
-    """The power of two up to which calls with that number of rows have one choice."""
+    """The next power of two of rows; calls up to it share one choice."""
     return 1 << max(0, rows - 1).bit_length()
 
 
 def place_of(world: World) -> dict[str, object]:
-    """For what a choice of this world is good."""
+    """The place of this world's choices."""
     import torch
 
     simulated = world.device_kind != "cuda"
@@ -105,8 +105,8 @@ def place_of(world: World) -> dict[str, object]:
 
 
 def of(world: World, name: str) -> dict[str, Choice]:
-    """What was tuned, by the keys of calls. Collective the first time in a world. `name`: of the caller, for messages
-    to ranks that make another call."""
+    """Tuned choices by the keys of calls. Collective the first time in a world. `name`: of the caller, for messages to
+    ranks that make another call."""
     found = _tables.get(world)
     if found is None:
         control = world.control
@@ -121,8 +121,8 @@ def of(world: World, name: str) -> dict[str, Choice]:
 
 
 def keep(world: World, name: str, key: str, choice: Choice, us: float) -> Path | None:
-    """Keep a choice for this world and for later ones of its place; collective, with the same on all ranks. Returns
-    where rank 0 has written it; None on other ranks, and where it could not: that is a warning."""
+    """Keep a choice for this world and for later ones of its place; collective, with the same on all ranks. Returns the
+    path on rank 0; None on other ranks, and, with a warning, if it could not be written."""
     of(world, name)[key] = choice
     if world.size > 1 and world.rank != world.control.members[0]:
         return None
@@ -142,7 +142,7 @@ def keep(world: World, name: str, key: str, choice: Choice, us: float) -> Path |
 
 
 def ignore(world: World, key: str, error: Exception) -> None:
-    """Warn once that a choice is not used, and forget it."""
+    """Warn once about an unusable choice, and drop it."""
     _tables[world].pop(key, None)
     if world.rank == world.control.members[0]:
         settings.log.warning("what was tuned for %s is not used: %s", key, error)

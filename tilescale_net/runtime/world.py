@@ -1,4 +1,4 @@
-"""The ranks of a group as one of them sees it: created by init, taken down by finalize; worlds.py finds it.
+"""A world, the ranks of a group: created by init, taken down by finalize; worlds.py finds it.
 
 docs/states.md lists its states and what each call does in them.
 """
@@ -32,7 +32,7 @@ LOADED_LATE = (
 
 
 def check_settings() -> tuple[ConfigurationError | None, float, float]:
-    """The error of the environment, if there is one, and the two timeouts in seconds: defaults where they are wrong."""
+    """The error of the environment, if any, and the two timeouts in seconds, or defaults if they are wrong."""
     wrong = None
     try:
         if missing := this_host.missing_native():
@@ -53,30 +53,30 @@ def check_settings() -> tuple[ConfigurationError | None, float, float]:
 
 
 class HangReporter(Protocol):
-    """Queries all ranks for what they do; see trace/reporter.py."""
+    """Queries all ranks for their state; see trace/reporter.py."""
 
     def answer(self, number: int) -> None:
-        """Report what this rank does, for alarm `number`. Does not wait for the store."""
+        """Report this rank's state, for alarm `number`. Does not wait for the store."""
 
     def ask_about(self, error: Exception | None) -> None:
-        """Query all ranks, where that may show why this one waited in vain."""
+        """Query all ranks if that may explain this rank's timeout."""
 
     def print_failure(self, failure: Exception) -> None:
         """Print the answers to `ask_about`, on one of the ranks that query."""
 
     def forget_failure(self, generation: int) -> None:
-        """The next question is about another failure; `generation`: how often failures were forgotten."""
+        """Start over for the next failure; `generation`: number of earlier ones."""
 
 
 @dataclass(frozen=True)
 class WorldHooks:
-    """What the folders that build on this one do for worlds; `tilescale_net.init` gives it.
+    """Hooks of higher layers into worlds, from `tilescale_net.init`.
 
     Attributes:
-        device_code: hash of what kernels are compiled with, the same on all ranks.
+        device_code: hash of the device code of kernels, the same on all ranks.
         reporter: of a new world; has its control plane.
-        recorder: of a new world; None where nothing is traced. Collective.
-        report_on_signal: has the given reporters report whenever SIGUSR1 comes.
+        recorder: of a new world; None without a trace. Collective.
+        report_on_signal: lets the given reporters report at each SIGUSR1.
     """
 
     device_code: Callable[[], str]
@@ -88,15 +88,15 @@ class WorldHooks:
 def create_memory(
     kind: str, size: int, limit: int, device: torch.device | None, group: groups.Group, topology: placement.Topology
 ) -> Memory:
-    """Memory with a heap of `size` bytes, which may grow to `limit`. `kind`: "cuda" or "simulator". `device`: that of
-    the other worlds of this process; None: `group` and `topology` say which GPU is this rank's, see
-    `cuda_memory.gpu_ordinal`. Raises ConfigurationError: the machine has no such memory."""
+    """Memory with a heap of `size` bytes, which may grow to `limit`. `kind`: "cuda" or "simulator". `device`: of this
+    process's other worlds; None: `group` and `topology` determine the GPU, see `cuda_memory.gpu_ordinal`. Raises
+    ConfigurationError: the machine has no such memory."""
     if kind == "cuda":
         from tilescale_net.runtime import cuda_memory
 
         ordinal = device.index if device is not None else cuda_memory.gpu_ordinal(group, topology.local_rank)
         shared = device is not None or cuda_memory.bound_gpu(group) is not None
-        # A NIC that reaches memory of a GPU has it registered in one piece.
+        # A NIC that reaches GPU memory needs it registered in one piece.
         return cuda_memory.CudaMemory(size, limit if topology.nodes == 1 else size, ordinal, shared)
     from tilescale_net.runtime.simulator import SimulatorMemory
 
@@ -107,25 +107,25 @@ class World:
     """Rank, heap, peers and context of this process in one group.
 
     Attributes:
-        group: what it was made of, a ProcessGroup or a StoreGroup; None: all ranks of the job.
+        group: its ProcessGroup or StoreGroup; None: all ranks of the job.
         job_ranks: the rank in the job of each PE.
         rank, size: index of this PE and number of PEs in team "world".
         topology: placement of the PEs on nodes.
         device_kind: "cuda" or "simulator".
         device: torch device of symmetric tensors.
         heap: the symmetric heap.
-        memory: what the heap lies in, of the kind of the device.
-        records: in which kernels report invalid arguments to this rank's host.
+        memory: of the heap, of the device's kind.
+        records: kernels' reports of invalid arguments to this rank's host.
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
         hooks: see WorldHooks.
-        reporter: queries all ranks for what they do, for the report of a hang.
+        reporter: queries all ranks for their state, for the report of a hang.
         recorder: writes this rank's part of the trace, or None when nothing is traced here.
-        page: through which this rank gives up.
+        page: the abort page of this rank.
         closed: whether finalize() has ended it.
     """
 
-    # What exists once the ranks have met.
+    # Set after the rendezvous.
     memory: Memory
     heap: Heap
     topology: placement.Topology
@@ -155,7 +155,7 @@ class World:
                 raise wrong  # now that it can be reported to the others
             self._set_up(heap_bytes, device)
         except BaseException as err:
-            # The others wait for this rank; with the store of rank 0, its report would be gone too.
+            # The others wait for this rank; if it is rank 0, its report would vanish with its store.
             self.give_up(err if isinstance(err, TileScaleError) else TileScaleError(f"{type(err).__name__}: {err}"))
             raise
 
@@ -171,7 +171,7 @@ class World:
         self.records = context.Records(self.memory.pinned)
         self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle, self._grow)
         limits, handles = zip(*self.control.gather("tilescale_net.init", [self.memory.limit, self.memory.handle()]))
-        self.memory.limit = min(limits)  # some ranks may have got fewer addresses
+        self.memory.limit = min(limits)  # some ranks may have reserved fewer addresses
         self.peer_base = self._map_peers(handles)
         self.memory.on_mapped(self.control, self.peer_base)
         if self.topology.nodes > 1:
@@ -205,8 +205,8 @@ class World:
         self.control.reason_of, self.control.explanation = self._watchdog.reason, self._explanation
 
     def _map_peers(self, handles: Sequence[Any]) -> list[int]:
-        """Where the heap of each PE is in this process. A rank that fails keeps its own heap until the others have tried
-        too: where its memory was gone, they would fail for another reason than the first."""
+        """Address of each PE's heap in this process. A failing rank keeps its own heap until the others have tried too:
+        without it, they would fail for another reason than the first."""
         try:
             bases = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
         except BaseException:
@@ -217,13 +217,13 @@ class World:
         return bases
 
     def _base_of(self, pe: int, handle: Any) -> int:
-        """Where the heap of a PE is in this process; 0 for one that is reached through the fabric."""
+        """Address of a PE's heap in this process; 0 for a PE reached through the fabric."""
         if pe == self.rank:
             return self.memory.base
         return self.memory.map_peer(pe, handle) if self.topology.is_direct(pe) else 0
 
     def _make_context(self) -> None:
-        """Make what kernels take as their context."""
+        """Make the context of kernels."""
         header = context.ContextHeader(
             my_pe=self.rank,
             n_pes=self.size,
@@ -248,20 +248,20 @@ class World:
     def __deepcopy__(self, memo: dict[str, Any]) -> World:
         return self
 
-    # -- failures: the first one counts, whoever met it -------------------------------------------------------------
+    # -- failures: the first one counts, on any rank ----------------------------------------------------------------
 
     @property
     def failure(self) -> TileScaleError | None:
-        """What ended the world for this rank, or None; every further call raises it."""
+        """The error that ended the world for this rank, or None; every further call raises it."""
         if self._failure is None and (loss := self._watchdog.loss) is not None:
             reason, error = loss
             self._failure = error or error_of_loss(f"rank {self.rank}: {reason}; {self._advice}")
         return self._failure
 
     def check(self) -> None:
-        """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
+        """Raise the error of a kernel, the proxy or a lost peer: WaitTimeout, PeerLost, InvalidDescriptor, …"""
         if not (self.closed or self._failure or self._watchdog.loss or self.page.touched()):
-            return  # as nearly always, and every call comes here
+            return  # fast path: every call comes here
         if self.closed:
             self.control.refuse()
             raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
@@ -282,7 +282,8 @@ class World:
         raise failure
 
     def announce(self, error: TileScaleError) -> TileScaleError:
-        """Record what ends this rank, unless something has, and report it to the others; what has ended it."""
+        """Record the error that ends this rank, unless one has, and report it to the others; returns the recorded
+        one."""
         failure = self._record(error)
         self.control.announce_failure(str(failure))
         return failure
@@ -313,25 +314,25 @@ class World:
         return proxy.awaited() if proxy is not None else []
 
     def _poll_local(self) -> TileScaleError | None:
-        """What this rank's kernels or proxy have met, for the watchdog."""
+        """The error of this rank's kernels or proxy, for the watchdog."""
         failed = self._failure or (self.proxy.failure() if self.proxy is not None else None)
         found = failed or self._device_error() or self.calls.difference()
-        self.reporter.ask_about(found)  # at once: what the others do meanwhile may end
+        self.reporter.ask_about(found)  # at once: the others' state may change
         return found
 
     def _on_loss(self) -> None:
-        """The watchdog has found that the job is lost."""
+        """Called when the watchdog finds that the job is lost."""
         self.abort()
         if self.failure is not None:
             self.reporter.print_failure(self.failure)
 
     def _explained(self, error: TileScaleError) -> TileScaleError:
-        """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
+        """`error`, or the loss of a peer that caused it: a dying peer makes waits time out and links break."""
         reason = self._watchdog.explanation_of(error)
         return error_of_loss(f"rank {self.rank}: {reason}; {self._advice} ({error})") if reason else error
 
     def _explanation(self, seconds: float) -> str | None:
-        """What happened to a peer, and what to do; see Watchdog.explanation."""
+        """The loss of a peer, and the remedy; see Watchdog.explanation."""
         reason = self._watchdog.explanation(seconds)
         return f"{reason}; {self._advice}" if reason else None
 
@@ -350,7 +351,7 @@ class World:
                 time.sleep(0.01)
         self._record(TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output"))
 
-    # -- ranks that are lost ----------------------------------------------------------------------------------------
+    # -- lost ranks -------------------------------------------------------------------------------------------------
 
     def shrink(self, step: int = 0, seconds: float | None = None) -> Survivors:
         """See `tilescale_net.shrink`."""
@@ -375,7 +376,7 @@ class World:
         members = agree_on_survivors(self.control, self._watchdog, seconds)
         self._watchdog.close()
         self.calls.forget()
-        # As before the first failure; no kernel runs.
+        # Reset to the state before the first failure; no kernel runs.
         self.page.clear()
         self.write_context(context.ContextHeader.aborted.offset, bytes(8))
         self._failure = None
@@ -392,7 +393,7 @@ class World:
         return Survivors(members, self.control.gather("tilescale_net.shrink", step))
 
     def _end_kernels(self) -> None:
-        """Let this rank's kernels end, which wait for ranks that are lost, and what they have sent arrive."""
+        """End this rank's kernels, which wait for lost ranks, and complete their transfers."""
         try:
             self._finish_kernels()
             self.check()
@@ -401,7 +402,7 @@ class World:
             self.memory.finish_kernels()
 
     def write_context(self, at: int, data: bytes) -> None:
-        """Change what kernels take as their context; none runs."""
+        """Change the context of kernels; none runs."""
         with torch.inference_mode(False):
             new = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             self._context_bytes[at : at + len(data)].copy_(new)
@@ -441,20 +442,20 @@ class World:
         """Take the world down in good order: wait for the others, so that no heap vanishes under a put.
 
         Args:
-            described_as: what messages of other ranks say of this call.
+            described_as: name of this call in other ranks' messages.
 
         Raises:
-            What ended the job before, or what makes this end fail; the world is down then too.
+            The error that ended the job earlier, or an error of this call; the world is down then too.
         """
         try:
             self._finish_kernels()
             self.check()
             if self.proxy is not None:
-                self.proxy.drain()  # endpoints close when nothing is on its way any more
+                self.proxy.drain()  # endpoints close when nothing is in flight any more
             self.control.agree("tilescale_net.finalize", described_as=described_as)
             if self.control.excluded:
                 self.control.wait_for_members()
-                self._watchdog.keep_store()  # the ranks that stay go on with it
+                self._watchdog.keep_store()  # the remaining ranks keep using it
             if self.recorder is not None:
                 self.recorder.finish()
                 self.recorder = None
@@ -467,24 +468,24 @@ class World:
         self._release()
 
     def give_up(self, why: TileScaleError | str) -> TileScaleError:
-        """Take the world down without the others, who learn why; what has ended it."""
+        """Take the world down without the others, which learn why; returns the error that ended it."""
         failure = self.announce(TileScaleError(why) if isinstance(why, str) else why)
         self.wait_for_others()
         if self.recorder is not None:
             self.recorder.leave()
-        self.abort()  # kernels that still run must not use what is freed now
+        self.abort()  # kernels that still run must not access freed memory
         self._release()
         return failure
 
     def wait_for_others(self) -> None:
-        """After a failure: report it to the other ranks, where they would not learn of it without this process."""
+        """After a failure: report it to the other ranks if they would not learn of it otherwise."""
         self._watchdog.wait_for_others()
 
     def end_in_child(self, refuse: Callable[[], None]) -> None:
-        """In a child made by fork, which has none of this process's other threads: nothing here reaches the ranks any more.
+        """In a child made by fork, which lacks this process's other threads: cut all ties to the ranks.
 
         Args:
-            refuse: raises what every call is to say.
+            refuse: raises the error of every call.
         """
         self.closed, self.control.refuse = True, refuse
         profiling.recorder = None
@@ -509,16 +510,16 @@ class World:
 
 # -- growth of the heap --------------------------------------------------------------------------------------------------------------
 
-# The address space behind a heap is reserved when it is made (TSN_HEAP_LIMIT). So the base of every rank's heap stays, and
-# kernels, whose peer addresses are base + offset, go on as they are.
+# The address space behind a heap is reserved at its creation (TSN_HEAP_LIMIT). So the base of every rank's heap stays,
+# and kernels, whose peer addresses are base + offset, continue unchanged.
 
 _GROW = "tilescale_net: a heap that is full"
 
 
 def grow_heap(world: World, size: int) -> None:
-    """Give the heap of every member `size` bytes. Collective; waits for the kernels of all of them. Raises HeapError: a
-    rank has no memory left, on all ranks alike; nothing has changed then. TileScaleError: a kernel or a peer has
-    failed."""
+    """Grow the heap of every member to `size` bytes. Collective; waits for the kernels of all of them. Raises
+    HeapError: a rank has no memory left, on all ranks alike, and nothing has changed. TileScaleError: a kernel or a
+    peer has failed."""
     memory, control = world.memory, world.control
     memory.finish_kernels()
     world.check()
@@ -536,9 +537,9 @@ def grow_heap(world: World, size: int) -> None:
 
 
 def level_heaps(world: World, live: dict[int, int]) -> None:
-    """After a loss in the middle of `grow`: heaps of one size again, that of before where nothing `live` lies beyond.
-    Collective; the proxies begin anew afterwards. `live`: blocks of the heap of any rank, offset -> bytes. Raises
-    TileScaleError, OSError: this rank has no memory for what lies in others' heaps."""
+    """After a loss in the middle of `grow`: make heaps of one size again, the earlier one if nothing `live` lies
+    beyond. Collective; the proxies restart afterwards. `live`: blocks of the heap of any rank, offset -> bytes. Raises
+    TileScaleError, OSError: this rank has no memory for blocks of others' heaps."""
     memory, control = world.memory, world.control
     sizes = control.gather(_GROW, memory.size)
     needed = max((offset + size for offset, size in live.items()), default=0)
@@ -553,7 +554,7 @@ def level_heaps(world: World, live: dict[int, int]) -> None:
 
 
 def _map_grown(world: World, handles: list[Any]) -> None:
-    """Map what the other members of the node have added."""
+    """Map memory that the node's other members have added."""
     for pe, handle in zip(world.control.members, handles):
         if pe != world.rank and world.topology.is_direct(pe):
             world.memory.map_grown(pe, handle)
@@ -564,7 +565,7 @@ def _write_heap_size(world: World) -> None:
 
 
 def _all_or_none(world: World, before: int, step: Callable[[], None]) -> None:
-    """Take a step that all ranks take, or on all ranks none."""
+    """Take a step on all ranks or on none."""
     error = ""
     try:
         step()
@@ -582,7 +583,7 @@ def _all_or_none(world: World, before: int, step: Callable[[], None]) -> None:
 
 
 def _renew_proxy(world: World, proxy: RunningProxy) -> None:
-    """What was sent arrives, then the proxy begins anew with the whole heap."""
+    """Complete transfers, then restart the proxy with the whole heap."""
     proxy.drain()
     world.control.agree(_GROW, "drained")
     if proxy.settle():
@@ -596,16 +597,16 @@ def _renew_proxy(world: World, proxy: RunningProxy) -> None:
 
 # -- survivors of a loss -----------------------------------------------------------------------------------------------------------
 
-_PAUSE = 0.02  # seconds between looks at which ranks have come
+_PAUSE = 0.02  # seconds between checks of arrived ranks
 
 
 @dataclass(frozen=True)
 class Survivors:
-    """The ranks that go on after others were lost.
+    """The ranks that continue after a loss.
 
     Attributes:
         ranks: of the group, ascending.
-        steps: what each of them gave to `shrink`, in this order.
+        steps: each rank's argument of `shrink`, in this order.
     """
 
     ranks: list[int]
@@ -613,10 +614,10 @@ class Survivors:
 
 
 def agree_on_survivors(control: Control, watchdog: Watchdog, seconds: float) -> list[int]:
-    """The members that go on: they come here within `seconds`. Called by each of them when its kernels have ended.
+    """The members that continue: they come here within `seconds`. Each calls this when its kernels have ended.
 
-    No rank waits for ranks that are known to be lost. Ranks that are given up and may live are ended: what they
-    launched would write into memory that has a new use.
+    No rank waits for ranks that are known to be lost. Excluded ranks that may be alive are killed: their launches would
+    write into reused memory.
 
     Raises:
         PeerLost: the others have gone on without this rank, because it came too late; or the rank that keeps the store of
@@ -640,7 +641,7 @@ def agree_on_survivors(control: Control, watchdog: Watchdog, seconds: float) -> 
         if decided is not None:
             break
         if here | out >= set(members) or time.monotonic() > end:
-            # The first list counts, so that all go on with the same ranks.
+            # The first list counts, so all continue with the same ranks.
             word = json.dumps(sorted(here - out))
             store.ask(functools.partial(SignedStore.set_once, key=f"{key}/members", value=word))
         else:
@@ -664,7 +665,7 @@ def _end_processes(watchdog: Watchdog, rank: int, ranks: set[int]) -> None:
 
 
 def stay_out(control: Control) -> None:
-    """Report to the others that this rank does not go on, and that its kernels have ended."""
+    """Report to the others that this rank stops, and that its kernels have ended."""
 
     def say(store: SignedStore) -> None:
         for word in ("out", "here"):
@@ -689,9 +690,9 @@ def _parse_members(said: str, members: list[int]) -> list[int]:
 
 
 def live_everywhere(control: Control, live: dict[int, int]) -> dict[int, int]:
-    """The blocks of the heap (offset -> bytes) that are live on some member. A rank that is lost in the middle of a
-    collective call leaves members that have allocated, or freed, and others that have not. What one of them may still
-    use, no other gives away."""
+    """The blocks of the heap (offset -> bytes) that are live on some member. A loss in the middle of a collective call
+    leaves members that have allocated, or freed, and others that have not. No member may reuse a block that another may
+    still use."""
     union: dict[int, int] = {}
     for text in control.gather("tilescale_net.shrink", json.dumps(sorted(live.items()))):
         blocks = job_store.read(text, lambda found: {int(offset): int(size) for offset, size in found}, None)

@@ -1,7 +1,7 @@
 """The worlds of this process: made by init, found by their group, by a tensor, or as the only one.
 
-A world is the ranks of one group that talk to each other: their heap, their context, their failures. See docs/groups.md
-for what may be left out when there is only one.
+A world is a group of ranks that communicate: their heap, their context, their failures. docs/groups.md says which
+arguments may be left out if there is only one.
 """
 
 import atexit
@@ -26,16 +26,16 @@ from tilescale_net.runtime.world import World, WorldHooks
 
 # -- process end ---------------------------------------------------------------------------------------------------------
 
-# The end of this process while its rank is in a job is reported to the other ranks, with the reason: uncaught exceptions,
-# SystemExit, the end of the program, `finalize`. What ends a rank without Python's doing (a signal, os._exit) is found by
-# the other ranks' watchdogs. Children made by fork are no ranks.
+# Reports the end of this process to the other ranks if its rank is in a job, with the reason: uncaught exceptions,
+# SystemExit, the end of the program, `finalize`. The other ranks' watchdogs find ends outside of Python (a signal,
+# os._exit). Children made by fork are no ranks.
 
-# Seconds that other ranks may take to come to a `finalize` that handles an exception, before that exception is reported
+# Seconds that other ranks may take to come to a `finalize` that handles an exception, before the exception is reported
 # to them.
 report_patience = 10.0
 
 _installed = False
-_exit_code: object = None  # of the SystemExit which ends the program
+_exit_code: object = None  # code of the SystemExit that ends the program
 
 
 def watch_process_end() -> None:
@@ -60,8 +60,8 @@ def watch_process_end() -> None:
 
 def finish_world(world: World) -> None:
     """Close a world in good order, as `finalize` does. In a `finally` or `except` the rank may be failing alone: the
-    others then wait for it in a kernel and would find out by its silence only. The exception is reported to them when
-    they do not come."""
+    others would wait for it in a kernel until they notice its silence. If they do not come, the exception is reported
+    to them."""
     raised = sys.exc_info()[1]
     if raised is None or (isinstance(raised, SystemExit) and not _status(raised.code)):
         world.close()
@@ -80,7 +80,7 @@ def _words(error: BaseException) -> str:
 
 
 def _at_exit(worlds: list[Any]) -> None:
-    # First those whose ranks are to learn of a failure: the end of another one may take long.
+    # First worlds whose ranks must learn of a failure: the end of another one may take long.
     ended = [_end(world) for world in sorted(worlds, key=lambda world: world.failure is None)]
     if not all(ended):
         # atexit cannot change the exit status otherwise, and a failed job must not look like a good one.
@@ -89,9 +89,9 @@ def _at_exit(worlds: list[Any]) -> None:
 
 
 def _end(world: World) -> bool:
-    """End a world at the end of the process; whether the exit status may stay as it is."""
+    """End a world at the end of the process; returns whether the exit status may stay."""
     code = _status(_exit_code)
-    # The uncaught exception; Python notes it even where another excepthook has replaced the one above.
+    # The uncaught exception; Python records it even if another excepthook has replaced the one above.
     uncaught = getattr(sys, "last_value", None)
     if world.failure is None and uncaught is not None:
         world.give_up(_words(uncaught))
@@ -107,16 +107,16 @@ def _end(world: World) -> bool:
 
 
 def _status(code: object) -> int:
-    """The exit status that Python makes of the code of a SystemExit."""
+    """Python's exit status for the code of a SystemExit."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1
 
 
 def _follow_exits() -> None:
-    """Note the code of the SystemExit that ends the program, however and by whatever it was raised. Python does not
-    report the status with which it ends: it reads `code` of the exception when no frame of Python is left, and drops
-    it. All that raises or catches the exception uses this one class, so its attribute is what can be watched."""
+    """Record the code of the SystemExit that ends the program, however it was raised. Python does not report its exit
+    status: it reads `code` of the exception when no Python frame is left, and drops it. All code that raises or catches
+    the exception uses this one class, so its attribute can be watched."""
     replace_exit()
     stored = SystemExit.__dict__["code"]
 
@@ -137,10 +137,10 @@ def _follow_exits() -> None:
 def replace_exit() -> None:
     """Replace sys.exit under each of its names; modules that are imported later find the new one. The second call does nothing.
 
-    The process that simulated ranks fork from calls it for all of them: the names of all modules are 12,000 pages, which each
-    rank would copy.
+    The process that simulated ranks fork from calls it for all of them: the names of all modules are 12,000 pages,
+    which each rank would otherwise copy.
     """
-    if sys.version_info >= (3, 12) or sys.exit is _exit:  # 3.12 makes no exception before somebody looks at it
+    if sys.version_info >= (3, 12) or sys.exit is _exit:  # 3.12 creates the exception lazily
         return
     built_in = sys.exit
     for module in [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]:
@@ -155,13 +155,14 @@ def _exit(status: object = None, /) -> NoReturn:
 
 # -- worlds --------------------------------------------------------------------------------------------------------------
 
-# What a launch that a kernel keeps is valid for: a weak reference to the world where there is one, else an object (or None, at first) that is
+# Validity token of a kernel's cached launch: a weak reference to the only world, else an object (or None, at first)
+# that is replaced whenever a world comes or goes.
 # another one whenever a world comes or goes.
 launch_generation: object = None
 
 _alive: list[World] = []  # in the order in which they were made
-_beside: list[World] = []  # those of them that are beside another one of the same group
-# The addresses at which their heaps begin and end, ascending, with the world of each: for `world_of_tensors`, at each launch.
+_beside: list[World] = []  # siblings: worlds beside another one of the same group
+# Begin and end addresses of their heaps, ascending, with the world of each: for `world_of_tensors`, at each launch.
 _bases: list[int] = []
 _ends: list[int] = []
 _by_base: list[World] = []
@@ -180,8 +181,8 @@ def init(heap_bytes: int | str | None, group: object, hooks: WorldHooks) -> Worl
 
 
 def make_sibling(world: World, heap_bytes: int) -> World:
-    """One more world of the ranks of `world`, with a heap of its own. Collective over them. It is ended by `finalize`
-    with this world as the group. Calls that name the group, or none, mean the first world."""
+    """Another world of the ranks of `world`, with its own heap. Collective over them. `finalize` with this world as the
+    group ends it. Calls that name the group, or none, mean the first world."""
     made = _make(heap_bytes, world.group, world.hooks)
     _beside.append(made)
     return made
@@ -200,7 +201,7 @@ def _make(heap_bytes: int | str | None, group: groups.Group, hooks: WorldHooks) 
 
 @contextlib.contextmanager
 def only(world: World) -> Iterator[None]:
-    """Inside the block this process is in no other world than `world`, which it need not have been in."""
+    """Inside the block `world`, known to this process or not, is its only world."""
     saved = _alive[:], _beside[:]
     _alive[:], _beside[:] = [world], []
     _rebind()
@@ -216,7 +217,7 @@ def finalize(group: object = None) -> None:
     if group is not None:
         return finish_world(_take(get(group)))
     error = None
-    # The newest first: ranks make the worlds that they share in one order, so that no two wait for each other.
+    # The newest first: ranks make shared worlds in one order, so no two wait for each other.
     while _alive:
         try:
             finish_world(_take(_alive[-1]))
@@ -254,7 +255,7 @@ def get(group: object = None) -> World:
 
 
 def _is_of_store(*found: object) -> bool:
-    """Whether one of these groups has ranks of its own, unrelated to those of the job."""
+    """Whether one of these groups has its own ranks, unrelated to the job's."""
     return any(isinstance(group, groups.StoreGroup) for group in found)
 
 
@@ -275,7 +276,7 @@ copyreg.pickle(World, lambda world: (of_ranks, (tuple(world.job_ranks), groups.n
 
 
 def default() -> World:
-    """The world that calls without a group mean: that of all ranks of the job, or else the only one. Raises
+    """The world of calls without a group: of all ranks of the job, or else the only one. Raises
     TileScaleError: no world exists, or several do."""
     first = _first()
     for world in first:
@@ -297,7 +298,7 @@ def refuse_child() -> None:
 
 
 def _first() -> list[World]:
-    """The worlds that a group, or none, may mean."""
+    """The worlds that a group, or None, may mean."""
     return [world for world in _alive if world not in _beside] if _beside else _alive
 
 
@@ -312,7 +313,7 @@ def are_several() -> bool:
 
 
 def device_kind() -> str | None:
-    """Where the kernels of this process run, "cuda" or "simulator"; None before init."""
+    """Device of this process's kernels, "cuda" or "simulator"; None before init."""
     return _alive[0].device_kind if _alive else None
 
 
@@ -323,7 +324,7 @@ def world_at(address: int) -> World | None:
 
 
 def _fail_at(address: int, error: TileScaleError) -> None:
-    """Raise an error in the name of the world whose heap holds an address."""
+    """Raise an error as the world whose heap holds an address."""
     world = world_at(address)
     if world is None:
         raise error
@@ -391,7 +392,7 @@ def _take_all() -> list[World]:
 
 
 def _forget() -> None:
-    """In a child made by fork: what belongs to the parent is kept for ever, so that nothing here takes it down."""
+    """In a child made by fork: keep the parent's objects for ever, so nothing here takes them down."""
     for world in _take_all():
         _forked_from.append(world)
         world.end_in_child(refuse_child)
