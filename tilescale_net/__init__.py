@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-if not os.path.isdir(os.path.join(_FOLDER, "kernels")):  # a link that the tool which unpacked the checkout has not made
+if not os.path.isdir(os.path.join(_FOLDER, "kernels")):  # a link that unpacking the checkout did not create
     __path__.append(os.path.dirname(_FOLDER))
 if "tilelang" not in sys.modules and not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):
-    # tilelang makes a folder in the home when it is imported, and fails where it cannot.
+    # tilelang's import makes a folder in the home, and fails if it cannot.
     from tilescale_net.runtime import private_folder as _private_folder
 
     os.environ.update(_private_folder.for_tilelang())
@@ -98,7 +98,7 @@ def init(
     from tilescale_net.runtime.world import WorldHooks
     from tilescale_net.trace import recorder, reporter
 
-    def device_code() -> str:  # imported when the ranks have met: they learn where it fails
+    def device_code() -> str:  # imported after the rendezvous: ranks learn of a failure
         from tilescale_net.compiler import toolchain
 
         return toolchain.sources_hash()
@@ -285,7 +285,7 @@ def range(name: str) -> AbstractContextManager[None]:
 
 
 def __dir__() -> list[str]:
-    # For completion: what is public, and the modules of the package that are imported, not what this file imports.
+    # For completion: public names and imported modules of the package, not this file's imports.
     modules = (n for n, value in globals().items() if getattr(value, "__name__", "") == f"{__name__}.{n}")
     return sorted({*__all__, *modules, *(n for n in globals() if n.startswith("__"))})
 

@@ -1,8 +1,8 @@
-"""Entry points that servers call in every process they start: with a variable set, `deep_ep` is tilescale_net.deep_ep there,
-and their tensor parallelism uses this package's all-reduce.
+"""Entry points that servers call in each of their processes: with a variable set, `deep_ep` is tilescale_net.deep_ep
+there, and their tensor parallelism uses this package's all-reduce.
 
-Without it they do nothing, and import nothing: installing this package takes nothing over. docs/integrations.md says what is
-taken over, how to see it and how to turn it off.
+Without it they do nothing, and import nothing: an installation alone changes no server. docs/integrations.md lists the
+replaced parts, how to see them and how to turn them off.
 """
 
 import importlib
@@ -12,21 +12,21 @@ from typing import Any
 
 from tilescale_net.runtime import settings
 
-# Modules of SGLang that its processes import before they load plug-ins, and what these have taken from deep_ep.
+# Modules of SGLang that its processes import before plug-ins, and their names from deep_ep.
 _DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher."
 _SGLANG = {
     _DISPATCHERS + "deepep": (("Buffer", "Config"), "use_deepep", "_deepep_import_error"),
     _DISPATCHERS + "deepep_v2": (("ElasticBuffer",), "use_deepep_v2", "_deepep_v2_import_error"),
 }
-# What vLLM's platform of CUDA names as the communicator of a group, and what it names instead.
+# The group communicator that vLLM's CUDA platform names, and its replacement.
 _COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator"
 _OURS = "tilescale_net.vllm_communicator.Communicator"
-# The module of vLLM that looks for deep_ep once, when it is imported.
+# The module of vLLM whose import looks for deep_ep, once.
 _VLLM = "vllm.model_executor.layers.fused_moe.all2all_utils"
 
 
 def vllm() -> None:
-    """Of `vllm.general_plugins`: obeys TSN_VLLM. Raises TileScaleError where vLLM has looked for deep_ep already."""
+    """Of `vllm.general_plugins`: obeys TSN_VLLM. Raises TileScaleError if vLLM has looked for deep_ep already."""
     parts = settings.VLLM.get()
     if "deep_ep" in parts:
         _vllm_all_to_all()
@@ -54,7 +54,7 @@ def _vllm_all_to_all() -> None:
         )
     _take_over("vllm", settings.VLLM.name)
     found = sys.modules.get("vllm.utils.import_utils")
-    if found is not None:  # it remembers which modules it has not found
+    if found is not None:  # it remembers modules that it has not found
         vars(found)["_has_module"].cache_clear()
 
 
@@ -88,7 +88,7 @@ def _ours() -> Any:
 
 
 def _take_over(server: str, variable: str) -> None:
-    """Put this package in DeepEP's place, also where DeepEP was imported, and log it where the server's log shows it."""
+    """Replace DeepEP by this package, even after its import, and say so in the server's log."""
     if sys.modules.get("deep_ep", _ours()) is not _ours():
         for name in [name for name in sys.modules if name.partition(".")[0] == "deep_ep"]:
             del sys.modules[name]

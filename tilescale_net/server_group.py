@@ -1,4 +1,4 @@
-"""A server's group of tensor parallelism: its world, and what its all-reduces need before a CUDA graph is captured."""
+"""A server's group of tensor parallelism: its world, and the preparation of its all-reduces for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tilescale_net.runtime.world import World
 
 # Room for the staging memory of both kernels and for the largest batch of most models; larger tensors are summed in pieces.
 HEAP_BYTES = 256 << 20
-# Sizes whose kernels are made at the first call: later ones may be captured into a CUDA graph.
+# Sizes whose kernels the first call makes: later calls may be captured into a CUDA graph.
 WARM_UP = [1 << shift for shift in range(10, 24)]
 
 
 class ServerGroup:
-    """A group of ranks of which each can map the memory of the others. See `make`."""
+    """A group of ranks that map each other's memory. See `make`."""
 
     def __init__(self, name: str, world: World, cpu_group: dist.ProcessGroup) -> None:
         self.name, self.world = name, world
@@ -31,12 +31,12 @@ class ServerGroup:
 
     @classmethod
     def make(cls, name: str, cpu_group: dist.ProcessGroup, log: logging.Logger, variable: str) -> ServerGroup | None:
-        """The group; None, on all ranks and with a warning, where a rank cannot map another one's memory. Collective.
+        """The group; None, on all ranks and with a warning, if a rank cannot map another one's memory. Collective.
 
         Args:
-            name: as the server names it.
+            name: the server's.
             cpu_group: its ranks.
-            log: for the warning. variable: that has asked for this.
+            log: for the warning. variable: the one that requests it.
 
         Raises:
             TileScaleError: the world cannot be made for another reason.
@@ -63,7 +63,7 @@ class ServerGroup:
         return cls(name, world, cpu_group)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The sum over the group's ranks, a new tensor; None where this package does not sum such tensors."""
+        """The sum over the group's ranks, a new tensor; None if this package does not sum such tensors."""
         if x.dtype not in AllReduce.DTYPES or x.device != self.world.device:
             return None
         if x.dtype not in self._warm and not self._is_capturing():
@@ -75,14 +75,15 @@ class ServerGroup:
     def all_reduce_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The RMSNorm of the sum of `x` plus `residual`, and that itself; None where `takes_rows` says no or dtypes differ."""
+        """The RMSNorm of the sum of `x` plus `residual`, and that sum; None unless `takes_rows` and dtypes are
+        equal."""
         if x.device != self.world.device or {residual.dtype, weight.dtype} != {x.dtype} or not takes_rows(x):
             return None
         norms.norm_of(group_objects.in_order(self.world), x.shape[-1]).warm_up(x.dtype)
         return ops.all_reduce_norm(x, weight, residual=residual, eps=eps, group=self.world, replicated=True)
 
     def close(self) -> None:
-        """Give everything back; collective."""
+        """Free everything; collective."""
         leave(self.world)
 
     def _is_capturing(self) -> bool:
@@ -90,7 +91,7 @@ class ServerGroup:
 
 
 def takes_rows(x: torch.Tensor) -> bool:
-    """Whether `AllReduceNorm` takes the rows of `x`, whose number may be a symbol."""
+    """Whether `AllReduceNorm` takes the rows of `x`, whose number may be symbolic."""
     hidden = x.shape[-1] if x.dim() else 0
     nbytes = hidden * x.element_size() if isinstance(hidden, int) else 0
     return x.dtype in AllReduceNorm.DTYPES and nbytes % 16 == 0 and 0 < nbytes <= AllReduceNorm.LARGEST_ROW

@@ -1,8 +1,8 @@
 """SGLang's tensor parallelism with this package's all-reduce, and its fusion with residual and RMSNorm, by SGLang's hooks.
 
-Groups named as in `GROUPS` get a `ServerGroup` when SGLang makes them. `all_reduce` is hooked where SGLang's models call it and
-inside the operator that its compiled graphs hold; the fusion in the place of FlashInfer's, which is then asked for the batches
-that this package does not take.
+Groups named as in `GROUPS` get a `ServerGroup` when SGLang makes them. `all_reduce` is hooked at its callers in
+SGLang's models and inside the operator of its compiled graphs; the fusion replaces FlashInfer's, which still gets the
+batches that this package does not take.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tilescale_net.server_group import ServerGroup
 
 log = logging.getLogger("sglang.tilescale_net")
 
-# Names of SGLang's groups whose all-reduces end layers: with attention of its own data parallelism the second one.
+# SGLang's groups whose all-reduces end layers; the second one with data-parallel attention.
 GROUPS = ("tp", "attention_tp")
 _COORDINATOR = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _FUSED = "sglang.srt.layers.flashinfer_comm_fusion.flashinfer_allreduce_residual_rmsnorm"
@@ -46,7 +46,7 @@ def _of(coordinator: Any) -> ServerGroup | None:
 
 
 def _made(result: None, coordinator: Any, *given: Any, **named: Any) -> None:
-    """A group is there. Ranks of groups by Mooncake, or with room for more, may change later, which a world's do not."""
+    """Called for each new group. Groups by Mooncake, or with room for more ranks, may change later; worlds cannot."""
     name = coordinator.unique_name
     if name.split(":")[0] not in GROUPS or coordinator.world_size == 1 or _of(coordinator) is not None:
         return
@@ -67,7 +67,7 @@ def _destroyed(coordinator: Any) -> None:
 
 
 def _all_reduce(theirs: Callable, coordinator: Any, input_: torch.Tensor) -> torch.Tensor:
-    """Compiled graphs get SGLang's operator, which comes to `_out_of_place`."""
+    """Compiled graphs get SGLang's operator, which calls `_out_of_place`."""
     group = None if torch.compiler.is_compiling() else _of(coordinator)
     found = group.all_reduce(input_) if group is not None else None
     result: torch.Tensor = theirs(coordinator, input_) if found is None else found
@@ -82,7 +82,7 @@ def _out_of_place(theirs: Callable, coordinator: Any, input_: torch.Tensor, *giv
 
 
 def _norm_group(use_attn_tp_group: bool) -> ServerGroup | None:
-    """The group that SGLang's fused call sums over, as SGLang itself finds it."""
+    """The group of SGLang's fused call, found as SGLang does."""
     fusion = importlib.import_module(_FUSED.rpartition(".")[0])
     return _of(fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)[2])
 
@@ -100,7 +100,7 @@ def _fused(
 
 
 def _applies(theirs: Callable, batch_size: int) -> bool:
-    """Whether layers leave their sum to the norm: for any batch, where both groups that they sum over are this package's."""
+    """Whether layers leave their sum to the norm: for any batch, if both groups of their sums use this package."""
     if torch.compiler.is_compiling() or batch_size == 0 or None in (_norm_group(True), _norm_group(False)):
         return bool(theirs(batch_size))
     return True

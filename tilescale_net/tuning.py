@@ -1,4 +1,4 @@
-"""Tuning of calls on the machine at hand: explicit, in lockstep on all ranks, and kept on disk (`runtime/tuned.py`).
+"""Explicit tuning of calls on this machine, in lockstep on all ranks, stored on disk (`runtime/tuned.py`).
 
     from tilescale_net import tuning
 
@@ -43,17 +43,17 @@ from tilescale_net.runtime.tuned import Choice
 
 __all__ = ["Found", "Trial", "moe", "product"]
 
-# -- candidates one after the other, on all ranks at once: no rank runs another one than the others, or chooses otherwise
+# -- candidates one after the other, in lockstep: all ranks run the same one, and choose the same ---------------------
 
 
-# The first candidate, which is taken without a search, stays unless another one gains so much.
+# Smallest gain for which another candidate replaces the first one, the default.
 GAIN = 0.02
-# What a candidate may fail with: it is left out then.
+# Errors that only disqualify a candidate.
 UNFIT = (HeapError, KernelError, ValueError)
 WARM_UP, CALLS, SAMPLES = 3, 10, 5
 
 Call = Callable[[], object]
-# `(candidate, call) -> us` of a call.
+# `(candidate, call) -> us`, the time of a call.
 Measure = Callable[[Choice, Call], float]
 
 
@@ -107,7 +107,7 @@ def lockstep(
     """Try all candidates; collective. Rank 0 logs each before it is tried.
 
     Args:
-        make: gives a call and what frees it; collective. Raises one of UNFIT for what cannot be.
+        make: returns a call and a function that frees it; collective. Raises one of UNFIT for invalid candidates.
         measure: of a call; collective. Default: device time on a GPU, the wall clock in the simulator, where it means nothing.
 
     Raises:
@@ -152,7 +152,7 @@ def _try(world, choice: Choice, make, measure: Measure) -> Trial:
 
 
 def device_us(world, call: Call) -> float:
-    """Median time of a call; every rank makes as many."""
+    """Median time of a call; every rank makes equally many."""
     on_gpu = world.device_kind == "cuda"
     for _ in range(WARM_UP if on_gpu else 0):
         call()
@@ -174,11 +174,11 @@ def device_us(world, call: Call) -> float:
     return statistics.median(samples)
 
 
-# -- dispatch and combine of `kernels.moe.AllToAll`: blocks, how many of them send, and threads ------------------------
+# -- dispatch and combine of `kernels.moe.AllToAll`: blocks, senders among them, and threads ------------------------
 
 
 def moe_candidates(config: Config, world, most: int) -> list[Choice]:
-    """What is tried, at most so many: first the default, then its neighbours, one field after the other."""
+    """Candidates, up to a limit: first the default, then its neighbours, one field after the other."""
     usual: Any = Tuning().resolved(config, world.device)  # all fields are numbers then
     blocks = [usual.blocks * n // 4 for n in (4, 3, 5, 6, 2)] if config.mode == "throughput" else [usual.blocks]
     senders = (0, -2, 2, -4, 4) if config.mode == "throughput" else (0,)
@@ -247,14 +247,14 @@ def moe(
 # -- GEMMs with their communication: every way, and tiles, blocks that send and copies of the fused one ----------------
 
 
-# What is tried beside the usual: half and twice the blocks, and the other engine. "auto" gathers rows by bulk copies; sums
-# leave by loads and stores unless they are to leave by bulk copies.
+# Candidates beside the usual one: half and twice the blocks, and the other engine. "auto" gathers rows by bulk copies;
+# sums leave by loads and stores unless "bulk" is given.
 OTHER_ENGINE = {"all_gather_matmul": "ldst", "matmul_reduce_scatter": "bulk", "matmul_all_reduce": "bulk"}
 
 
 def product_candidates(problem: GemmProblem, device: torch.device, most: int, is_mapped: bool = True) -> list[Choice]:
-    """What is tried, at most so many: the GEMM and the collective one after the other, the usual fused call, copy
-    engines, then fused calls by how many of their options differ from the usual."""
+    """Candidates, up to `most`: the GEMM and the collective one after the other, the usual fused call, copy
+    engines, then fused calls by the number of options that differ from the usual."""
     on_gpu = device.type == "cuda"
     usual: dict[str, Any] = {"blocks": 4, "engine": "auto"} | usual_options(problem, device)
     tilings = [of_dtype(t, problem) for t, _ in GEOMETRIES] if on_gpu else [replace(SIMULATED, panel=1)]

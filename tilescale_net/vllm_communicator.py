@@ -21,8 +21,8 @@ try:
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 except ImportError as error:
     raise TileScaleError(
-        f"TSN_VLLM: this vLLM has not what all_reduce and norm need ({error}); they are for vLLM 0.33: set TSN_VLLM=deep_ep, "
-        "which needs none of it"
+        f"TSN_VLLM: this vLLM lacks interfaces that all_reduce and norm need ({error}); they are for vLLM 0.33: "
+        "set TSN_VLLM=deep_ep, which needs none of it"
     ) from error
 
 from tilescale_net.kernels.all_reduce_norm import FP8_DTYPE, PER_BLOCK, PER_TENSOR, PER_TOKEN
@@ -39,7 +39,7 @@ class Communicator(CudaCommunicator):  # type: ignore[misc]
     """vLLM's communicator; all-reduces of tensor parallelism are those of `tilescale_net.ops.all_reduce`.
 
     Args:
-        given, named: those of vLLM's class.
+        given, named: of vLLM's class.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -63,7 +63,7 @@ class Communicator(CudaCommunicator):  # type: ignore[misc]
         return super().all_reduce(input_) if found is None else found
 
     def destroy(self) -> None:
-        """Give everything back; collective."""
+        """Free everything; collective."""
         super().destroy()
         if self._ours is not None:
             GROUPS.pop(self.unique_name, None)
@@ -89,18 +89,18 @@ class Quantization(NamedTuple):
 
 
 class FuseNorm(VllmInductorPass):  # type: ignore[misc]
-    """`ops.all_reduce_norm` in place of vLLM's all-reduce with RMSNorm behind it, with a residual and without; or
-    `ops.all_reduce_norm_quantized`, where one of vLLM's operators quantises the normalised rows to FP8.
+    """`ops.all_reduce_norm` instead of vLLM's all-reduce and following RMSNorm, with a residual and without; or
+    `ops.all_reduce_norm_quantized`, if one of vLLM's operators quantises the normalised rows to FP8.
 
-    Replaced where nothing else reads the sum (with a residual), the weight has the sum's dtype, or is such a one in float32 plus
-    a number (Gemma's), and the kernel takes the rows.
+    Replaced if nothing else reads the sum (with a residual), the weight has the sum's dtype, or is such a weight in
+    float32 plus a number (Gemma's), and the kernel takes the rows.
 
     Args:
         config: vLLM's.
         named: the group's name in vLLM. group: its name in torch.distributed.
 
     Attributes:
-        replaced: how many norms calls so far have replaced. quantized: how many of them with the quantisation behind them.
+        replaced: number of norms replaced so far. quantized: those of them with quantisation.
     """
 
     def __init__(self, config: Any, named: str, group: str) -> None:
@@ -113,7 +113,7 @@ class FuseNorm(VllmInductorPass):  # type: ignore[misc]
 
     @VllmInductorPass.time_and_log
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Replace what is replaced, in place."""
+        """Replace calls in place."""
         norms = (torch.ops.vllm_ir.fused_add_rms_norm.default, torch.ops.vllm_ir.rms_norm.default)
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in norms:
@@ -122,7 +122,7 @@ class FuseNorm(VllmInductorPass):  # type: ignore[misc]
 
     def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node, has_residual: bool) -> None:
         summed, *residuals, weight, eps = node.args[: 4 if has_residual else 3]
-        window = node.args[4 if has_residual else 3 :]  # of the elements whose squares are added up
+        window = node.args[4 if has_residual else 3 :]  # number of elements whose squares are added up
         weight, weight_bias = _without_bias(weight)
         if not self._fits(summed, weight) or any(size is not None for size in window):
             return
@@ -131,7 +131,7 @@ class FuseNorm(VllmInductorPass):  # type: ignore[misc]
             if len(summed.users) != 1 or residual.meta["val"].dtype != summed.meta["val"].dtype:
                 return
             normed, total = ([user for user in node.users if user.args[1] == i] for i in range(2))
-        else:  # the call stands where the sum stood, since others may read that before the norm
+        else:  # at the sum's place, because others may read it before the norm
             residual, at, normed, total = None, summed, [node], [summed]
             if not _is_given(weight):
                 return
@@ -183,12 +183,12 @@ def _users(nodes: list[torch.fx.Node]) -> list[torch.fx.Node]:
 
 
 def _is_given(node: Any) -> bool:
-    """Whether a node is there before all that the graph computes."""
+    """Whether a node precedes all computations of the graph."""
     return isinstance(node, torch.fx.Node) and node.op in ("placeholder", "get_attr")
 
 
 def _without_bias(weight: Any) -> tuple[Any, float]:
-    """Of a weight in float32 plus a number, as Gemma's norm makes it: the weight, as it is given, and the number."""
+    """The parts of a weight in float32 plus a number, as in Gemma's norm: the original weight and the number."""
     if isinstance(weight, torch.fx.Node) and weight.target == torch.ops.aten.add.Tensor and len(weight.args) == 2:
         wide, bias = weight.args
         if isinstance(bias, (int, float)) and isinstance(wide, torch.fx.Node) and _value(wide).dtype == torch.float32:
@@ -198,7 +198,7 @@ def _without_bias(weight: Any) -> tuple[Any, float]:
 
 
 def _quantization(node: torch.fx.Node) -> Quantization | None:
-    """What a call of vLLM's quantises as the kernel can: finite scales of the whole tensor, a row, or 128 elements."""
+    """A call of vLLM's that quantises as the kernel does: finite scales of the whole tensor, a row, or 128 elements."""
     if node.target != torch.ops.higher_order.auto_functionalized or node.args[0] not in _quantizers():
         return None
     given, name = node.kwargs, node.args[0]._schema.name
@@ -229,7 +229,7 @@ def _quantizers() -> list[Any]:
     return [getattr(torch.ops._C, name).default for name in names if hasattr(torch.ops._C, name)]
 
 
-# Names of groups that norms are fused in: vLLM's and torch's. A process with several engines has several.
+# Names of groups with fused norms: vLLM's and torch's. A process with several engines has several.
 GROUPS: dict[str, str] = {}
 
 
@@ -251,5 +251,5 @@ def install_pass(named: str, group: str) -> None:
     manager.configure = configure_with_ours
 
 
-# Passes that bring norms into the form that is looked for.
+# Passes that bring norms into the expected form.
 BEFORE = ("NoOpEliminationPass", "AddRMSNormFusionPass")

@@ -243,7 +243,7 @@ def _refusals() -> None:
         ops.moe_dispatch(None, x, idx, torch.ones((1, TOP_K)))
     handle = Handle((1, 2), None, ())
     for received, error, words in (
-        (handle, TypeError, "received must be what the dispatch gave, not Handle"),
+        (handle, TypeError, "received must be the result of the dispatch, not Handle"),
         (Dispatched(x, *[None] * 6, handle), ValueError, "received is of a layer of another configuration"),
     ):
         with pytest.raises(error, match=f"moe_combine: {words}"):

@@ -32,8 +32,8 @@ def trace_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def trace(args: argparse.Namespace) -> int:
-    """Print the summary of a timeline, put together first if its job left it in parts. Raises ConfigurationError: there
-    is no trace, or it is damaged."""
+    """Print the summary of a timeline, first merged if its job left it in parts. Raises ConfigurationError: there is no
+    trace, or it is damaged."""
     left = timeline.part_files(args.file)
     if left and not os.path.exists(args.file):
         try:
@@ -45,7 +45,8 @@ def trace(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- tune: finds how calls are made best on this machine, and keeps it ---------------------------------------------------
+# -- tune: finds and stores the fastest settings of calls on this machine
+# ------------------------------------------------
 
 PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -150,7 +151,7 @@ def check_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Explore the schedules and print the result; 1 where something is wrong, 3 where not all schedules could be run.
+    """Explore the schedules and print the result; 1 if a schedule is wrong, 3 if not all could run.
     Raises ConfigurationError: the function or the schedule is invalid."""
     from tilescale_net.explore import search
     from tilescale_net.explore.case import Case, load
@@ -278,6 +279,6 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigurationError as err:
         launch.say(str(err))
         return 2
-    except BrokenPipeError:  # what reads the output has ended, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left
+    except BrokenPipeError:  # the reader of the output has ended, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest
         return 128 + signal.SIGPIPE

@@ -1,4 +1,4 @@
-"""Parsers and types of command-line arguments, of the command and of the benchmarks, whose errors say what is wrong."""
+"""Parsers and types of command-line arguments, of the command and of the benchmarks, with clear errors."""
 
 import argparse
 import difflib
@@ -43,12 +43,12 @@ def writable_file(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose subcommands report unknown options themselves, with the one that was probably meant."""
+    """An ArgumentParser whose subcommands report unknown options themselves, with the probably intended one."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse, but nothing may be left."""
+        """As argparse, without unknown arguments."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             names = [word.partition("=")[0] for word in unknown if word.startswith("--")]

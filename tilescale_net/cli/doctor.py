@@ -1,6 +1,6 @@
-"""`python -m tilescale_net doctor`: what a job on this machine needs, whether it is there, and what to do where it is not.
+"""`python -m tilescale_net doctor`: the requirements of a job on this machine, their state, and remedies.
 
-Exit code 0 when nothing that is needed is missing, 1 otherwise. Warnings are of what makes jobs slower or smaller.
+Exit code 0 if no requirement is missing, else 1. Warnings are about limits of speed or size.
 """
 
 import os
@@ -24,16 +24,16 @@ from tilescale_net.runtime import private_folder, settings
 GOOD, WARNING, MISSING, UNUSED = "ok", "warning", "missing", "not needed"
 DRIVER = 13000  # CUDA 13, as the driver counts
 NVCC = (13, 0)
-SET_UP = 6 << 30  # bytes of packages with a torch built for CUDA
+SET_UP = 6 << 30  # disk space of packages with a CUDA torch
 EFA_LIBFABRIC = (1, 18)  # the first that registers GPU memory by DMABUF for EFA
-# Measured by benchmark/start_up.py over tcp; beside them what torch, tilelang and a training program open.
+# Measured by benchmark/start_up.py over tcp; plus descriptors of torch, tilelang and a training program.
 FILES_OF_A_PEER, FILES_OF_A_PROGRAM = 4, 200
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of a check. `what`: is checked. `state`: GOOD, WARNING, MISSING or UNUSED. `found`: the present state.
-    `remedy`: what to do, where something is to do."""
+    """Outcome of a check. `what`: the checked item. `state`: GOOD, WARNING, MISSING or UNUSED. `found`: the present
+    state. `remedy`: the action to take, if any."""
 
     what: str
     state: str
@@ -42,14 +42,14 @@ class Finding:
 
 
 def _judge(what: str, good: bool, found: str, remedy: str, bad: str = WARNING, unused: str = "") -> Finding:
-    """GOOD, or `bad` with the remedy; UNUSED where `unused` says why nothing here needs it."""
+    """GOOD, or `bad` with the remedy; UNUSED if `unused` has a reason."""
     if unused:
         return Finding(what, UNUSED, f"{found}; {unused}" if found else unused)
     return Finding(what, GOOD, found) if good else Finding(what, bad, found, remedy)
 
 
 class Doctor:
-    """All checks; each yields findings. Facts that several of them need are found once."""
+    """All checks; each yields findings. Shared facts are determined once."""
 
     def __init__(self) -> None:
         self.gpus = info.gpus()
@@ -146,7 +146,7 @@ class Doctor:
         yield self._ipc()
 
     def _ipc(self) -> Finding:
-        """Whether memory can be shared among processes: a handle is made, which containers may refuse."""
+        """Whether processes can share memory: makes a handle, which containers may forbid."""
         from cuda.bindings import runtime
 
         from tilescale_net.runtime.cuda_memory import check
@@ -212,7 +212,7 @@ class Doctor:
     def disk(self) -> Iterator[Finding]:
         root = set_up.ROOT
         if not os.path.exists(os.path.join(root, "launch.sh")):
-            return  # installed: nothing is set up here
+            return  # installed: no set-up here
         free = shutil.disk_usage(root).free
         there = os.path.isdir(settings.VENV.get() or os.path.join(root, ".venv")) or free >= SET_UP
         remedy = f"launch.sh needs {SET_UP >> 30} GiB for packages; free some, or name a folder in TSN_VENV"
@@ -256,7 +256,7 @@ class Doctor:
             return  # reported above
         except TileScaleError as err:
             found, headers, advice = str(err).partition("; install the headers")
-            # The error of a native part without libfabric's headers states what to do: a library alone would not help.
+            # Without libfabric's headers the native part's error has the remedy: a library alone would not help.
             yield Finding(
                 "libfabric", WARNING, f"{found}; ranks of one node do without", (headers + advice)[2:] or remedy
             )
@@ -326,7 +326,7 @@ def _listed(folder: str) -> list[str]:
 
 
 def text(findings: list[Finding]) -> str:
-    """Findings line by line, remedies below what they are for."""
+    """Findings line by line, each with its remedy below."""
     width = max(len(f.what) for f in findings)
     out = []
     for f in findings:

@@ -1,4 +1,4 @@
-"""`python -m tilescale_net info`: versions, devices, compilers and networks, and what a job would use of them.
+"""`python -m tilescale_net info`: versions, devices, compilers and networks, and a job's choice of them.
 
 `doctor` and the benchmarks take the facts of the machine from here.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from tilescale_net.errors import TileScaleError
 
-# -- what this machine has: GPUs with their links, NICs with their places, memory; read from CUDA, /sys and /proc ------
+# -- this machine: GPUs with links, NICs with locations, memory; read from CUDA, /sys and /proc -----------------------
 
 
 SYS = Path("/sys")
@@ -34,7 +34,7 @@ def driver() -> str | None:
 
 
 def link(first: int, second: int) -> str:
-    """What a GPU reaches the memory of another by: "NVLink", "PCIe", or "none". CUDA does not name the link, but
+    """The link from a GPU to another's memory: "NVLink", "PCIe", or "none". CUDA does not name the link, but
     reports whether atomic operations are carried out at its other end: over NVLink only."""
     from cuda.bindings import runtime
 
@@ -51,7 +51,7 @@ def link(first: int, second: int) -> str:
 
 def gpus() -> list[dict[str, Any]]:
     """One dict a GPU: name, compute_capability, memory (bytes), pci, numa_node, peers (ordinals it can map), links.
-    `links` has what each of the peers is reached by, see `link`."""
+    `links`: the link to each of the peers, see `link`."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -140,7 +140,7 @@ def _version(package: str) -> str | None:
 
 
 def collect() -> dict[str, Any]:
-    """Everything, as JSON holds it. What cannot be found out is a text with the reason."""
+    """All facts, for JSON; an unknown fact is a text with the reason."""
     import torch
 
     import tilescale_net
@@ -216,7 +216,7 @@ def chosen(multi_host: bool) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """What `collect` has found, as text, one fact a line."""
+    """The facts of `collect` as text, one per line."""
     yield f"tilescale_net {found['tilescale_net']}, Python {found['python']}"
     for name, version in found["packages"].items():
         yield f"  {name} {version or 'not installed'}"

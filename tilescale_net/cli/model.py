@@ -1,17 +1,17 @@
 """`python -m tilescale_net model`: bytes on each link and expected times of MoE dispatch and combine, and of collectives,
 before there is a cluster.
 
-A link's time is its bytes over its bandwidth, plus the messages' own cost; NVLink and network work at the same time, so the
-slower of the two counts, and a fixed cost for the launch, the handshake and the waits comes on top. Where a rank of the
-other node forwards rows, its wait, its read and its put come on top once.
+A link's time is its bytes over its bandwidth, plus the messages' own cost; NVLink and network work at the same time, so
+the slower one counts, plus a fixed cost of launch, handshake and waits. If a rank of another node forwards rows, its
+wait, read and put are added once.
 
 Choices of experts are uniform: each token takes `top_k` different experts, every one with equal probability. A row goes once
-to each rank that hosts a chosen expert. The expected number of rows towards a rank is then that of a hypergeometric draw.
+to each rank that hosts a chosen expert. The expected number of rows towards a rank then follows a hypergeometric draw.
 
-The fixed costs and the distance from the bound of NVLink are fitted to docs/results: of MoE on 2 and 4 H200s, of collectives
-on two H100s, with what two H200s take less; tests/cli/test_model.py compares them with these results. The cost of the
-network is measured (tcp over loopback) or published by others (a NIC), as the table states. What several GPUs of several
-nodes take has not been measured.
+The fixed costs and the distance from NVLink's bound are fitted to docs/results: MoE on 2 and 4 H200s, collectives on
+two H100s, minus the difference of two H200s; tests/cli/test_model.py compares them with these results. The cost of the
+network is measured (tcp over loopback) or published by others (a NIC), as the table states. Several GPUs of several
+nodes have not been measured.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 from tilescale_net.cli.arguments import positive_float, positive_int
 from tilescale_net.errors import ConfigurationError
 
-NVLINK = 372.0  # GB/s one way, what single copies reach between two H200s
+NVLINK = 372.0  # GB/s one way of single copies between two H200s
 HOP_US = 2.5  # put_signal of a row of 8 to 16 KiB over NVLink, docs/results/signals.md: the time to forward a row
 
 
@@ -50,14 +50,14 @@ TCP = Network(37.3, False, 3.5, 15.2, "measured: tcp over loopback, GPU memory s
 
 
 def tcp(gbps: float) -> Network:
-    """tcp over loopback on a host where that carries `gbps`. Hosts differ: the H200s' 37.3, two H100s' 24."""
+    """tcp over loopback at `gbps`. Hosts differ: 37.3 on that of the H200s, 24 on that of two H100s."""
     return replace(TCP, gbps=gbps, source=TCP.source if gbps == TCP.gbps else "tcp over loopback, the rate as given")
 
 
 def nic(gbps: float, shared_by: int) -> Network:
-    """A NIC of `gbps` for `shared_by` ranks. Not measured: this package has not run on one. 97 % of the rate and 10 us
-    one way are what Libefaxx and pplx-garden publish of EFA; 7.8 M messages a second and thread is what one thread
-    reaches on InfiniBand in FaSST's benchmark of one-sided operations."""
+    """A NIC of `gbps` for `shared_by` ranks. Not measured: this package has not run on one. Libefaxx and pplx-garden
+    publish 97 % of the rate and 10 us one way for EFA; 7.8 M messages per second and thread is FaSST's figure for
+    one-sided operations on InfiniBand."""
     return Network(
         0.97 * gbps / shared_by, True, 1 / 7.8, 10.0, "published by others for EFA and InfiniBand, not measured"
     )
@@ -65,9 +65,9 @@ def nic(gbps: float, shared_by: int) -> Network:
 
 @dataclass(frozen=True)
 class Expectation:
-    """One operation by one way; bytes are of a rank and one direction (of collectives on the average), times in us.
-    `way`: "once per rank" or "once per node". `bound`: of the busier link, at the rates of the hardware. `expected`:
-    with the costs of the kernels and of messages. `limit`: the link that decides."""
+    """One operation by one way; bytes are of a rank and one direction (of collectives on average), times in us. `way`:
+    "once per rank" or "once per node". `bound`: of the busier link, at hardware rates. `expected`: with the costs of
+    kernels and messages. `limit`: the limiting link."""
 
     operation: str
     way: str
@@ -89,9 +89,9 @@ def _expect(
     hops: int,
     steps: int = 1,
 ) -> Expectation:
-    """What a call is expected to take. `sent`: bytes over NVLink and over the network, and messages of the network.
-    `nvlink_us`: with what the kernels take beyond the bound. `fixed_us`: independent of the size. `hops`: 1 where a
-    rank forwards what comes from another node. `steps`: how often data wait for the network."""
+    """Expected costs of a call. `sent`: bytes over NVLink and over the network, and messages of the network.
+    `nvlink_us`: with the kernels' time beyond the bound. `fixed_us`: independent of the size. `hops`: 1 if a rank
+    forwards data from another node. `steps`: number of waits for the network."""
     nvlink, proxied, messages = sent
     wire, sending = network.time(proxied, messages)
     waits = steps * (network.latency + hops * HOP_US)
@@ -116,7 +116,7 @@ ROW: dict[str, Callable[[int], int]] = {
     "bf16": lambda hidden: 2 * hidden,
     "fp8": lambda hidden: hidden + 4 * -(-hidden // 128),
 }
-LAYOUT_US = 26.0  # throughput mode: counting and agreeing on what goes where, saved where a layout is cached
+LAYOUT_US = 26.0  # throughput mode: counting and routing, saved by a cached layout
 PROXIED_BYTES = 256 * 1024  # throughput mode: of a message to another node, about (Tuning.proxied_bytes)
 # Of a kernel, by mode: us independent of the size; time of the bytes on NVLink, times the bound's.
 KERNELS = {
@@ -130,7 +130,7 @@ OPERATIONS = {"latency": ("dispatch", "combine"), "throughput": ("dispatch", "di
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the times depend on. `tokens` are of one rank; `hidden` elements of `dtype` make a row."""
+    """Inputs of the model. `tokens`: of one rank; `hidden` elements of `dtype` make a row."""
 
     nodes: int
     gpus: int
@@ -143,7 +143,7 @@ class Cluster:
     network: Network
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be."""
+        """Raise ValueError for impossible values."""
         ranks = self.nodes * self.gpus
         if self.experts % ranks:
             raise ValueError(f"--experts is {self.experts}; it must be a multiple of the {ranks} ranks")
@@ -156,9 +156,9 @@ class Cluster:
         return 1 - comb(others, self.top_k) / comb(self.experts, self.top_k)
 
     def rows(self, way: str) -> tuple[float, float]:
-        """Expected rows that a rank sends to others over NVLink, with those that it forwards, and over the network.
-        `way`: "once per rank": each row crosses to every rank that needs it, as with `Tuning(once_per_node=False)` or
-        where nodes have one rank; "once per node": it crosses once for each node, and goes on over NVLink there."""
+        """Expected rows that a rank sends to others over NVLink, including forwarded ones, and over the network. `way`:
+        "once per rank": each row crosses to every rank that needs it, as with `Tuning(once_per_node=False)` or nodes of
+        one rank; "once per node": it crosses once for each node, and is forwarded over NVLink there."""
         each = self.tokens * self.reached(1)
         if way == "once per rank":
             return each * (self.gpus - 1), each * self.gpus * (self.nodes - 1)
@@ -186,17 +186,18 @@ COLLECTIVES = {
     "all_reduce": (4.5, 324.0, 2),
     "all_to_all": (7.7, 345.0, 1),
 }
-SMALL_ALL_REDUCE = (2.52, 330.0)  # in one step, to each peer all of it
-# The others in packets: the same, and the bytes of all parts up to which they are taken.
+SMALL_ALL_REDUCE = (2.52, 330.0)  # in one step, all data to each peer
+# The others in packets: the same, and the largest size of all parts.
 PACKETS = (4.78, 260.0)
 PACKETS_UP_TO = {"all_gather": 256 << 10, "all_to_all": 256 << 10, "reduce_scatter": 512 << 10}
-# All these are of H100s. What H200s take less, us: whole, and in packets.
+# All these are for H100s. Savings of H200s, us: whole, and in packets.
 LESS_ON_H200 = {"all_gather": (2.0, 0.5), "reduce_scatter": (2.0, 1.0), "all_to_all": (1.7, 0.9)}
 
 
 def sent(operation: str, nbytes: int, nodes: int, gpus: int, way: str) -> tuple[float, float]:
     """Bytes that a rank sends over NVLink and over the network. `nbytes`: of the output of an all-gather, the input of
-    the others. `way`: "once per rank" or "once per node"; an all-to-all has one way, as each row has one receiver."""
+    the others. `way`: "once per rank" or "once per node"; an all-to-all has one way, because each row has one
+    receiver."""
     ranks = nodes * gpus
     part = nbytes / ranks * COLLECTIVES[operation][2]
     if way == "once per node" and operation != "all_to_all":
@@ -237,7 +238,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--nic-gbps", type=positive_float, default=400.0, help="of a NIC, 1e9 bit/s one way (%(default)s)"
     )
     command.add_argument("--nics", type=positive_int, help="of a node (one a GPU)")
-    text = "the network of virtual nodes on one host, and what it carries one way, by proxy_write.py (%(const)s)"
+    text = "the network of virtual nodes on one host, and its rate one way, by proxy_write.py (%(const)s)"
     command.add_argument("--tcp-loopback", nargs="?", const=TCP.gbps, type=positive_float, metavar="GBPS", help=text)
     text = "a collective's bytes (K, M, G) instead of a layer: output of an all-gather, input of the others"
     command.add_argument("--bytes", metavar="SIZE", help=text)
@@ -245,7 +246,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; exit code 0. Raises ConfigurationError for arguments that make no sense."""
+    """Print the table; exit code 0. Raises ConfigurationError for invalid arguments."""
     network = tcp(args.tcp_loopback) if args.tcp_loopback else nic(args.nic_gbps * (args.nics or args.gpus), args.gpus)
     found, facts, head = (_of_a_layer if args.bytes is None else _of_collectives)(args, network)
     if args.json:

@@ -26,7 +26,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 def precompile_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `precompile`."""
     command.add_argument("list", nargs="?", metavar="LIST", help="JSON file of objects, see docs/install.md")
-    text = "compile what this folder holds: kernels of an earlier run, of another version or GPU"
+    text = "compile the kernels of this folder: of an earlier run, of another version or GPU"
     command.add_argument("--like", metavar="FOLDER", help=text)
     command.add_argument("--output", default="tilescale_net_kernels", metavar="FOLDER", help="(%(default)s)")
     command.add_argument("--arch", default=ARCH, help="of the GPUs (%(default)s)")
@@ -36,7 +36,7 @@ def precompile_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def precompile(args: argparse.Namespace) -> int:
-    """Compile all kernels, with a line for each; 1 where one of them fails. Raises ConfigurationError: a list, an
+    """Compile all kernels, with a line for each; 1 if one of them fails. Raises ConfigurationError: a list, an
     object or a folder that is not valid, or no compiler."""
     from tilescale_net.compiler import gpu_cache, toolchain
 
@@ -157,7 +157,7 @@ def _of_object(entry: dict[str, Any], sms: int) -> Iterable[Call]:
     if kind == "AllToAll":
         objects = [entry]
     elif kind == "deep_ep.low_latency":
-        # Both, as Buffer makes one object for each.
+        # Both: Buffer makes an object for each.
         objects = [entry | low_latency_options(dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     elif kind == "deep_ep.high_throughput":
         tuning, entry["max_tokens"] = Tuning(blocks=entry.pop("num_sms", 20)), room_for(entry["max_tokens"])

@@ -1,10 +1,11 @@
-"""Kernels of `tilescale_net.kernels` for GPUs, cached under what they are made from, so that they are not traced again.
+"""Kernels of `tilescale_net.kernels` for GPUs, cached by their inputs, so that they are not traced again.
 
-tilelang caches kernels too, under the traced kernel: each rank traces and prepares each kernel to find it, which takes 0.1
-to 0.3 s. Here ranks that want the same kernel know so beforehand: one compiles it, the others wait for the file.
+tilelang caches kernels too, but by the traced kernel: each rank traces and prepares each kernel to find it, which takes
+0.1 to 0.3 s. Here ranks that want the same kernel know its key beforehand: one compiles it, the others wait for the
+file.
 
-A file is the library of a kernel, see shipped.py, then what else the kernel needs, see `kernel.GpuKernel`. Files lie beside
-tilelang's own; those that `python -m tilescale_net precompile` has written are read from TSN_KERNELS first, by any user.
+A file holds the kernel's library, see shipped.py, and its other data, see `kernel.GpuKernel`. Files lie beside
+tilelang's own; TSN_KERNELS, which `python -m tilescale_net precompile` fills and any user reads, is searched first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import job_store, settings
 
 SUFFIX = ".so"
-_LENGTH = 8  # bytes that say how long the text before them is
+_LENGTH = 8  # bytes of the length of the preceding text
 _written_to: Path | None = None  # see `writing_to`
 
 
@@ -36,7 +37,7 @@ def folder() -> Path:
 
 
 def is_enabled() -> bool:
-    """Whether kernels are cached: not where tilelang's cache is off, nor in a trace, whose kernels have lines of files."""
+    """Whether kernels are cached: not if tilelang's cache is off, nor in a trace, whose kernels have source lines."""
     from tilelang import env
 
     return bool(env.is_cache_enabled()) and not settings.TRACE.get()
@@ -44,7 +45,7 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def writing_to(place: Path) -> Iterator[None]:
-    """Kernels are looked for in `place` alone, and written there, readable for everybody. Raises ConfigurationError: it
+    """Read and write kernels in `place` alone, readable for everybody. Raises ConfigurationError: it
     cannot be made, or other users may write there."""
     global _written_to
     try:
@@ -74,12 +75,12 @@ def writing_to(place: Path) -> Iterator[None]:
 def get_or_compile(
     name: str, key: str, compile: Callable[[Path], GpuKernel], made_by: Sequence[Any] = ()
 ) -> tuple[GpuKernel, Path] | None:
-    """A kernel and its library, found or made now; None where nothing can be cached.
+    """A kernel and its library, found or made now; None if nothing can be cached.
 
     Args:
         name, key: of the file; `key` is of `cache.kernel_key`.
-        compile: called where it is not found, writes its library to a path; other ranks and threads that want the same kernel
-            wait meanwhile.
+        compile: called if the file is missing, writes the library to a path; other ranks and threads that want the same
+            kernel wait meanwhile.
         made_by: see `made_by`.
 
     Raises:
@@ -97,7 +98,7 @@ def get_or_compile(
         made = True
         try:
             text = json.dumps(fields | {"made_by": made_by}).encode()
-        except TypeError:  # arguments that are no numbers and text
+        except TypeError:  # arguments other than numbers and text
             text = json.dumps(fields | {"made_by": []}).encode()
         with open(path, "ab") as file:
             file.write(text + len(text).to_bytes(_LENGTH, "little"))
@@ -119,7 +120,7 @@ def get_or_compile(
 
 
 def read(path: Path) -> GpuKernel:
-    """From a file of this cache. Raises OSError, ValueError, KeyError or TypeError where it is none."""
+    """From a file of this cache. Raises OSError, ValueError, KeyError or TypeError for other files."""
     fields = _fields(path)
     del fields["made_by"]
     fields["names"] = tuple(fields["names"])
@@ -128,8 +129,8 @@ def read(path: Path) -> GpuKernel:
 
 
 def made_by(path: Path) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
-    """Factory ("module:name") and arguments of the kernel of a file; None where they are no numbers and text. Raises as
-    `read`."""
+    """Factory ("module:name") and arguments of the kernel of a file; None for arguments other than numbers and text.
+    Raises as `read`."""
 
     def as_given(value: Any) -> Any:
         return tuple(map(as_given, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Generated code for a GPU that need not be there: CUDA source, PTX and SASS, for tests and for curious authors."""
+"""Generated code for any GPU, without one: CUDA source, PTX and SASS, for tests and curious authors."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ def op_name(node: Node) -> str:
 
 
 def typed_name(call: tirx.Call) -> str:
-    """The primitive of a call as its author typed it, such as N.put_block; TVM's name of a call that no author has made."""
+    """The primitive of a call as its author typed it, such as N.put_block; TVM's name for generated calls."""
     typed = call.annotations.get(TYPED)
     return str(typed.value) if typed is not None else op_name(call)
 
@@ -37,14 +37,14 @@ def operator_of(node: Node) -> Operator | None:
 
 
 def collect(body: Node, wanted: Callable[[Node], Any]) -> list[Any]:
-    """The nodes of a tree for which `wanted` holds, inner ones first."""
+    """The nodes of a tree for which `wanted` is true, inner ones first."""
     found: list[Any] = []
     post_order_visit(body, lambda node: found.append(node) if wanted(node) else None)
     return found
 
 
 def sequence(statements: Iterable[tirx.Stmt]) -> tirx.Stmt:
-    """One statement for several, without sequences inside it."""
+    """One flat sequence of several statements."""
     flat = [part for s in statements for part in (s.seq if isinstance(s, tirx.SeqStmt) else [s])]
     return flat[0] if len(flat) == 1 else tirx.SeqStmt(flat)
 
@@ -65,7 +65,7 @@ def loads_memory(expr: tirx.PrimExpr) -> bool:
 
 
 def block_threads(func: tirx.PrimFunc) -> int | None:
-    """Threads per block, where all launches of a traced kernel agree and have one dimension; else None."""
+    """Threads per block if all launches of a traced kernel agree and have one dimension; else None."""
     launches = launch_threads_of(func.body)
     if len(set(launches)) != 1 or launches[0] is None or any(extent != 1 for extent in launches[0][1:]):
         return None
@@ -73,7 +73,7 @@ def block_threads(func: tirx.PrimFunc) -> int | None:
 
 
 def bound_values(body: Node) -> dict[tirx.Var, tirx.PrimExpr]:
-    """What the names that a body binds stand for."""
+    """The values of the names that a body binds."""
     return {node.var: node.value for node in collect(body, lambda node: isinstance(node, tirx.Bind))}
 
 
@@ -97,7 +97,7 @@ def splits(condition: tirx.PrimExpr, lane: tirx.Var, threads: int, group: int) -
 
 
 def changed_block(block: tirx.SBlock, body: tirx.Stmt, allocated: Sequence[tirx.Buffer]) -> tirx.SBlock:
-    """A block with another body, and other buffers that it allocates."""
+    """A block with another body and other allocated buffers."""
     return tirx.SBlock(
         block.iter_vars, block.reads, block.writes, block.name_hint, body, block.init, [*allocated],
         block.match_buffers, block.annotations,
@@ -122,7 +122,7 @@ def kernel_name(func: tirx.PrimFunc) -> str:
 
 # -- names of kernels -------------------------------------------------------------------------------------------------
 
-_SUFFIX = "_kernel"  # which tilelang puts behind the name of what runs on the device
+_SUFFIX = "_kernel"  # tilelang's suffix of device functions
 
 
 def plain_name(name: str) -> str:
@@ -135,8 +135,8 @@ def plain_name(name: str) -> str:
 
 
 def linked_name(name: str) -> str:
-    """The symbol of a kernel on a GPU, without tilelang's suffix. One in a namespace is what a C++ compiler would make
-    of a function with a parameter of type `_kernel`: the suffix ends it, and profilers show moe::dispatch(_kernel).
-    Programs that look for kernels of others by `::` find it so."""
+    """The symbol of a kernel on a GPU, without tilelang's suffix. For a name in a namespace it is the mangled name of a
+    function with a parameter of type `_kernel`: the suffix ends it, and profilers, and programs that search kernels by
+    `::`, see moe::dispatch(_kernel)."""
     parts = name.split("::")
     return name if len(parts) == 1 else f"_ZN{''.join(f'{len(part.encode())}{part}' for part in parts)}E{len(_SUFFIX)}"

@@ -1,9 +1,9 @@
-"""`tsn.jit` and `tsn.compile`: tilelang's compiler with the hazards of communicating kernels closed.
+"""`tsn.jit` and `tsn.compile`: tilelang's compiler, made safe for communicating kernels.
 
-- Nothing that a peer writes is read through the non-coherent cache (passes), by TMA, twice, or too early (passes/hazards.py).
+- No data of peers are read through the non-coherent cache (passes), by TMA, twice, or too early (passes/hazards.py).
 - Calls with an effect are executed once, anywhere in an expression (passes/effects.py).
-- Warp specialisation is off unless the author requests it: it makes the block larger and splits it, which block-scope
-  primitives must not see.
+- Warp specialisation is off unless the author requests it: it enlarges and splits the block, which block-scope primitives
+  do not support.
 - The cache key covers the device headers and the lowering rules (toolchain.py).
 - Targets name a real architecture; the version of tilelang and the CUDA compiler are checked first.
 """
@@ -43,7 +43,7 @@ from tilescale_net.errors import ConfigurationError, KernelError, TileScaleError
 from tilescale_net.runtime import profiling, settings, worlds
 from tilescale_net.trace import traced_calls
 
-# Pass options that a communicating kernel cannot do without, and why (tile-ai/tilelang#1804 and #2594 are like them).
+# Pass options that communicating kernels need, and why (tile-ai/tilelang#1804 and #2594 are like them).
 REQUIRED_CONFIGS = {
     "tl.disable_loop_unswitching": (True, "loop unswitching moves reads above waits"),
     "tl.if_stmt_binding_inline_replayable_binds": (False, "replaying a read below a wait gives another value"),
@@ -53,7 +53,7 @@ _TILELANG = os.path.dirname(os.path.abspath(tilelang.__file__)) + os.sep  # its 
 
 
 def _device_kind() -> str:
-    """Where kernels run that name no target: on the device of the world; before init, on the one that init would take."""
+    """Default target of kernels: the device of the world; before init, the one that init would choose."""
     return worlds.device_kind() or settings.device_kind()
 
 
@@ -106,7 +106,7 @@ def _check_specialized(func: PrimFunc, pass_configs: dict[str, Any], source: str
 
 
 def known_threads(func: PrimFunc, pass_configs: dict[str, Any]) -> int | None:
-    """Threads per block where one number is known: warp specialisation adds some."""
+    """Threads per block if one number is known: warp specialisation adds some."""
     return block_threads(func) if pass_configs.get(WARP_SPECIALIZED_OFF, True) else None
 
 
@@ -146,7 +146,7 @@ def _with_errors(
     how: Callable[..., Any], func: PrimFunc, target: Any, pass_configs: dict[str, Any] | None,
     compile_flags: list[str] | str | None, name: str | None,
 ) -> Any:  # fmt: skip
-    """What `how` makes of a kernel and the settled arguments of `compile`, with the errors of `compile`."""
+    """Run `how` on a kernel and the resolved arguments of `compile`, with the errors of `compile`."""
     if name is not None:
         func = _renamed(func, ir.plain_name(name))
     if func.attrs and "tilelang_out_idx" in func.attrs:
@@ -160,7 +160,7 @@ def _with_errors(
     try:
         return how(func, chosen, configs, flags, name)
     except TileScaleError as error:
-        # Where it is stands in its text; frames of compilers do not help its author.
+        # The message has the author's line; compiler frames do not help the author.
         raise error.with_traceback(None) from error.__cause__
     except tvm.error.InternalError as error:
         if "[ThreadSync]" not in str(error):
@@ -174,7 +174,7 @@ def _with_errors(
 
 
 def _rejected_by_nvcc(func: PrimFunc, text: str) -> KernelError | None:
-    """What nvcc says of a kernel's source, which tilelang repeats before it."""
+    """nvcc's messages, without the kernel source that tilelang puts before them."""
     _, found, said = text.rpartition("Compilation error:")
     if not found:
         return None
@@ -183,7 +183,7 @@ def _rejected_by_nvcc(func: PrimFunc, text: str) -> KernelError | None:
 
 
 def _compiled(func: PrimFunc, chosen: Any, configs: dict[str, Any], flags: list[str], name: str | None) -> Kernel:
-    """`compile` with its arguments settled."""
+    """`compile` with resolved arguments."""
     where = "the simulator" if chosen == "simulator" else chosen["arch"]
     with profiling.long_step(f"compiling kernel {kernel_name(func)}", f" for {where}; the next time it is there"):
         if chosen == "simulator":
@@ -231,16 +231,16 @@ def write_library(
 
 
 def _lock_name(func: PrimFunc) -> str:
-    """A name for each kernel that variants of it rarely have, so that they are compiled at the same time."""
+    """A file name for each kernel that variants rarely share, so that they compile at the same time."""
     return f"{kernel_name(func)}-{hashlib.sha256(func.script().encode()).hexdigest()[:3]}"
 
 
-# Tracing and preparing a kernel is Python, which threads gain nothing by doing at the same time.
+# Tracing and preparing a kernel is Python code, which threads do not speed up.
 _tracing = threading.RLock()
-_keys = threading.Lock()  # the first key takes a hash of all files, which threads would all make
+_keys = threading.Lock()  # the first key hashes all files; threads would all do so
 _QUIET = {"tilelang.jit.kernel": logging.WARNING, "tilelang.cache.kernel_cache": logging.ERROR}
 _loud: dict[str, int] = {}  # their levels before
-_compiling: list[int] = []  # threads that compile now
+_compiling: list[int] = []  # number of compiling threads
 
 
 @contextlib.contextmanager
@@ -269,7 +269,7 @@ def _renamed(func: PrimFunc, name: str) -> PrimFunc:
 
 
 class Recorded(Exception):
-    """A kernel was asked for and noted, see `recording`."""
+    """A kernel was requested and recorded, see `recording`."""
 
 
 Call = tuple["KernelFactory", tuple[Any, ...], dict[str, Any]]
@@ -278,7 +278,7 @@ _recorded: list[Call] | None = None
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Call]]:
-    """Factories note their calls in the list that this yields, and raise Recorded, instead of making kernels."""
+    """Inside, factories append their calls to the yielded list and raise Recorded, instead of making kernels."""
     global _recorded
     _recorded = []
     try:
@@ -288,7 +288,8 @@ def recording() -> Iterator[list[Call]]:
 
 
 class KernelFactory:
-    """What `@tsn.jit` makes of a function that returns a T.prim_func: call it to get the compiled kernel."""
+    """A kernel factory, from `@tsn.jit` over a function that returns a T.prim_func: call it to get the compiled
+    kernel."""
 
     __name__: str
     __qualname__: str
@@ -384,7 +385,7 @@ class KernelFactory:
         return None if found is None else CudaKernel.found(*found, again, target)
 
     def forget(self) -> None:
-        """Kernels that were made in this process are looked for, and made, again."""
+        """Forget this process's kernels: later calls search or compile them again."""
         self._kernels.clear()
 
     def trace(self, *args: Any, **kwargs: Any) -> PrimFunc:
@@ -414,7 +415,7 @@ class KernelFactory:
         return _renamed(func, self.__name__) if self.__name__.isidentifier() else func
 
     def _wrong_kind(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
-        """What to raise for an error while the kernel is built: one of tilelang's own may well be an argument's fault."""
+        """The error to raise for one during the build: an argument may have caused tilelang's own."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.isfile(f.filename)]
         if not frames or not frames[-1].filename.startswith(_TILELANG):
             return error  # of the author's own code
@@ -437,7 +438,7 @@ class KernelFactory:
         return KernelError(f"kernel {self.__name__} cannot be built: {why}\n  at {where}")
 
     def _nested_too_deeply(self, error: BaseException | None) -> KernelError:
-        """What tilelang makes of a kernel has two blocks of Python for each `if`, of which Python takes 20 in all."""
+        """tilelang's rewritten kernel has two Python blocks per `if`; Python allows 20 nested blocks."""
         where = ""
         if isinstance(error, SyntaxError):
             where = f"\n  at {inspect.getsourcefile(self._function) or error.filename}:{error.lineno}"
@@ -499,15 +500,14 @@ _PLAIN = frozenset((int, str, bool, type(None)))
 
 
 def identities(values: tuple[Any, ...]) -> Hashable:
-    """As `identity` of the tuple, and quick where nothing in it holds other values."""
+    """As `identity` of the tuple, and fast if no element holds other values."""
     kinds = tuple(map(type, values))
     return kinds, values if _PLAIN.issuperset(kinds) else tuple(map(identity, values))
 
 
 def identity(value: Any) -> Hashable:
-    """A key that two values have in common where they are equal and of the same types at all depths, floats by their
-    bits. It looks into tuples, frozensets and dataclasses that are compared by their fields. Raises TypeError for
-    values that are not hashable."""
+    """A key that two values share if they are equal and of the same types at all depths, floats by their bits. It looks
+    into tuples, frozensets and dataclasses compared by fields. Raises TypeError for values that are not hashable."""
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
@@ -542,7 +542,7 @@ class _Macro(Macro):
 
 
 def macro(function: Callable[..., Any]) -> Macro:
-    """`T.macro`, but translated when a kernel first uses it, not when it is defined.
+    """`T.macro`, translated at its first use in a kernel instead of its definition.
 
     tilelang takes about 20 ms for a macro of 20 lines, in every process that imports its module. Use it for module-level
     macros; the variables of a nested macro may have changed by its first use.
@@ -595,7 +595,7 @@ def compile_together(
         ended = [threads.submit(run, call) for call in mine]
         try:
             wait(ended)
-        except BaseException:  # Ctrl-C: only what has begun is waited for
+        except BaseException:  # Ctrl-C: waits only for begun calls
             threads.shutdown(wait=False, cancel_futures=True)
             raise
     failed = [

@@ -46,7 +46,7 @@ class Kernel:
         prim_func: the rewritten function; its first parameter is the context.
 
     Args:
-        made_of: something with the `context_index`, `names` and `ring_bytes` of `Prepared`.
+        made_of: has the `context_index`, `names` and `ring_bytes` of `Prepared`.
     """
 
     prim_func: PrimFunc
@@ -62,9 +62,9 @@ class Kernel:
             names.pop(self._context_index)
         self.parameters = tuple(names)
         self._n = len(names)
-        self._bound_to: object = None  # what `_launch` is valid for
+        self._bound_to: object = None  # the worlds for which `_launch` is valid
         self._launch: Callable[..., None] | None = None
-        # By world, where there are several.
+        # By world, for several worlds.
         self._launches: weakref.WeakKeyDictionary[World, Callable[..., None]] = weakref.WeakKeyDictionary()
 
     def _function(self) -> Callable[..., None]:
@@ -72,7 +72,7 @@ class Kernel:
         raise NotImplementedError
 
     def _argument(self, context: Any) -> Any:
-        """The context tensor in the form that is passed quickest."""
+        """The context tensor in the form that is fastest to pass."""
         return context
 
     def __call__(self, *args: Any, **named: Any) -> None:
@@ -93,9 +93,8 @@ class Kernel:
             self._explain(args, error)
 
     def launcher(self, world: World) -> Callable[..., None]:
-        """The launch in one world, for callers that make many: it takes the arguments by position, without the context.
-
-        It is good as long as the world is, and raises what a call raises. Arguments may be made by `launch_args.constant`.
+        """The launch in one world, for frequent callers: takes the arguments by position, without the context. Valid as
+        long as the world; raises the errors of a call. Arguments may be made by `launch_args.constant`.
         """
         run: Callable[..., Any] | None = None
 
@@ -112,17 +111,17 @@ class Kernel:
 
     @functools.cached_property
     def integers(self) -> list[tuple[int, int, int]]:
-        """Place, lowest and highest value of the arguments whose values are to be looked at before a launch."""
+        """Position, lowest and highest value of integer arguments to check before a launch."""
         return narrow_integers(self.prim_func, self.parameters)
 
     @property
     def takes_context(self) -> bool:
-        """Whether the function of `plain_function` takes the context, in front of all other arguments."""
+        """Whether the function of `plain_function` takes the context as its first argument."""
         return self._context_index is not None
 
     def plain_function(self, world: World) -> Any:
-        """The function that `launcher` calls in a world in the end, a tvm_ffi.Function of all arguments; None where it is no
-        such function, or where something is to be done before or after it.
+        """The tvm_ffi.Function of all arguments that `launcher` finally calls in a world; None if there is none, or if
+        a launch does more than call it.
 
         Raises:
             KernelError: compiled for another kind of device than `world` has.
@@ -134,16 +133,16 @@ class Kernel:
         return function
 
     def _explain(self, args: Sequence[Any], error: Exception) -> None:
-        """Raise `error`, or an error that names the wrong argument which caused it; in a child made by fork CUDA fails."""
+        """Raise `error`, or an error that names its wrong argument; CUDA fails in a child made by fork."""
         worlds.refuse_child()
         problem = self._problem(args, error)
         if problem is None:
-            # What this package did until it found the error helps nobody.
+            # This package's own frames do not help the user.
             raise error.with_traceback(None) if isinstance(error, TileScaleError) else error
         raise KernelError(f"kernel {self.name}: {problem}") from None
 
     def _problem(self, args: Sequence[Any], error: Exception) -> str | None:
-        """The wrong argument that made a launch raise `error`; None where it has other reasons."""
+        """The wrong argument that made a launch raise `error`; None for other causes."""
         if isinstance(error, TileScaleError) and not isinstance(error, BadArguments):
             return None
         return mismatch(self.prim_func, self.parameters, args, self.target != "simulator")
@@ -205,7 +204,7 @@ class Kernel:
         return self._with_first(self._supervised(self._function(), [world]), context)
 
     def _with_first(self, function: Callable[..., Any], context: Any) -> Callable[..., None]:
-        """The function with its context, if it takes one; it refuses integers that their parameters do not hold."""
+        """The function with its context, if it takes one; rejects integers beyond their parameters' range."""
         bound = function if context is None else functools.partial(function, context)
         if not self.integers:
             return bound
@@ -215,7 +214,7 @@ class Kernel:
         return _native.launch.bind(function, context, self.integers, otherwise)
 
     def _supervised(self, function: Callable[..., Any], present: Sequence[World]) -> Callable[..., None]:
-        """The function with what the worlds in which it is launched ask for around it."""
+        """The function, wrapped as its worlds require."""
         return function
 
     def _check_device(self, world: World) -> None:
@@ -254,9 +253,9 @@ def _is_context(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GpuKernel:
-    """What a kernel is made of, except for its library and its traced function. `name`: the kernel's. `context_index`,
-    `names`, `ring_bytes`: see passes.Prepared. `source`: generated CUDA source. `threads`: of a block, where one number
-    is known. `integers`: see `kernel.narrow_integers`. `has_tensors`: whether it takes tensors besides the context."""
+    """Data of a kernel, except for its library and its traced function. `name`: the kernel's. `context_index`, `names`,
+    `ring_bytes`: see passes.Prepared. `source`: generated CUDA source. `threads`: of a block, if one number is known.
+    `integers`: see `kernel.narrow_integers`. `has_tensors`: whether it takes tensors besides the context."""
 
     name: str
     context_index: int | None
@@ -269,7 +268,7 @@ class GpuKernel:
 
     @classmethod
     def of(cls, prepared: Prepared, source: str, threads: int | None) -> GpuKernel:
-        """Of a prepared kernel and its generated source; `threads` of a block, where one number is known."""
+        """From a prepared kernel and its generated source; `threads` of a block, if one number is known."""
         func = prepared.func
         index, names = prepared.context_index, list(prepared.names)
         if index is not None:
@@ -290,9 +289,9 @@ class CudaKernel(Kernel):
     """A kernel compiled for a GPU by tilelang.
 
     Args:
-        cached: what it is made of.
+        cached: its data.
         executable: holds its function "main".
-        prim_func: gives the rewritten function; called when a call is wrong, to find the error.
+        prim_func: returns the rewritten function; called after a wrong call, to find the error.
         target: tilelang's. flags: of the device compiler, of a kernel in a trace.
     """
 
@@ -313,13 +312,13 @@ class CudaKernel(Kernel):
     def compiled(
         cls, prepared: Prepared, compiled: Any, target: Any, threads: int | None = None, flags: tuple[str, ...] = ()
     ) -> CudaKernel:
-        """Of what tilelang has compiled; `threads` of a block, where one number is known."""
+        """From tilelang's compiled kernel; `threads` of a block, if one number is known."""
         cached = GpuKernel.of(prepared, compiled.get_kernel_source(), threads)
         return cls(cached, compiled.adapter.get_exportable_executable(), lambda: prepared.func, target, flags)
 
     @classmethod
     def found(cls, cached: GpuKernel, library: Path, prim_func: Callable[[], PrimFunc], target: Any) -> CudaKernel:
-        """Of a file of the cache."""
+        """From a file of the cache."""
         return cls(cached, tvm.runtime.load_module(str(library)), prim_func, target)
 
     @functools.cached_property
@@ -332,15 +331,15 @@ class CudaKernel(Kernel):
 
     @functools.cache  # noqa: B019 (kernels live as long as the program)
     def _function(self) -> Callable[..., None]:
-        # The first launch loads the kernel into the GPU. The driver waits for running kernels then, and keeps the
-        # proxy's copies waiting too, without which a kernel that talks to another node would never end.
-        # (While a CUDA graph is captured nothing runs, and no wait is allowed.)
+        # The first launch loads the kernel into the GPU. The driver then waits for running kernels, and delays the
+        # proxy's copies, without which a kernel that communicates with another node would never end. (While a CUDA
+        # graph is captured no kernel runs, and no wait is allowed.)
         proxied = {w.device for w in worlds.alive() if w.proxy is not None}
         if proxied and not torch.cuda.is_current_stream_capturing():
             for device in proxied:
                 torch.cuda.synchronize(device)
         # tilelang's own wrapper checks and copies the arguments in Python for several microseconds; the host function
-        # that it calls in the end checks every shape and dtype itself.
+        # that it finally calls checks every shape and dtype itself.
         function: Callable[..., None] = self._executable["main"]
         return function
 
@@ -358,8 +357,8 @@ class CudaKernel(Kernel):
         held = weakref.ref(proxy)  # a kernel outlives its worlds
 
         def launch_and_wait(*args: Any) -> None:
-            """On the default stream, a copy to ordinary host memory (`tensor.cpu()`) that is queued behind a kernel holds
-            a lock of the driver until the kernel has ended, and so keeps the proxy from copying what it waits for.
+            """On the default stream, a copy to ordinary host memory (`tensor.cpu()`) that is queued behind a kernel
+            holds a lock of the driver until the kernel has ended, which blocks the proxy's copies for that kernel.
             """
             function(*args)
             found = held()
@@ -383,16 +382,16 @@ class CudaKernel(Kernel):
 
 
 class BadArguments(KernelError):
-    """Arguments that a simulated kernel's host function refuses; `mismatch` gives the details."""
+    """Arguments that a simulated kernel's host function rejects; `mismatch` gives the details."""
 
 
-_NAMES = {"float8_e4m3": "float8_e4m3fn"}  # as torch calls them
+_NAMES = {"float8_e4m3": "float8_e4m3fn"}  # torch's names
 
 
 def mismatch(func: tirx.PrimFunc, names: Sequence[str], arguments: Sequence[Any], on_gpu: bool) -> str | None:
     """The first argument that does not fit, and why; or None. `func`: a prepared kernel; its last parameters are the
     arguments. `names`: of the arguments. `arguments`: as given, without the context. `on_gpu`: where the kernel's
-    tensors have to be."""
+    tensors must be."""
     sizes: dict[str, tuple[int, str]] = {}
     for name, param, given in zip(names, func.params[len(func.params) - len(names) :], arguments):
         if isinstance(given, tvm_ffi.Tensor):
@@ -408,8 +407,8 @@ def mismatch(func: tirx.PrimFunc, names: Sequence[str], arguments: Sequence[Any]
 
 
 def narrow_integers(func: tirx.PrimFunc, names: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Place, lowest and highest value of each argument that is an integer of fewer than 64 bits, which host functions cut
-    to its width. Arguments as for `mismatch`."""
+    """Position, lowest and highest value of each integer argument below 64 bits, which host functions truncate.
+    Arguments as for `mismatch`."""
     dtypes = [str(param.dtype) for param in func.params[len(func.params) - len(names) :]]
     limits = [(place, integer_limits(dtype)) for place, dtype in enumerate(dtypes)]
     return [(place, *known) for place, known in limits if known is not None and known[1] < 2**63 - 1]
@@ -447,7 +446,7 @@ def _times(run: int | None, extent: int | None) -> int | None:
 
 
 def _is_contiguous(buffer: tirx.Buffer) -> bool:
-    """Whether the kernel requires a contiguous tensor, as it does unless it names strides."""
+    """Whether the kernel requires a contiguous tensor: all do unless they name strides."""
     run: int | None = 1
     for extent, stride in reversed(list(zip(buffer.shape, buffer.strides))):
         if _constant(stride) != run:
@@ -457,7 +456,7 @@ def _is_contiguous(buffer: tirx.Buffer) -> bool:
 
 
 def _strides(buffer: tirx.Buffer) -> list[int | None]:
-    """The strides that the kernel requires; None where it requires none or only the run determines them."""
+    """The strides that the kernel requires; None for none, or for strides known only at run time."""
     if len(buffer.strides):
         return [_constant(stride) for stride in buffer.strides]
     strides: list[int | None] = []
@@ -506,7 +505,7 @@ def _tensor(buffer: tirx.Buffer, given: Any, on_gpu: bool) -> str | None:
 
 
 def _extents(name: str, buffer: tirx.Buffer, given: torch.Tensor, sizes: dict[str, tuple[int, str]]) -> str | None:
-    """Whether the same name stands for the same size everywhere."""
+    """Whether each name has the same size everywhere."""
     for extent, size in zip(buffer.shape, given.shape):
         if isinstance(extent, tirx.Var):
             known, where = sizes.setdefault(extent.name, (size, name))

@@ -4,8 +4,8 @@ The rules run in TVM's intrinsic lowering, the last step before code generation,
 or move the calls.
 
 While TSN_TRACE is set, a kernel for GPUs writes its calls of primitives into the trace: each call gets its number in a
-table as one more argument, and its rule writes it as a call through TSN_TRACED of device/traced_calls.h. Without, nothing
-of it is in a kernel.
+table as an additional argument, and its rule generates a call through TSN_TRACED of device/traced_calls.h. Kernels
+without a trace contain none of this.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def enabled(traced: bool = False) -> Iterator[None]:
-    """Let the rules run: only kernels that `tsn.jit` prepared may be lowered, see passes/__init__.py for what others
-    lack. `traced`: the numbers of calls are for the trace of a GPU, see `number_for_trace`; otherwise for the
+    """Enable the rules: only kernels that `tsn.jit` has prepared may be lowered; others lack the steps of
+    passes/__init__.py. `traced`: the numbers of calls are for the trace of a GPU, see `number_for_trace`; else for the
     simulator."""
     before = getattr(_state, "enabled", False), getattr(_state, "traced", False)
     _state.enabled, _state.traced = True, traced
@@ -60,7 +60,7 @@ def null_pointer() -> tirx.PrimExpr:
 
 
 def device_call(operator: Operator, call: tirx.Call) -> tirx.PrimExpr:
-    """The call of the device function that `call` of `operator` stands for."""
+    """The call of the device function for `call` of `operator`."""
     choices = call.args[: len(operator.template)]
     values = call.args[len(operator.template) : operator.arity]
     template = [
@@ -88,8 +88,8 @@ def _rule(operator: Operator) -> Callable[[tirx.Call], tirx.PrimExpr]:
 
 def register() -> None:
     """Register one rule per operator for target kind "cuda"; called once, when this module is imported. The
-    placeholders have none: `passes.prepare` removes them. It removes DEFERRED too, whose rule serves only to say what
-    is wrong where nothing has prepared the kernel."""
+    placeholders have none: `passes.prepare` removes them. It also removes DEFERRED, whose rule only reports a kernel
+    that was not prepared."""
     tvm.ir.register_intrin_lowering(DEFERRED, target="cuda", f=lambda call: _require_enabled("a primitive"), level=99)
     for operator in OPERATORS.values():
         tvm.ir.register_intrin_lowering(operator.op_name, target="cuda", f=_rule(operator), level=99)
@@ -100,14 +100,14 @@ register()
 
 # -- calls in the trace of a GPU --------------------------------------------------------------------------------------
 
-TRACED_KERNEL = "TSN_TRACED_KERNEL"  # in the code of a kernel that writes to the trace
+TRACED_KERNEL = "TSN_TRACED_KERNEL"  # marks the code of a kernel that writes to the trace
 _TRACED = {operator.op_name: operator for operator in OPERATORS.values() if operator.operation}
 
 
 def number_for_trace(func: tirx.PrimFunc, traced: tirx.PrimFunc) -> tuple[tirx.PrimFunc, KernelSites]:
-    """Number the calls of a prepared kernel. `func`: prepared, see passes/__init__.py. `traced`: the kernel as it was
-    traced, which still has the author's lines. Returns the function, and what the numbers stand for; calls have no line
-    where the passes have moved them about."""
+    """Number the calls of a prepared kernel. `func`: prepared, see passes/__init__.py. `traced`: the kernel as traced,
+    which still has the author's lines. Returns the function and the meanings of the numbers; calls that the passes have
+    reordered have no line."""
     lines = sites.lines_of(traced, _TRACED)
     found: list[tuple[str, CallSite]] = []
 
@@ -127,14 +127,14 @@ def number_for_trace(func: tirx.PrimFunc, traced: tirx.PrimFunc) -> tuple[tirx.P
     if (context := _context(func)) is not None:
         body = _with_trace(body, context, len(calls))
         calls.append(CallSite(name, "kernel", "", ""))
-    # The same for the same table on all ranks and in all runs, so that a kernel that was compiled before is found.
+    # Equal for equal tables on all ranks and in all runs, so that the cache finds the kernel.
     identity = zlib.crc32(repr((name, calls)).encode()) % 0xFFFF + 1
     numbered = tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, func.attrs)
     return numbered, KernelSites(identity, name, tuple(calls))
 
 
 def _context(func: tirx.PrimFunc) -> tirx.PrimExpr | None:
-    """The kernel's context, as calls of primitives have it; None where no call has one."""
+    """The kernel's context, as in its calls of primitives; None without any."""
     for call in our_calls(func.body):
         operator = operator_of(call)
         if operator is not None and "context" in operator.arg_kinds:
@@ -143,7 +143,7 @@ def _context(func: tirx.PrimFunc) -> tirx.PrimExpr | None:
 
 
 def _with_trace(body: tirx.Stmt, context: tirx.PrimExpr, number: int) -> tirx.Stmt:
-    """The body of a kernel which begins with what its calls are traced by, and which is noted itself as call `number`."""
+    """The body of a kernel with the set-up of its trace in front; the kernel itself is call `number`."""
     # In generated code this is the definition of a variable.
     traced = tirx.Evaluate(tirx.call_extern("int32", f"{TRACED_KERNEL}({number})", context))
 
@@ -156,8 +156,8 @@ def _with_trace(body: tirx.Stmt, context: tirx.PrimExpr, number: int) -> tirx.St
 
 
 def _is_noted(operator: Operator, call: tirx.Call) -> bool:
-    """Whether a call goes into the trace: not the rows that warps and threads send and fetch, thousands in a kernel, and
-    not the fences behind them."""
+    """Whether a call goes into the trace: not rows that warps and threads put and get, thousands in a kernel, and their
+    fences."""
     return operator.operation not in ("put", "get", "fence") or operator.scope_of(call) == "block"
 
 
@@ -167,7 +167,7 @@ def _site(operator: Operator, call: tirx.Call, line: str) -> CallSite:
 
 
 def _traced_function(operator: Operator, call: tirx.Call, name: str) -> str:
-    """What generated code calls in place of the device function `name`."""
+    """The call in generated code that replaces the device function `name`."""
     index = int(call.args[operator.arity])
     names = [argument.partition(":")[0] for argument in operator.args[1:]]  # behind the context
 

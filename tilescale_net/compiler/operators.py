@@ -1,8 +1,8 @@
-"""The table of `tsn.*` operators: what a primitive traces to, and which device function it becomes.
+"""The table of `tsn.*` operators: the traced call of each primitive, and its device function.
 
 An operator's arguments are compile-time choices first (strings and integers that turn into template arguments of the
-device function), then run-time values in the order of the device function's parameters. Everything that TVM, the
-lowering rules, the passes, the trace and the simulator need to know about a primitive is in its row.
+device function), then run-time values in the order of the device function's parameters. A primitive's row holds all
+facts for TVM, the lowering rules, the passes, the trace and the simulator.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ CHOICES: dict[str, dict[str, str]] = {
     "MemScope": {name: name for name in ("cta", "gpu", "sys")},
 }  # fmt: skip
 
-# How run-time parameters are typed: kind -> dtype of the traced expression (None: the dtype of the buffer or value itself).
-# "memory" is accessed: the number of bytes in the argument "bytes", or one element where there is none; "words" are signals
-# of 8 bytes. "rows" lie apart, and the device function checks them itself; a "place" is named, but not accessed. A "tile" is
-# shared memory, a "ring" the shared memory of bulk copies; "registers" are an array of the thread's own.
-# Kinds in C_TYPES are pointers whose C++ type differs from the buffer's; they are cast in the generated call.
+# Types of run-time parameters: kind -> dtype of the traced expression (None: the dtype of the buffer or value itself).
+# "memory" is accessed: the number of bytes in the argument "bytes", or one element without it; "words" are signals of 8
+# bytes. "rows" are strided, and the device function checks them itself; a "place" is named, but not accessed. A "tile"
+# is shared memory, a "ring" the shared memory of bulk copies; "registers" are an array of the thread's own. Kinds in
+# C_TYPES are pointers whose C++ type differs from the buffer's; the generated call casts them.
 KINDS: dict[str, str | None] = {
     "context": "handle", "memory": "handle", "rows": "handle", "place": "handle", "tile": "handle",
     "registers": "handle", "words": "handle", "ring": "handle", "bytes": "int64", "pe": "int32", "u64": "uint64",
@@ -50,15 +50,15 @@ class Operator:
     Attributes:
         name: TVM name after `tsn.`; also the device function in namespace `tsn`.
         template: compile-time arguments, each a key of CHOICES, "int" or "text" (for the trace, not for the device
-            function), or "name:key" where that is not its name.
+            function), or "name:key" if the names differ.
         args: run-time arguments, each a key of KINDS or "name:key"; `context` comes first where present.
         result: dtype of the call, "void", or "value" for the dtype of the value argument (given when the call is made).
         effect: PURE or OPAQUE.
         operation: its name in the trace, one of `runtime.context.OPERATIONS` or of a range; "" leaves its calls out.
-        scope: which threads make a call together, where no argument of kind Scope states it.
-        traced_by: "warp" where each warp that makes the call writes its own event; default: the threads of `scope`.
-        acquires: which of the caller's later accesses see what peers wrote before: "generic" loads and stores, "async" ones by TMA
-            too, or none (""). Of an operator with an argument of kind Order only calls with "acquire" do.
+        scope: the threads that make a call together, unless an argument of kind Scope states it.
+        traced_by: "warp" if each calling warp writes its own event; default: the threads of `scope`.
+        acquires: the caller's later accesses that see peers' earlier writes: "generic" loads and stores, "async" also
+            TMA, or none (""). Of an operator with an argument of kind Order only calls with "acquire" do.
         async_form: name of the operator that does the same for TMA too.
     """
 
@@ -132,11 +132,11 @@ class Operator:
         return tirx.Call(call.dtype, call.op, given, annotations=call.annotations, span=call.span)
 
     def scope_of(self, call: tirx.Call) -> str:
-        """Which threads make the call together: "thread", "warp" or "block"."""
+        """The threads that make the call together: "thread", "warp" or "block"."""
         return getattr(self.read(call), "scope", self.scope)
 
     def orders_loads_alone(self, call: tirx.Call) -> bool:
-        """Whether a call orders what peers wrote for loads, but not for TMA, and has no form that does."""
+        """Whether a call orders peers' writes before loads, but not before TMA, and has no form for TMA."""
         return (
             self.acquires == "generic"
             and not self.async_form
@@ -146,7 +146,7 @@ class Operator:
     @property
     def accessed(self) -> list[tuple[int, int | None]]:
         """Positions, among the device function's arguments, of the addresses that a call accesses and of their sizes in
-        bytes; a size of None is one signal, or one element."""
+        bytes; a size of None: one signal, or one element."""
         size = self.arg_kinds.index("bytes") if "bytes" in self.arg_kinds else None
         return [
             (position, size if kind == "memory" else None)
@@ -215,7 +215,7 @@ OPERATORS: dict[str, Operator] = {
         Operator("signal", ("Scope", "SignalOp", "fence:int"), ("context", *_SIGNAL, "pe"), operation="signal"),
         Operator("wait", *_WAIT, acquires="generic", async_form="wait_async"),
         Operator("wait_async", *_WAIT, acquires="async"),
-        # A loop that polls would fill the trace with tests.
+        # A polling loop would fill the trace with tests.
         Operator("test", ("Compare",), ("context", "words", "i64"), "bool", acquires="generic"),
         Operator("atomic", ("AtomicOp",), ("context", "memory", "value", "pe"), "value", operation="atomic"),
         Operator("atomic_cas", (), ("context", "memory", "compare:value", "value", "pe"), "value", operation="atomic"),
@@ -235,23 +235,23 @@ OPERATORS: dict[str, Operator] = {
     )
 }
 
-# Shared memory that a block may have on sm_90, less what the device functions declare themselves.
+# Shared memory of a block on sm_90, minus that of the device functions.
 SHARED_BYTES = 224 * 1024
 
 # The annotation of a traced call with the name that its author typed, such as N.put_block.
 TYPED = "tsn.typed"
-# Stand-ins that a traced kernel carries until `passes` replaces them: the context pointer and the ring buffer.
+# Placeholders in a traced kernel, which `passes` replaces: the context pointer and the ring buffer.
 CONTEXT, RING = "tsn.context", "tsn.ring"
-# A statement of a traced kernel that states what a variable stands for, until effects.py finds the place to compute it.
+# A statement of a traced kernel with a variable's value, until effects.py finds the place to compute it.
 DEFERRED = "tsn.deferred"
-# Around the condition of a primitive's own guard: that its index is inside the tensor. bounds.py replaces it.
+# Marks the condition of a primitive's own guard, that its index is inside the tensor. bounds.py replaces it.
 INSIDE = "tsn.inside"
-# Around a size on which the two ends of a copy, or its count and an end, must agree. bounds.py replaces it.
+# Marks a size on which the two ends of a copy, or its count and an end, must agree. bounds.py replaces it.
 AGREED = "tsn.agreed"
 
 
 def context_placeholder() -> tirx.PrimExpr:
-    """Stands for the kernel's context pointer while the kernel is traced."""
+    """Placeholder of the kernel's context pointer while the kernel is traced."""
     return tirx.call_intrin("handle", tvm.ir.Op.get(CONTEXT))
 
 
@@ -273,8 +273,8 @@ def agreed_value(
     """A size of a copy that holds under a condition, marked as such; all numbers are int64.
 
     Args:
-        value: what it is where the condition holds; in the simulator another case is an error.
-        smallest: the same where the condition holds, and what leaves no region anywhere; for GPUs.
+        value: the size if the condition holds; otherwise the simulator reports an error. smallest: the size if the
+        condition holds, else one that leaves no region; for GPUs.
         holds: the condition.
         text: the error, with {} for `left` and for `right`.
     """
@@ -282,7 +282,7 @@ def agreed_value(
 
 
 def ring_placeholder(nbytes: int) -> tirx.PrimExpr:
-    """Stands for at least `nbytes` of shared memory that bulk copies stage through; 0 bytes is a null pointer."""
+    """Placeholder of at least `nbytes` of shared staging memory of bulk copies; 0 bytes is a null pointer."""
     return tirx.call_intrin("handle", tvm.ir.Op.get(RING), tirx.IntImm("int32", nbytes))
 
 
@@ -307,7 +307,7 @@ def register() -> None:
     _register(RING, "shared memory for bulk copies", ("bytes",), PURE)
     _register(INSIDE, "that an index is inside", ("value",), PURE)
     _register(AGREED, "a size that two places agree on", ("value",), PURE)
-    _register(DEFERRED, "what a variable stands for", ("value", "value"), OPAQUE)
+    _register(DEFERRED, "a variable's value", ("value", "value"), OPAQUE)
 
 
 register()

@@ -1,14 +1,15 @@
-"""How kernels of this package are compiled for GPUs: the same machine code as tilelang makes of them, in half the time.
+"""Compiles this package's kernels for GPUs: the same machine code as tilelang's, in half the time.
 
-A dispatch of the latency mode took tilelang 7.2 s. What is left out, and what it took:
+tilelang takes 7.2 s for a dispatch of the latency mode. Omitted steps, and their time:
 
-- Simplifying: tilelang asks Z3 about every condition six times, 0.5 s each. The first and the last time leave the source as
-  it is after all six, for every kernel of this package (a nightly test compares them); a kernel of another author might be
-  simplified further, and is compiled as tilelang compiles it.
-- Headers: tilelang's take nvcc 1.3 s, most of it in CUTLASS and libcu++. A kernel that only moves and adds data needs a few
-  types of them, which are in `device/tilelang_types.h`. Where nvcc does not compile a kernel with it, it gets all headers.
-- Linking: tilelang writes machine code as text for a C compiler, 0.6 s, and once more at the first launch. The assembler
-  reads it as it is.
+- Simplifying: tilelang asks Z3 about every condition six times, 0.5 s each. The first and the last pass give the same
+  source as all six, for every kernel of this package (a nightly test compares); another author's kernel might be
+  simplified further, so tilelang compiles it unchanged.
+- Headers: tilelang's take nvcc 1.3 s, most of it in CUTLASS and libcu++. A kernel that only moves and adds data needs a
+  few of their types, which are in `device/tilelang_types.h`. If nvcc rejects a kernel with it, the kernel gets all
+  headers.
+- Linking: tilelang writes machine code as text for a C compiler, 0.6 s, and again at the first launch. The assembler
+  reads it directly.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _TEMPLATES = (
 )  # fmt: skip
 _LEFT_OUT = {"cuda.h", *(f"tl_templates/cuda/{name}" for name in _TEMPLATES)}
 _KEPT = {"math_constants.h"}
-# Functions that mean the same with all headers and with few; those of other names may be overloaded by tilelang.
+# Functions with the same meaning under all headers and under few; tilelang may overload others.
 _CALLS = frozenset(
     """
     AtomicAdd AtomicAddRet __align__ __ballot_sync __bfloat1622float2 __ffs __float22bfloat162_rn __launch_bounds__
@@ -71,12 +72,12 @@ _CALLS = frozenset(
 )
 _INCLUDE = re.compile(r"^#include <([^>]*)>$", re.MULTILINE)
 _CALL = re.compile(r"(?<![\w:])(\w+)(?:<[\w \*:]*>)?\(")
-# Types with operators of their own, and names in tilelang's namespaces.
+# Types with their own operators, and names in tilelang's namespaces.
 _OTHERS = re.compile(r"\b(?:half_t|fp8_e[58]\w*|fp[46]_\w*|tfloat32_t|(?:tl|cute|cutlass|cuda)::)")
 
 
 def with_few_headers(source: str) -> str | None:
-    """Generated CUDA source with `device/tilelang_types.h` in place of tilelang's headers; None where it may need those."""
+    """Generated CUDA source with `device/tilelang_types.h` instead of tilelang's headers; None if it may need these."""
     begin = source.find('extern "C" __global__')
     head, body = source[:begin], source[begin:]
     headers = set(_INCLUDE.findall(head))
@@ -96,7 +97,7 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def _few_headers() -> Iterator[None]:
-    """This thread's kernels are compiled with few headers where they can be."""
+    """Compile this thread's kernels with few headers if possible."""
     _state.few_headers = True
     try:
         yield
@@ -133,7 +134,7 @@ def lower(func: PrimFunc, target: Target, configs: dict[str, Any], flags: list[s
 
 
 def link(artifact: CompiledArtifact, library: Path) -> None:
-    """Write the library of a kernel, its launches compiled with optimisation, which tilelang does without."""
+    """Write the library of a kernel, with optimised launch code, unlike tilelang."""
     artifact.rt_mod.export_library(str(library), fcompile=_link, fpack_imports=_packed)
 
 
@@ -141,7 +142,7 @@ _BYTES = re.compile(r"const unsigned char (\w+)\[(\d+)\] = \{([^}]*)\};")
 
 
 def _packed(module: Any, is_system_lib: bool, prefix: str, folder: str) -> str:
-    """The modules that a module imports, as assembler; TVM writes them as an array in C."""
+    """The imported modules of a module, as assembler; TVM writes a C array."""
     text = _ffi_api.ModulePackImportsToC(module, is_system_lib, prefix)
     found = _BYTES.findall(text)
     path = Path(folder) / f"{prefix}devc.c"
@@ -161,7 +162,7 @@ def _packed(module: Any, is_system_lib: bool, prefix: str, folder: str) -> str:
 
 
 def _link(output: str, files: Sequence[str], options: Sequence[str] = (), **_: Any) -> None:
-    # The generated C looks at one piece of memory as several types.
+    # The generated C accesses one piece of memory as several types.
     command = [cc.get_cc(), "-shared", "-fPIC", "-O2", "-fno-strict-aliasing", "-o", output, *options]
     for path in files:
         command += ["-x", "assembler" if path.endswith(".s") else "c", path]

@@ -1,4 +1,4 @@
-"""tilelang's version, include paths, flags and CUDA's tools: what a kernel is compiled with."""
+"""The tools of a kernel's compilation: tilelang's version, include paths, flags, CUDA's tools."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ HEADER = "tilescale_net.h"
 
 
 def check_tilelang(version: str | None = None) -> None:
-    """Raise ConfigurationError when tilelang is missing or of another version than this package supports."""
+    """Raise ConfigurationError if tilelang is missing or of an unsupported version."""
     if version is None:
         try:
             version = importlib.metadata.version("tilelang")
@@ -41,11 +41,11 @@ def check_tilelang(version: str | None = None) -> None:
 
 
 def sources_hash() -> str:
-    """Hash of everything outside a kernel's IR that its code depends on: device headers, passes and lowering rules.
+    """Hash of a kernel's inputs outside of its IR: device headers, passes and lowering rules.
 
-    tilelang's kernel cache keys on the IR and the flags; with this hash among the flags an edited file never meets a
-    kernel compiled with the old one. Each rank computes it at its start and for each kernel: files are read again when
-    one has changed.
+    tilelang's kernel cache keys on the IR and the flags; with this hash among the flags an edited file never finds a
+    kernel compiled from the old one. Each rank computes it at its start and for each kernel: changed files are read
+    again.
     """
     return _hash_of(tuple(_stamps(DEVICE_DIR, ".h") + _stamps(COMPILER_DIR, ".py")))
 
@@ -72,7 +72,7 @@ def _hash_of(stamps: tuple[tuple[str, int, int], ...]) -> str:
 
 def compile_flags(extra: list[str] | str | None = None, threads: int | None = None) -> list[str]:
     """Flags of the device compiler for every kernel, then the author's own. `threads` is the size of the kernel's
-    blocks where they are of one size and one dimension. tilelang declares it as a bound only, so without it each
+    blocks, if all have one size and one dimension. tilelang declares it as a bound only, so without it each
     primitive would compute with sizes and indices of three dimensions."""
     flags = [f"-I{shlex.quote(str(DEVICE_DIR))}", "-include", HEADER, f"-DTSN_SOURCES_HASH=0x{sources_hash()}ull"]
     if threads is not None:
@@ -85,7 +85,7 @@ def compile_flags(extra: list[str] | str | None = None, threads: int | None = No
 @contextlib.contextmanager
 def once_per_host(name: str) -> Iterator[None]:
     """Ranks of one host compile kernel `name` one after the other: the first compiles, the rest find it in the cache.
-    Where tilelang's cache is off or cannot hold a lock file, they all compile at once."""
+    If tilelang's cache is off or cannot hold a lock file, they all compile at once."""
     from tilelang import env
 
     lock = None

@@ -1,7 +1,7 @@
-"""What differs between the versions of tilelang that this package runs on, and every private name of tilelang that it uses.
+"""Differences between supported versions of tilelang, and the private names of tilelang in use.
 
 The rest of the package imports these names from here and does not ask for a version. `toolchain.TILELANG_VERSIONS` are the
-supported ones; another version is a matter of this file. Each entry says why it is needed, and what would replace it.
+supported ones; another version changes this file alone. Each entry says why it is needed, and what would replace it.
 
 Private names:
 
@@ -11,20 +11,21 @@ Private names:
 | `DSLMutator` | `a < f() < b` evaluates `f` once, see passes/effects.py |
 | `Macro`, `get_type_hints`, `mutate` | `tsn.macro` translates a macro at its first use instead of at import |
 | `unwrap_expr` | tilelang's mutable variables are values of primitives |
-| `get_let_value`, `has_let_value` | what a name in a kernel stands for |
+| `get_let_value`, `has_let_value` | the value of a name in a kernel |
 | `get_buffer_region_from_load` | `buf[i, 0:n]` is a place in memory |
 | `KernelLaunchFrame` | threads of the kernel that is being traced |
 | `CompiledArtifact` | the result of `tilelang.lower` |
-| `tilelang.transform.LowerDeviceKernelLaunch`, `has_cuda_pdl_sync` | kernels with T.pdl_sync are launched programmatically dependent (`dependent_launches`); tilelang marks them, and leaves the mark out of what its tvm_ffi runtime is told of the launch |
-| `nvcc.compile_cuda` | kernels of this package are compiled with few headers, see shipped.py |
-| `GemmBase`, `register_gemm_impl`, `GEMM_IMPLEMENTATIONS` | T.gemm in the simulator; tilelang's own entries stay for GPUs |
-| `cuda_pipeline.have_mbarrier` | barriers in kernels for the simulator |
-| `target_is_cuda`, `target_is_turing`, `target_is_volta`, `is_fragment`, `simplify` | what tilelang's own T.gemm uses |
-| `make_span`, `get_stmt_span` | the author's lines in errors and in reports of the simulator |
+| `tilelang.transform.LowerDeviceKernelLaunch`, `has_cuda_pdl_sync` | kernels with T.pdl_sync are launched
+programmatically dependent (`dependent_launches`); tilelang marks them, but does not pass the mark to its tvm_ffi
+runtime | | `nvcc.compile_cuda` | kernels of this package are compiled with few headers, see shipped.py | | `GemmBase`,
+`register_gemm_impl`, `GEMM_IMPLEMENTATIONS` | T.gemm in the simulator; tilelang's own entries stay for GPUs | |
+`cuda_pipeline.have_mbarrier` | barriers in kernels for the simulator | | `target_is_cuda`, `target_is_turing`,
+`target_is_volta`, `is_fragment`, `simplify` | used by tilelang's own T.gemm | | `make_span`, `get_stmt_span` | the
+author's lines in errors and in reports of the simulator |
 
 Differences:
 
-| since | what | here |
+| since | change | here |
 | --- | --- | --- |
 | 0.1.13 | statements carry the author's line | before: a table of lines beside the kernel, filled while it is traced (`_StatementLines`) |
 | 0.1.13 | `GemmFMA`, plain T.gemm for GPUs without tensor cores | before: T.gemm of such shapes and dtypes is refused by tilelang |
@@ -78,8 +79,8 @@ def _is_ampere_or_later(target: Any) -> bool:
     return target_is_cuda(target) and not (target_is_volta(target) or target_is_turing(target))
 
 
-# tilelang's implementations for GPUs of the instructions that it may choose for a kernel of the simulator: name,
-# instruction, the targets it is for, class.
+# tilelang's GPU implementations of the instructions that it may choose for a simulated kernel: name, instruction,
+# targets, class.
 GEMM_IMPLEMENTATIONS: list[tuple[str, str, Callable[[Any], bool], Any]] = [
     ("cuda.mma", _cuda_gemm.GEMM_INST_MMA, _is_ampere_or_later, _cuda_gemm.GemmMMA),
     ("cuda.mma_sm70", _cuda_gemm.GEMM_INST_MMA, target_is_volta, _cuda_gemm.GemmMMASm70),
@@ -88,7 +89,7 @@ GEMM_IMPLEMENTATIONS: list[tuple[str, str, Callable[[Any], bool], Any]] = [
 if hasattr(_cuda_gemm, "GEMM_INST_FMA"):
     GEMM_IMPLEMENTATIONS.append(("cuda.fma", _cuda_gemm.GEMM_INST_FMA, target_is_cuda, _cuda_gemm.GemmFMA))
 
-# Operators that name a part of a tensor as an operand of another operator; the first one since 0.1.14.
+# Operators that name a part of a tensor as an operand; the first one since 0.1.14.
 REGIONS = ("tl.region", "tl.tileop.region")
 
 # Whether kernels may have clusters of blocks, with copies to several of them.
@@ -101,8 +102,8 @@ CLUSTERS = (
 
 
 def threads_of_launch(launch: Any) -> tuple[int, int, int] | None:
-    """Threads of the kernel that is being traced, by dimension; None where its author gave none. Versions before 0.1.15
-    put their default of 128 there at once."""
+    """Threads of the kernel being traced, by dimension; None if its author gave none. Versions before 0.1.15 set their
+    default of 128 at once."""
     if getattr(launch, "thread_extents", ()) is None:
         return None
     x, y, z = launch.get_thread_extents()
@@ -110,7 +111,7 @@ def threads_of_launch(launch: Any) -> tuple[int, int, int] | None:
 
 
 def launch_threads_of(body: tirx.Stmt) -> list[tuple[int, ...] | None]:
-    """Threads of each launch of a traced kernel, by dimension; None where they are not known as numbers."""
+    """Threads of each launch of a traced kernel, by dimension; None if they are not constant."""
     found: list[tuple[int, ...] | None] = []
     loops: dict[str, Any] = {}  # extents of the launch's loops; visited from the inside, so behind its block
 
@@ -133,7 +134,7 @@ def launch_threads_of(body: tirx.Stmt) -> list[tuple[int, ...] | None]:
 
 
 def lane_variables(body: tirx.Stmt) -> set[Any]:
-    """The variables of a traced kernel that stand for threadIdx.x, one for each launch."""
+    """The variables of a traced kernel for threadIdx.x, one per launch."""
     found = set()
 
     def look(node: Any) -> None:
@@ -152,11 +153,11 @@ def lane_variables(body: tirx.Stmt) -> set[Any]:
 
 
 class _PythonLoop(eager_builder.Frame):
-    """Of a loop whose body is traced once for each value."""
+    """A loop whose body is traced once for each value."""
 
 
 class _Range:
-    """What a kernel's `range(…)` makes: a serial loop in a for statement, Python's range elsewhere."""
+    """Result of `range(…)` in a kernel: a serial loop in a for statement, Python's range elsewhere."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         self.given, self.named = given, named
@@ -165,7 +166,7 @@ class _Range:
         return iter(range(*self.given))
 
 
-# What a for statement of a kernel may be given, though Python could not loop over it.
+# Operands of a kernel's for statement over which Python could not loop.
 _NO_ITERABLES = (
     ForFrame, eager_builder.SerialForWithStep, eager_builder.UnrollForWithStep, tirx.PrimExpr, tirx.Buffer, tirx.BufferRegion,
 )  # fmt: skip
@@ -186,7 +187,7 @@ def _install_python_loops() -> None:
         known = dict(self.name_inside_frame)
         for value in it:
             yield value
-            # The next round's names are new ones, not the ones of this round bound again.
+            # The next round's names are new, not this round's bound again.
             self.name_inside_frame = dict(known)
         self.frames.pop(place)
 
@@ -244,9 +245,9 @@ if not hasattr(eager_builder, "PythonLoopFrame"):  # before 0.1.15
 
 
 class _StatementLines:
-    """Lines of the statements of traced kernels, by their nodes, which passes keep where they change nothing in them.
-    Nodes have no room for a line in tilelang 0.1.12. The table keeps those of the last kernels: a kernel is compiled
-    soon after it was traced."""
+    """Lines of the statements of traced kernels, by node; passes keep nodes in which they change nothing. Nodes have no
+    room for a line in tilelang 0.1.12. The table keeps the last kernels' lines: a kernel is compiled soon after it was
+    traced."""
 
     MOST = 20_000
 
@@ -266,7 +267,7 @@ class _StatementLines:
         return self._spans.get(self._key(statement))
 
     def install(self) -> None:
-        """Let the builder of kernels note the statements that each line of a kernel makes."""
+        """Let the kernel builder record the statements of each line of a kernel."""
         set_fileline, enter, get = Builder.set_fileline, Builder.with_frame, Builder.get
         lines = self
 
@@ -310,14 +311,14 @@ class _StatementLines:
         Builder.set_fileline, Builder.with_frame, Builder.get = with_line, with_frame, got
 
 
-# Of a kernel's launch parameters: launched programmatically dependent on the kernel before it.
+# Launch parameter of programmatic dependent launch.
 _DEPENDENT = "tirx.use_programtic_dependent_launch"
 _dependent = threading.local()  # on: kernels of this thread
 
 
 @contextlib.contextmanager
 def dependent_launches() -> Iterator[None]:
-    """Compile kernels that call T.pdl_sync so that they are launched programmatically dependent on the kernel before."""
+    """Compile kernels that call T.pdl_sync for programmatic dependent launch."""
     before = getattr(_dependent, "on", False)
     _dependent.on = True
     try:
@@ -335,7 +336,7 @@ def _install_dependent_launches() -> None:
             for variable, func in list(mod.functions.items()) if getattr(_dependent, "on", False) else ():
                 parameters = list((func.attrs or {}).get("tirx.kernel_launch_params", ()))
                 if parameters and "has_cuda_pdl_sync" in func.attrs and _DEPENDENT not in parameters:
-                    # In front: the size of dynamic shared memory must be the last.
+                    # Inserted first: the size of dynamic shared memory must be last.
                     mod[variable] = func.with_attr("tirx.kernel_launch_params", [_DEPENDENT, *parameters])
             return mod
 

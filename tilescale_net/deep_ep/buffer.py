@@ -15,7 +15,7 @@ from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.runtime.launch_args import without_default_device
 from tilescale_net.runtime.profiling import named
 
-SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is given
+SCRATCH = 1 << 20  # default bytes of get_local_buffer_tensor
 
 
 class Buffer(GroupBuffer):
@@ -225,8 +225,7 @@ class Buffer(GroupBuffer):
             raise TypeError(f"config must be a Config, not {type(config).__name__}")
         return Buffer.num_sms if config is None else config.num_sms
 
-    # DeepEP's calls between nodes, which take and give the same except parts of the handle: here they are the same
-    # calls.
+    # DeepEP's calls between nodes have the same interface except for parts of the handle: here they are the same calls.
     internode_dispatch, internode_combine = dispatch, combine
 
     # -- low latency ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tilescale_net.runtime import groups
 from tilescale_net.runtime.launch_args import without_default_device
 from tilescale_net.runtime.world import World
 
-NUM_SMS = 24  # blocks of a kernel where a call does not say
+NUM_SMS = 24  # default blocks of a kernel
 
 
 @dataclass
@@ -277,13 +277,13 @@ class ElasticBuffer(GroupBuffer):
         return joined(out, out_scales), known.recv_topk_idx, weights, known, end(async_with_compute_stream)
 
     def _check_handle(self, handle: object) -> None:
-        """Raise TypeError for what is no handle, ValueError for one of another group."""
+        """Raise TypeError unless it is a handle, ValueError for one of another group."""
         if not isinstance(handle, EPHandle):
             raise TypeError(f"handle is a {type(handle).__name__}; give what dispatch has returned")
         self._objects.check_world(handle._world)
 
     def _room(self, most: int) -> int:
-        """Tokens of a rank for which there is an object, where a call has that many at most: no number has one of its own."""
+        """Tokens of the object for calls with at most this many per rank, rounded up so that calls share objects."""
         return self.num_max_tokens_per_rank if most <= self.num_max_tokens_per_rank else room_for(most)
 
     # -- combine ----------------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def _handle_of(
 
 
 def _gaps(received: Any, rows: int) -> torch.Tensor:
-    """Which rows of an expert-major output stand for nothing, bool [rows]."""
+    """Mask of rows without a token in an expert-major output, bool [rows]."""
     index = torch.arange(rows, dtype=torch.int32, device=received.counts.device)
     expert = torch.searchsorted(received.offsets[1:].contiguous(), index, right=True).clamp(
         max=len(received.counts) - 1
@@ -394,7 +394,7 @@ def _gaps(received: Any, rows: int) -> torch.Tensor:
 
 
 def _result(tensor: torch.Tensor, rows: int, gaps: torch.Tensor | None, own: bool) -> torch.Tensor:
-    """The first rows, without what lies in gaps; a new tensor unless it is one (`own`) already."""
+    """The first rows, without gaps; a new tensor unless it already is one (`own`)."""
     if gaps is not None:
         tensor.view(torch.uint8).masked_fill_(gaps[:, None], 0)
     return tensor[:rows] if own else fresh(tensor, rows)

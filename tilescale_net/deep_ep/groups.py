@@ -1,4 +1,4 @@
-"""The ranks of a Buffer: its world, its nodes, the groups of mpi4py's communicators, and the ranks that are masked."""
+"""The ranks of a Buffer: its world, its nodes, the groups of mpi4py's communicators, and masked ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilescale_net.runtime import groups, placement, settings, this_host, worlds
 from tilescale_net.runtime.groups import StoreGroup
 from tilescale_net.runtime.world import World
 
-# Worlds that buffers have made, and how many of them use each.
+# Worlds made by buffers, and the number of buffers that use each.
 _users: dict[World, int] = {}
 
 
@@ -39,7 +39,7 @@ def join(group: tsn.Group, nbytes: int) -> World:
 
 
 def leave(world: World) -> None:
-    """Give a world back; the last buffer ends one that a buffer has made."""
+    """Release a world; the last buffer ends a world that a buffer has made."""
     if world in _users:
         _users[world] -= 1
         if not _users[world]:
@@ -49,7 +49,7 @@ def leave(world: World) -> None:
 
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Nodes of a group, and its ranks on one. Collective where the group has no world yet.
+    """Nodes of a group, and its ranks on one. Collective if the group has no world yet.
 
     Args:
         group: a ProcessGroup.
@@ -77,9 +77,7 @@ def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = 
 
 _NOBODY = ("192.0.2.1", "2001:db8::1")  # addresses that no host has: the default route leads there
 
-_known: list[
-    tuple[object, StoreGroup]
-] = []  # communicators and what was made of them; both live as long as the process
+_known: list[tuple[object, StoreGroup]] = []  # communicators and their groups; both live as long as the process
 
 
 def group_of(comm: Any) -> StoreGroup:
@@ -118,7 +116,7 @@ def group_of(comm: Any) -> StoreGroup:
 
 
 def _meeting_place(others: Iterable[str]) -> str:
-    """Address of this host, as ranks on the hosts of other names reach it; else loopback."""
+    """Address of this host for ranks on hosts of other names; else loopback."""
     others = sorted(others)
     if not others:
         return "127.0.0.1"
@@ -136,7 +134,8 @@ LOST = (PeerLost, WaitTimeout, FabricError)
 
 @dataclass
 class _Dispatches:
-    """Low-latency dispatches of this rank in a world, by all of its Buffers: how many have begun, and up to which they are void."""
+    """Low-latency dispatches of this rank in a world, by all of its Buffers: the number of begun ones, and the last
+    void one."""
 
     begun: int = 0
     void: int = 0
@@ -150,7 +149,7 @@ def _for_good(ranks: list[int]) -> str:
 
 
 class Masks:
-    """The ranks of a Buffer that are masked.
+    """The masked ranks of a Buffer.
 
     Args:
         world: of the Buffer.
@@ -158,7 +157,7 @@ class Masks:
 
     Attributes:
         shrinks: the same.
-        losses: errors of calls in which ranks were lost, after which the others `go_on`; none where calls raise them.
+        losses: errors of lost ranks, after which the others `go_on`; none if calls raise them.
     """
 
     def __init__(self, world: World, shrinks: bool):
@@ -170,11 +169,11 @@ class Masks:
 
     @property
     def members(self) -> list[int]:
-        """The ranks that take part; another list whenever they change."""
+        """The active ranks; a new list whenever they change."""
         return self._world.control.members
 
     def update(self, rank: int, masked: bool) -> None:
-        """Mask a rank from the next call on, on all ranks that stay; or take that back before then."""
+        """Mask a rank from the next call on, on all remaining ranks; or withdraw that before then."""
         self._world.control.refuse()
         if not 0 <= rank < self._world.size:
             raise ValueError(f"low_latency_update_mask_buffer: there is no rank {rank} among {self._world.size}")
@@ -203,7 +202,7 @@ class Masks:
             settings.log.warning("deep_ep.Buffer.low_latency_clean_mask_buffer: %s; they stay masked", _for_good(gone))
 
     def learn(self) -> None:
-        """Go on without ranks of whose loss the host has heard."""
+        """Continue without ranks whose loss the host knows."""
         self._world.control.refuse()
         if self.shrinks:
             try:
@@ -212,19 +211,19 @@ class Masks:
                 self.go_on()
 
     def begin_dispatch(self) -> bool:
-        """Count a dispatch; whether it gives nothing, because another rank was there already when a rank was lost."""
+        """Count a dispatch; returns whether it is void, because another rank had begun it when a rank was lost."""
         self._dispatches.begun += 1
         return self._dispatches.begun <= self._dispatches.void
 
     def leave_out(self) -> None:
-        """Leave the ranks out that are to be masked, before a call that begins; one that is in flight takes what they have sent."""
+        """Exclude newly masked ranks before a call begins; a call in flight still receives their data."""
         if self._asked:
             kept = [r for r in self.members if r not in self._asked]
             self._world.control.shrink_to(kept, "low_latency_update_mask_buffer")
             self._asked.clear()
 
     def go_on(self) -> None:
-        """After one of `losses`: the ranks that are left go on without those that are lost."""
+        """After one of `losses`: the remaining ranks continue without the lost ones."""
         for attempt in range(self._world.size):
             try:
                 self._dispatches.void = max(self._dispatches.void, *self._world.shrink(self._dispatches.begun).steps)

@@ -13,17 +13,17 @@ from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.layout import PlanOffsets
 from tilescale_net.runtime.world import World
 
-# What combine adds to its sums: one or two tensors; of two, one may be missing.
+# Biases of combine: one or two tensors; of two, one may be missing.
 Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What the handle of a dispatch stands for.
+    """The routing behind the handle of a dispatch.
 
     Attributes:
         world: of the buffer. op: the object that made it. handle: its handle. top_k: of the caller; the object's may be more.
-        worst: rows that results have where they are fixed (num_worst_tokens), or 0.
+        worst: fixed number of rows of results (num_worst_tokens), or 0.
     """
 
     world: World
@@ -39,7 +39,7 @@ class Routing:
 
 
 def routing_of(objects: Objects, handle: object) -> Routing:
-    """What a handle stands for. Raises TypeError for what is none, ValueError for one of another group."""
+    """The routing of a handle. Raises TypeError unless it is one, ValueError for one of another group."""
     routing = handle[-1] if isinstance(handle, tuple) and handle else None
     if not isinstance(routing, Routing):
         raise TypeError(f"handle is {_shown(handle)}; give what dispatch has returned")
@@ -52,7 +52,7 @@ def _shown(x: object) -> str:
 
 
 def check_rows(x: Rows) -> None:
-    """Raise TypeError or ValueError for what `parts` cannot take apart."""
+    """Raise TypeError or ValueError for rows that `parts` does not accept."""
     rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
     check_dimensions("x", rows, 2)
     if scales is not None:
@@ -60,7 +60,7 @@ def check_rows(x: Rows) -> None:
 
 
 def check_routing(in_rank: object, per_expert: object, topk_idx: Any, topk_weights: Any, alignment: object) -> None:
-    """Raise TypeError or ValueError for arguments of a new routing that kernels do not see."""
+    """Raise TypeError or ValueError for arguments of a new routing that kernels do not check."""
     if in_rank is None or per_expert is None:
         raise ValueError("give is_token_in_rank and num_tokens_per_expert, or a handle")
     check_dimensions("is_token_in_rank", in_rank, 2)
@@ -76,7 +76,7 @@ def check_routing(in_rank: object, per_expert: object, topk_idx: Any, topk_weigh
 
 
 def check_combined(routing: Routing, x: object, topk_weights: Any) -> None:
-    """As `check_routing`, of a combine."""
+    """As `check_routing`, for a combine."""
     check_dimensions("x", x, 2)
     if topk_weights is None:
         return
@@ -89,7 +89,7 @@ def check_combined(routing: Routing, x: object, topk_weights: Any) -> None:
 
 
 def layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens per rank [ranks] and per expert [num_experts] (int32), and to which ranks each goes [tokens, ranks].
+    """Tokens per rank [ranks] and per expert [num_experts] (int32), and whether each goes to each rank [tokens, ranks].
 
     Ids beyond the experts count for nothing here, as -1 does; the dispatch rejects them by name, on all ranks.
     """
@@ -132,7 +132,7 @@ def joined(rows: torch.Tensor, scales: torch.Tensor | None) -> Rows:
 
 
 def fresh(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The first rows as a new tensor; with rows of no meaning behind them where there are fewer."""
+    """The first rows as a new tensor, padded with undefined rows if there are fewer."""
     if rows <= len(tensor):
         return tensor[:rows].clone()
     out = tensor.new_empty((rows, *tensor.shape[1:]))
@@ -141,7 +141,7 @@ def fresh(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _results(x: Rows, received: Dispatched, rows: int) -> Rows:
-    """Rows, and scales in the dimensions that `x` has them."""
+    """Rows, and scales in the dimensions of x's."""
     if received.scales is None:
         return fresh(received.x, rows)
     scales = fresh(received.scales, rows)
@@ -149,7 +149,7 @@ def _results(x: Rows, received: Dispatched, rows: int) -> Rows:
 
 
 def dispatch_again(objects: Objects, x: Rows, routing: Routing, num_sms: int) -> Rows:
-    """Other rows with a routing that is known."""
+    """Other rows with a known routing."""
     objects.order.follow()
     rows, scales = parts(x)
     c = routing.op.config
@@ -190,7 +190,7 @@ def dispatch(
                 op.check()
             break
         except (ValueError, TypeError, HeapError):
-            # All ranks are here: what one of them rejects, check raises on all.
+            # All ranks are here: check raises one rank's error on all.
             if worst or not objects.grow(tokens):
                 raise
     routing = Routing(objects.world, op, received.handle, top_k, worst)
@@ -236,7 +236,7 @@ def _prefix(world: World, routing: Routing) -> torch.Tensor:
 
 
 def biases_of(bias: Bias) -> tuple[torch.Tensor, ...]:
-    """None, a tensor, or a tuple of two of which one may be None, as combine takes them."""
+    """None, a tensor, or a tuple of two of which one may be None, as for combine."""
     given = (bias,) if bias is None or isinstance(bias, torch.Tensor) else bias
     return tuple(b.contiguous() for b in given if b is not None)
 

@@ -46,14 +46,14 @@ _DISPATCH, _COMBINE = f"low_latency_dispatch: {_SIZES}", f"low_latency_combine: 
 class LowLatencyHandle(tuple):
     """DeepEP's handle of a low-latency dispatch: source tokens, ranges of ranks, largest number of tokens, hidden, experts.
 
-    Few callers look at its first two parts, which are made when one does, after the dispatch has ended: the tensors that hold
-    them are the caller's then, and else serve a later dispatch.
+    The first two parts are made on first access, after the dispatch has ended: their tensors then belong to the caller,
+    and otherwise serve a later dispatch.
 
     Attributes:
-        sizes: those of `Objects.low_latency`. received: what the dispatch gives.
-        members: the ranks that took part; None: no rank, the dispatch gave nothing. See `Masks.members`.
+        sizes: as for `Objects.low_latency`. received: the dispatch's result.
+        members: the active ranks; None: no rank, the dispatch is void. See `Masks.members`.
         world: of the Buffer.
-        op: what made the dispatch, for its combines while it can make them; None: nothing did.
+        op: the object of the dispatch, for its combines as long as it can make them; None: none.
     """
 
     sizes: tuple
@@ -82,7 +82,7 @@ class LowLatencyHandle(tuple):
 
 
 def checked(handle: object) -> LowLatencyHandle:
-    """A handle of a dispatch. Raises TypeError for what is none."""
+    """A handle of a dispatch. Raises TypeError unless it is one."""
     if not isinstance(handle, LowLatencyHandle):
         raise TypeError(
             f"handle is a {type(handle).__name__}; give what low_latency_dispatch has returned, not a copy of its parts"
@@ -91,7 +91,7 @@ def checked(handle: object) -> LowLatencyHandle:
 
 
 def _contiguous(x: Any) -> Any:
-    """The same, contiguous; what is no tensor is for AllToAll to reject."""
+    """The same, contiguous; AllToAll rejects other values."""
     return x.contiguous() if isinstance(x, torch.Tensor) else x
 
 
@@ -101,7 +101,7 @@ def _ranges(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _for_exponents(scales: torch.Tensor) -> torch.Tensor:
-    """Memory for four scales of [experts, rows, groups] to an int32, whose rows are next to one another."""
+    """Memory for scales of [experts, rows, groups], four to an int32, with adjacent rows."""
     experts, rows, groups = scales.shape
     if groups == 4:  # one column, of a stride with which it can be viewed as bytes
         return torch.empty((experts, rows, 1), dtype=torch.int32, device=scales.device)
@@ -109,7 +109,7 @@ def _for_exponents(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _nothing(ranks: int, tokens: int, sizes: tuple, device: torch.device) -> Dispatched:
-    """What a dispatch gives that was in flight when ranks were lost: no rows."""
+    """The result of a dispatch that was in flight when ranks were lost: no rows."""
     experts, max_tokens, hidden, top_k, dtype = sizes
     local, rows = experts // ranks, ranks * max_tokens
     plan = ReceivedRows.empty(tokens, ranks, max_tokens, local, top_k, device=device)
@@ -139,7 +139,7 @@ def dispatch(
     stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, in_phases: bool,
     waited: torch.Tensor | None = None,
 ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, Callable[[], None] | None]:  # fmt: skip
-    """(rows or (rows, scales), rows per expert, handle, what ends the call or None)."""
+    """(rows or (rows, scales), rows per expert, handle, the hook or None)."""
     masks = objects.masks
     try:
         (_, hidden), (_, top_k) = x.shape, topk_idx.shape
@@ -185,7 +185,7 @@ def dispatch(
     elif received is None:
         received = _nothing(objects.world.size, len(x), sizes, x.device)
     packs = _for_exponents(received.scales) if use_fp8 and use_ue8m0 else None
-    late = stats if totals is None else None  # where the counts are added when they are there
+    late = stats if totals is None else None  # where the counts are added after their arrival
     scales = received.scales if packs is None else packs
     handle = LowLatencyHandle((None, None, max_tokens, hidden, num_experts))
     handle.sizes, handle.received, handle.members, handle.op = sizes, received, members, op
@@ -199,7 +199,7 @@ def dispatch(
 
 
 def _finish(received: Any, packs: torch.Tensor | None, late: torch.Tensor | None) -> None:
-    """What the kernels have not done: `packs` gets the exponents of the scales, and the counts are added to `late`."""
+    """Work after the kernels: `packs` gets the exponents of the scales, and `late` the counts."""
     if packs is not None:
         packs.copy_(packed(received.scales))
     if late is not None:
@@ -234,7 +234,7 @@ def combine(
     in_phases: bool,
     waited: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """(sums [tokens, hidden], what ends the call or None)."""
+    """(sums [tokens, hidden], the hook or None)."""
     if not isinstance(handle, LowLatencyHandle) or handle.world is not objects.world or topk_weights is None:
         with objects.rejecting("Buffer.low_latency_combine"):
             objects.check_world(checked(handle).world)

@@ -1,9 +1,9 @@
-"""The AllToAll objects that a Buffer's calls need, made on first use, and how much memory they take.
+"""The AllToAll objects that a Buffer's calls need, made on first use, and their memory.
 
 All ranks of a group make the same calls, so they make the same objects in the same order. DeepEP takes any number of
 tokens; an AllToAll is made for the largest. The first dispatch agrees on it, and a dispatch of more tokens is rejected on
 all ranks, which then agree on a larger object and repeat the call. Objects that the heap has no room for get another heap,
-of another world of the same ranks.
+in another world of the same ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilescale_net.runtime.groups import MadeByRanks
 from tilescale_net.runtime.launch_args import StreamOrder
 from tilescale_net.runtime.world import World
 
-IN_FLIGHT = 2  # low-latency calls of a kind that may be sent and not received
+IN_FLIGHT = 2  # low-latency calls of a kind that may be in flight
 
 
 def low_latency_options(dtype: torch.dtype) -> dict[str, Any]:
@@ -41,12 +41,12 @@ def high_throughput_options(scale_words: int | None) -> dict[str, Any]:
 
 
 def room_for(tokens: int) -> int:
-    """For how many tokens of a rank a high-throughput object is made whose calls bring this many: a power of two."""
+    """Tokens per rank of a high-throughput object for calls with this many: a power of two."""
     return 1 << max(6, (tokens - 1).bit_length())
 
 
 def check_dimensions(name: str, x: Any, *wanted: int) -> None:
-    """Raise TypeError or ValueError for what is no tensor of as many dimensions as one of these."""
+    """Raise TypeError or ValueError unless it is a tensor with one of these numbers of dimensions."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.dim() not in wanted:
@@ -62,9 +62,9 @@ class Objects:
         shrinks: whether low-latency calls go on when ranks are lost.
 
     Attributes:
-        masks: the ranks that are masked.
-        calls: noted by every call, so that ranks that differ learn of it.
-        order: of calls on different streams, those of the objects among them; what a call launches itself comes after its
+        masks: the masked ranks.
+        calls: the log of every call, by which differing ranks learn of it.
+        order: of calls on different streams, including those of the objects; a call's own launches come after its
             `follow`.
         max_tokens, top_k: of the high-throughput object that new routings use; 0 before the first.
     """
@@ -74,16 +74,16 @@ class Objects:
         self.world, self.masks, self.order = world, Masks(world, shrinks), StreamOrder(world.device)
         self.max_tokens = self.top_k = 0
         self._made: dict[tuple, AllToAll] = {}
-        self._usual: dict[tuple, AllToAll] = {}  # by sizes, what low-latency calls take that find none in flight
+        self._usual: dict[tuple, AllToAll] = {}  # by sizes, objects for low-latency calls with none in flight
         self._generation = world.control.generation
-        self._worlds = [world]  # each with a heap; all but the first were made here
+        self._worlds = [world]  # each with a heap; all except the first were made here
         self._stream: torch.cuda.Stream | None = None
         self._freed = False
 
     @contextlib.contextmanager
     def rejecting(self, call: str) -> Iterator[None]:
-        """Arguments are looked at inside: a TypeError or ValueError gets the names of the call and of the rank, and the other
-        ranks, where they wait for the call, learn of it from the log; those that reject theirs too have the same there."""
+        """Check arguments inside: a TypeError or ValueError gets the names of the call and the rank; other ranks that
+        wait for the call learn of it from the log, and ranks that also reject theirs have the same entry there."""
         try:
             yield
         except (TypeError, ValueError) as error:
@@ -96,7 +96,7 @@ class Objects:
             raise ValueError("handle is of a buffer of another group; dispatch with this one")
 
     def check_alive(self, op: AllToAll) -> None:
-        """Raise TileScaleError for what a buffer has made that was destroyed, in a world that lives on."""
+        """Raise TileScaleError for objects of a destroyed buffer in a live world."""
         if not (op.alive or self.world.closed):
             raise TileScaleError("deep_ep: handle is of a buffer that was destroyed; dispatch again")
 
@@ -111,25 +111,25 @@ class Objects:
     def high_throughput(
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype, num_sms: int, scale_words: int | None = None
     ) -> AllToAll:  # fmt: skip
-        """For dispatches that give each token once per rank, and their combines in BF16."""
+        """For dispatches of each token once per rank, and their combines in BF16."""
         options = high_throughput_options(scale_words)
         return self._throughput((num_experts, max_tokens, hidden, top_k, dtype, "throughput"), num_sms, options)
 
     def elastic(
         self, sizes: tuple, num_sms: int, scale_words: int | None, alignment: int, expands: bool, combine_dtype: torch.dtype
     ) -> AllToAll:  # fmt: skip
-        """For dispatches that give each token once per rank, or (`expands`) once per expert, in tensors of their own.
+        """For dispatches of each token once per rank, or (`expands`) once per expert, in new tensors.
 
         Args:
             sizes: num_experts, max_tokens, hidden, top_k and dtype.
-            combine_dtype: of rows on their way back, and of sums that travel.
+            combine_dtype: of returned rows, and of sums that travel.
         """
         layout = dict(layout="expert", zero_copy=False) if expands else dict(layout="rank")
         options = dict(combine_dtype=combine_dtype, scale_words=scale_words, alignment=alignment, **layout)
         return self._throughput((*sizes, "throughput"), num_sms, options)
 
     def _throughput(self, sizes: tuple, num_sms: int, options: dict) -> AllToAll:
-        """One whose calls may run on this many blocks; see `blocks`."""
+        """The object for calls on this many blocks; see `blocks`."""
         if self.world.device.type != "cuda":
             return self._object(sizes, dict(options, tuning=None))
         kind = (*sizes, *options.items())
@@ -139,15 +139,15 @@ class Objects:
 
     @staticmethod
     def blocks(op: AllToAll, num_sms: int) -> int:
-        """On how many blocks a call of `op` runs that shall take this many SMs."""
+        """Number of blocks of a call of `op` on this many SMs."""
         return min(max(num_sms, 2), op.blocks)
 
     def low_latency(self, kind: str, sizes: tuple) -> AllToAll:
         """For low-latency dispatches of one dtype and their combines in BF16.
 
         Args:
-            kind: "dispatch" or "combine": the object has none in flight, where one of the IN_FLIGHT objects has not. Handles
-                of one serve the others.
+            kind: "dispatch" or "combine": returns an object with none of them in flight if one of the IN_FLIGHT objects
+                has none. Handles of one serve the others.
             sizes: num_experts, max_tokens, hidden, top_k and dtype.
         """
         usual = self._usual.get(sizes)
@@ -161,7 +161,7 @@ class Objects:
                 self._usual[sizes] = op
             if kind not in op.in_flight:
                 return op
-        return self._object((*sizes, "latency"), options)  # which raises with what is in flight
+        return self._object((*sizes, "latency"), options)  # which raises for the call in flight
 
     def _object(self, sizes: tuple, options: dict, number: int = 0) -> AllToAll:
         key = (*sizes, *options.items(), number)
@@ -174,7 +174,7 @@ class Objects:
         return self._made[key]
 
     def _keep_common(self) -> None:
-        """After ranks were lost, which may have been in the middle of a construction: keep what all of the others have."""
+        """After a loss, perhaps in the middle of a construction: keep the objects that all others have."""
         self._usual.clear()
         names = {str(key): key for key in self._made}
         said = self.world.control.gather("deep_ep.Buffer: objects", json.dumps(list(names)))
@@ -183,19 +183,19 @@ class Objects:
         self._generation = self.world.control.generation
 
     def _make(self, sizes: tuple, options: dict) -> AllToAll:
-        """In the first heap that has room, or in a new one. All ranks find the same.
+        """Construct it in the first heap that has room, or in a new one; the same on all ranks.
 
-        It compiles what an ordinary call needs; a call of another kind compiles its kernels when it is made first, on all
-        ranks, which is a fifth of all that there are.
+        This compiles the kernels of ordinary calls, a fifth of all; another kind of call compiles its kernels at its
+        first use, on all ranks.
         """
-        if self._freed:  # its world lives on where others use it; nobody would free a new object
+        if self._freed:  # its world lives on if others use it; nobody would free a new object
             raise TileScaleError(
                 "deep_ep: this buffer was destroyed; make another one, or destroy it after its last call"
             )
         for world in self._worlds:
             try:
                 return AllToAll(*sizes, **options, warm_up=False, group=world).ordered_by(self.order)
-            except RankMismatch:  # of calls that are not compared again
+            except RankMismatch:  # for calls that are not compared again
                 self.calls.settle()
                 raise
             except HeapError:
@@ -208,7 +208,7 @@ class Objects:
         return AllToAll(*sizes, **options, warm_up=False, group=self._worlds[-1]).ordered_by(self.order)
 
     def grow(self, tokens: int) -> bool:
-        """Agree with all ranks on room for the most tokens that one of them has; False where there was room."""
+        """Agree with all ranks on room for the most tokens of any rank; False if there was room."""
         most = max(self.world.control.gather("deep_ep.Buffer.dispatch: tokens", tokens))
         if most <= self.max_tokens:
             return False
@@ -216,7 +216,7 @@ class Objects:
         return True
 
     def free(self) -> None:
-        """Free all objects; collective. Raises ValueError, and changes nothing, where calls are in flight."""
+        """Free all objects; collective. Raises ValueError, and changes nothing, if calls are in flight."""
         self.world.control.refuse()
         if any(op.alive and op.in_flight and not op.outdated for op in self._made.values()):
             self.world.check()  # a failure is why they wait
@@ -237,7 +237,7 @@ class Objects:
 
 
 class GroupBuffer(MadeByRanks):
-    """What both interfaces' buffers are: the world of a group and its objects.
+    """Base of both interfaces' buffers: the world of a group and its objects.
 
     Args:
         group, nbytes: see `groups.join`. shrinks: see `Objects`.
@@ -275,9 +275,9 @@ class GroupBuffer(MadeByRanks):
         return self._objects.comm_stream()
 
 
-TOKENS = 4096  # of a rank, for which the hints of high-throughput buffers are made
+TOKENS = 4096  # tokens per rank in the hints of high-throughput buffers
 EXPERTS = 256
-NODE_RANKS = 8  # of a node at most, where hints count nodes
+NODE_RANKS = 8  # most ranks of a node in hints
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-__path__: list[str] = []  # of a package: programs add folders with modules of their own
+__path__: list[str] = []  # a package: programs add folders with their own modules
 sys.modules[f"{__name__}.event"] = sys.modules[__name__]
 
 
@@ -79,7 +79,7 @@ class EventOverlap:
 
 
 def begin(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:
-    """How a call begins: after `previous_event`. Raises ValueError for a combination that DeepEP rejects."""
+    """Begin a call after `previous_event`. Raises ValueError for a combination that DeepEP rejects."""
     has_event = previous_event is not None and previous_event.event is not None
     if allocate_on_comm_stream and not (has_event and async_finish):
         raise ValueError("allocate_on_comm_stream goes with previous_event and async_finish=True")

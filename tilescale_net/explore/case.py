@@ -1,4 +1,4 @@
-"""What is explored: kernels that a function launches on every rank, and what must hold when they have ended."""
+"""A job to explore: kernels that a function launches on every rank, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from tilescale_net.runtime.placement import Topology
 from tilescale_net.runtime.simulator import SharedMemory, SimulatorMemory
 from tilescale_net.runtime.world import World
 
-# -- ranks of a job in one process, one behind the other: their worlds and collective calls ----------------------------
+# -- ranks of a job in one process, run in sequence: their worlds and collective calls
+# ----------------------------------
 
 
-TIMEOUT = 30.0  # of waits, whose time stands still
+TIMEOUT = 30.0  # of waits, during which time stands still
 
 
 class SameCalls:
-    """The collective calls of ranks that run one behind the other: each must make the same as the first one. No rank
-    learns anything from another: a call that gathers values gives a rank its own one for all."""
+    """The collective calls of ranks that run in sequence: each must make the same calls as the first one. No rank
+    learns anything from another: a call that gathers values returns a rank's own value for all."""
 
     def __init__(self, rank: int, size: int, made: list[tuple[str, object]]):
         self.rank, self.size, self.job_ranks = rank, size, list(range(size))
@@ -87,7 +88,7 @@ class RankWorld(World):
         self.races = SharedMemory(_simulator.race_memory_bytes(heap_bytes))
 
     def connect(self, worlds: list[RankWorld]) -> None:
-        """Make the context, when all ranks are there."""
+        """Make the context after all ranks are set up."""
         self.peer_base = [w.memory.base for w in worlds]
         pages = [w.races.base for w in worlds]
         _simulator.attach_race_memory(self.rank, self.memory.base, self.memory.size, pages, self.peer_base)
@@ -95,11 +96,11 @@ class RankWorld(World):
 
     @property
     def failure(self) -> None:
-        """None: what fails is raised at once."""
+        """None: errors are raised at once."""
         return None
 
     def check(self) -> None:
-        """Nothing runs before the check does."""
+        """No kernel runs before the check."""
 
     def synchronize(self) -> None:
         """Nothing runs."""
@@ -111,7 +112,7 @@ class RankWorld(World):
         raise error
 
     def error(self) -> str:
-        """What a kernel left behind when it gave up; "" where none did."""
+        """The error of a kernel that gave up; "" without one."""
         record = self.page.record()
         if record is None:
             return ""
@@ -119,12 +120,13 @@ class RankWorld(World):
         return str(context.describe_error(record, self.rank, self.size, base, self.timeout, name_of) or "")
 
     def used(self) -> list[tuple[int, int]]:
-        """Address and bytes of what a launch may change besides its tensors: the heap's used part, context and page."""
+        """Address and bytes of memory that a launch may change besides its tensors: the heap's used part, context,
+        page."""
         end = max([context.SYSTEM_BYTES, *(at + size for at, size in self.heap.live.items())])
         return [(self.memory.base, end), *self.unseen()]
 
     def unseen(self) -> list[tuple[int, int]]:
-        """Address and bytes of what kernels use to give up."""
+        """Address and bytes of the abort page."""
         bytes_of_context: torch.Tensor = self._context_bytes
         return [(self.page.address, context.ABORT_PAGE_BYTES), (bytes_of_context.data_ptr(), bytes_of_context.numel())]
 
@@ -192,15 +194,15 @@ class Case:
     """A job of `size` ranks in this process, whose kernels are known and have not run.
 
     Args:
-        function: called once for each rank. It makes tensors, and returns a function that launches the rank's kernels, or
-            that and one that checks the results: it raises, or returns False, where they are wrong. All three may use
-            `tilescale_net` as a rank does, but ranks cannot learn anything from each other on the host.
+        function: called once for each rank. It makes tensors, and returns a function that launches the rank's kernels,
+            or that one and another that checks the results: it raises, or returns False, if they are wrong. All three
+            may use `tilescale_net` as a rank does, but ranks cannot communicate on the host.
         size: number of ranks.
         heap_bytes: of the symmetric heap of each rank; default TSN_HEAP_SIZE.
-        races: whether what the race detector finds is wrong.
+        races: whether races count as wrong.
 
     Raises:
-        ConfigurationError: too few or many ranks, or a function that does not do this.
+        ConfigurationError: too few or many ranks, or an unsuitable function.
     """
 
     def __init__(self, function: Callable, size: int = 2, heap_bytes: int | None = None, races: bool = True):
@@ -210,9 +212,9 @@ class Case:
         self.native: Any = None
         self.worlds = make_worlds(size, settings.heap_bytes(heap_bytes, on_gpu=False))
         self._checks: list[Callable | None] = []
-        self._kept: list = []  # tensors that launches name by their address
+        self._kept: list = []  # tensors that launches refer to by address
         self.launches: list[list] = []
-        # The native part names their memory by its address, so it must be notified when they go.
+        # The native part refers to their memory by address, so it must be notified when they die.
         self._end = weakref.finalize(self, _close, self.worlds)
         try:
             with _on_the_simulator():
@@ -265,7 +267,7 @@ class Case:
                 )
 
     def _memory(self) -> list[tuple[int, int]]:
-        """Address and bytes of all that an execution may change, ascending, in pieces that do not touch."""
+        """Address and bytes of all memory that an execution may change, ascending, in separate pieces."""
         pieces = [piece for world in self.worlds for piece in world.used()]
         for tensor in self._kept:
             storage = tensor.untyped_storage()
@@ -282,7 +284,7 @@ class Case:
         return found
 
     def _wrong(self) -> str:
-        """What the checks report of the memory as it is."""
+        """The checks' report of the current memory."""
         for rank, (world, check) in enumerate(zip(self.worlds, self._checks)):
             if check is None:
                 continue
@@ -302,7 +304,7 @@ class Case:
         self.close()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self.native = None
         self._end()
 
@@ -313,13 +315,13 @@ def _close(made: list[RankWorld]) -> None:
 
 
 def worlds_of(made: list[RankWorld], address: int) -> RankWorld | None:
-    """The world in whose heap an address lies."""
+    """The world whose heap has an address."""
     return next((w for w in made if 0 <= address - w.memory.base < w.memory.size), None)
 
 
 @contextlib.contextmanager
 def _on_the_simulator() -> Iterator[None]:
-    """Kernels are compiled for the simulator, also on a machine with a GPU."""
+    """Compile kernels for the simulator, also on a machine with a GPU."""
     saved = os.environ.get(settings.DEVICE.name)
     os.environ[settings.DEVICE.name] = "simulator"
     try:

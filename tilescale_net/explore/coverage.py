@@ -1,6 +1,6 @@
-"""What the proof covers and what not, from the rules that the race detector and the exploration go by.
+"""Coverage of the proof, from the rules of the race detector and of the exploration.
 
-`python -m tilescale_net.explore.coverage` writes the section of docs/simulator.md again.
+`python -m tilescale_net.explore.coverage` rewrites the section of docs/simulator.md.
 """
 
 import re
@@ -31,14 +31,14 @@ def section() -> str:
 
 
 def _code(text: str) -> str:
-    """Names of functions and options in the type of code."""
+    """Format names of functions and options as code."""
     return re.sub(
         r"\b(?:N|T|tsn|torch)\.[a-z_.]+\*?|\b[a-z_]+\(\)|--[a-z-]+|__[a-z]+", lambda name: f"`{name[0]}`", text
     )
 
 
 def of_page(text: str) -> str:
-    """The section that a page holds; "" where it holds none."""
+    """The section of a page; "" without one."""
     found = re.search(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", text, re.DOTALL)
     return found[0] if found else ""
 

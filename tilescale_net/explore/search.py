@@ -1,4 +1,4 @@
-"""Exploring a case: every schedule, random ones, or one again; and what came of it, as a report and in words."""
+"""Exploration of a case by every schedule, random ones, or one again; and its report."""
 
 import itertools
 import os
@@ -12,25 +12,25 @@ from tilescale_net.explore.case import Case
 # -- reports, and schedules in a line ----------------------------------------------------------------------------------
 
 
-_MOST_STEPS = 80  # that are printed
+_MOST_STEPS = 80  # printed ones
 
 
 @dataclass
 class Report:
-    """What came of an exploration.
+    """Result of an exploration.
 
     Attributes:
         schedules: how many were run to their end.
-        cut: how many were given up because they would have repeated others.
+        cut: how many were abandoned because they would have repeated others.
         states: final states of memory that differ.
         events: decisions of the longest schedule.
         complete: whether there are no other schedules.
-        not_followed: what kernels did that other schedules may order otherwise, with lines; then it is not complete.
-        failure: what was wrong; "" for nothing.
+        not_followed: operations of kernels whose other orders are not explored, with lines; then `complete` is false.
+        failure: the error; "" without one.
         schedule: of the failure, as `repeat` takes it.
-        preemptions: how often that schedule leaves a block that could go on.
-        steps: what happens in it.
-        seed: of the failure, where schedules were random.
+        preemptions: how often that schedule leaves a runnable block.
+        steps: its events.
+        seed: of the failure, for random schedules.
         seconds: that it took.
     """
 
@@ -49,7 +49,7 @@ class Report:
 
 
 def packed(schedule: list[int]) -> str:
-    """A schedule in a line: the numbers of the processes that go on, 3x4 for 3 four times."""
+    """A schedule as text: the numbers of the processes in order, 3x4 for 3 four times."""
     runs = [(value, len(list(group))) for value, group in itertools.groupby(schedule)]
     return ".".join(f"{value}x{count}" if count > 1 else str(value) for value, count in runs)
 
@@ -91,16 +91,16 @@ def text(report: Report, where: str, size: int) -> str:
 # -- searches ----------------------------------------------------------------------------------------------------------
 
 
-_EFFORT = 4000  # schedules that are tried for each number of preemptions, to find a shorter one that fails
+_EFFORT = 4000  # schedules to try for each number of preemptions, to find a shorter failing one
 
 
 def every(case: Case, most: int = 1 << 62, seconds: float = 600.0, preemptions: int = -1) -> Report:
     """Run every schedule, except schedules that differ only in the order of independent events.
 
     Args:
-        case: what to explore.
+        case: the case to explore.
         most, seconds: limits of schedules and of time, at which the search ends incomplete.
-        preemptions: only schedules that leave a block which could go on at most so often, and never complete; -1: all.
+        preemptions: only schedules with at most this many preemptions, and never complete; -1: all.
     """
     began = time.monotonic()
     found = case.native.all(most, seconds, preemptions)
@@ -115,7 +115,7 @@ def every(case: Case, most: int = 1 << 62, seconds: float = 600.0, preemptions: 
 
 
 def random(case: Case, seeds: int, first: int = 0, depth: int = 3, seconds: float = 600.0) -> Report:
-    """Run schedules of random priorities; the first failure ends it, or the time.
+    """Run schedules of random priorities until the first failure or the time limit.
 
     Args:
         case, seconds: as in `every`.
@@ -150,7 +150,7 @@ def repeat(case: Case, schedule: str, seconds: float = 600.0) -> Report:
 
 
 def _failure(case: Case, found: dict) -> str:
-    """As text; to be called before anything else runs."""
+    """As text; call it before anything else runs."""
     record = case.worlds[found["gave_up"]].error() if found["gave_up"] >= 0 else ""
     return record or found["failure"]
 
@@ -171,6 +171,6 @@ def _with_steps(case: Case, report: Report, found: dict) -> Report:
 
 
 def _steps(texts: list[str]) -> list[str]:
-    """Equal ones in a row once."""
+    """Merge equal neighbours."""
     runs = [(text, len(list(group))) for text, group in itertools.groupby(texts)]
     return [f"{text} ({count} times)" if count > 1 else text for text, count in runs]

@@ -42,7 +42,7 @@ _trace.silence_dumps()
 
 
 class _NoPrimitive(_KernelError, AttributeError):
-    """An unknown primitive; an AttributeError as for any module, and a KernelError where a kernel is built."""
+    """Error of an unknown primitive: an AttributeError as of any module, and a KernelError while a kernel is built."""
 
 
 def __dir__() -> list[str]:
@@ -50,7 +50,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> None:
-    if name.startswith("_"):  # what Python itself looks for
+    if name.startswith("_"):  # Python's own look-ups
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     near = [known for known in __all__ if known.startswith(f"{name}_")] or _difflib.get_close_matches(name, __all__)
     hint = f"; did you mean {' or '.join(f'N.{known}' for known in near)}?" if near else ""

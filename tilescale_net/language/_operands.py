@@ -1,4 +1,4 @@
-"""What primitives accept, as expressions: integers and values to store, places in memory, and copies between places.
+"""Operands of primitives as expressions: integers, values to store, places in memory, and copies between places.
 
 A place in memory is a tensor `buf`, an element `buf[i]` (the address of that element), or a region `buf[i, 0:n]`. It
 becomes a base pointer plus an offset in elements, computed in 64 bits.
@@ -39,14 +39,14 @@ _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.FloorDiv, tirx.FloorMod, tirx.
 
 
 def _plain(value: tirx.PrimExpr) -> bool:
-    """Whether an expression is arithmetic on variables and constants only, so that it may be evaluated again."""
+    """Whether an expression is only arithmetic on variables and constants, so it may be evaluated again."""
     if isinstance(value, _ARITHMETIC):
         return _plain(value.a) and _plain(value.b)
     return isinstance(value, (tirx.Var, tirx.IntImm))
 
 
 def int64(value: Expr) -> tirx.PrimExpr:
-    """`value` computed in 64 bits throughout: not the 64-bit copy of a 32-bit product that has overflowed.
+    """`value` computed in 64 bits throughout: a 32-bit product may have overflowed.
 
     Names that the kernel bound to plain arithmetic are computed again in 64 bits.
     """
@@ -99,7 +99,7 @@ def provably_equal(a: Expr, b: Expr) -> bool:
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
-# What a primitive takes as an integer, and as a value to store.
+# Integer operands, and values to store.
 Number: TypeAlias = Expr
 Scalar: TypeAlias = tirx.PrimExpr | int | float
 
@@ -134,7 +134,8 @@ def as_integer(name: str, value: Any, dtype: str, low: int | None = None, high: 
 
 
 def scalar(name: str, value: Any, dtype: str) -> tirx.PrimExpr:
-    """A value to store, converted to `dtype`. Raises PrimitiveError when it is no number or of a kind that would lose sense."""
+    """A value to store, converted to `dtype`. Raises PrimitiveError if it is no number, or of a kind that `dtype`
+    cannot represent."""
     value = unwrap_expr(value)
     if not isinstance(value, (bool, int, float, tirx.PrimExpr)):
         raise PrimitiveError(f"{name} must be a number, not {describe(value)}")
@@ -172,7 +173,7 @@ def pe_index(pe: Any) -> tirx.PrimExpr:
 
 # -- places in memory -------------------------------------------------------------------------------------------------
 
-# What a primitive takes as a place in memory: a tensor, an element buf[i], a region buf[i, 0:n].
+# Operands in memory: a tensor, an element buf[i], a region buf[i, 0:n].
 Place: TypeAlias = tirx.Buffer | tirx.BufferLoad | tirx.BufferRegion
 
 _SCOPES = {"shared.dyn": "shared", "local.fragment": "fragment", "local.var": "a register"}
@@ -182,7 +183,7 @@ _READ, _WRITE = 1, 2  # access masks of tvm_access_ptr
 
 
 def scope_of(buffer: tirx.Buffer) -> str:
-    """Where a tensor lives, in an author's words: global, shared, fragment, …"""
+    """A tensor's memory, in the author's terms: global, shared, fragment, …"""
     return _SCOPES.get(buffer.scope(), buffer.scope())
 
 
@@ -193,13 +194,13 @@ class Operand:
     Attributes:
         buffer: the tensor.
         offset: elements from the buffer's data pointer; int or int64 expression.
-        extent: elements that the operand names; 1 for an element.
-        rows: how many contiguous rows it is made of; 1 where all of it is contiguous.
+        extent: elements of the operand; 1 for an element.
+        rows: number of contiguous rows; 1 if the whole operand is contiguous.
         row: elements of a row.
         pitch: elements between the beginnings of two rows.
         room: elements from the offset to the end of the tensor; int or int64 expression.
         is_element: whether it was written `buf[i]`, so that `count` alone gives the size.
-        inside: condition that its indices are inside the tensor, or None when nothing is to be checked.
+        inside: condition that its indices are inside the tensor, or None without a check.
         axes: its first index and the tensor's extent, for each axis.
     """
 
@@ -233,9 +234,9 @@ class Operand:
         return self.room if self.is_element else self.extent
 
     def pointer(self) -> tirx.PrimExpr:
-        """The address, as an expression that passes neither guard nor mark read-only.
+        """The address, as an expression that no pass guards or marks read-only.
 
-        Of shared memory it states how much is read, from which tilelang derives where barriers must be.
+        For shared memory it states the number of bytes read, from which tilelang derives barriers.
         """
         extent, mask = (int64(self.room), _READ) if self.is_shared else (tirx.IntImm("int32", 1), _READ | _WRITE)
         return tirx.call_intrin(
@@ -256,7 +257,7 @@ def _strides(buffer: tirx.Buffer) -> list[Expr]:
 
 
 def _rows_of(strides: list[Expr], extents: list[Expr]) -> tuple[Expr, Expr, Expr] | None:
-    """Rows, elements of a row and pitch of a box of `extents` inside a tensor; None where one pitch is not enough."""
+    """Rows, elements of a row and pitch of a box of `extents` inside a tensor; None if one pitch is not enough."""
     run: Expr = 1  # elements of a row
     rows: Expr = 1
     pitch: Expr | None = None
@@ -275,7 +276,7 @@ def _rows_of(strides: list[Expr], extents: list[Expr]) -> tuple[Expr, Expr, Expr
 
 
 def _box_of(name: str, value: Any) -> tuple[tirx.Buffer, list[Any], list[Any], bool]:
-    """The tensor that `value` names, the first index and the extent on each axis, and whether it is an element."""
+    """The tensor of `value`, the first index and the extent on each axis, and whether it is an element."""
     if isinstance(value, tirx.Var) and has_let_value(value):
         value = get_let_value(value)
     if isinstance(value, tirx.Buffer):
@@ -301,19 +302,19 @@ def operand(
     """Resolve what an author passed as `name`.
 
     Args:
-        is_guarded: the condition `inside` will be used.
-        in_rows: it may be made of rows that lie apart.
+        is_guarded: the caller uses the condition `inside`.
+        in_rows: it may have rows that are not adjacent.
         in_shared: it may lie in shared memory.
-        scope: where it must lie else; "local" is an array of T.alloc_local.
+        scope: its memory otherwise; "local" is an array of T.alloc_local.
 
     Raises:
         PrimitiveError: not a tensor, element or region; not in that memory; not contiguous; outside its tensor; an element
             type without whole bytes.
     """
     buffer, mins, extents, is_element = _box_of(name, value)
-    # An index stands in the guard and in the address, and must be the same in both.
+    # The guard and the address share an index, which must be the same in both.
     mins = [settled("index", index, loads=is_guarded) for index in mins]
-    # The extents of both ends are compared, and are the size.
+    # The extents of both ends are compared, and give the size.
     extents = [settled("extent", extent, loads=in_rows) for extent in extents]
     found = scope_of(buffer)
     if scope == "local" and found != scope:
@@ -355,7 +356,7 @@ def operand(
 
 
 def _require_inside(name: str, buffer: tirx.Buffer, mins: list[Any], extents: list[Any]) -> None:
-    """Raise PrimitiveError for a box that leaves its tensor on one axis, where its other rows would still be inside."""
+    """Raise PrimitiveError for a box that leaves its tensor on one axis, even if its rows stay within the memory."""
     for index, extent, size in zip(mins, extents, buffer.shape):
         first, length, room = (constant(v) for v in (index, extent, size))
         if first is not None and length is not None and room is not None and first + length > room:
@@ -406,9 +407,10 @@ class Transfer:
     """A copy between two places, checked.
 
     Attributes:
-        form: "" between contiguous places in global memory, "shared" from a tile, "rows" between rows that lie apart.
+        form: "" between contiguous places in global memory, "shared" from a tile, "rows" between rows that are not
+            adjacent.
         arguments: destination and source pointer; its bytes, or rows, bytes of a row and both pitches (int64); PE (int32).
-        nbytes: its size, where that is known when the kernel is built.
+        nbytes: its size, if known when the kernel is built.
     """
 
     form: str
@@ -420,8 +422,8 @@ class Transfer:
         """The copy that the primitive `what` makes; the source of a push may lie in shared memory.
 
         Raises:
-            PrimitiveError: mismatched types, a count or extents that the tensors cannot hold, a count besides rows, places
-                that differ in their rows, and all that `operand` refuses.
+            PrimitiveError: mismatched types, a count or extents that the tensors cannot hold, a count besides rows,
+                places that differ in their rows, and errors of `operand`.
         """
         to, source = operand("dst", dst, in_rows=True), operand("src", src, in_rows=True, in_shared=pushes)
         if to.dtype != source.dtype:
@@ -437,7 +439,7 @@ class Transfer:
 
 
 class _Ends(NamedTuple):
-    """The two ends of a copy by the primitive `what`, and how much they agree to move."""
+    """The two ends of a copy by the primitive `what`, and the size on which they agree."""
 
     what: str
     to: Operand
@@ -451,13 +453,13 @@ class _Ends(NamedTuple):
     def agreed(
         self, extent: str, left: Expr, right: Expr, values: tuple[tirx.PrimExpr, tirx.PrimExpr] | None = None
     ) -> Expr:
-        """The extent of both ends: where they may differ at run time, the simulator reports it, and GPUs move what leaves
-        neither region.
+        """The extent of both ends: if they may differ at run time, the simulator reports a difference, and GPUs move
+        the elements inside both.
 
         Args:
-            extent: what is compared, with {} for the number.
-            left, right: it, of `to` and of `source`.
-            values: what to copy where both are equal, and where they may not be; by default `left`, and the smaller one.
+            extent: the compared quantity, with {} for the number.
+            left, right: its values for `to` and `source`.
+            values: sizes to copy if both are equal, and if they may not be; default `left`, and the smaller one.
         """
         if provably_equal(left, right):
             return left
@@ -468,7 +470,7 @@ class _Ends(NamedTuple):
         return agreed_value(value, smallest, one == other, text, one, other)
 
     def elements(self, count: Number | None) -> Expr:
-        """How much to copy between contiguous places."""
+        """Number of elements to copy between contiguous places."""
         to, source = self.to, self.source
         if count is None:
             whole = [place for place in (source, to) if not place.is_element]
@@ -496,7 +498,7 @@ class _Ends(NamedTuple):
         return result
 
     def rows(self, boxes: list[Operand], count: Number | None) -> tuple[tirx.PrimExpr, ...]:
-        """Number of rows, bytes of a row, and pitch at each end in bytes, where one end or both are made of rows."""
+        """Number of rows, bytes of a row, and pitch at each end in bytes, if at least one end has rows."""
         to, source, box = self.to, self.source, boxes[0]
         if source.is_shared:
             raise PrimitiveError(f"src ({source.buffer.name}) is in shared memory; put it row by row")
@@ -518,7 +520,7 @@ class _Ends(NamedTuple):
         return as_integer("rows", rows, "int64"), *(self.nbytes(elements, "rows") for elements in (row, *pitches))
 
     def _rows_beside(self, box: Operand, flat: Operand) -> Expr:
-        """Rows of `box` that are copied from or to `flat`, which is contiguous: all, where both name as many elements."""
+        """Rows of `box` copied from or to the contiguous `flat`: all, if both have as many elements."""
         known, limit = constant(box.extent), constant(flat.limit)
         if known is not None and limit is not None and (known > limit or (known < limit and not flat.is_element)):
             name = "dst" if flat is self.to else "src"

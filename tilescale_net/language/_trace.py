@@ -1,13 +1,13 @@
-"""What every primitive shares while a kernel is traced: where it may be called, values that are computed exactly once, scope
-misuse, and errors that name the primitive and the author's line.
+"""Common parts of traced primitives: checks of their place, values computed exactly once, scope misuse, and errors that
+name the primitive and the author's line.
 
 TVM expands `%`, `//`, `abs` and the guards of indices by repeating operands, and simplifies others away, as if calls had
 no effect. So a value that must be computed once is bound to a variable as soon as it is traced, and expressions hold the
 variable.
 
-Where a part of an expression is evaluated only under a condition (the right side of `and` and `or`, the arms of
-`a if c else b`) or again and again (the condition of `while`), the place to compute it is known only when the whole
-statement is there: the trace records what the variable stands for, and compiler/passes/effects.py finds the place.
+If a part of an expression is evaluated only under a condition (the right side of `and` and `or`, the arms of `a if c
+else b`) or repeatedly (the condition of `while`), the place of the computation is known only after the whole statement:
+the trace records the variable's value, and compiler/passes/effects.py finds the place.
 """
 
 import functools
@@ -45,7 +45,7 @@ from tilescale_net.errors import KernelError
 P = ParamSpec("P")
 R = TypeVar("R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_typed: list[str] = []  # names of the primitives that are being traced, the author's first
+_typed: list[str] = []  # names of the primitives being traced, the author's first
 
 
 class PrimitiveError(Exception):
@@ -66,7 +66,7 @@ def _error(function: Callable[..., Any], error: Exception) -> KernelError:
 
 
 def primitive(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a primitive: it must be called inside a kernel body, and what it raises names it and the line.
+    """Decorate a primitive: it must be called inside a kernel body, and its errors name it and the line.
 
     Raises (from the decorated function):
         KernelError: any PrimitiveError, wrong arguments in Python's sense, or a call outside `with T.Kernel(...)`.
@@ -88,7 +88,7 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
             result = function(*args, **kwargs)
             if not isinstance(result, tirx.Call):
                 return result
-            # Passes that find something wrong later on name the call by this.
+            # Later passes name the call in errors by this.
             result = as_typed(result)
         except PrimitiveError as error:
             raise _error(function, error) from None
@@ -100,7 +100,7 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _by_name(signature: inspect.Signature, error: TypeError) -> TypeError:
-    """An error of arguments, with the names of options that were given without."""
+    """An error of arguments, with the names of options that were passed by position."""
     options = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
     if not options or "too many positional" not in str(error):
         return error
@@ -109,12 +109,12 @@ def _by_name(signature: inspect.Signature, error: TypeError) -> TypeError:
 
 
 def _is_once(call: tirx.Call) -> bool:
-    """Whether a primitive's result is to be computed once: a value, and not one that is the same every time."""
+    """Whether a primitive's result must be computed once: a value that may change."""
     return str(call.dtype) not in ("", "void", "handle") and opaque_call(call) is not None
 
 
 def as_typed(call: tirx.Call) -> tirx.Call:
-    """The same call, which passes and reports find at the author's line and by the name that the author typed."""
+    """The same call, annotated with the author's line and name for passes and reports."""
     return _marked(call, make_span(*author_line()), {TYPED: tirx.StringImm(_typed[0])})
 
 
@@ -125,9 +125,9 @@ def _marked(call: tirx.Call, span: Any, annotations: dict[str, Any]) -> tirx.Cal
 
 
 def guarded(place: Any, call: tirx.Call) -> tirx.PrimExpr | None:
-    """Make a single access to `place`, an Operand, vanish where its index is outside, as tilelang does for plain accesses.
+    """Make a single access to `place`, an Operand, vanish if its index is outside, as in tilelang's plain accesses.
 
-    Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone. The simulator reports
+    Loads then give 0. tilelang's own pass ignores calls of unknown operators. The simulator reports
     such an index instead, see compiler/simulator/bounds.py.
     """
     if place.inside is None:
@@ -141,14 +141,15 @@ def guarded(place: Any, call: tirx.Call) -> tirx.PrimExpr | None:
 
 
 def evaluate(call: tirx.Call) -> None:
-    """Make `call` a statement of its own, here. Raises PrimitiveError in a condition, which nothing can come before."""
+    """Make `call` a statement of its own, here. Raises PrimitiveError in a condition, before which no statement
+    fits."""
     if in_condition():
         raise PrimitiveError("stands in a condition; call it before, and bind its result to a name")
     builder.evaluate(as_typed(call))
 
 
 def block_threads() -> int:
-    """Threads per block of the kernel being traced; 128, tilelang's default, where T.Kernel was given none."""
+    """Threads per block of the kernel being traced; 128, tilelang's default, if T.Kernel got none."""
     return math.prod(threads_of_launch(KernelLaunchFrame.Current()) or (128,))
 
 
@@ -156,7 +157,7 @@ def block_threads() -> int:
 
 
 def once(name: str, value: tirx.PrimExpr) -> tirx.Var:
-    """A variable that holds `value`, computed here, or where the condition that is being traced needs it."""
+    """A variable with `value`, computed here, or where the condition being traced needs it."""
     if in_condition():
         variable = tirx.Var(UNNAMED + name, value.dtype)
         builder.evaluate(deferred(variable, value))
@@ -167,7 +168,7 @@ def once(name: str, value: tirx.PrimExpr) -> tirx.Var:
 
 
 def settled(name: str, value: Any, loads: bool = False) -> Any:
-    """`value`, or a variable for it where it calls something with an effect (or where it loads, if `loads`)."""
+    """`value`, or a variable for it if it has a call with an effect (or a load, if `loads`)."""
     if isinstance(value, tirx.PrimExpr) and (has_effect(value) or (loads and loads_memory(value))):
         return once(name, value)
     return value

@@ -74,10 +74,10 @@ MAX_UNROLL = 64
 MOST_ROW_UNROLL = 16
 # Stages and bytes per stage of the shared-memory ring that engine "bulk" stages through by default.
 DEFAULT_RING = (8, 16384)
-# The least shared memory at which the bulk engine reaches its rate on an H200 (docs/results/copies.md), by direction.
+# The smallest ring at which the bulk engine reaches its rate on an H200 (docs/results/copies.md), by direction.
 AUTO_PUSH_RING = (4, 16384)
 AUTO_PULL_RING = (6, 16384)
-# Copies below this size gain too little in bulk for the shared memory that they would take from the kernel; for sizes
+# Smaller copies gain too little in bulk for the shared memory that it takes from the kernel; for sizes
 # known only at run time device/copy.h and push_bulk.h decide.
 BULK_FROM = 128 * 1024
 MAX_STAGES = 32
@@ -98,17 +98,17 @@ LDST_ONLY = {"shared": "a source in shared memory", "rows": "a strided region"}
 def options(
     transfer: Transfer, scope: str, engine: str, unroll: int | None, ring: tuple[int, int] | None, pull: bool
 ) -> tuple[Any, ...]:
-    """Check the options of a copy, and choose those that its author left open.
+    """Check the options of a copy, and choose defaults.
 
     Engine "auto" gets a ring unless the copy is known to be too small for it. The choice between the engines is made at
-    run time, from figures in device/copy.h; passes/__init__.py takes the ring away again where shared memory has no room.
+    run time, from figures in device/copy.h; passes/__init__.py removes the ring if shared memory has no room.
 
     Args:
         pull: whether the copy reads the peer's memory; a pull needs more bytes in flight than a push.
 
     Returns:
         The operator's template arguments behind the scope: engine, unroll, stages and bytes per stage (0 without shared
-        memory); of rows only the unroll, of a source in shared memory none.
+        memory); only the unroll for rows, none for a source in shared memory.
 
     Raises:
         PrimitiveError: an unknown engine, or "bulk" where only "ldst" copies; an unroll outside 1..64; a ring that shared
@@ -157,7 +157,7 @@ def options(
 
 
 def _with_options(function: F) -> F:
-    """Add what all copies have in common to a copy's docstring."""
+    """Append the common options of all copies to a copy's docstring."""
     function.__doc__ = f"{function.__doc__}{_OPTIONS}"
     return function
 
@@ -347,12 +347,12 @@ def put_value(dst: Place, value: Scalar, pe: Number) -> None:
 # -- vectors that carry their own arrival -----------------------------------------------------------------------------
 
 VECTOR_BYTES = 16
-# What a receiver can tell from memory that is still empty; see device/vector.h.
+# Types that a receiver can distinguish from empty memory; see device/vector.h.
 VECTOR_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 
 
 def _vectors(name: str, place: Place, scope: str = "global") -> tuple[Operand, int]:
-    """Vectors that lie one after the other (in registers) or apart, and how many there are."""
+    """A run of vectors (in registers) or rows of one vector, and their number."""
     where = operand(name, place, in_rows=scope == "global", scope=scope)
     if where.dtype not in VECTOR_DTYPES:
         raise PrimitiveError(
@@ -421,7 +421,7 @@ def put_vectors(dst: Place, src: Place, n_pes: int, first: Number) -> None:
 
 
 def _sent_vectors(dst: Place, src: Place, n_pes: int) -> tuple[Operand, Operand, int]:
-    """Both ends of puts of vectors to `n_pes` PEs, and how many vectors src holds: 1 or n_pes."""
+    """Both ends of puts of vectors to `n_pes` PEs, and the number of vectors in src: 1 or n_pes."""
     (to, n), (source, m) = _vectors("dst", dst), _vectors("src", src, "local")
     if to.dtype != source.dtype:
         raise PrimitiveError(

@@ -47,7 +47,7 @@ def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
     """
     if not isinstance(buf, tirx.Buffer):
         raise PrimitiveError(f"buf must be a whole tensor; index the view instead of {operand('buf', buf).buffer.name}")
-    # Its first element: of a tensor with a pitch the whole has no address of its own as a contiguous place.
+    # Its first element: a whole tensor with a pitch is no contiguous place with an address.
     place = operand("buf", tirx.BufferLoad(buf, [0] * len(buf.shape)) if len(buf.shape) else buf)
     address = as_typed(OPERATORS["remote"](place.pointer(), pe_index(pe)))
     strides = tuple(place.buffer.strides) or None
@@ -121,7 +121,7 @@ def benign_race(place: Place) -> None:
 # -- atomics ----------------------------------------------------------------------------------------------------------
 
 _INTEGERS: tuple[str, ...] = ("int32", "uint32", "int64", "uint64")
-# dtypes that the hardware's system-scope atomics take, by operation.
+# dtypes of the hardware's system-scope atomics, by operation.
 ATOMIC_DTYPES = dict.fromkeys(("and", "or", "xor", "min", "max", "cas"), _INTEGERS) | dict.fromkeys(
     ("add", "exch"), (*_INTEGERS, "float32", "float64")
 )

@@ -12,7 +12,7 @@ __all__ = ["signal", "signal_block", "signal_warp", "test", "wait", "wait_block"
 def _comparison(sig: Place, cmp: str, value: Number) -> tuple[tirx.PrimExpr, tirx.PrimExpr]:
     one_of("cmp", cmp, tuple(CHOICES["Compare"]))
     if cmp in ("eq", "ne") and isinstance(value, int) and 2**63 <= value < 2**64:
-        value -= 2**64  # the same bits, which is all that counts here
+        value -= 2**64  # only the bits matter here
     return signal_word(sig).pointer(), as_integer("value", value, "int64", -(2**63), 2**63 - 1)
 
 

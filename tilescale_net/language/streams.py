@@ -45,7 +45,7 @@ def _slots(slots: int) -> int:
 
 
 def _take(scope: str, credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
-    index = settled("index", unwrap_expr(index))  # it stands in the wait and in the slot
+    index = settled("index", unwrap_expr(index))  # the wait and the slot both use it
     _wait(scope, credit, index, _slots(slots))
     return _slot(index, slots)
 

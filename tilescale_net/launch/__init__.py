@@ -7,7 +7,7 @@ library and the table of settings.
 import sys
 from typing import NoReturn
 
-program = "launch.sh"  # the name that the launcher was called by, which begins its messages
+program = "launch.sh"  # the launcher's name in its messages
 
 
 def say(text: str) -> None:

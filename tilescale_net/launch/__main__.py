@@ -6,7 +6,7 @@
 import sys
 from pathlib import Path
 
-# Instead of this folder, which Python puts there.
+# Replaces this folder, which Python puts there.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tilescale_net.launch import run  # noqa: E402

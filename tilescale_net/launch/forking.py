@@ -23,22 +23,21 @@ from typing import cast
 from tilescale_net.runtime import private_folder
 
 _paths: list[str] = []  # sys.path of a fresh interpreter without the script's folder and PYTHONPATH
-status: int | None = None  # the exit status of this process, once it is known
+status: int | None = None  # the exit status of this process, once known
 
 
 def preload(environment: dict[str, str]) -> bool:
-    """Import what every simulated rank imports; the second call does nothing. `environment`: variables that all ranks
-    get, which libraries read when they are loaded. Returns False where an import fails, so that a fresh interpreter
-    reports it."""
+    """Import the modules that every simulated rank imports; the second call does nothing. `environment`: variables of
+    all ranks that libraries read when loaded. Returns False if an import fails: then a fresh interpreter reports it."""
     if _paths:
         return True
-    # The first that is registered runs last, after all that the modules and the program register.
+    # The first registered one runs last, after those of modules and of the program.
     atexit.register(_leave)
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     before = dict(os.environ)
     os.environ.update(environment)
-    # The collector would look through the new modules again and again while they are imported, and later in each rank,
-    # where that copies the pages.
+    # The collector would scan the new modules repeatedly during their import, and later in each rank, where that copies
+    # the pages.
     gc.disable()
     try:
         for module in ("torch.distributed", "tilescale_net.language", "tilescale_net.compiler.simulator.preloaded"):
@@ -96,7 +95,7 @@ class Process:
 
 
 class BecomeRank(BaseException):
-    """Unwinds a forked rank to the place where it runs its script. `arguments`: the script and its arguments.
+    """Unwinds a forked rank to the frame that runs its script. `arguments`: the script and its arguments.
     `descriptors`: open in the rank under the same numbers."""
 
     def __init__(self, arguments: list[str], descriptors: Iterable[int]):
@@ -138,7 +137,7 @@ class BecomeRank(BaseException):
             status = None  # the interpreter ends itself by the signal
             raise
         except BaseException as error:
-            # As the interpreter does at the end of a program, but without the launcher's frames.
+            # As at the end of a program, but without the launcher's frames.
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_globals is not vars(main):
                 trace = trace.tb_next
@@ -150,7 +149,7 @@ class BecomeRank(BaseException):
 def _close_objects() -> None:
     """Close the launcher's sockets and selectors, which would close descriptors of the rank when they are collected."""
     gc.collect()
-    with warnings.catch_warnings():  # of modules that are looked at
+    with warnings.catch_warnings():  # of checked modules
         warnings.simplefilter("ignore")
         for found in gc.get_objects():
             if isinstance(found, (socket.socket, selectors.BaseSelector)):

@@ -1,4 +1,4 @@
-"""The processes of one host: started together, watched, ended together; what they print; nothing is left running."""
+"""The processes of one host: start, watch and end them together, show their output, leave nothing running."""
 
 import collections
 import contextlib
@@ -21,18 +21,18 @@ import tty
 from tilescale_net.launch import forking, say
 from tilescale_net.runtime import settings
 
-EXPLAINED = (2, 3)  # exit codes that rank 0 has explained: wrong arguments, a benchmark that can measure nothing here
-GRACE_S = 2.0  # that the others have, after a failure, to print what they know and to clean up
+EXPLAINED = (2, 3)  # exit codes that rank 0 has explained: wrong arguments, an impossible benchmark
+GRACE_S = 2.0  # for the others, after a failure, to print errors and clean up
 USAGE_GRACE_S = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
-TERM_GRACE_S = 3.0  # between asking a rank to end and killing it
-KEPT_LINES, SHOWN_LINES = 200, 60  # of a rank's output, of which the last are shown when it fails
+TERM_GRACE_S = 3.0  # between SIGTERM and SIGKILL
+KEPT_LINES, SHOWN_LINES = 200, 60  # of a rank's output; the last ones are shown if it fails
 SHARED_MEMORY = "/dev/shm"
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# The errors of a rank whose call broke, or came to nothing, because another rank ended: of this package, of torch's
-# gloo and store, and of NCCL.
+# Errors of a rank whose call failed because another rank ended: of this package, of torch's gloo and store, and of
+# NCCL.
 _VICTIM = re.compile(
     r"^(?:[\w.]+\.)?PeerLost\b|^rank (?P<self>\d+): (?!rank (?P=self)\b)rank \d+\b|\bDistStoreError\b|Application timeout caused pair closure"
     r"|(?:gloo|c10d|TCPStore|ProcessGroup|DistNetworkError|DistBackendError|NCCL).*"
@@ -40,23 +40,23 @@ _VICTIM = re.compile(
     r"|Timed out waiting|client socket has timed out|caught collective operation timeout)",
     re.IGNORECASE,
 )
-# The last line of the traceback of an exception that says something.
+# The last line of a traceback whose exception has a message.
 _RAISED = re.compile(r"(?:[\w.]+\.)?[A-Z]\w*: .")
 # The last line of a Python traceback, or a message in its style: `module.SomeError: what happened`.
 _ERROR_LINE = re.compile(rb"^(?:Fatal Python error|(?:[\w.]+\.)?[A-Z]\w*)(?:: .*)?$")
 _TRACEBACK = b"Traceback (most recent call last):"
-# What Python prints between an exception and one that followed from it.
+# Python's lines between an exception and one that followed from it.
 _CHAIN = (b"During handling of the above exception", b"The above exception was the direct cause")
 # Lines of this package about steps that take long: no reason of a failure.
 _PROGRESS = re.compile(rb"^(?:meeting the other ranks of the job|compiling kernel .*; the next time it is there)$")
-_TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+_TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch's prefix of traceback lines
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
 def _open_terminal() -> tuple[int, int] | None:
-    """Both ends of a pseudo-terminal as large as ours; None where the system has none to give (a bare chroot)."""
+    """Both ends of a pseudo-terminal as large as ours; None if the system has none (a bare chroot)."""
     try:
         ours, theirs = pty.openpty()
     except OSError:
@@ -68,9 +68,9 @@ def _open_terminal() -> tuple[int, int] | None:
 
 
 class Output:
-    """The output of one rank, read by the launcher. `prefix`: put before each line that is shown. `show`: whether lines
-    are shown as they come (on the launcher's stderr) or only kept. `terminal`: whether the rank shall see a terminal,
-    so that progress bars and colours work as without a launcher."""
+    """The output of one rank, read by the launcher. `prefix`: of each shown line. `show`: whether lines are shown as
+    they come (on the launcher's stderr) or only stored. `terminal`: whether the rank gets a terminal, so that progress
+    bars and colours work as without a launcher."""
 
     def __init__(self, prefix: str = "", show: bool = False, terminal: bool = False):
         self._prefix = prefix.encode()
@@ -81,7 +81,7 @@ class Output:
         os.set_blocking(self.fd, False)
 
     def read(self) -> bool:
-        """Take what has arrived; False once the stream has ended."""
+        """Read arrived output; False once the stream has ended."""
         try:
             data = os.read(self.fd, 1 << 16)
         except BlockingIOError:
@@ -100,7 +100,7 @@ class Output:
         return bool(data)
 
     def drain(self) -> None:
-        """Take all that is left after the rank has ended, then close."""
+        """Read the remaining output after the rank has ended, then close."""
         before = -1
         while before != len(self.lines) + len(self._partial):
             before = len(self.lines) + len(self._partial)
@@ -112,12 +112,12 @@ class Output:
 
     def last_error(self) -> str:
         """The line with the reason of the failure: the end of its last traceback, or else its last error message or
-        line. Empty when the rank printed nothing."""
+        line. Empty if the rank printed nothing."""
         errors, lines = self.errors(), self._significant()
         return errors[-1] if errors else lines[-1].strip().decode(errors="replace") if lines else ""
 
     def errors(self) -> list[str]:
-        """The reason of the failure, where it is an error message, behind the errors that it followed from."""
+        """The reason of the failure, if it is an error message, behind the errors that caused it."""
         lines = self._significant()
         starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
         if not starts:
@@ -133,7 +133,7 @@ class Output:
     def _significant(self) -> list[bytes]:
         lines = [_TORCH_PREFIX.sub(b"", line).rstrip() for line in self.lines if line.strip()]
         lines = [line for line in lines if not _PROGRESS.match(line)]
-        # What goes wrong while the interpreter ends is a consequence, not the reason.
+        # Errors at the interpreter's shutdown are consequences.
         consequences = [i for i, line in enumerate(lines) if line.startswith(b"Exception ignored in")]
         return lines[: consequences[0]] if consequences and consequences[0] else lines
 
@@ -142,7 +142,7 @@ def _write_all(data: bytes) -> None:
     try:
         while data:
             data = data[os.write(2, data) :]
-    except OSError:  # no process reads the launcher's stderr any more; the job goes on
+    except OSError:  # nobody reads the launcher's stderr any more; the job goes on
         pass
 
 
@@ -151,13 +151,13 @@ def _write_all(data: bytes) -> None:
 
 def _die_with(launcher: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # which ended before the call above
+    if os.getppid() != launcher:  # ended before the call above
         os._exit(1)
 
 
 def remove_objects_of_ended_processes() -> None:
-    """Remove the objects in shared memory by which libfabric's shm provider reached processes of this user that have
-    ended. A process that is killed cannot remove its own; see csrc/fabric/provider.h."""
+    """Remove the shared-memory objects of libfabric's shm provider that ended processes of this user left. A killed
+    process cannot remove its own; see csrc/fabric/provider.h."""
     for path in glob.glob(os.path.join(SHARED_MEMORY, "tilescale_net-*")):
         if ":" in path:
             continue
@@ -170,15 +170,15 @@ def remove_objects_of_ended_processes() -> None:
 
 
 def start_orphan_killer(groups: list[int]) -> tuple[int, int]:
-    """A process that ends process groups when the launcher ends, however that comes about: ranks that lose it end,
-    their compilers do not. Its number, and the descriptor that is closed with the launcher."""
+    """A process that ends process groups when the launcher ends for any reason: ranks notice that themselves, their
+    compilers do not. Returns its number, and the descriptor that closes with the launcher."""
     reader, writer = os.pipe()
     if pid := os.fork():
         os.close(reader)
         return pid, writer
     try:
-        os.setsid()  # no signal of the terminal shall come here
-        # The listener of the store, and the output that others wait for the end of, stdin, stdout and stderr among it.
+        os.setsid()  # no terminal signals here
+        # The store's listener, and outputs whose end others wait for, including stdin, stdout and stderr.
         forking.close_all_but({reader}, first=0)
         os.read(reader, 1)
         for group in groups:
@@ -192,9 +192,9 @@ ProcessType = type[subprocess.Popen[bytes]] | type[forking.Process]
 
 
 class Rank:
-    """One process, in a session of its own so that all that it starts can be ended with it. `command`: of a fresh
-    interpreter. `environment`: the variables of the rank. `process`: starts it. `store`: the listening socket of the
-    job's store, for rank 0."""
+    """One process, in its own session so that its children can be ended with it. `command`: of a fresh interpreter.
+    `environment`: the variables of the rank. `process`: starts it. `store`: the listening socket of the job's store,
+    for rank 0."""
 
     def __init__(
         self, command: list[str], environment: dict[str, str], process: ProcessType, store: socket.socket | None
@@ -220,7 +220,7 @@ class Rank:
         os.close(self.output.child_fd)
 
     def has_ended(self) -> bool:
-        """Whether the process has ended, and how: `code`. It stays a zombie, so that its number is no other's."""
+        """Whether the process has ended; sets `code`. It stays a zombie, so its number is not reused."""
         if found := os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         return found is not None
@@ -231,7 +231,7 @@ class Rank:
             os.killpg(self.process.pid, number)
 
     def clean_up(self) -> None:
-        """After the process has ended: end what it left behind, and take its last output."""
+        """After the process has ended: end its children, and read its last output."""
         self.signal(signal.SIGKILL)
         self.output.drain()
         remove_objects_of_ended_processes()
@@ -244,25 +244,25 @@ class Rank:
             return ""
 
     def is_stopped(self) -> bool:
-        """Whether the process stands still (SIGSTOP, a debugger)."""
+        """Whether the process is stopped (SIGSTOP, a debugger)."""
         return self._proc("stat").rpartition(")")[2][1:2] in ("T", "t")
 
     def catches(self, number: int) -> bool:
-        """Whether it has a handler for a signal, which would end it otherwise."""
+        """Whether it has a handler for a signal that would otherwise end it."""
         caught = re.search(r"^SigCgt:\s*(\w+)", self._proc("status"), re.M)
         return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
     def is_victim(self) -> bool:
-        """Whether it reports that another rank was lost, or failed from that; it may well end before that one does."""
+        """Whether it reports the loss of another rank, or failed from it; it may end before that rank."""
         reported = self.output.errors() or [self.output.last_error()]
         return any(_VICTIM.search(line) for line in reported)
 
     def gives_reason(self) -> bool:
-        """Whether its own end says why: by an error message, or a signal that nobody here has sent."""
+        """Whether its end has a reason: an error message, or a signal not sent from here."""
         return bool(self.output.errors()) or (self.code or 0) < 0
 
     def exit_description(self) -> str:
-        """How the process ended, as text."""
+        """Text of the process's end."""
         code = self.code or 0
         if code < 0:
             return f"killed by {signal.Signals(-code).name if -code in list(signal.Signals) else f'signal {-code}'}"
@@ -270,9 +270,9 @@ class Rank:
 
 
 class Job:
-    """All ranks of this host. `command`: what every rank runs. `count`: ranks on this host; the first is GROUP_RANK *
-    count. `shared`: environment variables of all ranks. `process`: starts a rank, by a fresh interpreter or by a fork
-    of this one. `store`: the listening socket of the job's store, which rank 0 takes over."""
+    """All ranks of this host. `command`: of every rank. `count`: ranks on this host; the first is GROUP_RANK * count.
+    `shared`: environment variables of all ranks. `process`: starts a rank, by a fresh interpreter or a fork of this
+    one. `store`: the listening socket of the job's store, which rank 0 takes over."""
 
     def __init__(
         self,
@@ -286,14 +286,14 @@ class Job:
         self._interrupted: int | None = None
         self._catch_signals()
         self.ended: list[Rank] = []
-        self.failed: list[Rank] = []  # in the order in which they ended, before anything was done about it
+        self.failed: list[Rank] = []  # in the order in which they ended, before the launcher reacted
         self.running: list[Rank] = []
         first = int(shared["GROUP_RANK"]) * count
         for local in range(count):
             environment = {**os.environ, **shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
             rank = Rank(command, environment, process, store if first + local == 0 else None)
             if store and first + local == 0:
-                store.close()  # this process keeps none, so that rank 0's end is seen at the other side
+                store.close()  # this process keeps none, so that peers see rank 0's end
             self.running.append(rank)
             self._selector.register(rank.output.fd, selectors.EVENT_READ, (self._on_output, rank))
 
@@ -332,10 +332,10 @@ class Job:
         signal.set_wakeup_fd(writer.fileno())
         self._selector.register(reader, selectors.EVENT_READ, (lambda _: reader.recv(64), None))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and scripts in the background set them
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup and in background scripts
                 signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_question)
-        # The end of a rank ends a wait for events, on systems that refuse pidfd_open, too.
+        # The end of a rank ends a wait for events, also on systems without pidfd_open.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
@@ -343,7 +343,7 @@ class Job:
         self._interrupted = number
 
     def _on_question(self, number: int, _frame: object) -> None:
-        """A user asks what the ranks do: one of them queries the others and prints it, see trace/reporter.py."""
+        """A user requests a report: one rank queries the others and prints it, see trace/reporter.py."""
         for rank in [r for r in self.running if r.catches(number)][:1]:
             rank.process.send_signal(number)
 
@@ -364,7 +364,7 @@ class Job:
         for key, _ in self._selector.select(timeout):
             handler, rank = key.data
             handler(rank)
-        # Output first: that of a rank that has ended is drained and closed.
+        # Output first: an ended rank's output is drained and closed.
         for rank in [rank for rank in self.running if rank.has_ended()]:
             self._on_end(rank)
 
@@ -395,12 +395,12 @@ class Job:
 
     def _explain(self, failed: list[Rank], stopped: list[Rank]) -> int:
         """Name the rank to look at and return its exit code."""
-        # A rank that reports a lost peer is a victim, though it may well end before the rank that it lost; and one that
-        # ends without a word may have caught that report.
+        # A rank that reports a lost peer is a victim, though it may end before the lost rank; a rank that ends without
+        # output may have caught that report.
         root_causes = [rank for rank in failed if not rank.is_victim()]
         first = next((rank for rank in root_causes if rank.gives_reason()), (root_causes or failed)[0])
         reason, code = first.output.last_error(), first.code or 0
-        # Ranks that met the same, also those that have not come to their end: rank 0, which was shown, speaks for all.
+        # Ranks with the same failure, ended or not: rank 0, whose output was shown, represents all.
         raised = code > 0 and not first.is_victim() and _RAISED.match(reason)
         alike = [r for r in self.failed if raised and r.output.last_error() == reason]
         rank = min(alike, key=lambda r: r.index, default=first)

@@ -67,7 +67,7 @@ def start(arguments: list[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Let streams that are closed, as a daemon may leave them, lead nowhere: what is opened next would get their numbers."""
+    """Redirect closed standard streams (of a daemon) to /dev/null: the next opened file would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))
@@ -78,7 +78,7 @@ def _open_streams() -> None:
 
 @_refusing()
 def check(arguments: list[str]) -> None:
-    """Refuse what cannot run: no such script, a folder that cannot be on Python's path, wrong settings. It needs the
+    """Reject a job that cannot run: no such script, a folder that cannot be on Python's path, wrong settings. Uses the
     standard library alone: launch.sh calls it before it installs anything."""
     script = _script(arguments)
     if script is not None and not script.endswith(".py"):
@@ -96,12 +96,12 @@ def check(arguments: list[str]) -> None:
     for name, near in settings.misspelt_launch():
         say(f"{name} has no meaning here; did you mean {near}?")
     if not _srun_starts_ranks():
-        settings.GPUS.get()  # which is one of its values
+        settings.GPUS.get()  # one of its values
 
 
 @_refusing()
 def check_ranks(ranks: int, gpus: int) -> None:
-    """Refuse more ranks than this host can hold, heaps larger than its memory, and VIRTUAL_NODES that do not divide the
+    """Reject more ranks than this host can hold, heaps larger than its memory, and VIRTUAL_NODES that do not divide the
     ranks. `ranks`: requested. `gpus`: of this host; 0 means that they are simulated."""
     if gpus and ranks > gpus:
         refuse(
@@ -149,7 +149,7 @@ def _script(arguments: list[str]) -> str | None:
 
 
 def _imports_the_package(arguments: list[str]) -> bool:
-    """Whether the ranks of a script will import what they can share; a script that prints its usage imports nothing."""
+    """Whether a script's ranks will import the shared modules; a script that prints its usage imports nothing."""
     script = _script(arguments)
     if script is None or not {"-h", "--help"}.isdisjoint(arguments):
         return False
@@ -158,7 +158,7 @@ def _imports_the_package(arguments: list[str]) -> bool:
 
 
 def import_folder() -> Path | None:
-    """The checkout's root, for the ranks' PYTHONPATH; None where the package is installed."""
+    """The checkout's root, for the ranks' PYTHONPATH; None if the package is installed."""
     root = PACKAGE.parent
     return root if (root / "launch.sh").is_file() else None
 
@@ -190,8 +190,8 @@ def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None,
         address = {"MASTER_ADDR": env.get("MASTER_ADDR", "").strip("[]") or "127.0.0.1", "MASTER_PORT": str(port)}
         if nodes == 1:
             store = _open_store()
-            # Other jobs do not know the random name. By the address ranks tell that the variable is meant for them, and
-            # not left from a job around theirs.
+            # Other jobs do not know the random name. The address tells ranks whether the variable is meant for them, or
+            # left from a job around theirs.
             key = f"{secrets.token_hex(16)}/{address['MASTER_ADDR']}:{port}"
             address["TSN_STORE"] = f"{store.getsockname()[1]}/{key}"
     several = nodes > 1 or settings.has_virtual_nodes()
@@ -211,9 +211,9 @@ def _shared_variables(ranks: int) -> tuple[dict[str, str], socket.socket | None,
 
 
 def reserve_port(host: str = "") -> socket.socket:
-    """A socket that keeps a TCP port of this host for rank 0, however long it takes until rank 0 listens. It is bound
-    but does not listen, which keeps the port from processes that request any free one. Rank 0 requests this very one,
-    and gets it because both sockets allow that."""
+    """A socket that keeps a TCP port of this host for rank 0 until rank 0 listens. It is bound but does not listen,
+    which keeps the port from processes that request any free one. Rank 0 requests this very port, and gets it because
+    both sockets permit that."""
     s = socket.socket()
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind((host, 0))
@@ -227,13 +227,13 @@ def _open_store() -> socket.socket:
 
 
 def _srun_starts_hosts() -> bool:
-    """Whether srun started one task per host, each of which shall start GPUS ranks."""
+    """Whether srun started one task per host, each of which starts GPUS ranks."""
     return "NODES" not in os.environ and "GPUS" in os.environ and 1 < placement.slurm_tasks() == placement.slurm_nodes()
 
 
 @_refusing()
 def _srun_starts_ranks() -> bool:
-    """Whether srun started one task per rank. Refuses a GPUS that says otherwise."""
+    """Whether srun started one task per rank. Rejects a contradicting GPUS."""
     tasks, nodes = placement.slurm_tasks(), placement.slurm_nodes()
     if "NODES" in os.environ or tasks == 1 or _srun_starts_hosts():
         return False
@@ -247,7 +247,7 @@ def _srun_starts_ranks() -> bool:
 
 
 def _srun_address() -> dict[str, str]:
-    """Where rank 0 listens under srun: the first host of the step, and a port that all tasks compute alike."""
+    """Address and port of rank 0 under srun: the first host of the step, and a port that all tasks compute alike."""
     env = os.environ
     steps = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))
     port = env.get("MASTER_PORT") or str(20000 + steps % 10000)
@@ -267,7 +267,7 @@ def _srun_address() -> dict[str, str]:
 
 
 def _srun_rank() -> dict[str, str]:
-    """The variables of the rank that srun started this process as."""
+    """The rank variables of this task of srun."""
     env = os.environ
     return {
         **_srun_address(),
@@ -281,7 +281,7 @@ def _srun_rank() -> dict[str, str]:
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
-# Flags of `run`, each of which is a variable that launch.sh reads.
+# Flags of `run`, each for a variable of launch.sh.
 FLAGS: dict[str, tuple[settings.Setting[Any], str]] = {
     "--ranks": (settings.GPUS, "N"), "--virtual-nodes": (settings.VIRTUAL_NODES, "N|A+B"),
     "--nodes": (settings.NODES, "N"), "--node-rank": (settings.NODE_RANK, "I"),
@@ -301,7 +301,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start what the parsed flags of `add_arguments` request; the job's exit code."""
+    """Start the job of the parsed flags of `add_arguments`; the job's exit code."""
     launch.program = "tilescale_net run"
     for flag, (row, _) in FLAGS.items():
         if (value := getattr(args, row.name)) is not None:

@@ -1,10 +1,10 @@
-"""Finds and gets the packages that the interpreter and the operating system lack; called by path before any import.
+"""Finds and installs missing packages of the interpreter and the operating system; called by path before any import.
 
-    python tilescale_net/launch/set_up.py check [EXTRA…]               file name suffix of extensions, then what is missing, by line
-    python tilescale_net/launch/set_up.py list [EXTRA…]                everything that a fresh environment installs, by line
-    python tilescale_net/launch/set_up.py prepare [headers] [venv]     gets what is missing of them; fails when something still is
-    python tilescale_net/launch/set_up.py venv [OPTION] FOLDER         makes a virtual environment with pip
-    python tilescale_net/launch/set_up.py fabric                       fails when libfabric's headers are not found
+python tilescale_net/launch/set_up.py check [EXTRA…]               file name suffix of extensions, then missing packages
+python tilescale_net/launch/set_up.py list [EXTRA…]                all packages of a fresh environment
+python tilescale_net/launch/set_up.py prepare [headers] [venv]     gets the missing ones of them, or fails
+python tilescale_net/launch/set_up.py venv [OPTION] FOLDER         makes a virtual environment with pip
+python tilescale_net/launch/set_up.py fabric                       fails if libfabric's headers are not found
 
 The packages and their versions are those of pyproject.toml. C++ compiler, Python's and libfabric's headers, and Python's
 venv come from the distribution's packages: installed by root, unpacked into build/system by others. launch.sh and setup.py
@@ -52,13 +52,13 @@ def _project() -> dict[str, Any]:
 
 
 def _wanted(content: dict[str, Any], extras: list[str]) -> list[str]:
-    """Dependencies of the package and of extras: of those that users may request, and of what work on a checkout needs."""
+    """Dependencies of the package and of extras: users' extras, and those for work on a checkout."""
     groups = {**content["project"]["optional-dependencies"], **content["dependency-groups"]}
     return [*content["project"]["dependencies"], *(r for extra in extras for r in groups[extra])]
 
 
 def dependencies() -> list[str]:
-    """Requirements of the package: of a checkout, or as it was installed."""
+    """Requirements of the package, from the checkout or the installed metadata."""
     if os.path.exists(os.path.join(ROOT, "pyproject.toml")):
         return list(_project()["project"]["dependencies"])
     return [r for r in metadata.requires("tilescale_net") or [] if "extra ==" not in r]
@@ -66,7 +66,7 @@ def dependencies() -> list[str]:
 
 def _parsed(requirement: str) -> Any:
     """A packaging.requirements.Requirement."""
-    for owner in ("", "pip._vendor.", "setuptools._vendor."):  # packaging itself is in few interpreters
+    for owner in ("", "pip._vendor.", "setuptools._vendor."):  # few interpreters have packaging
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"{owner}packaging.requirements").Requirement(requirement)
     raise ImportError("packaging")
@@ -101,7 +101,7 @@ def _stand_in(name: str) -> bool:
     if name in COMPILER:
         home = os.path.join(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "", "bin")
         return bool(shutil.which("nvcc", path=home) or shutil.which("nvcc"))
-    if name.startswith("nvidia-cuda-"):  # headers for the simulator, which is not used where there is a driver
+    if name.startswith("nvidia-cuda-"):  # headers for the simulator, unused with a driver
         return _opens("libcuda.so.1")
     if name == "mpich":  # libfabric
         explicit = os.environ.get("TSN_LIBFABRIC", "libfabric.so.1")
@@ -110,7 +110,7 @@ def _stand_in(name: str) -> bool:
 
 
 def missing(extras: list[str]) -> list[str]:
-    """Requirements of the package, and of the extras, that neither this interpreter nor the machine fulfils."""
+    """Requirements of the package and of the extras that neither this interpreter nor the machine meets."""
     try:
         wanted = _wanted(_project(), extras)
     except ImportError:  # an interpreter of 3.10 without pip has none of them
@@ -125,9 +125,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def fresh(extras: list[str]) -> list[str]:
-    """What pip gets for a new environment: build tools, dependencies, and all extras named, without duplicates.
-    TSN_TORCH takes the place of the pinned torch: `cpu` for the same version without CUDA, or another requirement or
-    wheel."""
+    """pip's packages for a new environment: build tools, dependencies, and all named extras, without duplicates.
+    TSN_TORCH replaces the pinned torch: `cpu` for the same version without CUDA, or another requirement or wheel."""
     content = _project()
     wanted = list(dict.fromkeys([*content["build-system"]["requires"], *_wanted(content, extras)]))
     pinned = next((r for r in wanted if r.startswith("torch==")), None)
@@ -141,9 +140,9 @@ def fresh(extras: list[str]) -> list[str]:
 # -- compiler and headers ---------------------------------------------------------------------------------------------
 
 EXPLICIT = "TSN_LIBFABRIC_INCLUDE"
-# A value of it: the fabric is left out, even if there is one.
+# Its value that leaves out the fabric, even if there is one.
 NO_FABRIC = "none"
-# Of the EFA installer, beside the library that is taken first when a job starts.
+# Of the EFA installer, beside the library that a job tries first.
 EFA_HEADERS = "/opt/amazon/efa/include"
 
 
@@ -175,15 +174,15 @@ def _first(header: str, choices: list[list[str]]) -> list[str] | None:
 
 
 def python_include() -> list[str] | None:
-    """Include folders for Python.h, None when there is no such header."""
+    """Include folders for Python.h, None if there is none."""
     own = sysconfig.get_path("include")
     return _first("Python.h", [[own], [os.path.join(INCLUDE, os.path.basename(own)), INCLUDE]])
 
 
 def fabric_include() -> list[str] | None:
-    """Include folders for rdma/fabric.h, [] when the compiler finds it by itself, None when there is no such header.
-    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at, or is "none". Those of the EFA
-    installer go before the system's, as its library does when a job starts: older headers have no DMABUF."""
+    """Include folders for rdma/fabric.h, [] if the compiler finds it without any, None if there is none.
+    TSN_LIBFABRIC_INCLUDE, if set, is the only place, or is "none". The EFA installer's precede the system's, as its
+    library does when a job starts: older headers have no DMABUF."""
     explicit = os.environ.get(EXPLICIT)
     if explicit == NO_FABRIC:
         return None
@@ -197,7 +196,7 @@ def fabric_include() -> list[str] | None:
 
 # Debian keeps ensurepip, without which venv makes no pip, in the first package; in the second, pip itself as a wheel.
 VENV, PIP_WHEEL = "python3-venv", "python3-pip-whl"
-PATIENCE_S = 300  # a step that takes longer hangs on a network that swallows packets
+PATIENCE_S = 300  # a longer step hangs on a network that drops packets
 APT = [
     "apt-get",
     "-qq",
@@ -206,7 +205,7 @@ APT = [
 
 
 def _pip_wheel() -> str | None:
-    """The wheel of pip that was unpacked; it runs as it is."""
+    """The unpacked wheel of pip; it runs as it is."""
     return next(iter(glob.glob(os.path.join(UNPACKED, "usr", "share", "python-wheels", "pip-*.whl"))), None)
 
 
@@ -248,7 +247,7 @@ def _run(*command: str, cwd: str | None = None) -> bool:
 
 
 def _install(packages: list[str]) -> bool:
-    """As root, by apt; the package lists are brought up to date when they lack the packages."""
+    """As root, by apt; updates the package lists if they lack the packages."""
     install = [*APT, "install", "-y", "--no-install-recommends", *packages]
     say(f"installing {' and '.join(packages)} (up to a minute)")
     return _run(*install) or (_run(*APT, "update") and _run(*install))
@@ -274,13 +273,13 @@ def _unpack(packages: list[str]) -> bool:
 
 
 def prepare(what: list[str]) -> None:
-    """Get missing `headers` and `venv`. Exits with one message about all that is required and still missing."""
+    """Get missing `headers` and `venv`. Exits with one message about all packages still missing."""
     if "headers" in what and not compiler():
         if named := os.environ.get("CXX"):
             sys.exit(
                 f"launch.sh: CXX names {named!r}, which is no program here; unset CXX or name another C++ compiler"
             )
-        # Without a compiler no header can be looked for: name the package, which does no harm where it is there.
+        # Without a compiler headers cannot be searched: name the package, which is harmless if present.
         needs = {"g++": "a C++ compiler (g++ or clang)", f"libpython{PYTHON}-dev": f"the headers of Python {PYTHON}"}
         _refuse(needs | missing_packages([each for each in what if each == "venv"]))
     needs = missing_packages(what)

@@ -10,15 +10,15 @@
     y = ops.matmul_reduce_scatter(act(h), w_down, group)     # w_down [k of this rank, n]
 
 `group` is as for `tilescale_net.world`: a ProcessGroup, a DeviceMesh of one dimension, the name of a group, or None.
-Results are new tensors. Calls of one group are made by all of its ranks in the same order; those on different streams run one
-after the other. Gradients are such calls too, so backward runs on all ranks or on none. What torch.compile makes of a program keeps that order, with its
-default backend too, for any sizes of a rank. A call of a size that was not used before is agreed on by the hosts: make
-it once before a CUDA graph is captured.
+Results are new tensors. All ranks of a group make its calls in the same order; calls on different streams run one after
+the other. Gradients are such calls too, so backward runs on all ranks or on none. torch.compile keeps that order, with
+its default backend too, for any sizes of a rank. The hosts agree on the first call of a size: make it before a CUDA
+graph is captured.
 
-A fused product compiles a kernel and has symmetric memory for each number of rows, widths and dtype. The 32 of a group that
-were used last keep their memory; those before them are freed when one is made, and made again when they are called: round
-numbers of rows that vary to a few sizes. One that a CUDA graph was captured with is not freed, since the graph has its
-addresses; call a shape once just before it is captured.
+A fused GEMM compiles a kernel and has symmetric memory for each number of rows, widths and dtype. The 32 most recent
+ones of a group keep their memory; older ones are freed when another is made, and made again when called: round varying
+numbers of rows to a few sizes. One that a CUDA graph was captured with is not freed, because the graph has its
+addresses; call a shape once just before its capture.
 """
 
 from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, check, recv, reduce_scatter, send

@@ -12,13 +12,13 @@ import torch
 
 
 def as_weights(x: Any) -> torch.Tensor:
-    """Weights of a router, of a floating dtype, in float32 as kernels take them; their gradients are of the given dtype."""
+    """A router's weights, of any floating dtype, as float32 for kernels; their gradients have the given dtype."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16, torch.float64) else x
 
 
 def check(call: str, **tensors: Any) -> None:
-    """Raise TypeError, by name, for what is no tensor or one whose elements do not lie in memory by strides; ValueError for
-    tensors on several devices, which on "meta" torch would take for a question of shapes alone.
+    """Raise TypeError, by name, unless a value is a dense tensor; ValueError for tensors on several devices: with
+    "meta" among them torch would compute shapes alone.
     """
     first = None
     for name, x in tensors.items():
@@ -36,12 +36,12 @@ def check(call: str, **tensors: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Operators: registered with torch, which a graph, a gradient or a mode needs, and called without it where nothing does.
+# Operators: registered with torch for graphs, gradients and modes, and called past torch's dispatcher otherwise.
 
 _library = torch.library.Library("tilescale_net", "FRAGMENT")
 
 try:
-    # What may stand between a caller and an operator: modes, transforms of functions, tracers, the profiler, Dynamo.
+    # Observers between a caller and an operator: modes, function transforms, tracers, the profiler, Dynamo.
     from torch._C import _get_tracing_state, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._C._functorch import maybe_current_level
@@ -53,13 +53,13 @@ except ImportError:  # of another torch: every call goes through its dispatcher
 
 _is_compiling = torch.compiler.is_compiling
 
-# `torch.compiler.disable` for a function, without the second of processor time in which that imports Dynamo when it decorates.
+# `torch.compiler.disable` for a function, without its import of Dynamo, which takes a second of processor time.
 outside_graphs = torch._compile._disable_dynamo
 
 
 def is_eager(x: Any) -> bool:
-    """Whether nothing but this package has to learn of an operator's call with `x`: it is an ordinary dense tensor, and there
-    is no mode, transform, tracer or profiler. It costs a twentieth of a call through torch's dispatcher.
+    """Whether only this package must see an operator's call with `x`: an ordinary dense tensor without a mode,
+    transform, tracer or profiler. It costs a twentieth of a call through torch's dispatcher.
     """
     return (
         not _is_compiling()
@@ -74,25 +74,25 @@ def is_eager(x: Any) -> bool:
         and x.layout is torch.strided
         and not x.is_quantized
         and not x.is_nested
-        and not (x.dtype.is_complex and x.is_conj())  # torch's dispatcher hands on what such views stand for
+        and not (x.dtype.is_complex and x.is_conj())  # torch's dispatcher resolves such views
         and not x.is_neg()
         and not torch.Tensor._is_zerotensor(x)
     )
 
 
 def needs_gradient(x: torch.Tensor) -> bool:
-    """Whether what is computed from `x` now is to be differentiated."""
+    """Whether results computed from `x` now need gradients."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def is_unseen(x: torch.Tensor) -> bool:
-    """Whether nobody but the operator has to learn of its call with `x`: `is_eager`, and no gradient."""
+    """Whether only the operator must see its call with `x`: `is_eager`, and no gradient."""
     return is_eager(x) and not needs_gradient(x)
 
 
 def differentiable(function: Callable, setup: Callable, gradient: Callable) -> Callable:
-    """Give the operator of a function its gradient, as `torch.library.register_autograd`; the operator as eager calls make it
-    that need one.
+    """Give the operator of a function its gradient, as `torch.library.register_autograd`; returns the operator for
+    eager calls that need one.
     """
     torch.library.register_autograd(f"tilescale_net::{function.__name__[1:]}", gradient, setup_context=setup)
 
@@ -111,7 +111,7 @@ def differentiable(function: Callable, setup: Callable, gradient: Callable) -> C
 
 
 def _with_known_names(function: Callable) -> Callable:
-    """The function, with annotations that torch can evaluate: before 2.7 it knows lists as `typing.List` alone."""
+    """The function, with annotations that torch can evaluate: before 2.7 it knows only `typing.List`."""
     if torch.__version__ < "2.7":
         for argument, kind in function.__annotations__.items():
             function.__annotations__[argument] = kind.replace("list[", "typing.List[")
@@ -126,9 +126,9 @@ def custom_op(name: str) -> Callable[[Callable], Any]:
 
 
 def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """A decorator: the operator tilescale_net::`name` does what the function does, which changes these of its arguments.
+    """A decorator: makes the function the operator tilescale_net::`name`; it changes these of its arguments.
 
-    As `torch.library.custom_op`, without the checks that each of its calls makes anew.
+    As `torch.library.custom_op`, without its checks in each call.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -141,13 +141,13 @@ def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], C
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What torch.autocast asks of matrix products, for operators that torch does not know.
+# torch.autocast for GEMMs in operators that torch does not know.
 
 
 def operands(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The operands of a product: in the dtype of the region of torch.autocast of their device, as torch.mm takes them there
-    (docs.pytorch.org/docs/stable/amp.html: all floating numbers but float64); as they are outside of one, and where one of
-    them is of 8 bits and comes with scales.
+    """The operands of a GEMM: in the dtype of their device's torch.autocast region, as for torch.mm
+    (docs.pytorch.org/docs/stable/amp.html: all floating dtypes except float64); unchanged outside of one, and for 8-bit
+    operands with scales.
     """
     kind = given[0].device.type
     if not torch.is_autocast_enabled(kind) or any(x.dtype == torch.float8_e4m3fn for x in given):
@@ -157,12 +157,12 @@ def operands(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Keeps the operators in the order of the program where torch.compile's default backend makes code of it.
+# Keeps the operators in program order under torch.compile's default backend.
 #
-# Inductor puts kernels into the order that takes the least memory, by the sizes of this rank, and takes an operator that it does
-# not know for one that may run at any time between what it needs and what needs it. Ranks whose sizes differ (tokens of a
-# dispatch, rows of an uneven exchange) would make their calls in different orders, and wait for each other. So each of our
-# operators is lowered with a dependency on the one before it, as Inductor gives those of torch's own collectives.
+# Inductor orders kernels for least memory, by this rank's sizes, and may move an unknown operator anywhere between its
+# producers and consumers. Ranks whose sizes differ (tokens of a dispatch, rows of an uneven exchange) would make their
+# calls in different orders, and wait for each other. So each of our operators depends on the previous one, as Inductor
+# does for torch's own collectives.
 
 
 _LOWERING = "torch._inductor.lowering"  # imported by the first compilation, which takes seconds
@@ -176,7 +176,7 @@ def register_fake(operator: str) -> Callable[[Callable], Callable]:
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args, **kwargs):
-            # Compilation requests shapes when it has imported what it lowers with, and before it does so.
+            # Compilation requests shapes after it has imported its lowerings and before it uses them.
             if _waiting and _LOWERING in sys.modules:
                 _tell_inductor()
             return function(*args, **kwargs)
@@ -196,7 +196,7 @@ def _tell_inductor() -> None:
 
 
 def _lower(kernel, overload, *args, **kwargs):
-    """What Inductor does with operators that it does not know, with our kernel."""
+    """Inductor's lowering of unknown operators, with our kernel."""
     from torch._inductor import ir
 
     made = kernel.create(overload, *args, **kwargs)
@@ -209,11 +209,11 @@ def _kernel() -> type:
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
 
-    # A dependency that orders and keeps no memory alive, where torch has the distinction.
+    # A dependency that orders without keeping memory alive, if torch has the distinction.
     fake = {"is_fake": True} if "is_fake" in {f.name for f in dataclasses.fields(WeakDep)} else {}
 
     class OrderedKernel(ir.FallbackKernel):
-        """A call of an operator that comes after the one before it in the same graph."""
+        """A call of an operator that depends on the previous one in the graph."""
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""All-gather, reduce-scatter, all-reduce and all-to-all as operators; each is made of the class of `tilescale_net.kernels`.
+"""All-gather, reduce-scatter, all-reduce and all-to-all as operators on the classes of `tilescale_net.kernels`.
 
-Outputs, and inputs that go to other nodes or are summed, pass through symmetric memory of the group: a copy or two more
-than the classes, which take and give symmetric tensors of the caller.
+Outputs, and inputs for other nodes or sums, pass through symmetric memory of the group: a copy or two more than the
+classes, which use the caller's symmetric tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ops = torch.ops.tilescale_net
 
 
 def _gathered(x: torch.Tensor, ranks: int) -> tuple[int, ...]:
-    """Shape of what all_gather makes of `x`."""
+    """Shape of all_gather's result for `x`."""
     return (ranks * x.shape[0], *x.shape[1:]) if x.dim() else (ranks,)
 
 
@@ -27,7 +27,7 @@ def _size(name: str) -> int:
     return group_objects.world_of(name).size
 
 
-# `gradient` of an operator: a backward calls it, whose calls and those of a forward are others for the ranks.
+# `gradient` of an operator: a backward calls it, and ranks compare its calls apart from a forward's.
 
 # -- all-gather -----------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ def _gather(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Ten
     if objects.all_gather.takes_any_memory(x.nbytes):
         return objects.all_gather(out, x)
     (through,) = objects.symmetric((shape, x.dtype))
-    if objects.needs_symmetric_source and x.device == out.device:  # the collective refuses what is on another device
+    if objects.needs_symmetric_source and x.device == out.device:  # the collective rejects tensors on other devices
         x = through.view(world.size, *x.shape)[world.rank].copy_(x)
     return objects.all_gather(out, x, through=through)
 
@@ -112,7 +112,7 @@ def _scatter(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Te
     if not x.dim() or x.shape[0] % ranks:
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
     objects.calls.note_operator(gradient, "reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
-    # Few bytes travel from where x lies.
+    # Few bytes travel without a copy of x.
     few = objects.reduce_scatter.takes_any_memory(x.nbytes // ranks)
     there = None if few else objects.source(x.shape, x.dtype, x.device)
     out = objects.empty((x.shape[0] // ranks, *x.shape[1:]), x.dtype)
@@ -176,7 +176,7 @@ def _reduce(objects: GroupObjects, x: torch.Tensor, gradient: bool, quantize: st
         objects.calls.note_operator(gradient, "all_reduce of x of shape {} and {} as {}", x.shape, x.dtype, quantize)
         return objects.all_reduce_fp8(torch.empty_like(x), x)
     objects.calls.note_operator(gradient, "all_reduce of x of shape {} and {}", x.shape, x.dtype)
-    # What is more than a piece is copied as a whole: a kernel for each piece waits for all ranks anew.
+    # Tensors of several pieces are copied as a whole: with a kernel per piece, each waits for all ranks.
     if objects.all_reduce.is_copied_in_pieces(x.nbytes, x.dtype):
         there = objects.source(x.shape, x.dtype, x.device)
         if there is not None:
@@ -238,9 +238,9 @@ def all_reduce(
 
 
 def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -> int:
-    """The most rows that a rank sends or receives; RankMismatch on all ranks where two disagree.
+    """The most rows that a rank sends or receives; RankMismatch on all ranks if two disagree.
 
-    A rank compares what the others send to it, and reports one pair that disagrees to all of them.
+    A rank compares the rows that others send to it, and reports one mismatch to all of them.
     """
     call, members, said = "tilescale_net.ops.all_to_all", world.control.members, ""
     given = len(output_splits), len(input_splits)
@@ -249,7 +249,7 @@ def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -
     if not fits:
         said = "rank {} gives {} output_splits and {} input_splits for {} ranks".format(world.rank, *given, world.size)
     for a, sends in zip(members, came):
-        if not said and sends not in (-1, output_splits[a]):  # -1: that rank reports itself what is wrong
+        if not said and sends not in (-1, output_splits[a]):  # -1: that rank reports its error itself
             said = f"rank {a} sends {sends} rows to rank {world.rank}, which expects {output_splits[a]}"
     told = world.control.gather(call, [max(sum(output_splits), sum(input_splits)), said])
     for _, wrong in told:
@@ -370,7 +370,7 @@ def check(group: tsn.Group = None) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Send and receive, made of `tilescale_net.kernels.send_recv`; a gradient takes the way of its message back.
+# Send and receive on `tilescale_net.kernels.send_recv`; gradients travel in the opposite direction.
 
 
 def _messages(group: str):
@@ -378,7 +378,7 @@ def _messages(group: str):
 
 
 def _message(x: torch.Tensor) -> torch.Tensor:
-    """`x` as its values lie in memory: a copy where it is not contiguous, or a conjugate or negative view."""
+    """`x` with its values in memory: a copy if it is not contiguous, or a conjugate or negative view."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
@@ -408,7 +408,7 @@ class _Recv(torch.autograd.Function):
 
 
 def _received(there: torch.Tensor, src: int, group: str) -> torch.Tensor:
-    """`there`, which has the version counter of the caller's tensor: what was computed from it cannot be differentiated."""
+    """`there`, with the version counter of the caller's tensor: earlier results of it then raise in a backward."""
     if there.is_contiguous() and unresolved(there) is None:
         _messages(group).recv(there, src)
         if not there.is_inference():

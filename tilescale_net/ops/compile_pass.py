@@ -1,16 +1,16 @@
-"""A pass of `torch.compile` that puts fused operators in place of a GEMM with the collective before or behind it.
+"""A pass of `torch.compile` that replaces a GEMM and its neighbouring collective by a fused operator.
 
     torch._inductor.config.post_grad_custom_pre_pass = FuseCollectives()   # off unless a program does this
 
 It replaces code with torch's functional collectives, in groups for which `tilescale_net.init` was called:
 
-- `mm(all_gather_tensor(x, 0, group), w)`: `ops.all_gather_matmul`, where nothing else reads the gathered rows;
+- `mm(all_gather_tensor(x, 0, group), w)`: `ops.all_gather_matmul`, if nothing else reads the gathered rows;
 - `reduce_scatter_tensor(mm(x, w), "sum", 0, group)`: `ops.matmul_reduce_scatter`;
 - `all_reduce(mm(x, w), "sum", group)`: `ops.matmul_all_reduce`;
 
-each where nothing else reads the GEMM's result, which may be viewed with more dimensions of rows in between, shapes are known,
-and `kernels.fused.choice` finds the fused way faster for them. Other calls stay unchanged, such as a GEMM with a bias. All
-ranks compile the same graph, so all replace the same calls.
+each if nothing else reads the GEMM's result, which may be viewed with more dimensions of rows in between, if shapes are
+known, and if `kernels.fused.choice` finds the fused way faster. Other calls stay unchanged, such as a GEMM with a bias.
+All ranks compile the same graph, so all replace the same calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
     Attributes:
         kind: the operator that computes both. x, w, group: its arguments; `x` may have more dimensions than two.
-        nodes: what it replaces, the last to be computed first.
+        nodes: the replaced ones, the last to be computed first.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class FuseCollectives(CustomGraphPass):
                 ours.meta["val"] = value.reshape(-1, value.shape[-1])
                 ours = _viewed(graph, ours, list(value.shape))
         node.replace_all_uses_with(ours)
-        for each in found.nodes:  # torch keeps waits that nothing reads, and so the collective and the GEMM
+        for each in found.nodes:  # torch keeps unread waits, and so the collective and the GEMM
             graph.erase_node(each)
         self.replaced.append(found.kind)
 
@@ -101,7 +101,7 @@ def _alone(node: Any, target: Any) -> bool:
 
 
 def _rows_of(node: Any) -> list[Any]:
-    """A node, behind it what it is a view of; such views keep the last dimension and so the rows, and one node reads each."""
+    """A node, then the nodes that it is a view of; such views keep the last dimension, and one node reads each."""
     nodes = [node]
     while any(_alone(nodes[-1], view) for view in _VIEWS):
         inner = nodes[-1].args[0]
@@ -150,7 +150,7 @@ def _reduced(node: Any) -> Found | None:
 
 
 def _is_faster(found: Found) -> bool:
-    """Whether the fused way is expected to be faster than what the graph does."""
+    """Whether the fused way is expected to be faster than the graph's."""
     left, right = found.x.meta.get("val"), found.w.meta.get("val")
     if left is None or right is None or left.dtype != right.dtype or left.dtype == fused.SCALED:
         return False
@@ -166,6 +166,6 @@ def _is_faster(found: Found) -> bool:
     problem = choice.GemmProblem(found.kind, world.size, math.prod(rows), k, n, left.dtype)
     if choice.fits(problem):
         return False
-    # Ranks cannot ask one another while torch traces a graph; the operator itself looks at all points.
+    # Ranks cannot communicate while torch traces a graph; the operator itself checks everything.
     way, _ = choice.choose(problem, world, is_mapped=0 not in world.peer_base, of_this_machine=False)
     return way != "unfused"

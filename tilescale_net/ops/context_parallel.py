@@ -114,7 +114,7 @@ def _exchange(
             (*batch, "sequence", heads, dim),
             x.dtype,
         )
-    # Of the most that a rank has, in elements.
+    # Largest size of a rank's part, in elements.
     most = (
         math.prod(batch) * heads * dim * (sequence if lengths is None else max(lengths) if scatters else sum(lengths))
     )
@@ -123,7 +123,7 @@ def _exchange(
     memory, *sources = objects.symmetric(
         ((room,), x.dtype), *([((most,), x.dtype)] if objects.needs_symmetric_source else [])
     )
-    if sources and x.device == memory.device:  # the collective rejects what is on another device
+    if sources and x.device == memory.device:  # the collective rejects tensors on other devices
         x = sources[0][: x.numel()].view(x.shape).copy_(x)
     out = memory[: math.prod(shape)].view(shape)
     cut, join = (HEADS, SEQUENCE) if scatters else (SEQUENCE, HEADS)
@@ -301,7 +301,7 @@ def attention_by_heads(
 
 
 def _by_heads(attend, tensors, objects: GroupObjects, lengths, chunks: int, beside: SideStream) -> torch.Tensor:
-    """Without a copy: attention reads a chunk where it has arrived, and chunks of the output arrive in one tensor."""
+    """Without copies: attention reads an arrived chunk in place, and chunks of the output arrive in one tensor."""
     q, _, v = tensors
     n, (*batch, mine, heads, _) = objects.world.size, q.shape
     objects.calls.note_operator(
@@ -314,7 +314,7 @@ def _by_heads(attend, tensors, objects: GroupObjects, lengths, chunks: int, besi
     if objects.needs_symmetric_source:
         rooms += [(math.prod(batch) * most * x.shape[HEADS] * x.shape[-1],) for x in tensors] + [(chunks, *attended)]
     *found, out = (memory := objects.symmetric(*((room, q.dtype) for room in rooms)))[:4]
-    sources = memory[4:]  # where PEs of other nodes get their data from
+    sources = memory[4:]  # source of data for PEs of other nodes
     exchange = _transposed(objects)
     out = out[: math.prod(batch) * mine * heads * v.shape[-1]].view(*batch, mine, heads, v.shape[-1])
     arrived = []
@@ -339,7 +339,7 @@ def _by_heads(attend, tensors, objects: GroupObjects, lengths, chunks: int, besi
 def _by_heads_with_gradient(
     attend, tensors, objects: GroupObjects, group, lengths, chunks: int, beside: SideStream
 ) -> torch.Tensor:
-    """Of operators: autograd runs the way back of each on the stream of its way there."""
+    """As operators: autograd runs each backward on the stream of its forward."""
     n, v = objects.world.size, tensors[2]
     arrived, left = [], []
     with beside.following(*tensors):

@@ -31,7 +31,7 @@ WEIGHTED = ("combine", "activation")
 
 
 def _ends(op: AllToAll, plan: RoutingPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of each expert and where they begin."""
+    """Number of rows of each expert, and the first row."""
     counts, offsets, _ = plan.counts(op.config.ranks, op.config.local_experts)
     return counts, offsets
 
@@ -73,7 +73,7 @@ def scaled_gemm_of(op: AllToAll, w: torch.Tensor, tells: bool) -> ScaledExpertMa
     """The GEMM that overlaps, of matrices [experts, n, k] like `w`; made on first use, by all ranks together.
 
     Args:
-        tells: a combine, of which tiles are done.
+        tells: report complete tiles to a combine.
     """
     n, k = w.shape[1:]
     key = "blocks", k, n, tells
@@ -81,14 +81,14 @@ def scaled_gemm_of(op: AllToAll, w: torch.Tensor, tells: bool) -> ScaledExpertMa
         usual = scaled_gemm.SIMULATED
         if op.device.type == "cuda":
             usual = scaled_gemm.TELLING if tells else scaled_gemm.DEFAULT
-        rows: Any = op.config.tile_rows  # a number: `_check_scaled` has seen to it
+        rows: Any = op.config.tile_rows  # a number, by `_check_scaled`
         tiling = dataclasses.replace(usual, tile=(rows, *usual.tile[1:]))
         op.products[key] = ScaledExpertMatmul(op, k, n, tiling=tiling)
     return op.products[key]
 
 
 def _can_overlap(layer: AllToAll) -> bool:
-    """Whether GEMMs of eight bits can read scales of rows where a dispatch leaves them."""
+    """Whether 8-bit GEMMs can read row scales in the dispatch's output."""
     return layer.config.scale_words % scaled_gemm.SCALES_AT_ONCE == 0
 
 
@@ -285,7 +285,7 @@ for _name, _gradient, _setup in (
 
 
 def _check_scaled(layer: AllToAll, w_up: torch.Tensor, w_down: torch.Tensor, scales) -> tuple[torch.Tensor, ...]:
-    """Both matrices as [experts, n, k] with their scales, which are empty for those of bfloat16. TypeError, ValueError."""
+    """Both matrices as [experts, n, k] with their scales, empty for bfloat16. TypeError, ValueError."""
     call, c = "moe_experts", layer.config
     if c.mode != "throughput" or c.combine_dtype != torch.bfloat16 or c.scale_words != groups_of(c.hidden):
         raise ValueError(
@@ -319,7 +319,7 @@ def _check_scaled(layer: AllToAll, w_up: torch.Tensor, w_down: torch.Tensor, sca
 
 
 def _check_shared(shared: Any, hidden: int) -> None:
-    """Raise TypeError, ValueError for what is no pair of matrices of an expert that every token goes to."""
+    """Raise TypeError, ValueError unless `shared` is the pair of matrices of a shared expert."""
     call = "moe_experts"
     if not isinstance(shared, tuple) or len(shared) != 2:
         raise TypeError(f"{call}: shared must be a pair of tensors, w_up and w_down")

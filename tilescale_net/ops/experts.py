@@ -1,9 +1,9 @@
-"""GEMMs of a layer's experts beside its dispatch and its combine as operators, with gradients.
+"""Operators for GEMMs of a layer's experts that overlap with its dispatch and combine, with gradients.
 
 A layer with `tile_rows` (see `kernels.fused.ExpertMatmul`): tiles of rows are multiplied as they arrive, and rows return
-as they are ready. The backward of each uses the other's halves: gradients of sums are dispatched beside the GEMM with the
-transposed matrices; gradients of rows return by a combine after their GEMM. Rows without a token are zero in every
-result. `kernels.fused.choice` decides where all run one after the other instead.
+as they are ready. Each one's backward uses the other's phases: a dispatch of the sums' gradients overlaps with the GEMM
+with the transposed matrices; gradients of rows return by a combine after their GEMM. Rows without a token are zero in
+every result. `kernels.fused.choice` decides whether to run everything one after the other instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gemm_of(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
 def arriving(
     op: AllToAll, w: torch.Tensor, fused: bool, *given: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, Dispatched]:
-    """A dispatch and the products of its rows: beside it, or when it is done."""
+    """A dispatch and the GEMMs of its rows, overlapped or afterwards."""
     product = gemm_of(op, w)
     if not fused:
         received = op.dispatch(*given, **options)
@@ -50,7 +50,7 @@ def arriving(
 
 
 def is_fused(layer: AllToAll, inner: int, fused: bool | None) -> bool:
-    """Whether GEMMs of a layer whose experts have `inner` columns overlap: equal on all ranks, whatever tokens they have."""
+    """Whether GEMMs of a layer whose experts have `inner` columns overlap: equal on all ranks, for any tokens."""
     if fused is not None:
         return fused
     c = layer.config

@@ -1,8 +1,8 @@
-"""GEMMs with the collective before or after them as operators: overlapped, or one after the other.
+"""Operators for GEMMs with the collective before or after them, overlapped or one after the other.
 
 All ways have the results of torch.matmul and a collective of torch.distributed. Steps of a call:
 
-1. the public function calls the operator: past torch's dispatcher where nothing needs it (`_is_plain`), else after checks of
+1. the public function calls the operator: past torch's dispatcher if possible (`_is_plain`), else after checks of
    devices and gradients, which torch.compile must see;
 2. the operator checks shapes, dtypes and scales, and asks `_decided`, once for each kind of call (`_known`), for its way;
 3. `_decided` asks `kernels.fused.choice.choose`.
@@ -52,11 +52,12 @@ def make(objects: GroupObjects, problem: GemmProblem, way: str, options: dict[st
 
 @dataclass(frozen=True)
 class Known:
-    """What is the same in all calls that are alike.
+    """Data shared by all like calls.
 
     Attributes:
         noted: for `Track.note_operator`.
-        problem, way, options: see `make`. key: of its object, None where the GEMM and the collective run one after the other.
+        problem, way, options: see `make`. key: of its object; None if the GEMM and the collective run one after the
+            other.
     """
 
     noted: tuple[Any, ...]
@@ -80,7 +81,7 @@ def _decided(objects: GroupObjects, problem: GemmProblem, fused: bool | None) ->
 def _known(
     objects: GroupObjects, kind: str, x: torch.Tensor, w: torch.Tensor, x_scales, w_scales, fused: bool | None, gradient: bool
 ) -> Known:  # fmt: skip
-    """Check a call that is like no earlier one, note it, and choose its way."""
+    """Check a call of a new kind, log it, and choose its way."""
     ranks, is_gather = objects.world.size, kind == "all_gather_matmul"
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(
@@ -105,7 +106,7 @@ def _known(
 def _checked(
     kind: str, x: torch.Tensor, w: torch.Tensor, x_scales, w_scales, fused: bool | None, group: str, gradient: bool
 ) -> tuple[GroupObjects, torch.Tensor, dict[str, torch.Tensor], Any]:
-    """The group's objects, `x` and scales as kernels take them, and the object of a call; None where the GEMM and the
+    """The group's objects, `x` and scales as kernels take them, and the object of a call; None if the GEMM and the
     collective run one after the other.
     """
     objects, x = group_objects.in_order(group), dense(x)
@@ -135,7 +136,8 @@ def _checked(
 def travelling(
     objects: GroupObjects, x: torch.Tensor, w: torch.Tensor, scales: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The arguments of an all-gather with GEMM, rows and their scales in symmetric memory where some ranks are on other nodes."""
+    """The arguments of an all-gather with GEMM, rows and their scales in symmetric memory if some ranks are on other
+    nodes."""
     if not objects.needs_symmetric_source:
         return x, w, scales
     parts = [x, *([scales["x_scales"]] if scales else [])]
@@ -149,7 +151,7 @@ def _result_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise as `arguments.check`, and RuntimeError for a product of 8 bits that would need gradients."""
+    """Raise as `arguments.check`, and RuntimeError for an 8-bit GEMM that would need gradients."""
     arguments.check(kind, x=x, **{name: t for name, t in others.items() if t is not None or name == "w"})
     tensors = [x, *others.values()]
     needed = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
@@ -269,7 +271,7 @@ def all_gather_matmul(
     return _ops.all_gather_matmul(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
-# -- product, then reduce-scatter -------------------------------------------------------------------------------------
+# -- GEMM, then reduce-scatter ----------------------------------------------------------------------------------------
 
 
 @arguments.operator("matmul_reduce_scatter")
@@ -327,8 +329,9 @@ def matmul_reduce_scatter(
         w, group, fused, x_scales, w_scales: as in `all_gather_matmul`; `x_scales` for all rows of `x`.
 
     Returns:
-        [rows, n]; products are rounded to the dtype before they travel, and added up in float32 in a fixed order. The
-        gradient of `x` is `all_gather_matmul` of the result's; the gradient of `w` needs an all_gather of the result's.
+        [rows, n]; GEMM results are rounded to the dtype before they travel, and added up in float32 in a fixed order.
+        The gradient of `x` is `all_gather_matmul` of the result's; the gradient of `w` needs an all_gather of the
+        result's.
 
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
@@ -345,7 +348,7 @@ def matmul_reduce_scatter(
     return _ops.matmul_reduce_scatter(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
-# -- product, then all-reduce -----------------------------------------------------------------------------------------
+# -- GEMM, then all-reduce --------------------------------------------------------------------------------------------
 
 
 @arguments.operator("matmul_all_reduce")
@@ -407,8 +410,8 @@ def matmul_all_reduce(
         replicated: as in `all_reduce`; True for tensor parallelism that computes the same loss on all ranks.
 
     Returns:
-        [rows, n], with equal bits on all ranks and from run to run; products are rounded to the dtype before they travel,
-        and added up in float32 in a fixed order.
+        [rows, n], with equal bits on all ranks and from run to run; GEMM results are rounded to the dtype before they
+        travel, and added up in float32 in a fixed order.
 
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.

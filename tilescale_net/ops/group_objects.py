@@ -1,4 +1,4 @@
-"""The host objects behind the operators: made when an operator first needs them, one set for each world.
+"""The host objects behind the operators: made on first use, one set per world.
 
 Operators take a group as text, because a graph holds no objects; see `name_of`.
 """
@@ -30,11 +30,11 @@ TRACK = "tilescale_net.ops"  # of the calls of all operators of a world
 
 _of_worlds: dict = {}
 MOST_VIEWS = 1024  # shapes whose views are kept
-KEPT = 32  # products of a group, of different shapes: each has symmetric memory of its own
+KEPT = 32  # GEMMs of a group, of different shapes: each has its own symmetric memory
 
 
 def name_of(group: tsn.Group) -> str:
-    """The text that stands for a group in an operator's arguments; "" for None. torch.compile traces this."""
+    """The name of a group in an operator's arguments; "" for None. torch.compile traces this."""
     if group is None:
         return ""
     if isinstance(group, str):
@@ -70,13 +70,13 @@ def of(name: str) -> GroupObjects:
     return found
 
 
-_quick: dict[Any, GroupObjects] = {}  # by group or its name, of the worlds that there are now
+_quick: dict[Any, GroupObjects] = {}  # by group or its name, of the current worlds
 _quick_of: object = None
 
 
 def in_order(group: tsn.Group) -> GroupObjects:
-    """As `of`, by a group or its name; what uses them on the current stream comes after such calls so far, whose memory it
-    uses too.
+    """As `of`, by a group or its name; later work on the current stream comes after the calls so far, which use the
+    same memory.
     """
     global _quick_of
     if worlds.launch_generation is not _quick_of:
@@ -94,7 +94,7 @@ def in_order(group: tsn.Group) -> GroupObjects:
 
 
 class SideStream:
-    """A stream beside the caller's, of higher priority; none on a CPU, where a kernel has ended when its launch returns.
+    """A stream beside the caller's, of higher priority; none on a CPU, where launches block.
 
     Args:
         device: of the stream.
@@ -105,7 +105,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def following(self, *used: torch.Tensor) -> Iterator[None]:
-        """What is launched inside runs on it, after what the current stream holds, and uses these tensors."""
+        """Run launches inside on it, behind the current stream's work; they use these tensors."""
         if self._stream is None:
             yield
             return
@@ -116,11 +116,11 @@ class SideStream:
             yield
 
     def mark(self) -> torch.cuda.Event | None:
-        """The end of what it holds now."""
+        """An event behind its current work."""
         return None if self._stream is None else self._stream.record_event()
 
     def join(self, mark: torch.cuda.Event | None, *made: torch.Tensor) -> None:
-        """The current stream goes on after the mark, and uses tensors that were made there."""
+        """Make the current stream wait for the event, and use tensors that were made there."""
         if self._stream is None or mark is None:
             return
         current = torch.cuda.current_stream(self._stream.device)
@@ -138,10 +138,10 @@ class GroupObjects:
         world: theirs.
         geometry: threads and blocks of kernels that communicate.
         needs_symmetric_source: whether inputs must lie in symmetric memory, because some PEs are on other nodes.
-        calls: noted by every operator, so that ranks that differ learn of it.
-        order: of calls on different streams, which pass through the same memory.
+        calls: the log of every operator, by which differing ranks learn of it.
+        order: of calls on different streams, which use the same memory.
         without_room: keys of memory that the symmetric heap had no room for.
-        known_gemms: what is the same in calls of GEMMs with their communication that are alike, see fused.py.
+        known_gemms: data shared by like calls of fused GEMMs, see fused.py.
     """
 
     def __init__(self, world):
@@ -154,7 +154,7 @@ class GroupObjects:
         self.order = StreamOrder(world.device)
         self._memory: torch.Tensor | None = None
         self._memory_in_graph = False  # some CUDA graph of this rank has its addresses
-        self._views: dict[tuple, list[torch.Tensor]] = {}  # of the memory that there is now
+        self._views: dict[tuple, list[torch.Tensor]] = {}  # of the current memory
         self._samples: dict[tuple, torch.Tensor] = {}
         self._of_graphs: list[torch.Tensor] = []  # earlier memory that graphs have the addresses of
         self._made: dict[Hashable, Collective] = {}
@@ -192,7 +192,7 @@ class GroupObjects:
         return SendRecv(group=self.world, **self.geometry)
 
     def check(self) -> None:
-        """Raise what the collectives made so far have found wrong."""
+        """Raise errors that the collectives so far have found."""
         for collective in list(vars(self).values()):
             if isinstance(collective, Collective):
                 collective.check()
@@ -207,7 +207,8 @@ class GroupObjects:
         return found
 
     def product(self, key: Hashable, make: Callable[[], DistributedMatmul]) -> Any:
-        """As `made`, for objects of which the KEPT used last are kept; those before them are freed when one is made.
+        """As `made`, for objects of which only the KEPT most recent ones stay; older ones are freed when another is
+        made.
 
         One that was called while a CUDA graph was captured, on any rank, stays, since the graph has its addresses.
 
@@ -236,7 +237,8 @@ class GroupObjects:
         return self._on_gpu and torch._C._cuda_isCurrentStreamCapturing()
 
     def _free_oldest(self) -> None:
-        """Make room for one more product; all ranks together, which call alike, but need not all capture graphs."""
+        """Make room for another GEMM; all ranks together, which make the same calls but may differ in graph
+        captures."""
         self._products = {key: product for key, product in self._products.items() if product.alive}
         if len(self._products) < KEPT:
             return
@@ -248,7 +250,7 @@ class GroupObjects:
 
     @contextlib.contextmanager
     def _settling(self) -> Iterator[None]:
-        """A RankMismatch of what is inside is the report of ranks that differ: their calls are not compared again."""
+        """A RankMismatch inside already reports the differing ranks: their calls are not compared again."""
         try:
             yield
         except tsn.RankMismatch:
@@ -307,11 +309,10 @@ class GroupObjects:
         return torch.empty_like(sample)
 
     def source(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Symmetric memory for what a collective reads, as `symmetric` hands it out: what all ranks hold at the same place
-        is pulled by its owners or added up where it lies.
-
-        None where nothing has to lie there and the heap has no room, on all ranks alike (HeapError where it has to); and for
-        what is on another device, which the collective refuses.
+        """Symmetric memory for a collective's input, handed out as by `symmetric`: if all ranks' inputs are at the same
+        offset, their owners pull them or they are summed in place. None if symmetric memory is optional and the heap
+        has no room, on all ranks alike (HeapError if it is required); and for tensors on other devices, which the
+        collective rejects.
         """
         if device != self.world.device:
             return None
@@ -333,7 +334,7 @@ class GroupObjects:
         for out, x in zip(outs, tensors):
             travels = (
                 self.needs_symmetric_source and x.device == out.device
-            )  # the collective refuses what is on another device
+            )  # the collective rejects tensors on other devices
             self.all_gather(out, out[me].copy_(x) if travels else x)
         return outs
 

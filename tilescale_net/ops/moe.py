@@ -1,7 +1,7 @@
 """Dispatch and combine of mixture-of-experts layers as operators, with gradients.
 
-They are each other's backward: gradients of rows travel back by combine, gradients of sums by a dispatch with the same
-routing, gradients of weights with the rows that they belong to. Throughput mode, rows that are not FP8.
+They are each other's backward: gradients of rows return by combine, gradients of sums by a dispatch with the same
+routing, gradients of weights with their rows. Throughput mode, rows that are not FP8.
 
 Backward is made of the same collective calls: all ranks run it, or none. A rank whose inputs need no gradient leaves the
 others waiting until TSN_TIMEOUT; let `x` or the weights require one on every rank.
@@ -26,7 +26,7 @@ from tilescale_net.runtime.launch_args import dense
 
 
 def layer_key(op: object) -> str:
-    """By which the operators find an AllToAll and the ranks that take part.
+    """The operators' key of an AllToAll and its active ranks.
 
     Text, because the compiler makes a number that changes between calls symbolic. Raises TypeError, ValueError: no AllToAll, or
     one that operators cannot call.
@@ -41,16 +41,16 @@ def layer_key(op: object) -> str:
 
 
 def checked_layer(layer: object) -> AllToAll:
-    """The layer. Raises TypeError for what is no AllToAll."""
+    """The layer. Raises TypeError unless it is an AllToAll."""
     if not isinstance(layer, AllToAll):
         raise TypeError(f"layer must be an AllToAll, as ops.moe_layer makes, not {type(layer).__name__}")
     return layer
 
 
 def plan_of(call: str, layer: AllToAll, received: object) -> RoutingPlan:
-    """Of what a dispatch of the layer gave. Raises TypeError, ValueError for something else."""
+    """The plan of a dispatch's result. Raises TypeError, ValueError for other values."""
     if not isinstance(received, Dispatched):
-        raise TypeError(f"{call}: received must be what the dispatch gave, not {type(received).__name__}")
+        raise TypeError(f"{call}: received must be the result of the dispatch, not {type(received).__name__}")
     given, own = received.handle.signature, layer.config.signature
     if given != own:
         raise ValueError(f"{call}: received is of a layer of another configuration, {given}; this one is {own}")
@@ -75,7 +75,7 @@ def layer_of(key: str):
 
 
 def called(operator: str, key: str):
-    """The AllToAll of a key, for an operator that communicates: ranks whose calls differ learn of it."""
+    """The AllToAll of a key, for an operator that communicates; logs the call for comparison between ranks."""
     op = layer_of(key)
     calls = op.world.calls.only_track(group_objects.TRACK)
     calls.note(
@@ -112,7 +112,7 @@ def without_padding(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor, *, copi
 def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: str) -> list[torch.Tensor]:
     """Rows, their weights, then the other tensors of the plan."""
     op = called("moe_dispatch", key)
-    # All that the operator gives is defined, places without a row too, so that results can be compared.
+    # All results are defined, in places without a row too, so that results can be compared.
     received = op.dispatch(dense(x), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
     *others, weights = received.handle.plan.tensors()
     return [without_padding(op, received.handle.plan, received.x), weights, *others]
@@ -151,7 +151,7 @@ def _(y, weights, plan, tokens, key):
 def _dispatch_backward(
     rows: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and of topk_weights from those of the rows and of their weights."""
+    """Gradients of x and of topk_weights from the gradients of rows and row weights."""
     op = called("backward of moe_dispatch", key)
     return op.combine_values(dense(rows), weights.contiguous(), handle_of(key, RoutingPlan(tokens, *plan)))
 
@@ -227,7 +227,7 @@ def moe_layer(
     key = ("moe", *sizes, *options.values())
     objects = group_objects.of(group_objects.name_of(group))
     op = objects.made(key, lambda: AllToAll(*sizes, **options, group=objects.world))
-    op.factory = moe_layer  # of which a loaded module has one for all layers, too
+    op.factory = moe_layer  # a loaded module also has one for all layers
     return op
 
 

@@ -26,7 +26,7 @@ from tilescale_net.runtime.launch_args import dense, without_default_device
 
 _ops = torch.ops.tilescale_net
 
-# An operator takes ExpertRows apart: `x`, then these, of which all are None without them.
+# An operator takes ExpertRows as separate tensors: `x`, then these, all None without ExpertRows.
 _Parts = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_EXPERTS: _Parts = (None, None, None)
 
@@ -100,7 +100,7 @@ def _all_reduce_norm(
     any_rows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     experts, objects = (index, expert_weights, shared), group_objects.in_order(group)
-    if any_rows:  # of passes over graphs of a server, which captures them with other numbers of rows
+    if any_rows:  # a server's passes over graphs, captured with other numbers of rows
         norm_of(objects, x.shape[-1]).warm_up(x.dtype)
     return _normalised(objects, x, weight, residual, bias, experts, eps, weight_bias)
 
@@ -150,7 +150,7 @@ torch.library.register_autograd("tilescale_net::all_reduce_norm", _gradient, set
 
 
 def _sum_of_experts(experts: ExpertRows) -> torch.Tensor:
-    """The same in torch, which knows its gradients."""
+    """The same in torch, for its gradients."""
     index, hidden = experts.row_index, experts.rows.shape[-1]
     total = torch.zeros((*index.shape[:-1], hidden), dtype=torch.float32, device=experts.rows.device)
     for k in range(index.shape[-1]):
@@ -165,7 +165,7 @@ def _sum_of_experts(experts: ExpertRows) -> torch.Tensor:
 def _taken_apart(
     call: str, x: torch.Tensor | ExpertRows, **others: torch.Tensor | None
 ) -> tuple[torch.Tensor, _Parts, dict[str, torch.Tensor]]:
-    """`x`, what belongs to it of `ExpertRows`, and all tensors by name."""
+    """`x`, the other tensors of `ExpertRows`, and all tensors by name."""
     experts = _NO_EXPERTS
     if isinstance(x, ExpertRows):
         weights = x.weights
@@ -177,7 +177,7 @@ def _taken_apart(
             raise TypeError(f"{call}: ExpertRows needs row_index and weights")
     else:
         rows, named = x, {"x": x, **others}
-    # Missing ones that must be there stay, for `arguments.check` to name.
+    # Missing required ones stay, for `arguments.check` to name.
     given: dict = {name: t for name, t in named.items() if t is not None or name in ("x", "rows", "weight")}
     return rows, experts, given
 
@@ -261,7 +261,7 @@ def _all_reduce_norm_quantized(
 
 
 def _quantised(objects, x, weight, residual, bias, experts, scale, by, layout, keep_normed, eps, weight_bias):
-    """`quantized`, `total`, then those of `scales` and `normed` that are made."""
+    """`quantized`, `total`, then `scales` and `normed` if made."""
     norm, shape = _called(objects, x, "all_reduce_norm_quantized"), _shape(x, experts[0])
     found = _results(x, shape, by, layout, keep_normed)
     scales = None if by == PER_TENSOR else found[2]

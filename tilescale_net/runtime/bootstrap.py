@@ -338,7 +338,8 @@ def _meeting_store(group: groups.Group, ranks: Sequence[int], silence: float) ->
 
 
 def _come(base: JobStore, size: int, timeout: float, absent: str) -> Rendezvous:
-    """Wait until all ranks have come to `base`, which is closed then; `absent`: what a missing rank has not done."""
+    """Wait until all ranks have come to `base`, which is closed then; `absent`: the step that a missing rank has not
+    done."""
     host = str(getattr(underlying_store(base.raw), "host", ""))
     own = (this_host.identity("net"), this_host.address_reaching([host]), placement.host_identity())
     mine = [*own, *this_host.own_process()]

@@ -583,7 +583,7 @@ def announced(said: str | None, rank: int) -> str | None:
     unreadable = rank, ""
     who, why = job_store.read(said, lambda found: (int(found[0]), job_store.printable(str(found[1]))), unreadable)
     if said and (who, why) == unreadable:
-        return "a rank failed, and what it said cannot be read"
+        return "a rank failed, and its reason cannot be read"
     return None if who == rank else f"rank {who} {why}"
 
 

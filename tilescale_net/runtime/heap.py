@@ -403,7 +403,7 @@ class Heap:
         """Mark blocks live on other ranks as allocated here, after a collective call that only some ranks finished."""
         restored = live.keys() - self._allocator.live.keys()
         for offset in sorted(restored):
-            self._memory.on_allocate(self.base + offset, live[offset] - GAP, "what another rank still may use")
+            self._memory.on_allocate(self.base + offset, live[offset] - GAP, "memory that another rank may still use")
         self._allocator.restore(SYSTEM_BYTES, self.size, live)
         # Blocks that only some ranks had freed are freed by all.
         self._freed = {freed: offset for freed, offset in self._freed.items() if offset not in restored}

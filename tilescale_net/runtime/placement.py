@@ -84,7 +84,7 @@ _ADVICE = "start the script through launch.sh, which sets them all, or unset it"
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What distinguishes this job from another one on the same port, by mistake or on purpose. `name`: public prefix of
+    """Identity of this job, against another one on the same port, by mistake or on purpose. `name`: public prefix of
     its keys in the store; '' without one. `secret`: only the ranks have it, and sign with it; None without one."""
 
     name: str

@@ -112,7 +112,7 @@ def of(world: World, name: str) -> dict[str, Choice]:
         control = world.control
         reads = not world.size > 1 or world.rank == control.members[0]
         if world.size > 1:
-            control.agree(name, "the first in this world that asks for what was tuned")
+            control.agree(name, "the first in this world that needs tuned choices")
         mine = read_choices(place_of(world)) if reads and settings.TUNED.get() else {}
         if world.size > 1:
             mine = json.loads(control.broadcast(f"{name}: what was tuned", json.dumps(mine)))
@@ -145,4 +145,4 @@ def ignore(world: World, key: str, error: Exception) -> None:
     """Warn once about an unusable choice, and drop it."""
     _tables[world].pop(key, None)
     if world.rank == world.control.members[0]:
-        settings.log.warning("what was tuned for %s is not used: %s", key, error)
+        settings.log.warning("the tuned choice for %s is not used: %s", key, error)

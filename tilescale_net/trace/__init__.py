@@ -1,1 +1,1 @@
-"""What a job does and where it waits: the report of a hang, and the timeline that TSN_TRACE writes."""
+"""Activity and waits of a job: the report of a hang, and the timeline that TSN_TRACE writes."""

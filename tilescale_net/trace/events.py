@@ -1,8 +1,8 @@
-"""The files of events that a job leaves while it runs: how they are laid out, written and read.
+"""Event files of a running job: their layout, writer and reader.
 
-Each rank has one for the host, one for each proxy thread and one for its kernels: a header, names, and a ring of events.
-csrc/common/trace_ring.h has the same layout, and writes those of proxy threads and of simulated kernels. A file stays when
-its process is killed.
+Each rank has one for the host, one for each proxy thread and one for its kernels: a header, names, and a ring of
+events. csrc/common/trace_ring.h has the same layout, and writes the files of proxy threads and simulated kernels. A
+file survives a kill of its process.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from typing import Any
 
 MAGIC = 0x3165636172545354  # "TSTrace1"
 NO_WORD = (1 << 64) - 1  # of an event without a word
-FIRST_STREAM = 100  # first track of launches that CUDA events have timed; others are below
+FIRST_STREAM = 100  # first track of launches timed by CUDA events; others are below
 
 
 class Kind(enum.IntEnum):
@@ -38,8 +38,8 @@ class Kind(enum.IntEnum):
 
 
 class Header(ctypes.Structure):
-    """What a file begins with. `rank`, `offset_ns` (to be added for rank 0's clock) and the rest after it are Python's;
-    `dropped` events are gone besides those that the ring has overwritten."""
+    """Header of a file. Python writes `rank`, `offset_ns` (added to get rank 0's clock) and the rest after it;
+    `dropped`: lost events besides those that the ring has overwritten."""
 
     _fields_ = [
         ("magic", ctypes.c_uint64),
@@ -94,7 +94,7 @@ class Ring:
         path: the file.
         rank, size: of this process, of the job.
         capacity: events that are kept.
-        offset_ns, error_ns: what to add to this process's clock to get that of rank 0, and how wrong that may be.
+        offset_ns, error_ns: offset from this process's clock to rank 0's, and its error.
 
     Raises:
         OSError: the file cannot be written, or the disk has no room for it.
@@ -104,7 +104,7 @@ class Ring:
         self.path = path
         total = HEADER_BYTES + _NAMES_BYTES + capacity * EVENT_BYTES
         with open(path, "wb+") as file:
-            # Not only as long: where the disk is full, a store to the map would end the process.
+            # Allocated, not sparse: on a full disk a store to the map would end the process.
             os.posix_fallocate(file.fileno(), 0, total)
             self._map = mmap.mmap(file.fileno(), total)
         self._header = Header.from_buffer(self._map)
@@ -141,7 +141,7 @@ class Ring:
         self._header.events += 1
 
     def _next(self) -> int:
-        """Where the next event goes."""
+        """Offset of the next event."""
         return HEADER_BYTES + _NAMES_BYTES + int(self._header.events) % self._capacity * EVENT_BYTES
 
     def correct(self, kind: int, corrected: Callable[[int], int]) -> None:
@@ -153,7 +153,7 @@ class Ring:
             del event  # the map cannot be closed while one refers to it
 
     def dropped(self, events: int) -> None:
-        """Note how many older events are gone, besides those that this ring overwrites."""
+        """Set the number of lost older events, besides those that this ring overwrites."""
         self._header.dropped = events
 
     def close(self) -> None:
@@ -164,14 +164,14 @@ class Ring:
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
-_MAX_UNPACKED = 1 << 30  # bytes of a file that another host has packed: a few could grow a thousandfold
+_MAX_UNPACKED = 1 << 30  # limit of another host's unpacked file: a few bytes could grow a thousandfold
 
 
 @dataclass
 class Part:
-    """What a file holds. `rank`, `size`: of the process that wrote it, of its job. `what`: "host", "kernels" or
+    """The contents of a file. `rank`, `size`: of the process that wrote it, of its job. `what`: "host", "kernels" or
     "proxy0", …. `events`: the oldest first, with times of rank 0's clock. `names`: by number. `dropped`: events that
-    newer ones have overwritten. `error_ns`: how wrong the times may be against those of other ranks."""
+    newer ones have overwritten. `error_ns`: error of the times relative to other ranks."""
 
     rank: int
     size: int
@@ -186,7 +186,7 @@ class Part:
 
 
 def read_part(raw: bytes, where: str, what: str) -> Part:
-    """The bytes of a file, and what they are of. Raises ValueError for one that is no ring, or damaged."""
+    """The header and bytes of a file. Raises ValueError if it is no ring, or damaged."""
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"{where} is no trace: it has {len(raw)} bytes")
     h = Header.from_buffer_copy(raw)

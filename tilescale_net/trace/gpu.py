@@ -1,4 +1,4 @@
-"""What is traced of a GPU: the ring of calls in its memory, launches of kernels without primitives, and its clock."""
+"""Trace of a GPU: the ring of calls in its memory, launches of kernels without primitives, and its clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Launch = Callable[..., None]
 T = TypeVar("T")
 _SAMPLES = 16
-_APART_NS = 1_000_000_000  # samples that are closer to each other do not tell how fast the clocks run
+_APART_NS = 1_000_000_000  # closer samples do not give the clocks' relative rate
 
 
 # Stores the clock; as PTX, so that it needs no compiler.
@@ -43,7 +43,7 @@ _KERNEL = b"""
 
 
 def quickest(ask: Callable[[], T]) -> tuple[T, int, int]:
-    """What the quickest of several calls gave, when its middle was, and how long it took, in nanoseconds of this process."""
+    """Result of the quickest of several calls, its middle and its duration, in nanoseconds of this process."""
     best = None
     for _ in range(_SAMPLES):
         begin = time.monotonic_ns()
@@ -56,8 +56,8 @@ def quickest(ask: Callable[[], T]) -> tuple[T, int, int]:
 
 
 class GpuClock:
-    """Translates times of the GPU. Samples both clocks when it is made, and again when it is asked to. `world`: whose
-    GPU it is. `error_ns`: how wrong a sample may be."""
+    """Translates times of the GPU. Samples both clocks at construction, and again on request. `world`: of the GPU.
+    `error_ns`: error of a sample."""
 
     def __init__(self, world: World):
         # The kernel writes to memory of the host: a copy would wait for kernels of the default stream.
@@ -73,7 +73,7 @@ class GpuClock:
         self._first = self._last = self._sample()
 
     def sample_again(self) -> None:
-        """Take a second pair of times, so that what one clock gains on the other is known."""
+        """Sample a second pair of times, for the drift between the clocks."""
         self._last = self._sample()
 
     def _sample(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class GpuClock:
 
 
 class GpuCalls:
-    """The ring of one GPU. `world`: whose kernels write to it. `capacity`: calls that are kept; taken down to a power
+    """The ring of one GPU. `world`: whose kernels write to it. `capacity`: of calls; rounded down to a power
     of two."""
 
     def __init__(self, world: World, capacity: int):
@@ -112,7 +112,7 @@ class GpuCalls:
         self._capacity_log2 = capacity.bit_length() - 1
         with torch.inference_mode(False):
             self._buffer = self._memory.upload(traced_calls.empty(1 << self._capacity_log2))
-            # A hang is looked at while a kernel runs: nothing may be allocated then, or wait for the default stream.
+            # Reports of hangs read it while a kernel runs: no allocation then, and no wait for the default stream.
             self._copy = torch.zeros(self._buffer.numel(), dtype=torch.uint8, device="cpu").pin_memory()
             self._word = torch.zeros(8, dtype=torch.uint8, device="cpu").pin_memory()
         self._stream = torch.cuda.Stream(world.device)
@@ -121,12 +121,12 @@ class GpuCalls:
 
     @property
     def address(self) -> int:
-        """Of the ring, for the context of kernels, as device/traced_calls.h wants it."""
+        """Address of the ring for the kernels' context, see device/traced_calls.h."""
         return self._buffer.data_ptr() | self._capacity_log2
 
     @property
     def error_ns(self) -> int:
-        """How wrong times may be against those of this process."""
+        """Error of times relative to this process's clock."""
         return self._clock.error_ns
 
     def _copied(self, source: torch.Tensor, target: torch.Tensor) -> bytes:
@@ -140,7 +140,7 @@ class GpuCalls:
         return traced_calls.read(self._copied(self._buffer, self._copy), self._memory.base)
 
     def word(self, offset: int) -> int:
-        """A word of the heap as it is now."""
+        """The current value of a word of the heap."""
         return int.from_bytes(self._copied(self._memory.bytes_tensor(offset, 8), self._word), "little")
 
     def process_ns(self, gpu_ns: int) -> int:
@@ -148,7 +148,7 @@ class GpuCalls:
         return self._clock.process_ns(gpu_ns)
 
     def write(self, ring: Ring) -> None:
-        """Write the calls to a part that holds twice as many events, when the kernels have ended, and close it."""
+        """After the kernels' end, write the calls to a part with twice as many events, and close it."""
         self._clock.sample_again()
         calls = self.calls()
         there = {(known.call.begin_ns, known.call.block, known.call.thread) for known in calls.ended}
@@ -165,7 +165,7 @@ _UNREAD = 256  # launches after which the finished ones are read
 
 
 def _moment() -> tuple[torch.cuda.Event, int]:
-    """An event, and when it was in nanoseconds of this process."""
+    """An event, and its time in nanoseconds of this process."""
 
     def event() -> torch.cuda.Event:
         made = torch.cuda.Event(enable_timing=True)
@@ -209,18 +209,18 @@ class GpuKernels:
         return launch
 
     def read(self) -> None:
-        """Add what has finished, in the order of the launches; waits for nothing."""
+        """Add finished launches, in order, without waiting."""
         while self._pending and self._pending[0][2].query():
             name, begin, end, stream = self._pending.popleft()
             begin_ns = self._base_ns + int(self._base.elapsed_time(begin) * 1e6)
             end_ns = begin_ns + int(begin.elapsed_time(end) * 1e6)
             self._add(name, begin_ns, max(begin_ns, end_ns), stream)
-            # Milliseconds in 32 bits are coarse after minutes: the next ones count from here.
+            # Float32 milliseconds get coarse after minutes: the next ones count from here.
             self._base, self._base_ns = end, end_ns
 
     def correction(self) -> Callable[[int], int]:
-        """What makes the times that were added right, when nothing is launched any more: by then it is known how much faster
-        the GPU's clock runs than this process's, some 40 us a second."""
+        """Correction of the added times, after the last launch: by then the drift of the GPU's clock against this
+        process's is known, some 40 us a second."""
         event, now_ns = _moment()
         measured_ns = self._base_ns + int(self._base.elapsed_time(event) * 1e6)
         first, measured, passed = self._first_ns, max(1, measured_ns - self._first_ns), now_ns - self._first_ns

@@ -1,7 +1,7 @@
-"""Writes what this rank does into its parts of the trace, and at the end of the job all parts into one file.
+"""Records this rank's events in its parts of the trace, and merges all parts at the end of the job.
 
 One recorder per process, of the first world made while TSN_TRACE is set. A process that is killed leaves its
-parts beside the file; `python -m tilescale_net trace FILE` puts together what is there.
+parts beside the file; `python -m tilescale_net trace FILE` merges them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """The parts of one rank. `gpu_calls`: calls of primitives on this rank's GPU; None without one, and when the
+    """The parts of one rank. `gpu_calls`: calls of primitives on this rank's GPU; None without one, and after the
     recorder has stopped. `world`: whose ranks are traced; its memory is there, its proxy is not. `path`: the file that
     rank 0 writes. Raises ConfigurationError: the file cannot be written."""
 
@@ -68,7 +68,7 @@ class Recorder:
             raise self._unwritable(err) from None
 
     def _unwritable(self, err: OSError) -> ConfigurationError:
-        """The error, when what has been made so far is gone."""
+        """Remove the files made so far; returns the error."""
         for part in self.parts:
             with contextlib.suppress(OSError):
                 os.unlink(part)
@@ -99,7 +99,7 @@ class Recorder:
         return self._gpu.timed(launch, name) if self._gpu is not None else launch
 
     def add_host_call(self, name: str, begin_ns: int, end_ns: int) -> None:
-        """The calling thread was in a call of the package."""
+        """Record a finished call of the package by this thread."""
         self.add(events.Kind.HOST, name, begin_ns, end_ns)
 
     def add(self, kind: events.Kind, name: str, begin_ns: int, end_ns: int, track: int | None = None) -> None:
@@ -132,14 +132,14 @@ class Recorder:
             self._ring = None
 
     def finish(self) -> None:
-        """At the end of a job in good order: write the file. Collective."""
+        """Write the file at the regular end of a job. Collective."""
         self.stop()
         self._send()
         self._world.control.agree("tilescale_net.finalize", "traced")
         self._merge()
 
     def _send(self) -> None:
-        """Give the parts to rank 0, where it does not see this host's files."""
+        """Send the parts to rank 0 if it does not see this host's files."""
         if self._near:
             return
         for index, path in enumerate(self.parts):
@@ -156,7 +156,7 @@ class Recorder:
             timeline.remove_parts(self._path)
         elif not self._near:
             for path in self.parts:
-                with contextlib.suppress(FileNotFoundError):  # rank 0 sees the folder, too, and was faster
+                with contextlib.suppress(FileNotFoundError):  # rank 0 sees the folder too, and was faster
                     os.unlink(path)
 
     def _parts_of(self, rank: int) -> list[events.Part]:
@@ -169,13 +169,13 @@ class Recorder:
             where = f"the trace of rank {rank}"
             try:
                 found.append(events.read_part(events.unpacked(packed, where), where, what.decode(errors="replace")))
-            except ValueError as err:  # the timeline does without: the job itself has ended well
+            except ValueError as err:  # the timeline omits it: the job itself has ended well
                 settings.log.warning("%s; it is left out of %s", err, self._path)
                 break
         return found
 
     def leave(self) -> None:
-        """The job has failed: the parts stay. Rank 0 prints how to put them together."""
+        """Keep the parts of a failed job. Rank 0 prints how to merge them."""
         if self._world.rank == 0:
             settings.log.warning(
                 "the parts of the trace are left beside %s; `python -m tilescale_net trace %s` puts them together",
@@ -189,7 +189,7 @@ def _put(key: str, value: bytes, store: Any) -> None:
 
 
 def start(world: World) -> Recorder | None:
-    """The recorder of a new world; None where nothing is to be traced. Collective."""
+    """The recorder of a new world; None without a trace. Collective."""
     path = settings.TRACE.get()
     if not path or profiling.recorder is not None:
         return None
@@ -216,14 +216,14 @@ def user_range(name: str) -> Iterator[None]:
 
 # -- clocks of other hosts -------------------------------------------------------------------------------------------
 
-# All ranks exchange the time once per round. A rank reads its clock for round k after round k - 1 has ended for it, so after
-# rank 0 had read its own for that round, and before round k has ended for rank 0. Each round so bounds the difference from
-# both sides; the narrowest bounds of all rounds count.
+# All ranks exchange their times once per round. A rank reads its clock for round k after its round k - 1 has ended, so
+# after rank 0 has read its own for that round, and before round k has ended for rank 0. So each round bounds the
+# difference from both sides; the tightest bounds of all rounds count.
 ROUNDS = 12
 
 
 def clock_offset(exchange: Callable[[list[int]], list[list[int]]], rank: int) -> tuple[int, int]:
-    """What to add to this process's time.monotonic_ns() to get rank 0's, and how wrong that may be. Collective.
+    """Offset from this process's time.monotonic_ns() to rank 0's, and its error. Collective.
     `exchange`: gives every rank's numbers, in rank order, to all."""
     ended, rounds = 0, []
     for _ in range(ROUNDS):
@@ -233,7 +233,7 @@ def clock_offset(exchange: Callable[[list[int]], list[list[int]]], rank: int) ->
     last = exchange([0, ended])
     sent = [r[rank][0] for r in rounds]
     first_sent = [r[0][0] for r in rounds]
-    # A rank's value in a round is when its round before has ended.
+    # A rank's value in a round is the end of its previous round.
     first_ended = [r[0][1] for r in (*rounds[1:], last)]
     return from_rounds(sent, first_sent, first_ended) if rank else (0, 0)
 

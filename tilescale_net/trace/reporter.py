@@ -1,7 +1,7 @@
-"""The report of a hang: what each rank does, which should have sent what others wait for, and how ranks are asked for it.
+"""The report of a hang: each rank's activity, the ranks whose signals are missing, and the query of all ranks.
 
-A rank that wants a report raises the store's number of alarms. Every rank's watchdog looks at that number, and writes
-to the store what its rank does, marked with the number that it has seen.
+A rank that wants a report raises the store's number of alarms. Every rank's watchdog reads that number, and writes its
+rank's state to the store, marked with the number.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def text(why: str, states: dict[int, State], size: int, missing: dict[int, str] 
 
 
 def doing(state: State) -> str:
-    """What a rank does, as text."""
+    """Text of a rank's activity."""
     parts = []
     if state["kernel"]:
         name, seconds = state["kernel"]
@@ -103,15 +103,15 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [_HEAD, *rows]]
 
 
-# -- which rank should have sent it -----------------------------------------------------------------------------------
+# -- the rank that should signal --------------------------------------------------------------------------------------
 
-# A waiting rank does not know which rank writes its word; the ranks that write words do. Where no rank has sent this very
-# word yet, the words that the ranks have sent to each other so far show the pattern of the program.
+# A waiting rank does not know which rank writes its word; the writers do. If no rank has sent this very word yet, the
+# words sent so far show the program's pattern.
 
 
 def sender_of(rank: int, wait: State, states: dict[int, State], size: int) -> tuple[int | None, str]:
-    """The rank that should send what thread `wait` of `rank` waits for, None where that is not known, and how it is
-    known. `wait`: an element of "waiting", see `state_of_rank`. `states`: of the ranks that have answered."""
+    """The rank that should send the signal for thread `wait` of `rank`, None if unknown, and the evidence. `wait`: an
+    element of "waiting", see `state_of_rank`. `states`: of the ranks that have answered."""
     if wait["pe"] is not None and wait["pe"] >= 0:
         return wait["pe"], ""
     if wait["offset"] is None or wait["operation"] not in ("wait", "test"):
@@ -139,9 +139,10 @@ def sender_of(rank: int, wait: State, states: dict[int, State], size: int) -> tu
     return None, "no rank has sent this word to any rank"
 
 
-# -- what one rank does -------------------------------------------------------------------------------------------------
+# -- state of one rank
+# --------------------------------------------------------------------------------------------------
 
-MAX_WAITS = 64  # that are sent to others, besides the number of all
+MAX_WAITS = 64  # sent to others, besides the total number
 MAX_SENT = 512
 
 
@@ -166,7 +167,7 @@ def state_of_rank(world: World) -> State:
         "sent": [],
     }
     if getattr(world, "heap", None) is None:
-        return state  # it is being made
+        return state  # under construction
     if world.device_kind == "simulator":
         _add_simulated(state, world)
     elif not _add_traced(state, world):
@@ -196,7 +197,7 @@ def _add_simulated(state: State, world: World) -> None:
 
 
 def _add_traced(state: State, world: World) -> bool:
-    """The calls that kernels have written to the trace of a GPU; False where none is written, or no thread waits."""
+    """The calls that kernels have written to the trace of a GPU; False if none is written, or no thread waits."""
     gpu = world.recorder.gpu_calls if world.recorder is not None else None
     if gpu is None:
         return False
@@ -260,12 +261,12 @@ def _subject(world: World, operation: int, word: int, comparison: int, wanted: i
 # -- questions to all ranks, through the store of the job --------------------------------------------------------------
 
 
-PATIENCE = 0.6  # seconds in which every rank whose watchdog runs has answered
+PATIENCE = 0.6  # seconds within which every running watchdog answers
 _SLOWER = 3.0  # the same for a report that no thread waits for
 
 
 class Report:
-    """One question to all ranks: sent when it is made, printed when the reason is known."""
+    """One query of all ranks: sent at construction, printed when the reason is known."""
 
     def __init__(self, reporter: Reporter, once: bool = False):
         self._reporter, self._once = reporter, once
@@ -288,7 +289,7 @@ class Report:
 
 
 class Reporter:
-    """One rank's part in reports. `control`: rank, size and store. `state`: what this rank does, see state_of_rank."""
+    """One rank's part in reports. `control`: rank, size and store. `state`: of this rank, see state_of_rank."""
 
     def __init__(self, control: Control, state: Callable[[], State]):
         self.size = control.size
@@ -303,14 +304,14 @@ class Reporter:
         return Report(self)
 
     def ask_about(self, error: Exception | None) -> None:
-        """Query all ranks, where that may show why this one waited in vain; once, whichever thread comes first."""
+        """Query all ranks if that may explain this rank's timeout; only the first thread does so."""
         if self.size > 1 and isinstance(error, WaitTimeout | SimulatorDeadlock):
             with self._asking:
                 if self._of_failure is None:
                     self._of_failure = Report(self, once=True)
 
     def forget_failure(self, generation: int) -> None:
-        """The next question is about another failure; `generation`: how often failures were forgotten."""
+        """Start over for the next failure; `generation`: number of earlier ones."""
         with self._asking:
             self._of_failure, self._printer_key = None, f"reported by/{generation}"
 
@@ -320,7 +321,8 @@ class Reporter:
             self._of_failure.print(str(failure))
 
     def raise_alarm(self) -> int:
-        """Note what this rank does, and query the others. The number of the alarm; 0: the store does not answer."""
+        """Record this rank's state, and query the others. Returns the number of the alarm; 0: the store does not
+        answer."""
         self._own = self._state()
         try:
             number: int = self._store.ask(lambda s: s.count_up(job_store.ALARMS), seconds=PATIENCE)
@@ -330,7 +332,7 @@ class Reporter:
         return number
 
     def answer(self, number: int, state: State | None = None) -> None:
-        """Report what this rank does, for alarm `number`. Does not wait for the store."""
+        """Report this rank's state, for alarm `number`. Does not wait for the store."""
         word = json.dumps([number, state or self._state()])
         self._store.post(lambda s: s.set(f"state/{self._rank}", word))
 
@@ -386,9 +388,9 @@ _asked: Callable[[], list[Reporter]] | None = None
 
 
 def report_on_signal(reporters: Callable[[], list[Reporter]]) -> None:
-    """Print a report whenever SIGUSR1 comes, unless the program has a handler of its own; the second call does nothing.
-    Python's own handlers run when the main thread comes back to Python, which a thread that waits for a GPU does not.
-    faulthandler writes from the signal handler itself; a thread waits for what it writes."""
+    """Print a report at each SIGUSR1, unless the program has its own handler; the second call does nothing. Python's
+    handlers run only when the main thread returns to Python, which a thread that waits for a GPU does not. So
+    faulthandler writes from the signal handler itself, and a thread waits for its output."""
     global _asked
     if _asked is not None or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         return
@@ -403,7 +405,7 @@ def report_on_signal(reporters: Callable[[], list[Reporter]]) -> None:
 
 def _listen(reader: int) -> None:
     while os.read(reader, 1 << 16):
-        time.sleep(0.05)  # the rest of what is written for one signal
+        time.sleep(0.05)  # the rest of one signal's output
         os.set_blocking(reader, False)
         with contextlib.suppress(BlockingIOError):
             while os.read(reader, 1 << 16):

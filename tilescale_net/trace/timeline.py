@@ -1,4 +1,4 @@
-"""From the parts of all ranks to one timeline in the JSON that Perfetto and chrome://tracing open, and to its summary.
+"""Merges the parts of all ranks to a timeline in JSON for Perfetto and chrome://tracing, and summarises it.
 
 A process is a rank. Its tracks: calls of the host, kernels, the threads of blocks that lead calls, and the proxy's threads;
 transfers of the proxy overlap and are asynchronous events. An arrow leads from each signal to the wait that saw it.
@@ -34,7 +34,7 @@ _CATEGORY = {
 
 
 def process_of(rank: int) -> int:
-    """The number that a rank has as a process of the timeline: Perfetto takes process 0 for the idle one."""
+    """A rank's process number in the timeline: Perfetto takes process 0 for the idle one."""
     return rank + 1
 
 
@@ -89,7 +89,7 @@ def merged(parts: list[events.Part], name_of: NameOf = lambda offset: None) -> J
         for event in part.events:
             track, name = _track(part, event)
             tracks.add((part.rank, track, name))
-            if event.kind != Kind.WAIT:  # those come with their sender
+            if event.kind != Kind.WAIT:  # those come with their senders
                 out += _shown(part, event, track, len(tracks), base, name_of)
             if is_send(event):
                 sends.append((part, event))
@@ -147,7 +147,7 @@ def _slice(part: events.Part, event: events.Event, track: int, base: int, name: 
 
 
 def _shown(part: events.Part, event: events.Event, track: int, number: int, base: int, name_of: NameOf) -> list[Json]:
-    """The events of JSON that show an event."""
+    """The JSON events of an event."""
     name = part.text(event.name)
     name = name.removesuffix("_kernel") if event.kind == Kind.KERNEL else name
     begin = _slice(part, event, track, base, name, _CATEGORY[event.kind])
@@ -192,7 +192,7 @@ def _arrows(pairs: list[tuple[Placed, Placed]], base: int) -> list[Json]:
         start = _slice(from_part, sent, _thread_track(sent), base, "signal", "signal")
         end = _slice(part, event, _thread_track(event), base, "signal", "signal")
         out.append(start | {"ph": "s", "id": number})
-        # Inside the slice: at its end, a reader may take the arrow for one to the next slice.
+        # Inside the slice: at its end, viewers may attach the arrow to the next slice.
         inside = max(event.begin_ns, event.end_ns - 1)
         out.append(end | {"ph": "f", "bp": "e", "id": number, "ts": (inside - base) / 1e3})
     return out
@@ -215,8 +215,8 @@ def is_send(event: events.Event) -> bool:
 
 
 def match(sends: list[Placed], waits: list[Placed]) -> dict[int, Placed]:
-    """The signal that each wait saw, by `id` of the wait's event, where it is known: the latest signal with the value that
-    the wait saw, or else the latest, sent to its word before it ended."""
+    """The signal that each wait saw, by `id` of the wait's event, if known: the latest signal with the seen value, or
+    else the latest one, sent to its word before the wait ended."""
     by_word: dict[tuple[int, int], list[Placed]] = defaultdict(list)
     for place in sorted(sends, key=lambda place: place[1].begin_ns):
         by_word[place[1].pe, place[1].word].append(place)
@@ -237,8 +237,8 @@ def match(sends: list[Placed], waits: list[Placed]) -> dict[int, Placed]:
 
 # -- summary ----------------------------------------------------------------------------------------------------------
 
-_MAX_RANKS = 32  # of a matrix that is shown
-Waited = dict[tuple[int, int | None], float]  # us that threads of one rank have waited for another; None: not known
+_MAX_RANKS = 32  # of a shown matrix
+Waited = dict[tuple[int, int | None], float]  # waits of one rank's threads for another rank in us; None: unknown
 
 
 def load(path: str) -> Json:
@@ -254,7 +254,7 @@ def load(path: str) -> Json:
 
 
 def waiting(timeline: Json) -> Waited:
-    """Microseconds that threads of one rank have waited for another rank; None: for which is not known."""
+    """Microseconds that threads of one rank have waited for another rank; None: unknown."""
     total: dict[tuple[int, int | None], float] = defaultdict(float)
     for event in timeline["traceEvents"]:
         if event.get("cat") == "wait":
@@ -279,7 +279,7 @@ def summary(timeline: Json, longest: int = 10) -> str:
 
 
 def _matrix(total: Waited, ranks: int) -> list[str]:
-    """Rows wait, columns are waited for."""
+    """Rows wait for columns."""
     columns: list[int | None] = [*range(min(ranks, _MAX_RANKS))]
     if any(sender is None for _, sender in total):
         columns.append(None)
@@ -295,7 +295,7 @@ def _matrix(total: Waited, ranks: int) -> list[str]:
 
 
 def _slow(total: Waited) -> list[str]:
-    """Ranks in the order of how long others have waited for them."""
+    """Ranks ordered by the time that others waited for them."""
     by_sender: dict[int, float] = defaultdict(float)
     for (rank, sender), us in total.items():
         if sender is not None and sender != rank:

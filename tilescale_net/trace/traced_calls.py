@@ -1,5 +1,5 @@
-"""The ring of calls that kernels on a GPU write, see device/traced_calls.h: its layout, its reader, and the calls behind the
-numbers in it.
+"""The ring of calls that GPU kernels write, see device/traced_calls.h: its layout, its reader, and the meanings of call
+numbers.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from tilescale_net.trace.events import Ring
 
 # -- numbers of calls -------------------------------------------------------------------------------------------------
 
-# Operations in which a thread may wait for other ranks: kernels note when they begin, too, for the report of a hang.
+# Operations in which a thread may wait for other ranks: kernels also record their begin, for the report of a hang.
 WAITING = ("wait", "barrier", "barrier_grid", "quiet", "flush")
 
 
@@ -33,7 +33,7 @@ class CallSite:
 
 @dataclass(frozen=True)
 class KernelSites:
-    """The calls of a kernel by number. `identity`: 16 bits, not 0, by which the trace knows the kernel."""
+    """The calls of a kernel by number. `identity`: 16 bits, not 0, that identify the kernel in the trace."""
 
     identity: int
     name: str
@@ -44,25 +44,25 @@ _kernels: dict[int, KernelSites] = {}
 
 
 def register_kernel(kernel: KernelSites) -> None:
-    """Note the calls of a kernel that this process may launch."""
+    """Register the calls of a kernel that this process may launch."""
     _kernels[kernel.identity] = kernel
 
 
 def call_of_number(site: int) -> tuple[str, CallSite] | None:
-    """Name of the kernel, and its call, that the number in an event stands for; None for one that is not known."""
+    """The kernel's name and the call for the number in an event; None if unknown."""
     kernel, index = _kernels.get(site >> 16), site & 0xFFFF
     return (kernel.name, kernel.calls[index]) if kernel is not None and index < len(kernel.calls) else None
 
 
 # -- the ring ---------------------------------------------------------------------------------------------------------
 
-# Operations that last as long as something is waited for, and of which an event says so.
+# Operations that wait, and whose events say so.
 _WAITS = ("wait", "barrier", "barrier_grid")
 _SIGNALS = ("signal", "put_signal")
 
 
 class TraceBuffer(ctypes.Structure):
-    """tsn::TraceBuffer: what the ring begins with."""
+    """tsn::TraceBuffer, the header of the ring."""
 
     _fields_ = [("claimed", ctypes.c_uint64), ("capacity", ctypes.c_uint64), ("reserved", ctypes.c_uint64 * 14)]
 
@@ -95,7 +95,7 @@ def empty(capacity: int) -> bytes:
 
 @dataclass(frozen=True)
 class KnownCall:
-    """A call in the ring, and what it is: name of the kernel, and place in it."""
+    """A call in the ring, with its kernel's name and its place there."""
 
     kernel: str
     site: CallSite
@@ -104,9 +104,9 @@ class KnownCall:
 
 @dataclass(frozen=True)
 class TracedCalls:
-    """What is in a buffer. `ended`: calls that have ended, the oldest first. `waits`: those that are pending, or were
-    cut short when the job was aborted. `dropped`: how many older ones are gone, at most: threads claim a slot for a
-    call that they may never make."""
+    """Contents of a buffer. `ended`: calls that have ended, the oldest first. `waits`: pending calls, or calls cut
+    short by an abort. `dropped`: upper bound of lost older calls: threads may claim a slot for a call that they never
+    make."""
 
     ended: list[KnownCall]
     waits: list[KnownCall]
@@ -114,11 +114,11 @@ class TracedCalls:
 
 
 def read(raw: bytes, heap: int) -> TracedCalls:
-    """Parse a buffer. `heap`: where the kernels' heap begins; words of calls are offsets in it."""
+    """Parse a buffer. `heap`: address of the kernels' heap; words of calls are offsets in it."""
     head = TraceBuffer.from_buffer_copy(raw)
     kept = min(head.claimed, head.capacity)
     ring = (TracedCall * kept).from_buffer_copy(raw, _HEAD_BYTES) if kept else ()
-    # Where a call has not ended, or was never made, the slot holds an older one, or none.
+    # The slot of a call that has not ended, or was never made, holds an older call or none.
     ages = ((head.claimed - call.number - 1) % (1 << 32) for call in ring)
     ended = [call for age, call in sorted(zip(ages, ring), key=lambda pair: -pair[0]) if age < kept and call.site]
     tables = (TracedCall * (2 * _WARPS)).from_buffer_copy(raw, _HEAD_BYTES + head.capacity * _CALL_BYTES)
@@ -130,7 +130,7 @@ def read(raw: bytes, heap: int) -> TracedCalls:
 
 
 def _known(calls: Sequence[TracedCall]) -> list[KnownCall]:
-    """Those of them whose kernel is known: one that is half written may have any number."""
+    """Calls with a known kernel: a half-written one may have any number."""
     found = ((call_of_number(call.site), call) for call in calls)
     return [KnownCall(*known, call) for known, call in found if known is not None]
 
@@ -141,8 +141,8 @@ def signals(calls: Sequence[KnownCall]) -> list[KnownCall]:
 
 
 def write_calls(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], int], now: int) -> None:
-    """Add the calls to a part of the trace, two events for one that waits. `process_ns`: translates times of the GPU.
-    `now`: in nanoseconds of this process: when calls that have not ended end."""
+    """Add the calls to a part of the trace, two events for a waiting one. `process_ns`: translates times of the GPU.
+    `now`: end of pending calls in nanoseconds of this process."""
     ranges: dict[tuple[int, int], list[KnownCall]] = {}
     for known in calls:
         call, site = known.call, known.site
@@ -207,7 +207,7 @@ class Launch:
     found: set[int] = field(default_factory=set)
 
     def has(self, call: TracedCall) -> bool:
-        """Whether a block that begins no earlier than those that are here may be one of the same launch."""
+        """Whether a block that begins no earlier than the known ones may belong to the same launch."""
         return call.begin_ns <= self.end_ns and call.block not in self.found
 
     def add(self, call: TracedCall) -> None:
@@ -233,7 +233,7 @@ def launches(calls: Sequence[KnownCall]) -> list[Launch]:
 
 
 def write_launches(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], int]) -> None:
-    """Add the launches to a part of the trace; those that run at the same time are on different tracks. `process_ns`:
+    """Add the launches to a part of the trace; concurrent ones on different tracks. `process_ns`:
     translates times of the GPU."""
     free_from: list[int] = []  # of each track
     for launch in launches(calls):

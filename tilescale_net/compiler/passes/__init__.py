@@ -1,4 +1,4 @@
-"""What `tsn.jit` does to a traced kernel before tilelang compiles it.
+"""Passes of `tsn.jit` on a traced kernel before tilelang compiles it.
 
 - Placeholders become the kernel's own context parameter and its ring of shared memory, and the context parameter moves
   to the front so that a call can bind it once.
@@ -36,7 +36,7 @@ from tilescale_net.compiler.passes import effects, hazards
 from tilescale_net.compiler.simulator import bounds
 from tilescale_net.errors import KernelError
 
-# The extent of a context parameter is a variable of this name, which is how the parameter is recognised.
+# The extent of a context parameter is a variable of this name, which identifies the parameter.
 CONTEXT_WORDS = "tsn_context_words"
 
 
@@ -45,8 +45,8 @@ class Prepared:
     """A kernel ready for tilelang.
 
     Attributes:
-        func: the rewritten function; when it takes a context, that is its first parameter.
-        context_index: where the author put the context parameter, or None when the kernel has none.
+        func: the rewritten function; its first parameter is the context, if any.
+        context_index: the author's position of the context parameter, or None.
         names: names of the author's parameters, in order, the context included.
         ring_bytes: shared memory added for bulk copies.
     """
@@ -74,7 +74,7 @@ READ, READ_WRITE = 1, 3  # access masks of tvm_access_ptr
 
 
 def _pointer(buffer: tirx.Buffer, elements: int, access: int = READ_WRITE) -> tirx.PrimExpr:
-    """The address of a buffer, of which `elements` elements are accessed through it."""
+    """The address of a buffer for accesses to `elements` elements."""
     zero, extent, mask = (tirx.IntImm("int32", v) for v in (0, elements, access))
     return tirx.call_intrin(
         "handle", "tirx.tvm_access_ptr", tirx.type_annotation(buffer.dtype), buffer.data, zero, extent, mask
@@ -82,9 +82,9 @@ def _pointer(buffer: tirx.Buffer, elements: int, access: int = READ_WRITE) -> ti
 
 
 def _parameter_names(func: tirx.PrimFunc) -> tuple[str, ...]:
-    """Parameters as their author calls them: tilelang renames a variable that a macro takes under another name."""
+    """The author's names of parameters: tilelang renames a variable that a macro takes under another name."""
     parameters = inspect.signature(func.orig_func).parameters if hasattr(func, "orig_func") else {}
-    # An annotation that is None leaves a parameter out, for kernels of which some variants take more than others.
+    # An annotation of None omits a parameter, for kernels whose variants differ in parameters.
     written = tuple(name for name, parameter in parameters.items() if parameter.annotation is not None)
     if len(written) == len(func.params):
         return written
@@ -93,16 +93,16 @@ def _parameter_names(func: tirx.PrimFunc) -> tuple[str, ...]:
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Let the C library keep freed memory: TVM makes and drops hundreds of z3's solvers for a kernel, and to have the
-    pages of each from the system anew took a fifth of the time of lowering. glibc raises its limits to the size of a
-    large block that is freed, up to 32 MiB. This one is never touched."""
+    """Let the C library keep freed memory: TVM makes and drops hundreds of z3 solvers per kernel, and new pages from
+    the system for each took a fifth of lowering. glibc raises its limits to the size of a large freed block, up to 32
+    MiB. This block is never touched."""
     bytes(31 << 20)
 
 
 def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
     """Rewrite a traced kernel as described at the top of this file. `reports_bounds`: the kernel runs where accesses
     outside of tensors are reported, see bounds.py. Raises KernelError: primitives without an N.Context() parameter,
-    more than one such parameter, a variable that no argument gives, or what hazards.py refuses."""
+    more than one such parameter, a variable that no argument gives, or a hazard of hazards.py."""
     _keep_freed_memory()
     index = find_context(func)
     calls = our_calls(func.body)
@@ -164,7 +164,7 @@ def _check_variables(func: tirx.PrimFunc, body: tirx.Stmt) -> None:
 
 
 def _shared_bytes(block: tirx.SBlock) -> int:
-    """Shared memory that the author's own buffers take in a launch, as far as their sizes are known."""
+    """Shared memory of the author's own buffers in a launch, as far as sizes are known."""
     total = 0
     for inner in collect(block, lambda node: isinstance(node, tirx.SBlock)):
         for buffer in inner.alloc_buffers:
@@ -175,7 +175,7 @@ def _shared_bytes(block: tirx.SBlock) -> int:
 
 
 def _without_ring(call: tirx.Call, room: int) -> tirx.Call | None:
-    """A copy of engine "auto" that goes without its ring because `room` bytes cannot hold it; None to keep the call."""
+    """A copy of engine "auto" without its ring, which does not fit into `room` bytes; None to keep the call."""
     operator = operator_of(call)
     if operator is None or "ring" not in operator.names:
         return None
@@ -189,11 +189,11 @@ def _without_ring(call: tirx.Call, room: int) -> tirx.Call | None:
 def _supply_rings(body: tirx.Stmt) -> tuple[tirx.Stmt, int]:
     """Replace the ring placeholders of each launch by one shared buffer as large as its largest ring.
 
-    One is enough: a block's calls follow one another, and each leaves the ring idle. Copies whose engine is "auto" do
-    without where the kernel's own shared memory leaves no room.
+    One is enough: a block's calls follow one another, and each leaves the ring idle. Copies with engine "auto" use none
+    if the kernel's own shared memory leaves no room.
 
     To tilelang a copy reads its ring, so it puts a barrier between the copy and writes to a buffer that shares the
-    ring's memory. Between two copies there is no barrier: the same thread uses the ring in both.
+    ring's memory. There is no barrier between two copies: the same thread uses the ring in both.
     """
     largest = 0
 

@@ -1,20 +1,19 @@
-"""Calls with an effect are carried out exactly once, in the order in which their author wrote them.
+"""Executes calls with an effect exactly once, in the order in which their author wrote them.
 
-TVM repeats, moves and drops parts of expressions: `x % 3` becomes an expression with two x, an index stands in its guard
-and in its access, `x % 3 < 0` is known to be false. That is right for values, not for calls such as atomics
-(tile-ai/tilelang#2594, #2650). So each call gets a statement of its own that binds its result to a variable. The
-primitives of this package are bound while they are traced (language/_trace.py); here
+TVM repeats, moves and drops parts of expressions: `x % 3` becomes an expression with two x, an index appears in its
+guard and in its access, `x % 3 < 0` is known to be false. That is right for values, not for calls such as atomics
+(tile-ai/tilelang#2594, #2650). So each call becomes a statement that binds its result to a variable. The primitives of
+this package are bound while they are traced (language/_trace.py); here
 
-- tilelang's atomics, random numbers, operations of a warp and calls of external functions are bound before the statement
-  that they stand in;
-- what stands behind `and`, `or` or in an arm of a choice is carried out only when that part is evaluated: the statement
-  gets an `if` before it;
-- conditions of `while` are carried out in each round;
+- tilelang's atomics, random numbers, warp operations and external calls are bound before their statement;
+- calls behind `and`, `or` or in an arm of a choice are executed only if that part is evaluated: the statement gets an
+  `if` before it;
+- conditions of `while` are evaluated in each round;
 - loops over the elements of a vector take them one by one: tilelang copies bindings inside them to their uses.
 
-`a < f() < b` evaluates its middle once too. tilelang writes such a comparison as `a < f() and f() < b` before it traces
-the kernel. Nothing in the traced kernel distinguishes that from two calls which its author wrote, so the comparison is
-rewritten before: the middle becomes the argument of a function, `(lambda l, m: l < m and m < b)(a, f())`.
+`a < f() < b` evaluates its middle once too. tilelang rewrites such a comparison to `a < f() and f() < b` before it
+traces the kernel, which the trace cannot distinguish from two calls by the author. So the comparison is rewritten
+earlier: the middle becomes the argument of a function, `(lambda l, m: l < m and m < b)(a, f())`.
 """
 
 import ast
@@ -41,10 +40,10 @@ from tilescale_net.compiler.operators import DEFERRED
 from tilescale_net.compiler.versions import DSLMutator
 from tilescale_net.errors import KernelError
 
-# Variables that hold the result of a primitive have names that begin so until the author names them.
+# Prefix of variables that hold the result of a primitive until the author names them.
 UNNAMED = "tsn."
-# Operators of tilelang with a value and an effect: what they do twice is not what they do once. Lanes of a warp wait for
-# one another in its operations, so that these may not move into a condition either.
+# Operators of tilelang with a value and an effect, which must not be executed twice. Lanes of a warp wait for one
+# another in its operations, so these must not move into a condition either.
 _EFFECTS = (
     "tl.atomic_", "tirx.atomic_", "tl.rng_rand", "tl.syncthreads_", "tirx.call_extern",
     "tl.shfl_", "tl.any_sync", "tl.all_sync", "tl.ballot", "tl.activemask", "tl.match_", "tl.warp_reduce_", "tirx.tvm_warp_",
@@ -60,7 +59,7 @@ _NOTHING = tirx.Evaluate(tirx.IntImm("int32", 0))
 
 
 def deferred(variable: tirx.Var, value: tirx.PrimExpr) -> tirx.Call:
-    """A statement of a trace: wherever `variable` stands in the next statement, `value` is to be computed first."""
+    """A statement of a trace: compute `value` before each use of `variable` in the next statement."""
     return tirx.Call("void", tvm.ir.Op.get(DEFERRED), [variable, value])
 
 
@@ -83,9 +82,8 @@ def _any(expr: Node, wanted: Callable[[Node], Any]) -> bool:
 
 
 def rewrite(func: tirx.PrimFunc) -> tirx.Stmt:
-    """The body of `func` with every call in a statement of its own, see above. Raises KernelError: the result of a
-    primitive stands in an arm of T.if_then_else or T.Select, which Python evaluates in any case, or outlives the
-    condition that it was made for."""
+    """The body of `func` with every call in its own statement, see above. Raises KernelError: the result of a primitive
+    is used in an arm of T.if_then_else or T.Select, which Python evaluates in any case, or outside of its condition."""
     _check_arms(func)
     rewriter = _Rewriter(func)
     body = ir_transform(func.body, None, _one_by_one, ["tirx.For"])
@@ -98,7 +96,7 @@ def rewrite(func: tirx.PrimFunc) -> tirx.Stmt:
 
 
 def _one_by_one(loop: tirx.For) -> tirx.For | None:
-    """A vectorised loop in which something with an effect gives a value as an ordinary loop, which has no such copies."""
+    """A vectorised loop with a call that has a value and an effect, as an ordinary loop, which makes no such copies."""
     if loop.kind != tirx.ForKind.VECTORIZED or not _any(loop.body, _has_value_and_effect):
         return None
     return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body, None, loop.annotations)
@@ -165,7 +163,7 @@ class _Rewriter:
         self._name = kernel_name(func)
         self._definitions: dict[tirx.Var, tirx.PrimExpr] = {}
         self._done: dict[tirx.Var, list[tirx.Stmt]] = {}
-        # What the statement at hand has evaluated: node, its value, where it is known.
+        # Evaluated nodes of the current statement: node, its value, its condition.
         self._known: list[tuple[tirx.PrimExpr, tirx.PrimExpr, list[tirx.Stmt]]] = []
         self._open: list[list[tirx.Stmt]] = []
         self.temporaries: list[tirx.Buffer] = []
@@ -175,7 +173,7 @@ class _Rewriter:
     # -- statements ---------------------------------------------------------------------------------------------------
 
     def statement(self, node: tirx.Stmt) -> tirx.Stmt | None:
-        """`node` after the statements that carry out its calls; None where it has none."""
+        """`node` behind the statements of its calls; None without calls."""
         if isinstance(node, tirx.Evaluate) and op_name(node.value) == DEFERRED:
             return _NOTHING
         parts = self._parts(node)
@@ -235,7 +233,7 @@ class _Rewriter:
         return bool(self._effects_of(expr))
 
     def _value(self, node: tirx.Stmt, expr: tirx.PrimExpr, out: list[tirx.Stmt]) -> tirx.PrimExpr:
-        """As `_expr`; a call that is a statement already, or that a name is bound to, stays where it is."""
+        """As `_expr`; a call that already is a statement, or is bound to a name, stays."""
         if isinstance(node, (tirx.Bind, tirx.Evaluate)) and _is_effect(expr):
             return self._arguments(expr, out)
         return self._expr(expr, out)
@@ -245,7 +243,7 @@ class _Rewriter:
         return tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span)
 
     def _expr(self, expr: tirx.PrimExpr, out: list[tirx.Stmt]) -> tirx.PrimExpr:
-        """`expr` without calls that have an effect; statements that carry them out are appended to `out`."""
+        """`expr` without calls that have an effect; their statements are appended to `out`."""
         if not self._is_impure(expr):
             return expr
 
@@ -263,8 +261,8 @@ class _Rewriter:
         return ir_transform(tirx.Evaluate(expr), visit, None, _EXPRESSIONS).value
 
     def _is_same(self, a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
-        """Whether two parts of an expression are one of the author's, which TVM has repeated, and may have simplified
-        since. What it simplifies is a new node then, but the calls in it are the old ones."""
+        """Whether two parts of an expression are one part of the author's that TVM has repeated, and perhaps
+        simplified: simplified nodes are new, but their calls are the old ones."""
         if a.same_as(b):
             return True
         mine, others = self._effects_of(a), self._effects_of(b)
@@ -274,7 +272,7 @@ class _Rewriter:
         return collect(expr, lambda n: _is_effect(n) or (isinstance(n, tirx.Var) and n in self._definitions))
 
     def _evaluated(self, node: Node, out: list[tirx.Stmt]) -> tirx.PrimExpr | None:
-        """The value of a call or a choice, which statements in `out` have computed; None for what may stay."""
+        """The value of a call or a choice, computed by statements in `out`; None for an expression that may stay."""
         if isinstance(node, (tirx.And, tirx.Or)):
             return self._short_circuit(node, out) if self._is_impure(node.b) else None
         if isinstance(node, tirx.Select):
@@ -323,14 +321,14 @@ class _Rewriter:
         return self.temporaries[-1]
 
     def allocate(self, block: tirx.SBlock) -> tirx.SBlock | None:
-        """The launch's block with those temporaries that its body uses."""
+        """The launch's block with the temporaries that its body uses."""
         if block.name_hint != "tilelang_root":
             return None
         stores = collect(block.body, lambda node: isinstance(node, tirx.BufferStore))
         mine = [t for t in self.temporaries if any(t.same_as(store.buffer) for store in stores)]
         return changed_block(block, block.body, [*block.alloc_buffers, *mine])
 
-    # -- what cannot be made right ------------------------------------------------------------------------------------
+    # -- errors -------------------------------------------------------------------------------------------------------
 
     def check_all_used(self) -> None:
         """Raise KernelError where a call would be lost because no condition holds its result."""

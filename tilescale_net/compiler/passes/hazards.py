@@ -1,22 +1,21 @@
-"""Transformations of tilelang that are harmless until another PE writes a kernel's memory, prevented here.
+"""Prevents transformations of tilelang that break if another PE writes a kernel's memory.
 
-- T.Pipelined issues the copies of later iterations before the waits of earlier ones (as past atomics: tile-ai/tilelang#2595):
-  refused where primitives are inside.
-- Conditions and trip counts that read memory are evaluated more than once, and moved out of loops, as if waits changed
-  nothing: they are evaluated once, where they stand, into a variable.
-- T.copy may become a TMA copy, which belongs to the async proxy, and whose accesses waits and signals do not order:
-  switched off, and explicit TMA is refused. Where a wait has `proxy="async"`, all waits of the kernel order both
-  proxies, reads may use TMA, and what cannot order them is refused. T.copy writes by TMA only where the kernel does
-  nothing but wait; explicit TMA writes are refused where no `T.tma_store_wait(0, read=False)` comes before what
-  announces them.
-- Warp specialisation gives a block further threads and splits it: primitives of blocks inside one part are refused.
-- T.Parallel runs its body on some threads at a time: primitives of warps and blocks are refused there.
+- T.Pipelined issues copies of later iterations before waits of earlier ones (also past atomics: tile-ai/tilelang#2595):
+  rejected with primitives inside.
+- tilelang evaluates conditions and trip counts that read memory more than once, and moves them out of loops and past
+  waits: they are evaluated once, in place, into a variable.
+- T.copy may become a TMA copy, in the async proxy, which waits and signals do not order: switched off, and explicit TMA
+  is rejected. If a wait has `proxy="async"`, all waits of the kernel order both proxies, reads may use TMA, and calls
+  that cannot order TMA are rejected. T.copy writes by TMA only if the kernel does nothing but wait; explicit TMA writes
+  are rejected without `T.tma_store_wait(0, read=False)` before the call that announces them.
+- Warp specialisation gives a block further threads and splits it: primitives of blocks inside one part are rejected.
+- T.Parallel runs its body on some threads at a time: primitives of warps and blocks are rejected there.
 - Loads among an operator's operands get no bounds check: they are given one.
-- T.sync_threads under a condition that splits a warp, which tilelang may drop (tile-ai/tilelang#2612): refused.
-- T.gemm, and a layout annotation, lay tiles of shared memory out in an order of their own: not a source of a put.
-- Since tile-ai/tilelang#1451 Simplify computes the extent of a loop knowing that the body runs: an extent that can only be 0 or 1 becomes 1. With
-  four blocks `for i in T.serial((5 - bx) // 4)` ran in all four (tilelang 0.1.15), where two have nothing to do. Such a
-  loop gets a condition around it, which is simplified without that knowledge.
+- T.sync_threads under a condition that splits a warp, which tilelang may drop (tile-ai/tilelang#2612): rejected.
+- T.gemm, and a layout annotation, permute tiles of shared memory: no source of a put.
+- Since tile-ai/tilelang#1451 Simplify evaluates the extent of a loop as if the body ran: an extent that can only be 0
+  or 1 becomes 1. With four blocks `for i in T.serial((5 - bx) // 4)` ran in all four (tilelang 0.1.15), although two
+  have no iteration. Such a loop gets a condition around it, which Simplify evaluates without that assumption.
 """
 
 import contextlib
@@ -59,7 +58,7 @@ _PIPELINE_ANNOTATIONS = ("num_stages", "tl_pipeline_order", "tl_pipeline_stage",
 
 
 def check(func: tirx.PrimFunc) -> None:
-    """Raise KernelError, with the author's line, for what cannot be made right."""
+    """Raise KernelError, with the author's line, for hazards without a remedy."""
     _check_barriers(func)
     if not our_calls(func.body):
         return
@@ -73,13 +72,13 @@ def check(func: tirx.PrimFunc) -> None:
 
 
 def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
-    """Make the rest right, see above; without `guards`, loads among operands are left as they are."""
+    """Remove the other hazards, see above; without `guards`, loads among operands stay unchanged."""
     if not our_calls(body):
         return body
     if guards:
         body = ir_transform(body, None, lambda c: _guard_loads(c) if op_name(c) in OUR_OPS else None, ["tirx.Call"])
     body = ir_transform(body, None, _without_look, ["tirx.Evaluate"])
-    if opaque_call(body) is not None:  # else nothing in the kernel waits for what a peer writes
+    if opaque_call(body) is not None:  # else the kernel does not wait for peers' data
         settle = _settle_async(body) if orders_async(body) else _settle_generic
         body = ir_transform(body, None, settle, ["tirx.Call"])
     return ir_transform(body, None, _evaluate_once, ["tirx.IfThenElse", "tirx.For"])
@@ -108,7 +107,7 @@ def barrier_refused(func: tirx.PrimFunc) -> KernelError:
 
 
 def _warp_splitting(func: tirx.PrimFunc) -> Iterator[tirx.IfThenElse]:
-    """The branches of a traced kernel that some threads of a warp take and others do not, as far as threadIdx.x tells."""
+    """The branches of a traced kernel that split a warp, as far as threadIdx.x tells."""
     branches = collect(func.body, lambda node: isinstance(node, tirx.IfThenElse))
     threads = block_threads(func)
     if not branches or threads is None:
@@ -118,7 +117,7 @@ def _warp_splitting(func: tirx.PrimFunc) -> Iterator[tirx.IfThenElse]:
     named = {v: value for v, value in bound.items() if v not in lanes}
     for branch in branches:
         condition = branch.condition
-        for _ in range(16):  # names stand for expressions with names
+        for _ in range(16):  # values of names may contain names
             condition = substitute(condition, named)
         if any(splits(condition, lane, threads, 32) for lane in lanes):
             yield branch
@@ -163,7 +162,7 @@ def _typed(name: str) -> str:
 
 
 def _asks_for_tma(node: Node) -> bool:
-    """Whether a call is always TMA; other copies become so only where that is right."""
+    """Whether a call is always TMA; other copies become TMA only if allowed."""
     name = op_name(node)
     if name == _COPY:
         preferred = str(node.annotations.get("prefer_instruction", "")).strip('"')
@@ -188,13 +187,13 @@ def _check_async(func: tirx.PrimFunc) -> None:
 
 
 def _check_stores(func: tirx.PrimFunc) -> None:
-    """Refuse what announces memory that TMA may not have written yet: in the order of the program's text."""
+    """Reject calls, in program order, that announce memory which TMA may not have written yet."""
     begun: list[str] = []
 
     def look(node: Node) -> None:
         name = op_name(node)
         if name == _STORE_WAIT and all(isinstance(a, tirx.IntImm) and not int(a) for a in node.args):
-            begun.clear()  # a wait that leaves some in flight does not say which of them a signal announces
+            begun.clear()  # after a wait that leaves some in flight, a signal may announce any of them
         elif _asks_for_tma(node) and (name == "tl.tma_store" or _is_global(node.args[1])):
             begun.append(name)
         elif begun and _announces(node):
@@ -208,7 +207,7 @@ def _check_stores(func: tirx.PrimFunc) -> None:
 
 
 def _announces(node: Node) -> bool:
-    """Whether a call may tell peers of memory that this kernel has written: all do but waits."""
+    """Whether a call may announce this kernel's writes to peers: all except waits."""
     row = operator_of(node)
     return row is not None and row.effect == OPAQUE and row.operation != "wait"
 
@@ -229,7 +228,7 @@ def check_specialized(name: str, source: str) -> None:
 
 
 def _check_tiles(func: tirx.PrimFunc) -> None:
-    """Refuse puts from tiles whose elements do not lie in order."""
+    """Reject puts from tiles with permuted elements."""
     disordered: dict[tirx.Var, str] = {}
 
     def look(node: Node) -> None:
@@ -265,7 +264,7 @@ def _settle_generic(call: tirx.Call) -> tirx.Call | None:
 
 
 def _settle_async(body: Node) -> Callable[[tirx.Call], tirx.Call | None]:
-    # TMA writes are there at the end of the kernel, but not for a put or a signal before it.
+    # TMA writes are complete at the end of the kernel, but not for an earlier put or signal.
     only_waits = not any(map(_announces, our_calls(body)))
 
     def settle(call: tirx.Call) -> tirx.Call | None:
@@ -291,7 +290,7 @@ def _without_tma(copy: tirx.Call) -> tirx.Call:
 
 
 def _without_look(statement: tirx.Evaluate) -> tirx.Evaluate | None:
-    """A wait whose value nobody uses need not have the latest one, see device/wait.h."""
+    """A wait with an unused result need not return the latest value, see device/wait.h."""
     row = operator_of(statement.value)
     if row is None or "looks" not in row.names:
         return None
@@ -311,7 +310,7 @@ def _evaluate_once(node: Node) -> tirx.Stmt | None:
 
 
 def _extent_bound(loop: tirx.For) -> tuple[tirx.Bind, tirx.For]:
-    """A statement that evaluates a loop's extent once, and the loop with that."""
+    """A statement that evaluates a loop's extent once, and the loop with the result."""
     held = tirx.Var("extent", loop.extent.dtype)
     step = getattr(loop, "step", None)
     again = tirx.For(loop.loop_var, loop.min, held, loop.kind, loop.body, None, loop.annotations, step)
@@ -346,7 +345,7 @@ _ONE_BY_ONE = (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED)
 
 
 def guard_empty_loops(body: tirx.Stmt) -> tirx.Stmt:
-    """`body` with conditions around the loops that run at most once, and perhaps not at all."""
+    """`body` with conditions around loops that run at most once."""
     found = _EmptyLoops()
     found.look(body)
     if not found.loops:
@@ -364,15 +363,15 @@ def _guarded_loop(loop: tirx.For) -> tirx.Stmt:
 
 
 class _EmptyLoops:
-    """Follows the known bounds of a kernel's variables as Simplify does. `loops`: variables of the loops that run at
-    most once, and perhaps not at all."""
+    """Follows the known bounds of a kernel's variables as Simplify does. `loops`: variables of loops that run at most
+    once."""
 
     def __init__(self) -> None:
         self.loops: set[tirx.Var] = set()
         self._analyzer = arith.Analyzer()
 
     def look(self, node: Node) -> None:
-        """Look at a statement and what it holds."""
+        """Visit a statement and its children."""
         if isinstance(node, tirx.SeqStmt):
             for part in node.seq:
                 self.look(part)
@@ -385,7 +384,7 @@ class _EmptyLoops:
         elif isinstance(node, tirx.SBlockRealize):
             self.look(node.block.body)
         elif isinstance(node, tirx.Bind):
-            with contextlib.suppress(TypeError, ValueError):  # only bounds of numbers are needed
+            with contextlib.suppress(TypeError, ValueError):  # only numeric bounds matter
                 if str(node.value.dtype).startswith(("int", "uint")) and not loads_memory(node.value):
                     self._analyzer.bind(node.var, node.value)
         elif isinstance(node, tirx.For):

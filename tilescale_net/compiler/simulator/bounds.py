@@ -1,10 +1,10 @@
-"""Accesses outside of tensors in the simulator: reported, except where a tile is meant to be cut off at the edge.
+"""Reports accesses outside of tensors in the simulator, except in tiles that the edge of a tensor cuts off.
 
 tilelang guards every access to global memory that it cannot prove to be inside: a store outside vanishes, a load gives
-0. That is what an author relies on in tiles (T.copy, T.Parallel, T.vectorized), where a partial tile at the edge is the
-usual case. Anywhere else an index outside is a bug. So in the simulator tilelang's guard is off, tiles get theirs from
-here, and the rest is reported: by the checked pointers of device/host where the access leaves its tensor, and by
-checks of each index from here where it may leave a row only, or lies in shared memory.
+0. Authors rely on that in tiles (T.copy, T.Parallel, T.vectorized), where a partial tile at the edge is normal.
+Anywhere else an index outside is a bug. So in the simulator tilelang's guard is off, tiles are guarded here, and other
+accesses are reported: by the checked pointers of device/host if the access leaves its tensor, and by index checks from
+here if it may leave only a row, or is in shared memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,16 +20,16 @@ from tilescale_net.compiler.versions import REGIONS
 UNGUARDED = {"tl.disable_safe_memory_legalize": True}
 _TILES = (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED)
 _CHOICE = "tirx.if_then_else"
-# Operators that take a place in memory: their first argument is written as a load, but does not load.
+# Operators on a place in memory: their first argument has the form of a load, but does not load.
 _PLACES = ("tl.access_ptr", "tirx.address_of", *REGIONS)
-# What reports an index that is outside, and sizes that differ; of device/host/checked.h.
+# Functions of device/host/checked.h that report an index outside, and differing sizes.
 _REPORT, _REPORT_SIZES = "tsn_report_index", "tsn_agreed"
 
 
 def settle_guards(body: tirx.Stmt, report: bool) -> tirx.Stmt:
-    """Replace the marked conditions of the primitives' own guards: by themselves, or by reports of indices outside.
-    Where accesses report, the checked pointer determines whether an access is inside its tensor; tensors of more than
-    one axis need a check of each index. Sizes on which the ends of a copy do not agree are reported there too."""
+    """Replace the marked conditions of the primitives' own guards: by the conditions, or by reports of indices outside.
+    If accesses are reported, the checked pointer finds an access outside of its tensor; tensors of more than one axis
+    need a check of each index. Sizes on which the ends of a copy disagree are reported there too."""
 
     def settle(call: tirx.Call) -> tirx.PrimExpr | None:
         if op_name(call) == AGREED:
@@ -48,7 +48,7 @@ def settle_guards(body: tirx.Stmt, report: bool) -> tirx.Stmt:
 
 
 def tile_loops(body: tirx.Stmt) -> set[tirx.Var]:
-    """Variables of the loops over tiles that an author wrote; later passes may make ordinary loops of them."""
+    """Variables of the author's loops over tiles, which later passes may turn into ordinary loops."""
     return {loop.loop_var for loop in collect(body, lambda n: isinstance(n, tirx.For) and n.kind in _TILES)}
 
 
@@ -60,7 +60,7 @@ def check_accesses(body: tirx.Stmt, tiles: set[tirx.Var]) -> tirx.Stmt:
 
 
 def _guards(tiles: set[tirx.Var]) -> tuple[Callable[[Node], None], Callable[[Node], Node | None]]:
-    """Functions that enter and leave a node: loads and stores get their conditions."""
+    """Functions for entering and leaving a node, which add conditions to loads and stores."""
     depth = 0
 
     def enter(node: Node) -> None:
@@ -84,10 +84,10 @@ def _guards(tiles: set[tirx.Var]) -> tuple[Callable[[Node], None], Callable[[Nod
 
 
 def _inside(access: Any, in_tile: bool) -> tirx.PrimExpr | None:
-    """The condition under which an access is made; None where none is needed."""
+    """The condition of an access; None without one."""
     buffer = access.buffer
     scope = buffer.scope()
-    if scope.startswith("local") or scope == "shared.barrier":  # a barrier is not loaded, but named like an element
+    if scope.startswith("local") or scope == "shared.barrier":  # a barrier is named like an element, but not loaded
         return None
     pairs = [(i, size) for i, size in zip(access.indices, buffer.shape) if not isinstance(i, tirx.Ramp)]
     pairs = [pair for pair in pairs if not _is_known(*pair)]
@@ -105,7 +105,7 @@ def _is_known(index: Any, size: Any) -> bool:
 
 
 def _reported(name: str, pairs: Iterable[tuple[Any, Any]]) -> tirx.PrimExpr:
-    """A condition that is true; where an index is outside of its axis, its evaluation ends the launch with a report."""
+    """A true condition whose evaluation ends the launch with a report if an index is outside of its axis."""
     checks = []
     for axis, (index, size) in enumerate(pairs):
         if isinstance(index, tirx.Ramp) or _is_known(index, size):
@@ -121,7 +121,7 @@ def _guarded_place(argument: Any) -> bool:
 
 
 def _guard_atomic(node: Node) -> Node | None:
-    """An atomic operation under the conditions that its places have got."""
+    """An atomic operation under the conditions of its operands."""
     call = node.value if isinstance(node, tirx.Evaluate) else node
     if not op_name(call).startswith("tl.atomic_"):
         return None
@@ -136,7 +136,7 @@ def _guard_atomic(node: Node) -> Node | None:
 
 
 def _bare_place(call: tirx.Call) -> tirx.Call | None:
-    """A place without the condition that it has got like a load."""
+    """An operand without the condition that it got as a load."""
     if not _guarded_place(call):
         return None
     return tirx.Call(

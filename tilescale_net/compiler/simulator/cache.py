@@ -1,12 +1,11 @@
-"""What the simulator has made of kernels, cached in one folder per user: lowered kernels, whole kernels, libraries and headers.
+"""The simulator's cache, one folder per user: lowered kernels, whole kernels, libraries and headers.
 
-Libraries are code that this process runs, so that the folder and every file are used only if they belong to this user
-and no other user may write them.
+Libraries are code that this process runs, so the folder and every file count only if they belong to this user and no
+other user may write them.
 
-Lowering a kernel takes tilelang up to two seconds; tracing and preparing it takes each rank up to half a second, several
-times what running it takes. Everything that a kernel of `tilescale_net.kernels` is traced from lies in this package, so a
-hash of its files and the arguments of the factory tell whether the kernel is the same. Kernels of other modules are traced
-every time: what they depend on is unknown.
+Lowering a kernel takes tilelang up to two seconds; tracing and preparing takes each rank up to half a second, several
+times the kernel's run. A kernel of `tilescale_net.kernels` depends only on files of this package, so a hash of these
+and the factory's arguments identify it. Kernels of other modules are traced every time: their dependencies are unknown.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ from tilescale_net.runtime import job_store, private_folder, this_host
 
 
 def folder() -> Path:
-    """`private_folder.of_user`. A process that adds a file removes others, see `prune`."""
+    """`private_folder.of_user`. A process that adds a file prunes others, see `prune`."""
     return private_folder.of_user("simulator")
 
 
 def get_or_build(
     name: str, key: str, suffix: str, make: Callable[[Path], Path], place: Path | None = None, lock_name: str = ""
 ) -> Path:
-    """Path of what `make` makes, made now or found.
+    """Path of the result of `make`, made now or found.
 
     Args:
         name, key, suffix: of the file; `key` covers everything that the file depends on.
-        make: writes the file into the empty folder that it is given, and returns its path. Ranks of one machine make a
-            file once: the others wait for it.
+        make: writes the file into the given empty folder, and returns its path. Ranks of one machine make a file once:
+            the others wait for it.
         place: the folder, from which nothing is removed; default `folder()`.
         lock_name: files of one lock are made one after the other; default one of a few.
 
@@ -66,9 +65,9 @@ def get_or_build(
         path = place / f"{name[:60]}-{key}{suffix}"
         if is_usable(path):
             return path
-        # 256 serve all files of a kind: with fewer, one that many processes are compiling for keeps unrelated ones waiting, a
-        # rank of a job for longer than its peers wait in a kernel. A whole kernel is made of the others, under whose locks it
-        # must not be.
+        # 256 locks serve all files of a kind: with fewer, a file that many processes are compiling for delays unrelated
+        # ones, and a rank for longer than its peers wait in a kernel. A whole kernel is made of other files, so it must
+        # not share their locks.
         lock = this_host.lock_file(place / (lock_name or f"lock-{'k' if suffix == '.kernel' else ''}{key[:2]}"))
     except OSError as err:
         raise _unusable(place, err) from err
@@ -91,9 +90,9 @@ def get_or_build(
 
 
 def get_or_write(name: str, key: str, suffix: str, make: Callable[[], Any], parse: Callable[[str], Any]) -> Any:
-    """What `make` returns, or what it returned to the program that wrote the file. `name`, `key`, `suffix`: as in
-    `get_or_build`; the suffix is one of SEALED. `make`: returns something with a method `text()`. `parse`: makes it of
-    its text; raises ValueError, KeyError or TypeError for an invalid text."""
+    """The result of `make`, or its earlier result from the file. `name`, `key`, `suffix`: as in `get_or_build`; the
+    suffix is one of SEALED. `make`: returns an object with a method `text()`. `parse`: makes the object from its text;
+    raises ValueError, KeyError or TypeError for an invalid text."""
     made: list[Any] = []
 
     def write(work: Path) -> Path:
@@ -122,24 +121,24 @@ def _unusable(place: Path, err: OSError) -> ConfigurationError:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 SUFFIXES = (".so", ".lowered", ".kernel", ".gch")
-# Files that end with a digest of what they hold, so that one which a full disk or a power cut has damaged is not used:
-# reading it could crash. Compilers check precompiled headers themselves.
+# Files end with a digest of their contents, so that a file damaged by a full disk or a power cut is not used: reading
+# it could crash. Compilers check precompiled headers themselves.
 SEALED = (".so", ".lowered", ".kernel")
 _DIGEST = hashlib.sha256().digest_size
 # Files used within this number of days stay, the latest up to this number of bytes.
 MAX_DAYS, MAX_BYTES = 30, 1 << 30
-# Seconds after which something in the making counts as left behind: its process holds a lock while it lives.
+# Seconds after which an unfinished file counts as abandoned: a live process holds its lock.
 _ABANDONED = 3600
 TEMPORARY = "tmp"
 
 
 def discard(path: Path) -> None:
-    """Remove a file that turned out to be damaged, so that `get_or_build` makes it again."""
+    """Remove a damaged file, so that `get_or_build` makes it again."""
     path.unlink(missing_ok=True)
 
 
 def is_usable(path: Path) -> bool:
-    """Whether the file is there and may be trusted; marks it as used."""
+    """Whether the file exists and may be trusted; marks it as used."""
     try:
         if not private_folder.is_ours(path):
             path.unlink()  # left in a folder of ours by another user who could write there once
@@ -153,14 +152,14 @@ def is_usable(path: Path) -> bool:
 
 
 def seal(path: Path) -> None:
-    """End a file with the digest of what it holds; a library stays one."""
+    """Append the digest of a file's contents; a library stays valid."""
     digest = hashlib.sha256(path.read_bytes()).digest()
     with open(path, "ab") as f:
         f.write(digest)
 
 
 def unseal(data: bytes) -> bytes:
-    """What a sealed file holds. Raises ValueError for one that is damaged."""
+    """The contents of a sealed file. Raises ValueError if it is damaged."""
     held, digest = data[:-_DIGEST], data[-_DIGEST:]
     if hashlib.sha256(held).digest() != digest:
         raise ValueError("damaged")
@@ -179,7 +178,7 @@ def prune(place: Path) -> None:
     now = time.time()
     oldest, total = now - MAX_DAYS * 86400, 0
     for used, size, path in sorted(found, reverse=True):
-        if path.is_dir():  # of something in the making; programs that end by themselves take theirs away
+        if path.is_dir():  # an unfinished file; programs that end normally remove theirs
             if path.name.startswith(TEMPORARY) and used < now - _ABANDONED:
                 shutil.rmtree(path, ignore_errors=True)
         elif path.suffix in SUFFIXES:
@@ -193,9 +192,9 @@ def prune(place: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """What a simulated kernel is made of.
+    """The lowered code of a simulated kernel.
 
-    It holds texts only: TVM takes longer to read its own form of a host module than all else that an earlier run leaves to do.
+    It holds texts only: TVM's own form of a host module takes longer to read than all other steps together.
 
     Attributes:
         kernel_source: CUDA source.
@@ -234,7 +233,7 @@ class Lowered:
 
 @functools.cache
 def tool_versions() -> tuple[str, ...]:
-    """Versions of what lowers kernels, and of the interpreter's code."""
+    """Versions of the lowering packages and of the interpreter's code."""
     packages = [importlib.metadata.version(package) for package in ("tilelang", "apache-tvm-ffi")]
     return (*packages, importlib.util.MAGIC_NUMBER.hex())
 
@@ -242,7 +241,7 @@ def tool_versions() -> tuple[str, ...]:
 def get_or_lower(
     name: str, func: PrimFunc, target: dict[str, Any], pass_configs: dict[str, Any], lower: Callable[..., Any]
 ) -> Lowered:
-    """`lower(func, target, pass_configs)`, or what it was when the same was lowered before by the same versions.
+    """`lower(func, target, pass_configs)`, or its cached result by the same versions.
     `name`: the kernel's name, for file names. `lower`: returns a `tilelang.engine.param.CompiledArtifact`."""
     depends_on = [
         tvm.ir.save_json(func),
@@ -259,7 +258,7 @@ def get_or_lower(
 # -- keys of whole kernels --------------------------------------------------------------------------------------------
 
 _KERNELS = "tilescale_net.kernels"
-# A file that is younger may not be the one that this process has imported.
+# A younger file may differ from the module that this process has imported.
 _IMPORTED = time.time()
 
 
@@ -289,7 +288,7 @@ def kernel_key(
 
 @functools.cache
 def _folders() -> tuple[Path, ...]:
-    """Where the package's files lie, under the names by which they are imported."""
+    """The package's files, by import name."""
     specs = [importlib.util.find_spec(name) for name in ("tilescale_net", _KERNELS)]
     return tuple(
         Path([*spec.submodule_search_locations][0]).absolute()
@@ -300,13 +299,13 @@ def _folders() -> tuple[Path, ...]:
 
 @functools.cache
 def package_hash() -> str:
-    """Hash of the package's Python files, where they lie, and of what `toolchain.sources_hash` covers."""
+    """Hash of the package's Python files and their paths, and of `toolchain.sources_hash`."""
     return _hash_of_files(lambda path, folder: path)
 
 
 @functools.cache
 def contents_hash() -> str:
-    """The same of a package that lies anywhere."""
+    """The same without paths."""
     return _hash_of_files(lambda path, folder: path.relative_to(folder))
 
 
@@ -319,7 +318,7 @@ def _hash_of_files(named: Callable[[Path, Path], Path]) -> str:
 
 
 def _unchanged(function: Callable[..., Any]) -> bool:
-    """Whether the package's modules are what its files hold: a test may have put others in their places, an author may have
+    """Whether the package's modules match its files: a test may have replaced modules, an author may have
     edited them since this process began."""
     files = [function.__code__.co_filename]
     files += [
@@ -333,7 +332,7 @@ def _unchanged(function: Callable[..., Any]) -> bool:
 
 
 def _written(value: Any) -> str:
-    """An argument as a text that no other one has. Raises TypeError where there is no such text."""
+    """An argument as a unique text. Raises TypeError if it has none."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return f"{_name(value)} {value!r}"
     if isinstance(value, (tuple, list)):
@@ -355,8 +354,8 @@ def _name(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class CachedKernel:
-    """What a simulated kernel is made of, except for its traced function. `name`: the kernel's. `context_index`,
-    `names`, `ring_bytes`: see passes.Prepared. `lines`: where its primitives stand, see sites.py. `lowered`: the
+    """Data of a simulated kernel, except for its traced function. `name`: the kernel's. `context_index`,
+    `names`, `ring_bytes`: see passes.Prepared. `lines`: source lines of its primitives, see sites.py. `lowered`: the
     code."""
 
     name: str

@@ -40,7 +40,7 @@ def compiler_identity() -> str:
 
 @functools.cache
 def identity(command: tuple[str, ...]) -> str:
-    """What a compiler's command and version are, as text."""
+    """A compiler's command and version, as text."""
     done = subprocess.run([*command, "--version"], capture_output=True, text=True)
     return " ".join(command) + "\n" + done.stdout
 
@@ -48,8 +48,8 @@ def identity(command: tuple[str, ...]) -> str:
 @functools.cache
 def cuda_include() -> tuple[str, ...]:
     """Include folders with CUDA's number types (cuda_fp16.h and the like) for the host. The wheels nvidia-cuda-runtime
-    and nvidia-cuda-cccl, else a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda. Raises ConfigurationError when
-    neither is there."""
+    and nvidia-cuda-cccl, else a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda. Raises ConfigurationError if
+    there is neither."""
     roots: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
     for wheel in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
@@ -88,15 +88,15 @@ def headers_hash() -> str:
     return digest.hexdigest()
 
 
-# -- headers that the compiler reads once for all kernels -------------------------------------------------------------
+# -- precompiled headers ----------------------------------------------------------------------------------------------
 
 
 def precompiled_flags(flags: list[str]) -> list[str]:
-    """Flags that make g++ start from headers which it has read once: half of the time of a small kernel. None for other
-    compilers, and where the cache cannot hold the file: then the kernel's own includes are read."""
+    """Flags that make g++ start from precompiled headers: half the time of a small kernel. None for other compilers,
+    and if the cache cannot hold the file: then the kernel's own includes are read."""
     if "Free Software Foundation" not in compiler_identity():
         return []
-    # The first letter keeps the file apart from kernels, under whose locks it is made.
+    # The first letter separates the file's lock from those of kernels, which are held while it is made.
     key = "h" + hashlib.sha256("\0".join([headers_hash(), compiler_identity(), *flags]).encode()).hexdigest()[:23]
 
     def make(work: Path) -> Path:
@@ -111,7 +111,7 @@ def precompiled_flags(flags: list[str]) -> list[str]:
 
     with contextlib.suppress(OSError):
         header = cache.get_or_build("prelude", key, ".h.gch", make).with_suffix("")
-        if not header.exists():  # read when a compiler cannot use what is precompiled
+        if not header.exists():  # read if a compiler cannot use the precompiled file
             header.write_text(PRELUDE)
         return ["-include", str(header)]
     return []
@@ -158,8 +158,8 @@ def build(name: str, text: str) -> Path:
 
 
 def load(name: str, text: str) -> Any:
-    """The library of `build`, loaded. One that the cache holds damaged (a full disk, a power cut) is built again. Raises
-    what `build` raises, and ConfigurationError: it lies where no code may be loaded from."""
+    """The library of `build`, loaded. A damaged one (a full disk, a power cut) is built again. Raises the errors of
+    `build`, and ConfigurationError: no code may be loaded from its folder."""
     from tilescale_net import _simulator
 
     path = build(name, text)

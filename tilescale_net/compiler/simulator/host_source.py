@@ -1,7 +1,8 @@
-"""From generated CUDA source to a C++17 translation unit that the host's compiler turns into a simulated kernel.
+"""Translates generated CUDA source to a C++17 translation unit, from which the host's compiler makes a simulated
+kernel.
 
-tilelang's own headers need nvcc; `device/host` holds what kernels without tensor cores use of them. The source itself
-stays as it is, except for declarations that mean something to nvcc only: shared memory, and the kernels' signatures.
+tilelang's own headers need nvcc; `device/host` replaces them for kernels without tensor cores. The source stays
+unchanged except for declarations specific to nvcc: shared memory, and the kernels' signatures.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.errors import SimulatorUnsupported
 
-# The first lines of every translation unit: the same ones, so that the compiler can start from headers read before.
+# The first lines of every translation unit, equal for all so that precompiled headers work.
 PRELUDE = '#include "host/kernel.h"\n#include "tilescale_net.h"\n'
-# Constructs that fibers cannot carry, by the text that shows them, and their names for a kernel's author.
+# Constructs that fibers do not support, by their text in the source, and their names for authors.
 _UNSUPPORTED = (
     (r"\btl::(?:mma_sync\w*|gemm\w*|mma_sp\w*|sm120_\w+)\b", "tensor-core matrix products (T.gemm)"),
     (r"\b(?:tl::)?w(?:ar)?pgroup_\w+|\btl::wgmma\w*|\btl::wait_wgmma\b", "warp-group matrix products (wgmma)"),
@@ -28,7 +29,7 @@ _UNSUPPORTED = (
     (r"\bfp4_e2m1\w*|\b__nv_fp4\w*", "fp4 numbers"),
     (r"\b(?:__asm__|asm)\b", "inline PTX (asm)"),
 )
-# Includes that the host's own headers replace.
+# Includes replaced by the host's own headers.
 _DROPPED = re.compile(
     r'^\s*#\s*include\s*[<"](?:tl_templates/|cutlass/|cute/|cuda/|cuda\.h|cuda_\w+\.h|math_constants\.h|'
     r'cooperative_groups\.h|tilescale_net\.h)[^>"]*[>"].*$',
@@ -42,14 +43,14 @@ _VALUE = re.compile(r"^(?:const\s+)?([\w:]+(?:\s+[\w:]+)*)\s+(\w+)$")
 _DYNAMIC_SHARED = re.compile(
     r"^(\s*)extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+(?:\s+[\w:]+)?)\s+(\w+)\[\];", re.MULTILINE
 )
-# Variables at an offset in the dynamic shared memory that a kernel's variables have in common.
+# Variables at an offset in a kernel's common dynamic shared memory.
 _SHARED_PART = re.compile(r"\bvoid\* (\w+) = \(\(void\*\)\(\(char\*\)\w+ \+ \d+\)\);")
 _STATIC_SHARED = re.compile(
     r"^(\s*)__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+(?:\s+[\w:]+)?)\s+(\w+)((?:\[[^\]]*\])+)\s*;", re.MULTILINE
 )
 
 
-# T.use_swizzle: the kernel's own order of blocks, under the name of the built-in variable.
+# T.use_swizzle: the kernel's own order of blocks, named like the built-in variable.
 _SWIZZLE = re.compile(r"\bconst dim3 blockIdx = (tl::rasterization\w+<[^>]*>\(\));")
 
 
@@ -73,13 +74,13 @@ class HostSource:
     dynamic_shared: frozenset[str]
 
     def fields(self) -> dict[str, Any]:
-        """What `from_fields` takes, as JSON can hold it."""
+        """The argument of `from_fields`, for JSON."""
         kernels = {name: [list(vars(p).values()) for p in listed] for name, listed in self.kernels.items()}
         return {"text": self.text, "kernels": kernels, "dynamic_shared": sorted(self.dynamic_shared)}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> HostSource:
-        """Raises KeyError or TypeError for what `fields` did not make."""
+        """Raises KeyError or TypeError unless `fields` made it."""
         if not isinstance(fields, dict) or not isinstance(fields["kernels"], dict):
             raise TypeError("it has no kernels")
         kernels = {name: tuple(Parameter(*p) for p in listed) for name, listed in fields["kernels"].items()}
@@ -125,7 +126,7 @@ def _body(source: str, start: int) -> str:
 def translate(name: str, source: str) -> HostSource:
     """Make a host translation unit of tilelang's `kernel_source`. `name`: the kernel's name, for errors. `source`: CUDA
     source generated for an architecture without asynchronous copies, such as sm_70. Raises SimulatorUnsupported: the
-    source uses what the simulator cannot run."""
+    source uses constructs that the simulator cannot run."""
     check_supported(name, source)
     text = _DROPPED.sub("", source)
     kernels: dict[str, tuple[Parameter, ...]] = {}
@@ -158,7 +159,7 @@ def translate(name: str, source: str) -> HostSource:
 
 
 def _rename_block_index(body: str) -> str:
-    """`blockIdx` is a macro here: a variable of that name gets another one, from its declaration on."""
+    """`blockIdx` is a macro here: rename a variable of that name from its declaration on."""
     match = _SWIZZLE.search(body)
     if match is None:
         return body
@@ -167,7 +168,7 @@ def _rename_block_index(body: str) -> str:
 
 
 def _leave_addresses(body: str, checked: str) -> str:
-    """The address of an element is no access, and may lie one past the end; atomics tell of theirs by themselves."""
+    """The address of an element is no access, and may lie one past the end; atomics report their own accesses."""
     return re.sub(
         rf"(\bAtomic\w+\()?(\(*)&\(({checked})\[",
         lambda m: f"{m[1] or ''}{m[2]}&({m[3]}.{'atomically' if m[1] else 'unchecked'}()[",
@@ -176,7 +177,7 @@ def _leave_addresses(body: str, checked: str) -> str:
 
 
 def _follow_shared(body: str) -> tuple[str, list[str]]:
-    """Make variables in dynamic shared memory tell of their accesses; returns how the code names their elements, too."""
+    """Make variables in dynamic shared memory report accesses; returns patterns of their elements, too."""
     elements = []
     whole = _DYNAMIC_SHARED.search(body)
     if whole is not None:
@@ -199,7 +200,7 @@ def _follow_shared(body: str) -> tuple[str, list[str]]:
 
 
 def _arguments(text: str, start: int) -> tuple[list[str], int]:
-    """Arguments of the call whose `(` is at `start`, and the place behind its `)`."""
+    """Arguments of the call whose `(` is at `start`, and the index behind its `)`."""
     depth, begin, found = 0, start + 1, []
     for i in range(start, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")
@@ -212,7 +213,7 @@ def _arguments(text: str, start: int) -> tuple[list[str], int]:
 
 
 def _check_views(body: str, pointers: set[str]) -> str:
-    """Give pointers made by `tsn::remote` the bounds of the tensor whose counterpart they are."""
+    """Give pointers made by `tsn::remote` the bounds of the peer's tensor."""
     made = re.compile(r"void\* (\w+) = (?:/\*@(\d+)\*/)?tsn::remote\(")
     match = made.search(body)
     while match:
@@ -224,7 +225,7 @@ def _check_views(body: str, pointers: set[str]) -> str:
         if match[2]:
             call = f"(tsn::sim::At({match[2]}, true), {call})"
         view = f'tsn::sim::View {name}("{name} (remote view{" of " + source[1] if source else ""})", {call}, {rest})'
-        # ((T*)name) is how the generated code writes "elements of that view".
+        # The generated code writes elements of the view as ((T*)name).
         tail = re.sub(rf"\(\(((?:const )?[\w:]+)\*\){name}\)", rf"{name}.as<\1>()", body[end:])
         tail = _leave_addresses(tail, rf"{name}\.as<[\w: ]+>\(\)")
         body = body[: match.start()] + view + tail
@@ -237,7 +238,7 @@ _ELEMENT = re.compile(r"((?:reinterpret_cast<[\w:]+\*>\()?)\(&\((\w+)\[(.*)\]\)\
 
 
 def _check_calls(body: str, pointers: set[str]) -> str:
-    """Tell the simulator where each primitive stands, and check its ranges against the tensors that it names."""
+    """Pass each primitive's source line to the simulator, and check its ranges against its tensors."""
     for match in reversed(list(_CALL.finditer(body))):
         site, name, template = match.groups()
         accessed = OPERATORS[name].accessed if name in OPERATORS else []
@@ -262,7 +263,7 @@ def _check_calls(body: str, pointers: set[str]) -> str:
 
 def _note_stores(body: str, elements: list[str]) -> str:
     """Mark plain stores to tensors: statements that begin with an element, or with a vector of elements. `elements`:
-    patterns of what stands before an index."""
+    patterns of the text before an index."""
     if not elements:
         return body
     names = "|".join(elements)
@@ -287,7 +288,7 @@ _FUNCTION = re.compile(
 
 
 def _note_pointers(body: str) -> str:
-    """Tell the simulator of calls of functions that are given the address of an element: what they do there is not seen."""
+    """Report calls of functions that take the address of an element: their accesses are invisible to the simulator."""
     for match in reversed(list(_FUNCTION.finditer(body))):
         arguments, end = _arguments(body, match.end() - 1)
         if any(".unchecked()[" in argument for argument in arguments):

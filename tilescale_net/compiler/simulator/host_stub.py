@@ -1,8 +1,8 @@
-"""Turns tilelang's host function of a kernel into Python: the checks of arguments, shape variables and launch geometry.
+"""Translates tilelang's host function of a kernel to Python: argument checks, shape variables, launch geometry.
 
 tilelang generates one host function per prim_func; it takes packed arguments, checks them, binds the shape variables and
-ends in a call of each kernel with its arguments and its launch extents. Translating that function, and not guessing
-from the signature, gives the simulator the same checks and the same geometry, dynamic shapes included.
+ends in a call of each kernel with its arguments and its launch extents. A translation of that function, rather than a
+guess from the signature, gives the simulator the same checks and geometry, dynamic shapes included.
 """
 
 import base64
@@ -104,7 +104,7 @@ def _cast(dtype: str, value: Any) -> Any:
 
 
 def _number(dtype: str, args: Sequence[Any], i: int) -> Any:
-    """An argument as a number of the parameter's type. Raises BadArguments for an integer that this does not hold."""
+    """An argument as a number of the parameter's type. Raises BadArguments for an integer outside of its range."""
     value, limits = args[i], integer_limits(dtype)
     if limits is not None and isinstance(value, numbers.Integral) and not limits[0] <= int(value) <= limits[1]:
         raise BadArguments(f"argument {i} is {value}; {dtype} is from {limits[0]} to {limits[1]}")
@@ -236,7 +236,7 @@ class _Translator:
 
 
 def translate(name: str, host_mod: Any) -> str:
-    """Python source of a function `host(args)` that does what the host function in `host_mod` does; see `load`. `name`:
+    """Python source of a function `host(args)`, equivalent to the host function in `host_mod`; see `load`. `name`:
     the kernel's name, for errors. `host_mod`: `CompiledArtifact.host_mod` of tilelang.lower. Raises
     SimulatorUnsupported: the host function holds something unknown."""
     functions = [f for f in host_mod.functions.values() if isinstance(f, tirx.PrimFunc)]
@@ -251,12 +251,12 @@ def translate(name: str, host_mod: Any) -> str:
 
 
 def compiled(name: str, source: str) -> str:
-    """What `translate` has written as code of this interpreter, in letters: to compile it takes each rank 7 ms."""
+    """The source from `translate` as encoded bytecode: compiling it would take each rank 7 ms."""
     return base64.b64encode(marshal.dumps(compile(source, f"<host function of {name}>", "exec"))).decode()
 
 
 def load(name: str, code: str) -> Callable[[tuple[Any, ...]], list[Launch]]:
-    """The function that `compiled` has made. It takes the arguments as a tuple and returns the kernels to launch. It
+    """The function from `compiled`. It takes the arguments as a tuple and returns the kernels to launch. It
     raises KernelError for arguments of the wrong type, shape, stride or number."""
 
     def refuse(message: str, args: Sequence[Any]) -> None:

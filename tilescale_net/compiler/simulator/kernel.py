@@ -41,7 +41,7 @@ _PACK = {
 
 
 def resident_blocks(threads: int, shared_bytes: int) -> int:
-    """Blocks that the simulated GPU holds at a time, with SMs like an H200's."""
+    """Resident blocks of the simulated GPU, with SMs like an H200's."""
     per_sm = min(_SM_BLOCKS, _SM_THREADS // threads, _SM_SHARED // (shared_bytes + _RESERVED_SHARED))
     return max(1, per_sm) * simulator.num_sms()
 
@@ -53,11 +53,12 @@ class SimulatedFunction:
         name: the kernel's name.
         lowered: for an architecture without asynchronous copies (sm_70).
         context_index: which argument is the context (see device/context.h), or None.
-        lines: where the author's primitives stand, and their names or those of ranges that begin there, see sites.py.
+        lines: source lines of the author's primitives, with their names or names of ranges that begin there, see
+            sites.py.
 
     Calls take the kernel's arguments in order (torch CPU tensors, ints, floats; None for an optional tensor), run the
     kernel to its end, and raise: KernelError for arguments that do not fit or for a kernel that misuses a primitive,
-    OutOfBounds, DataRace, SimulatorDeadlock, and what the kernel reports in its context (WaitTimeout, PeOutOfRange, …). Every
+    OutOfBounds, DataRace, SimulatorDeadlock, and errors in the kernel's context (WaitTimeout, PeOutOfRange, …). Every
     error names the seed that repeats the schedule.
 
     Raises:
@@ -144,7 +145,7 @@ class SimulatedFunction:
         )
         if limits:
             _warn_of_limits(self.name, limits)
-        # In a job that has been aborted waits return at once: what follows them proves nothing.
+        # In an aborted job waits return at once: later accesses are no races.
         if failure and not (_FAILURES[failure] is errors.DataRace and context and self._aborted(context)):
             rank = f"rank {context.my_pe}: " if context else ""
             self._give_up(context, _FAILURES[failure](f"{rank}{message} [{self._where(line)}]"))
@@ -170,7 +171,7 @@ class SimulatedFunction:
         return bool(aborted) or (bool(context.error) and context_layout.error_record_at(context.error).kind != 0)
 
     def _where(self, line: str) -> str:
-        """The author's line, where it is known, the kernel, and what repeats its schedule."""
+        """The author's line, if known, the kernel, and the settings that repeat its schedule."""
         schedule = f"seed {simulator.seed()}, visibility {simulator.visibility()}"
         return f"{line}, " * bool(line) + f"kernel {self.name} (simulated, {schedule})"
 
@@ -225,9 +226,9 @@ class SimulatedFunction:
         return raw.ljust(16, b"\0")
 
     def _context(self, args: Sequence[Any]) -> ContextHeader | None:
-        """The header of the world that the kernel runs in; None without one. A kernel that calls no primitive runs in
-        none, but where races are looked for in that whose heap holds the first of its tensors that a heap holds: it may
-        read what has not come yet, and write what has not been sent."""
+        """The header of the kernel's world; None without one. A kernel without primitives runs in none, except if races
+        are checked: then in the world whose heap holds the first of its tensors in a heap, because the kernel may read
+        data that have not arrived, or write data still being sent."""
         if self.context_index is not None:
             context = args[self.context_index]
         elif simulator.races():
@@ -243,8 +244,8 @@ class SimulatedFunction:
 
 
 class SimulatedKernel(Kernel):
-    """A kernel that the simulator runs. `cached`: what it is made of. `prim_func`: gives the traced and rewritten
-    function; called when a call is wrong, to find the error."""
+    """A kernel that the simulator runs. `cached`: its data. `prim_func`: returns the traced and rewritten function;
+    called after a wrong call, to find the error."""
 
     def __init__(self, cached: CachedKernel, prim_func: Callable[[], PrimFunc]) -> None:
         super().__init__(cached.name, cached, cached.lowered.kernel_source, "simulator")
@@ -262,11 +263,11 @@ class SimulatedKernel(Kernel):
 
     @property
     def integers(self) -> list[tuple[int, int, int]]:
-        """None: the translated host function looks at all of them."""
+        """None: the translated host function checks all of them."""
         return []
 
     def _supervised(self, function: Callable[..., Any], present: Sequence[World]) -> Callable[..., None]:
-        """Memory of a tensor that was freed may be in other use by now; on a GPU the check would cost every launch."""
+        """Reject freed tensors, whose memory may be reused; on a GPU the check would cost every launch."""
 
         heaps = [weakref.ref(world.heap) for world in present]  # a kernel outlives its worlds
 

@@ -1,19 +1,19 @@
-"""How a kernel is lowered for the simulator, where that differs from a GPU.
+"""Lowering of kernels for the simulator, as far as it differs from a GPU.
 
 T.gemm: every thread adds up its own elements of the result, in the order of k. tilelang chooses an implementation of
-T.gemm by target; those for tensor cores need instructions of whole warps. While a kernel is lowered for the simulator,
-`PlainGemm` answers for them: plain code, right for every dtype. The layouts of fragments are inferred from it, so the rest
-of the kernel agrees.
+T.gemm by target; tensor-core ones need warp-wide instructions. While a kernel is lowered for the simulator, `PlainGemm`
+replaces them: plain code, right for every dtype. Fragment layouts are inferred from it, so the rest of the kernel
+agrees.
 
-Operators of Hopper that work on while their threads go on are done when they return: T.tma_copy and T.async_copy become
-T.copy, T.wgmma_gemm becomes T.gemm, a wait for GEMMs a barrier of the warp, and a wait for copies or registers for
-warpgroups nothing. Barriers stay: `device/host/tilelang.h` has them, so that warps which copy and warps which multiply
-meet as they do on a GPU, and a missing arrival or wait shows. Operators without such a meaning are refused by name.
+Hopper's asynchronous operators complete before they return: T.tma_copy and T.async_copy become T.copy, T.wgmma_gemm
+becomes T.gemm, a wait for GEMMs a barrier of the warp, and a wait for copies or for a warpgroup's registers nothing.
+Barriers stay: `device/host/tilelang.h` has them, so copying and multiplying warps synchronise as on a GPU, and a
+missing arrival or wait shows. Other such operators are rejected by name.
 
-Passes that tilelang repeats for the sake of generated code are left out: more than half of the time of lowering. It
-simplifies a kernel nine times; another compiler simplifies the simulator's source, and the source of this package's kernels
-is the same to the letter after one. Nor are conditions moved out of loops, which changes the source of one kernel in thirty
-and takes a twentieth of the time.
+Passes that tilelang repeats only for the generated code are omitted: more than half of the time of lowering. It
+simplifies a kernel nine times; another compiler simplifies the simulator's source, and the source of this package's
+kernels is identical after one pass. Conditions are not moved out of loops either, which changes the source of one
+kernel in thirty and takes a twentieth of the time.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def is_plain() -> bool:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which thread holds which element of a fragment, and where: a row lies in one group of threads.
+    """Layout of a fragment's elements over threads: a row lies in one group of threads.
 
-    Which group that is depends on the number of rows alone, where the columns allow it, so that fragments of equal
-    height go together: the columns of one may be reduced to a vector that scales the rows of another.
+    The group depends on the number of rows alone, if the columns permit it, so that fragments of equal height match: a
+    vector reduced from one's columns may scale the rows of another.
 
     Attributes:
         rows, columns: of the fragment.
@@ -87,7 +87,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, buffer: tirx.Buffer, threads: int) -> RowLayout:
-        """For a fragment; raises SimulatorUnsupported for one that cannot be spread evenly over the threads."""
+        """For a fragment; raises SimulatorUnsupported if it cannot be spread evenly over the threads."""
         rows, columns = (int(extent) for extent in buffer.shape)
         for groups in range(math.gcd(rows, threads), 0, -1):
             if rows % groups == threads % groups == 0 and columns % (threads // groups) == 0:
@@ -120,7 +120,7 @@ class PlainGemm(GemmBase):
     """`c += a @ b` in loops; operands that lie in registers pass through shared memory, where all threads read them."""
 
     def infer_layout(self, target: Any, thread_nums: Any) -> dict[Any, T.Fragment]:
-        """Layouts of the operands that lie in registers; those in shared memory stay as they are."""
+        """Layouts of operands in registers; operands in shared memory stay unchanged."""
         buffers = (buffer for buffer in (self.A, self.B, self.C) if is_fragment(buffer))
         return {buffer: RowLayout.of(buffer, int(thread_nums)).fragment() for buffer in buffers}
 
@@ -167,13 +167,13 @@ def _loops(gemm: GemmBase, thread: tirx.PrimExpr, layout: RowLayout) -> Any:
 
 
 def _element(region: Any) -> Callable[[Any, Any], tirx.PrimExpr]:
-    """The elements of an operand in shared memory, by their indices in the part of it that is meant."""
+    """The elements of an operand in shared memory, by indices within the named part."""
     start = [axis.min for axis in region.region]
     return lambda i, j: region.buffer[tuple([*start[:-2], start[-2] + i, start[-1] + j])]
 
 
 def _plain_gemm(gemm: GemmBase, multiply: Callable[..., Any], stage_a: Any, stage_b: Any) -> tirx.PrimFunc:
-    """The prim_func: stages what lies in registers, then multiplies."""
+    """The prim_func: stages operands in registers, then multiplies."""
     a_buffer, b_buffer = gemm.A, gemm.B
     a_shape, b_shape = (tuple(int(n) for n in b.shape[-2:]) for b in (a_buffer, b_buffer))
 
@@ -237,7 +237,7 @@ _NOTHING = {
     "tirx.ptx_wait_group",
     "tl.fence_proxy_async",
     "tl.no_set_max_nreg",
-    "tl.pdl_sync",  # kernels of a stream run one after the other
+    "tl.pdl_sync",  # kernels of a stream are serial
     "tl.pdl_trigger",
     "tl.set_max_nreg",
     "tl.tma_store_arrive",
@@ -246,9 +246,9 @@ _NOTHING = {
     "tl.warpgroup_commit_batch",
     "tl.warpgroup_fence_operand",
 }
-# All lanes of a warp wait for these together; then each knows that the others have read the operands.
+# All lanes of a warp wait for these together, so each knows that the others have read the operands.
 _MEETINGS = {"tl.wait_wgmma", "tl.warpgroup_wait"}
-# Annotations that choose an engine, or state when it is done.
+# Annotations of engines and their completion.
 _ENGINE = {"barrier", "disable_tma", "eviction_policy", "leader_scope_threads", "prefer_instruction", "use_tma"}
 _REFUSED = {
     "cluster_mask": "a copy to several blocks of a cluster (cluster_mask)",
@@ -298,7 +298,7 @@ def _install_barriers() -> None:
 _install_barriers()
 
 
-# -- passes that need not run -----------------------------------------------------------------------------------------
+# -- omitted passes ---------------------------------------------------------------------------------------------------
 
 
 @pass_instrument
@@ -316,7 +316,7 @@ class SimplifyOnce:
             return not self._simplified
         if name == "s_tir.HoistIfThenElse":
             return False
-        return (name, previous) != ("tirx.Simplify", "tl.LowerIntrin")  # what follows only prints expressions
+        return (name, previous) != ("tirx.Simplify", "tl.LowerIntrin")  # later passes only print expressions
 
     def run_after_pass(self, module: Any, info: Any) -> None:
         if str(info.name) == "tl.Simplify":
@@ -338,7 +338,7 @@ def lowered(func: PrimFunc, configs: dict[str, Any], lower: Callable[..., Any]) 
         try:
             return lower(func, target, pass_configs, [SimplifyOnce()])
         except tvm.error.InternalError:
-            # A division that LowerIntrin binds to a name, and that stands twice: the pass behind it takes the name away.
+            # LowerIntrin binds a repeated division to a name, which the next pass removes.
             return lower(func, target, pass_configs)
 
     name = kernel_name(func)

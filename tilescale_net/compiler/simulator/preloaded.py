@@ -1,4 +1,4 @@
-"""Imported by the process that ranks fork from: what each rank would otherwise read and replace itself."""
+"""Imports of the process that ranks fork from, which each rank would otherwise repeat."""
 
 import inspect
 
@@ -22,7 +22,7 @@ def _hash_sources() -> None:
         pass  # a rank that needs them reports it
     finally:
         host_compiler.compiler.cache_clear()  # ranks may name others in CXX
-    inspect.getmodule(_hash_sources.__code__)  # looks at the files of all modules once
+    inspect.getmodule(_hash_sources.__code__)  # checks the files of all modules once
 
 
 _hash_sources()

@@ -1,10 +1,10 @@
-"""Where the author's primitives and plain accesses stand, for the errors of the simulator and its race detector.
+"""Source lines of the author's primitives and plain accesses, for errors of the simulator and its race detector.
 
-Each call gets its number in a table of lines as one more argument; the lowering rule turns it into a comment before the
-call, which host_source.py finds. The generated code holds numbers only, so that a kernel that moves within its file
-stays the same code. Before each statement that loads or stores what other threads may see there comes a call with its line
-in the kernel's table. A loop whose iterations tilelang hands to threads, vectors or stages of a pipeline is one
-statement: nothing may come between its parts.
+Each call gets its number in a table of lines as an additional argument; the lowering rule turns it into a comment
+before the call, which host_source.py finds. The generated code holds numbers only, so moving a kernel within its file
+does not change the code. A call with its line's number precedes each statement that loads or stores memory visible to
+other threads. A loop whose iterations tilelang distributes over threads, vectors or pipeline stages is one statement:
+nothing may come between its parts.
 """
 
 import os
@@ -19,14 +19,14 @@ from tilescale_net.compiler.versions import get_stmt_span
 
 # -- calls of primitives ----------------------------------------------------------------------------------------------
 
-# All that can fail or be waited for; pure operators cannot.
+# Operators that can fail or wait; pure operators cannot.
 _NUMBERED = {operator.op_name: operator for operator in OPERATORS.values() if operator.effect != PURE}
 
 
 def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[tuple[str, str]]:
-    """TVM's name of each call of a traced kernel, in order, with its line ("file.py:12") and, behind a tab, the name
-    that its author typed (for the beginning of a range, the range's name); passes drop the lines later on. `numbered`:
-    TVM's names of the operators whose calls count."""
+    """TVM's name of each call of a traced kernel, in order, with its line ("file.py:12") and, behind a tab, the
+    author's name of it (for the beginning of a range, the range's name); passes drop the lines later on. `numbered`:
+    TVM's names of the counted operators."""
     found = []
     for call in our_calls(func.body):
         if op_name(call) in numbered:
@@ -44,9 +44,9 @@ def range_name(call: tirx.Call) -> str:
 
 
 def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[str]) -> tuple[tirx.PrimFunc, list[str]]:
-    """Number the calls of a prepared kernel. `calls`: `lines_of` the kernel as it was traced. `statements`: lines that
-    have numbers already, see `mark`. Returns the function, and the line, with the name behind it, that each number
-    stands for; calls have none where the passes have moved them about."""
+    """Number the calls of a prepared kernel. `calls`: `lines_of` the kernel as traced. `statements`: lines that have
+    numbers already, see `mark`. Returns the function and, by number, the line with the name behind it; calls that the
+    passes have reordered have none."""
     lines = list(dict.fromkeys([*statements, *(line for _, line in calls)]))
     seen: list[str] = []
 
@@ -65,7 +65,7 @@ def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[s
 
 
 def with_number(call: tirx.Call, number: int) -> tirx.Call:
-    """A call with its number as one more argument."""
+    """A call with its number as an additional argument."""
     return tirx.Call(call.dtype, call.op, [*call.args, tirx.IntImm("int32", number)], annotations=call.annotations)
 
 
@@ -86,8 +86,8 @@ _WHOLE_LOOPS = (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED)
 
 
 def _accesses(node: Node) -> bool:
-    """Whether a statement or an expression does what can fail or race: it accesses memory that other threads see, but
-    not by primitives alone, divides integers, or calls what checks its arguments."""
+    """Whether a statement or an expression can fail or race: it accesses memory visible to other threads, not only by
+    primitives, divides integers, or calls a function that checks its arguments."""
 
     def may_fail(part: Node) -> bool:
         shared = isinstance(part, (tirx.BufferLoad, tirx.BufferStore)) and not part.buffer.scope().startswith("local")
@@ -102,7 +102,7 @@ def _accesses(node: Node) -> bool:
 class _Marks:
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}
-        self._bound = False  # the statement before is computed for the next one, and must stay next to it
+        self._bound = False  # the previous statement belongs to the next one, and must stay next to it
 
     def _call(self, statement: tirx.Stmt) -> list[tirx.Stmt]:
         span = get_stmt_span(statement)
@@ -113,7 +113,7 @@ class _Marks:
         return [tirx.Evaluate(tirx.call_extern("void", CALL, tirx.IntImm("int32", number)))]
 
     def _before(self, node: Node) -> tirx.Stmt | None:
-        """What takes the place of a statement; None to look into it."""
+        """The replacement of a statement; None to descend into it."""
         after_bound, self._bound = self._bound, False
         if isinstance(node, tirx.SeqStmt):
             self._bound = after_bound
@@ -145,8 +145,7 @@ def _flat(node: Node) -> tirx.Stmt | None:
 
 
 def mark(func: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[str]]:
-    """Mark the statements of a traced kernel. Returns the function, and the line ("file.py:12") that each number of a
-    mark stands for."""
+    """Mark the statements of a traced kernel. Returns the function and the line ("file.py:12") of each number."""
     marks = _Marks()
     body = marks.into(func.body)
     if not marks.lines:
