@@ -180,7 +180,7 @@ def test_functions_that_are_given_pointers_are_named():
         line = _line_of('T.call_extern("handle"')
         assert not report.failure and not report.complete, report
         assert report.not_followed == [
-            f"accesses of a function that is given a pointer, such as T.call_extern (small_jobs.py:{line})"
+            f"accesses of a function that takes a pointer, such as T.call_extern (small_jobs.py:{line})"
         ], report
 
 

@@ -1,16 +1,16 @@
 // Add mailboxes: how a proxy adds to signal words of a GPU heap.
 //
-// A word may be added to by the proxy and, with atomics, by the GPUs of this node. The host has no atomic on GPU memory
-// (the driver's stream memory operations only write), a read-modify-write would lose the GPUs' adds, and a kernel might
-// never run beside one that fills the GPU while it waits for that very word. So the proxy leaves the add in a mailbox
-// in the heap's system area, and the waiting kernel itself carries it out: each poll of wait and test looks at the
-// mailboxes, and one that goes by the word's value first has all of them carried out. A signal word is read with wait
-// and test only, so no reader sees a difference.
+// The proxy and, with atomics, the GPUs of this node may add to a word. The host has no atomic on GPU memory (the
+// driver's stream memory operations only write), a read-modify-write would lose the GPUs' adds, and a kernel for the
+// add might never run beside one that fills the GPU while it waits for that very word. So the proxy leaves the add in
+// a mailbox in the heap's system area, and the waiting kernel applies it: each poll of wait and test checks the
+// mailboxes, and a call that uses the word's value first applies all adds. Signal words are read with wait and test
+// only, so no reader sees a difference.
 //
-// Each proxy thread has a mailbox of its own: a circular buffer of (heap offset, value) entries, the number of entries
-// published so far (written by the proxy's copy stream, behind the entries and behind all data that the adds announce),
-// the number claimed by the device, and the number that it has added. An entry is read before it is claimed, so what
-// has been claimed may be overwritten.
+// Each proxy thread has its own mailbox: a circular buffer of (heap offset, value) entries, the number of published
+// entries (written by the proxy's copy stream, behind the entries and all data that the adds announce), the number
+// claimed by the device, and the number that it has added. An entry is read before it is claimed, so claimed entries
+// may be overwritten.
 #pragma once
 
 #include "context.h"
@@ -27,7 +27,7 @@ constexpr int kAddMailboxStride = kAddMailboxHeader + 2 * kAddMailboxEntries;
 static_assert(kAddMailboxWords + kMaxAddMailboxes * kAddMailboxStride <= kGridBarrierWords,
               "the system area holds all mailboxes");
 
-// Context::flags, bits 8..11: the number of mailboxes that waits look at.
+// Context::flags, bits 8..11: the number of mailboxes that waits check.
 constexpr int kAddMailboxShift = 8;
 constexpr uint32_t kAddMailboxMask = 15;
 

@@ -1,4 +1,4 @@
-// Symmetric addresses: what a local address means on another PE, and whether it may be touched there.
+// Symmetric addresses: translation of a local address to another PE, and checks of the access.
 #pragma once
 
 #include "error.h"
@@ -20,7 +20,7 @@ TSN_COLD uint64_t base_beyond_inline(const Context* ctx, int pe) {
 
 } // namespace detail
 
-// The PE's heap as this PE maps it; 0 where it does not, and for a number that is no PE: the inline bases exist for all
+// The PE's heap as mapped here; 0 if unmapped, and for a number that is no PE: the inline bases exist for all
 // PEs below kInlineBases, so one load answers.
 TSN_DEVICE uint64_t peer_base(const Context* ctx, int pe) {
   const bool inlined = uint32_t(pe) < kInlineBases;
@@ -30,14 +30,14 @@ TSN_DEVICE uint64_t peer_base(const Context* ctx, int pe) {
 
 TSN_DEVICE bool is_direct(const Context* ctx, int pe) { return peer_base(ctx, pe) != 0; }
 
-// Access to one PE. All that a call needs of the context is loaded at once, before any of it is used: after a
-// wait, a chain of loads would cost as many latencies as it has links. The base comes last, and callers use it
-// first, because the assembler would put arithmetic on the others ahead of its load.
+// Access to one PE. All context fields of a call are loaded at once, before the first use: after a wait, a chain of
+// loads would cost one latency per link. The base is loaded last and used first, because the assembler would put
+// arithmetic on the others ahead of its load.
 struct PeerAccess {
   const Context* ctx;
   int pe;
   uint64_t heap_base, heap_bytes;
-  bool aborted; // the job was aborted. Threads may see that at different times: let it skip accesses, never barriers
+  bool aborted; // the job was aborted. Threads may see that at different times: skip accesses, never barriers
   uint64_t base;
 
   TSN_DEVICE PeerAccess(const Context* c, int p) : ctx(c), pe(p) {
@@ -65,8 +65,8 @@ struct PeerAccess {
     return (offset <= extent) & (uint64_t(bytes) <= extent - offset);
   }
 
-  // Whether an operation on these bytes, and on the signal that comes with them, may go ahead. What may not is reported
-  // by the leader and aborts the job; it never becomes an access. The answer is the same in all threads of the scope.
+  // Whether an operation on these bytes, and on the signal that comes with them, may proceed. The leader reports a
+  // rejected one and aborts the job; it never becomes an access. The answer is the same in all threads of the scope.
   template <Scope S>
   TSN_DEVICE bool validate(Operation operation, const void* local, int64_t bytes) const {
     return allow_or_report<S>(operation, symmetric(local, bytes), local, bytes);
@@ -80,9 +80,9 @@ struct PeerAccess {
     return allow_or_report<S>(operation, inside && signal_inside, wrong_signal ? sig : local, wrong_signal ? 8 : bytes);
   }
 
-  // All of it in one: whether the PE is mapped, the operation may go ahead, and the job too. A message that waits for
-  // this waits for one branch. Where the answer is no, it is the leader's part to ask again and to tell what is wrong.
-  // (Where remote writes are deferred an aborted job is not seen here: the platform's barriers must be met.)
+  // All of it in one: whether the PE is mapped, the operation may proceed, and the job is alive. So a message waits
+  // for one branch. If the answer is no, the leader asks again and reports the error. (If remote writes are deferred,
+  // this ignores an aborted job: the platform's barriers must be met.)
   template <Scope S>
   TSN_DEVICE bool may_proceed(Operation operation, const void* local, int64_t bytes) const {
     if constexpr (platform::kDefersRemoteWrites) return validate<S>(operation, local, bytes) && direct();
@@ -111,8 +111,8 @@ private:
   }
 };
 
-// A pointer to mapped memory of the PE, for ordinary loads and stores. What is not mapped aborts the job and yields
-// `ptr` itself, so that the rest of the kernel stays within this PE's memory.
+// A pointer to mapped memory of the PE, for ordinary loads and stores. For an unmapped PE it aborts the job and
+// returns `ptr` itself, so that the rest of the kernel stays within this PE's memory.
 TSN_DEVICE void* remote(const Context* ctx, void* ptr, int pe) {
   const PeerAccess access(ctx, pe);
   if (!access.validate<Scope::thread>(kOpRemote, ptr, 0)) return ptr;

@@ -9,7 +9,7 @@ namespace tsn {
 
 namespace detail {
 
-// Where an atomic on the PE goes; null where it cannot, which aborts the job.
+// The target of an atomic on the PE; null, after an abort of the job, if there is none.
 template <class T>
 TSN_DEVICE T* atomic_target(const Context* ctx, T* dst, int pe) {
   enter<Scope::thread>(kOpAtomic, dst, sizeof(T), pe);
@@ -60,8 +60,8 @@ TSN_DEVICE void st(T* p, typename Value<T>::type v) {
   platform::store<O, S>(p, v);
 }
 
-// Declares that accesses to these bytes, and to the bytes at the same place in other PEs' heaps, are meant to race. For
-// race detectors only.
+// Declares that accesses to these bytes, and to the same offsets of other PEs' heaps, race on purpose. For race
+// detectors only.
 TSN_DEVICE void benign_race(const Context*, const void* p, int64_t bytes) {
   if constexpr (platform::kDefersRemoteWrites) platform::benign_race(p, bytes);
 }

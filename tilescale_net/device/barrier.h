@@ -28,7 +28,7 @@ TSN_DEVICE void disseminate(const Context* ctx, uint64_t* flags, uint64_t number
       const int64_t from = me - j * distance;
       wait_one<Compare::ge>(ctx, round + j, int64_t(number), kOpBarrier, first + int(from < 0 ? from + n : from));
     }
-    platform::warp_sync(); // what one lane learnt is forwarded by all in the next round
+    platform::warp_sync(); // all lanes forward one lane's knowledge in the next round
   }
 }
 
@@ -76,10 +76,10 @@ TSN_DEVICE void barrier_node(const Context* ctx) {
 // --- barriers of all blocks of a launch ------------------------------------------------------------------------------
 // Barriers of all blocks of a launch, alone or together with the other PEs' launches.
 //
-// Blocks count themselves in; the last one sets the count back and moves the generation on, for which the others wait.
-// So every barrier leaves the words as it found them, and the next one, of this launch or a later one, a replayed graph
-// too, begins at once. Launches that run side by side have words of their own, by the id of their grid. Where two ids
-// meet in the same words all the same, the sum of the marks that blocks leave shows it, and the job ends in an error.
+// Blocks count themselves in; the last one resets the count and advances the generation, for which the others wait.
+// So every barrier leaves the words as it found them, and the next one, of this launch or a later one, or of a
+// replayed graph, begins at once. Concurrent launches have their own words, by the id of their grid. If two ids still
+// share words, the sum of the blocks' marks shows it, and the job ends in an error.
 
 enum class BarrierScope { block, grid };
 
@@ -107,7 +107,7 @@ public:
     return true;
   }
 
-  // Lets the others go, after everything that the last block did since it arrived.
+  // Releases the others, after everything that the last block did since it arrived.
   TSN_DEVICE void release() {
     platform::store<Order::relaxed, MemScope::gpu>(words, uint64_t(0));
     if constexpr (platform::kDefersRemoteWrites) platform::before_st<Order::release, MemScope::gpu>(words + 1);
@@ -154,8 +154,8 @@ TSN_DEVICE void meet_grid(const Context* ctx, Operation operation, Together toge
 
 } // namespace detail
 
-// Returns when all blocks of this launch have called it, with all their threads. What any of them did before happened
-// before what any of them does after. All blocks must run at the same time.
+// Returns when all threads of all blocks of this launch have called it. Everything before it in any of them happened
+// before everything after it in any. All blocks must run at the same time.
 TSN_DEVICE void barrier_grid(const Context* ctx) {
   detail::GridBarrier barrier(ctx, kOpBarrierGrid);
   platform::block_sync();

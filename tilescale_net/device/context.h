@@ -48,7 +48,7 @@ struct QueueView {
 };
 static_assert(sizeof(QueueView) == 64, "QueueView is 64 bytes");
 
-// What a device writes when it gives up; the host turns it into an exception.
+// The record of a device that gives up; the host turns it into an exception.
 enum ErrorKind : uint32_t {
   kNoError = 0,
   kWaitTimeout = 1,     // a wait on a signal passed its deadline
@@ -57,7 +57,7 @@ enum ErrorKind : uint32_t {
   kPeOutOfRange = 4,    // pe < 0 or pe >= n_pes
   kNotSymmetric = 5,    // an address outside the symmetric heap
   kNotDirect = 6,       // a direct-path operation on a PE that is not mapped
-  kUnsupported = 7,     // an operation that this path cannot carry
+  kUnsupported = 7,     // an operation that this path does not support
   kBarriersOverlap = 8, // two blocks, or two launches, of a PE in one barrier at the same time
 };
 
@@ -112,14 +112,14 @@ struct Context {
   uint64_t queue_share; // queue_share_of(n_queues)
   uint64_t trace;       // TraceBuffer of traced_calls.h in device memory, or 0; kernels compiled for a trace read it
   uint64_t reserved[4];
-  // Written by the device: non-zero once this PE has seen the abort; kept where reading is cheap. It has a cache line
-  // of its own, because others are read through the read-only cache, whose lines may be old.
+  // Written by the device: non-zero once this PE has seen the abort; kept where reading is cheap. It has its own
+  // cache line, because the others are read through the read-only cache, whose lines may be stale.
   uint64_t aborted;
   uint64_t reserved_line[15];
   uint64_t peer_base[1]; // [max(n_pes, kInlineBases)]: local address of each PE's heap, 0 where the PE is not mapped
 };
-// What divides by the number of queues: pe / n_queues = pe * share >> 32, exactly, because pe * n_queues < 2^32. A push
-// waits for its queue before it can do anything, and a division takes longer than all else that it does by then.
+// Reciprocal of the number of queues: pe / n_queues = pe * share >> 32, exactly, because pe * n_queues < 2^32. A push
+// needs its queue first, and a division takes longer than all its other work until then.
 constexpr uint64_t queue_share_of(uint32_t n_queues) {
   return n_queues == 0 ? 0 : ((uint64_t(1) << 32) + n_queues - 1) / n_queues;
 }
@@ -130,7 +130,7 @@ static_assert(offsetof(Context, queues) == 72, "Context layout");
 static_assert(offsetof(Context, aborted) == 128, "Context layout");
 static_assert(offsetof(Context, peer_base) == 256, "Context layout");
 
-// What the operations are called in texts for people. For host code only.
+// Names of the operations in messages. For host code only.
 constexpr const char* kOperationNames[] = {"none",   "put",   "get",     "put_signal", "put_value",
                                            "signal", "wait",  "test",    "atomic",     "fence",
                                            "quiet",  "flush", "barrier", "remote",     "barrier_grid"};

@@ -13,13 +13,13 @@ namespace tsn {
 constexpr uint32_t kSegmentBytes = 128;
 
 // A copy of `bytes`, a multiple of 16, between 16-byte aligned places, by one thread of the block; `ring` is Stages *
-// StageBytes bytes of shared memory, 128-byte aligned. After begin() its first loads are on their way, while the target
+// StageBytes bytes of shared memory, 128-byte aligned. After begin() its first loads are in flight, while the target
 // may still be unknown; then comes either finish() or cancel(), and both leave the ring free.
 //
 // All stages but one are loaded ahead; the last one is left for the store in flight. Stages have constant places in
-// unrolled loops: one thread does all of it, and each load and store would take it twice as long otherwise. (Several
-// threads with stages of their own gain nothing: what takes time is that the multiprocessor issues one bulk copy in
-// about 45 cycles, and that loads move 64 bytes a cycle.)
+// unrolled loops: one thread does everything, and each load and store would otherwise take it twice as long. (Several
+// threads with their own stages gain nothing: the limits are that the SM issues one bulk copy in about 45 cycles, and
+// that loads move 64 bytes a cycle.)
 template <int Stages, int StageBytes>
 class BulkCopy {
 public:
@@ -27,7 +27,7 @@ public:
   TSN_DEVICE BulkCopy(const char* source, uint64_t bytes, char* ring_memory, const void* aligned_end)
       : loaded(platform::stage_barriers<Stages>()), ring(ring_memory), src(source), to_load(bytes), to_store(bytes),
         skew(reinterpret_cast<uint64_t>(aligned_end) % kSegmentBytes) {
-    // What fits the ring takes equal parts of all its stages, so that the first data can be sent early.
+    // A copy that fits the ring uses equal parts of all stages, so that the first data leave early.
     constexpr uint32_t kUnit = kSegmentBytes * Stages;
     const uint64_t room = bytes + skew;
     part = room < uint64_t(Stages) * StageBytes ? (uint32_t(room) + kUnit - 1) / kUnit * kSegmentBytes : StageBytes;
@@ -38,7 +38,7 @@ public:
 
   TSN_DEVICE void begin() {
     each([&](int s) {
-      if (s < Stages - 1 || to_load <= part) load(s); // the end has no other to make room for
+      if (s < Stages - 1 || to_load <= part) load(s); // nothing follows the end
     });
   }
 
@@ -110,8 +110,8 @@ private:
   }
 };
 
-// The same where the target is known from the start. Out of line, like push_bulk(): what small copies wait for should
-// stay in few registers and close together.
+// The same for a target known from the start. Out of line, like push_bulk(): code on the path of small copies should
+// use few registers and stay close together.
 template <int Stages, int StageBytes>
 TSN_COLD void copy_bulk(char* dst, const char* src, uint64_t bytes, char* ring) {
   platform::bulk_publish();
@@ -121,7 +121,7 @@ TSN_COLD void copy_bulk(char* dst, const char* src, uint64_t bytes, char* ring) 
 }
 
 // --- the first tile --------------------------------------------------------------------------------------------------
-// The first tile of a copy, which for most messages is all of it.
+// The first tile of a copy, for most messages the whole copy.
 
 namespace detail {
 
@@ -130,16 +130,16 @@ TSN_DEVICE uint32_t widest_unit(uint64_t bits) { return (uint32_t(bits) | 16) & 
 
 } // namespace detail
 
-// Up to Rows units of 16 bytes per thread, or one of 4 or 8. Its loads and its stores are apart, so that the loads are
-// in flight while the target is looked up. All threads of a block come here, for the smallest of messages too: what
-// only longer ones need stays behind a branch.
+// Up to Rows units of 16 bytes per thread, or one of 4 or 8. Its loads and its stores are separate, so that the loads
+// are in flight during the look-up of the target. All threads of a block come here, even for the smallest messages:
+// code for longer ones stays behind a branch.
 //
-// Most copies are `complete`: there is nothing after the first tile. Of longer ones the tile is taken only if
-// `allow_partial`, for callers that copy the rest afterwards.
+// Most copies are `complete`: nothing follows the first tile. Longer ones take a tile only with `allow_partial`, for
+// callers that copy the rest afterwards.
 //
-// The first Group threads of a block take the first Group * Rows units, a row of Group units at a time, the next Group
-// threads the units after those. So the place of a thread's own first unit shows whether its warp has any work: warps
-// without any leave, and what they execute would only keep the multiprocessor from the others' work.
+// The first Group threads of a block take the first Group * Rows units, a row of Group units at a time, the next
+// Group threads the following units. So the place of a thread's first unit shows whether its warp has any work: warps
+// without any leave, because their instructions would only delay the SM's other work.
 template <Scope S, int Rows = 1, uint32_t Group = 4 * platform::kWarpThreads>
 struct FirstTile {
   static_assert(Group % platform::kWarpThreads == 0, "a group is made of warps");
@@ -163,7 +163,7 @@ struct FirstTile {
     static_assert(S != Scope::block || Group == platform::kWarpThreads, "groups of one warp");
     return complete && fits(bytes, Group * Rows * 16, platform::kWarpThreads);
   }
-  // Whether the calling thread's warp has no part in it. Never true in the leader, which has more to do than to copy.
+  // Whether the calling thread's warp has no part in it. Never true in the leader, which does more than copy.
   TSN_DEVICE bool warp_has_no_work() const {
     const uint32_t lane = platform::thread_index() % platform::kWarpThreads;
     return S == Scope::block && complete && platform::thread_index() != lane && place() - lane * unit >= bytes;
@@ -274,7 +274,7 @@ struct Cut {
   }
 };
 
-// Head and tail, fewer than 16 bytes each; what they and the addresses are multiples of moves in one piece.
+// Head and tail, fewer than 16 bytes each; they move in units that divide them and the addresses.
 TSN_COLD void copy_edges(char* dst, const char* src, uint32_t head, uint64_t body, uint32_t tail, Part part) {
   const uint32_t unit = widest_unit(reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | head | tail);
   with_unit(unit & 15, [&](auto tag) {
@@ -297,8 +297,7 @@ TSN_COLD void copy_narrow(char* dst, const char* src, uint64_t bytes, uint32_t u
     copy_units<U, Lanes>((T*)dst, (const T*)src, bytes / sizeof(T), part);
   });
 }
-// Only the widest units are copied where the call stands: nvcc took as long for the four others as for all else of a
-// kernel.
+// Only the widest units are copied inline: nvcc took as long for the four others as for the rest of a kernel.
 template <int U, uint32_t Lanes>
 TSN_DEVICE void copy_whole_units(char* dst, const char* src, uint64_t bytes, uint32_t unit, Part part) {
   if (TSN_LIKELY(unit & 16)) copy_units<U, Lanes>((Vec16*)dst, (const Vec16*)src, bytes / 16, part);
@@ -321,15 +320,15 @@ TSN_DEVICE void copy_body(char* dst, const char* src, uint64_t body, uint32_t un
 
 enum class Direction { push, pull };
 
-// Where the bulk engine overtakes the ldst engine, measured on two H200 over NVLink; the only place of these figures.
-// A push keeps the ring's loads on their way while it looks up its target. A pull cannot, and moves more per second
+// Sizes from which the bulk engine beats the ldst engine, measured on two H200 over NVLink; the only place of these
+// figures. A push keeps the ring's loads in flight during the look-up of its target. A pull cannot, and is faster
 // only with more memory in flight.
 constexpr uint64_t kBulkPushFrom = 32 * 1024;
 constexpr uint64_t kBulkPullFrom = 128 * 1024;
 constexpr uint32_t kEnoughInFlight = 64 * 1024;
 
-// What the ends of a copy must agree modulo to go in bulk. The hardware moves bytes to another place within a segment
-// at half its rate or less, so `automatic` leaves those copies to the ldst engine.
+// Modulus on which the ends of a bulk copy must agree. The hardware moves bytes to another place within a segment at
+// half its rate or less, so `automatic` leaves such copies to the ldst engine.
 template <Engine E>
 constexpr uint64_t kBulkAlike = E == Engine::bulk ? 16 : kSegmentBytes;
 template <Engine E>
@@ -343,7 +342,7 @@ constexpr bool kMayBeBulk = S == Scope::block && E != Engine::ldst && Stages > 1
 template <Scope S, Engine E, int Stages>
 constexpr bool kMayPushInBulk = kMayBeBulk<S, E, Stages> && !platform::kDefersRemoteWrites;
 
-// Whether the engine is bulk as far as the number of bytes is concerned.
+// Whether the number of bytes selects the bulk engine.
 template <Engine E>
 TSN_DEVICE bool push_by_size(uint64_t bytes) {
   return bytes >= (E == Engine::bulk ? 16 : kBulkPushFrom);
@@ -356,16 +355,16 @@ TSN_DEVICE bool pull_by_size(uint64_t bytes, uint32_t threads) {
   return bytes >= kBulkPullFrom && (kRingInFlight > kEnoughInFlight || kRingInFlight > ldst_in_flight);
 }
 
-// Before the barrier of a push: what a thread wrote to the source must be there for the bulk copies that the leader may
-// issue. The CUDA programming guide requires this fence of the thread that wrote, not of the one that copies.
+// Before the barrier of a push: makes a thread's writes to the source visible to bulk copies of the leader. The CUDA
+// programming guide requires this fence of the writing thread, not of the copying one.
 template <Scope S, Engine E, int Stages>
 TSN_DEVICE void publish_to_bulk(int64_t bytes) {
   if constexpr (kMayBeBulk<S, E, Stages>)
     if (TSN_UNLIKELY(push_by_size<E>(uint64_t(bytes)))) platform::bulk_publish();
 }
 
-// Rows of the first tile of a push. Threads that keep no more in flight than these take a first tile of longer copies
-// too, unless those go in bulk; the others would wait for the tile before they fill their many registers.
+// Rows of the first tile of a push. Threads with at most this many accesses in flight also take a first tile of
+// longer copies, unless these go in bulk; others would wait for the tile before they fill their many registers.
 template <Scope S>
 constexpr int kFirstTileRows = S == Scope::block ? 4 : 1;
 template <Scope S, Engine E, int Unroll, int Stages>
@@ -396,7 +395,7 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
       }
     }
   }
-  // Otherwise all that follows would be computed before the loop that the call is in, and kept in too many registers.
+  // Otherwise the rest would be computed before the loop around the call, in too many registers.
   dst = platform::opaque(dst), src = platform::opaque(src), bytes = platform::opaque(bytes);
   part.index = platform::opaque(part.index), part.threads = platform::opaque(part.threads);
   const detail::Cut cut(dst, src, bytes);

@@ -14,7 +14,7 @@
 //           word 2:  bit 0 parity | 1..41 signal word
 //           word 3:  value of the signal
 //
-// Kinds without a source and a signal need half a only; the consumer brings the parity of half b up to date for them.
+// Kinds without a source and a signal need half a only; the consumer updates the parity of half b for them.
 #pragma once
 
 #include "context.h"
@@ -108,7 +108,7 @@ TSN_DESCRIPTOR_FN bool adds(Command c) {
 // 1 in the first lap, so that zeroed slots are old. `mask` = capacity - 1, the capacity being a power of two.
 TSN_DESCRIPTOR_FN uint64_t parity_of(uint64_t position, uint64_t mask) { return (position & (mask + 1)) == 0; }
 
-// A signal word's number. One that is not aligned becomes the last number, which lies outside every heap.
+// A signal word's number. A misaligned one becomes the last number, which lies outside every heap.
 TSN_DESCRIPTOR_FN uint64_t signal_number(uint64_t offset) {
   return offset & 7 ? (uint64_t(1) << kSignalBits) - 1 : offset >> 3;
 }
@@ -150,7 +150,7 @@ TSN_DESCRIPTOR_FN Request decode(const Descriptor& d) {
 }
 
 // --- tickets -------------------------------------------------------------------------------------------------------
-// What flush and get return: the queue in the high 6 bits, the position modulo 2^58 below.
+// Ticket of a flush or get: the queue in the high 6 bits, the position modulo 2^58 below.
 constexpr int kTicketPositionBits = 58;
 constexpr uint64_t kTicketPositionMask = (1ull << kTicketPositionBits) - 1;
 

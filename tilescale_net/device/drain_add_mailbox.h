@@ -12,7 +12,7 @@ TSN_COLD void drain_add_mailbox(const Context* ctx, uint64_t* mailbox) {
   for (;;) {
     const uint64_t claimed = platform::load<Order::relaxed, MemScope::gpu>(mailbox + kAddMailboxClaimed);
     if (platform::load<Order::relaxed, MemScope::sys>(mailbox) == claimed) return;
-    platform::fence<MemScope::sys>(); // the entry, and what it announces, come after the count
+    platform::fence<MemScope::sys>(); // reads of the entry, and of its data, come after the count
     const uint64_t* entry = mailbox + kAddMailboxHeader + 2 * (claimed % kAddMailboxEntries);
     const uint64_t offset = platform::load<Order::relaxed, MemScope::sys>(entry);
     const uint64_t value = platform::load<Order::relaxed, MemScope::sys>(entry + 1);
@@ -32,7 +32,7 @@ TSN_DEVICE uint32_t n_add_mailboxes(const Context* ctx) {
   return platform::load_constant(&ctx->flags) >> kAddMailboxShift & kAddMailboxMask;
 }
 
-// Carries out the adds that the proxy has left; called by every poll of a signal word, unless there are no mailboxes.
+// Applies the proxy's adds; called by every poll of a signal word, unless there are no mailboxes.
 TSN_COLD void drain_add_mailboxes(const Context* ctx, uint32_t mailboxes) {
   uint64_t* mailbox = reinterpret_cast<uint64_t*>(platform::load_constant(&ctx->heap_base)) + kAddMailboxWords;
   for (uint32_t i = 0; i < mailboxes; i++, mailbox += kAddMailboxStride) {
@@ -41,8 +41,8 @@ TSN_COLD void drain_add_mailboxes(const Context* ctx, uint32_t mailboxes) {
   }
 }
 
-// The same, and returns when what other threads have claimed is carried out as well: every add that was left before the
-// call is in its word.
+// The same, and returns when adds that other threads have claimed are applied as well: every add from before the call
+// is in its word.
 TSN_COLD void settle_add_mailboxes(const Context* ctx, uint32_t mailboxes) {
   drain_add_mailboxes(ctx, mailboxes);
   uint64_t* mailbox = reinterpret_cast<uint64_t*>(platform::load_constant(&ctx->heap_base)) + kAddMailboxWords;

@@ -1,12 +1,12 @@
-// How a kernel gives up: one record for the host, one word that ends every wait. Nothing traps, because a trap would
-// take the CUDA context, and with it the evidence, away.
+// How a kernel gives up: one record for the host, one word that ends every wait. Nothing traps: a trap would destroy
+// the CUDA context, and with it the evidence.
 #pragma once
 
 #include "platform.h"
 
 namespace tsn {
 
-// Whether this PE gave up; a cheap look at a copy in device memory. After it no put and no signal is sent.
+// Whether this PE gave up; a cheap read of a copy in device memory. After that no put and no signal is sent.
 TSN_DEVICE bool aborted(const Context* ctx) { return platform::load_recent(&ctx->aborted) != 0; }
 
 // Makes the abort visible to every block of this PE.
@@ -14,9 +14,8 @@ TSN_DEVICE void set_aborted(const Context* ctx) {
   platform::store<Order::relaxed, MemScope::sys>(const_cast<uint64_t*>(&ctx->aborted), uint64_t(1));
 }
 
-// Records what went wrong, unless something else did before, and sets the abort word. The first writer claims the
-// record; `kind` comes last, so a reader that sees it sees the whole record. `comparison` is 1 + Compare of a wait,
-// else 0.
+// Records an error, unless there is one already, and sets the abort word. The first writer claims the record; `kind`
+// comes last, so a reader that sees it sees the whole record. `comparison` is 1 + Compare of a wait, else 0.
 TSN_COLD void fail(const Context* ctx, ErrorKind kind, Operation operation, int pe, const void* address,
                    uint64_t expected, uint64_t observed, uint64_t bytes, uint32_t comparison = 0) {
   if constexpr (platform::kDefersRemoteWrites) platform::gives_up();

@@ -1,4 +1,4 @@
-// Ordering and completion of what was put.
+// Ordering and completion of puts.
 #pragma once
 
 #include "address.h"
@@ -8,7 +8,7 @@ namespace tsn {
 
 namespace detail {
 
-// Which paths lead to the PE, or, with -1, to all; neither when it is no PE, which is reported.
+// Paths to the PE, or, with -1, to all; neither for an invalid PE, which is reported.
 struct Paths {
   bool direct, proxy;
 
@@ -31,8 +31,8 @@ TSN_DEVICE void complete_direct(const Context* ctx, int pe) {
 
 } // namespace detail
 
-// Orders the puts that happened before it ahead of the signals to the same PE that happen after it. It waits for
-// nothing on the proxy path. By one thread; pe = -1 means all PEs.
+// Orders the puts that happened before it ahead of the signals to the same PE that happen after it. On the proxy path
+// it does not wait. By one thread; pe = -1 means all PEs.
 TSN_DEVICE void fence(const Context* ctx, int pe) {
   enter<Scope::thread>(kOpFence, nullptr, 0, pe);
   const detail::Paths paths(ctx, kOpFence, pe);
@@ -44,7 +44,7 @@ TSN_DEVICE void fence(const Context* ctx, int pe) {
   if (paths.proxy) queue_fence(ctx, pe);
 }
 
-// Tickets of flushes that no queue takes part in: kDirectTickets plus 1 + pe. Queues never come to hand these out.
+// Tickets of flushes without a queue: kDirectTickets plus 1 + pe. Queues never reach these numbers.
 constexpr uint64_t kDirectTickets = ~uint64_t(0) << 32;
 
 // Begins to complete the puts to the PE, or with -1 to all, that happened before it; flush_wait ends that. By one
@@ -77,8 +77,8 @@ TSN_DEVICE void quiet(const Context* ctx, int pe) {
   if (paths.proxy) queue_wait(ctx, ticket, kOpQuiet);
 }
 
-// fence() and quiet() by all threads of the scope: the leader makes the call, after everything that any of them did
-// before, and none goes on before it has returned.
+// fence() and quiet() by all threads of the scope: the leader makes the call, after everything before it in any of
+// them, and none continues before it has returned.
 template <Scope S>
 TSN_DEVICE void fence(const Context* ctx, int pe) {
   scope_sync<S>();

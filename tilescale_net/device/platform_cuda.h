@@ -64,9 +64,9 @@ TSN_DEVICE uint64_t warp_broadcast(uint64_t v) {
   return __shfl_sync(0xffffffffu, (unsigned long long)v, 0);
 }
 
-// Two slots in turn save a second barrier: thread 0 writes a slot again only after a later call's barrier, and every
-// thread has read the slot before it came there. The barrier itself gives the turn, whose first value does not matter;
-// thread 0 looks at it before it computes, so that nothing comes between the result and the barrier.
+// Two slots in turn save a second barrier: thread 0 writes a slot again only after a later call's barrier, before
+// which every thread has read the slot. The barrier's parity gives the turn, whose first value does not matter;
+// thread 0 reads it before it computes, so that nothing comes between the result and the barrier.
 template <class F>
 TSN_DEVICE uint64_t block_broadcast(F f) {
   __shared__ uint64_t slot[2];
@@ -127,7 +127,7 @@ TSN_DEVICE T from_word(W w) {
   if constexpr (O == Order::order && S == MemScope::gpu) macro(#order ".gpu" TSN_SPACE);                               \
   if constexpr (O == Order::order && S == MemScope::sys) macro(#order ".sys.global");
 
-// At system scope addresses are global, which saves the hardware from finding out.
+// At system scope addresses are global, which saves the hardware the check.
 template <Order O, MemScope S, class T>
 TSN_DEVICE T load(const T* p) {
   static_assert(O != Order::release && O != Order::acq_rel, "a load cannot release");
@@ -156,8 +156,8 @@ TSN_DEVICE T load_constant(const T* p) {
 }
 
 // Through the read-only cache, whose lines outlive the acquires that empty the rest of L1: after a wait this costs a
-// third of a load from L2. The assembler moves such loads, too, and computes with them ahead of others; load_constant
-// is for those whose order matters. Only a volatile one stays behind the conditions that guard it.
+// third of a load from L2. The assembler may move such loads and their uses ahead of others; use load_constant if the
+// order matters. Only a volatile one stays behind the conditions that guard it.
 template <class T>
 TSN_DEVICE T load_invariant(const T* p) {
   detail::Register<T> w;
@@ -247,8 +247,8 @@ TSN_DEVICE void store_pair(void* p, uint64_t first, uint64_t second) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(first), "l"(second) : "memory");
 }
 
-// A constant addend is the same in all lanes: the assembler would add up for those that come together, and hand the
-// result around at once, which waits for it. It does not know that a lane's number is below 32.
+// With a constant addend, equal in all lanes, the assembler would aggregate over the lanes and distribute the result
+// at once, which waits for it. It does not know that a lane's number is below 32.
 TSN_DEVICE uint64_t add_one_ahead(uint64_t* p) {
   uint32_t lane;
   uint64_t old;

@@ -6,9 +6,9 @@ namespace tsn {
 namespace platform {
 
 // ------------------------------------------------------------------------------------------------- loads and stores
-// Predicates are written in PTX, because branches around unrolled accesses would keep them from overlapping. What is
-// not loaded becomes 0: a register that keeps its old value would be live through every loop around the copy, and the
-// unrolled rows of all copies together are more than fit. A constant condition costs nothing.
+// Predicates are written in PTX, because branches around unrolled accesses would prevent their overlap. Skipped loads
+// give 0: a register that keeps its old value would be live through every loop around the copy, and the unrolled rows
+// of all copies together would not fit. A constant condition costs nothing.
 
 #define TSN_LOAD_BELOW(type, register, constraint)                                                                     \
   asm volatile("{ .reg .pred p; setp.lt.s32 p, %2, %3; mov." register " %0, 0; "                                       \

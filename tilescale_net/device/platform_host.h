@@ -1,5 +1,5 @@
 // The platform of platform.h on a CPU: threads are fibers of the simulator, words that ranks share are host atomics,
-// and remote writes are handed to the simulator, which delivers them late. No other device header depends on either.
+// and the simulator delivers remote writes late. No other device header depends on either.
 #pragma once
 
 #include "context.h"
@@ -20,7 +20,7 @@ constexpr bool kDefersRemoteWrites = false;
 #else
 constexpr bool kDefersRemoteWrites = true;
 #endif
-constexpr uint32_t kPollsPerCheck = 4; // a poll is a turn of all other threads
+constexpr uint32_t kPollsPerCheck = 4; // a poll runs all other threads once
 constexpr uint32_t kWarpThreads = 32;
 constexpr bool kHasBulk = true;
 constexpr bool kHasAtomic16b = false; // no 16-byte atomic store
@@ -97,7 +97,7 @@ constexpr sim::Ordering ordering() {
           uint32_t(O == Order::volatile_ ? MemScope::sys : S)};
 }
 
-// Other threads may look at what is accessed, and run now and then; what other PEs look at is in the guarded heap.
+// Other threads may observe the access, and run now and then; memory observed by other PEs is in the guarded heap.
 template <MemScope S>
 TSN_DEVICE void on_shared_access(const char* name, const void* p, uint64_t bytes, sim::WordAccess access) {
   if constexpr (S == MemScope::sys) sim::api().remote->check(name, p, bytes);
@@ -121,14 +121,14 @@ TSN_DEVICE void store(T* p, T v) {
   __atomic_store_n(reinterpret_cast<WordOf<T>*>(p), detail::bits<WordOf<T>>(v), detail::host_order(O));
 }
 
-// A kernel's own loads of these orders look for what another thread writes: every one of them lets the others run.
+// A kernel's own loads with these orders poll for another thread's write: each lets the others run.
 template <Order O>
 TSN_DEVICE void before_ld() {
   if constexpr (O == Order::acquire || O == Order::volatile_) sim::turn_of_others();
 }
 
-// Reports the order, which the access itself does not: load and store also serve the package's own words, which report
-// what they order in other ways. Weak accesses are plain ones.
+// Reports the order, which the access itself does not: load and store also serve the package's own words, whose order
+// is reported elsewhere. Weak accesses are plain ones.
 template <Order O, MemScope S, class T>
 TSN_DEVICE void after_ld(const T* p) {
   if constexpr (O == Order::weak) return sim::note_load(p, sizeof(T), "a word", p);
@@ -153,7 +153,7 @@ TSN_DEVICE T load_invariant(const T* p) {
 TSN_DEVICE uint64_t load_invariant_here(const uint64_t* p) { return *p; }
 TSN_DEVICE uint64_t load_recent(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 
-// A GPU refuses addresses that are no multiple of the access.
+// A GPU rejects misaligned addresses.
 template <class T>
 TSN_DEVICE void check_aligned(const T* p) {
   if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) sim::api().trap("misaligned address");
@@ -183,7 +183,7 @@ TSN_DEVICE void store_data_below(T* p, T v, int at, int limit) {
   if (at < limit) store_data(p, v);
 }
 
-// Consumers read each 8-byte word of a descriptor on its own and look at the first one first.
+// Consumers read each 8-byte word of a descriptor separately, the first one first.
 TSN_DEVICE void store_16b(Vec16* p, Vec16 v) {
   uint64_t w[2];
   memcpy(w, &v, sizeof(v));
@@ -266,7 +266,7 @@ TSN_DEVICE T opaque(T v) {
 // ------------------------------------------------------------------------------------------------------------- time
 
 TSN_DEVICE uint64_t timer_ns() {
-  if (sim::self().scheduled) return 32; // whether a wait has seen its signal does not depend on the time
+  if (sim::self().scheduled) return 32; // the result of a wait does not depend on time
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec);

@@ -8,8 +8,8 @@ namespace platform {
 
 namespace detail {
 
-// An mbarrier: the phases that have ended, the bytes that the running one expects, and the loads that it counts. A load
-// happens when a thread waits for it, so that reading a stage too early finds what was there before.
+// An mbarrier: the phases that have ended, the bytes that the running one expects, and the loads that it counts. A
+// load happens when a thread waits for it, so a premature read of a stage finds the old data.
 struct Stage {
   struct Load {
     void* shared;
@@ -114,11 +114,11 @@ constexpr sim::Number number_of() {
 
 } // namespace detail
 
-// An access that happens at once, behind what a fence, or the same word, orders before it.
+// An immediate access, after operations that a fence, or the same word, orders before it.
 TSN_DEVICE void reach(const void* word, bool changes) { sim::api().remote->reach(word, changes); }
 
-// An atomic whose result nobody uses happens later, like a signal. Others, and those on this PE's own memory, are done
-// when they return; they may overtake every put all the same.
+// An atomic with an unused result happens later, like a signal. Others, and those on this PE's own memory, are done
+// when they return; they may still overtake every put.
 template <class T>
 TSN_DEVICE bool defer_atomic(const Context*, AtomicOp op, T* dst, T* peer, T value, int pe, T* old) {
   if (dst == peer) sim::note_local(peer, sizeof(T), sim::LocalAccess::atomic, nullptr);
@@ -174,7 +174,7 @@ TSN_DEVICE void inspect(Operation operation, const void* local, int64_t bytes) {
 
 TSN_DEVICE bool defer_fence(const Context*, int pe) {
   sim::api().remote->fence(pe);
-  return false; // the caller's own writes to mapped memory need the host's fence besides
+  return false; // the caller's own writes to mapped memory also need the host's fence
 }
 TSN_DEVICE bool defer_quiet(const Context*, int pe) {
   sim::api().remote->quiet(pe);

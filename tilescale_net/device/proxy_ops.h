@@ -1,8 +1,8 @@
-// Operations that the proxy carries out: puts, gets, signals, fences and flushes as descriptors in a device queue.
+// Operations through the proxy: puts, gets, signals, fences and flushes as descriptors in a device queue.
 //
-// PEs and addresses have been checked by the caller; the proxy checks them again. Calls return at once when the job is
-// aborted while they wait, and report kQueueTimeout or kFlushTimeout when the deadline passes. `publish = false` leaves
-// out the fence that publishes payload, see queue.h.
+// The caller has checked PEs and addresses; the proxy checks them again. Calls return at once if the job is aborted
+// while they wait, and report kQueueTimeout or kFlushTimeout after the deadline. `publish = false` omits the fence
+// that publishes payload, see queue.h.
 #pragma once
 
 #include "queue.h"
@@ -11,12 +11,12 @@ namespace tsn {
 
 namespace detail {
 
-// Data that fit the descriptor itself spare the proxy a copy out of GPU memory, which takes longer than all the rest.
+// Data that fit the descriptor save the proxy's copy out of GPU memory, the longest step.
 // The size if they do: one naturally aligned machine word of the heap; else 0.
 TSN_DEVICE int inline_bytes(const Context* ctx, const void* dst, const void* src, int64_t bytes) {
   if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) return 0;
   const uint64_t offset = reinterpret_cast<uint64_t>(src) - platform::load_invariant(&ctx->heap_base);
-  const bool inside = offset < platform::load_invariant(&ctx->heap_bytes); // else the proxy is to refuse it
+  const bool inside = offset < platform::load_invariant(&ctx->heap_bytes); // else the proxy rejects it
   const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src);
   return inside && (bits & uint64_t(bytes - 1)) == 0 ? int(bytes) : 0;
 }
@@ -40,7 +40,7 @@ TSN_DEVICE void queue_put_value(const Context* ctx, void* dst, uint64_t value, i
 
 namespace detail {
 
-// Puts of nothing, puts that fit their descriptor, and puts that need more than one.
+// Empty puts, puts that fit their descriptor, and puts that need more than one.
 template <bool publish>
 TSN_COLD void queue_put_inline_or_split(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   const int small = inline_bytes(ctx, dst, src, bytes);
@@ -57,10 +57,10 @@ TSN_COLD void queue_put_inline_or_split(const Context* ctx, void* dst, const voi
 
 } // namespace detail
 
-// Copies `bytes` bytes from local `src` to where `dst` lies on the PE.
+// Copies `bytes` bytes from local `src` to the PE's `dst`.
 template <bool publish = true>
 TSN_DEVICE void queue_put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
-  constexpr uint64_t kLeast = 9; // what may not fit a descriptor
+  constexpr uint64_t kLeast = 9; // sizes that may not fit a descriptor
   const bool plain = uint64_t(bytes) - kLeast <= kMaxDescriptorBytes - kLeast;
   Request r = {Command::put, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src),
                uint64_t(bytes)};
@@ -88,7 +88,7 @@ TSN_DEVICE void queue_signal(const Context* ctx, uint64_t* sig, uint64_t value, 
 
 namespace detail {
 
-// All of a put_signal but what one descriptor holds: a fence brings it before the signal. Its bytes.
+// All of a put_signal except its last descriptor: a fence orders it before the signal. Returns its bytes.
 template <bool publish>
 TSN_COLD uint64_t queue_put_head(const Context* ctx, void* dst, const void* src, uint64_t bytes, int pe) {
   const uint64_t head = (bytes - 1) / kMaxDescriptorBytes * kMaxDescriptorBytes;
@@ -131,7 +131,7 @@ TSN_DEVICE void queue_put_signal(const Context* ctx, void* dst, const void* src,
   detail::queue_push<publish>(ctx, detail::queue_of(ctx, pe), kOpPutSignal, r);
 }
 
-// A ticket for the completion, at the targets, of everything pushed before: to the PE, or with pe = -1 to all.
+// A ticket for the completion, at the targets, of all earlier pushes: to the PE, or with pe = -1 to all.
 TSN_COLD uint64_t queue_flush(const Context* ctx, int pe) {
   const uint32_t n = platform::load_invariant(&ctx->n_queues);
   Request r = {Command::flush, pe < 0 ? kAllPes : uint32_t(pe)};
@@ -151,7 +151,7 @@ TSN_COLD uint64_t queue_flush(const Context* ctx, int pe) {
   return r.value;
 }
 
-// Copies `bytes` bytes from where `src` lies on the PE to local `dst`; the ticket is complete when they are there.
+// Copies `bytes` bytes from the PE's `src` to local `dst`; the ticket completes when they have arrived.
 template <bool publish = true>
 TSN_DEVICE uint64_t queue_get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   Request r = {Command::get, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src)};

@@ -1,4 +1,4 @@
-// Pushes in bulk: by the leader of a block, and by other warps until the leader's ring has got its first data.
+// Bulk pushes: by the leader of a block, and by other warps until the leader's ring has its first data.
 #pragma once
 
 #include "address.h"
@@ -6,7 +6,7 @@
 
 namespace tsn {
 
-// Whether a push goes in bulk. (Not one whose first tile is complete: threads that take all of it at once need no
+// Whether a push goes in bulk. (Not if the first tile is complete: threads that take everything at once need no
 // ring.)
 template <Engine E, class Tile>
 TSN_DEVICE bool goes_in_bulk(const Tile& tile, const void* dst, const void* src, int64_t bytes) {
@@ -23,13 +23,13 @@ TSN_DEVICE bool may_push(const PeerAccess& access, Operation operation, const vo
 
 } // namespace detail
 
-// The prologue of an aligned push in bulk is pushed by the warps beside the leader's: what they load is there after
-// half the time that a ring needs for its first stage, and until then nothing would leave the multiprocessor. Rows of
-// 16 bytes for each of their threads; 0 for none. (With 1024 threads, of low unroll, it takes as long as it saves.)
+// Warps beside the leader's push the prologue of an aligned bulk push: their loads return in half the time that a
+// ring needs for its first stage, and until then nothing would leave the SM. Rows of 16 bytes for each of their
+// threads; 0 for none. (With 1024 threads, of low unroll, it takes as long as it saves.)
 template <Engine E, int Unroll>
 constexpr int kPrologueRows = E == Engine::automatic && Unroll >= 8 ? Unroll / 4 : 0;
 
-// How many bytes that is.
+// Bytes of the prologue.
 template <int Rows>
 TSN_DEVICE uint32_t prologue_bytes(const void* dst, const void* src, int64_t bytes) {
   const uint32_t warps = platform::block_threads() / platform::kWarpThreads;
@@ -61,18 +61,17 @@ TSN_COLD void push_prologue(const Context* ctx, Operation operation, void* dst, 
 
 constexpr uint64_t kNotPushed = ~uint64_t(0);
 
-// Copies `bytes` but the first `done` to where `dst` lies on the PE, whose heap lies that far from this one's: what is
-// returned. kNotPushed: PeerAccess::may_proceed() returned false, and nothing was written. With a signal word, that is
-// checked too.
+// Copies `bytes` but the first `done` to the PE's `dst`; returns the distance of the PE's heap from this one.
+// kNotPushed: PeerAccess::may_proceed() returned false, and nothing was written. A signal word is checked too.
 //
-// Out of line, because what a kernel's small messages wait for should stay in few registers and close together.
+// Out of line: code on the path of small messages should use few registers and stay close together.
 template <int Stages, int StageBytes>
 TSN_COLD uint64_t push_bulk(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
                             const uint64_t* sig, void* ring, uint32_t done) {
   const char* from = (const char*)src + done;
   const detail::Cut cut((char*)dst + done, from, uint64_t(bytes - done));
   BulkCopy<Stages, StageBytes> copy(from + cut.head, cut.body, (char*)ring, (char*)dst + done + cut.head);
-  const PeerAccess access(ctx, pe); // its loads come before the copy's: all are on their way together
+  const PeerAccess access(ctx, pe); // its loads come before the copy's: all are in flight together
   copy.begin();
   if (TSN_UNLIKELY(!detail::may_push(access, operation, dst, bytes, sig))) {
     copy.cancel();
@@ -84,7 +83,7 @@ TSN_COLD uint64_t push_bulk(const Context* ctx, Operation operation, void* dst, 
   return access.base - access.heap_base;
 }
 
-// The whole of it, by all threads of a block; what push_bulk() returns, to the leader. The bytes are stored when the
+// All of it, by all threads of a block; returns push_bulk()'s result to the leader. The bytes are stored when the
 // block is synchronised after.
 template <Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE uint64_t push_bulk_by_block(const Context* ctx, Operation operation, void* dst, const void* src,

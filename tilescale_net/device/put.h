@@ -11,7 +11,7 @@ namespace tsn {
 
 namespace detail {
 
-// A put that PeerAccess::may_proceed() did not let through, by the leader: to a PE that is not mapped, or none at all.
+// A put rejected by PeerAccess::may_proceed(), by the leader: to an unmapped PE, or none at all.
 TSN_COLD void put_by_proxy_or_fail(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   const PeerAccess access(ctx, pe);
   if (access.validate<Scope::thread>(kOpPut, dst, bytes) && !access.aborted) queue_put(ctx, dst, src, bytes, pe);
@@ -28,7 +28,7 @@ template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   FirstTile<S, kFirstTileRows<S>> tile(dst, src, bytes, kTileBeforeLongCopy<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Stages>(bytes);
-  scope_enter<S>(kOpPut, dst, src, bytes, pe); // what the scope wrote to the source is sent
+  scope_enter<S>(kOpPut, dst, src, bytes, pe); // the scope's writes to the source are sent
   if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return;
   if constexpr (kMayPushInBulk<S, E, Stages>) {
     if (TSN_UNLIKELY(goes_in_bulk<E>(tile, dst, src, bytes))) {
@@ -39,7 +39,7 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
       return;
     }
   }
-  tile.load(src); // first, so that nothing that waits for the access comes before it
+  tile.load(src); // first, before anything that waits for the access
   const PeerAccess access(ctx, pe);
   if (TSN_UNLIKELY(!access.may_proceed<S>(kOpPut, dst, bytes))) {
     if (scope_leader<S>()) detail::put_by_proxy_or_fail(ctx, dst, src, bytes, pe);
@@ -55,7 +55,7 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
   copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, tile.bytes);
 }
 
-// Keeps `value` from taking part in the deduction of T.
+// Excludes `value` from the deduction of T.
 template <class T>
 struct Value {
   using type = T;
@@ -78,7 +78,7 @@ TSN_DEVICE void put_value(const Context* ctx, T* dst, typename Value<T>::type va
 }
 
 // --- puts from shared memory -----------------------------------------------------------------------------------------
-// Puts whose source is shared memory: a tile goes to mapped memory of a PE without a stay in global memory.
+// Puts whose source is shared memory: a tile goes straight to mapped memory of a PE.
 //
 // The source is read during the call, by the threads that store it: after a barrier of the scope it may be written
 // again. A PE that is not mapped is an error, because the fabric reads symmetric memory only.
@@ -113,7 +113,7 @@ template <Scope S, SignalOp Op>
 TSN_DEVICE void push_shared(const Context* ctx, char* dst, const char* src, int64_t bytes, int pe, uint64_t* sig,
                             uint64_t value) {
   const Operation operation = sig == nullptr ? kOpPut : kOpPutSignal;
-  scope_enter<S>(operation, dst, src, bytes, pe, sig, value, Op); // what the scope wrote to the source is sent
+  scope_enter<S>(operation, dst, src, bytes, pe, sig, value, Op); // the scope's writes to the source are sent
   const PeerAccess access(ctx, pe);
   const bool fine =
       sig == nullptr ? access.validate<S>(operation, dst, bytes) : access.validate<S>(operation, dst, bytes, sig);
@@ -176,9 +176,9 @@ TSN_COLD void get_by_proxy(const Context* ctx, void* dst, const void* src, int64
 // return. By all threads of the scope with equal arguments; `ring` as for put.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  // The ends are aligned alike here and there: every heap begins on a page.
+  // Both ends have equal alignment: every heap begins on a page.
   FirstTile<S> tile(dst, src, bytes);
-  scope_enter<S>(kOpGet, dst, src, bytes, pe); // threads that still read the destination have done so
+  scope_enter<S>(kOpGet, dst, src, bytes, pe); // waits for threads that still read the destination
   if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return scope_sync<S>();
   const PeerAccess access(ctx, pe);
   if (TSN_LIKELY(access.validate<S>(kOpGet, src, bytes))) {

@@ -1,20 +1,19 @@
 // Pushing descriptors to the proxy, and waiting for its tickets; csrc/proxy/queue.h is the consumer's half.
 //
 // A push claims a position with one atomic add on the queue's head (device memory), makes sure that the position has
-// left the queue's previous lap, and writes the slot with one or two 16-byte stores. Whether there is room is read from
-// a copy of the tail in device memory; the tail itself, in host memory and so five times as far away, is read only when
-// the queue is full by the copy. Lanes of a warp that push to the same queue together claim their positions with one
-// atomic.
+// left the queue's previous lap, and writes the slot with one or two 16-byte stores. It looks for room in a copy of
+// the tail in device memory; the tail itself, in host memory and five times as far away, is read only if the queue is
+// full by the copy. Lanes of a warp that push to the same queue together claim their positions with one atomic.
 //
-// Publication: what the calling thread wrote or has observed before the push (its block's writes, after a barrier) is
-// visible to every reader of what the descriptor names. One fence per push does that (kPublishScope); it runs beside
-// the atomic. `publish = false` leaves it out, for a batch of pushes behind one fence of the caller's own, and for
-// descriptors without payload.
+// Publication: the calling thread's writes, and writes that it has observed before the push (its block's, after a
+// barrier), are visible to every reader of the descriptor's data. One fence per push does that (kPublishScope); it
+// runs beside the atomic. `publish = false` omits it, for a batch of pushes behind one fence of the caller's own, and
+// for descriptors without payload.
 //
 // All operations to one PE go to one queue, so the proxy sees a PE's operations in one order, whichever thread pushed
 // them.
-// PEs and addresses have been checked by the caller; the proxy checks them again. Calls return at once when the job is
-// aborted while they wait, and report kQueueTimeout or kFlushTimeout when the deadline passes.
+// The caller has checked PEs and addresses; the proxy checks them again. Calls return at once if the job is aborted
+// while they wait, and report kQueueTimeout or kFlushTimeout after the deadline.
 #pragma once
 
 #include "descriptor.h"
@@ -22,12 +21,12 @@
 
 namespace tsn {
 
-// Scope of the fence that publishes payload. A payload lies in this GPU's own heap, the proxy refuses others, and a NIC
-// or a copy engine reads it where the fence at GPU scope has put it: in L2, through which all accesses to this GPU's
-// memory go. NVSHMEM and DeepEP (ibgda_device.cuh, v1.2.1) order requests in GPU memory before a NIC's doorbell like
-// this. A fence at system scope would also wait for the descriptors that went to host memory before, which take
-// longest: on an H200 one thread publishes 2.1 M pushes/s with this one and, before it had other savings, 0.51 with
-// that.
+// Scope of the fence that publishes payload. A payload lies in this GPU's own heap, the proxy rejects others, and a
+// NIC or a copy engine reads it where the fence at GPU scope has put it: in L2, through which all accesses to this
+// GPU's memory go. NVSHMEM and DeepEP (ibgda_device.cuh, v1.2.1) order requests in GPU memory before a NIC's doorbell
+// in this way. A fence at system scope would also wait for earlier descriptors in host memory, which take longest: on
+// an H200 one thread publishes 2.1 M pushes/s with GPU scope and, before it had other savings, 0.51 with system
+// scope.
 #ifndef TSN_PUBLISH_SCOPE
 #define TSN_PUBLISH_SCOPE gpu
 #endif
@@ -42,7 +41,7 @@ TSN_DEVICE uint32_t queue_of(const Context* ctx, int pe) {
   return uint32_t(pe) - quotient * platform::load_invariant(&ctx->n_queues);
 }
 
-// Where there is no proxy there are no views either: they are read behind the condition that leads here, no earlier.
+// Without a proxy there are no views: they are read behind the condition that leads here, no earlier.
 TSN_DEVICE const QueueView* queue_view(const Context* ctx, uint32_t queue) {
   return reinterpret_cast<const QueueView*>(platform::load_invariant(&ctx->queues)) + queue;
 }
@@ -54,13 +53,13 @@ TSN_DEVICE uint64_t* queue_head(const Context* ctx, uint32_t queue) {
          int(queue) * kQueueWordsStride;
 }
 
-// What else a push needs of its queue, loaded at once, while the atomic is on its way.
+// A push's other data of its queue, loaded at once, while the atomic is in flight.
 struct QueuePush {
   uint64_t* tail_cache;
   const uint64_t* tail;
   char* slots;
-  uint64_t known_tail;     // the device's copy, which may be old
-  uint64_t known_end;      // the last position that has room for all that is known here
+  uint64_t known_tail;     // the device's copy, which may be stale
+  uint64_t known_end;      // the last position known to have room
   uint32_t mask, capacity; // the host's queues have at most 2^31 slots
 
   TSN_DEVICE QueuePush(const Context* ctx, uint32_t queue, uint64_t* head) : tail_cache(head + kTailCacheWord) {
@@ -71,7 +70,7 @@ struct QueuePush {
     mask = uint32_t(platform::load_invariant_here(&view->mask));
   }
 
-  // Keeps what is computed from the loads behind this place: after the atomic, which would wait for them otherwise.
+  // Keeps computations from the loads behind this place: after the atomic, which would otherwise wait for them.
   TSN_DEVICE void pin_loads() {
     slots = platform::opaque(slots);
     mask = platform::opaque(mask);
@@ -79,11 +78,11 @@ struct QueuePush {
     known_end = platform::opaque(platform::opaque(known_tail) + mask);
   }
 
-  // Below zero: for all that is known here, the claimed position is still taken by the queue's previous lap.
+  // Below zero: as far as known here, the queue's previous lap still holds the claimed position.
   TSN_DEVICE int room(uint64_t position) const { return int((known_end - position) >> 32); }
 };
 
-// What does not fit the field becomes the highest offset, which no heap holds: the proxy refuses it.
+// An offset too large for the field becomes the highest one, which no heap holds: the proxy rejects it.
 TSN_DEVICE uint64_t queue_offset(const Context* ctx, const void* p) {
   const uint64_t offset = reinterpret_cast<uint64_t>(p) - platform::load_invariant(&ctx->heap_base);
   return offset < kMaxOffset ? offset : kMaxOffset;
@@ -105,7 +104,7 @@ TSN_COLD bool queue_wait_for_room(const Context* ctx, uint64_t* tail_cache, cons
   return room;
 }
 
-// Claims positions for all calling lanes with one atomic. What they publish is published while it is on its way.
+// Claims positions for all calling lanes with one atomic, and publishes their data while it is in flight.
 template <bool publish>
 TSN_DEVICE uint64_t queue_claim_together(const Context* ctx, uint64_t* head, uint32_t lanes) {
   const uint32_t self = 1u << platform::lane();
@@ -138,7 +137,7 @@ TSN_DEVICE void queue_store(const QueuePush& push, uint64_t position, Command co
 TSN_DEVICE uint64_t queue_fill(const Context* ctx, QueuePush& push, uint32_t queue, uint64_t position,
                                Operation operation, const Request& request, const Descriptor& d) {
   push.pin_loads();
-  // As a rule there is room, and the stores do not wait for a branch.
+  // Usually there is room, and the stores do not wait for a branch.
   const int room = push.room(position);
   queue_store(push, position, request.command, d, room);
   if (TSN_UNLIKELY(room < 0)) {
@@ -149,7 +148,7 @@ TSN_DEVICE uint64_t queue_fill(const Context* ctx, QueuePush& push, uint32_t que
   return make_ticket(queue, position);
 }
 
-// The descriptor, put together where this is called: while the atomic is on its way, not before it leaves.
+// The descriptor, built where this is called: while the atomic is in flight, not before it leaves.
 TSN_DEVICE Descriptor describe(Request r) {
   r.pe = platform::opaque(r.pe);
   if (has_second_half(r.command)) r.second = platform::opaque(r.second), r.bytes = platform::opaque(r.bytes);
@@ -165,16 +164,16 @@ template <bool publish>
 TSN_DEVICE uint64_t queue_push_single_lane(const Context* ctx, uint32_t queue, Operation operation,
                                            const Request& request, uint32_t lanes) {
   uint64_t* head = queue_head(ctx, queue);
-  // Adds 1, but not as a constant: the assembler would turn that into an atomic of the whole warp, and its shuffles
-  // would wait for the answer before what follows begins.
+  // Adds 1, but not as a constant: the assembler would turn that into a warp-wide atomic, whose shuffles would wait
+  // for the answer before later work begins.
   const uint64_t one = lanes >> platform::lane();
   uint64_t position = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(head, one);
   QueuePush push(ctx, queue, head);
   const Descriptor d = describe(request);
   if (publish) {
     platform::fence<kPublishScope>();
-    // Adds 0, this lane is active, but that is not known before the fence: else the assembler would compute with the
-    // position, and wait for it, ahead of the fence.
+    // Adds 0: this lane is active, but that is unknown before the fence. Otherwise the assembler would compute with
+    // the position, and wait for it, ahead of the fence.
     position += platform::popcount(platform::active_lanes() & lanes) - 1;
   }
   return queue_fill(ctx, push, queue, position, operation, request, d);
@@ -217,7 +216,7 @@ TSN_DEVICE void queue_publish() { platform::fence<kPublishScope>(); }
 
 namespace detail {
 
-// The word that shows when the operation of the ticket is complete.
+// The word that shows the completion of the ticket's operation.
 TSN_DEVICE const uint64_t* queue_done(const Context* ctx, uint64_t ticket) {
   const QueueView* q = queue_view(ctx, ticket_queue(ticket));
   const uint64_t slot = (ticket & kTicketPositionMask) & platform::load_invariant_here(&q->mask);

@@ -1,4 +1,4 @@
-// Rows that lie apart: a box of a matrix, one of its columns, the faces of a grid.
+// Strided rows: a box of a matrix, one of its columns, the faces of a grid.
 //
 // A row is contiguous; the pitch is the distance from the beginning of one row to that of the next, in bytes, at the
 // target and at the source. Over mapped memory all threads of the scope share the units of all rows; through the proxy
@@ -16,13 +16,13 @@ struct Rows {
   int64_t dst_pitch, src_pitch;
 
   TSN_DEVICE bool empty() const { return rows <= 0 || bytes <= 0; }
-  // From the first byte of the first row to the last one of the last, 0 when there is nothing.
+  // From the first byte of the first row to the last one of the last, 0 if empty.
   TSN_DEVICE int64_t span(int64_t pitch) const { return empty() ? 0 : (rows - 1) * pitch + bytes; }
 };
 
 namespace detail {
 
-// Where a thread is among the units of all rows: how far from the beginnings of both ends.
+// A thread's position among the units of all rows: its offsets from both ends.
 struct RowCursor {
   uint64_t column; // bytes from the beginning of the row
   int64_t dst, src;
@@ -32,7 +32,7 @@ struct RowCursor {
 template <int U, class T>
 TSN_DEVICE void copy_row_units(char* dst, const char* src, const Rows& r, Part part) {
   const uint64_t per_row = uint64_t(r.bytes) / sizeof(T), total = per_row * uint64_t(r.rows);
-  // Units that a thread goes on by: some whole rows, and some units more.
+  // A thread's stride in units: some whole rows, and some units more.
   uint32_t step_rows = 0, step = part.threads, first_row = 0, first = part.index;
   if (per_row <= part.threads) {
     const uint32_t width = uint32_t(per_row);
@@ -91,8 +91,7 @@ TSN_DEVICE void row_pushers_sync() {
   platform::lanes_sync(threads < platform::kWarpThreads ? (1u << threads) - 1 : ~0u);
 }
 
-// Rows that PeerAccess::may_proceed() did not let through, by the pushers. With a signal word: and the signal, in this
-// order.
+// Rows rejected by PeerAccess::may_proceed(), by the pushers. With a signal word: also the signal, in this order.
 template <Scope S, SignalOp Op>
 TSN_COLD void put_rows_by_proxy_or_fail(const Context* ctx, char* dst, const char* src, Rows r, int pe, uint64_t* sig,
                                         uint64_t value) {
@@ -178,7 +177,7 @@ template <Scope S, int Unroll>
 TSN_DEVICE void get_rows(const Context* ctx, void* dst, const void* src, int64_t rows, int64_t bytes, int64_t dst_pitch,
                          int64_t src_pitch, int pe) {
   const Rows r = {rows, bytes, dst_pitch, src_pitch};
-  // Threads that still read the destination have done so.
+  // Waits for threads that still read the destination.
   scope_enter<S>(kOpGet, dst, src, r.empty() ? 0 : bytes, pe, nullptr, 0, SignalOp::set, rows, dst_pitch, src_pitch);
   const PeerAccess access(ctx, pe);
   if (TSN_LIKELY(access.validate<S>(kOpGet, src, r.span(src_pitch)))) {

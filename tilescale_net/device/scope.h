@@ -29,7 +29,7 @@ TSN_DEVICE uint64_t scope_broadcast(F f) {
   return f();
 }
 
-// The calling thread's place in its scope, and how many take part.
+// The calling thread's index in its scope, and the size of the scope.
 struct Part {
   uint32_t index, threads;
 };
@@ -40,8 +40,8 @@ TSN_DEVICE Part scope_part() {
   return {0, 1};
 }
 
-// The start of a call in which the scope meets: orders memory among its threads. A platform that checks calls learns
-// what each thread requests, and from the leader what is about to happen.
+// The start of a call in which the scope meets: orders memory among its threads. A platform that checks calls gets
+// each thread's request, and from the leader the operation that follows.
 template <Scope S>
 TSN_DEVICE void scope_enter(Operation operation, const void* dst, const void* src, int64_t bytes, int pe,
                             const uint64_t* sig = nullptr, uint64_t value = 0, SignalOp op = SignalOp::set,
@@ -76,7 +76,7 @@ TSN_DEVICE bool scope_deferred(Offer offer) {
 // --- ranges ----------------------------------------------------------------------------------------------------------
 // Ranges that a kernel's author names, for the timeline of TSN_TRACE. A warp's first lane draws them.
 
-// Nothing is left of them on a GPU, but where a trace is written: see traced_calls.h.
+// On a GPU they are empty except in a trace: see traced_calls.h.
 TSN_DEVICE void range_begin(const Context*) {
   if constexpr (platform::kDefersRemoteWrites)
     if (scope_leader<Scope::warp>()) platform::range_begins();

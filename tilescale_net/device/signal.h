@@ -13,8 +13,7 @@ TSN_COLD void signal_by_proxy(const Context* ctx, uint64_t* sig, uint64_t value,
   if (fenced) queue_fence(ctx, pe);
   queue_signal<false>(ctx, sig, value, pe, op);
 }
-// A put_signal that PeerAccess::may_proceed() did not let through, by the leader: to a PE that is not mapped, or none
-// at all.
+// A put_signal rejected by PeerAccess::may_proceed(), by the leader: to an unmapped PE, or none at all.
 template <SignalOp Op>
 TSN_COLD void put_signal_by_proxy_or_fail(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
                                           uint64_t* sig, uint64_t value) {
@@ -23,7 +22,7 @@ TSN_COLD void put_signal_by_proxy_or_fail(const Context* ctx, void* dst, const v
     queue_put_signal(ctx, dst, src, bytes, pe, sig, value, Op);
 }
 
-// Changes a signal word after everything that happened before. A release covers what other threads did before a barrier
+// Changes a signal word after everything that happened before. A release covers other threads' work before a barrier
 // with the calling thread, so one thread can send the signal of a whole block.
 template <SignalOp Op>
 TSN_DEVICE void release_signal(uint64_t* word, uint64_t value) {
@@ -31,9 +30,9 @@ TSN_DEVICE void release_signal(uint64_t* word, uint64_t value) {
   else platform::add_release(word, value);
 }
 
-// signal() for a PE that was found, an address that was checked or belongs to the package, and a caller that has made
-// the platform's fence at system scope. Where memory is mapped, that fence orders earlier puts too; elsewhere, and in
-// the simulator, `Fence` does.
+// signal() for a known PE, an address that was checked or belongs to the package, and a caller that has made the
+// platform's fence at system scope. For mapped memory that fence orders earlier puts too; otherwise, and in the
+// simulator, `Fence` does.
 template <SignalOp Op, bool Fence = false>
 TSN_DEVICE void send_signal(const PeerAccess& access, uint64_t* sig, uint64_t value) {
   if (TSN_UNLIKELY(access.aborted)) return;
@@ -46,8 +45,8 @@ TSN_DEVICE void send_signal(const PeerAccess& access, uint64_t* sig, uint64_t va
   else platform::add_relaxed(peer, value);
 }
 
-// Data and signal in one store, where they share an aligned packet of 16 bytes: no reader sees one without the other,
-// so the signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
+// Data and signal in one store, if they share an aligned packet of 16 bytes: no reader sees one without the other, so
+// the signal need not wait for the data. The store orders nothing else, like put_signal.
 template <SignalOp Op, class Tile>
 TSN_DEVICE bool fits_packet(const Tile& tile, const void* dst, const uint64_t* sig) {
   const uint64_t apart = reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(sig);
@@ -66,7 +65,7 @@ TSN_DEVICE void put_signal_one_warp(Tile& tile, const Context* ctx, void* dst, c
                                     uint64_t* sig, uint64_t value) {
   const bool leader = scope_leader<S>(), single_lane = tile.bytes <= tile.unit;
   if (single_lane && !leader) return;
-  tile.load(src); // first, so that nothing that waits for the access comes before it
+  tile.load(src); // first, before anything that waits for the access
   const PeerAccess access(ctx, pe);
   if (TSN_UNLIKELY(!access.may_proceed<Scope::thread>(kOpPutSignal, dst, bytes, sig))) {
     if (leader) put_signal_by_proxy_or_fail<Op>(ctx, dst, src, bytes, pe, sig, value);
@@ -81,9 +80,9 @@ TSN_DEVICE void put_signal_one_warp(Tile& tile, const Context* ctx, void* dst, c
 
 } // namespace detail
 
-// Sets or adds to a signal word of the PE, after everything that the calling thread did before and, by way of barriers,
-// others did. With `Fence` also after all puts to the PE that happened before, as if fence() came first, of which this
-// takes a half on the direct path. By one thread.
+// Sets or adds to a signal word of the PE, after everything that the calling thread and, through barriers, others did
+// before. With `Fence` also after all earlier puts to the PE, as if fence() came first, at half its cost on the
+// direct path. By one thread.
 template <SignalOp Op, bool Fence = false>
 TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
   if constexpr (Fence) enter<Scope::thread>(kOpFence, nullptr, 0, pe);
@@ -94,14 +93,14 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
     detail::send_signal<Op, Fence>(access, sig, value);
 }
 
-// The same by all threads of the scope, after everything that any of them did before; the leader sends it.
+// The same by all threads of the scope, after everything before it in any of them; the leader sends it.
 template <Scope S, SignalOp Op, bool Fence>
 TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
   scope_sync<S>();
   if (scope_leader<S>()) signal<Op, Fence>(ctx, sig, value, pe);
 }
 
-// Puts `bytes` and, when they are there, changes the PE's signal word. By all threads of the scope with equal
+// Puts `bytes` and, after their arrival, changes the PE's signal word. By all threads of the scope with equal
 // arguments.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
@@ -109,7 +108,7 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
   FirstTile<S, kFirstTileRows<S>, platform::kWarpThreads> tile(dst, src, bytes,
                                                                kTileBeforeLongCopy<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Stages>(bytes);
-  scope_enter<S>(kOpPutSignal, dst, src, bytes, pe, sig, value, Op); // what the scope wrote to the source is sent
+  scope_enter<S>(kOpPutSignal, dst, src, bytes, pe, sig, value, Op); // the scope's writes to the source are sent
   const bool leader = scope_leader<S>();
   if (!platform::kDefersRemoteWrites && TSN_LIKELY(tile.fits_one_warp())) {
     if (S == Scope::block && platform::thread_index() >= platform::kWarpThreads) return;

@@ -1,4 +1,4 @@
-// Waiting with an end: every spin of the package goes through here.
+// Bounded waiting: every spin of the package goes through here.
 #pragma once
 
 #include "error.h"
@@ -23,7 +23,7 @@ TSN_COLD DeadlineCheck check_deadline(const Context* ctx, uint64_t start) {
   return {now - start > platform::load_constant(&ctx->timeout_ns) ? Deadline::expired : Deadline::pending, start};
 }
 
-// What a spin waits for, as reports name it; see wait_begins in platform.h.
+// The subject of a spin in reports; see wait_begins in platform.h.
 struct SpinSubject {
   Operation operation;
   int pe = -1;
@@ -69,7 +69,7 @@ TSN_DEVICE bool spin(const Context* ctx, Subject subject, Ready ready, Expire ex
   }
 }
 
-// The same, and no report names it.
+// The same, without a report.
 template <class Ready, class Expire>
 TSN_DEVICE bool spin(const Context* ctx, Ready ready, Expire expire) {
   return ready() || detail::spin_on(ctx, ready, expire);

@@ -1,8 +1,8 @@
-// The names of tilelang's templates that kernels of this package use where they only move and add data.
+// The names of tilelang's templates for this package's kernels that only move and add data.
 //
-// tilelang's own headers bring CUTLASS's and libcu++'s with them, which take nvcc longer than the kernel. Generated
-// code that uses nothing else is compiled with this header instead, see compiler/shipped.py. A type has no operation
-// that such code does not use, so that other code does not compile with it.
+// tilelang's own headers include CUTLASS and libcu++, which take nvcc longer than the kernel. Generated code that
+// uses nothing else is compiled with this header instead, see compiler/shipped.py. Types have only the operations
+// that such code uses, so other code does not compile with it.
 #pragma once
 
 #include <stdint.h>
@@ -23,7 +23,7 @@ __device__ __forceinline__ unsigned int __pack_nv_bfloat162(const bfloat16_t low
 namespace tsn {
 namespace detail {
 
-// Copied as one word, whatever it stands for.
+// Copied as one word, whatever its type.
 template <typename Word>
 struct Fp8Vector {
   Word word;

@@ -1,4 +1,4 @@
-// Everything that a kernel can call; what the compiler adds to a kernel.
+// All device functions for kernels; the compiler includes it in every kernel.
 #pragma once
 
 #include "atomic.h"

@@ -1,5 +1,5 @@
-// Calls of primitives on GPUs as events for TSN_TRACE. Kernels that are compiled while it is set include this file, and
-// call primitives through TSN_TRACED; others have none of it.
+// Calls of primitives on GPUs as events for TSN_TRACE. Kernels compiled for a trace include this file, and call
+// primitives through TSN_TRACED; others contain none of it.
 #pragma once
 
 #include "error.h"
@@ -19,13 +19,13 @@ struct alignas(16) TracedCall {
   uint32_t site; // number of the kernel << 16 | of the call in it
   int32_t pe;    // or -1
   uint32_t block, thread;
-  uint64_t number; // low 32 bits of how many places were claimed before
+  uint64_t number; // low 32 bits of the number of earlier places
 };
 static_assert(sizeof(TracedCall) == 64, "trace/traced_calls.py reads 64 bytes a call");
 
-// In device memory: a ring of calls that have ended, of which newer ones overwrite the oldest. Behind it two tables for
-// the report of a hang, with a place for each warp: its last wait, and the first that was cut short by an abort.
-// Contexts hold its address and, in the bits that its alignment leaves, the binary logarithm of the ring's capacity.
+// In device memory: a ring of ended calls, in which new ones overwrite the oldest. Behind it two tables for the
+// report of a hang, with a place for each warp: its last wait, and the first one cut short by an abort. Contexts hold
+// its address and, in the bits that its alignment leaves, the binary logarithm of the ring's capacity.
 struct TraceBuffer {
   uint64_t claimed;  // places in the ring so far; some are never used
   uint64_t capacity; // of the ring, a power of two
@@ -34,11 +34,11 @@ struct TraceBuffer {
 static_assert(sizeof(TraceBuffer) == 128, "trace/traced_calls.py expects the ring 128 bytes behind the start");
 constexpr uint32_t kTracedBlocks = 1024; // blocks this far apart share their places in the table
 constexpr uint32_t kTracedWarps = 32;
-constexpr uint64_t kLongWaitNs = 1000000; // only waits as long as this are taken for cut short
+constexpr uint64_t kLongWaitNs = 1000000; // only waits at least this long count as cut short
 #ifndef TSN_SHORT_WAIT_NS
 #define TSN_SHORT_WAIT_NS 1000
 #endif
-constexpr uint64_t kShortWaitNs = TSN_SHORT_WAIT_NS; // warps and threads leave out waits that are shorter
+constexpr uint64_t kShortWaitNs = TSN_SHORT_WAIT_NS; // warps and threads omit shorter waits
 
 namespace detail {
 
@@ -54,7 +54,7 @@ TSN_DEVICE int64_t argument(A first, Others... others) {
   else return argument<I - 1>(others...);
 }
 
-// In four stores of 16 bytes; of an assignment the compiler makes more.
+// In four stores of 16 bytes; an assignment would take more.
 TSN_DEVICE void store(TracedCall* place, const TracedCall& call) {
   char* at = reinterpret_cast<char*>(place);
   platform::store_pair(at, call.begin_ns, call.end_ns);
@@ -74,13 +74,12 @@ struct IsVoid<void> {
 
 } // namespace detail
 
-// What a thread of a kernel needs to write to the ring; generated code has one, tsn_traced. Site stands for the kernel
-// itself, of which the first thread of each block notes when it begins and ends; the value is how many blocks there
-// are.
+// A thread's data for writing to the ring; generated code has one, tsn_traced. Site identifies the kernel itself,
+// whose begin and end the first thread of each block records; the value is the number of blocks.
 //
-// A call takes a few instructions of one thread, which others wait for. So nothing here waits for memory, but for a
-// thread's first place in the ring: the others are claimed ahead of the call that is written to them. And what a thread
-// is, is asked for once: the hardware takes tens of cycles to say it.
+// A call costs a few instructions of one thread, for which others wait. So nothing here waits for memory, except for
+// a thread's first place in the ring: later ones are claimed ahead of their call. A thread's indices are read once,
+// because that takes the hardware tens of cycles.
 template <uint32_t Site>
 class TracedKernel {
 public:
@@ -145,8 +144,8 @@ private:
   uint32_t next_ = kNone;
 };
 
-// A primitive that notes when it is called. Pe, Word, Value, Bytes and Rows say which argument behind the context is
-// what; -1: none is. Waits: it may wait for other PEs, and goes to the table while it does.
+// A primitive that records its call. Pe, Word, Value, Bytes and Rows are the numbers of these arguments behind the
+// context; -1: none. Waits: it may wait for other PEs, and is in the table meanwhile.
 template <uint32_t Site, Scope S, bool Waits, int Pe, int Word, int Value, int Bytes, int Rows, class K, class F>
 struct Traced {
   K& kernel;
@@ -195,7 +194,7 @@ private:
     return call;
   }
 
-  // A wait's value is what it has seen; of one that is cut short, what it wanted.
+  // A wait's value is the seen one; if cut short, the wanted one.
   TSN_DEVICE void ends(TracedCall call, uint64_t value, const Context* ctx) const {
     const uint64_t wanted = call.value;
     call.value = value;

@@ -1,9 +1,9 @@
 // Vectors of 16 bytes that carry their own arrival: a receiver polls the data, so no flag travels with them and no
 // fence stands between data and flag (the protocol that TensorRT-LLM calls Lamport).
 //
-// A word of 32 bits that is 0 in memory has not arrived. A word travels with its top bit flipped, so only -0.0 would be
+// A 32-bit word that is 0 in memory has not arrived. A word travels with its top bit flipped, so only -0.0 would be
 // 0; it travels as the word of ones, which is a NaN in float32 and twice one in 16-bit formats, and a word of ones as
-// its neighbour, another NaN. Each word says by itself whether it is there, so a vector need not arrive as a whole.
+// its neighbour, another NaN. Each word shows its own arrival, so a vector need not arrive as a whole.
 #pragma once
 
 #include "atomic.h"
@@ -37,7 +37,7 @@ TSN_DEVICE void store_words(Vec16* p, Vec16 v) {
   store(&p->w, v.w), store(&p->z, v.z), store(&p->y, v.y), store(&p->x, v.x);
 }
 
-// Reports why vectors cannot be put to all of the PEs; says nothing where the job was aborted.
+// Reports why vectors cannot be put to all of the PEs; nothing in an aborted job.
 TSN_COLD void report_puts(const Context* ctx, void* dst, int64_t bytes, int pes) {
   for (int pe = 0; pe < pes; pe++) {
     const PeerAccess access(ctx, pe);
@@ -62,10 +62,10 @@ TSN_DEVICE void put_vector(const Context* ctx, void* dst, const void* src, int64
   detail::store_words(peer, {word_to_send(v.x), word_to_send(v.y), word_to_send(v.z), word_to_send(v.w)});
 }
 
-// Writes vectors to PEs first, first + 1, … of Pes that begin again at 0, each to its `dst`: the only one of `src`, or
-// one after the other of Pes. All that this needs of the context is loaded before the first is sent and shared by later
-// calls, at addresses that depend on nothing: PE after PE, each put would wait for its loads behind the check of the
-// one before. `first` is one of the Pes. By one thread.
+// Writes vectors to PEs first, first + 1, … of Pes, wrapping to 0, each to its `dst`: the only one of `src`, or one
+// after the other of Pes. All context fields are loaded before the first is sent and shared by later calls, at
+// addresses that depend on nothing: with one put per PE, each would wait for its loads behind the check of the
+// previous one. `first` is one of the Pes. By one thread.
 template <int Pes, int Rows>
 TSN_DEVICE void put_vectors(const Context* ctx, void* dst, const void* src, int64_t bytes, int first) {
   static_assert(Rows == 1 || Rows == Pes, "one vector for all PEs, or one for each");
@@ -86,7 +86,7 @@ TSN_DEVICE void put_vectors(const Context* ctx, void* dst, const void* src, int6
   const uint64_t offset = (uint64_t)dst - heap_base;
   go &= (offset - kSystemBytes <= heap_bytes - kSystemBytes) & (offset + uint64_t(bytes) <= heap_bytes);
   if (TSN_UNLIKELY(!go)) return detail::report_puts(ctx, dst, bytes, Pes);
-  // base[i] of PE first + i: registers have no index that is known late.
+  // base[i] of PE first + i: registers need constant indices.
   TSN_UNROLL
   for (int step = 1; step < Pes; step *= 2) {
     uint64_t turned[Pes];
@@ -105,8 +105,8 @@ TSN_DEVICE void put_vectors(const Context* ctx, void* dst, const void* src, int6
   }
 }
 
-// Waits until Rows vectors, `pitch` bytes apart, have arrived, gives them and leaves their memory empty. By one thread.
-// Ends early, with what is there, when the job is aborted or the deadline passes.
+// Waits until Rows vectors, `pitch` bytes apart, have arrived, returns them and clears their memory. By one thread.
+// Ends early, with the words that have arrived, if the job is aborted or the deadline passes.
 template <int Rows>
 TSN_DEVICE void take_vectors(const Context* ctx, void* dst, void* src, int64_t pitch) {
   Vec16 v[Rows];

@@ -7,8 +7,8 @@
 
 namespace tsn {
 
-// Words are compared as signed integers, so that counting from 0 in signed arithmetic, such as waiting for `i - slots`,
-// is right in the first rounds too.
+// Words are compared as signed integers, so counting from 0 in signed arithmetic, such as waiting for `i - slots`, is
+// right in the first rounds too.
 template <Compare C>
 TSN_DEVICE bool holds(uint64_t word, int64_t value) {
   const int64_t seen = int64_t(word);
@@ -22,16 +22,15 @@ TSN_DEVICE bool holds(uint64_t word, int64_t value) {
 
 namespace detail {
 
-// Whether adds that are still in a mailbox can make the comparison false: of a word that they make larger.
+// Whether adds still in a mailbox, which only increase a word, can make the comparison false.
 template <Compare C>
 constexpr bool kMindsAdds = C != Compare::ge && C != Compare::gt;
 
-// One thread's wait. `pe` is the PE that should send the signal, -1 where that is not known. `Looks`: the caller goes
-// by the value.
+// One thread's wait. `pe` is the PE that should send the signal, -1 if unknown. `Looks`: the caller uses the value.
 template <Compare C, bool Looks = false>
 TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t value, Operation operation, int pe) {
   constexpr bool kAll = Looks || kMindsAdds<C>;
-  // Else read once, after the first poll: a wait should spend its time on polling.
+  // Read once, after the first poll: a wait should spend its time on polling.
   int mailboxes = kAll ? int(n_add_mailboxes(ctx)) : -1;
   uint64_t seen;
   spin(
@@ -55,8 +54,8 @@ TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t va
 
 } // namespace detail
 
-// Waits until the signal word compares with `value` as C says (signed); returns the word as seen then. What was ordered
-// before the signal is visible to the scope afterwards. Ends early, with the word as it is, when the job is aborted or
+// Waits until the signal word compares with `value` as in C (signed); returns the word as then seen. Writes ordered
+// before the signal are visible to the scope afterwards. Ends early, with the current word, if the job is aborted or
 // the deadline passes. `Looks`: the value is used.
 template <Scope S, Compare C, bool Looks = true>
 TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value) {
@@ -64,8 +63,8 @@ TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value)
   return scope_broadcast<S>([&] { return detail::wait_one<C, Looks>(ctx, sig, value, kOpWait, -1); });
 }
 
-// As wait; what TMA and bulk copies of the scope read afterwards is ordered as well. They belong to the async proxy,
-// which an acquire alone does not order.
+// As wait; also orders later TMA and bulk copies of the scope. They belong to the async proxy, which an acquire alone
+// does not order.
 template <Scope S, Compare C, bool Looks = true>
 TSN_DEVICE uint64_t wait_async(const Context* ctx, const uint64_t* sig, int64_t value) {
   enter<S>(kOpWait, nullptr, int64_t(C), kNoPe, sig, uint64_t(value));

@@ -1,4 +1,4 @@
-// What bindings share: fields of a struct that Python sets by keyword arguments, and exceptions by name.
+// Shared parts of bindings: struct fields as keyword arguments, and exceptions by name.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -26,7 +26,7 @@ void translate(const char* name) {
 
 class KeywordFields {
 public:
-  // `owner`: what messages call the struct.
+  // `owner`: the struct's name in messages.
   explicit KeywordFields(std::string owner) : owner_(std::move(owner)) {}
 
   template <typename T>

@@ -1,4 +1,4 @@
-// Numbers that cannot be guessed.
+// Unpredictable numbers.
 #pragma once
 
 #include <cerrno>
@@ -8,7 +8,7 @@
 
 namespace tsn {
 
-// From the kernel's generator. Throws std::runtime_error when it answers with an error, which Linux does not.
+// From the kernel's generator. Throws std::runtime_error on an error, which Linux does not return.
 inline uint64_t random_secret() {
   uint64_t value;
   while (getrandom(&value, sizeof value, 0) != (ssize_t)sizeof value)

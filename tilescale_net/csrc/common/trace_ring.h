@@ -1,5 +1,5 @@
-// The events of one thread or one simulator for TSN_TRACE: a ring in a file that Python has made, see trace/events.py.
-// What is in the file stays there when the process is killed. The oldest events are overwritten, and count as dropped.
+// The events of one thread or one simulator for TSN_TRACE: a ring in a file made by Python, see trace/events.py. The
+// file survives a kill of the process. The oldest events are overwritten, and count as dropped.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace tsn {
 enum class TraceKind : uint16_t {
   kernel = 1,
   call,         // of a primitive, by the thread that leads it
-  wait,         // a thread that has to wait inside of a call
+  wait,         // a thread that waits inside a call
   host,         // a call of the package on the host
   range,        // the user's
   entry,        // the proxy took a descriptor from a queue
@@ -69,7 +69,7 @@ public:
   TraceRing(const TraceRing&) = delete;
   TraceRing& operator=(const TraceRing&) = delete;
 
-  // The number of a name; 0, the empty one, when there is no room for more.
+  // The number of a name; 0, the empty one, when it is full.
   uint32_t name(const std::string& text) {
     const auto found = numbers_.find(text);
     if (found != numbers_.end()) return found->second;

@@ -1,4 +1,4 @@
-// The few functions of the CUDA driver that the native code needs, found in libcuda.so.1 when they are first used.
+// The functions of the CUDA driver for the native code, loaded from libcuda.so.1 on first use.
 //
 // Building needs no CUDA headers: the types below have the driver ABI's sizes, and every prototype is ours.
 #pragma once
@@ -82,9 +82,9 @@ private:
   Context context_ = nullptr;
 };
 
-// How what a NIC writes into GPU memory becomes visible to kernels that run on the GPU.
+// How a NIC's writes to GPU memory become visible to running kernels.
 enum class RdmaVisibility {
-  in_order, // by itself: the GPU sees such writes in their order
+  in_order, // no action: the GPU sees such writes in order
   by_flush, // after cuFlushGPUDirectRDMAWrites
   never,    // not while a kernel runs
 };

@@ -59,14 +59,14 @@ bool Explorer::at_end(Result& result) {
   return true;
 }
 
-// Leaving a block that could go on. What is on its way arrives for nothing.
+// Cost of leaving a runnable block; arrivals cost nothing.
 int Explorer::cost(const Node& node, int process) const {
   const int64_t block = job_.block_of(process);
   if (node.block < 0 || block < 0 || block == node.block) return 0;
   return std::any_of(node.enabled.begin(), node.enabled.end(), [&](int p) { return job_.block_of(p) == node.block; });
 }
 
-// The block that ran last goes on, then another; what is on its way arrives when nothing else can happen.
+// The last block continues, then another; operations in flight arrive when nothing else can happen.
 int Explorer::usual(const Node& node) const {
   int best = -1, best_rank = 4;
   for (int p : node.enabled) {
@@ -78,7 +78,7 @@ int Explorer::usual(const Node& node) const {
   return best;
 }
 
-// What a new node has from the one before.
+// A new node's state from the previous one.
 void Explorer::follow(Node& node) const {
   if (path_.empty()) return;
   const Node& last = path_.back();
@@ -91,7 +91,7 @@ bool Explorer::affordable(const Node& node, int process) const {
   return most_preemptions_ < 0 || node.preemptions + cost(node, process) <= most_preemptions_;
 }
 
-// Makes the node of the next decision, or, where it has been made in an earlier execution, finds it again.
+// Makes the node of the next decision, or finds that of an earlier execution.
 void Explorer::enter(size_t depth) {
   if (depth < path_.size()) return;
   Node node;
@@ -107,11 +107,11 @@ void Explorer::enter(size_t depth) {
   path_.push_back(std::move(node));
 }
 
-// Source sets (Abdulla et al., POPL 2014): one of the processes that can begin what came after the first event of a
-// race without it, and led to the second.
+// Source sets (Abdulla et al., POPL 2014): one of the processes that can begin the events which followed the first
+// event of a race without it, and led to the second.
 void Explorer::add_for(const Race& race, int event) {
   size_t at = static_cast<size_t>(race.first);
-  if (most_preemptions_ >= 0) { // where it can be had without a preemption, too (Coons et al., OOPSLA 2013)
+  if (most_preemptions_ >= 0) { // also where no preemption is needed (Coons et al., OOPSLA 2013)
     while (at && path_[at].block == path_[at - 1].block) --at;
     path_[at].wanted.insert(path_[at].enabled.begin(), path_[at].enabled.end());
   }
@@ -129,7 +129,7 @@ void Explorer::add_for(const Race& race, int event) {
   };
   for (int e = race.first + 1; e < event; ++e)
     if (!comes_before(race.first, first_process, job_.past_of(e))) look(e, job_.past_of(e));
-  look(event, job_.past_of(event)); // all that it has touched: what it needs of those between may come after the race
+  look(event, job_.past_of(event)); // all that it has touched: events between that it needs may come after the race
   if (race.apart) initial.clear();
   for (int process : initial)
     if (node.wanted.count(process)) return;
@@ -157,7 +157,7 @@ Result Explorer::all(const Limits& limits) {
   most_preemptions_ = limits.preemptions;
   reduces_ = limits.reduce;
   path_.clear();
-  size_t known = 0; // how many events are those of the execution before
+  size_t known = 0; // number of events of the previous execution
   for (bool more = true; more; more = go_back(), known = path_.size()) {
     if (result.schedules + result.cut >= limits.schedules || left() <= 0 || interrupted_()) return result;
     job_.limit_event(deadline.of_event());
@@ -209,12 +209,12 @@ void Explorer::try_loops(Result& result) {
 Result Explorer::random(uint64_t first_seed, uint64_t seeds, int depth, double seconds) {
   Result result;
   const Deadline deadline(seconds);
-  uint64_t steps = 50; // of an execution, as far as is known
+  uint64_t steps = 50; // of an execution, as far as known
   for (uint64_t seed = first_seed; seed < first_seed + seeds; ++seed) {
     if (deadline.left() <= 0 || interrupted_()) return result;
     job_.limit_event(deadline.of_event());
     sim::Random random(seed);
-    std::map<size_t, int> changes; // at which step the process that would go on gets which low priority
+    std::map<size_t, int> changes; // the steps at which the running process gets a low priority, and which
     for (int i = 1; i < depth; ++i) changes[random.below(steps)] = -i;
     std::map<int, int64_t> priority;
     path_.clear();

@@ -1,4 +1,4 @@
-// Runs a job under many schedules: all that differ, some at random, or one again.
+// Runs a job under many schedules: all different ones, random ones, or one again.
 #pragma once
 
 #include "job.h"
@@ -12,7 +12,7 @@ struct Limits {
   uint64_t schedules = ~0ull;
   double seconds = 1e9;
   int preemptions = -1; // at most so many; -1: any number
-  bool reduce = true;   // leave out what differs only in the order of independent events
+  bool reduce = true;   // omit schedules that differ only in the order of independent events
 };
 
 struct Result {
@@ -21,8 +21,8 @@ struct Result {
   uint64_t states = 0;    // of memory at the end, that differ
   uint64_t events = 0;    // of the longest execution
   bool complete = false;
-  std::vector<std::string> not_followed; // what executions did that can differ in other ways than those explored
-  std::string failure;                   // empty: nothing was wrong
+  std::vector<std::string> not_followed; // operations whose other orders are not explored
+  std::string failure;                   // empty: no failure
   int gave_up = -1;                      // the rank whose record holds the reason
   uint64_t seed = 0;                     // of the failure
   int preemptions = 0;                   // of the failing schedule
@@ -32,14 +32,14 @@ struct Result {
 
 class Explorer {
 public:
-  // `holds` returns what is wrong with the memory at the end, or nothing; it is called once for each state of it.
+  // `holds` returns an error of the final memory, or nothing; it is called once per final state.
   Explorer(Setup setup, std::function<std::string()> holds, std::function<bool()> interrupted);
 
   // Every schedule, except schedules that differ only in the order of independent events. The first failure ends it.
   Result all(const Limits& limits);
   // Schedules by random priorities that change `depth` - 1 times (Burckhardt et al., ASPLOS 2010).
   Result random(uint64_t first_seed, uint64_t seeds, int depth, double seconds = 1e9);
-  // This one, and then as it comes. Throws std::invalid_argument where it does not fit.
+  // This schedule, then any continuation. Throws std::invalid_argument if it does not fit.
   Result repeat(const std::vector<int>& schedule, double seconds = 1e9);
 
 private:
@@ -47,7 +47,7 @@ private:
     std::vector<int> enabled;
     int chosen = -1;
     std::set<int> wanted;            // to be tried here
-    std::map<int, Footprint> asleep; // would repeat what has been tried
+    std::map<int, Footprint> asleep; // would repeat tried ones
     Footprint footprint;             // of the chosen one
     int64_t block = -1;              // that ran last
     int preemptions = 0;             // so far
@@ -59,11 +59,11 @@ private:
   int cost(const Node& node, int process) const;
   bool affordable(const Node& node, int process) const;
   void add_for(const Race& race, int event);
-  // Goes back to the last place where something else is wanted. False: no such place is left.
+  // Backtracks to the last decision with an untried choice. False: none is left.
   bool go_back();
-  // Whether the execution has gone to its end, or to a failure, which it notes.
+  // Whether the execution has reached its end, or a failure, which it records.
   bool at_end(Result& result);
-  // Finds out whether loops that poll end by themselves: what they do then, while others could go on, is not explored.
+  // Finds out whether polling loops end without a change: their steps then, while others could run, are not explored.
   void try_loops(Result& result);
   std::string judge();
 

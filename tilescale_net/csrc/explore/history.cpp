@@ -126,8 +126,8 @@ void History::touch(uint64_t address, uint64_t bytes, Use use, Past& past) {
   for (uint64_t place = address / 4; place <= (address + bytes - 1) / 4; ++place) touch(place, use, past, true);
 }
 
-// A wait that has ended does not mind a change after which the word is still what it waited for, if the change could
-// not have ended the wait instead of one that has: it comes after all of those.
+// A finished wait tolerates a change after which the word still satisfies it, if the change could not have ended the
+// wait instead of an earlier one: it comes after all of those.
 void History::change(const uint64_t* word, Change::Kind kind, uint64_t value, Past& past) {
   const uint64_t after = kind == Change::add ? *word + value : value;
   const auto found = waits_.find(word);
@@ -143,13 +143,13 @@ void History::change(const uint64_t* word, Change::Kind kind, uint64_t value, Pa
   changes_[word].push_back({now(), kind, *word, value, past});
 }
 
-// A change without which the word would hold what is waited for could have come after the wait. Any other one that
-// nothing orders could not: the wait would not have ended. All the same it comes before the wait from here on.
+// A change without which the word would not lose the awaited value could have come after the wait. Any other
+// unordered change could not: the wait would not have ended. Either way it counts as before the wait from here on.
 void History::seen(const uint64_t* word, const Condition& condition, bool looks, Past& past) {
   const Past before = past;
   std::vector<int> led_to;
   const std::vector<Change>& changes = changes_[word];
-  size_t last = changes.size(); // after these the word was what is waited for, up to now
+  size_t last = changes.size(); // after these the word had the awaited value, up to now
   while (last && condition.holds(changes[last - 1].before)) --last;
   for (size_t i = 0; i < last; ++i) led_to.push_back(changes[i].event);
   for (size_t i = 0; i < changes.size(); ++i) {

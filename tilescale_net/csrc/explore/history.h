@@ -1,9 +1,9 @@
-// What the events of one execution have touched, in which order, and which of them could have come in another one.
+// The places that events of one execution have touched, their order, and possible reorderings.
 //
-// An event is what happens between two decisions of the scheduler. Two events are dependent if both touch a place and
-// one of them changes it, except two additions to a word. Of two dependent events that nothing else orders the later
-// one could have come first: a race in the sense of partial order reduction (Flanagan and Godefroid, POPL 2005), which
-// right kernels have too, where signals of several senders come to one word.
+// An event is everything between two decisions of the scheduler. Two events are dependent if both touch a place and
+// one of them changes it, except two additions to a word. Of two unordered dependent events the later one could have
+// come first: a race in the sense of partial order reduction (Flanagan and Godefroid, POPL 2005), which right kernels
+// have too, if signals of several senders go to one word.
 #pragma once
 
 #include "tilescale_net/csrc/simulator/scheduler.h"
@@ -18,7 +18,7 @@ using sim::Past;
 enum class Use : uint8_t { read, write, add };
 
 struct Piece {
-  uint64_t place; // an address / 4, or what stands for something else, from kOther on
+  uint64_t place; // an address / 4, or the number of another object, from kOther on
   Use use;
   bool operator<(const Piece& o) const { return place != o.place ? place < o.place : use < o.use; }
   bool operator==(const Piece& o) const { return place == o.place && use == o.use; }
@@ -38,7 +38,7 @@ struct Condition {
   bool holds(uint64_t word) const;
 };
 
-// Of a word by which threads order each other: it is set to a value, a value is added, or it is not known what.
+// Change of a synchronisation word: set to a value, a value added, or unknown.
 struct Change {
   enum Kind { set, add, other };
   int event;
@@ -50,27 +50,27 @@ struct Change {
 // The event `first` could have come after the one in progress.
 struct Race {
   int first;
-  bool apart; // it is about what threads do that the event has let go on
+  bool apart; // for accesses of threads that the event has released
 };
 
 class History {
 public:
   void clear();
-  // The number of the event in progress from now on; the process that begins it knows `past`.
+  // Begins event `number`; its process knows `past`.
   int begin(int process, const Past& past);
-  // What came before it, with what it has touched so far.
+  // The events before it, including those of its accesses so far.
   const Past& past() const { return past_; }
-  // Whether what is touched next is touched by a thread that the event has let go on.
+  // Whether the next accesses are by a thread that the event has released.
   void learn(const Past& past) { past_ = joined(past_, past); }
   void set_apart(bool apart) { apart_ = apart; }
   int process_of(int event) const { return processes_[static_cast<size_t>(event)]; }
 
-  // Something that knows `past` touches the bytes, or one place; it knows more afterwards.
+  // An actor that knows `past` touches the bytes, or one place, and learns from that.
   void touch(uint64_t address, uint64_t bytes, Use use, Past& past);
   void touch(uint64_t place, Use use, Past& past, bool races = true);
   // The word is about to be changed.
   void change(const uint64_t* word, Change::Kind kind, uint64_t value, Past& past);
-  // A wait has seen what it waited for. `looks`: the thread goes on by the value itself.
+  // A wait has seen its value. `looks`: the thread uses the value itself.
   void seen(const uint64_t* word, const Condition& condition, bool looks, Past& past);
 
   // Of the event in progress.
@@ -83,7 +83,7 @@ private:
     Past past;
   };
   struct Cell {
-    std::vector<Touched> writes, reads, adds; // at most one write, and what came after it
+    std::vector<Touched> writes, reads, adds; // at most one write, and later accesses
     std::vector<Touched> waits;               // for the word
   };
   struct Wait {

@@ -109,7 +109,7 @@ bool Job::may_arrive(const Process& p) const {
   return true;
 }
 
-// Whether all that must come before the access that the thread is about to make has arrived.
+// Whether all operations that must precede the thread's next access have arrived.
 bool Job::has_reached(const Process& p) const {
   const Running& r = ranks_[static_cast<size_t>(p.rank)];
   const auto list = r.on_the_way.find(p.pe);
@@ -119,7 +119,7 @@ bool Job::has_reached(const Process& p) const {
          });
 }
 
-// Of the words that it has read.
+// State of the words that it has read.
 bool Job::has_changed(const Process& p) {
   return std::any_of(p.read.begin(), p.read.end(),
                      [](const Read& read) { return word_at(read.address, read.bytes) != read.value; });
@@ -206,7 +206,7 @@ void Job::poll_in_vain(const Loop& loop) {
   not_followed_.insert(sim::gap_text(sim::Gap::polls, loop.line));
 }
 
-// What the event has led to beyond the threads that ran.
+// Effects of the event beyond the threads that ran.
 void Job::after(int rank) {
   Running& r = ranks_[static_cast<size_t>(rank)];
   for (size_t i = 0; i < setup_.ranks.size(); ++i)
@@ -289,7 +289,7 @@ std::string Job::place(const Process& p) {
          std::to_string(p.fiber->view.linear);
 }
 
-// Where a thread stands that is in no wait for a signal.
+// Place of a thread that is in no wait for a signal.
 static std::string place_of(const sim::Fiber& fiber, const sim::Grid& grid) {
   const auto at = [&](const std::vector<std::string>& of) {
     const int site = fiber.view.site;
@@ -326,7 +326,8 @@ void Job::describe(const std::string& what) {
                               : place(p) + " " + what;
 }
 
-// --- what the running thread reports to a job: where it can be overtaken, and what it does there --------------------
+// --- reports of the running thread to a job: points where it can be overtaken, and its accesses there
+// --------------------
 
 Job::Process& Job::self() {
   sim::Fiber* fiber = sim::current_grid->running();
@@ -373,11 +374,11 @@ void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
   p.looked = access != sim::WordAccess::write;
   if (access == sim::WordAccess::read) return;
   if (access == sim::WordAccess::write) does(p);
-  else p.read.clear(); // it may be a compare and swap that is tried again
+  else p.read.clear(); // it may be a retried compare and swap
 }
 
-// A thread that has found the same in a word at the same place of the kernel again and again is in a loop that polls:
-// it goes on when one of the words that it has read there has changed, or when no other thread can go on.
+// A thread that repeatedly finds the same value in a word at the same place of the kernel is in a polling loop: it
+// continues when one of the words read there has changed, or when no other thread can run.
 void Job::read_again(Process& p, const void* at, uint64_t bytes) {
   constexpr int kStraight = 2; // reads of a word at a place that are no loop yet
   const int site = sim::current_grid->running()->view.site;
@@ -408,7 +409,7 @@ void Job::read_again(Process& p, const void* at, uint64_t bytes) {
   p.read.clear();
 }
 
-// The thread does something else than to read words.
+// The thread does something other than read words.
 void Job::does(Process& p) {
   p.read.clear();
   p.looked = false;
@@ -431,7 +432,7 @@ void Job::polls() {
     p.granted = p.subject.word;
     return;
   }
-  if (p.looked) p.looked = false; // the next read shows whether it found the same
+  if (p.looked) p.looked = false; // the next read shows whether the value is the same
   else pause(Next::stirred);
 }
 
@@ -468,7 +469,7 @@ void Job::meet(const std::vector<sim::Fiber*>& fibers) {
   ++ranks_[static_cast<size_t>(rank_)].moves;
 }
 
-// A get reads and writes at once, like loads and stores.
+// A get reads and writes immediately, like loads and stores.
 void Job::begin(const sim::Call& call) {
   if (call.operation != kOpGet || call.bytes <= 0 || call.pe < 0 || call.pe >= static_cast<int>(ranks_.size())) return;
   const uint64_t distance =
@@ -538,7 +539,7 @@ void Job::reach(const void* word, bool changes) {
   history_.learn(current_past());
 }
 
-// An exploration carries out what a thread does to words in the order of the program.
+// An exploration executes a thread's word accesses in program order.
 void Job::ordered(const void* word, sim::WordAccess access, sim::Ordering ordering) {
   const sim::Fiber* fiber = sim::current_grid->running();
   if (!is_seen(address_of(word)) || (fiber->process >= 0 && self().waits)) return;
@@ -561,8 +562,8 @@ void Job::ordered(const void* word, sim::WordAccess access, sim::Ordering orderi
     if (stored != word) store.looks.try_emplace({line(), word, thread.found}, ++accesses_);
 }
 
-// A store of another thread that a GPU may carry out later than a look of that thread at what this one has stored since
-// then: this one may find what was there before, and each has then overtaken the other.
+// A store of another thread that a GPU may execute after that thread's later load of a word that this thread has
+// stored to: this load may see the old value, so each has overtaken the other.
 void Job::loads(const void* at, uint64_t value) {
   const sim::Fiber* fiber = sim::current_grid->running();
   Thread& thread = threads_[fiber];
@@ -595,7 +596,7 @@ void Job::stores(const void* at, uint64_t before, bool reads) {
 
 std::set<std::string> Job::not_followed() const {
   std::set<std::string> all = not_followed_;
-  for (const auto& [found, other] : late_stores_) // what is looked at again makes up for it
+  for (const auto& [found, other] : late_stores_) // another look makes up for it
     if (!polled_.count(found) && !polled_.count(other))
       all.insert(sim::gap_text(sim::Gap::late_stores, std::get<0>(found)));
   return all;

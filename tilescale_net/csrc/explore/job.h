@@ -1,9 +1,8 @@
-// All ranks of a small job in this process, run one event at a time: the caller chooses what comes next.
+// All ranks of a small job in this process, run one event at a time: the caller chooses the next event.
 //
-// A process is a thread of a kernel from its first access to a word by which threads order each other; or the beginning
-// of a block; or an operation that is on its way to another rank. An event of a thread is such an access, or a call
-// that sends, fences or waits, with all that follows up to the next one, also in threads that it lets go on at a
-// barrier.
+// A process is a thread of a kernel from its first access to a synchronisation word; the beginning of a block; or an
+// operation in flight to another rank. An event of a thread is such an access, or a call that sends, fences or waits,
+// with everything up to the next one, including threads that it releases at a barrier.
 #pragma once
 
 #include "history.h"
@@ -22,7 +21,7 @@ namespace tsn::explore {
 
 uint64_t word_at(const void* p, uint64_t bytes); // at most 8 bytes of it
 
-struct Memory { // what an execution may change, as it is at first
+struct Memory { // memory that an execution may change, with its initial contents
   uint64_t address, bytes;
   std::vector<char> first;
 };
@@ -36,9 +35,9 @@ struct Rank {
 struct Setup {
   std::vector<Rank> ranks;
   std::vector<Memory> memory;                        // heaps and tensors, ascending, apart from each other
-  std::vector<std::pair<uint64_t, uint64_t>> unseen; // begin and end of what kernels use to give up
+  std::vector<std::pair<uint64_t, uint64_t>> unseen; // begin and end of the abort page
   size_t stack_bytes = 0;
-  bool races = true; // what the race detector finds ends an execution
+  bool races = true; // a race ends an execution
 };
 
 class Job : public sim::Scheduler {
@@ -48,14 +47,14 @@ public:
 
   // Begins an execution. `describes`: keep a text of each event.
   void restart(bool describes);
-  // What may come next, ascending.
+  // Possible next processes, ascending.
   std::vector<int> enabled() const;
   void step(int process);
-  // All kernels have ended, and all that they sent has arrived.
+  // All kernels have ended, and all their operations have arrived.
   bool ended() const;
-  // Which block the process belongs to: rank * 2^32 + block; -1: it is an operation on its way.
+  // The block of the process: rank * 2^32 + block; -1: an operation in flight.
   int64_t block_of(int process) const;
-  // A thread that runs for so long without a decision ends the execution.
+  // A thread that runs this long without a decision ends the execution.
   void limit_event(double seconds) { event_seconds_ = seconds; }
   // Whether it has ended so.
   bool stalled() const { return stalled_; }
@@ -63,17 +62,17 @@ public:
     int process; // -1: none
     std::string line;
   };
-  // A loop that polls at a line where none has before in this exploration; asked after a step.
+  // The line of a polling loop that is new in this exploration; asked after a step.
   Loop new_loop() { return std::exchange(new_loop_, {-1, ""}); }
-  // Lets the thread poll in vain until its loop ends, which is noted as not followed, or seems not to.
+  // Lets the thread poll in vain until its loop ends, which is recorded as not followed, or seems endless.
   void poll_in_vain(const Loop& loop);
-  // What executions so far have done that this exploration does not follow, with lines.
+  // Operations so far that this exploration does not follow, with lines.
   std::set<std::string> not_followed() const;
-  // Why the execution cannot go on or be right; empty: nothing is wrong so far.
+  // The execution's failure; empty: none so far.
   const std::string& failure() const { return failure_; }
   // The rank that gave up, whose record holds the reason; -1: none has.
   int gave_up() const { return gave_up_; }
-  // Which threads wait where, when nothing may come next.
+  // The waiting threads and their places, when no event is possible.
   std::string waits() const;
   uint64_t digest() const; // of the memory
   History& history() { return history_; }
@@ -107,7 +106,7 @@ private:
   };
   struct Operation { // on its way
     sim::Late late;
-    uint64_t sequence, fences; // how many to the PE came before it
+    uint64_t sequence, fences; // number of earlier operations to the PE
     std::string name;
   };
   struct Process {
@@ -117,13 +116,13 @@ private:
     sim::Fiber* fiber = nullptr;
     std::vector<sim::Fiber*> threads; // of a block that has not begun
     std::shared_ptr<Operation> operation;
-    Past past; // of what is no thread
+    Past past; // of processes that are no threads
     sim::WaitSubject subject{};
     bool waits = false;
     const void* granted = nullptr; // may be read without another decision
     bool looked = false;           // since it polled last
-    std::vector<Read> read;        // words, and what it has found there, since it changed or sent something
-    int in_vain = 0;               // how often it went on although they still hold that
+    std::vector<Read> read;        // words and the values found there, since it changed or sent something
+    int in_vain = 0;               // how often it continued although they are unchanged
     uint64_t moves = 0, sequence = 0, fences = 0;
     int pe = 0;
     const void* word = nullptr; // that it is about to access
@@ -133,7 +132,7 @@ private:
     uint64_t sequence, fences;
     const uint64_t* signal;
     Past past;
-    // Whether what follows so many fences, or accesses the word, comes after it.
+    // Whether an operation behind this many fences, or on the word, comes after it.
     bool precedes(uint64_t other_fences, const void* word) const { return fences < other_fences || signal == word; }
   };
   struct Running {
@@ -158,7 +157,7 @@ private:
   bool has_reached(const Process& p) const;
   void arrive(Process& p, int number);
   void pause(Next next);
-  // After a decision: what the running thread knows when its event has begun.
+  // After a decision: the running thread's knowledge at the begin of its event.
   Past& current_past();
   Process& self();
   uint64_t fences_of(int rank, int pe) const {
@@ -191,17 +190,18 @@ private:
     std::map<const void*, Store> stores;
     std::map<const void*, uint64_t> stored; // the number of its latest store to a word
     Learnt learnt;                          // from words, signals and barriers
-    const void* changed = nullptr;          // what it has accessed last, unless it was read
+    const void* changed = nullptr;          // its last access, unless that was a read
     uint64_t found = 0;
   };
   void stores(const void* at, uint64_t before, bool reads);
   void loads(const void* at, uint64_t value);
   std::map<const sim::Fiber*, Thread> threads_;
   std::map<const void*, std::pair<const sim::Fiber*, Learnt>> left_; // in words, by whom last
-  std::set<std::pair<Found, Found>> late_stores_; // what the thread and the other one find if the store comes late
-  std::set<Found> polled_;                        // what is read again
+  std::set<std::pair<Found, Found>>
+      late_stores_;        // values that the thread and the other one see if the store comes late
+  std::set<Found> polled_; // words read again
   uint64_t accesses_ = 0;
-  // Words that a thread has accessed without what orders this before its later accesses, and whether it read them.
+  // Words that a thread has accessed without order before its later accesses, and whether it read them.
   std::map<const sim::Fiber*, std::vector<std::pair<const void*, bool>>> unordered_;
   std::set<std::string> loops_, not_followed_;
   const sim::Fiber* first_ = nullptr; // whose event is in progress; null: that of a block or an arrival

@@ -1,5 +1,4 @@
-// Python's view of the fabric: what is offered, options, and a Transport for tests and scripts (one call per
-// operation).
+// Python bindings of the fabric: offers, options, and a Transport for tests and scripts (one call per operation).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -39,7 +38,7 @@ TransportOptions options_from(const py::kwargs& kwargs) {
   return o;
 }
 
-// True: posted; False: try again after poll(). Raises FabricError for a refused operation.
+// True: posted; False: try again after poll(). Raises FabricError for a rejected operation.
 bool answer(Transport& transport, Post post) {
   if (post == Post::error) throw FabricError(transport.last_error());
   return post == Post::ok;
@@ -122,7 +121,7 @@ void bind(py::module_& m) {
   translate<FabricError>("FabricError");
 
   py::class_<TransportOptions>(m, "TransportOptions",
-                               "What a transport is made from; fields are keyword arguments, see fabric/transport.h.")
+                               "Options of a transport; fields are keyword arguments, see fabric/transport.h.")
       .def(py::init(&options_from))
       .def_readwrite("rank", &TransportOptions::rank)
       .def_readwrite("provider", &TransportOptions::provider)
@@ -133,7 +132,7 @@ void bind(py::module_& m) {
   bind_libfabric(m);
   m.def(
       "parse_chaos", [](const std::string& text) { testing::parse_chaos(text); },
-      "Raises FabricError naming the field that is wrong; see testing/chaos.h for the fields.");
+      "Raises FabricError naming the wrong field; see testing/chaos.h for the fields.");
 
   py::class_<Transport> transport(m, "Transport",
                                   "A transport driven from Python; see fabric/transport.h for the rules.");

@@ -1,4 +1,4 @@
-// What other folders' bindings share with the fabric's.
+// Parts of the fabric's bindings for other folders.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -32,7 +32,7 @@ inline pybind11::dict properties_of(const Properties& p) {
   return d;
 }
 
-// What is compiled against libfabric's headers; without them, functions that raise ConfigurationError.
+// Bindings compiled against libfabric's headers; without them, functions that raise ConfigurationError.
 void bind_libfabric(pybind11::module_& m);
 
 } // namespace tsn::fabric

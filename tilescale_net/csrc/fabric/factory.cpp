@@ -1,12 +1,12 @@
-// Makes the transport that options name: libfabric's or, for what `testing` holds, one that needs no network; wrapped
-// in chaos on request.
+// Makes the transport that options name: libfabric's, or one of `testing` without a network; wrapped in chaos on
+// request.
 #include "tilescale_net/csrc/fabric/transport.h"
 #include "tilescale_net/csrc/testing/chaos.h"
 #include "tilescale_net/csrc/testing/null_transport.h"
 
 namespace tsn::fabric {
 
-// libfabric_transport.cpp; no_fabric has the one for builds without libfabric's headers, which throws.
+// libfabric_transport.cpp; no_fabric has a version that throws, for builds without libfabric's headers.
 std::unique_ptr<Transport> make_libfabric(const TransportOptions& options);
 
 std::unique_ptr<Transport> make_transport(const TransportOptions& options) {

@@ -1,4 +1,4 @@
-// Python's view of what needs libfabric's headers; ../no_fabric has its counterpart, for builds without them.
+// Python bindings that need libfabric's headers; ../no_fabric has their counterpart, for builds without them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

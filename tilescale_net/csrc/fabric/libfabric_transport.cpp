@@ -103,7 +103,7 @@ void LibfabricTransport::connect(int peer, const std::string& address) {
   const size_t at = static_cast<size_t>(peer) * n_rails_;
   if (peers_.size() < at + n_rails_) peers_.resize(at + n_rails_, FI_ADDR_UNSPEC);
   if (peers_[at] != FI_ADDR_UNSPEC) throw FabricError("peer " + std::to_string(peer) + " is connected already");
-  // Rail r sends to their rail r % theirs; any rail of theirs that sends here must be known here before it does.
+  // Rail r sends to their rail r % theirs; their rails must be known here before they send.
   const int n_theirs = static_cast<int>(theirs.size());
   for (int r = 0; r < n_rails_; ++r) {
     peers_[at + r] = rails_[r]->insert(theirs[r % n_theirs]);
@@ -175,8 +175,7 @@ RemoteRegion LibfabricTransport::add_remote(int peer, const std::string& key) {
   return static_cast<RemoteRegion>(n_remotes_++);
 }
 
-// Checks come first and in one expression; why one failed is worked out apart from them, out of the way of the data
-// path.
+// Checks come first and in one expression; a failed one is diagnosed separately, off the data path.
 Post LibfabricTransport::refuse(std::string why) {
   error_ = std::move(why);
   return Post::error;
@@ -198,7 +197,7 @@ TSN_HOT bool LibfabricTransport::valid_source(int rail, Region local, uint64_t o
   return bytes && bytes <= from.bytes && offset <= from.bytes - bytes;
 }
 
-// A remote region belongs to a connected peer, hence there is no more to check of the peer.
+// A remote region belongs to a connected peer, so the peer needs no further check.
 TSN_HOT bool LibfabricTransport::valid(const Copy& c) const {
   if (!valid_rail(c.rail) || static_cast<uint32_t>(c.remote) >= n_remotes_) return false;
   const Target& to = target(c.remote, c.rail);

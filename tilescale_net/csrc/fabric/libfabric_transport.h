@@ -36,8 +36,8 @@ public:
   const char* last_error() const override { return error_.c_str(); }
 
 private:
-  // Everything that a post needs of a local region, or of a peer's region, on one rail. Both lie in flat arrays indexed
-  // by region * rails + rail, so that the data path follows few pointers.
+  // A local region, or a peer's region, as posts on one rail use it. Both lie in flat arrays indexed by region *
+  // rails + rail, so the data path follows few pointers.
   struct Source {
     char* base;
     uint64_t bytes; // 0 once released

@@ -38,22 +38,22 @@ bool find(void* handle, const char* name, F& function) {
 
 std::string version_text(const Library& lib) {
   // "fi_version" has major and minor only; the string that libfabric prints has the patch level too.
-  const char* text = lib.tostr(&lib, FI_TYPE_VERSION); // reads nothing of its argument, but needs one
+  const char* text = lib.tostr(&lib, FI_TYPE_VERSION); // ignores its argument, but needs one
   if (text && *text) return text;
   return std::to_string(FI_MAJOR(lib.version)) + "." + std::to_string(FI_MINOR(lib.version));
 }
 
-// Returns "" and fills `lib`, or why the file does not serve.
+// Returns "" and fills `lib`, or the reason why the file is unusable.
 std::string open_library(const std::string& file, Library& lib) {
-  // Debian's libfabric links PSM, whose constructors replace the process's handlers of SIGSEGV and its like otherwise.
+  // Debian's libfabric links PSM, whose constructors would replace the process's handlers of SIGSEGV and others.
   setenv("IPATH_NO_BACKTRACE", "1", 0);
   setenv("HFI_NO_BACKTRACE", "1", 0);
-  // What Rail::set_endpoint_options() sets on each endpoint, for libraries that read the variable only.
+  // As Rail::set_endpoint_options() sets on each endpoint, for libraries that read only the variable.
   setenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0", 0);
   // Endpoints of efa would reach others of their host through objects in /dev/shm, which a killed process leaves there;
   // ranks of a host reach each other without the fabric.
   setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0", 0);
-  // rxm clears 4,096 buffers of 16 KiB for each endpoint; messages of the package are smaller than this.
+  // rxm clears 4,096 buffers of 16 KiB for each endpoint; the package's messages are smaller.
   setenv("FI_OFI_RXM_BUFFER_SIZE", "1024", 0);
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) return dlerror();
@@ -115,14 +115,14 @@ constexpr const char* kFolder = "/dev/shm";
 constexpr const char* kScheme = "fi_shm://"; // followed by the object's name
 constexpr const char* kBeginning = "tilescale_net-";
 
-// Names of this process: a lock does not keep its own process out, and opening and closing the file would end it.
+// Names of this process: a lock does not exclude its own process, and opening and closing the file would end it.
 std::mutex mine_in_use;
 std::set<std::string>& mine() {
   static auto* names = new std::set<std::string>;
   return *names;
 }
 
-// Of the whole file. It belongs to the process, not to children made by fork.
+// Of the whole file. The process owns it, not its forked children.
 bool lock(int fd, int command) {
   struct flock whole = {};
   whole.l_type = F_WRLCK;
@@ -148,7 +148,7 @@ void for_each_file(const std::function<void(int, const std::string&)>& each) {
   closedir(folder);
 }
 
-// Objects first: what is left of them when this process is killed here is found again by the file.
+// Objects first: if this process is killed here, the file leads to the rest of them.
 void remove_all(const std::string& name) {
   for_each_file([&](int folder, const std::string& file) {
     if (file.compare(0, name.size() + 1, name + ":") == 0) unlinkat(folder, file.c_str(), 0);
@@ -172,7 +172,7 @@ SharedMemoryName::SharedMemoryName() {
   std::lock_guard<std::mutex> guard(mine_in_use);
   remove_all_of_ended_processes();
   while (lock_ < 0) {
-    uint64_t secret = random_secret(); // as letters: numbers in such names stand for processes
+    uint64_t secret = random_secret(); // as letters: numbers in such names are process ids
     name_ = kBeginning + (std::to_string(getpid()) + "-");
     for (int i = 0; i < 16; ++i, secret >>= 4) name_ += static_cast<char>('a' + (secret & 15));
     lock_ = open((kFolder + ("/" + name_)).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
@@ -238,7 +238,7 @@ struct Want {
   fi_threading threading = FI_THREAD_DOMAIN;
 };
 
-// What we can work with, in libfabric's terms. Every mode and mr_mode bit set here is one that Rail honours.
+// Supported features, in libfabric's terms. Rail honours every mode and mr_mode bit set here.
 InfoPtr make_hints(const Library& library, const Want& want) {
   InfoPtr hints(library.dupinfo(nullptr), InfoDeleter{&library});
   if (!hints) throw FabricError("libfabric: out of memory for hints");
@@ -289,7 +289,7 @@ int preference(const fi_info* info) {
   const std::string name = provider_name(info);
   for (int i = 0; i < static_cast<int>(sizeof order / sizeof *order); ++i)
     if (name == order[i]) return i;
-  return is_hardware(info) ? 2 : INT_MAX; // other hardware before tcp; anything else only when it is named
+  return is_hardware(info) ? 2 : INT_MAX; // other hardware before tcp; anything else only by name
 }
 
 std::string address_text(const fi_info* info) {
@@ -344,7 +344,7 @@ std::string describe(const std::vector<Offer>& offers) {
                     ") offers one-sided traffic by: " + (offered.empty() ? "nothing" : offered) + ". " + todo);
 }
 
-// Keeps the offers of one list that obey the caller's choice of provider and interface.
+// Keeps the offers of one list that match the caller's provider and interface.
 std::vector<fi_info*> usable(fi_info* list, const TransportOptions& options, const std::string& provider,
                              const std::vector<std::string>& interfaces) {
   std::vector<fi_info*> kept;
@@ -440,7 +440,7 @@ Selection select_provider(const Library& library, const TransportOptions& option
     if ((device && !options.device_memory) || (deliver && !options.delivery_complete)) continue;
     list = query(library, {provider, options.one_sided, options.multi_host, device, deliver, threading});
     offers = usable(list.get(), options, provider, interfaces);
-    // Software providers may advertise FI_HMEM without any CUDA inside; only a NIC reaches GPU memory by itself.
+    // Software providers may advertise FI_HMEM without any CUDA inside; only a NIC really reaches GPU memory.
     if (device)
       offers.erase(std::remove_if(offers.begin(), offers.end(), [](fi_info* i) { return !is_hardware(i); }),
                    offers.end());

@@ -1,4 +1,4 @@
-// Which provider, which interface, which NICs: from what libfabric offers and what the caller requested.
+// Choice of provider, interface and NICs, from libfabric's offers and the caller's request.
 #pragma once
 
 #include "tilescale_net/csrc/fabric/transport.h"
@@ -10,7 +10,7 @@
 
 namespace tsn::fabric {
 
-// libfabric opened at run time: its few exported functions, found with dlsym. The data path needs none of them, because
+// libfabric opened at run time: its few exported functions, found with dlsym. The data path needs none of them:
 // libfabric's inline functions go through tables in its objects.
 //
 // Searched in this order: the caller's choice or TSN_LIBFABRIC; /opt/amazon/efa (AWS's own, with EFA and CUDA); the
@@ -19,7 +19,7 @@ struct Library {
   std::string path;         // the file that was opened
   std::string version_text; // e.g. "2.5.1"
   uint32_t version = 0;     // its own API version
-  uint32_t api = 0;         // the one to ask for: the lower of its own and of the headers compiled against
+  uint32_t api = 0;         // the requested one: the lower of its own and the headers'
 
   int (*getinfo)(uint32_t, const char*, const char*, uint64_t, const fi_info*, fi_info**) = nullptr;
   void (*freeinfo)(fi_info*) = nullptr;
@@ -36,22 +36,22 @@ struct Library {
 // that was tried.
 const Library& load_library(const std::string& explicit_file, const std::string& fallback);
 
-// Objects in /dev/shm through which libfabric's shm provider reaches the processes of a host. A process that is killed
-// leaves them behind. Whether it lives cannot be told by its number, which means another one in another PID namespace:
-// it holds a lock, which ends with it. Objects of other programs are left alone.
-// A name that no other process has, for the endpoints of a transport; and a file of that name in /dev/shm, locked as
-// long as this object, or the process, lives. The objects of its endpoints have longer names that begin with it.
+// Objects in /dev/shm through which libfabric's shm provider reaches the processes of a host. A killed process leaves
+// them behind. A process number does not tell whether it lives, because numbers differ between PID namespaces: it
+// holds a lock, which ends with it. Objects of other programs are left alone.
+// A unique name for the endpoints of a transport; and a file of that name in /dev/shm, locked as long as this object,
+// or the process, lives. The objects of its endpoints have longer names that begin with it.
 class SharedMemoryName {
 public:
-  SharedMemoryName(); // removes what processes of this user that have ended left; throws FabricError
+  SharedMemoryName(); // removes leftovers of this user's ended processes; throws FabricError
   ~SharedMemoryName();
   SharedMemoryName(const SharedMemoryName&) = delete;
   void operator=(const SharedMemoryName&) = delete;
 
-  // Endpoints that are made of `info` have the name.
+  // Endpoints made from `info` have the name.
   void give(fi_info* info) const;
 
-  // Remove the objects and the file, also while endpoints are open; and what ended processes left.
+  // Removes the objects and the file, even with open endpoints; and leftovers of ended processes.
   void remove();
 
 private:
@@ -59,7 +59,7 @@ private:
   int lock_ = -1;
 };
 
-// What to say where the provider is not offered for want of room; empty where there seems to be enough.
+// Text for a provider missing for lack of room; empty if there seems to be enough.
 std::string no_room_for_shared_memory();
 
 // Owns a list of fi_info, or one of them.
@@ -77,8 +77,8 @@ struct Selection {
   std::unique_ptr<SharedMemoryName> shared_memory;
 };
 
-// The best offer for `options`, or FabricError naming what was wanted, what was offered, and what to change.
-// `threading` is what the caller keeps to; by default FI_THREAD_DOMAIN, one thread per rail.
+// The best offer for `options`, or FabricError naming the request, the offers, and the remedy. `threading`: the
+// caller's promise; by default FI_THREAD_DOMAIN, one thread per rail.
 Selection select_provider(const Library& library, const TransportOptions& options,
                           fi_threading threading = FI_THREAD_DOMAIN);
 
@@ -96,7 +96,7 @@ std::vector<Offer> list_offers(const Library& library);
 
 // Indices of the candidates nearest to `device`, at most `limit` of them, each position given as the path of its PCI
 // device in sysfs ("/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"): the nearest share the longest path with it.
-// Candidates at equal distance are taken from number `first` on, so that several processes do not all take the same.
+// Among equally near candidates it starts at number `first`, so that processes spread over them.
 std::vector<int> nearest_devices(const std::vector<std::string>& candidates, const std::string& device, int limit,
                                  int first);
 

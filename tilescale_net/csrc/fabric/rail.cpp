@@ -1,4 +1,4 @@
-// Set-up of a rail, its memory, and what of its data path is not inline.
+// Set-up of a rail, its memory, and the out-of-line part of its data path.
 #include "tilescale_net/csrc/fabric/rail.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/provider.h"
@@ -16,9 +16,9 @@
 namespace tsn::fabric {
 namespace {
 
-// Options of endpoints by their numbers, which are part of the library's interface: what is built with headers older
-// than the library that it runs with must set them, too. Their names are FI_OPT_EFA_RNR_RETRY, …_EMULATED_WRITE,
-// …_USE_UNSOLICITED_WRITE_RECV, FI_OPT_CUDA_API_PERMITTED, …_MAX_MSG_SIZE, …_MAX_RMA_SIZE and …_INJECT_MSG_SIZE.
+// Options of endpoints by number, which is part of the library's interface: a build with older headers than the
+// library's must set them, too. Their names are FI_OPT_EFA_RNR_RETRY, …_EMULATED_WRITE, …_USE_UNSOLICITED_WRITE_RECV,
+// FI_OPT_CUDA_API_PERMITTED, …_MAX_MSG_SIZE, …_MAX_RMA_SIZE and …_INJECT_MSG_SIZE.
 constexpr int kEfa = -(0xefa << 16), kRnrRetry = kEfa, kEmulatedWrite = kEfa + 2, kUnsolicitedWriteReceives = kEfa + 8;
 constexpr int kCudaApiPermitted = 10, kMaxMsgSize = 12, kMaxRmaSize = 14, kInjectMsgSize = 16;
 #if FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION) >= FI_VERSION(2, 0)
@@ -53,10 +53,10 @@ Rail::Rail(const Library& library, fi_info* info, const TransportOptions& option
     return static_cast<uint32_t>(std::max<size_t>(1, std::min<size_t>(wanted, offered ? offered : wanted)));
   };
   depth_ = limit(options.depth, info->tx_attr->size);
-  // Where an immediate takes a receive, all that peers may send find one: EFA sends a write without one from the start.
+  // If immediates take receives, post one for each that peers may send: EFA restarts a write without one.
   const uint32_t immediates = imm_consumes_ ? options.immediates : 0;
   receives_ = limit(pool_ ? options.message_buffers + immediates : options.depth, info->rx_attr->size);
-  // EFA reports the failure of an injected message without its context: not even to which peer it was.
+  // EFA reports the failure of an injected message without its context, and so without its peer.
   names_injected_ = !is_efa();
   inject_ = static_cast<uint32_t>(info->tx_attr->inject_size);
   max_send_ = max_rma_ = info->ep_attr->max_msg_size;
@@ -90,7 +90,7 @@ void Rail::close() {
 void Rail::open(const TransportOptions& options) {
   fi_cq_attr cq_attr = {};
   cq_attr.format = FI_CQ_FORMAT_DATA;
-  // Immediates arrive unasked: room for them beyond what this side can have outstanding, unless they take receives.
+  // Immediates arrive unrequested: room for them beyond this side's outstanding operations, unless they take receives.
   const bool take_receives = pool_ && imm_consumes_;
   const uint32_t for_messages = take_receives ? std::min(options.message_buffers, (receives_ + 1) / 2) : receives_;
   const uint32_t ours = depth_ + for_messages;
@@ -103,7 +103,7 @@ void Rail::open(const TransportOptions& options) {
   set_endpoint_options();
 }
 
-// Options that only hardware providers know; older libraries refuse them.
+// Options that only hardware providers know; older libraries reject them.
 void Rail::set_endpoint_options() {
   const auto set = [&](int name, const auto& value) {
     return fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, name, &value, sizeof value);
@@ -113,10 +113,10 @@ void Rail::set_endpoint_options() {
     return fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, name, value, &bytes) == 0;
   };
   const bool efa = is_efa();
-  // A write's immediate shall take a posted receive, so that a queue that no thread empties stops the sender.
+  // A write's immediate takes a posted receive, so that an unread queue stops the sender.
   if (efa && imm_consumes_) set(kUnsolicitedWriteReceives, false);
-  // A kernel that waits for a put would deadlock with a provider that calls CUDA in its data path: forbid it, and where
-  // the provider cannot do without, go through staging instead. An unknown option means an old provider: keep it.
+  // A kernel that waits for a put would deadlock with a provider that calls CUDA in its data path: forbid it, and use
+  // staging if the provider needs it. An unknown option means an old provider: keep it.
   if (device_memory_) {
     const int rc = set(kCudaApiPermitted, false);
     if (rc == -FI_EOPNOTSUPP || rc == -FI_EINVAL) device_memory_ = false;
@@ -125,15 +125,15 @@ void Rail::set_endpoint_options() {
   set(kRnrRetry, size_t{7}); // SRD retries "receiver not ready" without end: flow control instead of an error
   bool emulated = true;      // libfabric before 1.18 has no RDMA write, and not this option
   emulated_write_ = !get(kEmulatedWrite, &emulated) || emulated;
-  // Where the limits of messages and of RMA differ, the endpoint's attributes tell the larger one only.
+  // Where the limits of messages and of RMA differ, the endpoint's attributes have only the larger one.
   size_t limit = 0;
   if (get(kMaxMsgSize, &limit) && limit) max_send_ = limit;
   if (get(kMaxRmaSize, &limit) && limit) max_rma_ = limit;
   if (get(kInjectMsgSize, &limit)) inject_ = static_cast<uint32_t>(std::min<size_t>(inject_, limit));
 }
 
-// libfabric 1.17 makes an object for peers of this host even where it is told to make no use of it, and a killed
-// process leaves it behind. Its name is made of the endpoint's: GID, queue pair, key, and the user.
+// libfabric 1.17 makes an object for peers of this host even if told not to use it, and a killed process leaves it
+// behind. Its name contains the endpoint's GID, queue pair, key, and the user.
 void Rail::remove_shared_memory() const {
   struct {
     unsigned char gid[16];
@@ -165,7 +165,7 @@ void Rail::allocate_slots() {
   if (!pool_)
     for (uint32_t i = depth_; i < total; ++i) free_receives_.give(i);
 
-  // Providers that keep their own state in the operation's context need real memory behind it.
+  // Providers that keep state in the operation's context need real memory there.
   if (info_->mode & (FI_CONTEXT | FI_CONTEXT2)) {
     context_storage_.resize(total);
     contexts_ = reinterpret_cast<char*>(context_storage_.data());
@@ -191,7 +191,7 @@ void Rail::allocate_slots() {
   buffers_desc_ = fi_mr_desc(mr);
 }
 
-// A process that has a key can write to the memory: where we choose the key and it has room, it cannot be guessed.
+// A process with a key can write to the memory: if we choose the key and it is wide enough, it is unpredictable.
 uint64_t Rail::new_key() {
   static std::atomic<uint64_t> next{1};
   if (prov_key_) return 0;
@@ -219,7 +219,7 @@ fi_addr_t Rail::insert(const std::string& name) {
 // Registration of memory with a rail: host memory, GPU memory as a DMABUF, GPU memory through the peer-memory module.
 namespace {
 
-// A DMABUF over the host pages that hold a range of GPU memory; fd is -1, with the reason, where it cannot be made.
+// A DMABUF over the host pages of a range of GPU memory; fd is -1, with the reason, on failure.
 struct DmaBuf {
   explicit DmaBuf(const Memory& memory) {
     const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
@@ -301,7 +301,7 @@ Fid<fid_mr> Rail::register_memory(const Memory& memory) {
   return owned;
 }
 
-// What a rail does less often: messages, receives, failures, and the completions that are not of writes and reads.
+// Off the fast path: messages, receives, failures, and completions other than those of writes and reads.
 Post Rail::post_error(ssize_t rc, const char* operation, int peer) {
   error = std::string(operation) + (peer >= 0 ? " to peer " + std::to_string(peer) : "") + " over rail " +
           std::to_string(index_) + " was refused: " + library_.error(rc);
@@ -348,7 +348,7 @@ Post Rail::read_more(const Target& from, void* destination, void* desc, const Tr
   return post_result(fi_readmsg(ep_.get(), &message, FI_COMPLETION | FI_MORE), slot, "a read");
 }
 
-// Sends by copy, without a slot; the completion that the provider does not report is kept for the next poll.
+// Sends by copy, without a slot; the next poll reports the completion, which the provider does not.
 Post Rail::inject(int peer, fi_addr_t address, const void* data, size_t bytes, uint64_t cookie, const char* operation) {
   const ssize_t rc = fi_inject(ep_.get(), data, bytes, address);
   if (rc == 0) {
@@ -380,7 +380,7 @@ Post Rail::message(int peer, fi_addr_t address, const void* data, uint32_t bytes
   message.iov_count = 1;
   message.addr = address;
   message.context = context(slot);
-  // Not the endpoint's delivery-complete: a message is acknowledged by the layer that requests it, if at all.
+  // Not the endpoint's delivery-complete: the layer above acknowledges messages if it needs that.
   return post_result(fi_sendmsg(ep_.get(), &message, FI_COMPLETION), slot, "a message");
 }
 
@@ -422,11 +422,11 @@ void Rail::fail(Event& event, int peer, uint64_t cookie, int code, const std::st
   event = Event{Event::failed, peer, index_, 0, cookie, nullptr, 0, code, texts_.back().c_str()};
 }
 
-// The completions that completions() leaves: immediates, messages, receives, and what no slot belongs to.
+// The completions that completions() leaves: immediates, messages, receives, and those without a slot.
 bool Rail::other_completion(const fi_cq_data_entry& entry, Event& event) {
   const uint32_t slot = slot_of(entry.op_context);
-  // Some providers repeat the flag in the completion of the write itself, and efa of libfabric 1.17 marks an immediate
-  // that arrives with FI_WRITE: what tells the two apart is whether an operation of ours belongs to it.
+  // Some providers repeat the flag in the completion of the write itself, and efa of libfabric 1.17 marks an arriving
+  // immediate with FI_WRITE: the two differ in whether an operation of ours belongs to them.
   const bool sent = slot < depth_ && slots_[slot].kind != kFree;
   if ((entry.flags & FI_REMOTE_CQ_DATA) && !(entry.flags & FI_RECV) && !sent) {
     // With FI_RX_CQ_DATA, an immediate uses up one of the posted receives.
@@ -449,7 +449,7 @@ bool Rail::other_completion(const fi_cq_data_entry& entry, Event& event) {
     event = Event{Event::done, -1, index_, 0, done.cookie, nullptr, entry.len, 0, nullptr};
     return done.cookie != kSilent;
   case kBuffer: {
-    recycle(slot); // posted again at the next poll, so that the payload lives until then
+    recycle(slot); // reposted at the next poll, so the payload lives until then
     Header header;
     std::memcpy(&header, buffer(slot), sizeof header);
     const bool known = entry.len >= sizeof header && header.magic == kMagic && header.token == token_ &&
@@ -492,13 +492,13 @@ bool Rail::read_cq_error(Event& event) {
   }
   char detail[128] = "";
   const char* provider_text = fi_cq_strerror(cq_.get(), u.entry.prov_errno, u.entry.err_data, detail, sizeof detail);
-  // EFA gives all that is ours its context: the rest are packets of the provider's own, and of a peer's message that
-  // stays away. Nobody knows whose they were; what waits for that peer fails by itself.
+  // EFA gives everything of ours its context: the others are the provider's own packets, and packets of a lost peer's
+  // message. Their peer is unknown; operations that wait for that peer fail separately.
   if (peer < 0 && is_efa() && pool_) return note_internal_failure(u.entry.err, provider_text), false;
   std::string text = std::string(what) + (peer >= 0 ? " to peer " + std::to_string(peer) : "") + " over rail " +
                      std::to_string(index_) + " failed: " + library_.error(-static_cast<int64_t>(u.entry.err));
   if (provider_text && *provider_text) text += std::string(", ") + provider_text;
-  // Some providers answer with a general error and keep the system's own beside it.
+  // Some providers return a general error, with the system's own beside it.
   const bool hidden = (u.entry.err == FI_EIO || u.entry.err == FI_EOTHER) && is_peer_lost(std::abs(u.entry.prov_errno));
   fail(event, peer, cookie, hidden ? std::abs(u.entry.prov_errno) : u.entry.err, text);
   return true;
@@ -526,7 +526,7 @@ uint64_t Rail::internal_failures(std::string* last) {
   return internal_failures_;
 }
 
-// The completion queue could not be read, or holds an error. False when there is nothing to tell after all.
+// The completion queue could not be read, or holds an error. False if there is nothing to report after all.
 bool Rail::on_cq_error(ssize_t code, Event& event) {
   if (code == -FI_EAVAIL) return read_cq_error(event);
   fail(event, -1, kSilent, static_cast<int>(-code),
@@ -535,7 +535,7 @@ bool Rail::on_cq_error(ssize_t code, Event& event) {
 }
 
 void Rail::repost_buffers() {
-  if (ready_.empty()) texts_.clear(); // those of events in `ready_` have not been handed out yet
+  if (ready_.empty()) texts_.clear(); // except those of events in `ready_`, which are not handed out yet
   post_buffers();
   needs_repost_ = !repost_.empty() || !texts_.empty();
 }

@@ -1,9 +1,9 @@
 // One rail: one endpoint with its domain, address vector and completion queue, on one NIC.
 //
-// Every outstanding operation holds a slot; a slot remembers what the operation was, so that completions need no search
-// and errors can be reported in the caller's terms. The number of slots bounds what this side has outstanding;
-// immediates come unrequested, and the completion queue has room for TransportOptions::immediates of them, which their
-// senders must not exceed. A rail is used by one thread at a time.
+// Every outstanding operation holds a slot, which records the operation, so that completions need no search and
+// errors are reported in the caller's terms. The number of slots bounds this side's outstanding operations;
+// immediates come unrequested, and the completion queue has room for TransportOptions::immediates of them, which
+// their senders must not exceed. A rail is used by one thread at a time.
 #pragma once
 
 #include "tilescale_net/csrc/common/secret.h"
@@ -24,7 +24,7 @@
 
 namespace tsn::fabric {
 
-// An endpoint of libfabric with what it stands on: fabric, domain, address vector and completion queue.
+// An endpoint of libfabric with its fabric, domain, address vector and completion queue.
 template <typename T>
 struct FidDeleter {
   void operator()(T* object) const { fi_close(&object->fid); }
@@ -34,9 +34,9 @@ using Fid = std::unique_ptr<T, FidDeleter<T>>;
 
 class Endpoint {
 protected:
-  // Opens and binds all of it; the caller sets options and enables it. `check` is called with what each call returns
-  // and its name, and throws where that is not 0. Returns the size of the completion queue: what `cq_attr` requests, or
-  // less where the device has no longer ones, but not below `least`.
+  // Opens and binds all of it; the caller sets options and enables it. `check` is called with each call's result and
+  // name, and throws unless it is 0. Returns the size of the completion queue: as `cq_attr` requests, or less if the
+  // device has no longer ones, but at least `least`.
   template <typename Check>
   size_t open(const Library& library, fi_info* info, fi_cq_attr cq_attr, size_t least, Check check);
 
@@ -99,16 +99,16 @@ public:
   // --- set-up ------------------------------------------------------------------------------------------------------
   std::string name() const; // the endpoint's address, opaque
   fi_addr_t insert(const std::string& name);
-  // `token`: what the peer expects in messages to it; its own messages will carry token() of this rail.
+  // `token`: the peer expects it in messages; its own messages will carry token() of this rail.
   void expect_messages_from(int peer, uint64_t token) {
     if (static_cast<size_t>(peer) >= known_.size()) known_.resize(peer + 1, false), tokens_.resize(peer + 1, 0);
     known_[peer] = true;
     tokens_[peer] = token;
   }
   uint64_t token() const { return token_; }
-  // Messages that were dropped because their sender did not know the token.
+  // Messages dropped because their sender did not know the token.
   uint64_t rejected_messages() const { return rejected_messages_; }
-  // A registration usable by this rail, and what the data path needs of it.
+  // A registration usable by this rail, with its data for the data path.
   Fid<fid_mr> register_memory(const Memory& memory);
   uint64_t remote_base(void* base) const { return virtual_addresses_ ? reinterpret_cast<uint64_t>(base) : 0; }
   const fi_info* info() const { return info_; }
@@ -139,9 +139,9 @@ public:
   Post receive(void* destination, void* desc, uint64_t bytes, uint64_t cookie);
   int poll(Event* events, int capacity);
   uint64_t internal_failures(std::string* last);
-  void new_poll(); // ends the life of what the last poll handed out
+  void new_poll(); // invalidates the last poll's payloads
 
-  // Nothing that goes out is outstanding.
+  // No outgoing operation is outstanding.
   bool idle() const { return free_.given - free_.taken == depth_ && ready_.empty(); }
 
   std::string error; // why a post answered `error`
@@ -180,8 +180,8 @@ private:
                                                       : static_cast<uint32_t>(slots_.size());
   }
   char* buffer(uint32_t slot) { return buffers_.data() + static_cast<size_t>(slot) * buffer_bytes_; }
-  // Free slots in the order in which they became free: the oldest is taken next, so that no post waits for the memory
-  // that the completion before it has just written.
+  // Free slots in the order of their release: the oldest is taken next, so no post waits for the memory that the
+  // previous completion has just written.
   struct FreeSlots {
     std::unique_ptr<uint32_t[]> ring;
     uint32_t mask = 0, taken = 0, given = 0; // positions run on; given - taken are free
@@ -228,8 +228,8 @@ private:
   size_t buffer_bytes_ = 0;
   void* buffers_desc_ = nullptr;
 
-  std::vector<Slot> slots_;      // [0, depth): what goes out; from depth on: posted receives
-  FreeSlots free_;               // for what goes out
+  std::vector<Slot> slots_;      // [0, depth): outgoing operations; from depth on: posted receives
+  FreeSlots free_;               // for outgoing operations
   FreeSlots free_receives_;      // for receives, when the caller posts its own
   bool needs_repost_ = false;    // new_poll() has something to do
   std::vector<uint32_t> repost_; // pool buffers to post again: handed out by the last poll, or refused before
@@ -291,8 +291,8 @@ TSN_HOT Post Rail::read(const Target& from, void* destination, void* desc, const
       "a read");
 }
 
-// Turns completions into events; returns the number of those for the caller. What the loop changes is kept in
-// registers, because the compiler must assume that an event could lie anywhere.
+// Turns completions into events; returns the number of those for the caller. The loop keeps its variables in
+// registers: the compiler must assume that an event could lie anywhere.
 TSN_HOT int Rail::completions(const fi_cq_data_entry* entries, int count, Event* events) {
   Slot* const slots = slots_.data();
   uint32_t* const ring = free_.ring.get();

@@ -1,4 +1,4 @@
-// What the proxy and the fabric benchmarks need from a network, and nothing more.
+// The network interface of the proxy and the fabric benchmarks, and nothing more.
 //
 // A Transport is one process's set of rails (network endpoints, one per NIC) over one provider. Peers are numbered by
 // the caller, equally on all of them (a PE's rank is the natural choice). Set-up is collective and out of band:
@@ -14,9 +14,9 @@
 // Data path rules
 // - Nothing is ordered: not writes among themselves, not messages after writes, not across rails.
 // - A post answers `again` when a queue is full: poll(), then try again. Nothing was sent.
-// - poll() also drives progress, of operations that others started here too: a target must keep calling it.
-// - A post or poll never throws and never blocks. After `error`, last_error() returns what was refused and why.
-// - Each cookie comes back exactly once, as `done` or as `failed`, unless it is kSilent: then only a failure is
+// - poll() also drives progress of operations that peers started: a target must keep calling it.
+// - A post or poll never throws and never blocks. After `error`, last_error() names the rejected operation and the
+// reason. - Each cookie comes back exactly once, as `done` or as `failed`, unless it is kSilent: then only a failure is
 // reported.
 //
 // Threads: a Transport belongs to one thread at a time (FI_THREAD_DOMAIN). Several proxy threads use one Transport
@@ -32,7 +32,7 @@
 
 namespace tsn::fabric {
 
-// Set-up failed: the message names what, where (provider, interface, rank) and what to do.
+// Set-up failed: the message names the step, its place (provider, interface, rank) and the remedy.
 class FabricError : public std::runtime_error {
 public:
   using std::runtime_error::runtime_error;
@@ -54,7 +54,7 @@ struct Memory {
   int device = 0; // CUDA device ordinal of `cuda` memory
 };
 
-// Fields that a kind does not need are left as they were.
+// Fields unused by a kind keep their values.
 struct Event {
   enum Kind : uint8_t {
     done,      // `cookie` is complete: its source may be reused, and see Properties::delivery_complete
@@ -73,7 +73,7 @@ struct Event {
   const char* text;
 };
 
-// Whether a failure's code is what a process that has gone looks like from here; others are the network's own trouble.
+// Whether a failure's code looks like an ended process; other codes are failures of the network.
 inline bool is_peer_lost(int code) {
   for (int gone :
        {ECONNRESET, ECONNABORTED, ECONNREFUSED, ENOTCONN, EPIPE, ESHUTDOWN, EHOSTUNREACH, EHOSTDOWN, ECANCELED})
@@ -93,11 +93,11 @@ struct Properties {
   uint32_t max_message = 0;       // largest post_message in bytes
   uint32_t inject_bytes = 0;      // sources up to this size are copied when posted
   uint32_t depth = 0;             // operations that one rail takes before it answers `again`
-  double link_gbps = 0;           // speed of the rails' NICs together in 10^9 bits/s; 0 when they do not tell
+  double link_gbps = 0;           // total speed of the rails' NICs in 10^9 bits/s; 0 if unknown
   uint32_t immediates = 4096;     // that peers may send to one rail before it is polled
   int imm_bits = 32;              // low bits of an immediate that arrive; the others must be 0
   bool device_memory = false;     // `cuda` regions can be registered; otherwise stage through pinned host memory
-  bool delivery_complete = false; // `done` of a write means: its data is at the target, not merely on its way
+  bool delivery_complete = false; // `done` of a write means: its data are at the target, not merely in flight
   bool ordered_messages = false;  // messages and sends to one peer over one rail arrive in order
   bool emulated_write = false;    // the provider emulates RDMA writes by copies at the target
   bool remote_progress = true;    // the target must poll() for writes into it to complete
@@ -106,8 +106,8 @@ struct Properties {
 
 class Transport {
 public:
-  // Only while idle(), and while no peer reads or writes here: libfabric 1.17 crashes when an endpoint closes that has
-  // operations in flight. A transport that is not idle is better left to the end of the process, after abandon().
+  // Only while idle(), and while no peer reads or writes here: libfabric 1.17 crashes when an endpoint closes with
+  // operations in flight. Leave a transport that is not idle to the end of the process, after abandon().
   virtual ~Transport() = default;
 
   virtual const Properties& properties() const = 0;
@@ -124,7 +124,7 @@ public:
   virtual RemoteRegion add_remote(int peer, const std::string& key) = 0;
 
   // --- data path: no exceptions ------------------------------------------------------------------------------------
-  // Offsets count bytes from the region's base on both sides; ranges outside a region are refused.
+  // Offsets count bytes from the region's base on both sides; ranges outside a region are rejected.
   struct Copy {
     int rail;
     int peer;
@@ -152,19 +152,19 @@ public:
   // Fills at most `capacity` events, from all rails in turn; returns their number.
   virtual int poll(Event* events, int capacity) = 0;
 
-  // Whether nothing that was posted here is still on its way, silent operations included. What the network has copied
-  // is not counted.
+  // Whether no operation posted here is in flight, silent ones included. Data that the network has copied are not
+  // counted.
   virtual bool idle() const = 0;
 
-  // The peers are lost: removes what would outlive this process, and what peers that have ended left on this host. No
-  // peer can connect any more; what is connected stays so.
+  // The peers are lost: removes objects that would outlive this process, and leftovers of peers on this host. No peer
+  // can connect any more; existing connections stay.
   virtual void abandon() {}
 
-  // Messages that were dropped because their sender did not know this transport's token: it had no address() from us.
+  // Messages dropped because their sender did not know this transport's token: it had no address() from us.
   virtual uint64_t rejected_messages() const = 0;
 
-  // Packets of the network's own that failed, of which it does not tell to whom they were: what they were for fails by
-  // itself, or comes to nothing. `last`: the reason of the latest one, if one has come since the last call.
+  // Failed packets of the network's own, whose target is unknown: the operations that needed them fail separately, or
+  // were void. `last`: the reason of the latest one, if any since the last call.
   virtual uint64_t internal_failures(std::string* last) {
     (void)last;
     return 0;
@@ -176,21 +176,21 @@ public:
 
 struct TransportOptions {
   int rank = 0;         // this process among the peers: sent to the receivers of its messages
-  std::string provider; // "" = TSN_PROVIDER, or else the best one offered; otherwise exactly this one
+  std::string provider; // "" = TSN_PROVIDER, or else the best offer; otherwise exactly this one
   std::string
       interface; // "" = TSN_FABRIC_INTERFACE, or else loopback on one host; a domain or interface name, comma-separated
   bool multi_host = false;        // peers on other hosts: loopback and shared memory are useless
-  std::string address;            // this host's towards the others: of software providers, its interface goes first
+  std::string address;            // this host's address towards the others: software providers prefer its interface
   bool one_sided = true;          // needs RMA with immediates; false: two-sided transfers only
   bool device_memory = false;     // prefer providers that reach GPU memory
   std::string gpu_pci;            // "0000:3b:00.0": prefer the NICs nearest to it; "" = no preference
   int rails = 0;                  // 0 = one per nearest NIC; n = exactly n, NICs being used more than once if need be
   int max_rails = 4;              // limit when rails is 0
-  uint32_t depth = 512;           // outstanding operations per rail; lowered to what the provider has
+  uint32_t depth = 512;           // outstanding operations per rail; lowered to the provider's limit
   uint32_t message_bytes = 256;   // largest message
   uint32_t message_buffers = 256; // receives kept posted per rail for messages; 0: the caller posts its own
   uint32_t immediates = 4096;     // that peers may send to one rail before it is polled
-  bool delivery_complete = true;  // ask for it where it is offered
+  bool delivery_complete = true;  // request it if offered
   std::string library;            // file of libfabric.so.1; "" = search (see provider.h)
   std::string library_fallback;   // tried last: the one inside the mpich wheel, which only Python can find
   std::string chaos;              // "" = TSN_CHAOS, "off" = none, or "seed=7,reorder=0.3,…" (see chaos.h)

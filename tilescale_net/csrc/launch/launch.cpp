@@ -1,4 +1,4 @@
-// Launches and looks at tensors as Python functions, without pybind11 between a call and the code that makes it.
+// Launches and tensor checks as Python functions, without pybind11 in the call path.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,8 +17,8 @@ namespace py = pybind11;
 namespace tsn::launch {
 namespace {
 
-// What this part uses of two C interfaces: DLPack's tensors and exchange functions, and TVM's calls of functions.
-// Their authors promise that both are stable; reader_of and runtime/launch_args.py refuse other versions.
+// The used part of two C interfaces: DLPack's tensors and exchange functions, and TVM's function calls. Their authors
+// promise stability; reader_of and runtime/launch_args.py reject other versions.
 struct DlDevice {
   int32_t type;
   int32_t id;
@@ -51,7 +51,7 @@ struct DlExchange {
 };
 
 constexpr int32_t kDlCpu = 1;
-constexpr uint8_t kDlMostUnsigned = 1; // codes up to it are of integers
+constexpr uint8_t kDlMostUnsigned = 1; // codes up to it are integers
 
 struct TvmAny {
   int32_t type;
@@ -72,7 +72,7 @@ struct TvmCalls {
   int (*release)(void* object);
 };
 
-// The numbers that an integer parameter of a kernel holds; TVM's host functions cut off the bits of others.
+// The range of a kernel's integer parameter; TVM's host functions truncate other numbers.
 struct Range {
   int64_t low = std::numeric_limits<int64_t>::min(), high = std::numeric_limits<int64_t>::max();
 
@@ -83,11 +83,11 @@ struct Range {
 
 constexpr int kMostDims = 6;
 
-// As which a kernel takes a tensor.
+// The form in which a kernel takes a tensor.
 struct Form {
-  std::vector<int64_t> shape;   // at most one extent is -1: what remains; empty: as it is
+  std::vector<int64_t> shape;   // at most one extent is -1: the rest; empty: unchanged
   std::optional<DlDtype> dtype; // none: the tensor's own
-  bool turned = false;          // the shape is that of the tensor with its last two axes exchanged
+  bool turned = false;          // the shape of the tensor with its last two axes exchanged
 };
 
 // A view of a tensor, and room for extents that are not the tensor's own.
@@ -111,7 +111,7 @@ struct View {
     for (int32_t i = 0; i < tensor.ndim; ++i) count *= tensor.shape[i];
     return count;
   }
-  // Exchange the last two axes; false where there are none, or no strides.
+  // Exchange the last two axes; false without two axes, or without strides.
   bool turn() {
     if (tensor.ndim < 2 || tensor.strides == nullptr) return false;
     keep();
@@ -119,7 +119,7 @@ struct View {
     std::swap(strides[tensor.ndim - 1], strides[tensor.ndim - 2]);
     return true;
   }
-  // See it in another form; false for one that is not contiguous or does not divide.
+  // View it in another form; false if it is not contiguous or does not divide.
   bool reshape(const Form& form) {
     if (form.turned && !turn()) return false;
     const int64_t bits = elements() * tensor.dtype.bits * tensor.dtype.lanes;
@@ -139,7 +139,7 @@ struct View {
     tensor.ndim = (int32_t)form.shape.size();
     if (form.dtype) tensor.dtype = *form.dtype;
     tensor.shape = shape.data();
-    tensor.strides = strides.data(); // kernels' host functions take none for strides of 1
+    tensor.strides = strides.data(); // kernels' host functions expect none for strides of 1
     return true;
   }
   // Own the extents, so that they outlive the object.
@@ -153,12 +153,12 @@ struct View {
   }
 };
 
-// How tensors of `kind` (torch.Tensor) are looked at.
+// Reader of tensors of `kind` (torch.Tensor).
 struct Reader {
   const DlExchange* exchange;
   PyTypeObject* kind;
 
-  // False where `object` is no such tensor or cannot be exchanged; no Python error is left. Valid while the object is.
+  // False if `object` is no such tensor or cannot be exchanged, without a Python error. Valid as long as the object.
   bool read(PyObject* object, View& view) const {
     if (Py_TYPE(object) != kind) return false;
     if (exchange->tensor_from_object(object, &view.tensor) != 0) {
@@ -169,14 +169,14 @@ struct Reader {
   }
 };
 
-// What a tensor must be like.
+// Requirements of a tensor.
 struct Wanted {
   std::vector<DlDtype> dtypes;
   DlDevice device;
   std::vector<int64_t> shape; // -1: any extent
   uint64_t alignment;
 
-  // `first`: the first extent, where it is 0 or more.
+  // `first`: the first extent, if 0 or more.
   bool fits(const View& view, int64_t first) const {
     const DlTensor& t = view.tensor;
     if (t.device.type != device.type || t.device.id != device.id || t.ndim != (int32_t)shape.size()) return false;
@@ -191,25 +191,23 @@ struct Wanted {
   }
 };
 
-// --- a launch with all but some arguments known: a call only converts the others -------------------------------------
+// --- a launch with constant arguments: a call only converts the others ----------------------------------------------
 
 constexpr int kMostArguments = 64, kMostGiven = 32;
 
-int64_t slow_calls =
-    0; // that could have been launched from here, but for an argument that cannot be read or does not fit
+int64_t slow_calls = 0; // launchable from here except for an unreadable or unfit argument
 
-// An argument that a call gives.
+// An argument of each call.
 struct Given {
   int place;                      // among the kernel's arguments
-  Form form;                      // as which the kernel takes a tensor
-  const View* stand_in = nullptr; // taken for None and for a tensor without elements
+  Form form;                      // the kernel's form of a tensor
+  const View* stand_in = nullptr; // replaces None and empty tensors
   Range range;                    // of an integer
 };
 
-// Made once, called from Python with the tensors and numbers that a call gives, in their order.
+// Made once, called from Python with a call's tensors and numbers, in order.
 //
-// Unusual calls go to `otherwise`, a Python function of the same arguments, which does the same more slowly and reports
-// errors.
+// Unusual calls go to `otherwise`, a Python function of the same arguments, which is slower and reports errors.
 class Pack {
 public:
   Pack(const Reader& reader, const TvmCalls& calls, int count, PyObject* resolve, PyObject* otherwise)
@@ -224,7 +222,7 @@ public:
   Pack(const Pack&) = delete;
   Pack& operator=(const Pack&) = delete;
 
-  // An argument of every call; false for one that cannot be read. The caller keeps the object alive.
+  // A constant argument; false if unreadable. The caller keeps the object alive.
   bool fix(int place, PyObject* value) {
     auto view = std::make_unique<View>();
     if (!set(arguments_[place], value, *view)) return false;
@@ -236,7 +234,7 @@ public:
     }
     return true;
   }
-  // `stand_in`: a tensor or null; false for one that cannot be read.
+  // `stand_in`: a tensor or null; false if unreadable.
   bool give(int place, Form form, PyObject* stand_in, Range range) {
     Given given;
     given.place = place;
@@ -268,7 +266,7 @@ public:
       std::copy(arguments_.begin(), arguments_.end(), arguments);
       if (convert(arguments, values, views)) {
         int failed;
-        Py_BEGIN_ALLOW_THREADS; // the driver may wait, and other threads watch over that
+        Py_BEGIN_ALLOW_THREADS; // the driver may wait, and other threads watch for hangs
         failed = launch(arguments);
         Py_END_ALLOW_THREADS;
         if (failed == 0) Py_RETURN_NONE;
@@ -346,12 +344,12 @@ private:
   std::vector<std::unique_ptr<View>> kept_;
 };
 
-// --- a function with its first argument known, and limits of the integers that it takes -----------------------------
+// --- a function with a constant first argument and limits of its integers -------------------------------------------
 
 constexpr Py_ssize_t kMostValues = 64;
 
-// Called from Python with the other arguments. Calls with an integer beyond its range, or with something else than an
-// int there, go to `otherwise`, which takes the same arguments.
+// Called from Python with the other arguments. Calls with an integer out of range, or with another type there, go to
+// `otherwise`, which takes the same arguments.
 class Bound {
 public:
   // `first`: an object or null.
@@ -407,8 +405,8 @@ PyObject* call_pack(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   return (*of<Pack>(self))(values, count);
 }
 
-// Whether a tensor is a view of torch whose values are the negatives of its memory, as the imaginary part of a
-// conjugate is; of floating numbers, as others do not come about by themselves.
+// Whether a tensor is a torch view whose values are the negatives of its memory, as the imaginary part of a
+// conjugate; only floating ones arise implicitly.
 bool stands_for_negative(PyObject* tensor, const View& view) {
   if (view.tensor.dtype.code <= kDlMostUnsigned) return false;
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
@@ -432,7 +430,7 @@ PyObject* call_check(PyObject* self, PyObject* const* values, Py_ssize_t count) 
   return PyBool_FromLong(check.wanted.fits(view, first));
 }
 
-// Tensors of one call, of which each but the first has as many rows as the first.
+// Tensors of one call, all with the rows of the first.
 struct Usual {
   Reader reader;
   std::vector<Wanted> wanted;
@@ -453,7 +451,7 @@ PyObject* call_usual(PyObject* self, PyObject* const* values, Py_ssize_t count) 
   return PyLong_FromLongLong(fits && rows <= usual.most ? rows : -1);
 }
 
-// Words that are 0 until something happens. Python's lock lets no thread unmap them while they are read.
+// Words that are 0 until an event. Python's lock prevents other threads from unmapping them during the read.
 struct Words {
   std::vector<uintptr_t> addresses;
 };
@@ -520,8 +518,8 @@ void bind(py::module_& parent) {
                     capsule(std::make_unique<Bound>(called.ptr(), leading, std::move(ranges), otherwise.ptr())));
   });
 
-  // Places and values of fixed arguments; of those that a call gives, their places, forms (shape, and a tensor of the
-  // dtype or None), stand-ins, whether they are turned, and lowest and highest values of integers.
+  // Positions and values of constant arguments; of a call's arguments their positions, forms (shape, and a tensor of
+  // the dtype or None), placeholders, whether they are turned, and lowest and highest values of integers.
   m.def("pack",
         [](uintptr_t exchange, const py::type& kind, std::array<uintptr_t, 4> calls,
            const std::vector<std::pair<int, py::object>>& fixed,
@@ -550,14 +548,14 @@ void bind(py::module_& parent) {
 
   m.def("slow_calls", [] { return slow_calls; });
 
-  // A function of a tensor, and its first extent if that is not any: whether it is as wanted.
+  // A function of a tensor, and its first extent unless any: whether it is as wanted.
   m.def("check", [](uintptr_t exchange, const py::type& kind, py::object place, const Description& wanted) {
     const Reader reader = reader_of(exchange, kind);
     return function(check_method, capsule(std::make_unique<Check>(Check{reader, wanted_of(reader, wanted, place)})));
   });
 
-  // A function of tensors that are all as wanted and have as many rows, of which others than the first may be None:
-  // these rows; -1 for other tensors, and for more rows than `most`.
+  // A function of tensors that are all as wanted and have equally many rows, of which all but the first may be None:
+  // the number of rows; -1 for other tensors, and for more rows than `most`.
   m.def("rows", [](uintptr_t exchange, const py::type& kind, py::object place, const std::vector<Description>& wanted,
                    int64_t most) {
     auto made = std::make_unique<Usual>(Usual{reader_of(exchange, kind), {}, most});

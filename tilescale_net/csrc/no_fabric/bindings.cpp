@@ -1,4 +1,4 @@
-// Stands for everything that needs libfabric's headers in a build without them: each call raises ConfigurationError.
+// Replaces everything that needs libfabric's headers in a build without them: each call raises ConfigurationError.
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Python's view of the proxy. runtime/fabric.py drives it; addresses are integers.
+// Python bindings of the proxy, for runtime/fabric.py; addresses are integers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -71,7 +71,7 @@ py::object error_of(Proxy& proxy) {
   if (!proxy.failure(&f)) return py::none();
   py::dict d;
   d["kind"] = f.kind;
-  // Part of it may be what a peer has sent.
+  // It may contain a peer's text.
   d["text"] =
       py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(f.text.data(), (Py_ssize_t)f.text.size(), "replace"));
   d["pe"] = f.pe;
@@ -116,19 +116,19 @@ void bind(py::module_& m) {
         return std::make_unique<Proxy>(o, make_transport);
       }))
       .def(
-          "address", [](const Proxy& p) { return py::bytes(p.address()); }, "What every peer's connect() needs.")
+          "address", [](const Proxy& p) { return py::bytes(p.address()); }, "The address for every peer's connect().")
       .def("connect", &Proxy::connect, py::arg("addresses"), no_gil, "addresses[pe]: address() of every PE.")
       .def("start", &Proxy::start, no_gil)
       .def("drain", &Proxy::drain, py::arg("seconds"), no_gil,
            "Waits until everything pushed so far is at its target; False: not in time, or the proxy has failed.")
       .def("apply_adds", &Proxy::apply_adds, py::arg("seconds"), no_gil,
-           "Carries out the adds that were left to kernels; while no kernel runs. False as drain().")
+           "Applies the adds that were deferred to kernels; while no kernel runs. False as drain().")
       .def("exclude", &Proxy::exclude, py::arg("peers"),
-           "These PEs no longer take part and may end at any time: no rank waits for them.")
+           "Excludes PEs, which may end at any time: no rank waits for them.")
       .def("explain", &Proxy::explain, py::arg("reason"), "Sent to peers when the abort word ends this proxy.")
       .def("awaited", &Proxy::awaited, "The PEs that flushes wait for.")
-      .def("close", &Proxy::close, no_gil, "stop(), and the endpoints are gone; to be called after a barrier.")
-      .def("stop", &Proxy::stop, no_gil, "Finishes what is queued and ends the threads; to be called after a barrier.")
+      .def("close", &Proxy::close, no_gil, "stop(), then closes the endpoints; call it after a barrier.")
+      .def("stop", &Proxy::stop, no_gil, "Finishes queued operations and ends the threads; call it after a barrier.")
       .def(
           "queue_views",
           [](const Proxy& p) {
@@ -136,13 +136,14 @@ void bind(py::module_& m) {
             return py::bytes(reinterpret_cast<const char*>(views.data()), views.size() * sizeof(QueueView));
           },
           "The QueueView array that Context::queues points to, to be placed where the device reads fast.")
-      .def_property_readonly("context_flags", &context_flags, "What Context::flags must contain for this proxy.")
+      .def_property_readonly("context_flags", &context_flags, "The bits of Context::flags for this proxy.")
       .def("error", &error_of,
-           "None, or what ended the proxy: kind (a class of tilescale_net.errors), text, pe, operation, offset.")
+           "None, or the failure that ended the proxy: kind (a class of tilescale_net.errors), text, pe, operation, "
+           "offset.")
       .def("stats", &stats_of,
            "Counters since the start: operations by kind, bytes, retries, depths, and times of each stage in "
            "microseconds. Percentiles are exact to a factor of two.")
-      .def("properties", &properties_of, "The transport in use, and how the proxy uses it.");
+      .def("properties", &properties_of, "The transport in use, and the proxy's settings of it.");
 }
 
 } // namespace tsn::proxy

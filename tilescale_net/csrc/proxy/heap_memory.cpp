@@ -88,7 +88,7 @@ public:
   }
 
 private:
-  // The entry is in the mailbox; what makes it count comes behind it.
+  // The entry is in the mailbox; the count that publishes it follows.
   struct Publish {
     uint64_t* mailbox;
     void operator()(const uint64_t*, uint64_t index) const { __atomic_store_n(mailbox, index + 1, __ATOMIC_RELEASE); }
@@ -111,13 +111,13 @@ std::unique_ptr<HeapMemory> make_host_memory_with_mailbox(void* base, int mailbo
 
 // The heap on a GPU: two streams of the driver, one per direction, beside any kernels that run.
 //
-// Positions: poll() has the stream write the number of its operations into pinned memory behind them, so that looking
-// at progress costs no call of the driver.
+// Positions: poll() has the stream write the number of its operations into pinned memory behind them, so reading the
+// progress costs no call of the driver.
 namespace {
 
 using cuda::check;
 
-// A stream, and how many operations of it were submitted and are complete.
+// A stream, and its numbers of submitted and complete operations.
 class Lane {
 public:
   explicit Lane(uint32_t* flag, uint64_t flag_on_device) : flag_(flag), device_(flag_on_device) {
@@ -219,7 +219,7 @@ public:
   }
 
   void apply_adds() override {
-    in_.drain(); // what the adds announce comes first
+    in_.drain(); // the adds' data come first
     const AddMailbox::Sums sums = adds_.take(read(mailbox_ + 8 * kAddMailboxClaimed));
     asked_ = 0;
     for (const auto& [offset, sum] : sums)
@@ -259,8 +259,8 @@ private:
     check(d_.cuStreamWriteValue64(in_.next(), mailbox_, adds_.published(), 0), "cuStreamWriteValue64");
   }
 
-  // The mailbox fills up: reads in the background how far the device has come, and publishes what fits. While no kernel
-  // waits, nothing moves, so the read is not repeated at once.
+  // The mailbox fills up: reads the device's progress in the background, and publishes the entries that fit. While no
+  // kernel waits, nothing moves, so the read is not repeated at once.
   void make_room() {
     if (asked_ == 0) {
       const uint64_t now = now_ns();

@@ -1,5 +1,5 @@
-// The local heap as a proxy thread touches it: with plain stores when it is host memory, through copy streams of the
-// CUDA driver when it is on a GPU.
+// The local heap for a proxy thread: plain stores if it is host memory, copy streams of the CUDA driver if it is on a
+// GPU.
 //
 // Incoming work (copy_in, write, set, add) takes effect in the order of the calls, as kernels see it, but perhaps
 // later: in_position() counts the calls so far, and everything before in_completed() has taken effect. Outgoing copies
@@ -27,7 +27,7 @@ public:
   virtual uint64_t out_position() const = 0;
   virtual uint64_t out_completed() const = 0;
 
-  // `from` is pinned host memory and must stay as it is until in_completed() has passed.
+  // `from` is pinned host memory and must stay unchanged until in_completed() has passed.
   virtual void copy_in(uint64_t offset, const void* from, uint64_t bytes) = 0;
   // `from` is any memory; it may be reused on return. At most kMaxWrite bytes.
   static constexpr uint32_t kMaxWrite = 1024;
@@ -39,26 +39,26 @@ public:
   virtual uint64_t in_position() const = 0;
   virtual uint64_t in_completed() const = 0;
 
-  // What NICs have written, by peers' writes and own reads whose end this thread has seen, becomes visible to kernels.
+  // Makes NICs' writes, of peers' writes and own reads that this thread has seen complete, visible to kernels.
   virtual void settle_rdma() = 0;
-  // Carries out the adds that were left to kernels so far. Only while no kernel runs that may touch the words: not here
-  // and not at a peer that reaches them directly.
+  // Applies the adds that were deferred to kernels so far. Only while no kernel runs that may touch the words:
+  // neither here nor at a peer that reaches them directly.
   virtual void apply_adds() = 0;
 
   virtual void poll() = 0;
 };
 
 std::unique_ptr<HeapMemory> make_host_memory(void* base);
-// The same, except adds: they are left to waiting kernels, as by make_cuda_memory().
+// The same, except adds: they are deferred to waiting kernels, as by make_cuda_memory().
 std::unique_ptr<HeapMemory> make_host_memory_with_mailbox(void* base, int mailbox);
 
 // For the thread that calls it: makes the device's primary context current. `mailbox` is the number of
 // the add mailbox (device/add_mailbox.h) that this object alone fills. Throws CudaError.
 std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int mailbox);
 
-// The host's side of an add mailbox (device/add_mailbox.h): which adds are published, and which wait for room. The
-// owner brings words into the heap.
-// Where mailbox `number` begins in the heap, in bytes.
+// The host's side of an add mailbox (device/add_mailbox.h): published adds, and adds that wait for room. The owner
+// brings words into the heap.
+// Heap offset of mailbox `number`, in bytes.
 inline uint64_t add_mailbox_offset(int number) {
   return 8ull * (uint64_t)(kAddMailboxWords + number * kAddMailboxStride);
 }
@@ -83,7 +83,7 @@ public:
     else put(offset, value, publish);
   }
 
-  // Kernels have claimed the first `claimed` entries: publishes what fits now.
+  // Kernels have claimed the first `claimed` entries: publishes the adds that fit now.
   template <class Publish>
   void set_claimed(uint64_t claimed, Publish publish) {
     claimed_ = claimed;
@@ -111,7 +111,7 @@ private:
   void put(uint64_t offset, uint64_t value, Publish publish) {
     const uint64_t index = published_++;
     uint64_t* entry = entry_of(index);
-    // A kernel may still look at the entry's last content, and finds out afterwards that it has been claimed.
+    // A kernel may still read the entry's old content, and detects afterwards that it has been claimed.
     __atomic_store_n(entry, offset, __ATOMIC_RELAXED);
     __atomic_store_n(entry + 1, value, __ATOMIC_RELAXED);
     publish(entry, index);

@@ -13,7 +13,7 @@ namespace tsn::proxy {
 // The network's names, as this folder uses them.
 using namespace fabric;
 
-// What the proxy reports when it gives up; runtime/fabric.py turns it into an exception.
+// The proxy's failure; runtime/fabric.py turns it into an exception.
 struct Failure {
   std::string kind;      // class of tilescale_net/errors.py: InvalidDescriptor, PeerLost, FabricError
   std::string text;      // the whole message
@@ -56,14 +56,14 @@ struct ProxyOptions {
   TransportOptions transport;     // provider "null": completes at once and sends nothing, see testing/null_transport.h
 };
 
-// Whether adds to signal words are left to waiting kernels, see device/add_mailbox.h. On GPUs there is no other way.
+// Whether adds to signal words are deferred to waiting kernels, see device/add_mailbox.h; always on GPUs.
 inline bool adds_are_deferred(const ProxyOptions& options) {
   return options.defers_adds || options.heap.kind == Memory::cuda;
 }
 
 // The thread of rank `pe` that serves rank `peer`: its owner thread.
 inline int thread_of(const ProxyOptions& options, int peer) { return peer % options.queues % options.threads; }
-// The threads that share what goes to `peer`: number 0 is its owner, the others help.
+// The threads that share traffic to `peer`: number 0 is its owner, the others help.
 inline int thread_of(const ProxyOptions& options, int peer, int number) {
   return (thread_of(options, peer) + number) % options.threads;
 }

@@ -10,7 +10,7 @@ constexpr uint32_t kWordTable = 4096;
 
 uint32_t word_slot(uint64_t offset) { return (uint32_t)((offset >> 3) * 0x9e3779b97f4a7c15ull >> 52) % kWordTable; }
 
-// The 64-bit number >= base whose low 32 bits are `low`; numbers before the base come back as huge ones.
+// The 64-bit number >= base whose low 32 bits are `low`; numbers before the base become huge.
 uint64_t expand(uint32_t low, uint64_t base) { return base + (uint32_t)(low - (uint32_t)base); }
 
 void check(OrderWindow w) {
@@ -61,7 +61,7 @@ MarkRecord OrderSource::signal(MarkOp op, uint64_t offset, uint64_t value, uint6
   }
   last = next_mark_;
   if (open_chunks_ && open_group_ < fence_) close_open(&m);
-  // A fence older than the acknowledged groups demands nothing any more; naming it could outlive 32 bits.
+  // A fence older than the acknowledged groups has no effect any more; its number could exceed 32 bits.
   m.groups_before = (uint32_t)(fence_ > acked_groups_ ? fence_ : acked_groups_);
   m.group = (uint32_t)group;
   m.count = chunks;
@@ -141,7 +141,7 @@ bool OrderTarget::mark(const MarkRecord& record) {
   marks_[slot] = record;
   state_[slot] = pending;
   advance_groups();
-  // A mark whose own group is incomplete is looked at when that group's last chunk arrives.
+  // A mark with an incomplete group is checked again when the group's last chunk arrives.
   if (!record.count || complete(record.group)) consider(sequence);
   return true;
 }

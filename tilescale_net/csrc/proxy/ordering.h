@@ -1,17 +1,17 @@
 // Ordering by counting, for networks that deliver nothing in order. No network, no threads, no memory accesses here.
 //
-// A stream is everything that one PE sends to one other PE. Its data chunks belong to numbered *groups*:
+// A stream is all traffic from one PE to another. Its data chunks belong to numbered *groups*:
 //   - each put_signal is a group of its own;
 //   - plain puts join the open group, which is closed by the first signal or flush after a fence.
-// Every chunk names its group (modulo the window) in its immediate. A *mark* travels in a message and states how many
-// chunks its own group has, how many the group had that it closes, which groups must be complete before it, and which
-// earlier mark, or all up to which, must be applied before it. The target applies a mark once it has counted all of
-// that: in any order of arrival, there is no drain and no "last chunk".
+// Every chunk names its group (modulo the window) in its immediate. A *mark* travels in a message and states the
+// number of chunks of its own group, the number in the group that it closes, the groups that must be complete before
+// it, and the earlier mark, or all up to which, must be applied before it. The target applies a mark once it has
+// counted all of these: in any order of arrival, without a drain and without a "last chunk".
 //
 // Marks on one word are applied in the order of issue: the source remembers the last mark per word (in a small hashed
 // table; a collision only orders more than necessary). A mark after a fence is applied after all marks before the
-// fence; the first one on its word says so, and later ones on the word follow that one. Windows bound what is
-// outstanding, so numbers modulo the window are unambiguous; the target's acknowledgements move them.
+// fence; the first one on its word says so, and later ones on the word follow that one. Windows bound outstanding
+// groups and marks, so numbers modulo the window are unambiguous; the target's acknowledgements move the windows.
 #pragma once
 
 #include "tilescale_net/csrc/proxy/wire.h"
@@ -49,7 +49,7 @@ public:
 
   // The mark of a signal with an own group of `chunks` chunks (0: a bare signal, `group` is ignored).
   MarkRecord signal(MarkOp op, uint64_t offset, uint64_t value, uint64_t group, uint32_t chunks);
-  // A mark that is applied when everything before it is complete, and acknowledged at once.
+  // A mark that is applied after everything before it, and acknowledged at once.
   MarkRecord flush();
   // The open group has been open for half the window, or its counter fills up: it must be closed.
   bool stale() const {
@@ -57,11 +57,11 @@ public:
   }
   MarkRecord close();
 
-  // False: it acknowledges what was never sent.
+  // False: it acknowledges more than was sent.
   bool acknowledge(const AckRecord& ack);
 
   uint64_t next_mark() const { return next_mark_; }
-  // Groups and marks that were numbered: grows with everything that is sent after a flush mark.
+  // Number of groups and marks so far: grows with everything sent after a flush mark.
   uint64_t issued() const { return next_group_ + next_mark_; }
   // Every mark before this one is applied.
   uint64_t settled_marks() const { return acked_marks_; }

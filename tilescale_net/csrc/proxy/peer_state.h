@@ -27,7 +27,7 @@ public:
   T& operator[](size_t i) { return slots_[(head_ + i) & (slots_.size() - 1)]; }
   void pop() { head_++; }
   void push(T value) { add() = std::move(value); }
-  // A new last element, to be filled in place; it holds what was there before.
+  // A new last element, to be filled in place; it has stale contents.
   T& add() {
     if (size() == slots_.size()) grow();
     return slots_[tail_++ & (slots_.size() - 1)];
@@ -47,11 +47,11 @@ private:
   size_t head_ = 0, tail_ = 0;
 };
 
-// Elements by indices, each of which is one element's until that is released.
+// Elements by index; an index is valid until its release.
 template <class T>
 class Table {
 public:
-  // A free index, whose element holds what was there before.
+  // A free index; its element has stale contents.
   uint32_t take() {
     if (free_.empty()) {
       free_.push_back((uint32_t)elements_.size());
@@ -70,7 +70,7 @@ private:
   std::vector<uint32_t> free_;
 };
 
-// Records on their way to one peer, packed into as few messages as possible.
+// Outgoing records to one peer, packed into as few messages as possible.
 class Outbox {
 public:
   void set_limit(uint32_t message_bytes) { limit_ = message_bytes & ~7u; }
@@ -159,7 +159,7 @@ struct PeerState {
   bool confirms = false; // a write's completion here means that the peer's kernels see its data
   // Where several threads serve the peer, see WorkTransfer.
   bool shared = false;        // others may get chunks of ours, and have `delegated` of them
-  const bool owned_elsewhere; // another thread is its owner: of all this, only the way to the peer is used
+  const bool owned_elsewhere; // another thread is its owner: only the path to the peer is used
   RemoteRegion heap = -1;     // the peer's heap, where the transport reaches it
   RemoteRegion staging = -1;  // its staging slots, else; those for this PE start at first_slot
   uint64_t first_slot = 0;
@@ -170,14 +170,14 @@ struct PeerState {
 
   Ring<Interval> intervals; // the last one is open
   uint32_t first_interval = 0;
-  // Of chunks of an interval that have ended one way or another. Flushes do not wait for a PE that is excluded: its
+  // Of chunks of an interval that have ended, successfully or not. Flushes do not wait for an excluded PE: its
   // intervals may be gone.
   void settle(uint32_t interval, uint64_t chunks) {
     const uint32_t i = interval - first_interval;
     if (i < intervals.size()) intervals[i].outstanding -= chunks;
   }
   uint32_t open_interval() { return first_interval + (uint32_t)intervals.size() - 1; }
-  // Something was sent since the latest flush mark whose completion here does not mean completion at the peer.
+  // Something was sent after the latest flush mark whose local completion does not imply completion at the peer.
   bool needs_flush_mark = false;
   // `out.issued()` behind the mark that the last drain has sent to the peer.
   uint64_t drained_up_to = 0;
@@ -187,11 +187,11 @@ struct PeerState {
   std::vector<uint16_t> credits;   // staging slots of the peer that are free
   std::vector<uint8_t> has_credit; // by slot of the peer: listed among them
   std::vector<uint16_t> freed;     // own slots to be given back to it
-  std::vector<uint8_t> slot_full;  // by own slot: the peer has filled it and not got it back
+  std::vector<uint8_t> slot_full;  // by own slot: filled by the peer and not returned
   uint32_t pending_gets = 0;       // gets by request that are unanswered
   Ring<GetRecord> get_requests;    // gets that the peer requested
 
-  // Immediates: what a peer's completion queue has to hold until its proxy looks.
+  // Immediates: entries of the peer's completion queue until its proxy polls.
   uint64_t immediate_limit = 0;                          // that the peer has room for before it reports them
   uint64_t immediates_sent = 0, immediates_taken = 0;    // to the peer, and those that it has reported
   uint64_t immediates_seen = 0, immediates_reported = 0; // from the peer, likewise
@@ -221,13 +221,12 @@ struct PeerState {
   }
 };
 
-// What the threads of one proxy hand each other when several serve one peer.
+// Work that threads of one proxy transfer when several serve one peer.
 //
-// A peer has one *owner* thread, which alone takes its descriptors, numbers them and applies what arrives: it keeps the
-// order, whichever thread carries the data. *Workers* post large chunks that the owner gives them through endpoints of
-// their own, to the peer's workers, and notify the owners on both sides: "posted and complete" and "arrived, of this
-// group". Since arrivals are counted and nothing relies on their order, it does not matter through which endpoint a
-// chunk arrived.
+// A peer has one *owner* thread, which alone takes its descriptors, numbers them and applies arrivals: it keeps the
+// order, whichever thread carries the data. *Workers* post large chunks from the owner through their own endpoints,
+// to the peer's workers, and notify the owners on both sides: "posted and complete" and "arrived, of this group".
+// Arrivals are counted and nothing relies on their order, so the endpoint of a chunk does not matter.
 struct WorkTransfer {
   enum Kind : uint8_t {
     piece,    // to a worker: post `op`

@@ -1,8 +1,8 @@
 // The proxy of one PE: its device queues, its threads, and the calls of the host side.
 //
 // Life: construct (endpoints and memory registered), exchange address() with all PEs out of band, connect(), start().
-// In the end drain(), a barrier among the PEs, then close(): a closed proxy no longer serves what its peers send, and
-// they send until all have drained. States and calls are in docs/states.md.
+// At the end drain(), a barrier among the PEs, then close(): a closed proxy no longer serves its peers, which send
+// until all have drained. States and calls are in docs/states.md.
 #pragma once
 
 #include "tilescale_net/csrc/proxy/worker.h"
@@ -24,28 +24,27 @@ public:
   Proxy& operator=(const Proxy&) = delete;
 
   std::string address() const;
-  // `addresses[pe]`: of every PE; those of PEs that are not served may be empty. Throws FabricError.
+  // `addresses[pe]`: of every PE; entries of PEs that are not served may be empty. Throws FabricError.
   void connect(const std::vector<std::string>& addresses);
   void start();
   // Waits until everything that kernels have pushed so far has been received by its target, while peers are served on.
   // False: not within `seconds`, or the proxy has failed or was aborted.
   bool drain(double seconds);
-  // Carries out the adds to signal words of a GPU heap that the next waiting kernel would have carried out: before
-  // their memory is given out again. No kernel may run, here or at a peer that reaches this heap directly. False as
-  // drain().
+  // Applies the adds to signal words of a GPU heap that were deferred to the next waiting kernel, before their memory
+  // is reused. No kernel may run, here or at a peer that reaches this heap directly. False as drain().
   bool apply_adds(double seconds);
-  // Finishes what is queued, within two seconds, and joins the threads. Safe to call twice.
+  // Finishes queued operations, within two seconds, and joins the threads. Safe to call twice.
   void stop();
-  // stop(), and the endpoints are gone. What still is in flight then (after a failure) is left alone to the end of the
-  // process, with its endpoints. Safe to call twice.
+  // stop(), then closes the endpoints. Operations still in flight then (after a failure) are left to the end of the
+  // process, with their endpoints. Safe to call twice.
   void close();
 
-  // What the device needs, one per queue; see device/context.h. `head` and `tail_cache` lie in the heap's system area.
+  // The device's view of each queue; see device/context.h. `head` and `tail_cache` lie in the heap's system area.
   std::vector<QueueView> views() const;
-  // These PEs no longer take part and may end at any time: no rank waits for them, and their end is no failure. What
-  // they still request is served.
+  // Excludes PEs, which may end at any time: no rank waits for them, and their end is no failure. Their requests are
+  // still served.
   void exclude(const std::vector<int>& peers);
-  // Why the owner is about to set the abort word; sent to the peers. The first reason is kept.
+  // The reason why the owner is about to set the abort word; sent to the peers. The first one is kept.
   void explain(const std::string& reason) { proxy_state_.explain(reason); }
   // The PEs that flushes wait for.
   std::vector<int> awaited() const;

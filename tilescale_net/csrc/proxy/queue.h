@@ -1,7 +1,7 @@
 // The consumer's side of a device queue; device/queue.h is the producer's.
 //
-// One proxy thread owns a HostQueue. pop() takes descriptors in the order of their positions; publish() hands the
-// slots back, once per batch; complete() writes the board that flush and get tickets are waited on.
+// One proxy thread owns a HostQueue. pop() takes descriptors in the order of their positions; publish() returns the
+// slots, once per batch; complete() writes the board on which flushes and gets wait.
 #pragma once
 
 #include "tilescale_net/device/context.h"
@@ -22,7 +22,7 @@ public:
   // GPU.
   HostQueue(void* memory, uint32_t capacity, uint64_t start = 0);
 
-  // What the device sees. Addresses are `device_memory` (the device's address of `memory`) plus offsets.
+  // The device's view. Addresses are `device_memory` (the device's address of `memory`) plus offsets.
   QueueView view(uint64_t device_memory, uint64_t head, uint64_t tail_cache) const;
 
   // The next descriptor, if it has arrived whole.
@@ -38,7 +38,7 @@ public:
       if ((d.word[2] & 1) != parity) return false;
       d.word[3] = __atomic_load_n(slot + 3, __ATOMIC_RELAXED);
     } else {
-      // No thread wrote half b in this lap; leaving it would make it look new in the next one.
+      // No thread wrote half b in this lap; stale contents would look new in the next one.
       __atomic_store_n(slot + 2, parity, __ATOMIC_RELAXED);
     }
     __builtin_prefetch(slots_ + ((position_ + 8) & mask_) * 4);

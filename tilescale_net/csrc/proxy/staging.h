@@ -2,8 +2,8 @@
 //
 // The source packs one or more chunks into a send slot, a header before each, and writes the slot into one of the slots
 // that the target keeps for this source; the immediate names source and slot. The target copies the chunks into its
-// heap, counts them in their groups, and gives the slot back with a credit. Copies on both sides run on the device's
-// copy engines beside the network: nothing waits for anything but its own data and a free slot.
+// heap, counts them in their groups, and returns the slot with a credit. Copies on both sides run on the device's
+// copy engines beside the network: each waits only for its own data and a free slot.
 #pragma once
 
 #include "tilescale_net/csrc/cuda/driver.h"
@@ -17,7 +17,7 @@ namespace tsn::proxy {
 constexpr uint32_t kSlotOverhead = 64; // headers of a slot with one chunk, and padding
 constexpr uint32_t kLeastSlot = 128;
 
-// Of this thread; those of a peer's may differ, as it may serve another number of peers.
+// Of this thread; a peer's may differ, because it may serve another number of peers.
 struct StagingShape {
   uint32_t slot_bytes = 0;
   uint32_t send_slots = 0;     // per thread
@@ -39,7 +39,7 @@ public:
   uint32_t piece_bytes() const { return shape_.slot_bytes - kSlotOverhead; }
   const StagingShape& shape() const { return shape_; }
 
-  // Source side. Starts to fill a slot from the front of the peer's operations; false when there is nothing to do, or
+  // Source side. Starts to fill a slot from the front of the peer's operations; false if there is nothing to do, or
   // no free slot here or there.
   bool fill(PeerState* peer, HeapMemory* memory, bool trust_last_chunk);
   // The oldest slot whose data is complete, to be written to the peer; nullptr if no slot is.
@@ -56,7 +56,7 @@ public:
   void release(uint32_t send_slot) { free_.push_back(send_slot); }
   bool busy() { return !filling_.empty(); }
 
-  // Target side: where slot `slot` of the peer with index `peer` lies.
+  // Target side: address of slot `slot` of the peer with index `peer`.
   char* slot(int peer, uint32_t slot) const {
     return receive.data() + ((uint64_t)peer * shape_.slots_per_peer + slot) * shape_.slot_bytes;
   }

@@ -43,12 +43,12 @@ struct ProxyStats {
   Counter retries;                   // posts that the transport answered with `again`
   Counter held;                      // times that a queue had to wait for room behind it
   Counter rejected_at_fabric;        // messages from unknown senders, as the transport counts them
-  Counter nameless_failures; // of which the network does not tell the PE: of its own packets, or after an exclusion
-  Counter rejected_messages; // messages and immediates of PEs that this proxy does not serve: dropped
+  Counter nameless_failures;         // whose PE is unknown: the network's own packets, or after an exclusion
+  Counter rejected_messages;         // messages and immediates of PEs that this proxy does not serve: dropped
   Counter chunks_in, records_in, signals_applied, acks_sent;
   Counter queue_depth_max; // most descriptors found in one visit to a queue
   Counter in_flight_max;
-  StageStats pop;        // one visit to a queue that held something: decoding, checking, accepting
+  StageStats pop;        // one visit to a non-empty queue: decoding, checking, accepting
   StageStats post;       // one round of posting that posted something
   StageStats completion; // post of a chunk until its completion
   StageStats flush;      // pop of a flush until its ticket is written

@@ -1,8 +1,8 @@
-// What proxies send each other in messages. A message is a sequence of records, each a multiple of 8 bytes long.
+// Messages between proxies: sequences of records, each a multiple of 8 bytes long.
 //
 // Messages may arrive in any order, and before or after the data chunks that were posted first. Numbers of groups and
-// marks are monotonic 64-bit counters of which the low 32 bits travel; windows are far smaller, so they are recovered
-// without doubt (see ordering.h).
+// marks are monotonic 64-bit counters whose low 32 bits travel; windows are far smaller, so the full numbers can be
+// recovered (see ordering.h).
 #pragma once
 
 #include "tilescale_net/csrc/proxy/heap_memory.h"
@@ -14,7 +14,7 @@ namespace tsn::proxy {
 enum class RecordType : uint8_t {
   mark = 1,    // MarkRecord: a signal, a flush, or the end of a group
   value = 2,   // ValueRecord and its payload: a few bytes of data, one chunk of its group
-  ack = 3,     // AckRecord: what the receiver of the stream has finished with
+  ack = 3,     // AckRecord: progress of the stream's receiver
   credit = 4,  // CreditRecord: staging slots that are free again
   request = 5, // GetRecord: requests data, where reads are not possible
   abort = 6,   // AbortRecord and text: the sender gave up
@@ -63,7 +63,7 @@ struct AckRecord {
   uint8_t reserved[3];
   uint32_t groups; // every group before this one is complete
   uint32_t marks;  // every mark before this one is applied, and visible to the device
-  uint32_t chunks; // immediates taken from the completion queue: the source bounds how many there are at a time
+  uint32_t chunks; // immediates taken from the completion queue: the source bounds their number
 };
 static_assert(sizeof(AckRecord) == 16, "AckRecord layout");
 
@@ -109,10 +109,10 @@ static_assert(sizeof(SlotHeader) == 8 && sizeof(PieceHeader) == 16, "slots have 
 
 constexpr uint32_t padded(uint32_t bytes) { return (bytes + 7) & ~7u; }
 
-// Reading what a peer sent. Nothing in it is trusted: every field is bounded here, before it is used.
+// Reading a peer's messages. Nothing in them is trusted: every field is bounded here, before its use. Fields that
+// depend on the state of a stream (windows, acknowledgements, credits) are checked with that state.
 //
-// What depends on the state of a stream (windows, acknowledgements, credits) is checked where that state is.
-// Where peers may write and what they may signal in a heap of `bytes` bytes. The system area is the package's own: of
+// Memory that peers may write and signal in a heap of `bytes` bytes. The system area is the package's own: of
 // it, peers reach the flags of barriers, by signals.
 struct HeapBounds {
   uint64_t bytes;
@@ -140,13 +140,13 @@ struct Record {
 // Reads the record at the start of `room` bytes. False: it is damaged.
 bool read_record(const char* data, uint64_t room, const HeapBounds& heap, Record* out);
 
-// The chunks of a staging slot, one after the other. The peer can write to the slot at any time: what has been checked
-// is a copy.
+// The chunks of a staging slot, one after the other. The peer can write to the slot at any time, so the reader checks
+// a copy.
 class SlotReader {
 public:
   // `slot`: memory of `slot_bytes` bytes.
   SlotReader(const char* slot, uint32_t slot_bytes, const HeapBounds& heap);
-  // The next chunk, and where its data lie. False: no chunk is left; see good().
+  // The next chunk, and the address of its data. False: no chunk is left; see good().
   bool next(PieceHeader* piece, const char** data);
   // Whether everything so far made sense, and after next() has answered false, the whole slot.
   bool good() const { return good_; }

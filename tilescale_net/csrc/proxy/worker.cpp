@@ -10,7 +10,7 @@ namespace tsn::proxy {
 namespace {
 
 constexpr uint32_t kAddressMagic = 0x74736e31;
-constexpr uint32_t kLeastImmediates = 4; // that a peer may send before they are reported to it
+constexpr uint32_t kLeastImmediates = 4; // that a peer may send before a report
 
 int bits_for(int n) {
   int bits = 0;
@@ -18,8 +18,8 @@ int bits_for(int n) {
   return bits;
 }
 
-// The PEs of a list, as runs of equal steps: what every rank gets from every other then has the same length
-// for any number of ranks.
+// The PEs of a list, as runs of equal steps: so the list of all other ranks has the same length for any number of
+// ranks.
 void write_positions(BlobWriter* w, const std::vector<int>& pes) {
   struct Run {
     int first, step, count;
@@ -36,7 +36,7 @@ void write_positions(BlobWriter* w, const std::vector<int>& pes) {
     for (const int number : {run.first, run.step, run.count}) w->number((uint64_t)number);
 }
 
-// The position of `pe` in a list, counted from 1; 0 where it is not listed. Throws FabricError for what
+// The position of `pe` in a list, counted from 1; 0 if it is not listed. Throws FabricError for data that
 // write_positions() has not written.
 uint64_t read_position(BlobReader* r, uint64_t n_pes, uint64_t pe, const std::string& whose) {
   const auto bounded = [&](const char* what, uint64_t least, uint64_t most) {
@@ -121,14 +121,14 @@ Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> tr
   }
   confirms_ = !stage && p.delivery_complete;
   rails_.resize((size_t)p.rails);
-  // Some room is kept for messages: they are what lets the other side make progress.
+  // Some room is kept for messages, which let the other side make progress.
   rail_limit_ = std::max(1u, p.depth - std::max(1u, p.depth / 8));
   peer_limit_ = std::max(1u, peers > 1 ? rail_limit_ * (uint32_t)p.rails / 2 : rail_limit_ * (uint32_t)p.rails);
 }
 
 Worker::~Worker() { close(); }
 
-// What could not be closed, with the memory that is registered with it.
+// Endpoints that could not be closed, with their registered memory.
 struct Worker::Abandoned {
   std::unique_ptr<Transport> transport;
   std::unique_ptr<Staging> staging;
@@ -136,14 +136,14 @@ struct Worker::Abandoned {
 
 void Worker::close() {
   if (!transport_) return;
-  // A provider with threads of its own would go on writing into the heap, which will be unmapped.
+  // A provider with its own threads would still write into the heap, which will be unmapped.
   if (may_close_ || !properties_.remote_progress) {
     transport_.reset(); // before the memory that is registered with it
     staging_.reset();
     return;
   }
   transport_->abandon();
-  // What a NIC still brings must not land in what the heap holds next.
+  // A NIC's late writes must not land in the heap's next contents.
   if (heap_region_ >= 0) transport_->release_memory(heap_region_);
   static std::mutex mutex;
   static auto* abandoned = new std::vector<Abandoned>; // never freed
@@ -228,7 +228,7 @@ void Worker::fail(const std::string& kind, const std::string& text, int pe, cons
   proxy_state_->fail(std::move(f));
 }
 
-// Nothing left to do, now or later, without new descriptors.
+// No work, now or later, without new descriptors.
 bool Worker::idle() {
   if (inbox_ && !inbox_->empty()) return false;
   if (in_flight_ || !arrived_.empty() || !active_.empty() || (staging_ && staging_->busy())) return false;
@@ -242,7 +242,7 @@ bool Worker::idle() {
   return memory_->in_completed() == memory_->in_position();
 }
 
-// Has every peer confirm that it has all that was sent, and notes when that is so.
+// Requests confirmation of everything sent from every peer, and records when it is complete.
 void Worker::drain() {
   const uint64_t wanted = proxy_state_->drains.load(std::memory_order_acquire);
   if (wanted == drained_.load(std::memory_order_relaxed)) return;
@@ -250,7 +250,7 @@ void Worker::drain() {
   for (auto& s : peers_) {
     if (!s || !s->out.unsettled() || proxy_state_->excluded(s->pe)) continue;
     settled = false;
-    // What has been sent since the last mark, by descriptors that were still in a queue then, needs a mark of its own.
+    // Data sent since the last mark, by descriptors still queued then, need another mark.
     if (s->drained_up_to == s->out.issued() || !has_room(*s)) continue;
     append_mark(s.get(), s->out.flush());
     s->drained_up_to = s->out.issued();
@@ -304,9 +304,9 @@ void Worker::check_timeouts(uint64_t now) {
   }
 }
 
-// Sends the peers the reason, as far as that is possible, so that they need not wait for their deadlines.
+// Sends the reason to the peers if possible, so that they need not wait for their deadlines.
 void Worker::notify_abort() {
-  // The reason of an abort may follow the abort word. Without one the record has none: another's is better.
+  // The reason of an abort may follow the abort word. Without one the record is empty: another rank's is better.
   const uint64_t deadline = now_ns() + 300000000;
   while (proxy_state_->reason().empty() && now_ns() < deadline &&
          !proxy_state_->stopping.load(std::memory_order_acquire))
@@ -385,13 +385,13 @@ void Worker::run() try {
   fail("FabricError", std::string("the proxy thread ended: ") + e.what(), -1, "", 0);
 }
 
-// Flushes: what they wait for, and the tickets that they complete.
+// Flushes: their conditions, and the tickets that they complete.
 bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
   const bool part = r.command == Command::flush_part;
   const bool owns_entry = !part || (q->index == 0 && make_ticket(0, position) == r.value);
   if (owns_entry && q->queue->is_open(position)) return false;
   auto covers = [&](const PeerState& s) {
-    if (proxy_state_->excluded(s.pe)) return false; // it may have ended, and then answers nothing
+    if (proxy_state_->excluded(s.pe)) return false; // it may have ended without an answer
     return r.pe == kAllPes ? (uint32_t)s.pe % (uint32_t)options_.queues == q->index : (uint32_t)s.pe == r.pe;
   };
   for (auto& s : peers_)
@@ -421,7 +421,7 @@ bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
   return true;
 }
 
-// Ends the flushes at the head of the peer whose conditions are met; all of a PE that is excluded.
+// Ends the flushes at the head of the peer whose conditions are met; all flushes of an excluded PE.
 void Worker::complete_ready_flushes(PeerState* s) {
   const bool excluded = proxy_state_->excluded(s->pe);
   while (s->intervals.size() > 1) {
@@ -444,9 +444,9 @@ void Worker::finish_flush(uint32_t index) {
   flushes_.release(index);
 }
 
-// What the threads of one peer share: chunks go from the owner to workers, their outcome goes back.
-// Posts one chunk of the peer's first operation through the thread that has the fewest, this one before others: so a
-// put of one chunk goes the way that it would go without workers. False: no thread takes more now.
+// Work between the threads of one peer: chunks go from the owner to workers, results return.
+// Posts one chunk of the peer's first operation through the thread with the fewest chunks, preferably this one: a put
+// of one chunk takes the same path as without workers. False: no thread takes more now.
 bool Worker::post_shared(PeerState* s) {
   Op& op = s->ops.front();
   const uint64_t bytes = std::min(op.bytes, op.chunk);
@@ -469,7 +469,7 @@ bool Worker::post_shared(PeerState* s) {
   return true;
 }
 
-// To the peer's owner: a chunk is in the heap, and what this thread has seen of it is visible there.
+// To the peer's owner: a chunk is in the heap and visible there.
 void Worker::notify_arrival(PeerState* s, uint32_t group) {
   WorkTransfer h = {WorkTransfer::arrived, s->pe, 0, 1, {}};
   h.op.group = group;
@@ -488,7 +488,7 @@ void Worker::notify_completion(PeerState* s, const InFlightOp& f) {
   proxy_state_->inboxes[(size_t)owner]->push(h);
 }
 
-// Takes what other threads have left here.
+// Takes work that other threads have transferred.
 void Worker::drain_inbox() {
   inbox_->take(&transfers_);
   for (const WorkTransfer& h : transfers_) {
@@ -514,7 +514,7 @@ void Worker::drain_inbox() {
   }
 }
 
-// Whether this thread may end. A thread that shares peers does not end while others can still give it something.
+// Whether this thread may end. A thread that shares peers stays while others can still transfer work to it.
 bool Worker::may_end(bool is_idle) {
   if (!inbox_) return is_idle;
   if (is_idle != counted_idle_) {

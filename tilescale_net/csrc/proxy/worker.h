@@ -1,8 +1,8 @@
-// One proxy thread: takes descriptors from its queues, posts them, and serves what its peers send.
+// One proxy thread: takes descriptors from its queues, posts them, and serves its peers.
 //
-// The loop (worker.cpp) never waits. Descriptors are checked, numbered, and put on their peer's list; their chunks are
-// posted as far as the transport takes them (worker_send.cpp); what arrives is counted and applied
-// (worker_receive.cpp). A flush is one more thing that completes some time. Where several threads serve a peer, they
+// The loop (worker.cpp) never waits. Descriptors are checked, numbered, and put on their peer's list; their chunks
+// are posted as far as the transport takes them (worker_send.cpp); arrivals are counted and applied
+// (worker_receive.cpp). A flush is another operation that completes later. If several threads serve a peer, they
 // share large chunks.
 #pragma once
 
@@ -25,8 +25,7 @@
 
 namespace tsn::proxy {
 
-// What the threads of one proxy share: failure and abort, and tickets that several queues complete together.
-// A device queue, and which entries of its board belong to a ticket that is still open.
+// A device queue, and the entries of its board that belong to an open ticket.
 struct TrackedQueue {
   TrackedQueue(void* memory, uint32_t capacity, uint64_t start)
       : host(memory, capacity, start), open(new std::atomic<uint8_t>[capacity]()) {}
@@ -43,6 +42,7 @@ struct TrackedQueue {
   std::unique_ptr<std::atomic<uint8_t>[]> open;
 };
 
+// State shared by the threads of one proxy: failure and abort, and tickets that several queues complete together.
 class ProxyState {
 public:
   explicit ProxyState(const ProxyOptions& o)
@@ -51,11 +51,11 @@ public:
 
   const ProxyOptions& options;
   std::vector<std::unique_ptr<TrackedQueue>> queues;
-  std::vector<std::unique_ptr<Inbox>> inboxes; // of the threads, where several serve one peer
-  std::atomic<int> idle_threads{0};            // threads that have nothing left to do, while stopping
+  std::vector<std::unique_ptr<Inbox>> inboxes; // of the threads, if several serve one peer
+  std::atomic<int> idle_threads{0};            // threads without work, while stopping
   std::atomic<uint64_t> drains{0};             // calls of Proxy::drain() so far
   std::atomic<uint64_t> settles{0};            // calls of Proxy::apply_adds() so far
-  std::atomic<bool> stopping{false};           // by the owner: finish what is there, then end
+  std::atomic<bool> stopping{false};           // by the owner: finish queued work, then end
   std::atomic<bool> failed{false};             // by any thread: end now
 
   // The first failure is kept; the device's waits and all threads end.
@@ -79,7 +79,7 @@ public:
     return failed.load(std::memory_order_relaxed);
   }
 
-  // The PE no longer takes part and may end at any time: see Proxy::exclude(). Any thread.
+  // Excludes the PE, which may end at any time: see Proxy::exclude(). Any thread.
   void exclude(int pe) {
     excluded_[(size_t)pe].store(true, std::memory_order_release);
     any_excluded_.store(true, std::memory_order_release);
@@ -91,7 +91,7 @@ public:
   void set_awaited(int pe, bool awaited) { awaited_[(size_t)pe].store(awaited, std::memory_order_relaxed); }
   bool awaited(int pe) const { return awaited_[(size_t)pe].load(std::memory_order_relaxed); }
 
-  // Why the owner has aborted, for threads without a failure of their own; see Proxy::explain().
+  // The reason of the owner's abort, for threads without their own failure; see Proxy::explain().
   void explain(const std::string& reason) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (reason_.empty()) reason_ = reason;
@@ -189,7 +189,7 @@ public:
   Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> transport);
   ~Worker();
 
-  // What a peer's worker needs to reach this one.
+  // The address of this worker for a peer's.
   std::string address() const;
   // `address`: of the peer's worker that serves this PE. Throws FabricError.
   void connect(int peer, const std::string& address);
@@ -200,18 +200,18 @@ public:
   // The loop; returns after stopping or failure.
   void run();
 
-  // Whether everything was sent and received by its target since drain number `n` was requested. Any thread.
+  // Whether everything up to drain number `n` was sent and received. Any thread.
   bool drained(uint64_t n) const { return drained_.load(std::memory_order_acquire) >= n; }
-  // Whether the deferred adds were carried out since Proxy::apply_adds() number `n`. Any thread.
+  // Whether the deferred adds of Proxy::apply_adds() number `n` were applied. Any thread.
   bool applied_adds(uint64_t n) const { return applied_adds_.load(std::memory_order_acquire) >= n; }
-  // After run(): closes the endpoints, or leaves them to the end of the process where operations are in flight.
+  // After run(): closes the endpoints, or leaves them to the end of the process if operations are in flight.
   void close();
 
   const ProxyStats& stats() const { return stats_; }
   const Properties& properties() const { return properties_; }
   bool staged() const { return staged_; }
   uint64_t chunk_bytes() const { return chunk_; }
-  // What it takes for its peers: windows, and slots of both directions.
+  // Set-up for its peers: windows, and slots of both directions.
   uint64_t window_bytes() const;
   uint64_t staging_bytes() const { return staging_ ? staging_->send.bytes() + staging_->receive.bytes() : 0; }
   uint32_t staging_slots() const { return staging_ ? staging_->shape().send_slots : 0; } // 0: nothing is staged
@@ -239,7 +239,7 @@ private:
     PeerState* peer = nullptr;
     uint64_t position = 0, remaining = 0;
     uint32_t interval = 0;
-    bool answered = false; // by request: its data are on their way into the heap
+    bool answered = false; // by request: its data are in flight into the heap
   };
   struct Flush {
     QueueState* queue = nullptr;
@@ -253,7 +253,7 @@ private:
     uint64_t bytes = 0;
     bool full = false; // answered `again`; until the next poll
   };
-  struct Arrived { // a get by request whose data, or a slot whose chunks, are on their way into the heap
+  struct Arrived { // a get by request whose data, or a slot whose chunks, are in flight into the heap
     enum Kind : uint8_t { answer, slot, piece };
     uint64_t position;
     PeerState* peer;
@@ -295,14 +295,14 @@ private:
   void on_post_failed(PeerState* s, Post post, Command command, uint64_t offset, uint64_t bytes);
   void failed_event(const Event& event);
 
-  // worker.cpp: what the threads of a peer share
+  // worker.cpp: threads that share a peer
   bool post_shared(PeerState* s);
   void drain_inbox();
   void notify_arrival(PeerState* s, uint32_t group);
   void notify_completion(PeerState* s, const InFlightOp& f);
   bool may_end(bool is_idle);
 
-  // worker_receive.cpp: what peers send
+  // worker_receive.cpp: peers' traffic
   bool poll_transport();
   void on_immediate(uint32_t imm);
   void on_message(const Event& event);
@@ -354,7 +354,7 @@ private:
   std::vector<std::unique_ptr<PeerState>> peers_; // by PE; nullptr: not served here
   std::vector<int> peer_index_;                   // by PE: index among this thread's peers
   Inbox* const inbox_;                            // nullptr: no peer is shared
-  std::vector<WorkTransfer> transfers_;           // what was taken from it
+  std::vector<WorkTransfer> transfers_;           // work taken from it
   bool counted_idle_ = false;                     // counted in ProxyState::idle_threads
   std::vector<PeerState*> active_, acks_due_, with_messages_;
   int group_bits_ = 0;
@@ -371,7 +371,7 @@ private:
 
   Table<InFlightOp> in_flight_ops_;
   uint32_t in_flight_ = 0;
-  uint64_t nameless_ = 0;        // failures of which the network does not tell the PE
+  uint64_t nameless_ = 0;        // failures with an unknown PE
   std::string internal_failure_; // the latest of the network's own packets that failed
   uint64_t stamp_ = 0;           // ticks() at the start of this round: reading the clock costs as much as posting
   Table<Get> gets_;

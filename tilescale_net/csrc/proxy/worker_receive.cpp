@@ -1,4 +1,4 @@
-// What peers send: data to be counted, records to be applied, acknowledgements of our own.
+// Peers' traffic: data to count, records to apply, acknowledgements of our own.
 #include "tilescale_net/csrc/proxy/worker.h"
 
 namespace tsn::proxy {
@@ -13,7 +13,7 @@ void Worker::protocol_error(int pe, const std::string& what) {
 bool Worker::poll_transport() {
   const int n = transport_->poll(events_.data(), (int)events_.size());
   if (n == 0) {
-    // Progress may have made room without an event.
+    // Progress may free room without an event.
     for (Rail& r : rails_) r.full = false;
     return false;
   }
@@ -62,8 +62,8 @@ void Worker::on_immediate(uint32_t imm) {
   apply(s);
 }
 
-// Copies the chunks of a slot into the heap and counts them. They are counted while the copies are still in flight:
-// a signal that follows goes the same way behind them.
+// Copies the chunks of a slot into the heap and counts them, while the copies are still in flight: a later signal
+// follows them on the same path.
 bool Worker::on_slot(PeerState* s, uint32_t slot) {
   if (slot >= s->slot_full.size() || s->slot_full[slot]) return false;
   SlotReader pieces(staging_->slot(peer_index_[(size_t)s->pe], slot), staging_->shape().slot_bytes, bounds_);
@@ -73,7 +73,7 @@ bool Worker::on_slot(PeerState* s, uint32_t slot) {
     memory_->copy_in(piece.offset, data, piece.bytes);
     stats_.chunks_in.add();
     if (piece.group == kUncounted) continue;
-    // Another thread's signals do not follow this one's copies: it is notified of the chunk once that is there.
+    // Another thread's signals do not follow this thread's copies: notify it when the chunk has arrived.
     if (s->owned_elsewhere) arrived_.push({memory_->in_position(), s, piece.group, Arrived::piece});
     else if (!s->in.chunk(piece.group)) return false;
   }
@@ -126,7 +126,7 @@ bool Worker::on_record(PeerState* s, const Record& record) {
 
 bool Worker::on_mark(PeerState* s, const MarkRecord& mark) {
   if (mark.op == MarkOp::answer) {
-    // To a get by request, of this peer, that is not answered yet.
+    // Answers a pending get by request of this peer.
     if (!staging_ || mark.value >= gets_.size()) return false;
     Get& get = gets_[mark.value];
     if (!get.queue || get.peer != s || get.answered) return false;
@@ -225,7 +225,7 @@ void Worker::finish_arrived() {
   }
 }
 
-// Acknowledgements and credits: at once where the peer waits, otherwise when a good part of its window is used up.
+// Acknowledgements and credits: at once if the peer waits, otherwise when a good part of its window is used.
 void Worker::acknowledge() {
   const uint64_t completed = memory_->in_completed();
   for (size_t i = 0; i < acks_due_.size();) {

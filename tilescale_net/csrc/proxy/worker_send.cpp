@@ -7,7 +7,7 @@ namespace {
 constexpr uint64_t kLeastStripe = 65536, kPage = 4096;
 } // namespace
 
-// Takes what the queue holds, up to a bound so that the rest of the loop gets its turn.
+// Takes queued descriptors, up to a bound so that the rest of the loop gets its turn.
 bool Worker::drain_queue(QueueState* q) {
   if (q->held) {
     if (!enqueue(q, q->request, q->position)) return false;
@@ -56,7 +56,7 @@ bool Worker::valid(const Request& r, std::string* why) const {
   };
   auto inside = [&](uint64_t offset, uint64_t bytes, const char* which) {
     if (bounds_.data(offset, bytes)) return true;
-    if (offset >= kMaxOffset) // what the device writes for an address that is in no heap
+    if (offset >= kMaxOffset) // the device's code for an address outside of the heaps
       return *why = std::string(which) +
                     " is not in symmetric memory, which alone the fabric reaches; make the tensor " +
                     "with tilescale_net.empty or zeros",
@@ -117,7 +117,7 @@ uint64_t Worker::pieces_of(const PeerState& s, uint64_t bytes, uint64_t* chunk) 
   *chunk = size;
   if (bytes <= std::min(size, kLeastStripe)) return 1;
   const uint64_t rails = rails_.size() * (s.delegated.size() + 1);
-  // One put uses all rails, of all threads, as long as the chunks stay worth their overhead.
+  // One put uses all rails, of all threads, as long as chunks are worth their overhead.
   if (rails > 1 && bytes > kLeastStripe)
     size = std::min(size, std::max(kLeastStripe, ((bytes + rails - 1) / rails + kPage - 1) & ~(kPage - 1)));
   *chunk = size;
@@ -258,7 +258,7 @@ bool Worker::enqueue_get(QueueState* q, PeerState* s, const Request& r, uint64_t
 }
 
 // From the peers to the transport, and completions back.
-// The rail with the fewest bytes on the way; equal ones in turn, so that small chunks go round.
+// The rail with the fewest bytes in flight; equal ones in turn, so that small chunks spread.
 int Worker::pick_rail() {
   const auto n = (uint32_t)rails_.size();
   int best = -1;
@@ -332,7 +332,7 @@ bool Worker::post_next(PeerState* s, bool more) {
   copy.cookie = index;
   copy.has_imm = has_imm;
   copy.imm = (uint32_t)options_.rank << group_bits_ | (op.group & ((1u << group_bits_) - 1));
-  // The doorbell waits for a chunk that nothing but the network can hold back; what it holds back is posted again.
+  // The doorbell waits for a chunk that only the network can delay; a delayed chunk is posted again.
   copy.more = more && properties_.doorbells && f.bytes <= kMostUnrung && (op.bytes > f.bytes || s->ops.size() > 1) &&
               immediates + 1 < s->immediate_limit && s->in_flight + 1 < peer_limit_ &&
               rails_[(size_t)rail].ops + 1 < rail_limit_;
@@ -380,7 +380,7 @@ bool Worker::post_all() {
     active_[i] = active_.back();
     active_.pop_back();
   }
-  // The first peer of this round is the last of the next, so that none starves when room is short.
+  // The first peer of this round is the last of the next, so that none starves.
   if (active_.size() > 1) std::rotate(active_.begin(), active_.begin() + 1, active_.end());
   if (any) stats_.post.add(ticks() - start);
   return any;
@@ -478,7 +478,7 @@ void Worker::finish_get(uint32_t index, uint64_t bytes) {
   g.remaining -= bytes;
   stats_.bytes_got.add(bytes);
   if (g.remaining) return;
-  if (!staging_) memory_->settle_rdma(); // what the NIC has brought, before a kernel sees the ticket complete
+  if (!staging_) memory_->settle_rdma(); // make the NIC's writes visible before a kernel sees the ticket complete
   g.queue->queue->complete(g.position);
   g.queue = nullptr;
   gets_.release(index);
@@ -493,9 +493,9 @@ void Worker::failed_event(const Event& event) {
     if (f) on_completion((uint32_t)event.cookie); // no thread waits for its data
     return;
   }
-  // What a vanished process looks like from here; any other code is a failure of the network.
+  // The code of a vanished process; any other code is a failure of the network.
   const bool gone = fabric::is_peer_lost(event.code);
-  // One that names nobody can be of a PE that may end at any time; if not, deadlines and the watchdog find out.
+  // Without a PE it may be of an excluded one; if not, deadlines and the watchdog find out.
   if (pe < 0 && gone && proxy_state_->any_excluded()) {
     nameless_++;
     return;

@@ -1,7 +1,7 @@
 // The part of HappensBefore that compares accesses to heaps: plain ones of this rank, and transfers of any rank.
 //
-// Each access looks at the stamps of the accesses to the bytes before it, and leaves its own stamp. So of two accesses
-// that are not ordered the later one finds the earlier, in whichever order they ran.
+// Each access compares itself with the stamps of earlier accesses to its bytes, and leaves its own stamp. So of two
+// unordered accesses the later one finds the earlier, in whichever order they ran.
 #include "happens_before.h"
 
 #include "memory.h"
@@ -91,15 +91,15 @@ void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t byt
   if (!own) own = mark;
   const bool atomic = own && (is_signal(own) || memory_->is_atomic(own));
   const auto narrow = [](Stamp s) { return touch_of(s) == Touch::access && s & kAtomicStamp && s & kNarrowStamp; };
-  const bool observes = of_stores && atomic && !mark; // what it finds comes before what follows it, as in PTX
-  Stamp before = 0, wrong = 0;                        // of the latter what is not ordered
+  const bool observes = of_stores && atomic && !mark; // values that it finds come before its later accesses, as in PTX
+  Stamp before = 0, wrong = 0;                        // unordered ones of the latter
   const auto& shadow = of_stores ? memory_->stores(rank) : memory_->loads(rank);
   shadow.each(offset, bytes, mark, site_of(actor), [&](Stamp stamp, Site site, uint64_t begin, uint64_t end) {
     const bool again = stamp == before;
     if (!again && (found || keep_unordered)) wrong = unordered(stamp, rank, begin, actor.warp, actor.lane());
     before = stamp;
-    // Atomic operations do not race with one another, nor with signals, which add to words as well; but for those of
-    // ranks of which one has not the scope of the system.
+    // Atomic operations do not race with one another, nor with signals, which add to words as well; except between
+    // ranks if one lacks system scope.
     const bool both_atomic = wrong && atomic && (is_signal(wrong) || memory_->is_atomic(wrong));
     const bool too_narrow = both_atomic && rank_of_stamp(wrong) != memory_->me && (narrow(own) || narrow(wrong));
     if (both_atomic && !too_narrow) {
@@ -241,7 +241,7 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
   if (all_held(call.source, call.source_pitch, call)) {
     Found found;
     Stamp replaced = 0;
-    bool alike = true; // one put has read all of these bytes before
+    bool alike = true; // an earlier put has read all of these bytes
     call.each_row([&](const void*, const void* row) {
       const uint64_t from = memory_->offset(row);
       look(memory_->me, true, from, bytes, actor, 0, &found);
@@ -254,7 +254,7 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
     if (alike) note_replaced(source, replaced);
     if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, Change::none);
   }
-  // One of bytes onto themselves changes nothing.
+  // A copy of bytes onto themselves changes nothing.
   const bool onto_itself =
       call.pe == memory_->me && call.source == call.destination && (call.rows <= 1 || call.pitch == call.source_pitch);
   if (!follows_ranks_ || onto_itself) return wrong;
@@ -268,7 +268,7 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
   return wrong;
 }
 
-// What has a result is done when it returns, like an access; what has none comes like a put.
+// An operation with a result is done when it returns, like an access; one without arrives like a put.
 std::string HappensBefore::atomic(const Actor& actor, const Event& event, const Call& call, bool done) {
   if (!memory_ || call.pe < 0 || call.pe >= memory_->ranks() || !memory_->holds(call.destination)) return "";
   const uint64_t offset = memory_->offset(call.destination), bytes = static_cast<uint64_t>(call.bytes);
@@ -278,7 +278,7 @@ std::string HappensBefore::atomic(const Actor& actor, const Event& event, const 
   Stamp mark = access_stamp(memory_->me, event.warp, actor.lane(), event.epoch) | kAtomicStamp;
   const std::string name = primitive_name(event.operation, event.scope, names_, event.line) + line(event.line);
   if (late) {
-    note_thread_put(event); // it may announce what was fenced before it: no fence need follow
+    note_thread_put(event); // it may announce earlier fenced data: no fence need follow
     direct_epochs_[{event.warp * 32ull + actor.lane(), call.pe}] = event.epoch;
     mark = transfer_stamp(memory_->me, Touch::put, record(actor, event, 1, kNoWord, name, actor.lane() + 1));
   }
@@ -310,7 +310,7 @@ std::string HappensBefore::compared(const Actor& actor, int rank, uint64_t offse
     if (!found.stamp) continue;
     const bool own = rank_of_stamp(found.stamp) == memory_->me;
     Transfer t;
-    // What a thread has stored through a view comes before it.
+    // The thread's stores through a view come before it.
     if (own && touch_of(found.stamp) == Touch::put && memory_->find(memory_->me, found.stamp >> 8, &t) && t.lane &&
         t.warp == actor.warp && t.lane == actor.lane() + 1)
       continue;
@@ -403,7 +403,7 @@ std::string HappensBefore::host(uint64_t offset, uint64_t bytes, bool store, con
               store ? Change::own : Change::none);
 }
 
-// What the host of the rank does between launches, at this line of its program.
+// The host's accesses between launches, at this line of its program.
 static HappensBefore order_of_host(RaceMemory* memory, const std::vector<std::string>& lines) {
   static const std::vector<std::string> no_names;
   const uint32_t warps = memory->own().warps_per_block;
@@ -426,9 +426,9 @@ std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uin
   return wrong;
 }
 
-// A store that the shadow knows from before, and that has taken effect, is not what has changed the byte; one that has
-// come meanwhile may be. A put of another rank arrives at some time after its stamp: unless a put of this rank sends
-// the byte, so that it must have been there.
+// A store known to the shadow that has already taken effect did not change the byte; a later one may have. A put of
+// another rank arrives at some time after its stamp, unless a put of this rank sends the byte, which must then have
+// arrived.
 bool HappensBefore::written_by_host(uint64_t offset) {
   Stamp stored = 0, read = 0;
   const auto get = [](Stamp* to) { return [to](Stamp s, Site, uint64_t, uint64_t) { return *to = s, false; }; };
@@ -548,7 +548,7 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
   if (words && (of_host || actor.warp == kHostWarp))
     return "tsn.barrier() is missing before the host sets a signal word anew, or after it";
   if (words) return "a signal word is read by N.wait or N.test, or after one of them";
-  // Which of the two is meant to come first is not known: the other one may come too early.
+  // The intended order is unknown: the other one may come too early.
   const bool to_owner = rank == owner && (change == Change::put || change == Change::store);
   const std::string changes = change == Change::put ? "put" : "store";
   const auto too_early = [&](const std::string& what) {
@@ -572,7 +572,7 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
     return quiet + "; or the put is meant to send what is stored: T.sync_threads() is missing before the put";
   if (rank == memory_->me) return quiet;
   if (t.pe != owner) return quiet + too_early("put");
-  // The same the other way round: the put may be one of a later round than the access is meant for.
+  // The reverse: the put may belong to a later round than the access.
   const std::string early_put = owner == memory_->me ? "; or the put comes too early: a signal of " + pe_text(owner) +
                                                            " when it is done with these bytes, and a wait for it "
                                                            "before the put, are missing"

@@ -1,4 +1,4 @@
-// A launch as Python describes it, with all that a grid needs of it while it runs.
+// A launch from Python, with its data for the running grid.
 #pragma once
 
 #include "kernel.h"

@@ -1,4 +1,4 @@
-// What primitives report to the simulator: calls of a scope that do not agree, and the order of what they do.
+// Reports of primitives to the simulator: calls of a scope that disagree, and the order of their accesses.
 #include <algorithm>
 #include <stdio.h>
 
@@ -9,7 +9,7 @@
 namespace tsn::sim {
 
 namespace {
-// Of threads that a scheduler follows: every access is reported.
+// Of threads under a scheduler: every access is reported.
 LocalPages no_pages = [] {
   LocalPages pages{};
   for (LocalPages::Line& line : pages.lines) line.number = ~0ull;
@@ -43,7 +43,7 @@ std::string Grid::call_of(const Fiber& fiber) const {
   return fiber.announced ? latest_call(fiber) : "a barrier that is not part of it";
 }
 
-// The running thread meets another one: both must make the same call, if any.
+// The running thread meets another one: both must make the same call, or none.
 void Grid::compare_calls(const Fiber& other) {
   const Fiber& self = *running_;
   if (&self == &other || (!self.announced && !other.announced)) return;
@@ -105,8 +105,8 @@ bool Grid::is_shared(const void* p) const {
   });
 }
 
-// What a copy does to memory of this rank beside its heap's shadow: it fills the destination of a get, and reads the
-// source of a put: shared memory during the call, other memory until the put is done.
+// A copy's accesses to memory of this rank outside of the heap's shadow: a get fills its destination, a put reads its
+// source: shared memory during the call, other memory until the put is done.
 std::string Grid::copies(const Call& call) {
   const bool puts = call.operation == kOpPut || call.operation == kOpPutSignal;
   if (call.bytes <= 0 || (call.operation != kOpGet && !puts)) return "";
@@ -115,7 +115,7 @@ std::string Grid::copies(const Call& call) {
   if (!puts) return local_->copied(view, warp, call, false, 0, shared_range());
   if (order_->in_heap(call.source)) return "";
   if (!is_shared(call.source)) return local_->copied(view, warp, call, true, order_->latest_transfer(), shared_range());
-  // By the last thread of the scope: of all its threads it is the least likely to write there alone afterwards.
+  // By the last thread of the scope, which is the least likely to write there alone afterwards.
   const unsigned last = threads_per_block_ - 1, own = view.linear / 32;
   const bool of_block = call.scope == static_cast<uint32_t>(Scope::block);
   const unsigned thread = of_block ? last : call.scope == 0 ? view.linear : std::min(last, own * 32 + 31);
@@ -124,7 +124,7 @@ std::string Grid::copies(const Call& call) {
   return local_->copied(reader, warp - own + thread / 32, call, true, 0, shared_range());
 }
 
-// A signal of a rank that is not followed may carry everything; to PEs that are not mapped it goes by the proxy.
+// A signal of a rank that is not followed may carry everything; to unmapped PEs it goes through the proxy.
 void Grid::note_unfollowed(const Call& call) {
   RaceMemory* memory = heap_;
   if (!memory) return;
@@ -190,7 +190,7 @@ void Grid::waited(const uint64_t* signal) {
   const Compare compare = static_cast<Compare>(call.bytes);
   const bool exactly = compare == Compare::eq, above = compare == Compare::gt;
   Seen seen{true, exactly, static_cast<int64_t>(call.value) + above};
-  // A kernel that looks at the value may go on by it; one that does not has seen what it waited for.
+  // A kernel that uses the value may depend on it; another one only knows that the wait is over.
   const bool looks = call.operation == kOpWait && running_->view.uses_result;
   if (!known) seen.exactly = false;
   seen.any = !known || looks || !(exactly || above || compare == Compare::ge);
@@ -237,7 +237,7 @@ void Grid::meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps) 
   restamp();
 }
 
-// What the running thread knows of the order, for its own stores.
+// The running thread's knowledge of the order, for its own stores.
 void Grid::restamp() {
   if (scheduler) running_->view.local = &no_pages;
   if (!order_) return;
@@ -306,12 +306,12 @@ uint64_t Grid::block_vote(VoteOp op, uint64_t value) {
   block.votes += value != 0;
   if (op == VoteOp::broadcast && running_->view.linear == 0) block.next_value = value;
   if (block.barriers[0].arrived + 1 == static_cast<int>(threads_per_block_)) {
-    // No thread can overwrite these before every thread has come here again.
+    // No thread can overwrite these before every thread is here again.
     block.vote_result = block.votes;
     block.value = block.next_value;
     block.votes = 0;
   }
-  // Within a put, the simulator uses a broadcast to decide whether it is to be late, which orders nothing on a GPU.
+  // Within a put, the simulator broadcasts whether it is late, which orders nothing on a GPU.
   meet_block(0, 0, false, !(op == VoteOp::broadcast && running_->in_put));
   switch (op) {
   case VoteOp::all:
@@ -424,7 +424,7 @@ void Grid::complete(Block& block, unsigned index, const PendingWarpOp& pending) 
       break;
     }
     case WarpOp::shuffle:
-      // A lane outside the mask has no value to give: hardware returns anything, here all bits are set.
+      // A lane outside the mask has no value: hardware returns anything, the simulator all ones.
       lane.result = pending.mask >> (lane.argument & 31) & 1 ? lanes[lane.argument & 31].value : ~0ull;
       break;
     }
@@ -447,8 +447,8 @@ void Grid::complete(Block& block, unsigned index, const PendingWarpOp& pending) 
 uint32_t Grid::active_mask(const void* site) {
   Fiber& self = *running_;
   const uint32_t own = 1u << self.view.lane;
-  // Any set of lanes that are here together is right. One time in four the warp has diverged completely; otherwise the
-  // others get a turn to arrive first.
+  // Any set of lanes that are here together is right. One time in four the warp has diverged completely; otherwise
+  // the others get a chance to arrive first.
   if (!scheduler && random_.below(4) == 0) return own;
   self.site = site;
   self.converged = false;

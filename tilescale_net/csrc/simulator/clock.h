@@ -1,14 +1,13 @@
-// Vector clocks: how far a thread knows what other threads and ranks have done.
+// Vector clocks: a thread's knowledge of other threads and ranks.
 //
-// A clock holds an epoch for each key that is known. What the keys stand for:
+// A clock holds an epoch for each known key. Kinds of keys:
 //   all      everything that the rank has done up to this epoch, its transfers included
 //   ended    the same except its puts, which the end of a kernel does not complete
-//   steps    what a warp of the rank has done by itself: its loads and stores, and that it has made its calls; of all
-//            lanes, or of one, as the word states
+//   steps    a warp's own loads and stores, and the calls that it has made; of all lanes, or of one, as the word states
 //   fenced   the warp's puts to a PE up to this epoch come before a fence for it
-//   done     the same puts are there, for all that know this: they were quiet, or fenced before a signal to that PE
+//   done     the same puts are complete, for all that know this: after a quiet, or a fence before a signal to that PE.
 //            Of stores through remote views both are known lane by lane, or of all lanes, as the word states.
-//   carried  the warp's put_signals to a PE by one signal word, up to this epoch, are there
+//   carried  the warp's put_signals to a PE by one signal word, up to this epoch, are complete
 #pragma once
 
 #include <cstdint>
@@ -46,17 +45,17 @@ using Known = std::shared_ptr<const Clock>;
 
 Known nothing_known();
 uint32_t epoch_of(const Known& known, Key key); // 0: none
-// Up to which epoch all is known that the rank has done, its puts aside.
+// The epoch up to which all of the rank's work is known, except its puts.
 uint32_t rank_known(const Known& known, int rank);
 Known join(const Known& a, const Known& b);
-// The same of a few entries, in its place where nobody else holds it. Returns whether more is known of a whole warp's
-// steps: then entries of its lanes may have become superfluous.
+// The same for a few entries, in place if nobody else holds the clock. Returns whether more is known of a whole
+// warp's steps: then entries of its lanes may have become superfluous.
 bool join_in_place(Known& known, const Clock& entries);
-// Up to which epoch what the lane has done is known.
+// The epoch up to which the lane's work is known.
 uint32_t steps_known(const Known& known, int rank, uint32_t warp, unsigned lane);
-// Without what is said of a lane and known of its whole warp.
+// Without entries of lanes that are known of their whole warp.
 Known without_lanes(const Known& known);
-// Whether `a` holds all that `b` holds.
+// Whether `a` covers `b`.
 bool covers(const Known& a, const Known& b);
 
 } // namespace tsn::sim

@@ -15,7 +15,7 @@
 
 namespace tsn::sim {
 
-const int kStallSignal = SIGURG; // ignored by default, so that a late one does no harm
+const int kStallSignal = SIGURG; // ignored by default, so a late one is harmless
 
 namespace {
 
@@ -60,7 +60,7 @@ void on_tick(int, siginfo_t*, void* machine) {
     return;
   }
   if (++quiet_ticks < grid->launch().stall_seconds) return;
-  // Only the kernel's own code may be left behind: libraries might hold locks.
+  // Only the kernel's own code may be abandoned: libraries might hold locks.
   const uintptr_t at = program_counter(machine);
   if (at < grid->launch().text_begin || at >= grid->launch().text_end) return;
   if (redirect(machine, grid->scheduler_context())) grid->note_fault(kStallSignal, 0);

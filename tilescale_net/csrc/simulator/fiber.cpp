@@ -46,7 +46,7 @@ char* StackPool::take() {
 }
 
 void StackPool::give(char* stack) {
-  // A grid of very many waiting threads does not keep its memory for ever.
+  // Frees the memory of a grid of very many waiting threads.
   if (free_.size() >= kWarmStacks) madvise(stack, bytes_, MADV_DONTNEED);
   free_.push_back(stack);
 }

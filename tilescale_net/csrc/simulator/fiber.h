@@ -1,4 +1,4 @@
-// Fibers: stacks of their own, switched without the kernel's help.
+// Fibers: separate stacks, switched without the operating system.
 #pragma once
 
 #include <signal.h>
@@ -9,8 +9,8 @@
 
 namespace tsn::sim {
 
-// Stacks of one size below guard pages, handed out again as soon as they are free: a grid whose threads never wait
-// needs a single one. The last one given back is the first one taken, so it is still in the cache.
+// Stacks of one size below guard pages, reused as soon as they are free: a grid whose threads never wait needs a
+// single one. The last released one is taken first, so it is still in the cache.
 class StackPool {
 public:
   explicit StackPool(size_t bytes);

@@ -22,10 +22,10 @@ constexpr char kStripByte = '\x5a';
 constexpr int kPoison = 0xff; // NaN in every floating-point type
 
 constexpr unsigned kLagsPerLaunch = 2;
-constexpr uint64_t kLagNs = 3'000'000;       // during which nothing moves but what lags
-constexpr uint64_t kLagLimitNs = 20'000'000; // a lag's longest, where others never stop moving
-constexpr uint64_t kCheckNs = 50'000'000;    // between two looks for an interrupt
-// Threads in flight while there is no need for more: their stacks and states then stay in the cache.
+constexpr uint64_t kLagNs = 3'000'000;       // during which only lagging warps move
+constexpr uint64_t kLagLimitNs = 20'000'000; // longest lag if others never stop
+constexpr uint64_t kCheckNs = 50'000'000;    // between two checks for an interrupt
+// Threads in flight unless more are needed: their stacks and states then stay in the cache.
 constexpr uint64_t kThreadsInFlight = 2048;
 
 uint64_t now_ns() {
@@ -88,8 +88,8 @@ void Grid::run() {
   while (finished_ < blocks_ && failure_ == Failure::none) {
     while (active_.size() < window_ && started_ < blocks_) start_block();
     shuffle_order(ready_);
-    // Threads that are woken run in the same round; its length is bounded all the same, so that polling threads and
-    // pending remote operations get their turn beside threads that meet at barriers for ever.
+    // Woken threads run in the same round. Its length is bounded, so that polling threads and pending remote
+    // operations get their turn beside threads that meet at barriers forever.
     const size_t limit = 64 * ready_.size() + 65536;
     for (position_ = 0; position_ < std::min(ready_.size(), limit) && failure_ == Failure::none; ++position_)
       if (lags(*ready_[position_])) next_.push_back(ready_[position_]);
@@ -110,7 +110,7 @@ void Grid::run() {
   }
 }
 
-// Decides what a round has brought. False: nothing will ever happen again.
+// Evaluates a round. False: nothing will ever happen again.
 bool Grid::between_rounds() {
   const bool still = !progress_, moved = strong_progress_;
   progress_ = strong_progress_ = false;
@@ -121,7 +121,7 @@ bool Grid::between_rounds() {
     stalled_since_ns_ = now_ns();
   }
   if (lagging_ && lag_step(still)) return true;
-  // Threads may also poll in ways that look like work; remote operations and blocks that wait get their turn anyway.
+  // Threads may also poll in ways that look like work; remote operations and waiting blocks get their turn anyway.
   const bool idle = still || (!moved && ++weak_rounds_ % 16 == 0);
   const bool going_on = idle ? idle_step(still) : (rounds_ % 16 == 0 && remote_progress(random_, false), true);
   if (rounds_ % 64 == 0 && now_ns() - checked_ns_ > kCheckNs) {
@@ -131,13 +131,13 @@ bool Grid::between_rounds() {
   return going_on;
 }
 
-// After a wait, some warps of the block stand still until nothing else has moved in this rank for a while: the others,
-// and other ranks, go on as far as they can without them.
+// After a wait, some warps of the block stand still until nothing else has moved in this rank for a while: the
+// others, and other ranks, run as far as they can without them.
 void Grid::begin_lag(Block& block) {
   if (!block.after_wait || !lags_left_ || lagging_ || block.warps.size() < 2) return;
   block.after_wait = false;
   if (random_.below(4) == 0) return;
-  // Thread 0 does most of what other ranks see, so its warp seldom lags.
+  // Thread 0 makes most of the accesses that other ranks see, so its warp seldom lags.
   const bool first_too = random_.below(4) == 0;
   for (size_t w = 0; w < block.warps.size(); ++w) block.warps[w].lags = w ? random_.below(4) != 0 : first_too;
   --lags_left_;
@@ -185,7 +185,7 @@ char* Grid::prepare_shared(Block& block) {
   return shared;
 }
 
-// The place of the `i`-th block of a grid or thread of a block, x running first.
+// Index of the `i`-th block of a grid or thread of a block, x first.
 static Index3 place_of(uint64_t i, const Index3& extent) {
   Index3 at;
   at.x = static_cast<unsigned>(i % extent.x);
@@ -362,7 +362,7 @@ void* Grid::static_shared(int id, size_t bytes) {
   return aligned(memory.get(), 1024);
 }
 
-// Shows the other ranks whether all threads that could run wait for words of the heap.
+// Shows other ranks whether all runnable threads wait for words of the heap.
 void Grid::report_stall(bool waits) {
   if (!heap_) return;
   Page& page = heap_->own();
@@ -380,8 +380,8 @@ void Grid::report_stall(bool waits) {
   if (waits || page.stalled) __atomic_store_n(&page.stalled, waits ? page.stalled + 1 : 0, __ATOMIC_RELEASE);
 }
 
-// Whether every thread that could run has looked at an mbarrier in vain in a round in which no phase has ended: only
-// threads of their blocks arrive there.
+// Whether every runnable thread has tested an mbarrier in vain in a round in which no phase has ended: only threads
+// of their blocks arrive there.
 bool Grid::stands_at_mbarriers() const {
   return !lagging_ && idle_rounds_ &&
          std::all_of(ready_.begin(), ready_.end(), [](const Fiber* f) { return f->view.at_mbarrier; });
@@ -402,7 +402,7 @@ bool Grid::idle_step(bool still) {
   if (ready_.empty() || (still && stands_at_mbarriers())) return false;
   const double idle_seconds = static_cast<double>(now_ns() - stalled_since_ns_) * 1e-9;
   if (idle_seconds > launch_.stall_seconds) return false;
-  // A race may be why nothing moves: it is reported before any wait gives up, here or in another rank.
+  // A race may be the cause: it is reported before any wait gives up, here or in another rank.
   if (!race_.empty() && idle_seconds > launch_.race_seconds) {
     failure_ = Failure::race;
     message_ = race_;
@@ -410,7 +410,7 @@ bool Grid::idle_step(bool still) {
   }
   if (!still) return true;
   starved_ = std::max(starved_, blocks_ - started_);
-  // Every thread polls for something that another process has to do: let it run.
+  // Every thread polls for another process: let it run.
   if (++idle_rounds_ < 64) {
     sched_yield();
   } else {

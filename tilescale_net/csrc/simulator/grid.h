@@ -19,7 +19,7 @@ namespace tsn::sim {
 
 struct Block;
 
-// What a thread is doing; shown when a grid cannot go on.
+// State of a thread; shown if a grid cannot continue.
 enum class State : uint8_t { fresh, ready, running, yielded, block_barrier, warp, grid_barrier, paused, done };
 
 struct Fiber {
@@ -38,11 +38,11 @@ struct Fiber {
   bool converged = false;
   // The call of its scope that it is about to make; its next barrier or warp operation is part of it.
   bool announced = false;
-  bool in_put = false; // has met for a put of the block and no barrier since
+  bool in_put = false; // has met for a put of the block, without a barrier since
   Call call{};
   int call_line = -1;
   uint32_t put_epoch = 0; // of the put_signal that it makes, as its leader; 0: none
-  // Where a scheduler decides which thread goes on: its number there, and what comes before it.
+  // Under a scheduler: its number there, and the events before it.
   int process = -1;
   Past past;
 };
@@ -87,15 +87,15 @@ enum class Failure { none, kernel, out_of_bounds, deadlock, interrupted, race };
 struct Launch {
   void (*entry)(const uint64_t* arguments) = nullptr;
   const uint64_t* arguments = nullptr;
-  Thread** self = nullptr; // the library's pointer to the running thread
+  Thread** self = nullptr; // the library's pointer to the running thread's view
   uintptr_t text_begin = 0, text_end = 0;
   std::string kernel;
   Index3 grid{1, 1, 1}, block{1, 1, 1};
   uint64_t shared_bytes = 0;
   uint64_t seed = 0;
-  uint64_t resident_blocks = 1; // blocks that the simulated GPU holds at a time
+  uint64_t resident_blocks = 1; // resident blocks of the simulated GPU
   double stall_seconds = 60;    // without any progress: the grid hangs
-  double race_seconds = 30;     // the same where a race has been found: it ends with the race
+  double race_seconds = 30;     // the same after a race was found: it ends with the race
   bool (*check_interrupt)() = nullptr;
   bool communicates = false;      // calls primitives
   bool races = false;             // followed by the race detector
@@ -111,31 +111,31 @@ public:
 
   // Runs the grid to its end. On failure the reason is in failure() and message().
   void run();
-  // The same in parts, where a scheduler decides which thread goes on: the threads of each block, which have not begun;
-  // and some of them run until none can without a decision.
+  // The same in parts, for a scheduler that decides which thread continues: the threads of each block, which have not
+  // begun; and runs some of them until none can continue without a decision.
   std::vector<std::vector<Fiber*>> threads_of_blocks();
   void go_on(const std::vector<Fiber*>& fibers);
   bool ended() const { return finished_ == blocks_; }
-  // What the proof has not followed, in words.
+  // Gaps of the proof, as text.
   std::set<std::string> gaps() const;
   void note_gap(Gap gap);
-  // What the race detector has found; after the end also what is wrong with the launch as a whole.
+  // The race detector's findings; after the end also errors of the launch as a whole.
   std::string race() const { return race_.empty() && ended() && order_ ? order_->end() : race_; }
-  // Leaves the running thread until it is one that goes on.
+  // Suspends the running thread until it continues.
   void pause();
   // The call that a thread makes or has made last, with its line.
   std::string latest_call(const Fiber& fiber) const;
   std::string where(const Fiber& fiber) const;
   Failure failure() const { return failure_; }
   const std::string& message() const { return message_; }
-  // Where the author's code has failed, if one thread's has; else empty.
+  // The line of the author's code that failed in a thread, or empty.
   std::string line() const { return line_of(failed_at_); }
   // All ranks wait for each other, as a remark for the error of a wait; else empty.
   std::string deadlock() const { return heap_ ? heap_->deadlock() : ""; }
-  // Blocks that could not start while all others waited, as a remark for errors; empty where there were none.
+  // Blocks that could not start while all others waited, as a remark for errors; empty without any.
   std::string never_started() const;
 
-  // What the running thread calls; see simulator_api.h.
+  // Calls of the running thread; see simulator_api.h.
   void yield(bool polled);
   void block_barrier(int id, int count, bool arrive_only);
   uint64_t block_vote(VoteOp op, uint64_t value);
@@ -147,9 +147,9 @@ public:
   void begin(const Call& call);
   void waited(const uint64_t* signal);
   void flushed(uint64_t ticket, bool ended);
-  // The signal is about to be sent, by a put_signal or alone: what it carries.
+  // Contents of a signal about to be sent, by a put_signal or alone.
   bool signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out);
-  // The same for an atomic operation on another rank's word that is to happen later.
+  // The same for a deferred atomic operation on another rank's word.
   bool leaves(const void* word, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
   void viewed(const void* address, uint64_t bytes, bool store, const char* name);

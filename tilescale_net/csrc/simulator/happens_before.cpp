@@ -29,7 +29,7 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
       latest_(first_epoch_), signalled_(nothing_known()), lanes_(follows_ranks) {
   if (!memory_) return;
   auto start = std::make_shared<Clock>();
-  // The launches before this one have ended, and may have left puts on their way.
+  // Earlier launches have ended, and may have left puts in flight.
   const size_t me = static_cast<size_t>(memory_->me);
   memory_->ended[me] = first_epoch_ - 1;
   for (int r = 0; r < memory_->ranks(); ++r)
@@ -37,7 +37,8 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
                         r == memory_->me ? memory_->flushed : memory_->ended[static_cast<size_t>(r)]);
   start->emplace_back(clock_key(Part::ended, memory_->me), memory_->ended[me]);
   if (follows_ranks_)
-    memory_->receive(memory_->me, nothing_known()); // what is there now belongs to what the host has waited for
+    memory_->receive(memory_->me,
+                     nothing_known()); // the current state belongs to operations that the host has waited for
   memory_->forget_finished();
   start_ = join(start, memory_->learnt);
   sites_.push_back(0);
@@ -53,7 +54,7 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
 HappensBefore::~HappensBefore() {
   give_epoch(latest_);
   if (!memory_) return;
-  // Launches of a rank follow one another: the next one knows what the warps of this one have learnt of other ranks.
+  // Launches of a rank are serial: the next one knows all that this one's warps have learnt of other ranks.
   for (const auto& entry : warps_) {
     memory_->learnt = join(memory_->learnt, entry.second.known);
     for (unsigned lane = 0; entry.second.lanes && lane < kEveryLane; ++lane)
@@ -223,7 +224,7 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
   return "";
 }
 
-// What this rank has done so far is known to all that are met in a barrier.
+// All that meet in a barrier know this rank's work so far.
 void HappensBefore::enter_barrier(const Actor& actor, unsigned lane) {
   if (!follows_ranks_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp), lane));
   for (int pe = 0; follows_ranks_ && pe < memory_->ranks(); ++pe)
@@ -307,13 +308,13 @@ void HappensBefore::flushed(uint32_t warp, unsigned lane, uint64_t ticket, bool 
     flushes_[ticket] = it == flushes_.end() ? begun : join(it->second, begun);
     return;
   }
-  // What a flush of an earlier launch has completed is not kept: all.
+  // The puts completed by an earlier launch's flush are not recorded: assume all.
   const Known done =
       it == flushes_.end() ? std::make_shared<Clock>(Clock{{memory_->all_done(), memory_->own().latest}}) : it->second;
   learn(at(warp), lane, join(known_to(at(warp), lane), done));
 }
 
-// A wait for a value exactly, of a word that may go on to another value before the wait has seen it; or nothing.
+// An error of a wait for an exact value of a word that may change before the wait sees it; or nothing.
 std::string HappensBefore::passed() const {
   if (exact_.empty()) return "";
   std::vector<int64_t> now;
@@ -367,13 +368,13 @@ std::string HappensBefore::name(const Event& event) const {
          line(event.line);
 }
 
-// --- what threads know of each other: which puts are complete, by fences and quiets, and for which ranks by signals;
-// and what words of memory propagate, by loads, stores and atomic operations with an order and a scope, and by fences
-// beside those without.
+// --- knowledge of threads about each other: which puts are complete, by fences and quiets, and for which ranks by
+// signals; and words of memory that propagate it, by loads, stores and atomic operations with an order and a scope,
+// and by fences beside unordered ones.
 //
-// As in PTX: a thread that acquires a word after another has released it knows what that one knew, if the scope of each
-// holds the other: a block, a rank, all ranks. A relaxed access propagates nothing, unless a fence of its thread stands
-// before a write, or after a read; then the narrower of the two scopes counts.
+// As in PTX: a thread that acquires a word after another has released it knows all that that thread knew, if the
+// scope of each includes the other: a block, a rank, all ranks. A relaxed access propagates nothing, unless its
+// thread has a fence before a write, or after a read; then the narrower of the two scopes counts.
 
 HappensBefore::Put HappensBefore::made_put(const Event& event) {
   Put put{event};
@@ -434,12 +435,12 @@ Known HappensBefore::completed(const Event& event, Part part) {
   const auto add = [&](Clock& to, const std::pair<uint32_t, int>& by, uint64_t lanes, uint32_t epoch) {
     to.emplace_back(clock_key(part, memory_->me, by.first, by.second, lanes), epoch);
   };
-  // Those of earlier launches come before it.
+  // Puts of earlier launches come before it.
   for (const auto& [by, epoch] : memory_->put_epochs)
     if (concerns(by.second)) add(*before, by, 0, epoch);
   for (const auto& [by, epoch] : memory_->thread_epochs)
     if (concerns(by.second)) add(*before, by, kAllLanes, epoch);
-  // What whole warps put takes all of their lanes.
+  // A put by a whole warp takes all of its lanes.
   for (const auto& [by, latest] : put_epochs_) {
     const uint32_t epoch = std::min(known_steps(event.warp, event.lane, by.first, kEveryLane), latest);
     if (concerns(by.second) && epoch >= first_epoch_) add(*more, by, 0, epoch);
@@ -539,7 +540,7 @@ std::string HappensBefore::word(const Actor& actor, const void* address, uint64_
   std::string wrong;
   if (memory_) {
     const uint64_t offset = memory_->offset(address);
-    // A thread that finds an entry of a mailbox carries out what a proxy has left there; this orders no threads.
+    // A thread that finds an entry of a mailbox applies a proxy's deferred add; this orders no threads.
     if (offset >= kMailboxBegin && offset < kMailboxEnd) return "";
     owner = memory_->holds(address) ? memory_->me : memory_->owner(address);
     shared = owner >= 0 && (owner != memory_->me || offset >= kSystemBytes);
@@ -614,7 +615,7 @@ bool HappensBefore::leaves(uint32_t warp, unsigned lane, const void* word, Messa
   return true;
 }
 
-// As in CUDA, the stores through views and the atomic operations that come before are there as well.
+// As in CUDA, earlier stores through views and atomic operations are complete as well.
 Message HappensBefore::left_in(uint32_t warp, int owner, const void* address, const Known& known) {
   Sent& left = at(warp).left[owner];
   if (left.from != known) {
@@ -645,7 +646,7 @@ Message HappensBefore::left_in(uint32_t warp, int owner, const void* address, co
   return out;
 }
 
-// A counter of this rank's own threads, such as one that gives out work, propagates nothing of other ranks.
+// A counter of this rank's own threads, such as a work queue's, propagates nothing of other ranks.
 Known HappensBefore::acquired_by_word(int rank, uint64_t offset) {
   if (!follows_ranks_) return join(memory_->everything(), signalled_);
   const Inbox& inbox = memory_->receive(rank, signalled_);

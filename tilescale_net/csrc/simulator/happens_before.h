@@ -1,15 +1,14 @@
-// Which accesses of a job are ordered in every schedule: vector clocks of warps.
+// The order of a job's accesses that holds in every schedule, by vector clocks of warps.
 //
-// Lanes of a warp know of each other what they knew when they last met in a warp synchronisation; where ranks are not
-// followed, a warp counts as one. Barriers, and accesses to words with an order propagate what a warp knows
-// of the others, and a signal what its sender knew to the threads that have seen it. A transfer is an actor of its own:
-// a put reads its source and writes its target at any time until a thread knows that it is done. What follows from the
-// memory model:
+// Lanes of a warp know of each other the state of their last warp synchronisation; if ranks are not followed, a warp
+// counts as one. Barriers, and accesses to words with an order, propagate a warp's knowledge of the others, and a
+// signal its sender's knowledge to the threads that have seen it. A transfer is an actor of its own: a put reads its
+// source and writes its target at any time until a thread knows that it is done. The memory model then requires:
 //   - two accesses of the same bytes of a heap, of which one is a transfer and one writes, are ordered;
 //   - a put is visible to no thread without a later fence or quiet: one that runs beside it instead is an error;
 //   - a signal word is either set or added to, and by signals only.
-// Where it is not known what a thread has learnt (by an atomic operation on a heap, from a rank that is not followed),
-// it may have learnt everything. So what is reported as unordered is unordered; the reverse is not promised.
+// If a thread's knowledge is uncertain (after an atomic operation on a heap, from a rank that is not followed), it
+// may have learnt everything. So reported accesses are unordered; the reverse is not promised.
 #pragma once
 
 #include "clock.h"
@@ -28,7 +27,7 @@
 
 namespace tsn::sim {
 
-// The thread that does something, and where its program is.
+// The acting thread, and its place in the program.
 struct Actor {
   uint32_t warp, block, thread;
   int line; // of the primitive that it calls, or of its statement
@@ -39,71 +38,71 @@ struct Actor {
 constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more warp
 constexpr size_t kMaxCarried = 1 << 14;       // entries of a clock that a signal carries
 
-// The name that authors know: put_block, fence, …
+// The author's name: put_block, fence, …
 std::string primitive_name(uint32_t operation, uint32_t scope);
-// The name that the author typed at a line, where it is known.
+// The name that the author typed at a line, if known.
 std::string primitive_name(uint32_t operation, uint32_t scope, const std::vector<std::string>& names, int line);
 
 class HappensBefore {
 public:
-  // `memory`: null where the heap is not known.
+  // `memory`: null for an unknown heap.
   // `names`: of the primitives at these lines.
   HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, const std::vector<std::string>& names,
                 RaceMemory* memory, bool follows_ranks);
   ~HappensBefore();
 
-  // Warps have met: each knows what all of them knew.
+  // Warps have met: each knows all that any of them knew.
   void meet(const std::vector<uint32_t>& warps);
   // Lanes of a warp have met in a synchronisation; `all`: every one that has not ended.
   void lanes_meet(uint32_t warp, uint32_t mask, bool all);
-  // They have met for a call of theirs. A put of a block is there when all of its warps have come to its end.
+  // They have met for a call. A put of a block is complete when all of its warps have reached its end.
   void meets_for(const std::vector<uint32_t>& warps, const Call& call, int line);
-  // A load, a store or an atomic operation with an order or without: what it orders, and what is wrong with it, or
-  // nothing. `bytes`: 0 where another call compares it.
+  // A load, a store or an atomic operation, with or without an order: records its order, and returns an error or
+  // nothing. `bytes`: 0 if another call compares it.
   std::string word(const Actor& actor, const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
   void fenced(uint32_t warp, unsigned lane, MemScope scope);
-  // The flush that the lane has begun last has this ticket; or a flush has ended.
+  // The lane's last flush has this ticket; or a flush has ended.
   void flushed(uint32_t warp, unsigned lane, uint64_t ticket, bool ended);
   // `line`: of the wait.
   void waited(uint32_t warp, unsigned lane, int line, const uint64_t* signal, const Seen& seen);
-  // A call begins, in a warp that acts for its scope; `done`: its result is used, so that it ends when it has taken
-  // effect. Returns what is wrong with it, or nothing.
+  // A call begins, in a warp that acts for its scope; `done`: its result is used, so it is complete when it returns.
+  // Returns its error, or nothing.
   std::string begin(const Actor& actor, const Call& call, bool done);
-  // What a signal of this rank carries to the PE; `put_epoch`: of the put_signal that it belongs to, or 0.
+  // Contents of this rank's signal to the PE; `put_epoch`: of its put_signal, or 0.
   Message message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, uint32_t put_epoch);
-  // What an atomic operation leaves in a word of another rank when it is carried out; false: nothing.
+  // The knowledge that an executed atomic operation leaves in a word of another rank; false: none.
   bool leaves(uint32_t warp, unsigned lane, const void* word, Message* out);
-  // A plain access to this rank's heap. `judge`: say what is wrong with it, which costs more.
+  // A plain access to this rank's heap. `judge`: return its error, which costs more.
   std::string accessed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name,
                        bool judge, Thread& view);
-  // The same through a remote view, where the address lies in the heap of another rank. A store is a put.
+  // The same through a remote view, for an address in another rank's heap. A store is a put.
   std::string viewed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name);
   // The host accesses this rank's heap, between launches.
   std::string host(uint64_t offset, uint64_t bytes, bool store, const std::string& name);
-  // Of bytes that have changed since those of the aliases were taken: whether the host alone can have written them.
+  // Whether the host alone can have written bytes that differ from the saved ones of the aliases.
   bool written_by_host(uint64_t offset);
-  // What nothing orders there is not reported.
+  // Unordered accesses there are not reported.
   void benign_race(const void* address, uint64_t bytes);
-  // What was not followed for want of room.
+  // Accesses not followed for lack of room.
   void add_gaps(std::set<std::string>& gaps) const;
-  // What is wrong with the launch as a whole, or nothing.
+  // An error of the launch as a whole, or nothing.
   std::string end() const;
 
   uint32_t epoch(uint32_t warp) { return at(warp).epoch; }
   uint32_t first_epoch() const { return first_epoch_; }
-  // Up to which epoch what a lane of `by` has done comes before the lane.
+  // The epoch up to which work of a lane of `by` comes before the lane.
   uint32_t known_steps(uint32_t warp, unsigned lane, uint32_t by, unsigned by_lane);
   bool in_heap(const void* p) const { return memory_ && memory_->holds(p); }
-  // What the heap's shadow holds for the warp's own accesses from now on.
+  // The stamp of the warp's own accesses from now on in the heap's shadow.
   Stamp stamp(uint32_t warp, unsigned lane) {
     return memory_ ? access_stamp(memory_->me, warp, lane, at(warp).epoch) : 0;
   }
-  // The latest transfer that this rank has begun, 0: none is kept; and by the last 31 bits of its number, whether its
-  // source may be written again, and which thread began it.
+  // The latest transfer of this rank, 0: none is recorded; and by the last 31 bits of its number, whether its source
+  // may be written again, and its thread.
   uint64_t latest_transfer() const { return follows_ranks_ ? memory_->own().transfers : 0; }
   bool source_is_free(uint32_t number, uint32_t warp, unsigned lane);
   std::string thread_of_transfer(uint32_t number) const;
-  // A put has taken the place of another one, which has read the same bytes.
+  // A put's stamp has replaced another put's, which has read the same bytes.
   void replaces(uint64_t put, uint32_t before, uint32_t warp, unsigned lane);
   std::string typed_name(const Call& call, int line) const {
     return primitive_name(call.operation, call.scope, names_, line);
@@ -112,11 +111,11 @@ public:
   const Site* sites() const { return sites_.data(); } // of the kernel's lines, from -1 on
 
 private:
-  struct Sent { // what a signal to a PE, or a word there, carries of `from`
+  struct Sent { // the knowledge of `from` that a signal to a PE, or a word there, carries
     Known from, sent;
   };
   struct State {
-    uint32_t epoch = 0, floor = 0;  // all lanes know what all have done up to the floor
+    uint32_t epoch = 0, floor = 0;  // all lanes know all lanes' work up to the floor
     Known known;                    // to all lanes
     std::unique_ptr<Known[]> lanes; // to each, null: no more than to all
     std::map<int, Sent> sent, left;
@@ -142,54 +141,54 @@ private:
     Event event;
     bool add;
   };
-  struct Found { // an access that is not ordered with the one that is looked at
+  struct Found { // an access not ordered with the current one
     Stamp stamp = 0;
     bool stores = false;
     uint64_t begin = 0, end = 0; // of the bytes that both touch, in the heap
     Site site = 0;               // of a plain access
-    bool narrow = false;         // both are atomic, but not in each other's scope
+    bool narrow = false;         // both are atomic, without a common scope
   };
 
-  struct Left { // what threads have left in a word
+  struct Left { // knowledge that threads have left in a word
     Known known = nothing_known();
-    Known latest; // what the latest of them knew besides what it had done: most know the same
+    Known latest; // the latest thread's knowledge besides its own work: most know the same
     void learn(const Known& known, const Clock& own);
   };
-  struct Word {                        // what the threads that have released it left in it
+  struct Word {                        // knowledge that releasing threads left in it
     Left of_rank;                      // at the scope of the GPU or the system
     std::map<uint32_t, Left> of_block; // by block, at any scope
-    // What a thread of the block may know that acquires it.
+    // Possible knowledge of a thread of the block that acquires it.
     Known acquired(uint32_t block, MemScope scope) const;
-    // `own`: what the thread has done.
+    // `own`: the thread's own work.
     void learn(const Known& known, const Clock& own, uint32_t block, MemScope scope);
   };
   struct Joined { // two clocks that were joined
     Known a, b, both;
   };
-  struct Beside { // what stands beside relaxed accesses of a thread, by the scope of the fence
+  struct Beside { // fences beside relaxed accesses of a thread, by scope
     std::array<Known, 3> found{nothing_known(), nothing_known(), nothing_known()};  // in words, if a fence follows
     std::array<Known, 3> fenced{nothing_known(), nothing_known(), nothing_known()}; // by the latest
   };
 
-  // How an access changes memory, if it does: this rank's own, or that of another one by these means.
+  // The change of memory by an access, if any: of this rank's own, or another rank's by these means.
   enum class Change { none, own, put, store, signal };
 
   State& at(uint32_t warp);
-  // Ends the warp's epoch; what it knows from now on.
+  // Ends the warp's epoch; returns its knowledge from now on.
   void turn(State& state, Known known);
-  // What a lane knows, by itself and of itself.
+  // A lane's own knowledge.
   const Known& known_to(const State& state, unsigned lane) const;
   Known with_own(uint32_t warp, const State& state, unsigned lane) const;
   Clock own_steps(uint32_t warp, const State& state, unsigned lane) const;
   // `join`, for threads that learn the same one after another.
   Known join_again(const Known& a, const Known& b);
-  // Ends the warp's epoch; what the lane knows from now on.
+  // Ends the warp's epoch; returns the lane's knowledge from now on.
   void learn(State& state, unsigned lane, Known known);
   uint64_t thread_key(uint32_t warp, unsigned lane) const { return warp * 64ull + (lanes_ ? lane : kEveryLane); }
   // `shared`: with other ranks; `owner`: that other rank in whose heap the word lies, or -1.
   void release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared, int owner);
   Message left_in(uint32_t warp, int owner, const void* address, const Known& known);
-  // What a thread may have learnt that reads a word of a rank's heap by other means than a wait.
+  // Possible new knowledge of a thread that reads a word of a rank's heap without a wait.
   Known acquired_by_word(int rank, uint64_t offset);
   // An atomic access to a word of a rank's heap, compared with others.
   std::string compared(const Actor& actor, int rank, uint64_t offset, uint64_t bytes, WordAccess access,
@@ -198,11 +197,11 @@ private:
   Put made_put(const Event& event);
   void add_put(const Put& put);
   void cover(const Event& event);
-  // After a fence, or a quiet (Part::done): what the warp knows besides.
+  // Additional knowledge of the warp after a fence, or a quiet (Part::done).
   Known completed(const Event& event, Part part);
   // A thread puts by itself.
   void note_thread_put(const Event& event);
-  // Up to which epoch what the warp's lanes have put to the PE, each by itself, comes before a fence.
+  // The epoch up to which single lanes' puts to the PE come before a fence.
   uint32_t stores_before(const Event& event, int pe);
   const Known& sent_by(State& state, unsigned lane, int pe);
   // The puts to the PE that are fenced in `known`, as done ones.
@@ -223,22 +222,22 @@ private:
   // The stamp of a put's source has taken the place of another one, in all of these bytes.
   void note_replaced(Stamp source, Stamp before);
   bool all_held(const void* p, int64_t pitch, const Call& call) const;
-  // Whether the access of a stamp comes before the lane.
+  // Whether a stamp's access comes before the lane.
   bool comes_before(Stamp stamp, uint32_t warp, unsigned lane);
-  // The stamp of an access that does not, of those that a stamp stands for; 0: all come before.
+  // The stamp of an access that does not, among those of a stamp; 0: all come before.
   Stamp unordered(Stamp stamp, uint32_t warp, unsigned lane);
   // The same at a place of a rank's heap: what an atomic store left there comes before a lane that comes after an
   // atomic load which has found it.
   Stamp unordered(Stamp stamp, int rank, uint64_t offset, uint32_t warp, unsigned lane);
   bool is_benign(uint64_t begin, uint64_t end) const;
-  // Looks at the stamps of a range of a rank's heap, and leaves `mark` there unless it is 0. `keep_unordered`: not
-  // where the access before is not ordered, such as a put that still reads its source: a later store is to find that
-  // one. `own`: the access's stamp, where it is atomic or a signal and leaves none.
+  // Checks the stamps of a range of a rank's heap, and leaves `mark` there unless it is 0. `keep_unordered`: not over
+  // an unordered access, such as a put that still reads its source, which a later store should find. `own`: the
+  // access's stamp, if it is atomic or a signal and leaves none.
   void look(int rank, bool stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark, Found* found,
             bool keep_unordered = false, Stamp own = 0);
   std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, Change change);
   Site site_of(const Actor& actor) const;
-  // A plain access, in words.
+  // Text of a plain access.
   std::string plain_access(const Actor& actor, bool store, const char* name) const;
   std::string name_of(const Found& found) const;
   std::string advice(const Actor& actor, const Found& found, int owner, Change change);
@@ -250,15 +249,16 @@ private:
   const std::vector<std::string>&lines_, &names_;
   RaceMemory* memory_;
   std::vector<Site> sites_;
-  bool follows_ranks_; // else only what warps of this rank do is compared, and a wait may follow all that it signalled
-  Known start_;        // what all warps know at first
+  bool follows_ranks_; // else only accesses of this rank's warps are compared, and a wait may follow everything
+                       // signalled
+  Known start_;        // all warps' initial knowledge
   uint32_t first_epoch_, latest_;
   std::unordered_map<uint32_t, State> warps_;
   std::unordered_map<const void*, Word> words_;
   std::array<Joined, 4> joined_; // the latest ones
   size_t next_joined_ = 0;
   std::unordered_map<uint64_t, Beside> beside_;               // by thread_key
-  std::unordered_map<uint64_t, Known> flushes_;               // by ticket: what a thread knows when they have ended
+  std::unordered_map<uint64_t, Known> flushes_;               // by ticket: knowledge of a thread after their end
   std::unordered_map<uint64_t, Known> begun_flushes_;         // by thread_key: the latest
   Known signalled_;                                           // by anyone of this rank
   std::map<std::pair<uint32_t, int>, std::vector<Put>> puts_; // by warp and PE: not covered yet
@@ -277,23 +277,23 @@ private:
   std::map<uint64_t, uint64_t> benign_; // ends of ranges of the heap, by their beginnings
   // By lane and PE: the epoch of the latest store through a view or atomic operation without a result.
   std::map<std::pair<uint64_t, int>, uint32_t> direct_epochs_;
-  // What is looked at comes after this rank's puts that are fenced, done or not.
+  // The current access comes after this rank's fenced puts, done or not.
   bool behind_fences_ = false;
 };
 
-// The host of a rank loads from or stores to its heap, at these addresses and sizes. What is wrong, or nothing. `line`:
-// of its program, or empty.
+// The host of a rank loads from or stores to its heap, at these addresses and sizes. Returns an error, or nothing.
+// `line`: of its program, or empty.
 std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
                         const std::string& name, const std::string& line);
-// Host code may write these addresses and sizes unseen from now on, elements of so many bytes: the number of the alias.
-// `line`: where it was made.
+// Host code may write these addresses and sizes unseen from now on, elements of `element` bytes: the number of the
+// alias. `line`: of its creation.
 uint64_t add_alias(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, uint64_t element,
                    const std::string& line);
 void drop_alias(uint64_t base, uint64_t number);
-// The host goes on, after something that may have changed its heap: what it writes through aliases shows against this.
+// The host continues after a possible change of its heap: saves the contents, against which its writes show.
 // `still_changing`: nothing shows until the next time.
 void take_aliases(uint64_t base, bool still_changing);
-// What the host has written through aliases since, as `host_access`.
+// The host's writes through aliases since then, as `host_access`.
 std::string alias_access(uint64_t base, const std::string& name);
 
 } // namespace tsn::sim

@@ -25,13 +25,13 @@ private:
 struct Outcome {
   Failure failure = Failure::none;
   std::string message;
-  std::string line;   // of the author's, where one thread has failed
-  std::string remark; // may explain what the kernel itself reports
+  std::string line;   // of the author's code, if one thread has failed
+  std::string remark; // may explain the kernel's own error
   std::string limits; // gaps of the race detector that it has met
   uint64_t switches = 0;
 };
 
-// Runs one launch; grids of a process run one after the other.
+// Runs one launch; grids of a process are serial.
 Outcome run(const Launch& launch, size_t stack_bytes);
 
 } // namespace tsn::sim

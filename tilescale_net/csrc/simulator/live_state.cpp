@@ -55,7 +55,7 @@ void wait_ends() {
   waits.pop_back();
 }
 
-// What the words hold now; they lie in heaps that stay mapped while the lock is held and the kernel runs.
+// Current values of the words; their heaps stay mapped while the lock is held and the kernel runs.
 void read_words(LiveState& state) {
   for (LiveWait& w : state.waits)
     if (w.subject.word) w.has = __atomic_load_n(w.subject.word, __ATOMIC_RELAXED);
@@ -174,7 +174,7 @@ struct Tracer {
 std::mutex the_mutex;
 std::unique_ptr<Tracer> the_tracer;
 
-// What a table of the launch has for the line where a thread is.
+// A launch table's entry for a thread's current line.
 uint32_t here(const Thread& t, const std::vector<uint32_t>& table) {
   return t.site >= 0 && static_cast<size_t>(t.site) < table.size() ? table[static_cast<size_t>(t.site)] : 0;
 }
@@ -243,7 +243,7 @@ void trace_call_begins(const Call& call) {
   e.name = here(running_thread(), the_tracer->names);
   if (!e.name) e.name = the_tracer->ring.name(primitive_name(call.operation, call.scope));
   e.pe = call.pe;
-  // Of waits and tests it is the comparison.
+  // Of waits and tests: the comparison.
   if (call.operation != kOpWait && call.operation != kOpTest) e.bytes = static_cast<uint64_t>(call.bytes * call.rows);
   e.value = call.value;
   if (call.signal) e.word = reinterpret_cast<uint64_t>(call.signal) - the_tracer->heap_base;

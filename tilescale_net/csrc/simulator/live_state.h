@@ -1,5 +1,5 @@
-// What this process's kernel does right now, for the report of a hang: which threads wait for what, and since when; and
-// which signals its kernels have sent, from which others learn which rank should have sent theirs. Read by any thread.
+// The state of this process's running kernel, for the report of a hang: waiting threads, their words and times; and
+// signals sent by its kernels, from which others learn which rank should have sent theirs. Read by any thread.
 #pragma once
 
 #include "grid.h"
@@ -43,13 +43,13 @@ void live_end();
 // A primitive is about to run in the running thread.
 void live_call(const Call& call);
 
-// The state now; after a thread gave up, as it was then, until the next launch.
+// The current state; after a thread gave up, the state at that time, until the next launch.
 LiveState live_state();
-// Whether so many threads wait for words; the one that came last.
+// Number of threads that wait for words, and the last one.
 bool waits_for_words(size_t threads, LiveWait* one);
-// What kernels have sent to each word of each PE, the latest last; at most `most`.
+// Signals sent to each word of each PE, the latest last; at most `most`.
 std::vector<SentSignal> sent_signals(size_t most);
-// A heap is gone, and with it what was sent to its words.
+// A heap is gone: forgets signals to its words.
 void forget_sent_signals();
 
 // Events go to the ring in this file from now on. Throws std::runtime_error.

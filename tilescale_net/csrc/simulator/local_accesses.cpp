@@ -14,7 +14,7 @@ constexpr unsigned lane_of_stamp(uint64_t stamp) { return static_cast<unsigned>(
 constexpr uint64_t kInfoName = (1ull << 48) - 1;
 constexpr uint64_t put_stamp(uint64_t number) { return kLocalPut | (number & 0x7fffffff) << 32; }
 const char* name_of(uint64_t info) { return reinterpret_cast<const char*>(info & kInfoName); }
-// Calls of primitives among what accesses memory: their names follow this character.
+// Prefix of the names of primitives among the accesses.
 constexpr char kCall = '\1';
 bool is_call(const char* name) { return name && *name == kCall; }
 uint64_t info_of(const char* name, const Thread& view) {
@@ -103,7 +103,7 @@ std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, 
     const auto report = [&](uint64_t other, uint64_t other_info, bool stored) {
       if (wrong.empty() && !is_benign(at)) wrong = text(race(other, other_info, stored));
     };
-    // As in PTX, what an atomic store has left comes before the thread if an atomic load does that has found it.
+    // As in PTX, an atomic store comes before the thread if an atomic load that found its value does.
     const auto observed = [&] {
       return std::any_of(c.load, c.load + 2, [&](uint64_t load) {
         return load & kLocalAtomic && !is_local_put(load) && !(own & c.store & ~load & kLocalMask) &&
@@ -140,7 +140,7 @@ std::string LocalAccesses::copied(Thread& view, uint32_t warp, const Call& call,
   std::string wrong;
   const char* name = named(call, view.site);
   const uint64_t bytes = static_cast<uint64_t>(call.bytes), info = info_of(name, view);
-  uint64_t before = ~0ull; // the put that has read all of these bytes until now
+  uint64_t before = ~0ull; // the put that still reads all of these bytes
   call.each_row([&](const void* to, const void* from) {
     const void* p = source ? from : to;
     const std::string found = accessed(view, warp, p, bytes, source ? LocalAccess::load : LocalAccess::store, name,

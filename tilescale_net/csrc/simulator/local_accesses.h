@@ -1,7 +1,7 @@
 // Plain accesses of one rank, compared with each other: shared memory, memory that is not symmetric, and its own heap.
 //
-// happens_before.h defines what orders two threads, lanes of one warp or not. Each 4 bytes have a cell, see LocalCell;
-// compiled kernels look at it by themselves where the answer is short, and call this class where it is not.
+// happens_before.h defines the order of two threads, lanes of one warp or not. Each 4 bytes have a cell, see
+// LocalCell; compiled kernels check it themselves in simple cases, and call this class in others.
 #pragma once
 
 #include "happens_before.h"
@@ -15,7 +15,7 @@
 
 namespace tsn::sim {
 
-// What is recorded of shared memory of the running block.
+// Records of the running block's shared memory.
 struct SharedRange {
   uint64_t begin, bytes;
 };
@@ -27,11 +27,11 @@ public:
   // The bytes are another block's now.
   void forget(const void* p, uint64_t bytes);
   void benign_race(const void* p, uint64_t bytes);
-  // Sets the thread's id in its view. To be called when it runs again, and when its warp's epoch has changed.
+  // Sets the thread's id in its view. Call it when the thread runs again, and when its warp's epoch has changed.
   void enter(Thread& view, uint32_t warp);
-  // What was not followed for want of room.
+  // Accesses not followed for lack of room.
   void add_gaps(std::set<std::string>& gaps) const;
-  // What is wrong with the access, or nothing.
+  // An error of the access, or nothing.
   std::string accessed(Thread& view, uint32_t warp, const void* p, uint64_t bytes, LocalAccess access, const char* name,
                        const void* base, SharedRange shared);
 
@@ -39,12 +39,12 @@ public:
   // until the put of this number is done.
   std::string copied(Thread& view, uint32_t warp, const Call& call, bool source, uint64_t put, SharedRange shared);
 
-  // What is wrong with the thread's latest store, now that it has been made, or nothing: it has left another value than
-  // that of a store which nothing orders with it. To be called before another thread runs.
+  // An error of the thread's latest store, after it was made, or nothing: it has left another value than an unordered
+  // store of another thread. Call it before another thread runs.
   std::string stored();
 
 private:
-  struct Race { // an access beside another one, by their stamps and what LocalCell keeps of them
+  struct Race { // an unordered pair of accesses, by their stamps and other data of LocalCell
     uint64_t own, info, other, other_info;
     LocalAccess access;
     bool stored; // by the other one
@@ -61,7 +61,7 @@ private:
   bool ordered(uint64_t stamp, Thread& view, uint32_t warp);
   bool is_benign(uint64_t address) const;
   std::string text(const Race& race) const;
-  // A call by its name, which lasts as long as the launch.
+  // A call's name, valid as long as the launch.
   const char* named(const Call& call, int line);
   std::string thread_of(uint64_t stamp) const;
   std::string line(unsigned site) const;

@@ -1,4 +1,4 @@
-// The symmetric heap in the simulator: where it is, and which parts of it are allocated.
+// The symmetric heap in the simulator: its addresses and its allocations.
 #pragma once
 
 #include <stdint.h>
@@ -14,11 +14,11 @@ void unregister_heap(uint64_t base); // and what was allocated in it
 // Whether the address lies in a registered heap.
 bool in_heap(uint64_t address);
 
-// Empty when [address, address + bytes) lies in one live allocation, in the package's own area at the start of the
-// heap, or outside every heap; else what is wrong.
+// Empty if [address, address + bytes) lies in one live allocation, in the package's own area at the start of the
+// heap, or outside every heap; else the error.
 std::string check_range(uint64_t address, uint64_t bytes);
 
-// The range in words: which bytes of which allocation.
+// Text of a range: its bytes and its allocation.
 std::string describe_range(uint64_t address, uint64_t bytes);
 
 } // namespace tsn::sim

@@ -138,7 +138,7 @@ void bind_simulator(py::module_& m) {
         }
         return out;
       },
-      "What the race detector and the exploration of schedules follow and what not; where a run names a gap.");
+      "Coverage and gaps of the race detector and of the exploration of schedules; where a run names a gap.");
   m.def(
       "register_heap",
       [](uint64_t base, uint64_t bytes, bool host_is_followed) {
@@ -146,23 +146,22 @@ void bind_simulator(py::module_& m) {
         if (!host_is_followed) sim::note_ended_launches(base);
       },
       py::arg("base"), py::arg("bytes"), py::arg("host_is_followed") = false,
-      "Tell the simulator where the heap of the next launches is. Where the host is not followed, they come after all "
-      "that other ranks have finished.");
+      "Set the heap of the next launches. If the host is not followed, they come after everything that other ranks "
+      "have finished.");
   m.def("host_meets", sim::note_ended_launches_of_all, "The hosts of all ranks have met.");
-  m.def("host_comes", sim::host_comes, py::arg("base"),
-        "The host comes to a meeting of all ranks that have this heap.");
+  m.def("host_comes", sim::host_comes, py::arg("base"), "The host comes to a meeting of all ranks of this heap.");
   m.def("host_has_met", sim::host_has_met, py::arg("base"), "The meeting is over.");
   m.def("host_access", sim::host_access, py::arg("base"), py::arg("runs"), py::arg("store"), py::arg("name"),
         py::arg("line"),
-        "The host loads from or stores to its heap, at these addresses and sizes: what is wrong with it, or nothing.");
+        "The host loads from or stores to its heap, at these addresses and sizes: an error, or nothing.");
   m.def("add_alias", sim::add_alias, py::arg("base"), py::arg("runs"), py::arg("element"), py::arg("line"),
         "Host code may write these addresses and sizes of the heap unseen, elements of so many bytes: the number of "
         "the alias.");
   m.def("drop_alias", sim::drop_alias, py::arg("base"), py::arg("number"));
   m.def("take_aliases", sim::take_aliases, py::arg("base"), py::arg("still_changing") = false,
-        "Keep what aliases hold now.");
+        "Save the current contents of aliases.");
   m.def("alias_access", sim::alias_access, py::arg("base"), py::arg("name"),
-        "What the host has written through aliases since: what is wrong with it, or nothing.");
+        "Check the host's writes through aliases since then: an error, or nothing.");
   m.def(
       "unregister_heap",
       [](uint64_t base) {
@@ -173,10 +172,10 @@ void bind_simulator(py::module_& m) {
       },
       py::arg("base"), "Forget a heap and its allocations.");
   m.def("race_memory_bytes", sim::race_memory_bytes, py::arg("heap_bytes"),
-        "Bytes of what a rank shares with the others of its host to find races, for a heap of that size.");
+        "Bytes of a rank's shared memory of the race detector, for a heap of that size.");
   m.def("attach_race_memory", sim::attach_race_memory, py::arg("me"), py::arg("base"), py::arg("bytes"),
         py::arg("pages"), py::arg("heaps"),
-        "Give a heap the race memories of all ranks, and where their heaps are mapped (0: they are not).");
+        "Give a heap the race memories of all ranks, and the addresses of their heaps (0: not mapped).");
   m.def("register_allocation", sim::register_allocation, py::arg("base"), py::arg("bytes"), py::arg("name"));
   m.def("unregister_allocation", [](uint64_t base) {
     sim::flush_pending(); // nothing may arrive in memory that is handed out again

@@ -13,8 +13,8 @@ namespace {
 std::map<uint64_t, RaceMemory> memories; // by the base of the heap
 uint32_t next_epoch = 1;                 // of this process
 constexpr size_t kMaxCached = 4096;
-// For which an incomplete message is waited for: its rank may have no processor, or have been killed. No deadline ends
-// this, and a turn of a busy machine may take as long as many of an idle one.
+// Time to wait for an incomplete message: its rank may have no processor, or have been killed. No deadline ends this,
+// and a round of a busy machine may take as long as many of an idle one.
 constexpr std::chrono::milliseconds kPatience{500};
 
 template <typename T>
@@ -22,7 +22,7 @@ T seen(const T& word) {
   return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
 }
 
-// Until another rank has done something; see kPatience.
+// Waits for progress of another rank; see kPatience.
 template <typename F>
 void wait_for(F done) {
   if (done()) return;
@@ -35,8 +35,8 @@ uint64_t race_memory_bytes(uint64_t heap_bytes) {
   return sizeof(Page) + (heap_bytes / 4 + heap_bytes) * 2 * (sizeof(Stamp) + sizeof(Site));
 }
 
-// Behind the page: stamps by 4 bytes, of stores and of loads, their sites, and the same by byte, of which the system
-// gives memory only where something is written.
+// Behind the page: stamps by 4 bytes, of stores and of loads, their sites, and the same by byte, for which the system
+// allocates only touched pages.
 Shadow RaceMemory::stores(int rank) const {
   Shadow s;
   s.words = reinterpret_cast<Stamp*>(pages[static_cast<size_t>(rank)] + 1);
@@ -96,7 +96,7 @@ uint64_t RaceMemory::publish(const Known& known) {
   const bool there = !made.second && page.entries - made.first->second.second < kEntries / 2;
   if (there || known->size() > kEntries / 4) return made.first->second.second;
   const uint64_t at = page.entries;
-  // Readers look at the count after they have read: what they found beyond the last kEntries is void.
+  // Readers check the count after they have read: entries older than the last kEntries are void.
   __atomic_store_n(&page.entries, at + known->size(), __ATOMIC_RELEASE);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   for (size_t i = 0; i < known->size(); ++i) page.known[(at + i) % kEntries] = {(*known)[i].first, (*known)[i].second};
@@ -202,7 +202,7 @@ Inbox& RaceMemory::receive(int rank, const Known& own_signals) {
 }
 
 std::string RaceMemory::deadlock() const {
-  constexpr uint64_t kRounds = 16; // a rank that has just been signalled is found out of them
+  constexpr uint64_t kRounds = 16; // a rank that has just been signalled is not among them
   std::string others;
   for (int r = 0; r < ranks(); ++r) {
     const Page& page = *pages[static_cast<size_t>(r)];
@@ -220,7 +220,7 @@ std::string RaceMemory::deadlock() const {
 Known RaceMemory::beyond_ended(const Known& known) const {
   auto rest = std::make_shared<Clock>();
   for (const auto& [key, epoch] : *known) {
-    // The end of a kernel completes no put of this rank: what is known of them does not follow from it.
+    // The end of a kernel completes no put of this rank, and adds no knowledge of them.
     const Part part = part_of(key);
     const bool own_put = rank_of(key) == me && part >= Part::fenced && part <= Part::carried && epoch > flushed;
     if (own_put || epoch > ended[static_cast<size_t>(rank_of(key))]) rest->emplace_back(key, epoch);
@@ -228,7 +228,7 @@ Known RaceMemory::beyond_ended(const Known& known) const {
   return rest;
 }
 
-// Drops what all later launches know without it.
+// Drops entries that all later launches know anyway.
 void RaceMemory::forget_finished() {
   for (Inbox& inbox : inboxes)
     for (auto it = inbox.words.begin(); it != inbox.words.end();) {
@@ -283,8 +283,8 @@ void host_comes(uint64_t base) {
   __atomic_store_n(&page.meetings, page.meetings + 1, __ATOMIC_RELEASE);
 }
 
-// A rank that has left the meeting before this one may have finished more since, which does not come before anything
-// that this one does.
+// A rank that has left the meeting before this one may have finished more since; that does not come before this
+// rank's next work.
 void host_has_met(uint64_t base) {
   RaceMemory* memory = race_memory(base);
   const std::vector<uint32_t> before = memory ? memory->ended : std::vector<uint32_t>();
@@ -307,8 +307,8 @@ uint32_t take_epoch() { return next_epoch++; }
 void give_epoch(uint32_t last) { next_epoch = std::max(next_epoch, last + 1); }
 
 namespace {
-constexpr size_t kMaxSteps = 1024;   // of a word; with more, a thread that has seen it knows all of them
-constexpr size_t kMaxCompared = 256; // with more, what a rank adds counts as added in this order
+constexpr size_t kMaxSteps = 1024;   // of a word; beyond it, a thread that has seen the word knows all signals
+constexpr size_t kMaxCompared = 256; // beyond it, a rank's adds count as added in this order
 } // namespace
 
 void SignalHistory::add(const Message& message, const Known& sent) {
@@ -324,7 +324,7 @@ void SignalHistory::add(const Message& message, const Known& sent) {
 
 size_t SignalHistory::reached(const Seen& seen, const Known& before) const {
   if (!sets_ || adds_ || !whole_) return 0;
-  size_t at = 0; // the last step that was known
+  size_t at = 0; // the last known step
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Step& step = steps_[i];
     if (step.rank != steps_[0].rank) return 0;
@@ -346,8 +346,8 @@ Known SignalHistory::guaranteed(const Seen& seen, int64_t now, const Known& befo
       if (i + 1 == count || follows(steps_[count - 1], steps_[i])) known = join(known, steps_[i].known);
     return count ? known : all_;
   }
-  // A step is needed if the word lacks something without it, and without what its sender adds later: then no other
-  // sender can have made up for it. The word may have begun with another value than 0, and may not have everything yet.
+  // A step is needed if the word lacks it otherwise, together with its sender's later adds: then no other sender can
+  // have made up for it. The word may have begun with another value than 0, and may still miss adds.
   const int64_t spare = now - seen.value;
   std::map<int, int64_t> later; // of each rank
   std::map<int, const Step*> last;
@@ -387,7 +387,7 @@ bool SignalHistory::passes(int64_t value, size_t at, int64_t now, int rank, uint
   int64_t word = now;
   for (const Step& step : steps_) {
     if (step.value < 0) return false; // it may come to the value twice
-    word -= step.value;               // what it was at first
+    word -= step.value;               // its initial value
   }
   for (const Step& step : steps_) {
     if (word >= value && step.value && !knows_the_wait(step)) return true;
@@ -399,7 +399,7 @@ bool SignalHistory::passes(int64_t value, size_t at, int64_t now, int rank, uint
 bool SignalHistory::forget(const RaceMemory& memory) {
   const std::vector<uint32_t>& ended = memory.ended;
   all_ = memory.beyond_ended(all_);
-  // The host may have given the word another value since.
+  // The host may have changed the word since.
   const auto old = [&](const Step& step) { return step.epoch <= ended[static_cast<size_t>(step.rank)]; };
   steps_.erase(std::remove_if(steps_.begin(), steps_.end(), old), steps_.end());
   return !all_->empty();

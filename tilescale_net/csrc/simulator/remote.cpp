@@ -42,8 +42,8 @@ struct Pending : Late {
 struct Target {
   std::list<Pending> pending;
   uint64_t epoch = 0;
-  // A signal has overtaken data, or atomic operations: those issued before `held_before` stay where they are until
-  // then, so that the other rank, which is another process, finds the time to look.
+  // A signal has overtaken data, or atomic operations: those issued before `held_before` stay back until then, so
+  // that the other rank, another process, has time to look.
   uint64_t held_before = 0;
   SteadyClock::time_point held_until;
 };
@@ -141,7 +141,7 @@ void deliver_piece(Pending& p, size_t i) {
   p.deliver(piece.first, piece.second);
 }
 
-// Whether an earlier operation must be there before one on the word that follows so many fences.
+// Whether an earlier operation must arrive before one on the word behind this many fences.
 bool precedes(const Pending& earlier, uint64_t epoch, const void* word) {
   return earlier.epoch < epoch || earlier.operation.peer_signal == word;
 }
@@ -156,7 +156,7 @@ bool signal_may_go(const Target& target, const Pending& p) {
   return true;
 }
 
-// A signal is delivered: keeps back the data that it overtakes. Bounded, so that what is late arrives all the same.
+// A signal is delivered: delays the data that it overtakes, for a bounded time.
 void hold(Store& s, Target& target, uint64_t sequence, Random& random) {
   if (!s.holds_left) return;
   for (const Pending& p : target.pending)
@@ -230,7 +230,7 @@ void fail_if(const std::string& wrong, const char* name, int pe) {
                      std::string(name) + (pe >= 0 ? " to PE " + std::to_string(pe) : std::string()) + ": " + wrong);
 }
 
-// Whether the signal of a launch's operation is followed, then with what it carries.
+// Whether the signal of a launch's operation is followed, then with its contents.
 void follow(Late& late) {
   const RemoteOperation& o = late.operation;
   Grid& grid = *current_grid;
@@ -351,14 +351,14 @@ void Late::keep_source() {
 void Late::deliver(uint64_t at, uint64_t bytes) const {
   char* peer = static_cast<char*>(operation.peer);
   const char* source = static_cast<const char*>(operation.source);
-  uint64_t packed = at; // a copy holds the rows one behind the other
+  uint64_t packed = at; // a copy holds the rows consecutively
   each_run(at, bytes, [&](uint64_t to, uint64_t from, uint64_t run) {
     memcpy(peer + to, copy ? copy.get() + packed : source + from, run);
     packed += run;
   });
 }
 
-// The message comes first: a thread that sees the signal finds what it carries.
+// The message comes first: a thread that sees the signal finds its contents.
 void Late::deliver_signal() const {
   const RemoteOperation& o = operation;
   if (memory) memory->send(o.pe, message);
@@ -388,7 +388,7 @@ const RemoteApi kRemoteApi = {
       current_grid->viewed(address, bytes, store, name);
     },
     [](const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base) {
-      // An atomic operation is a visit as well.
+      // An atomic operation counts as a look as well.
       if (scheduler && access < LocalAccess::atomic) scheduler->touch(address, bytes, access == LocalAccess::store);
       current_grid->local_access(address, bytes, access, name, base);
     },

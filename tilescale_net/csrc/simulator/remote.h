@@ -1,15 +1,15 @@
 // Remote writes that have been issued and not yet delivered.
 //
-// The memory model lets a put become visible long after it was issued; on a real machine it nearly never does, so that
-// kernels pass that will fail one day. Here operations wait in a list of this process and reach the peer's heap as
-// late, and in as odd an order, as the model allows:
+// The memory model lets a put become visible long after it was issued; real machines almost never do that, so kernels
+// pass there that will fail one day. Here operations wait in a list of this process and reach the peer's heap as
+// late, and in as odd an order, as the model permits:
 //   - data of puts arrives in pieces, in any order, and is read from the source when it arrives;
 //   - the signal of a put_signal follows all pieces of its own put, and may overtake any other put;
-//   - a signal sent after a fence follows all that was issued to that PE before the fence;
+//   - a signal sent after a fence follows everything issued to that PE before the fence;
 //   - signals to one word arrive in the order in which they were issued;
-//   - atomic operations without a result are like signals, all others happen at once, behind what those wait for;
-//   - quiet delivers everything.
-// Everything is delivered in the end, also when no kernel runs any more.
+//   - atomic operations without a result are like signals, others happen at once, after the operations that signals
+//   wait for; - quiet delivers everything.
+// Everything is delivered in the end, even after the last kernel.
 #pragma once
 
 #include "race_memory.h"
@@ -26,7 +26,7 @@ void set_visibility(Visibility visibility);
 
 extern const RemoteApi kRemoteApi;
 
-// An operation, with what its delivery needs.
+// An operation, with the data for its delivery.
 struct Late {
   RemoteOperation operation;
   std::unique_ptr<char[]> copy; // of a source that may be gone at delivery
@@ -37,7 +37,7 @@ struct Late {
   void deliver(uint64_t at, uint64_t bytes) const; // of its data
   void deliver_signal() const;
   // f(offset at the target, offset at the source, bytes) for each run of the bytes `at` to `at + size` of the data,
-  // which are counted row after row.
+  // counted row after row.
   template <typename F>
   void each_run(uint64_t at, uint64_t size, F f) const;
 };

@@ -1,6 +1,6 @@
-// What the proof covers: the race detector, and the exploration of every schedule.
+// Coverage of the proof: the race detector, and the exploration of every schedule.
 //
-// What names a gap where it is met takes its words from this table, and docs/simulator.md's section is made of it.
+// Reports of gaps take their words from this table, and docs/simulator.md's section is made from it.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace tsn::sim {
 
-// Gaps that are named where a run meets them: by a warning of the race detector, and in the verdict of a check.
+// Gaps that a run reports when it meets them: in a warning of the race detector, and in the verdict of a check.
 enum class Gap {
   none,
   pointers,
@@ -35,7 +35,7 @@ struct Rule {
 };
 
 const std::vector<Rule>& rules();
-// What is not followed, with the place where a run has met it.
+// Text of a gap, with the place where a run has met it.
 std::string gap_text(Gap gap, const std::string& line = "");
 
 } // namespace tsn::sim

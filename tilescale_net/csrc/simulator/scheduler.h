@@ -1,4 +1,4 @@
-// What grids call where all ranks of a job run in this process and a scheduler decides which thread goes on; see
+// Calls of grids to a scheduler, which decides the next thread if all ranks of a job run in this process; see
 // csrc/explore.
 #pragma once
 
@@ -13,16 +13,16 @@ namespace tsn::sim {
 struct Fiber;
 struct Late;
 
-// What a process knows of a job's events: the latest one of each process that comes before, -1 for none.
+// A process's knowledge of a job's events: the latest earlier one of each process, -1 for none.
 using Past = std::shared_ptr<const std::vector<int32_t>>;
 
-// All of it is called by the running thread, unless noted otherwise.
+// The running thread calls all of these, unless noted otherwise.
 class Scheduler {
 public:
   virtual ~Scheduler() = default;
-  // It is about to look at a word by which threads order each other, or to change it; returns when it may.
+  // It is about to read or change a synchronisation word; returns when it may.
   virtual void visit(const void* address, uint64_t bytes, WordAccess access) = 0;
-  // It polls, and has found nothing.
+  // It has polled in vain.
   virtual void polls() = 0;
   virtual void wait_begins(const WaitSubject& subject) = 0;
   virtual void wait_ends() = 0;
@@ -32,10 +32,10 @@ public:
   virtual void begin(const Call& call) = 0;
   // A plain access.
   virtual void touch(const void* address, uint64_t bytes, bool store) = 0;
-  // It is about to send something; returns when it may. Then what it sends.
+  // It is about to send; returns when it may. Then the sent operation.
   virtual void before_sending(const RemoteOperation& operation) = 0;
   virtual void send(Late&& late) = 0;
-  // It is about to access a word at once; returns when what must come before has arrived.
+  // It is about to access a word at once; returns when earlier operations have arrived.
   virtual void reach(const void* word, bool changes) = 0;
   virtual void fence(int pe) = 0;
   virtual void quiet(int pe) = 0;
@@ -44,7 +44,7 @@ public:
   virtual void fenced(uint32_t scope, bool total) = 0;
 };
 
-// Null: ranks are processes, and each grid decides for itself.
+// Null: ranks are processes, and each grid schedules itself.
 extern Scheduler* scheduler;
 
 } // namespace tsn::sim

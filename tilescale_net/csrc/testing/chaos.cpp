@@ -129,7 +129,7 @@ public:
   }
 
   Post post_receive(int rail, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie) override {
-    // Posting a receive sends nothing: it is passed on as it is, under a number of ours.
+    // A receive sends nothing: it is forwarded unchanged, under our own number.
     Op op;
     op.kind = Op::receive;
     op.cookie = cookie;
@@ -286,7 +286,7 @@ private:
     pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
   }
 
-  // Posts every piece whose time has come, each rail's in turn until it takes no more.
+  // Posts every due piece, each rail's in turn until it takes no more.
   void release_due() {
     const auto now = Clock::now();
     uint64_t full = 0; // rails that answered `again`
@@ -417,7 +417,7 @@ private:
   std::vector<uint64_t> free_;
   std::vector<Piece> pieces_;
   std::vector<Arrival> arrivals_;
-  std::deque<std::string> delivered_; // what the last poll's events point to
+  std::deque<std::string> delivered_; // payloads of the last poll's events
   std::deque<std::string> texts_;
   std::string error_;
 };

@@ -1,4 +1,4 @@
-// A transport that behaves as badly as a network may, from a seed: it wraps any other transport.
+// A transport that behaves as badly as a network may, by a seed; wraps any other transport.
 //
 // What it does, each as a field of the text "seed=7,reorder=0.3,split=0.2,delay_us=200,eagain=0.1,imm_bits=16":
 // - seed       the random numbers; every process adds its own index, so equal texts still differ between processes
@@ -15,8 +15,8 @@
 // - stall_after  from the operation with this number on nothing moves any more, as with a dead peer (0 = never)
 // "on" stands for "seed=1,reorder=0.3,split=0.2,eagain=0.1".
 //
-// A source is read when its operation is let go, not when it is posted: callers that reuse it before `done` are found
-// out.
+// A source is read when its operation is released, not when it is posted, which exposes callers that reuse it before
+// `done`.
 #pragma once
 
 #include "tilescale_net/csrc/fabric/transport.h"

@@ -1,6 +1,6 @@
-// A network without a network: everything that is posted completes at the next poll, and nothing arrives anywhere.
+// A transport without a network: every operation completes at the next poll, and nothing arrives.
 //
-// It measures what the proxy itself costs. Marks are acknowledged as a peer would acknowledge them. Provider "null".
+// It measures the proxy's own cost. Marks are acknowledged as by a peer. Provider "null".
 #pragma once
 
 #include "tilescale_net/csrc/fabric/transport.h"

@@ -1,5 +1,5 @@
-// CUDA's atomic functions and tilelang's wrappers around them. They are real host atomics, because the words may lie in
-// a heap that other ranks, which are processes, change at the same time.
+// CUDA's atomic functions and tilelang's wrappers around them. They are real host atomics, because the words may be
+// in a heap that other ranks, other processes, change at the same time.
 #pragma once
 
 #include "../types.h"
@@ -8,7 +8,7 @@
 namespace tsn {
 namespace sim {
 
-// Of a cuda::memory_order, as tilelang hands it on. CUDA's own functions are relaxed; all are of the GPU's scope.
+// From tilelang's cuda::memory_order. CUDA's own functions are relaxed; all have GPU scope.
 inline Ordering device_ordering(int order) {
   enum { relaxed, consume, acquire, release, acq_rel, seq_cst };
   const bool both = order == acq_rel || order == seq_cst;
@@ -60,8 +60,8 @@ inline T atomicCAS(T* p, C compare, V value) {
   return old;
 }
 
-// tilelang's wrappers, with a cuda::memory_order. Every order is carried out as the strongest; the race detector uses
-// the actual one.
+// tilelang's wrappers, with a cuda::memory_order. Every order executes as the strongest; the race detector uses the
+// actual one.
 #define TSN_TL_ATOMIC(Name, cuda)                                                                                      \
   template <typename T, typename V>                                                                                    \
   inline void Name(T* p, V value, int order = 0) {                                                                     \
@@ -143,7 +143,7 @@ TSN_TL_VECTOR(4)
 template <typename T>
 inline T AtomicLoad(T* p, int order = 0) {
   using Word = tsn::WordOf<T>;
-  tsn::sim::turn_of_others(); // loads are atomic where another thread is waited for
+  tsn::sim::turn_of_others(); // loads that wait for another thread are atomic
   tsn::sim::visit_word(p, sizeof(T), tsn::sim::WordAccess::read);
   const T value = tsn_bits<T>(__atomic_load_n(reinterpret_cast<const Word*>(p), __ATOMIC_SEQ_CST));
   tsn::sim::Ordering ordering = tsn::sim::device_ordering(order);

@@ -56,7 +56,7 @@ inline uint64_t tsn_warp(tsn::sim::WarpOp op, unsigned mask, uint64_t value, uns
   return tsn::sim::api().warp(op, mask, value, argument);
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { tsn_warp(tsn::sim::WarpOp::sync, mask, 0, 0); }
-// Lanes count as converged when they wait here, at the same place of the program.
+// Lanes that wait here, at the same place of the program, count as converged.
 __attribute__((noinline)) inline unsigned __activemask() {
   return tsn::sim::api().active_mask(__builtin_return_address(0));
 }
@@ -159,7 +159,7 @@ TSN_STORE(__stcs)
 TSN_STORE(__stwt)
 #undef TSN_LOAD
 #undef TSN_STORE
-// The read-only cache may hold what was there before a peer wrote.
+// The read-only cache may hold values from before a peer's write.
 template <typename T>
 inline T __ldg(const T* p) {
   if (tsn::sim::in_symmetric_heap(p))

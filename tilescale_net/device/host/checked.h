@@ -12,7 +12,7 @@ namespace sim {
 template <typename T>
 class Checked;
 
-// What `A + i` gives: an address that is checked when it is turned into a pointer for an access.
+// Result of `A + i`: an address that is checked when converted to a pointer for an access.
 template <typename T>
 class CheckedAddress {
 public:
@@ -61,18 +61,18 @@ public:
     return pointer_ + i;
   }
   T& operator*() const { return *loaded(0, sizeof(T)); }
-  // Bytes from element i to the end.
+  // Bytes from element i to the end of the tensor.
   uint64_t rest(int64_t i) const {
     const uint64_t offset = static_cast<uint64_t>(i) * sizeof(T);
     return offset < bytes_ ? bytes_ - offset : 0;
   }
-  // What an atomic function is given: it reports its access by itself.
+  // Argument of an atomic function, which reports its access itself.
   struct Atomically {
     const Checked& owner;
     T& operator[](int64_t i) const { return *owner.checked(i, sizeof(T)); }
   };
   Atomically atomically() const { return {*this}; }
-  // Taking an address or handing the tensor on is no access.
+  // Taking an address or passing the tensor is no access.
   T* unchecked() const { return pointer_; }
   operator T*() const { return pointer_; }
   template <typename U>
@@ -132,7 +132,7 @@ public:
     return (U*)pointer_;
   }
 
-  // What `A + i` gives: an address that is an access when it is turned into a pointer.
+  // Result of `A + i`: an address whose conversion to a pointer is an access.
   class Address {
   public:
     __attribute__((always_inline)) Address(const Shared& owner, int64_t index) : owner_(owner), index_(index) {}
@@ -194,8 +194,8 @@ private:
 } // namespace sim
 } // namespace tsn
 
-// For compiler/simulator/bounds.py: `value`, a size of a copy. Where its condition does not hold the launch ends with
-// `text`, in which each {} stands for a number.
+// For compiler/simulator/bounds.py: `value`, a size of a copy. If its condition is false the launch ends with `text`,
+// with numbers in place of {}.
 inline int64_t tsn_agreed(int64_t value, bool holds, const char* text, int64_t left, int64_t right) {
   if (__builtin_expect(holds, 1)) return value;
   std::string message = text;

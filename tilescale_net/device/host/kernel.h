@@ -1,4 +1,4 @@
-// Everything that a generated kernel needs on the host. host_source.py puts it before the kernel's source.
+// Headers of a generated kernel on the host; host_source.py puts them before the kernel's source.
 #pragma once
 
 // Peers change memory that a kernel reads, and so do other fibers: the promise of no aliasing does not hold here.
@@ -14,7 +14,7 @@
 using nv_bfloat162 = __nv_bfloat162;
 using nv_bfloat16 = __nv_bfloat16;
 
-// The statement that follows stands in this line of the kernel's table.
+// Line of the next statement, in the kernel's table.
 inline void tsn_sim_line(int site) { tsn::sim::self().site = site; }
 
 // The library's side of simulator_api.h.

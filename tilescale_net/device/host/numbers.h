@@ -1,5 +1,5 @@
 // The number types of generated kernels on the host: CUDA's own 16-bit and 8-bit formats behind the names that tilelang
-// uses. Arithmetic is done in float and rounded once, which is what the hardware's scalar instructions give.
+// uses. Arithmetic is done in float and rounded once, like the hardware's scalar instructions.
 #pragma once
 
 #include <cuda_bf16.h>

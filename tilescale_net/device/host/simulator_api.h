@@ -1,7 +1,7 @@
-// What a simulated kernel and the simulator know of each other: the thread that runs now, and a table of functions.
+// Interface between a simulated kernel and the simulator: the running thread, and a table of functions.
 //
-// A kernel is compiled into a shared library of its own, so that it cannot link against the extension; it is handed
-// this table when it is loaded. Only plain types cross the border.
+// A kernel is compiled into its own shared library, which cannot link against the extension; it gets this table when
+// it is loaded. Only plain types cross the border.
 #pragma once
 
 #include <stddef.h>
@@ -16,9 +16,9 @@ struct Index3 {
   unsigned x, y, z;
 };
 
-// The last accesses to 4 bytes of this rank's memory, in one launch: stamps of the last store and of the last loads of
-// two warps, and what they were: the variable's name (48 bits) and the site, plus 1, of the thread's latest primitive.
-// A stamp: epoch of the warp (32 bits), warp (16), lane (5), which of the bytes (4), whether atomically (1). 0: none.
+// The last accesses to 4 bytes of this rank's memory, in one launch: stamps of the last store and of the last loads
+// of two warps, and their accesses: the variable's name (48 bits) and the site, plus 1, of the thread's latest
+// primitive. A stamp: epoch of the warp (32 bits), warp (16), lane (5), which of the bytes (4), atomic (1). 0: none.
 struct LocalCell {
   uint64_t store, load[2];
   uint64_t store_info, load_info[2];
@@ -26,10 +26,10 @@ struct LocalCell {
 constexpr uint64_t kLocalPage = 4096, kLocalLines = 256, kLocalKnown = 64;
 constexpr uint64_t kLocalMask = 0xfull << 7, kLocalAtomic = 1ull << 6, kLocalThread = 0x1full << 11 | 0xffffull << 16;
 
-// The place where a thread keeps what it knows of the thread of a stamp.
+// Index of a thread's knowledge of the thread of a stamp.
 inline uint64_t local_slot(uint64_t stamp) { return (stamp >> 11 ^ stamp >> 13) % kLocalKnown; }
 
-// Cells of pages of kLocalPage bytes, found by their number; a page that is not here is somewhere in the simulator.
+// Cells of pages of kLocalPage bytes, by number; the simulator has the pages that are not here.
 struct LocalPages {
   struct Line {
     uint64_t number;
@@ -52,7 +52,7 @@ inline uint64_t local_mask(uint64_t at, uint64_t begin, uint64_t bytes) {
 constexpr uint64_t kLocalPut = 0xffffull << 16 | 1ull << 63;
 inline bool is_local_put(uint64_t stamp) { return (stamp & kLocalPut) == kLocalPut; }
 
-// Leaves an access in its cell. What a thread does to more of the bytes in the same epoch is added.
+// Leaves an access in its cell, merged with the thread's other accesses of the same epoch.
 inline void local_loaded(LocalCell& c, uint64_t own, uint64_t info) {
   const uint64_t same = ~(kLocalMask | kLocalAtomic), warp = 0xffffull << 16;
   if ((c.load[0] & same) == (own & same)) {
@@ -71,8 +71,8 @@ inline void local_stored(LocalCell& c, uint64_t own, uint64_t info) {
   c.load[0] = c.load[1] = 0;
 }
 
-// The last accesses to a heap, a stamp of csrc/simulator/race_memory.h for each 4 bytes, or for each byte where those
-// of the word are kByBytes; and where the plain ones stand.
+// The last accesses to a heap, a stamp of csrc/simulator/race_memory.h for each 4 bytes, or for each byte if those of
+// the word are kByBytes; and the sites of plain ones.
 struct HeapAccesses {
   uint64_t* words;
   uint16_t* word_sites;
@@ -93,8 +93,8 @@ struct Thread {
   int site;            // of the primitive that it calls, or of its statement: an index into the kernel's lines, or -1
   bool uses_result;    // of the primitive
   bool loads_followed; // loads of the heap are
-  bool followed;       // words by which threads may order each other are to be reported
-  bool scheduled;      // a scheduler decides at each access to such a word which thread goes on, and time stands still
+  bool followed;       // accesses to synchronisation words are reported
+  bool scheduled;      // a scheduler decides at each such access which thread continues, and time stands still
   bool at_mbarrier;    // it waits for one
   // The last stores to this rank's heap, and the last loads; null where they are not checked. The last byte of `stamp`,
   // the thread's own, is that of all plain accesses of this rank.
@@ -120,16 +120,16 @@ enum class WarpOp : uint32_t {
   match_all, // out = mask when all values are equal, else 0
 };
 
-// What a block barrier returns: how many threads passed a non-zero value, whether all or any did, or thread 0's value.
+// Result of a block barrier: number of threads with a non-zero value, whether all or any had one, or thread 0's value.
 enum class VoteOp : uint32_t { count, all, any, broadcast };
 
-// What an atomic operation is done on.
+// Type of an atomic operation's number.
 enum class Number : uint32_t { none, int32, uint32, int64, uint64, float32, float64 };
 constexpr uint32_t bytes_of(Number n) {
   return n == Number::int64 || n == Number::uint64 || n == Number::float64 ? 8 : 4;
 }
 
-// One put, put_value, signal or atomic operation, as platform_host.h hands it over; see device/platform.h.
+// One put, put_value, signal or atomic operation from platform_host.h; see device/platform.h.
 struct RemoteOperation {
   const char* name;   // the primitive
   void* destination;  // local symmetric address; null for a bare signal
@@ -141,15 +141,15 @@ struct RemoteOperation {
   uint64_t* peer_signal;
   bool add; // signal operation: add, else set
   int pe;
-  // Rows of `bytes / rows` bytes, where the data do not lie in one piece; the distance between two of them.
+  // Rows of `bytes / rows` bytes, if the data are not contiguous; the distance between two of them.
   int64_t rows = 1, pitch = 0, source_pitch = 0;
   // An atomic operation on a number of this kind, instead of a signal: `value` holds the bits of its operand, and
-  // `add` says that the order among others that say so does not matter.
+  // `add` means that the order among such operations does not matter.
   Number number = Number::none;
   uint32_t atomic = 0; // AtomicOp of types.h
 };
 
-// One call of a primitive, as the device functions announce it. Members that a primitive lacks are zero, `pe` is -1
+// One call of a primitive, as announced by the device functions. Members that a primitive lacks are zero, `pe` is -1
 // for all PEs and -2 for none.
 struct Call {
   uint32_t operation; // Operation of context.h
@@ -172,11 +172,11 @@ struct Call {
   }
 };
 
-// What an access to a word that threads synchronise by does to it.
+// Effect of an access on a synchronisation word.
 enum class WordAccess : uint32_t { read, write, update };
 
-// How such an access orders threads within its scope. Where it does neither it is relaxed: a fence before a write, or
-// after a read, of the same thread takes its place.
+// How such an access orders threads within its scope. A relaxed one has neither: a fence before a write, or after a
+// read, of the same thread takes its place.
 struct Ordering {
   bool acquires, releases;
   uint32_t scope;     // MemScope of types.h
@@ -186,36 +186,36 @@ struct Ordering {
 struct RemoteApi {
   // By every thread of the scope, before the scope meets: its next barrier finds threads that call something else.
   void (*announce)(const Call&);
-  // By the leader, after the scope has met: checks and records what the call does.
+  // By the leader, after the scope has met: checks and records the call's accesses.
   void (*begin)(const Call&);
   // A wait or test has seen its signal.
   void (*waited)(const uint64_t* signal);
-  // A load, a store or an atomic operation by which threads may order each other. `bytes`: 0 where another call has
-  // reported the access, and this one says what it orders.
+  // A load, a store or an atomic operation by which threads may order each other. `bytes`: 0 if another call has
+  // reported the access, and this one reports its order.
   void (*word)(const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
   // A fence, of a MemScope.
   void (*fenced)(uint32_t scope, bool total);
-  // The thread is about to make such an access; returns when it may. Called where the thread is `scheduled`.
+  // The thread is about to make such an access; returns when it may. Called if the thread is `scheduled`.
   void (*visit)(const void* address, uint64_t bytes, WordAccess access);
   // A plain access to this rank's heap that follows one of another thread.
   void (*accessed)(const void* address, uint64_t bytes, bool store, const char* name);
-  // The same through a remote view, where the address may lie in a peer's heap.
+  // The same through a remote view, whose address may lie in a peer's heap.
   void (*viewed)(const void* address, uint64_t bytes, bool store, const char* name);
-  // A plain access to memory of this rank, or an atomic one, that the thread cannot judge alone. `base`: where the
-  // variable of this name begins.
+  // A plain access to memory of this rank, or an atomic one, that the thread cannot judge alone. `base`: the begin of
+  // the variable of this name.
   void (*local_access)(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);
-  // Accesses to these bytes are meant to race, in this launch.
+  // Accesses to these bytes race on purpose, in this launch.
   void (*benign_race)(const void* address, uint64_t bytes);
-  // A function that is not followed is given a pointer.
+  // An untracked function gets a pointer.
   void (*hands_pointer)();
-  // A signal is about to be sent that was not offered to `defer`.
+  // A signal that was not offered to `defer` is about to be sent.
   void (*signalling)(const uint64_t* signal, int pe, uint64_t value, bool add);
-  // True: taken over, to be delivered later. False: the caller carries it out now.
+  // True: taken, for a later delivery. False: the caller executes it now.
   bool (*defer)(const RemoteOperation&);
   // A flush with this ticket has begun, by the call that was announced last, or ended.
   void (*flushed)(uint64_t ticket, bool ended);
-  // The thread is about to load from or change a word of a heap itself, at once: what must come before that is
-  // delivered.
+  // The thread is about to load from or change a word of a heap itself, at once: delivers the operations that must
+  // come before.
   void (*reach)(const void* word, bool changes);
   void (*fence)(int pe); // -1: all PEs
   void (*quiet)(int pe);
@@ -223,18 +223,18 @@ struct RemoteApi {
   void (*check)(const char* name, const void* address, uint64_t bytes);
 };
 
-// What a thread waits for.
+// The subject of a thread's wait.
 struct WaitSubject {
   uint32_t operation;   // Operation of context.h
-  int pe;               // the PE that it waits for; -1: not known
+  int pe;               // the awaited PE; -1: unknown
   const uint64_t* word; // a signal word of the heap, or null
   int64_t wanted;
   uint32_t comparison; // 1 + Compare, or 0
 };
 
-// How kernels report where they wait and what they call, for hang reports and traces.
+// Reports of kernels' waits and calls, for hang reports and traces.
 struct TraceApi {
-  // The running thread has looked once and has to wait.
+  // The running thread has polled once and must wait.
   void (*wait_begins)(const WaitSubject&);
   void (*wait_ends)();
   // The running thread gives up: from here on all waits of this PE end.
@@ -251,7 +251,7 @@ struct Api {
   uint32_t version;
   uint32_t bytes;
 
-  // Scheduling. `polled`: the caller only looked at memory and found nothing to do.
+  // Scheduling. `polled`: the caller only read memory and found nothing to do.
   void (*yield)(bool polled);
   void (*block_barrier)(int id, int count, bool arrive_only); // count 0: all threads of the block
   uint64_t (*block_vote)(VoteOp op, uint64_t value);

@@ -1,4 +1,4 @@
-// The running thread and the simulator's functions, for everything that is compiled into a simulated kernel.
+// The running thread and the simulator's functions, for code compiled into a simulated kernel.
 //
 // With TSN_HOST_STANDALONE the device headers work in a plain program, without a simulator: each operating-system
 // thread is a block of one thread, and nothing is deferred.
@@ -95,28 +95,28 @@ extern "C" Thread* tsn_sim_self;
 inline const Api& api() { return *tsn_sim_api; }
 inline Thread& self() { return *tsn_sim_self; }
 
-// Gives other threads a turn now and then, by the seed; called around every access that they may observe.
+// Yields to other threads now and then, by the seed; called around every access that they may observe.
 inline void maybe_yield() {
   if (--self().quantum <= 0) api().yield(false);
 }
 
-// Before a load by which a thread may poll. A scheduler sees by the load itself whether it does.
+// Before a load by which a thread may poll. A scheduler detects polls by the load itself.
 inline void turn_of_others() {
   if (!self().scheduled) api().yield(true);
 }
 
-// `bytes`: 0 where the access itself is reported elsewhere.
+// `bytes`: 0 if the access itself is reported elsewhere.
 inline void word_access(const void* address, uint64_t bytes, WordAccess access, Ordering ordering) {
   if (self().followed) api().remote->word(address, bytes, access, ordering);
 }
 
-// A fence orders what the thread does to such words without an order of their own. Of a MemScope; `total`: its
+// A fence orders the thread's accesses to such words that have no order of their own. Of a MemScope; `total`: its
 // later loads, too, come after its earlier stores.
 inline void fenced(uint32_t scope, bool total) {
   if (self().followed) api().remote->fenced(scope, total);
 }
 
-// A word was changed and found another value than before: what another rank has left there meanwhile is reported.
+// A word was changed and had another value than before: reports another rank's change in between.
 inline void word_found(const void* address, Ordering ordering) {
   ordering.releases = false;
   if (reinterpret_cast<uint64_t>(address) - self().heap_base < self().heap_bytes)
@@ -131,8 +131,8 @@ inline bool in_symmetric_heap(const void* p) {
   return reinterpret_cast<uint64_t>(p) - self().heap_base < self().heap_bytes;
 }
 
-// The running thread accesses [p, p + bytes) of the heap. What follows another rank, or a transfer, is looked at by the
-// simulator; whether it comes after it is checked once in a row of bytes.
+// The running thread accesses [p, p + bytes) of the heap. The simulator checks accesses after another rank's, or
+// after a transfer; the order is checked once per run of bytes.
 __attribute__((noinline)) inline void access_heap(const void* p, uint64_t bytes, bool store, const char* name) {
   const Thread& t = self();
   const uint64_t offset = reinterpret_cast<uint64_t>(p) - t.heap_base, own = t.stamp & 0xff;
@@ -211,7 +211,7 @@ inline void note_load(const void* p, uint64_t bytes, const char* name, const voi
   else note_view(p, bytes, false, name);
 }
 
-// The next primitive stands in this line of the kernel's table; lives until the call has returned.
+// Line of the next primitive, in the kernel's table; lives until the call has returned.
 class At {
 public:
   At(int site, bool uses_result) {
@@ -219,7 +219,7 @@ public:
     self().uses_result = uses_result;
   }
   ~At() {
-    self().uses_result = true; // of calls whose place is not known
+    self().uses_result = true; // of calls with an unknown place
     if (*api().trace->traces) api().trace->call_ends();
   }
   At(const At&) = delete;

@@ -192,7 +192,7 @@ struct NamedBarrier {
   }
 };
 
-// Accesses by a pointer that the race detector is to see.
+// Accesses by a pointer, visible to the race detector.
 template <typename T>
 inline T tsn_load(const T* p) {
   tsn::sim::note_load(p, sizeof(T), "a tile", p);
@@ -387,7 +387,7 @@ inline void device_assert(bool condition) { device_assert_with_msg(condition, ""
 // -------------------------------------------------------------------------------------------------- mbarriers
 
 // T.alloc_barrier: threads arrive, and wait until as many have as the barrier was made for.
-// What tilelang's generated code calls it. As in PTX an arrival releases, and a wait acquires. Bit 63: parity of the
+// Named as in tilelang's generated code. As in PTX an arrival releases, and a wait acquires. Bit 63: parity of the
 // running phase; then arrivals of a phase; then those still to come, 20 bits.
 class Barrier {
 public:
@@ -401,7 +401,7 @@ public:
     if (ends && !tsn::sim::self().scheduled) tsn::sim::api().yield(false);
     else tsn::sim::maybe_yield();
   }
-  // Until the phase of this parity has ended; at once where the running phase is the first, and has the other one.
+  // Until the phase of this parity has ended; at once if the first phase is running, with the other parity.
   void wait(uint32_t parity) {
     tsn::sim::Thread& self = tsn::sim::self();
     for (; (word >> 63) == (parity & 1); tsn::sim::api().yield(true)) self.at_mbarrier = true;

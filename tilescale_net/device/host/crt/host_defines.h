@@ -1,6 +1,6 @@
 // CUDA's function and variable attributes, for a compiler without them.
-// CUDA's own headers (vector_types.h, cuda_fp16.h, …) include a file of this name; the wheels that carry those headers
-// leave it to another wheel, and a few empty macros are all that a host compiler needs of it.
+// CUDA's own headers (vector_types.h, cuda_fp16.h, …) include a file of this name, which another wheel contains; a
+// host compiler needs only a few empty macros of it.
 #pragma once
 
 #define __host__
