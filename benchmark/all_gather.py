@@ -1,4 +1,4 @@
-"""How fast all ranks get the parts of all (all-gather), next to NCCL.
+"""Time and bandwidth of all-gather, next to NCCL.
 
     GPUS=4 bash launch.sh benchmark/all_gather.py
     GPUS=4 bash launch.sh benchmark/all_gather.py --algorithm puts,stores --blocks 16,32,64 --sizes 1M,64M

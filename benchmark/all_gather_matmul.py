@@ -30,7 +30,7 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
 
     rows = m // tsn.size()
     mine = operands(args, rows)
-    # Where some ranks are on another node, rows are sent from symmetric memory.
+    # Between nodes rows are sent from symmetric memory.
     x = tsn.empty(mine.x.shape, mine.x.dtype)
     x.copy_(mine.x)
     scales = (gathered(mine.x_scales, group), mine.w_scales) if mine.scales else ()
@@ -63,7 +63,7 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
 
 
 def torchs(mine: Operands, group: Any) -> Any:
-    """A call of torch's own fused operator."""
+    """A call of torch's fused operator."""
     ops, name = torch.ops.symm_mem, group.group_name
     shard = symmetric_memory.empty(mine.x.shape, dtype=mine.x.dtype, device=mine.x.device)
     symmetric_memory.rendezvous(shard, name)

@@ -1,13 +1,13 @@
-"""How fast all ranks get the sum of all ranks' tensors (all-reduce), next to NCCL, FlashInfer, vLLM and torch.
+"""Time and bandwidth of all-reduce, next to NCCL, FlashInfer, vLLM and torch.
 
     GPUS=4 bash launch.sh benchmark/all_reduce.py
     GPUS=4 bash launch.sh benchmark/all_reduce.py --algorithm one_shot --sizes 64K..1M --blocks 32,64
     GPUS=4 bash launch.sh benchmark/all_reduce.py --algorithm auto,fp8 --sizes 16M,64M --staged
     GPUS=4 bash launch.sh benchmark/all_reduce.py --sizes 16K..4M --dependent 0,1 --peers none
 
-Size: of the tensor, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks (of
-"fp8", with what its rounding makes in torch); those of the others, whose order is their own, only roughly. Peers that are
-not installed are skipped by name. Without a GPU the simulator runs the same kernels alone.
+Size: of the tensor, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks (for
+"fp8", with its rounding in torch); others' sums, whose order differs, only roughly. Peers that are not installed are
+skipped by name. Without a GPU the simulator runs the same kernels alone.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from benchmark.common.peers import ALL_REDUCE, ALL_REDUCE_FP8, Operands, Peer, m
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
 
 PEERS = {peer.key.removesuffix("_us"): peer for peer in (*ALL_REDUCE, ALL_REDUCE_FP8)}
-# Of what others send as FP8, with one scale per 256 elements: the root of the mean square, of the sums' own.
+# Limit of peers' errors with FP8 and one scale per 256 elements: root mean square, relative to the sums'.
 FP8_ERROR = 0.06
 
 
@@ -40,7 +40,7 @@ class AllReduceCase(CollectiveCase):
             tensors = [tsn.empty(self._count, self._dtype) for _ in range(2)]
         self._x, self._out = tensors
         self.heap, self.nbytes = [] if staged else tensors, self._x.nbytes
-        # What the implementation that runs reads, where its result lies, and how that is compared.
+        # The running implementation's input, its result, and the comparison.
         self._reads, self._sums, self._exact, self._error, self._fp8 = self._x, self._out, True, 0.0, False
 
     def _data(self, seed: int, rank: int) -> Any:

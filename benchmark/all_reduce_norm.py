@@ -1,14 +1,14 @@
-"""How fast all-reduce, residual and RMSNorm are as one kernel, and what FP8 output and an MoE layer's end cost beside it.
+"""Time of all-reduce, residual and RMSNorm in one kernel, and the cost of FP8 output and of an MoE layer's end.
 
     GPUS=4 bash launch.sh benchmark/all_reduce_norm.py
     GPUS=4 bash launch.sh benchmark/all_reduce_norm.py --rows 1,128,2048 --forms bf16 --variants all
     GPUS=2 bash launch.sh benchmark/all_reduce_norm.py --rows 6,138 --hidden 6144 --forms bf16,fp8_128
 
-Each form of a row count is timed by turns with the others, so that the difference to the BF16 form is one of the same run.
---variants times the BF16 form also with one shot or two whatever the size, with two where no blocks share rows, and with and
-without dependent launch.
-The peers are NCCL's all-reduce, then torch's addition and rms_norm, and FlashInfer's fusion of the same, which is skipped by name
-where it is not installed. New residuals are compared bit by bit (FlashInfer's roughly), FP8 numbers with those of the BF16 form,
+Forms of a row count alternate with each other, so that differences to the BF16 form are of the same run. --variants
+also times the BF16 form with one shot or two at any size, with two where no blocks share rows, and with and without
+dependent launch.
+The peers are NCCL's all-reduce with torch's addition and rms_norm, and FlashInfer's fusion of the same, skipped by name
+if it is not installed. New residuals are compared bit by bit (FlashInfer's roughly), FP8 numbers with the BF16 form
 quantised by torch. Without a GPU the simulator runs the same kernels alone.
 """
 
@@ -26,7 +26,7 @@ from benchmark.common.peers import Made, Operands, Peer, flashinfer_fusion, made
 
 BENCH = dict(ranks=0, quick="--rows 1,16 --repeat 2")  # see common/suite.py
 EPS = 1e-6
-# Whose time is subtracted from those of the others.
+# The form whose time is subtracted from the others'.
 BASE = "bf16"
 
 
@@ -38,26 +38,26 @@ FLASHINFER = (
 )
 
 
-# Forms beside that one: names of the options, and in the table.
+# Other forms: names of the options, and in the table.
 FORMS = {
     "in_place": "residual in place", "no_residual": "no residual", "weight_bias": "weight + 1", "fp8_tensor": "fp8 by tensor",
     "fp8_token": "fp8 by token", "fp8_128": "fp8 by 128", "fp8_tma": "fp8 by 128, tma", "fp8_ue8m0": "fp8 by 128, UE8M0", "both": "bf16 and fp8 by 128",
     "moe": "MoE, bf16", "moe_fp8": "MoE, fp8 by 128",
 }  # fmt: skip
-# Of the kernels of a form: what shares a scale, and whether a token's row is a sum of its experts' rows.
+# Kernels of a form: granularity of scales, and whether a token's row is a sum of its experts' rows.
 SCALED_BY = {"fp8_tensor": "tensor", "fp8_token": "token", "fp8_ue8m0": "ue8m0_packed"} | dict.fromkeys(
     ("fp8_128", "fp8_tma", "both", "moe_fp8"), "block"
 )
 FP8_FORMS = {FORMS[name] for name in SCALED_BY if name.startswith("fp8")}
-# The BF16 form otherwise than by itself: (shots, blocks that share rows, dependent launch).
+# Variants of the BF16 form: (shots, blocks that share rows, dependent launch).
 VARIANTS: dict[str, tuple[int | None, int | None, int | None]] = {
     "one_shot": (1, None, None), "two_shot": (2, None, None), "unshared": (2, 1, None),
     "independent": (None, None, 0), "dependent": (None, None, 1),
 }  # fmt: skip
 
-# Measured between two GPUs, too, where the user gives neither rows nor hidden: what vLLM publishes.
+# Default shape between two GPUs, too: the one that vLLM publishes.
 OF_TWO = (6144, [6, 138])
-# Rows, elements of a row and choices of a token, where the user gives none.
+# Default rows, elements of a row and choices of a token.
 ON_GPU = dict(rows=[1, 4, 16, 64, 128, 256, 512, 1024, 2048], hidden=8192, top_k=8)
 IN_SIMULATOR = dict(rows=[1, 3], hidden=256, top_k=2)
 
@@ -127,7 +127,7 @@ class NormCase:
         return self._call(self.out, op=op)
 
     def forms(self, names: Sequence[str]) -> dict[str, Callable[[], object]]:
-        """The BF16 form and those of these names."""
+        """The BF16 form and the forms of these names."""
         fp8, block = dict(quantized=self._fp8), self._scales["block", "row"]
         calls = {
             BASE: self._call(self.out),
@@ -156,7 +156,7 @@ class NormCase:
         return call
 
     def flashinfer(self, one_shot: bool) -> Made:
-        """Its result, a new residual and a norm, is compared at once; RuntimeError where it is wrong."""
+        """Its result, a new residual and a norm, is compared at once; RuntimeError if it is wrong."""
         total, norm = torch.zeros_like(self.x), torch.zeros_like(self.x)
         call = flashinfer_fusion(
             Operands(self.x, norm, self.group), *self._shape, one_shot, pattern_code=RESIDUAL_AND_NORM,
@@ -178,7 +178,7 @@ class NormCase:
         return (sums.to(torch.bfloat16).float() + self.residual.float()).to(torch.bfloat16)
 
     def check(self, calls: dict[str, Callable[[], object]]) -> str | None:
-        """What is wrong with results, or None."""
+        """The error of results, or None."""
         total = self._total()
         normed = torch.nn.functional.rms_norm(total.float(), (self._hidden,), self.weight.float(), EPS)
         for name in (name for name in calls if name in VARIANTS or name == BASE):
@@ -196,7 +196,7 @@ class NormCase:
             calls[name]()
             found = self._scales["block", "tma" if "tma" in name else "row"]
             if not torch.equal(found, scales) or not torch.equal(self._fp8.view(torch.uint8), wanted.view(torch.uint8)):
-                return f"{name}: not what torch makes of the BF16 form"
+                return f"{name}: not equal to the BF16 form quantised by torch"
         return None
 
 

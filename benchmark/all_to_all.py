@@ -1,4 +1,4 @@
-"""How fast all ranks exchange rows with all others (all-to-all), next to NCCL.
+"""Time and bandwidth of all-to-all, next to NCCL.
 
     GPUS=4 bash launch.sh benchmark/all_to_all.py
     GPUS=4 bash launch.sh benchmark/all_to_all.py --algorithm puts,stores --blocks 16,32,64 --sizes 1M,64M

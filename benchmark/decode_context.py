@@ -1,4 +1,4 @@
-"""How fast ranks merge partial attention outputs in decode context parallelism, next to two calls of NCCL.
+"""Time of merging partial attention outputs in decode context parallelism, next to two calls of NCCL.
 
     GPUS=4 bash launch.sh benchmark/decode_context.py
     GPUS=4 bash launch.sh benchmark/decode_context.py --batch 16 --heads 128 --dim 512 --all-heads

@@ -1,10 +1,10 @@
-"""What the queue between GPU and proxy costs: pushes a second, round trips, descriptors a second, and each stage alone.
+"""The cost of the queue between GPU and proxy: pushes a second, round trips, descriptors a second, each stage alone.
 
     GPUS=1 bash launch.sh benchmark/device_queue.py
     GPUS=1 bash launch.sh benchmark/device_queue.py --provider tcp --json run.json
 
-The proxies are the benchmark's own. Most of them hand their work to a transport that completes at once, so that the
-queue is all there is to see; for the stages, two proxies of this process talk over a real provider.
+The proxies are the benchmark's own. Most of them use a transport that completes at once, so only the queue is measured;
+for the stages, two proxies of this process communicate over a real provider.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from benchmark.common.measuring import SIMULATED
 BENCH = dict(ranks=1, quick="--parts push,dispatch --repeat 1")  # see common/suite.py
 
 PARTS = ("push", "round-trip", "dispatch", "stages")
-# Where the user gives none: on a GPU, in the simulator.
+# Defaults: on a GPU, in the simulator.
 DEFAULTS = {"repeat": (7, 3), "trips": (2000, 50), "capacity": (65536, 4096)}
 
 
@@ -46,7 +46,7 @@ def alone() -> None:
 
 
 def without_fabric() -> str:
-    """Why the stages cannot be measured; empty where they can be."""
+    """The reason why the stages cannot be measured; empty if they can."""
     from tilescale_net import errors
     from tilescale_net.runtime import fabric
 

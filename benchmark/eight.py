@@ -3,9 +3,9 @@
     "$(bash launch.sh --setup-only)" benchmark/eight.py --part 1 --output docs/results/eight.md
     "$(bash launch.sh --setup-only)" benchmark/eight.py --part 2 --output docs/results/eight.md
 
-It starts the other benchmarks one after the other, each with a limit of its own. What they wrote (a JSON file each, with all
-samples, and what became of it) is in a folder of the page's name, from which each call makes the page anew: that of the second
-call has the steps of both. Steps that failed, took too long or did not begin are named there. DeepEP's own tests
+It starts the other benchmarks one after the other, each with its own limit. Their results (a JSON file each, with all
+samples, and the outcome) are in a folder of the page's name, from which each call makes the page anew: the second
+call's page has the steps of both. The page names steps that failed, took too long or did not begin. DeepEP's own tests
 need `--deep-ep`, the folder of a checkout of DeepEP.
 """
 
@@ -33,9 +33,8 @@ LEAST = 15  # seconds without which no step begins
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A table. `name`: on the page. script: of this folder; "" for a step that is none, see `_command`. `arguments`: of
-    it on GPUs; without one the script's own quick ones are taken. `limit`: seconds. part: of the run. nodes:
-    VIRTUAL_NODES."""
+    """A table. `name`: on the page. script: of this folder; "" for a step without one, see `_command`. `arguments`: on
+    GPUs; elsewhere the script's own quick ones. `limit`: seconds. part: of the run. nodes: VIRTUAL_NODES."""
 
     name: str
     script: str
@@ -86,7 +85,7 @@ def parse() -> argparse.Namespace:
 def _command(
     step: Step, args: argparse.Namespace, ranks: int, quick: bool, scripts: dict[str, Entry], raw: Path
 ) -> list[str] | str:
-    """What a step starts, or why it is not started."""
+    """The command of a step, or the reason why it is not started."""
     if step.nodes > 1 and ranks % step.nodes:
         return f"not started; {ranks} ranks are not {step.nodes} nodes"
     if step.script:
@@ -120,7 +119,7 @@ def _keep(result: Result, raw: Path) -> None:
 
 
 def _kept(raw: Path) -> list[Result]:
-    """What became of the steps so far."""
+    """Results of the steps so far."""
     found = []
     for step in STEPS:
         outcome, content = raw / f"{step.name}.outcome", raw / f"{step.name}.json"

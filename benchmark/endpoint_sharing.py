@@ -1,13 +1,14 @@
-"""What it costs threads to share endpoints: random 8-byte reads or writes over endpoints with control blocks of their own.
+"""The cost of sharing endpoints between threads: random 8-byte reads or writes over endpoints with separate control
+blocks.
 
     GPUS=2 VIRTUAL_NODES=2 bash launch.sh benchmark/endpoint_sharing.py --num-threads 3 --num-endpoints 100
     GPUS=2 VIRTUAL_NODES=2 bash launch.sh benchmark/endpoint_sharing.py --sweep --json run.json
 
-Rank 0's threads work on rank 1's memory, whose process only drives progress. Every endpoint has a domain, an address vector
-and a completion queue of its own. Each thread keeps `window` operations outstanding: it waits for its oldest at the
-endpoint that this one went to, then posts the next to a random endpoint at a random place; every operation has a
-completion. Shared: any thread uses any endpoint (FI_THREAD_SAFE). Exclusive: thread t uses endpoints t, t + threads, …
-(FI_THREAD_DOMAIN). The method is that of FaSST's one-sided-sharing (Kalia, Kaminsky, Andersen, OSDI 2016).
+Rank 0's threads access rank 1's memory, whose process only drives progress. Every endpoint has its own domain, address
+vector and completion queue. Each thread keeps `window` operations outstanding: it waits for its oldest one at that
+one's endpoint, then posts the next to a random endpoint at a random place; every operation has a completion. Shared:
+any thread uses any endpoint (FI_THREAD_SAFE). Exclusive: thread t uses endpoints t, t + threads, … (FI_THREAD_DOMAIN).
+The method is FaSST's one-sided-sharing (Kalia, Kaminsky, Andersen, OSDI 2016).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from benchmark.common.modules import instruments
 BENCH = dict(nodes=2, quick="--duration 0.1 --repeat 1 --num-endpoints 6")  # see common/suite.py
 
 MODES = ("shared", "exclusive")
-BUFFER = 8 << 20  # bytes of memory that operations go to
+BUFFER = 8 << 20  # bytes of target memory
 MOST_THREADS, MOST_ENDPOINTS, MOST_WINDOW = 256, 1024, 512
 
 

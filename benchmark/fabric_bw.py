@@ -5,7 +5,7 @@
 
 Rank 0 sends to, writes to or reads from rank 1; with -b both do it at the same time and the sum is shown. Average: bytes of
 all messages / (last completion - first post). Peak: bytes / the least time per message over any run of messages. Every
-message has a completion of its own, because networks that reorder leave no other way of knowing that it is done.
+message has its own completion, the only proof of its arrival on networks that reorder.
 """
 
 import argparse
@@ -29,8 +29,8 @@ BENCH = dict(nodes=2, quick="--op write -s 64K -n 100 --repeat 1")  # see common
 
 OPERATIONS = ("send", "write", "read")
 ALL_SIZES = [1 << n for n in range(1, 24)]  # perftest's -a
-MOST_BYTES = 1 << 30  # of one run, where -n is not given
-PEAK_ITERATIONS = 20000  # perftest takes no stamps beyond
+MOST_BYTES = 1 << 30  # of one run, without -n
+PEAK_ITERATIONS = 20000  # perftest records no stamps beyond
 MIB, GIGABIT = 1 << 20, 1e9 / 8
 
 
@@ -80,7 +80,7 @@ def iterations_of(args: argparse.Namespace, size: int) -> int:
 
 
 class Bandwidth:
-    """Runs of one operation between ranks 0 and 1, over one session. `sizes`: those that the provider takes."""
+    """Runs of one operation between ranks 0 and 1, over one session. `sizes`: as far as the provider takes them."""
 
     def __init__(self, job: FabricJob, operation: str) -> None:
         self.job, self.args, self.operation = job, job.args, operation

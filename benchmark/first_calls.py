@@ -1,11 +1,11 @@
-"""How long the first call of an object takes where no kernel has been compiled before, and where all have been.
+"""Time of an object's first call with an empty cache of kernels, and with all kernels cached.
 
     GPUS=4 bash launch.sh benchmark/first_calls.py
 
-From the constructor to the end of the first call, by the slowest rank. "empty": of an empty cache of kernels; "cached": of
-another process that finds them on the disk, as it were: what this one has in memory is forgotten. Then the stages of each
-kernel that was compiled, the longest of a name: `trace` and `prepare` are Python, `lower` is tilelang, `nvcc` the device code, `link`
-its library with the launch.
+From the constructor to the end of the first call, by the slowest rank. "empty": with an empty cache of kernels;
+"cached": as in another process that finds them on disk: this process forgets its kernels. Then the stages of each
+compiled kernel, the longest of a name: `trace` and `prepare` are Python, `lower` is tilelang, `nvcc` the device code,
+`link` its library with the launch.
 """
 
 import os
@@ -28,13 +28,13 @@ FOLDER = Path(tempfile.gettempdir()) / f"tilescale_net_first_calls-{os.getppid()
 
 
 def forget(number: int) -> None:
-    """Kernels are looked for on the disk again, in folder `number`."""
+    """Search kernels on the disk again, in folder `number`."""
     os.environ["TILELANG_CACHE_DIR"] = str(FOLDER / str(number))
     compiled.forget()
 
 
 def first_calls(args: Any) -> dict[str, Callable[[], None]]:
-    """Name of each row and what is timed."""
+    """Name and timed function of each row."""
     from tilescale_net.deep_ep import Buffer
     from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
     from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce

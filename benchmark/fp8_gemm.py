@@ -76,8 +76,8 @@ def compile_one(form: str, experts: int, n: int, k: int, tiling: Any) -> None:
 
 
 class Problem:
-    """Operands of a GEMM of `experts` matrices, whose rows begin at multiples of 128, and what computes it. `rows`: of
-    each expert; with several experts, between half and one and a half of it."""
+    """Operands of a GEMM of `experts` matrices, whose rows begin at multiples of 128, and its implementations. `rows`:
+    of each expert; with several experts, between half and one and a half of it."""
 
     def __init__(self, form: str, experts: int, rows: int, n: int, k: int) -> None:
         from tilescale_net.kernels.fused import scaled_gemm
@@ -120,7 +120,7 @@ class Problem:
         return lambda: self._gemm.scaled_matmul(*given, out=self.out, tiling=tiling, **experts)
 
     def cublas(self) -> Callable[[], Any]:
-        """torch's GEMM of such scales. Raises what torch raises where it has none."""
+        """torch's GEMM with such scales. Raises torch's errors if it has none."""
         from torch.nn.functional import ScalingType, scaled_mm
 
         if self.experts > 1:
@@ -137,12 +137,13 @@ class Problem:
         return lambda: scaled_mm(self.x, self.w[0].t(), of_x, recipes[0], of_w, recipes[1], output_dtype=torch.bfloat16)
 
     def deep_gemm(self) -> Callable[[], Any]:
-        """DeepGEMM's. Raises ImportError where it is not installed."""
+        """DeepGEMM's. Raises ImportError if it is not installed."""
         peer = importlib.import_module("deep_gemm")
         if self.form == "row":
             raise NotImplementedError("DeepGEMM has no GEMM with scales of rows on Hopper")
         out = torch.zeros_like(self.out)
-        # Its GEMMs read scales by columns. Callers quantise to that form; given rows, each call would launch a kernel more.
+        # Its GEMMs read scales by columns. Callers quantise to that form; with rows, each call would launch another
+        # kernel.
         of_x = peer.get_mn_major_tma_aligned_tensor(self.of_x)
         if self.experts == 1:
             return lambda: (peer.fp8_gemm_nt((self.x, of_x), (self.w[0], self.of_w[0]), out), out)[1]

@@ -3,10 +3,10 @@
     GPUS=4 bash launch.sh benchmark/gemm_ways.py --table measured.json
 
 The ways are those of `kernels.fused.choice`: the fused kernels; copy engines beside cuBLAS; the GEMM and this package's
-collective one after the other. torch's are cuBLAS and NCCL one after the other, and its symmetric memory. Shapes are those of a
-layer of Llama 70B between four ranks. `--table` writes `kernels/fused/measured.json` with these points in place of those of
-the same GPU, ranks, operator, dtype and widths (a file that is there already goes on instead). Kernels are compiled ahead, all
-at once.
+collective one after the other. torch's are cuBLAS and NCCL one after the other, and its symmetric memory. Shapes are of
+a layer of Llama 70B between four ranks. `--table` writes these points to `kernels/fused/measured.json`, replacing
+points of the same GPU, ranks, operator, dtype and widths (an existing file is continued). Kernels are compiled ahead,
+all at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
 
 
 class Case:
-    """One call: its ways, and how they are measured. `problem`: as `kernels.fused.choice` has it."""
+    """One call: its ways, and their measurement. `problem`: as `kernels.fused.choice` has it."""
 
     def __init__(self, args: argparse.Namespace, kind: str, dtype: str, m: int) -> None:
         widths = (32, 64) if not on_gpu() else (8192, 14336) if kind == KINDS[0] else (7168, 8192)
@@ -85,7 +85,7 @@ class Case:
         """Samples of each way on the slowest rank, in us; results of our ways are compared. Collective. Raises
         WrongData: of two ways that give different results."""
         given = operands(self._args, self._rows)
-        # Where some ranks are on another node, rows are sent from symmetric memory.
+        # Between nodes rows are sent from symmetric memory.
         x = tsn.empty(given.x.shape, given.x.dtype)
         x.copy_(given.x)
         ways = ["fused", "copy_engines"] if self.problem.kind == KINDS[0] else ["fused"]
@@ -145,7 +145,8 @@ class Case:
 def table_with(
     path: Path, gpu: str, points: list[tuple[Any, dict[str, float]]], script: str = "gemm_ways"
 ) -> dict[str, Any]:
-    """The table of `path`, or else of the package, with these points (problem, us by way) of a GPU in place of earlier ones."""
+    """The table of `path`, or else of the package, with these points (problem, us by way) of a GPU replacing earlier
+    ones."""
     table = json.loads((path if path.exists() and path.stat().st_size else fused_choice.MEASURED).read_text())
     table["gpus"] += [] if gpu in table["gpus"] else [gpu]
     table["columns"] = ["m", *fused_choice.WAYS, *PEERS]
@@ -188,7 +189,7 @@ def main() -> None:
     columns += [Column("takes", "Takes"), Column("share", "x best of torch", ".3f")]
     table = report.table("gemm_ways", keys, columns)
     table.plotted = False
-    # The largest first: symmetric memory that they share does not grow any more then.
+    # The largest first: then shared symmetric memory need not grow.
     order = itertools.product(sorted(args.m, reverse=True), args.kinds, args.dtypes)
     cases = [Case(args, kind, dtype, m) for m, kind, dtype in order if m % tsn.size() == 0]
     compiled.together([kernel for case in cases for kernel in case.kernels()])

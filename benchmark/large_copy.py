@@ -1,4 +1,4 @@
-"""How much of the link a large copy gets, by number of blocks, against the copy engine's rate in the same run.
+"""Bandwidth of a large copy by number of blocks, against the copy engine's rate in the same run.
 
     GPUS=2 bash launch.sh benchmark/large_copy.py
     GPUS=2 bash launch.sh benchmark/large_copy.py --engine ldst --threads 512 --partition interleaved --nvshmem
@@ -31,7 +31,7 @@ def main() -> None:
     blocks = BLOCKS if on_gpu() else SIMULATED_BLOCKS
     parser = copy_parser(__doc__.splitlines()[0], sizes="256M", simulated="1M", threads=512, blocks=blocks)
     parser.flag("--nvshmem", "measure NVSHMEM too, at the same threads and blocks")
-    parser.set_defaults(timing="launch")  # a copy takes a hundred launches' time; graphs would only cost memory
+    parser.set_defaults(timing="launch")  # a copy takes as long as a hundred launches; graphs would only cost memory
     args = parser.parse_args()
     parser.require_two_ranks("copies need")
     report = Report("large_copy", args)

@@ -1,8 +1,8 @@
-"""What launching a kernel costs the host: ours, with its context, against the same tilelang kernel without one.
+"""Host time of a kernel launch: ours, with its context, against the same tilelang kernel without one.
 
     GPUS=1 bash launch.sh benchmark/launch_cost.py
 
-Host time is that of queueing launches from Python; graph time is per kernel of a replayed CUDA graph, into which every
+Host time is for queueing launches from Python; graph time is per kernel of a replayed CUDA graph, into which every
 row's kernel is captured. Needs a GPU; in the simulator a launch is a run.
 """
 

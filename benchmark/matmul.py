@@ -2,7 +2,7 @@
 
     GPUS=1 bash launch.sh benchmark/matmul.py
 
-It computes x [m, k] @ w [k, n] by itself, with the geometry that `kernels.fused.choice` takes. Without a GPU the
+It computes x [m, k] @ w [k, n] alone, with the geometry of `kernels.fused.choice`. Without a GPU the
 simulator runs a small GEMM.
 """
 
@@ -48,7 +48,7 @@ def times(
 
 
 def gemm_of(m: int, k: int, n: int, eight: bool) -> Any:
-    """`(calls by name, what is wrong or None, the geometry)` of a GEMM."""
+    """`(calls by name, the error or None, the geometry)` of a GEMM."""
     out, theirs = (random(m, n) for _ in range(2))
     if eight:
         (x, of_rows), (held, of_columns) = eight_bits(random(m, k, seed=1)), eight_bits(random(n, k, seed=2))

@@ -48,7 +48,7 @@ def implementations(args: argparse.Namespace, m: int, blocks: int | None, group:
 
 
 def torchs(mine: Operands, group: Any) -> Any:
-    """A call of torch's own fused operator."""
+    """A call of torch's fused operator."""
     importlib.import_module("torch.distributed._symmetric_memory")  # which registers it
     ops, name = torch.ops.symm_mem, group.group_name
     if mine.x_scales is None or mine.w_scales is None:

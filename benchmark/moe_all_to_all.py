@@ -1,13 +1,12 @@
-"""How long dispatch and combine of a mixture-of-experts layer take, next to NCCL and, where it is installed, DeepEP.
+"""Time of dispatch and combine of a mixture-of-experts layer, next to NCCL and, if installed, DeepEP.
 
     GPUS=4 bash launch.sh benchmark/moe_all_to_all.py
     GPUS=4 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 128 --dtype fp8
     GPUS=4 bash launch.sh benchmark/moe_all_to_all.py --mode all --layout rank --dtype bf16 --no-peers --trace-cost
     GPUS=4 VIRTUAL_NODES=2 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 32 --hidden 512 --experts 16 --topk 4
 
-All implementations get the same inputs and are timed in the same way: the L2 cache is flushed, ranks meet in a barrier on the
-device, then the call runs between two events. Host time is hidden behind the flush for `kernel` and part of `whole
-call`.
+All implementations get the same inputs and the same timing: the L2 cache is flushed, ranks meet in a barrier on the
+device, then the call runs between two events. The flush hides host time for `kernel` and part of it for `whole call`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from benchmark.common.moe import DeepEP, Exchange, MoeParser, Nccl, row_bytes
 
 BENCH = dict(ranks=0, quick="--mode latency --dtype bf16 --warmup 1 --repeat 2")  # see common/suite.py
 
-WAYS = ("tilescale_net", "once per rank")  # systems of our own: as it is, and Tuning(once_per_node=False)
+WAYS = ("tilescale_net", "once per rank")  # our systems: the default, and Tuning(once_per_node=False)
 TRACED = "tilescale_net, traced"
 Sample = Sequence[float]
 
@@ -99,7 +98,7 @@ def ours(made: Exchange, timer: DeviceTimer, limit: BareWriterPair | None) -> It
 
 
 def fabric_bytes(prepare: Callable[[], Any], call: Callable[[Any], Any], tokens: int) -> float:
-    """Payload that a call gives to the network, of all ranks together, per token."""
+    """Payload of a call on the network, of all ranks together, per token."""
 
     def so_far() -> int:
         tsn.synchronize()
@@ -125,7 +124,7 @@ def peers(
         reason = None
         try:
             peer = maker()
-        except Exception as error:  # what keeps a peer from running is a note, not a failure
+        except Exception as error:  # a peer that cannot run is a note, not a failure
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
         reason = next((r for r in gather(reason) if r), None)
         if reason is not None:
@@ -134,14 +133,14 @@ def peers(
             continue
         first = "dispatch" if system == "NCCL" or mode == "latency" else "dispatch, cached layout"
         calls = {first: lambda _, peer=peer: peer.dispatch()}
-        if not (system == "NCCL" and fp8):  # combine moves bfloat16 rows; its figure stands with that dtype
+        if not (system == "NCCL" and fp8):  # combine moves bfloat16 rows; its figure is shown with that dtype
             calls["combine"] = lambda _, peer=peer: peer.combine()
         for name, call in calls.items():
             yield system, name, timer.kernel(call), timer.whole(call)
 
 
 class Results:
-    """The table, and how a row of it comes from samples."""
+    """The table, and the computation of a row from samples."""
 
     def __init__(self, report: Report, on_gpu: bool, over_nodes: bool) -> None:
         names = ("mode", "tokens", "dtype", "layout", "operation", "system")
@@ -203,7 +202,7 @@ class Results:
         self._rows.append(({**case, "operation": operation}, system, {"kernel": middle, "whole": called}))
 
     def compare_traced(self, report: Report) -> None:
-        """By how much traced calls are longer, of rank 0; in a table of its own."""
+        """Cost of a trace per call, of rank 0; in a separate table."""
         if not is_rank_zero():
             return
         names = ("mode", "tokens", "dtype", "layout", "operation")
@@ -254,7 +253,7 @@ def run(
 
 
 def join_traced(args: argparse.Namespace) -> None:
-    """The job begins anew with TSN_TRACE, and its kernels are compiled for a trace."""
+    """Restart the job with TSN_TRACE; kernels are compiled for a trace."""
     tsn.finalize()
     compiled.forget()
     folder = Path(tempfile.gettempdir()) / f"tilescale_net_trace_cost-{os.getppid()}"  # ranks of a host have one parent

@@ -1,12 +1,13 @@
-"""What calls of an expert-parallel layer take: each kernel by number of blocks, pairs in a CUDA graph, and the host's part.
+"""Time of calls of an expert-parallel layer: each kernel by number of blocks, pairs in a CUDA graph, and the host's
+part.
 
     GPUS=2 bash launch.sh benchmark/moe_calls.py
     GPUS=2 bash launch.sh benchmark/moe_calls.py --mode throughput --layout expert --dtype fp8 --blocks 8,12,24
 
-Kernels (dispatch, the same with a layout that is known, combine) are timed on the device with cold caches, ranks starting
-together. Pairs of dispatch and combine follow one another with warm caches: in a CUDA graph, and launched from Python, where
-host is what the calling thread takes for a pair and wall what it takes until all of them have ended. moe_all_to_all.py has
-the peers.
+Kernels (dispatch, the same with a known layout, combine) are timed on the device with cold caches, ranks starting
+together. Pairs of dispatch and combine follow one another with warm caches: in a CUDA graph, and launched from Python,
+where host is the calling thread's time per pair and wall the time until all have ended. moe_all_to_all.py has the
+peers.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     for mode in args.mode:
         latency = mode == "latency"
         for layout in ["expert"] if latency else args.layout:
-            for blocks in [0] if latency else args.blocks:  # 0: as many as there are
+            for blocks in [0] if latency else args.blocks:  # 0: all of them
                 for dtype in args.dtype:
                     both = blocks == max(args.blocks) and dtype == "fp8" and not args.no_quantised
                     for back in ("bf16", "fp8") if both else ("bf16",):
@@ -92,7 +93,7 @@ def measure(args: argparse.Namespace, case: dict[str, Any], timer: DeviceTimer) 
 
 def main() -> None:
     args = parse()
-    report, timer = common.start("moe_calls", args, "verified, every byte, but what travels back as FP8")
+    report, timer = common.start("moe_calls", args, "verified, every byte, except rows returned as FP8")
     tokens = ", ".join(f"{n} in {mode} mode" for mode, n in args.tokens_of.items())
     report.environment["shape"] += f", tokens {tokens}"
     keys = [Column(name, name) for name in ("mode", "layout", "blocks", "dtype")] + [Column("back", "combine of")]

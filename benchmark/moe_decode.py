@@ -3,11 +3,11 @@
     GPUS=4 bash launch.sh benchmark/moe_decode.py
     GPUS=4 bash launch.sh benchmark/moe_decode.py --tokens 8 --layers 8 --blocks 24,48
 
-A step takes every token through `--layers` layers: RMSNorm, a router, FP8 experts with scales of blocks, residual. The shape
-is DeepSeek-V4-Flash's: 256 experts, top-6, hidden 4096, inner 2048. `ours` is `ops.moe_experts`, one after the other and at
-once. The loop on NCCL gathers the tokens of all ranks, applies each rank's experts by the same GEMMs, and reduces and
-scatters the sums: sizes must be known when a graph is captured, which an exchange of routed rows by NCCL does not offer.
-Attention is left out; all ways have the same router. Without a GPU the simulator runs ours on small shapes.
+A step takes every token through `--layers` layers: RMSNorm, a router, FP8 experts with scales of blocks, residual. The
+shape is DeepSeek-V4-Flash's: 256 experts, top-6, hidden 4096, inner 2048. `ours` is `ops.moe_experts`, sequential and
+overlapped. The loop on NCCL gathers the tokens of all ranks, applies each rank's experts with the same GEMMs, and
+reduces and scatters the sums: a graph capture needs fixed sizes, which an exchange of routed rows by NCCL does not
+have. Attention is left out; all ways have the same router. Without a GPU the simulator runs ours on small shapes.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class Loop:
         tokens: of each rank.
 
     Attributes:
-        routed: what `ours` chose at last, layer by layer: each token's experts and their weights.
+        routed: last choices of `ours`, by layer: each token's experts and their weights.
     """
 
     def __init__(self, args: argparse.Namespace, tokens: int, layers: list[Layer], exchange: Any) -> None:
@@ -112,11 +112,11 @@ class Loop:
         return x
 
     def nccl(self, group: Any, routed: list[tuple[Any, Any]] | None = None) -> Any:
-        """All tokens to all ranks, each of which has the sums of its experts; then sums of all ranks to their tokens.
+        """All tokens to all ranks, each of which sums over its experts; then sums of all ranks to their tokens.
 
         Args:
-            routed: each layer's experts and weights, instead of those that the layer chooses. Sums that round differently
-                change the choice where scores are near.
+            routed: each layer's experts and weights, instead of the layer's own choice. Differently rounded sums change
+                the choice if scores are close.
         """
         from tilescale_net.kernels.fused.scaled_gemm import scaled_matmul
         from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu_quantised
@@ -135,7 +135,7 @@ class Loop:
                 for mine, all_of_them in ((rows, every), (chosen, choices), (weights, shares)):
                     dist.all_gather_into_tensor(all_of_them, mine.contiguous(), group=group)
                 expert = choices.flatten() - tsn.rank() * local
-                expert = torch.where((expert >= 0) & (expert < local), expert, local)  # those of other ranks come last
+                expert = torch.where((expert >= 0) & (expert < local), expert, local)  # other ranks' choices come last
                 order = expert.argsort(stable=True)
                 counts = (expert[None] == experts[:, None]).sum(1, dtype=torch.int32)
                 offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -155,7 +155,7 @@ class Loop:
 
 
 def wrong(found: Any, wanted: Any) -> str | None:
-    """What is wrong with tokens that went through the layers another way: FP8 of rows that differ by a rounding of BF16."""
+    """The error of tokens from another way through the layers: FP8 of rows that differ by a rounding of BF16."""
     error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
     return None if error < 0.05 else f"tokens differ by {error:.3f} of their norm"
 

@@ -1,12 +1,12 @@
-"""A layer's experts as users call them (`ops.moe_experts`), in bfloat16 and FP8, and each of its steps by itself.
+"""A layer's experts as users call them (`ops.moe_experts`), in bfloat16 and FP8, and each of its steps alone.
 
     GPUS=4 bash launch.sh benchmark/moe_experts.py
     GPUS=4 bash launch.sh benchmark/moe_experts.py --experts 256 --topk 8 --inner 2048 --tokens 4096 --dtypes fp8 --training
 
-Dispatch, GEMM, SwiGLU, GEMM and combine, one after the other and at once, where GEMMs overlap with the dispatch and the
-combine beside them, which have `--blocks` SMs. The shape is DeepSeek-V4-Pro's:
-384 experts, top-6, hidden 7168, inner 3072. `--training` times forward and backward, and backward alone, beside plain torch
-between a dispatch and a combine (bfloat16); matrices of bfloat16 get gradients. A start with
+Dispatch, GEMM, SwiGLU, GEMM and combine, sequential and overlapped: GEMMs overlap with the dispatch and the combine,
+which have `--blocks` SMs. The shape is DeepSeek-V4-Pro's: 384 experts, top-6, hidden 7168, inner 3072. `--training`
+times forward and backward, and backward alone, next to plain torch between a dispatch and a combine (bfloat16);
+matrices of bfloat16 get gradients. A start with
 TSN_TRACE=FILE, few tokens and `--repeat 2` leaves a timeline of all ranks.
 """
 
@@ -88,7 +88,7 @@ class Experts:
         return normal_numbers((n, k), 2 * expert + which, torch.bfloat16, tsn.device()).div_(k**0.5)
 
     def of_token(self, x: Any, chosen: Any, weights: Any) -> Any:
-        """What a token gets, computed in float32 from what is multiplied."""
+        """A token's result, computed in float32 from the GEMMs' operands."""
         from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights
         from tilescale_net.kernels.moe.row_ops import dequantise, quantise
         from tilescale_net.ops import SwiGLU
@@ -138,7 +138,7 @@ def compile_all(layer: Any, experts: Experts, dtype: str, fused: bool) -> None:
 
 
 def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str, Callable[[], Any]]:
-    """Each step by itself, with the rows that it has in the layer."""
+    """Each step alone, with its rows in the layer."""
     from tilescale_net.kernels.fused.scaled_gemm import scaled_matmul
     from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu, swiglu_quantised
     from tilescale_net.ops import experts as operators
@@ -261,7 +261,7 @@ def measure(
         backwards = {f"{name}_backward": backward_of(run) for name, run in runs.items()}
         found = {name: run()[0] for name, run in backwards.items()}
         exact = found["ours_backward"].float()
-        for name, of_x in found.items():  # by the norm: of as many elements, one is rounded badly everywhere
+        for name, of_x in found.items():  # by the norm: among so many elements a few are rounded badly
             error = float((of_x.float() - exact).norm() / exact.norm())
             complaint = f"the gradient of x by {name} differs from ours by {error:.3f} of its norm"
             raise_if_wrong(what, None if error <= 0.03 else complaint)

@@ -1,9 +1,9 @@
-"""What calls of AllToAll cost the host: Python and torch between the caller and the launches of kernels.
+"""Host time of AllToAll calls: Python and torch between the caller and the launches of kernels.
 
     GPUS=1 bash launch.sh benchmark/moe_host.py
 
-Launches are left out: their arguments are converted and given to a function that does nothing. On a GPU, further columns
-are of the same calls with their launches. One rank is enough, for what others do is no work of this host.
+Launches are left out: their arguments are converted and passed to a function that does nothing. On a GPU, further
+columns show the same calls with their launches. One rank is enough: other ranks' work does not count.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def calls_of(op: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def calls_of_deep_ep(args: argparse.Namespace, fp8: bool) -> dict[str, Any]:
-    """The same of low-latency calls in DeepEP's words, which bring weights at combine."""
+    """The same for DeepEP's low-latency calls, which pass weights to combine."""
     from tilescale_net.deep_ep import Buffer
 
     buffer, (x, chosen, weights) = Buffer(), inputs(args, tsn.device())
@@ -93,7 +93,7 @@ def calls_of_deep_ep(args: argparse.Namespace, fp8: bool) -> dict[str, Any]:
 
 
 def cost(call: Callable[..., Any], calls: int, synchronize: Callable[[], None]) -> float:
-    """Microseconds that the calling thread works per call: what else the processors do does not count."""
+    """Microseconds of the calling thread per call, without other threads' work."""
     spent = 0.0
     for first in range(0, calls, AT_A_TIME):
         start = time.thread_time()
@@ -105,7 +105,7 @@ def cost(call: Callable[..., Any], calls: int, synchronize: Callable[[], None]) 
 
 
 def timed_calls(args: argparse.Namespace, suffix: str) -> dict[tuple[str, str], Any]:
-    """What is timed, by row and column; each has been called, so that nothing is left to be made."""
+    """The timed calls, by row and column; each has been called before, so everything is made."""
     rows = {name: calls_of(op, args) for name, op in objects(args).items()}
     rows |= {f"deep_ep, low latency, {dtype}": calls_of_deep_ep(args, dtype == "FP8") for dtype in ("BF16", "FP8")}
     runs = {}
@@ -117,7 +117,7 @@ def timed_calls(args: argparse.Namespace, suffix: str) -> dict[tuple[str, str], 
 
 
 def without_launches(made: Any) -> Any:
-    """`made()`; kernels that are launched first inside call a function that does nothing instead of their own."""
+    """`made()`; kernels first launched inside call an empty function instead of their own."""
     import tvm_ffi
 
     from tilescale_net.compiler.kernel import CudaKernel

@@ -1,12 +1,12 @@
-"""Dispatch, the experts' GEMMs and combine of a mixture-of-experts layer at once, next to one after the other.
+"""Dispatch, the experts' GEMMs and combine of a mixture-of-experts layer, overlapped and sequential.
 
     GPUS=4 bash launch.sh benchmark/moe_layer.py
     GPUS=4 bash launch.sh benchmark/moe_layer.py --tokens 4096,8192 --blocks 8,16,24 --late 0,50,75
 
-Experts are two matrices, hidden to inner and back; the activation between them, the same on all implementations, is left out. Rows
-compare dispatch and first GEMM, second GEMM and combine, and all four; `late` is the share of the second GEMM after which
-the combine begins. Without a GPU the simulator runs the same
-kernels on small shapes; one rank on a GPU shows the overlap with copies in its own memory.
+Experts are two matrices, hidden to inner and back; the activation between them, the same on all implementations, is
+left out. Rows compare dispatch and first GEMM, second GEMM and combine, and all four; `late` is the share of the second
+GEMM after which the combine begins. Without a GPU the simulator runs the same kernels on small shapes; one rank on a
+GPU shows the overlap with copies in its own memory.
 """
 
 import argparse
@@ -160,7 +160,7 @@ class Layer:
         return [up, down, lambda: (up(), down())]
 
     def wrong(self) -> str | None:
-        """What is wrong with our results: GEMMs against torch, the rest against one after the other."""
+        """The error of our results: GEMMs against torch, the others against the sequential way."""
         assert self.received.offsets is not None
         h, handle = self.first()
         self.second(h, handle, 50)  # the first one is never late

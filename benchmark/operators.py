@@ -1,12 +1,12 @@
-"""What eager operators on ordinary tensors cost, the host's part and the whole, next to eager NCCL.
+"""Time of eager operators on ordinary tensors, the host's part and the whole, next to eager NCCL.
 
     GPUS=2 bash launch.sh benchmark/operators.py
     GPUS=4 bash launch.sh benchmark/operators.py --operators all_reduce,all_gather --sizes 16K..64M --calls 20
 
-Each is called in a row from Python: host is what issuing a call takes, without waiting, wall what a call takes until all of
-them have ended. NCCL is called in both of torch's ways, into tensors that are there (all_reduce in place) and as functions,
-which make their results as ours do; its figure is the less of both. Size: of the larger tensor, in bytes per rank. Our sums
-are compared bit by bit with a sum in the order of the ranks, NCCL's roughly. Without a GPU, gloo takes NCCL's place.
+Each is called in a row from Python: host is the time to issue a call, without waiting, wall the time per call until all
+have ended. NCCL is called in both of torch's ways, into existing tensors (all_reduce in place) and as functions, which
+make their results as ours do; its figure is the lower one. Size: of the larger tensor, in bytes per rank. Our sums are
+compared bit by bit with a sum in the order of the ranks, NCCL's roughly. Without a GPU, gloo replaces NCCL.
 """
 
 from __future__ import annotations  # of torch, which is loaded late
@@ -39,7 +39,8 @@ OURS = "ours"
 
 
 class Case:
-    """One operator at one size: the data of all ranks, the calls, and what they should give. `seed`: equal on all ranks."""
+    """One operator at one size: the data of all ranks, the calls, and their expected results. `seed`: equal on all
+    ranks."""
 
     def __init__(self, operator: str, size: int, dtype: torch.dtype, seed: int) -> None:
         self._operator, self._n, self._rank = operator, tsn.size(), tsn.rank()
@@ -85,7 +86,7 @@ class Case:
         return {"in place": in_place, "as a function": as_function}
 
     def difference(self, found: torch.Tensor, exact: bool) -> str | None:
-        """What is wrong with a result, or None. `exact`: sums are compared bit by bit."""
+        """The error of a result, or None. `exact`: sums are compared bit by bit."""
         data = self._data
         if self._operator in ("reduce_scatter", "all_to_all"):
             data = [x.chunk(self._n)[self._rank] for x in data]
@@ -126,7 +127,7 @@ def measure(calls: dict[str, Callable[[], Any]], args: argparse.Namespace) -> di
 
 
 def samples_of(case: Case, group: Any, args: argparse.Namespace, what: str) -> dict[str, list[float]]:
-    """Of a row, by column: every call verified before it is timed, and ours once more behind it. Collective."""
+    """Figures of a row, by column: every call is verified before its timing, and ours again afterwards. Collective."""
     calls = {OURS: case.ours(), **(case.peers(group) if group is not None else {})}
 
     def verify(name: str) -> None:
@@ -150,7 +151,7 @@ def main() -> None:
 
         Parted.one_launch_up_to = args.one_launch_up_to
     report = Report("operators", args)
-    # Operators pass what they give, and between nodes what they take, through memory that grows by powers of two.
+    # Operators pass outputs, and between nodes inputs, through memory that grows by powers of two.
     world = tsn.init(8 * max(args.sizes) + (96 << 20))
     leave_default_stream(world)
     group = nccl_group(report, args)

@@ -1,4 +1,4 @@
-"""How fast a GPU writes to another node through the CPU proxy, next to a CPU that writes without one.
+"""Bandwidth of a GPU's writes to another node through the CPU proxy, next to a CPU that writes without one.
 
     GPUS=2 VIRTUAL_NODES=2 bash launch.sh benchmark/proxy_write.py
     GPUS=2 VIRTUAL_NODES=2 bash launch.sh benchmark/proxy_write.py --provider tcp --sizes 8M..64M --rails 4 --json run.json
@@ -6,7 +6,7 @@
 Rank 0 writes to the first PE of another node: ProxySingle and ProxyMulti wait (quiet) after each write, the NBI ones at
 the end; Single uses one channel (network endpoint), Multi all of them. The bare writer is the limit: the same library,
 provider, pieces and memory, driven by a CPU that needs no queue, no descriptors and no ordering. It takes turns with the
-proxy within each size. Everything written is compared with what was sent. A second part times put_signal, one way; with
+proxy within each size. All written data are verified. A second part times put_signal, one way; with
 --ordering a third one counts signals a second behind data, unordered, fenced, and by a proxy that drains at a fence.
 """
 
@@ -43,7 +43,7 @@ from benchmark.common.plot import significant
 BENCH = dict(nodes=2, quick="--sizes 8,64K --signal-sizes 8 --repeat 2 --iters 5")  # see common/suite.py
 
 SMALL = "8,64,512,4K,32K,256K,2M"
-# Sizes, bytes of a sample and most writes in it, where the user gives none.
+# Default sizes, bytes of a sample and most writes in it.
 SIMULATED = ("8,512,32K,256K,2M", 16 << 20, 20)
 STAGED = (f"{SMALL},8M..64M", 128 << 20, 200)  # a GPU, and a network that does not reach its memory
 DIRECT = (f"{SMALL},8M..1G", 2 << 30, 200)
@@ -84,7 +84,7 @@ def measure(
     bench: Any, name: str, count: int, writes: int, seeds: random.Random, args: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Samples in microseconds per write of both modes and of the bare writer, taken in turns. Collective. Raises
-    WrongData: on all ranks, when what was written is not what was sent."""
+    WrongData: on all ranks, if written data are wrong."""
     complaints: list[str | None] = []
 
     def write(call: Any, buffer: Any) -> float:
@@ -110,7 +110,7 @@ def gbps(count: int, microseconds: float) -> float:
 
 
 def tables(report: Report, kinds: list[str]) -> Any:
-    """The tables of bandwidths and of what the bare writer makes of the same."""
+    """The tables of bandwidths and of the bare writer."""
     keys = [SizeColumn("bytes", "Size"), Column("count", "Count")]
     columns, limits = [], []
     for mode in MODES:

@@ -1,4 +1,4 @@
-"""How long data with a signal take from one PE's put_signal to the other's wait, one way, next to NVSHMEM and NCCL's GIN.
+"""One-way latency from a PE's put_signal to the other's wait, next to NVSHMEM and NCCL's GIN.
 
     GPUS=2 bash launch.sh benchmark/put_signal.py
     GPUS=2 bash launch.sh benchmark/put_signal.py --threads 32,128,1024 --sizes 8,1K,8K,64K

@@ -1,10 +1,10 @@
-"""How fast all ranks get their part of the sum of all ranks' tensors (reduce-scatter), next to NCCL.
+"""Time and bandwidth of reduce-scatter, next to NCCL.
 
     GPUS=4 bash launch.sh benchmark/reduce_scatter.py
     GPUS=4 bash launch.sh benchmark/reduce_scatter.py --dtype float32 --blocks 16,32
 
-Size: of the input, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks; those
-of NCCL, whose order is its own, only roughly. Without a GPU the simulator runs the same kernel, without NCCL.
+Size: of the input, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks; NCCL's,
+whose order differs, only roughly. Without a GPU the simulator runs the same kernel, without NCCL.
 """
 
 from typing import Any

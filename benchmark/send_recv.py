@@ -5,7 +5,7 @@
 
 A message goes there and back in chunks, several of them in flight; receives are posted before they are needed. Lat is the
 whole round trip and Gbps = bytes x 8 / round trip, so a link that carries one way at a time can show half its speed at
-most. Figures are medians over the repetitions, averaged over the pairs. What comes back is compared with what was sent.
+most. Figures are medians over the repetitions, averaged over the pairs. Returned data are verified.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmark.common.modules import instruments, torch
 
 BENCH = dict(nodes=2, quick="--sizes 64K,1M --repeat 3")  # see common/suite.py
 
-MEASURED_LINK = 4 << 20  # bytes of the messages that measure the link where its speed is unknown
+MEASURED_LINK = 4 << 20  # bytes of the messages that measure a link of unknown speed
 
 
 def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
@@ -47,7 +47,7 @@ def parse() -> tuple[BenchmarkParser, argparse.Namespace]:
 
 
 class BufferSet:
-    """Buffers of one kind: a session on every rank, all of them introduced to one another. `how`: in words, how the
+    """Buffers of one kind: a session on every rank, all of them introduced to one another. `how`: text, how the
     network reaches the buffers."""
 
     def __init__(self, job: FabricJob, kind: str) -> None:
@@ -70,7 +70,7 @@ class BufferSet:
         torch.cuda.synchronize()
         location = {"device_address": self.memory.data_ptr(), "device": ordinal}
         self.device_fields = location
-        # All ranks go one way: a rank that cannot register its memory makes the others stage as well.
+        # All ranks take the same path: if one cannot register its memory, the others stage as well.
         probe = _native.Transport(self.job.options(device_memory=True, message_buffers=0))
         why = None
         if not probe.properties()["device_memory"]:

@@ -1,9 +1,9 @@
-"""What a rank costs before it does anything: time of init, memory, open files, endpoints, queues, against the number of ranks.
+"""Start-up cost of a rank: time of init, memory, open files, endpoints, queues, against the number of ranks.
 
     for n in 2 8 32 64; do GPUS=$n VIRTUAL_NODES=2 bash launch.sh benchmark/start_up.py; done
 
-One row for the job that runs it. The heap is small, so that what grows with the ranks shows. Times are of processes that
-have imported everything; where ranks outnumber processors they wait for one another.
+One row for the job that runs it. The heap is small, so that growth with the number of ranks shows. Times are of
+processes that have imported everything; if ranks outnumber processors they wait for one another.
 """
 
 import os
@@ -18,7 +18,7 @@ HEAP = 4 << 20
 
 
 def resident() -> float:
-    """MiB of this process that are its own, not shared with others."""
+    """Private MiB of this process."""
     with open("/proc/self/smaps_rollup") as f:
         words = [line.split() for line in f]
     return sum(int(w[1]) for w in words if w[0].startswith("Private_")) / 1024

@@ -1,14 +1,14 @@
-"""How fast heads are exchanged for sequence (Ulysses), and attention by chunks of heads, next to torch's all-to-all.
+"""Time of exchanging heads for sequence (Ulysses), and of attention by chunks of heads, next to torch's all-to-all.
 
     GPUS=4 bash launch.sh benchmark/ulysses.py
     GPUS=4 bash launch.sh benchmark/ulysses.py --piece 4M
     GPUS=4 bash launch.sh benchmark/ulysses.py --blocks 16,32,64 --sequence 8192 --uneven
 
-Each rank has a part of the sequence with all heads, and gets the whole sequence with a part of the heads ("scatter"), or the
-way back ("gather"). Torch's all_to_all_single needs a copy before or after each, which is in its time, in tensors that are
-allocated once. "Operator" is ops.scatter_heads or gather_heads, from and to ordinary tensors. "attention" is all of it with
-torch's attention between: ours in chunks of heads beside it, torch's one after the other. Data are compared. Without a GPU
-the simulator runs the same kernels alone.
+Each rank has a part of the sequence with all heads, and gets the whole sequence with a part of the heads ("scatter"),
+or the reverse ("gather"). Torch's all_to_all_single needs a copy before or after each, included in its time, in tensors
+allocated once. "Operator" is ops.scatter_heads or gather_heads, from and to ordinary tensors. "attention" is all of it
+with torch's attention between: ours in overlapping chunks of heads, torch's sequential. Data are compared. Without a
+GPU the simulator runs the same kernels alone.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WAYS = ("scatter", "gather", "attention")
 
 
 class UlyssesCase:
-    """Tensors [batch, sequence, heads, dim] of one size: calls of ours and of torch, and what they must give."""
+    """Tensors [batch, sequence, heads, dim] of one size: calls of ours and of torch, and their expected results."""
 
     def __init__(self, args: argparse.Namespace, way: str, sequence: int) -> None:
         self._n, self._rank, self._way = tsn.size(), tsn.rank(), way
@@ -45,7 +45,7 @@ class UlyssesCase:
         shape, result = (self._own, self._part) if way == "gather" else (self._part, self._own)
         result = self._part if way == "attention" else result
         device = tsn.device()
-        # As many elements on all ranks, which are symmetric: between nodes, inputs too.
+        # Equal sizes on all ranks, for symmetric tensors: between nodes, inputs too.
         room = args.batch * max(max(self.lengths) * args.heads, sequence * own) * args.dim
         self._memory = tsn.empty((2, room), self._dtype)
         source, self._out = (m[: torch.Size(s).numel()].view(s) for m, s in zip(self._memory, (shape, result)))
@@ -58,7 +58,7 @@ class UlyssesCase:
         self.in_place = False
 
     def _data(self, seed: int, which: int) -> Any:
-        """Of all ranks together, [batch, sequence, heads, dim]."""
+        """The whole tensor of all ranks, [batch, sequence, heads, dim]."""
         return normal_numbers(self._whole, seed + which, self._dtype, self._memory.device)
 
     def _rows(self) -> slice:
@@ -131,7 +131,7 @@ class UlyssesCase:
         return call
 
     def _torchs_scatter(self, x: Any, out: Any, group: Any) -> Callable[[], object]:
-        """[batch, sequence, ranks, heads, dim] -> [ranks, sequence, batch, heads, dim], which arrive one after the other."""
+        """[batch, sequence, ranks, heads, dim] -> [ranks, sequence, batch, heads, dim], in order of arrival."""
         batch, mine, heads, dim = x.shape
         row = (batch, heads // self._n, dim)
         sent = torch.empty((self._n, mine, *row), dtype=x.dtype, device=x.device)
@@ -199,7 +199,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     report = Report("ulysses", args)
-    # Of a tensor of the rank with the most, what operators pass their results through, and chunks of attention.
+    # Heap for the largest rank's tensor, the operators' buffers, and chunks of attention.
     element = getattr(torch, args.dtype).itemsize
     size = args.batch * max(args.sequence) * args.heads * args.dim * element // (1 if args.uneven else world_size())
     world = tsn.init(12 * size + (128 << 20))

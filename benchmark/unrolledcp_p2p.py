@@ -1,9 +1,9 @@
-"""How fast blocks copy to (push) and from (pull) a peer's memory, next to NVSHMEM.
+"""Bandwidth of blocks' copies to (push) and from (pull) a peer's memory, next to NVSHMEM.
 
     GPUS=2 bash launch.sh benchmark/unrolledcp_p2p.py
     GPUS=2 bash launch.sh benchmark/unrolledcp_p2p.py --threads 128,1024 --engine auto,bulk --json run.json
 
-Both are timed in the same way in the same run, and what they delivered is compared with what was sent. A push ends with
+Both have the same timing in the same run, and delivered data are verified. A push ends with
 a quiet, on both implementations. Without a GPU the simulator runs the same kernels.
 """
 

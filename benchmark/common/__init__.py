@@ -1,4 +1,4 @@
-"""What every benchmark shares: arguments, tables, JSON, plots, comparison with an earlier run, timing.
+"""Shared parts of benchmarks: arguments, tables, JSON, plots, comparison with an earlier run, timing.
 
 A benchmark has this shape:
 
@@ -18,7 +18,7 @@ A benchmark has this shape:
     report.finish()                                 # notes, --json, --plot
 
 Exit codes: 0 fine, 1 wrong data or another failure, 2 wrong arguments, 3 nothing was measured (`report.nothing`), 130
-interrupted; what was measured before is printed and in the JSON file, whose `complete` is false then.
+interrupted; earlier rows are printed and in the JSON file, whose `complete` is false then.
 """
 
 from benchmark.common.arguments import (

@@ -1,4 +1,4 @@
-"""Command-line arguments: the flags that every benchmark has, and types whose errors say what is wrong."""
+"""Command-line arguments: the flags of every benchmark, and types with clear errors."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from benchmark.common.report import is_rank_zero, read_json, world_size
 from tilescale_net.cli.arguments import Parser, non_negative_int, positive_float, positive_int, writable_file
 from tilescale_net.runtime import settings
 
-__all__ = ["non_negative_int", "positive_float", "positive_int"]  # which benchmarks take from here
+__all__ = ["non_negative_int", "positive_float", "positive_int"]  # imported from here by benchmarks
 
 
 def parse_bytes(text: str) -> int:
@@ -120,12 +120,12 @@ METAVARS: dict[Any, str] = {positive_int: "N", non_negative_int: "N", positive_f
 ON_GPU, IN_SIMULATOR = (
     (5, 20),
     (1, 3),
-)  # (warmup, repeat) where the user gives none; in the simulator they only cost time
+)  # default (warmup, repeat); in the simulator they only cost time
 TIMINGS = ("launch", "graph", "loop")
 
 
 class BenchmarkParser(Parser):
-    """A parser with the flags that every benchmark has; only rank 0 prints, wrong arguments exit with 2.
+    """A parser with the flags of every benchmark; only rank 0 prints, wrong arguments exit with 2.
 
     Adds `--json FILE`, `--plot FILE`, `--baseline FILE`, `--warmup N`, `--repeat N` and, when `sizes` is given,
     `--sizes LIST`.
@@ -192,7 +192,7 @@ class BenchmarkParser(Parser):
         return parsed
 
     def require_two_ranks(self, what: str, start: str = "GPUS=2") -> None:
-        """Reject (exit code 2) a launch with one rank. `what`: of the benchmark, such as "copies need"."""
+        """Reject (exit code 2) a launch with one rank. `what`: subject of the message, such as "copies need"."""
         if world_size() < 2:
             self.error(f"{what} two ranks or more; start it with {start} bash launch.sh …")
 

@@ -1,7 +1,7 @@
-"""What the benchmarks of collective kernels share: flags, implementations, verified measurement, the table.
+"""Shared parts of benchmarks of collectives: flags, implementations, verified measurement, the table.
 
-Sizes are bytes per rank of the larger tensor, as in NCCL's own tests. Bus bandwidth is what the busiest link must carry
-in one direction: size / time * (ranks - 1) / ranks, twice that of an all-reduce.
+Sizes are bytes per rank of the larger tensor, as in NCCL's tests. Bus bandwidth is the load of the busiest link in one
+direction: size / time * (ranks - 1) / ranks, twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from benchmark.common.plot import format_bytes
 from benchmark.common.report import Column, Report, WrongData, rate, us, world_size
 from tilescale_net.runtime import settings
 
-# Flags whose values are tried one after the other, which are arguments of the kernels' classes too.
+# Flags with several values, each measured; also arguments of the kernels' classes.
 CHOICES = ("algorithm", "threads", "blocks", "engine", "unroll")
-# As they are, but for the setting of TSN_DEPENDENT_LAUNCH.
+# The same without the setting of TSN_DEPENDENT_LAUNCH.
 DEPENDENT = "dependent"
 DTYPES = ("bfloat16", "float16", "float32")
 # Algorithms whose results are not the sums rounded once.
@@ -55,7 +55,7 @@ def parse(
     engines: bool = True,
     algorithms: Sequence[str] = (),
 ) -> argparse.Namespace:
-    """The arguments of a collective's benchmark; exits with 2 when they are wrong. `extend`: adds flags of its own.
+    """The arguments of a collective's benchmark; exits with 2 if they are wrong. `extend`: adds flags.
     `sizes`, `simulated`, `blocks`: defaults on a GPU and in the simulator. `engines`: whether the kernels have a choice
     of engine, and of vectors in flight. `algorithms`: beside "auto", which chooses by size and place."""
     parser = BenchmarkParser(description, sizes=sizes, simulated=simulated, timing=True, check=True)
@@ -78,7 +78,7 @@ def parse(
 
 
 def nccl_group(report: Report, args: argparse.Namespace) -> Any:
-    """A process group that uses NCCL, or None without NCCL or when none is wanted. Collective."""
+    """A process group that uses NCCL, or None without NCCL or with --no-nccl. Collective."""
     if args.no_nccl or not torch.cuda.is_available() or not dist.is_nccl_available():
         return None
     if tsn.world().device_kind != "cuda":
@@ -89,7 +89,7 @@ def nccl_group(report: Report, args: argparse.Namespace) -> Any:
 
 @contextlib.contextmanager
 def dependent_launch(wanted: int | None) -> Iterator[None]:
-    """TSN_DEPENDENT_LAUNCH is 1 or 0 for objects that are made and first called within; None: as it is."""
+    """Set TSN_DEPENDENT_LAUNCH to 1 or 0 for objects made and first called within; None: unchanged."""
     name = settings.DEPENDENT_LAUNCH.name
     before = os.environ.get(name)
     if wanted is not None:
@@ -109,7 +109,7 @@ class CollectiveCase:
         nbytes: bytes of the larger tensor.
         passes: how often the bytes of the other ranks' parts pass the links.
         heap: the symmetric tensors.
-        in_place: the peers write their result over their input, so that only a single call of theirs can be verified.
+        in_place: the peers overwrite their input, so only a single call of theirs can be verified.
         peers: implementations beside ours and NCCL.
     """
 
@@ -129,12 +129,12 @@ class CollectiveCase:
         return random_bytes(self._x.numel(), seed + rank, self._x.device).view(self._x.shape)
 
     def fill(self, seed: int) -> None:
-        """Fresh random input on every rank, and an output that holds none of it."""
+        """Fresh random input on every rank, and a cleared output."""
         self._x.copy_(self._data(seed, self._rank))
         self._out.fill_(POISON)
 
     def ours(self, choices: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:
-        """A call of our kernel, and what frees it. Collective."""
+        """A call of our kernel, and a function that frees it. Collective."""
         raise NotImplementedError
 
     def nccl(self, group: Any) -> Callable[[], object]:
@@ -142,22 +142,22 @@ class CollectiveCase:
         raise NotImplementedError
 
     def peer(self, peer: Peer, group: Any) -> Callable[[], object] | str:
-        """The same call of another implementation, or why it cannot be made. Collective."""
+        """The same call of another implementation, or the reason why there is none. Collective."""
         raise NotImplementedError
 
     def received(self, seed: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """What came from each rank, and what should have come."""
+        """The data from each rank, and the expected data."""
         raise NotImplementedError
 
     def difference(self, seed: int) -> str | None:
-        """What is wrong with the output, or None."""
+        """The error of the output, or None."""
         for rank, (found, expected) in enumerate(self.received(seed)):
             if wrong := int((found != expected).sum()):
                 return f"{wrong} of {found.numel()} bytes from rank {rank} are wrong"
         return None
 
     def free(self) -> None:
-        """Give symmetric memory back. Collective."""
+        """Free symmetric memory. Collective."""
         for tensor in self.heap:
             tsn.free(tensor)
 
@@ -169,9 +169,9 @@ def wrong_sums(
     finish: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
     error: float = 0.0,
 ) -> str | None:
-    """What is wrong with a sum, next to that in the order of the ranks: any bit, or what order cannot explain.
-    `finish`: what becomes of the float32 sum before it is rounded to the dtype. `error`: of what is lossy, the most
-    that the root of the mean square of all errors may be, of the sums' own."""
+    """The error of a sum against one in the order of the ranks: any bit, or more than the order explains. `finish`:
+    applied to the float32 sum before it is rounded to the dtype. `error`: for lossy algorithms, the limit of the root
+    mean square of all errors, relative to the sums'."""
     total = torch.zeros(found.shape, dtype=torch.float32, device=found.device)
     for summand in summands:
         total += summand.float()
@@ -196,7 +196,7 @@ def measure(
     alone: bool = False,
 ) -> list[float]:
     """Samples of the slowest rank, in microseconds. Raises WrongData on all ranks when one of them found wrong data.
-    `alone`: the call works in place, so it is verified once, before it is timed."""
+    `alone`: the call works in place, so it is verified once, before the timing."""
     (seed,) = common_seeds(1)
     case.fill(seed)
     if check and alone:
@@ -212,7 +212,7 @@ def measure(
 def _of_peers(
     case: CollectiveCase, group: Any, measure: Callable[..., list[float]], report: Report
 ) -> dict[str, list[float]]:
-    """Samples of the case's peers by key; what is not installed, does not take the call or is wrong is noted by name."""
+    """Samples of the case's peers by key; missing, unsuitable or wrong ones are noted by name."""
     found = {}
     for peer in case.peers:
         call = case.peer(peer, group)

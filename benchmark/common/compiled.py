@@ -1,4 +1,4 @@
-"""How kernels are compiled: what it takes, by stage, and how they are forgotten, so that they are looked for again."""
+"""Compilation of kernels: time by stage, and how to forget kernels so that they are searched again."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ from benchmark.common.report import is_rank_zero
 
 
 def forget() -> None:
-    """Kernels are looked for on the disk the next time, and compiled where they are not there."""
+    """Forget kernels: the next use searches the disk, and compiles missing ones."""
     import tilelang.cache
 
     from tilescale_net.compiler.jit import KernelFactory
@@ -27,7 +27,7 @@ def forget() -> None:
 
 
 def together(calls: Sequence[Callable[[], object]]) -> None:
-    """Compile kernels at the same time, each by one rank of a host, and print how long that took. Collective.
+    """Compile kernels at the same time, each by one rank of a host, and print the time. Collective.
 
     Args:
         calls: compile one each, the same on all ranks.
@@ -42,7 +42,7 @@ def together(calls: Sequence[Callable[[], object]]) -> None:
 
 
 class Stages:
-    """What compiling each kernel of this package takes, in seconds, by its name and the stage; the longest of a name."""
+    """Compile time of each kernel of this package, in seconds, by name and stage; the longest of a name."""
 
     NAMES = ("trace", "prepare", "lower", "nvcc", "link")
 
@@ -52,7 +52,7 @@ class Stages:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Kernels that are compiled within this context are looked at."""
+        """Record kernels that are compiled within this context."""
         from tilescale_net.compiler import ir, jit, shipped
 
         written = jit.write_library

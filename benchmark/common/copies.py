@@ -28,7 +28,7 @@ from benchmark.common.plot import format_bytes
 from benchmark.common.report import Column, Report, Table, rate, us
 
 DIRECTIONS = ("push", "pull")
-# Those of kernels/p2p.py, which is not imported here because that takes seconds.
+# As in kernels/p2p.py, whose import takes seconds.
 PARTITIONS = ("contiguous", "interleaved", "dynamic")
 SLACK = 4 << 20  # bytes of the heap beyond the buffers: system area, alignment
 
@@ -50,7 +50,7 @@ class Geometry:
 
 
 def describe(args: argparse.Namespace) -> str:
-    """The geometries asked for, in one line of a report's header."""
+    """The requested geometries, in one line of a report's header."""
     parts = [f"{name} {'/'.join(map(str, getattr(args, name)))}" for name in ("blocks", "threads", "engine")]
     parts += [f"unroll {args.unroll}"] if args.unroll else []
     parts += [f"ring {args.ring[0]}x{format_bytes(args.ring[1])}"] if args.ring else []
@@ -128,7 +128,8 @@ def join(report: Report, args: argparse.Namespace) -> Timer:
 
 
 def _started(report: Report, title: str, reason: str | None, start: Callable[[], Any]) -> Any:
-    """What `start` makes where no rank has a reason against it, and its version in the report; else None and a note. Collective."""
+    """Result of `start` unless a rank has a reason against it, with its version in the report; else None and a note.
+    Collective."""
     reason = next((r for r in gather(reason) if r), None)
     if reason:
         report.notes.append(reason)
@@ -139,7 +140,7 @@ def _started(report: Report, title: str, reason: str | None, start: Callable[[],
 
 
 def nvshmem(report: Report) -> Any:
-    """NVSHMEM, started; or None and a note in the report that names in one line what it needs. Collective. Every rank
+    """NVSHMEM, started; or None and a note in the report with its missing requirement. Collective. Every rank
     must be able to run it, on one node."""
     from benchmark import nvshmem as baseline
 
@@ -150,14 +151,14 @@ def nvshmem(report: Report) -> Any:
 
 
 def gin(report: Report) -> Any:
-    """NCCL's GIN, started; or None and a note as above. Collective. Between nodes alone."""
+    """NCCL's GIN, started; or None and a note as above. Collective. Only between nodes."""
     from benchmark import gin as baseline
 
     return None if tsn.world().topology.nodes == 1 else _started(report, "NCCL GIN", baseline.missing(), baseline.Gin)
 
 
 def finish(report: Report, *libraries: Any) -> None:
-    """End the report, NVSHMEM (from `nvshmem`) and GIN where they run, and the job. Collective."""
+    """End the report, NVSHMEM (from `nvshmem`) and GIN if they run, and the job. Collective."""
     report.finish()
     for library in filter(None, libraries):
         library.finalize()
@@ -181,7 +182,7 @@ class Implementation:
         raise NotImplementedError
 
     def relevant(self, geometry: Geometry) -> object:
-        """What this implementation takes from a geometry: copies that agree in it are measured once."""
+        """The part of a geometry that this implementation uses: copies that agree in it are measured once."""
         return geometry
 
 
@@ -264,7 +265,7 @@ def measure(
 ) -> list[float]:
     """Samples in microseconds per copy. Collective; ranks above 1 only take part in the barriers. Rank 0 copies to or
     from rank 1; with `bidirectional` rank 1 does the same with rank 0 at once, and the samples are those of the slower
-    rank. Raises WrongData: on all ranks, when the timed copies did not deliver exactly what was sent."""
+    rank. Raises WrongData: on all ranks, if the timed copies delivered wrong data."""
     rank = tsn.rank()
     seeds = common_seeds(2)  # of the data of ranks 0 and 1
     active = rank == 0 or (bidirectional and rank == 1)

@@ -1,4 +1,4 @@
-"""Baselines in CUDA: libraries that are compiled on first use, and how they start among the ranks of a job."""
+"""Baselines in CUDA: libraries compiled on first use, and their start-up among the ranks of a job."""
 
 import ctypes
 import hashlib
@@ -19,7 +19,7 @@ POINTER, SIZE, INTEGER, WORD, TEXT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_
 
 
 def folders(variable: str, wheels: Sequence[str], inside: str) -> list[str]:
-    """Where a library may lie: the folder that the environment variable names, and `inside` of each installed wheel."""
+    """Candidate folders of a library: that of the environment variable, and `inside` of each installed wheel."""
     found = [os.environ.get(variable, "")]
     for wheel in wheels:
         try:
@@ -30,8 +30,8 @@ def folders(variable: str, wheels: Sequence[str], inside: str) -> list[str]:
 
 
 def lacking(title: str, gpus: str, needs: Mapping[str, Callable[[], object]]) -> str | None:
-    """What this machine lacks to run a baseline, in one line; None where it has all. `gpus`: which GPUs it needs. `needs`:
-    what else besides nvcc, by what the line calls it, and whether it is there."""
+    """The requirement of a baseline that this machine lacks, in one line; None if it has all. `gpus`: the GPUs it
+    needs. `needs`: other requirements besides nvcc, by name, and whether they are met."""
     all_needs = {gpus: lambda: settings.device_kind() == "cuda"} | dict(needs)
     all_needs["nvcc on PATH or in CUDA_HOME"] = lambda: toolchain.find_tool("nvcc")
     found = next((what for what, is_there in all_needs.items() if not is_there()), None)
@@ -43,7 +43,7 @@ def compiled_once(name: str, source: str, compiler: str, command: Callable[[str]
 
     Args:
         name: in the cache. source: file that it is made of. compiler: path of nvcc.
-        command: the call that makes the library at a path; what else it is made of is told by the call.
+        command: the call that makes the library at a path; it names the other inputs.
 
     Raises:
         RuntimeError: nvcc failed; holds the command and its output.

@@ -1,4 +1,4 @@
-"""What benchmarks of the fabric and of the proxy share: arguments, the job's ranks, bare writers, jobs with a proxy.
+"""Shared parts of fabric and proxy benchmarks: arguments, the job's ranks, bare writers, jobs with a proxy.
 
 `FabricJob` needs libfabric and nothing else of the package: no heap, no kernels, no GPU.
 """
@@ -43,7 +43,7 @@ class FabricJob:
 
     Args:
         parser, args: as parsed; choices that libfabric does not offer end the process with exit code 2.
-        ranks: how many ranks the method takes; None: two or more.
+        ranks: number of ranks of the method; None: two or more.
     """
 
     def __init__(self, parser: BenchmarkParser, args: argparse.Namespace, ranks: int | None = None) -> None:
@@ -90,7 +90,7 @@ class FabricJob:
         )
 
     def properties(self, **fields: Any) -> dict[str, Any]:
-        """What a transport with these options can do, before memory is set aside for it."""
+        """Properties of a transport with these options, before memory is allocated for it."""
         from tilescale_net import _native
 
         return _native.Transport(self.options(**fields)).properties()
@@ -156,12 +156,12 @@ def note_of_cores(needed: int, what: str) -> str | None:
     return f"{what} keep {needed} threads busy on {cores} cores: the figures mean little."
 
 
-WINDOW = 64  # writes on the way, where nothing is staged
+WINDOW = 64  # writes in flight, without staging
 MEMORY = 64 << 20  # bytes of each thread that moves data as MoE does: more than a second-level cache holds
 
 
 def bare_writer(world: Any, memory: Any, rails: int) -> Any:
-    """A bare writer on `memory` (uint8), which goes the proxy's way to it, staged or not."""
+    """A bare writer on `memory` (uint8), staged if the proxy stages."""
     on_gpu, properties = world.device_kind == "cuda", world.proxy.properties
     options = fabric.transport_options(rank=world.rank, multi_host=not world.topology.single_host, rails=rails)
     return instruments.BareWriter(
@@ -179,7 +179,7 @@ def bare_writer(world: Any, memory: Any, rails: int) -> Any:
 
 
 def threads_for(peers: list[int]) -> int:
-    """How many proxy threads of a rank carry what goes to these PEs."""
+    """Number of a rank's proxy threads for traffic to these PEs."""
     proxy = cast(Any, tsn.world()).proxy
     queues, threads, helpers = proxy.n_queues, proxy.threads, range(proxy.peer_threads)
     return len({(pe % queues % threads + i) % threads for pe in peers for i in helpers})
@@ -188,8 +188,8 @@ def threads_for(peers: list[int]) -> int:
 class BareWriterPair:
     """Bare writers between each rank and one of another node, in both directions at once. Collective.
 
-    Every rank writes to the rank as many places on as a node has ranks, and is written to from as many places back. Each
-    thread does both, as in a proxy, and there are as many threads as proxy threads that have peers.
+    Every rank writes to the rank one node size further on, and is written to from the rank one node size back. Each
+    thread does both, as in a proxy, and there are as many threads as proxy threads with peers.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class BareWriterPair:
         tsn.barrier()
 
     def move(self, count: int) -> float:
-        """Move about `count` bytes each way; microseconds until what this rank sends is in place."""
+        """Move about `count` bytes each way; microseconds until this rank's data are in place."""
         share = -(-count // self.threads)
         laps = max(1, -(-share // self._bytes))
         tsn.barrier()
@@ -217,7 +217,7 @@ class BareWriterPair:
         return (max(ends) - start) * 1e6
 
     def _one(self, writer: Any, count: int, laps: int) -> float:
-        """When the last of `laps` times `count` bytes is in place."""
+        """Time when the last of `laps` times `count` bytes is in place."""
         writer.write(self._to, count, laps, from_peer=self._from)
         end = time.perf_counter()
         writer.finish(self._to)
@@ -236,7 +236,7 @@ class ProxyBench:
     Attributes:
         rails: channels in use.
         dst, src: symmetric uint8 tensors.
-        peer: the PE that is written to; ranks other than 0 and it only take part in barriers.
+        peer: the target PE; ranks other than 0 and it only take part in barriers.
 
     Args:
         rails: channels; 0 for one per NIC near the GPU.
@@ -271,7 +271,7 @@ class ProxyBench:
         self._bare: Any = None
 
     def open_bare(self) -> None:
-        """Make the bare writer, on the proxy's own memory and by its way to it, staged or not. Collective."""
+        """Make the bare writer, on the proxy's own memory, staged if the proxy stages. Collective."""
         self._bare = bare_writer(self.world, self.src, self.rails)
         addresses = gather(self._bare.address())
         if self.rank in (0, self.peer):
@@ -279,7 +279,7 @@ class ProxyBench:
         gather(None)
 
     def _timed(self, mine: Callable[[], float] | None, peers: Callable[[], float] | None, count: int) -> float:
-        """Microseconds over `count` of what this rank does, between barriers of all; 0 where it does nothing."""
+        """Microseconds of this rank's work over `count`, between barriers of all; 0 without work."""
         tsn.barrier()
         act = mine if self.rank == 0 else peers if self.rank == self.peer else None
         spent = act() if act else 0.0
@@ -287,13 +287,13 @@ class ProxyBench:
         return spent / count
 
     def write(self, count: int, piece: int, writes: int, blocking: int) -> float:
-        """Microseconds per write through the proxy; on ranks other than 0 it returns nothing of use."""
+        """Microseconds per write through the proxy; meaningful on rank 0 only."""
         arguments = (self.dst, self.src, count, piece or count, self._other, writes, blocking)
         write = lambda: device_us(lambda: self._write(*arguments), self.on_gpu)  # noqa: E731
         return self._timed(write, write if self._both else None, writes)
 
     def bare_write(self, count: int, writes: int) -> float:
-        """Microseconds per write by the bare writer, which fills its window as a proxy without blocking does."""
+        """Microseconds per write by the bare writer, which fills its window as a non-blocking proxy does."""
 
         def write() -> float:
             both = {"from_peer": self._other} if self._both else {}
@@ -324,7 +324,7 @@ class ProxyBench:
         """Microseconds of a turn of `kernels.proxy_write.signals`, by rank 0 to the first PEs of other nodes. Collective.
 
         Raises:
-            WrongData: on all ranks, when signals have been lost or doubled.
+            WrongData: on all ranks, if signals were lost or doubled.
         """
         from tilescale_net.kernels import proxy_write
 
@@ -347,10 +347,10 @@ class ProxyBench:
                 buffer[: count + GUARD] = POISON
 
     def difference(self, buffer: Any, count: int, seed: int) -> str | None:
-        """What is wrong with the peer's `buffer`; None elsewhere."""
+        """The error of the peer's `buffer`; None elsewhere."""
         return measuring.difference(buffer, count, seed) if self.rank == self.peer else None
 
     def close(self) -> None:
-        tsn.barrier()  # nobody's bare writer ends while another's still sends
+        tsn.barrier()  # no bare writer ends while another one still sends
         del self._bare, self.dst, self.src, self._flag, self._counter
         tsn.finalize()

@@ -1,4 +1,4 @@
-"""What the benchmarks of fused GEMMs share: flags, implementations measured in turn, the table."""
+"""Shared parts of fused GEMM benchmarks: flags, implementations measured in turn, the table."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Implementations:
     """The ways to one result, on the same data.
 
     Attributes:
-        given: of this rank, as a call of the operator takes them.
+        given: this rank's arguments of the operator.
         op: the fused call's object.
         calls: by the name of the column; "ours" is one of them, "operator" none, "pipelined" of some.
-        wrong: what is wrong with our result, or None; called after ours has run.
-        free: gives back what the implementations hold.
+        wrong: returns the error of our result, or None; called after our call.
+        free: frees the implementations' memory.
     """
 
     given: Operands
@@ -132,7 +132,7 @@ def eight_bits(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | None) -> dict[str, Any]:
-    """Options of a fused GEMM's class, of `rows` rows on a rank: what the arguments ask for, else the operators'."""
+    """Options of a fused GEMM's class, of `rows` rows on a rank: from the arguments, else the operators'."""
     from tilescale_net.kernels.fused.gemm import Tiling
 
     dtype = torch.float8_e4m3fn if args.dtype == "fp8" else torch.bfloat16
@@ -175,7 +175,7 @@ def if_works(what: str, make: Callable[[], Callable[[], object]]) -> dict[str, C
         call = make()
         call()
         torch.cuda.synchronize()
-    except Exception as error:  # what torch has of this is private to it, and not on all machines
+    except Exception as error:  # torch's version is private, and not on all machines
         print(f"{what} does not work here: {error!r:.200}", flush=True)
         return {}
     return {"torch": call}
@@ -196,7 +196,7 @@ def moved_bytes(name: str, args: argparse.Namespace, m: int) -> float:
 
 
 def operator(name: str, given: Operands, fused: bool | None = None) -> Callable[[], torch.Tensor]:
-    """The call as users make it: the operator chooses whether it is fused; or it is told so."""
+    """The call as users make it: the operator chooses whether to fuse, or `fused` decides."""
     from tilescale_net import ops
 
     return lambda: getattr(ops, name)(given.x, given.w, fused=fused, **given.scales)
@@ -239,7 +239,7 @@ def run(
         raise_if_wrong(f"{name}, m {m}", these.wrong())
         times = medians(slowest)
         flops = 2 * m * args.k * args.n
-        # Of the communication, what the GEMM does not hide; and max(FLOPs, bytes) of what any way has to do.
+        # Communication that the GEMM does not hide; and the bound of any way, max(FLOPs, bytes).
         exposed = max(0.0, times["ours"] - times["matmul"])
         bound = max(flops / peak_flops(args) * 1e6, moved_bytes(name, args, m) / args.link / 1e3)
         row = {"m": m, "tile": "x".join(map(str, these.op.tiling.tile)), "blocks": these.op.blocks, "exposed": exposed}
@@ -251,9 +251,9 @@ def run(
 
 
 def difference(found: Any, wanted: Any, what: str, rounding: float = 0.02) -> str | None:
-    """What is wrong with a result, next to torch's in float32; None where it is within rounding. `rounding`: of an
-    element, and of the mean of all. Tensor cores cut off what they add up of 8 bits, and torch's GEMM with fast
-    accumulation, to which they are compared elsewhere, does so too; next to exact sums they need twice as much."""
+    """The error of a result against torch's in float32; None within rounding. `rounding`: of an element, and of the
+    mean of all. Tensor cores truncate 8-bit accumulation, as torch's GEMM with fast accumulation, the usual reference,
+    does too; against exact sums they need twice the tolerance."""
     error = (found.float() - wanted.float()).abs()
     limit = rounding * (wanted.float().abs() + wanted.float().abs().mean())
     count = int((~(error <= limit)).sum())

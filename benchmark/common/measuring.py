@@ -1,7 +1,7 @@
-"""What makes a figure: timing of device operations, statistics, and the proof that what was timed delivered its data.
+"""Timing of device operations, statistics, and verification of the timed operations' data.
 
-A launch from Python costs about 5 us, more than a small copy takes; `graph` leaves 0.8 us of it, `loop` nothing. What is
-compared must be timed in the same way. In the simulator the wall clock is read; such times show order and nothing else.
+A launch from Python costs about 5 us, more than a small copy takes; `graph` leaves 0.8 us of it, `loop` nothing.
+Compare only figures of one timing. In the simulator times come from the wall clock and show only order.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def gather(value: Any) -> list[Any]:
 
 
 def slowest_ranks(samples: dict[Key, list[float]]) -> dict[Key, list[float]]:
-    """Of each name, the samples of the rank with the highest median. Collective."""
+    """For each name, the samples of the rank with the highest median. Collective."""
     everyone = gather(samples)
     return {key: max((s[key] for s in everyone), key=median) for key in samples}
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
-GUARD = 256  # bytes behind the destination that must stay as they are
+GUARD = 256  # bytes behind the destination that must stay unchanged
 POISON = 0xA5
 
 
 def raise_if_wrong(what: str, complaint: str | None) -> None:
-    """Raise WrongData on all ranks when one of them has a complaint about `what`. Collective."""
+    """Raise WrongData on all ranks if one of them has an error of `what`. Collective."""
     for rank, text in enumerate(gather(complaint)):
         if text:
             raise WrongData(f"{what}: on rank {rank}, {text}")
@@ -99,7 +99,7 @@ def prepare(src: torch.Tensor, dst: torch.Tensor, count: int, seed: int) -> None
 
 
 def difference(dst: torch.Tensor, count: int, seed: int) -> str | None:
-    """What is wrong with `dst` after `count` bytes of this seed's data were copied to it; None when nothing is."""
+    """The error of `dst` after a copy of `count` bytes of this seed's data; None without one."""
     expected = random_bytes(count, seed, dst.device)
     if not torch.equal(dst[:count], expected):
         wrong = (dst[:count] != expected).nonzero().flatten()
@@ -118,7 +118,7 @@ SIMULATED = "simulated: times mean nothing but order"
 
 
 def in_turn(samplers: Mapping[Key, Callable[[], float]], warmup: int, repeat: int) -> dict[Key, list[float]]:
-    """Samples of several things by turns, so that a clock that changes changes for all; the first turns do not count."""
+    """Samples of several operations in turn, so that clock changes affect all; the first turns do not count."""
     samples: dict[Key, list[float]] = {key: [] for key in samplers}
     for turn in range(warmup + repeat):
         for key, sample in samplers.items():
@@ -129,8 +129,8 @@ def in_turn(samplers: Mapping[Key, Callable[[], float]], warmup: int, repeat: in
 
 
 def leave_default_stream(world: Any) -> None:
-    """Where data between nodes are staged, let what follows run on a stream of its own: on the default one each launch waits
-    for its kernel, as `CudaKernel._supervised` has it."""
+    """If data between nodes are staged, run the block on another stream: on the default one each launch waits for its
+    kernel, see `CudaKernel._supervised`."""
     if world.proxy is not None and world.device_kind == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())
 
@@ -143,8 +143,8 @@ def wall_us(call: Callable[[], object]) -> float:
 
 
 def host_and_wall(call: Callable[[], object], times: int) -> tuple[float, float]:
-    """Microseconds of one of so many calls in a row, which all ranks make at once: until the last has returned, and until
-    what they started has ended. Collective."""
+    """Microseconds per call of a row of calls, which all ranks make at once: until the last has returned, and until
+    their work has ended. Collective."""
     tsn.synchronize()
     tsn.barrier()
     start = time.perf_counter()
@@ -157,7 +157,7 @@ def host_and_wall(call: Callable[[], object], times: int) -> tuple[float, float]
 
 
 def device_us(launch: Callable[[], object], on_gpu: bool = True) -> float:
-    """Microseconds of what `launch` starts: between two events on a GPU, else of the host's clock."""
+    """Microseconds of the work of `launch`: between two events on a GPU, else of the host's clock."""
     if not on_gpu:
         return wall_us(launch)
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -169,7 +169,7 @@ def device_us(launch: Callable[[], object], on_gpu: bool = True) -> float:
 
 
 def captured(call: Callable[[], object], times: int, stream: Any = None) -> Callable[[], None]:
-    """The replay of a CUDA graph that makes the call that often; the call has been made before."""
+    """The replay of a CUDA graph with this number of calls; the call has been made before."""
     graph = torch.cuda.CUDAGraph()
     # Other threads (NVSHMEM's, a proxy's) may use CUDA meanwhile without breaking the capture.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -179,7 +179,7 @@ def captured(call: Callable[[], object], times: int, stream: Any = None) -> Call
 
 
 def repeated(call: Callable[[], object]) -> Callable[[int], None]:
-    """What makes the call that often."""
+    """A function that repeats the call."""
 
     def launch(times: int) -> None:
         for _ in range(times):
@@ -189,7 +189,7 @@ def repeated(call: Callable[[], object]) -> Callable[[int], None]:
 
 
 def start_together(on_gpu: bool) -> Callable[[], None]:
-    """Launches a barrier of all ranks on a GPU; hosts leave theirs too far apart for small kernels."""
+    """Launches a barrier of all ranks on a GPU; hosts leave a host barrier too far apart for small kernels."""
     return p2p.meet() if on_gpu else lambda: None
 
 
@@ -215,7 +215,7 @@ class Timer:
         return cls(args.timing, args.warmup, args.repeat, on_gpu)
 
     def label(self, batch: int = 20) -> str:
-        """How the times came about, for the report's header."""
+        """Description of the timing, for the report's header."""
         if not self.on_gpu:
             return f"wall clock, median of {self.repeat}; {SIMULATED}"
         ways = dict(zip(TIMINGS, ("launches from Python", "kernels in a CUDA graph", "turns of a loop in the kernel")))
@@ -236,7 +236,7 @@ class Timer:
         together: Callable[[], None] = lambda: None,
         plain: Set[str] = frozenset(),
     ) -> dict[str, list[float]]:
-        """As `measure`, for several operations by turns; by name. `plain`: calls that are launched from Python, because
+        """As `measure`, for several operations in turn; by name. `plain`: calls that are launched from Python, because
         they cannot be captured."""
         if not self.on_gpu:
             walls = {name: partial(wall_us, partial(launch, 1)) for name, launch in launches.items()}
@@ -248,7 +248,7 @@ class Timer:
                 runs[name]()
 
         def sample(run: Callable[[], None]) -> float:
-            run()  # keeps the device busy until the timed run is in its queue: the host's delay is not part of it
+            run()  # keeps the device busy until the timed run is queued, which excludes the host's delay
             together()
             return device_us(run) / batch
 
@@ -274,7 +274,7 @@ class Timer:
 
 class DeviceTimer:
     """Times calls that all ranks make together, each with cold caches. `defaults`: warmup and repeat on a GPU, where
-    the user gives none."""
+    default."""
 
     def __init__(self, args: argparse.Namespace, on_gpu: bool, defaults: tuple[int, int]) -> None:
         warmup, repeat = defaults if on_gpu else IN_SIMULATOR
@@ -285,7 +285,7 @@ class DeviceTimer:
             self._flush = torch.empty(256 << 20, dtype=torch.uint8, device=tsn.device())
 
     def label(self) -> str:
-        """How the times came about, for the report's header."""
+        """Description of the timing, for the report's header."""
         return f"median of {self.repeat}" + ("" if self.on_gpu else f"; {SIMULATED}")
 
     def kernel(self, call: Callable[..., Any], prepare: Callable[[], Any] = lambda: None) -> list[float]:
@@ -295,7 +295,7 @@ class DeviceTimer:
 
         def sample() -> float:
             given = prepare()
-            # Cold caches, a device that is busy until the host has launched what follows, ranks that start together.
+            # Cold caches, a device busy until the host has launched the call, ranks that start together.
             self._flush.zero_()
             torch.cuda._sleep(1_500_000)
             self._meet()

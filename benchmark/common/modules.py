@@ -1,4 +1,4 @@
-"""Modules that take seconds to import, loaded when they are first used: wrong arguments are reported before that."""
+"""Slow modules, loaded on first use, after wrong arguments are reported."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

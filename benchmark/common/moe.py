@@ -1,5 +1,4 @@
-"""Mixture of experts: flags, data that every rank can make for every rank, their check, and what our kernels are compared
-with."""
+"""Mixture of experts: flags, data that every rank can make for every rank, their check, and peers of our kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from benchmark.common.modules import dist, moe, row_ops, torch
 from benchmark.common.peers import nccl_over_nodes
 from benchmark.common.report import Report, WrongData, world_size
 
-# (warmup, repeat) of kernels on a GPU; and the shapes where the user gives none: tokens of a rank by mode, ….
+# (warmup, repeat) of kernels on a GPU; and default shapes: tokens of a rank by mode, ….
 TIMING = (10, 30)
 ON_GPU = {"throughput": 4096, "latency": 128, "hidden": 7168, "topk": 8, "experts": 256}
 SIMULATED = {"throughput": 32, "latency": 16, "hidden": 512, "topk": 4, "experts": 16}
@@ -61,7 +60,7 @@ class LayerParser(BenchmarkParser):
     Args:
         shape: defaults of tokens, hidden, inner, experts and topk.
         blocks: on a GPU.
-        texts: help by flag, of those that a benchmark says in words of its own.
+        texts: help by flag, of flags that a benchmark words differently.
     """
 
     def __init__(
@@ -82,14 +81,14 @@ class LayerParser(BenchmarkParser):
 
 
 def check_experts(parser: BenchmarkParser, args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments; exits with 2 where ranks would have unequal numbers of experts."""
+    """The arguments; exits with 2 if ranks would have unequal numbers of experts."""
     if args.experts % world_size():
         parser.error(f"--experts is {args.experts}; it must be a multiple of the {world_size()} ranks")
     return args
 
 
 def begin_layers(args: argparse.Namespace, report: Report, heap: int, what: str, batch: int) -> Timer:
-    """Join the world with room for `heap` bytes, and the timer of a layer's benchmark. `what`: the report's words behind
+    """Join the world with room for `heap` bytes, and the timer of a layer's benchmark. `what`: the report's text behind
     the shape. `batch`: see `Timer.label`. Collective."""
     timer = Timer.of(args, tsn.init(heap + (64 << 20)).device_kind == "cuda")
     shape = f"hidden {args.hidden}, inner {args.inner}, top {args.topk} of {args.experts} experts"
@@ -210,7 +209,7 @@ def check_dispatch(received: Any, everyone: list[Inputs], experts: int, rank: in
 
 
 def returned_rows(received: Any) -> torch.Tensor:
-    """What experts send back that return what they get: `received.x`, in bfloat16."""
+    """The rows of experts that return their input: `received.x`, in bfloat16."""
     flat = received.x.reshape(-1, received.x.shape[-1])
     rows = torch.zeros(received.x.shape, dtype=torch.bfloat16, device=received.x.device)
     for begin in range(0, len(flat), 4096):
@@ -232,7 +231,7 @@ def check_combine(
     rank: int,
     nodes: int | tuple[int, ...],
 ) -> None:
-    """Raise WrongData unless `out` is what combine makes of experts that return what they get. `rows`: of this rank,
+    """Raise WrongData unless `out` is the combine of experts that return their input. `rows`: of this rank,
     [tokens, hidden], as the experts returned them (bfloat16). `nodes`: `AllToAll.sums_over`."""
     local, parts = experts // ranks, []
     for host in range(ranks):
@@ -245,7 +244,7 @@ def check_combine(
 
 class Exchange:
     """An AllToAll with this rank's inputs, whose dispatch and combine have been verified; and calls of it. Collective.
-    `everyone`: all ranks' inputs. `back`: dtype of rows on their way back."""
+    `everyone`: all ranks' inputs. `back`: dtype of returned rows."""
 
     def __init__(
         self,
@@ -292,7 +291,7 @@ class Exchange:
         return self.combine(self.dispatch().handle)
 
     def handle_of_dispatch(self) -> Any:
-        """For the combine of latency mode, which takes the handle of the dispatch before it."""
+        """For the combine of latency mode, which takes the previous dispatch's handle."""
         return self.dispatch().handle
 
     def close(self) -> None:
@@ -332,7 +331,7 @@ class Nccl:
 
 class DeepEP:
     """DeepEP in its normal mode with a cached layout, or in its low-latency mode over NVLink. Raises the package's
-    exceptions when it cannot run here."""
+    exceptions if it cannot run here."""
 
     name = "DeepEP"
 

@@ -1,6 +1,6 @@
-"""Other implementations of all-reduce, each a column where its package is installed and skipped by name where it is not.
+"""Other implementations of all-reduce, each a column if its package is installed, else skipped by name.
 
-FlashInfer's kernels are called as its own tests do; all of them in CUDA graphs, with what they found compared as for ours.
+FlashInfer's kernels are called as in its own tests; all of them in CUDA graphs, with results compared like ours.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from benchmark.common.modules import dist, symmetric_memory, torch
 
 HIDDEN = 8192  # elements of a token, of kernels that take tokens
 MOST_TOKENS = 2048
-ONE_SHOT_BYTES = 64 << 20  # of all ranks together: what FlashInfer's one-shot kernel takes
+ONE_SHOT_BYTES = 64 << 20  # of all ranks together: limit of FlashInfer's one-shot kernel
 TORCH_ONE_SHOT_BYTES = 4 << 20
-VLLM_BLOCKS = 36  # the most that it takes
+VLLM_BLOCKS = 36  # its limit
 
 
 class Unsuitable(Exception):
-    """An implementation does not take this call; says why."""
+    """An implementation does not take this call; with the reason."""
 
 
 class Operands(NamedTuple):
@@ -35,7 +35,7 @@ class Operands(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What makes one call, and the tensors that it reads and writes instead of the operands `x` and `out`."""
+    """The function of one call, and the tensors that it uses instead of the operands `x` and `out`."""
 
     run: Callable[[], object]
     x: Any = None
@@ -44,7 +44,7 @@ class Made(NamedTuple):
 
 class Peer(NamedTuple):
     """An implementation. `key`: of its column. title: its name. `make`: of the operands; collective. Raises ImportError
-    where it is not installed, Unsuitable where it does not take this call."""
+    if it is not installed, Unsuitable if it does not take this call."""
 
     key: str
     title: str
@@ -79,7 +79,7 @@ def _nccl_registered(call: Operands) -> Made:
         mine = torch.empty_like(call.x)
     dist.all_reduce(call.out, group=call.group)  # there is a communicator from the first call on
     backend.register_mem_pool(pool, symm=True)
-    # Graphs may hold its tensors. It is never freed: at the end of the process it would look for a communicator that is gone.
+    # Graphs may hold its tensors. It is never freed: at the end of the process it would use a destroyed communicator.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
     return Made(lambda: dist.all_reduce(mine, group=call.group), mine, mine)
 
@@ -181,9 +181,9 @@ ALL_REDUCE_FP8 = Peer("flashinfer_fp8_us", "FlashInfer FP8", _flashinfer_fp8)
 
 
 def nccl_over_nodes() -> str:
-    """Have NCCL take the nodes of one host for hosts, which it joins by its sockets, as ours are joined by the fabric.
-    To be called before NCCL's first communicator. Settings of the user's count. Returns what reports say of it behind
-    NCCL's version; empty on one node, and where nodes are hosts."""
+    """Make NCCL treat the nodes of one host as hosts, which it connects by sockets, as the fabric connects ours. Call
+    it before NCCL's first communicator. The user's settings take precedence. Returns text for reports behind NCCL's
+    version; empty on one node, and if nodes are hosts."""
     topology = tsn.world().topology
     if topology.nodes == 1 or not topology.single_host:
         return ""
@@ -196,7 +196,7 @@ def nccl_over_nodes() -> str:
 
 
 def nccl_version() -> str:
-    """Of the library that is loaded, which need not be the one that torch was built with."""
+    """Version of the loaded library, which may differ from the one that torch was built with."""
     try:
         found = ctypes.c_int()
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
@@ -207,11 +207,11 @@ def nccl_version() -> str:
 
 
 def made(peer: Peer, operands: Any) -> Made | str:
-    """`peer.make`, or in one line why it cannot be made on some rank. Collective."""
+    """`peer.make`, or in one line the reason why some rank cannot make it. Collective."""
     found, error = None, None
     try:
         found = peer.make(operands)
-    except Exception as err:  # what a package of others raises
+    except Exception as err:  # any exception of another package
         error = (str(err) or type(err).__name__).splitlines()[0][:120]
     errors: Sequence[str] = [told for told in gather(error) if told]
     if errors or found is None:

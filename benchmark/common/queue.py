@@ -1,4 +1,4 @@
-"""The device queue alone: a kernel that exercises it, and proxies of a benchmark's own that serve nothing else."""
+"""The device queue alone: a kernel that exercises it, and proxies that serve only the benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with open(os.path.join(os.path.dirname(__file__), "queue_probes.h")) as _file:
 
 
 class Probe(IntEnum):
-    """What a launch does, `turns` times; the same as tsn::probe::Kind."""
+    """Operation of a launch, repeated `turns` times; the same as tsn::probe::Kind."""
 
     PUSH = 0  # puts behind one fence
     PUSH_PUBLISHED = 1  # puts that publish a payload each
@@ -45,11 +45,11 @@ def probe() -> Any:
     Args:
         kind: a Probe.
         payload: address of the data, of which each thread takes `bytes` bytes, a multiple of 8.
-        out, into: addresses of words, see Probe; 0 where they are not used.
+        out, into: addresses of words, see Probe; 0 if unused.
         pes: blocks push to PEs 1 ... pes in turn.
         first: flags and signals take the values first + 1 ... first + turns.
         lanes, warps, blocks: the first `lanes` lanes of the first `warps` warps of each block take part.
-        only: the one block that takes part, the others leave at once; negative: all do.
+        only: the one block that takes part; negative: all do.
     """
 
     @T.prim_func
@@ -82,7 +82,7 @@ def probe() -> Any:
 
 
 class QueueBench:
-    """Two heaps, and proxies between them that start from nothing each time."""
+    """Two heaps, and proxies between them that start afresh each time."""
 
     HEAP = 2 << 20
 
@@ -186,7 +186,7 @@ class ProxyUnderTest:
         blocks: int = 1,
         only: int = -1,
     ) -> float:
-        """Microseconds of one launch of `kind`, a Probe. Raises what kernel or proxy met."""
+        """Microseconds of one launch of `kind`, a Probe. Raises errors of kernel or proxy."""
         from tilescale_net import errors
 
         kernel = probe()
@@ -200,7 +200,7 @@ class ProxyUnderTest:
         return spent
 
     def drain(self, pes: int = 1) -> None:
-        """Wait until the proxy has done everything that was pushed to PEs 1 ... pes."""
+        """Wait until the proxy has completed all pushes to PEs 1 ... pes."""
 
         self.run(Probe.QUEUE_TRIP, 1, pes=pes, blocks=pes)
 
@@ -219,7 +219,7 @@ class ProxyUnderTest:
 # Blocks, warps of a block, lanes of a warp that push, queues.
 GEOMETRIES = [(1, 1, 1, 1), (1, 1, 8, 1), (1, 1, 32, 1), (1, 4, 32, 1), (4, 1, 32, 1), (2, 1, 32, 2), (4, 1, 32, 4)]
 PLACES = (16, 2)  # SMs that a single thread is tried on: on a GPU, in the simulator
-STAGE_BYTES = 256  # more than travels inside a message
+STAGE_BYTES = 256  # larger than data inside messages
 
 
 def _push_rate(
@@ -284,7 +284,7 @@ def places(report: Report, bench: QueueBench, args: argparse.Namespace) -> None:
 
 
 def round_trips(report: Report, bench: QueueBench, args: argparse.Namespace) -> dict[str, float]:
-    """The table of round trips; what the stages need of it."""
+    """The table of round trips; returns the figures for the stages."""
     columns = [us("released", "bare flag, release"), us("flag", "bare flag, relaxed"), us("queue", "queue")]
     columns += [us("queue_p99", "p99", plotted=False)]
     columns += [Column("released_ratio", "x release", ".3f"), Column("ratio", "x relaxed", ".3f")]
@@ -351,7 +351,7 @@ def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> lis
 
 
 def stages(report: Report, bench: QueueBench, trip: dict[str, float], args: argparse.Namespace) -> None:
-    """Each stage of a put_signal on its way, measured alone, and all of them together."""
+    """Each stage of a put_signal, measured alone, and all of them together."""
     from tilescale_net.runtime import settings
 
     table = report.table("stages", [Column("stage", "Stage")], [us("us", "Time"), Column("how", "Measured as")])
@@ -379,7 +379,7 @@ def stages(report: Report, bench: QueueBench, trip: dict[str, float], args: argp
         proxy = proxies.stats()
     fence, push = alone[Probe.FENCE], alone[Probe.PUSH]
     parts = [median(fence), median(push), trip["flag"] / 2, proxy["pop_us_mean"], proxy["post_us_mean"], median(bare)]
-    rest = median(total) - sum(parts)  # a difference of medians: noise can be larger than what is left
+    rest = median(total) - sum(parts)  # a difference of medians: noise can exceed it
     rows: list[tuple[str, float | None, str, list[float]]] = [
         ("fence", parts[0], "device: payload written, system-scope fence", fence),
         ("push", parts[1], "device: one thread, behind one fence", push),

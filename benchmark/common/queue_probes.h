@@ -1,5 +1,5 @@
-// What benchmark/device_queue.py runs on the device: the queue's functions in loops, and the least that could do the
-// same. Included into the kernel of benchmark/common/queue.py; addresses arrive as integers.
+// Device code of benchmark/device_queue.py: the queue's functions in loops, and the minimum that could do the same.
+// Included into the kernel of benchmark/common/queue.py; addresses arrive as integers.
 
 namespace tsn {
 namespace probe {
@@ -61,7 +61,7 @@ TSN_DEVICE void push(const Arguments& a) {
   }
 }
 
-// What the publication of a payload costs by itself.
+// The cost of publishing a payload alone.
 TSN_DEVICE void fences(const Arguments& a) {
   for (int i = 0; i < a.turns; i++) {
     write_payload(a.payload, uint64_t(i));

@@ -1,4 +1,5 @@
-"""The results of a run: tables in the terminal, the JSON file, ratios to an earlier file, and what figures depend on."""
+"""The results of a run: tables in the terminal, the JSON file, ratios to an earlier file, and the environment of the
+figures."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Column:
         key: name of the value in a row and in the JSON file.
         title: its name, without its unit.
         format: format specification for numbers, such as `,d`; without one, four significant digits. Text is shown as it is.
-        better: `higher` or `lower` where one of them is; such columns get a ratio under `--baseline` and are plotted.
+        better: `higher` or `lower`, if either is; such columns get a ratio under `--baseline` and are plotted.
         series: name in a plot's legend; the title when empty.
         unit: such as `GB/s`, `us`; shown in the heading, and columns of one unit share an axis of a plot.
         plotted: False keeps the column out of plots.
@@ -78,8 +79,8 @@ class Table:
 
     Attributes:
         name: identifies the table in the JSON file; shown as a heading when a report has several tables.
-        keys: columns that say what was measured (size, threads, …).
-        columns: columns that say what came out.
+        keys: columns of the measured case (size, threads, …).
+        columns: columns of results.
         notes: lines shown below the table.
         on_row: called with the table and each row that is added.
         plotted: False keeps the table out of plots.
@@ -117,7 +118,7 @@ class Table:
 
 class Layout:
     """Widths and sides of columns: as wide as headings and cells, numbers to the right. `columns`: shown, in order.
-    `rows`: that the widths are taken from; wider cells that come later move their line. `least`: of every column's
+    `rows`: that determine the widths; wider cells that come later move their line. `least`: of every column's
     width."""
 
     def __init__(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], least: int = 3) -> None:
@@ -142,7 +143,7 @@ class Layout:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Iterable[Any]], words: int = 1) -> str:
-    """A table of a page; its first `words` columns are aligned as words are, the others as numbers."""
+    """A table of a page; its first `words` columns are aligned as words, the others as numbers."""
     rule = ["---"] * words + ["--:"] * (len(head) - words)
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, rule, *lines])
 
@@ -170,7 +171,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def ratio(column: Column, new: float | None, old: float | None) -> float | None:
-    """How many times better `new` is than `old`: above 1 is better, in either direction; None when unknown."""
+    """How many times better `new` is than `old`: above 1 is better, in either direction; None if unknown."""
     if new is None or old is None or isinstance(new, str) or isinstance(old, str):
         return None
     above, below = (new, old) if column.better == "higher" else (old, new)
@@ -225,7 +226,7 @@ def world_size() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that prints and writes files."""
+    """Whether this process prints and writes files."""
     return rank() == 0
 
 
@@ -289,7 +290,7 @@ def environment() -> dict[str, str]:
 
 
 class WrongData(RuntimeError):
-    """What was measured did not deliver what was sent."""
+    """The measured operation delivered wrong data."""
 
 
 Item = TypeVar("Item")
@@ -299,7 +300,7 @@ _LIVE_INTERVAL = 0.1
 
 def progress(items: Iterable[Item], label: str, show: Callable[[Any], str] = str, stream: Any = None) -> Iterator[Item]:
     """Yield `items`, reporting on rank 0's stderr how far the run is. A run that ends within the first interval prints
-    nothing where stderr is no terminal. `label`: what an item is, such as `sizes`. `show`: turns an item into text.
+    nothing where stderr is no terminal. `label`: name of the items, such as `sizes`. `show`: turns an item into text.
     `stream`: stderr when None."""
     stream = stream or sys.stderr
     items = list(items)
@@ -330,8 +331,8 @@ class Report:
         args: from `BenchmarkParser.parse_args`; a baseline of another benchmark ends the process with exit code 2.
 
     Attributes:
-        environment: shown as the header, before the first row; add what is the benchmark's own, such as the provider.
-            What is added later is shown at the end.
+        environment: shown as the header, before the first row; add the benchmark's own facts, such as the provider.
+            Later additions are shown at the end.
         notes: lines shown at the end, below all tables.
     """
 
@@ -381,7 +382,8 @@ class Report:
             self._write_plot(self.args.plot)
 
     def nothing(self, reason: str) -> NoReturn:
-        """Say why nothing can be measured here, write an empty `--json`, and end with exit code 3. On all ranks."""
+        """Print the reason why nothing can be measured here, write an empty `--json`, and end with exit code 3. On all
+        ranks."""
         if is_rank_zero():
             print(f"{self.name}: not measured; {reason}", flush=True)
             self.notes.append(f"not measured; {reason}")
@@ -453,7 +455,7 @@ class Report:
         sys.excepthook = hook
 
     def content(self) -> dict[str, Any]:
-        """What `--json` writes: environment, settings, and for every table its columns, rows and raw samples."""
+        """Contents of `--json`: environment, settings, and for every table its columns, rows and raw samples."""
         given = {k: v for k, v in vars(self.args).items() if k not in ("json", "plot", "baseline", "command")}
         return {
             "schema": SCHEMA,
@@ -528,7 +530,7 @@ def panels_of(table: Table, where: str) -> list[Panel]:
     varying = [c for c in table.keys if len({row[c.key] for row in table.rows}) > 1] or list(table.keys)[-1:]
     numeric = [c for c in varying if all(isinstance(row[c.key], (int, float)) for row in table.rows)]
     along = next((c for c in numeric if c.key == "bytes"), numeric[-1] if numeric else None)
-    if along and along.key != "bytes":  # where each line would be another row's, words are better
+    if along and along.key != "bytes":  # if each line would be another row's, words are better
         groups = {tuple(row[c.key] for c in varying if c is not along) for row in table.rows}
         along = None if len(groups) > MOST_LINES else along
     others = [c for c in varying if c is not along]

@@ -1,10 +1,10 @@
-"""All benchmarks that fit this machine, one after the other, and one Markdown page of what they found.
+"""All benchmarks that fit this machine, one after the other, and one Markdown page of their results.
 
 python -m tilescale_net bench --quick
 python -m tilescale_net bench --output report.md --only put_signal,all_gather
 
-The page is written after each benchmark, with its plots in a folder of the page's name: what ends the suite early
-(Ctrl-C, SIGTERM) leaves both as they are.
+The page is written after each benchmark, with its plots in a folder of the page's name: an early end of the suite
+(Ctrl-C, SIGTERM) leaves both complete up to then.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from tilescale_net.runtime import settings
 
 @dataclass
 class Result:
-    """What became of one benchmark. `content`: of its JSON file, None when it left none. `plot`: an SVG image.
-    `outcome`: why there are no results, or not all. `seconds`: that it took. `nodes`: VIRTUAL_NODES of the run."""
+    """Result of one benchmark. `content`: of its JSON file, None if it left none. `plot`: an SVG image. `outcome`: the
+    reason for no results, or not all. `seconds`: its time. `nodes`: VIRTUAL_NODES of the run."""
 
     name: str
     content: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class Result:
 
 
 def page(results: Sequence[Result], plots: str, title: str = "tilescale_net benchmarks") -> str:
-    """The page: what all runs have in common first, then one section a benchmark. `plots`: the folder of their images."""
+    """The page: the common environment first, then one section per benchmark. `plots`: the folder of their images."""
     environments = [r.content["environment"] for r in results if r.content and r.measured]
     common = (
         {k: v for k, v in environments[0].items() if all(e.get(k) == v for e in environments)} if environments else {}
@@ -109,8 +109,8 @@ TERM_TIMEOUT_S = 20  # for a benchmark to end by itself, after Ctrl-C
 @dataclass(frozen=True)
 class Entry:
     """A benchmark of the suite: a script with a line `BENCH = dict(…)` of literals, which are read without running it.
-    `name`: of the script. `ranks`: that it takes; 0 for all of the machine. `nodes`: VIRTUAL_NODES. `quick`: arguments
-    that make a run of seconds. `gpu`: needs a GPU."""
+    `name`: of the script. `ranks`: number of its ranks; 0 for all of the machine. `nodes`: VIRTUAL_NODES. `quick`:
+    arguments that make a run of seconds. `gpu`: needs a GPU."""
 
     name: str
     ranks: int = 2
@@ -169,7 +169,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run_all(chosen: Sequence[Entry], args: argparse.Namespace, gpus: int, results: list[Result]) -> int:
-    """Run each and put it on the page; 0, or the exit code of what ended this early. OSError when the page cannot be written."""
+    """Run each and put it on the page; 0, or the exit code of an early end. OSError if the page cannot be written."""
     ended = 0
     with tempfile.TemporaryDirectory() as work:
         for entry in chosen:
@@ -252,7 +252,7 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def outcome_of(entry: Entry, work: Path, code: int, seconds: float) -> Result:
-    """What a run left behind."""
+    """The result files of a run."""
     content, plot = None, None
     if (work / f"{entry.name}.json").exists():
         content = json.loads((work / f"{entry.name}.json").read_text())

@@ -11,7 +11,7 @@ from tilescale_net.kernels.sums import vector_of
 @tsn.jit(name="weighted_outputs")
 def weighted_outputs(n_pes: int, dtype: str, heads: int, dim: int, by_heads: bool, threads: int = 256) -> Any:
     """Kernel `(out, x, lse, lses)`: x [batch, heads, vectors, vector], times the weight of this rank by the lse of all
-    (float32 [n_pes, batch, heads]). `by_heads`: `out` is [heads, batch, …], as a reduce-scatter by heads takes it."""
+    (float32 [n_pes, batch, heads]). `by_heads`: `out` is [heads, batch, …], for a reduce-scatter by heads."""
     batch, vector = T.dynamic("batch", "int64"), vector_of(dtype)
     width = dim // vector
     shape = (heads, batch, width, vector) if by_heads else (batch, heads, width, vector)

@@ -41,7 +41,7 @@ def headers() -> str | None:
 
 
 def library() -> Any:
-    """The libnccl.so.2 of this process, whose functions the compiled library takes; None where there is none."""
+    """The libnccl.so.2 of this process, whose functions the compiled library uses; None if there is none."""
     try:
         return ctypes.CDLL("libnccl.so.2", mode=ctypes.RTLD_GLOBAL)
     except OSError:
@@ -49,7 +49,7 @@ def library() -> Any:
 
 
 def version() -> int:
-    """Of `library`, as major * 10000 + minor * 100 + patch; 0 where there is none."""
+    """Of `library`, as major * 10000 + minor * 100 + patch; 0 if there is none."""
     nccl, number = library(), ctypes.c_int()
     if nccl is not None:
         nccl.ncclGetVersion(ctypes.byref(number))
@@ -72,7 +72,7 @@ def build(include: str, compiler: str, arch: str) -> Path:
 
 
 def missing() -> str | None:
-    """What this machine lacks to run the GIN baseline, in one line; None when it can run."""
+    """The requirement of the GIN baseline that this machine lacks, in one line; None if it can run."""
     needs = {
         f"the headers of NCCL 2.32.3 or newer (the package {WHEELS[0]}, or NCCL_HOME)": headers,
         "libnccl.so.2 of 2.32.3 or newer in this process (LD_PRELOAD)": lambda: version() >= LEAST,
@@ -84,7 +84,7 @@ class Gin:
     """A communicator of NCCL with GIN among all ranks of the job; one per process, collective.
 
     Attributes:
-        version: of NCCL, and what carries GIN, such as "2.32.3, proxy".
+        version: of NCCL, and the carrier of GIN, such as "2.32.3, proxy".
 
     Raises:
         RuntimeError: it did not compile, or NCCL has no GIN between these ranks.

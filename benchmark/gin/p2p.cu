@@ -17,7 +17,7 @@ int gin_type;
 
 constexpr ncclGinSignal_t kSignal = 0;
 
-// `starts` sends first. `before`: how many signals have come in earlier launches.
+// `starts` sends first. `before`: number of signals of earlier launches.
 __global__ void ping_pong(ncclDevComm dev, ncclWindow_t dst, ncclWindow_t src, size_t bytes, uint64_t before, int pe,
                           int starts, int loops) {
   ncclGin gin(dev, 0);

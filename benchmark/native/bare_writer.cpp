@@ -1,4 +1,4 @@
-// A CPU that writes to a peer without queue, descriptors or ordering: the limit that a provider sets to the proxy.
+// A CPU that writes to a peer without queue, descriptors or ordering: the provider's limit of the proxy.
 //
 // It uses a Transport as the proxy does, with the same pieces and window, on the same memory: GPU memory that the
 // transport cannot reach goes through pinned slots. Two processes run it side by side: write() and finish() against
@@ -30,9 +30,9 @@ namespace {
 
 constexpr uint32_t kBlobMagic = 0x74736e62;
 
-// The way through pinned slots, for memory that the transport cannot reach: copied out of the source, written to the
-// slot of the same number at the peer, copied in there, and given back with a message. The least that a proxy with
-// staging (proxy/staging.h) can be compared with.
+// The path through pinned slots, for memory that the transport cannot reach: copied out of the source, written to the
+// slot of the same number at the peer, copied in there, and returned with a message. The minimum of a proxy with
+// staging (proxy/staging.h).
 class BareStaging {
 public:
   // `cuda`: memory at `base` is on GPU `device`, else the host's. Throws FabricError, CudaError.
@@ -41,12 +41,12 @@ public:
   Region receive_region() const { return receive_region_; }
   void set_peer(RemoteRegion slots) { remote_ = slots; }
 
-  // Begins to copy a piece out; false while no slot is free.
+  // Begins to copy a piece out; false if no slot is free.
   bool begin(uint64_t offset, uint64_t bytes);
   // Posts the pieces whose copies have ended, in order. `post` is called with the copy to post and does not fail.
   template <class PostWrite>
   void post_ready(int peer, uint64_t rails, PostWrite post);
-  // Slots of pieces on their way, until they have been given back.
+  // Slots of pieces in flight, until their return.
   uint64_t outstanding() const { return slots_ - free_.size(); }
   void given_back(uint32_t slot) { free_.push_back(slot); }
 
@@ -104,7 +104,7 @@ BareStaging::BareStaging(Transport* transport, uint64_t base, bool cuda, int dev
   send_region_ = transport->register_memory({send_.data(), send_.bytes(), Memory::host, 0});
   receive_region_ = transport->register_memory({receive_.data(), receive_.bytes(), Memory::host, 0});
   for (uint32_t i = slots; i > 0; i--) free_.push_back(i - 1);
-  std::memset(send_.data(), 0, send_.bytes()); // page faults belong to no measured time
+  std::memset(send_.data(), 0, send_.bytes()); // exclude page faults from measured times
   std::memset(receive_.data(), 0, receive_.bytes());
 }
 
@@ -150,8 +150,8 @@ struct BareWriterOptions {
   int device = 0;            // its number
   bool staged = false;       // go through pinned slots even where the transport reaches the memory
   uint64_t chunk_bytes = 1 << 20;
-  uint32_t window = 64;  // pieces on the way, over all rails
-  bool dedicated = true; // the thread has a core of its own: it never gives way while idle, see ProxyOptions
+  uint32_t window = 64;  // pieces in flight, over all rails
+  bool dedicated = true; // the thread has its own core: it never yields while idle, see ProxyOptions
   double timeout = 20;   // seconds without an event after which a call gives up
   TransportOptions transport;
 };
@@ -200,7 +200,7 @@ private:
   Region region_ = -1;
   std::vector<RemoteRegion> remote_;
   std::vector<Event> events_;
-  std::vector<uint64_t> out_; // bytes on the way, by rail
+  std::vector<uint64_t> out_; // bytes in flight, by rail
   uint64_t posted_ = 0, completed_ = 0;
   uint64_t immediates_ = 0, seen_ = 0; // arrived, and answered or taken as an answer
   uint32_t idle_ = 0;                  // polls without an event
@@ -219,7 +219,7 @@ BareWriter::BareWriter(const BareWriterOptions& options) : options_(options), ev
   if (!options_.base) {
     buffer_ = std::make_unique<Buffer>(options_.bytes);
     options_.base = reinterpret_cast<uint64_t>(buffer_->memory.data());
-    std::memset(buffer_->memory.data(), 1, options_.bytes); // page faults belong to no measured time
+    std::memset(buffer_->memory.data(), 1, options_.bytes); // exclude page faults from measured times
   }
   if (options_.staged || (options_.cuda && !transport_->properties().device_memory)) {
     staging_ = std::make_unique<BareStaging>(transport_.get(), options_.base, options_.cuda, options_.device,
@@ -233,12 +233,11 @@ BareWriter::BareWriter(const BareWriterOptions& options) : options_(options), ev
 }
 
 BareWriter::~BareWriter() {
-  // Take what is left in the completion queue: libfabric's efa polls it while it closes an endpoint, and has crashed
-  // there.
+  // Drain the completion queue: libfabric's efa polls it while it closes an endpoint, and has crashed there.
   try {
     for (int quiet = 0; quiet < 100;) quiet = transport_->poll(events_.data(), (int)events_.size()) ? 0 : quiet + 1;
   } catch (const FabricError&) {
-    // What failed was this writer's; nothing waits for it.
+    // The failed operation was this writer's; nothing waits for it.
   }
   transport_.reset();
 }
@@ -354,7 +353,7 @@ double BareWriter::exchange(int peer, uint64_t bytes, int count, bool first) {
   return seconds;
 }
 
-// To be called after polls without anything new: gives up when that has lasted too long.
+// Call it after polls without events: gives up after too long a silence.
 void BareWriter::check_timeout(uint64_t* since, const std::string& what) {
   const uint64_t now = now_ns();
   if (*since == 0) *since = now;
@@ -370,7 +369,7 @@ void BareWriter::post_staged(int peer) {
   });
 }
 
-// Notifies the peer that its piece is in place.
+// Notifies the peer that its piece has arrived.
 void BareWriter::return_slot(int peer, uint32_t slot) {
   uint64_t since = 0;
   while (transport_->post_message(0, peer, &slot, sizeof slot, kSilent) == Post::again)
@@ -397,7 +396,7 @@ double BareWriter::write_staged(int peer, uint64_t bytes, int count, bool blocki
   return (double)(now_ns() - start) * 1e-9;
 }
 
-// Copies in what has arrived, and gives slots back whose data are in place.
+// Copies arrived pieces in, and returns slots whose data are in place.
 void BareWriter::land(int peer) {
   for (uint32_t slot : arrivals_) staging_->arrived(slot);
   arrivals_.clear();
@@ -415,7 +414,7 @@ double BareWriter::exchange_staged(int peer, uint64_t bytes, int count, bool fir
     while (posted_ == before) post_staged(peer);
     since = 0;
   };
-  // The piece is in place, in the memory itself, before the answer leaves; its slot is given back after that.
+  // The piece is in the memory itself before the answer leaves; its slot is returned afterwards.
   uint32_t slot = 0;
   auto receive = [&] {
     while (arrivals_.empty()) poll() ? void(since = 0) : check_timeout(&since, silence);

@@ -234,7 +234,7 @@ private:
     result_.least_s_per_message = least_time_per_message(posted_, completed_) / ticks_per_second();
   }
 
-  // Posts one list, or what is left of it when the transport answered `again` in its middle before.
+  // Posts one list, or its rest after the transport answered `again` in its middle.
   void post_list() {
     const uint64_t now = stamps_ ? ticks() : 0;
     uint64_t left = o_.post_list - sent_ % o_.post_list;
@@ -481,7 +481,7 @@ public:
   }
 
 private:
-  // Makes ready for one message into the part that belongs to `turn`: as many receives as the window allows.
+  // Prepares one message into the part of `turn`: as many receives as the window allows.
   void expect(uint64_t turn) {
     incoming_ = part_ * (1 + turn % 2);
     posted_ = received_ = stored_ = 0;
@@ -512,7 +512,7 @@ private:
         while (loading < chunks_ && staging_->begin(true, from + loading * chunk_, lengths[loading], loading))
           ++loading;
       while (posted < chunks_ && posted - sent_ < window_ && (!staged_ || ready_[posted])) {
-        // What the transport copies at once needs no completion.
+        // Data that the transport copies at once need no completion.
         const bool copied = !o_.device_address && lengths[posted] <= copied_bytes_;
         const Post post = transport_.post_send(0, peer_, session_.region(), from + posted * chunk_, lengths[posted],
                                                copied ? kSilent : posted);
@@ -525,7 +525,7 @@ private:
     }
   }
 
-  // One look at everything that may have happened.
+  // Polls everything once.
   void step() {
     Event events[32];
     const int n = session_.poll(events, 32, "exchanging messages", peer_);
@@ -595,9 +595,9 @@ private:
   uint64_t sent_ = 0;
   std::vector<uint64_t> whole_;   // lengths of the chunks of a message
   std::vector<uint64_t> lengths_; // of received chunks, by slot
-  std::vector<uint64_t> echo_;    // of those on their way back
-  std::vector<uint64_t> stores_;  // chunks received and not yet on their way to the GPU
-  std::vector<bool> ready_;       // chunks copied to the host and ready to be sent
+  std::vector<uint64_t> echo_;    // of chunks in flight back
+  std::vector<uint64_t> stores_;  // chunks received and not yet being copied to the GPU
+  std::vector<bool> ready_;       // chunks copied to the host, ready to send
   std::vector<CopyStreams::Done> copies_;
 };
 

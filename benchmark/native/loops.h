@@ -1,6 +1,6 @@
-// What the fabric benchmarks share: a transport with a data buffer, a meeting point with each peer, and waits that end;
-// and the timed loops of two processes over one session each: bandwidth by perftest's definitions, and a two-sided
-// ping-pong.
+// Shared parts of the fabric benchmarks: a transport with a data buffer, a meeting point with each peer, and bounded
+// waits; and the timed loops of two processes over one session each: bandwidth by perftest's definitions, and a
+// two-sided ping-pong.
 //
 // Peers meet by writing sequence numbers into each other's control page, so that no process needs to leave its polling
 // loop: a target must poll for the initiator's writes to finish.
