@@ -32,7 +32,7 @@ case "$root" in *:*) say "$root has ':' in its name, which neither PYTHONPATH no
 extras=()
 case "$1" in pytest | --setup-only) extras=(test) ;; esac
 
-# The suffix of extension modules and then what the interpreter lacks, by line, in $answer; fails when it does not start.
+# The suffix of extension modules, then the interpreter's missing packages, by line, in $answer; fails if it does not start.
 ask() { answer=$("$1" "$root/tilescale_net/launch/set_up.py" check "${@:2}" 2>/dev/null); }
 lacking() { tail -n +2 <<<"$answer" | paste -sd' '; }
 complete() { ask "$@" && [ -z "$(lacking)" ]; }
@@ -57,7 +57,7 @@ reject_pythons() {
   done
 }
 
-# Runs a command, with a line every 15 s: what it does, for how long, and how large a folder has become, if one is named.
+# Runs a command, with a line every 15 s: its action, its time, and the size of a folder, if one is named.
 patiently() {
   local what=$1 folder=$2 begin=$SECONDS ticker status=0
   shift 2
@@ -74,7 +74,7 @@ patiently() {
   return $status
 }
 
-# Makes the virtual environment if there is none and installs what pyproject.toml lists; fails without a word of its own.
+# Makes the virtual environment if there is none and installs the packages of pyproject.toml; fails silently.
 install() {
   local wanted lacks all=(bench "${extras[@]}")
   if [ ! -x "$venv/bin/python" ]; then
@@ -111,7 +111,7 @@ set_up() {
     { say "python3 is missing or older than 3.10; install python3, or name another interpreter in TSN_PYTHON"; exit 1; }
   # What could not run is reported before minutes are spent on it.
   case "${arguments[0]}" in pytest | --setup-only) ;; *) python3 "$root/tilescale_net/launch" --check "${arguments[@]}" || exit ;; esac
-  # What the system lacks is reported, and fetched, before the minutes that packages take.
+  # Missing system packages are reported, and fetched, before the minutes of pip.
   if [ "${TSN_BUILD:-1}" != 0 ]; then
     ask python3
     if stale; then needs+=(headers); fi
@@ -135,7 +135,7 @@ set_up() {
   exit 1
 }
 
-# Gets what the system lacks of compiler headers and venv, or prints what is missing and fails.
+# Gets missing compiler headers and venv, or prints the missing ones and fails.
 prepare() { patiently "looking for what the system lacks" "" "$1" "$root/tilescale_net/launch/set_up.py" prepare "${@:2}"; }
 
 extensions=(tilescale_net/_native tilescale_net/_simulator) instruments=()
@@ -143,7 +143,7 @@ if [ -d "$root/benchmark/native" ]; then
   extensions+=(benchmark/instruments) instruments=("$root/benchmark/native")
 fi
 
-# True when an extension is missing, older than what it is made of, or without a fabric that it could have now.
+# True if an extension is missing, older than its sources, or without a fabric that it could have now.
 stale() {
   local library
   for library in "${extensions[@]}"; do
@@ -195,7 +195,7 @@ if [ "$1" = --setup-only ]; then
   exit 0
 fi
 
-# Without a device, EFA's provider runs over what tests/efa/build.sh has built.
+# Without a device, EFA's provider runs over the build of tests/efa/build.sh.
 standin=$root/build/efa/libfabric-efa.so
 case "${TSN_PROVIDER:-}" in
   efa | efa-direct)

@@ -3,7 +3,7 @@
 
 `python setup.py build_ext --inplace` is enough to use a checkout. Neither part needs CUDA or a GPU to build;
 libfabric's headers are read from the system, from CPATH, from TSN_LIBFABRIC_INCLUDE or from build/system, and the library
-is opened at run time. Without these headers the fabric is left out: one node works, and what would cross nodes raises
+is opened at run time. Without these headers the fabric is left out: one node works, and calls across nodes raise
 an error.
 """
 
@@ -62,7 +62,7 @@ def with_joined_bindings(ext):
         joined.append(os.path.join("build", f"{ext.name.split('.')[-1]}_bindings_{part}.cpp"))
         with open(joined[-1], "w", encoding="utf-8") as file:
             file.writelines(f'#include "{path}"\n' for path in bindings[part::parts])
-        # As old as what it includes: else the extension would be compiled again each time.
+        # As old as its includes: else the extension would be compiled again each time.
         newest = max(map(os.path.getmtime, bindings[part::parts]))
         os.utime(joined[-1], (newest, newest))
     ext.sources = joined + alone
@@ -164,7 +164,7 @@ class BuildNative(build_ext):
                 precompiled.append(self._precompiled_headers(cxx))
             kwargs["extra_postargs"] = [*(extra_postargs or []), *precompiled[0]]
             # The longest first, so that no processor is left with one of them at the end; the joined files are short
-            # themselves, and what they include takes longest of all.
+            # themselves, and their includes take longest of all.
             missing = [f for f in files if f not in compiled]
             order = sorted(missing, key=lambda f: (f.startswith("build"), os.path.getsize(f)), reverse=True)
             with ThreadPoolExecutor(workers) as pool:

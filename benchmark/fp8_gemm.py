@@ -5,7 +5,7 @@
 
 Scales are one for 1 x 128 elements of x and 128 x 128 of w (`block`), or one for a row of each (`row`). Each row of the
 table is a geometry (`default`: of a call that gives none): columns and stages of its tiles, blocks of threads that share a
-tile of w, and whether the two warpgroups of a block have the tensor cores by turns. cuBLAS is torch.nn.functional.scaled_mm, of experts torch._scaled_grouped_mm, where
+tile of w, and whether the two warpgroups of a block use the tensor cores in turn. cuBLAS is torch.nn.functional.scaled_mm, of experts torch._scaled_grouped_mm, where
 they have the form; DeepGEMM is measured where it is installed. Without a GPU the simulator runs small GEMMs.
 """
 
