@@ -1,4 +1,4 @@
-"""Plots of measured figures: panels in one column that is readable on a phone."""
+"""Plots of measured figures: panels one below the other, in one column that can be read on a phone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from tilescale_net.runtime import settings
 
 OURS, PEER, OTHER = "#1f77b4", "#d9822b", "#7f7f7f"
-WIDTH = 5.2  # inches; text of 9 points is 9 px high at a width of 390 px
+WIDTH = 5.2  # inches; text of 9 points is 9 px high where the figure is 390 px wide
 FEW = 5  # sizes that are bars; more are points of a line
-MOST_BARS = 40  # groups of a panel; its title has the number of further ones
+MOST_BARS = 40  # groups of a panel; how many more there are stands in its title
 WIDE_RANGE = 10.0  # largest over smallest figure from which an axis is logarithmic
 LABEL, SMALL = 10, 9  # points
 
@@ -128,7 +128,7 @@ def _lines(axes: Any, panel: Panel) -> None:
 
 
 def _slots(panel: Panel, key: Any) -> float:
-    """Height of a group in bars: its figures, or the height of its label, and a gap."""
+    """Of a group of bars, in bars: as many as there are figures, or as its label is high, and a gap."""
     return (
         max(sum(key in figures for figures in panel.points.values()), 0.85 * len(_key(panel, key).splitlines())) + 0.5
     )
