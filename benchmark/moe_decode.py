@@ -143,7 +143,7 @@ class Loop:
                 token = order // top_k
                 q, scales = quantise_rows(every[token])
                 h = scaled_matmul(q, layer.held[0], scales, layer.scales[0], **ends)
-                q, scales = swiglu_quantised(h, kind, end=offsets[-1:])
+                q, scales = swiglu_quantised(h, kind, **ends)
                 y = torch.zeros((len(q), rows.shape[1]), dtype=torch.bfloat16, device=x.device)
                 scaled_matmul(q, layer.held[1], scales, layer.scales[1], out=y, **ends)
                 sums = torch.zeros((count, rows.shape[1]), device=x.device)

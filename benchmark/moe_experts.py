@@ -148,24 +148,24 @@ def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str,
     taken: Any
     eight, rows = dtype == "fp8", inputs.x
     received = layer.dispatch(quantise_rows(rows) if eight else rows, *choices)
-    handle, end = received.handle, received.offsets[-1:]
+    handle = received.handle
     ends = dict(counts=received.counts, offsets=received.offsets)
     if eight:
         taken = received.x.clone(), received.scales.clone()
         (up, down), (of_up, of_down) = (w.transpose(1, 2) for w in experts.given), experts.scales
         gemm_up = lambda: scaled_matmul(taken[0], up, taken[1], of_up, **ends)  # noqa: E731
         h = gemm_up()
-        q, scales = swiglu_quantised(h, kind, end=end, cleared=False)
+        q, scales = swiglu_quantised(h, kind, **ends, cleared=False)
         gemm_down = lambda: scaled_matmul(q, down, scales, of_down, **ends)  # noqa: E731
-        activation = lambda: swiglu_quantised(h, kind, end=end, cleared=False)  # noqa: E731
+        activation = lambda: swiglu_quantised(h, kind, **ends, cleared=False)  # noqa: E731
     else:
         taken, (up, down) = received.x.clone(), experts.given
         products = [operators.gemm_of(layer, w) for w in (up, down)]
         gemm_up = lambda: products[0](taken, up, handle)  # noqa: E731
         h = gemm_up()
-        inner = swiglu(h, kind, end=end)
+        inner = swiglu(h, kind, **ends, cleared=False)
         gemm_down = lambda: products[1](inner, down, handle)  # noqa: E731
-        activation = lambda: swiglu(h, kind, end=end)  # noqa: E731
+        activation = lambda: swiglu(h, kind, **ends, cleared=False)  # noqa: E731
     y = gemm_down()
     dispatch = lambda: layer.dispatch(quantise_rows(rows) if eight else rows, *choices)  # noqa: E731
     combine = lambda: layer.combine(y, handle)  # noqa: E731

@@ -16,7 +16,9 @@ from ..moe.row_ops import (
     add_dequantised,
     batch_of,
     clear,
+    ends_of,
     groups_of,
+    int_vars,
     load_batch,
     store_quantised,
     store_rounded,
@@ -63,11 +65,16 @@ class SwiGLU:
         return ((up + self.shift) * gate * torch.sigmoid(self.alpha * gate)).to(h.dtype)
 
 
+def rows_of(counts, offsets, expert):
+    """Rows of an expert. A dispatch that was rejected has counts, and no room for their rows."""
+    return T.min(counts[expert], offsets[expert + 1] - offsets[expert])
+
+
 @tsn.jit(name="swiglu_rows", pass_configs=EXPLICIT_SYNC)
 def swiglu_rows(
     inner, words, dtype="bfloat16", gated=True, quantised=True, weighted=False, threads=THREADS, blocks=264
 ):
-    """Kernel `(out, scales, h, weights, end, limit, alpha, shift)`: `out` = SwiGLU of the rows of `h` before end[0].
+    """Kernel `(out, scales, h, weights, counts, offsets, limit, alpha, shift)`: `out` = SwiGLU of the experts' rows of `h`.
 
     Args:
         inner: columns of `out` [capacity, inner]; `h` has twice as many, of `dtype`.
@@ -77,9 +84,11 @@ def swiglu_rows(
         weighted: rows are multiplied by `weights` (float32 [capacity]) before they are rounded.
         threads, blocks: launch geometry.
 
-    `end`: int32 [1]. `limit`, `alpha`, `shift`: float32, see `SwiGLU`.
+    `counts`: int32 [experts]; `offsets`: int32 [experts + 1]. `limit`, `alpha`, `shift`: float32, see `SwiGLU`. Warps count the
+    experts' rows alone, so that few rows between much padding take as long as few rows.
     """
-    capacity, units = T.dynamic("capacity"), inner // WIDTH
+    capacity, experts, ends = (T.dynamic(name) for name in ("capacity", "experts", "ends"))
+    units = inner // WIDTH
     batch, warps = batch_of(units, 2), threads // 32
 
     @T.prim_func
@@ -88,7 +97,8 @@ def swiglu_rows(
         scales: T.Tensor((capacity, words), "float32"),
         h: T.Tensor((capacity, 2 * inner if gated else inner), dtype),
         weights: T.Tensor((capacity,), "float32"),
-        end: T.Tensor((1,), "int32"),
+        counts: T.Tensor((experts,), "int32"),
+        offsets: T.Tensor((ends,), "int32"),
         limit: T.float32,
         alpha: T.float32,
         shift: T.float32,
@@ -102,9 +112,19 @@ def swiglu_rows(
             gate = T.alloc_var("float32")
             up = T.alloc_var("float32")
             weight = T.alloc_var("float32")
-            for turn in T.serial(T.ceildiv(end[0], blocks * warps)):
-                row = (turn * blocks + block) * warps + thread // 32
-                if row < end[0]:
+            expert, first_of, end_of = int_vars(3)
+            expert = 0
+            first_of = 0  # of the experts' rows, that of this expert
+            end_of = rows_of(counts, offsets, 0)
+            for turn in T.serial(T.ceildiv(offsets[experts], blocks * warps)):
+                number = (turn * blocks + block) * warps + thread // 32
+                while T.And(number >= end_of, expert < experts):
+                    expert = expert + 1
+                    first_of = end_of
+                    if expert < experts:
+                        end_of = end_of + rows_of(counts, offsets, expert)
+                if expert < experts:
+                    row = offsets[expert] + number - first_of
                     weight = T.float32(1)
                     if weighted:
                         weight = weights[row]
@@ -133,7 +153,7 @@ def swiglu_rows(
 
 @tsn.jit(name="swiglu_gradient_rows", pass_configs=EXPLICIT_SYNC)
 def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, threads=THREADS, blocks=264):
-    """Kernel `(of_h, of_weights, kept, h, grad, weights, end, limit, alpha, shift)`: gradients of `swiglu_rows`.
+    """Kernel `(of_h, of_weights, kept, h, grad, weights, counts, offsets, limit, alpha, shift)`: gradients of `swiglu_rows`.
 
     Args:
         inner: columns of `grad` [capacity, inner]; `h` and `of_h` have twice as many, all of `dtype`.
@@ -141,9 +161,10 @@ def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, t
         keeps: `kept` [capacity, inner] = the rows that `swiglu_rows` gave.
         threads, blocks: launch geometry.
 
-    Rows from end[0] (int32 [1]) on become zero. `limit`, `alpha`, `shift`: float32, see `SwiGLU`.
+    Rows that are no expert's become zero. `counts`, `offsets`, `limit`, `alpha`, `shift`: see `swiglu_rows`.
     """
-    capacity, units = T.dynamic("capacity"), inner // WIDTH
+    capacity, experts, ends = (T.dynamic(name) for name in ("capacity", "experts", "ends"))
+    units = inner // WIDTH
     batch, warps = batch_of(units, 2), threads // 32
 
     @T.prim_func
@@ -154,7 +175,8 @@ def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, t
         h: T.Tensor((capacity, 2 * inner), dtype),
         grad: T.Tensor((capacity, inner), dtype),
         weights: T.Tensor((capacity,), "float32"),
-        end: T.Tensor((1,), "int32"),
+        counts: T.Tensor((experts,), "int32"),
+        offsets: T.Tensor((ends,), "int32"),
         limit: T.float32,
         alpha: T.float32,
         shift: T.float32,
@@ -174,16 +196,23 @@ def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, t
             of_row = T.alloc_var("float32")
             weight = T.alloc_var("float32")
             total = T.alloc_var("float32")
+            expert, end_of = int_vars(2)
+            expert = 0
             for turn in T.serial(T.ceildiv(capacity, blocks * warps)):
                 row = (turn * blocks + block) * warps + thread // 32
                 if row < capacity:
+                    while T.And(expert < experts, row >= offsets[T.min(expert + 1, experts)]):
+                        expert = expert + 1
+                    end_of = 0
+                    if expert < experts:
+                        end_of = offsets[expert] + counts[expert]
                     weight = T.float32(1)
                     if weighted:
                         weight = weights[row]
                     total = T.float32(0)
                     for b in T.serial(-(-units // (32 * batch))):
                         first = b * 32 * batch
-                        if row < end[0]:
+                        if row < end_of:
                             load_batch(gates, h, row, first, lane, units, WIDTH, batch)
                             load_batch(ups, h, row, units + first, lane, 2 * units, WIDTH, batch)
                             load_batch(grads, grad, row, first, lane, units, WIDTH, batch)
@@ -265,16 +294,15 @@ def _one(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _launch(
-    h: torch.Tensor, inner: int, end: torch.Tensor | None, weights: torch.Tensor | None, activation: SwiGLU | None,
-    quantised: bool, words: int, cleared: bool = True,
+    h: torch.Tensor, inner: int, ends: tuple[torch.Tensor | None, torch.Tensor | None], weights: torch.Tensor | None,
+    activation: SwiGLU | None, quantised: bool, words: int, cleared: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`cleared`: rows that are not computed are zero."""
     rows, device = h.shape[0], h.device
-    made = torch.zeros if cleared and end is not None else torch.empty
+    made = torch.zeros if cleared and ends[0] is not None else torch.empty
     out = made((rows, inner), dtype=torch.float8_e4m3fn if quantised else h.dtype, device=device)
     scales = made((rows, words), dtype=torch.float32, device=device) if quantised else _no_scales(rows, device)
     if rows:
-        end = _one(rows, torch.int32, device) if end is None else end
         of_rows = _no_scales(rows, device).view(-1) if weights is None else weights
         a = activation or SwiGLU()
         geometry = _geometry(device) or dict(blocks=BLOCKS)
@@ -282,8 +310,17 @@ def _launch(
             inner, words if quantised else 1, dtype_name(h.dtype), activation is not None, quantised, weights is not None,
             **geometry,
         )  # fmt: skip
-        kernel(out, scales, h, of_rows, end, a.limit, a.alpha, a.shift)
+        kernel(out, scales, h, of_rows, *_all_of(h, *ends), a.limit, a.alpha, a.shift)
     return out, scales
+
+
+def _all_of(
+    h: torch.Tensor, counts: torch.Tensor | None, offsets: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same; where they are not given, of one expert that has all rows."""
+    rows, device = h.shape[0], h.device
+    counts = _one(rows, torch.int32, device) if counts is None else counts
+    return counts, ends_of(rows, device) if offsets is None else offsets
 
 
 def _geometry(device: torch.device) -> dict[str, int]:
@@ -302,17 +339,18 @@ def _check(name: str, h: Any, columns: int) -> None:
 
 
 def swiglu(
-    h: torch.Tensor, activation: SwiGLU, *, end: torch.Tensor | None = None, weights: torch.Tensor | None = None,
-    cleared: bool = True,
+    h: torch.Tensor, activation: SwiGLU, *, counts: torch.Tensor | None = None, offsets: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None, cleared: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """SwiGLU of rows, in one kernel.
 
     Args:
         h: [rows, 2 * inner], bfloat16 or float16; inner a multiple of 8.
         activation: the variant.
-        end: int32 [1], number of rows; default all.
+        counts, offsets: int32, [experts] rows of each expert and [experts + 1] their first rows, of a dispatch; default one
+            expert, whose rows begin at 0, and all rows.
         weights: float32 [rows], factors of the rows; default 1.
-        cleared: rows from `end` on become zero; else they are undefined.
+        cleared: rows that are no expert's become zero; else they are undefined.
 
     Returns:
         [rows, inner] of the dtype of `h`.
@@ -321,23 +359,23 @@ def swiglu(
         TypeError, ValueError: a wrong `h`.
     """
     _check("swiglu", h, 2 * WIDTH)
-    return _launch(h, h.shape[1] // 2, end, weights, activation, False, 1, cleared)[0]
+    return _launch(h, h.shape[1] // 2, (counts, offsets), weights, activation, False, 1, cleared)[0]
 
 
 def swiglu_gradient(
-    h: torch.Tensor, grad: torch.Tensor, activation: SwiGLU, *, end: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None, keeps: bool = False,
+    h: torch.Tensor, grad: torch.Tensor, activation: SwiGLU, *, counts: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None, weights: torch.Tensor | None = None, keeps: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Gradients of `swiglu`, in one kernel.
 
     Args:
-        h, activation, end, weights: as in `swiglu`.
+        h, activation, counts, offsets, weights: as in `swiglu`.
         grad: gradient of the result: [rows, inner], contiguous, of the dtype of `h`.
         keeps: return the result again, too.
 
     Returns:
-        Gradients of `h` and of `weights` (None without weights), and the result (None without `keeps`); all zero from `end`
-        on.
+        Gradients of `h` and of `weights` (None without weights), and the result (None without `keeps`); all zero in rows that
+        are no expert's.
 
     Errors as for `swiglu`.
     """
@@ -349,27 +387,27 @@ def swiglu_gradient(
     of_h, of_weights = torch.empty_like(h), _no_scales(rows, device).view(-1)
     kept = torch.empty_like(grad) if keeps else grad
     if rows:
-        end, weighted = _one(rows, torch.int32, device) if end is None else end, weights is not None
+        weighted, ends = weights is not None, _all_of(h, counts, offsets)
         kernel = swiglu_gradient_rows(inner, dtype_name(h.dtype), weighted, keeps, **_geometry(device))
         given = of_weights if weights is None else weights
-        kernel(of_h, of_weights, kept, h, grad, given, end, activation.limit, activation.alpha, activation.shift)
+        kernel(of_h, of_weights, kept, h, grad, given, *ends, activation.limit, activation.alpha, activation.shift)
     return of_h, None if weights is None else of_weights, kept if keeps else None
 
 
 def swiglu_quantised(
-    h: torch.Tensor, activation: SwiGLU, *, end: torch.Tensor | None = None, weights: torch.Tensor | None = None,
-    cleared: bool = True,
+    h: torch.Tensor, activation: SwiGLU, *, counts: torch.Tensor | None = None, offsets: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None, cleared: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `swiglu`, quantised: float8_e4m3fn [rows, inner], and scales for `scaled_matmul`, which needs no copy of them.
 
     Args:
-        h, activation, end, weights, cleared: as in `swiglu`; inner is a multiple of 16.
+        h, activation, counts, offsets, weights, cleared: as in `swiglu`; inner is a multiple of 16.
 
     Errors as for `swiglu`.
     """
     _check("swiglu_quantised", h, 4 * WIDTH)
     inner = h.shape[1] // 2
-    return _launch(h, inner, end, weights, activation, True, -(-groups_of(inner) // 4) * 4, cleared)
+    return _launch(h, inner, (counts, offsets), weights, activation, True, -(-groups_of(inner) // 4) * 4, cleared)
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -381,7 +419,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Errors as for `swiglu`.
     """
     _check("quantise_rows", x, WIDTH)
-    return _launch(x, x.shape[1], None, None, None, True, groups_of(x.shape[1]))
+    return _launch(x, x.shape[1], (None, None), None, None, True, groups_of(x.shape[1]))
 
 
 def widened(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -328,7 +328,7 @@ def zero_padding_rows(width, copied, threads=256, blocks=528):
 
 
 @functools.lru_cache(64)
-def _one_end(rows: int, device: torch.device) -> torch.Tensor:
+def ends_of(rows: int, device: torch.device) -> torch.Tensor:
     """Offsets of rows that are all of one expert."""
     with torch.inference_mode(False):
         return torch.tensor([0, rows], dtype=torch.int32, device=device)
@@ -354,7 +354,7 @@ def zero_padding(
         width = 4 if words[0].shape[1] % 4 == 0 else 1
         geometry = {} if rows.device.type == "cuda" else dict(blocks=2, threads=64)
         kernel = zero_padding_rows(width, copied, **geometry)
-        offsets = _one_end(rows.shape[0], rows.device) if offsets is None else offsets
+        offsets = ends_of(rows.shape[0], rows.device) if offsets is None else offsets
         kernel(*(t.view(rows.shape[0], -1, width) for t in words), counts, offsets)
     return out
 

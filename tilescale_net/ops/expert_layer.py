@@ -103,8 +103,7 @@ def _up(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Dispatch and GEMM with `w` [experts, n, k]: products, rows and their scales, weights of rows, other tensors of the plan.
 
-    `keeps`: there may be a backward. Without it there are no rows, and the padding of products is not defined, which saves a
-    pass over each.
+    The padding of products is not defined. `keeps`: there may be a backward; without it there are no rows.
     """
     op = moe.called("moe_experts_up", key)
     choices = topk_idx.contiguous(), topk_weights.contiguous()
@@ -128,7 +127,7 @@ def _up(
         rows = rows.view(torch.uint8)
     if not keeps:
         return [h, rows[:0].clone(), scales[:0].clone(), weights, *others]
-    h, rows = moe.without_padding(op, plan, h, copied=False), moe.without_padding(op, plan, rows)
+    rows = moe.without_padding(op, plan, rows)
     return [h, rows, moe.without_padding(op, plan, scales) if scales.numel() else scales, weights, *others]
 
 
@@ -201,7 +200,8 @@ def _down(
     the combine."""
     op, plan_ = moe.called("moe_experts_down", key), RoutingPlan(tokens, *plan)
     kind, weights, handle = _kind(limit, alpha, shift), weights.contiguous(), moe.handle_of(key, plan_)
-    given: dict[str, Any] = dict(end=_ends(op, plan_)[1][-1:], weights=weights if early else None, cleared=False)
+    counts, offsets = _ends(op, plan_)
+    given: dict[str, Any] = dict(counts=counts, offsets=offsets, weights=weights if early else None, cleared=False)
     combined: dict[str, Any] = dict(weighted=False) if early else dict(weights=weights)
     overlaps = experts.is_fused(op, w.shape[2], fused)
     if op.config.dtype != FP8_DTYPE:
@@ -239,9 +239,9 @@ def _down_backward(
         back = experts.gemm_of(op, wide)(received.x, wide, handle)
     else:
         back, received = experts.arriving(op, wide, experts.is_fused(op, w.shape[2], fused), dense(grad), handle=handle)
-    back = moe.without_padding(op, plan_, back, copied=False)
     # Weights are a factor of each row, wherever they are multiplied.
-    given: dict[str, Any] = dict(end=_ends(op, plan_)[1][-1:], weights=weights.contiguous(), keeps=keeps)
+    counts, offsets = _ends(op, plan_)
+    given: dict[str, Any] = dict(counts=counts, offsets=offsets, weights=weights.contiguous(), keeps=keeps)
     of_h, of_weights, inner = rows_of.swiglu_gradient(dense(h), back, _kind(limit, alpha, shift), **given)
     assert of_weights is not None  # there are weights
     if inner is None:

@@ -1,5 +1,7 @@
 """SwiGLU and quantisation of rows in one kernel, against plain torch."""
 
+import functools
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def _rows() -> None:
         weights, end = torch.rand(rows, generator=generator), torch.tensor([rows - 3], dtype=torch.int32)
         wanted = kind(h.float()) * weights[:, None]
         wanted[rows - 3 :] = 0
-        given = dict(end=end.to(device), weights=weights.to(device))
+        given = dict(counts=end.to(device), weights=weights.to(device))
         found = swiglu(h.to(device), kind, **given).float().cpu()
         assert torch.allclose(found, wanted, rtol=2**-7, atol=1e-5)
         q, scales = (t.cpu() for t in swiglu_quantised(h.to(device), kind, **given))
@@ -59,7 +61,7 @@ def _gradients() -> None:
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
         wanted = (up + kind.shift) * gate * torch.sigmoid(kind.alpha * gate) * p[:, None]
         wanted[: rows - 2].backward(grad[: rows - 2].double())
-        given = dict(end=end.to(device), weights=weights.to(device) if weighted else None)
+        given = dict(counts=end.to(device), weights=weights.to(device) if weighted else None)
         of_h, of_weights, kept = swiglu_gradient(h.to(device), grad.to(device), kind, **given, keeps=weighted)
         assert torch.allclose(of_h.cpu().double(), exact.grad, rtol=2**-7, atol=1e-4)
         assert not of_h[rows - 2 :].any()
@@ -73,8 +75,36 @@ def _gradients() -> None:
         swiglu_gradient(h.to(device), grad[:2].to(device), kind)
 
 
+def _between_padding() -> None:
+    """Rows of experts have the bits that they have by themselves, whatever is in padding; more experts than warps."""
+    device, generator, kind = tsn.device(), torch.Generator().manual_seed(9), KINDS[1]
+    room = torch.randint(0, 5, (40,), generator=generator)
+    counts = (room * torch.rand(40, generator=generator)).round()
+    offsets = torch.nn.functional.pad(room.cumsum(0), (1, 0))
+    mine = torch.cat([torch.arange(f, f + n) for f, n in zip(offsets.tolist(), counts.int().tolist())]).to(device)
+    rows = int(offsets[-1]) + 3
+    h, grad = (torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device=device) for n in (1024, 512))
+    h[mine], grad[mine] = (torch.randn((len(mine), n), generator=generator).bfloat16().to(device) for n in (1024, 512))
+    weights = torch.rand(rows, generator=generator).to(device)
+    ends: dict[str, torch.Tensor] = dict(counts=counts.int().to(device), offsets=offsets.int().to(device))
+    for of in (swiglu, swiglu_quantised, functools.partial(swiglu_gradient, grad=grad, keeps=True)):
+        alone = dict(grad=grad[mine]) if isinstance(of, functools.partial) else {}
+        found, wanted = (
+            of(h, activation=kind, weights=weights, **ends),
+            of(h[mine], activation=kind, weights=weights[mine], **alone),
+        )
+        for some, exact in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (found, wanted))):
+            assert_same(some[mine].cpu(), exact.cpu())
+            some[mine] = 0
+            assert not some.float().any()
+
+
 def test_gradients():
     ranks.run(1, _gradients)
+
+
+def test_padding_is_left_out():
+    ranks.run(1, _between_padding)
 
 
 def _widened() -> None:
