@@ -783,7 +783,8 @@ def scaled_matmul(
 
 
 def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matrices as float8_e4m3fn, and a scale for each block of 128 x 128 elements. In plain torch: too slow for every call.
+    """Matrices as float8_e4m3fn, and a scale for each block of 128 x 128 elements. In plain torch; `swiglu.quantise_matrices` is
+    a kernel.
 
     Args:
         w: […, n, k].

@@ -13,6 +13,8 @@ import tilescale_net as tsn
 from ..collective import EXPLICIT_SYNC, dtype_name
 from ..moe.row_ops import (
     FP8,
+    FP8_MAX,
+    SMALLEST_AMAX,
     add_dequantised,
     batch_of,
     clear,
@@ -251,6 +253,63 @@ def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, t
     return main
 
 
+@tsn.jit(name="quantised_blocks", pass_configs=EXPLICIT_SYNC)
+def quantised_blocks(n, k, dtype="bfloat16", rounded=False):
+    """Kernel `(out, scales, w)`: matrices of `dtype` as float8_e4m3fn with a scale for each block of 128 x 128 elements.
+
+    Args:
+        n, k: of `out` and `w` [count, n, k]; k is a multiple of 8. `scales` is float32 [count, ceil(n / 128), ceil(k / 128)].
+        rounded: `out` is of `dtype`: what is quantised times its scale; `scales` is not written.
+    """
+    count, across, down = T.dynamic("count"), groups_of(k), groups_of(n)
+    warps, passes = THREADS // 32, 128 * 128 // WIDTH // THREADS
+
+    @T.prim_func
+    def main(
+        out: T.Tensor((count, n, k), dtype if rounded else FP8),
+        scales: T.Tensor((count, down, across), "float32"),
+        w: T.Tensor((count, n, k), dtype),
+    ):
+        with T.Kernel(across, down, count, threads=THREADS) as (x, y, matrix):
+            thread = T.get_thread_binding()
+            loaded = T.alloc_local((passes * WIDTH,), dtype)
+            largest = T.alloc_shared((warps,), "float32")
+            amax = T.alloc_var("float32")
+            column = x * 128 + thread % 16 * WIDTH
+            amax = T.float32(SMALLEST_AMAX)
+            for p in T.unroll(passes):
+                row = y * 128 + p * (THREADS // 16) + thread // 16
+                for v in T.vectorized(WIDTH):
+                    loaded[p * WIDTH + v] = T.cast(0, dtype)
+                if T.And(row < n, column < k):
+                    for v in T.vectorized(WIDTH):
+                        loaded[p * WIDTH + v] = w[matrix, row, column + v]
+                for v in T.unroll(WIDTH):
+                    amax = T.max(amax, T.abs(T.cast(loaded[p * WIDTH + v], "float32")))
+            for step in T.unroll(5):
+                amax = T.max(amax, T.shfl_xor(amax, 1 << step))
+            if thread % 32 == 0:
+                largest[thread // 32] = amax
+            T.sync_threads()
+            for i in T.unroll(warps):
+                amax = T.max(amax, largest[i])
+            factor = T.float32(FP8_MAX) / amax
+            scale = amax / T.float32(FP8_MAX)
+            for p in T.unroll(passes):
+                row = y * 128 + p * (THREADS // 16) + thread // 16
+                if T.And(row < n, column < k):
+                    for v in T.vectorized(WIDTH):
+                        quantised = T.cast(T.cast(loaded[p * WIDTH + v], "float32") * factor, FP8)
+                        if rounded:
+                            out[matrix, row, column + v] = T.cast(T.cast(quantised, "float32") * scale, dtype)
+                        else:
+                            out[matrix, row, column + v] = quantised
+            if T.And(thread == 0, T.bool(not rounded)):
+                scales[matrix, y, x] = scale
+
+    return main
+
+
 @tsn.jit(name="widened_rows", pass_configs=EXPLICIT_SYNC)
 def widened_rows(k, words, n=1, dtype="bfloat16", threads=THREADS, blocks=528):
     """Kernel `(out, q, scales)`: rows of float8_e4m3fn as `dtype`.
@@ -450,3 +509,43 @@ def widened(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bf
         kernel = widened_rows(k, words, n if of_matrices else 1, dtype_name(dtype), **_geometry(q.device))
         kernel(out.view(rows, k), q.view(rows, k), scales.view(-1, words))
     return out
+
+
+def quantise_matrices(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `scaled_gemm.quantise_weights`, with the same bits, in one kernel.
+
+    Args:
+        w: [count, n, k], contiguous, torch.bfloat16 or torch.float16; k a multiple of 8.
+
+    Raises:
+        ValueError: a wrong `w`.
+    """
+    out = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
+    return out, _of_blocks(w, out)
+
+
+def round_matrices(w: torch.Tensor) -> torch.Tensor:
+    """What a GEMM with the results of `quantise_matrices` multiplies, in the dtype of `w`; in one kernel.
+
+    Args:
+        w: as for `quantise_matrices`.
+
+    Raises:
+        ValueError: a wrong `w`.
+    """
+    out = torch.empty_like(w)
+    _of_blocks(w, out)
+    return out
+
+
+def _of_blocks(w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    if w.dim() != 3 or not w.is_contiguous() or w.shape[2] % WIDTH or w.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"w is {list(w.shape)} of {w.dtype}; it must be contiguous, [count, n, k] of torch.bfloat16 or torch.float16, k a "
+            f"multiple of {WIDTH}"
+        )
+    count, n, k = w.shape
+    scales = torch.empty((count, groups_of(n), groups_of(k)), dtype=torch.float32, device=w.device)
+    if w.numel():
+        quantised_blocks(n, k, dtype_name(w.dtype), out.dtype == w.dtype)(out, scales, w)
+    return scales

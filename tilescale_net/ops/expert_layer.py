@@ -15,7 +15,7 @@ import torch
 from tilescale_net.kernels.fused import scaled_gemm
 from tilescale_net.kernels.fused import swiglu as rows_of
 from tilescale_net.kernels.fused.expert_matmul import ScaledExpertMatmul
-from tilescale_net.kernels.fused.scaled_gemm import quantise_weights, scaled_matmul
+from tilescale_net.kernels.fused.scaled_gemm import scaled_matmul
 from tilescale_net.kernels.fused.swiglu import SwiGLU
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.checks import beyond_capacity
@@ -53,12 +53,14 @@ def _gradients_of(op: AllToAll) -> AllToAll:
 
 def _held(w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Matrices [experts, n, k] of eight bits and their scales; quantised if there are none."""
-    return (dense(w), dense(scales)) if scales.numel() else quantise_weights(w)
+    return (dense(w), dense(scales)) if scales.numel() else rows_of.quantise_matrices(dense(w))
 
 
 def _wide(op: AllToAll, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Matrices [experts, n, k] of 16 bits, for gradients; of a layer of eight bits those that it multiplies forward."""
-    return rows_of.widened(*_held(w, scales)) if op.config.dtype == FP8_DTYPE else dense(w, in_either_order=True)
+    if op.config.dtype != FP8_DTYPE:
+        return dense(w, in_either_order=True)
+    return rows_of.widened(dense(w), dense(scales)) if scales.numel() else rows_of.round_matrices(dense(w))
 
 
 def _gemm(

@@ -9,7 +9,16 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import assert_same
 from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights
-from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu, swiglu_gradient, swiglu_quantised, widened
+from tilescale_net.kernels.fused.swiglu import (
+    SwiGLU,
+    quantise_matrices,
+    quantise_rows,
+    round_matrices,
+    swiglu,
+    swiglu_gradient,
+    swiglu_quantised,
+    widened,
+)
 from tilescale_net.kernels.moe.row_ops import dequantise, quantise, zero_padding
 
 # gpt-oss's, and the plain one.
@@ -119,6 +128,24 @@ def _widened() -> None:
     assert widened(q[:0].to(device), scales[:0].to(device)).shape == (0, 272)
     with pytest.raises(ValueError, match=r"widened: q is \[200, 272\] and scales \[2, 3\]; .* scales \[200, 3\]"):
         widened(q, scales[:2])
+
+
+def _matrices() -> None:
+    device, generator = tsn.device(), torch.Generator().manual_seed(8)
+    for shape, dtype in (((2, 200, 272), torch.bfloat16), ((1, 8, 128), torch.float16)):
+        w = torch.randn(shape, generator=generator).to(dtype) * 3
+        w[0, :8] = 0
+        exact = quantise_weights(w)
+        for found, wanted in zip(quantise_matrices(w.to(device)), exact):
+            assert_same(found.cpu(), wanted)
+        assert_same(round_matrices(w.to(device)).cpu(), dequantise_weights(*exact, dtype))
+    assert round_matrices(w[:0].to(device)).shape == (0, 8, 128)
+    with pytest.raises(ValueError, match=r"w is \[1, 8, 12\] of torch.float16; it must be contiguous"):
+        quantise_matrices(w[..., :12])
+
+
+def test_matrices():
+    ranks.run(1, _matrices)
 
 
 def test_widened():
