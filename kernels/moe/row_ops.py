@@ -359,6 +359,108 @@ def zero_padding(
     return out
 
 
+@tsn.jit(name="weighted_rows", pass_configs=EXPLICIT_SYNC)
+def weighted_rows(dtype, dotted, threads=256, blocks=528):
+    """Kernel `(out, dots, rows, y, weights, counts, offsets)`: see `weight_rows`.
+
+    Args:
+        dtype: of `out`, `rows` and `y` [capacity, units, elements of 16 bytes].
+        dotted: else `y` and `dots` are not touched.
+        threads, blocks: launch geometry.
+    """
+    capacity, units, experts, ends = (T.dynamic(name) for name in ("capacity", "units", "experts", "ends"))
+    width, batch, warps = 4 if dtype == "float32" else 8, 2, threads // 32
+
+    @T.prim_func
+    def main(
+        out: T.Tensor((capacity, units, width), dtype),
+        dots: T.Tensor((capacity,), "float32"),
+        rows: T.Tensor((capacity, units, width), dtype),
+        y: T.Tensor((capacity, units, width), dtype),
+        weights: T.Tensor((capacity,), "float32"),
+        counts: T.Tensor((experts,), "int32"),
+        offsets: T.Tensor((ends,), "int32"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            loaded, others = T.alloc_local((batch * width,), dtype), T.alloc_local((batch * width,), dtype)
+            expert, end_of = int_vars(2)
+            weight, total = T.alloc_var("float32"), T.alloc_var("float32")
+            expert = 0
+            for turn in T.serial(T.ceildiv(capacity, blocks * warps)):
+                row = (turn * blocks + block) * warps + thread // 32
+                if row < capacity:
+                    while T.And(expert < experts, row >= offsets[T.min(expert + 1, experts)]):
+                        expert = expert + 1
+                    end_of = 0
+                    if expert < experts:
+                        end_of = offsets[expert] + counts[expert]
+                    weight = T.float32(0)
+                    if row < end_of:
+                        weight = weights[row]
+                    total = T.float32(0)
+                    for b in T.serial(T.ceildiv(units, 32 * batch)):
+                        for u in T.unroll(batch):
+                            unit = (b * batch + u) * 32 + lane
+                            for v in T.vectorized(width):
+                                loaded[u * width + v] = T.cast(0, dtype)
+                            for v in T.vectorized(width):
+                                others[u * width + v] = T.cast(0, dtype)
+                            if T.And(unit < units, row < end_of):
+                                for v in T.vectorized(width):
+                                    loaded[u * width + v] = rows[row, unit, v]
+                                if dotted:
+                                    for v in T.vectorized(width):
+                                        others[u * width + v] = y[row, unit, v]
+                        for u in T.unroll(batch):
+                            unit = (b * batch + u) * 32 + lane
+                            if dotted:
+                                for v in T.unroll(width):
+                                    total += T.cast(loaded[u * width + v], "float32") * T.cast(
+                                        others[u * width + v], "float32"
+                                    )
+                            if unit < units:
+                                for v in T.vectorized(width):
+                                    out[row, unit, v] = T.cast(T.cast(loaded[u * width + v], "float32") * weight, dtype)
+                    if dotted:
+                        for step in T.unroll(5):
+                            total = total + T.shfl_xor(total, 1 << step)
+                        if lane == 0:
+                            dots[row] = total
+
+    return main
+
+
+def weight_rows(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    counts: torch.Tensor,
+    offsets: torch.Tensor,
+    y: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts' rows times their weights, and the gradients of the weights, in one kernel; zeros in padding.
+
+    Args:
+        rows: [capacity, columns], contiguous; a row has a multiple of 16 bytes.
+        weights: float32 [capacity].
+        counts, offsets: see `zero_padding`.
+        y: of the shape of `rows`: the rows that were multiplied by the weights, of which `rows` are the sums' gradients.
+
+    Returns:
+        rows times weights, and float32 [capacity], the products of each row of `rows` with that of `y`; empty without `y`.
+    """
+    out = torch.empty_like(rows)
+    dots = torch.empty(rows.shape[0] if y is not None else 0, dtype=torch.float32, device=rows.device)
+    if rows.numel():
+        width = 16 // rows.element_size()
+        geometry = {} if rows.device.type == "cuda" else dict(blocks=2, threads=64)
+        kernel = weighted_rows(str(rows.dtype).removeprefix("torch."), y is not None, **geometry)
+        out_, rows_, y_ = (t.view(rows.shape[0], -1, width) for t in (out, rows, rows if y is None else y))
+        kernel(out_, weights if y is None else dots, rows_, y_, weights, counts, offsets)
+    return out, dots
+
+
 def sum_of_ranks(
     parts: list[torch.Tensor], rank: int, dtype: torch.dtype, quantised: bool = False, nodes: NodeSizes = 1
 ) -> torch.Tensor:

@@ -106,7 +106,9 @@ def _operators(layer, x, idx, p, matrices) -> None:
     plan, n = [*others, weights], len(x)
     check(operators.expert_matmul, (rows.requires_grad_(), matrices[0], plan, n, layer.key))
     check(operators.moe_matmul_combine, (h.requires_grad_(), matrices[2], weights, plan, n, True, layer.key))
-    check(operators.moe_matmul_combine_backward, (x.detach(), matrices[2].detach(), plan, n, True, layer.key))
+    for given in (weights, weights[:0]):
+        given = x.detach(), h.detach(), matrices[2].detach(), given, plan, n, True, layer.key
+        check(operators.moe_matmul_combine_backward, given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])

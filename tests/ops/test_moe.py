@@ -121,7 +121,8 @@ def _gradients(layout: str) -> None:
     some = weights if layout == "expert" else weights[:0]
     check(operators.moe_combine, (rows, some, tensors, len(x), key))
     check(operators.moe_dispatch_backward, (rows, weights, tensors, len(x), key))
-    check(operators.moe_combine_backward, (x.detach(), tensors, len(x), key))
+    for given in (some, weights[:0]):
+        check(operators.moe_combine_backward, (x.detach(), rows.detach(), given.detach(), tensors, len(x), key))
 
 
 def _compiled(dynamic) -> None:

@@ -19,6 +19,7 @@ from tilescale_net.kernels.fused.gemm import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.checks import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
+from tilescale_net.kernels.moe.row_ops import weight_rows
 from tilescale_net.ops import arguments, moe
 from tilescale_net.runtime.launch_args import dense
 
@@ -126,20 +127,25 @@ def _(h, w, weights, plan, tokens, fused, key):
 
 @arguments.custom_op("moe_matmul_combine_backward")
 def _combine_backward(
-    grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, fused: bool | None, key: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of sums as rows, and these times the transposed matrices, without weights."""
+    grad: torch.Tensor, h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int,
+    fused: bool | None, key: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of sums as rows, and of `h`, both times `weights`; gradients of `weights` (empty where they are)."""
     op, w = moe.called("backward of moe_matmul_combine", key), dense(w.transpose(1, 2), in_either_order=True)
     plan_ = RoutingPlan(tokens, *plan)
     overlaps = is_fused(op, w.shape[2], fused)
     products, received = arriving(op, w, overlaps, dense(grad), handle=moe.handle_of(key, plan_))
-    return moe.without_padding(op, plan_, received.x), moe.without_padding(op, plan_, products, copied=False)
+    if not weights.numel():
+        rows = moe.without_padding(op, plan_, received.x)
+        return rows, moe.without_padding(op, plan_, products, copied=False), torch.empty_like(weights)
+    counts, offsets, _ = plan_.counts(op.config.ranks, op.config.local_experts)
+    dh, of_weights = weight_rows(products, weights.contiguous(), counts, offsets, dense(h))
+    return weight_rows(received.x, weights.contiguous(), counts, offsets)[0], dh, of_weights
 
 
 @arguments.register_fake("moe_matmul_combine_backward")
-def _(grad, w, plan, tokens, fused, key):
-    c = moe.layer_of(key).config
-    return grad.new_empty((c.capacity, c.hidden)), grad.new_empty((c.capacity, w.shape[1]))
+def _(grad, h, w, weights, plan, tokens, fused, key):
+    return grad.new_empty((h.shape[0], grad.shape[1])), h.new_empty(h.shape), weights.new_empty(weights.shape)
 
 
 @arguments.custom_op("expert_matmul")
@@ -216,14 +222,18 @@ def _combine_setup(ctx, inputs, output):
 
 def _combine_gradient(ctx, grad):
     h, w, weights, *plan = ctx.saved_tensors
-    rows, dh = _ops.moe_matmul_combine_backward(grad, w, plan, ctx.tokens, ctx.fused, ctx.key)
-    of_weights, held = None, RoutingPlan(ctx.tokens, *plan)
-    if weights.numel():
-        valid = moe.valid_rows(moe.layer_of(ctx.key), held)
-        of_weights = torch.where(valid, (dh.float() * h.float()).sum(-1), 0.0)
-        rows, dh = ((t.float() * weights[:, None]).to(h.dtype) for t in (rows, dh))
+    rows, dh, of_weights = _ops.moe_matmul_combine_backward(grad, h, w, weights, plan, ctx.tokens, ctx.fused, ctx.key)
+    held = RoutingPlan(ctx.tokens, *plan)
     h = _ops.moe_zeroed(h, plan, ctx.tokens, ctx.key)
-    return dh, gradient_of_matrices(ctx.key, held, h, rows, w), of_weights, [None] * len(plan), None, None, None
+    return (
+        dh,
+        gradient_of_matrices(ctx.key, held, h, rows, w),
+        of_weights if weights.numel() else None,
+        [None] * len(plan),
+        None,
+        None,
+        None,
+    )
 
 
 def _matmul_setup(ctx, inputs, output):

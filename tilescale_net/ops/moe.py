@@ -19,7 +19,7 @@ from tilescale_net.kernels.moe.checks import beyond_capacity
 from tilescale_net.kernels.moe.config import FP8_DTYPE, Tuning
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.layout import PlanOffsets, record_words
-from tilescale_net.kernels.moe.row_ops import zero_padding
+from tilescale_net.kernels.moe.row_ops import weight_rows, zero_padding
 from tilescale_net.kernels.moe.throughput import output_rows
 from tilescale_net.ops import arguments, group_objects
 from tilescale_net.runtime.launch_args import dense
@@ -90,15 +90,6 @@ def handle_of(key: str, plan: RoutingPlan) -> Handle:
     return Handle(layer_of(key).config.signature, plan, (int(era), tuple(m == "1" for m in mask)))
 
 
-def valid_rows(op: AllToAll, plan: RoutingPlan) -> torch.Tensor:
-    """Which of the expert-major rows are an expert's, bool [capacity]."""
-    c = op.config
-    counts, offsets, _ = plan.counts(c.ranks, c.local_experts)
-    index = torch.arange(c.capacity, device=plan.totals.device)
-    expert = torch.searchsorted(offsets[1:].contiguous(), index, right=True).clamp(max=c.local_experts - 1)
-    return index - offsets[expert] < counts[expert]
-
-
 def without_padding(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor, *, copied: bool = True) -> torch.Tensor:
     """Rows of a dispatch with zeros in padding, see `zero_padding`. A dispatch's own memory holds them until the next one."""
     c = op.config
@@ -163,17 +154,21 @@ def _(rows, weights, plan, tokens, key):
 
 
 @arguments.custom_op("moe_combine_backward")
-def _combine_backward(out: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
-    """Gradients of sums, as rows."""
-    op = called("backward of moe_combine", key)
-    received = op.dispatch(dense(out), handle=handle_of(key, RoutingPlan(tokens, *plan)))
-    return without_padding(op, received.handle.plan, received.x)
+def _combine_backward(
+    out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of rows, from those of sums, and of `weights` (empty where they are)."""
+    op, plan_ = called("backward of moe_combine", key), RoutingPlan(tokens, *plan)
+    rows = op.dispatch(dense(out), handle=handle_of(key, plan_)).x
+    if not weights.numel():
+        return without_padding(op, plan_, rows), torch.empty_like(weights)
+    counts, offsets, _ = plan_.counts(op.config.ranks, op.config.local_experts)
+    return weight_rows(rows, weights.contiguous(), counts, offsets, dense(y))
 
 
 @arguments.register_fake("moe_combine_backward")
-def _(out, plan, tokens, key):
-    op = layer_of(key)
-    return out.new_empty((output_rows(op.config), out.shape[1]))
+def _(out, y, weights, plan, tokens, key):
+    return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
 def _dispatch_setup(ctx, inputs, output):
@@ -196,12 +191,8 @@ def _combine_setup(ctx, inputs, output):
 
 def _combine_gradient(ctx, grad):
     y, weights, *plan = ctx.saved_tensors
-    rows = torch.ops.tilescale_net.moe_combine_backward(grad, plan, ctx.tokens, ctx.key)
-    if not weights.numel():
-        return rows, None, [None] * len(plan), None, None
-    valid = valid_rows(layer_of(ctx.key), RoutingPlan(ctx.tokens, *plan))
-    dw = torch.where(valid, (rows.float() * y.float()).sum(-1), 0.0)
-    return (rows.float() * weights[:, None]).to(y.dtype), dw, [None] * len(plan), None, None
+    rows, dw = torch.ops.tilescale_net.moe_combine_backward(grad, y, weights, plan, ctx.tokens, ctx.key)
+    return rows, dw if weights.numel() else None, [None] * len(plan), None, None
 
 
 torch.library.register_autograd("tilescale_net::moe_dispatch", _dispatch_gradient, setup_context=_dispatch_setup)

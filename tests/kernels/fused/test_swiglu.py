@@ -19,7 +19,7 @@ from tilescale_net.kernels.fused.swiglu import (
     swiglu_quantised,
     widened,
 )
-from tilescale_net.kernels.moe.row_ops import dequantise, quantise, zero_padding
+from tilescale_net.kernels.moe.row_ops import dequantise, quantise, weight_rows, zero_padding
 
 # gpt-oss's, and the plain one.
 KINDS = SwiGLU(clamp=7.0, alpha=1.702, shift=1.0), SwiGLU()
@@ -166,6 +166,18 @@ def _padding() -> None:
         ends = counts.to(device), offsets.to(device)
         assert torch.equal(zero_padding(given, *ends, copied=True).cpu(), wanted) and torch.equal(given.cpu(), rows)
         assert zero_padding(given, *ends) is given and torch.equal(given.cpu(), wanted)
+    for dtype in (torch.bfloat16, torch.float32):
+        rows, y = (torch.randn((len(wanted), 344), generator=generator).to(dtype) for _ in range(2))
+        weights, padding = torch.rand(len(rows), generator=generator), (wanted == 0).all(1)
+        rows[padding], y[padding], weights[padding] = float("nan"), float("nan"), float("nan")
+        out, dots = (t.cpu() for t in weight_rows(rows.to(device), weights.to(device), *ends, y.to(device)))
+        exact = torch.where(padding[:, None], 0.0, rows.float() * weights[:, None]).to(dtype)
+        assert_same(out, exact)
+        assert torch.allclose(dots, torch.where(padding, 0.0, (rows.float() * y.float()).sum(-1)), atol=1e-3)
+        alone, none = weight_rows(rows.to(device), weights.to(device), *ends)
+        assert_same(alone.cpu(), exact)
+        assert none.shape == (0,)
+    rows = torch.ones((9, 272), dtype=torch.uint8)
     given = rows.to(device)
     assert torch.equal(zero_padding(given, counts[:1].to(device) * 0 + 2).cpu()[2:], torch.zeros_like(rows[2:]))
     assert torch.equal(given[:2].cpu(), rows[:2]) and zero_padding(given[:0], *ends).shape == (0, 272)
