@@ -23,7 +23,7 @@ BENCH = dict(ranks=0, quick="--batch 1,16 --repeat 2")  # see common/suite.py
 
 
 class MergeCase(CollectiveCase):
-    heap: list[Any] = []  # tensors lie outside of the symmetric heap
+    heap: list[Any] = []  # tensors are outside of the symmetric heap
 
     def __init__(self, args: argparse.Namespace, batch: int) -> None:
         super().__init__()

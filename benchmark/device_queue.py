@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
 
 
 def alone() -> None:
-    """One rank measures the queue: the others end here, and rank 0 becomes a job of its own."""
+    """One rank measures the queue: the others end here, and rank 0 becomes a new job."""
     if not is_rank_zero():
         raise SystemExit(0)
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_WORLD_SIZE="1")

@@ -130,7 +130,7 @@ def _kept(raw: Path) -> list[Result]:
 
 
 def main() -> int:
-    """Run the steps of a part; 1 where one failed."""
+    """Run the steps of a part; 1 if one failed."""
     args = parse()
     gpus = 0 if settings.DEVICE.get() == "simulator" else run.visible_gpus()
     ranks, output = args.ranks or gpus or 2, Path(args.output)

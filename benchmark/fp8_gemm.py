@@ -29,7 +29,7 @@ BENCH = dict(ranks=1, quick="--repeat 2")  # see common/suite.py
 WIDTHS = ((4096, 7168), (7168, 2048), (24576, 1536), (7168, 16384))
 GROUPED = ((4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072))
 EXPERTS = 32
-# Columns x stages (rows are 128), and what a call takes that does not say.
+# Columns x stages (rows are 128), and the default of calls.
 TILES = ("default", "256x4", "128x6", "256x3", "128x4", "64x8", "64x4", "32x8")
 
 

@@ -2,7 +2,7 @@
 
     GPUS=4 bash launch.sh benchmark/gemm_ways.py --table measured.json
 
-The ways are those of `kernels.fused.choice`: the fused kernels; copy engines beside cuBLAS; the GEMM and this package's
+The ways of `kernels.fused.choice`: the fused kernels; copy engines beside cuBLAS; the GEMM and this package's
 collective one after the other. torch's are cuBLAS and NCCL one after the other, and its symmetric memory. Shapes are of
 a layer of Llama 70B between four ranks. `--table` writes these points to `kernels/fused/measured.json`, replacing
 points of the same GPU, ranks, operator, dtype and widths (an existing file is continued). Kernels are compiled ahead,

@@ -115,7 +115,7 @@ def main() -> None:
     columns = [us("host_us", "Host"), Column("beyond_us", "beyond tilelang", "+.2f", unit="us")]
     table = report.table("launch", [Column("kernel", "Kernel")], [*columns, us("graph_us", "in a graph")])
     runs = launchers()
-    # Kernels take turns, so that a change of the host's clock touches all alike.
+    # Kernels take turns, so that a change of the host's clock affects all equally.
     costs: dict[tuple[str, str], Callable[[], float]] = {}
     for name, launch in runs.items():
         costs[name, "host_us"] = partial(host_cost, launch, args.launches)

@@ -59,7 +59,7 @@ def options_of(args: argparse.Namespace, tokens: int, dtype: str) -> tuple[tuple
 
 
 class Experts:
-    """This rank's matrices, [n, k] of each expert; any rank can make those of any expert. `given`: as `ops.moe_experts`
+    """This rank's matrices, [n, k] of each expert; any rank can make any expert's. `given`: as `ops.moe_experts`
     takes them. scales: with them, or None."""
 
     def __init__(self, args: argparse.Namespace, dtype: str, local: range) -> None:
@@ -106,7 +106,7 @@ class Experts:
 
 
 def compile_all(layer: Any, experts: Experts, dtype: str, fused: bool) -> None:
-    """Compile the kernels of a row at the same time, instead of one by one where they are first called. Collective."""
+    """Compile the kernels of a row at the same time, instead of one by one at their first calls. Collective."""
     from tilescale_net.kernels.fused import scaled_gemm
     from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu, swiglu_quantised
     from tilescale_net.ops import expert_layer
@@ -240,7 +240,7 @@ def measure(
         grad = out.detach().clone()
         return lambda: differentiate(out, grad, retain=True)
 
-    # Of eight bits, GEMMs overlap where a row has a multiple of four scales.
+    # Of eight bits, GEMMs overlap if a row has a multiple of four scales.
     ways = {"ours": False} | ({"fused": True} if dtype == "bf16" or args.hidden % 512 == 0 else {})
     with torch.no_grad():
         compile_all(layer, experts, dtype, "fused" in ways)
@@ -261,7 +261,7 @@ def measure(
         backwards = {f"{name}_backward": backward_of(run) for name, run in runs.items()}
         found = {name: run()[0] for name, run in backwards.items()}
         exact = found["ours_backward"].float()
-        for name, of_x in found.items():  # by the norm: among so many elements a few are rounded badly
+        for name, of_x in found.items():  # by the norm: a few of the elements are rounded badly
             error = float((of_x.float() - exact).norm() / exact.norm())
             complaint = f"the gradient of x by {name} differs from ours by {error:.3f} of its norm"
             raise_if_wrong(what, None if error <= 0.03 else complaint)

@@ -144,7 +144,7 @@ class Layer:
         return parts
 
     def torchs(self) -> list[Any]:
-        """torch's own grouped GEMM of each part, where it works."""
+        """torch's own grouped GEMM of each part, if it works."""
         assert self.received.offsets is not None
         ends = self.received.offsets[1:].clone()
         up = lambda: torch._grouped_mm(self.rows_in, self.w_up, offs=ends)  # noqa: E731

@@ -10,7 +10,7 @@ import torch
 BufferSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-# Makes a launch again, for another `out` and `x`; None where it cannot.
+# Makes a launch again, for another `out` and `x`; None if it cannot.
 Again = Callable[[torch.Tensor, torch.Tensor], None] | None
 
 

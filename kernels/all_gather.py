@@ -50,7 +50,7 @@ def node_all_gather(
         engine, unroll, ring: see `tilescale_net.language.put_block`.
         least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
 
-    The other arguments are those of `exchange`, whose calls may not be mixed with this kernel's on the same signals.
+    Other arguments: as of `exchange`. Calls of the two kernels may not share signals.
     """
     count = T.dynamic("count", "int64")
     of = Nodes.of(n_pes, node_size)

@@ -97,14 +97,14 @@ class AllReduce(Collective):
             reduce = ReduceScatter(threads=threads, blocks=blocks, algorithm=way, group=self._world)
             gather = AllGather(threads=threads, blocks=blocks, once_per_node=once_per_node, group=self._world)
             self._parts = reduce.tracked_by(self._call_track), gather.tracked_by(self._call_track)
-            # Between two PEs as many bytes cross the network when tensors are sent whole.
+            # Between two PEs, whole tensors send as many bytes as parts.
             most = MOST_BYTES if self.n_pes == 2 else MOST_BYTES_PER_RANK
             self._buffers = Buffers(self, False, min(most, self.staging_bytes) if algorithm == "auto" else 0)
         else:
             self._prepare(list(ALGORITHMS.values()) if algorithm == "auto" else [ALGORITHMS[algorithm]])
 
     def _prepare(self, rows: list[Algorithm]) -> None:
-        """Allocate what the algorithms need, all of it or nothing."""
+        """Allocate the algorithms' buffers, all or none."""
         limits = {row.name: sys.maxsize if self._algorithm != "auto" else row.auto_up_to(self) for row in rows}
         rows = [row for row in reversed(rows) if limits[row.name]]
         memory = self.allocate({f"{r.name}.{n}": spec for r in rows for n, spec in r.buffers(self).items()})
@@ -238,7 +238,7 @@ class AllReduce(Collective):
             self._by_staged_parts(call.out[first : first + size], call.x[first : first + size])
 
     def _by_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """The parts' sums, then those of all PEs. Both tensors are symmetric."""
+        """Reduce-scatter, then all-gather. Both tensors are symmetric."""
         assert self._parts is not None
         reduce, gather = self._parts
         rows = out.view(self.n_pes, -1)

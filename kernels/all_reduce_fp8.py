@@ -48,7 +48,7 @@ FP8, FP8_MAX = "float8_e4m3fn", 448.0
 BLOCK = 128  # elements with one exponent
 UNIT = 16  # elements of a lane: 16 bytes of FP8
 LANES = BLOCK // UNIT
-# Units of a lane in a chunk: as many as make the exponents of a warp's blocks one vector.
+# Units of a lane in a chunk: then the exponents of a warp's blocks are one vector.
 ROWS = 4
 CHUNK_UNITS = 32 * ROWS
 CHUNK = CHUNK_UNITS * UNIT

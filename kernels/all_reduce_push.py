@@ -109,7 +109,7 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
         shots: 1 or 2; with 2 the tensor has n_pes parts, else one.
         aligned: `out` and `x` begin and end at multiples of 16 bytes.
         batch: vectors of each part that a thread moves.
-        threads, max_blocks: launch geometry; as many blocks as have work, all of them at once.
+        threads, max_blocks: launch geometry; blocks with work, all resident.
         dependent: programmatic dependent launch, of this kernel and of the next one.
 
     `inbox` [2, shots, n_pes, capacity, 16 bytes of dtype] and `tags` [2, n_pes, max_blocks, 16 bytes of dtype] are symmetric,

@@ -39,7 +39,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.
         dtype: of `out` and `x` [count]. Sums are made as in `reduce_scatter`.
-        staged: `source` and `target` are symmetric memory of their own, and the kernel copies `x` and `out`; otherwise
+        staged: `source` and `target` are symmetric buffers, and the kernel copies `x` and `out`; otherwise
             they are the same memory as `x` and `out`, at the same place on all PEs.
         pulled: `x` is symmetric, at the same place on all PEs, and may be overwritten; `out` is ordinary memory,
             `target` and `source` are `x`. Not together with `staged`.

@@ -47,18 +47,18 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        joins_rows: `x` is [batches * rows of this PE, n_pes * width], and of each batch PE p gets `size` bytes from p * width +
-            column of each row, which become the rows starts[me] … of its `out` [batches * rows of all PEs, size]. Otherwise the
-            reverse: `x` is [batches * rows of all PEs, size], and PE p gets the rows starts[p] …, which become `size` bytes from
-            me * width + column of each row of its `out` [batches * rows of PE p, n_pes * width].
+        joins_rows: `x` is [batches * rows of this PE, n_pes * width], `out` [batches * rows of all PEs, size]. PE p gets `size`
+            bytes of each row, from p * width + column on, as the rows starts[me] … of each batch of its `out`. Otherwise the
+            reverse: `x` is [batches * rows of all PEs, size], `out` [batches * rows of this PE, n_pes * width]. PE p gets the
+            rows starts[p] … of each batch, as `size` bytes from me * width + column on of each row of its `out`.
         threads, blocks: launch geometry; all blocks must be able to run at once.
         unroll: see `tilescale_net.language.put_block`.
 
-    `starts` (int64 [n_pes + 1]) has the first of each PE's rows among those of all, and their number at the end. `out` is
-    symmetric, and given with as many rows as the PE with the most has; `calls` [2 * blocks], `ready` and `arrived` as in
-    `exchange`, where `arrived` counts pieces (`collective.piece_number`), of which this kernel signals all at once. `tag`
-    encodes the arguments that must be equal on all PEs; if they differ, no data move, and the difference is reported to
-    `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    `starts` (int64 [n_pes + 1]) has each PE's first row in the concatenation, and the number of all rows. `out` is
+    symmetric, with the most rows of any PE; `calls` [2 * blocks], `ready` and `arrived` as in `exchange`: `arrived` counts
+    pieces (`collective.piece_number`), and this kernel signals all of them at once. `tag` encodes the arguments that must
+    be equal on all PEs; if they differ, no data move, and the kernel reports the difference to `status` (int64
+    [STATUS_WORDS]), see `collective.call_word`.
     """
     out_rows, out_pitch, x_rows, x_pitch = (
         T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch")
@@ -371,7 +371,7 @@ class AllToAllTransposed(Collective):
         sequence, heads, dim]: `op(out, x, cut=2, join=1)`; back: `op(out, x, cut=1, join=2)`.
 
         Args:
-            out: symmetric, contiguous, of x's dtype; its shape is that of `x` with axis `cut` divided, and axis `join`
+            out: symmetric, contiguous, of x's dtype; has the shape of `x` with axis `cut` divided, and axis `join`
                 multiplied, by the number of PEs; or by `lengths` and `chunk`.
             x: contiguous, of the same shape on all ranks but for `lengths`, apart from `out` in memory. Symmetric if some
                 PEs are on other nodes.

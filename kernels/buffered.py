@@ -220,7 +220,7 @@ class Buffers:
         op: the collective, which owns the memory.
         split: the PEs' parts differ.
         most_bytes: largest part; 0: none.
-        calls, ready: counters and signals that the calls share with those of another kernel; default words of their own.
+        calls, ready: counters and signals that another kernel's calls share; default: not shared.
         options: of puts, see `put_block`.
 
     Attributes:

@@ -195,7 +195,7 @@ def report_other_call(status, rank, call, tag, word):
 @tsn.macro
 def compare(same: T.Ref, rank, call, tag, word, status, reports):
     """same = whether `rank`, whose call word is `word`, makes the same call as this rank. `same`: int32 variable.
-    `word`: at least that of call `call`; a rank with another call may have finished it and begun the next one.
+    `word`: at least call `call`'s; a rank with another call may have finished it and begun the next one.
     `reports`: whether this thread reports a difference."""
     same = T.cast(word == call_word(call, tag), "int32")
     if same == 0 and reports:

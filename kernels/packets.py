@@ -48,7 +48,7 @@ def packets(
         dtype: of `out` and `x`; a part has at most capacity * 8 bytes.
         capacity: packets of a part, at most max_blocks * (threads // n_pes).
         aligned: `out` and `x` begin at multiples of 8 bytes, and a part is one. PEs may differ in it.
-        threads, max_blocks: launch geometry; as many blocks as have work.
+        threads, max_blocks: launch geometry; only blocks with work are launched.
         split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
         sums: `out` [count] is the sum of the parts of all PEs, made as in `reduce_scatter`, and may be `x`; else it is
             [n_pes, count], and `out[p]` is the part of PE p.
@@ -218,7 +218,7 @@ class Packets:
         op: the collective, which owns the memory.
         split: the PEs' parts differ.
         most_bytes: largest part.
-        calls, ready: counters, one for each of its blocks, and signals that the calls share with those of another kernel;
+        calls, ready: counters, one for each of its blocks, and signals that another kernel's calls share;
             default words of their own.
 
     Attributes:

@@ -602,7 +602,7 @@ class ReduceScatter(Parted):
         return self._staging
 
     def _push(self, out: torch.Tensor, x: torch.Tensor, tag: int) -> None:
-        # Ranks may differ in this: slices, chunks and staging are laid out alike for any vector.
+        # Ranks may differ in this: the layout of slices, chunks and staging does not depend on the vector.
         aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % VECTOR_BYTES == 0
         vector = VECTOR_BYTES // out.element_size() if aligned else 1
         kernel = reduce_scatter(

@@ -9,7 +9,7 @@ class TileScaleError(RuntimeError):
 
 
 class ConfigurationError(TileScaleError):
-    """The environment does not allow what was requested: missing compiler, wrong tilelang version, too few GPUs, …"""
+    """The environment does not allow the request: missing compiler, wrong tilelang version, too few GPUs, …"""
 
 
 class PeerUnreachable(ConfigurationError):

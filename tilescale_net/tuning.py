@@ -108,7 +108,7 @@ def lockstep(
 
     Args:
         make: returns a call and a function that frees it; collective. Raises one of UNFIT for invalid candidates.
-        measure: of a call; collective. Default: device time on a GPU, the wall clock in the simulator, where it means nothing.
+        measure: of a call; collective. Default: device time on a GPU, the wall clock, which means nothing, in the simulator.
 
     Raises:
         RankMismatch: ranks that want other candidates.

@@ -264,7 +264,7 @@ def measure(
     check: bool,
 ) -> list[float]:
     """Samples in microseconds per copy. Collective; ranks above 1 only take part in the barriers. Rank 0 copies to or
-    from rank 1; with `bidirectional` rank 1 does the same with rank 0 at once, and the samples are those of the slower
+    from rank 1; with `bidirectional` rank 1 does the same with rank 0 at once, and the samples are of the slower
     rank. Raises WrongData: on all ranks, if the timed copies delivered wrong data."""
     rank = tsn.rank()
     seeds = common_seeds(2)  # of the data of ranks 0 and 1

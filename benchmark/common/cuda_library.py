@@ -19,7 +19,7 @@ POINTER, SIZE, INTEGER, WORD, TEXT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_
 
 
 def folders(variable: str, wheels: Sequence[str], inside: str) -> list[str]:
-    """Candidate folders of a library: that of the environment variable, and `inside` of each installed wheel."""
+    """Candidate folders of a library: the environment variable's, and `inside` of each installed wheel."""
     found = [os.environ.get(variable, "")]
     for wheel in wheels:
         try:

@@ -149,7 +149,7 @@ def middle(runs: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]
 
 
 def note_of_cores(needed: int, what: str) -> str | None:
-    """A warning where this machine has fewer cores than busy threads, else None."""
+    """A warning if this machine has fewer cores than busy threads, else None."""
     cores = len(os.sched_getaffinity(0))
     if cores >= needed:
         return None

@@ -82,7 +82,7 @@ def probe() -> Any:
 
 
 class QueueBench:
-    """Two heaps, and proxies between them that start afresh each time."""
+    """Two heaps, and proxies between them that restart each time."""
 
     HEAP = 2 << 20
 

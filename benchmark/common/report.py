@@ -270,8 +270,8 @@ def _gpus() -> str:
 
 def environment() -> dict[str, str]:
     """Name and value of everything that belongs in a report's header, in the order it is shown. Versions come from the
-    installed packages' metadata, so nothing is imported for their sake. Callers add what only they know, such as the
-    fabric provider and libfabric's version."""
+    installed packages' metadata, without importing these. Callers add the rest, such as
+    the fabric provider and libfabric's version."""
     torch = sys.modules.get("torch")
     cuda = getattr(getattr(torch, "version", None), "cuda", None)
     found = {

@@ -103,7 +103,7 @@ def _table(table: dict[str, Any]) -> str:
 FOLDER = Path(__file__).resolve().parents[1]
 INTERRUPTED = (130, 143)  # by Ctrl-C and SIGTERM
 TOO_LONG = 124  # as timeout(1) has it
-TERM_TIMEOUT_S = 20  # for a benchmark to end by itself, after Ctrl-C
+TERM_TIMEOUT_S = 20  # for a benchmark to end after Ctrl-C
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 // NCCL's GIN as a baseline: a put-with-signal ping-pong between GPUs of different nodes, behind a C interface.
 //
-// Compiled by benchmark/gin against NCCL's headers; the host functions are those of the libnccl.so.2 that is loaded.
+// Compiled by benchmark/gin against NCCL's headers; the loaded libnccl.so.2 has the host functions.
 // A signal is weak: it shows its own put alone, as a put_signal's does here. GIN has no signal that is set to a value.
 #include <nccl.h>
 #include <nccl_device.h>

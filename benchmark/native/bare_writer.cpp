@@ -145,10 +145,10 @@ bool BareStaging::landed(uint32_t* slot) {
 
 struct BareWriterOptions {
   uint64_t bytes = 64 << 20; // of the buffer
-  uint64_t base = 0;         // memory to use; 0: host memory of its own
+  uint64_t base = 0;         // memory to use; 0: new host memory
   bool cuda = false;         // `base` is on a GPU
   int device = 0;            // its number
-  bool staged = false;       // go through pinned slots even where the transport reaches the memory
+  bool staged = false;       // go through pinned slots even if the transport reaches the memory
   uint64_t chunk_bytes = 1 << 20;
   uint32_t window = 64;  // pieces in flight, over all rails
   bool dedicated = true; // the thread has its own core: it never yields while idle, see ProxyOptions

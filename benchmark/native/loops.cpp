@@ -481,7 +481,7 @@ public:
   }
 
 private:
-  // Prepares one message into the part of `turn`: as many receives as the window allows.
+  // Prepares one message into the part of `turn`: the window's number of receives.
   void expect(uint64_t turn) {
     incoming_ = part_ * (1 + turn % 2);
     posted_ = received_ = stored_ = 0;

@@ -40,7 +40,7 @@ public:
   uint64_t bytes() const { return bytes_; }
 
   // --- events ------------------------------------------------------------------------------------------------------
-  // Hands out what has happened; throws FabricError on a failed operation. Yields the processor after a while without
+  // Hands out events; throws FabricError on a failed operation. Yields the processor after a while without
   // events, and throws FabricError, with `doing` in its text, once nothing has happened for the session's time limit.
   // A process that only serves its peer (`passive`) sees no events; signs of life, which every process that polls gives
   // its peer once a second, count instead.
@@ -110,11 +110,11 @@ struct BandwidthResult {
 };
 
 // Both processes of a pair call it with equal options but `initiator`; both may be initiators. Message i goes over rail
-// i % rails. The session's buffer holds what goes out in its first half and what comes in in its second. Returns zeros
+// i % rails. The session's buffer sends from its first half and receives into its second. Returns zeros
 // at a process that is no initiator.
 BandwidthResult run_bandwidth(Session& session, int peer, const BandwidthOptions& options);
 
-// A pattern in which no two words are alike, and whether memory holds it.
+// A pattern of distinct words, and whether memory holds it.
 void fill_pattern(char* data, uint64_t bytes, uint64_t seed);
 bool holds_pattern(const char* data, uint64_t bytes, uint64_t seed);
 
@@ -122,12 +122,12 @@ bool holds_pattern(const char* data, uint64_t bytes, uint64_t seed);
 
 struct PingPongOptions {
   uint64_t bytes = 8;       // of one message
-  uint64_t chunk = 1 << 20; // largest transfer; lowered to what the provider takes
+  uint64_t chunk = 1 << 20; // largest transfer; the provider may lower it
   uint64_t iterations = 10; // timed round trips
   uint64_t warmup = 2;      // untimed ones before
   uint32_t window = 64;     // chunks in flight each way
   bool starter = true;      // sends first; exactly one of the pair does
-  bool verify = true;       // the starter checks that what comes back is what it sent
+  bool verify = true;       // the starter compares replies with its messages
   // GPU memory of the session's size that messages start from and arrive in; 0: host memory. Where the session has
   // registered it, it is used directly, otherwise the session's host memory is the staging buffer.
   uint64_t device_address = 0;

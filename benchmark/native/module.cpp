@@ -1,4 +1,4 @@
-// benchmark.instruments: what benchmarks measure with, beside the package. Built in a checkout, never in a wheel.
+// benchmark.instruments: the benchmarks' native loops and probes. Built in a checkout, never in a wheel.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

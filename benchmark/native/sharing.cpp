@@ -51,7 +51,7 @@ constexpr uint32_t kSharingMagic = 0x54534e45; // "TSNE"
 constexpr uint64_t kStopWord = kSharingBytes;
 constexpr uint64_t kMappedBytes = kSharingBytes + 4096;
 
-// An endpoint and what belongs to it.
+// An endpoint and its resources.
 class ControlBlock : fabric::Endpoint {
 public:
   ControlBlock(const Library& library, fi_info* info, char* buffer, uint64_t bytes, uint64_t key)
@@ -261,7 +261,7 @@ private:
     std::exception_ptr failure;
 
   private:
-    uint64_t random() { // xorshift64: far cheaper than what is measured
+    uint64_t random() { // xorshift64: far cheaper than the measured calls
       state_ ^= state_ << 13;
       state_ ^= state_ >> 7;
       return state_ ^= state_ << 17;

@@ -824,7 +824,7 @@ class AllToAll(Collective):
         self._world.control.agree("AllToAll.set_active", "begins anew")
 
     def _compile(self, everything: bool) -> None:
-        """Compile on all ranks before any of them goes on; an error of one is an error of all."""
+        """Compile on all ranks before any continues; an error of one is an error of all."""
         error, place = None, self._world.topology
         try:
             compile_together(self._mode.variants(everything), self.device, place.local_rank, place.node_size)

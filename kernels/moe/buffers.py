@@ -272,7 +272,7 @@ class Arena(MadeByRanks):
         return self._memory.nbytes
 
     def place(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
-        """Tensors for an object, from the beginning on. Raises HeapError where there is no room."""
+        """Tensors for an object, from the beginning on. Raises HeapError if there is no room."""
         wanted = heap.footprint(sizes_of(specs))
         if self._freed or wanted > self.nbytes:
             has = "has been freed" if self._freed else f"has {self.nbytes}"

@@ -99,14 +99,14 @@ _PHASES = {Phase.WHOLE: SENDS | RECEIVES, Phase.SEND: SENDS, Phase.RECEIVE: RECE
 @dataclass(slots=True)
 class DispatchCall:
     """A dispatch, from its caller to the kernels: the arguments of `AllToAll.dispatch`, until `ArgumentChecks.dispatch`
-    fills in those of the kernels.
+    adds the kernels' arguments.
 
     Attributes:
         phase: WHOLE or SEND.
         x: rows, or rows and scales; then [tokens, hidden]. scales: [tokens, scale_words] of 4 bytes, or None.
         choices: of these rows, or the handle of an earlier dispatch.
         out: (rows, scales) for the result, or None.
-        blocks: of its kernels, those of the tuning or fewer.
+        blocks: of its kernels, at most the tuning's.
         fault: why this rank's call is rejected: the other ranks report the fault, and the arguments are placeholders.
         The others: see `AllToAll.dispatch`.
     """

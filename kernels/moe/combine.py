@@ -588,7 +588,7 @@ def combine_throughput(
                 handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
-            # Each index has a variable of its own, because the compiler's arithmetic on sums of them cannot be trusted.
+            # Each index has its own variable: the compiler's arithmetic on their sums cannot be trusted.
             peer, c, n, slot = int_vars(4)
             direct = T.alloc_var("int32", init=1)
             size = T.alloc_var("int32", init=chunk)
@@ -710,7 +710,7 @@ def sum_combined(
     Args:
         ranks … proxied_chunk: as there. blocks, threads: of this kernel, any.
 
-    Parameters of the kernel: those of the same names there.
+    Parameters of the kernel: as there.
     """
     R, S, payload = ranks, most_sent(ranks, max_tokens, top_k), FP8 if quantised else dtype
     s = CombineConfig(

@@ -223,7 +223,7 @@ def configure(
 
 
 def reject_slower_combine(config: Config) -> None:
-    """Reject `quantize_combine` for GPUs that map one another's memory, with ValueError, where rows of `combine_dtype`
+    """Reject `quantize_combine` for GPUs that map one another's memory, with ValueError, if rows of `combine_dtype`
     were measured to be as fast or faster."""
     if config.mode == "throughput":
         took = {"rank": "507 us instead of 504", "expert": "990 us instead of 697"}[config.layout]
@@ -325,7 +325,7 @@ def most_tokens(config: Config, blocks: int) -> int:
 
 
 def _check_shared(config: Config, blocks: int) -> None:
-    """Raise ValueError where the part of the choices that a block sorts does not fit into its shared memory."""
+    """Raise ValueError if the part of the choices that a block sorts does not fit into its shared memory."""
     if config.max_tokens > (most := most_tokens(config, blocks)):
         raise ValueError(
             f"AllToAll: max_tokens is {config.max_tokens}; with {blocks} blocks, top_k {config.top_k} and "

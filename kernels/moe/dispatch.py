@@ -77,7 +77,7 @@ class RowOffsets(NamedTuple):
 
     Attributes:
         sent, received: how many.
-        first_row: the first row of this rank among those of each rank.
+        first_row: this rank's first row at each rank.
         before: the first row to each rank among the sent rows; unused if rows cross the network once per node.
         landed: the first row of each rank among the arriving rows.
     """
@@ -253,7 +253,7 @@ def dispatch_throughput(
             tiles.
         nodes, slots: see NodeLayout; 0: each row goes straight to its ranks.
 
-    Parameters of the kernel (int32 where no type is named; rows and scales are moved as words of 4 bytes):
+    Parameters of the kernel (int32 if no type is named; rows and scales are moved as words of 4 bytes):
         x, x_scales: rows to send. out, out_scales: symmetric, except for "staged".
         arrival, arrival_scales [rows received, …]: symmetric; used for "staged" and for rows that come straight from other
         nodes.
@@ -333,7 +333,7 @@ def dispatch_throughput(
                 handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
-            # Each index has a variable of its own, because the compiler's arithmetic on sums of them cannot be trusted.
+            # Each index has its own variable: the compiler's arithmetic on their sums cannot be trusted.
             peer, c, j, n, row, slot, token = int_vars(7)
             direct = T.alloc_var("int32", init=1)
             parity = T.alloc_var("int32")

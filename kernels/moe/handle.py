@@ -29,7 +29,7 @@ class RoutingPlan:
     Attributes:
         in_flight: whether the dispatch that fills it has been sent and not yet received.
         tokens: of this rank.
-        node_plan: where rows cross the network once per node: see `layout.NodePlanOffsets`; else empty.
+        node_plan: if rows cross the network once per node: see `layout.NodePlanOffsets`; else empty.
         send_token: [ranks, max_tokens] token of each row sent to a rank. int32, as all others but `row_weight`.
         send_row: [ranks, max_tokens] its first row in the expert-major order at that rank.
         token_slot: [tokens or more, ranks] its index among the rows to that rank, or -1.
@@ -77,7 +77,7 @@ class RoutingPlan:
         return t[at.counts : at.counts + local_experts], t[at.offsets : at.offsets + local_experts + 1], t[end]
 
     def rejected(self, ranks: int, local_experts: int) -> torch.Tensor:
-        """int32 [], not 0 where the dispatch was rejected; a view."""
+        """int32 [], not 0 if the dispatch was rejected; a view."""
         return self.totals[PlanOffsets(ranks, local_experts).rejected]
 
 
@@ -93,7 +93,7 @@ class ReceivedRows:
         counts: [ranks] rows received from each rank (int32).
         source_counts: [local experts, ranks] rows of each expert from each rank (int32).
         source_token: [local experts, ranks * max_tokens] of each row of `x` its token at the source rank (int32).
-        origin_slot, node_plan: where rows cross the network once per node: [tokens or more, origins] index of a token
+        origin_slot, node_plan: if rows cross the network once per node: [tokens or more, origins] index of a token
             among the rows that return from an origin (see `layout.py`), or -1, and `layout.LatencyNodePlanOffsets`;
             else empty.
     """
@@ -120,7 +120,7 @@ class ReceivedRows:
     def shapes(
         ranks: int, max_tokens: int, local_experts: int, top_k: int
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each field but `tokens`, where rows do not cross the network once per node."""
+        """Shape and dtype of each field but `tokens`, if rows do not cross the network once per node."""
         rows, ints = ranks * max_tokens, torch.int32
         return {
             "token_slot": ((max_tokens, ranks), ints),
@@ -413,7 +413,7 @@ class Plans:
 
     Args:
         kind: RoutingPlan or ReceivedRows. shapes: of its fields but `tokens`, with their dtypes.
-        stream: returns a key of the current stream, or None where no plan may be reused.
+        stream: returns a key of the current stream, or None if no plan may be reused.
 
     Attributes:
         stream: its key when the last plan was given out.
@@ -433,7 +433,7 @@ class Plans:
         self._cached: dict[Hashable, list[_Tensors]] = {}
 
     def next(self, tokens: int) -> Any:
-        """A plan for this many tokens that nobody else holds."""
+        """A free plan for this many tokens."""
         stream = self.stream = self._stream_now()
         if stream is None:
             return self._make(tokens, _Tensors(self._shapes, self._device))

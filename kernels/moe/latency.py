@@ -130,7 +130,7 @@ class LatencyMode(Mode):
         }
         self._no_choice = torch.zeros((1, c.top_k), dtype=torch.int64, device=device)
         self._no_weight = torch.zeros((1, c.top_k), dtype=torch.float32, device=device)
-        self._no_totals = torch.zeros(c.local_experts, dtype=torch.int32, device=device)  # added to, read by nobody
+        self._no_totals = torch.zeros(c.local_experts, dtype=torch.int32, device=device)  # added to, never read
 
     def _new_plans(self) -> Plans:
         device = self._base.device
@@ -348,7 +348,7 @@ class LatencyMode(Mode):
 
 
 class NodeLatencyMode(OverNodes, LatencyMode):
-    """Latency mode where rows cross the network once per node."""
+    """Latency mode for rows that cross the network once per node."""
 
     dispatch_takes = (*DISPATCH[:-4], "origin_slot", "node_plan", *DISPATCH[-4:])
     combine_takes = (*COMBINE[:-2], "origin_slot", "tokens", "node_plan")

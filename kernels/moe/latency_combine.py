@@ -101,7 +101,7 @@ LatencyCombineTensors = namedtuple(
 
 
 class TokenPart(NamedTuple):
-    """The part of a token's row that a warp sums; int32 variables of the kernel, which steps read where they stand.
+    """The part of a token's row that a warp sums; int32 variables of the kernel, which steps read in place.
     `token`: whose row it is. part: its number."""
 
     token: Any

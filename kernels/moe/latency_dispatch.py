@@ -63,7 +63,7 @@ class LatencyDispatchConfig:
     source_dtype: str
     blocks: int
     threads: int
-    node_sizes: tuple[int, ...] = ()  # ranks of each node, where rows cross the network once per node
+    node_sizes: tuple[int, ...] = ()  # ranks of each node, if rows cross the network once per node
     timed: bool = False
 
     @property
@@ -543,7 +543,7 @@ def _forward(s, mem, route, now, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.Re
             route.words[plan.receiver(k, j, number)] = at.of.index_of(rank)
     if rank >= 0 and first != 0:
         other = mem.to_forward[row, msg.at_rank + choice]
-        # The receiver has no slot for it where the source has reported a fault.
+        # The receiver has no slot for it if the source has reported a fault.
         if other >= 0 and other < M:
             other = (now.parity * R + source) * M + other
             N.put_signal_warp(
@@ -613,7 +613,7 @@ def dispatch_latency(
         column_scales: received scales are [local experts * scale_words, ranks * max_tokens]: for each expert, one row
             per scale word.
 
-    Parameters of the kernel (int32 where no type is named):
+    Parameters of the kernel (int32 if no type is named):
         phases: SENDS, RECEIVES or both; the receive phase follows the send phase on the same stream.
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:

@@ -26,7 +26,7 @@ NO_FAULT, BAD_EXPERT, NO_ROOM, CROWDED, OTHER_OUTPUT, HOST_FAULT = range(6)
 # A call begins with a word from every rank to every rank: the call number, then a tag of TAG_BITS, whose lowest
 # CODE_BITS hold that rank's fault and whose others identify its output.
 CODE_BITS = 5
-# In a dispatch of latency mode the number of the call is followed by the number of messages to expect, in COUNT_BITS.
+# In a dispatch of latency mode the number of messages to expect, in COUNT_BITS, follows the number of the call.
 COUNT_BITS = 32
 
 
@@ -140,9 +140,9 @@ class NodeLayout:
         source: [slots] the source that this rank serves as a forwarder.
         local_forwarder, local_forwarder_slot: [ranks] for each rank of another node its forwarder in this node, and its slot there.
         map_words: length of the map.
-        head_words: length of a source's head: rows to the node, then for each rank there the rows to it and the
-            index of the first of them among that rank's rows, and at `slots_begin` the first row that returns from the node,
-            among the source's slots.
+        head_words: length of a source's head. It has the number of rows to the node; for each rank of the node its number
+            of rows, and the index of the first among that rank's rows; at `slots_begin` the source's first slot for rows
+            that return from the node.
     """
 
     def __init__(self, ranks: int, nodes: NodeSizes, slots: int):
@@ -163,11 +163,13 @@ class NodeLayout:
 class NodePlanOffsets:
     """Offsets in the node part of a routing plan, one vector of int32.
 
-    A method gives the offset of a number, from Python integers or kernel expressions: the token of a row to a node, how
-    many go there, a token's index among the rows of an origin (or -1), a word of a source's head (see
-    `NodeLayout.head_words`); and at a forwarder, for each row to a rank of its node the source's row (word 0) and its first
-    expert-major row there (word 1), and for each row of a source the index of each rank's sum for it among that rank's rows
-    (or -1). Last, where an origin's rows begin among this rank's slots: ranks of its node first.
+    Methods return the offset of a number, from Python integers or kernel expressions:
+        token, rows: the token of a row to a node, and the number of rows to it.
+        origin_index: a token's index among the rows of an origin, or -1.
+        head: a word of a source's head, see `NodeLayout.head_words`.
+        forward: at a forwarder, of a row to a rank of its node: the source's row (word 0), its first expert-major row (1).
+        gather: at a forwarder, of a source's row: the index of a rank's sum for it among that rank's rows, or -1.
+        base: the first slot of this rank for an origin's rows; ranks of this node come first.
     """
 
     def __init__(self, at: NodeLayout, max_tokens: int):
@@ -201,8 +203,8 @@ class NodePlanOffsets:
 
 class LatencyNodePlanOffsets:
     """The same for a plan of latency mode: the index of a received row among its source's messages to this node; at a
-    forwarder, the number of messages that it has forwarded for the source of a slot, and for each of them the ranks of
-    its node that it went to, by index and in order, then -1 [top_k]."""
+    forwarder, the number of forwarded messages of a slot's source, and the receivers of each in its node: [top_k] indices
+    in order, then -1."""
 
     def __init__(self, at: NodeLayout, max_tokens: int, top_k: int):
         self.at, self.max_tokens, self.top_k = at, max_tokens, top_k
@@ -284,7 +286,7 @@ class Forwarders:
         return max([1, *every])
 
     def words(self, rank: int, slots: int) -> list[int]:
-        """The map of a rank, offsets as in `NodeLayout`; -1 where there is no rank."""
+        """The map of a rank, offsets as in `NodeLayout`; -1 if there is no rank."""
         at = NodeLayout(len(self.mask), self.nodes, slots)
         words = [NO_RANK] * at.map_words
         for node in range(at.nodes):

@@ -80,7 +80,7 @@ class SideStream:
 
 
 class DeferredStream:
-    """The simulator's stand-in: launches on the side run when they are waited for, as late as on a GPU, so a change of
+    """The simulator's version: launches on the side run when they are waited for, as late as on a GPU, so a change of
     their arguments or of shared memory in between shows in the data. `in_order`: see SideStream."""
 
     def __init__(self, in_order: bool = False):
@@ -119,7 +119,7 @@ class DeferredStream:
         self._done = self._sent
 
     def wait(self, marks: list[int]) -> None:
-        """Run queued launches in order, up to those of one `on_side`."""
+        """Run queued launches in order, through the next `on_side`'s."""
         while self._done < marks[0]:
             kernel, arguments = self._queue.pop(0)
             self._done += 1

@@ -61,7 +61,7 @@ class PlanShared(NamedTuple):
         numbers: alike, the numbers of the choices.
         before: [parts + 1, counts], see `number_in_block`.
         padded, offsets: [experts]. needs: [ranks]; see `align_experts`.
-        alive: [ranks], `active`, or zeros where the dispatch is rejected.
+        alive: [ranks], `active`, or zeros if the dispatch is rejected.
         seen: [1], a choice that is no expert.
     """
 
@@ -676,7 +676,7 @@ def plan_routing(
         node_size: ranks of a node, or a tuple of every node's ranks, if rows cross the network once per node; else 0.
         ordered: rows to a rank are numbered by the first of their experts there, not by token alone.
 
-    Parameters of the kernel (int32 where no type is named):
+    Parameters of the kernel (int32 if no type is named):
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
         the fault that the host found; active [ranks]: 0 for a rank that is left out.
         counts_out [words], counts_in [ranks, words] (see CountsLayout), records_out, records_in [ranks, max_tokens, …],
@@ -917,7 +917,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
     Args:
         ranks, experts, max_tokens: as in plan_routing. nodes, slots: see NodeLayout. blocks, threads, absent: launch geometry, as there.
 
-    Parameters of the kernel (int32 where no type is named):
+    Parameters of the kernel (int32 if no type is named):
         tokens, token_slot, send_row, totals: see RoutingPlan. node_map [words]: see NodeLayout.
         heads_out [nodes, words], heads_in [slots, words]: symmetric, see `NodeLayout.head_words`.
         pairs_out [nodes, max_tokens, 2 * size], pairs_in [slots, max_tokens, 2 * size]: symmetric; for each row and each rank of

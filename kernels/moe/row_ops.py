@@ -76,7 +76,7 @@ class SumSizes:
 
 
 class Rows(NamedTuple):
-    """Rows and their scales. `rows`: [any, words or elements of a row]. `scales`: [any, scales of a row], where rows
+    """Rows and their scales. `rows`: [any, words or elements of a row]. `scales`: [any, scales of a row], if rows
     have scales; else unused."""
 
     rows: Any
@@ -116,7 +116,7 @@ class Work(NamedTuple):
 
 @tsn.macro
 def load_batch(loaded, src, row, first, lane, units, width, batch, at=0):
-    """Load a lane's vectors of a batch, which begins at vector `first`, to loaded[at …]; beyond the row: zeros."""
+    """Load a lane's vectors of the batch from vector `first` on, to loaded[at …]; beyond the row: zeros."""
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
             for v in T.vectorized(width):
@@ -274,11 +274,11 @@ def add_biases(s, acc, result, token: T.Ref, first, lane, end):
 
 @tsn.jit(name="zero_padding_rows", pass_configs=EXPLICIT_SYNC)
 def zero_padding_rows(width, copied, threads=256, blocks=528):
-    """Kernel `(out, rows, counts, offsets)`: `out` = rows, and zeros in the places of padding, see `zero_padding`.
+    """Kernel `(out, rows, counts, offsets)`: `out` = rows, with zeros in padding, see `zero_padding`.
 
     Args:
         width: words of 4 bytes that a lane copies at once; `out` and `rows` are int32 [capacity, units, width].
-        copied: else `rows` is not read, and only padding is written.
+        copied: otherwise the kernel only writes padding, and does not read `rows`.
         threads, blocks: launch geometry.
 
     `counts`: int32 [experts]. `offsets`: int32 [experts + 1]. A warp processes a row.
@@ -329,7 +329,7 @@ def zero_padding_rows(width, copied, threads=256, blocks=528):
 
 @functools.lru_cache(64)
 def ends_of(rows: int, device: torch.device) -> torch.Tensor:
-    """Offsets of rows that are all of one expert."""
+    """Offsets of one expert's rows."""
     with torch.inference_mode(False):
         return torch.tensor([0, rows], dtype=torch.int32, device=device)
 
@@ -337,12 +337,12 @@ def ends_of(rows: int, device: torch.device) -> torch.Tensor:
 def zero_padding(
     rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor | None = None, *, copied: bool = False
 ) -> torch.Tensor:
-    """Zeros in padding, the rows that are no expert's, so that no product with them is NaN; in place, or in a copy.
+    """Zero padding, the rows of no expert, so that no product with it is NaN; in place, or in a copy.
 
     Args:
         rows: [capacity, columns], contiguous; a row has a multiple of 4 bytes.
         counts: int32 [experts], rows of each expert.
-        offsets: int32 [experts + 1], where they begin; default: 0, of one expert.
+        offsets: int32 [experts + 1], of each expert's first row; default: 0, of one expert.
         copied: `rows` stays as it is; takes one pass over the rows of experts. In place only padding is written.
 
     Returns:

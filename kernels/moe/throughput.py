@@ -233,7 +233,7 @@ class ThroughputMode(Mode):
         ]
 
     def variants_of_tiles(self, blocks: int, combine_blocks: int, weighted: str) -> list[Callable[[], object]]:
-        """The same for calls beside GEMMs where there are tiles: a dispatch on `blocks` blocks, a combine on its own."""
+        """The same for calls beside GEMMs if there are tiles: a dispatch on `blocks` blocks, a combine on its own."""
         assert self.tiles is not None
         return [
             partial(self._routing_of, "int64", blocks),
@@ -550,7 +550,7 @@ def _words(rows: dict[str, tuple[int, int, torch.dtype]], kernel: str) -> int:
 
 
 class NodeThroughputMode(OverNodes, ThroughputMode):
-    """Throughput mode where rows cross the network once per node."""
+    """Throughput mode for rows that cross the network once per node."""
 
     _shares_rows, _puts_staged, _lands_whole = True, False, False
     dispatch_takes = (*DISPATCH, "node_plan")

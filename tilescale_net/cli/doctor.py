@@ -297,7 +297,7 @@ class Doctor:
 
 
 def _nvcc_version(path: str) -> tuple[int, ...]:
-    """Version of an nvcc; () where it prints none."""
+    """Version of an nvcc; () if it prints none."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

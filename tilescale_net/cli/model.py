@@ -50,7 +50,7 @@ TCP = Network(37.3, False, 3.5, 15.2, "measured: tcp over loopback, GPU memory s
 
 
 def tcp(gbps: float) -> Network:
-    """tcp over loopback at `gbps`. Hosts differ: 37.3 on that of the H200s, 24 on that of two H100s."""
+    """tcp over loopback at `gbps`. Hosts differ: 37.3 with the H200s, 24 with two H100s."""
     return replace(TCP, gbps=gbps, source=TCP.source if gbps == TCP.gbps else "tcp over loopback, the rate as given")
 
 

@@ -345,7 +345,7 @@ class KernelFactory:
         return kernel
 
     def _cached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel | None:
-        """A kernel for the simulator from an earlier run, or made for later ones; None where it may not be cached, see cache.py."""
+        """A kernel for the simulator from an earlier run, or made for later ones; None if it may not be cached, see cache.py."""
         options = self._options | {"target": "simulator"}
         key = cache.kernel_key(self._function, args, kwargs, options)
         if key is None:
@@ -572,7 +572,7 @@ def compile_together(
     Args:
         calls: the same on all ranks.
         device: of the rank; calls run on its current stream. For the simulator (a CPU) one call follows the other.
-        local_rank, node_size: of the rank among those of its host.
+        local_rank, node_size: number of the rank on its host, and the host's number of ranks.
 
     Raises:
         The error of a call, the first in the order of `calls`, after the others have ended.

@@ -157,7 +157,7 @@ class Operator:
     def __call__(self, *arguments: Any, dtype: str | None = None) -> tirx.PrimExpr:
         """Trace a call. `arguments` are template choices (str or int), then expressions without the context. Raises
         TypeError: wrong arity, an unknown choice or an expression of another type; a defect of this package, because
-        the primitives check what users pass."""
+        the primitives check users' arguments."""
         choices, values = arguments[: len(self.template)], list(arguments[len(self.template) :])
         if self.args and self.args[0] == "context":
             values.insert(0, context_placeholder())
@@ -235,7 +235,7 @@ OPERATORS: dict[str, Operator] = {
     )
 }
 
-# Shared memory of a block on sm_90, minus that of the device functions.
+# Shared memory of a block on sm_90, minus the device functions' part.
 SHARED_BYTES = 224 * 1024
 
 # The annotation of a traced call with the name that its author typed, such as N.put_block.

@@ -129,7 +129,7 @@ def find_nvcc() -> str:
 
 
 def gpu_arch() -> str:
-    """`sm_XX` of the current GPU, with the architecture-specific suffix where it has one (sm_90a)."""
+    """`sm_XX` of the current GPU, with the architecture-specific suffix if it has one (sm_90a)."""
     import torch
 
     if not torch.cuda.is_available():
@@ -172,7 +172,7 @@ def compile_source(
         kind: "ptx" (returns str) or "cubin" (returns bytes).
         target: tilelang target with an architecture.
         extra: further flags.
-        threads: of a block, where it has one dimension; tsn.jit takes it from the kernel.
+        threads: of a block, if it has one dimension; tsn.jit takes it from the kernel.
 
     Raises:
         ConfigurationError: no nvcc, or nvcc refuses the source; carries its messages.

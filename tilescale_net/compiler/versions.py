@@ -1,7 +1,7 @@
 """Differences between supported versions of tilelang, and the private names of tilelang in use.
 
 The rest of the package imports these names from here and does not ask for a version. `toolchain.TILELANG_VERSIONS` are the
-supported ones; another version changes this file alone. Each entry says why it is needed, and what would replace it.
+supported ones; another version changes this file alone. Each entry says why it is needed, and its replacement.
 
 Private names:
 

@@ -153,7 +153,7 @@ class Masks:
 
     Args:
         world: of the Buffer.
-        shrinks: whether calls go on when ranks are lost, instead of raising.
+        shrinks: whether calls continue when ranks are lost, instead of raising.
 
     Attributes:
         shrinks: the same.

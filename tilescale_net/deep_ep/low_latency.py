@@ -26,7 +26,7 @@ def quantise_rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         [tokens, hidden] float8_e4m3fn and [tokens, hidden / 128] float32.
     """
-    groups = x.float().view(len(x), x.shape[1] // GROUP, GROUP)  # also where there are no rows
+    groups = x.float().view(len(x), x.shape[1] // GROUP, GROUP)  # also if there are no rows
     amax = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX)
     bits = (amax / FP8_MAX).view(torch.int32)
     scale = ((bits + (1 << MANTISSA) - 1) >> MANTISSA << MANTISSA).view(torch.float32)

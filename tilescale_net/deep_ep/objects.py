@@ -59,7 +59,7 @@ class Objects:
 
     Args:
         world: of the Buffer.
-        shrinks: whether low-latency calls go on when ranks are lost.
+        shrinks: whether low-latency calls continue when ranks are lost.
 
     Attributes:
         masks: the masked ranks.
@@ -188,7 +188,7 @@ class Objects:
         This compiles the kernels of ordinary calls, a fifth of all; another kind of call compiles its kernels at its
         first use, on all ranks.
         """
-        if self._freed:  # its world lives on if others use it; nobody would free a new object
+        if self._freed:  # its world lives on if others use it; a new object would leak
             raise TileScaleError(
                 "deep_ep: this buffer was destroyed; make another one, or destroy it after its last call"
             )

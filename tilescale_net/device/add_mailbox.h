@@ -1,16 +1,15 @@
 // Add mailboxes: how a proxy adds to signal words of a GPU heap.
 //
-// The proxy and, with atomics, the GPUs of this node may add to a word. The host has no atomic on GPU memory (the
-// driver's stream memory operations only write), a read-modify-write would lose the GPUs' adds, and a kernel for the
-// add might never run beside one that fills the GPU while it waits for that very word. So the proxy leaves the add in
-// a mailbox in the heap's system area, and the waiting kernel applies it: each poll of wait and test checks the
-// mailboxes, and a call that uses the word's value first applies all adds. Signal words are read with wait and test
-// only, so no reader sees a difference.
+// The proxy and, with atomics, the GPUs of this node may add to a word. The host has no atomic on GPU memory: the
+// driver's stream memory operations only write, and a read-modify-write would lose the GPUs' adds. A kernel for the add
+// might never run beside one that fills the GPU while it waits for the word. So the proxy leaves the add in a mailbox
+// in the heap's system area, and the waiting kernel applies it: each poll of wait and test checks the mailboxes, and a
+// call that uses the word's value first applies all adds. Only wait and test read signal words, so no reader sees a
+// difference.
 //
-// Each proxy thread has its own mailbox: a circular buffer of (heap offset, value) entries, the number of published
-// entries (written by the proxy's copy stream, behind the entries and all data that the adds announce), the number
-// claimed by the device, and the number that it has added. An entry is read before it is claimed, so claimed entries
-// may be overwritten.
+// Each proxy thread has its own mailbox: a circular buffer of (heap offset, value) entries, and the numbers of
+// published, claimed and added entries. The proxy's copy stream writes the first, behind the entries and all data that
+// the adds announce, the device the others. It reads an entry before it claims it: claimed entries may be overwritten.
 #pragma once
 
 #include "context.h"

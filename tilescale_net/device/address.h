@@ -101,7 +101,7 @@ private:
   TSN_DEVICE bool allow_or_report(Operation operation, bool inside, const void* local, int64_t bytes) const {
     const bool found = exists();
     if (TSN_LIKELY(found && inside)) {
-      if constexpr (platform::kDefersRemoteWrites) // the simulator also checks what is allocated in there
+      if constexpr (platform::kDefersRemoteWrites) // the simulator also checks allocations there
         if (scope_leader<S>()) platform::inspect(operation, local, bytes);
       return true;
     }

@@ -1,5 +1,5 @@
 // Accesses to single words: loads and stores with an explicit order and scope, of 1, 2, 4 or 8 bytes; and atomic
-// operations on symmetric memory of mapped PEs: system scope, relaxed, `fence` orders them where that matters.
+// operations on symmetric memory of mapped PEs: system scope, relaxed, `fence` orders them if that matters.
 #pragma once
 
 #include "address.h"

@@ -61,7 +61,7 @@ TSN_DEVICE void barrier(const Context* ctx, int flags_word, int count_word, int 
 
 } // namespace detail
 
-// Returns when all PEs have called it. What was quiet before it is visible after it to all threads of the block. One
+// Returns when all PEs have called it. Writes that were quiet before are visible after it to the block's threads. One
 // block of a PE at a time.
 TSN_DEVICE void barrier_all(const Context* ctx) {
   detail::barrier(ctx, kWorldBarrierFlags, kWorldBarrierCount, 0, my_pe(ctx), n_pes(ctx));
@@ -138,7 +138,7 @@ private:
   uint64_t blocks, mark, generation;
 };
 
-// All blocks meet; the last one to come makes the call `together` with all its threads before anyone goes on.
+// All blocks meet; the last one to come calls `together` with all its threads before any continues.
 template <class Together>
 TSN_DEVICE void meet_grid(const Context* ctx, Operation operation, Together together) {
   GridBarrier barrier(ctx, operation);

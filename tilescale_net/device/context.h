@@ -116,7 +116,7 @@ struct Context {
   // cache line, because the others are read through the read-only cache, whose lines may be stale.
   uint64_t aborted;
   uint64_t reserved_line[15];
-  uint64_t peer_base[1]; // [max(n_pes, kInlineBases)]: local address of each PE's heap, 0 where the PE is not mapped
+  uint64_t peer_base[1]; // [max(n_pes, kInlineBases)]: local address of each PE's heap, 0 if the PE is not mapped
 };
 // Reciprocal of the number of queues: pe / n_queues = pe * share >> 32, exactly, because pe * n_queues < 2^32. A push
 // needs its queue first, and a division takes longer than all its other work until then.

@@ -143,7 +143,7 @@ TSN_DEVICE uint32_t widest_unit(uint64_t bits) { return (uint32_t(bits) | 16) & 
 template <Scope S, int Rows = 1, uint32_t Group = 4 * platform::kWarpThreads>
 struct FirstTile {
   static_assert(Group % platform::kWarpThreads == 0, "a group is made of warps");
-  uint32_t unit;  // bytes of a unit; 16, or what a copy that is not complete could be cut into
+  uint32_t unit;  // bytes of a unit, the widest that addresses and count allow
   uint32_t bytes; // that are taken by all threads together, 0 when there is no tile
   bool complete;
   Vec16 wide[Rows] = {};

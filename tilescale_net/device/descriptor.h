@@ -2,7 +2,7 @@
 //
 // Plain C++ without atomics, shared by device/queue.h (producer) and csrc/proxy/queue.h (consumer).
 //
-// A descriptor is two 16-byte halves. Each is written by one 16-byte store, and each carries a parity bit of its own,
+// A descriptor is two 16-byte halves. One 16-byte store writes each, and each carries its own parity bit,
 // so the halves may arrive in any order and no slot is ever cleared: position p belongs to lap p / capacity, and a half
 // is new when its bit equals parity_of(p).
 //

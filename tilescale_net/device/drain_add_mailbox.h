@@ -27,7 +27,7 @@ TSN_COLD void drain_add_mailbox(const Context* ctx, uint64_t* mailbox) {
 
 } // namespace detail
 
-// The number of mailboxes; 0 where every PE is mapped.
+// The number of mailboxes; 0 if every PE is mapped.
 TSN_DEVICE uint32_t n_add_mailboxes(const Context* ctx) {
   return platform::load_constant(&ctx->flags) >> kAddMailboxShift & kAddMailboxMask;
 }

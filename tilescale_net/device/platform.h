@@ -1,7 +1,7 @@
 // The machine's interface. platform_cuda.h holds all PTX, platform_host.h (the simulator) all host atomics and
 // fibers; every other device header is plain C++ on top of the functions listed here, and includes this file only.
 //
-// Both files define TSN_DEVICE (the qualifiers of every device function), TSN_COLD (those of one that is kept out of
+// Both files define TSN_DEVICE (the qualifiers of every device function), TSN_COLD (of one that is kept out of
 // line) and, in namespace tsn::platform:
 //
 //   constexpr bool kDefersRemoteWrites      true: the platform takes whole operations away from the engines, see below
@@ -39,7 +39,8 @@
 //                                           acq_rel; and_, or_, xor_ on integers, add also on float and double
 //   T atomic_cas<Order, MemScope>(T*, T compare, T value)  old value; 4 or 8 bytes
 //   void store_pair(void*, uint64_t, uint64_t)             two words, to 16-byte aligned memory
-//   uint64_t add_one_ahead(uint64_t*)       old value, relaxed at gpu scope; a thread that does not use it yet goes on
+//   uint64_t add_one_ahead(uint64_t*)       old value, relaxed at gpu scope; a thread that does not use it yet
+//   continues
 //                                           meanwhile, which it does not after `atomic`
 //   void add_relaxed(uint64_t*, uint64_t)   adds without an answer, relaxed at system scope
 //   void add_release(uint64_t*, uint64_t)   the same with release order

@@ -1,6 +1,6 @@
 // Strided rows: a box of a matrix, one of its columns, the faces of a grid.
 //
-// A row is contiguous; the pitch is the distance from the beginning of one row to that of the next, in bytes, at the
+// A row is contiguous; the pitch is the distance in bytes between the beginnings of consecutive rows, at the
 // target and at the source. Over mapped memory all threads of the scope share the units of all rows; through the proxy
 // each row is an operation of its own.
 #pragma once

@@ -1,5 +1,5 @@
-// Scopes: the threads that make a call together. A block-scope call is made by all threads of a block, a warp-scope
-// call by all lanes of a warp; the leader is thread 0 or lane 0.
+// Scopes: the threads that make a call together. All threads of a block make a block-scope call, all lanes of a warp a
+// warp-scope call; the leader is thread 0 or lane 0.
 #pragma once
 
 #include "platform.h"

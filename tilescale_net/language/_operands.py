@@ -299,7 +299,7 @@ def operand(
     in_shared: bool = False,
     scope: str = "global",
 ) -> Operand:
-    """Resolve what an author passed as `name`.
+    """Resolve the value that an author passed as `name`.
 
     Args:
         is_guarded: the caller uses the condition `inside`.

@@ -243,7 +243,7 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def author_place() -> str:
-    """The author's line as the last line of a message, where a kernel is being traced; else ''."""
+    """The author's line as the last line of a message, if a kernel is being traced; else ''."""
     if Builder.current() is None:
         return ""
     file, line = author_line()

@@ -31,7 +31,7 @@ def preload(environment: dict[str, str]) -> bool:
     all ranks that libraries read when loaded. Returns False if an import fails: then a fresh interpreter reports it."""
     if _paths:
         return True
-    # The first registered one runs last, after those of modules and of the program.
+    # The first registered function runs last, after the modules' and the program's.
     atexit.register(_leave)
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     before = dict(os.environ)
@@ -105,7 +105,7 @@ class BecomeRank(BaseException):
         self._descriptors = {fd: os.dup(fd) for fd in descriptors}
 
     def run(self) -> None:
-        """Run the script in this process; raises what the script raises."""
+        """Run the script in this process, and pass its exceptions on."""
         global status
         _close_objects()
         for fd, copy in self._descriptors.items():

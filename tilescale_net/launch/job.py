@@ -142,7 +142,7 @@ def _write_all(data: bytes) -> None:
     try:
         while data:
             data = data[os.write(2, data) :]
-    except OSError:  # nobody reads the launcher's stderr any more; the job goes on
+    except OSError:  # the launcher's stderr is closed; the job continues
         pass
 
 

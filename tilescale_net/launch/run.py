@@ -247,7 +247,7 @@ def _srun_starts_ranks() -> bool:
 
 
 def _srun_address() -> dict[str, str]:
-    """Address and port of rank 0 under srun: the first host of the step, and a port that all tasks compute alike."""
+    """Address and port of rank 0 under srun: the first host of the step, and a port that all tasks compute."""
     env = os.environ
     steps = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))
     port = env.get("MASTER_PORT") or str(20000 + steps % 10000)

@@ -6,7 +6,7 @@ python tilescale_net/launch/set_up.py prepare [headers] [venv]     gets the miss
 python tilescale_net/launch/set_up.py venv [OPTION] FOLDER         makes a virtual environment with pip
 python tilescale_net/launch/set_up.py fabric                       fails if libfabric's headers are not found
 
-The packages and their versions are those of pyproject.toml. C++ compiler, Python's and libfabric's headers, and Python's
+pyproject.toml names the packages and their versions. C++ compiler, Python's and libfabric's headers, and Python's
 venv come from the distribution's packages: installed by root, unpacked into build/system by others. launch.sh and setup.py
 call this; the standard library is all it uses.
 """

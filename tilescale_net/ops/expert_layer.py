@@ -36,11 +36,11 @@ def _ends(op: AllToAll, plan: RoutingPlan) -> tuple[torch.Tensor, torch.Tensor]:
     return counts, offsets
 
 
-# -- eight bits -------------------------------------------------------------------------------------------------------
+# -- FP8 --------------------------------------------------------------------------------------------------------------
 
 
 def _gradients_of(op: AllToAll) -> AllToAll:
-    """The AllToAll that brings gradients of a layer of eight bits; made when first needed, by all ranks together."""
+    """The AllToAll for gradients of an FP8 layer. Collective on first use."""
     key = ("gradients",)
     if key not in op.products:
         c = op.config
@@ -52,12 +52,12 @@ def _gradients_of(op: AllToAll) -> AllToAll:
 
 
 def _held(w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matrices [experts, n, k] of eight bits and their scales; quantised if there are none."""
+    """FP8 matrices [experts, n, k] and their scales; quantises if there are none."""
     return (dense(w), dense(scales)) if scales.numel() else rows_of.quantise_matrices(dense(w))
 
 
 def _wide(op: AllToAll, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Matrices [experts, n, k] of 16 bits, for gradients; of a layer of eight bits those that it multiplies forward."""
+    """Matrices [experts, n, k] of 16 bits, for gradients; an FP8 layer's, rounded as its forward multiplies them."""
     if op.config.dtype != FP8_DTYPE:
         return dense(w, in_either_order=True)
     return rows_of.widened(dense(w), dense(scales)) if scales.numel() else rows_of.round_matrices(dense(w))
@@ -66,13 +66,13 @@ def _wide(op: AllToAll, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def _gemm(
     op: AllToAll, plan: RoutingPlan, q: torch.Tensor, of_rows: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor
 ) -> torch.Tensor:
-    """The rows of each expert times its matrix; padding is not defined."""
+    """The rows of each expert times its matrix; padding is undefined."""
     (held, of_blocks), (counts, offsets) = _held(w, w_scales), _ends(op, plan)
     return scaled_matmul(q, held, of_rows, of_blocks, counts=counts, offsets=offsets)
 
 
 def scaled_gemm_of(op: AllToAll, w: torch.Tensor, tells: bool) -> ScaledExpertMatmul:
-    """The GEMM that overlaps, of matrices [experts, n, k] like `w`; made on first use, by all ranks together.
+    """The overlapping GEMM of matrices [experts, n, k] like `w`. Collective on first use.
 
     Args:
         tells: report complete tiles to a combine.
@@ -105,7 +105,7 @@ def _up(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Dispatch and GEMM with `w` [experts, n, k]: products, rows and their scales, weights of rows, other tensors of the plan.
 
-    The padding of products is not defined. `keeps`: there may be a backward; without it there are no rows.
+    Padding of products is undefined. `keeps`: a backward may follow; otherwise rows are not returned.
     """
     op = moe.called("moe_experts_up", key)
     choices = topk_idx.contiguous(), topk_weights.contiguous()
@@ -125,7 +125,7 @@ def _up(
     plan = received.handle.plan
     *others, weights = plan.tensors()
     rows, scales = received.x, x.new_empty((0, 0)) if received.scales is None else received.scales
-    if rows.dtype == FP8_DTYPE:  # as bytes: torch's checks of operators cannot compare eight-bit floats
+    if rows.dtype == FP8_DTYPE:  # as bytes: torch's checks of operators cannot compare FP8 numbers
         rows = rows.view(torch.uint8)
     if not keeps:
         return [h, rows[:0].clone(), scales[:0].clone(), weights, *others]
@@ -147,7 +147,7 @@ def _up_backward(
     grad: torch.Tensor, of_weights: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, plan: list[torch.Tensor],
     tokens: int, key: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of `x` and `topk_weights`, from those of products and of weights of rows."""
+    """Gradients of `x` and `topk_weights`, from the gradients of products and of rows' weights."""
     op = moe.called("backward of moe_experts_up", key)
     wide = _wide(op, w, w_scales)
     handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
@@ -162,7 +162,7 @@ def _(grad, of_weights, w, w_scales, plan, tokens, key):
 
 @arguments.custom_op("moe_widened")
 def _widened(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of eight bits, held as bytes, as bfloat16."""
+    """FP8 rows, held as bytes, as bfloat16."""
     return rows_of.widened(q.contiguous().view(FP8_DTYPE), scales.contiguous())
 
 

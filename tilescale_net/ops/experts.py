@@ -27,11 +27,11 @@ _ops = torch.ops.tilescale_net
 
 
 def gemm_of(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
-    """The GEMM of the layer with matrices like these; made on first use, by all ranks together."""
+    """The layer's GEMM with matrices like these. Collective on first use."""
     key = (*w.shape[1:], w.dtype)
     if key not in op.products:
         usual = DEFAULT if op.device.type == "cuda" else SIMULATED
-        rows: Any = op.config.tile_rows  # a number: `check_matrices` has seen to it
+        rows: Any = op.config.tile_rows  # a number, by `check_matrices`
         tiling = dataclasses.replace(usual, tile=(rows, *usual.tile[1:]))
         op.products[key] = ExpertMatmul(op, *w.shape[1:], dtype=w.dtype, tiling=tiling)
     return op.products[key]
@@ -40,7 +40,7 @@ def gemm_of(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
 def arriving(
     op: AllToAll, w: torch.Tensor, fused: bool, *given: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, Dispatched]:
-    """A dispatch and the GEMMs of its rows, overlapped or afterwards."""
+    """A dispatch and the GEMMs of its rows, overlapped or one after the other."""
     product = gemm_of(op, w)
     if not fused:
         received = op.dispatch(*given, **options)
@@ -60,7 +60,7 @@ def is_fused(layer: AllToAll, inner: int, fused: bool | None) -> bool:
 
 
 def check_matrices(call: str, layer: AllToAll, name: str, w: torch.Tensor, first: int | None, last: int | None) -> str:
-    """The layer's key; TypeError or ValueError for matrices that do not go with it."""
+    """The layer's key; TypeError or ValueError for matrices that do not match it."""
     key, c = moe.layer_key(layer), layer.config
     if c.tile_rows is None:
         raise ValueError(
@@ -68,7 +68,7 @@ def check_matrices(call: str, layer: AllToAll, name: str, w: torch.Tensor, first
         )
     if w.dtype != c.dtype:
         raise TypeError(f"{call}: {name} has dtype {w.dtype}; it must be {c.dtype}, as the layer's rows are")
-    # One by one: as members of a tuple, sizes that torch.compile holds for symbols would not be compared as numbers.
+    # One by one: torch.compile does not compare symbolic sizes in a tuple as numbers.
     fits = w.dim() == 3 and w.shape[0] == c.local_experts
     fits = fits and (first is None or w.shape[1] == first) and (last is None or w.shape[2] == last)
     if not fits:
@@ -130,7 +130,7 @@ def _combine_backward(
     grad: torch.Tensor, h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int,
     fused: bool | None, key: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of sums as rows, and of `h`, both times `weights`; gradients of `weights` (empty where they are)."""
+    """Gradients of sums as rows, and of `h`, both times `weights`; gradients of `weights` (empty if they are)."""
     op, w = moe.called("backward of moe_matmul_combine", key), dense(w.transpose(1, 2), in_either_order=True)
     plan_ = RoutingPlan(tokens, *plan)
     overlaps = is_fused(op, w.shape[2], fused)

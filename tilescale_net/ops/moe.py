@@ -48,7 +48,7 @@ def checked_layer(layer: object) -> AllToAll:
 
 
 def plan_of(call: str, layer: AllToAll, received: object) -> RoutingPlan:
-    """The plan of a dispatch's result. Raises TypeError, ValueError for other values."""
+    """The plan of a dispatch's result, else TypeError, ValueError."""
     if not isinstance(received, Dispatched):
         raise TypeError(f"{call}: received must be the result of the dispatch, not {type(received).__name__}")
     given, own = received.handle.signature, layer.config.signature
@@ -75,7 +75,7 @@ def layer_of(key: str):
 
 
 def called(operator: str, key: str):
-    """The AllToAll of a key, for an operator that communicates; logs the call for comparison between ranks."""
+    """The AllToAll of a key, for a communicating operator; logs the call, so that ranks can compare theirs."""
     op = layer_of(key)
     calls = op.world.calls.only_track(group_objects.TRACK)
     calls.note(
@@ -103,7 +103,7 @@ def without_padding(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor, *, copi
 def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: str) -> list[torch.Tensor]:
     """Rows, their weights, then the other tensors of the plan."""
     op = called("moe_dispatch", key)
-    # All results are defined, in places without a row too, so that results can be compared.
+    # Padding is zero, not undefined, so that results can be compared.
     received = op.dispatch(dense(x), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
     *others, weights = received.handle.plan.tensors()
     return [without_padding(op, received.handle.plan, received.x), weights, *others]

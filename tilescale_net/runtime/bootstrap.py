@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to report it
 _REACH_S = 5.0  # seconds in which a system, without the help of a process, accepts a connection
-SLACK = 3.0  # seconds after which a step of torch that has a time limit of its own counts as hanging
+SLACK = 3.0  # seconds after which a step of torch beyond its time limit counts as hanging
 _ADVICE = f"let {this_host.GLOO_INTERFACE} name, on every host, the network interface over which they can"
 # Limits of a process or a user, by the error of a system call that exceeds them.
 _LIMITS = {errno.EMFILE: "open files (ulimit -n)", errno.EAGAIN: "processes and threads (ulimit -u)"}
@@ -162,7 +162,7 @@ def _name(proposal: str) -> str:
 
 
 class Rendezvous(_Tracker):
-    """The connection of ranks that have come: nobody else has written to their store.
+    """The connection of ranks that have come: no other process has written to their store.
 
     Attributes:
         store: of this meeting.

@@ -405,7 +405,7 @@ class Heap:
         for offset in sorted(restored):
             self._memory.on_allocate(self.base + offset, live[offset] - GAP, "memory that another rank may still use")
         self._allocator.restore(SYSTEM_BYTES, self.size, live)
-        # Blocks that only some ranks had freed are freed by all.
+        # All ranks free the blocks that only some had freed.
         self._freed = {freed: offset for freed, offset in self._freed.items() if offset not in restored}
 
     def describe(self, offset: int) -> str | None:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 # Values that ranks send each other, as JSON: decoding foreign input yields plain data only.
 
-_BYTES = "\0bytes"  # the one key of an object that stands for bytes
+_BYTES = "\0bytes"  # the only key of an object that encodes bytes
 
 
 def encode(value: object) -> bytes:

@@ -222,7 +222,7 @@ def _private_folder() -> Path:
 
 # Slurm's variables: this process is a task of srun, or a shell or script in an allocation. Shells and batch scripts
 # have the variables of task 0 and SLURM_NTASKS of the whole allocation. Only srun sets variables of a step, and
-# programs in an allocation may pass on those of the step around them.
+# programs in an allocation may pass on the variables of an outer step.
 
 # Step numbers of shells, batch scripts and Slurm's own programs.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
@@ -289,7 +289,7 @@ class Topology:
         node, nodes: index of this PE's node, number of nodes; if node sizes differ, of their largest equal parts.
         node_pe, node_size: index of this PE in that node or part, its size.
         single_host: whether all PEs run on one host.
-        sizes: PEs of every node, in order; those of a node map each other's memory.
+        sizes: PEs of every node, in order; PEs of a node map each other's memory.
     """
 
     rank: int

@@ -30,7 +30,7 @@ def of_user(name: str) -> Path:
 
 
 def for_tilelang() -> dict[str, str]:
-    """The variable that gives tilelang a folder to keep kernels in, where the home does not; to be set before it is imported.
+    """The variable that gives tilelang a folder to keep kernels in, if the home does not; to be set before it is imported.
     Raises ConfigurationError: no folder can be written."""
     own = os.path.expanduser("~/.tilelang")
     if os.environ.get(TILELANG) or can_be_made(own):

@@ -36,7 +36,7 @@ class Setting(Generic[T]):
     Attributes:
         name: of the environment variable.
         parse: (text, name) -> value; raises ConfigurationError that names the variable.
-        default: the value where the variable is absent or empty.
+        default: the value if the variable is absent or empty.
         meaning: one line of markdown for docs/settings.md.
         shown: text of the default on the page, if the value alone is unclear.
     """
@@ -63,7 +63,7 @@ class Setting(Generic[T]):
         return self.value_of(os.environ.get(self.name, ""), self.name)
 
     def value_of(self, text: str, name: str) -> T:
-        """The value that a text stands for, the default for an empty one. Raises ConfigurationError that names `name`."""
+        """The value of a text; an empty text means the default. Raises ConfigurationError that names `name`."""
         text = text.strip()
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ConfigurationError(f"{name}={text!r} is not text in UTF-8")

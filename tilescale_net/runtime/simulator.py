@@ -669,7 +669,7 @@ MOST_RANKS, MOST_BYTES = 64, 1 << 36  # limits of the clocks: kMaxRanks, and a h
 
 
 def share_race_memory(heap: SharedMemory, control: Control, heaps: list[int]) -> SharedMemory | None:
-    """Give every rank of a job on one host a race memory, and map those of the others. Collective.
+    """Give every rank of a job on one host a race memory, and map the others'. Collective.
 
     Args:
         heap: this rank's.

@@ -164,7 +164,7 @@ def is_stopped(pid: int, started: int) -> bool:
 
 
 class Process:
-    """Another process of this PID namespace. `pid`, `started`: what `own` returned there. Raises OSError: it cannot be
+    """Another process of this PID namespace. `pid`, `started`: from `own` there. Raises OSError: it cannot be
     seen from here, or has ended and is gone."""
 
     def __init__(self, pid: int, started: int):
@@ -187,7 +187,7 @@ class Process:
         return found is not None and found[_STATE] in (b"T", b"t")
 
     def kill(self) -> None:
-        """End it, by SIGKILL. Does nothing where it has ended, or is another user's."""
+        """End it, by SIGKILL. Does nothing if it has ended, or is another user's."""
         with contextlib.suppress(OSError):
             folder = os.open(f"/proc/{self._pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -295,7 +295,7 @@ def missing_native() -> str | None:
 
 
 def load_native(name: str) -> ModuleType:
-    """An extension module. Raises ImportError with the remedy where it is not built."""
+    """An extension module. Raises ImportError with the remedy if it is not built."""
     if missing := missing_native():
         raise ImportError(missing)
     return importlib.import_module(f"tilescale_net.{name}")

@@ -140,7 +140,7 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
 
 
 def _check_variables(func: tirx.PrimFunc, body: tirx.Stmt) -> None:
-    """Raise KernelError where the body, rewritten, uses a variable that no argument gives."""
+    """Raise KernelError if the body, rewritten, uses a variable that no argument gives."""
     known = list(func.params)
     for buffer in func.buffer_map.values():
         known += [

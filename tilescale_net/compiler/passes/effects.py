@@ -331,7 +331,7 @@ class _Rewriter:
     # -- errors -------------------------------------------------------------------------------------------------------
 
     def check_all_used(self) -> None:
-        """Raise KernelError where a call would be lost because no condition holds its result."""
+        """Raise KernelError if a call would be lost because no condition holds its result."""
         for variable in self._definitions:
             if variable not in self._done:
                 self._refuse(variable, "has a result that the condition that contains it does not use")

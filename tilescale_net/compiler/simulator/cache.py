@@ -265,7 +265,7 @@ _IMPORTED = time.time()
 def kernel_key(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any], anywhere: bool = False
 ) -> str | None:  # fmt: skip
-    """A key that identifies a kernel; None where it may not be cached. `function`: the factory, with its arguments.
+    """A key that identifies a kernel; None if it may not be cached. `function`: the factory, with its arguments.
     `options`: of `tsn.jit`. `anywhere`: the kernel does not depend on where the package lies: it holds no lines of its
     files."""
     if not (function.__module__ or "").startswith(_KERNELS + "."):

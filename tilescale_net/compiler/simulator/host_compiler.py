@@ -96,7 +96,7 @@ def precompiled_flags(flags: list[str]) -> list[str]:
     and if the cache cannot hold the file: then the kernel's own includes are read."""
     if "Free Software Foundation" not in compiler_identity():
         return []
-    # The first letter separates the file's lock from those of kernels, which are held while it is made.
+    # The first letter separates the file's lock from kernels' locks, which are held while it is made.
     key = "h" + hashlib.sha256("\0".join([headers_hash(), compiler_identity(), *flags]).encode()).hexdigest()[:23]
 
     def make(work: Path) -> Path:

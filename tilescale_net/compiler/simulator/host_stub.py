@@ -70,7 +70,7 @@ def _field(handle: Any, kind: int) -> Any:
     if kind in (8, 9):
         return 0  # byte offset; device index
     if kind == 10:
-        return 2  # the host function expects CUDA tensors, and the simulator stands in for a GPU
+        return 2  # the host function expects CUDA tensors
     raise SimulatorUnsupported(f"field {kind} of a tensor handle is unknown")
 
 

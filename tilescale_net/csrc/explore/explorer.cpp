@@ -91,7 +91,7 @@ bool Explorer::affordable(const Node& node, int process) const {
   return most_preemptions_ < 0 || node.preemptions + cost(node, process) <= most_preemptions_;
 }
 
-// Makes the node of the next decision, or finds that of an earlier execution.
+// Makes the node of the next decision, or finds an earlier execution's.
 void Explorer::enter(size_t depth) {
   if (depth < path_.size()) return;
   Node node;
@@ -111,7 +111,7 @@ void Explorer::enter(size_t depth) {
 // event of a race without it, and led to the second.
 void Explorer::add_for(const Race& race, int event) {
   size_t at = static_cast<size_t>(race.first);
-  if (most_preemptions_ >= 0) { // also where no preemption is needed (Coons et al., OOPSLA 2013)
+  if (most_preemptions_ >= 0) { // also if no preemption is needed (Coons et al., OOPSLA 2013)
     while (at && path_[at].block == path_[at - 1].block) --at;
     path_[at].wanted.insert(path_[at].enabled.begin(), path_[at].enabled.end());
   }

@@ -11,7 +11,7 @@ namespace tsn::explore {
 struct Limits {
   uint64_t schedules = ~0ull;
   double seconds = 1e9;
-  int preemptions = -1; // at most so many; -1: any number
+  int preemptions = -1; // at most; -1: any number
   bool reduce = true;   // omit schedules that differ only in the order of independent events
 };
 

@@ -58,7 +58,7 @@ public:
   void clear();
   // Begins event `number`; its process knows `past`.
   int begin(int process, const Past& past);
-  // The events before it, including those of its accesses so far.
+  // Events that precede it: also those its accesses have added so far.
   const Past& past() const { return past_; }
   // Whether the next accesses are by a thread that the event has released.
   void learn(const Past& past) { past_ = joined(past_, past); }

@@ -10,7 +10,7 @@ namespace tsn::explore {
 
 namespace {
 
-constexpr int kMostInVain = 64; // polls of a thread while no other can go on
+constexpr int kMostInVain = 64; // polls of a thread while no other can continue
 
 // A word, and whether it was read.
 using Unordered = std::pair<const void*, bool>;
@@ -388,7 +388,7 @@ void Job::read_again(Process& p, const void* at, uint64_t bytes) {
     pause(Next::access);
     const uint64_t found = word_at(at, bytes);
     const bool changed = std::any_of(p.read.begin(), p.read.end(), [&](const Read& read) {
-      return read.address == at && read.value != found; // the loop goes on with something new
+      return read.address == at && read.value != found; // the loop continues with a new value
     });
     if (!changed && known != p.read.end()) {
       ++known->times;

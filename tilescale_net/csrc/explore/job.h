@@ -64,7 +64,7 @@ public:
   };
   // The line of a polling loop that is new in this exploration; asked after a step.
   Loop new_loop() { return std::exchange(new_loop_, {-1, ""}); }
-  // Lets the thread poll in vain until its loop ends, which is recorded as not followed, or seems endless.
+  // Lets the thread poll without success until its loop ends, which is recorded as not followed, or seems endless.
   void poll_in_vain(const Loop& loop);
   // Operations so far that this exploration does not follow, with lines.
   std::set<std::string> not_followed() const;
@@ -204,7 +204,7 @@ private:
   // Words that a thread has accessed without order before its later accesses, and whether it read them.
   std::map<const sim::Fiber*, std::vector<std::pair<const void*, bool>>> unordered_;
   std::set<std::string> loops_, not_followed_;
-  const sim::Fiber* first_ = nullptr; // whose event is in progress; null: that of a block or an arrival
+  const sim::Fiber* first_ = nullptr; // whose event is in progress; null: a block's or an arrival's
   bool describes_ = false;
   std::unique_ptr<sim::FaultGuard> guard_;
 };

@@ -301,7 +301,7 @@ Fid<fid_mr> Rail::register_memory(const Memory& memory) {
   return owned;
 }
 
-// Off the fast path: messages, receives, failures, and completions other than those of writes and reads.
+// Off the fast path: messages, receives, failures, and completions of neither writes nor reads.
 Post Rail::post_error(ssize_t rc, const char* operation, int peer) {
   error = std::string(operation) + (peer >= 0 ? " to peer " + std::to_string(peer) : "") + " over rail " +
           std::to_string(index_) + " was refused: " + library_.error(rc);
@@ -535,7 +535,7 @@ bool Rail::on_cq_error(ssize_t code, Event& event) {
 }
 
 void Rail::repost_buffers() {
-  if (ready_.empty()) texts_.clear(); // except those of events in `ready_`, which are not handed out yet
+  if (ready_.empty()) texts_.clear(); // events in `ready_`, not handed out yet, use their texts
   post_buffers();
   needs_repost_ = !repost_.empty() || !texts_.empty();
 }

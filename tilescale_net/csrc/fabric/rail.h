@@ -3,7 +3,7 @@
 // Every outstanding operation holds a slot, which records the operation, so that completions need no search and
 // errors are reported in the caller's terms. The number of slots bounds this side's outstanding operations;
 // immediates come unrequested, and the completion queue has room for TransportOptions::immediates of them, which
-// their senders must not exceed. A rail is used by one thread at a time.
+// their senders must not exceed. One thread at a time uses a rail.
 #pragma once
 
 #include "tilescale_net/csrc/common/secret.h"

@@ -211,7 +211,7 @@ public:
   uint64_t in_position() const override { return in_.position(); }
   uint64_t in_completed() const override { return in_.completed(); }
 
-  // A no-op where the GPU sees the writes of NICs in order.
+  // A no-op if the GPU sees the writes of NICs in order.
   void settle_rdma() override {
     if (flush_rdma_)
       check(d_.cuFlushGPUDirectRDMAWrites(cuda::kFlushTargetCurrentContext, cuda::kFlushToOwner),

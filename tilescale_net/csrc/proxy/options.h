@@ -43,9 +43,9 @@ struct ProxyOptions {
   std::vector<int> cpus;    // thread i runs on cpus[i % size] only; empty: anywhere
   bool dedicated = false;   // the threads have cores of their own: they never give way while idle
   uint64_t chunk_bytes = 1 << 20;    // puts travel in chunks of at most this size
-  uint32_t inline_bytes = 128;       // puts up to this size travel inside messages, where the host can read the heap
+  uint32_t inline_bytes = 128;       // puts up to this size travel inside messages, if the host can read the heap
   uint64_t shared_bytes = 1 << 16;   // chunks of at least this size are shared among a peer's threads
-  bool force_staging = false;        // go through staging slots even where the transport could reach the heap
+  bool force_staging = false;        // go through staging slots even if the transport could reach the heap
   uint64_t staging_bytes = 32 << 20; // for each of the two directions of a thread
   OrderWindow window = {4096, 1024};
   double timeout = 20;            // seconds without any sign of progress after which a peer counts as lost

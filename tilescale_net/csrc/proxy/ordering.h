@@ -1,12 +1,12 @@
 // Ordering by counting, for networks that deliver nothing in order. No network, no threads, no memory accesses here.
 //
 // A stream is all traffic from one PE to another. Its data chunks belong to numbered *groups*:
-//   - each put_signal is a group of its own;
-//   - plain puts join the open group, which is closed by the first signal or flush after a fence.
-// Every chunk names its group (modulo the window) in its immediate. A *mark* travels in a message and states the
-// number of chunks of its own group, the number in the group that it closes, the groups that must be complete before
-// it, and the earlier mark, or all up to which, must be applied before it. The target applies a mark once it has
-// counted all of these: in any order of arrival, without a drain and without a "last chunk".
+//   - each put_signal is a separate group;
+//   - plain puts join the open group, which the first signal or flush after a fence closes.
+// Every chunk names its group (modulo the window) in its immediate. A *mark* travels in a message. It states the number
+// of chunks of its own group and of the group that it closes, and what must precede it: complete groups, and one
+// earlier mark or all marks up to one. The target applies a mark once it has counted all of these: in any order of
+// arrival, without a drain and without a "last chunk".
 //
 // Marks on one word are applied in the order of issue: the source remembers the last mark per word (in a small hashed
 // table; a collision only orders more than necessary). A mark after a fence is applied after all marks before the
@@ -79,7 +79,7 @@ private:
   uint64_t open_group_ = 0;
   uint32_t open_chunks_ = 0;        // 0: no group is open
   uint64_t fence_ = 0;              // groups before this one are before the latest fence
-  uint64_t fence_mark_ = 0;         // marks likewise
+  uint64_t fence_mark_ = 0;         // same for marks
   std::vector<uint64_t> last_mark_; // by hash of the word: 1 + the latest mark on it, 0 if none
 };
 

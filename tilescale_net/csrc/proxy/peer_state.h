@@ -160,7 +160,7 @@ struct PeerState {
   // Where several threads serve the peer, see WorkTransfer.
   bool shared = false;        // others may get chunks of ours, and have `delegated` of them
   const bool owned_elsewhere; // another thread is its owner: only the path to the peer is used
-  RemoteRegion heap = -1;     // the peer's heap, where the transport reaches it
+  RemoteRegion heap = -1;     // the peer's heap, if the transport reaches it
   RemoteRegion staging = -1;  // its staging slots, else; those for this PE start at first_slot
   uint64_t first_slot = 0;
   uint32_t their_slots = 0; // that many of them
@@ -194,7 +194,7 @@ struct PeerState {
   // Immediates: entries of the peer's completion queue until its proxy polls.
   uint64_t immediate_limit = 0;                          // that the peer has room for before it reports them
   uint64_t immediates_sent = 0, immediates_taken = 0;    // to the peer, and those that it has reported
-  uint64_t immediates_seen = 0, immediates_reported = 0; // from the peer, likewise
+  uint64_t immediates_seen = 0, immediates_reported = 0; // the same from the peer
 
   // Acknowledgements owed to the peer.
   bool reply = false;       // it waits for one

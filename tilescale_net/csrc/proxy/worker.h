@@ -193,7 +193,7 @@ public:
   std::string address() const;
   // `address`: of the peer's worker that serves this PE. Throws FabricError.
   void connect(int peer, const std::string& address);
-  // Bytes of the largest chunk to the peer; after connect(). All threads that serve a peer must cut alike.
+  // Bytes of the largest chunk to the peer; after connect(). Equal in all threads that serve a peer.
   uint64_t chunk_of(int peer) const { return peers_[(size_t)peer]->chunk; }
   void limit_chunk(int peer, uint64_t bytes) { peers_[(size_t)peer]->chunk = bytes; }
 

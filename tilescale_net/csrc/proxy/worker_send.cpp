@@ -304,7 +304,8 @@ void Worker::on_post_failed(PeerState* s, Post post, Command command, uint64_t o
        s->pe, name_of(command), offset);
 }
 
-// Posts one chunk of the peer's first operation. False: nothing can be posted now. `more`: the caller goes on at once.
+// Posts one chunk of the peer's first operation. False: nothing can be posted now. `more`: the caller continues at
+// once.
 bool Worker::post_next(PeerState* s, bool more) {
   Op& op = s->ops.front();
   const bool read = op.command == Command::get;

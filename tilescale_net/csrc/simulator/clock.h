@@ -48,7 +48,7 @@ uint32_t epoch_of(const Known& known, Key key); // 0: none
 // The epoch up to which all of the rank's work is known, except its puts.
 uint32_t rank_known(const Known& known, int rank);
 Known join(const Known& a, const Known& b);
-// The same for a few entries, in place if nobody else holds the clock. Returns whether more is known of a whole
+// The same for a few entries, in place if no other owner holds the clock. Returns whether more is known of a whole
 // warp's steps: then entries of its lanes may have become superfluous.
 bool join_in_place(Known& known, const Clock& entries);
 // The epoch up to which the lane's work is known.

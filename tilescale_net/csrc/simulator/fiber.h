@@ -39,7 +39,7 @@ extern "C" void tsn_sim_switch(void** from, void* to);
 void* make_context(char* stack, size_t bytes, void (*entry)());
 
 // Changes the machine context of a signal handler, so that it returns into the saved context `to`.
-// False where this machine's registers are not known.
+// False if this machine's registers are not known.
 bool redirect(void* machine_context, void* to);
 
 // The instruction that a signal handler's machine context was interrupted at, or 0.

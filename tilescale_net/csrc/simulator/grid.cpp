@@ -43,7 +43,7 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
     : launch_(launch), stacks_(stacks), random_(launch.seed),
       blocks_(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z),
       threads_per_block_(launch.block.x * launch.block.y * launch.block.z) {
-  // Both change what a seed exercises: how many blocks are in flight, and how long a thread runs undisturbed.
+  // Seeds vary both: how many blocks are in flight, and how long a thread runs undisturbed.
   const uint64_t windows[] = {1, 2, 4, 16, 1ull << 40};
   const uint64_t most = std::max<uint64_t>(1, kThreadsInFlight / threads_per_block_);
   window_ = std::min({windows[random_.below(5)], launch_.resident_blocks, most});
@@ -131,7 +131,7 @@ bool Grid::between_rounds() {
   return going_on;
 }
 
-// After a wait, some warps of the block stand still until nothing else has moved in this rank for a while: the
+// After a wait, some warps of the block pause until nothing else has moved in this rank for a while: the
 // others, and other ranks, run as far as they can without them.
 void Grid::begin_lag(Block& block) {
   if (!block.after_wait || !lags_left_ || lagging_ || block.warps.size() < 2) return;
@@ -380,8 +380,8 @@ void Grid::report_stall(bool waits) {
   if (waits || page.stalled) __atomic_store_n(&page.stalled, waits ? page.stalled + 1 : 0, __ATOMIC_RELEASE);
 }
 
-// Whether every runnable thread has tested an mbarrier in vain in a round in which no phase has ended: only threads
-// of their blocks arrive there.
+// Whether every runnable thread has tested an mbarrier without success in a round in which no phase has ended: only
+// threads of their blocks arrive there.
 bool Grid::stands_at_mbarriers() const {
   return !lagging_ && idle_rounds_ &&
          std::all_of(ready_.begin(), ready_.end(), [](const Fiber* f) { return f->view.at_mbarrier; });

@@ -535,7 +535,7 @@ std::string HappensBefore::word(const Actor& actor, const void* address, uint64_
   const MemScope scope = static_cast<MemScope>(ordering.scope);
   const bool reads = access != WordAccess::write, writes = access != WordAccess::read;
   bool shared = false; // with other ranks
-  int owner = -1;      // in whose heap it lies
+  int owner = -1;      // of the heap that contains it
   Known of_others = nothing_known();
   std::string wrong;
   if (memory_) {

@@ -224,7 +224,7 @@ private:
   bool all_held(const void* p, int64_t pitch, const Call& call) const;
   // Whether a stamp's access comes before the lane.
   bool comes_before(Stamp stamp, uint32_t warp, unsigned lane);
-  // The stamp of an access that does not, among those of a stamp; 0: all come before.
+  // The first of a stamp's accesses that does not come before the lane; 0: all do.
   Stamp unordered(Stamp stamp, uint32_t warp, unsigned lane);
   // The same at a place of a rank's heap: what an atomic store left there comes before a lane that comes after an
   // atomic load which has found it.

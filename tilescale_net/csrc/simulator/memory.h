@@ -9,7 +9,7 @@ namespace tsn::sim {
 void register_heap(uint64_t base, uint64_t bytes);
 void register_allocation(uint64_t base, uint64_t bytes, const std::string& name);
 void unregister_allocation(uint64_t base);
-void unregister_heap(uint64_t base); // and what was allocated in it
+void unregister_heap(uint64_t base); // and its allocations
 
 // Whether the address lies in a registered heap.
 bool in_heap(uint64_t address);

@@ -22,7 +22,7 @@ public:
   virtual ~Scheduler() = default;
   // It is about to read or change a synchronisation word; returns when it may.
   virtual void visit(const void* address, uint64_t bytes, WordAccess access) = 0;
-  // It has polled in vain.
+  // It has polled without success.
   virtual void polls() = 0;
   virtual void wait_begins(const WaitSubject& subject) = 0;
   virtual void wait_ends() = 0;

@@ -340,7 +340,7 @@ private:
     return true;
   }
 
-  // Accounts for one completed piece and rewrites `event` in the caller's terms; false while the operation goes on.
+  // Accounts for one completed piece and rewrites `event` in the caller's terms; false before the operation's end.
   bool finish_piece(Event& event) {
     const uint64_t id = event.cookie;
     if (id >= ops_.size() || !ops_[id].live) return false;

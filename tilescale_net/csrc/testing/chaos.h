@@ -13,7 +13,7 @@
 // - error_after  the operation with this number, and all after it, fail (0 = none)
 // - error_code   the code with which operations fail (5 = EIO)
 // - stall_after  from the operation with this number on nothing moves any more, as with a dead peer (0 = never)
-// "on" stands for "seed=1,reorder=0.3,split=0.2,eagain=0.1".
+// "on" means "seed=1,reorder=0.3,split=0.2,eagain=0.1".
 //
 // A source is read when its operation is released, not when it is posted, which exposes callers that reuse it before
 // `done`.

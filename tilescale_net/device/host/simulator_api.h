@@ -96,7 +96,7 @@ struct Thread {
   bool followed;       // accesses to synchronisation words are reported
   bool scheduled;      // a scheduler decides at each such access which thread continues, and time stands still
   bool at_mbarrier;    // it waits for one
-  // The last stores to this rank's heap, and the last loads; null where they are not checked. The last byte of `stamp`,
+  // The last stores to this rank's heap, and the last loads; null if they are not checked. The last byte of `stamp`,
   // the thread's own, is that of all plain accesses of this rank.
   HeapAccesses stores, loads;
   const uint16_t* heap_sites; // numbers of the kernel's lines, from -1 on
@@ -104,7 +104,7 @@ struct Thread {
   uint64_t peers_begin, peers_bytes; // heaps of other ranks lie in this range; 0: they are not followed
   uint64_t stamp;
   uint64_t ordered_store, ordered_load; // others' that come before the thread
-  // The same for accesses of this rank alone. Null where they are not checked. `local_known`: threads (32 bits, as in a
+  // The same for accesses of this rank alone. Null if they are not checked. `local_known`: threads (32 bits, as in a
   // stamp) and up to which epoch (32 bits) they come before this one; `local_begin`: the first epoch of the launch.
   LocalPages* local;
   uint64_t local_stamp, local_begin;
