@@ -118,9 +118,9 @@ class NormCase:
         return normal_numbers(self._shape, self._seed + 7 * rank, torch.bfloat16, tsn.device())
 
     def _call(self, out: Any, x: Any = None, op: Any = None, **more: Any) -> Callable[[], object]:
-        given = dict(residual=self.residual, total=self.total, eps=EPS) | more
+        options = dict(residual=self.residual, total=self.total, eps=EPS) | more
         op = op or self._op
-        return lambda: op(out, self.x if x is None else x, self.weight, **given)
+        return lambda: op(out, self.x if x is None else x, self.weight, **options)
 
     def variant(self, op: Any) -> Callable[[], object]:
         """The BF16 form of another object."""

@@ -113,11 +113,11 @@ class Problem:
 
     def ours(self, tiling: Any) -> Callable[[], Any]:
         if self.experts == 1:
-            given = (self.x, self.w[0], self.of_x, self.of_w[0])
-            return lambda: self._gemm.scaled_matmul(*given, out=self.out, tiling=tiling)
+            operands = (self.x, self.w[0], self.of_x, self.of_w[0])
+            return lambda: self._gemm.scaled_matmul(*operands, out=self.out, tiling=tiling)
         experts = dict(counts=self.counts, offsets=self.offsets)
-        given = (self.x, self.w, self.of_x, self.of_w)
-        return lambda: self._gemm.scaled_matmul(*given, out=self.out, tiling=tiling, **experts)
+        operands = (self.x, self.w, self.of_x, self.of_w)
+        return lambda: self._gemm.scaled_matmul(*operands, out=self.out, tiling=tiling, **experts)
 
     def cublas(self) -> Callable[[], Any]:
         """torch's GEMM with such scales. Raises torch's errors if it has none."""
@@ -150,8 +150,8 @@ class Problem:
         index = torch.full((self.rows,), -1, dtype=torch.int32, device=self.x.device)
         for e, (begin, count) in enumerate(zip(self.begins, self.of_expert)):
             index[begin : begin + count] = e
-        given = (self.x, of_x), (self.w, self.of_w), out, index
-        return lambda: (peer.m_grouped_fp8_gemm_nt_contiguous(*given), out)[1]
+        operands = (self.x, of_x), (self.w, self.of_w), out, index
+        return lambda: (peer.m_grouped_fp8_gemm_nt_contiguous(*operands), out)[1]
 
 
 REASONS: set[str] = set()
@@ -215,10 +215,10 @@ def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
             problem.out.fill_(float("nan"))
             call()
             tsn.synchronize()
-            what = f"{part}, {form}, {problem.total} rows, n {n}, k {k}, {geometry}"
-            raise_if_wrong(what, difference(problem.out[problem.some], problem.exact, "its last rows"))
+            label = f"{part}, {form}, {problem.total} rows, n {n}, k {k}, {geometry}"
+            raise_if_wrong(label, difference(problem.out[problem.some], problem.exact, "its last rows"))
             if "cublas" in calls:
-                raise_if_wrong(what, difference(problem.out, calls["cublas"](), "the GEMM", 0.04))
+                raise_if_wrong(label, difference(problem.out, calls["cublas"](), "the GEMM", 0.04))
         launches: dict[Any, Any] = {key: repeated(call) for key, call in {**calls, **ours}.items()}
         samples: dict[Any, list[float]] = timer.interleaved(launches, 5)
         took: dict[Any, float] = medians(samples)

@@ -84,21 +84,21 @@ class Case:
     def measure(self, timer: Timer, group: Any) -> dict[str, list[float]]:
         """Samples of each way on the slowest rank, in us; results of our ways are compared. Collective. Raises
         WrongData: of two ways that give different results."""
-        given = operands(self._args, self._rows)
+        problem = operands(self._args, self._rows)
         # Between nodes rows are sent from symmetric memory.
-        x = tsn.empty(given.x.shape, given.x.dtype)
-        x.copy_(given.x)
+        x = tsn.empty(problem.x.shape, problem.x.dtype)
+        x.copy_(problem.x)
         ways = ["fused", "copy_engines"] if self.problem.kind == KINDS[0] else ["fused"]
         ops = {way: self._made(way) for way in ways}
-        calls: dict[str, Any] = {way: functools.partial(op, x, given.w, **given.scales) for way, op in ops.items()}
-        calls["unfused"] = operator(self.problem.kind, given, fused=False)
+        calls: dict[str, Any] = {way: functools.partial(op, x, problem.w, **problem.scales) for way, op in ops.items()}
+        calls["unfused"] = operator(self.problem.kind, problem, fused=False)
         if group is not None:
-            calls["nccl"] = self._nccl(given, group)
-            calls |= if_works(f"torch's way of {self}", lambda: self._torchs(given, group))
+            calls["nccl"] = self._nccl(problem, group)
+            calls |= if_works(f"torch's way of {self}", lambda: self._torchs(problem, group))
         found = {name: call() for name, call in calls.items()}
         tsn.synchronize()
         for name in ways:
-            wrong = difference(found[name], found["unfused"], f"the {name} way", 0.04 if given.scales else 0.02)
+            wrong = difference(found[name], found["unfused"], f"the {name} way", 0.04 if problem.scales else 0.02)
             raise_if_wrong(f"{self}", wrong)
         del found
         tsn.barrier()

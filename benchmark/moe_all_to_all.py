@@ -105,9 +105,9 @@ def fabric_bytes(prepare: Callable[[], Any], call: Callable[[Any], Any], tokens:
         tsn.barrier()
         return sum(gather(tsn.stats().get("bytes_put", 0)))
 
-    given = prepare()
+    prepared = prepare()
     before = so_far()
-    call(given)
+    call(prepared)
     return (so_far() - before) / (tokens * tsn.size())
 
 

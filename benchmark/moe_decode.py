@@ -176,10 +176,10 @@ def measure(
     if group is not None:
         results["nccl"] = loop.nccl(group, loop.routed)
     tsn.synchronize()
-    what = f"moe_decode, {tokens} tokens"
-    raise_if_wrong(what, None if torch.equal(results["fused"], results["ours"]) else "tokens at once differ")
+    label = f"moe_decode, {tokens} tokens"
+    raise_if_wrong(label, None if torch.equal(results["fused"], results["ours"]) else "tokens at once differ")
     if "nccl" in results:
-        raise_if_wrong(what, wrong(results["nccl"], results["ours"]))
+        raise_if_wrong(label, wrong(results["nccl"], results["ours"]))
 
     slowest = timer.slowest(ways, 5)
     times = medians(slowest)

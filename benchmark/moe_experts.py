@@ -247,11 +247,11 @@ def measure(
         in_turn = forward(False)
         for token in range(2):
             wanted = experts.of_token(mine.x[token], mine.topk_idx[token], mine.topk_weights[token])
-            what = f"moe_experts, {dtype}, {tokens} tokens"
-            raise_if_wrong(what, difference(in_turn[token], wanted, f"token {token}", 0.08))
+            label = f"moe_experts, {dtype}, {tokens} tokens"
+            raise_if_wrong(label, difference(in_turn[token], wanted, f"token {token}", 0.08))
         if "fused" in ways:
             same = torch.equal(forward(True), in_turn)
-            raise_if_wrong(what, None if same else "sums at once differ from those one after the other")
+            raise_if_wrong(label, None if same else "sums at once differ from those one after the other")
         steps = steps_of(layer, mine, experts, dtype)
     runs: dict[str, Callable[[], Any]] = {name: functools.partial(forward, fused) for name, fused in ways.items()}
     backwards: dict[str, Callable[[], Any]] = {}
@@ -264,7 +264,7 @@ def measure(
         for name, of_x in found.items():  # by the norm: a few of the elements are rounded badly
             error = float((of_x.float() - exact).norm() / exact.norm())
             complaint = f"the gradient of x by {name} differs from ours by {error:.3f} of its norm"
-            raise_if_wrong(what, None if error <= 0.03 else complaint)
+            raise_if_wrong(label, None if error <= 0.03 else complaint)
         del found, exact
     launches = {name: functools.partial(call, run) for name, run in runs.items()}
     slowest = timer.slowest(launches | backwards | steps, 3, set(launches | backwards) if args.training else set())
@@ -298,8 +298,8 @@ def main() -> None:
         if args.training and dtype == "fp8":
             bytes_of += moe.AllToAll.heap_bytes(*sizes[:-1], torch.bfloat16, ranks=world_size(), **options)
         need = max(need, bytes_of)
-    what = "forward and backward" if args.training else "forward"
-    timer = begin_layers(args, report, need, f"{what}, normal random data", 3)
+    passes = "forward and backward" if args.training else "forward"
+    timer = begin_layers(args, report, need, f"{passes}, normal random data", 3)
     keys = [Column("dtype", "Dtype"), Column("tokens", "Tokens", ",d")]
     keys.append(Column("blocks", "Blocks", ",d", plotted=False))
     columns = [us("ours", "one after the other"), us("fused", "at once"), Column("over", "at once, x", ".3f")]

@@ -280,8 +280,8 @@ def measure_all(
             samples = measure(bench, f"Proxy{kind}", count, writes, seeds, args)
             results.setdefault(count, {}).update(samples)
             if is_rank_zero():
-                told = ", ".join(f"{name} {significant(gbps(count, median(s)))} Gbps" for name, s in samples.items())
-                print(f"{format_bytes(count)}: {told}", file=sys.stderr, flush=True)
+                rates = ", ".join(f"{name} {significant(gbps(count, median(s)))} Gbps" for name, s in samples.items())
+                print(f"{format_bytes(count)}: {rates}", file=sys.stderr, flush=True)
         if kind == kinds[0]:
             signals(bench, signal, args)
             if ordering is not None:

@@ -230,14 +230,14 @@ def main() -> None:
     cases = [(way, s) for way in WAYS for s in args.sequence if way != "attention" or s <= args.attended]
     for way, sequence in report.progress(cases, "rows"):
         case: Any = UlyssesCase(args, way, sequence)
-        what = f"{way} of sequence {sequence}"
-        theirs = measure(case, case.torchs(group), *common, f"torch, {what}") if group is not None else []
-        functional = measure(case, case.operator(), *common, f"operator, {what}")
+        label = f"{way} of sequence {sequence}"
+        theirs = measure(case, case.torchs(group), *common, f"torch, {label}") if group is not None else []
+        functional = measure(case, case.operator(), *common, f"operator, {label}")
         for threads, blocks in itertools.product(args.threads, args.blocks):
             samples = functional
             if way != "attention":
                 call, free = case.ours(dict(threads=threads, blocks=blocks))
-                samples = measure(case, call, *common, f"{what}, threads {threads}, blocks {blocks}")
+                samples = measure(case, call, *common, f"{label}, threads {threads}, blocks {blocks}")
                 free()
             row = {"way": way, "sequence": sequence, "threads": threads, "blocks": blocks, "us": median(samples)}
             row |= {"p99": percentile(samples, 99), "operator_us": median(functional)}

@@ -188,11 +188,11 @@ class AllGather(Exchange):
     ) -> None:
         check_chunk("AllGather", chunk_bytes)
         shown = f", once_per_node={once_per_node}, chunk_bytes={chunk_bytes}"
-        given = threads, blocks, engine, unroll, ring, stores_from, algorithm, group
+        options = threads, blocks, engine, unroll, ring, stores_from, algorithm, group
         sizes = tsn.world(group).topology.sizes
         self._over_nodes = once_per_node and 1 < len(sizes) < sum(sizes)
         most = MOST_BYTES_PER_RANK if self._over_nodes else MOST_BYTES
-        super().__init__("AllGather", shown, *given, split=False, most_bytes=most)
+        super().__init__("AllGather", shown, *options, split=False, most_bytes=most)
         self._chunk_bytes = chunk_bytes
 
     @named("tilescale_net.AllGather")
@@ -218,8 +218,8 @@ class AllGather(Exchange):
         """
         self._begin()
         key = self._key_through(out, x, through)
-        given = (out, x) if through is None else (out, x, through)
-        if self._made_again(key, *given):
+        tensors = (out, x) if through is None else (out, x, through)
+        if self._made_again(key, *tensors):
             return out
         self._check("out", out)
         self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
@@ -242,7 +242,7 @@ class AllGather(Exchange):
                     (by_vectors, in_place, staged), lambda: self._new_launch(by_vectors, in_place, staged)
                 )
             again = functools.partial(launch, tag)
-            self._launch_checked(again, *given)
+            self._launch_checked(again, *tensors)
             if key is not None:
                 self._again[key] = noted, again
         return out

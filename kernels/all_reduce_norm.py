@@ -700,15 +700,15 @@ class AllReduceNorm(Collective):
         experts, rows_of_x, plain = (x, x.rows, None) if isinstance(x, ExpertRows) else (None, x, x)
         if total is None:
             total = residual
-        given = {"out": out, "x": plain, "residual": residual, "total": total, "quantized": quantized}
-        if experts is not None or not self._are_plain(given, weight, bias):
-            self._check_all(given, experts, rows_of_x, weight, bias)
+        tensors = {"out": out, "x": plain, "residual": residual, "total": total, "quantized": quantized}
+        if experts is not None or not self._are_plain(tensors, weight, bias):
+            self._check_all(tensors, experts, rows_of_x, weight, bias)
         for name, value in (("eps", eps), ("weight_bias", weight_bias)):
             if type(value) is not float or not 0 <= value < math.inf:
                 self._check_number(name, value, 0 if name == "eps" else -math.inf)
         scaled_by = self._scaled_by(like, quantized, scales, scale, ue8m0)
         written = scales if scale is None else None
-        self._check_all_apart(given | {"scales": written, "weight": weight, "bias": bias}, experts)
+        self._check_all_apart(tensors | {"scales": written, "weight": weight, "bias": bias}, experts)
         flags = residual is not None, bias is not None, total is not None, out is not None
         tag = self._agree(
             "{} of shape {} and {}, {}, eps {}, weight_bias {}", "rows" if experts is None else "sums of experts", like.shape,
@@ -898,24 +898,24 @@ class AllReduceNorm(Collective):
             "inbox": inbox.view(2, max(shots, 1), self.n_pes, capacity * width, vector), "calls": self._calls,
         }  # fmt: skip
         none = self._nothing.view(dtype)[: self.hidden]
-        given: list[str] = ["tag", "x", "weight", "out", "residual", "total", "bias"]
+        parameters: list[str] = ["tag", "x", "weight", "out", "residual", "total", "bias"]
         if top_k:
-            given += ["row_index", "expert_weights", "shared"]
+            parameters += ["row_index", "expert_weights", "shared"]
         if scaled_by:
-            given += ["quantized", "scales", "scale_row", "scale_column"]
+            parameters += ["quantized", "scales", "scale_row", "scale_column"]
         else:
             fixed |= {"scale_row": 0, "scale_column": 0}
         flat = ("x", "out", "residual", "total", "shared", "quantized", "scales")
-        forms = {name: FLAT for name in flat if name in given}
+        forms = {name: FLAT for name in flat if name in parameters}
         if scaled_by == UE8M0_PACKED:
             forms["scales"] = (-1,), torch.uint8
-        forms |= {name: ((-1, top_k), None) for name in ("row_index", "expert_weights") if name in given}
+        forms |= {name: ((-1, top_k), None) for name in ("row_index", "expert_weights") if name in parameters}
         if top_k:
             forms["x"] = (-1, self.hidden), None
         missing: dict[str, torch.Tensor] = {
-            name: none for name in ("out", "residual", "total", "bias", "shared") if name in given
+            name: none for name in ("out", "residual", "total", "bias", "shared") if name in parameters
         }
-        return Launch(kernel, fixed, given, self._world, forms=forms, stand_ins=missing)
+        return Launch(kernel, fixed, parameters, self._world, forms=forms, stand_ins=missing)
 
     def _sum_of_experts(self, out: torch.Tensor, experts: ExpertRows) -> None:
         kernel = sum_of_experts(dtype_name(out.dtype), self.hidden, experts.row_index.shape[-1])
@@ -1019,8 +1019,8 @@ class AllReduceNorm(Collective):
         assert scales is not None
         known = torch.float32, torch.int32
         if not isinstance(scales, torch.Tensor) or scales.dtype not in known or scales.device != self.device:
-            what = f"{scales.dtype} on {scales.device}" if isinstance(scales, torch.Tensor) else type(scales).__name__
-            raise TypeError(f"{self.name}: scales is {what}; it must be a float32 or int32 tensor on {self.device}")
+            found = f"{scales.dtype} on {scales.device}" if isinstance(scales, torch.Tensor) else type(scales).__name__
+            raise TypeError(f"{self.name}: scales is {found}; it must be a float32 or int32 tensor on {self.device}")
         rows, blocks = like.numel() // self.hidden, self.hidden // GROUP if self.hidden % GROUP == 0 else 0
         packed = scales.dtype == torch.int32
         wide = -(-blocks // 4) if packed else blocks

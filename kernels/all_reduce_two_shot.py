@@ -175,12 +175,12 @@ def _launch(gathers: bool, op, memory: dict[str, torch.Tensor], call: Call) -> A
         )
         fixed = {name: memory[name] for name in ("ready", "arrived", "done", "calls")} | {"status": op.status_record}
         if call.zero_copy:
-            given: tuple[str, ...] = "tag", "out", "x", "target", "source"
+            parameters: tuple[str, ...] = "tag", "out", "x", "target", "source"
         else:
-            given = "tag", "out", "x"
+            parameters = "tag", "out", "x"
             fixed |= {name: memory[name].view(dtype).view(shape) for name in vectors}
         forms = {"out": FLAT, "x": FLAT} | {name: form for name, form in vectors.items() if call.zero_copy}
-        return Launch(kernel, fixed, given, op.world, forms=forms)
+        return Launch(kernel, fixed, parameters, op.world, forms=forms)
 
     launch, tag = op.prepared(("two_shot", dtype, aligned, call.zero_copy, pulled, gathered), make), call.tag
     again: Callable[[torch.Tensor, torch.Tensor], None]

@@ -280,13 +280,13 @@ class AllToAll(Exchange):
                 f"rows, a multiple of the {self.n_pes} PEs; give output_splits and input_splits for uneven ones"
             )
         part, staged = x.nbytes // self.n_pes, through is not None
-        given: tuple[torch.Tensor, ...] = out, x
+        tensors: tuple[torch.Tensor, ...] = out, x
         shared = out
         if through is not None:
             self._check_apart("through", through, "x", x)
             if self._copied(self, out, x, through, part):
                 return
-            given, shared = (out, x, through), through
+            tensors, shared = (out, x, through), through
         noted = self._noted(shared, x, part)
         tag = self._agree(*noted)
         if x.nbytes:
@@ -296,7 +296,7 @@ class AllToAll(Exchange):
                 by_vectors = self._by_vectors(x, out, part)
                 launch = self.prepared((by_vectors, staged), lambda: self._new_launch(by_vectors, staged))
             again = functools.partial(launch, tag)
-            self._launch_checked(again, *given)
+            self._launch_checked(again, *tensors)
             if key is not None:
                 self._again[key] = noted, again
 

@@ -475,8 +475,8 @@ class AllToAllTransposed(Collective):
                 kernel = all_to_all_transposed_mapped(
                     self.n_pes, joins_rows, **self._mapped_options, copies=result is not None
                 )
-                given = "starts", "batches", "column", "size", "width", "pieces", "tag", *names
-                return Launch(kernel, fixed, given, self._world, forms=dict.fromkeys(names, VECTORS))
+                parameters = "starts", "batches", "column", "size", "width", "pieces", "tag", *names
+                return Launch(kernel, fixed, parameters, self._world, forms=dict.fromkeys(names, VECTORS))
 
             launch = self.prepared(("mapped", joins_rows, result is not None), make)
             vectors = size // VECTOR_BYTES
@@ -486,8 +486,8 @@ class AllToAllTransposed(Collective):
             def make() -> Launch:
                 forms: dict[str, Form] = {"out": ((-1, out_pitch), torch.uint8), "x": ((-1, x_pitch), torch.uint8)}
                 kernel = all_to_all_transposed(self.n_pes, joins_rows, **self._options)
-                given = "starts", "batches", "column", "tag", "out", "x"
-                return Launch(kernel, fixed, given, self._world, forms=forms)
+                parameters = "starts", "batches", "column", "tag", "out", "x"
+                return Launch(kernel, fixed, parameters, self._world, forms=forms)
 
             launch = self.prepared((joins_rows, out_pitch, x_pitch), make)
             numbers = batches, chunk[0] * size

@@ -482,12 +482,12 @@ class AttentionMerge(Collective):
             fixed = {"status": self.status_record, "calls": self._calls}
             if shots:
                 fixed |= {"inbox": self._memory["inbox"].view(x.dtype), "lse_inbox": self._memory["lse_inbox"]}
-            given = (*(() if shots else ("inbox", "lse_inbox")), "tag", "out", "out_lse", "x", "lse")
+            parameters = (*(() if shots else ("inbox", "lse_inbox")), "tag", "out", "out_lse", "x", "lse")
             forms = {
                 name: ((-1, count, dim // vector, vector), None)
                 for name, count in (("out", out.shape[1]), ("x", heads))
             }
-            return Launch(kernel, fixed, given, self._world, forms=forms)
+            return Launch(kernel, fixed, parameters, self._world, forms=forms)
 
         inboxes = () if shots else self._exchanged(x, lse)
         launch = functools.partial(self.prepared((x.dtype, heads, dim, shots), make), *inboxes, tag)

@@ -242,8 +242,8 @@ class Buffers:
         specs["arrived"] = (n_pes, op.blocks), torch.uint64
         specs["inbox"] = (2, n_pes, self.capacity), torch.uint8
         specs["outbox"] = (2, sources, self.capacity), torch.uint8
-        given = {"calls": op.counters(op.blocks) if calls is None else calls}
-        self._memory = op.allocate(specs) | given | ({} if ready is None else {"ready": ready})
+        counters = {"calls": op.counters(op.blocks) if calls is None else calls}
+        self._memory = op.allocate(specs) | counters | ({} if ready is None else {"ready": ready})
         self._options = dict(threads=op.threads, blocks=op.blocks, least_bytes=op.min_slice_bytes, **options)
 
     def holds(self, nbytes: int) -> bool:

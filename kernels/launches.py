@@ -89,9 +89,9 @@ class Launch:
         fixed = [(places[name], value) for name, value in self._values.items()]
         if first:
             fixed.append((0, self._world.context_tensor))
-        given = [(places[name], *how) for name, how in self._given.items()]
+        arguments = [(places[name], *how) for name, how in self._given.items()]
         integers = {first + place: (low, high) for place, low, high in self._kernel.integers}
-        return launch_args.native_launch(fixed, given, self._plain_function, self, integers)
+        return launch_args.native_launch(fixed, arguments, self._plain_function, self, integers)
 
     def _plain_function(self) -> Callable[..., None]:
         self._function = found = self._kernel.plain_function(self._world)

@@ -195,13 +195,13 @@ def _prepared(
     in_place = not split and not sums and x.data_ptr() == out.data_ptr() + op.rank * part
 
     def make() -> Launch:
-        held = memory["packets"]
+        words = memory["packets"]
         kernel = packets(
-            op.n_pes, dtype_name(dtype), held.shape[2], aligned, op.threads, len(memory["calls"]), split, sums, in_place,
+            op.n_pes, dtype_name(dtype), words.shape[2], aligned, op.threads, len(memory["calls"]), split, sums, in_place,
             "ready" in memory,
         )  # fmt: skip
         fixed = {
-            **memory, "status": op.status_record, "values": held.view(dtype), "flags": held.view(torch.uint64),
+            **memory, "status": op.status_record, "values": words.view(dtype), "flags": words.view(torch.uint64),
         }  # fmt: skip
         whole: Form = (-1,), dtype
         apart: Form = (op.n_pes, -1), dtype
@@ -232,8 +232,8 @@ class Packets:
         blocks = _blocks(op) if calls is None else op.blocks
         self._split, self.capacity = split, min(most_bytes, _packets(op, blocks) * DATA_BYTES)
         specs = _specs(op, blocks) | ({} if ready is not None else {"ready": ((op.n_pes,), torch.uint64)})
-        given = {"calls": op.counters(blocks) if calls is None else calls}
-        self._memory = op.allocate(specs) | given | ({} if ready is None else {"ready": ready})
+        counters = {"calls": op.counters(blocks) if calls is None else calls}
+        self._memory = op.allocate(specs) | counters | ({} if ready is None else {"ready": ready})
 
     def holds(self, nbytes: int) -> bool:
         """Whether parts of this many bytes go as packets."""

@@ -135,20 +135,20 @@ class FuseNorm(VllmInductorPass):  # type: ignore[misc]
             residual, at, normed, total = None, summed, [node], [summed]
             if not _is_given(weight):
                 return
-        given = (summed.args[0], weight, residual, None)
+        inputs = (summed.args[0], weight, residual, None)
         found = [each for each in map(_quantization, _users(normed)) if each is not None]
         if len(found) == 1:
             by = found[0]
             keeps = any(user is not by.node for user in _users(normed))
             options = (by.scale, by.by, by.layout, keeps, eps, weight_bias, self.group, True)
-            target, args = _ours.all_reduce_norm_quantized.default, (*given, *[None] * 3, *options)
+            target, args = _ours.all_reduce_norm_quantized.default, (*inputs, *[None] * 3, *options)
             rows, *scales = ([user for user in by.node.users if user.args[1] == i] for i in by.results)
             results = [rows, total, *scales, *([normed] if keeps else [])]
             values = [by.node.meta["val"][i] for i in by.results]
             values = [values[0], _value(summed), *values[1:], *([_value(summed)] if keeps else [])]
         else:
             target = _ours.all_reduce_norm.default
-            args = (*given, eps, True, self.group, weight_bias, *[None] * 3, True)
+            args = (*inputs, eps, True, self.group, weight_bias, *[None] * 3, True)
             results, values = [normed, total], [_value(summed)] * 2
         with graph.inserting_before(at):
             call = graph.call_function(target, args)

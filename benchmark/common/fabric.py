@@ -333,9 +333,9 @@ class ProxyBench:
         spent = self._timed(lambda: device_us(lambda: kernel(*arguments), self.on_gpu), None, turns)
         self._counted += turns if self.rank == self.peer else 0
         seen = int(self._counter.item())
-        what = None if seen == self._counted else f"{seen} signals of {self._counted} at rank {self.rank}"
+        error = None if seen == self._counted else f"{seen} signals of {self._counted} at rank {self.rank}"
         # Further destinations count as the first one does.
-        measuring.raise_if_wrong(f"signals with {count} bytes", what if self.rank == self.peer else None)
+        measuring.raise_if_wrong(f"signals with {count} bytes", error if self.rank == self.peer else None)
         return spent
 
     def prepare(self, count: int, seed: int) -> None:

@@ -160,11 +160,11 @@ def gemm_alone(tiling: Any, x: Any, w: Any, out: Any, scales: Any = None) -> Cal
     tickets = torch.zeros(1, dtype=torch.uint64, device=x.device)
     none = torch.zeros(1, device=x.device)
     of_rows, of_columns = scales or (none, none)
-    held = w.t() if transposed else w
+    matrix = w.t() if transposed else w
 
     def call() -> None:
         calls.add_(1)
-        kernel(out.view(1, m, n), x, x.view(1, 1, m, k), held, calls, flags, tickets, of_rows, none, of_columns)
+        kernel(out.view(1, m, n), x, x.view(1, 1, m, k), matrix, calls, flags, tickets, of_rows, none, of_columns)
 
     return call
 

@@ -294,12 +294,12 @@ class DeviceTimer:
             return self.whole(call, prepare)
 
         def sample() -> float:
-            given = prepare()
+            prepared = prepare()
             # Cold caches, a device busy until the host has launched the call, ranks that start together.
             self._flush.zero_()
             torch.cuda._sleep(1_500_000)
             self._meet()
-            return device_us(lambda: call(given))
+            return device_us(lambda: call(prepared))
 
         return in_turn({"": sample}, self.warmup, self.repeat)[""]
 
@@ -311,8 +311,8 @@ class DeviceTimer:
             tsn.synchronize()
 
         def sample() -> float:
-            given = prepare()
+            prepared = prepare()
             tsn.barrier()
-            return wall_us(partial(timed, given))
+            return wall_us(partial(timed, prepared))
 
         return in_turn({"": sample}, self.warmup, self.repeat)[""]

@@ -112,16 +112,16 @@ def flashinfer_fusion(call: Operands, tokens: int, hidden: int, one_shot: bool, 
     if not one_shot and tokens <= ranks:
         raise Unsuitable("takes more tokens than ranks")
     pointers, described = flashinfer_workspace(call.group)
-    given: dict[str, Any] = dict.fromkeys(
+    options: dict[str, Any] = dict.fromkeys(
         ("allreduce_out", "residual_in", "residual_out", "norm_out", "quant_out", "scale_out", "rms_gamma", "rms_eps",
          "scale_factor", "layout_code")
     )  # fmt: skip
-    given |= dict(
+    options |= dict(
         allreduce_in=call.x.view(tokens, hidden), world_size=ranks, world_rank=dist.get_rank(call.group), token_num=tokens,
         hidden_dim=hidden, workspace_ptrs=pointers, launch_with_pdl=True, trigger_completion_at_end=True, fp32_acc=True,
         use_oneshot=one_shot, metadata=described, **fused,
     )  # fmt: skip
-    return lambda: trtllm_ar.trtllm_allreduce_fusion(**given)
+    return lambda: trtllm_ar.trtllm_allreduce_fusion(**options)
 
 
 def _flashinfer(call: Operands, one_shot: bool) -> Made:

@@ -456,14 +456,14 @@ class Report:
 
     def content(self) -> dict[str, Any]:
         """Contents of `--json`: environment, settings, and for every table its columns, rows and raw samples."""
-        given = {k: v for k, v in vars(self.args).items() if k not in ("json", "plot", "baseline", "command")}
+        settings = {k: v for k, v in vars(self.args).items() if k not in ("json", "plot", "baseline", "command")}
         return {
             "schema": SCHEMA,
             "benchmark": self.name,
             "complete": self._complete,
             "command": self.args.command,
             "environment": {**(self._machine or environment()), **self.environment},
-            "settings": given,
+            "settings": settings,
             "tables": [
                 {
                     "name": table.name,

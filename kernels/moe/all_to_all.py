@@ -277,9 +277,9 @@ class AllToAll(Collective):
         share these."""
         signature = inspect.signature(type(self))
         args, named = self._given
-        given = signature.bind(*args, **named).arguments
+        arguments = signature.bind(*args, **named).arguments
         usual = {name: parameter.default for name, parameter in signature.parameters.items()}
-        shown = [f"{n}={v!r}" for n, v in given.items() if n not in ("group", "arena", "warm_up") and v != usual[n]]
+        shown = [f"{n}={v!r}" for n, v in arguments.items() if n not in ("group", "arena", "warm_up") and v != usual[n]]
         shown += [f"arena={self._arena.number}"] if self._arena is not None else []
         world = self._made_in
         name = groups.name_of(world.group)

@@ -457,9 +457,9 @@ class ArgumentChecks:
             return
         if self._capabilities.reuses_plan:
             check_tensor("y", y, self._device, self._sum_dtypes, self._row)
-            given = y.shape[0]
+            rows_of_y = y.shape[0]
             enough = self._shape[0] if handle.max_tokens is None else c.most_rows(handle.max_tokens)
-            if given < enough and given < (rows := handle.rows(c.layout)):
+            if rows_of_y < enough and rows_of_y < (rows := handle.rows(c.layout)):
                 text = f"y has shape {list(y.shape)}; this rank has received {rows} rows"
                 raise ArgumentError("y", ValueError(text))
         else:

@@ -279,17 +279,17 @@ class Tuning:
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         mode = config.mode
         default: Any = defaults(config, num_sms > 0, num_sms)  # without a None
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        for name, value in given.items():
+        explicit = {name: value for name, value in vars(self).items() if value is not None}
+        for name, value in explicit.items():
             if name == "once_per_node":
                 if not isinstance(value, bool):
                     raise ValueError(f"AllToAll: once_per_node is {value!r}; it must be True or False")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"AllToAll: {name} is {value!r}; it must be a positive integer")
-        made: Any = replace(default, **given)
+        made: Any = replace(default, **explicit)
         if self.blocks is not None:  # keep the proportion
             shares = {
-                n: max(1, getattr(default, n) * made.blocks // default.blocks) for n in _SENDERS if n not in given
+                n: max(1, getattr(default, n) * made.blocks // default.blocks) for n in _SENDERS if n not in explicit
             }
             made = replace(made, **shares)
         if mode == "throughput" and made.blocks < 2:

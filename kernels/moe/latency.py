@@ -201,8 +201,8 @@ class LatencyMode(Mode):
             self._proxied, self._parts, biases, blocks, base.threads,
             timed=timed, **self._fewer(blocks), **self._route("combine"),
         )  # fmt: skip
-        given = self.combine_takes + TIMED * timed
-        return Launch(kernel, self._fixed["combine"], given, base.world, **self._combine_forms())
+        parameters = self.combine_takes + TIMED * timed
+        return Launch(kernel, self._fixed["combine"], parameters, base.world, **self._combine_forms())
 
     def _combine_forms(self) -> dict[str, Any]:
         nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_rows[self._c.combine_dtype])
@@ -273,11 +273,11 @@ class LatencyMode(Mode):
         self, phase: int, tokens: int, x: Any, topk_idx: Any, topk_weights: Any, totals: Any
     ) -> tuple[Dispatched, Callable[..., None], tuple]:
         """The result, and for the receive phase the launch and the arguments that both phases take."""
-        which = x.dtype, topk_idx.dtype
-        launch = self._usual.get(which)
+        key = x.dtype, topk_idx.dtype
+        launch = self._usual.get(key)
         if launch is None:
             source = dtype_name(x.dtype) if self._quantises else ""
-            launch = self._usual[which] = self._dispatch_of(self._base.blocks, source, dtype_name(topk_idx.dtype))
+            launch = self._usual[key] = self._dispatch_of(self._base.blocks, source, dtype_name(topk_idx.dtype))
         plan = self._plans.next(tokens)
         rows, scales, counts = self._new_rows(), self._new_scales(), self._new_counts.next(self._plans.stream)
         received = *plan.arguments[self._written], rows, scales, counts, totals
@@ -288,13 +288,13 @@ class LatencyMode(Mode):
     # -- combine ----------------------------------------------------------------------------------------------------
 
     def combine(self, call: CombineCall) -> Pending:
-        given = None
+        weights = None
         if isinstance(call.weights, torch.Tensor):
-            given = self._weights
+            weights = self._weights
             self._launch_weights(call.weights, call.handle.plan, call.waited)
-        self._launch_combine(call.phase, call, given)
+        self._launch_combine(call.phase, call, weights)
         call.y = None  # the receive phase does not need it
-        receive = partial(self._launch_combine, Phase.RECEIVE, call, given)
+        receive = partial(self._launch_combine, Phase.RECEIVE, call, weights)
         return Pending("combine", call.handle, call.out, receive)
 
     def receive(self, pending: Pending) -> None:
@@ -316,23 +316,23 @@ class LatencyMode(Mode):
         plan, launch = handle.plan, self._usual.get("combine")
         if launch is None:
             launch = self._usual["combine"] = self._combine_of(self._base.blocks, True)
-        token_slot, targets, given, counts = plan.arguments[:4]
+        token_slot, targets, arrived_weights, counts = plan.arguments[:4]
         if weights is not None:
             exchange = self._usual.get("weights")
             if exchange is None:
                 exchange = self._usual["weights"] = self._exchange_weights()
-            given = self._weights
+            arrived_weights = self._weights
             exchange(weights if plan.tokens else self._no_weight, plan.tokens, token_slot, counts)
-        received = targets, given, counts, None, None, out, NO_FAULT
+        received = targets, arrived_weights, counts, None, None, out, NO_FAULT
         launch(y, *received, phase, *self._summed_by(plan))
         return launch, received
 
     def _launch_weights(self, weights: torch.Tensor, plan: ReceivedRows, waited: torch.Tensor | None) -> None:
         """Send the weights of this rank's choices, and receive the others' into `_weights`."""
         token_slot, _, _, counts = plan.arguments[:4]
-        given = weights if weights.numel() else self._no_weight
+        own_weights = weights if weights.numel() else self._no_weight
         timed = _timed(waited)
-        self._exchange_weights(*(True,) * len(timed))(given, plan.tokens, token_slot, counts, *timed)
+        self._exchange_weights(*(True,) * len(timed))(own_weights, plan.tokens, token_slot, counts, *timed)
 
     def _launch_combine(self, phase: Phase, call: CombineCall, given: torch.Tensor | None) -> None:
         """`given`: weights of the received rows instead of dispatch's."""

@@ -243,8 +243,10 @@ class Mode(ABC):
         self, y: torch.Tensor, handle: Handle, out: torch.Tensor, weights: torch.Tensor | None
     ) -> Pending:
         """As `usual_combine`, the send phase."""
-        given = True if weights is None else weights
-        return self.combine(CombineCall("combine", Phase.SEND, y, handle, out, weights=given, blocks=self._base.blocks))
+        weighting = True if weights is None else weights
+        return self.combine(
+            CombineCall("combine", Phase.SEND, y, handle, out, weights=weighting, blocks=self._base.blocks)
+        )
 
     @abstractmethod
     def receive(self, pending: Pending) -> None:

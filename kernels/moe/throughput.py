@@ -303,8 +303,8 @@ class ThroughputMode(Mode):
             self._proxied_chunk(c.hidden * payload.itemsize), senders, blocks - senders, t.combine_threads,
             **self._fewer(blocks, "combine"), **self._in_tiles(tiles), **self._route("combine"),
         )  # fmt: skip
-        given = (*self.combine_takes, *(_AWAITED if tiles else ()))
-        return Launch(kernel, self._fixed["combine"], given, base.world, **self._forms("combine"))
+        parameters = (*self.combine_takes, *(_AWAITED if tiles else ()))
+        return Launch(kernel, self._fixed["combine"], parameters, base.world, **self._forms("combine"))
 
     def _sums_of(self, weighted: str, biases: int) -> Callable[..., None]:
         return self._launch(self._new_sums, weighted, biases)
@@ -499,22 +499,22 @@ class ThroughputMode(Mode):
             row_values = call.values
             valued = "rows" if row_values.dim() == 1 else "choices"
             row_values = (row_values if row_values.numel() else self._no_values).view(-1)
-        which = call.blocks, weighted, valued, len(bias), tiles.count if tiles else 0
-        launch = self._combine_of(*which)
+        key = call.blocks, weighted, valued, len(bias), tiles.count if tiles else 0
+        launch = self._combine_of(*key)
         if tiles and tiles.started is not None:
             # The driver loads a kernel at its first launch, and waits for running kernels. A combine that waits for a
             # GEMM launched afterwards would never end: the first call takes its SMs at once.
-            if which in self._loaded:
+            if key in self._loaded:
                 self._stream.launch(tiles.await_start)
-            self._loaded.add(which)
+            self._loaded.add(key)
         self._stream.launch(
             launch, y, row_weight, row_values, *biases, call.out, call.out_values, call.code, plan.tokens,
             *self._summed_by(plan), *((tiles.words, tiles.calls, tiles.growth) if tiles else ()),
         )  # fmt: skip
         if not tiles:
             return None
-        given = y, row_weight, *biases, call.out, plan.tokens, *self._summed_by(plan)
-        return partial(self._stream.launch, self._sums_of(weighted, len(bias)), *given)
+        arguments = y, row_weight, *biases, call.out, plan.tokens, *self._summed_by(plan)
+        return partial(self._stream.launch, self._sums_of(weighted, len(bias)), *arguments)
 
     def _summed_by(self, plan: RoutingPlan) -> tuple:
         """The summing kernel's arguments from a plan."""

@@ -95,10 +95,10 @@ def _tune(args: argparse.Namespace) -> None:
     world = tsn.init(args.heap or None)
     kept = tuned.path_of(tuned.place_of(world))
     if world.rank == 0:
-        what = "dispatch and combine of kernels.moe.AllToAll" if args.what == "moe" else f"ops.{args.what}"
+        subject = "dispatch and combine of kernels.moe.AllToAll" if args.what == "moe" else f"ops.{args.what}"
         where = "GPUs" if world.device_kind == "cuda" else "simulated ranks, whose times mean nothing"
         print(
-            f"tune: {what} on {world.size} {where}; tries up to {args.most} candidates for each number of rows "
+            f"tune: {subject} on {world.size} {where}; tries up to {args.most} candidates for each number of rows "
             f"({', '.join(map(str, args.rows))}), prints a line for each, and stores the fastest in {kept} for later calls of these "
             "sizes. The first call of a candidate compiles its kernels, which can take a minute.",
             flush=True,

@@ -163,15 +163,15 @@ class Doctor:
         return Finding("CUDA IPC", GOOD, "handles can be made")
 
     def gpu_network_memory(self) -> Iterator[Finding]:
-        what = "GPU memory for NICs (DMABUF, peermem)"
+        subject = "GPU memory for NICs (DMABUF, peermem)"
         if not self.gpus or not info.nics([]):
-            yield Finding(what, UNUSED, "needs a GPU and a NIC for remote memory")
+            yield Finding(subject, UNUSED, "needs a GPU and a NIC for remote memory")
             return
         found = ["DMABUF"] * _dmabuf() + sorted(self.loaded & {"nvidia_peermem", "efa_nv_peermem"})
         remedy = (
             "use the open kernel modules of the driver (DMABUF), or modprobe nvidia_peermem; until then data are staged"
         )
-        yield _judge(what, bool(found), ", ".join(found) or "neither", remedy)
+        yield _judge(subject, bool(found), ", ".join(found) or "neither", remedy)
 
     def shared_memory(self) -> Iterator[Finding]:
         total, free = info.shared_memory()

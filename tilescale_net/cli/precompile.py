@@ -61,8 +61,8 @@ def precompile(args: argparse.Namespace) -> int:
             if error is not None and not isinstance(error, TileScaleError | ValueError | RuntimeError):
                 raise error
             failed += error is not None
-            what = f"{future.result():.1f} s" if error is None else f"failed: {error}"
-            print(f"precompile: {number} of {len(calls)}: {factory.__name__}, {what}", flush=True)
+            outcome = f"{future.result():.1f} s" if error is None else f"failed: {error}"
+            print(f"precompile: {number} of {len(calls)}: {factory.__name__}, {outcome}", flush=True)
     print(
         f"precompile: {len(calls) - failed} kernels in {time.monotonic() - begin:.0f} s; use them with TSN_KERNELS={output}"
     )

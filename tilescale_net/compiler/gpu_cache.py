@@ -143,9 +143,9 @@ def made_by(path: Path) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    held = cache.unseal(path.read_bytes())
-    length = int.from_bytes(held[-_LENGTH:], "little")
-    fields = job_store.parse_json(held[-_LENGTH - length : -_LENGTH].decode())
+    content = cache.unseal(path.read_bytes())
+    length = int.from_bytes(content[-_LENGTH:], "little")
+    fields = job_store.parse_json(content[-_LENGTH - length : -_LENGTH].decode())
     if not isinstance(fields, dict):
         raise TypeError("it is no kernel")
     return fields

@@ -419,10 +419,10 @@ class KernelFactory:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.isfile(f.filename)]
         if not frames or not frames[-1].filename.startswith(_TILELANG):
             return error  # of the author's own code
-        given = inspect.signature(self._function).bind(*args, **kwargs).arguments
+        arguments = inspect.signature(self._function).bind(*args, **kwargs).arguments
         odd = [
             f"argument {name} is {describe(value)}"
-            for name, value in given.items()
+            for name, value in arguments.items()
             if not isinstance(value, int | torch.dtype)
         ]
         code = self._function.__code__

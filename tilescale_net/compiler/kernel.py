@@ -170,11 +170,11 @@ class Kernel:
         if index is not None and len(args) == self._n and worlds.are_several():
             return self._launch_among(args, worlds.world_of_tensors(self.name, args))
         if index is not None and len(args) == self._n + 1 and _is_context(args[index]):
-            given = (*args[:index], *args[index + 1 :])
+            others = (*args[:index], *args[index + 1 :])
             try:
-                self._with_first(self._supervised(self._function(), worlds.alive()), args[index])(*given)
+                self._with_first(self._supervised(self._function(), worlds.alive()), args[index])(*others)
             except Exception as error:
-                self._explain(given, error)
+                self._explain(others, error)
             return
         if len(args) != self._n:
             raise TypeError(
@@ -354,14 +354,14 @@ class CudaKernel(Kernel):
         proxy = next((w.proxy for w in present if w.proxy is not None and w.proxy.staged), None)
         if proxy is None:
             return function
-        held = weakref.ref(proxy)  # a kernel outlives its worlds
+        reference = weakref.ref(proxy)  # a kernel outlives its worlds
 
         def launch_and_wait(*args: Any) -> None:
             """On the default stream, a copy to ordinary host memory (`tensor.cpu()`) that is queued behind a kernel
             holds a lock of the driver until the kernel has ended, which blocks the proxy's copies for that kernel.
             """
             function(*args)
-            found = held()
+            found = reference()
             if found is not None and found.holds_up_launches:
                 torch.cuda.synchronize()
 

@@ -126,10 +126,10 @@ class Operator:
 
     def replace(self, call: tirx.Call, **arguments: tirx.PrimExpr) -> tirx.Call:
         """The same call with other expressions for the named arguments."""
-        given = list(call.args)
+        operands = list(call.args)
         for name, value in arguments.items():
-            given[self.names.index(name)] = value
-        return tirx.Call(call.dtype, call.op, given, annotations=call.annotations, span=call.span)
+            operands[self.names.index(name)] = value
+        return tirx.Call(call.dtype, call.op, operands, annotations=call.annotations, span=call.span)
 
     def scope_of(self, call: tirx.Call) -> str:
         """The threads that make the call together: "thread", "warp" or "block"."""

@@ -223,10 +223,10 @@ class ElasticBuffer(GroupBuffer):
             if known is not None:
                 self._check_handle(known)
                 topk_idx, do_expand = known.topk_idx, known.do_expand
-                given = num_experts, num_max_tokens_per_rank, expert_alignment
+                requested = num_experts, num_max_tokens_per_rank, expert_alignment
                 fixed = known.num_experts, known.num_max_tokens_per_rank, known.expert_alignment
-                if any(a is not None and a != b for a, b in zip(given, fixed)):
-                    raise ValueError(f"the handle is for experts, tokens, alignment {fixed}, not {given}")
+                if any(a is not None and a != b for a, b in zip(requested, fixed)):
+                    raise ValueError(f"the handle is for experts, tokens, alignment {fixed}, not {requested}")
                 num_experts, num_max_tokens_per_rank, expert_alignment = fixed
             check_dimensions("topk_idx", topk_idx, 2)
             most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
@@ -321,8 +321,8 @@ class ElasticBuffer(GroupBuffer):
                     )
         op = handle._op
         self._objects.check_alive(op)
-        given = x, *biases_of(bias)
-        x, *biases = (rows.float() if op.config.combine_dtype == torch.float32 else rows for rows in given)
+        inputs = x, *biases_of(bias)
+        x, *biases = (rows.float() if op.config.combine_dtype == torch.float32 else rows for rows in inputs)
         self._objects.calls.note("combine{}: hidden {}", "" if topk_weights is None else " with weights", x.shape[-1])
         blocks = self._objects.blocks(op, num_sms or handle.num_sms)
         if topk_weights is None:

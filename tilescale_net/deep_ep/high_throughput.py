@@ -69,8 +69,8 @@ def check_routing(in_rank: object, per_expert: object, topk_idx: Any, topk_weigh
         if x is not None:
             check_dimensions(name, x, 2)
     if topk_weights is not None and (topk_idx is None or topk_idx.shape[1] != topk_weights.shape[1]):
-        given = "missing" if topk_idx is None else f"of shape {list(topk_idx.shape)}"
-        raise ValueError(f"topk_weights has shape {list(topk_weights.shape)}, but topk_idx is {given}")
+        found = "missing" if topk_idx is None else f"of shape {list(topk_idx.shape)}"
+        raise ValueError(f"topk_weights has shape {list(topk_weights.shape)}, but topk_idx is {found}")
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"expert_alignment is {alignment!r}; it must be a positive integer")
 
@@ -172,20 +172,20 @@ def dispatch(
     # Calls without choices use the object of those with.
     objects.top_k = max(top_k, ranks, objects.top_k)
     width = max(top_k, min(objects.top_k, experts))
-    given: dict[str, Any]
+    choice: dict[str, Any]
     if topk_idx is not None:
         choices = _widened(topk_idx, width, -1)
         weights = None if topk_weights is None else _widened(topk_weights, width, 0.0)
-        given = dict(topk_idx=choices, topk_weights=weights)
+        choice = dict(topk_idx=choices, topk_weights=weights)
     else:
-        given = dict(mask=in_rank.contiguous())
+        choice = dict(mask=in_rank.contiguous())
     if not worst and not objects.max_tokens:
         objects.grow(tokens)
     while True:
         room = -(-worst // ranks) or objects.max_tokens
         op = _object(objects, experts, room, rows, scales, width, num_sms)
         try:
-            received = op.dispatch(joined(rows, scales), **given, blocks=objects.blocks(op, num_sms))
+            received = op.dispatch(joined(rows, scales), **choice, blocks=objects.blocks(op, num_sms))
             if not worst:
                 op.check()
             break
@@ -221,8 +221,8 @@ def _counts(
     else:  # collectives work with all ranks only
         local = len(per_expert) // world.size
         here = per_expert.view(world.size, local).tolist()
-        told = control.gather("deep_ep.Buffer.dispatch: rows per expert", here)
-        counts = [sum(of_expert) for of_expert in zip(*(said[world.rank] for said in told))]
+        gathered = control.gather("deep_ep.Buffer.dispatch: rows per expert", here)
+        counts = [sum(of_expert) for of_expert in zip(*(said[world.rank] for said in gathered))]
     return [-(-n // alignment) * alignment for n in counts]
 
 
@@ -237,8 +237,8 @@ def _prefix(world: World, routing: Routing) -> torch.Tensor:
 
 def biases_of(bias: Bias) -> tuple[torch.Tensor, ...]:
     """None, a tensor, or a tuple of two of which one may be None, as for combine."""
-    given = (bias,) if bias is None or isinstance(bias, torch.Tensor) else bias
-    return tuple(b.contiguous() for b in given if b is not None)
+    biases = (bias,) if bias is None or isinstance(bias, torch.Tensor) else bias
+    return tuple(b.contiguous() for b in biases if b is not None)
 
 
 def combine(

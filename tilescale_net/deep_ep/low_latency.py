@@ -168,14 +168,14 @@ def dispatch(
                     received = op.usual_dispatch(x, topk_idx, totals)
             if received is None and pending is None:
                 x = x.contiguous()
-                given: Rows = quantise_rounded(x) if use_fp8 and round_scale else x
+                sent: Rows = quantise_rounded(x) if use_fp8 and round_scale else x
                 if isinstance(stats, torch.Tensor) and stats.shape == (op.config.local_experts,):
                     totals = stats if op.adds_to(stats) else None
                 arguments: dict[str, Any] = dict(waited=waited, totals=totals)
                 if in_phases:
-                    pending = op.dispatch_send(given, topk_idx.contiguous(), **arguments)
+                    pending = op.dispatch_send(sent, topk_idx.contiguous(), **arguments)
                 else:
-                    received = op.dispatch(given, topk_idx.contiguous(), **arguments)
+                    received = op.dispatch(sent, topk_idx.contiguous(), **arguments)
             members = masks.members
         except masks.losses:
             masks.go_on()

@@ -114,16 +114,16 @@ def options(
         PrimitiveError: an unknown engine, or "bulk" where only "ldst" copies; an unroll outside 1..64; a ring that shared
             memory cannot hold, or at warp or thread scope.
     """
-    what = LDST_ONLY.get(transfer.form)
-    if what and (engine == "bulk" or ring is not None):
-        raise PrimitiveError(f"{what} is not copied in bulk; use engine='auto' or 'ldst', without ring=")
+    form = LDST_ONLY.get(transfer.form)
+    if form and (engine == "bulk" or ring is not None):
+        raise PrimitiveError(f"{form} is not copied in bulk; use engine='auto' or 'ldst', without ring=")
     one_of("engine", engine, ENGINES)
     if unroll is not None and (
         isinstance(unroll, bool) or not isinstance(unroll, int) or not 1 <= unroll <= MAX_UNROLL
     ):
         raise PrimitiveError(f"unroll is {unroll!r}; it must be a compile-time integer from 1 to {MAX_UNROLL}")
     chosen = unroll if unroll is not None else default_unroll(block_threads())
-    if what:
+    if form:
         return (chosen if unroll is not None else min(chosen, MOST_ROW_UNROLL),) if transfer.form == "rows" else ()
     if scope != "block" and (engine == "bulk" or ring is not None):
         raise PrimitiveError(

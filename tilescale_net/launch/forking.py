@@ -33,7 +33,7 @@ def preload(environment: dict[str, str]) -> bool:
         return True
     # The first registered function runs last, after the modules' and the program's.
     atexit.register(_leave)
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     before = dict(os.environ)
     os.environ.update(environment)
     # The collector would scan the new modules repeatedly during their import, and later in each rank, where that copies
@@ -49,7 +49,7 @@ def preload(environment: dict[str, str]) -> bool:
         os.environ.update(before)
         gc.enable()
     gc.freeze()
-    _paths[:] = [path for path in sys.path[1:] if path not in given]
+    _paths[:] = [path for path in sys.path[1:] if path not in paths]
     return True
 
 
@@ -118,8 +118,8 @@ class BecomeRank(BaseException):
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()  # otherwise all ranks draw the same numbers
         script = self._arguments[0]
-        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:] = [os.path.dirname(os.path.realpath(script)), *filter(None, given), *_paths]
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:] = [os.path.dirname(os.path.realpath(script)), *filter(None, paths), *_paths]
         sys.argv = list(self._arguments)
         main = types.ModuleType("__main__")
         vars(main).update(__file__=script, __builtins__=__builtins__, __cached__=None)

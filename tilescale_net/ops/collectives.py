@@ -243,19 +243,19 @@ def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -
     A rank compares the rows that others send to it, and reports one mismatch to all of them.
     """
     call, members, said = "tilescale_net.ops.all_to_all", world.control.members, ""
-    given = len(output_splits), len(input_splits)
-    fits = given == (world.size, world.size)
+    sizes = len(output_splits), len(input_splits)
+    fits = sizes == (world.size, world.size)
     came = world.control.exchange(call, [input_splits[b] if fits else -1 for b in members])
     if not fits:
-        said = "rank {} gives {} output_splits and {} input_splits for {} ranks".format(world.rank, *given, world.size)
+        said = "rank {} gives {} output_splits and {} input_splits for {} ranks".format(world.rank, *sizes, world.size)
     for a, sends in zip(members, came):
         if not said and sends not in (-1, output_splits[a]):  # -1: that rank reports its error itself
             said = f"rank {a} sends {sends} rows to rank {world.rank}, which expects {output_splits[a]}"
-    told = world.control.gather(call, [max(sum(output_splits), sum(input_splits)), said])
-    for _, wrong in told:
+    reports = world.control.gather(call, [max(sum(output_splits), sum(input_splits)), said])
+    for _, wrong in reports:
         if wrong:
             raise tsn.RankMismatch(f"all_to_all: {wrong}; nothing was sent")
-    return max(most for most, _ in told)
+    return max(most for most, _ in reports)
 
 
 @arguments.operator("all_to_all")
@@ -352,10 +352,10 @@ def all_to_all(
         arguments.check("all_to_all", x=x)
     if max_rows is not None and max_rows < 0:
         raise ValueError(f"all_to_all: max_rows is {max_rows}; it must be 0 or more, or None for no bound")
-    given = x, output_splits, input_splits, -1 if max_rows is None else max_rows, group_objects.name_of(group)
+    inputs = x, output_splits, input_splits, -1 if max_rows is None else max_rows, group_objects.name_of(group)
     if not eager:
-        return _ops.all_to_all(*given)
-    return (_exchange_differentiably if arguments.needs_gradient(x) else _all_to_all)(*given, False)
+        return _ops.all_to_all(*inputs)
+    return (_exchange_differentiably if arguments.needs_gradient(x) else _all_to_all)(*inputs, False)
 
 
 def check(group: tsn.Group = None) -> None:

@@ -70,11 +70,11 @@ class FuseCollectives(CustomGraphPass):
     def _replace(self, graph: torch.fx.Graph, found: Found) -> None:
         node, x = found.nodes[0], found.x
         value = node.meta["val"]
-        given = (False,) if found.kind == "matmul_all_reduce" else ()
+        flags = (False,) if found.kind == "matmul_all_reduce" else ()
         with graph.inserting_before(node):
             if x.meta["val"].dim() != 2:
                 x = _viewed(graph, x, [-1, x.meta["val"].shape[-1]])
-            ours = graph.call_function(getattr(_ours, found.kind).default, (x, found.w, *given, None, found.group))
+            ours = graph.call_function(getattr(_ours, found.kind).default, (x, found.w, *flags, None, found.group))
             ours.meta.update(node.meta)
             if value.dim() != 2:
                 ours.meta["val"] = value.reshape(-1, value.shape[-1])

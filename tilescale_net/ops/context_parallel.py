@@ -319,11 +319,11 @@ def _by_heads(attend, tensors, objects: GroupObjects, lengths, chunks: int, besi
     out = out[: math.prod(batch) * mine * heads * v.shape[-1]].view(*batch, mine, heads, v.shape[-1])
     arrived = []
     with beside.following(*tensors):
-        given = [
+        inputs = [
             sources[i][: x.numel()].view(x.shape).copy_(x) if sources else x.contiguous() for i, x in enumerate(tensors)
         ]
         for c in range(chunks):
-            for x, room in zip(given, found):
+            for x, room in zip(inputs, found):
                 exchange(room[c], x, HEADS, SEQUENCE, lengths=lengths, chunk=(c, chunks))
             arrived.append(beside.mark())
     for c in range(chunks):

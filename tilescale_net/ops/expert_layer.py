@@ -137,9 +137,9 @@ def _up(
 def _(x, topk_idx, topk_weights, w, w_scales, keeps, fused, key):
     rows, weights, *others = moe.dispatch_fake(x, topk_idx, topk_weights, key)
     kept, eight = rows.shape[0] if keeps else 0, moe.layer_of(key).config.dtype == FP8_DTYPE
-    held = x.new_empty((kept, x.shape[1]), dtype=torch.uint8 if eight else x.dtype)
+    kept_rows = x.new_empty((kept, x.shape[1]), dtype=torch.uint8 if eight else x.dtype)
     scales = x.new_empty((kept, groups_of(x.shape[1])), dtype=torch.float32) if eight else x.new_empty((0, 0))
-    return [x.new_empty((rows.shape[0], w.shape[1])), held, scales, weights, *others]
+    return [x.new_empty((rows.shape[0], w.shape[1])), kept_rows, scales, weights, *others]
 
 
 @arguments.custom_op("moe_experts_up_backward")
@@ -203,16 +203,16 @@ def _down(
     op, plan_ = moe.called("moe_experts_down", key), RoutingPlan(tokens, *plan)
     kind, weights, handle = _kind(limit, alpha, shift), weights.contiguous(), moe.handle_of(key, plan_)
     counts, offsets = _ends(op, plan_)
-    given: dict[str, Any] = dict(counts=counts, offsets=offsets, weights=weights if early else None, cleared=False)
+    options: dict[str, Any] = dict(counts=counts, offsets=offsets, weights=weights if early else None, cleared=False)
     combined: dict[str, Any] = dict(weighted=False) if early else dict(weights=weights)
     overlaps = experts.is_fused(op, w.shape[2], fused)
     if op.config.dtype != FP8_DTYPE:
-        inner, columns = rows_of.swiglu(dense(h), kind, **given), dense(w.transpose(1, 2), in_either_order=True)
+        inner, columns = rows_of.swiglu(dense(h), kind, **options), dense(w.transpose(1, 2), in_either_order=True)
         product = experts.gemm_of(op, columns)
         if overlaps:
             return product.combined(inner, columns, handle, **combined)
         return op.combine(product(inner, columns, handle), handle=handle, **combined)
-    q, scales = rows_of.swiglu_quantised(dense(h), kind, **given)
+    q, scales = rows_of.swiglu_quantised(dense(h), kind, **options)
     if overlaps and _can_overlap(op):
         held, of_blocks = _held(w, w_scales)
         columns = held.transpose(1, 2)
@@ -243,8 +243,8 @@ def _down_backward(
         back, received = experts.arriving(op, wide, experts.is_fused(op, w.shape[2], fused), dense(grad), handle=handle)
     # Weights are a factor of each row, wherever they are multiplied.
     counts, offsets = _ends(op, plan_)
-    given: dict[str, Any] = dict(counts=counts, offsets=offsets, weights=weights.contiguous(), keeps=keeps)
-    of_h, of_weights, inner = rows_of.swiglu_gradient(dense(h), back, _kind(limit, alpha, shift), **given)
+    options: dict[str, Any] = dict(counts=counts, offsets=offsets, weights=weights.contiguous(), keeps=keeps)
+    of_h, of_weights, inner = rows_of.swiglu_gradient(dense(h), back, _kind(limit, alpha, shift), **options)
     assert of_weights is not None  # there are weights
     if inner is None:
         return [of_h, of_weights, grad.new_empty((0, 0)), grad.new_empty((0, 0))]
@@ -271,8 +271,8 @@ def _down_gradient(ctx, grad):
     )
     of_w = None
     if keeps:
-        held = RoutingPlan(ctx.tokens, *plan)
-        of_w = experts.gradient_of_matrices(ctx.key, held, inner, rows, w.transpose(1, 2)).transpose(1, 2)
+        routing = RoutingPlan(ctx.tokens, *plan)
+        of_w = experts.gradient_of_matrices(ctx.key, routing, inner, rows, w.transpose(1, 2)).transpose(1, 2)
     return of_h, of_w, None, of_weights, [None] * len(plan), None, None, None, None, None, None, None
 
 
@@ -298,7 +298,7 @@ def _check_scaled(layer: AllToAll, w_up: torch.Tensor, w_down: torch.Tensor, sca
             f"{call}: the layer counts no tiles; make it with tile_rows=128 (or more), and alignment as large"
         )
     inner = w_down.shape[1] if w_down.dim() == 3 else -1
-    held = []
+    matrices = []
     for i, (what, w, shape) in enumerate(
         (("w_up", w_up, (c.hidden, 2 * inner)), ("w_down", w_down, (inner, c.hidden)))
     ):
@@ -314,10 +314,10 @@ def _check_scaled(layer: AllToAll, w_up: torch.Tensor, w_down: torch.Tensor, sca
                 f"{call}: the scales of {what} are {list(scales[i].shape)} of {scales[i].dtype}; they must be {list(blocks)} of "
                 "torch.float32, one for each 128 x 128 elements, columns first"
             )
-        held += [w.transpose(1, 2), w.new_empty((0,), dtype=torch.float32) if scales is None else scales[i]]
+        matrices += [w.transpose(1, 2), w.new_empty((0,), dtype=torch.float32) if scales is None else scales[i]]
     if inner % 16 or not inner:
         raise ValueError(f"{call}: w_down has {inner} rows; they must be a multiple of 16, and not 0")
-    return tuple(held)
+    return tuple(matrices)
 
 
 def _check_shared(shared: Any, hidden: int) -> None:

@@ -86,8 +86,8 @@ def _dispatch_matmul(
 ) -> list[torch.Tensor]:
     """Products, rows, weights of rows, then the other tensors of the plan."""
     op, w = moe.called("moe_dispatch_matmul", key), dense(w, in_either_order=True)
-    given = dense(x), topk_idx.contiguous(), topk_weights.contiguous()
-    h, received = arriving(op, w, is_fused(op, w.shape[2] // 2, fused), *given, cleared=True)
+    inputs = dense(x), topk_idx.contiguous(), topk_weights.contiguous()
+    h, received = arriving(op, w, is_fused(op, w.shape[2] // 2, fused), *inputs, cleared=True)
     plan = received.handle.plan
     *others, weights = plan.tensors()
     h, rows = moe.without_padding(op, plan, h, copied=False), moe.without_padding(op, plan, received.x)
@@ -113,11 +113,11 @@ def _matmul_combine(
     """Sums of products times `weights` (an empty tensor: all one) per token."""
     op, w = moe.called("moe_matmul_combine", key), dense(w, in_either_order=True)
     handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
-    given = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
+    options = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
     product = gemm_of(op, w)
     if is_fused(op, w.shape[1], fused):
-        return product.combined(dense(h), w, handle, **given)
-    return op.combine(product(dense(h), w, handle), handle=handle, **given)
+        return product.combined(dense(h), w, handle, **options)
+    return op.combine(product(dense(h), w, handle), handle=handle, **options)
 
 
 @arguments.register_fake("moe_matmul_combine")

@@ -197,8 +197,8 @@ def _all_gather_matmul(
     w_scales: torch.Tensor | None = None,
     gradient: bool = False,
 ) -> torch.Tensor:
-    given = x_scales, w_scales, fused, group, gradient
-    objects, x, scales, op = _checked("all_gather_matmul", x, w, *given)
+    options = x_scales, w_scales, fused, group, gradient
+    objects, x, scales, op = _checked("all_gather_matmul", x, w, *options)
     if op is not None:
         x, w, scales = travelling(objects, x, dense(w, in_either_order=True), scales)
         return op(x, w, **scales)
@@ -284,8 +284,8 @@ def _matmul_reduce_scatter(
     w_scales: torch.Tensor | None = None,
     gradient: bool = False,
 ) -> torch.Tensor:
-    given = x_scales, w_scales, fused, group, gradient
-    objects, x, scales, op = _checked("matmul_reduce_scatter", x, w, *given)
+    options = x_scales, w_scales, fused, group, gradient
+    objects, x, scales, op = _checked("matmul_reduce_scatter", x, w, *options)
     if op is not None:
         return op(x, dense(w, in_either_order=True), **scales)
     there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
@@ -362,8 +362,8 @@ def _matmul_all_reduce(
     w_scales: torch.Tensor | None = None,
     gradient: bool = False,
 ) -> torch.Tensor:
-    given = x_scales, w_scales, fused, group, gradient
-    objects, x, scales, op = _checked("matmul_all_reduce", x, w, *given)
+    options = x_scales, w_scales, fused, group, gradient
+    objects, x, scales, op = _checked("matmul_all_reduce", x, w, *options)
     if op is not None:
         return op(x, dense(w, in_either_order=True), **scales)
     shape, dtype = (x.shape[0], w.shape[1]), _result_dtype(x)

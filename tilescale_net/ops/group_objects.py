@@ -243,8 +243,8 @@ class GroupObjects:
         if len(self._products) < KEPT:
             return
         mine = "".join("01"[key in self._captured] for key in self._products)
-        told = self.world.control.gather("tilescale_net.ops: products in CUDA graphs", mine)
-        free = [key for i, key in enumerate(self._products) if all(said[i : i + 1] == "0" for said in told)]
+        reports = self.world.control.gather("tilescale_net.ops: products in CUDA graphs", mine)
+        free = [key for i, key in enumerate(self._products) if all(said[i : i + 1] == "0" for said in reports)]
         for key in free[: len(self._products) - KEPT + 1]:
             self._products.pop(key).free()
 
@@ -343,9 +343,9 @@ class GroupObjects:
         self._views.clear()
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            told = self.world.control.gather("tilescale_net.ops: memory in CUDA graphs", self._memory_in_graph)
+            reports = self.world.control.gather("tilescale_net.ops: memory in CUDA graphs", self._memory_in_graph)
             self._memory_in_graph = False
-            if any(told):
+            if any(reports):
                 self._of_graphs.append(memory)
             else:
                 tsn.free(memory, group=self.world)

@@ -129,8 +129,8 @@ def _combine(y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], t
     """Sums of rows times `weights` (an empty tensor: all one) per token."""
     op = called("moe_combine", key)
     handle = handle_of(key, RoutingPlan(tokens, *plan))
-    given = weights.numel() > 0
-    return op.combine(dense(y), handle, weighted=False, weights=weights.contiguous() if given else None)
+    weighted = weights.numel() > 0
+    return op.combine(dense(y), handle, weighted=False, weights=weights.contiguous() if weighted else None)
 
 
 @arguments.register_fake("moe_combine")

@@ -178,8 +178,8 @@ def _taken_apart(
     else:
         rows, named = x, {"x": x, **others}
     # Missing required ones stay, for `arguments.check` to name.
-    given: dict = {name: t for name, t in named.items() if t is not None or name in ("x", "rows", "weight")}
-    return rows, experts, given
+    tensors: dict = {name: t for name, t in named.items() if t is not None or name in ("x", "rows", "weight")}
+    return rows, experts, tensors
 
 
 @without_default_device

@@ -112,9 +112,9 @@ class RunningProxy:
         """Set the number of threads that suits the network, the same on all ranks, unless the user has set it.
         Collective."""
         world = self._world
-        given = settings.PROXY_THREADS.get() or settings.PROXY_PEER_THREADS.get()
+        configured = settings.PROXY_THREADS.get() or settings.PROXY_PEER_THREADS.get()
         wanted = 1
-        if not given and self.n_queues == 1:
+        if not configured and self.n_queues == 1:
             ranks, processors = world.control.hosts.count(world.control.hosts[world.rank]), len(os.sched_getaffinity(0))
             wanted = threads_of_software(self.properties["provider"], world.memory.kind, processors, ranks)
         agreed = min(world.control.gather("tilescale_net.init (proxy threads)", wanted))

@@ -166,13 +166,13 @@ def _parts(known: tuple[str, ...]) -> Callable[[str, str], tuple[str, ...]]:
 
 def _limited(kind: Callable[[str], N], minimum: N, maximum: N) -> Callable[[str, str], N]:
     """A number of a kind, float or int, within limits."""
-    what = "a whole number" if kind is int else "a number"
+    expected = "a whole number" if kind is int else "a number"
 
     def parse(value: str, name: str) -> N:
         try:
             found = kind(value)
         except ValueError:
-            raise ConfigurationError(f"{name}={value!r} is not {what}") from None
+            raise ConfigurationError(f"{name}={value!r} is not {expected}") from None
         if isinstance(found, float) and not math.isfinite(found):
             raise ConfigurationError(f"{name}={value!r} is not a finite number")
         if found < minimum:

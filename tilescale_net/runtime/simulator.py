@@ -249,8 +249,8 @@ class HostAccessMode(TorchDispatchMode):
         if name.endswith("_like") or name.startswith(_WITHOUT_DATA):
             return False
         writes = False
-        given = itertools.zip_longest(func._schema.arguments, args)
-        for argument, value in [*given, *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)]:
+        pairs = itertools.zip_longest(func._schema.arguments, args)
+        for argument, value in [*pairs, *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)]:
             if argument is None:
                 continue
             alias = argument.alias_info
@@ -360,10 +360,10 @@ def _reader(name: str) -> Callable[..., Any]:
     @functools.wraps(inherited)
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         base = _mode.access(self, False, name) if _mode.heaps and races() else None
-        given = inherited(self, *args, **kwargs)
+        result = inherited(self, *args, **kwargs)
         if base is not None and name != "tolist":
-            _aliases.add(base, self, given if name == "numpy" else None)
-        return given
+            _aliases.add(base, self, result if name == "numpy" else None)
+        return result
 
     return read
 

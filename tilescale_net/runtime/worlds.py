@@ -175,8 +175,8 @@ def init(heap_bytes: int | str | None, group: object, hooks: WorldHooks) -> Worl
     """See `tilescale_net.init`."""
     resolved = groups.resolve(group)
     if any(world.group is resolved for world in _alive):
-        which = "tilescale_net" if resolved is None else f"the group of ranks {groups.named(groups.ranks(resolved))}"
-        raise TileScaleError(f"{which} is initialised already; call finalize() before another init()")
+        members = "tilescale_net" if resolved is None else f"the group of ranks {groups.named(groups.ranks(resolved))}"
+        raise TileScaleError(f"{members} is initialised already; call finalize() before another init()")
     return _make(heap_bytes, resolved, hooks)
 
 

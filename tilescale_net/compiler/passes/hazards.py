@@ -301,9 +301,9 @@ def _evaluate_once(node: Node) -> tirx.Stmt | None:
     if isinstance(node, tirx.IfThenElse):
         if not loads_memory(node.condition):
             return None
-        held = tirx.Var("condition", node.condition.dtype)
-        branch = tirx.IfThenElse(held, node.then_case, node.else_case)
-        return tirx.SeqStmt([tirx.Bind(held, node.condition), branch])
+        condition = tirx.Var("condition", node.condition.dtype)
+        branch = tirx.IfThenElse(condition, node.then_case, node.else_case)
+        return tirx.SeqStmt([tirx.Bind(condition, node.condition), branch])
     if node.kind not in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) or not loads_memory(node.extent):
         return None
     return tirx.SeqStmt([*_extent_bound(node)])
@@ -311,10 +311,10 @@ def _evaluate_once(node: Node) -> tirx.Stmt | None:
 
 def _extent_bound(loop: tirx.For) -> tuple[tirx.Bind, tirx.For]:
     """A statement that evaluates a loop's extent once, and the loop with the result."""
-    held = tirx.Var("extent", loop.extent.dtype)
+    extent = tirx.Var("extent", loop.extent.dtype)
     step = getattr(loop, "step", None)
-    again = tirx.For(loop.loop_var, loop.min, held, loop.kind, loop.body, None, loop.annotations, step)
-    return tirx.Bind(held, loop.extent), again
+    again = tirx.For(loop.loop_var, loop.min, extent, loop.kind, loop.body, None, loop.annotations, step)
+    return tirx.Bind(extent, loop.extent), again
 
 
 def _guard_loads(call: tirx.Call) -> tirx.Call:

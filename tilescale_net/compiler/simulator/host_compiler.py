@@ -185,6 +185,6 @@ def _explain(name: str, stderr: str) -> str:
         stderr,
     )
     unknown = [a or b for a, b in unknown]
-    what = f": it has no {', '.join(sorted(set(unknown)))}" if unknown else ""
+    reason = f": it has no {', '.join(sorted(set(unknown)))}" if unknown else ""
     shown = "\n".join(errors[:8])
-    return f"kernel {name}: the simulator cannot compile the generated source{what}. The compiler says:\n{shown}"
+    return f"kernel {name}: the simulator cannot compile the generated source{reason}. The compiler says:\n{shown}"

@@ -260,8 +260,8 @@ def load(name: str, code: str) -> Callable[[tuple[Any, ...]], list[Launch]]:
     raises KernelError for arguments of the wrong type, shape, stride or number."""
 
     def refuse(message: str, args: Sequence[Any]) -> None:
-        given = ", ".join(describe(a) for a in args)
-        raise BadArguments(f"kernel {name}: {message}; the arguments are: {given}")
+        texts = ", ".join(describe(a) for a in args)
+        raise BadArguments(f"kernel {name}: {message}; the arguments are: {texts}")
 
     scope: dict[str, Any] = {
         "_field": _field, "_argument": _argument, "_cast": _cast, "_number": _number, "_tdiv": _truncated_div, "_Launch": Launch,
