@@ -160,7 +160,7 @@ def eight_bits(seed):
         unsettle(pace)
         pending = moe.dispatch_send(rows, mine.topk_idx.to(device), mine.weights.to(device))
         if call == 0:
-            with pytest.raises(ValueError, match="w_scales has shape .* scales of 128 elements are not supported"):
+            with pytest.raises(ValueError, match="w_scales has shape .*scales of 128 elements are not supported"):
                 up.arriving(pending, w_up, w_scales=mine_scales[..., None].repeat(1, 1, 2))
             with pytest.raises(
                 TypeError, match="w_scales is None; torch.float8_e4m3fn takes a float32 tensor \\[4, 48\\]"
