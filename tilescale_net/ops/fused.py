@@ -184,6 +184,11 @@ def _setup(ctx, inputs, output):
     ctx.others = inputs[2:-3]  # up to the scales, which have no gradients
 
 
+def _gradient_of_matrix(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`x.t() @ grad` in the memory order of `w`, as torch.mm does: a gradient in another order than its parameter is copied."""
+    return torch.mm(grad.t(), x).t() if w.stride(0) < w.stride(1) else torch.mm(x.t(), grad)
+
+
 # -- all-gather, then product -----------------------------------------------------------------------------------------
 
 
@@ -217,7 +222,7 @@ def _(x, w, fused, group, x_scales=None, w_scales=None, gradient=False):
 def _all_gather_matmul_gradient(ctx, grad):
     (x, w), (fused, group) = ctx.saved_tensors, ctx.others
     dx = _ops.matmul_reduce_scatter(grad, w.t(), fused, group, gradient=True) if ctx.needs_input_grad[0] else None
-    dw = torch.mm(_ops.all_gather(x, group, True).t(), grad) if ctx.needs_input_grad[1] else None
+    dw = _gradient_of_matrix(_ops.all_gather(x, group, True), grad, w) if ctx.needs_input_grad[1] else None
     return dx, dw, None, None, None, None, None
 
 
@@ -303,7 +308,7 @@ def _(x, w, fused, group, x_scales=None, w_scales=None, gradient=False):
 def _matmul_reduce_scatter_gradient(ctx, grad):
     (x, w), (fused, group) = ctx.saved_tensors, ctx.others
     dx = _ops.all_gather_matmul(grad, w.t(), fused, group, gradient=True) if ctx.needs_input_grad[0] else None
-    dw = torch.mm(x.t(), _ops.all_gather(grad, group, True)) if ctx.needs_input_grad[1] else None
+    dw = _gradient_of_matrix(x, _ops.all_gather(grad, group, True), w) if ctx.needs_input_grad[1] else None
     return dx, dw, None, None, None, None, None
 
 
@@ -384,7 +389,7 @@ def _matmul_all_reduce_gradient(ctx, grad):
     (x, w), (replicated, _, group) = ctx.saved_tensors, ctx.others
     grad = grad if replicated else _ops.all_reduce(grad, False, group, True)
     dx = torch.mm(grad, w.t()) if ctx.needs_input_grad[0] else None
-    dw = torch.mm(x.t(), grad) if ctx.needs_input_grad[1] else None
+    dw = _gradient_of_matrix(x, grad, w) if ctx.needs_input_grad[1] else None
     return dx, dw, None, None, None, None, None, None
 
 
