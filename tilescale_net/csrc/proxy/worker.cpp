@@ -345,10 +345,13 @@ void Worker::run() try {
     stamp_ = ticks();
     if (inbox_ && !inbox_->empty()) drain_inbox(), busy = true;
     for (QueueState& q : queues_) busy |= drain_queue(&q);
+    // All that can leave leaves before the network is polled, which takes as long as a system call.
     busy |= post_all();
-    busy |= poll_transport();
     memory_->poll();
     if (staging_) busy |= post_slots();
+    if (!with_messages_.empty()) busy |= post_messages();
+    busy |= poll_transport();
+    memory_->poll();
     if (!arrived_.empty()) finish_arrived();
     if (!acks_due_.empty()) acknowledge();
     if (!with_messages_.empty()) busy |= post_messages();
