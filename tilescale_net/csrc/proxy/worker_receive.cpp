@@ -1,5 +1,6 @@
 // Peers' traffic: data to count, records to apply, acknowledgements of our own.
 #include "tilescale_net/csrc/proxy/worker.h"
+#include <algorithm>
 
 namespace tsn::proxy {
 
@@ -225,7 +226,8 @@ void Worker::finish_arrived() {
   }
 }
 
-// Acknowledgements and credits: at once if the peer waits, otherwise when a good part of its window is used.
+// Acknowledgements and credits: at once if the peer waits, otherwise when a good part of its window is used. A message
+// of its own for each slot would cost both sides as much as the slot itself.
 void Worker::acknowledge() {
   const uint64_t completed = memory_->in_completed();
   for (size_t i = 0; i < acks_due_.size();) {
@@ -254,7 +256,9 @@ void Worker::acknowledge() {
       stats_.acks_sent.add();
       mark_has_messages(s);
     }
-    while (!s->freed.empty()) {
+    // Fewer than a quarter of its slots are kept back here, so the peer never runs out of them.
+    const bool credits_due = s->freed.size() >= std::max<size_t>(1, s->slot_full.size() / 4) || !s->outbox.empty();
+    while (credits_due && !s->freed.empty()) {
       CreditRecord c = {};
       c.type = RecordType::credit;
       for (; c.count < kCreditsPerRecord && !s->freed.empty(); s->freed.pop_back())
