@@ -96,6 +96,17 @@ def test_put_is_counted_and_seen():
         assert stats[f"{stage}_us_p50"] <= stats[f"{stage}_us_p99"] <= stats[f"{stage}_us_max"]
 
 
+def test_staged_signals_travel_with_their_data():
+    pe, other = pair(force_staging=True)
+    for _ in range(3):
+        pe.push(2, 1, first=65536, second=65536, size=5000, signal=131072, value=1)
+    until(lambda: pe.proxy.stats()["bytes_put"] == 15000)
+    pe.proxy.stop()
+    other.proxy.stop()
+    stats = pe.proxy.stats()
+    assert (stats["put_signals"], stats["records"], stats["messages"]) == (3, 3, 0)
+
+
 def test_views_match_the_context():
     pe = Pe(queues=3, capacity=64)
     assert len(pe.proxy.queue_views()) == 3 * 64

@@ -46,6 +46,8 @@ public:
   uint64_t own(uint32_t chunks);
 
   void fence() { fence_ = next_group_, fence_mark_ = next_mark_; }
+  // Signals wait for all chunks that were numbered so far.
+  bool fenced() const { return fence_ == next_group_; }
 
   // The mark of a signal with an own group of `chunks` chunks (0: a bare signal, `group` is ignored).
   MarkRecord signal(MarkOp op, uint64_t offset, uint64_t value, uint64_t group, uint32_t chunks);

@@ -133,7 +133,8 @@ struct Op {
   uint32_t interval = 0;
   uint32_t get = 0; // index into the thread's gets; reads only
   uint64_t remote = 0, local = 0, bytes = 0;
-  uint64_t chunk = 0; // size of one
+  uint64_t chunk = 0;  // size of one
+  bool marked = false; // staged writes: the next of PeerState::marks leaves with its end
 };
 
 // The operations between two flushes. Intervals end in order: a flush waits for all before it.
@@ -166,7 +167,8 @@ struct PeerState {
   uint32_t their_slots = 0; // that many of them
   Outbox outbox;
   Ring<Op> ops;
-  bool active = false; // listed among the peers with something to post
+  Ring<MarkRecord> marks; // of those among `ops` that are `marked`
+  bool active = false;    // listed among the peers with something to post
 
   Ring<Interval> intervals; // the last one is open
   uint32_t first_interval = 0;

@@ -1,9 +1,10 @@
 // Pinned slots on both sides, for heaps that the transport cannot reach.
 //
-// The source packs one or more chunks into a send slot, a header before each, and writes the slot into one of the slots
-// that the target keeps for this source; the immediate names source and slot. The target copies the chunks into its
-// heap, counts them in their groups, and returns the slot with a credit. Copies on both sides run on the device's
-// copy engines beside the network: each waits only for its own data and a free slot.
+// The source packs one or more chunks into a send slot, a header before each, and behind them the marks of the signals
+// whose data end there: a put_signal is one write. It writes the slot into one of the slots that the target keeps for
+// this source; the immediate names source and slot. The target copies the chunks into its heap, counts them in their
+// groups, takes the marks, and returns the slot with a credit. Copies on both sides run on the device's copy engines
+// beside the network: each waits only for its own data and a free slot.
 #pragma once
 
 #include "tilescale_net/csrc/cuda/driver.h"
@@ -14,8 +15,9 @@
 
 namespace tsn::proxy {
 
-constexpr uint32_t kSlotOverhead = 64; // headers of a slot with one chunk, and padding
-constexpr uint32_t kLeastSlot = 128;
+constexpr uint32_t kSlotOverhead = 128; // headers of a slot with one chunk, padding, and a mark
+constexpr uint32_t kLeastSlot = 192;
+static_assert(sizeof(SlotHeader) + sizeof(PieceHeader) + 7 + sizeof(MarkRecord) <= kSlotOverhead);
 
 // Of this thread; a peer's may differ, because it may serve another number of peers.
 struct StagingShape {
@@ -42,6 +44,8 @@ public:
   // Source side. Starts to fill a slot from the front of the peer's operations; false if there is nothing to do, or
   // no free slot here or there.
   bool fill(PeerState* peer, HeapMemory* memory, bool trust_last_chunk);
+  // Puts a mark behind the data of the peer's latest slot. False: none that is still here has room.
+  bool append(PeerState* peer, const MarkRecord& mark);
   // The oldest slot whose data is complete, to be written to the peer; nullptr if no slot is.
   struct SendSlot {
     PeerState* peer;
@@ -62,6 +66,8 @@ public:
   }
 
 private:
+  char* place(uint32_t send_slot) const { return send.data() + (uint64_t)send_slot * shape_.slot_bytes; }
+
   StagingShape shape_;
   std::vector<uint32_t> free_;
   Ring<SendSlot> filling_;

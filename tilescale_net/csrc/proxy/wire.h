@@ -94,7 +94,7 @@ struct AbortRecord {
 };
 static_assert(sizeof(AbortRecord) == 8, "AbortRecord layout");
 
-// --- staging slots: a header, then chunks, each behind its own header and padded to a multiple of 8 bytes ---------
+// --- staging slots: a header; chunks, each behind its own header and padded to a multiple of 8 bytes; records ------
 struct SlotHeader {
   uint32_t pieces;
   uint32_t bytes; // of the whole slot
@@ -150,6 +150,9 @@ public:
   bool next(PieceHeader* piece, const char** data);
   // Whether everything so far made sense, and after next() has answered false, the whole slot.
   bool good() const { return good_; }
+  // The records behind the last chunk, as in a message.
+  const char* records() const { return slot_ + at_; }
+  uint64_t record_bytes() const { return end_ - at_; }
 
 private:
   const char* slot_;

@@ -252,7 +252,7 @@ void Worker::drain() {
     settled = false;
     // Data sent since the last mark, by descriptors still queued then, need another mark.
     if (s->drained_up_to == s->out.issued() || !has_room(*s)) continue;
-    append_mark(s.get(), s->out.flush());
+    append_mark(s.get(), s->out.flush(), true);
     s->drained_up_to = s->out.issued();
   }
   if (settled && idle() && transport_->idle()) drained_.store(wanted, std::memory_order_release);
@@ -413,7 +413,7 @@ bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
     e.has_mark = s->needs_flush_mark;
     if (e.has_mark) {
       e.mark = s->out.next_mark();
-      append_mark(s, s->out.flush());
+      append_mark(s, s->out.flush(), true);
       s->needs_flush_mark = false;
     }
     s->intervals.push(Interval());
@@ -462,13 +462,20 @@ bool Worker::post_shared(PeerState* s) {
   }
   WorkTransfer h = {WorkTransfer::piece, s->pe, (int)least, 1, op};
   h.op.bytes = h.op.chunk = bytes;
+  h.op.marked = false; // the worker's slots bring no marks: only owners take them
   proxy_state_->inboxes[(size_t)thread_of(options_, s->pe, (int)least + 1)]->push(h);
   s->delegated[least]++;
   stats_.delegated.add();
   op.local += bytes;
   op.remote += bytes;
   op.bytes -= bytes;
-  if (op.bytes == 0) s->ops.pop();
+  if (op.bytes) return true;
+  if (op.marked) {
+    s->outbox.append_record(s->marks.front());
+    s->marks.pop();
+    mark_has_messages(s);
+  }
+  s->ops.pop();
   return true;
 }
 

@@ -273,7 +273,7 @@ private:
     if (!s->has_messages) with_messages_.push_back(s), s->has_messages = true;
   }
   void append_value(PeerState* s, uint64_t offset, const void* data, uint32_t bytes, uint64_t group);
-  void append_mark(PeerState* s, const MarkRecord& mark);
+  void append_mark(PeerState* s, const MarkRecord& mark, bool behind = false);
   bool has_room(const PeerState& s) const {
     return s.out.room() && s.ops.size() < kMaxOps && s.outbox.backlog() < kMaxBacklog;
   }
@@ -306,6 +306,7 @@ private:
   bool poll_transport();
   void on_immediate(uint32_t imm);
   void on_message(const Event& event);
+  bool on_records(PeerState* s, const char* data, uint64_t bytes);
   bool on_record(PeerState* s, const Record& record);
   bool on_mark(PeerState* s, const MarkRecord& mark);
   bool on_ack(PeerState* s, const AckRecord& ack);

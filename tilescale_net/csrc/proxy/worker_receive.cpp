@@ -51,8 +51,7 @@ void Worker::on_immediate(uint32_t imm) {
   PeerState* s = peers_[pe].get();
   const uint32_t low = imm & ((1u << group_bits_) - 1);
   if (staging_) {
-    if (!on_slot(s, low))
-      return protocol_error(s->pe, "staging slot " + std::to_string(low) + " holds no valid pieces");
+    if (!on_slot(s, low)) return protocol_error(s->pe, "staging slot " + std::to_string(low) + " holds no valid data");
   } else {
     s->immediates_seen++;
     stats_.chunks_in.add();
@@ -64,7 +63,8 @@ void Worker::on_immediate(uint32_t imm) {
 }
 
 // Copies the chunks of a slot into the heap and counts them, while the copies are still in flight: a later signal
-// follows them on the same path.
+// follows them on the same path. Then it takes the records: the source has stored them before it posted the write, and
+// the network reports the immediate after all of the write has arrived.
 bool Worker::on_slot(PeerState* s, uint32_t slot) {
   if (slot >= s->slot_full.size() || s->slot_full[slot]) return false;
   SlotReader pieces(staging_->slot(peer_index_[(size_t)s->pe], slot), staging_->shape().slot_bytes, bounds_);
@@ -78,25 +78,32 @@ bool Worker::on_slot(PeerState* s, uint32_t slot) {
     if (s->owned_elsewhere) arrived_.push({memory_->in_position(), s, piece.group, Arrived::piece});
     else if (!s->in.chunk(piece.group)) return false;
   }
+  if (!pieces.good() || !on_records(s, pieces.records(), pieces.record_bytes())) return false;
   s->slot_full[slot] = 1;
   arrived_.push({memory_->in_position(), s, slot, Arrived::slot});
-  return pieces.good();
+  return true;
 }
 
 void Worker::on_message(const Event& e) {
   if (e.peer < 0 || (size_t)e.peer >= peers_.size() || !peers_[(size_t)e.peer]) return stats_.rejected_messages.add();
   PeerState* s = peers_[(size_t)e.peer].get();
-  const char* data = static_cast<const char*>(e.data);
-  for (uint64_t at = 0; at < e.bytes;) {
+  if (on_records(s, static_cast<const char*>(e.data), e.bytes)) apply(s);
+}
+
+// The records of a message or of a slot. False: one was invalid, or the peer gave up; the failure is known.
+bool Worker::on_records(PeerState* s, const char* data, uint64_t bytes) {
+  for (uint64_t at = 0; at < bytes;) {
     Record record;
     stats_.records_in.add();
-    if (!read_record(data + at, e.bytes - at, bounds_, &record) || !on_record(s, record))
-      return protocol_error(s->pe, "record of type " + std::to_string((int)(uint8_t)data[at]) +
-                                       " is malformed or out of its window");
-    if (record.type == RecordType::abort) return;
+    if (!read_record(data + at, bytes - at, bounds_, &record) || !on_record(s, record)) {
+      protocol_error(s->pe,
+                     "record of type " + std::to_string((int)(uint8_t)data[at]) + " is malformed or out of its window");
+      return false;
+    }
+    if (record.type == RecordType::abort) return false;
     at += record.bytes;
   }
-  apply(s);
+  return true;
 }
 
 // Handles one record. False: it is invalid here and now.

@@ -144,14 +144,24 @@ void Worker::append_value(PeerState* s, uint64_t offset, const void* data, uint3
   mark_has_messages(s);
 }
 
-void Worker::append_mark(PeerState* s, const MarkRecord& mark) {
-  s->outbox.append_record(mark);
+// `behind`: it waits for the last data that were accepted, and so may travel with them. If they are staged, that spares
+// both sides a message.
+void Worker::append_mark(PeerState* s, const MarkRecord& mark, bool behind) {
   stats_.records.add();
   s->needs_flush_mark = true;
+  if (behind && staging_) {
+    if (s->ops.empty() && staging_->append(s, mark)) return;
+    if (!s->ops.empty() && !s->ops.back().marked) {
+      s->ops.back().marked = true;
+      return s->marks.push(mark);
+    }
+  }
+  s->outbox.append_record(mark);
   mark_has_messages(s);
 }
 
-// Numbers a write, and its mark if it has one. The mark leaves at once, usually ahead of the data: the target counts.
+// Numbers a write, and its mark if it has one. Unless it travels in a slot with its data, the mark leaves at once,
+// usually ahead of the data: the target counts.
 void Worker::enqueue_write(PeerState* s, Command command, uint64_t remote, uint64_t local, uint64_t bytes, MarkOp op,
                            uint64_t word, uint64_t value) {
   uint64_t chunk;
@@ -173,9 +183,10 @@ void Worker::enqueue_write(PeerState* s, Command command, uint64_t remote, uint6
     o.chunk = chunk;
     s->intervals.back().outstanding += pieces;
     if (!s->confirms) s->needs_flush_mark = true;
+    o.marked = false;
     activate(s);
   }
-  if (marked) append_mark(s, s->out.signal(op, word, value, group, counted));
+  if (marked) append_mark(s, s->out.signal(op, word, value, group, counted), true);
 }
 
 bool Worker::enqueue(QueueState* q, const Request& r, uint64_t position) {
@@ -209,7 +220,7 @@ bool Worker::enqueue(QueueState* q, const Request& r, uint64_t position) {
   case Command::signal_set:
   case Command::signal_add:
     stats_.signals.add();
-    append_mark(s, s->out.signal(op, r.first, r.value, 0, 0));
+    append_mark(s, s->out.signal(op, r.first, r.value, 0, 0), s->out.fenced());
     return true;
   default: { // the data came with the descriptor
     const uint32_t bytes = value_bytes(r.command);
@@ -252,6 +263,7 @@ bool Worker::enqueue_get(QueueState* q, PeerState* s, const Request& r, uint64_t
   o.remote = r.second;
   o.local = r.first;
   o.bytes = r.bytes;
+  o.marked = false;
   s->intervals.back().outstanding += pieces_of(*s, r.bytes, &o.chunk);
   activate(s);
   return true;
