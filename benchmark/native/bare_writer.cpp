@@ -93,6 +93,7 @@ void BareStaging::post_ready(int peer, uint64_t rails, PostWrite post) {
     c.bytes = step.bytes;
     c.has_imm = true;
     c.imm = step.slot;
+    c.source_only = true; // slots are given back
     post(c);
   }
 }

@@ -99,6 +99,7 @@ void slot(const uint8_t* data, size_t size) {
     for (uint32_t i = 0; i < piece.bytes; i++) sum += (unsigned char)from[i];
     CHECK(++pieces_seen <= kSlot / sizeof(PieceHeader));
   }
+  if (pieces.good()) CHECK(pieces.records() + pieces.record_bytes() <= memory.get() + kSlot);
   volatile uint64_t keep = sum;
   (void)keep;
 }

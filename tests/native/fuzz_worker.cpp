@@ -69,7 +69,7 @@ void tell(Liar& liar, Input& in, uint64_t heap) {
     break;
   case 6: // a slot, or any other write where slots are, with any immediate
     liar.slot({(uint32_t)in.field(heap), (uint32_t)in.field(heap)}, {in.field(heap), (uint32_t)in.field(heap), 0},
-              (uint32_t)in.number(1) % 4);
+              (uint32_t)in.number(1) % 4, in.text(128));
     break;
   default: {
     const uint64_t word = in.number(8);

@@ -93,11 +93,11 @@ public:
   void write(uint64_t at, const void* data, uint64_t bytes, uint32_t imm, uint32_t pe = 1) {
     write_with(at, data, bytes, pe << group_bits | imm);
   }
-  void slot(const SlotHeader& header, const PieceHeader& piece, uint32_t imm = 0) {
-    char bytes[sizeof header + sizeof piece];
-    std::memcpy(bytes, &header, sizeof header);
-    std::memcpy(bytes + sizeof header, &piece, sizeof piece);
-    write((uint64_t)imm * slot_bytes, bytes, sizeof bytes, imm);
+  void slot(const SlotHeader& header, const PieceHeader& piece, uint32_t imm = 0, const std::string& behind = "") {
+    std::string bytes(reinterpret_cast<const char*>(&header), sizeof header);
+    bytes.append(reinterpret_cast<const char*>(&piece), sizeof piece);
+    bytes += behind;
+    write((uint64_t)imm * slot_bytes, bytes.data(), bytes.size(), imm);
   }
   // Whether the victim has ended with an error, once what was sent may have reached it.
   bool exposed(Failure* f) {
@@ -220,6 +220,16 @@ inline std::vector<Lie> all_lies(uint64_t heap) {
       {"a piece into the system area", [](Liar& l) { l.slot({1, 64}, {1024, 16, 0}); }, 1},
       {"a piece beyond the heap", [=](Liar& l) { l.slot({1, 64}, {heap - 8, 16, 0}); }, 1},
       {"more pieces than there are", [](Liar& l) { l.slot({1 << 30, 40}, {kSystemBytes, 8, 0}); }, 1},
+      {"a slot with half of a mark",
+       [](Liar& l) { l.slot({1, 56}, {kSystemBytes, 8, 0}, 0, std::string(8, 'x') + '\1' + std::string(23, '\0')); },
+       1},
+      {"a slot with a signal to a queue's head",
+       [](Liar& l) {
+         const MarkRecord m = lying_mark(MarkOp::set, 1024);
+         l.slot({1, 80}, {kSystemBytes, 8, 0}, 0,
+                std::string(8, 'x') + std::string(reinterpret_cast<const char*>(&m), sizeof m));
+       },
+       1},
       {"a slot that does not exist", [](Liar& l) { l.write(0, "12345678", 8, (1u << l.group_bits) - 1); }, 1},
       {"a value of its record's type only", [](Liar& l) { l.send(AbortRecord{RecordType::abort, 0, 60000, 0}); }, -1},
   };

@@ -314,7 +314,8 @@ Post Rail::on_post_failed(ssize_t rc, uint32_t slot, const char* operation) {
   return rc == -FI_EAGAIN ? Post::again : post_error(rc, operation, peer);
 }
 
-Post Rail::write_more(const Target& to, const void* source, void* desc, const Transport::Copy& copy) {
+// A write with flags of its own.
+Post Rail::write_message(const Target& to, const void* source, void* desc, const Transport::Copy& copy, bool more) {
   uint32_t slot;
   if (!take(free_, slot, kCopy, to.peer, copy.cookie)) return Post::again;
   iovec iov = {const_cast<void*>(source), copy.bytes};
@@ -328,7 +329,8 @@ Post Rail::write_more(const Target& to, const void* source, void* desc, const Tr
   message.rma_iov_count = 1;
   message.context = context(slot);
   message.data = copy.imm;
-  const uint64_t flags = op_flags_ | FI_COMPLETION | FI_MORE | (copy.has_imm ? FI_REMOTE_CQ_DATA : 0);
+  const uint64_t flags = FI_COMPLETION | (copy.source_only ? 0 : op_flags_) | (more ? FI_MORE : 0) |
+                         (copy.has_imm ? FI_REMOTE_CQ_DATA : 0);
   return post_result(fi_writemsg(ep_.get(), &message, flags), slot, "a write");
 }
 

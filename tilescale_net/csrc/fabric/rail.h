@@ -196,7 +196,8 @@ private:
   [[gnu::cold]] Post post_error(ssize_t rc, const char* operation, int peer);
   Post post_result(ssize_t rc, uint32_t slot, const char* operation);
   [[gnu::noinline]] Post on_post_failed(ssize_t rc, uint32_t slot, const char* operation);
-  [[gnu::noinline]] Post write_more(const Target& to, const void* source, void* desc, const Transport::Copy& copy);
+  [[gnu::noinline]] Post write_message(const Target& to, const void* source, void* desc, const Transport::Copy& copy,
+                                       bool more);
   [[gnu::noinline]] Post read_more(const Target& from, void* destination, void* desc, const Transport::Copy& copy);
   int completions(const fi_cq_data_entry* entries, int count, Event* events);
   bool other_completion(const fi_cq_data_entry& entry, Event& event);
@@ -272,7 +273,8 @@ TSN_HOT Post Rail::post_result(ssize_t rc, uint32_t slot, const char* operation)
 
 TSN_HOT Post Rail::write(const Target& to, const void* source, void* desc, const Transport::Copy& copy) {
   // A doorbell may only wait when the post that will ring it has a slot.
-  if (copy.more && free_.given - free_.taken > 1) return write_more(to, source, desc, copy);
+  const bool more = copy.more && free_.given - free_.taken > 1;
+  if (more || copy.source_only) return write_message(to, source, desc, copy, more);
   uint32_t slot;
   if (!take(free_, slot, kCopy, to.peer, copy.cookie)) return Post::again;
   const ssize_t rc =

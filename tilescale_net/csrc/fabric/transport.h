@@ -137,6 +137,7 @@ public:
     bool has_imm; // writes only: raise an `immediate` event at the target
     bool more;    // another post to this rail follows at once: the doorbell may wait (FI_MORE)
     uint32_t imm;
+    bool source_only = false; // writes: `done` need only mean that the source may be reused
   };
   virtual Post post_write(const Copy& copy) = 0;
   virtual Post post_read(const Copy& copy) = 0;

@@ -424,6 +424,7 @@ bool Worker::post_slots() {
     copy.cookie = index;
     copy.has_imm = true;
     copy.imm = (uint32_t)options_.rank << group_bits_ | slot->remote;
+    copy.source_only = true; // credits and marks tell what has arrived: the network need not answer each slot, too
     const Post post = transport_->post_write(copy);
     if (post != Post::ok) {
       f.peer = nullptr;

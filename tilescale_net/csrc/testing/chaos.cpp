@@ -230,7 +230,7 @@ private:
     Op op;
     op.kind = kind;
     op.copy = copy;
-    op.copy.more = false;
+    op.copy.more = op.copy.source_only = false; // a part that is done has arrived: the immediate waits for the others
     op.cookie = copy.cookie;
     return start(std::move(op));
   }
