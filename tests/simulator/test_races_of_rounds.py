@@ -13,8 +13,21 @@ from tests import ranks
 from tests.simulator.recorded import first_reports
 
 WIDTH, LAUNCHES, SEEDS = 64, 4, range(2)
-EARLY_EPOCH, HALF_ROW, IN_PLACE, FLUSHED_BEFORE, RELAY, MIXED_COUNT, CREDIT_BESIDE_GET, GET_BESIDE_PUT = range(8)
-VIEW_OF_OTHER_WARP, ATOMIC_OF_OTHER_WARP, VECTOR_FOR_A_SIGNAL = range(8, 11)  # on one node
+EARLY_EPOCH, HALF_ROW, IN_PLACE, FLUSHED_BEFORE, RELAY, MIXED_COUNT, CREDIT_BESIDE_GET, GET_BESIDE_PUT, IN_TURN = range(
+    9
+)
+# On one node.
+VIEW_OF_OTHER_WARP, ATOMIC_OF_OTHER_WARP, POLL_OF_A_LOAD, POLL_OF_A_VALUE, VECTOR_FOR_A_SIGNAL = range(9, 14)
+
+
+@T.macro
+def late(out, tx):
+    """The first warp goes on when the second one has come here; it learns nothing else."""
+    if tx == 32:
+        N.st(out[3, 0], 1.0, sem="relaxed", scope="gpu")
+    if tx < 32:
+        while N.ld(out[3, 0], sem="relaxed", scope="gpu") == 0.0:
+            T.evaluate(0)
 
 
 @tsn.jit
@@ -124,6 +137,49 @@ def rounds():
                 N.signal_block(flag[1], 1, to, fence=False)
                 N.wait_block(flag[1], "ge", 1)
                 N.get_block(z[0, :], y[0, :], source)
+            # PE 0 counts, and tells 1, which counts as well: the first one of both is 0's. Both have come when 2 waits.
+            if case == IN_TURN:
+                if me == 0:
+                    N.put_block(y[0, :], x[0, :], 2)
+                    N.signal_block(flag[0], 1, 2, op="add")
+                    if right != 0:
+                        N.quiet_block(2)
+                    N.signal_block(flag[1], 1, 1)
+                if me == 1:
+                    N.wait_block(flag[1], "ge", 1)
+                    N.signal_block(flag[0], 1, 2, op="add")
+                if me == 2:
+                    if tx == 32:
+                        N.wait(flag[0], "ge", 2)
+                    late(out, tx)
+                    if tx < 32:
+                        N.wait_warp(flag[0], "ge", 1)
+                        out[0, tx] = y[0, tx]
+            # A loop that takes the first of two rows for both, when both have come.
+            if case == POLL_OF_A_LOAD or case == POLL_OF_A_VALUE:
+                if me != 0:
+                    N.put_block(y[me, :], x[0, :], 0)
+                    T.sync_threads()
+                    if tx == 0:
+                        N.fence(0)
+                        N.atomic_add(flag[0], T.uint64(1), 0)
+                else:
+                    if tx == 32:
+                        while N.ld(flag[0], sem="relaxed") < T.uint64(2):
+                            T.evaluate(0)
+                    late(out, tx)
+                    if tx == 0:
+                        if case == POLL_OF_A_LOAD:
+                            while N.ld(flag[0], sem="acquire") < T.cast(1 + right, "uint64"):
+                                T.evaluate(0)
+                        else:
+                            come = T.alloc_var("uint64")
+                            come = N.ld(flag[0])
+                            while come < T.cast(1 + right, "uint64"):
+                                come = N.ld(flag[0])
+                            N.fence()
+                    T.sync_threads()
+                    out[0, tx] = y[1, tx] + y[2, tx]
             if case == VIEW_OF_OTHER_WARP or case == ATOMIC_OF_OTHER_WARP:
                 if tx >= 32 and case == VIEW_OF_OTHER_WARP:
                     N.remote(y, to)[0, tx] = 1.0

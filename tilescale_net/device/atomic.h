@@ -56,7 +56,7 @@ TSN_DEVICE T ld(const T* p) {
 
 template <Order O, MemScope S, class T>
 TSN_DEVICE void st(T* p, typename Value<T>::type v) {
-  if constexpr (platform::kDefersRemoteWrites) platform::reach(p, true), platform::before_st<O, S>(p);
+  if constexpr (platform::kDefersRemoteWrites) platform::reach(p, true), platform::before_st<O, S>(p, v);
   platform::store<O, S>(p, v);
 }
 

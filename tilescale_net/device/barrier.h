@@ -110,7 +110,8 @@ public:
   // Releases the others, after everything that the last block did since it arrived.
   TSN_DEVICE void release() {
     platform::store<Order::relaxed, MemScope::gpu>(words, uint64_t(0));
-    if constexpr (platform::kDefersRemoteWrites) platform::before_st<Order::release, MemScope::gpu>(words + 1);
+    if constexpr (platform::kDefersRemoteWrites)
+      platform::before_st<Order::release, MemScope::gpu>(words + 1, generation + 1);
     platform::store<Order::release, MemScope::gpu>(words + 1, generation + 1);
   }
 

@@ -178,8 +178,8 @@ template <Order>
 void before_ld();
 template <Order O, MemScope S>
 void after_ld(const void*);
-template <Order O, MemScope S>
-void before_st(const void*);
+template <Order O, MemScope S, class T>
+void before_st(const void*, T);
 void inspect(Operation, const void*, int64_t);
 
 } // namespace platform

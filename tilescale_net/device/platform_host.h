@@ -135,11 +135,12 @@ TSN_DEVICE void after_ld(const T* p) {
   sim::note_local(p, sizeof(T), sim::LocalAccess::atomic_load, nullptr);
   sim::word_access(p, sizeof(T), sim::WordAccess::read, detail::ordering<O, S>());
 }
-template <Order O, MemScope S, class T>
-TSN_DEVICE void before_st(const T* p) {
+template <Order O, MemScope S, class T, class V>
+TSN_DEVICE void before_st(const T* p, V v) {
   if constexpr (O == Order::weak) return sim::note_store(p, sizeof(T), "a word", p);
   sim::note_local(p, sizeof(T), sim::LocalAccess::atomic, nullptr);
-  sim::word_access(p, sizeof(T), sim::WordAccess::write, detail::ordering<O, S>());
+  sim::word_access(p, sizeof(T), sim::WordAccess::write, detail::ordering<O, S>(),
+                   sim::written<T>(sim::Written::set, p, v));
 }
 
 template <class T>
@@ -205,7 +206,10 @@ TSN_DEVICE T atomic(T* p, T value) {
   static_assert(!kFloat || Op == AtomicOp::add || Op == AtomicOp::exch, "only add and exch on floating-point numbers");
   using W = WordOf<T>;
   detail::on_shared_access<S>("atomic", p, sizeof(T), sim::WordAccess::update);
-  sim::word_access(p, 0, sim::WordAccess::update, detail::ordering<O, S>());
+  constexpr auto kHow = Op == AtomicOp::add    ? sim::Written::add
+                        : Op == AtomicOp::exch ? sim::Written::set
+                                               : sim::Written::other;
+  sim::word_access(p, 0, sim::WordAccess::update, detail::ordering<O, S>(), sim::written<T>(kHow, p, value));
   const auto apply = [value](T old) -> T {
     if constexpr (Op == AtomicOp::add) return old + value;
     if constexpr (Op == AtomicOp::min) return value < old ? value : old;

@@ -297,11 +297,44 @@ def _note_pointers(body: str) -> str:
     return body
 
 
+# A loop that loads a word until a condition holds of it, and does nothing else; the first load may stand before it.
+_FIND = r"([\w ]+?) (\w+) = ((?:/\*@\d+\*/tsn::ld<(?!tsn::Order::weak)[^()]*?>|AtomicLoad)\(.*\));\n *\w+(?:\[0\])? = (.*);\n"
+_POLL = re.compile(
+    rf"^(?: *{_FIND})?( *)while \(1\) \{{\n *if \(!(\(.*\))\) \{{ break; \}}\n *{_FIND}"
+    r"(?: *if \(\(bool\)\w+\) \{\n *tsn_sim_line\(\d+\);\n *\}\n)?\5\}\n",
+    re.MULTILINE,
+)
+
+
+def _note_polls(body: str) -> str:
+    """Tell the simulator by which values of its word such a loop ends, where the loop alone looks at the word."""
+
+    def told(match: re.Match[str]) -> str:
+        whole, goes_on = match[0], match[6]
+        name, element = re.findall(rf"{re.escape(match[9])};\n *(\w+)(\[0\])? = ", whole)[-1]
+        compared = f"{goes_on}{match[10]}".replace("(&(ctx[0]))", "").replace(f"{name}[0]", name)
+        elsewhere = re.sub(rf"\n *{name}(?:\[0\])? = (?:\(signed char\))?\d+;", "", body.replace(whole, ""))
+        if "[" in compared or "/*@" in compared or len(re.findall(rf"\b{name}\b", elsewhere)) > 1:
+            return whole
+        for first in (1, 7):
+            ctype, word, load, found = match.groups()[first - 1 : first + 3]
+            if load is None:
+                continue
+            if not re.fullmatch(r"u?int(?:(?:32|64)_t)?|unsigned|(?:unsigned |long )*(?:int|long)", ctype):
+                return match[0]
+            value = f"{ctype} {name}[1] = {{{found}}}" if element else f"const auto {name} = {found}"
+            told = f"[&]({ctype} {word}) {{ {value}; return bool({goes_on}); }}"
+            whole = whole.replace(f"{word} = {load};", f"{word} = tsn::sim::poll([&] {{ return {load}; }}, {told});")
+        return whole
+
+    return _POLL.sub(told, body) if "while (1)" in body else body
+
+
 def _define(kernel: str, parameters: tuple[Parameter, ...], body: str) -> str:
     """The kernel as a host function with checked pointers, and the function that the simulator calls per thread."""
     declared, passed = [], []
     pointers = {p.name for p in parameters if p.pointer and p.ctype != "void"}
-    body = _check_views(_rename_block_index(body), pointers)
+    body = _check_views(_note_polls(_rename_block_index(body)), pointers)
     if "tsn::" in body:
         body = _check_calls(body, pointers)
     body, shared = _follow_shared(body)

@@ -143,22 +143,22 @@ bool Grid::signalling(const uint64_t* signal, int pe, uint64_t value, bool add, 
   RaceMemory* memory = heap_;
   if (!memory || pe < 0 || pe >= memory->ranks()) return false;
   if (order_ && order_->follows_ranks()) {
-    *out = order_->message(warp_number(*running_), running_->view.lane, pe, signal, running_->put_epoch);
+    *out = order_->message(warp_number(*running_), running_->view.lane, pe, signal, add, running_->put_epoch);
     running_->put_epoch = 0;
     restamp();
   } else {
     *out = {};
     out->word = memory->offset(signal) / 8;
     out->everything = true;
+    out->add = add;
   }
   out->value = value;
-  out->add = add;
   return true;
 }
 
-bool Grid::leaves(const void* word, Message* out) {
+bool Grid::leaves(const void* word, Written written, Message* out) {
   if (!order_ || !heap_) return false;
-  if (order_->follows_ranks()) return order_->leaves(warp_number(*running_), running_->view.lane, word, out);
+  if (order_->follows_ranks()) return order_->leaves(warp_number(*running_), running_->view.lane, word, written, out);
   heap_->leave_unknown(word);
   return false;
 }
@@ -204,11 +204,23 @@ void Grid::flushed(uint64_t ticket, bool ended) {
   restamp();
 }
 
-void Grid::word(const void* address, uint64_t bytes, WordAccess access, Ordering ordering) {
+void Grid::word(const void* address, uint64_t bytes, WordAccess access, Ordering ordering, Written written) {
   if (scheduler) scheduler->ordered(address, access, ordering);
   if (!order_) return;
-  std::string wrong = order_->word(actor(), address, bytes, access, ordering);
+  Thread& view = running_->view;
+  const bool polls = view.polls && access == WordAccess::read && (bytes == 4 || bytes == 8);
+  if (polls) running_->poll = {address, bytes, ordering, 0};
+  else view.polls = false;
+  const bool late = access == WordAccess::update && !view.uses_result;
+  std::string wrong = order_->word(actor(), address, bytes, access, ordering, written, late, polls);
   if (race_.empty()) race_ = std::move(wrong);
+  restamp();
+}
+
+void Grid::polled(int64_t value, Ends ends) {
+  if (!order_) return;
+  running_->poll.found = value;
+  order_->polled(actor(), running_->poll, ends);
   restamp();
 }
 

@@ -42,6 +42,7 @@ struct Fiber {
   Call call{};
   int call_line = -1;
   uint32_t put_epoch = 0; // of the put_signal that it makes, as its leader; 0: none
+  Polled poll{};          // its latest load
   // Under a scheduler: its number there, and the events before it.
   int process = -1;
   Past past;
@@ -150,10 +151,12 @@ public:
   // Contents of a signal about to be sent, by a put_signal or alone.
   bool signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out);
   // The same for a deferred atomic operation on another rank's word.
-  bool leaves(const void* word, Message* out);
+  bool leaves(const void* word, Written written, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
   void viewed(const void* address, uint64_t bytes, bool store, const char* name);
-  void word(const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
+  void word(const void* address, uint64_t bytes, WordAccess access, Ordering ordering, Written written);
+  // The running thread's latest load has ended its loop by this value; `ends`: all values that end it.
+  void polled(int64_t value, Ends ends);
   void fenced(uint32_t scope, bool total);
   void local_access(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);
   void benign_race(const void* address, uint64_t bytes) {

@@ -228,7 +228,8 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
 void HappensBefore::enter_barrier(const Actor& actor, unsigned lane) {
   if (!follows_ranks_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp), lane));
   for (int pe = 0; follows_ranks_ && pe < memory_->ranks(); ++pe)
-    if (!memory_->heaps[static_cast<size_t>(pe)]) memory_->send(pe, message(actor.warp, actor.lane(), pe, nullptr, 0));
+    if (!memory_->heaps[static_cast<size_t>(pe)])
+      memory_->send(pe, message(actor.warp, actor.lane(), pe, nullptr, false, 0));
   turn(at(actor.warp), at(actor.warp).known);
 }
 
@@ -270,9 +271,8 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call, bool done
       turn(at(actor.warp), at(actor.warp).known);
     } else if (far) {
       const uint32_t carried = call.operation == kOpPutSignal ? event.epoch : 0;
-      Message sent = message(actor.warp, actor.lane(), call.pe, call.signal, carried);
+      Message sent = message(actor.warp, actor.lane(), call.pe, call.signal, call.add, carried);
       sent.value = call.value;
-      sent.add = call.add;
       memory_->send(call.pe, sent);
     }
     break;
@@ -481,7 +481,8 @@ Clock HappensBefore::fenced_puts(const Known& known, int pe) const {
   return done;
 }
 
-Message HappensBefore::message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, uint32_t put_epoch) {
+Message HappensBefore::message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, bool add,
+                               uint32_t put_epoch) {
   State& state = at(warp);
   const Known& sent = sent_by(state, lane, pe);
   Message out{};
@@ -492,7 +493,12 @@ Message HappensBefore::message(uint32_t warp, unsigned lane, int pe, const uint6
   out.lane = lane;
   out.floor = state.floor;
   out.pe = pe;
+  out.add = add;
   out.carried = put_epoch;
+  if (add && !put_epoch) { // a quiet or a wait shows its arrival, too
+    out.carried = state.epoch;
+    note_thread_put({warp, state.epoch, pe, -1, kOpSignal, 0, lane});
+  }
   out.everything = sent->size() > kMaxCarried;
   if (!out.everything) {
     out.entries = static_cast<uint32_t>(sent->size());
@@ -528,12 +534,12 @@ void HappensBefore::Word::learn(const Known& known, const Clock& own, uint32_t b
 }
 
 std::string HappensBefore::word(const Actor& actor, const void* address, uint64_t bytes, WordAccess access,
-                                Ordering ordering) {
+                                Ordering ordering, Written written, bool late, bool polls) {
   const uint32_t warp = actor.warp;
   const unsigned lane = actor.lane();
   State& state = at(warp);
   const MemScope scope = static_cast<MemScope>(ordering.scope);
-  const bool reads = access != WordAccess::write, writes = access != WordAccess::read;
+  const bool reads = access != WordAccess::write && !polls, writes = access != WordAccess::read;
   bool shared = false; // with other ranks
   int owner = -1;      // of the heap that contains it
   Known of_others = nothing_known();
@@ -561,22 +567,55 @@ std::string HappensBefore::word(const Actor& actor, const void* address, uint64_
       const Known here = found == words_.end() ? nothing_known() : found->second.acquired(block, by);
       return by == MemScope::sys ? join(here, of_others) : here;
     };
-    if (ordering.acquires) {
-      known = join_again(before, acquired(scope));
-    } else {
-      Beside& beside = beside_[thread_key(warp, lane)];
-      for (const MemScope fence : {MemScope::cta, MemScope::gpu, MemScope::sys})
-        beside.found[index_of(fence)] = join(beside.found[index_of(fence)], acquired(std::min(fence, scope)));
-    }
+    known = acquired_as(warp, lane, ordering, acquired);
   }
-  if (writes) release(warp, lane, address, ordering, shared, owner);
+  if (writes) release(warp, lane, address, ordering, shared, owner, written, late && memory_ && owner != memory_->me);
   // Polls that learn nothing leave no trace, however many there are.
   if (known != before || (writes && ordering.releases)) learn(state, lane, std::move(known));
   return wrong;
 }
 
+template <typename F>
+Known HappensBefore::acquired_as(uint32_t warp, unsigned lane, Ordering ordering, F acquired) {
+  const MemScope scope = static_cast<MemScope>(ordering.scope);
+  const Known& before = known_to(at(warp), lane);
+  if (ordering.acquires) return join_again(before, acquired(scope));
+  Beside& beside = beside_[thread_key(warp, lane)];
+  for (const MemScope fence : {MemScope::cta, MemScope::gpu, MemScope::sys})
+    beside.found[index_of(fence)] = join(beside.found[index_of(fence)], acquired(std::min(fence, scope)));
+  return before;
+}
+
+void HappensBefore::polled(const Actor& actor, const Polled& load, Ends ends) {
+  const uint32_t warp = actor.warp, block = warp / warps_per_block_;
+  const unsigned lane = actor.lane();
+  State& state = at(warp);
+  const Known before = with_own(warp, state, lane);
+  const int owner = !memory_ ? -1 : memory_->holds(load.address) ? memory_->me : memory_->owner(load.address);
+  const bool shared = owner >= 0 && static_cast<MemScope>(load.ordering.scope) == MemScope::sys;
+  const int64_t now = load.value(ends);
+  const Known of_others = shared ? polled_by_word(owner, load, ends, before) : nothing_known();
+  const auto found = words_.find(load.address);
+  if (found == words_.end() && of_others->empty()) return;
+  const auto acquired = [&](MemScope by) {
+    if (found == words_.end()) return of_others;
+    const Known all = found->second.acquired(block, by);
+    const Known here =
+        by == MemScope::cta ? all : found->second.steps.guaranteed({false, false, 0, &ends}, now, before, all);
+    return by == MemScope::sys ? join(here, of_others) : here;
+  };
+  Known known = acquired_as(warp, lane, load.ordering, acquired);
+  if (known != known_to(state, lane)) learn(state, lane, std::move(known));
+}
+
+int64_t Polled::value(const Ends& ends) const {
+  const int64_t now = bytes == 4 ? __atomic_load_n(static_cast<const int32_t*>(address), __ATOMIC_ACQUIRE)
+                                 : __atomic_load_n(static_cast<const int64_t*>(address), __ATOMIC_ACQUIRE);
+  return ends.ends(ends.condition, now) ? now : found;
+}
+
 void HappensBefore::release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared,
-                            int owner) {
+                            int owner, Written written, bool late) {
   const MemScope scope = static_cast<MemScope>(ordering.scope);
   const uint32_t block = warp / warps_per_block_;
   const auto leave = [&](const Known& known, const Clock& own, MemScope to) {
@@ -584,16 +623,35 @@ void HappensBefore::release(uint32_t warp, unsigned lane, const void* address, O
     if (!shared || to != MemScope::sys) return;
     signalled_ = join(signalled_, known), join_in_place(signalled_, own);
     if (follows_ranks_)
-      memory_->send(owner,
-                    left_in(warp, owner, address, own.empty() ? known : join(known, std::make_shared<Clock>(own))));
+      memory_->send(owner, left_in(warp, lane, owner, address,
+                                   own.empty() ? known : join(known, std::make_shared<Clock>(own)), written, late));
+  };
+  const int me = memory_ ? memory_->me : 0;
+  const auto step = [&](const Known& known, Clock own, uint32_t epoch, bool narrow) {
+    SignalHistory& steps = words_[address].steps;
+    if (narrow || written.how == Written::other) return steps.lose();
+    if (written.how == Written::set) steps.find(written.before);
+    steps.add({me, warp, lane, epoch, written.value, known, std::move(own), 0, 0, 0}, written.how == Written::add);
   };
   const State& state = at(warp);
-  if (ordering.releases) return leave(known_to(state, lane), own_steps(warp, state, lane), scope);
+  if (ordering.releases) {
+    const Known& known = known_to(state, lane);
+    const Clock own = own_steps(warp, state, lane);
+    leave(known, own, scope);
+    return step(known, own, state.epoch, scope == MemScope::cta);
+  }
   const auto it = beside_.find(thread_key(warp, lane));
   if (it == beside_.end()) return;
-  for (const MemScope fence : {MemScope::cta, MemScope::gpu, MemScope::sys})
-    if (const Known& known = it->second.fenced[index_of(fence)]; !known->empty())
-      leave(known, {}, std::min(fence, scope));
+  Known all = nothing_known();
+  bool narrow = scope == MemScope::cta;
+  for (const MemScope fence : {MemScope::cta, MemScope::gpu, MemScope::sys}) {
+    const Known& known = it->second.fenced[index_of(fence)];
+    if (known->empty()) continue;
+    leave(known, {}, std::min(fence, scope));
+    all = join(all, known);
+    narrow = narrow || fence == MemScope::cta;
+  }
+  if (!all->empty()) step(all, {}, steps_known(all, me, warp, lane), narrow);
 }
 
 void HappensBefore::fenced(uint32_t warp, unsigned lane, MemScope scope) {
@@ -604,19 +662,20 @@ void HappensBefore::fenced(uint32_t warp, unsigned lane, MemScope scope) {
   learn(state, lane, join(known_to(state, lane), found));
 }
 
-bool HappensBefore::leaves(uint32_t warp, unsigned lane, const void* word, Message* out) {
+bool HappensBefore::leaves(uint32_t warp, unsigned lane, const void* word, Written written, Message* out) {
   const auto it = beside_.find(thread_key(warp, lane));
   const int owner = memory_->owner(word);
   if (it == beside_.end() || owner < 0) return false;
   const Known& known = it->second.fenced[index_of(MemScope::sys)];
   if (known->empty()) return false;
   signalled_ = join(signalled_, known);
-  *out = left_in(warp, owner, word, known);
+  *out = left_in(warp, lane, owner, word, known, written, true);
   return true;
 }
 
 // As in CUDA, earlier stores through views and atomic operations are complete as well.
-Message HappensBefore::left_in(uint32_t warp, int owner, const void* address, const Known& known) {
+Message HappensBefore::left_in(uint32_t warp, unsigned lane, int owner, const void* address, const Known& known,
+                               Written written, bool late) {
   Sent& left = at(warp).left[owner];
   if (left.from != known) {
     auto stores = std::make_shared<Clock>();
@@ -635,8 +694,17 @@ Message HappensBefore::left_in(uint32_t warp, int owner, const void* address, co
   Message out{};
   const uint64_t base = owner == memory_->me ? memory_->base : memory_->heaps[static_cast<size_t>(owner)];
   out.word = (reinterpret_cast<uint64_t>(address) - base) / 8;
+  out.byte = static_cast<uint8_t>((reinterpret_cast<uint64_t>(address) - base) % 8);
   out.rank = memory_->me;
+  out.warp = warp;
+  out.lane = lane;
+  out.epoch = steps_known(known, memory_->me, warp, lane);
+  out.carried = late ? at(warp).epoch : 0;
   out.pe = owner;
+  out.value = static_cast<uint64_t>(written.value);
+  out.add = written.how == Written::add;
+  out.known = written.how != Written::other;
+  out.before = written.before;
   out.left = true;
   out.everything = left.sent->size() > kMaxCarried;
   if (!out.everything) {
@@ -651,7 +719,27 @@ Known HappensBefore::acquired_by_word(int rank, uint64_t offset) {
   if (!follows_ranks_) return join(memory_->everything(), signalled_);
   const Inbox& inbox = memory_->receive(rank, signalled_);
   const auto it = inbox.words.find(offset / 8);
-  return it == inbox.words.end() ? inbox.any : join(inbox.any, it->second.guaranteed({true, false, 0}, 0, start_));
+  return it == inbox.words.end() ? inbox.any : join(inbox.any, it->second.all());
+}
+
+Known HappensBefore::polled_by_word(int rank, const Polled& load, const Ends& ends, const Known& before) {
+  const uint64_t base = rank == memory_->me ? memory_->base : memory_->heaps[static_cast<size_t>(rank)];
+  const uint64_t offset = address_of(load.address) - base;
+  if (!follows_ranks_) return acquired_by_word(rank, offset);
+  int64_t now = load.value(ends);
+  const Inbox* inbox = &memory_->receive(rank, signalled_);
+  // A message comes before its word changes: repeat until all messages of the value are there.
+  for (int64_t later = load.value(ends); later != now; later = load.value(ends))
+    now = later, inbox = &memory_->receive(rank, signalled_);
+  const auto word = inbox->words.find(offset / 8);
+  if (word == inbox->words.end()) return inbox->any;
+  const auto left = inbox->left.find(offset);
+  const Known& all = word->second.all();
+  const Seen seen{false, false, 0, &ends};
+  Known known = all;
+  if (left == inbox->left.end()) known = word->second.guaranteed(seen, now, before, all);
+  else if (!word->second.of_signals()) known = left->second.guaranteed(seen, now, before, all);
+  return join(inbox->any, known);
 }
 
 } // namespace tsn::sim

@@ -35,6 +35,16 @@ struct Actor {
   unsigned lane() const { return thread % 32; }
 };
 
+// A load of a thread that polls.
+struct Polled {
+  const void* address;
+  uint64_t bytes;
+  Ordering ordering;
+  int64_t found;
+  // The word now; the found value if the word has moved on to one that does not end the loop.
+  int64_t value(const Ends& ends) const;
+};
+
 constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more warp
 constexpr size_t kMaxCarried = 1 << 14;       // entries of a clock that a signal carries
 
@@ -59,7 +69,11 @@ public:
   void meets_for(const std::vector<uint32_t>& warps, const Call& call, int line);
   // A load, a store or an atomic operation, with or without an order: records its order, and returns an error or
   // nothing. `bytes`: 0 if another call compares it.
-  std::string word(const Actor& actor, const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
+  // `late`: it may take effect later. `polls`: `polled` reports its result.
+  std::string word(const Actor& actor, const void* address, uint64_t bytes, WordAccess access, Ordering ordering,
+                   Written written, bool late, bool polls);
+  // The load of a thread that polls has ended the loop; `ends`: the values that do.
+  void polled(const Actor& actor, const Polled& load, Ends ends);
   void fenced(uint32_t warp, unsigned lane, MemScope scope);
   // The lane's last flush has this ticket; or a flush has ended.
   void flushed(uint32_t warp, unsigned lane, uint64_t ticket, bool ended);
@@ -69,9 +83,9 @@ public:
   // Returns its error, or nothing.
   std::string begin(const Actor& actor, const Call& call, bool done);
   // Contents of this rank's signal to the PE; `put_epoch`: of its put_signal, or 0.
-  Message message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, uint32_t put_epoch);
+  Message message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, bool add, uint32_t put_epoch);
   // The knowledge that an executed atomic operation leaves in a word of another rank; false: none.
-  bool leaves(uint32_t warp, unsigned lane, const void* word, Message* out);
+  bool leaves(uint32_t warp, unsigned lane, const void* word, Written written, Message* out);
   // A plain access to this rank's heap. `judge`: return its error, which costs more.
   std::string accessed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name,
                        bool judge, Thread& view);
@@ -157,6 +171,7 @@ private:
   struct Word {                        // knowledge that releasing threads left in it
     Left of_rank;                      // at the scope of the GPU or the system
     std::map<uint32_t, Left> of_block; // by block, at any scope
+    SignalHistory steps;               // of the rank
     // Possible knowledge of a thread of the block that acquires it.
     Known acquired(uint32_t block, MemScope scope) const;
     // `own`: the thread's own work.
@@ -186,10 +201,17 @@ private:
   void learn(State& state, unsigned lane, Known known);
   uint64_t thread_key(uint32_t warp, unsigned lane) const { return warp * 64ull + (lanes_ ? lane : kEveryLane); }
   // `shared`: with other ranks; `owner`: that other rank in whose heap the word lies, or -1.
-  void release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared, int owner);
-  Message left_in(uint32_t warp, int owner, const void* address, const Known& known);
+  void release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared, int owner,
+               Written written, bool late);
+  // `acquired(scope)`: the knowledge that the word propagates at this scope.
+  template <typename F>
+  Known acquired_as(uint32_t warp, unsigned lane, Ordering ordering, F acquired);
+  Message left_in(uint32_t warp, unsigned lane, int owner, const void* address, const Known& known, Written written,
+                  bool late);
   // Possible new knowledge of a thread that reads a word of a rank's heap without a wait.
   Known acquired_by_word(int rank, uint64_t offset);
+  // The same for a thread that polls.
+  Known polled_by_word(int rank, const Polled& load, const Ends& ends, const Known& before);
   // An atomic access to a word of a rank's heap, compared with others.
   std::string compared(const Actor& actor, int rank, uint64_t offset, uint64_t bytes, WordAccess access,
                        MemScope scope);

@@ -168,7 +168,7 @@ Known RaceMemory::fetch(const Message& m) {
 
 Inbox& RaceMemory::receive(int rank, const Known& own_signals) {
   Inbox& inbox = inboxes[static_cast<size_t>(rank)];
-  auto& [read, words, any] = inbox;
+  auto& [read, words, left, any] = inbox;
   const Page& page = *pages[static_cast<size_t>(rank)];
   const uint64_t end = seen(page.messages);
   const auto learn_all = [&](Known& known) { known = join(join(known, everything()), own_signals); };
@@ -182,6 +182,7 @@ Inbox& RaceMemory::receive(int rank, const Known& own_signals) {
     const Message m = there;
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     const Known sent = seen(there.turn) == read + 1 && m.turn == read + 1 && !m.everything ? fetch(m) : nullptr;
+    if (m.left && (!sent || !m.known)) left[m.word * 8 + m.byte].lose();
     if (!sent || m.word == kAnyWord) {
       if (sent) any = join(any, sent);
       else if (m.turn != read + 1 || m.word == kAnyWord) learn_all(any);
@@ -190,6 +191,14 @@ Inbox& RaceMemory::receive(int rank, const Known& own_signals) {
     }
     if (m.left) {
       words[m.word].learn(sent);
+      Clock there;
+      if (m.carried) there.emplace_back(clock_key(Part::carried, m.rank, m.warp, m.pe, m.word), m.carried);
+      if (!m.known) continue;
+      SignalHistory& steps = left[m.word * 8 + m.byte];
+      if (!m.add) steps.find(m.before);
+      steps.add({m.rank, m.warp, m.lane, m.epoch, static_cast<int64_t>(m.value), sent, std::move(there), m.pe, m.word,
+                 m.carried},
+                m.add);
       continue;
     }
     Clock own{{steps_key(m.rank, m.warp), m.floor}};
@@ -230,11 +239,16 @@ Known RaceMemory::beyond_ended(const Known& known) const {
 
 // Drops entries that all later launches know anyway.
 void RaceMemory::forget_finished() {
-  for (Inbox& inbox : inboxes)
-    for (auto it = inbox.words.begin(); it != inbox.words.end();) {
-      if (it->second.forget(*this)) ++it;
-      else it = inbox.words.erase(it);
-    }
+  for (Inbox& inbox : inboxes) {
+    const auto forget = [&](auto& histories, const auto& keep) {
+      for (auto it = histories.begin(); it != histories.end();) {
+        if (it->second.forget(*this) || keep(it->first)) ++it;
+        else it = histories.erase(it);
+      }
+    };
+    forget(inbox.words, [](uint64_t) { return false; });
+    forget(inbox.left, [&](uint64_t at) { return inbox.words.count(at / 8) != 0; });
+  }
   for (auto it = observed.begin(); it != observed.end();) {
     const Stamp store = it->second.first;
     if (store >> 32 > ended[static_cast<size_t>(rank_of_stamp(store))]) ++it;
@@ -309,17 +323,19 @@ void give_epoch(uint32_t last) { next_epoch = std::max(next_epoch, last + 1); }
 namespace {
 constexpr size_t kMaxSteps = 1024;   // of a word; beyond it, a thread that has seen the word knows all signals
 constexpr size_t kMaxCompared = 256; // beyond it, a rank's adds count as added in this order
+constexpr size_t kMaxPolled = 128;   // beyond it, a thread that polls knows all steps
 } // namespace
 
-void SignalHistory::add(const Message& message, const Known& sent) {
-  (message.add ? adds_ : sets_) = true;
+void SignalHistory::add(const Message& m, const Known& sent) {
   all_ = join(all_, sent);
+  add({m.rank, m.warp, m.lane, m.epoch, static_cast<int64_t>(m.value), sent, {}, m.pe, m.word, m.carried}, m.add);
+}
+
+void SignalHistory::add(Step step, bool adds) {
+  (adds ? adds_ : sets_) = true;
   if (!whole_) return;
-  steps_.push_back(
-      {message.rank, message.warp, message.lane, message.epoch, static_cast<int64_t>(message.value), sent});
-  if (steps_.size() <= kMaxSteps) return;
-  whole_ = false;
-  steps_.clear();
+  steps_.push_back(std::move(step));
+  if (steps_.size() > kMaxSteps) lose();
 }
 
 size_t SignalHistory::reached(const Seen& seen, const Known& before) const {
@@ -332,23 +348,38 @@ size_t SignalHistory::reached(const Seen& seen, const Known& before) const {
         rank_known(before, step.rank) >= step.epoch)
       at = i;
   }
+  if (seen.loop) { // the word has left earlier values, which may be those of an earlier round
+    size_t first = steps_.size();
+    while (first && seen.by(steps_[first - 1].value)) --first;
+    at = std::max(at, first);
+  }
   for (; at < steps_.size(); ++at)
-    if (seen.exactly ? steps_[at].value == seen.value : steps_[at].value >= seen.value) return at + 1;
+    if (seen.by(steps_[at].value)) return at + 1;
   return 0;
 }
 
-Known SignalHistory::guaranteed(const Seen& seen, int64_t now, const Known& before) const {
-  if (seen.any || !whole_ || (adds_ && sets_) || steps_.empty()) return all_;
+Known SignalHistory::guaranteed(const Seen& seen, int64_t now, const Known& before, const Known& all) const {
+  if (seen.any || !whole_ || (adds_ && sets_) || steps_.empty()) return all;
+  if (seen.loop && steps_.size() > kMaxPolled) return all;
   Known known = nothing_known();
   if (sets_) {
     const size_t count = reached(seen, before);
     for (size_t i = 0; i < count; ++i)
-      if (i + 1 == count || follows(steps_[count - 1], steps_[i])) known = join(known, steps_[i].known);
-    return count ? known : all_;
+      if (i + 1 == count || follows(steps_[count - 1], steps_[i])) known = join(known, of(steps_[i]));
+    return count ? known : all;
   }
   // A step is needed if the word lacks it otherwise, together with its sender's later adds: then no other sender can
   // have made up for it. The word may have begun with another value than 0, and may still miss adds.
-  const int64_t spare = now - seen.value;
+  const auto lacks = [&](int64_t lost) {
+    if (!seen.loop) return lost > now - seen.value;
+    const int64_t rest = now - lost;
+    return !seen.by(rest) || (rest < 0 && now >= 0 && !seen.by(0)); // an unsigned word does not fall below 0
+  };
+  const auto falls = [](const Step& step) { return step.value < 0; };
+  if (seen.loop && std::any_of(steps_.begin(), steps_.end(), falls) &&
+      !std::all_of(steps_.begin(), steps_.end(), falls))
+    return all; // adds of both signs may cancel out
+  std::vector<const Step*> needed;
   std::map<int, int64_t> later; // of each rank
   std::map<int, const Step*> last;
   std::set<int> several; // ranks of which several warps or lanes add, which may do so in any order
@@ -358,14 +389,28 @@ Known SignalHistory::guaranteed(const Seen& seen, int64_t now, const Known& befo
     if (after && (after->warp != step.warp || after->lane != step.lane)) several.insert(step.rank);
     after = &step;
     int64_t lost = later[step.rank] += step.value;
-    if (lost > spare && several.count(step.rank) && steps_.size() <= kMaxCompared) {
+    if (lacks(lost) && several.count(step.rank) && steps_.size() <= kMaxCompared) {
       lost = step.value;
-      for (size_t j = i + 1; j < steps_.size() && lost <= spare; ++j)
+      for (size_t j = i + 1; j < steps_.size() && !lacks(lost); ++j)
         if (steps_[j].rank == step.rank && follows(steps_[j], step)) lost += steps_[j].value;
     }
-    if (lost > spare) known = join(known, step.known);
+    // An add that another rank makes after this one has arrived does not replace it.
+    for (size_t j = i + 1; j < steps_.size() && !lacks(lost) && steps_.size() <= kMaxCompared; ++j)
+      if (steps_[j].rank != step.rank && implies(steps_[j], step)) lost += steps_[j].value;
+    if (lacks(lost)) needed.push_back(&step);
   }
+  if (needed.size() == steps_.size()) return all;
+  for (const Step* step : needed) known = join(known, of(*step));
   return known;
+}
+
+bool SignalHistory::implies(const Step& step, const Step& before) {
+  if (step.rank == before.rank || !before.carried) return follows(step, before);
+  const auto knows = [&](Part part, uint64_t word) {
+    return epoch_of(step.known, clock_key(part, before.rank, before.warp, before.pe, word)) >= before.carried;
+  };
+  return knows(Part::carried, before.word) || knows(Part::done, 0) || knows(Part::done, kAllLanes) ||
+         knows(Part::done, before.lane + 1) || epoch_of(step.known, clock_key(Part::all, before.rank)) >= before.epoch;
 }
 
 bool SignalHistory::follows(const Step& step, const Step& before) {
@@ -402,7 +447,7 @@ bool SignalHistory::forget(const RaceMemory& memory) {
   // The host may have changed the word since.
   const auto old = [&](const Step& step) { return step.epoch <= ended[static_cast<size_t>(step.rank)]; };
   steps_.erase(std::remove_if(steps_.begin(), steps_.end(), old), steps_.end());
-  return !all_->empty();
+  return !all_->empty() || !steps_.empty();
 }
 
 } // namespace tsn::sim

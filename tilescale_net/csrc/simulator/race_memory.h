@@ -69,19 +69,33 @@ struct Message {
   int32_t rank;
   uint32_t warp, epoch;
   uint32_t lane, floor; // the sending lane, kEveryLane for the warp; the epoch up to which it held for all lanes
-  uint32_t carried;     // the epoch of the put_signal that it belongs to, or 0
+  uint32_t carried;     // the epoch of the put_signal that it belongs to, or of an add; or 0
   int32_t pe;
   uint64_t value;
   bool add;        // value is added to the word; else it is set
   bool everything; // the sender was not followed: it may have known everything
   bool left;       // in a word that is no signal: from an atomic operation or an ordered store
+  bool known;      // `value` and `add` describe a word that is no signal
+  int64_t before;  // its value before a store
+  uint8_t byte;    // its place in the 8 bytes of `word`
 };
 
-// Result of a wait on its word: it has reached `value`, or, if `any`, nothing.
+// The values of a word that end a loop.
+struct Ends {
+  bool (*ends)(const void* condition, int64_t value);
+  const void* condition;
+};
+
+// Result of a wait on its word: it has reached `value`, or, if `any`, nothing; or a value of it has ended a loop.
 struct Seen {
   bool any;
   bool exactly; // the word was that value; else at least that
   int64_t value;
+  const Ends* loop = nullptr;
+  // Whether another value would have shown the same.
+  bool by(int64_t other) const {
+    return loop ? loop->ends(loop->condition, other) : exactly ? other == value : other >= value;
+  }
 };
 
 struct RaceMemory;
@@ -89,11 +103,32 @@ struct RaceMemory;
 // The arrived signals of a word, and their contents.
 class SignalHistory {
 public:
+  struct Step {
+    int rank;
+    uint32_t warp, lane, epoch;
+    int64_t value;
+    Known known; // of the thread that made it
+    Clock own;   // its own steps, unless `known` holds them
+    int pe;
+    uint64_t word;
+    uint32_t carried; // see Message
+  };
   void add(const Message& message, const Known& sent);
-  void learn(const Known& known) { all_ = join(all_, known), whole_ = false; }
+  void add(Step step, bool adds);
+  // A store finds this value. Another one than the latest step's: an unknown store has ended the earlier steps.
+  void find(int64_t value) {
+    if (!steps_.empty() && steps_.back().value != value) steps_.clear();
+  }
+  void learn(const Known& known) { all_ = join(all_, known), lose(); }
+  void lose() { whole_ = false, steps_.clear(); } // an unknown step
+  bool of_signals() const { return adds_ || sets_; }
   // Certain knowledge of a thread that has seen the word, whichever of the signals came first. `now`: the word
   // itself, read before the latest signals. `before`: the thread's earlier knowledge.
-  Known guaranteed(const Seen& seen, int64_t now, const Known& before) const;
+  Known guaranteed(const Seen& seen, int64_t now, const Known& before) const {
+    return guaranteed(seen, now, before, all_);
+  }
+  // `all`: the knowledge of all steps together.
+  Known guaranteed(const Seen& seen, int64_t now, const Known& before, const Known& all) const;
   // The same for a word that one rank sets: the number of arrived signals. 0: unknown.
   size_t reached(const Seen& seen, const Known& before) const;
   // Whether a signal that may come before a wait for an exact `value` moves the word beyond it: its sender does not
@@ -102,15 +137,16 @@ public:
   // Drops entries that all later launches know anyway. False: nothing is left.
   bool forget(const RaceMemory& memory);
 
+  const Known& all() const { return all_; }
+
 private:
-  struct Step {
-    int rank;
-    uint32_t warp, lane, epoch;
-    int64_t value;
-    Known known;
-  };
+  static Known of(const Step& step) {
+    return step.own.empty() ? step.known : join(step.known, std::make_shared<Clock>(step.own));
+  }
   // Whether a step comes after another one in every schedule.
   static bool follows(const Step& step, const Step& before);
+  // Whether a step is in the word only if another one is, of any rank.
+  static bool implies(const Step& step, const Step& before);
 
   Known all_ = nothing_known();
   std::vector<Step> steps_;
@@ -122,6 +158,7 @@ private:
 struct Inbox {
   uint64_t read = 0;
   std::unordered_map<uint64_t, SignalHistory> words; // words of the heap, by index
+  std::unordered_map<uint64_t, SignalHistory> left;  // the same of words that are no signals, by offset
   Known any = nothing_known();                       // to a thread that has seen any
 };
 

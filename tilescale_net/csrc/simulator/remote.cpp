@@ -235,7 +235,12 @@ void follow(Late& late) {
   const RemoteOperation& o = late.operation;
   Grid& grid = *current_grid;
   if (o.number != Number::none) {
-    if (grid.leaves(o.peer_signal, &late.message)) late.memory = grid.heap();
+    const AtomicOp op = static_cast<AtomicOp>(o.atomic);
+    const bool whole = o.number < Number::float32;
+    const int64_t value = bytes_of(o.number) == 4 ? static_cast<int32_t>(o.value) : static_cast<int64_t>(o.value);
+    const bool adds = whole && op == AtomicOp::add;
+    if (grid.leaves(o.peer_signal, {adds ? Written::add : Written::other, value}, &late.message))
+      late.memory = grid.heap();
     return;
   }
   if (o.peer_signal && grid.signalling(o.signal, o.pe, o.value, o.add, &late.message)) late.memory = grid.heap();
@@ -375,8 +380,11 @@ const RemoteApi kRemoteApi = {
       current_grid->begin(call);
     },
     [](const uint64_t* signal) { current_grid->waited(signal); },
-    [](const void* address, uint64_t bytes, WordAccess access, Ordering ordering) {
-      current_grid->word(address, bytes, access, ordering);
+    [](const void* address, uint64_t bytes, WordAccess access, Ordering ordering, Written written) {
+      current_grid->word(address, bytes, access, ordering, written);
+    },
+    [](int64_t value, bool (*ends)(const void*, int64_t), const void* condition) {
+      current_grid->polled(value, {ends, condition});
     },
     [](uint32_t scope, bool total) { current_grid->fenced(scope, total); },
     [](const void* address, uint64_t bytes, WordAccess access) { scheduler->visit(address, bytes, access); },

@@ -20,10 +20,11 @@ const std::vector<Rule>& rules() {
        "two atomic accesses of one rank, one of them with block scope", "accesses.cpp"},
       {false, "order by words",
        "release, acquire, fences and scopes as in PTX; a word of another rank's heap propagates what was released "
-       "there",
-       "the release that an acquire has read, among several: all earlier ones count as read, so a loop of N.ld that "
-       "ends "
-       "too early shows under some seeds only (a wait for a signal under any)",
+       "there; the certain result of a loop of N.ld or T.atomic_load with an empty body, by all values that end it, if "
+       "threads only add to the word or one rank sets it",
+       "the release that any other acquire has read, among several: all earlier ones count as read, so a loop that "
+       "ends too early shows under some seeds only; such are loops with a body, and loops that compare with an element "
+       "of a tensor",
        "happens_before.cpp"},
       {false, "signals", "the certain result of a wait or test by its value, whichever signals came first",
        "smaller values than the one that a kernel reads, which other schedules show (a check tries them); "

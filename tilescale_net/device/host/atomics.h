@@ -18,12 +18,12 @@ inline Ordering device_ordering(int order) {
 
 // Applies `f` to *p atomically and returns the old value.
 template <typename T, typename F>
-inline T atomic_update(T* p, int order, F f) {
+inline T atomic_update(T* p, int order, F f, Written written = {}) {
   using Word = WordOf<T>;
   maybe_yield();
   visit_word(p, sizeof(T), WordAccess::update);
   note_local(p, sizeof(T), LocalAccess::atomic, nullptr);
-  word_access(p, sizeof(T), WordAccess::update, device_ordering(order));
+  word_access(p, sizeof(T), WordAccess::update, device_ordering(order), written);
   Word* word = reinterpret_cast<Word*>(p);
   Word old = __atomic_load_n(word, __ATOMIC_RELAXED), next;
   do next = tsn_bits<Word>(f(tsn_bits<T>(old)));
@@ -34,22 +34,23 @@ inline T atomic_update(T* p, int order, F f) {
 } // namespace sim
 } // namespace tsn
 
-#define TSN_ATOMIC(name, expression)                                                                                   \
+#define TSN_ATOMIC(name, expression, how)                                                                              \
   template <typename T, typename V>                                                                                    \
   inline T name(T* p, V value, int order = 0) {                                                                        \
     const T b = static_cast<T>(value);                                                                                 \
-    return tsn::sim::atomic_update(p, order, [b](T a) { return static_cast<T>(expression); });                         \
+    return tsn::sim::atomic_update(                                                                                    \
+        p, order, [b](T a) { return static_cast<T>(expression); }, tsn::sim::written(tsn::sim::Written::how, p, b));   \
   }
-TSN_ATOMIC(atomicAdd, a + b)
-TSN_ATOMIC(atomicSub, a - b)
-TSN_ATOMIC(atomicMax, a < b ? b : a)
-TSN_ATOMIC(atomicMin, b < a ? b : a)
-TSN_ATOMIC(atomicAnd, a& b)
-TSN_ATOMIC(atomicOr, a | b)
-TSN_ATOMIC(atomicXor, a ^ b)
-TSN_ATOMIC(atomicExch, b)
-TSN_ATOMIC(atomicInc, a >= b ? T(0) : T(a + 1))
-TSN_ATOMIC(atomicDec, a == T(0) || a > b ? b : T(a - 1))
+TSN_ATOMIC(atomicAdd, a + b, add)
+TSN_ATOMIC(atomicSub, a - b, other)
+TSN_ATOMIC(atomicMax, a < b ? b : a, other)
+TSN_ATOMIC(atomicMin, b < a ? b : a, other)
+TSN_ATOMIC(atomicAnd, a& b, other)
+TSN_ATOMIC(atomicOr, a | b, other)
+TSN_ATOMIC(atomicXor, a ^ b, other)
+TSN_ATOMIC(atomicExch, b, set)
+TSN_ATOMIC(atomicInc, a >= b ? T(0) : T(a + 1), other)
+TSN_ATOMIC(atomicDec, a == T(0) || a > b ? b : T(a - 1), other)
 #undef TSN_ATOMIC
 template <typename T, typename C, typename V>
 inline T atomicCAS(T* p, C compare, V value) {
@@ -160,6 +161,7 @@ inline void AtomicStore(T* p, V value, int order = 0) {
   tsn::sim::Ordering ordering = tsn::sim::device_ordering(order);
   ordering.acquires = false;
   tsn::sim::note_local(p, sizeof(T), tsn::sim::LocalAccess::atomic, nullptr);
-  tsn::sim::word_access(p, sizeof(T), tsn::sim::WordAccess::write, ordering);
+  tsn::sim::word_access(p, sizeof(T), tsn::sim::WordAccess::write, ordering,
+                        tsn::sim::written(tsn::sim::Written::set, p, static_cast<T>(value)));
   __atomic_store_n(reinterpret_cast<Word*>(p), tsn_bits<Word>(static_cast<T>(value)), __ATOMIC_SEQ_CST);
 }

@@ -10,7 +10,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 13;
+constexpr uint32_t kApiVersion = 14;
 
 struct Index3 {
   unsigned x, y, z;
@@ -96,6 +96,7 @@ struct Thread {
   bool followed;       // accesses to synchronisation words are reported
   bool scheduled;      // a scheduler decides at each such access which thread continues, and time stands still
   bool at_mbarrier;    // it waits for one
+  bool polls;          // its next load of such a word orders nothing: `polled` does
   // The last stores to this rank's heap, and the last loads; null if they are not checked. The last byte of `stamp`,
   // the thread's own, is that of all plain accesses of this rank.
   HeapAccesses stores, loads;
@@ -183,6 +184,12 @@ struct Ordering {
   bool total = false; // sequentially consistent
 };
 
+// Its effect on the word, if known: the word becomes `value`, or grows by it. `before`: the word before a store.
+struct Written {
+  enum How : uint32_t { other, set, add } how = other;
+  int64_t value = 0, before = 0;
+};
+
 struct RemoteApi {
   // By every thread of the scope, before the scope meets: its next barrier finds threads that call something else.
   void (*announce)(const Call&);
@@ -192,7 +199,9 @@ struct RemoteApi {
   void (*waited)(const uint64_t* signal);
   // A load, a store or an atomic operation by which threads may order each other. `bytes`: 0 if another call has
   // reported the access, and this one reports its order.
-  void (*word)(const void* address, uint64_t bytes, WordAccess access, Ordering ordering);
+  void (*word)(const void* address, uint64_t bytes, WordAccess access, Ordering ordering, Written written);
+  // The thread polls, and this value of its latest load of such a word has ended the loop; `ends`: whether one does.
+  void (*polled)(int64_t value, bool (*ends)(const void* condition, int64_t value), const void* condition);
   // A fence, of a MemScope.
   void (*fenced)(uint32_t scope, bool total);
   // The thread is about to make such an access; returns when it may. Called if the thread is `scheduled`.

@@ -6,6 +6,8 @@
 
 #include "simulator_api.h"
 
+#include <type_traits>
+
 #ifdef TSN_HOST_STANDALONE
 #include <sched.h>
 #include <stdio.h>
@@ -15,6 +17,20 @@
 namespace tsn {
 namespace sim {
 
+// The simulator computes with signed numbers.
+template <typename T>
+inline int64_t as_number(T value) {
+  if constexpr (std::is_integral<T>::value && sizeof(T) > 1) return static_cast<std::make_signed_t<T>>(value);
+  return static_cast<int64_t>(value);
+}
+// The effect of an access on an integer at `p`.
+template <typename T>
+inline Written written(Written::How how, const T* p, T value) {
+  if constexpr (std::is_integral<T>::value)
+    return {how, as_number(value), how == Written::set ? as_number(__atomic_load_n(p, __ATOMIC_RELAXED)) : 0};
+  return {};
+}
+
 #ifdef TSN_HOST_STANDALONE
 
 inline const Api& api() {
@@ -22,7 +38,8 @@ inline const Api& api() {
       [](const Call&) {},
       [](const Call&) {},
       [](const uint64_t*) {},
-      [](const void*, uint64_t, WordAccess, Ordering) {},
+      [](const void*, uint64_t, WordAccess, Ordering, Written) {},
+      [](int64_t, bool (*)(const void*, int64_t), const void*) {},
       [](uint32_t, bool) {},
       [](const void*, uint64_t, WordAccess) {},
       [](const void*, uint64_t, bool, const char*) {},
@@ -77,7 +94,7 @@ inline Thread& self() {
 
 inline void maybe_yield() {}
 inline void turn_of_others() { sched_yield(); }
-inline void word_access(const void*, uint64_t, WordAccess, Ordering) {}
+inline void word_access(const void*, uint64_t, WordAccess, Ordering, Written = {}) {}
 inline void word_found(const void*, Ordering) {}
 inline void fenced(uint32_t, bool) {}
 inline void visit_word(const void*, uint64_t, WordAccess) {}
@@ -106,8 +123,26 @@ inline void turn_of_others() {
 }
 
 // `bytes`: 0 if the access itself is reported elsewhere.
-inline void word_access(const void* address, uint64_t bytes, WordAccess access, Ordering ordering) {
-  if (self().followed) api().remote->word(address, bytes, access, ordering);
+inline void word_access(const void* address, uint64_t bytes, WordAccess access, Ordering ordering,
+                        Written written = {}) {
+  if (self().followed) api().remote->word(address, bytes, access, ordering, written);
+}
+
+// A load in a loop with an empty body that ends when `goes_on` refuses the value. The thread then knows only what all
+// values that end the loop show: another schedule may give another one.
+template <typename L, typename C>
+inline auto poll(L load, C goes_on) {
+  Thread& t = self();
+  t.polls = t.followed;
+  const auto value = load();
+  using T = std::remove_const_t<decltype(value)>;
+  if (t.polls && !goes_on(value))
+    api().remote->polled(
+        as_number(value),
+        [](const void* condition, int64_t v) { return !(*static_cast<const C*>(condition))(static_cast<T>(v)); },
+        &goes_on);
+  t.polls = false;
+  return value;
 }
 
 // A fence orders the thread's accesses to such words that have no order of their own. Of a MemScope; `total`: its
