@@ -120,7 +120,7 @@ class Machine:
         """Record a phase as in flight."""
         self.pending[kind] = pending
         if kind == "dispatch":
-            pending.handle.plan.__dict__["in_flight"] = True
+            pending.handle.plan.set_in_flight(True)
         return pending
 
     def received(self, kind: str, pending: Pending) -> None:
@@ -129,7 +129,7 @@ class Machine:
             raise self._error(f"{kind}_recv", State.IDLE)
         del self.pending[kind]
         if kind == "dispatch":
-            pending.handle.plan.__dict__["in_flight"] = False
+            pending.handle.plan.set_in_flight(False)
 
 
 _NO_TILES = {"dispatch": "the object was made without tile_rows", "combine": "combine_send got no tiles"}

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,8 +20,18 @@ from tilescale_net.runtime.launch_args import constant, empty_factory, native_av
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+class _Filled:
+    """What a dispatch fills. Only `in_flight` of it changes, which is no field: a copy is not in flight."""
+
+    in_flight = False
+
+    def set_in_flight(self, in_flight: bool) -> None:
+        """The dispatch that fills it has been sent, or is received."""
+        object.__setattr__(self, "in_flight", in_flight)
+
+
 @dataclass(frozen=True)
-class RoutingPlan:
+class RoutingPlan(_Filled):
     """Source and target of every row, in throughput mode; ordinary device memory, as long as it is referenced.
 
     The fields are called as the parameters of the kernels.
@@ -39,8 +49,6 @@ class RoutingPlan:
         row_index: [index capacity] of each expert-major row: its row in rank-major order.
         row_weight: [index capacity] its weight (float32).
     """
-
-    in_flight: ClassVar[bool] = False
 
     tokens: int
     node_plan: torch.Tensor
@@ -82,7 +90,7 @@ class RoutingPlan:
 
 
 @dataclass(frozen=True)
-class ReceivedRows:
+class ReceivedRows(_Filled):
     """Source of every received row, in latency mode; ordinary device memory.
 
     Attributes:
@@ -97,8 +105,6 @@ class ReceivedRows:
             among the rows that return from an origin (see `layout.py`), or -1, and `layout.LatencyNodePlanOffsets`;
             else empty.
     """
-
-    in_flight: ClassVar[bool] = False
 
     tokens: int
     token_slot: torch.Tensor
