@@ -68,7 +68,7 @@ def packets(
     width = DATA_BYTES * 8 // tvm.DataType(dtype).bits
     total_dtype = accumulator(dtype)
     share = threads // n_pes  # packets of a block
-    apart = (n_pes, count)
+    apart = (n_pes, count)  # tilelang does not know that rows are aligned: their elements are accessed one by one
 
     @T.prim_func
     def main(
@@ -104,7 +104,7 @@ def packets(
             same = 1
             if pe < n_pes and first < count:
                 if aligned:
-                    for v in T.vectorized(width):
+                    for v in T.serial(width) if split else T.vectorized(width):
                         packet[pe, thread % share, v] = x[pe, first + v] if split else x[first + v]
                 else:
                     for v in T.unroll(width):
@@ -139,7 +139,7 @@ def packets(
                     agrees[pe, thread % share] = same
                 elif same != 0 and (not in_place or pe != me):
                     if aligned:
-                        for v in T.vectorized(width):
+                        for v in T.serial(width):
                             out[pe, first + v] = packet[pe, thread % share, v]
                     else:
                         for v in T.unroll(width):
