@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import tilescale_net as tsn
 from tilescale_net import ops
+from tilescale_net.kernels.moe import Tuning
 
 VOCABULARY, HIDDEN, HEADS, LATENT, INNER, EXPERTS, TOP_K, LAYERS = 64, 64, 4, 32, 32, 8, 2, 2
 TENSOR_PARALLEL, SEQUENCE, STEPS = 2, 32, 4  # tokens of a batch, which is one sequence
@@ -28,8 +29,9 @@ class Ours:
         rows = 128 if tsn.device().type == "cuda" else 32  # of a tile of the experts' GEMMs
         capacity = EXPERTS // ranks * -(-ranks * ROWS // rows) * rows
         self.layer = ops.moe_layer(
-            EXPERTS, ROWS, HIDDEN, TOP_K, torch.bfloat16, tile_rows=rows, alignment=rows, capacity=capacity
-        )
+            EXPERTS, ROWS, HIDDEN, TOP_K, torch.bfloat16, tile_rows=rows, alignment=rows, capacity=capacity,
+            tuning=Tuning(once_per_node=False),  # tiles do not count rows that cross the network once per node
+        )  # fmt: skip
         # The simulator has nothing to overlap, and fewer kernels to compile.
         self.fused = None if tsn.device().type == "cuda" else False
 

@@ -44,6 +44,7 @@ REPORTS = {
     "an exit code": (2, "if rank == 1: sys.exit(77)\ntime.sleep(1000)", 77, "rank 1 failed first: exit code 77; it said nothing"),
     "exit code two of one rank alone": (2, "sys.exit(2 if rank == 1 else 0)", 2, "rank 1 failed first: exit code 2; it said nothing"),
     "a signal": (2, "if rank == 1: os.kill(os.getpid(), 11)\ntime.sleep(1000)", 139, "rank 1 failed first: killed by SIGSEGV"),
+    "a lack of memory": (2, "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(1000)", 137, "rank 1 failed first: killed by SIGKILL, probably by the out-of-memory killer of the kernel or of a cgroup (see dmesg); it said nothing"),
     # A rank that raises PeerLost may well end before the rank that it lost.
     "a victim by its error": (3, PEER_LOST + """
 if rank == 1:
@@ -107,6 +108,25 @@ def test_reports(script, what):
     assert all(f"launch.sh: {other}" in done.stderr for other in others), done.stderr
     assert done.stderr.count("no memory") in (0, 2)  # said once, and in the traceback's line of code
     assert not alive(script.pids())
+
+
+@pytest.mark.parametrize(
+    "line, file", [("0::/a/b", "a/b/memory.events"), ("4:memory:/a", "memory/a/memory.oom_control")]
+)
+def test_the_file_that_counts_kills_for_want_of_memory(tmp_path, monkeypatch, line, file):
+    (tmp_path / "cgroup").write_text(f"1:cpu:/a\n{line}\n")
+    events = tmp_path / file
+    events.parent.mkdir(parents=True)
+    counts = []
+    for kills in (3, 4):
+        events.write_text(f"low 0\noom 9\noom_kill {kills}\noom_group_kill 0\n")
+        counts.append(job.oom_kills(str(tmp_path / "cgroup"), str(tmp_path)))
+    assert counts == [{str(events): 3}, {str(events): 4}]
+    monkeypatch.setattr(job, "oom_kills", lambda: counts[1])
+    rank = job.Rank.__new__(job.Rank)
+    rank.code = -signal.SIGKILL
+    assert f"(oom_kill is 4 in {events}, and was 3 at the start)" in rank.exit_description(counts[0])
+    assert "probably" in rank.exit_description(counts[1])
 
 
 WORDS_OF_VICTIMS = """

@@ -261,12 +261,36 @@ class Rank:
         """Whether its end has a reason: an error message, or a signal not sent from here."""
         return bool(self.output.errors()) or (self.code or 0) < 0
 
-    def exit_description(self) -> str:
-        """Text of the process's end."""
+    def exit_description(self, oom_before: dict[str, int]) -> str:
+        """Text of the process's end. `oom_before`: `oom_kills` before the start."""
         code = self.code or 0
+        if code == -signal.SIGKILL:
+            grown = [(n, name) for name, n in oom_kills().items() if n > oom_before.get(name, n)]
+            return "killed by SIGKILL, " + (
+                f"by the out-of-memory killer (oom_kill is {grown[0][0]} in {grown[0][1]}, and was {oom_before[grown[0][1]]} at "
+                "the start): give the job more memory, or start fewer ranks"
+                if grown
+                else "probably by the out-of-memory killer of the kernel or of a cgroup (see dmesg)"
+            )
         if code < 0:
             return f"killed by {signal.Signals(-code).name if -code in list(signal.Signals) else f'signal {-code}'}"
         return f"exit code {code}"
+
+
+def oom_kills(cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> dict[str, int]:
+    """Number of processes that the out-of-memory killer has ended in this process's cgroup, by the file that counts them."""
+    counts = {}
+    with contextlib.suppress(OSError), open(cgroups) as f:
+        for line in f:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers and controllers != "memory":
+                continue
+            file = f"memory/{path}/memory.oom_control" if controllers else f"{path}/memory.events"
+            name = os.path.normpath(f"{root}/{file}")
+            with contextlib.suppress(OSError), open(name) as events:
+                if found := re.search(r"^oom_kill (\d+)$", events.read(), re.M):
+                    counts[name] = int(found[1])
+    return counts
 
 
 class Job:
@@ -284,6 +308,7 @@ class Job:
     ):
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
+        self._oom_before = oom_kills()
         self._catch_signals()
         self.ended: list[Rank] = []
         self.failed: list[Rank] = []  # in the order in which they ended, before the launcher reacted
@@ -413,16 +438,16 @@ class Job:
         for other in failed:
             if other is not rank and other not in alike:
                 words = other.output.last_error()
-                say(f"rank {other.index}: {other.exit_description()}{'; ' + words if words else ''}")
+                say(f"rank {other.index}: {other.exit_description(self._oom_before)}{'; ' + words if words else ''}")
         for other in stopped:
             say(f"rank {other.index} was stopped (by SIGSTOP or a debugger) and has been ended")
         if len(alike) > 1:
             ranks = ", ".join(map(str, sorted(r.index for r in alike)))
-            say(f"ranks {ranks} failed for the same reason, see above: {first.exit_description()}")
+            say(f"ranks {ranks} failed for the same reason, see above: {first.exit_description(self._oom_before)}")
         else:
             early = [str(r.index) for r in self.ended[: self.ended.index(rank)] if r.code == 0]
             say(
-                f"rank {rank.index} failed first: {rank.exit_description()}; {reason or 'it said nothing'}"
+                f"rank {rank.index} failed first: {rank.exit_description(self._oom_before)}; {reason or 'it said nothing'}"
                 + (f" (rank {', '.join(early)} had ended before, with exit code 0)" if early else "")
             )
         return code if code > 0 else 128 - code
