@@ -170,7 +170,7 @@ def rounds():
                     late(out, tx)
                     if tx == 0:
                         if case == POLL_OF_A_LOAD:
-                            while N.ld(flag[0], sem="acquire") < T.cast(1 + right, "uint64"):
+                            while N.ld(flag[0], sem="acquire") < T.if_then_else(right != 0, T.uint64(2), T.uint64(1)):
                                 T.evaluate(0)
                         else:
                             come = T.alloc_var("uint64")

@@ -298,36 +298,42 @@ def _note_pointers(body: str) -> str:
 
 
 # A loop that loads a word until a condition holds of it, and does nothing else; the first load may stand before it.
-_FIND = r"([\w ]+?) (\w+) = ((?:/\*@\d+\*/tsn::ld<(?!tsn::Order::weak)[^()]*?>|AtomicLoad)\(.*\));\n *\w+(?:\[0\])? = (.*);\n"
+# Choices of numbers may stand between a load and its comparison.
+_FIND = (
+    r"([\w ]+?) (\w+) = ((?:/\*@\d+\*/tsn::ld<(?!tsn::Order::weak)[^()]*?>|AtomicLoad)\(.*\));\n"
+    r"((?: *(?:\w+ condval\w*;|if \(.*\) \{|condval\w* = .*;|\} else \{|\})\n)*) *(\w+)(\[0\])? = (.*);\n"
+)
 _POLL = re.compile(
     rf"^(?: *{_FIND})?( *)while \(1\) \{{\n *if \(!(\(.*\))\) \{{ break; \}}\n *{_FIND}"
-    r"(?: *if \(\(bool\)\w+\) \{\n *tsn_sim_line\(\d+\);\n *\}\n)?\5\}\n",
+    r"(?: *if \(\(bool\)\w+\) \{\n *tsn_sim_line\(\d+\);\n *\}\n)?\8\}\n",
     re.MULTILINE,
 )
 
 
 def _note_polls(body: str) -> str:
-    """Tell the simulator by which values of its word such a loop ends, where the loop alone looks at the word."""
+    """Tell the simulator by which values of its word such a loop ends, if the loop alone reads the word."""
 
-    def told(match: re.Match[str]) -> str:
-        whole, goes_on = match[0], match[6]
-        name, element = re.findall(rf"{re.escape(match[9])};\n *(\w+)(\[0\])? = ", whole)[-1]
-        compared = f"{goes_on}{match[10]}".replace("(&(ctx[0]))", "").replace(f"{name}[0]", name)
+    def noted(match: re.Match[str]) -> str:
+        whole, goes_on, name = match[0], match[9], match[14]
         elsewhere = re.sub(rf"\n *{name}(?:\[0\])? = (?:\(signed char\))?\d+;", "", body.replace(whole, ""))
-        if "[" in compared or "/*@" in compared or len(re.findall(rf"\b{name}\b", elsewhere)) > 1:
-            return whole
-        for first in (1, 7):
-            ctype, word, load, found = match.groups()[first - 1 : first + 3]
+        if len(re.findall(rf"\b{name}\b", elsewhere)) > 1:
+            return match[0]
+        for first in (1, 10):
+            ctype, word, load, choices, _, element, found = match.groups()[first - 1 : first + 6]
             if load is None:
                 continue
-            if not re.fullmatch(r"u?int(?:(?:32|64)_t)?|unsigned|(?:unsigned |long )*(?:int|long)", ctype):
+            compared = f"{goes_on}{choices}{found}".replace("(&(ctx[0]))", "").replace(f"{name}[0]", name)
+            integer = re.fullmatch(r"u?int(?:(?:32|64)_t)?|unsigned|(?:unsigned |long )*(?:int|long)", ctype)
+            if "[" in compared or "/*@" in compared or not integer:
                 return match[0]
             value = f"{ctype} {name}[1] = {{{found}}}" if element else f"const auto {name} = {found}"
-            told = f"[&]({ctype} {word}) {{ {value}; return bool({goes_on}); }}"
-            whole = whole.replace(f"{word} = {load};", f"{word} = tsn::sim::poll([&] {{ return {load}; }}, {told});")
+            condition = f"[&]({ctype} {word}) {{\n{choices}{value}; return bool({goes_on}); }}"
+            whole = whole.replace(
+                f"{word} = {load};", f"{word} = tsn::sim::poll([&] {{ return {load}; }}, {condition});"
+            )
         return whole
 
-    return _POLL.sub(told, body) if "while (1)" in body else body
+    return _POLL.sub(noted, body) if "while (1)" in body else body
 
 
 def _define(kernel: str, parameters: tuple[Parameter, ...], body: str) -> str:
