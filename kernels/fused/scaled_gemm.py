@@ -21,7 +21,7 @@ from tilescale_net.compiler import versions
 
 from ..collective import dtype_name
 from ..moe.layout import align4
-from ..moe.row_ops import FP8, FP8_MAX, SMALLEST_AMAX
+from ..moe.row_ops import FP8, FP8_MAX, SMALLEST_AMAX, rows_of_expert
 from ..moe.row_ops import GROUP as BLOCK  # elements that share a scale, of a row of `x` or of rows and columns of `w`
 from . import gemm
 from .gemm import DTYPES, SCALED, device_obstacle
@@ -120,11 +120,11 @@ def count_tiles(shape, counts, offsets, heights, begins, thread):
         if e < shape.experts:
             # A dispatch that was rejected has counts, and no room for their rows.
             if shape.low_tiles:
-                rows = T.min(counts[e], offsets[e + 1] - offsets[e])
+                rows = rows_of_expert(counts, offsets, e)
                 whole = shape.whole_rows(rows)
                 heights[e] = whole * shape.tiles_n + T.if_then_else(rows > whole * shape.tile[0], shape.low_pairs, 0)
             else:
-                heights[e] = (T.min(counts[e], offsets[e + 1] - offsets[e]) + shape.tall - 1) // shape.tall
+                heights[e] = (rows_of_expert(counts, offsets, e) + shape.tall - 1) // shape.tall
     T.sync_threads()
     before = T.alloc_var("int32")
     for i in T.serial(-(-(shape.experts + 1) // gemm.THREADS)):
@@ -212,7 +212,7 @@ def locate(shape, counts, offsets, begins, number, backwards, rank, at):
             at[0] = at[0] + 1
     inside = number - shape.numbers(begins[at[0]])
     if shape.low_tiles:
-        at[2] = offsets[at[0]] + T.min(counts[at[0]], offsets[at[0] + 1] - offsets[at[0]])
+        at[2] = offsets[at[0]] + rows_of_expert(counts, offsets, at[0])
         whole = shape.whole_rows(at[2] - offsets[at[0]])
         low = inside - whole * shape.tiles_n
         if low < 0:
@@ -230,7 +230,7 @@ def locate(shape, counts, offsets, begins, number, backwards, rank, at):
         height = T.min(shape.panel, begins[at[0] + 1] - begins[at[0]] - first)
         rest = inside - first * shape.tiles_n
         at[1] = offsets[at[0]] + (first + rest % height) * shape.tall + rank * shape.tile[0]
-        at[2] = offsets[at[0]] + T.min(counts[at[0]], offsets[at[0] + 1] - offsets[at[0]])
+        at[2] = offsets[at[0]] + rows_of_expert(counts, offsets, at[0])
         at[3] = rest // height * shape.tile[1]
 
 
@@ -757,7 +757,7 @@ def scaled_matmul(
             raise ValueError(
                 f"{name}: {what} is {list(tensors[what].shape)}; with scales of {form}s it must be {list(shapes[0])}"
             )
-    usual = DEFAULT if counts is not None else plain_tiling(rows, n, _sms(x.device))
+    plain = counts is None
     if counts is None or offsets is None:
         counts, offsets = _all_rows(rows, x.device)
     for what, tensor, size in (("counts", counts, experts), ("offsets", offsets, experts + 1)):
@@ -772,7 +772,8 @@ def scaled_matmul(
     if form == "block" and x_scales.shape[1] % SCALES_AT_ONCE:
         x_scales = torch.nn.functional.pad(x_scales, (0, -x_scales.shape[1] % SCALES_AT_ONCE))
     simulated = x.device.type != "cuda"
-    tiling = tiling or (SIMULATED if simulated else usual)
+    if tiling is None:
+        tiling = SIMULATED if simulated else plain_tiling(rows, n, _sms(x.device)) if plain else DEFAULT
     if simulated and tiling.cluster > 1:
         raise ValueError(f"{name}: {tiling}: the simulator has no clusters; give cluster 1")
     kernel = kernel_of(experts, n, k, dtype_name(out_dtype), form, tiling, x.device)

@@ -19,9 +19,11 @@ from ..moe.row_ops import (
     batch_of,
     clear,
     ends_of,
+    find_expert,
     groups_of,
     int_vars,
     load_batch,
+    rows_of_expert,
     store_quantised,
     store_rounded,
 )
@@ -65,11 +67,6 @@ class SwiGLU:
         gate, up = h.float().chunk(2, -1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return ((up + self.shift) * gate * torch.sigmoid(self.alpha * gate)).to(h.dtype)
-
-
-def rows_of(counts, offsets, expert):
-    """Rows of an expert. A dispatch that was rejected has counts, and no room for their rows."""
-    return T.min(counts[expert], offsets[expert + 1] - offsets[expert])
 
 
 @tsn.jit(name="swiglu_rows", pass_configs=EXPLICIT_SYNC)
@@ -117,14 +114,14 @@ def swiglu_rows(
             expert, first_of, end_of = int_vars(3)
             expert = 0
             first_of = 0  # of the experts' rows, that of this expert
-            end_of = rows_of(counts, offsets, 0)
+            end_of = rows_of_expert(counts, offsets, 0)
             for turn in T.serial(T.ceildiv(offsets[experts], blocks * warps)):
                 number = (turn * blocks + block) * warps + thread // 32
                 while T.And(number >= end_of, expert < experts):
                     expert = expert + 1
                     first_of = end_of
                     if expert < experts:
-                        end_of = end_of + rows_of(counts, offsets, expert)
+                        end_of = end_of + rows_of_expert(counts, offsets, expert)
                 if expert < experts:
                     row = offsets[expert] + number - first_of
                     weight = T.float32(1)
@@ -203,11 +200,7 @@ def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, t
             for turn in T.serial(T.ceildiv(capacity, blocks * warps)):
                 row = (turn * blocks + block) * warps + thread // 32
                 if row < capacity:
-                    while T.And(expert < experts, row >= offsets[T.min(expert + 1, experts)]):
-                        expert = expert + 1
-                    end_of = 0
-                    if expert < experts:
-                        end_of = offsets[expert] + counts[expert]
+                    find_expert(expert, end_of, row, counts, offsets, experts)
                     weight = T.float32(1)
                     if weighted:
                         weight = weights[row]

@@ -272,6 +272,22 @@ def add_biases(s, acc, result, token: T.Ref, first, lane, end):
         _add_bias(s, acc, result.bias_1, token, first, lane, end)
 
 
+def rows_of_expert(counts, offsets, expert):
+    """Rows of an expert. A dispatch that was rejected has counts, and no room for their rows."""
+    return T.min(counts[expert], offsets[expert + 1] - offsets[expert])
+
+
+@tsn.macro
+def find_expert(expert: T.Ref, end_of: T.Ref, row, counts, offsets, experts):
+    """expert = the one in whose room `row` is, which grows from call to call; end_of = the end of its rows, where padding begins,
+    or 0 behind the last expert."""
+    while T.And(expert < experts, row >= offsets[T.min(expert + 1, experts)]):
+        expert = expert + 1
+    end_of = 0
+    if expert < experts:
+        end_of = offsets[expert] + counts[expert]
+
+
 @tsn.jit(name="zero_padding_rows", pass_configs=EXPLICIT_SYNC)
 def zero_padding_rows(width, copied, threads=256, blocks=528):
     """Kernel `(out, rows, counts, offsets)`: `out` = rows, with zeros in padding, see `zero_padding`.
@@ -297,25 +313,19 @@ def zero_padding_rows(width, copied, threads=256, blocks=528):
             thread = T.get_thread_binding()
             lane = thread % 32
             loaded = T.alloc_local((batch * width,), "int32")
-            expert = T.alloc_var("int32")
-            padding = T.alloc_var("int32")
+            expert, end_of = int_vars(2)
             expert = 0
             for turn in T.serial(T.ceildiv(capacity, blocks * warps)):
                 row = (turn * blocks + block) * warps + thread // 32
                 if row < capacity:
-                    while T.And(expert < experts, row >= offsets[T.min(expert + 1, experts)]):
-                        expert = expert + 1
-                    padding = 1
-                    if expert < experts:
-                        if row < offsets[expert] + counts[expert]:
-                            padding = 0
-                    if T.Or(T.bool(copied), padding == 1):
+                    find_expert(expert, end_of, row, counts, offsets, experts)
+                    if T.Or(T.bool(copied), row >= end_of):
                         for b in T.serial(T.ceildiv(units, 32 * batch)):
                             for u in T.unroll(batch):
                                 unit = (b * batch + u) * 32 + lane
                                 for v in T.vectorized(width):
                                     loaded[u * width + v] = 0
-                                if T.And(unit < units, padding == 0):
+                                if T.And(unit < units, row < end_of):
                                     for v in T.vectorized(width):
                                         loaded[u * width + v] = rows[row, unit, v]
                             for u in T.unroll(batch):
@@ -391,11 +401,7 @@ def weighted_rows(dtype, dotted, threads=256, blocks=528):
             for turn in T.serial(T.ceildiv(capacity, blocks * warps)):
                 row = (turn * blocks + block) * warps + thread // 32
                 if row < capacity:
-                    while T.And(expert < experts, row >= offsets[T.min(expert + 1, experts)]):
-                        expert = expert + 1
-                    end_of = 0
-                    if expert < experts:
-                        end_of = offsets[expert] + counts[expert]
+                    find_expert(expert, end_of, row, counts, offsets, experts)
                     weight = T.float32(0)
                     if row < end_of:
                         weight = weights[row]
