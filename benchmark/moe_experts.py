@@ -171,8 +171,8 @@ def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str,
     combine = lambda: layer.combine(y, handle)  # noqa: E731
     steps = dict(zip(STEPS, (dispatch, gemm_up, activation, gemm_down, combine)))
     if on_gpu() and not eight:
-        ends = received.offsets[1:].clone()
-        of_torch = lambda: (torch._grouped_mm(taken, up, offs=ends), torch._grouped_mm(inner, down, offs=ends))  # noqa: E731
+        offs = received.offsets[1:].clone()
+        of_torch = lambda: (torch._grouped_mm(taken, up, offs=offs), torch._grouped_mm(inner, down, offs=offs))  # noqa: E731
         try:
             of_torch()
             torch.cuda.synchronize()
