@@ -1,8 +1,8 @@
 """All-gather overlapped with a GEMM: tiles are computed in the order in which their rows arrive.
 
 Every PE has some rows of the left matrix and some columns of the right one, and multiplies all rows by its columns. The
-GEMM begins with the local rows. Meanwhile a few blocks push them to the other PEs, with a signal per chunk; a tile with a
-peer's rows waits for their signal, and then is an ordinary tile of a tilelang kernel.
+GEMM begins with the local rows. Meanwhile a few blocks push them to the other PEs, with a signal per chunk; a tile of a
+peer's rows waits for that signal.
 """
 
 import contextlib
@@ -30,15 +30,14 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
 
     Args:
         n_pes, rows, k, dtype: `x` is [rows, k], `gathered` (symmetric) [2, n_pes, rows, k].
-        chunk: rows between two signals.
+        chunk: rows per signal.
         threads, blocks, engine: see `tilescale_net.language.put_block`.
-        scaled: rows have scales: `x_scales` (float32 [rows]) go to `gathered_scales` (symmetric, [2, n_pes, rows]) in the
-            same way, before the rows, with a signal of their own behind those of the chunks. Else both are [1], and left
-            alone.
+        scaled: also put `x_scales` (float32 [rows]) to `gathered_scales` (symmetric, [2, n_pes, rows]), before the rows,
+            with its own signal behind those of the chunks. Otherwise both are [1] and unused.
 
     `calls` (int64 [1]) holds the number of this call, 1 or more. `ready` [n_pes], `arrived` [n_pes, chunks + scaled] and
     `begun` [1], to which each block adds 1 when it begins, are signals (uint64, symmetric), zero before the first call and
-    then left alone.
+    never reset.
     """
     chunks = -(-rows // chunk)
 
@@ -60,21 +59,21 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
             call = calls[0]
             if thread == 0:
                 N.signal(begun[0], 1, me, op="add")
-            # This half of `gathered` was last read two calls ago: a PE that has begun the last call is done with it.
+            # This half of `gathered` was last read two calls ago: a PE that has begun the previous call no longer reads it.
             if thread < n_pes and thread != me:
                 if block == 0:
                     N.signal(ready[me], T.cast(call, "uint64"), thread)
                 N.wait(ready[thread], "ge", call - 1)
             T.sync_threads()
             for hop in T.serial(1, n_pes):
-                pe = (me - hop + n_pes) % n_pes  # for which these rows are next
+                pe = (me - hop + n_pes) % n_pes  # the next destination
                 if scaled:
                     if block == 0:
                         N.put_signal_block(
                             gathered_scales[call % 2, me, 0], x_scales[0], pe, arrived[me, chunks],
                             T.cast(call, "uint64"), count=rows, engine=engine,
                         )  # fmt: skip
-                # Not a loop of as many turns as this block has chunks: TVM takes one that may have none for one turn.
+                # The trip count is the same for all blocks: TVM runs a loop whose count may be 0 at least once.
                 for turn in T.serial(-(-chunks // blocks)):
                     c = turn * blocks + block
                     if c < chunks:
@@ -95,19 +94,19 @@ def matmul_arriving(
     n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=4, panel=8, columns=128, workers=132,
     peers=True, scaled=False,
 ):  # fmt: skip
-    """Kernel `(out, x, gathered, w, calls, arrived, tickets, x_scales, gathered_scales, w_scales)`: `out[p]` = the `x` of
-    PE p times `w`, or of this PE alone.
+    """Kernel `(out, x, gathered, w, calls, arrived, tickets, x_scales, gathered_scales, w_scales)`: `out[p]` = `x` of PE p
+    times `w`, for all PEs or for this PE alone.
 
     Args:
-        n_pes, rows, n, k: of `out` [n_pes, rows, n], `x` [rows, k], `gathered` [2, n_pes, rows, k] and `w`.
-        dtype, out_dtype: of `x` and `w`, and of `out`; sums are made in float32.
-        transposed: `w` is [n, k]; else [k, n].
+        n_pes, rows, n, k: extents of `out` [n_pes, rows, n], `x` [rows, k], `gathered` [2, n_pes, rows, k] and `w`.
+        dtype, out_dtype: dtype of `x` and `w`, and of `out`; accumulation is in float32.
+        transposed: `w` is [n, k] instead of [k, n].
         tile, stages, panel, columns, workers: see `gemm.Shape`.
-        peers: the rows of the other PEs are in `gathered` of `push_rows`, whose `chunk` is the tile's rows. Else the
-            product is `out[0] = x @ w`; `gathered` [1, 1, rows, k] and `arrived` are not looked at.
-        scaled: sums are multiplied by the scale of their row, which is in `x_scales` [rows] or in `gathered_scales`
-            [2, n_pes, rows] of `push_rows`, and by that of their column, in `w_scales` [n], before they leave. Else these
-            three (float32) are [1], and left alone; without `peers`, so is `gathered_scales`.
+        peers: the rows of the other PEs are in `gathered` of `push_rows`, whose `chunk` is the tile's rows. Otherwise
+            `out[0] = x @ w`, and `gathered` [1, 1, rows, k] and `arrived` are unused.
+        scaled: multiply sums by the float32 scales of their row, `x_scales` [rows] or `gathered_scales` [2, n_pes, rows] of
+            `push_rows`, and of their column, `w_scales` [n]. Otherwise these three are [1] and unused; without `peers`, so
+            is `gathered_scales`.
 
     `tickets` (uint64 [1], symmetric, zero before the first call) belongs to this kernel.
     """
@@ -157,9 +156,9 @@ def matmul_arriving(
             part, pe, row, column = (T.alloc_local((1,), "int32") for _ in range(4))
             tile_scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
             scales = gemm.Scales(tile_scales, x_scales, w_scales, gathered_scales)
-            at, call = gemm.Place(part, row, column, pe), calls[0]
+            at, call = gemm.Position(part, row, column, pe), calls[0]
             is_tile = lambda: b.tile[0] < shape.total  # noqa: E731
-            find = lambda: gemm.place(shape, b.tile[0], at)  # noqa: E731
+            find = lambda: gemm.locate(shape, b.tile[0], at)  # noqa: E731
             end = lambda group, total: finish(group, total, b.result[0], out, at, call, scales)  # noqa: E731
             gemm.begin(b)
             if b.thread < 128:
@@ -172,7 +171,7 @@ def matmul_arriving(
                         if peers:
                             if part[0] > 0:
                                 if scaled:
-                                    # The warps that multiply read them behind the first barrier of the ring.
+                                    # The multiplying warps read the scales after the first barrier of the ring.
                                     N.wait_warp(arrived[pe[0], shape.tiles_m], "ge", call, proxy="async")
                                 N.wait_warp(arrived[pe[0], row[0] // bm], "ge", call, proxy="async")
                         gemm.copy_tile(
@@ -193,15 +192,16 @@ class AllGatherMatmul(PreparedMatmul):
     """`cat(x of all ranks) @ w`, with a different `w` on every rank; constructed and called by all ranks.
 
     Args:
-        rows: of `x`, on every rank.
+        rows: rows of `x` on every rank.
         k: columns of `x` and rows of `w`.
-        n: columns of `w`, on every rank.
-        dtype: of `x` and `w`, torch.bfloat16 or torch.float16; or torch.float8_e4m3fn, with a scale for each row of `x` and
-            column of `w`, see `FusedMatmul`.
-        out_dtype: of the result; default `dtype`. Sums are made in float32.
+        n: columns of `w` on every rank.
+        dtype: dtype of `x` and `w`: torch.bfloat16 or torch.float16; or torch.float8_e4m3fn, with a scale for each row of
+            `x` and column of `w`, see `FusedMatmul`.
+        out_dtype: dtype of the result; default `dtype`. Accumulation is in float32.
         tiling: geometry of the GEMM, see `Tiling`.
-        threads, blocks: of the kernel that pushes rows, see `Collective`. Each block takes an SM until the rows are sent.
-        engine: of that kernel, see `put_block`.
+        threads, blocks: launch geometry of the kernel that pushes rows, see `Collective`. Each block takes an SM until the
+            rows are sent.
+        engine: copy engine of that kernel, see `put_block`.
         group: the ranks; see `tilescale_net.world`.
 
     Takes 2 * n_pes * rows * k elements of the symmetric heap, and 2 * n_pes * rows scales.
@@ -237,23 +237,23 @@ class AllGatherMatmul(PreparedMatmul):
         self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream.
+        """All ranks' rows times this rank's `w`; asynchronous on the current stream.
 
         Args:
             x: [rows, k], contiguous. Symmetric if some PEs are on other nodes.
             w: [k, n], contiguous, or the transpose of a contiguous tensor.
             out: [n_pes * rows, n], contiguous; default a new tensor.
-            x_scales: for torch.float8_e4m3fn: float32 [rows] or [rows, 1], contiguous, factors of the result's rows, which
-                travel with their rows. Symmetric if `x` is.
-            w_scales: for torch.float8_e4m3fn: float32 [n] or [1, n], contiguous, of columns.
+            x_scales: for torch.float8_e4m3fn: float32 [rows] or [rows, 1], contiguous, scales of the rows, sent with them.
+                Symmetric if `x` is.
+            w_scales: for torch.float8_e4m3fn: float32 [n] or [1, n], contiguous, scales of the columns.
 
         Returns:
-            `out`: rows of PE 0 first. Later work on the stream may write `x` again.
+            `out`, rows of PE 0 first. Later work on the stream may overwrite `x`.
 
         Raises:
             TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
         """
-        out, held, transposed, scales = self._arguments(
+        out, weight, transposed, scales = self._arguments(
             x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self.needs_symmetric_source
         )
         launch = self._launches_of(transposed)
@@ -262,9 +262,9 @@ class AllGatherMatmul(PreparedMatmul):
             self._sides.fork()
             with self._sides[0]:
                 launch["push"](x, scales[0])
-            # The GEMM takes all SMs that it gets; peers wait for what this PE pushes.
+            # The GEMM takes all free SMs, so the kernel that pushes rows must be resident before.
             launch["gate"]()
-        launch["gemm"](out, x, held, *scales)
+        launch["gemm"](out, x, weight, *scales)
         self._sides.join()
         return out
 
@@ -285,39 +285,38 @@ class AllGatherMatmul(PreparedMatmul):
         return kernels
 
     def _arguments_of(self, name: str) -> tuple[dict[str, object], dict[str, Form | None]]:
-        fixed = self.memory | {
+        constant = self.memory | {
             "calls": self._calls, "gathered_scales": self._gathered_scales, "growth": self.blocks, "begins": self.blocks,
         }  # fmt: skip
         if name == "push":
-            return fixed, {"x": None, "x_scales": None}
+            return constant, {"x": None, "x_scales": None}
         if name == "gate":
-            return fixed, {}
+            return constant, {}
         parts = (self.n_pes, self.rows, self.n), None
-        return fixed, {"out": parts, "x": None, "w": None, "x_scales": None, "w_scales": None}
+        return constant, {"out": parts, "x": None, "w": None, "x_scales": None, "w_scales": None}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All-gather and matrix product at once, without an SM for the copies: torch's product for each PE's rows.
+# Pipelined all-gather and GEMM: copy engines move rows, cuBLAS multiplies the rows of one PE at a time.
 #
-# Rows travel by the GPU's copy engines, one peer after the other, while cuBLAS multiplies those at hand; a peer's rows are
-# multiplied when its signal says that they are here. So nothing is taken from the product, which keeps the rate of cuBLAS;
-# what it costs is that each PE's rows are a product of their own, and that no tile starts before all rows of its PE are
-# there. `all_gather_matmul.py` is the other design.
+# The copy engines send rows to one peer after the other while cuBLAS multiplies the rows that have arrived; a signal tells
+# when a peer's rows are complete. Communication takes no SM, so GEMMs run at the rate of cuBLAS. In return, each PE's rows
+# are a separate GEMM, which starts when all of them have arrived.
 #
-# Also known as a pipelined all-gather and product: PyTorch 2.11, torch/distributed/_symmetric_memory/__init__.py,
-# `_pipelined_all_gather_and_consume`, which pulls the rows behind a barrier; here they are pushed behind a signal of each peer.
+# PyTorch 2.11 has a similar pipeline, `_pipelined_all_gather_and_consume` in
+# torch/distributed/_symmetric_memory/__init__.py, which pulls the rows after a barrier; here each peer pushes and signals.
 
 
-PUSHES, OTHER_PRODUCTS = 0, 1  # streams beside the caller's
+PUSHES, OTHER_GEMMS = 0, 1  # side streams
 
 
 @tsn.jit(name="all_gather_matmul_begin")
 def barrier_peers(n_pes, threads):
-    """Kernel `(calls, begun)`: counts the call, and ends when every PE has begun it, and so has read what came in the call
-    before.
+    """Kernel `(calls, begun)`: counts the call, and ends when every PE has begun it and so has read the data of the previous
+    call.
 
     Args of the kernel:
-        calls: int64 [1], calls so far. begun: uint64 [n_pes], symmetric; each PE sets its own word.
+        calls: int64 [1], number of calls so far. begun: uint64 [n_pes], symmetric; each PE sets its own word.
     """
 
     @T.prim_func
@@ -339,7 +338,7 @@ def barrier_peers(n_pes, threads):
 
 @tsn.jit(name="all_gather_matmul_await")
 def await_rows(n_pes):
-    """Kernel `(calls, arrived, pe)`: ends when the rows of `pe` of call `calls[0]` are there, for what follows on the stream.
+    """Kernel `(calls, arrived, pe)`: ends when the rows of `pe` of call `calls[0]` have arrived.
 
     Args of the kernel: arrived: uint64 [n_pes], symmetric. pe: int32.
     """
@@ -357,14 +356,14 @@ def await_rows(n_pes):
 
 @tsn.jit(name="all_gather_matmul_put")
 def put_to_peers(n_pes, nbytes, threads, signals=True):
-    """Kernel `(gathered, x, calls, arrived)`: puts `x` to place `my_pe` of every other PE, with a signal.
+    """Kernel `(gathered, x, calls, arrived)`: puts `x` to row `my_pe` of `gathered` on every other PE, with a signal unless
+    `signals` is False.
 
-    For PEs that no copy engine reaches: of other nodes, and of the simulator. Without `signals` only the data are there when
-    the kernel ends.
+    For PEs that copy engines cannot reach: on other nodes, and in the simulator.
 
     Args of the kernel:
         gathered: uint8 [n_pes, nbytes], symmetric. x: uint8 [nbytes]. calls: int64 [1].
-        arrived: uint64 [n_pes], symmetric: the call whose data of each PE are there.
+        arrived: uint64 [n_pes], symmetric: the last call whose data have arrived from each PE.
     """
 
     @T.prim_func
@@ -378,7 +377,7 @@ def put_to_peers(n_pes, nbytes, threads, signals=True):
         with T.Kernel(1, threads=threads):
             me = N.my_pe()
             for hop in T.serial(1, n_pes):
-                pe = (me - hop + n_pes) % n_pes  # for which these data are next
+                pe = (me - hop + n_pes) % n_pes  # the next destination
                 if signals:
                     N.put_signal_block(gathered[me, :], x, pe, arrived[me], T.cast(calls[0], "uint64"))
                 else:
@@ -393,7 +392,7 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
 
     Args:
         rows, k, n, dtype, out_dtype: as for `AllGatherMatmul`; `out_dtype` other than `dtype` is for torch.float8_e4m3fn.
-        threads: of the one-block kernels for the barrier and, between nodes, for sending.
+        threads: threads of the one-block kernels for the barrier and, between nodes, for puts.
         group: the ranks; see `tilescale_net.world`.
 
     Takes n_pes * rows * k elements of the symmetric heap, and n_pes * rows scales.
@@ -411,7 +410,7 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
         name = "PipelinedAllGatherMatmul"
         check_extents(name, dtype, rows=rows, k=k, n=n)
         if dtype != SCALED and out_dtype not in (None, dtype):
-            raise TypeError(f"{name}: out_dtype is {out_dtype}; torch's product of {dtype} gives {dtype}")
+            raise TypeError(f"{name}: out_dtype is {out_dtype}; torch's GEMM of {dtype} gives {dtype}")
         super().__init__(name, f"rows={rows}, k={k}, n={n}", dtype, out_dtype, threads, 1, group)
         self.rows, self.k, self.n = rows, k, n
         signals = ((self.n_pes,), torch.uint64)
@@ -422,12 +421,12 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
         self._sides = SideStreams(self.device, (-1, 0))
 
     @named("tilescale_net.PipelinedAllGatherMatmul")
-    @torch.no_grad()  # torch's product into a given tensor refuses what needs a gradient; the operators have theirs
+    @torch.no_grad()  # torch.mm with `out` raises for tensors that need a gradient; the operators define their own gradients
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream; arguments as in
+        """All ranks' rows times this rank's `w`; asynchronous on the current stream; arguments as in
         `AllGatherMatmul.__call__`."""
         out, _, _, scales = self._arguments(
             x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self.needs_symmetric_source
@@ -436,48 +435,47 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
         if self.n_pes > 1:
             self._sides.fork()
             with self._sides[PUSHES]:
-                # A peer that has begun this call reads nothing of the one before any more.
+                # A peer that has begun this call no longer reads data of the previous one.
                 barrier_peers(self.n_pes, self.threads)(self._calls, self.memory["begun"])
                 sent = self._push(x, scales[0])
         torch_gemm(x, w, *scales, parts[me])
         for hop in range(1, self.n_pes):
             pe = (me + hop) % self.n_pes
-            # Of two products in turn, the later one fills the SMs that the last tiles of the earlier leave idle.
-            with self._sides[OTHER_PRODUCTS] if hop % 2 else contextlib.nullcontext():
-                # What has been sent tells that the peers' data are near: a wait from the start on would take an SM.
+            # Two streams alternate: a GEMM fills the SMs that the last tiles of the previous GEMM leave idle.
+            with self._sides[OTHER_GEMMS] if hop % 2 else contextlib.nullcontext():
+                # The peers' data arrive about when this PE's sends are done; an earlier wait would occupy an SM.
                 self._sides.wait(sent[hop - 1])
                 await_rows(self.n_pes)(self._calls, self.memory["arrived"], pe)
-                of_rows = self.memory["scales"][pe] if self.scaled else None
-                torch_gemm(self.memory["gathered"][pe], w, of_rows, scales[1], parts[pe])
+                row_scales = self.memory["scales"][pe] if self.scaled else None
+                torch_gemm(self.memory["gathered"][pe], w, row_scales, scales[1], parts[pe])
         self._sides.join()
         return out
 
     def _push(self, x: torch.Tensor, x_scales: torch.Tensor) -> list:
-        """Send this rank's scales, if there are any, and then its rows to all others, each with the number of the call behind
-        it; marks of the stream behind what each of them gets."""
-        by_engines, marks = self.device.type == "cuda" and not self.needs_symmetric_source, []
-        if by_engines:
+        """Send this rank's scales, if any, its rows and the number of the call to all others; an event per destination."""
+        if self.device.type == "cuda" and not self.needs_symmetric_source:
+            events = []
             for hop in range(1, self.n_pes):
                 pe = (self.rank - hop) % self.n_pes
                 if self.scaled:
                     self._copy(self.memory["scales"][self.rank], x_scales, pe)
                 self._copy(self.memory["gathered"][self.rank], x, pe)
-                # A kernel that signals would need an SM, which the product has taken.
+                # A copy, because a kernel that signals would need an SM, and the GEMM has taken all.
                 self._copy(self.memory["arrived"][self.rank : self.rank + 1], self._calls, pe)
-                marks.append(self._sides.mark())
-            return marks
+                events.append(self._sides.mark())
+            return events
         if self.scaled:
             self._put("scales", x_scales, signals=False)
         self._put("gathered", x, signals=True)
         return (self.n_pes - 1) * [self._sides.mark()]
 
-    def _copy(self, there: torch.Tensor, data: torch.Tensor, pe: int) -> None:
-        """Copy to symmetric memory of a peer. Copies of a stream are carried out one after the other."""
+    def _copy(self, target: torch.Tensor, data: torch.Tensor, pe: int) -> None:
+        """Copy to symmetric memory of a peer. Copies of one stream run in order."""
         memory = self._world.memory
         assert isinstance(memory, CudaMemory)
-        memory.copy_to_peer(self._world.peer_base[pe], there, data)
+        memory.copy_to_peer(self._world.peer_base[pe], target, data)
 
-    def _put(self, there: str, data: torch.Tensor, signals: bool) -> None:
+    def _put(self, buffer: str, data: torch.Tensor, signals: bool) -> None:
         put = put_to_peers(self.n_pes, data.nbytes, self.threads, signals)
-        gathered = as_bytes(self.memory[there], self.n_pes, data.nbytes)
+        gathered = as_bytes(self.memory[buffer], self.n_pes, data.nbytes)
         put(gathered, as_bytes(data, data.nbytes), self._calls, self.memory["arrived"])

@@ -1,9 +1,9 @@
-"""GEMMs of the experts of a mixture-of-experts layer, beside the dispatch and the combine of their rows.
+"""Expert GEMMs of a mixture-of-experts layer, overlapped with dispatch and combine.
 
-A tile of a dispatch's expert-major rows is multiplied when its rows have arrived, the first expert's first, because a
-dispatch that counts tiles sends them first. A GEMM before a combine goes from the last expert to the first, and signals
-finished tiles; the combine sends a token's row when the GEMM of its first expert has ended. Each is one persistent kernel
-beside the few blocks of the dispatch or of the combine.
+After a dispatch, a tile of the expert-major rows is multiplied when its rows have arrived, in the order of the experts, in
+which a dispatch that counts tiles sends them. Before a combine, the GEMM goes from the last expert to the first and signals
+finished tiles; the combine sends a token's row when the GEMM of its first expert is done. Each GEMM is one persistent kernel
+beside the few blocks of the dispatch or the combine.
 """
 
 import dataclasses
@@ -30,19 +30,19 @@ from .gemm import DEFAULT, SCALED, FusedMatmul, Tiling, check_extents, check_sca
 from .scaled_gemm import ScaledTiling, scaled_matmul
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which tile of the experts' products is next, and what a product signals of the others; steps of `matmul_experts`.
+# Building blocks of `matmul_experts`: the tile scheduler, and signals of tiles that have no rows.
 #
-# Their arguments: `shape`, see `gemm.Shape`; `at` and `totals`, see `kernels.moe.layout.PlanOffsets`.
+# Arguments: `shape`, see `gemm.Shape`; `at` and `totals`, see `kernels.moe.layout.PlanOffsets`.
 
 
 class Order(NamedTuple):
-    """In which order a call takes the tiles of the experts.
+    """State of the tile scheduler of a call.
 
     Attributes:
-        tickets: int32 [2], tiles that are taken, by the parity of the call. parity: int32.
-        begins: int32 [experts + 1], of shared memory, see `count_tiles`.
+        tickets: int32 [2], number of tiles taken, by the parity of the call. parity: int32.
+        begins: int32 [experts + 1], shared memory, see `count_tiles`.
         totals: int32, see `kernels.moe.layout.PlanOffsets`.
-        leaves: int32, whether this block takes no tile more when `before_leaving` tiles are taken.
+        leaves: int32, whether this block stops after `before_leaving` tiles are taken.
         before_leaving: int32.
     """
 
@@ -56,16 +56,16 @@ class Order(NamedTuple):
 
 @tsn.macro
 def count_tiles(shape, at, totals, heights, begins, thread):
-    """begins [experts + 1] = rows of tiles of the experts before each. By all threads of a block.
+    """begins[e] = rows of tiles of the experts before expert e. Called by all threads of a block.
 
     Args:
-        heights: int32 [experts], for each expert's rows of tiles.
+        heights: int32 [experts], scratch: rows of tiles per expert.
     """
     n = T.alloc_var("int32")
     for i in T.serial(-(-at.local_experts // gemm.THREADS)):
         e = i * gemm.THREADS + thread
         if e < at.local_experts:
-            # A dispatch that was refused has counts, and no room for their rows.
+            # A rejected dispatch has counts, but no room for their rows.
             n = T.min(totals[at.counts + e], totals[at.offsets + e + 1] - totals[at.offsets + e])
             heights[e] = (n + shape.tile[0] - 1) // shape.tile[0]
     T.sync_threads()
@@ -81,21 +81,21 @@ def count_tiles(shape, at, totals, heights, begins, thread):
 
 @tsn.macro
 def next_tile(shape, at, backwards, order, b):
-    """b.tile [4] = expert, row and column of the next tile, and whether only the first warpgroup has rows in it; expert -1: no
-    more. The warps that multiply get it too.
+    """b.tile = (expert, row, column, whether only the first warpgroup has rows) of the next tile; also queue it for the
+    multiplying warps. Expert -1: no tile is left.
 
-    By the copying warp. Experts go one by one, in each of them columns, in each column rows; `backwards` from the last one.
+    Called by the copying warp. Order: experts, then columns, then rows; with `backwards`, in reverse.
     """
     expert = T.alloc_var("int32")
     inside = T.alloc_var("int32")
     height = T.alloc_var("int32")
-    T.barrier_wait(b.taken[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
+    T.barrier_wait(b.queue_empty[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
     for i in T.unroll(4):
         b.tile[i] = -1
     if b.thread == 0:
         inside = order.begins[at.local_experts] * shape.tiles_n
         if backwards:
-            # Blocks that leave do so before they take a ticket, so that every ticket is a tile that somebody multiplies.
+            # Blocks leave before they take a ticket, so every ticket is a tile that is multiplied.
             if (
                 order.leaves == 0
                 or T.atomic_add(order.tickets[order.parity], 0, return_prev=True) < order.before_leaving
@@ -117,16 +117,16 @@ def next_tile(shape, at, backwards, order, b):
             left = order.totals[at.counts + expert] - inside % height * shape.tile[0]
             b.tile[3] = T.if_then_else(left <= shape.half, 1, 0)
         for i in T.unroll(4):
-            b.chosen[b.turn[0] % 2 * 4 + i] = b.tile[i]
+            b.queue[b.turn[0] % 2 * 4 + i] = b.tile[i]
     for i in T.unroll(4):
         b.tile[i] = T.shfl_sync(b.tile[i], 0)
-    T.barrier_arrive(b.given[b.turn[0] % 2])
+    T.barrier_arrive(b.queue_full[b.turn[0] % 2])
     b.turn[0] = b.turn[0] + 1
 
 
 @tsn.macro
 def add_missing_rows(shape, at, totals, finished, tiles, thread):
-    """Add to the words of tiles that no product of this call finishes what it adds to the others. By a block."""
+    """Announce tiles without rows, which no GEMM of this call announces. Called by a block."""
     begin = T.alloc_var("int32")
     end = T.alloc_var("int32")
     used = T.alloc_var("int32")
@@ -152,22 +152,22 @@ def matmul_experts(
     share)`, with `scaled` also `(…, x_scales, w_scales)`: `out` = the rows of each expert times its matrix.
 
     Args:
-        ranks, experts: of the layer, and experts of this PE.
-        capacity, n, k: of `x` [capacity, k], `w` and `out` [1, capacity, n].
-        dtype, out_dtype: of `x` and `w`, and of `out`; sums are made in float32.
-        transposed: `w` is [experts, n, k]; else [experts, k, n].
-        tile, stages, columns, workers: see `gemm.Shape`; `panel` is not looked at.
-        waits: for the tiles of `x`, until words of `arrived` have reached `arrivals[0]` times the rows of a tile.
-        tells: which tiles of `out` are finished, the last first: words of `finished` grow by 8 for each tile of columns.
-        scaled: sums are multiplied by the scale of their row, in `x_scales` [capacity], which come with the rows, and by that
-            of their column, in `w_scales` [experts, n], both float32.
+        ranks, experts: number of ranks, and of experts of this PE.
+        capacity, n, k: extents of `x` [capacity, k], `w` and `out` [1, capacity, n].
+        dtype, out_dtype: dtype of `x` and `w`, and of `out`; accumulation is in float32.
+        transposed: `w` is [experts, n, k] instead of [experts, k, n].
+        tile, stages, columns, workers: see `gemm.Shape`; `panel` is ignored.
+        waits: wait for each tile of `x`, until its word of `arrived` has reached `arrivals[0]` times the rows of a tile.
+        tells: compute the last tile first, and announce finished tiles: words of `finished` grow by 8 per column tile.
+        scaled: multiply sums by `x_scales` [capacity] of their row, which arrive with the rows, and `w_scales` [experts, n]
+            of their column, both float32.
 
-    `totals` (int32, see `kernels.moe.layout.PlanOffsets`) holds which rows an expert has; the first is that of a tile. What `out` holds
-    behind the last, up to the end of a tile, is not specified.
+    `totals` (int32, see `kernels.moe.layout.PlanOffsets`) holds the rows of each expert, which begin at a tile. `out` is
+    undefined behind an expert's last row, up to the end of the tile.
     `calls` (int64 [1]) holds the number of this call, 1 or more; `tickets` (int32 [2], zero before the first call) belongs
     to this kernel. `arrivals` (int64 [1]), `arrived` and `finished` (uint64 [1, tiles + 1], symmetric): see `Tiles`.
-    `started` (uint64 [1], symmetric) grows by 1 when the first block has begun. `leaving` (int32) blocks end when `share`
-    (int32) of 256 parts of the tiles are taken, and leave their SMs to the combine.
+    `started` (uint64 [1], symmetric) grows by 1 when the first block has begun. `leaving` (int32) blocks end when `share` /
+    256 (int32) of the tiles are taken, and leave their SMs to the combine.
     """
     shape = gemm.Shape(1, capacity, n, k, tile, stages, panel, columns, workers, transposed)
     (bm, bn, bk), tiles, at = tile, -(-capacity // tile[0]), PlanOffsets(ranks, experts)
@@ -240,7 +240,7 @@ def matmul_experts(
                 T.dec_max_nreg(40)
                 if thread < 32:
                     if tells and not waits:
-                        # Holds at once: what TMA reads is this PE's own, of kernels before.
+                        # True at once: TMA reads local data of earlier kernels.
                         N.wait_warp(arrived[0, tiles], "ge", 0, proxy="async")
                     next_tile(shape, at, tells, order, b)
                     while b.tile[0] >= 0:
@@ -260,23 +260,23 @@ def matmul_experts(
     return main
 
 
-# After which share of the tiles a combine begins: a token's row leaves when the last of its experts here is done, so that
-# few of them could leave before.
+# Share of the tiles after which a combine begins. A token's row is sent when the last of its local experts is done, so few
+# rows are ready earlier.
 LATE = 0.5
 
 
 class ExpertMatmul(FusedMatmul):
-    """The rows of each local expert times its matrix, beside dispatches and combines of one AllToAll.
+    """The rows of each local expert times its matrix, overlapped with dispatches and combines of one AllToAll.
 
     All ranks construct it with the same arguments.
 
     Args:
-        moe: the AllToAll, made with `tile_rows`.
+        moe: the AllToAll, constructed with `tile_rows`.
         k, n: rows and columns of each expert's matrix.
-        dtype: of rows, matrices and results, torch.bfloat16 or torch.float16; or torch.float8_e4m3fn with a scale for each
-            row (an AllToAll with `scale_words=1`) and for each column of each expert, see `FusedMatmul`; results are
-            torch.bfloat16 then. Sums are made in float32.
-        tiling: geometry of the GEMM; its tiles have `tile_rows` rows. `panel` is ignored.
+        dtype: dtype of rows, matrices and results: torch.bfloat16 or torch.float16; or torch.float8_e4m3fn with a scale for
+            each row (an AllToAll with `scale_words=1`) and for each column of each expert, see `FusedMatmul`, and results
+            in torch.bfloat16. Accumulation is in float32.
+        tiling: geometry of the GEMM; its tiles must have `tile_rows` rows. `panel` is ignored.
 
     Raises:
         TypeError, ValueError: a wrong dtype, extent or geometry, by name.
@@ -309,74 +309,70 @@ class ExpertMatmul(FusedMatmul):
     def kernels(
         self, w: torch.Tensor, ways: Sequence[str] = ("alone", "arriving", "combined")
     ) -> list[Callable[[], object]]:
-        """Calls that compile a kernel each, of GEMMs with matrices like `w`, for `tilescale_net.compiler.jit.compile_together`.
+        """Callables that compile one kernel each for matrices like `w`, for `tilescale_net.compiler.jit.compile_together`.
 
-        Otherwise each kernel is compiled by its first call, one after the other.
+        Without this, the first call of each kernel compiles it.
 
         Args:
             w: as in a call.
             ways: "alone" for `__call__`, and names of methods.
         """
         _, transposed = self._matrices(w)
-        of_ways: dict[str, dict[str, bool]] = {"alone": {}, "arriving": dict(waits=True), "combined": dict(tells=True)}
-        return [functools.partial(self._kernel, transposed, **of_ways[way]) for way in ways]
+        options: dict[str, dict[str, bool]] = {"alone": {}, "arriving": dict(waits=True), "combined": dict(tells=True)}
+        return [functools.partial(self._kernel, transposed, **options[way]) for way in ways]
 
     @named("tilescale_net.ExpertMatmul")
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, handle: Handle, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The GEMMs of rows that have all arrived.
+        """The GEMMs after all rows have arrived.
 
         Args:
-            x: [capacity, k], expert by expert, as in the result of a dispatch.
-            w: [local experts, k, n], contiguous, or the last two axes of a contiguous tensor exchanged.
-            handle: of the dispatch.
+            x: [capacity, k], expert-major, as in the result of a dispatch.
+            w: [local experts, k, n], contiguous, or the last two axes of a contiguous tensor transposed.
+            handle: the handle of the dispatch.
             out: [capacity, n]; default a new tensor.
             x_scales, w_scales: for torch.float8_e4m3fn: float32 [capacity] or [capacity, 1], and [local experts, n].
 
         Returns:
-            `out`; its contents outside the experts' rows are undefined.
+            `out`, undefined outside of the experts' rows.
 
         Raises:
             TypeError, ValueError: a wrong argument, by name.
         """
         self._begin()
         self._rows(x, (self._capacity, self.k))
-        held, transposed = self._matrices(w)
+        weight, transposed = self._matrices(w)
         scales = self._all_scales(x_scales, w_scales)
-        out = self._result(out, (self._capacity, self.n), ("x", x), ("w", held))
-        self._launch(out, x, held, transposed, scales, self._totals(handle))
+        out = self._result(out, (self._capacity, self.n), ("x", x), ("w", weight))
+        self._launch(out, x, weight, transposed, scales, self._totals(handle))
         return out
 
     @named("tilescale_net.ExpertMatmul.arriving")
     def arriving(
-        self,
-        pending: Pending,
-        w: torch.Tensor,
-        out: torch.Tensor | None = None,
-        *,
+        self, pending: Pending, w: torch.Tensor, out: torch.Tensor | None = None, *,
         w_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The GEMMs of the rows of a dispatch in flight, each tile when its rows have arrived.
+    ) -> torch.Tensor:  # fmt: skip
+        """The GEMMs of a dispatch in flight: each tile is computed when its rows have arrived.
 
         Args:
             pending: the result of `dispatch_send`, not yet received; pass it to `dispatch_recv` afterwards.
             w, out, w_scales: as in `__call__`.
 
-        Returns and raises as `__call__`. ValueError for another object's dispatch, or a received one.
+        Returns and raises as `__call__`. ValueError for a dispatch of another object, or a received one.
         """
         self._begin()
         result = pending.result if isinstance(pending, Pending) else None
         if not isinstance(result, Dispatched):
-            raise TypeError(f"{self.name}: pending is {pending!r}; it must be what dispatch_send has returned")
+            raise TypeError(f"{self.name}: pending is {pending!r}; it must be the result of dispatch_send")
         self._rows(result.x, (self._capacity, self.k))
-        held, transposed = self._matrices(w)
+        weight, transposed = self._matrices(w)
         scales = self._all_scales(result.scales, w_scales)
-        out = self._result(out, (self._capacity, self.n), ("pending.result.x", result.x), ("w", held))
-        self._load(out, result.x, held, transposed, scales, arrived=self._finished)
+        out = self._result(out, (self._capacity, self.n), ("pending.result.x", result.x), ("w", weight))
+        self._load(out, result.x, weight, transposed, scales, arrived=self._finished)
         tiles = self._moe.alongside(pending)
-        self._launch(out, result.x, held, transposed, scales, self._totals(pending.handle), arrived=tiles)
+        self._launch(out, result.x, weight, transposed, scales, self._totals(pending.handle), arrived=tiles)
         return out
 
     @named("tilescale_net.ExpertMatmul.combined")
@@ -384,22 +380,22 @@ class ExpertMatmul(FusedMatmul):
         self, x: torch.Tensor, w: torch.Tensor, handle: Handle, *, x_scales: torch.Tensor | None = None,
         w_scales: torch.Tensor | None = None, products: torch.Tensor | None = None, late: float = LATE, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """`AllToAll.combine` of the products; each row is sent when its GEMMs have ended.
+        """`AllToAll.combine` of the results of the GEMMs; each row is sent when its GEMMs are done.
 
         Args:
             x, w, handle, x_scales, w_scales: as in `__call__`; `n` is `hidden` of the AllToAll.
-            products: [capacity, n], memory for the products; default a new tensor.
+            products: [capacity, n], memory for the results of the GEMMs; default a new tensor.
             late: share of the tiles after which the GEMM leaves SMs to the combine, which then begins; 0: the combine has
-                them from the beginning, and waits for its first rows. The first call with other options is never late: it
-                loads the combine's kernel.
-            options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take an SM each; default
-                `blocks_beside_gemm` of the AllToAll.
+                its SMs from the start, and waits for its first rows. The first call with other options ignores it, because
+                it loads the combine's kernel.
+            options: options of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take an SM each;
+                default `blocks_beside_gemm` of the AllToAll.
 
         Returns:
             [tokens, hidden], as `AllToAll.combine`.
 
         Errors as for `__call__` and `AllToAll.combine`. Unless the combine rejects the call, nothing was sent, and the
-        other ranks wait for this one.
+        other ranks wait for this rank.
         """
         self._begin()
         config = self._moe.config
@@ -409,15 +405,15 @@ class ExpertMatmul(FusedMatmul):
                 f"of {config.combine_dtype}"
             )
         self._rows(x, (self._capacity, self.k))
-        held, transposed = self._matrices(w)
+        weight, transposed = self._matrices(w)
         scales = self._all_scales(x_scales, w_scales)
-        y = self._result(products, (self._capacity, self.n), ("x", x), ("w", held))
+        y = self._result(products, (self._capacity, self.n), ("x", x), ("w", weight))
         if not isinstance(late, (int, float)) or not 0 <= late < 1:
             raise ValueError(f"{self.name}: late is {late!r}; it must be a share of the tiles, from 0 to less than 1")
-        self._load(y, x, held, transposed, scales, tells=True)
+        self._load(y, x, weight, transposed, scales, tells=True)
         tiles, proxy = self._finished, self._world.proxy
         if proxy is not None and proxy.holds_up_launches:
-            late = 0  # a launch returns when the kernel has ended: nothing could wait for the GEMM, which comes behind
+            late = 0  # a launch returns when its kernel has ended, so the combine cannot wait for the GEMM behind it
         if late:
             tiles = dataclasses.replace(tiles, started=self._started)
         options["blocks"] = options.get("blocks") or self._moe.blocks_beside_gemm
@@ -425,12 +421,12 @@ class ExpertMatmul(FusedMatmul):
         try:
             pending = self._moe.combine_send(y, handle, tiles=tiles, **options)
         except Exception:
-            self._finished.calls.sub_(1)  # no combine waits
+            self._finished.calls.sub_(1)  # no combine waits for this call
             raise
         self._moe.alongside(pending)
         leaving = options["blocks"] if late else 0
         self._launch(
-            y, x, held, transposed, scales, self._totals(handle), tells=True, leaving=leaving, share=int(256 * late)
+            y, x, weight, transposed, scales, self._totals(handle), tells=True, leaving=leaving, share=int(256 * late)
         )
         return self._moe.combine_recv(pending)
 
@@ -438,7 +434,7 @@ class ExpertMatmul(FusedMatmul):
         return self._weight(w, self._moe.config.local_experts, self.k, self.n)
 
     def _all_scales(self, x_scales, w_scales) -> tuple[torch.Tensor, ...]:
-        """What kernels take behind the rest: scales for 8 bits, else nothing. TypeError or ValueError, by name."""
+        """The kernels' last arguments: scales of FP8 operands, else none. Raises TypeError or ValueError, by name."""
         columns = self._moe.config.local_experts, self.n
         hint = " (scales of 128 elements are not supported; an AllToAll with scale_words=1 has one for each row)"
         check_scales(self.name, self.dtype, x_scales, w_scales, self._capacity, *columns, hint=hint)
@@ -455,17 +451,17 @@ class ExpertMatmul(FusedMatmul):
             raise ValueError(f"{self.name}: the handle is of an AllToAll of another configuration")
         return handle.plan.totals
 
-    def _load(self, out, x, held, transposed: bool, scales, **how: Any) -> None:
-        """Launch what runs beside a half once before: a kernel's first launch loads it, for which the driver waits until
-        running kernels have ended, and those of a combine wait for the product.
+    def _load(self, out, x, weight, transposed: bool, scales, **options: Any) -> None:
+        """Launch the GEMM once without rows before it runs beside communication. A kernel's first launch loads it, for
+        which the driver waits until running kernels have ended, while the combine's kernel would wait for the GEMM.
         """
-        key = transposed, "tells" in how
+        key = transposed, "tells" in options
         if self.device.type != "cuda" or key in self._loaded:
             return
         config = self._moe.config
-        places = PlanOffsets(config.ranks, config.local_experts)
-        none = torch.zeros(places.words, dtype=torch.int32, device=self.device)  # no rows
-        self._launch(out, x, held, transposed, scales, none, **how)
+        words = PlanOffsets(config.ranks, config.local_experts).words
+        no_rows = torch.zeros(words, dtype=torch.int32, device=self.device)
+        self._launch(out, x, weight, transposed, scales, no_rows, **options)
         wait_until_resident()(self._calls, self._finished.words[-1:], 0, 0)
         torch.cuda.synchronize(self.device)
         self._finished.reset()
@@ -485,7 +481,7 @@ class ExpertMatmul(FusedMatmul):
         )  # fmt: skip
 
     def _launch(
-        self, out, x, held, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False,
+        self, out, x, weight, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False,
         leaving: int = 0, share: int = 0,
     ) -> None:  # fmt: skip
         finished = self._finished
@@ -493,24 +489,23 @@ class ExpertMatmul(FusedMatmul):
         kernel = self._kernel(transposed, arrived is not None, tells)
         awaited = arrived or finished
         kernel(
-            out.view(1, self._capacity, self.n), x, held, totals, self._calls, self._tickets, awaited.calls,
+            out.view(1, self._capacity, self.n), x, weight, totals, self._calls, self._tickets, awaited.calls,
             awaited.words.view(1, -1), finished.words.view(1, -1),
             *((self._started, min(leaving, self._workers - 1), share) if tells else ()), *scales,
         )  # fmt: skip
 
 
 class ScaledExpertMatmul(ExpertMatmul):
-    """As ExpertMatmul, of float8_e4m3fn with scales of blocks: one for 128 elements of a row, one for 128 x 128 of a matrix.
+    """As ExpertMatmul, for float8_e4m3fn with block scales: one per 128 elements of a row, one per 128 x 128 of a matrix.
 
-    All ranks construct it with the same arguments. `x_scales` of a call are float32 [capacity, blocks of k], padded to a
-    multiple of 4 or not; `w_scales` [local experts, blocks of n, blocks of k], the results of `quantise_weights` of
-    `scaled_gemm` for [experts, n, k]; `w` [local experts, k, n] is the transpose, in its last two axes, of a contiguous
-    tensor.
+    All ranks construct it with the same arguments. `x_scales` of a call is float32 [capacity, blocks of k], optionally
+    padded to a multiple of 4; `w_scales` is [local experts, blocks of n, blocks of k], from `scaled_gemm.quantise_weights`
+    of [experts, n, k]; `w` [local experts, k, n] is the transpose, in its last two axes, of a contiguous tensor.
 
     Args:
-        moe: the AllToAll, made with `tile_rows`; for `arriving` of float8_e4m3fn, k its `hidden`, a multiple of 512.
+        moe: the AllToAll, constructed with `tile_rows`; `arriving` of float8_e4m3fn needs k = `hidden`, a multiple of 512.
         k, n: rows and columns of each expert's matrix.
-        tiling: geometry of the GEMM; its tiles have `tile_rows` rows.
+        tiling: geometry of the GEMM; its tiles must have `tile_rows` rows.
 
     Raises:
         TypeError, ValueError: a wrong extent or geometry, by name.
@@ -522,8 +517,8 @@ class ScaledExpertMatmul(ExpertMatmul):
     def __init__(self, moe: AllToAll, k: int, n: int, *, tiling: ScaledTiling = scaled.DEFAULT):
         if not isinstance(tiling, ScaledTiling) or tiling.cluster > 1:
             raise ValueError(f"{self.NAME}: tiling is {tiling!r}; it must be a ScaledTiling with cluster 1")
-        usual = Tiling(tiling.tile, tiling.stages, tiling.panel, tiling.columns)
-        super().__init__(moe, k, n, dtype=SCALED, tiling=usual)
+        plain = Tiling(tiling.tile, tiling.stages, tiling.panel, tiling.columns)
+        super().__init__(moe, k, n, dtype=SCALED, tiling=plain)
         self._geometry = tiling
 
     def _kernel(self, transposed: bool, waits: bool = False, tells: bool = False) -> Any:
@@ -536,39 +531,39 @@ class ScaledExpertMatmul(ExpertMatmul):
         )  # fmt: skip
 
     def _all_scales(self, x_scales, w_scales) -> tuple[torch.Tensor, ...]:
-        of_x, config = groups_of(self.k), self._moe.config
+        blocks, config = groups_of(self.k), self._moe.config
         shapes: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
-            "x_scales": (x_scales, [(self._capacity, of_x), (self._capacity, align4(of_x))]),
-            "w_scales": (w_scales, [(config.local_experts, groups_of(self.n), of_x)]),
+            "x_scales": (x_scales, [(self._capacity, blocks), (self._capacity, align4(blocks))]),
+            "w_scales": (w_scales, [(config.local_experts, groups_of(self.n), blocks)]),
         }
-        for what, (tensor, allowed) in shapes.items():
-            self._check(what, tensor, torch.float32)
+        for name, (tensor, allowed) in shapes.items():
+            self._check(name, tensor, torch.float32)
             if tuple(tensor.shape) not in allowed:
-                raise ValueError(f"{self.name}: {what} has shape {list(tensor.shape)}; it must be {list(allowed[0])}")
+                raise ValueError(f"{self.name}: {name} has shape {list(tensor.shape)}; it must be {list(allowed[0])}")
         return x_scales, w_scales
 
     def _launch(
-        self, out, x, held, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False,
+        self, out, x, weight, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False,
         leaving: int = 0, share: int = 0,
     ) -> None:  # fmt: skip
-        config, tiling, (of_x, of_w) = self._moe.config, self._geometry, scales
+        config, tiling, (x_scales, w_scales) = self._moe.config, self._geometry, scales
         at, local = PlanOffsets(config.ranks, config.local_experts), config.local_experts
         counts, offsets = totals[at.counts : at.counts + local], totals[at.offsets : at.offsets + local + 1]
         if arrived is None and not tells:
             scaled_matmul(
-                x, held, of_x, of_w, out=out, counts=counts, offsets=offsets, out_dtype=self.out_dtype, tiling=tiling
-            )
+                x, weight, x_scales, w_scales, out=out, counts=counts, offsets=offsets, out_dtype=self.out_dtype, tiling=tiling,
+            )  # fmt: skip
             return
-        if of_x.shape[1] % scaled.SCALES_AT_ONCE:
+        if x_scales.shape[1] % scaled.SCALES_AT_ONCE:
             raise ValueError(
-                f"{self.name}: x_scales has {of_x.shape[1]} columns; beside communication they must be a multiple of 4, since "
-                "they are read where they are"
+                f"{self.name}: x_scales has {x_scales.shape[1]} columns; beside communication they must be a multiple of 4, "
+                "because they are read in place"
             )
         self._calls.add_(1)
         kernel = self._kernel(transposed, arrived is not None, tells)
-        given = (
+        signals = (
             (self._finished.words.view(1, -1), self._started, min(leaving, self._workers - 1), share)
             if arrived is None
             else (arrived.calls, arrived.words)
         )
-        kernel(out, x, held, of_x, of_w, counts, offsets, self._calls, self._tickets, *given)
+        kernel(out, x, weight, x_scales, w_scales, counts, offsets, self._calls, self._tickets, *signals)

@@ -1,4 +1,4 @@
-"""The common parts of fused GEMMs: shapes and dtypes, the geometry of tiles, and streams beside the caller's."""
+"""Common parts of the fused GEMMs: shapes, dtypes, tile geometry, and side streams."""
 
 import contextlib
 import functools
@@ -17,32 +17,32 @@ from ..collective import Collective
 from ..launches import Form, Launch
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Steps of a persistent matrix product, which kernels put together: which tile is next, who copies, who multiplies.
+# Building blocks of a persistent GEMM kernel: tile scheduling, TMA copies, and tensor core steps.
 #
 # A block has three warpgroups. One warp of the first takes the next tile from a counter and copies its operands by TMA into
-# a ring of `stages`; the other two multiply half of the tile's rows each, and their results leave through shared memory
-# while the ring fills for the next tile. Tiles are taken, not dealt out: a block that starts late, because a kernel that
-# communicates had its SM, takes fewer.
+# a ring of `stages`. Each of the other two multiplies half of the tile's rows; results leave through shared memory while
+# the ring fills for the next tile. Tiles are scheduled dynamically, because a block that starts late (its SM ran a
+# communication kernel) must take fewer.
 
 
 THREADS = 384
-MULTIPLIERS = 256  # of them
+MULTIPLIERS = 256  # threads of the two warpgroups that multiply
 WARPS = MULTIPLIERS // 32
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Extents of a product and of its tiles, known when its kernel is compiled.
+    """Compile-time extents of a GEMM and its tiles.
 
     Attributes:
-        parts: products of `rows` rows each, one after the other.
-        rows, n, k: of a product.
-        tile: rows, columns and depth of a tile; the rows are twice those of a warpgroup.
-        stages: of the ring of operands.
-        panel: rows of tiles that are processed together, for the L2 cache.
-        columns: columns stored at a time; they divide the tile's.
-        workers: blocks.
-        transposed: the right operand is [n, k].
+        parts: number of GEMMs of `rows` rows each, computed one after the other.
+        rows, n, k: extents of one GEMM.
+        tile: rows, columns and depth of a tile; each warpgroup has half of the rows.
+        stages: depth of the operand ring.
+        panel: rows of tiles that are processed together, for L2 reuse.
+        columns: columns per store; a divisor of the tile's columns.
+        workers: number of blocks.
+        transposed: whether the right operand is [n, k].
     """
 
     parts: int
@@ -76,18 +76,18 @@ class Shape:
 
     @property
     def right(self) -> tuple[int, int]:
-        """Shape of a tile of the right operand."""
+        """Shape of the right operand's tile."""
         _, bn, bk = self.tile
         return (bn, bk) if self.transposed else (bk, bn)
 
 
-class Place(NamedTuple):
-    """Where the tile is that a block works on; int32 [1] each, registers of a thread.
+class Position(NamedTuple):
+    """Position of a block's current tile; int32 [1] registers.
 
     Attributes:
-        part: the number of the part, see `Shape`; in a reduce-scatter, how many places behind this PE the owner of the rows is.
-        row, column: the first of the tile in the part.
-        pe: the PE that has the rows, in an all-gather.
+        part: index of the part, see `Shape`; in a reduce-scatter, distance from this PE to the owner of the rows.
+        row, column: first row and column of the tile within the part.
+        pe: all-gather only: the PE that owns the rows.
     """
 
     part: Any
@@ -97,12 +97,12 @@ class Place(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of 8-bit operands, float32.
+    """float32 scales of FP8 operands.
 
     Attributes:
         tile: [2, rows of a warpgroup + columns of a tile], shared memory.
-        x: of rows of the left operand. w: of columns of the right one.
-        gathered: [2, n_pes, rows], of rows of other PEs, where such are gathered.
+        x, w: row scales of the left operand, column scales of the right operand.
+        gathered: [2, n_pes, rows], all-gather only: row scales of the other PEs.
     """
 
     tile: Any
@@ -112,17 +112,17 @@ class Scales(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Memory of a block: shared by its warps, and registers of each thread (int32).
+    """Shared memory and per-thread int32 registers of a block.
 
     Attributes:
-        left, right: the ring of operands, [stages, 2, rows of a warpgroup, depth] and [stages, *Shape.right]. Summands come
-            through that of the right ones as well.
-        result: [2, rows of a warpgroup, columns] of each dtype that leaves, tiles on their way to memory.
-        sums: of a tile, fragments of the two warpgroups.
+        left, right: operand rings, [stages, 2, rows of a warpgroup, depth] and [stages, *Shape.right]. The ring `right`
+            also receives summands.
+        result: [2, rows of a warpgroup, columns] per output dtype, staging for stores.
+        sums: accumulator fragments of the two warpgroups.
         full, empty: barriers of the ring's stages.
-        chosen, given, taken: the next two tiles, and their barriers.
-        step: of the ring. turn: tiles so far. tile: the current one, as many words as describe it.
-        thread: of the block.
+        queue, queue_full, queue_empty: the next two tiles and their barriers.
+        step: ring step. turn: number of tiles so far. tile: words that describe the current tile.
+        thread: thread index in the block.
     """
 
     left: Any
@@ -131,9 +131,9 @@ class Block(NamedTuple):
     sums: Any
     full: Any
     empty: Any
-    chosen: Any
-    given: Any
-    taken: Any
+    queue: Any
+    queue_full: Any
+    queue_empty: Any
     step: Any
     turn: Any
     tile: Any
@@ -142,12 +142,12 @@ class Block(NamedTuple):
 
 @tsn.macro
 def block_memory(shape, dtype, out_dtypes, words=1):
-    """Memory of a block of a kernel that multiplies: the fields of `Block`.
+    """Allocate the fields of `Block`.
 
-    A macro, so that buffers have names: those without one have one alignment in shared memory, the largest of any.
+    A macro, because tilelang aligns unnamed buffers in shared memory to the largest alignment of all.
 
     Args:
-        out_dtypes: of what leaves, one or two. words: that describe a tile.
+        out_dtypes: one or two output dtypes. words: number of words that describe a tile.
     """
     left = T.alloc_shared((shape.stages, 2, shape.half, shape.tile[2]), dtype)
     right = T.alloc_shared((shape.stages, *shape.right), dtype)
@@ -156,29 +156,29 @@ def block_memory(shape, dtype, out_dtypes, words=1):
     lower = T.alloc_fragment((shape.half, shape.tile[1]), "float32")
     full = T.alloc_barrier([32] * shape.stages)
     empty = T.alloc_barrier([WARPS] * shape.stages)
-    chosen = T.alloc_shared((2 * words,), "int32")
-    given = T.alloc_barrier([32] * 2)
-    taken = T.alloc_barrier([WARPS] * 2)
+    queue = T.alloc_shared((2 * words,), "int32")
+    queue_full = T.alloc_barrier([32] * 2)
+    queue_empty = T.alloc_barrier([WARPS] * 2)
     step = T.alloc_local((1,), "int32")
     turn = T.alloc_local((1,), "int32")
     tile = T.alloc_local((words,), "int32")
-    others = [T.alloc_shared((2, shape.half, shape.columns), other) for other in out_dtypes[1:]]
+    more = [T.alloc_shared((2, shape.half, shape.columns), dtype) for dtype in out_dtypes[1:]]
     return (
-        left, right, (result, *others), (upper, lower), full, empty, chosen, given, taken, step, turn, tile,
+        left, right, (result, *more), (upper, lower), full, empty, queue, queue_full, queue_empty, step, turn, tile,
         T.get_thread_binding(),
     )  # fmt: skip
 
 
 @tsn.macro
 def begin(b):
-    """By all threads of a block."""
+    """Reset the counters of `b`. Called by all threads of a block."""
     b.step[0] = 0
     b.turn[0] = 0
 
 
 @tsn.macro
-def place(shape, tile, at):
-    """at = the place of the number `tile`: panels of rows, in each of them columns, in each of them rows."""
+def locate(shape, tile, at):
+    """at = the position of tile number `tile`. Order: panels of rows, then columns, then rows within the panel."""
     inside = tile % (shape.tiles_m * shape.tiles_n)
     first = inside // (shape.panel * shape.tiles_n) * shape.panel
     height = T.min(shape.panel, shape.tiles_m - first)
@@ -190,48 +190,49 @@ def place(shape, tile, at):
 
 @tsn.macro
 def next_tile(shape, tickets, call, b):
-    """b.tile = the next tile of this call, which the warps that multiply get too; `shape.total` or more: no more.
+    """b.tile = the next tile of this call; also queue it for the multiplying warps. `shape.total` or more: no tile is left.
 
-    By the copying warp. A call takes one ticket for each tile, and one in vain for each block, so that the counter
-    `tickets` (uint64 [1]) goes on from call to call.
+    Called by the copying warp. Each call takes one ticket per tile and one more per block, so the counter `tickets`
+    (uint64 [1]) is never reset.
     """
-    T.barrier_wait(b.taken[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
+    T.barrier_wait(b.queue_empty[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
     b.tile[0] = 0
     if b.thread == 0:
         ticket = T.atomic_add(tickets[0], T.uint64(1), return_prev=True)
         b.tile[0] = T.cast(T.cast(ticket, "int64") - (call - 1) * (shape.total + shape.workers), "int32")
-        b.chosen[b.turn[0] % 2] = b.tile[0]
+        b.queue[b.turn[0] % 2] = b.tile[0]
     b.tile[0] = T.shfl_sync(b.tile[0], 0)
-    T.barrier_arrive(b.given[b.turn[0] % 2])
+    T.barrier_arrive(b.queue_full[b.turn[0] % 2])
     b.turn[0] = b.turn[0] + 1
 
 
 @tsn.macro
 def get_tile(b):
-    """b.tile = the next tile. By the warps that multiply."""
-    T.barrier_wait(b.given[b.turn[0] % 2], (b.turn[0] // 2) & 1)
+    """b.tile = the next queued tile. Called by the multiplying warps."""
+    T.barrier_wait(b.queue_full[b.turn[0] % 2], (b.turn[0] // 2) & 1)
     words = b.tile.shape[0]
     for i in T.unroll(words):
-        b.tile[i] = b.chosen[b.turn[0] % 2 * words + i]
+        b.tile[i] = b.queue[b.turn[0] % 2 * words + i]
     T.sync_warp()
     if b.thread % 32 == 0:
-        T.barrier_arrive(b.taken[b.turn[0] % 2])
+        T.barrier_arrive(b.queue_empty[b.turn[0] % 2])
     b.turn[0] = b.turn[0] + 1
 
 
 @tsn.macro
 def copy(source, target, b, stage):
-    """Begin to copy a part of a tile to a stage of the ring. By the copying warp."""
+    """Start to copy a part of a tile to a ring stage. Called by the copying warp."""
     T.tma_copy(source, target, barrier=b.full[stage], leader_scope_threads=32)
 
 
 @tsn.macro
 def copy_tile(shape, b, row, copy_left, copy_right):
-    """Copy the operands of a tile, step by step of its depth. By the copying warp.
+    """Copy the operands of a tile, one ring stage per step of its depth. Called by the copying warp.
 
     Args:
-        row(): the first of the tile. copy_left(half, first, depth, stage), copy_right(depth, stage): begin to copy the rows
-            of a warpgroup from row `first` on, and the right operand; from column or row `depth` on.
+        row(): first row of the tile.
+        copy_left(half, first, depth, stage): start to copy a warpgroup's rows from row `first` and column `depth`.
+        copy_right(depth, stage): start to copy the right operand from `depth`.
     """
     bk = shape.tile[2]
     for i in T.serial(T.ceildiv(shape.k, bk)):
@@ -247,7 +248,7 @@ def copy_tile(shape, b, row, copy_left, copy_right):
 
 @tsn.macro
 def copy_right(shape, w, b, depth, column, stage):
-    """Begin to copy a tile of the right operand. By the copying warp."""
+    """Start to copy a tile of the right operand. Called by the copying warp."""
     _, bn, bk = shape.tile
     if shape.transposed:
         copy(w[column : column + bn, depth : depth + bk], b.right[stage, :, :], b, stage)
@@ -257,9 +258,9 @@ def copy_right(shape, w, b, depth, column, stage):
 
 @tsn.macro
 def wait_for_all(arrived, chunk, n_pes, call, thread):
-    """Wait until arrived[p, chunk] of every other PE p has reached `call`, by a warp; its TMA copies may read what they sent.
+    """Wait until arrived[p, chunk] >= `call` for every other PE p; then TMA copies of the warp may read their data.
 
-    A lane waits for a PE, since a look at a flag takes as long as a step of tensor cores.
+    Called by a warp. Each lane waits for one PE, because one poll of a flag takes as long as a tensor core step.
     """
     for first in T.serial(-(-n_pes // 32)):
         pe = first * 32 + thread
@@ -270,10 +271,10 @@ def wait_for_all(arrived, chunk, n_pes, call, thread):
 
 @tsn.macro
 def copy_summand(shape, wide, summands, half, pe, b, stage, row, column):
-    """Begin to copy a warpgroup's rows of a tile of summands[half, pe] [rows, n] to where a tile of the right operand would be.
+    """Start to copy a warpgroup's rows of a tile of summands[half, pe] [rows, n] to the ring of the right operand.
 
-    By the copying warp. `wide`: elements of the right operand that a summand takes the place of; `summands` is [rows, wide *
-    n] of its dtype. The rows of a warpgroup may not be more than the summands that the depth of a tile has room for.
+    Called by the copying warp. A summand takes as many bytes as `wide` elements of the right operand, so `summands` is
+    viewed as [rows, wide * n] of that dtype. A warpgroup may not have more rows than summands fit into the tile's depth.
     """
     _, bn, bk = shape.tile
     if shape.transposed:
@@ -291,20 +292,20 @@ def copy_summand(shape, wide, summands, half, pe, b, stage, row, column):
 
 
 def byte(value):
-    """The byte of an element of 8 bits, as uint16."""
+    """The bits of an FP8 element, as uint16."""
     return T.cast(T.reinterpret(value, "uint8"), "uint16")
 
 
 @tsn.macro
 def add_summand(shape, wide, dtype, mine, total, b):
-    """total += what `copy_summand` has copied, of `dtype`, where that is `mine`. By a warpgroup that multiplies."""
+    """total += the summands (of `dtype`) that `copy_summand` has copied, if `mine`. Called by a multiplying warpgroup."""
     stages, bk = shape.stages, shape.tile[2] // wide
     s = b.step[0] % stages
     T.barrier_wait(b.full[s], (b.step[0] // stages) & 1)
     if mine:
         for i, j in T.Parallel(shape.half, shape.tile[1]):
             if wide == 2:
-                # Byte by byte: the ring is laid out for operands of a byte.
+                # Byte by byte, because the ring has the layout of FP8 operands.
                 total[i, j] += T.cast(
                     T.reinterpret(
                         byte(b.right[s, j // bk * shape.half + i, j % bk * 2])
@@ -325,7 +326,7 @@ def add_summand(shape, wide, dtype, mine, total, b):
 
 @tsn.macro
 def multiply(shape, group, total, b):
-    """total = the product of warpgroup `group`'s rows of a tile; one step of tensor cores is always in flight."""
+    """total = the GEMM of warpgroup `group`'s rows of a tile; one tensor core step is always in flight."""
     stages, depth = shape.stages, -(-shape.k // shape.tile[2])
     for i in T.serial(depth):
         T.barrier_wait(b.full[b.step[0] % stages], (b.step[0] // stages) & 1)
@@ -346,10 +347,10 @@ def multiply(shape, group, total, b):
 
 @tsn.macro
 def skip(shape, b):
-    """Release the operands of a tile in which this warpgroup has no rows: the other one has the tensor cores to itself."""
+    """Release the operands of a tile in which this warpgroup has no rows; the other one has the tensor cores to itself."""
     for i in T.serial(-(-shape.k // shape.tile[2])):
         T.barrier_wait(b.full[b.step[0] % shape.stages], (b.step[0] // shape.stages) & 1)
-        T.sync_warp()  # a lane that waited later might miss this phase of the barrier
+        T.sync_warp()  # otherwise a late lane could miss this phase of the barrier
         if b.thread % 32 == 0:
             T.barrier_arrive(b.empty[b.step[0] % shape.stages])
         b.step[0] = b.step[0] + 1
@@ -357,11 +358,11 @@ def skip(shape, b):
 
 @tsn.macro
 def multiply_tiles(shape, group, b, is_tile, find, finish, skips=None):
-    """Multiply tiles until there are none left. By warpgroup `group` of the two that multiply.
+    """Multiply tiles until none is left. Called by multiplying warpgroup `group`.
 
     Args:
-        is_tile(): whether `b.tile` is one. find(): where it is. finish(group, total): what becomes of its sums; None: there
-            are none. skips(): whether this warpgroup has no rows in it; default: it always has some.
+        is_tile(): whether `b.tile` is a tile. find(): compute its position. finish(group, total): store its sums; `total`
+            is None for a skipped tile. skips(): whether this warpgroup has no rows in the tile; default: never.
     """
     T.inc_max_nreg(232)
     get_tile(b)
@@ -381,28 +382,28 @@ def multiply_tiles(shape, group, b, is_tile, find, finish, skips=None):
 
 
 @tsn.macro
-def get_row_scales(rows, shape, group, scales, of_row, row):
-    """scales[group, 0 : half] = of_row(each row of warpgroup `group`), of which there are `rows`. By it."""
+def get_row_scales(rows, shape, group, scales, row_scale, row):
+    """scales[group, 0 : half] = row_scale(r) of each row of warpgroup `group`; r < `rows`. Called by that warpgroup."""
     for i in T.Parallel(shape.half):
-        # Rows and columns outside of the product get some scale: they are never stored.
-        scales[group, i] = of_row(T.min(row + group * shape.half + i, rows - 1))
+        # Rows and columns outside of the result get an arbitrary scale; they are never stored.
+        scales[group, i] = row_scale(T.min(row + group * shape.half + i, rows - 1))
 
 
 @tsn.macro
-def scale(shape, group, total, scales, of_column, column):
-    """total[i, j] *= scales[group, i] * of_column(column of j). By warpgroup `group`.
+def scale(shape, group, total, scales, column_scale, column):
+    """total[i, j] *= scales[group, i] * column_scale(column + j). Called by warpgroup `group`.
 
-    All pass through shared memory, since each thread needs those of a quarter of the columns.
+    Column scales pass through shared memory, because each thread needs a quarter of them.
     """
     for j in T.Parallel(shape.tile[1]):
-        scales[group, shape.half + j] = of_column(T.min(column + j, shape.n - 1))
+        scales[group, shape.half + j] = column_scale(T.min(column + j, shape.n - 1))
     for i, j in T.Parallel(shape.half, shape.tile[1]):
         total[i, j] = total[i, j] * scales[group, i] * scales[group, shape.half + j]
 
 
 @tsn.macro
 def store(shape, group, total, result, out, part, row, column):
-    """out[part, …] = the sums of warpgroup `group`; they are on their way when this returns, see `T.tma_store_wait`."""
+    """out[part, …] = the sums of warpgroup `group`; the stores are still in flight afterwards, see `T.tma_store_wait`."""
     columns = shape.columns
     for h in T.unroll(shape.tile[1] // columns):
         T.tma_store_wait(0)
@@ -418,7 +419,7 @@ def store(shape, group, total, result, out, part, row, column):
 
 
 DTYPES = (torch.bfloat16, torch.float16)
-SCALED = torch.float8_e4m3fn  # with a scale for each row of `x` and each column of `w`
+SCALED = torch.float8_e4m3fn  # needs a scale per row of `x` and per column of `w`
 SUPPORTED_DTYPES = (*DTYPES, SCALED)
 
 
@@ -428,9 +429,9 @@ class Tiling:
 
     Args:
         tile: rows, columns and depth of a tile.
-        stages: of the ring of operands in shared memory.
-        panel: rows of tiles that are processed together, for the L2 cache.
-        columns: columns stored at a time; they divide the tile's.
+        stages: depth of the operand ring in shared memory.
+        panel: rows of tiles that are processed together, for L2 reuse.
+        columns: columns per store; a divisor of the tile's columns.
     """
 
     tile: tuple[int, int, int] = (128, 256, 64)
@@ -450,7 +451,7 @@ class Tiling:
             )
 
     def workers(self, device: torch.device, parts: int, rows: int, n: int, less: int = 0) -> int:
-        """Blocks of a product of `parts` times `rows` rows and `n` columns: one an SM but for `less` of them."""
+        """Number of blocks for a GEMM of `parts` times `rows` rows and `n` columns: one per SM, except `less` SMs."""
         tiles = parts * -(-rows // self.tile[0]) * -(-n // self.tile[1])
         if device.type != "cuda":
             return min(tiles, SIMULATED_WORKERS)
@@ -462,20 +463,20 @@ SIMULATED_WORKERS = 3
 
 
 class SideStreams:
-    """Streams that work beside the caller's, which waits for them at the end; in the simulator, one after the other.
+    """Streams that run beside the caller's stream, which joins them at the end; the simulator runs them in order.
 
-    The caller's is the current one of `device`, which need not be the device that is current in this thread.
+    The caller's stream is the current stream of `device`, even if another device is current in this thread.
     """
 
     def __init__(self, device: torch.device, priorities: tuple[int, ...]):
         self._device, self._forked, on_gpu = device, False, device.type == "cuda"
         self._streams = [torch.cuda.Stream(device, priority=p) for p in priorities] if on_gpu else []
-        # Made once: a wait is for what an event held when it was made.
+        # One event can serve all calls: a stream waits for the record that precedes the wait.
         self._fork = torch.cuda.Event() if on_gpu else None
         self._joins = [torch.cuda.Event() for _ in self._streams]
 
     def fork(self) -> None:
-        """The streams go on from where the caller's is now."""
+        """Let the side streams wait for the work that the caller's stream has so far."""
         self._forked = True
         if self._fork is not None:
             self._fork.record(torch.cuda.current_stream(self._device))
@@ -483,20 +484,20 @@ class SideStreams:
                 stream.wait_event(self._fork)
 
     def __getitem__(self, i: int):
-        """A context in which work goes to stream `i`."""
+        """A context that makes side stream `i` current."""
         return torch.cuda.stream(self._streams[i]) if self._streams else contextlib.nullcontext()
 
     def mark(self) -> torch.cuda.Event | None:
-        """Where the current stream is now, for `wait`; None in the simulator."""
+        """Record an event on the current stream, for `wait`; None in the simulator."""
         return torch.cuda.current_stream(self._device).record_event() if self._streams else None
 
-    def wait(self, mark: torch.cuda.Event | None) -> None:
-        """The current stream goes on when another one has come to the mark."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for an event of `mark`."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def join(self) -> None:
-        """The caller's stream goes on when these are done; nothing to wait for unless they were forked."""
+        """Let the caller's stream wait for the side streams, if they were forked."""
         forked, self._forked = self._forked, False
         if forked and self._streams:
             here = torch.cuda.current_stream(self._device)
@@ -506,7 +507,7 @@ class SideStreams:
 
 
 def device_obstacle(device: torch.device) -> str | None:
-    """Why the fused kernels do not run on a device; None where they do."""
+    """The reason why the fused kernels do not run on a device; None if they do."""
     if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device))[0] == 9:
         return None
     return (
@@ -522,7 +523,7 @@ MOST_SHARED = 227 * 1024
 
 
 def check_tensor_cores(name: str, tiling: Tiling, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    """Refuse tiles that GPUs cannot multiply: each of two warpgroups takes rows of a tile by 64. ValueError."""
+    """Raise ValueError for tiles that GPUs cannot multiply: each of the two warpgroups takes 64 rows at a time."""
     rows, columns, depth = tiling.tile
     if rows % 128 or columns % 16:
         raise ValueError(
@@ -541,13 +542,13 @@ class DistributedMatmul(Collective):
     """Base of GEMMs `x @ w` of fixed shapes, whose operands are distributed over ranks.
 
     With torch.float8_e4m3fn, float32 sums are multiplied by the scales of their row of `x` and column of `w` at the end of
-    a tile, as in torch._scaled_mm with row scales; `out_dtype` is torch.bfloat16 (default) or torch.float16, also for
-    travelling summands, and `w` the transpose of a contiguous tensor. The tensor cores of Hopper keep about 14 bits of such
-    sums' mantissas, and add up all steps of a tile's depth without promotion to exact registers (the fast accumulation of
-    torch._scaled_mm): long sums are less exact than in bfloat16.
+    a tile, as in torch._scaled_mm with row scales; `out_dtype`, also that of summands sent to peers, is torch.bfloat16
+    (default) or torch.float16; `w` must be the transpose of a contiguous tensor. The tensor cores of Hopper keep about 14
+    mantissa bits of FP8 sums and accumulate the whole depth without promotion to float32 registers (fast accumulation in
+    torch._scaled_mm), so long sums are less exact than in bfloat16.
 
     Attributes:
-        memory: the symmetric buffers by name, for measurements of a call without its peers.
+        memory: symmetric buffers by name, for measurements of a call without its peers.
     """
 
     memory: dict[str, torch.Tensor]
@@ -562,74 +563,73 @@ class DistributedMatmul(Collective):
         self.dtype, self.scaled = dtype, dtype == SCALED
         configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}"
         super().__init__(name, configuration, threads, blocks, group)
-        self._compiled: set[bool] = set()  # for which layouts of `w`
+        self._compiled: set[bool] = set()  # layouts of `w` with compiled kernels
         # int64: torch's operators do not know uint64 on GPUs.
         with torch.inference_mode(False):
             self._calls = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._no_scales = torch.zeros(1, dtype=torch.float32, device=self.device)
 
     def _compile(self, transposed: bool, *kernels: Callable[[], object]) -> None:
-        """Compile the kernels of a first call at the same time.
+        """Compile the kernels of a first call in parallel.
 
         Args:
-            transposed: as `_weight` has it. kernels: each compiles one.
+            transposed: see `_weight`. kernels: callables that compile one kernel each.
         """
         if transposed not in self._compiled:
-            place = self._world.topology
-            compile_together(kernels, self.device, place.local_rank, place.node_size)
+            topology = self._world.topology
+            compile_together(kernels, self.device, topology.local_rank, topology.node_size)
             self._compiled.add(transposed)
 
     def _arguments(
-        self, x, w, out, x_scales, w_scales, rows: int, rows_of_result: int, travel: bool = False
+        self, x, w, out, x_scales, w_scales, rows: int, result_rows: int, symmetric: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, bool, tuple[torch.Tensor, torch.Tensor]]:
-        """A call's result, weight as `_weight` gives it, and scales as `_scales` does; all arguments are checked.
+        """Check the arguments of a call; return (result, *`_weight`, `_scales`).
 
         Args:
-            rows: of `x`. travel: `x` and its scales must lie in symmetric memory.
+            rows: rows of `x`. symmetric: whether `x` and its scales must be in symmetric memory.
         """
         self._begin()
-        self._rows(x, (rows, self.k), symmetric=travel)
-        held, transposed = self._weight(w, self.k, self.n)
-        scales = self._scales(x_scales, w_scales, rows, self.n, travel=travel)
-        out = self._result(out, (rows_of_result, self.n), ("x", x), ("w", held), *self._apart(scales))
+        self._rows(x, (rows, self.k), symmetric=symmetric)
+        weight, transposed = self._weight(w, self.k, self.n)
+        scales = self._scales(x_scales, w_scales, rows, self.n, symmetric=symmetric)
+        named_scales = zip(("x_scales", "w_scales"), scales) if self.scaled else ()
+        out = self._result(out, (result_rows, self.n), ("x", x), ("w", weight), *named_scales)
         self._call_track.note("x of shape {} and w of shape {}", x.shape, w.shape)
-        return out, held, transposed, scales
+        return out, weight, transposed, scales
 
     def _weight(self, w, *shape: int) -> tuple[torch.Tensor, bool]:
-        """`w` [..., k, n] as a contiguous tensor, and whether that is [..., n, k]. TypeError or ValueError for what does not fit."""
+        """`w` [..., k, n] as a contiguous tensor, and whether it is [..., n, k]. Raises TypeError or ValueError."""
         transposed = isinstance(w, torch.Tensor) and w.dim() == len(shape) and not w.is_contiguous()
-        held = w.transpose(-1, -2) if transposed else w
-        self._check("w", held, self.dtype)
+        weight = w.transpose(-1, -2) if transposed else w
+        self._check("w", weight, self.dtype)
         if tuple(w.shape) != shape:
             raise ValueError(f"{self.name}: w has shape {list(w.shape)}; it must be {list(shape)}")
         check_columns(self.name, w if w.dim() == 2 else w[0])
-        return held, transposed
+        return weight, transposed
 
-    def _scales(self, x_scales, w_scales, rows: int, n: int, travel: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales as [rows] and [n], or what kernels of other dtypes take in their place. TypeError or ValueError.
+    def _scales(
+        self, x_scales, w_scales, rows: int, n: int, symmetric: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales as [rows] and [n], or placeholders for kernels of other dtypes. Raises TypeError or ValueError.
 
         Args:
-            travel: those of `x` must lie in symmetric memory.
+            symmetric: whether the scales of `x` must be in symmetric memory.
         """
         check_scales(self.name, self.dtype, x_scales, w_scales, rows, n)
         if not self.scaled:
             return self._no_scales, self._no_scales
-        self._check("x_scales", x_scales, torch.float32, symmetric=travel)
+        self._check("x_scales", x_scales, torch.float32, symmetric=symmetric)
         self._check("w_scales", w_scales, torch.float32)
         return x_scales.view(-1), w_scales.view(-1)
 
-    def _apart(self, scales) -> tuple[tuple[str, torch.Tensor], ...]:
-        """What `_scales` gave, for `_result`."""
-        return tuple(zip(("x_scales", "w_scales"), scales)) if self.scaled else ()
-
-    def _result(self, out, shape: tuple[int, ...], *apart) -> torch.Tensor:
-        """`out`, checked, or a new tensor."""
+    def _result(self, out, shape: tuple[int, ...], *inputs: tuple[str, torch.Tensor]) -> torch.Tensor:
+        """`out`, which must not overlap the named inputs, or a new tensor."""
         if out is None:
             return torch.empty(shape, dtype=self.out_dtype, device=self.device)
         self._check("out", out, self.out_dtype)
         if tuple(out.shape) != shape:
             raise ValueError(f"{self.name}: out has shape {list(out.shape)}; it must be {list(shape)}")
-        for name, tensor in apart:
+        for name, tensor in inputs:
             self._check_apart("out", out, name, tensor)
         return out
 
@@ -640,7 +640,7 @@ class DistributedMatmul(Collective):
 
 
 class FusedMatmul(DistributedMatmul):
-    """Base of GEMMs whose kernels compute tiles of a `Tiling` and communicate meanwhile."""
+    """Base of GEMMs whose kernels overlap tiles of a `Tiling` with communication."""
 
     def __init__(
         self, name: str, configuration: str, dtype: torch.dtype, out_dtype: torch.dtype | None, tiling: Tiling,
@@ -657,47 +657,46 @@ class FusedMatmul(DistributedMatmul):
             check_tensor_cores(name, tiling, dtype, out_dtype)
         self.tiling = tiling
         super().__init__(name, f"{configuration}, {tiling}", dtype, out_dtype, threads, blocks, group)
-        self._carried = self.out_dtype if self.scaled else dtype  # of summands
+        self._carried = self.out_dtype if self.scaled else dtype  # dtype of summands
 
 
 class PreparedMatmul(FusedMatmul):
-    """Base of those whose kernels get the same buffers in every call, so that a call launches what an earlier one prepared."""
+    """Base of fused GEMMs whose kernels take the same buffers in every call, so their launches are prepared once."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._prepared: dict[bool, dict[str, Callable[..., None]]] = {}
 
     def kernels(self, transposed: bool) -> dict[str, functools.partial[Any]]:
-        """The kernels of a call by name, their factories with all arguments. `transposed`: `w` is [n, k]."""
+        """Kernel factories of a call by name, with all arguments bound. `transposed`: whether `w` is [n, k]."""
         raise NotImplementedError
 
     def _arguments_of(self, name: str) -> tuple[dict[str, object], dict[str, Form | None]]:
-        """Of kernel `name`: arguments that are the same in every call; and the others in the order of a call, with the shape as
-        which the kernel takes each, None for its own.
+        """(constant arguments of kernel `name`, the other arguments in the order of a call with the shape that the kernel
+        takes, None: unchanged).
         """
         raise NotImplementedError
 
     def _launches_of(self, transposed: bool) -> dict[str, Callable[..., None]]:
-        """The launches of a call's kernels by name."""
-        found = self._prepared.get(transposed)
-        if found is None:
+        """Prepared launches of a call's kernels by name."""
+        if transposed not in self._prepared:
             with torch.inference_mode(False):
                 kernels = self.kernels(transposed)
                 self._compile(transposed, *kernels.values())
-                made = {name: self._launch_of(name, kernel()) for name, kernel in kernels.items()}
-            found = self._prepared[transposed] = {name: launch.quick() for name, launch in made.items()}
-        return found
+                launches = {name: self._launch_of(name, kernel()) for name, kernel in kernels.items()}
+            self._prepared[transposed] = {name: launch.quick() for name, launch in launches.items()}
+        return self._prepared[transposed]
 
-    def _launch_of(self, name: str, kernel: Any, **others: torch.Tensor) -> Launch:
-        """`others`: arguments instead of those of every call."""
-        fixed, given = self._arguments_of(name)
-        fixed = {argument: value for argument, value in fixed.items() if argument not in given}
-        forms = {argument: form for argument, form in given.items() if form is not None}
-        return Launch(kernel, fixed | others, [*given], self._world, forms=forms)
+    def _launch_of(self, name: str, kernel: Any, **overrides: torch.Tensor) -> Launch:
+        """`overrides`: replace constant arguments."""
+        constant, varying = self._arguments_of(name)
+        constant = {argument: value for argument, value in constant.items() if argument not in varying}
+        forms = {argument: form for argument, form in varying.items() if form is not None}
+        return Launch(kernel, constant | overrides, [*varying], self._world, forms=forms)
 
 
 def result_dtype(name: str, dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
-    """`out_dtype` or its default. TypeError for a dtype that products or results do not have."""
+    """`out_dtype` or its default. Raises TypeError for an unsupported dtype."""
     if dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, SUPPORTED_DTYPES))}")
     if dtype == SCALED and out_dtype not in (None, *DTYPES):
@@ -706,23 +705,23 @@ def result_dtype(name: str, dtype: torch.dtype, out_dtype: torch.dtype | None) -
 
 
 def torch_gemm(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None, out: torch.Tensor | None = None):
-    """The product `x @ w` by torch alone, in `out` if that is given; of 8 bits with scales, as bfloat16 or as `out`."""
+    """`x @ w` by torch, into `out` if not None; FP8 operands with scales give bfloat16 or the dtype of `out`."""
     if torch.is_autocast_enabled(x.device.type):
-        with torch.autocast(x.device.type, enabled=False):  # the dtypes are chosen
+        with torch.autocast(x.device.type, enabled=False):  # the caller has chosen the dtypes
             return torch_gemm(x, w, x_scales, w_scales, out)
     if x.dtype != SCALED:
         return torch.mm(x, w, out=out)
     dtype = torch.bfloat16 if out is None else out.dtype
-    of_rows, of_columns = x_scales.view(-1, 1), w_scales.view(1, -1)
+    row_scales, column_scales = x_scales.view(-1, 1), w_scales.view(1, -1)
     if x.device.type == "cuda":
-        where = {} if out is None else {"out": out}
-        return torch._scaled_mm(x, w, of_rows, of_columns, out_dtype=dtype, use_fast_accum=True, **where)
-    product = (x.float() @ w.float() * of_rows * of_columns).to(dtype)
+        options = {} if out is None else {"out": out}
+        return torch._scaled_mm(x, w, row_scales, column_scales, out_dtype=dtype, use_fast_accum=True, **options)
+    product = (x.float() @ w.float() * row_scales * column_scales).to(dtype)
     return product if out is None else out.copy_(product)
 
 
 def check_columns(name: str, w: torch.Tensor) -> None:
-    """Raise ValueError for a `w` [k, n] that tensor cores do not take: of 8 bits, its columns must be contiguous."""
+    """Raise ValueError for an FP8 `w` [k, n] without contiguous columns, which tensor cores need."""
     if w.dtype == SCALED and not w.t().is_contiguous():
         raise ValueError(
             f"{name}: w of {w.dtype} has strides {list(w.stride())}, but tensor cores take contiguous columns of it; pass the "
@@ -731,57 +730,59 @@ def check_columns(name: str, w: torch.Tensor) -> None:
 
 
 def check_scales(name: str, dtype: torch.dtype, x_scales, w_scales, rows: int, *columns: int, hint: str = "") -> None:
-    """Raise TypeError or ValueError unless there are scales as a GEMM of `dtype` takes them: of `rows` rows and of `columns`,
-    (n,) or (experts, n). `hint` ends the message about a shape.
+    """Raise TypeError or ValueError unless the scales fit a GEMM of `dtype` with `rows` rows and `columns`, (n,) or
+    (experts, n). `hint`: end of the message about a wrong shape.
     """
     if dtype != SCALED and x_scales is None and w_scales is None:
         return
     other = (1, *columns) if len(columns) == 1 else (*columns, 1)
-    given = {"x_scales": (x_scales, (rows,), (rows, 1)), "w_scales": (w_scales, columns, other)}
-    for what, (scales, shape, other) in given.items():
+    arguments = {"x_scales": (x_scales, (rows,), (rows, 1)), "w_scales": (w_scales, columns, other)}
+    for argument, (scales, shape, other) in arguments.items():
         if dtype != SCALED:
             if scales is not None:
-                raise TypeError(f"{name}: {what} goes with {SCALED}; x and w are {dtype}")
+                raise TypeError(f"{name}: {argument} goes with {SCALED}; x and w are {dtype}")
         elif not isinstance(scales, torch.Tensor):
-            raise TypeError(f"{name}: {what} is {scales!r}; {SCALED} takes a float32 tensor {list(shape)}")
+            raise TypeError(f"{name}: {argument} is {scales!r}; {SCALED} takes a float32 tensor {list(shape)}")
         elif scales.dtype != torch.float32:
-            raise TypeError(f"{name}: {what} has dtype {scales.dtype}; it must be torch.float32")
+            raise TypeError(f"{name}: {argument} has dtype {scales.dtype}; it must be torch.float32")
         elif tuple(scales.shape) not in (shape, other):
             wanted = f"{list(shape)} or {list(other)}"
-            raise ValueError(f"{name}: {what} has shape {list(scales.shape)}; it must be {wanted}{hint}")
+            raise ValueError(f"{name}: {argument} has shape {list(scales.shape)}; it must be {wanted}{hint}")
 
 
 def check_extents(name: str, dtype: torch.dtype, **extents: int) -> None:
     """Raise TypeError or ValueError unless `dtype` is a torch.dtype, every extent is a positive integer, and rows of
-    `k` and `n` elements are multiples of 16 bytes, which TMA asks for.
+    `k` and `n` elements are multiples of 16 bytes, as TMA requires.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name}: dtype is {dtype!r}; it must be a torch.dtype")
-    for what, value in extents.items():
+    for extent, value in extents.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: {what} is {value!r}; it must be a positive integer")
-        if what != "rows" and value * dtype.itemsize % 16:
-            raise ValueError(f"{name}: {what} is {value}; it must be a multiple of {16 // dtype.itemsize} for {dtype}")
+            raise ValueError(f"{name}: {extent} is {value!r}; it must be a positive integer")
+        if extent != "rows" and value * dtype.itemsize % 16:
+            raise ValueError(
+                f"{name}: {extent} is {value}; it must be a multiple of {16 // dtype.itemsize} for {dtype}"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Steps of the blocks that send while the others multiply: which piece is next, and where it goes.
+# Building blocks of kernels that send results while other blocks multiply.
 #
-# A product announces each row of tiles when all of its tiles are in memory. Pieces of such rows are taken one at a time, in
-# the order in which they are computed, by the blocks that are free: those beside the product, and in an all-reduce all blocks of
-# the GPU when the product is done.
+# The GEMM announces each row of tiles when all of its tiles are in memory. Free blocks take pieces of such rows one at a
+# time, in the order in which they are computed: the blocks beside the GEMM, and in an all-reduce all blocks of the GPU when
+# the GEMM is done.
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What a rank sends in a call, known when its kernel is compiled.
+class SendShape:
+    """Compile-time extents of the data that a rank sends in a call.
 
     Attributes:
-        n_pes, rows, n: rows that each PE owns, and columns.
-        height: rows of a row of tiles. across: tiles of one.
-        slices: rows are computed slice by slice: in each, the parts of the other PEs, then the own one.
-        pieces: in which a row of tiles is sent.
-        shares: the own sums, too, go to all other PEs.
+        n_pes, rows, n: number of PEs, rows per PE, columns.
+        height, across: matrix rows and tiles of a row of tiles.
+        slices: rows are computed in slices; each slice computes the parts of the other PEs before its own part.
+        pieces: pieces per row of tiles.
+        shares: whether the PE also sends its sums to all other PEs (all-reduce).
     """
 
     n_pes: int
@@ -795,7 +796,7 @@ class Sent:
 
     @property
     def tiles(self) -> int:
-        """Rows of tiles of a PE's rows."""
+        """Rows of tiles per PE."""
         return -(-self.rows // self.height)
 
     @property
@@ -804,35 +805,35 @@ class Sent:
 
     @property
     def piece(self) -> int:
-        """Rows of a piece."""
+        """Matrix rows of a piece."""
         return self.height // self.pieces
 
     @property
-    def of_slice(self) -> int:
-        """Pieces of a slice for their owners; as many of its sums."""
+    def slice_pieces(self) -> int:
+        """Pieces per slice that go to their owners; with `shares`, as many pieces of sums."""
         return (self.n_pes - 1) * self.slice_tiles * self.pieces
 
     @property
     def items(self) -> int:
-        return self.slices * self.of_slice * (1 + self.shares)
+        return self.slices * self.slice_pieces * (1 + self.shares)
 
     @property
-    def adds(self) -> int:
-        """By which a counter of `done` grows in a call."""
+    def increment(self) -> int:
+        """Increment of each counter of `done` per call."""
         return self.across * WARPS
 
 
-class Memory(NamedTuple):
-    """What is sent, where to, and which pieces are.
+class SendBuffers(NamedTuple):
+    """Source and destination buffers, and counters.
 
     Attributes:
-        partial: [n_pes, rows, n], the parts of the product for the other PEs.
-        summands: [2, n_pes, rows, n], symmetric, of the same dtype: where they go, in halves by the parity of the call.
-        part, sums: [1, rows, n] and [2, n_pes, rows, n], symmetric: the same of the own sums, where they are shared.
-        done: uint64 [n_pes, tiles]: how often warps have announced a row of tiles: of the part of the PE h places behind this
-            one in line h - 1, of the own in the last.
-        arrived, shared: uint64 [n_pes, tiles], symmetric: pieces that have come from each PE.
-        sent: int32 [2], by the parity of the call: pieces that are taken.
+        partial: [n_pes, rows, n], this PE's partial results for the other PEs.
+        summands: [2, n_pes, rows, n], symmetric, same dtype: their destination, double-buffered by the parity of the call.
+        part, sums: [1, rows, n] and [2, n_pes, rows, n], symmetric: source and destination of shared sums.
+        done: uint64 [n_pes, tiles]: announcements by warps per row of tiles; row h - 1 is for PE me + h, the last row is
+            this PE's own.
+        arrived, shared: uint64 [n_pes, tiles], symmetric: number of pieces received from each PE.
+        sent: int32 [2], by the parity of the call: number of pieces taken.
     """
 
     partial: Any
@@ -847,10 +848,10 @@ class Memory(NamedTuple):
 
 @tsn.macro
 def begin_call(ready, sent, call, me, n_pes, block, thread):
-    """Signal to all PEs that this one has begun the call, and wait until they have begun the one before.
+    """Signal to all PEs that this PE has begun the call, and wait until they have begun the previous call.
 
-    By all blocks that send. The half of a buffer that this call writes was last read two calls ago: a PE that has begun the
-    last call is done with it. Tickets of the next call begin at 0.
+    Called by all blocks that send. The buffer half that this call writes was last read two calls ago: a PE that has begun
+    the previous call no longer reads it. Also resets the tickets of the next call.
     """
     if thread < n_pes and thread != me:
         if block == 0:
@@ -863,9 +864,9 @@ def begin_call(ready, sent, call, me, n_pes, block, thread):
 
 @tsn.macro
 def announce(done, line, tiles, thread):
-    """Count that a warp's part of a tile, of which it has begun the stores, is in memory. By the warps that multiply.
+    """Count a warp's part of a tile as in memory. Called by the multiplying warps after they have issued its stores.
 
-    The thread that has begun them waits for their end, and its warp signals it; all others are counted like it.
+    The thread that has issued the stores waits until they complete; every warp adds 1.
     """
     T.tma_store_wait(0, read=False)
     T.sync_warp()
@@ -873,62 +874,62 @@ def announce(done, line, tiles, thread):
         N.signal(done[line, tiles], 1, N.my_pe(), op="add", fence=True)
 
 
-def count_of(s: Sent, row):
-    """Elements of the piece that begins at `row`; none where that is behind the last row."""
+def piece_elements(s: SendShape, row):
+    """Number of elements of the piece that begins at `row`; 0 beyond the last row."""
     return T.cast(T.max(T.min(s.piece, s.rows - row), 0), "int64") * s.n
 
 
 @tsn.macro
 def _send(s, wait, put_signal, engine, item, mem, call, me):
-    """Send piece `item` when it is there, by the scope of `wait` and `put_signal`; arguments as in `send_all`."""
-    kind = item % (s.of_slice * (1 + s.shares)) // s.of_slice
-    inside = item % s.of_slice
-    first = item // (s.of_slice * (1 + s.shares)) * s.slice_tiles
+    """Send piece `item` when it is ready, in the scope of `wait` and `put_signal`; arguments as in `send_all`."""
+    kind = item % (s.slice_pieces * (1 + s.shares)) // s.slice_pieces
+    inside = item % s.slice_pieces
+    first = item // (s.slice_pieces * (1 + s.shares)) * s.slice_tiles
     if kind == 0:
         hop = inside // (s.slice_tiles * s.pieces)
         c = first + inside // s.pieces % s.slice_tiles
         row = c * s.height + inside % s.pieces * s.piece
         pe = (me + 1 + hop) % s.n_pes
-        wait(mem.done[hop, c], "ge", call * s.adds)
+        wait(mem.done[hop, c], "ge", call * s.increment)
         put_signal(
             mem.summands[call % 2, me, T.min(row, s.rows - 1), 0], mem.partial[pe, T.min(row, s.rows - 1), 0], pe,
-            mem.arrived[me, c], 1, op="add", count=count_of(s, row), engine=engine,
+            mem.arrived[me, c], 1, op="add", count=piece_elements(s, row), engine=engine,
         )  # fmt: skip
     elif s.shares:
         hop = inside % (s.n_pes - 1)
         c = first + inside // (s.n_pes - 1) // s.pieces
         row = c * s.height + inside // (s.n_pes - 1) % s.pieces * s.piece
-        wait(mem.done[s.n_pes - 1, c], "ge", call * s.adds)
+        wait(mem.done[s.n_pes - 1, c], "ge", call * s.increment)
         put_signal(
             mem.sums[call % 2, me, T.min(row, s.rows - 1), 0], mem.part[0, T.min(row, s.rows - 1), 0], (me + 1 + hop) % s.n_pes,
-            mem.shared[me, c], 1, op="add", count=count_of(s, row), engine=engine,
+            mem.shared[me, c], 1, op="add", count=piece_elements(s, row), engine=engine,
         )  # fmt: skip
 
 
 @tsn.macro
-def send_all(s, engine, given, item, mem, call, me, thread):
-    """Take pieces that no other block has taken, one by one, and put each when it is there. By all threads of a block.
+def send_all(s, engine, ticket, item, mem, call, me, thread):
+    """Take pieces one by one and put each when it is ready. Called by all threads of a block.
 
     Args:
-        given: int32 [1] of shared memory. item: int32 [1] of a thread.
+        ticket: int32 [1], shared memory. item: int32 [1], per thread.
     """
     item[0] = 0
     while item[0] < s.items:
         T.sync_threads()
         if thread == 0:
-            given[0] = T.atomic_add(mem.sent[call % 2], 1, return_prev=True)
+            ticket[0] = T.atomic_add(mem.sent[call % 2], 1, return_prev=True)
         T.sync_threads()
-        item[0] = given[0]
+        item[0] = ticket[0]
         if item[0] < s.items:
             _send(s, N.wait_block, N.put_signal_block, engine, item[0], mem, call, me)
 
 
 @tsn.macro
 def send_all_by_warps(s, item, mem, call, me, thread):
-    """As `send_all`, each warp a piece of its own, by loads and stores.
+    """As `send_all`, but each warp sends its own pieces by loads and stores.
 
-    For few blocks: from a piece's last store to the next one's first, its signal and the look for the next take about as long
-    as the copy of 512 KiB by a block; other warps copy meanwhile. A single piece takes longer.
+    For few blocks: between two pieces, the signal and the next ticket take about as long as a block's copy of 512 KiB, and
+    other warps copy meanwhile. A single piece takes longer.
     """
     item[0] = 0
     while item[0] < s.items:

@@ -1,9 +1,8 @@
 """A GEMM overlapped with its reduce-scatter: rows travel to their owner while the next owner's rows are computed.
 
 Every PE has some columns of the left matrix and the corresponding rows of the right one: its product is one of the summands
-    of the result, and each PE owns some rows of the sum. One persistent GEMM computes the parts of all owners, its own
-    last; meanwhile a few blocks put finished rows to their owners. The tiles of the own rows add the summands of the peers
-    and write the sum.
+of the result, and each PE owns some rows of the sum. One persistent GEMM computes the parts of all owners, its own last;
+meanwhile a few blocks put finished rows to their owners. The tiles of the PE's own rows add the peers' summands.
 """
 
 import functools
@@ -27,20 +26,20 @@ from .gemm import DEFAULT, SCALED, PreparedMatmul, SideStreams, Tiling, check_ex
 def send_parts(
     n_pes, rows, n, dtype, out_dtype, height, across, slices, pieces, shares, threads=512, blocks=4, engine="auto"
 ):  # fmt: skip
-    """Kernel `(part, partial, summands, sums, calls, ready, arrived, shared, sent, done)`: puts to the other PEs
-    what `matmul_reducing` of this call announces.
+    """Kernel `(part, partial, summands, sums, calls, ready, arrived, shared, sent, done)`: puts the rows that
+    `matmul_reducing` of this call announces to the other PEs.
 
     Args:
-        n_pes, rows, n, height, across, slices, pieces, shares: see `gemm.Sent`.
-        dtype, out_dtype: of `partial` [n_pes, rows, n] and `summands` [2, n_pes, rows, n]; and of `part` [1, rows, n] and
-            `sums`, see `matmul_reducing`.
+        n_pes, rows, n, height, across, slices, pieces, shares: see `gemm.SendShape`.
+        dtype, out_dtype: dtype of `partial` [n_pes, rows, n] and `summands` [2, n_pes, rows, n]; and of `part` [1, rows, n]
+            and `sums`, see `matmul_reducing`.
         threads, blocks: launch geometry.
-        engine: "auto" or "ldst": warps send, each a piece of its own; "bulk": blocks do, see
+        engine: "auto" or "ldst": each warp sends its own pieces; "bulk": blocks send, see
             `tilescale_net.language.put_block`.
 
     `calls`, `ready` and the others as in `matmul_reducing`.
     """
-    s = gemm.Sent(n_pes, rows, n, height, across, slices, pieces, shares)
+    s = gemm.SendShape(n_pes, rows, n, height, across, slices, pieces, shares)
 
     @T.prim_func
     def main(
@@ -57,12 +56,12 @@ def send_parts(
         done: T.Tensor((n_pes, s.tiles), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
-            given, item = T.alloc_shared((1,), "int32"), T.alloc_local((1,), "int32")
+            ticket, item = T.alloc_shared((1,), "int32"), T.alloc_local((1,), "int32")
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
             gemm.begin_call(ready, sent, call, me, n_pes, block, thread)
-            mem = gemm.Memory(partial, summands, part, sums, done, arrived, shared, sent)
+            mem = gemm.SendBuffers(partial, summands, part, sums, done, arrived, shared, sent)
             if engine == "bulk":
-                gemm.send_all(s, engine, given, item, mem, call, me, thread)
+                gemm.send_all(s, engine, ticket, item, mem, call, me, thread)
             else:
                 gemm.send_all_by_warps(s, item, mem, call, me, thread)
             if thread < n_pes and thread != me:
@@ -80,32 +79,31 @@ def matmul_reducing(
     w_scales)`: `out` = the rows of this PE of the sum of all PEs' `x @ w`.
 
     Args:
-        n_pes, rows, n, k: of `out` [1, rows, n], `x` [n_pes, rows, k], `w`, `partial` [n_pes, rows, n] and `summands` [2,
-            n_pes, rows, n], to which the PEs put what they have for one another.
-        dtype, out_dtype: of `x`, `w`, `partial` and `summands`, and of `out`; `scaled`: of `x` and `w`, and of all others.
+        n_pes, rows, n, k: extents of `out` [1, rows, n], `x` [n_pes, rows, k], `w`, `partial` [n_pes, rows, n] and
+            `summands` [2, n_pes, rows, n], the destination of the PEs' puts.
+        dtype, out_dtype: dtype of `x`, `w`, `partial` and `summands`, and of `out`; `scaled`: of `x` and `w`, and of all others.
         transposed, tile, stages, panel, columns, workers: as in `all_gather_matmul.matmul_arriving`.
-        senders: blocks that send. On a GPU it is `send_parts` that sends beside this kernel, whose warpgroups would not get
-            registers of their own if it called what puts need; the simulator runs kernels one after the other.
-        slices, pieces, shares: see `gemm.Sent`. With `shares`, `out` goes to `sums` [2, n_pes, rows, n] of the others.
-        scaled: `x @ w` is multiplied by `x_scales` [n_pes, rows] and `w_scales` [n]; one more parameter is `summands` again, as
-            bytes: [2, n_pes, rows, 2 * n] of `dtype`. Else both (float32) are [1, 1] and [1], and left alone.
+        senders: number of blocks that send, in the simulator, which runs kernels one after the other. On a GPU, `send_parts`
+            sends beside this kernel: a kernel that calls puts cannot reallocate registers between its warpgroups.
+        slices, pieces, shares: see `gemm.SendShape`. With `shares`, `out` goes to `sums` [2, n_pes, rows, n] of the others.
+        scaled: multiply `x @ w` by `x_scales` [n_pes, rows] and `w_scales` [n] (float32); a further parameter is a view of
+            `summands` as `dtype`, [2, n_pes, rows, 2 * n]. Otherwise both are [1, 1] and [1] and unused.
 
-    `calls` (int64 [1]) holds the number of this call, 1 or more. Signals, uint64, symmetric, zero before the first call and
-    then left alone: `ready` [n_pes], `arrived` [n_pes, tiles], `shared` (the same), `done` (the same), `tickets` [1]; and
-    `sent` (int32 [2]), like them. Sums are made in float32, the own
-    product first, then the summands in the order of the PEs behind this one.
+    `calls` (int64 [1]) holds the number of this call, 1 or more. Symmetric uint64 signals, zero before the first call and
+    never reset: `ready` [n_pes], `arrived`, `shared` and `done` [n_pes, tiles], `tickets` [1]; likewise `sent` (int32 [2]).
+    Sums are in float32, first this PE's product, then the summands in the order of the PEs behind this one.
     """
-    s = gemm.Sent(n_pes, rows, n, tile[0], -(-n // tile[1]), slices, pieces, shares)
+    s = gemm.SendShape(n_pes, rows, n, tile[0], -(-n // tile[1]), slices, pieces, shares)
     part_rows = rows if slices == 1 else s.slice_tiles * tile[0]
     shape = gemm.Shape(slices * n_pes, part_rows, n, k, tile, stages, panel, columns, workers, transposed)
     (bm, bn, bk), carried = tile, out_dtype if scaled else dtype
-    # The summands come through the ring of operands: a step of it for each PE and warpgroup.
+    # Summands arrive through the operand ring: one step for each PE and warpgroup.
     wide = 2 if scaled else 1
 
     @T.macro
-    def place(b, at):
-        """Of the PE `part` places behind this one; the own rows are the last of a slice."""
-        gemm.place(shape, b.tile[0], at)
+    def locate(b, at):
+        """at = the position of b.tile; at.part = distance to the owner, n_pes for this PE, which is the last of a slice."""
+        gemm.locate(shape, b.tile[0], at)
         at.row[0] = at.row[0] + at.part[0] // n_pes * part_rows
         at.part[0] = at.part[0] % n_pes + 1
 
@@ -150,15 +148,15 @@ def matmul_reducing(
             b = gemm.Block(*gemm.block_memory(shape, dtype, tuple(dict.fromkeys((out_dtype, carried)))))
             hop, row, column = (T.alloc_local((1,), "int32") for _ in range(3))
             tile_scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
-            at, scales = gemm.Place(hop, row, column), gemm.Scales(tile_scales, x_scales, w_scales)
+            at, scales = gemm.Position(hop, row, column), gemm.Scales(tile_scales, x_scales, w_scales)
             thread, call, me = b.thread, calls[0], N.my_pe()
             is_tile = lambda: b.tile[0] < shape.total  # noqa: E731
-            find = lambda: place(b, at)  # noqa: E731
+            find = lambda: locate(b, at)  # noqa: E731
             end = lambda group, total: finish(group, total, b, out, partial, done, at, scales)  # noqa: E731
             gemm.begin(b)
             if senders > 0 and block < senders:
                 gemm.begin_call(ready, sent, call, me, n_pes, block, thread)
-                mem = gemm.Memory(partial, summands, out, sums, done, arrived, shared, sent)
+                mem = gemm.SendBuffers(partial, summands, out, sums, done, arrived, shared, sent)
                 gemm.send_all_by_warps(s, b.tile, mem, call, me, thread)
                 if thread < n_pes and thread != me:
                     N.quiet(thread)
@@ -198,11 +196,11 @@ def matmul_reducing(
 
 
 def check_ring(name: str, tiling: Tiling, dtype: torch.dtype) -> None:
-    """Raise ValueError for a geometry whose ring has no room for summands, see `gemm.copy_summand`."""
+    """Raise ValueError if summands do not fit the operand ring, see `gemm.copy_summand`."""
     (rows, columns, depth), wide = tiling.tile, 2 if dtype == SCALED else 1
     if rows * wide > 2 * depth or columns * wide % depth:
         raise ValueError(
-            f"{name}: {tiling}: summands come through the ring of operands, so a tile's rows must be at most twice the "
+            f"{name}: {tiling}: summands pass through the operand ring, so a tile's rows must be at most twice the "
             f"summands in its depth ({depth // wide}), which must divide its columns"
         )
 
@@ -211,15 +209,15 @@ class MatmulReduceScatter(PreparedMatmul):
     """Each rank's rows of the sum of all ranks' `x @ w`; constructed and called by all ranks.
 
     Args:
-        rows: of the result, on every rank; `x` has n_pes times as many.
-        k: columns of `x` and rows of `w`, on every rank.
+        rows: rows of the result on every rank; `x` has n_pes times as many.
+        k: columns of `x` and rows of `w` on every rank.
         n: columns of `w`.
-        dtype: of `x`, `w` and the summands that travel, torch.bfloat16 or torch.float16; or torch.float8_e4m3fn, with a
-            scale for each row of `x` and column of `w`, see `FusedMatmul`.
-        out_dtype: of the result; default `dtype`. Sums are made in float32.
+        dtype: dtype of `x`, `w` and the summands that are sent: torch.bfloat16 or torch.float16; or torch.float8_e4m3fn,
+            with a scale for each row of `x` and column of `w`, see `FusedMatmul`.
+        out_dtype: dtype of the result; default `dtype`. Accumulation is in float32.
         tiling: geometry of the GEMM, see `Tiling`.
-        threads, blocks: of the kernel that sends meanwhile, see `Collective`. Each block takes an SM.
-        engine: of that kernel: "auto" or "ldst": warps send; "bulk": blocks do, see `put_block`.
+        threads, blocks: launch geometry of the kernel that sends, see `Collective`. Each block takes an SM.
+        engine: copy engine of that kernel: "auto" or "ldst": warps send; "bulk": blocks send, see `put_block`.
         group: the ranks; see `tilescale_net.world`.
 
     Takes 3 * n_pes * rows * n elements of the symmetric heap.
@@ -259,7 +257,7 @@ class MatmulReduceScatter(PreparedMatmul):
         self._sides = SideStreams(self.device, (-1,))
 
     def _more_memory(self) -> BufferSpecs:
-        """Symmetric memory that a class made of this one takes besides."""
+        """Additional symmetric memory of a subclass."""
         return {}
 
     @named("tilescale_net.MatmulReduceScatter")
@@ -274,44 +272,49 @@ class MatmulReduceScatter(PreparedMatmul):
             w: [k, n], contiguous, or the transpose of a contiguous tensor.
             out: [rows, n], contiguous; default a new tensor.
             x_scales, w_scales: for torch.float8_e4m3fn: float32 [n_pes * rows] or [n_pes * rows, 1], and [n] or [1, n],
-                contiguous, factors of the rows and columns of this rank's product.
+                contiguous, scales of the rows and columns of this rank's product.
 
         Returns:
-            `out`. The order of additions is fixed: results have the same bits in every run.
+            `out`. The order of additions is fixed, so results are bitwise reproducible.
 
         Raises:
             TypeError, ValueError: a wrong argument, by name; nothing was sent.
         """
-        everyone = self.n_pes * self.rows
-        out, held, transposed, scales = self._arguments(x, w, out, x_scales, w_scales, everyone, self.rows)
-        self._sum(out, x, held, transposed, scales)
+        all_rows = self.n_pes * self.rows
+        out, weight, transposed, scales = self._arguments(x, w, out, x_scales, w_scales, all_rows, self.rows)
+        self._sum(out, x, weight, transposed, scales)
         self._sides.join()
         return out
 
-    def _sum(self, out, x, held, transposed: bool, scales, *everyone: torch.Tensor) -> None:
-        """Launch the GEMM and what sends it. `everyone`: of an all-reduce, the result of which `out` is this rank's part."""
+    def _sum(self, out, x, weight, transposed: bool, scales, *everyone: torch.Tensor) -> None:
+        """Launch the kernels. `everyone`: the result of an all-reduce, of which `out` is this rank's part."""
         launch = self._prepared.get(transposed)
         if launch is None:
             launch = self._launches_of(transposed)
             if self.device.type == "cuda" and self.n_pes > 1:
-                # A kernel's first launch loads it, for which the driver waits until running kernels have ended; those of a
-                # call wait for one another. So all run once before, in a call 0 whose tiles and pieces are all taken.
+                # A kernel's first launch loads it, for which the driver waits until running kernels have ended, but the
+                # kernels of a call wait for one another. So all run once as call 0, with all tiles and pieces taken.
                 zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-                taken = torch.full((2,), 1 << 30, dtype=torch.int32, device=self.device)
-                own = {"calls": zero, "tickets": torch.zeros(1, dtype=torch.uint64, device=self.device), "sent": taken}
-                loads = {name: self._launch_of(name, make(), **own) for name, make in self.kernels(transposed).items()}
-                self._launch(loads, out, x, held, scales, *everyone)
+                all_sent = torch.full((2,), 1 << 30, dtype=torch.int32, device=self.device)
+                tickets = torch.zeros(1, dtype=torch.uint64, device=self.device)
+                state = {"calls": zero, "tickets": tickets, "sent": all_sent}
+                loads = {
+                    name: self._launch_of(name, make(), **state) for name, make in self.kernels(transposed).items()
+                }
+                self._launch(loads, out, x, weight, scales, *everyone)
                 self._sides.join()
                 torch.cuda.synchronize(self.device)
         self._calls.add_(1)
-        self._launch(launch, out, x, held, scales, *everyone)
+        self._launch(launch, out, x, weight, scales, *everyone)
 
-    def _launch(self, launch: Mapping[str, Callable[..., None]], out, x, held, scales, *everyone: torch.Tensor) -> None:
+    def _launch(
+        self, launch: Mapping[str, Callable[..., None]], out, x, weight, scales, *everyone: torch.Tensor
+    ) -> None:
         if "send" in launch:
             self._sides.fork()
             with self._sides[0]:
                 launch["send"](out)
-        launch["gemm"](out, x, held, *scales)
+        launch["gemm"](out, x, weight, *scales)
         if everyone and self.n_pes > 1:
             launch["end"](*everyone, out)
 
@@ -325,27 +328,27 @@ class MatmulReduceScatter(PreparedMatmul):
         if self.n_pes == 1 or simulated:
             return {"gemm": gemm}
         geometry = self.threads, self.blocks, self._engine
-        return {"gemm": gemm, "send": functools.partial(send_parts, *self._sent_of(), self._shares, *geometry)}
+        return {"gemm": gemm, "send": functools.partial(send_parts, *self._send_arguments(), self._shares, *geometry)}
 
     def _arguments_of(self, name: str) -> tuple[dict[str, object], dict[str, Form | None]]:
-        fixed: dict[str, object] = {**self.memory, "calls": self._calls, "sent": self._sent}
+        constant: dict[str, object] = {**self.memory, "calls": self._calls, "sent": self._sent}
         if self.scaled:
-            fixed["seen_summands"] = self.memory["summands"].view(self.dtype)
+            constant["seen_summands"] = self.memory["summands"].view(self.dtype)
         part, rows = ((1, self.rows, self.n), None), ((self.n_pes, self.rows, self.k), None)
         if name == "send":
-            return fixed, {"part": part}
+            return constant, {"part": part}
         scales = ((self.n_pes, -1) if self.scaled else (1, 1)), None
-        return fixed, {"out": part, "x": rows, "w": None, "x_scales": scales, "w_scales": None}
+        return constant, {"out": part, "x": rows, "w": None, "x_scales": scales, "w_scales": None}
 
-    def _sent_of(self) -> tuple:
-        """The first arguments of kernels that send."""
+    def _send_arguments(self) -> tuple:
+        """The first arguments of the kernels that send."""
         dtypes = dtype_name(self._carried), dtype_name(self.out_dtype)
         height, across = self.tiling.tile[0], -(-self.n // self.tiling.tile[1])
         return self.n_pes, self.rows, self.n, *dtypes, height, across, self._slices, self._pieces
 
     @property
     def _shares(self) -> bool:
-        """Whether every rank gets all sums."""
+        """Whether every rank receives all sums."""
         return False
 
     @property
@@ -359,10 +362,10 @@ class MatmulReduceScatter(PreparedMatmul):
 
     @property
     def _pieces(self) -> int:
-        """Pieces of a row of tiles: so many that all who send take part, warps or blocks."""
+        """Pieces per row of tiles: enough for all warps or blocks that send."""
         return min(4, self.tiling.tile[0] // 8) if self._engine == "bulk" else self.tiling.tile[0] // self._piece
 
     @property
     def _piece(self) -> int:
-        """Rows that a warp sends at a time."""
+        """Rows per piece of a warp."""
         return 8

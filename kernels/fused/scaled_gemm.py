@@ -1,11 +1,11 @@
-"""GEMMs of float8_e4m3fn with scales of blocks, of one matrix or of one for each expert's rows.
+"""float8_e4m3fn GEMMs with block scales, of one matrix or of one matrix per expert.
 
-The tensor cores of Hopper keep about 14 bits of the mantissas of such sums. So each step of a tile's depth, 128 elements,
-is summed there by itself and then multiplied by its scales and added in float32 (the "promotion" of the DeepSeek-V3
-technical report, arXiv:2412.19437, section 3.3.2, whose blocks these are). A block of threads is as in `gemm`: a warp
-copies by TMA, two warpgroups multiply; while one of them promotes, the other has the tensor cores. Tiles are dealt out in
-turn, since all take the same time and nothing else runs; beside a dispatch or a combine they are taken by ticket, as in
-`expert_matmul`, whose class calls this kernel then.
+The tensor cores of Hopper keep about 14 mantissa bits of FP8 sums. Therefore each step of a tile's depth, 128 elements, is
+accumulated there on its own, then multiplied by its scales and added in float32 ("promotion" in the DeepSeek-V3 technical
+report, arXiv:2412.19437, section 3.3.2, with the same block sizes). Blocks of threads work as in `gemm`: one warp copies by
+TMA, two warpgroups multiply; while one promotes, the other has the tensor cores. Tiles are scheduled statically, because all
+take the same time; beside a dispatch or a combine, blocks take them by ticket, as in `expert_matmul`, whose class calls this
+kernel then.
 """
 
 import functools
@@ -22,27 +22,27 @@ from tilescale_net.compiler import versions
 from ..collective import dtype_name
 from ..moe.layout import align4
 from ..moe.row_ops import FP8, FP8_MAX, SMALLEST_AMAX, rows_of_expert
-from ..moe.row_ops import GROUP as BLOCK  # elements that share a scale, of a row of `x` or of rows and columns of `w`
+from ..moe.row_ops import GROUP as BLOCK  # elements per scale in a row of `x`, and in each axis of `w`
 from . import gemm
 from .gemm import DTYPES, SCALED, device_obstacle
 
-SCALES_AT_ONCE = 4  # of a row: the least that TMA copies are 16 bytes
-RESULTS_AT_ONCE = 8  # of a row, of 2 bytes
-LOW_BESIDE_ONE = 32  # steps of a tile up to which low tiles may be beside a single row of whole ones
+SCALES_AT_ONCE = 4  # scales of a row per TMA copy, whose minimum is 16 bytes
+RESULTS_AT_ONCE = 8  # 2-byte results per 16-byte store
+LOW_BESIDE_ONE = 32  # most steps of a tile with which low tiles may be beside a single row of whole tiles
 
 
 @dataclass(frozen=True)
 class ScaledShape:
-    """Extents of a GEMM with scales and of its tiles, known when its kernel is compiled.
+    """Compile-time extents of a GEMM with scales and its tiles.
 
     Attributes:
-        experts, n, k: of `w` [experts, n, k].
-        tile: rows, columns and depth, which is a block's.
-        panel: rows of tiles that are processed together, for the L2 cache.
-        columns: columns stored at a time.
-        cluster: blocks of threads that share a tile of `w`, each with rows of its own.
+        experts, n, k: extents of `w` [experts, n, k].
+        tile: rows, columns and depth of a tile; the depth is that of a scale.
+        panel: rows of tiles that are processed together, for L2 reuse.
+        columns: columns per store.
+        cluster: blocks of threads that share a tile of `w`, each with its own rows.
         low_tiles: see `ScaledTiling`.
-        low_beside_one: a single row of whole tiles may have low tiles beside it, see `whole_rows`.
+        low_beside_one: whether a single row of whole tiles may have low tiles beside it, see `whole_rows`.
     """
 
     experts: int
@@ -67,12 +67,12 @@ class ScaledShape:
 
     @property
     def parts(self) -> int:
-        """In which the columns of a tile are multiplied, since the registers do not hold two sums of all of them."""
+        """Parts in which the columns of a tile are multiplied; the registers do not hold two sums of all columns."""
         return max(1, self.tile[1] // BLOCK)
 
     @property
     def width(self) -> int:
-        """Columns of a part, which have one scale."""
+        """Columns of a part; they share a scale."""
         return self.tile[1] // self.parts
 
     @property
@@ -81,7 +81,7 @@ class ScaledShape:
 
     @property
     def low_pairs(self) -> int:
-        """Numbers that a row of low tiles takes: two of them take as long as a whole tile."""
+        """Tile numbers of a row of low tiles: two low tiles share a number, as they take as long as a whole tile."""
         return (self.tiles_n + 1) // 2
 
     @property
@@ -91,18 +91,18 @@ class ScaledShape:
 
     @property
     def depth(self) -> int:
-        """Steps of a tile."""
+        """Number of steps of a tile."""
         return -(-self.k // BLOCK)
 
     def numbers(self, begin):
-        """How many numbers the tiles have that an entry of `begins` counts."""
+        """Number of tile numbers before an entry of `begins`."""
         return begin if self.low_tiles else begin * self.tiles_n
 
     def whole_rows(self, rows):
-        """Rows of whole tiles, of an expert's `rows` rows; the others make a row of low tiles.
+        """Rows of whole tiles among an expert's `rows` rows; the rest is a row of low tiles.
 
-        A last row of whole tiles alone in its panel reads all of `w`, which its low tiles would read once more: with a
-        depth of many steps that costs more than half of the tiles' sums.
+        A last row of whole tiles that is alone in its panel reads all of `w`, and low tiles would read it again: with many
+        steps that costs more than half of the tiles' multiplications.
         """
         whole = (rows + self.half - 1) // self.tile[0]
         if self.low_beside_one:
@@ -113,12 +113,12 @@ class ScaledShape:
 
 @tsn.macro
 def count_tiles(shape, counts, offsets, heights, begins, thread):
-    """begins [experts + 1] = rows of clusters' tiles of the experts before each; with low tiles, numbers of tiles. By all
+    """begins[e] = rows of cluster tiles of the experts before expert e; with low tiles, their tile numbers. Called by all
     threads of a block."""
     for i in T.serial(-(-shape.experts // gemm.THREADS)):
         e = i * gemm.THREADS + thread
         if e < shape.experts:
-            # A dispatch that was rejected has counts, and no room for their rows.
+            # A rejected dispatch has counts, but no room for their rows.
             if shape.low_tiles:
                 rows = rows_of_expert(counts, offsets, e)
                 whole = shape.whole_rows(rows)
@@ -137,24 +137,24 @@ def count_tiles(shape, counts, offsets, heights, begins, thread):
     T.sync_threads()
 
 
-class Turns(NamedTuple):
-    """How a block of threads takes tiles, for `gemm.get_tile`.
+class TileQueue(NamedTuple):
+    """State of a block's tile scheduler, for `gemm.get_tile`.
 
     Attributes:
-        tickets: int32 [2], tiles that are taken, by the parity of the call. parity: int32.
-        leaves: int32, whether the block takes no tile more when `before_leaving` tiles are taken. before_leaving: int32.
-        chosen: int32 [2], shared: the next two tiles. given, taken: their barriers.
-        turn: int32 [1], tiles so far. tile: int32 [1], the number of the current one; -1: none.
-        thread: of the block.
+        tickets: int32 [2], number of tiles taken, by the parity of the call. parity: int32.
+        leaves: int32, whether the block stops after `before_leaving` tiles are taken. before_leaving: int32.
+        queue: int32 [2], shared memory: the next two tiles. queue_full, queue_empty: their barriers.
+        turn: int32 [1], number of tiles so far. tile: int32 [1], the current tile number; -1: none.
+        thread: thread index in the block.
     """
 
     tickets: Any
     parity: Any
     leaves: Any
     before_leaving: Any
-    chosen: Any
-    given: Any
-    taken: Any
+    queue: Any
+    queue_full: Any
+    queue_empty: Any
     turn: Any
     tile: Any
     thread: Any
@@ -162,26 +162,26 @@ class Turns(NamedTuple):
 
 @tsn.macro
 def next_tile(total, backwards, b):
-    """b.tile = the number of the next tile of `total`, which the warps that multiply get too. By the copying warp."""
-    T.barrier_wait(b.taken[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
+    """b.tile = the next tile number of `total`; also queue it for the multiplying warps. Called by the copying warp."""
+    T.barrier_wait(b.queue_empty[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
     b.tile[0] = total
     if b.thread == 0:
-        # Blocks that leave do so before they take a ticket, so that every ticket is a tile that somebody multiplies.
+        # Blocks leave before they take a ticket, so every ticket is a tile that is multiplied.
         if b.leaves == 0 or T.atomic_add(b.tickets[b.parity], 0, return_prev=True) < b.before_leaving:
             b.tile[0] = T.atomic_add(b.tickets[b.parity], 1, return_prev=True)
         if b.tile[0] >= total:
             b.tile[0] = -1
         elif backwards:
             b.tile[0] = total - 1 - b.tile[0]
-        b.chosen[b.turn[0] % 2] = b.tile[0]
+        b.queue[b.turn[0] % 2] = b.tile[0]
     b.tile[0] = T.shfl_sync(b.tile[0], 0)
-    T.barrier_arrive(b.given[b.turn[0] % 2])
+    T.barrier_arrive(b.queue_full[b.turn[0] % 2])
     b.turn[0] = b.turn[0] + 1
 
 
 @tsn.macro
 def add_missing_rows(shape, counts, offsets, finished, tiles, thread):
-    """Add to the words of tiles that no GEMM of this call finishes what it adds to the others. By a block."""
+    """Announce tiles without rows, which no GEMM of this call announces. Called by a block."""
     used = T.alloc_var("int32")
     for i in T.serial(-(-tiles // gemm.THREADS)):
         t = i * gemm.THREADS + thread
@@ -198,11 +198,11 @@ def add_missing_rows(shape, counts, offsets, finished, tiles, thread):
 
 @tsn.macro
 def locate(shape, counts, offsets, begins, number, backwards, rank, at):
-    """at = expert, first row, end of the expert's rows, and first column of tile `number`, which grows from call to call; with
-    low tiles, at[4] is how many of them have the number, 0 of a whole tile.
+    """at = (expert, first row, end of the expert's rows, first column) of tile `number`, which increases from call to call;
+    with low tiles, at[4] is the number of low tiles, 0: a whole tile.
 
     Args:
-        backwards: it falls, and at[0] is the last expert at first. rank: of the block of threads in its cluster.
+        backwards: `number` decreases, and at[0] starts at the last expert. rank: rank of the block in its cluster.
     """
     if backwards:
         while number < shape.numbers(begins[at[0]]):
@@ -236,12 +236,12 @@ def locate(shape, counts, offsets, begins, number, backwards, rank, at):
 
 @tsn.macro
 def store_part(shape, warpgroup, total, result, out, at, below, first, width, thread):
-    """out = a warpgroup's sums of `width` columns, `first` behind at[3], and of rows, `below` at[1]; of rows before at[2] alone.
+    """out = a warpgroup's sums of columns [at[3] + first, + width) and of rows from at[1] + below up to at[2].
     See `T.tma_store_wait`."""
     row = at[1] + below
     for h in T.unroll(width // shape.columns):
         column = at[3] + first + h * shape.columns
-        # Outside of the branch, before which tilelang may put the barrier that lets the others write: it must come after.
+        # Before the branch: tilelang may place the barrier that lets the other threads write before the branch.
         T.tma_store_wait(0)
         if shape.low_tiles:
             T.copy(total[:, h * shape.columns : (h + 1) * shape.columns], result[warpgroup, :, :])
@@ -266,13 +266,14 @@ def store_part(shape, warpgroup, total, result, out, at, below, first, width, th
 
 @tsn.macro
 def store_rows(shape, warpgroup, result, out, at, row, column, lane):
-    """out = the sums in `result` of rows before at[2], where rows of the next expert follow; 16 bytes at once. By a warpgroup.
+    """out = the sums in `result` of rows before at[2], 16 bytes per store; rows of the next expert follow. Called by a
+    warpgroup.
 
     Args:
-        lane: number of the thread in the warpgroup.
+        lane: thread index in the warpgroup.
     """
     across = shape.columns // RESULTS_AT_ONCE
-    eighth = T.truncdiv(column, RESULTS_AT_ONCE)  # so that the compiler sees that 16 bytes are aligned
+    eighth = T.truncdiv(column, RESULTS_AT_ONCE)  # shows the compiler that 16 bytes are aligned
     for c in T.serial(-(-shape.half * across // 128)):
         i, j = T.truncdiv(c * 128 + lane, across), T.truncmod(c * 128 + lane, across)
         if i < shape.half and row + i < at[2] and (eighth + j) * RESULTS_AT_ONCE < shape.n:
@@ -288,21 +289,21 @@ def scaled_gemm(
     """Kernel `(out, x, w, x_scales, w_scales, counts, offsets)`: `out` = the rows of each expert times its matrix.
 
     Args:
-        experts, n, k: of `x` [capacity, k] and `w` [experts, n, k], float8_e4m3fn, and of `out` [capacity, n].
-        out_dtype: of `out`; sums are made in float32.
-        form: of the scales, float32. "block": `x_scales` [capacity, blocks of k, padded to a multiple of 4] of 128
-            elements of a row, `w_scales` [experts, blocks of n, blocks of k] of 128 x 128 elements. "row": `x_scales`
-            [capacity] and `w_scales` [experts, n], of rows and of columns.
-        tile, panel, columns, cluster: see `ScaledShape`. stages: of the ring of operands. in_turn, steps, low_tiles: see
+        experts, n, k: extents of `x` [capacity, k] and `w` [experts, n, k], float8_e4m3fn, and of `out` [capacity, n].
+        out_dtype: dtype of `out`; accumulation is in float32.
+        form: granularity of the float32 scales. "block": `x_scales` [capacity, blocks of k, padded to a multiple of 4] per
+            128 elements of a row, `w_scales` [experts, blocks of n, blocks of k] per 128 x 128 elements. "row": `x_scales`
+            [capacity] and `w_scales` [experts, n].
+        tile, panel, columns, cluster: see `ScaledShape`. stages: depth of the operand ring. in_turn, steps, low_tiles: see
             `ScaledTiling`.
-        workers: blocks of threads, a multiple of `cluster`.
-        tiles: 0, or rows of tiles of `x` where this runs beside communication: with `waits` beside a dispatch, for whose
-            tiles it waits; else beside a combine, which it tells of tiles, the last first. The kernel then takes more, as
-            that of `expert_matmul`: `calls` and `tickets`, then `arrivals` and `arrived`, or `finished`, `started`,
-            `leaving` and `share`. `offsets` are multiples of the rows of a tile.
+        workers: number of blocks of threads, a multiple of `cluster`.
+        tiles: 0, or rows of tiles of `x` if the kernel runs beside communication. With `waits`, it waits for the tiles of a
+            dispatch; else it announces tiles to a combine, the last first. Further arguments are as in `expert_matmul`:
+            `calls` and `tickets`, then `arrivals` and `arrived`, or `finished`, `started`, `leaving` and `share`. `offsets`
+            must be multiples of the rows of a tile.
 
-    `counts` (int32 [experts]) and `offsets` (int32 [experts + 1]) hold how many rows an expert has and where they begin;
-    other rows of `out` stay as they are.
+    `counts` (int32 [experts]) and `offsets` (int32 [experts + 1]) hold the number of rows and the first row of each expert;
+    other rows of `out` are not written.
     """
     if cluster > 1 and not versions.CLUSTERS:
         raise tsn.ConfigurationError(f"scaled_gemm: cluster {cluster} needs tilelang 0.1.14 or newer; give cluster 1")
@@ -315,7 +316,7 @@ def scaled_gemm(
     )
     (bm, bn, bk), half, width, by_block = tile, shape.half, shape.width, form == "block"
     fragments = (half, width)
-    # A tile begins at a multiple of so many steps, so that their stages are known where they are all.
+    # A tile begins at a multiple of this number of steps; if it equals `stages`, the stages are compile-time constants.
     together = steps if shape.depth % steps == 0 and stages % steps == 0 else 1
     in_cluster: dict[str, Any] = {"cluster_dims": cluster} if cluster > 1 else {}
     shared_by = {"cluster_mask": (1 << cluster) - 1} if cluster > 1 else {}
@@ -327,7 +328,7 @@ def scaled_gemm(
 
     @T.macro
     def release(empty, s, thread):
-        """This warp has read stage `s`, of which all blocks of the cluster learn that copy to it."""
+        """Announce to all blocks of the cluster that this warp has read stage `s`."""
         T.sync_warp()
         if thread % 32 == 0:
             if cluster == 1:
@@ -338,7 +339,8 @@ def scaled_gemm(
 
     @T.macro
     def copy_tile(low, at, beyond, x, w, x_scales, left, right, factors, full, empty, step, chunk):
-        """Copy each step of a tile, or of a `low` one, `beyond` at[3], into a stage. By the copying warp."""
+        """Copy the steps of a tile, or of a `low` tile `beyond` columns behind at[3], to the ring. Called by the copying
+        warp."""
         for i in T.serial(shape.depth):
             s = step[0] % stages
             T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
@@ -372,7 +374,7 @@ def scaled_gemm(
 
     @T.macro
     def multiply_part(warpgroup, p, left, right, part, total, of_rows, of_block, empty, s, thread, step, turns_of):
-        """total += the GEMM of a part of stage `s`, scaled."""
+        """total += the scaled GEMM of a part of stage `s`."""
         if in_turn:  # the first warpgroup begins
             T.barrier_wait(turns_of[warpgroup], ((step[0] * shape.parts + p) & 1) ^ (1 - warpgroup))
         T.wgmma_gemm(
@@ -391,7 +393,7 @@ def scaled_gemm(
 
     @T.macro
     def multiply_low(warpgroup, left, right, part, total, of_rows, of_block, empty, s, thread):
-        """total += the GEMM of the rows of stage `s`, half of a tile's, with a warpgroup's columns."""
+        """total += the scaled GEMM of stage `s`, which has half of a tile's rows, with the warpgroup's columns."""
         first = warpgroup * shape.low_width % width
         T.wgmma_gemm(
             left[s, 0, :, :], right[s, warpgroup * shape.low_width // width, first : first + shape.low_width, :], part,
@@ -407,7 +409,7 @@ def scaled_gemm(
         warpgroup, i, s, at, beyond, low, w_scales, factors, left, right, part, first, second, of_rows, of_block, full, empty,
         step, chunk, thread, turns_of,
     ):  # fmt: skip
-        """Step `i` of a tile, or a `low` one, whose operands are in stage `s`."""
+        """Step `i` of a tile or `low` tile, with operands in stage `s`."""
         if by_block:
             for p in T.unroll(1 if low else shape.parts):
                 of_block[p] = w_scales[at[0], T.min((at[3] + beyond + p * BLOCK) // BLOCK, of_w[1] - 1), i]
@@ -439,7 +441,7 @@ def scaled_gemm(
         warpgroup, low, below, beyond, parts, left, right, factors, result, full, empty, step, chunk, at, out, x_scales, w_scales,
         thread, of_rows, of_block, turns_of,
     ):  # fmt: skip
-        """A warpgroup's rows of a tile, `below` at[1], or its columns of a `low` one, `beyond` at[3]."""
+        """A warpgroup's rows of a tile, from at[1] + below, or its columns of a `low` tile, from at[3] + beyond."""
         part, first, second = parts
         wide = shape.low_width if low else width
         T.clear(first)
@@ -464,9 +466,9 @@ def scaled_gemm(
     @T.macro
     def work(
         warpgroup, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at, number,
-        out, x_scales, w_scales, thread, rank, turns, finished, turns_of,
+        out, x_scales, w_scales, thread, rank, queue_state, finished, turns_of,
     ):  # fmt: skip
-        """What a warpgroup that multiplies does."""
+        """Main loop of a multiplying warpgroup."""
         part, first, second = (T.alloc_fragment(fragments, "float32") for _ in range(3))
         low_parts = (part, first, second)
         if low_tiles and shape.low_width != width:
@@ -478,7 +480,7 @@ def scaled_gemm(
             step, chunk, at, out, x_scales, w_scales, thread, of_rows, of_block, turns_of,
         )  # fmt: skip
         if tiles:
-            gemm.get_tile(turns)
+            gemm.get_tile(queue_state)
         while is_tile(number, begins):
             locate(shape, counts, offsets, begins, number[0], tells, rank, at)
             if low_tiles:
@@ -495,7 +497,7 @@ def scaled_gemm(
                 if tells:
                     gemm.announce(finished, 0, at[1] // bm, thread)
             if tiles:
-                gemm.get_tile(turns)
+                gemm.get_tile(queue_state)
             else:
                 number[0] = number[0] + workers // cluster
         T.tma_store_wait(0)
@@ -534,17 +536,17 @@ def scaled_gemm(
             thread = T.get_thread_binding()
             rank = block % cluster
             if cluster > 1:
-                T.pdl_sync()  # tilelang launches clusters so that they may begin before what the kernel before wrote is there
+                T.pdl_sync()  # tilelang launches clusters that may begin before the writes of the previous kernel are visible
             step[0] = 0
             chunk[0] = 0
             number[0] = block // cluster
             at[0] = experts - 1 if tells else 0
             count_tiles(shape, counts, offsets, heights, begins, thread)
-            turns = None
+            queue_state = None
             if tiles:
                 parity = T.cast(calls[0] % 2, "int32")
-                chosen, turn = T.alloc_shared((2,), "int32"), T.alloc_local((1,), "int32")
-                given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([gemm.WARPS] * 2)
+                queue, turn = T.alloc_shared((2,), "int32"), T.alloc_local((1,), "int32")
+                queue_full, queue_empty = T.alloc_barrier([32] * 2), T.alloc_barrier([gemm.WARPS] * 2)
                 turn[0] = 0
                 if block == 0:
                     if thread == 0:
@@ -555,7 +557,9 @@ def scaled_gemm(
                         add_missing_rows(shape, counts, offsets, finished, tiles, thread)
                 leaves = T.if_then_else(block < leaving, 1, 0) if tells else 0
                 before_leaving = shape.numbers(begins[experts]) * share // 256 if tells else 0
-                turns = Turns(tickets, parity, leaves, before_leaving, chosen, given, taken, turn, number, thread)
+                queue_state = TileQueue(
+                    tickets, parity, leaves, before_leaving, queue, queue_full, queue_empty, turn, number, thread
+                )
             bring = lambda low, beyond: copy_tile(  # noqa: E731
                 low, at, beyond, x, w, x_scales, left, right, factors, full, empty, step, chunk
             )
@@ -563,10 +567,10 @@ def scaled_gemm(
                 T.dec_max_nreg(40)
                 if thread < 32:
                     if tells:
-                        # Holds at once: what TMA reads is this PE's own, of kernels before.
+                        # True at once: TMA reads local data of earlier kernels.
                         N.wait_warp(finished[0, tiles], "ge", 0, proxy="async")
                     if tiles:
-                        next_tile(shape.numbers(begins[experts]), tells, turns)
+                        next_tile(shape.numbers(begins[experts]), tells, queue_state)
                     while is_tile(number, begins):
                         locate(shape, counts, offsets, begins, number[0], tells, rank, at)
                         if waits:
@@ -579,23 +583,23 @@ def scaled_gemm(
                         else:
                             bring(False, 0)
                         if tiles:
-                            next_tile(shape.numbers(begins[experts]), tells, turns)
+                            next_tile(shape.numbers(begins[experts]), tells, queue_state)
                         else:
                             number[0] = number[0] + workers // cluster
             elif thread < 256:
                 T.inc_max_nreg(232)
                 work(
                     0, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at,
-                    number, out, x_scales, w_scales, thread, rank, turns, finished, turns_of,
+                    number, out, x_scales, w_scales, thread, rank, queue_state, finished, turns_of,
                 )  # fmt: skip
             else:
                 T.inc_max_nreg(232)
                 work(
                     1, block, begins, counts, offsets, left, right, factors, result, full, empty, step, chunk, at,
-                    number, out, x_scales, w_scales, thread, rank, turns, finished, turns_of,
+                    number, out, x_scales, w_scales, thread, rank, queue_state, finished, turns_of,
                 )  # fmt: skip
             if cluster > 1:
-                T.cluster_sync()  # no block leaves while another one signals in its shared memory
+                T.cluster_sync()  # no block may end while another one signals in its shared memory
 
     return main
 
@@ -610,17 +614,17 @@ class ScaledTiling:
 
     Args:
         tile: rows, columns and depth of a tile; the depth is 128, columns are 256 or divide 128.
-        stages: of the ring of operands in shared memory.
-        panel: rows of tiles that are processed together, for the L2 cache.
-        columns: columns stored at a time; they divide the tile's, and 128.
-        cluster: blocks of threads, each with its own rows, that share one TMA copy of a tile of `w`; 1: none. GPUs only,
-            tilelang 0.1.14 or newer.
-        in_turn: the warpgroups alternate on the tensor cores: one promotes while the other multiplies; else in any order,
-            and both may promote at the same time.
-        steps: steps in one turn of the loop over the depth, if they divide it and `stages`; with as many as stages, no
-            address is computed between steps.
-        low_tiles: an expert's last tile with at most half of its rows takes half of the time: each warpgroup multiplies half
-            of its columns. Neither with `in_turn` nor with clusters; `columns` then divide half of the tile's.
+        stages: depth of the operand ring in shared memory.
+        panel: rows of tiles that are processed together, for L2 reuse.
+        columns: columns per store; a divisor of the tile's columns and of 128.
+        cluster: blocks of threads, each with its own rows, that share one TMA copy of a tile of `w`; 1: no cluster. GPUs
+            only, tilelang 0.1.14 or newer.
+        in_turn: whether the warpgroups alternate on the tensor cores: one promotes while the other multiplies. Otherwise
+            they run in any order, and both may promote at the same time.
+        steps: unrolled steps per iteration of the loop over the depth, if they divide it and `stages`; with `stages` steps,
+            no address is computed between steps.
+        low_tiles: whether an expert's last tile, if at most half full, takes half of the time: each warpgroup multiplies
+            half of its columns. Excludes `in_turn` and clusters; `columns` must then divide half of the tile's columns.
     """
 
     tile: tuple[int, int, int] = (128, 256, BLOCK)
@@ -652,10 +656,10 @@ class ScaledTiling:
 
 
 DEFAULT = ScaledTiling(low_tiles=True)
-# Beside a combine: with sums of 256 columns, registers would not suffice for the calls that signal. As many stages as steps, so
-# that the loop is unrolled: two H200s, layer of 2048 tokens, 4,867 us; 5,208 with 6 stages.
+# Beside a combine: with sums of 256 columns, registers do not suffice for calls that signal. As many stages as steps, so the
+# loop is unrolled: two H200s, layer of 2048 tokens, 4,867 us; 5,208 with 6 stages.
 TELLING = ScaledTiling((128, 128, BLOCK), stages=4, low_tiles=True)
-# Of one matrix by the columns of a tile, and what a wave of such tiles takes: one H200, 128 rows, n 4096, k 7168, us.
+# Geometries for one matrix by columns of a tile, with the time of a wave in us: one H200, 128 rows, n 4096, k 7168.
 PLAIN = {
     256: (39.4, ScaledTiling()),
     128: (24.8, ScaledTiling((128, 128, BLOCK))),
@@ -666,14 +670,14 @@ SIMULATED = ScaledTiling((32, 64, BLOCK), stages=2, panel=2, columns=32, low_til
 
 
 def plain_tiling(rows: int, n: int, sms: int) -> ScaledTiling:
-    """Geometry of a GEMM of one matrix: few rows have too few tiles of many columns for `sms` SMs."""
+    """Geometry of a GEMM of one matrix: few rows need narrower tiles to occupy `sms` SMs."""
     tall = -(-rows // PLAIN[256][1].tile[0])
     return PLAIN[min(PLAIN, key=lambda columns: PLAIN[columns][0] * -(-tall * -(-n // columns) // sms))][1]
 
 
 @functools.lru_cache(256)
 def _all_rows(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts and offsets of one expert that has all rows."""
+    """Counts and offsets of a single expert with all rows."""
     with torch.inference_mode(False):
         counts, offsets = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([rows], [0, rows]))
         return counts, offsets
@@ -688,8 +692,8 @@ def _sms(device: torch.device) -> int:
 def kernel_of(
     experts: int, n: int, k: int, out_dtype: str, form: str, tiling: ScaledTiling, device: torch.device
 ) -> Any:
-    """The kernel of `scaled_matmul`, whatever the number of rows; arguments as for `scaled_gemm`."""
-    # As many blocks for any number of rows, so that all of them share a kernel: those without a tile end at once.
+    """The kernel of `scaled_matmul` for any number of rows; arguments as for `scaled_gemm`."""
+    # The number of blocks does not depend on the rows, so all calls share a kernel; blocks without a tile end at once.
     workers = _sms(device) // tiling.cluster * tiling.cluster
     return scaled_gemm(experts, n, k, out_dtype, form, **vars(tiling), workers=workers)
 
@@ -699,42 +703,42 @@ def scaled_matmul(
     counts: torch.Tensor | None = None, offsets: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
     tiling: ScaledTiling | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`x @ w.T` of float8_e4m3fn with scales, summed in float32; or each expert's rows with its matrix.
+    """`x @ w.T` of float8_e4m3fn with scales, accumulated in float32; or the same for each expert's rows and matrix.
 
     Args:
         x: [rows, k], contiguous.
         w: [n, k], as in torch.nn.Linear, or [experts, n, k]; contiguous.
-        x_scales: float32, [rows, ceil(k / 128)] of blocks, or [rows] of whole rows. A number of blocks that is not a
-            multiple of 4 is copied, unless it is padded to one.
-        w_scales: float32, […, ceil(n / 128), ceil(k / 128)] of blocks of 128 x 128, or […, n] of whole rows of `w`; of
-            the same form as `x_scales`.
+        x_scales: float32, [rows, ceil(k / 128)] per block, or [rows] per row. Unless the number of blocks is a multiple of
+            4 or padded to one, the scales are copied.
+        w_scales: float32, […, ceil(n / 128), ceil(k / 128)] per block of 128 x 128, or […, n] per row of `w`; the
+            granularity must match `x_scales`.
         out: [rows, n] of `out_dtype`; default a new tensor.
-        counts, offsets: int32, [experts] rows of each expert and [experts + 1] their first rows in `x`, of a dispatch; with
-            `w` [experts, n, k].
+        counts, offsets: int32, rows [experts] and first rows in `x` [experts + 1] of each expert, from a dispatch; with `w`
+            [experts, n, k].
         out_dtype: torch.bfloat16 or torch.float16.
         tiling: geometry; default `DEFAULT`, of one matrix `plain_tiling`.
 
     Returns:
-        `out`; rows without an expert are not written.
+        `out`; rows of no expert are not written.
 
     Raises:
         TypeError, ValueError: a wrong argument, by name.
-        ConfigurationError: a GPU of another compute capability than 9.0, or clusters with tilelang before 0.1.14.
+        ConfigurationError: the compute capability is not 9.0, or clusters with tilelang before 0.1.14.
     """
     name = "scaled_matmul"
     tensors: dict[str, Any] = dict(x=x, w=w, x_scales=x_scales, w_scales=w_scales)
     if not isinstance(w, torch.Tensor) or w.dim() == 3 or counts is not None or offsets is not None:
         tensors |= dict(counts=counts, offsets=offsets)
-    for what, tensor in tensors.items():
-        dtype = {"x": SCALED, "w": SCALED, "counts": torch.int32, "offsets": torch.int32}.get(what, torch.float32)
+    for argument, tensor in tensors.items():
+        dtype = {"x": SCALED, "w": SCALED, "counts": torch.int32, "offsets": torch.int32}.get(argument, torch.float32)
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: {what} is {tensor!r}; it must be a tensor of {dtype}")
+            raise TypeError(f"{name}: {argument} is {tensor!r}; it must be a tensor of {dtype}")
         if tensor.dtype != dtype or tensor.device != x.device:
             raise TypeError(
-                f"{name}: {what} is of {tensor.dtype} on {tensor.device}; it must be of {dtype} on {x.device}"
+                f"{name}: {argument} is of {tensor.dtype} on {tensor.device}; it must be of {dtype} on {x.device}"
             )
         if not tensor.is_contiguous():
-            raise ValueError(f"{name}: {what} has strides {list(tensor.stride())}; it must be contiguous")
+            raise ValueError(f"{name}: {argument} has strides {list(tensor.stride())}; it must be contiguous")
     if out_dtype not in DTYPES:
         raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
     if x.device.type == "cuda" and (obstacle := device_obstacle(x.device)):
@@ -742,9 +746,9 @@ def scaled_matmul(
     if x.dim() != 2 or w.dim() not in (2, 3) or w.shape[-1] != x.shape[1]:
         raise ValueError(f"{name}: x is {list(x.shape)} and w {list(w.shape)}; they must be [rows, k] and […, n, k]")
     (rows, k), n, experts = x.shape, w.shape[-2], w.shape[0] if w.dim() == 3 else 1
-    for what, size, unit in (("k", k, 16), ("n", n, 8)):
+    for argument, size, unit in (("k", k, 16), ("n", n, 8)):
         if size == 0 or size % unit:
-            raise ValueError(f"{name}: {what} is {size}; it must be a multiple of {unit}, and not 0")
+            raise ValueError(f"{name}: {argument} is {size}; it must be a multiple of {unit}, and not 0")
     form = "block" if w_scales.dim() == w.dim() else "row"
     blocks, head = -(-k // BLOCK), tuple(w.shape[:-2])
     wanted: dict[str, list[tuple[int, ...]]] = (
@@ -752,17 +756,17 @@ def scaled_matmul(
         if form == "block"
         else dict(x_scales=[(rows,)], w_scales=[(*head, n)])
     )
-    for what, shapes in wanted.items():
-        if tuple(tensors[what].shape) not in shapes:
+    for argument, shapes in wanted.items():
+        if tuple(tensors[argument].shape) not in shapes:
             raise ValueError(
-                f"{name}: {what} is {list(tensors[what].shape)}; with scales of {form}s it must be {list(shapes[0])}"
+                f"{name}: {argument} is {list(tensors[argument].shape)}; with scales of {form}s it must be {list(shapes[0])}"
             )
     plain = counts is None
     if counts is None or offsets is None:
         counts, offsets = _all_rows(rows, x.device)
-    for what, tensor, size in (("counts", counts, experts), ("offsets", offsets, experts + 1)):
+    for argument, tensor, size in (("counts", counts, experts), ("offsets", offsets, experts + 1)):
         if tuple(tensor.shape) != (size,):
-            raise ValueError(f"{name}: {what} is {list(tensor.shape)}; it must be [{size}]")
+            raise ValueError(f"{name}: {argument} is {list(tensor.shape)}; it must be [{size}]")
     if out is None:
         out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
     elif tuple(out.shape) != (rows, n) or out.dtype != out_dtype or not out.is_contiguous() or out.device != x.device:
@@ -784,14 +788,14 @@ def scaled_matmul(
 
 
 def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matrices as float8_e4m3fn, and a scale for each block of 128 x 128 elements. In plain torch; `swiglu.quantise_matrices` is
-    a kernel.
+    """Quantise matrices to float8_e4m3fn with a scale per block of 128 x 128 elements. In plain torch; see also the kernel
+    `swiglu.quantise_matrices`.
 
     Args:
         w: […, n, k].
 
     Returns:
-        (q, scales): q of the shape of `w`, and float32 scales […, ceil(n / 128), ceil(k / 128)], whose product is about
+        (q, scales): q has the shape of `w`, scales is float32 […, ceil(n / 128), ceil(k / 128)]; q times its scale is about
         `w`.
     """
     *head, n, k = w.shape
@@ -805,11 +809,13 @@ def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise_weights(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The product of the results of `quantise_weights`.
+    """Invert `quantise_weights`, up to rounding.
 
     Args:
-        q, scales: from there.
-        dtype: of the result.
+        q, scales: results of `quantise_weights`.
+        dtype: dtype of the result.
     """
-    wide = scales.repeat_interleave(BLOCK, -2)[..., : q.shape[-2], :].repeat_interleave(BLOCK, -1)[..., : q.shape[-1]]
-    return (q.float() * wide).to(dtype)
+    factors = scales.repeat_interleave(BLOCK, -2)[..., : q.shape[-2], :].repeat_interleave(BLOCK, -1)[
+        ..., : q.shape[-1]
+    ]
+    return (q.float() * factors).to(dtype)

@@ -332,7 +332,7 @@ def _refused_calls(moe, plain, up, choices, w):
     pending = moe.dispatch_send(*choices)
     with pytest.raises(ValueError, match="w has shape \\[4, 48, 48\\]; it must be \\[4, 48, 40\\]"):
         narrow.arriving(pending, w)
-    with pytest.raises(TypeError, match="pending is None; it must be what dispatch_send has returned"):
+    with pytest.raises(TypeError, match="pending is None; it must be the result of dispatch_send"):
         up.arriving(None, w)
     h = up.arriving(pending, w)
     received = moe.dispatch_recv(pending)
