@@ -1,8 +1,8 @@
-"""The choice of a GEMM's way with its communication: the fastest at the nearest measured shape.
+"""Choice between fused and unfused GEMMs: the fastest way at the nearest measured shape.
 
-There are three: the fused kernels; copy engines that bring the rows of an all-gather while cuBLAS multiplies; the GEMM and
-the collective one after the other ("unfused"). Points come from `measured.json` beside this file, and from measurements of
-`tilescale_net.tuning` on this machine. A call without a point is not fused.
+There are three ways: fused kernels; copy engines that move the rows of an all-gather while cuBLAS multiplies; and the GEMM
+and the collective one after the other ("unfused"). Points come from `measured.json` beside this file, and from measurements
+of `tilescale_net.tuning` on this machine. A call without a near point is not fused.
 """
 
 import functools
@@ -21,12 +21,12 @@ from .gemm import DEFAULT, SCALED, SUPPORTED_DTYPES, Tiling, device_obstacle
 from .matmul_reduce_scatter import check_ring
 
 MEASURED = Path(__file__).with_name("measured.json")
-WAYS = ("fused", "copy_engines", "unfused")  # the table has torch's beside them, for comparison
-# A way is taken instead of the unfused one where it gains so much.
+WAYS = ("fused", "copy_engines", "unfused")  # the table also has torch's times, for comparison
+# Least gain over the unfused way.
 GAIN = 0.02
-# By how much k * n of a call may differ from those of a point.
+# Largest ratio between k * n of a call and of a point.
 REACH = 4
-# Geometry of the simulator, which runs threads in turn.
+# Geometry in the simulator, which runs threads in turn.
 SIMULATED = Tiling(tile=(32, 32, 32), stages=2, panel=2, columns=16)
 
 
@@ -35,10 +35,10 @@ class GemmProblem:
     """A call of a GEMM with its communication.
 
     Attributes:
-        kind: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or that of `experts_problem`.
-        ranks: of the group.
-        rows, k: of `x` on a rank. n: columns of `w`.
-        dtype: of both.
+        kind: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or the kind of `experts_problem`.
+        ranks: size of the group.
+        rows, k: extents of `x` on a rank. n: columns of `w`.
+        dtype: dtype of both.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class GemmProblem:
 
     @property
     def m(self) -> int:
-        """Rows of the GEMM that a rank computes."""
+        """Rows of a rank's GEMM."""
         return self.rows * self.ranks if self.kind == "all_gather_matmul" else self.rows
 
     @property
@@ -59,7 +59,7 @@ class GemmProblem:
 
 
 def fits(problem: GemmProblem) -> str | None:
-    """Why the fused kernels cannot take a call; None where they can."""
+    """The reason why the fused kernels cannot take a call; None if they can."""
     if problem.dtype not in SUPPORTED_DTYPES:
         return f"dtype {problem.dtype} is not one of {', '.join(map(str, SUPPORTED_DTYPES))}"
     for name in ("rows", "k", "n"):
@@ -78,13 +78,13 @@ def fits(problem: GemmProblem) -> str | None:
 
 @dataclass(frozen=True)
 class Point:
-    """What calls of one shape took.
+    """Measured times of calls of one shape.
 
     Attributes:
-        m, k, n: of the GEMM of a rank.
-        us: by each way that was measured.
-        fused: options of the fused call, where they are not the usual ones.
-        gpu: on which this was measured; "": this machine's.
+        m, k, n: extents of a rank's GEMM.
+        us: time in us by way.
+        fused: options of the fused call, unless default.
+        gpu: the measured GPU; "": this machine's.
     """
 
     m: int
@@ -96,7 +96,7 @@ class Point:
 
     @property
     def best(self) -> str:
-        """The fastest way; "unfused" unless another one gains 2 %."""
+        """The fastest way; "unfused" unless another way gains 2 %."""
         fastest = min(self.us, key=self.us.__getitem__)
         unfused = self.us.get("unfused", math.inf)
         return fastest if self.us[fastest] <= (1 - GAIN) * unfused else "unfused"
@@ -104,7 +104,7 @@ class Point:
 
 @functools.cache
 def measured(kind: str, ranks: int, dtype_name: str, gpu: str) -> tuple[Point, ...]:
-    """The points of `measured.json` for calls on `gpu` (as torch names it), those of another GPU last."""
+    """The points of `measured.json` for calls on `gpu` (torch's name), points of other GPUs last."""
     table = json.loads(MEASURED.read_text())
     if gpu not in table["gpus"]:
         return ()
@@ -119,10 +119,10 @@ def measured(kind: str, ranks: int, dtype_name: str, gpu: str) -> tuple[Point, .
 
 
 def nearest(points: Iterable[Point], problem: GemmProblem) -> Point | None:
-    """The point nearest to a call by the ratios of m and of k * n; of equally near ones that of fewer rows, then the first.
+    """The point nearest to a call by the ratios of m and of k * n; among equals, the one with fewer rows, then the first.
 
-    None where all are too far: a point speaks for half of its rows and more, and k * n within a factor of REACH. With fewer
-    rows there is less to hide communication behind.
+    A point applies to calls with at least half of its rows, which leave less to hide communication behind, and k * n within
+    a factor of REACH. None if no point applies.
     """
 
     def distance(point: Point) -> tuple[float, int]:
@@ -140,7 +140,7 @@ ENGINES = ("auto", "ldst", "bulk")
 
 
 def key_of(problem: GemmProblem) -> str:
-    """Of a point in the table of this machine."""
+    """Key of a point in the table of this machine."""
     return f"{_prefix(problem)}m={problem.m} k={problem.k} n={problem.n}"
 
 
@@ -149,19 +149,19 @@ def _prefix(problem: GemmProblem) -> str:
 
 
 def as_choice(point: Point) -> tuned.Choice:
-    """A point as it is kept."""
-    kept: tuned.Choice = {"m": point.m, "k": point.k, "n": point.n, "us": dict(point.us)}
-    return kept | ({"fused": options_as_choice(point.fused)} if point.fused else {})
+    """A point as the table stores it."""
+    choice: tuned.Choice = {"m": point.m, "k": point.k, "n": point.n, "us": dict(point.us)}
+    return choice | ({"fused": options_as_choice(point.fused)} if point.fused else {})
 
 
 def options_as_choice(options: dict[str, Any]) -> tuned.Choice:
-    """Options of a fused call as they are kept and shown."""
+    """Options of a fused call as the table stores them."""
     tiling = options["tiling"]
     return vars(tiling) | {"tile": list(tiling.tile), "blocks": options["blocks"], "engine": options["engine"]}
 
 
 def options_of(choice: tuned.Choice, problem: GemmProblem) -> dict[str, Any]:
-    """Options of a fused call that were kept. Raises TypeError or ValueError for what makes no sense."""
+    """Inverse of `options_as_choice`. Raises TypeError or ValueError for invalid options."""
     if not isinstance(choice, dict):
         raise ValueError(f"{choice!r} are no options of a fused call")
     rest = dict(choice)
@@ -177,21 +177,21 @@ def options_of(choice: tuned.Choice, problem: GemmProblem) -> dict[str, Any]:
 
 
 def of_choice(choice: tuned.Choice, problem: GemmProblem) -> Point:
-    """The point that was kept. Raises TypeError or ValueError for what makes no sense for such calls."""
+    """Inverse of `as_choice`. Raises TypeError or ValueError for a point that is invalid for such calls."""
     m, k, n = shape = [choice.get(name, 0) for name in ("m", "k", "n")]
     us, fused = choice.get("us"), choice.get("fused")
     if not all(isinstance(value, int) and value > 0 for value in shape) or not isinstance(us, dict) or not us:
         raise ValueError(f"{choice} is no point of a GEMM")
     for way, took in us.items():
-        of_kind = way in WAYS and (way != "copy_engines" or problem.kind == "all_gather_matmul")
-        if not of_kind or isinstance(took, bool) or not isinstance(took, int | float) or not took > 0:
+        is_valid = way in WAYS and (way != "copy_engines" or problem.kind == "all_gather_matmul")
+        if not is_valid or isinstance(took, bool) or not isinstance(took, int | float) or not took > 0:
             raise ValueError(f"{way!r}: {took!r} is no time of a way of {problem.kind}")
     options: Any = options_of(fused, problem) if fused is not None else {}
     return Point(m, k, n, us, options)
 
 
 def of_machine(problem: GemmProblem, world) -> list[Point]:
-    """What was measured on this machine of calls like this one. Collective the first time in a world."""
+    """Points of calls like this one that were measured on this machine. Collective the first time in a world."""
     found, table = [], tuned.of(world, "fused GEMMs")
     for key, choice in [*table.items()]:
         if key.startswith(_prefix(problem)):
@@ -208,40 +208,40 @@ def of_machine(problem: GemmProblem, world) -> list[Point]:
 def choose(
     problem: GemmProblem, world, is_mapped: bool = True, of_this_machine: bool = True
 ) -> tuple[str, dict[str, Any]]:
-    """The way of a call that `fits` and does not say how it is made, one of WAYS, and the options of its fused call.
+    """The way (one of WAYS) of a call that `fits` and does not select one, and the options of its fused call.
 
-    Collective the first time in a world, unless `of_this_machine` is False: then only shipped points are looked at, as while
-    torch traces. In the simulator, where times mean nothing, calls of which nothing was measured are fused. Shipped points
-    are of GPUs that map one another's memory (`is_mapped`).
+    Collective the first time in a world, unless `of_this_machine` is False: then only shipped points count, as while torch
+    traces. In the simulator, calls without a point are fused. Shipped points are for GPUs that map each other's memory
+    (`is_mapped`).
     """
     device, points = world.device, of_machine(problem, world) if of_this_machine else []
     if device.type == "cuda" and is_mapped:
         gpu = torch.cuda.get_device_name(device)
         points += measured(problem.kind, problem.ranks, problem.dtype_name, gpu)
-    point, usual = nearest(points, problem), usual_options(problem, device)
+    point, options = nearest(points, problem), usual_options(problem, device)
     if point is None:
-        return ("unfused" if device.type == "cuda" else "fused"), usual
+        return ("unfused" if device.type == "cuda" else "fused"), options
     if point.best == "fused" and device_obstacle(device):
-        return "unfused", usual
-    of_layer = (point.k, point.n) == (problem.k, problem.n)
-    return point.best, usual | (point.fused if of_layer else {})
+        return "unfused", options
+    same_layer = (point.k, point.n) == (problem.k, problem.n)
+    return point.best, options | (point.fused if same_layer else {})
 
 
 def experts_problem(ranks: int, tokens: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> GemmProblem:
-    """A layer's experts, as the table has them: the rows of an even spread, and the first GEMM.
+    """A layer's experts as a problem of the table: the first GEMM, with evenly distributed rows.
 
     Args:
-        tokens: of a rank. inner: columns of an expert's gate.
+        tokens: tokens of a rank. inner: columns of an expert's gate.
     """
-    # How much there is to hide, and how late rows come, depends on the choices of a token.
+    # The number of choices per token determines how much can be hidden and how late rows arrive.
     return GemmProblem(f"moe_experts, top {top_k}", ranks, tokens * top_k, hidden, 2 * inner, dtype)
 
 
 def are_experts_fused(problem: GemmProblem, device: torch.device) -> bool:
-    """Whether GEMMs of experts overlap with dispatch and combine where the call does not say.
+    """Whether expert GEMMs overlap with dispatch and combine by default.
 
-    In the simulator always; on GPUs where the nearest point of `measured.json` was faster so. Between two H100s it was not:
-    a token of 8 choices has 4 on each, so that nearly all rows are late (docs/results/moe.md).
+    Always in the simulator; on GPUs, if this was faster at the nearest point of `measured.json`. Between two H100s it was
+    slower: a token with 8 choices has 4 on each, so nearly all rows are late (docs/results/moe.md).
     """
     if device.type != "cuda":
         return True
@@ -252,7 +252,7 @@ def are_experts_fused(problem: GemmProblem, device: torch.device) -> bool:
 
 # -- geometry of a fused call -----------------------------------------------------------------------------------------
 
-# Geometries, and how long a tile takes next to one of the first; measured, see docs/results/products.md.
+# Geometries with the time per tile relative to the first; measured, see docs/results/products.md.
 GEOMETRIES = (
     (DEFAULT, 1.0),
     (Tiling(tile=(128, 192, 64), stages=5, columns=64), 0.76),
@@ -261,7 +261,7 @@ GEOMETRIES = (
 
 
 def usual_options(problem: GemmProblem, device: torch.device) -> dict[str, Any]:
-    """Geometry of a fused call of which none was measured on this machine, for its class."""
+    """Default options of a fused call, for its class."""
     if device.type != "cuda":
         return {"tiling": SIMULATED}
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -269,9 +269,9 @@ def usual_options(problem: GemmProblem, device: torch.device) -> dict[str, Any]:
 
 
 def senders(problem: GemmProblem) -> int:
-    """Blocks that send beside a GEMM. More of them leave fewer to multiply, and often one tile more to each.
+    """Number of blocks that send beside a GEMM. More of them leave fewer to multiply, often with one more tile each.
 
-    A reduce-scatter of 8 bits is too fast for four from three ranks on (one GPU's share of four, docs/results/products.md).
+    An FP8 reduce-scatter is too fast for four from three ranks on (one GPU's share of four, docs/results/products.md).
     """
     if problem.kind == "all_gather_matmul":
         return 8
@@ -279,7 +279,7 @@ def senders(problem: GemmProblem) -> int:
 
 
 def best_tiling(problem: GemmProblem, num_sms: int = 132) -> Tiling:
-    """The geometry with which the SM with the most tiles is done first; a later one only where it gains 3 %."""
+    """The geometry that minimises the time of the SM with the most tiles; not the first one only if it gains 3 %."""
     is_gather = problem.kind == "all_gather_matmul"
     rows = problem.rows if is_gather else problem.rows // problem.ranks
     workers = num_sms - (0 if is_gather or problem.ranks == 1 else 4)
@@ -291,15 +291,13 @@ def best_tiling(problem: GemmProblem, num_sms: int = 132) -> Tiling:
     best = min(GEOMETRIES, key=time)
     tiling = of_dtype(best[0] if time(best) * 1.03 < time(GEOMETRIES[0]) else DEFAULT, problem)
     if problem.kind == "matmul_reduce_scatter" and -(-rows // tiling.tile[0]) <= 2 * tiling.panel:
-        # Rows that are walked together are done together: of few, half are sent while the others are computed.
+        # All rows of a panel are done at once: with few rows, half are sent while the other half is computed.
         return replace(tiling, panel=tiling.panel // 2)
     return tiling
 
 
 def of_dtype(tiling: Tiling, problem: GemmProblem) -> Tiling:
-    """The geometry for the dtype: a byte an element makes tiles twice as deep, whose scales take shared memory from what
-    leaves at once.
-    """
+    """The geometry for the dtype: FP8 tiles are twice as deep, and their scales leave less shared memory for stores."""
     if problem.dtype != SCALED:
         return tiling
     rows, columns, depth = tiling.tile

@@ -8,7 +8,6 @@ take the same time; beside a dispatch or a combine, blocks take them by ticket, 
 kernel then.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from tilescale_net.compiler import versions
 
 from ..collective import dtype_name
 from ..moe.layout import align4
-from ..moe.row_ops import FP8, FP8_MAX, SMALLEST_AMAX, rows_of_expert
+from ..moe.row_ops import FP8, FP8_MAX, SMALLEST_AMAX, all_rows, rows_of_expert
 from ..moe.row_ops import GROUP as BLOCK  # elements per scale in a row of `x`, and in each axis of `w`
 from . import gemm
 from .gemm import DTYPES, SCALED, device_obstacle
@@ -675,14 +674,6 @@ def plain_tiling(rows: int, n: int, sms: int) -> ScaledTiling:
     return PLAIN[min(PLAIN, key=lambda columns: PLAIN[columns][0] * -(-tall * -(-n // columns) // sms))][1]
 
 
-@functools.lru_cache(256)
-def _all_rows(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts and offsets of a single expert with all rows."""
-    with torch.inference_mode(False):
-        counts, offsets = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([rows], [0, rows]))
-        return counts, offsets
-
-
 def _sms(device: torch.device) -> int:
     if device.type != "cuda":
         return gemm.SIMULATED_WORKERS
@@ -763,7 +754,7 @@ def scaled_matmul(
             )
     plain = counts is None
     if counts is None or offsets is None:
-        counts, offsets = _all_rows(rows, x.device)
+        counts, offsets = all_rows(rows, x.device)
     for argument, tensor, size in (("counts", counts, experts), ("offsets", offsets, experts + 1)):
         if tuple(tensor.shape) != (size,):
             raise ValueError(f"{name}: {argument} is {list(tensor.shape)}; it must be [{size}]")

@@ -1,7 +1,5 @@
-"""Kernels between an expert's two GEMMs: SwiGLU, its gradient, quantisation for GEMMs with scales of blocks, and its
-reverse; a warp processes a row."""
+"""Kernels between an expert's two GEMMs: SwiGLU, its gradient, block quantisation and dequantisation; one warp per row."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,21 +14,22 @@ from ..moe.row_ops import (
     FP8_MAX,
     SMALLEST_AMAX,
     add_dequantised,
+    all_rows,
     batch_of,
     clear,
-    ends_of,
     find_expert,
     groups_of,
     int_vars,
+    launch_geometry,
     load_batch,
     rows_of_expert,
     store_quantised,
     store_rounded,
 )
 
-WIDTH = 8  # elements of 16 bytes
+WIDTH = 8  # elements in 16 bytes
 THREADS = 256
-BLOCKS = 528  # of a GPU, four for each SM: two H200s, 8192 tokens of V4-Pro's shape, 408 us; with 264 blocks 485
+BLOCKS = 528  # four per SM of a GPU: two H200s, 8192 tokens of V4-Pro's shape, 408 us; with 264 blocks 485
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class SwiGLU:
 
     Args:
         clamp: upper limit of the gate, and of the magnitude of up; None: no limit.
-        alpha: of the sigmoid. shift: of up. gpt-oss has clamp 7, alpha 1.702 and shift 1.
+        alpha: factor in the sigmoid. shift: added to up. gpt-oss uses clamp 7, alpha 1.702 and shift 1.
     """
 
     clamp: float | None = None
@@ -52,7 +51,7 @@ class SwiGLU:
 
     @property
     def limit(self) -> float:
-        """`clamp`, or what no number exceeds."""
+        """`clamp`, or infinity."""
         return float("inf") if self.clamp is None else float(self.clamp)
 
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
@@ -77,14 +76,14 @@ def swiglu_rows(
 
     Args:
         inner: columns of `out` [capacity, inner]; `h` has twice as many, of `dtype`.
-        words: columns of `scales` (float32 [capacity, words]), of which blocks of 128 elements fill the first.
-        gated: else `h` has as many columns, and there is no SwiGLU.
-        quantised: `out` is float8_e4m3fn and has scales; else of `dtype`.
-        weighted: rows are multiplied by `weights` (float32 [capacity]) before they are rounded.
+        words: columns of `scales` (float32 [capacity, words]); the first ones hold the scales, one per 128 elements.
+        gated: if False, `h` has as many columns as `out`, and there is no SwiGLU.
+        quantised: `out` is float8_e4m3fn with scales instead of `dtype`.
+        weighted: multiply rows by `weights` (float32 [capacity]) before rounding.
         threads, blocks: launch geometry.
 
-    `counts`: int32 [experts]; `offsets`: int32 [experts + 1]. `limit`, `alpha`, `shift`: float32, see `SwiGLU`. Warps count the
-    experts' rows alone, so that few rows between much padding take as long as few rows.
+    `counts`: int32 [experts]; `offsets`: int32 [experts + 1]. `limit`, `alpha`, `shift`: float32, see `SwiGLU`. Warps skip
+    padding, so it does not cost time.
     """
     capacity, experts, ends = (T.dynamic(name) for name in ("capacity", "experts", "ends"))
     units = inner // WIDTH
@@ -113,7 +112,7 @@ def swiglu_rows(
             weight = T.alloc_var("float32")
             expert, first_of, end_of = int_vars(3)
             expert = 0
-            first_of = 0  # of the experts' rows, that of this expert
+            first_of = 0  # index of this expert's first row, without padding
             end_of = rows_of_expert(counts, offsets, 0)
             for turn in T.serial(T.ceildiv(offsets[experts], blocks * warps)):
                 number = (turn * blocks + block) * warps + thread // 32
@@ -152,15 +151,16 @@ def swiglu_rows(
 
 @tsn.jit(name="swiglu_gradient_rows", pass_configs=EXPLICIT_SYNC)
 def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, threads=THREADS, blocks=264):
-    """Kernel `(of_h, of_weights, kept, h, grad, weights, counts, offsets, limit, alpha, shift)`: gradients of `swiglu_rows`.
+    """Kernel `(grad_h, grad_weights, result, h, grad, weights, counts, offsets, limit, alpha, shift)`: gradients of
+    `swiglu_rows`.
 
     Args:
-        inner: columns of `grad` [capacity, inner]; `h` and `of_h` have twice as many, all of `dtype`.
-        weighted: rows were multiplied by `weights` (float32 [capacity]), whose gradients are `of_weights`.
-        keeps: `kept` [capacity, inner] = the rows that `swiglu_rows` gave.
+        inner: columns of `grad` [capacity, inner]; `h` and `grad_h` have twice as many, all of `dtype`.
+        weighted: rows were multiplied by `weights` (float32 [capacity]); also compute the gradients `grad_weights`.
+        keeps: also write the result of `swiglu_rows` to `result` [capacity, inner].
         threads, blocks: launch geometry.
 
-    Rows that are no expert's become zero. `counts`, `offsets`, `limit`, `alpha`, `shift`: see `swiglu_rows`.
+    Padding rows become zero. `counts`, `offsets`, `limit`, `alpha`, `shift`: see `swiglu_rows`.
     """
     capacity, experts, ends = (T.dynamic(name) for name in ("capacity", "experts", "ends"))
     units = inner // WIDTH
@@ -168,9 +168,9 @@ def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, t
 
     @T.prim_func
     def main(
-        of_h: T.Tensor((capacity, 2 * inner), dtype),
-        of_weights: T.Tensor((capacity,), "float32"),
-        kept: T.Tensor((capacity, inner), dtype),
+        grad_h: T.Tensor((capacity, 2 * inner), dtype),
+        grad_weights: T.Tensor((capacity,), "float32"),
+        result: T.Tensor((capacity, inner), dtype),
         h: T.Tensor((capacity, 2 * inner), dtype),
         grad: T.Tensor((capacity, inner), dtype),
         weights: T.Tensor((capacity,), "float32"),
@@ -186,13 +186,13 @@ def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, t
             gates = T.alloc_local((batch * WIDTH,), dtype)
             ups = T.alloc_local((batch * WIDTH,), dtype)
             grads = T.alloc_local((batch * WIDTH,), dtype)
-            of_gates = T.alloc_local((batch * WIDTH,), "float32")
-            of_ups = T.alloc_local((batch * WIDTH,), "float32")
+            grad_gates = T.alloc_local((batch * WIDTH,), "float32")
+            grad_ups = T.alloc_local((batch * WIDTH,), "float32")
             acc = T.alloc_local((batch * WIDTH,), "float32")
             gate = T.alloc_var("float32")
             up = T.alloc_var("float32")
-            share = T.alloc_var("float32")
-            of_row = T.alloc_var("float32")
+            sigmoid = T.alloc_var("float32")
+            grad_row = T.alloc_var("float32")
             weight = T.alloc_var("float32")
             total = T.alloc_var("float32")
             expert, end_of = int_vars(2)
@@ -214,34 +214,34 @@ def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, t
                             for i in T.unroll(batch * WIDTH):
                                 gate = T.min(T.cast(gates[i], "float32"), limit)
                                 up = T.max(T.min(T.cast(ups[i], "float32"), limit), -limit) + shift
-                                of_row = T.cast(grads[i], "float32")
-                                share = T.float32(1) / (T.float32(1) + T.exp(-alpha * gate))
-                                acc[i] = up * gate * share
+                                grad_row = T.cast(grads[i], "float32")
+                                sigmoid = T.float32(1) / (T.float32(1) + T.exp(-alpha * gate))
+                                acc[i] = up * gate * sigmoid
                                 if weighted:
-                                    total = total + of_row * acc[i]
-                                    of_row = of_row * weight
-                                of_ups[i] = of_row * gate * share
-                                of_gates[i] = (
-                                    of_row * up * share * (T.float32(1) + alpha * gate * (T.float32(1) - share))
+                                    total = total + grad_row * acc[i]
+                                    grad_row = grad_row * weight
+                                grad_ups[i] = grad_row * gate * sigmoid
+                                grad_gates[i] = (
+                                    grad_row * up * sigmoid * (T.float32(1) + alpha * gate * (T.float32(1) - sigmoid))
                                 )
                                 if T.cast(gates[i], "float32") > limit:
-                                    of_gates[i] = T.float32(0)
+                                    grad_gates[i] = T.float32(0)
                                 if T.abs(T.cast(ups[i], "float32")) > limit:
-                                    of_ups[i] = T.float32(0)
+                                    grad_ups[i] = T.float32(0)
                                 acc[i] = acc[i] * weight
                         else:
-                            clear(of_gates, batch * WIDTH)
-                            clear(of_ups, batch * WIDTH)
+                            clear(grad_gates, batch * WIDTH)
+                            clear(grad_ups, batch * WIDTH)
                             clear(acc, batch * WIDTH)
-                        store_rounded(of_h, row, of_gates, first, lane, units, WIDTH, batch, dtype)
-                        store_rounded(of_h, row, of_ups, units + first, lane, 2 * units, WIDTH, batch, dtype)
+                        store_rounded(grad_h, row, grad_gates, first, lane, units, WIDTH, batch, dtype)
+                        store_rounded(grad_h, row, grad_ups, units + first, lane, 2 * units, WIDTH, batch, dtype)
                         if keeps:
-                            store_rounded(kept, row, acc, first, lane, units, WIDTH, batch, dtype)
+                            store_rounded(result, row, acc, first, lane, units, WIDTH, batch, dtype)
                     if weighted:
                         for step in T.unroll(5):
                             total = total + T.shfl_xor(total, 1 << step)
                         if lane == 0:
-                            of_weights[row] = total
+                            grad_weights[row] = total
 
     return main
 
@@ -252,7 +252,7 @@ def quantised_blocks(n, k, dtype="bfloat16", rounded=False):
 
     Args:
         n, k: of `out` and `w` [count, n, k]; k is a multiple of 8. `scales` is float32 [count, ceil(n / 128), ceil(k / 128)].
-        rounded: `out` is of `dtype`: what is quantised times its scale; `scales` is not written.
+        rounded: write the dequantised values, of `dtype`, to `out`, and no scales.
     """
     count, across, down = T.dynamic("count"), groups_of(k), groups_of(n)
     warps, passes = THREADS // 32, 128 * 128 // WIDTH // THREADS
@@ -309,8 +309,8 @@ def widened_rows(k, words, n=1, dtype="bfloat16", threads=THREADS, blocks=528):
 
     Args:
         k: columns of `out` and `q` [rows, k].
-        words: columns of `scales` (float32), of which blocks of 128 elements fill the first.
-        n: rows of a matrix, each 128 of which have a row of `scales` in common; 1: each row has its own.
+        words: columns of `scales` (float32); the first ones hold the scales, one per 128 elements.
+        n: rows of a matrix, 128 of which sigmoid a row of `scales`; 1: each row has its own.
         threads, blocks: launch geometry.
     """
     rows, of_scales, units = T.dynamic("rows"), T.dynamic("of_scales"), k // WIDTH
@@ -339,44 +339,31 @@ def widened_rows(k, words, n=1, dtype="bfloat16", threads=THREADS, blocks=528):
     return main
 
 
-@functools.lru_cache(64)
-def _one(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([value], dtype=dtype, device=device)
-
-
 def _launch(
     h: torch.Tensor, inner: int, ends: tuple[torch.Tensor | None, torch.Tensor | None], weights: torch.Tensor | None,
     activation: SwiGLU | None, quantised: bool, words: int, cleared: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`cleared`: rows that are not computed are zero."""
+    """`cleared`: padding rows are zero."""
     rows, device = h.shape[0], h.device
-    made = torch.zeros if cleared and ends[0] is not None else torch.empty
-    out = made((rows, inner), dtype=torch.float8_e4m3fn if quantised else h.dtype, device=device)
-    scales = made((rows, words), dtype=torch.float32, device=device) if quantised else _no_scales(rows, device)
+    new = torch.zeros if cleared and ends[0] is not None else torch.empty
+    out = new((rows, inner), dtype=torch.float8_e4m3fn if quantised else h.dtype, device=device)
+    scales = new((rows, words), dtype=torch.float32, device=device) if quantised else _no_scales(rows, device)
     if rows:
-        of_rows = _no_scales(rows, device).view(-1) if weights is None else weights
+        factors = _no_scales(rows, device).view(-1) if weights is None else weights
         a = activation or SwiGLU()
-        geometry = _geometry(device) or dict(blocks=BLOCKS)
+        geometry = launch_geometry(device) or dict(blocks=BLOCKS)
         kernel = swiglu_rows(
             inner, words if quantised else 1, dtype_name(h.dtype), activation is not None, quantised, weights is not None,
             **geometry,
         )  # fmt: skip
-        kernel(out, scales, h, of_rows, *_all_of(h, *ends), a.limit, a.alpha, a.shift)
+        kernel(out, scales, h, factors, *_ends(h, *ends), a.limit, a.alpha, a.shift)
     return out, scales
 
 
-def _all_of(
-    h: torch.Tensor, counts: torch.Tensor | None, offsets: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same; where they are not given, of one expert that has all rows."""
-    rows, device = h.shape[0], h.device
-    counts = _one(rows, torch.int32, device) if counts is None else counts
-    return counts, ends_of(rows, device) if offsets is None else offsets
-
-
-def _geometry(device: torch.device) -> dict[str, int]:
-    return {} if device.type == "cuda" else dict(blocks=2, threads=64)
+def _ends(h: torch.Tensor, counts: torch.Tensor | None, offsets: torch.Tensor | None) -> list[torch.Tensor]:
+    """Counts and offsets; default: a single expert with all rows."""
+    default = all_rows(h.shape[0], h.device)
+    return [value if tensor is None else tensor for tensor, value in zip((counts, offsets), default)]
 
 
 def _no_scales(rows: int, device: torch.device) -> torch.Tensor:
@@ -399,10 +386,10 @@ def swiglu(
     Args:
         h: [rows, 2 * inner], bfloat16 or float16; inner a multiple of 8.
         activation: the variant.
-        counts, offsets: int32, [experts] rows of each expert and [experts + 1] their first rows, of a dispatch; default one
-            expert, whose rows begin at 0, and all rows.
+        counts, offsets: int32, rows [experts] and first rows [experts + 1] of each expert, from a dispatch; default: a
+            single expert with all rows.
         weights: float32 [rows], factors of the rows; default 1.
-        cleared: rows that are no expert's become zero; else they are undefined.
+        cleared: padding rows become zero; otherwise they are undefined.
 
     Returns:
         [rows, inner] of the dtype of `h`.
@@ -423,11 +410,10 @@ def swiglu_gradient(
     Args:
         h, activation, counts, offsets, weights: as in `swiglu`.
         grad: gradient of the result: [rows, inner], contiguous, of the dtype of `h`.
-        keeps: return the result again, too.
+        keeps: also return the result of `swiglu`.
 
     Returns:
-        Gradients of `h` and of `weights` (None without weights), and the result (None without `keeps`); all zero in rows that
-        are no expert's.
+        Gradients of `h` and of `weights` (None without weights), and the result (None without `keeps`); zero in padding.
 
     Errors as for `swiglu`.
     """
@@ -436,21 +422,20 @@ def swiglu_gradient(
     inner = columns // 2
     if tuple(grad.shape) != (rows, inner) or grad.dtype != h.dtype or not grad.is_contiguous():
         raise ValueError(f"swiglu_gradient: grad must be contiguous, [{rows}, {inner}] of {h.dtype}")
-    of_h, of_weights = torch.empty_like(h), _no_scales(rows, device).view(-1)
-    kept = torch.empty_like(grad) if keeps else grad
+    grad_h, grad_weights = torch.empty_like(h), _no_scales(rows, device).view(-1)
+    result = torch.empty_like(grad) if keeps else grad
     if rows:
-        weighted, ends = weights is not None, _all_of(h, counts, offsets)
-        kernel = swiglu_gradient_rows(inner, dtype_name(h.dtype), weighted, keeps, **_geometry(device))
-        given = of_weights if weights is None else weights
-        kernel(of_h, of_weights, kept, h, grad, given, *ends, activation.limit, activation.alpha, activation.shift)
-    return of_h, None if weights is None else of_weights, kept if keeps else None
+        kernel = swiglu_gradient_rows(inner, dtype_name(h.dtype), weights is not None, keeps, **launch_geometry(device))
+        factors, ends, a = grad_weights if weights is None else weights, _ends(h, counts, offsets), activation
+        kernel(grad_h, grad_weights, result, h, grad, factors, *ends, a.limit, a.alpha, a.shift)
+    return grad_h, None if weights is None else grad_weights, result if keeps else None
 
 
 def swiglu_quantised(
     h: torch.Tensor, activation: SwiGLU, *, counts: torch.Tensor | None = None, offsets: torch.Tensor | None = None,
     weights: torch.Tensor | None = None, cleared: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `swiglu`, quantised: float8_e4m3fn [rows, inner], and scales for `scaled_matmul`, which needs no copy of them.
+    """As `swiglu`, quantised: float8_e4m3fn [rows, inner], and scales that `scaled_matmul` takes without a copy.
 
     Args:
         h, activation, counts, offsets, weights, cleared: as in `swiglu`; inner is a multiple of 16.
@@ -463,7 +448,8 @@ def swiglu_quantised(
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as float8_e4m3fn with a float32 scale per 128 elements, in one kernel; the bits of `kernels.moe.row_ops.quantise`.
+    """Quantise rows to float8_e4m3fn with a float32 scale per 128 elements, in one kernel; bitwise equal to
+    `kernels.moe.row_ops.quantise`.
 
     Args:
         x: [rows, k], bfloat16 or float16.
@@ -475,21 +461,20 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def widened(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Rows or matrices of float8_e4m3fn times their scales, in one kernel; the bits of `row_ops.dequantise` and of
-    `scaled_gemm.dequantise_weights`, rounded.
+    """Dequantise float8_e4m3fn rows or matrices, in one kernel; bitwise equal to `row_ops.dequantise`, rounded, and
+    `scaled_gemm.dequantise_weights`.
 
     Args:
         q: [rows, k], or matrices [count, n, k]; contiguous, k a multiple of 8.
         scales: float32 [rows, ceil(k / 128) or more], or [count, ceil(n / 128), ceil(k / 128)]; contiguous.
-        dtype: of the result, torch.bfloat16 or torch.float16.
+        dtype: dtype of the result, torch.bfloat16 or torch.float16.
 
     Raises:
         ValueError: a wrong argument.
     """
     *head, n, k = q.shape
     rows = q.numel() // k if k else 0
-    of_matrices = bool(head)
-    wanted = [*head, groups_of(n) if of_matrices else n, groups_of(k)]
+    wanted = [*head, groups_of(n) if head else n, groups_of(k)]
     fits = list(scales.shape[:-1]) == wanted[:-1] and scales.shape[-1] >= wanted[-1]
     if not fits or not q.is_contiguous() or not scales.is_contiguous() or k % WIDTH or not k:
         raise ValueError(
@@ -499,13 +484,13 @@ def widened(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bf
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     if rows:
         words = scales.shape[-1]
-        kernel = widened_rows(k, words, n if of_matrices else 1, dtype_name(dtype), **_geometry(q.device))
+        kernel = widened_rows(k, words, n if head else 1, dtype_name(dtype), **launch_geometry(q.device))
         kernel(out.view(rows, k), q.view(rows, k), scales.view(-1, words))
     return out
 
 
 def quantise_matrices(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scaled_gemm.quantise_weights`, with the same bits, in one kernel.
+    """As `scaled_gemm.quantise_weights`, bitwise equal, in one kernel.
 
     Args:
         w: [count, n, k], contiguous, torch.bfloat16 or torch.float16; k a multiple of 8.
@@ -514,11 +499,11 @@ def quantise_matrices(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ValueError: a wrong `w`.
     """
     out = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
-    return out, _of_blocks(w, out)
+    return out, _quantise_blocks(w, out)
 
 
 def round_matrices(w: torch.Tensor) -> torch.Tensor:
-    """What a GEMM with the results of `quantise_matrices` multiplies, in the dtype of `w`; in one kernel.
+    """The dequantised result of `quantise_matrices`, in the dtype of `w`; in one kernel.
 
     Args:
         w: as for `quantise_matrices`.
@@ -527,11 +512,11 @@ def round_matrices(w: torch.Tensor) -> torch.Tensor:
         ValueError: a wrong `w`.
     """
     out = torch.empty_like(w)
-    _of_blocks(w, out)
+    _quantise_blocks(w, out)
     return out
 
 
-def _of_blocks(w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _quantise_blocks(w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     if w.dim() != 3 or not w.is_contiguous() or w.shape[2] % WIDTH or w.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"w is {list(w.shape)} of {w.dtype}; it must be contiguous, [count, n, k] of torch.bfloat16 or torch.float16, k a "

@@ -2,7 +2,7 @@
 
 A row is `units` vectors of 16 bytes; lane l of the warp handles vectors l, l + 32, … . Loads of several vectors are in
 flight before the first is used: `batch` of them, chosen by `batch_of`. The last functions do the same in plain PyTorch;
-the kernels must match them bit by bit.
+the kernels must match them bitwise.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import EXPLICIT_SYNC
+from tilescale_net.kernels.collective import EXPLICIT_SYNC, dtype_name
 from tilescale_net.kernels.moe.layout import NodeSizes, nodes_of
 
 FP8 = "float8_e4m3fn"
@@ -24,12 +24,12 @@ SMALLEST_AMAX = 1e-4  # keeps the scale of a group of zeros finite
 
 
 def int_vars(count: int) -> tuple[Any, ...]:
-    """Variables of a kernel, int32."""
+    """Allocate int32 variables of a kernel."""
     return tuple(T.alloc_var("int32") for _ in range(count))
 
 
 def shared_ints(count: int, *shape: int) -> tuple[Any, ...]:
-    """Tensors of int32 in shared memory."""
+    """Allocate int32 tensors in shared memory."""
     return tuple(T.alloc_shared(shape, "int32") for _ in range(count))
 
 
@@ -56,7 +56,7 @@ class SumSizes:
 
     @property
     def width(self) -> int:
-        """Elements of 16 bytes."""
+        """Elements in 16 bytes."""
         return 4 if self.dtype == "float32" else 8
 
     @property
@@ -66,7 +66,7 @@ class SumSizes:
 
     @property
     def groups(self) -> int:
-        """Scales of a row that travels as FP8."""
+        """Scales of a row that is sent as FP8."""
         return groups_of(self.hidden)
 
     @property
@@ -76,20 +76,19 @@ class SumSizes:
 
 
 class Rows(NamedTuple):
-    """Rows and their scales. `rows`: [any, words or elements of a row]. `scales`: [any, scales of a row], if rows
-    have scales; else unused."""
+    """Rows [any, words or elements of a row], and their scales [any, scales of a row], if any."""
 
     rows: Any
     scales: Any
 
     def at(self, pe: Any, scaled: bool) -> "Rows":
-        """The same memory of a mapped rank. `scaled`: rows have scales."""
+        """The same memory of a mapped rank. `scaled`: whether rows have scales."""
         return Rows(N.remote(self.rows, pe), N.remote(self.scales, pe) if scaled else self.scales)
 
 
 class Result(NamedTuple):
-    """Outputs and biases of a combine. `out`, `bias_0`, `bias_1`: [rows, hidden] of the
-    dtype of the result. `values`: float32 [rows, top_k], where numbers of choices return."""
+    """Outputs and biases of a combine. `out`, `bias_0`, `bias_1`: [rows, hidden] of the result's dtype. `values`: float32
+    [rows, top_k], values that return per choice."""
 
     out: Any
     bias_0: Any
@@ -101,10 +100,10 @@ class Work(NamedTuple):
     """Registers of a warp that sums.
 
     Attributes:
-        loaded: [rows at once * vectors * width] of the rows' dtype. acc: float32 [vectors * width].
-        from_row: int32 [rows at once], the rows; -1 for none.
-        slot_of: int32 [a word for 32 ranks or origins], see `combine.find_rows`.
-        ones: float32 [rows at once], weights of unweighted rows.
+        loaded: [rows per group * vectors * width] of the rows' dtype. acc: float32 [vectors * width].
+        from_row: int32 [rows per group], source rows; -1: none.
+        slot_of: int32 [a word per 32 ranks or origins], see `combine.find_rows`.
+        ones: float32 [rows per group], weights of unweighted rows.
     """
 
     loaded: Any
@@ -116,7 +115,7 @@ class Work(NamedTuple):
 
 @tsn.macro
 def load_batch(loaded, src, row, first, lane, units, width, batch, at=0):
-    """Load a lane's vectors of the batch from vector `first` on, to loaded[at …]; beyond the row: zeros."""
+    """loaded[at …] = a lane's vectors of the batch that begins at vector `first`; zeros beyond the row."""
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
             for v in T.vectorized(width):
@@ -137,7 +136,7 @@ def store_batch(dst, row, loaded, first, lane, units, width, batch):
 
 @tsn.macro
 def copy_words(dst, dst_row, src, src_row, words, lane, offset=0):
-    """Copy a short row of 4-byte words, any number of them, from column `offset` of the source."""
+    """Copy a short row of any number of 4-byte words from column `offset` of the source."""
     for i in T.serial((words + 31) // 32):
         if i * 32 + lane < words:
             dst[dst_row, i * 32 + lane] = src[src_row, offset + i * 32 + lane]
@@ -145,7 +144,7 @@ def copy_words(dst, dst_row, src, src_row, words, lane, offset=0):
 
 @tsn.macro
 def copy_scales(dst, dst_row, src, src_row, words, lane, offset, rows, by_column):
-    """As copy_words; `by_column`: the target is transposed in groups of `rows` rows, one row per word."""
+    """As `copy_words`; with `by_column`, the target is transposed in groups of `rows` rows, one row per word."""
     if by_column:
         for i in T.serial((words + 31) // 32):
             if i * 32 + lane < words:
@@ -156,7 +155,7 @@ def copy_scales(dst, dst_row, src, src_row, words, lane, offset, rows, by_column
 
 @tsn.macro
 def copy_row(dst, dst_row, src, src_row, words, lane, limit):
-    """Copy a row of 4-byte words, a multiple of four of them."""
+    """Copy a row of 4-byte words; their number is a multiple of 4."""
     batch = batch_of(words // 4, limit)
     loaded = T.alloc_local((batch * 4,), "int32")
     for b in T.serial((words // 4 + 32 * batch - 1) // (32 * batch)):
@@ -179,7 +178,7 @@ def add_scaled(acc, loaded, weight, count, at=0):
 
 @tsn.macro
 def store_rounded(dst, row, acc, first, lane, units, width, batch, dtype):
-    """Round a batch of sums once and store it."""
+    """Round a batch of sums and store it."""
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
             for v in T.vectorized(width):
@@ -188,8 +187,8 @@ def store_rounded(dst, row, acc, first, lane, units, width, batch, dtype):
 
 @tsn.macro
 def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, offset=0):
-    """Store a batch as FP8 with one float32 scale per 128 elements, which are the vectors of 128 / width lanes. All
-    lanes of the warp call; vectors beyond the row must be zero. The scales begin at column `offset`."""
+    """Store a batch as FP8 with one float32 scale per 128 elements, i.e. per 128 / width lanes. Called by all lanes of the
+    warp; vectors beyond the row must be zero. Scales begin at column `offset`."""
     lanes = GROUP // width
     for u in T.unroll(batch):
         amax = T.alloc_var("float32")
@@ -209,7 +208,7 @@ def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, off
 
 @tsn.macro
 def store_sums(s, dst, row, acc, first, lane, end, batch):
-    """Store a batch of sums in a row of `dst`, which has rows and scales: quantised if they are, else rounded once."""
+    """Store a batch of sums in a row of `dst` (`Rows`), quantised or rounded."""
     if s.quantised:
         store_quantised(dst.rows, dst.scales, row, acc, first, lane, end, s.width, batch)
     else:
@@ -218,7 +217,7 @@ def store_sums(s, dst, row, acc, first, lane, end, batch):
 
 @tsn.macro
 def add_dequantised(acc, loaded, scales, row, first, lane, units, width, batch, at=0):
-    """acc += loaded[at …] * the scale of its block, in float32."""
+    """acc += loaded[at …] times the scale of its block, in float32."""
     wide = T.alloc_local((width,), "float32")
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
@@ -232,7 +231,7 @@ def add_dequantised(acc, loaded, scales, row, first, lane, units, width, batch, 
 
 @tsn.macro
 def add_rows(acc, loaded, row, weight, src, first, lane, units, width, batch, group):
-    """acc += weight[g] * src[row[g]] for g < group where row[g] is not -1; all loads are in flight before the first sum."""
+    """acc += weight[g] * src[row[g]] for each g < group with row[g] >= 0; all loads are in flight before the first sum."""
     for g in T.unroll(group):
         if row[g] >= 0:
             load_batch(loaded, src, row[g], first, lane, units, width, batch, g * batch * width)
@@ -242,12 +241,12 @@ def add_rows(acc, loaded, row, weight, src, first, lane, units, width, batch, gr
 
 
 @tsn.macro
-def add_slots(s, work, scales, there, first, lane, end, batch, group):
-    """acc += the rows in work.loaded, in order; scaled if quantised. `there`: whether a row of `work.from_row`
+def add_slots(s, work, scales, exists, first, lane, end, batch, group):
+    """acc += the rows in work.loaded, in order, scaled if quantised. `exists(row)`: whether a row of `work.from_row`
     exists."""
     width = s.width
     for g in T.unroll(group):
-        if there(work.from_row[g]):
+        if exists(work.from_row[g]):
             if s.quantised:
                 add_dequantised(
                     work.acc, work.loaded, scales, work.from_row[g], first, lane, end, width, batch, g * batch * width
@@ -273,14 +272,14 @@ def add_biases(s, acc, result, token: T.Ref, first, lane, end):
 
 
 def rows_of_expert(counts, offsets, expert):
-    """Rows of an expert. A dispatch that was rejected has counts, and no room for their rows."""
+    """Number of rows of an expert. A rejected dispatch has counts, but no room for their rows."""
     return T.min(counts[expert], offsets[expert + 1] - offsets[expert])
 
 
 @tsn.macro
 def find_expert(expert: T.Ref, end_of: T.Ref, row, counts, offsets, experts):
-    """expert = the one in whose room `row` is, which grows from call to call; end_of = the end of its rows, where padding begins,
-    or 0 behind the last expert."""
+    """expert = the expert of `row`, which increases from call to call; end_of = the end of its rows, where padding begins, or
+    0 behind the last expert."""
     while T.And(expert < experts, row >= offsets[T.min(expert + 1, experts)]):
         expert = expert + 1
     end_of = 0
@@ -290,11 +289,11 @@ def find_expert(expert: T.Ref, end_of: T.Ref, row, counts, offsets, experts):
 
 @tsn.jit(name="zero_padding_rows", pass_configs=EXPLICIT_SYNC)
 def zero_padding_rows(width, copied, threads=256, blocks=528):
-    """Kernel `(out, rows, counts, offsets)`: `out` = rows, with zeros in padding, see `zero_padding`.
+    """Kernel `(out, rows, counts, offsets)`: `out` = `rows` with zeros in padding, see `zero_padding`.
 
     Args:
-        width: words of 4 bytes that a lane copies at once; `out` and `rows` are int32 [capacity, units, width].
-        copied: otherwise the kernel only writes padding, and does not read `rows`.
+        width: 4-byte words per vector; `out` and `rows` are int32 [capacity, units, width].
+        copied: if False, only write padding, and do not read `rows`.
         threads, blocks: launch geometry.
 
     `counts`: int32 [experts]. `offsets`: int32 [experts + 1]. A warp processes a row.
@@ -337,23 +336,29 @@ def zero_padding_rows(width, copied, threads=256, blocks=528):
     return main
 
 
-@functools.lru_cache(64)
-def ends_of(rows: int, device: torch.device) -> torch.Tensor:
-    """Offsets of one expert's rows."""
+@functools.lru_cache(256)
+def all_rows(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts and offsets of a single expert with all rows."""
     with torch.inference_mode(False):
-        return torch.tensor([0, rows], dtype=torch.int32, device=device)
+        counts, offsets = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([rows], [0, rows]))
+        return counts, offsets
+
+
+def launch_geometry(device: torch.device) -> dict[str, int]:
+    """Launch geometry of the simulator; empty (the kernel's default) on a GPU."""
+    return {} if device.type == "cuda" else dict(blocks=2, threads=64)
 
 
 def zero_padding(
     rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor | None = None, *, copied: bool = False
 ) -> torch.Tensor:
-    """Zero padding, the rows of no expert, so that no product with it is NaN; in place, or in a copy.
+    """Zero padding, the rows of no expert, so that no GEMM with it gives NaN; in place, or in a copy.
 
     Args:
         rows: [capacity, columns], contiguous; a row has a multiple of 4 bytes.
         counts: int32 [experts], rows of each expert.
-        offsets: int32 [experts + 1], of each expert's first row; default: 0, of one expert.
-        copied: `rows` stays as it is; takes one pass over the rows of experts. In place only padding is written.
+        offsets: int32 [experts + 1], first row of each expert; default: a single expert, from row 0.
+        copied: leave `rows` unchanged, which takes one pass over the experts' rows. In place, only padding is written.
 
     Returns:
         `rows`, or the copy.
@@ -362,9 +367,8 @@ def zero_padding(
     if rows.numel():
         words = [t.view(torch.uint8).view(torch.int32) for t in (out, rows)]
         width = 4 if words[0].shape[1] % 4 == 0 else 1
-        geometry = {} if rows.device.type == "cuda" else dict(blocks=2, threads=64)
-        kernel = zero_padding_rows(width, copied, **geometry)
-        offsets = ends_of(rows.shape[0], rows.device) if offsets is None else offsets
+        kernel = zero_padding_rows(width, copied, **launch_geometry(rows.device))
+        offsets = all_rows(rows.shape[0], rows.device)[1] if offsets is None else offsets
         kernel(*(t.view(rows.shape[0], -1, width) for t in words), counts, offsets)
     return out
 
@@ -374,8 +378,8 @@ def weighted_rows(dtype, dotted, threads=256, blocks=528):
     """Kernel `(out, dots, rows, y, weights, counts, offsets)`: see `weight_rows`.
 
     Args:
-        dtype: of `out`, `rows` and `y` [capacity, units, elements of 16 bytes].
-        dotted: else `y` and `dots` are not touched.
+        dtype: dtype of `out`, `rows` and `y` [capacity, units, elements in 16 bytes].
+        dotted: if False, `y` and `dots` are unused.
         threads, blocks: launch geometry.
     """
     capacity, units, experts, ends = (T.dynamic(name) for name in ("capacity", "units", "experts", "ends"))
@@ -439,29 +443,24 @@ def weighted_rows(dtype, dotted, threads=256, blocks=528):
 
 
 def weight_rows(
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    counts: torch.Tensor,
-    offsets: torch.Tensor,
-    y: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, y: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Experts' rows times their weights, and the gradients of the weights, in one kernel; zeros in padding.
 
     Args:
         rows: [capacity, columns], contiguous; a row has a multiple of 16 bytes.
         weights: float32 [capacity].
         counts, offsets: see `zero_padding`.
-        y: of the shape of `rows`: the rows that were multiplied by the weights, of which `rows` are the sums' gradients.
+        y: the rows that were multiplied by the weights, if `rows` are gradients of the sums; same shape.
 
     Returns:
-        rows times weights, and float32 [capacity], the products of each row of `rows` with that of `y`; empty without `y`.
+        rows times weights, and float32 [capacity], the dot products of the rows of `rows` and `y`; empty without `y`.
     """
     out = torch.empty_like(rows)
     dots = torch.empty(rows.shape[0] if y is not None else 0, dtype=torch.float32, device=rows.device)
     if rows.numel():
         width = 16 // rows.element_size()
-        geometry = {} if rows.device.type == "cuda" else dict(blocks=2, threads=64)
-        kernel = weighted_rows(str(rows.dtype).removeprefix("torch."), y is not None, **geometry)
+        kernel = weighted_rows(dtype_name(rows.dtype), y is not None, **launch_geometry(rows.device))
         out_, rows_, y_ = (t.view(rows.shape[0], -1, width) for t in (out, rows, rows if y is None else y))
         kernel(out_, weights if y is None else dots, rows_, y_, weights, counts, offsets)
     return out, dots
@@ -470,10 +469,10 @@ def weight_rows(
 def sum_of_ranks(
     parts: list[torch.Tensor], rank: int, dtype: torch.dtype, quantised: bool = False, nodes: NodeSizes = 1
 ) -> torch.Tensor:
-    """Reference result of a combine on `rank`. `parts`: of each rank, [tokens, hidden] float32. nodes: see `nodes_of`,
-    if other nodes sum first; else 1."""
+    """Reference result of a combine on `rank`. `parts`: [tokens, hidden] float32 of each rank. `nodes`: see `nodes_of`, if
+    other nodes sum first; else 1."""
 
-    def travelled(rows: torch.Tensor) -> torch.Tensor:
+    def sent(rows: torch.Tensor) -> torch.Tensor:
         return dequantise(*quantise(rows)) if quantised else rows.to(dtype).float()
 
     of = nodes_of(len(parts), nodes)
@@ -482,28 +481,27 @@ def sum_of_ranks(
         members = parts[of.first(node) : of.end(node)]
         if node == of.node_of(rank):
             for part in members:
-                result += travelled(part)
+                result += sent(part)
         else:
             total = torch.zeros_like(result)
             for part in members:
                 total += part.to(dtype).float()
-            result += travelled(total)
+            result += sent(total)
     return result.to(dtype)
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as float8_e4m3fn with a float32 scale per 128 elements: x is about q * scale."""
+    """Quantise rows to float8_e4m3fn with a float32 scale per 128 elements: x is about q * scale."""
     rows, hidden = x.shape
     groups = -(-hidden // GROUP)
     padded = torch.nn.functional.pad(x.float(), (0, groups * GROUP - hidden)).view(rows, groups, GROUP)
     amax = padded.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX)
-    # On a GPU torch turns a division by a Python number into a multiplication by the reciprocal, rounded twice.
+    # A tensor, because torch on GPUs multiplies by the reciprocal of a Python number, which rounds twice.
     largest = torch.full_like(amax, FP8_MAX)
     q = (padded * (largest / amax)).to(torch.float8_e4m3fn).view(rows, groups * GROUP)[:, :hidden]
     return q.contiguous(), (amax / largest).squeeze(-1)
 
 
 def dequantise(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Back to float32."""
-    wide = scales.repeat_interleave(GROUP, -1)[:, : q.shape[-1]]
-    return q.float() * wide
+    """Inverse of `quantise`, in float32."""
+    return q.float() * scales.repeat_interleave(GROUP, -1)[:, : q.shape[-1]]
