@@ -18,7 +18,7 @@ from typing import Any
 
 import tilescale_net as tsn
 from benchmark.common import BenchmarkParser, Column, Report, medians, positive_int, us, world_size
-from benchmark.common.arguments import int_list, on_gpu, one_of
+from benchmark.common.arguments import CALLS, int_list, on_gpu, one_of
 from benchmark.common.collectives import dependent_launch, nccl_group
 from benchmark.common.measuring import Timer, common_seeds, normal_numbers, raise_if_wrong
 from benchmark.common.modules import dist, row_ops, torch
@@ -63,7 +63,7 @@ IN_SIMULATOR = dict(rows=[1, 3], hidden=256, top_k=2)
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True, check=True)
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=CALLS, check=True)
     parser.option("--rows", int_list(1, 1 << 20), None, "rows (1 to 2048; in the simulator 1,3)")
     parser.option("--hidden", positive_int, None, "elements of a row (8192; in the simulator 256)")
     parser.option("--top-k", positive_int, None, "choices of a token, of the MoE forms (8; in the simulator 2)")
@@ -71,8 +71,6 @@ def parse() -> argparse.Namespace:
     parser.option("--variants", one_of(*VARIANTS), [], f"of the form {BASE}")
     parser.flag("--no-nccl", "leave NCCL out")
     args = parser.parse_args()
-    if args.timing == "loop":
-        parser.error("--timing loop is not offered: a call is one kernel; use graph or launch")
     parser.require_two_ranks("a collective needs")
     more = [OF_TWO] if on_gpu() and world_size() == 2 and args.rows is None and args.hidden is None else []
     for name, value in (ON_GPU if on_gpu() else IN_SIMULATOR).items():
@@ -279,7 +277,6 @@ def main() -> None:
     for one in (op, *others.values()) if op is not None else ():
         one.free()
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ kernel, without NCCL.
 """
 
 import argparse
+import itertools
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common import BenchmarkParser, Column, Report, median, percentile, us
-from benchmark.common.arguments import int_list, on_gpu
-from benchmark.common.collectives import DTYPES, FORBIDDEN_LOOP, CollectiveCase, measure, nccl_group
-from benchmark.common.measuring import Timer, normal_numbers, start_together
+from benchmark.common import BenchmarkParser, Column, median, percentile, us
+from benchmark.common.arguments import CALLS, int_list, on_gpu
+from benchmark.common.collectives import DTYPES, CollectiveCase, begin
+from benchmark.common.measuring import normal_numbers
 from benchmark.common.modules import dist, torch
 
 BENCH = dict(ranks=0, quick="--batch 1,16 --repeat 2")  # see common/suite.py
@@ -101,7 +102,7 @@ class MergeCase(CollectiveCase):
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True, check=True)
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=CALLS, check=True)
     parser.option("--batch", int_list(1, 1 << 20), None, "tokens (1,4,16,64,128; simulator 1,4)")
     parser.option("--heads", int, 32 if on_gpu() else 8, "of all ranks together")
     parser.option("--dim", int, 512 if on_gpu() else 64, "elements of a head")
@@ -111,8 +112,6 @@ def parse() -> argparse.Namespace:
     parser.flag("--all-heads", "every rank gets all heads")
     parser.flag("--no-nccl", "leave NCCL out")
     args = parser.parse_args()
-    if args.timing == "loop":
-        parser.error(FORBIDDEN_LOOP)
     parser.require_two_ranks("a merge needs")
     args.batch = args.batch or ([1, 4, 16, 64, 128] if on_gpu() else [1, 4])
     args.threads, args.blocks = args.threads or [288 if on_gpu() else 64], args.blocks or [None]
@@ -121,16 +120,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    report = Report("decode_context", args)
-    world = tsn.init("256M" if on_gpu() else "64M")
-    timer = Timer.of(args, world.device_kind == "cuda")
-    group = nccl_group(report, args)
-    common = timer, start_together(timer.on_gpu), not args.no_check
-    report.environment |= {
-        "shape": f"{args.heads} heads of {args.dim} {args.dtype}, {'all' if args.all_heads else 'a part'} of them to each rank",
-        "data": "not verified" if args.no_check else "verified",
-        "timing": timer.label() + ", slowest rank",
-    }
+    shape = (
+        f"{args.heads} heads of {args.dim} {args.dtype}, {'all' if args.all_heads else 'a part'} of them to each rank"
+    )
+    report, group, measured = begin("decode_context", args, "256M" if on_gpu() else "64M", shape=shape)
     keys = [Column("batch", "Batch", ",d")]
     keys += [Column(k, k.capitalize()) for k in ("threads", "blocks") if len(getattr(args, k)) > 1]
     columns = [us("us", "Time"), us("p99", "p99", plotted=False)]
@@ -143,19 +136,17 @@ def main() -> None:
         figures = {}
         if group is not None:
             sequence, calls = case.nccl(group)
-            theirs = measure(case, sequence, *common, f"NCCL, batch {batch}", alone=args.all_heads)
-            alone = measure(case, calls, *common[:2], False, f"NCCL's calls, batch {batch}")
+            theirs = measured(case, sequence, f"NCCL, batch {batch}", alone=args.all_heads)
+            alone = measured(case, calls, f"NCCL's calls, batch {batch}", check=False)
             figures = {"nccl_us": median(theirs), "nccl_calls_us": median(alone)}
-        for threads in args.threads:
-            for blocks in args.blocks:
-                call, free = case.ours(dict(threads=threads, blocks=blocks))
-                samples = measure(case, call, *common, f"merge, batch {batch}, threads {threads}, blocks {blocks}")
-                free()
-                row = {"batch": batch, "threads": threads, "blocks": blocks, "us": median(samples), **figures}
-                row |= {"p99": percentile(samples, 99)} | ({"ratio": row["nccl_us"] / row["us"]} if theirs else {})
-                table.add(row, {"us": samples, "nccl_us": theirs})
+        for threads, blocks in itertools.product(args.threads, args.blocks):
+            call, free = case.ours(dict(threads=threads, blocks=blocks))
+            samples = measured(case, call, f"merge, batch {batch}, threads {threads}, blocks {blocks}")
+            free()
+            row = {"batch": batch, "threads": threads, "blocks": blocks, "us": median(samples), **figures}
+            row |= {"p99": percentile(samples, 99)} | ({"ratio": row["nccl_us"] / row["us"]} if theirs else {})
+            table.add(row, {"us": samples, "nccl_us": theirs})
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

@@ -84,7 +84,6 @@ def main() -> None:
     if "stages" in args.parts:
         queue.stages(report, bench, trip, args)
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

@@ -136,7 +136,6 @@ def main() -> None:
     tsn.barrier()
     shutil.rmtree(FOLDER, ignore_errors=True)
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import tilescale_net as tsn
 from benchmark.common import compiled
-from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of
+from benchmark.common.arguments import TIMINGS, BenchmarkParser, int_list, on_gpu, one_of
 from benchmark.common.gemm import difference, eight_bits
 from benchmark.common.measuring import Timer, medians, normal_numbers, raise_if_wrong, repeated
 from benchmark.common.modules import torch
@@ -34,7 +34,7 @@ TILES = ("default", "256x4", "128x6", "256x3", "128x4", "64x8", "64x4", "32x8")
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=TIMINGS)
     m = [128, 4096, 8192] if on_gpu() else [72]
     parser.option("--m", int_list(1, 1 << 24), m, "rows of a GEMM of one matrix")
     rows = [128, 512] if on_gpu() else [24]
@@ -257,7 +257,6 @@ def main() -> None:
     }
     measure(report, timer, args)
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

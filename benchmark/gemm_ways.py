@@ -23,7 +23,7 @@ from typing import Any
 import tilescale_net as tsn
 from benchmark import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from benchmark.common import compiled
-from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
+from benchmark.common.arguments import TIMINGS, BenchmarkParser, int_list, on_gpu, one_of, positive_int
 from benchmark.common.collectives import nccl_group
 from benchmark.common.gemm import Operands, difference, if_works, operands, operator
 from benchmark.common.measuring import Timer, gather, medians, raise_if_wrong
@@ -38,7 +38,7 @@ TITLES = {"fused": "Fused", "copy_engines": "Copy engines", "unfused": "Unfused"
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=TIMINGS)
     simulated = not on_gpu()
     parser.option("--kinds", one_of(*KINDS), [*KINDS], f"of {', '.join(KINDS)} (all)")
     parser.option("--dtypes", one_of("bf16", "fp8"), ["bf16"] if simulated else ["bf16", "fp8"], "of bf16 and fp8")
@@ -210,7 +210,6 @@ def main() -> None:
             gpu = torch.cuda.get_device_name() if timer.on_gpu else "simulator"
             Path(args.table).write_text(text_of(table_with(Path(args.table), gpu, points)))
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

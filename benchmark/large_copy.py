@@ -16,7 +16,6 @@ from benchmark.common.copies import (
     TilescaleNet,
     compare,
     copy_parser,
-    finish,
     join,
     nvshmem,
 )
@@ -42,7 +41,7 @@ def main() -> None:
     engines: list[Implementation] = [CopyEngine(ours)] if timer.on_gpu and tsn.world().topology.is_direct(1) else []
     others = [Nvshmem(capacity, library, args.offset)] if library else []
     compare(report, args, [*engines, ours, *others], timer, reference=CopyEngine.name, percent=True)
-    finish(report, library)
+    report.finish(library)
 
 
 if __name__ == "__main__":

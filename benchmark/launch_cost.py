@@ -129,7 +129,6 @@ def main() -> None:
             {"kernel": name, "beyond_us": host - base, "host_us": host, "graph_us": median(mine["graph_us"])}, mine
         )
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

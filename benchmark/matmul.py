@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of
+from benchmark.common.arguments import TIMINGS, BenchmarkParser, int_list, on_gpu, one_of
 from benchmark.common.gemm import difference, eight_bits, gemm_alone, scaled_mm
 from benchmark.common.measuring import Timer, medians, normal_numbers, raise_if_wrong, repeated
 from benchmark.common.modules import fused_choice, torch
@@ -23,7 +23,7 @@ WIDTHS = ((8192, 14336), (8192, 28672), (7168, 8192))  # k and n of layers
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True)
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=TIMINGS)
     m = [512, 1024, 2048, 4096, 8192, 16384] if on_gpu() else [72]
     parser.option("--m", int_list(1, 1 << 24), m, "rows")
     text = "bf16, next to torch.mm; fp8 (e4m3, scales by row and column), next to torch._scaled_mm"
@@ -96,7 +96,6 @@ def main() -> None:
     }
     gemms(report, timer, args)
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

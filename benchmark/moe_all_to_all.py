@@ -279,7 +279,6 @@ def main() -> None:
                 run(args, mode, dtype, args.tokens_of[mode], timer, results, report, TRACED)
         results.compare_traced(report)
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

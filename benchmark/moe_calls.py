@@ -112,7 +112,6 @@ def main() -> None:
         if is_rank_zero():
             table.add({**case, **middle}, samples)
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

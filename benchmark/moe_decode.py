@@ -211,7 +211,6 @@ def main() -> None:
     for tokens, blocks in itertools.product(args.tokens, args.blocks):
         measure(args, tokens, blocks, layers, group, timer, table)
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import tilescale_net as tsn
 from benchmark.common import compiled
 from benchmark.common.arguments import on_gpu, one_of
-from benchmark.common.gemm import difference
+from benchmark.common.gemm import difference, if_works
 from benchmark.common.measuring import Timer, gather, medians, normal_numbers, raise_if_wrong
 from benchmark.common.modules import moe, p2p, torch
 from benchmark.common.moe import LayerParser, all_inputs, begin_layers
@@ -173,12 +173,7 @@ def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str,
     if on_gpu() and not eight:
         offs = received.offsets[1:].clone()
         of_torch = lambda: (torch._grouped_mm(taken, up, offs=offs), torch._grouped_mm(inner, down, offs=offs))  # noqa: E731
-        try:
-            of_torch()
-            torch.cuda.synchronize()
-            steps["torch"] = of_torch
-        except Exception as error:
-            print(f"torch's grouped GEMM does not work here: {error!r:.200}", flush=True)
+        steps |= if_works("torch's grouped GEMM", lambda: of_torch)
     return steps
 
 
@@ -317,7 +312,6 @@ def main() -> None:
             measure(args, dtype, tokens, blocks, experts, timer, table)
         del experts
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

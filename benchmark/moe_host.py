@@ -149,7 +149,6 @@ def main() -> None:
         mine = {what: values for (row, what), values in samples.items() if row == name}
         table.add({"what": name, **medians(mine)}, mine)
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

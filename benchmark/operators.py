@@ -180,7 +180,6 @@ def main() -> None:
             row |= {"ratio": row["nccl_us"] / row["us"], "host_ratio": row["nccl_host"] / row["host"]}
         table.add({"operator": operator, "bytes": case.nbytes, **row}, samples)
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from benchmark.common import (
     us,
 )
 from benchmark.common.arguments import on_gpu
-from benchmark.common.copies import SLACK, finish, gin, nvshmem
+from benchmark.common.copies import SLACK, gin, nvshmem
 from benchmark.common.measuring import GUARD, SIMULATED, common_seeds, difference, prepare, raise_if_wrong
 from benchmark.common.modules import p2p, torch
 
@@ -189,7 +189,7 @@ def main() -> None:
             if gins:
                 row["gin_ratio"] = row["gin"] / min(row[engine] for engine in args.engine)
             table.add({"threads": threads, "bytes": count, **row}, samples)
-    finish(report, library, over_sockets)
+    report.finish(library, over_sockets)
 
 
 if __name__ == "__main__":

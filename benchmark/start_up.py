@@ -57,7 +57,6 @@ def main() -> None:
     if is_rank_zero():
         table.add({"ranks": tsn.size(), "nodes": world.topology.nodes} | {k: max(f[k] for f in found) for k in names})
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common import BenchmarkParser, Column, Report, median, percentile, us, world_size
-from benchmark.common.arguments import byte_count, int_list, on_gpu, positive_int
-from benchmark.common.collectives import DTYPES, FORBIDDEN_LOOP, measure, nccl_group
-from benchmark.common.measuring import Timer, normal_numbers, start_together
+from benchmark.common import BenchmarkParser, Column, median, percentile, us, world_size
+from benchmark.common.arguments import CALLS, byte_count, int_list, on_gpu, positive_int
+from benchmark.common.collectives import DTYPES, begin
+from benchmark.common.measuring import normal_numbers
 from benchmark.common.modules import dist, torch
 
 BENCH = dict(ranks=0, quick="--sequence 1024,8192 --repeat 2")  # see common/suite.py
@@ -175,7 +175,7 @@ def attend(q: Any, k: Any, v: Any) -> Any:
 
 
 def parse() -> argparse.Namespace:
-    parser = BenchmarkParser(__doc__.splitlines()[0], timing=True, check=True)
+    parser = BenchmarkParser(__doc__.splitlines()[0], timing=CALLS, check=True)
     parser.option("--sequence", int_list(1, 1 << 24), None, "of all ranks (1024,4096,16384,65536; simulator 32)")
     parser.option("--attended", positive_int, 1 << 14, "longest sequence whose attention is timed, too")
     parser.option("--batch", positive_int, 1, "sequences")
@@ -189,8 +189,6 @@ def parse() -> argparse.Namespace:
     parser.flag("--uneven", "a sequence whose parts grow with the rank")
     parser.flag("--no-nccl", "leave torch's all-to-all through NCCL out")
     args = parser.parse_args()
-    if args.timing == "loop":
-        parser.error(FORBIDDEN_LOOP)
     parser.require_two_ranks("an exchange needs")
     args.sequence = args.sequence or ([1024, 4096, 16384, 65536] if on_gpu() else [32])
     return args
@@ -198,24 +196,17 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    report = Report("ulysses", args)
     # Heap for the largest rank's tensor, the operators' buffers, and chunks of attention.
     element = getattr(torch, args.dtype).itemsize
     size = args.batch * max(args.sequence) * args.heads * args.dim * element // (1 if args.uneven else world_size())
-    world = tsn.init(12 * size + (128 << 20))
-    timer = Timer.of(args, world.device_kind == "cuda")
     if args.piece is not None:
         from tilescale_net.kernels import all_to_all_transposed
 
         all_to_all_transposed.PIECE_BYTES = args.piece
-    group = nccl_group(report, args)
-    common = timer, start_together(timer.on_gpu), not args.no_check
-    report.environment |= {
-        "shape": f"batch {args.batch}, {args.heads} heads of {args.dim} {args.dtype}, "
-        f"{'uneven' if args.uneven else 'equal'} parts of the sequence, attention in {args.chunks} chunks",
-        "data": "not verified" if args.no_check else "verified",
-        "timing": timer.label() + ", slowest rank",
-    }
+    parts = "uneven" if args.uneven else "equal"
+    shape = f"batch {args.batch}, {args.heads} heads of {args.dim} {args.dtype}, {parts} parts of the sequence"
+    shape += f", attention in {args.chunks} chunks"
+    report, group, measured = begin("ulysses", args, 12 * size + (128 << 20), shape=shape)
     keys = [Column("way", "Way"), Column("sequence", "Sequence", ",d")]
     keys += [Column(k, k.capitalize()) for k in ("threads", "blocks") if len(getattr(args, k)) > 1]
     columns = [us("us", "Time"), us("p99", "p99", plotted=False), us("operator_us", "Operator")]
@@ -231,13 +222,13 @@ def main() -> None:
     for way, sequence in report.progress(cases, "rows"):
         case: Any = UlyssesCase(args, way, sequence)
         label = f"{way} of sequence {sequence}"
-        theirs = measure(case, case.torchs(group), *common, f"torch, {label}") if group is not None else []
-        functional = measure(case, case.operator(), *common, f"operator, {label}")
+        theirs = measured(case, case.torchs(group), f"torch, {label}") if group is not None else []
+        functional = measured(case, case.operator(), f"operator, {label}")
         for threads, blocks in itertools.product(args.threads, args.blocks):
             samples = functional
             if way != "attention":
                 call, free = case.ours(dict(threads=threads, blocks=blocks))
-                samples = measure(case, call, *common, f"{label}, threads {threads}, blocks {blocks}")
+                samples = measured(case, call, f"{label}, threads {threads}, blocks {blocks}")
                 free()
             row = {"way": way, "sequence": sequence, "threads": threads, "blocks": blocks, "us": median(samples)}
             row |= {"p99": percentile(samples, 99), "operator_us": median(functional)}
@@ -247,7 +238,6 @@ def main() -> None:
             table.add(row, {"us": samples, "operator_us": functional, "nccl_us": theirs})
         case.free()
     report.finish()
-    tsn.finalize()
 
 
 if __name__ == "__main__":

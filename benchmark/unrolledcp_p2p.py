@@ -8,7 +8,7 @@ a quiet, on both implementations. Without a GPU the simulator runs the same kern
 """
 
 from benchmark.common import Report
-from benchmark.common.copies import Nvshmem, TilescaleNet, compare, copy_parser, finish, join, nvshmem
+from benchmark.common.copies import Nvshmem, TilescaleNet, compare, copy_parser, join, nvshmem
 
 BENCH = dict(quick="--sizes 2K,64K --repeat 2")  # see common/suite.py
 
@@ -24,7 +24,7 @@ def main() -> None:
     capacity = max(args.sizes)
     theirs = [Nvshmem(capacity, library, args.offset)] if library else []
     compare(report, args, [*theirs, TilescaleNet(capacity, args.offset)], timer, reference="NVSHMEM")
-    finish(report, library)
+    report.finish(library)
 
 
 if __name__ == "__main__":

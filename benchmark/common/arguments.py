@@ -117,11 +117,9 @@ EXIT_CODES = (
     "interrupted. Rows are printed, and written to --json, as they are measured."
 )
 METAVARS: dict[Any, str] = {positive_int: "N", non_negative_int: "N", positive_float: "X", byte_count: "SIZE"}
-ON_GPU, IN_SIMULATOR = (
-    (5, 20),
-    (1, 3),
-)  # default (warmup, repeat); in the simulator they only cost time
+ON_GPU, IN_SIMULATOR = (5, 20), (1, 3)  # default (warmup, repeat); in the simulator they only cost time
 TIMINGS = ("launch", "graph", "loop")
+CALLS = TIMINGS[:2]  # of operations without a loop in a kernel
 
 
 class BenchmarkParser(Parser):
@@ -135,7 +133,7 @@ class BenchmarkParser(Parser):
         warmup, repeat: defaults of the flags; None leaves both out (for benchmarks that define their own).
         sizes: default of `--sizes`, such as `2K..4M`; None leaves it out.
         simulated: the same in the simulator, where large sizes only cost time; None for the same sizes.
-        timing: add `--timing`, and defaults of warmup and repeat that `Timer.of` chooses by device.
+        timing: choices of `--timing`, of TIMINGS; with any, `Timer.of` chooses defaults of warmup and repeat by device.
         check: add `--no-check`.
     """
 
@@ -147,7 +145,7 @@ class BenchmarkParser(Parser):
         repeat: int | None = 20,
         sizes: str | None = None,
         simulated: str | None = None,
-        timing: bool = False,
+        timing: Sequence[str] = (),
         check: bool = False,
     ) -> None:
         super().__init__(description=description, allow_abbrev=False, epilog=EXIT_CODES)
@@ -157,8 +155,11 @@ class BenchmarkParser(Parser):
         self.option("--baseline", _baseline, None, "add ratios to an earlier run's --json file", "FILE")
         untimed, timed = "untimed runs before the timed ones", "timed runs, whose median is shown"
         if timing:
-            text = "launches from Python, replays of a CUDA graph (default), or a loop inside the kernel; on a GPU"
-            self.add_argument("--timing", choices=TIMINGS, default="graph", help=text)
+            ways = zip(
+                TIMINGS, ("launches from Python", "replays of a CUDA graph (default)", "a loop inside the kernel")
+            )
+            text = ", or ".join(way for name, way in ways if name in timing)
+            self.add_argument("--timing", choices=timing, default="graph", help=f"{text}; on a GPU")
             by_device = "({}; in the simulator {})"
             self.option("--warmup", non_negative_int, None, f"{untimed} {by_device.format(ON_GPU[0], IN_SIMULATOR[0])}")
             self.option("--repeat", positive_int, None, f"{timed} {by_device.format(ON_GPU[1], IN_SIMULATOR[1])}")

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common.arguments import BenchmarkParser, int_list, one_of
+from benchmark.common.arguments import CALLS, BenchmarkParser, int_list, one_of
 from benchmark.common.measuring import (
     POISON,
     Timer,
@@ -43,7 +43,6 @@ DEPENDENT = "dependent"
 DTYPES = ("bfloat16", "float16", "float32")
 # Algorithms whose results are not the sums rounded once.
 LOSSY = ("fp8",)
-FORBIDDEN_LOOP = "--timing loop is not offered: a collective is one kernel per call; use graph or launch"
 
 
 def parse(
@@ -58,7 +57,7 @@ def parse(
     """The arguments of a collective's benchmark; exits with 2 if they are wrong. `extend`: adds flags.
     `sizes`, `simulated`, `blocks`: defaults on a GPU and in the simulator. `engines`: whether the kernels have a choice
     of engine, and of vectors in flight. `algorithms`: beside "auto", which chooses by size and place."""
-    parser = BenchmarkParser(description, sizes=sizes, simulated=simulated, timing=True, check=True)
+    parser = BenchmarkParser(description, sizes=sizes, simulated=simulated, timing=CALLS, check=True)
     parser.option("--threads", int_list(32, 1024), [512], "threads per block")
     parser.option("--blocks", int_list(1, 1024), [blocks], "blocks")
     parser.set_defaults(engine=["auto"], unroll=[None], dependent=[None])
@@ -71,8 +70,6 @@ def parse(
     if extend:
         extend(parser)
     args = parser.parse_args()
-    if args.timing == "loop":
-        parser.error(FORBIDDEN_LOOP)
     parser.require_two_ranks("a collective needs")
     return args
 
@@ -209,6 +206,30 @@ def measure(
     return max(gather(samples), key=median)
 
 
+def begin(
+    name: str, args: argparse.Namespace, heap: int | str, **header: str
+) -> tuple[Report, Any, Callable[..., list[float]]]:
+    """The report, with these lines in its header; NCCL's group or None; and `measure` without timer, barrier and check.
+    Joins a world with this heap. Collective."""
+    report = Report(name, args)
+    world = tsn.init(heap)
+    leave_default_stream(world)
+    timer = Timer.of(args, world.device_kind == "cuda")
+    group = nccl_group(report, args)
+    report.environment |= header | {
+        "data": "not verified" if args.no_check else "verified",
+        "timing": timer.label() + ", slowest rank",
+    }
+    together = start_together(timer.on_gpu)
+
+    def measured(
+        case: Any, call: Callable[[], object], what: str, alone: bool = False, check: bool = True
+    ) -> list[float]:
+        return measure(case, call, timer, together, check and not args.no_check, what, alone)
+
+    return report, group, measured
+
+
 def _of_peers(
     case: CollectiveCase, group: Any, measure: Callable[..., list[float]], report: Report
 ) -> dict[str, list[float]]:
@@ -236,18 +257,10 @@ def run(
     """Measure ours, and NCCL and its like on GPUs, at every size and geometry; print the report. `case_of`: makes the
     case for a size in bytes; collective. `heap_factor`: heap bytes per byte of the largest size. `peers`:
     implementations beside ours and NCCL, on one node: they need mapped memory."""
-    report = Report(name, args)
-    world = tsn.init(int(max(args.sizes) * heap_factor) + (96 << 20))
-    leave_default_stream(world)
+    report, group, measured = begin(name, args, int(max(args.sizes) * heap_factor) + (96 << 20))
+    world = tsn.world()
     peers = peers if world.topology.nodes == 1 else ()
-    timer = Timer.of(args, world.device_kind == "cuda")
-    group = nccl_group(report, args)
-    common = timer, start_together(timer.on_gpu), not args.no_check
-    report.environment |= {
-        "path": "mapped memory" if world.topology.nodes == 1 else f"{world.topology.nodes} nodes",
-        "data": "not verified" if args.no_check else "verified",
-        "timing": timer.label() + ", slowest rank",
-    }
+    report.environment["path"] = "mapped memory" if world.topology.nodes == 1 else f"{world.topology.nodes} nodes"
     if world.proxy is not None:
         found = world.proxy
         staged = ", staged" if found.staged else ""
@@ -274,10 +287,8 @@ def run(
         best: list[float] = []
         if group is not None:
 
-            def peer(
-                call: Callable[[], object], what: str, case: CollectiveCase = case, size: int = size
-            ) -> list[float]:
-                return measure(case, call, *common, f"{what} {name}, {size} bytes", alone=case.in_place)
+            def peer(call: Callable[[], object], what: str, case: Any = case, size: int = size) -> list[float]:
+                return measured(case, call, f"{what} {name}, {size} bytes", alone=case.in_place)
 
             theirs = peer(case.nccl(group), "NCCL")
             ways = _of_peers(case, group, peer, report)
@@ -286,19 +297,18 @@ def run(
             with dependent_launch(dependent):
                 call, free = case.ours(choices)
                 what = f"{name} of {size} bytes, {', '.join(f'{choice} {value}' for choice, value in choices.items())}"
-                samples = measure(case, call, *common, what)
+                samples = measured(case, call, what)
             free()
             row = {"bytes": case.nbytes, **choices, DEPENDENT: dependent, **_figures(case, samples, theirs, ways)}
             table.add(row, {"us": samples, "nccl_us": theirs})
             if choices["algorithm"] not in LOSSY and (not best or median(samples) < median(best)):
                 best = samples
         if others is not None:
-            measured = {"us": best, "nccl_us": theirs, **ways}
-            figures = {key: median(values) for key, values in measured.items() if values}
-            others.add({"bytes": case.nbytes, **figures}, measured)
+            of_all = {"us": best, "nccl_us": theirs, **ways}
+            figures = {key: median(values) for key, values in of_all.items() if values}
+            others.add({"bytes": case.nbytes, **figures}, of_all)
         case.free()
     report.finish()
-    tsn.finalize()
 
 
 def _figures(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common.arguments import BenchmarkParser, byte_count, int_list, one_of, parse_bytes, positive_int
+from benchmark.common.arguments import TIMINGS, BenchmarkParser, byte_count, int_list, one_of, parse_bytes, positive_int
 from benchmark.common.measuring import (
     GUARD,
     Timer,
@@ -81,7 +81,7 @@ def copy_parser(
 ) -> BenchmarkParser:
     """A parser with the flags of every comparison of copies, of Geometry among them: lists are measured one by one.
     `sizes`: default of `--sizes`; simulated: the same in the simulator. `threads`, `blocks`: defaults."""
-    parser = BenchmarkParser(description, sizes=sizes, simulated=simulated, timing=True, check=True)
+    parser = BenchmarkParser(description, sizes=sizes, simulated=simulated, timing=TIMINGS, check=True)
     parser.option("--threads", int_list(1, 1024), [threads], "threads per block")
     parser.option("--blocks", int_list(1, 1024), list(blocks), "blocks that share a copy")
     parser.option("--engine", one_of("auto", "ldst", "bulk"), ["auto"], "auto, ldst, bulk, or all")
@@ -155,14 +155,6 @@ def gin(report: Report) -> Any:
     from benchmark import gin as baseline
 
     return None if tsn.world().topology.nodes == 1 else _started(report, "NCCL GIN", baseline.missing(), baseline.Gin)
-
-
-def finish(report: Report, *libraries: Any) -> None:
-    """End the report, NVSHMEM (from `nvshmem`) and GIN if they run, and the job. Collective."""
-    report.finish()
-    for library in filter(None, libraries):
-        library.finalize()
-    tsn.finalize()
 
 
 class Implementation:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import tilescale_net as tsn
-from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
+from benchmark.common.arguments import TIMINGS, BenchmarkParser, int_list, on_gpu, positive_int
 from benchmark.common.collectives import nccl_group
 from benchmark.common.measuring import Timer, medians, normal_numbers, raise_if_wrong
 from benchmark.common.modules import fused_choice, torch
@@ -47,7 +47,7 @@ TITLES = {
 
 def parse(description: str, k: int, n: int) -> argparse.Namespace:
     """The arguments of a fused GEMM's benchmark. `k`, `n`: defaults for a rank of four; exits with 2 when wrong."""
-    parser = BenchmarkParser(description, timing=True)
+    parser = BenchmarkParser(description, timing=TIMINGS)
     simulated = not on_gpu()
     m, k, n = ([256], 64, 128) if simulated else ([4096, 8192, 16384], k, n)
     stages, panel, columns = (2, 2, 16) if simulated else (4, 8, 128)
@@ -247,7 +247,6 @@ def run(
         table.add(row | {"tflops": flops / times["ours"] / 1e6, "share": 100 * bound / times["ours"]}, slowest)
         these.free()
     report.finish()
-    tsn.finalize()
 
 
 def difference(found: Any, wanted: Any, what: str, rounding: float = 0.02) -> str | None:

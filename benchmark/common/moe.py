@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tilescale_net as tsn
-from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
+from benchmark.common.arguments import TIMINGS, BenchmarkParser, int_list, on_gpu, one_of, positive_int
 from benchmark.common.measuring import DeviceTimer, Timer, leave_default_stream
 from benchmark.common.modules import dist, moe, row_ops, torch
 from benchmark.common.peers import nccl_over_nodes
@@ -66,7 +66,7 @@ class LayerParser(BenchmarkParser):
     def __init__(
         self, description: str, shape: dict[str, Any], blocks: list[int], texts: Mapping[str, str] = {}
     ) -> None:
-        super().__init__(description, timing=True)
+        super().__init__(description, timing=TIMINGS)
         numbers = {
             "hidden": "elements of a row", "inner": "columns of an expert's gate", "experts": "of all ranks", "topk": "choices of a token",
         }  # fmt: skip

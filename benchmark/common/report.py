@@ -363,10 +363,17 @@ class Report:
 
     progress = staticmethod(progress)
 
-    def finish(self) -> None:
-        """Print notes, then write `--json` and `--plot`. Does nothing on ranks other than 0."""
-        if not is_rank_zero():
-            return
+    def finish(self, *libraries: Any) -> None:
+        """Print notes and write `--json` and `--plot` on rank 0; then end these libraries, if not None, and the job.
+        Collective."""
+        if is_rank_zero():
+            self._write()
+        for library in filter(None, libraries):
+            library.finalize()
+        if worlds := sys.modules.get("tilescale_net.runtime.worlds"):
+            worlds.finalize()
+
+    def _write(self) -> None:
         self._complete = True
         self._begin()
         late = [f"- {name}: {value}" for name, value in self.environment.items() if self._told.get(name) != value]
