@@ -46,7 +46,8 @@ def test_operators(tmp_path):
         assert row["host_ratio"] == pytest.approx(row["nccl_host"] / row["host"])
 
 
-def _wrong_results():
+@ranks.on()
+def test_wrong_results_of_operators_are_found():
     from benchmark import operators
 
     for name in operators.OPERATORS:
@@ -56,10 +57,6 @@ def _wrong_results():
             assert case.difference(found, exact=False) is None
             found[-1, -1] += 1
             assert "wrong" in case.difference(found, exact=False)
-
-
-def test_wrong_results_of_operators_are_found():
-    ranks.run(2, _wrong_results)
 
 
 def test_decode_context(tmp_path):
@@ -78,7 +75,8 @@ def test_ulysses(tmp_path, env):
     assert [row["way"] for row in rows] == ["scatter", "gather", "attention"]
 
 
-def _torchs_exchanges():
+@ranks.on()
+def test_peers_of_ulysses():
     """Torch's way, through gloo, which is compared as ours is."""
     from benchmark.common.collectives import measure
     from benchmark.common.measuring import Timer
@@ -91,11 +89,8 @@ def _torchs_exchanges():
         case.free()
 
 
-def test_peers_of_ulysses():
-    ranks.run(2, _torchs_exchanges)
-
-
-def _peers():
+@ranks.on()
+def test_peers_of_decode_context():
     """The peer's calls, through gloo, which are compared as ours are."""
     from benchmark.common.collectives import measure
     from benchmark.common.measuring import Timer
@@ -107,10 +102,6 @@ def _peers():
         measure(case, sequence, Timer("launch", 0, 1, on_gpu=False), None, True, "the peer", alone=all_heads)
         with pytest.raises(Exception, match="outputs or lse are wrong"):
             measure(case, calls, Timer("launch", 0, 1, on_gpu=False), None, True, "the calls alone", alone=True)
-
-
-def test_peers_of_decode_context():
-    ranks.run(2, _peers)
 
 
 def test_wrong_arguments():
@@ -155,7 +146,8 @@ def test_wrong_data_is_found(name):
         assert name in outcome.error[1] and "wrong" in outcome.error[1]
 
 
-def _peers_of_all_reduce():
+@ranks.on()
+def test_peers_that_are_missing_or_wrong_have_no_figure():
     from types import SimpleNamespace
 
     import torch.distributed as dist
@@ -180,7 +172,3 @@ def _peers_of_all_reduce():
     assert list(found) == ["right_us"] and len(found["right_us"]) == 1
     told = report.environment
     assert "flashinfer" in told["FlashInfer one-shot"] and "sums are wrong" in told["copies"] and "gloo" not in told
-
-
-def test_peers_that_are_missing_or_wrong_have_no_figure():
-    ranks.run(2, _peers_of_all_reduce)

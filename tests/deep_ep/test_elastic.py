@@ -149,7 +149,10 @@ def _rounded_once(group, inputs) -> None:
     buffer.destroy()
 
 
-def _program(nodes: int) -> None:
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.sample(0)
+@ranks.on(timeout=280)
+def test_elastic_buffer(nodes):
     group = dist.group.WORLD
     sizes = nodes, 2 // nodes
     buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=MOST, num_bytes=1 << 20, explicitly_destroy=True)
@@ -178,9 +181,3 @@ def _program(nodes: int) -> None:
     needed = [AllToAll.heap_bytes(256, 128, 7168, 8, **how, ranks=32, nodes=4) for how in (dict(layout="rank"), expert)]
     assert hint(big, 128, 7168) >= sum(needed)
     assert hint(group, MOST, HIDDEN, TOP_K, True) > hint(group, MOST, HIDDEN, TOP_K) > 4 * MOST * HIDDEN * 2
-
-
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
-@pytest.mark.sample(0)
-def test_elastic_buffer(nodes):
-    ranks.run(2, _program, nodes, env={"VIRTUAL_NODES": str(nodes)}, timeout=280)

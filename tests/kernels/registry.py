@@ -124,7 +124,7 @@ def _scaled(seed: int) -> None:
     of.gemms(seed, True, dataclasses.replace(of.TILINGS[0], steps=2), k=400, alone=False)
     # The copying warp is stages ahead, and tiles have several steps.
     of.gemms(seed, True, dataclasses.replace(of.TILINGS[0], stages=3, in_turn=True), 40, 72, 400, alone=False)
-    file_of_tests("fused/swiglu")._rows()
+    file_of_tests("fused/swiglu").test_equals_torch()
     of.fed(seed)
     # Beside a dispatch, and before a combine that begins late.
     of.beside(seed, lates=(0.5,), inner=80, tokens=12)

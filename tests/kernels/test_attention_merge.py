@@ -81,7 +81,8 @@ def test_equals_one_rank(size, nodes, seed):
     assert all(bits == everyone[0] for bits in everyone), "ranks have results with different bits"
 
 
-def _attention():
+@ranks.on()
+def test_equals_attention_to_the_whole_cache():
     """Softmax over the whole cache, of which each rank has a part of another length, the last one none."""
     rank, n, heads, dim = tsn.rank(), tsn.size(), 4, 32
     numbers = torch.Generator().manual_seed(5)
@@ -110,11 +111,10 @@ def _attention():
         assert_same(found[:, own].contiguous().cpu(), part.contiguous().cpu(), "all heads, and a part of them")
 
 
-def test_equals_attention_to_the_whole_cache():
-    ranks.run(2, _attention)
-
-
-def _alone():
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
+@ranks.on()
+def test_rows_do_not_depend_on_others(nodes):
     """Rows do not depend on the rest of the batch: each has the bits that it has alone, in any number of shots."""
     x, lse = (t.to(tsn.device()) for t in partial_of((9, 4, 64), torch.bfloat16, False, tsn.rank()))
     for all_heads in (False, True):
@@ -127,12 +127,6 @@ def _alone():
             together = found[0][which].cpu()
             assert_same(torch.cat([one[which].cpu() for one in found[1:]]), together)
         assert {op._shots_and_tokens(t)[0] for t in (x, x[:1])} <= {0, 1, 2}
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
-def test_rows_do_not_depend_on_others(nodes):
-    ranks.run(2, _alone, env={"VIRTUAL_NODES": str(nodes)})
 
 
 @ranks.on()

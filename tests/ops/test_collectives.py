@@ -154,14 +154,14 @@ def _quantized() -> None:
         ops.all_reduce(x.detach().int(), quantize="fp8")
 
 
-def _on_several_nodes() -> None:
-    _results(None)
-    _gradients()
-    with pytest.raises(ValueError, match="'fp8' needs PEs that are all mapped"):
-        ops.all_reduce(torch.ones(4, device=tsn.device()), quantize="fp8")
+def _results_with_defaults() -> None:
+    x = torch.full((4,), tsn.rank(), dtype=torch.float32, device=tsn.device())
+    assert ops.all_gather(x).tolist() == [r for r in range(tsn.size()) for _ in range(4)]
+    assert ops.reduce_scatter(ops.all_gather(x)).tolist() == [tsn.rank() * tsn.size()] * 4
 
 
-def _everything() -> None:
+@ranks.on(timeout=280)
+def test_collectives():
     _results(dist.group.WORLD.group_name)
     _results(tsn.world())
     _results(dist.device_mesh.init_device_mesh(tsn.device().type, (tsn.size(),)))
@@ -177,17 +177,9 @@ def _everything() -> None:
     _refusals()
 
 
-def _results_with_defaults() -> None:
-    x = torch.full((4,), tsn.rank(), dtype=torch.float32, device=tsn.device())
-    assert ops.all_gather(x).tolist() == [r for r in range(tsn.size()) for _ in range(4)]
-    assert ops.reduce_scatter(ops.all_gather(x)).tolist() == [tsn.rank() * tsn.size()] * 4
-
-
-def test_collectives():
-    ranks.run(2, _everything, timeout=280)
-
-
-def _order() -> None:
+@pytest.mark.sample(0)
+@ranks.on(1, timeout=280)
+def test_the_default_backend_keeps_the_order_of_calls():
     """By the default backend, of operators alone, so that nothing is compiled; left alone it begins with the largest."""
     device, calls = tsn.device(), group_objects.of("").calls
 
@@ -207,11 +199,6 @@ def _order() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results, step(x, y)))
 
 
-@pytest.mark.sample(0)
-def test_the_default_backend_keeps_the_order_of_calls():
-    ranks.run(1, _order, timeout=280)
-
-
 def _different() -> None:
     layer = ops.moe_layer(4, 8, 16, 2, torch.float32)
     x, idx = torch.ones((2, 16), device=tsn.device()), torch.zeros((2, 2), dtype=torch.int64, device=tsn.device())
@@ -229,11 +216,16 @@ def test_ranks_whose_operators_differ():
 
 
 @pytest.mark.sample(0)
+@ranks.on(3, VIRTUAL_NODES="3", timeout=280)
 def test_on_several_nodes():
-    ranks.run(3, _on_several_nodes, env={"VIRTUAL_NODES": "3"}, timeout=280)
+    _results(None)
+    _gradients()
+    with pytest.raises(ValueError, match="'fp8' needs PEs that are all mapped"):
+        ops.all_reduce(torch.ones(4, device=tsn.device()), quantize="fp8")
 
 
-def _views() -> None:
+@ranks.on()
+def test_views():
     """Views of torch whose bytes are not their values, and parameters, are taken as the values that they stand for."""
     n, me, device = tsn.size(), tsn.rank(), tsn.device()
     for _ in range(2):
@@ -249,10 +241,6 @@ def _views() -> None:
     assert type(found) is torch.Tensor and found.requires_grad
     with torch.no_grad():
         assert not ops.all_reduce(weight).requires_grad
-
-
-def test_views():
-    ranks.run(2, _views)
 
 
 @ranks.on()

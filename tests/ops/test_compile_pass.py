@@ -10,7 +10,8 @@ from tests import ranks
 from tilescale_net.ops.compile_pass import FuseCollectives
 
 
-def _layers() -> None:
+@ranks.on(timeout=250)
+def test_layers():
     group, n = dist.group.WORLD, tsn.size()
     fuse = FuseCollectives()
 
@@ -61,7 +62,3 @@ def _layers() -> None:
     assert compiled(lambda x, w: functional.all_reduce(x @ w, "sum", group), x, odd) == []
     alone = [dist.new_group([rank]) for rank in range(n)][tsn.rank()]  # of torch's, not of this package
     assert compiled(lambda x, w: functional.all_reduce(x @ w, "sum", alone), x, up) == []
-
-
-def test_layers():
-    ranks.run(2, _layers, timeout=250)

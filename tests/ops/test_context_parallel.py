@@ -12,7 +12,8 @@ from tests.kernels.test_attention_merge import merged, partial_of
 from tilescale_net import ops
 
 
-def _merged() -> None:
+@ranks.on(timeout=300)
+def test_merge_equals_one_rank():
     me, n = tsn.rank(), tsn.size()
     calls = ops.merge_attention, torch.compile(ops.merge_attention, fullgraph=True, backend="aot_eager")
     for call, (all_heads, base_2), turn in itertools.product(calls, ((False, True), (True, False)), range(2)):
@@ -24,10 +25,6 @@ def _merged() -> None:
         wanted, wanted_lse = (t[:, own] for t in merged(partials, base_2))
         assert out.shape == wanted.shape and torch.allclose(out.cpu().double(), wanted, rtol=1e-2, atol=1e-2)
         assert torch.allclose(total.cpu().double(), wanted_lse, rtol=1e-5, atol=1e-5)
-
-
-def test_merge_equals_one_rank():
-    ranks.run(2, _merged, timeout=300)
 
 
 @ranks.on()
@@ -103,16 +100,13 @@ def _by_heads() -> None:
             assert torch.allclose(x.grad.cpu(), reference.grad[:, own], rtol=1e-3, atol=1e-4), case
 
 
-def _exchanges() -> None:
+@pytest.mark.parametrize("size, nodes", [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.nightly)])
+@ranks.on(timeout=300)
+def test_heads_for_sequence_and_back(size, nodes):
     _there_and_back(_two_ways)
     if tsn.world().topology.nodes == 1:
         _there_and_back(torch.compile(_two_ways, fullgraph=True, backend="aot_eager"))
     _by_heads()
-
-
-@pytest.mark.parametrize("size, nodes", [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.nightly)])
-def test_heads_for_sequence_and_back(size, nodes):
-    ranks.run(size, _exchanges, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
 
 
 @ranks.on()

@@ -72,49 +72,6 @@ def _close(found, wanted, what, rounding=0.02):
     assert error <= rounding * wanted.detach().norm() + 1e-6, (what, float(error), float(wanted.norm()))
 
 
-def _layers(dtype: torch.dtype, compiles: bool) -> None:
-    size, rank, device, eight = tsn.size(), tsn.rank(), tsn.device(), dtype == FP8
-    layer = ops.moe_layer(EXPERTS, TOKENS, HIDDEN, TOP_K, dtype, **MOE)
-    local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
-    plain = ops.moe_experts
-    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
-    for seed, (kind, weights) in enumerate(((ops.SwiGLU(), "combine"), (CLAMPED, "activation"))):
-        xs, choices, chances, matrices, upstream = _data(seed, size)
-        *of_experts, up, down = matrices
-        wanted = [_dense(x, i, p, *of_experts, (up, down), kind, eight) for x, i, p in zip(xs, choices, chances)]
-        sum((s * u).sum() for s, u in zip(wanted, upstream)).backward()
-        shared_grads = [torch.autograd.grad(
-            (_shared(xs[rank].detach(), up, down, kind) * upstream[rank]).sum(), m, retain_graph=True
-        )[0] for m in (up, down)]  # fmt: skip
-        here = xs[rank], *(w[local] for w in of_experts), up, down
-        x, w_up, w_down, *shared = (t.detach().to(device, torch.bfloat16, copy=True).requires_grad_() for t in here)
-        p = chances[rank].detach().to(device, copy=True).requires_grad_()
-        if seed:  # as torch.nn.Linear holds them; torch copies a gradient in another order than its parameter's
-            w_up, w_down = (w.detach().mT.contiguous().mT.requires_grad_() for w in (w_up, w_down))
-        in_order: list[bool] = []
-        for w in (w_up, w_down):
-            w.register_hook(lambda g, w=w, seen=in_order: seen.append(g.stride() == w.stride()))
-        idx = choices[rank].to(device)
-        for how in (plain, compiled) if compiles and not seed else (plain,):
-            out = how(layer, x, idx, p, w_up, w_down, activation=kind, weights=weights, shared=tuple(shared))
-            (out * upstream[rank].to(device, torch.bfloat16)).sum().backward()
-            _close(out, wanted[rank], "sums")
-            _close(x.grad, xs[rank].grad, "x")
-            _close(p.grad, chances[rank].grad * (choices[rank] >= 0), "weights", 0.05)
-            _close(w_up.grad, of_experts[0].grad[local], "w_up")
-            _close(w_down.grad, of_experts[1].grad[local], "w_down", 0.05 if eight else 0.02)
-            for found, exact in zip(shared, shared_grads):
-                _close(found.grad, exact, "shared")
-            for t in (x, p, w_up, w_down, *shared):
-                t.grad = None
-        assert in_order and all(in_order)
-    _in_a_graph(layer, x, idx, p, w_up, w_down)
-    if eight:
-        _given_in_eight_bits(layer, x, idx, p, w_up, w_down)
-    _operators(layer, x, idx, p, w_up, w_down)
-    layer.free()
-
-
 def _in_a_graph(layer, *given) -> None:
     """On GPUs: captured, and replayed with other tokens."""
     if layer.device.type != "cuda":
@@ -177,11 +134,52 @@ def _operators(layer, x, idx, p, w_up, w_down) -> None:
     ],
 )
 @pytest.mark.sample(0)
+@ranks.on(timeout=280)
 def test_equals_torch(dtype, size, nodes, compiles):
-    ranks.run(size, _layers, dtype, compiles, env={"VIRTUAL_NODES": str(nodes)}, timeout=280)
+    size, rank, device, eight = tsn.size(), tsn.rank(), tsn.device(), dtype == FP8
+    layer = ops.moe_layer(EXPERTS, TOKENS, HIDDEN, TOP_K, dtype, **MOE)
+    local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+    plain = ops.moe_experts
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    for seed, (kind, weights) in enumerate(((ops.SwiGLU(), "combine"), (CLAMPED, "activation"))):
+        xs, choices, chances, matrices, upstream = _data(seed, size)
+        *of_experts, up, down = matrices
+        wanted = [_dense(x, i, p, *of_experts, (up, down), kind, eight) for x, i, p in zip(xs, choices, chances)]
+        sum((s * u).sum() for s, u in zip(wanted, upstream)).backward()
+        shared_grads = [torch.autograd.grad(
+            (_shared(xs[rank].detach(), up, down, kind) * upstream[rank]).sum(), m, retain_graph=True
+        )[0] for m in (up, down)]  # fmt: skip
+        here = xs[rank], *(w[local] for w in of_experts), up, down
+        x, w_up, w_down, *shared = (t.detach().to(device, torch.bfloat16, copy=True).requires_grad_() for t in here)
+        p = chances[rank].detach().to(device, copy=True).requires_grad_()
+        if seed:  # as torch.nn.Linear holds them; torch copies a gradient in another order than its parameter's
+            w_up, w_down = (w.detach().mT.contiguous().mT.requires_grad_() for w in (w_up, w_down))
+        in_order: list[bool] = []
+        for w in (w_up, w_down):
+            w.register_hook(lambda g, w=w, seen=in_order: seen.append(g.stride() == w.stride()))
+        idx = choices[rank].to(device)
+        for how in (plain, compiled) if compiles and not seed else (plain,):
+            out = how(layer, x, idx, p, w_up, w_down, activation=kind, weights=weights, shared=tuple(shared))
+            (out * upstream[rank].to(device, torch.bfloat16)).sum().backward()
+            _close(out, wanted[rank], "sums")
+            _close(x.grad, xs[rank].grad, "x")
+            _close(p.grad, chances[rank].grad * (choices[rank] >= 0), "weights", 0.05)
+            _close(w_up.grad, of_experts[0].grad[local], "w_up")
+            _close(w_down.grad, of_experts[1].grad[local], "w_down", 0.05 if eight else 0.02)
+            for found, exact in zip(shared, shared_grads):
+                _close(found.grad, exact, "shared")
+            for t in (x, p, w_up, w_down, *shared):
+                t.grad = None
+        assert in_order and all(in_order)
+    _in_a_graph(layer, x, idx, p, w_up, w_down)
+    if eight:
+        _given_in_eight_bits(layer, x, idx, p, w_up, w_down)
+    _operators(layer, x, idx, p, w_up, w_down)
+    layer.free()
 
 
-def _misuse() -> None:
+@ranks.on(1)
+def test_misuse():
     x, idx = torch.zeros((1, HIDDEN), dtype=torch.bfloat16), torch.zeros((1, TOP_K), dtype=torch.int64)
     given = x, idx, torch.ones((1, TOP_K))
     up = torch.zeros((EXPERTS, HIDDEN, 2 * INNER), dtype=torch.bfloat16)
@@ -211,7 +209,3 @@ def _misuse() -> None:
             ops.moe_experts(of, *given, *matrices, **options)
     with pytest.raises(TypeError, match="x has dtype torch.float32; of a layer of torch.float8_e4m3fn it must be"):
         ops.moe_experts(layer, x.float(), *given[1:], up, down)
-
-
-def test_misuse():
-    ranks.run(1, _misuse)

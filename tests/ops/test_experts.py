@@ -47,36 +47,6 @@ def _data(seed: int, size: int, dtype):
     return xs, choices, weights, matrices, upstream
 
 
-def _gradients(dtype: torch.dtype) -> None:
-    size, rank, device = tsn.size(), tsn.rank(), tsn.device()
-    layer = ops.moe_layer(EXPERTS, TOKENS, HIDDEN, TOP_K, dtype, **MOE)
-    local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
-    compiled = torch.compile(_layer, fullgraph=True, dynamic=dtype == torch.bfloat16 or None, backend="aot_eager")
-    for seed in (0, 1):
-        xs, choices, weights, matrices, upstream = _data(seed, size, dtype)
-        wanted = [_dense(x, idx, p, *matrices) for x, idx, p in zip(xs, choices, weights)]
-        sum((s * u).sum() for s, u in zip(wanted, upstream)).backward()
-        here = xs[rank], weights[rank], *(w[local] for w in matrices)
-        kinds = dtype, torch.float32, dtype, dtype, dtype
-        x, p, *mine = (t.detach().to(device, k, copy=True).requires_grad_() for t, k in zip(here, kinds))
-        idx = choices[rank].to(device)
-        # Each number of tokens is compiled, which takes longest.
-        for how in (_layer,) if seed and dtype == torch.bfloat16 else (_layer, compiled):
-            out = how(layer, x, idx, p, *mine)
-            (out * upstream[rank].to(device, dtype)).sum().backward()
-            close = functools.partial(torch.testing.assert_close, atol=1e-2, rtol=1e-2)
-            close(out.float().cpu(), wanted[rank])
-            close(x.grad.float().cpu(), xs[rank].grad)
-            close(p.grad.cpu(), weights[rank].grad * (choices[rank] >= 0))
-            for found, whole in zip(mine, matrices):
-                close(found.grad.float().cpu(), whole.grad[local])
-            for t in (x, p, *mine):
-                t.grad = None
-    _in_other_surroundings(layer, x, idx, p, *mine)
-    _operators(layer, x, idx, p, mine)
-    layer.free()
-
-
 def _in_other_surroundings(layer, *given) -> None:
     """Computed again in backward, in inference mode, under another default device and in another thread: the same."""
     inputs = [t for t in given if t.requires_grad]
@@ -113,11 +83,39 @@ def _operators(layer, x, idx, p, matrices) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 @pytest.mark.sample(0)
+@ranks.on(timeout=250)
 def test_gradients(dtype):
-    ranks.run(2, _gradients, dtype, timeout=250)
+    size, rank, device = tsn.size(), tsn.rank(), tsn.device()
+    layer = ops.moe_layer(EXPERTS, TOKENS, HIDDEN, TOP_K, dtype, **MOE)
+    local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+    compiled = torch.compile(_layer, fullgraph=True, dynamic=dtype == torch.bfloat16 or None, backend="aot_eager")
+    for seed in (0, 1):
+        xs, choices, weights, matrices, upstream = _data(seed, size, dtype)
+        wanted = [_dense(x, idx, p, *matrices) for x, idx, p in zip(xs, choices, weights)]
+        sum((s * u).sum() for s, u in zip(wanted, upstream)).backward()
+        here = xs[rank], weights[rank], *(w[local] for w in matrices)
+        kinds = dtype, torch.float32, dtype, dtype, dtype
+        x, p, *mine = (t.detach().to(device, k, copy=True).requires_grad_() for t, k in zip(here, kinds))
+        idx = choices[rank].to(device)
+        # Each number of tokens is compiled, which takes longest.
+        for how in (_layer,) if seed and dtype == torch.bfloat16 else (_layer, compiled):
+            out = how(layer, x, idx, p, *mine)
+            (out * upstream[rank].to(device, dtype)).sum().backward()
+            close = functools.partial(torch.testing.assert_close, atol=1e-2, rtol=1e-2)
+            close(out.float().cpu(), wanted[rank])
+            close(x.grad.float().cpu(), xs[rank].grad)
+            close(p.grad.cpu(), weights[rank].grad * (choices[rank] >= 0))
+            for found, whole in zip(mine, matrices):
+                close(found.grad.float().cpu(), whole.grad[local])
+            for t in (x, p, *mine):
+                t.grad = None
+    _in_other_surroundings(layer, x, idx, p, *mine)
+    _operators(layer, x, idx, p, mine)
+    layer.free()
 
 
-def _refusals() -> None:
+@ranks.on(1)
+def test_refusals():
     x, idx = torch.zeros((1, HIDDEN), dtype=torch.bfloat16), torch.zeros((1, TOP_K), dtype=torch.int64)
     given = x, idx, torch.ones((1, TOP_K))
     w = torch.zeros((EXPERTS, HIDDEN, INNER), dtype=torch.bfloat16)
@@ -135,7 +133,3 @@ def _refusals() -> None:
     ):
         with pytest.raises(error, match=words):
             ops.moe_dispatch_matmul(layer, *given, wrong)
-
-
-def test_refusals():
-    ranks.run(1, _refusals)

@@ -280,7 +280,10 @@ def _pipelined() -> None:
     objects.known_gemms.clear()
 
 
-def _everything() -> None:
+@pytest.mark.timeout(600)  # compiles many kernels
+@pytest.mark.sample(0)
+@ranks.on(TSN_HEAP_LIMIT="0", timeout=580)
+def test_products():
     names = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
     _results_and_gradients(True, names)
     _results_and_gradients(False, names)
@@ -293,9 +296,3 @@ def _everything() -> None:
     _larger_than_a_piece()
     _few_are_kept()
     _no_room()
-
-
-@pytest.mark.timeout(600)  # compiles many kernels
-@pytest.mark.sample(0)
-def test_products():
-    ranks.run(2, _everything, env={"TSN_HEAP_LIMIT": "0"}, timeout=580)

@@ -76,55 +76,6 @@ CHECKS = {
 }
 
 
-def _gradients(layout: str) -> None:
-    ranks_, rank = tsn.size(), tsn.rank()
-    op = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32, layout=layout, alignment=4)
-    g = torch.Generator().manual_seed(11)
-    w = (torch.randn((EXPERTS, HIDDEN, HIDDEN), generator=g) / 4).requires_grad_()
-    xs = [torch.randn((TOKENS - r, HIDDEN), generator=g).requires_grad_() for r in range(ranks_)]
-    choices = [torch.rand((len(x), EXPERTS), generator=g).topk(TOP_K, 1)[1] for x in xs]
-    choices[0][1, 0] = -1
-    choices[1][2] = -1
-    probabilities = [torch.rand((len(x), TOP_K), generator=g).requires_grad_() for x in xs]
-    upstream = [torch.randn((len(x), HIDDEN), generator=g) for x in xs]
-    expected = _dense(xs, choices, probabilities, w)
-    sum((s * u).sum() for s, u in zip(expected, upstream)).backward()
-
-    local = slice(rank * EXPERTS // ranks_, (rank + 1) * EXPERTS // ranks_)
-    device = tsn.device()
-    here = (xs[rank], probabilities[rank], w[local])
-    x, p, mine = (t.detach().to(device, copy=True).requires_grad_() for t in here)
-    chosen, upstream = choices[rank].to(device), upstream[rank].to(device)
-    with pytest.raises(ValueError, match="moe_dispatch: topk_weights is on meta, but x on"):
-        ops.moe_dispatch(op, x, chosen, p.to("meta"))
-    for _ in range(2):
-        received = ops.moe_dispatch(op, x, chosen, p)
-        assert received.rejected.shape == () and not received.rejected
-        moved = ops.moe_dispatch(op, unaligned(x.detach()), chosen, p.detach())
-        assert torch.equal(moved.x, received.x)
-        assert torch.equal(*(ops.moe_combine(op, y, moved) for y in (moved.x, unaligned(moved.x))))
-        out = _layer(op, layout, received, mine)
-        torch.testing.assert_close(out.cpu(), expected[rank], atol=1e-5, rtol=1e-5)
-        x.grad = p.grad = mine.grad = None
-        (out * upstream).sum().backward()
-        torch.testing.assert_close(x.grad.cpu(), xs[rank].grad, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(p.grad.cpu(), probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(mine.grad.cpu(), w.grad[local], atol=1e-4, rtol=1e-4)
-    _other_weights(op, x.detach(), chosen, p.detach())
-    # What torch.compile sees must have the shapes and types of what the operators give, and equal calls equal results.
-    operators, key = torch.ops.tilescale_net, op.key
-    check = functools.partial(torch.library.opcheck, test_utils=CHECKS[layout])
-    x, p = x.detach().requires_grad_(), p.detach().requires_grad_()
-    check(operators.moe_dispatch, (x, chosen, p, key))
-    given = operators.moe_dispatch(x.detach(), chosen, p.detach(), key)
-    rows, weights, tensors = given[0], given[1], [*given[2:], given[1]]
-    some = weights if layout == "expert" else weights[:0]
-    check(operators.moe_combine, (rows, some, tensors, len(x), key))
-    check(operators.moe_dispatch_backward, (rows, weights, tensors, len(x), key))
-    for given in (some, weights[:0]):
-        check(operators.moe_combine_backward, (x.detach(), rows.detach(), given.detach(), tensors, len(x), key))
-
-
 def _compiled(dynamic) -> None:
     """One compiled function for layers with objects of their own, and for numbers of tokens that change."""
     sizes = (EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32)
@@ -229,11 +180,58 @@ def test_modules_and_programs_in_another_process():
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.sample(1)
+@ranks.on(timeout=120)
 def test_gradients(layout):
-    ranks.run(2, _gradients, layout, timeout=120)
+    ranks_, rank = tsn.size(), tsn.rank()
+    op = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32, layout=layout, alignment=4)
+    g = torch.Generator().manual_seed(11)
+    w = (torch.randn((EXPERTS, HIDDEN, HIDDEN), generator=g) / 4).requires_grad_()
+    xs = [torch.randn((TOKENS - r, HIDDEN), generator=g).requires_grad_() for r in range(ranks_)]
+    choices = [torch.rand((len(x), EXPERTS), generator=g).topk(TOP_K, 1)[1] for x in xs]
+    choices[0][1, 0] = -1
+    choices[1][2] = -1
+    probabilities = [torch.rand((len(x), TOP_K), generator=g).requires_grad_() for x in xs]
+    upstream = [torch.randn((len(x), HIDDEN), generator=g) for x in xs]
+    expected = _dense(xs, choices, probabilities, w)
+    sum((s * u).sum() for s, u in zip(expected, upstream)).backward()
+
+    local = slice(rank * EXPERTS // ranks_, (rank + 1) * EXPERTS // ranks_)
+    device = tsn.device()
+    here = (xs[rank], probabilities[rank], w[local])
+    x, p, mine = (t.detach().to(device, copy=True).requires_grad_() for t in here)
+    chosen, upstream = choices[rank].to(device), upstream[rank].to(device)
+    with pytest.raises(ValueError, match="moe_dispatch: topk_weights is on meta, but x on"):
+        ops.moe_dispatch(op, x, chosen, p.to("meta"))
+    for _ in range(2):
+        received = ops.moe_dispatch(op, x, chosen, p)
+        assert received.rejected.shape == () and not received.rejected
+        moved = ops.moe_dispatch(op, unaligned(x.detach()), chosen, p.detach())
+        assert torch.equal(moved.x, received.x)
+        assert torch.equal(*(ops.moe_combine(op, y, moved) for y in (moved.x, unaligned(moved.x))))
+        out = _layer(op, layout, received, mine)
+        torch.testing.assert_close(out.cpu(), expected[rank], atol=1e-5, rtol=1e-5)
+        x.grad = p.grad = mine.grad = None
+        (out * upstream).sum().backward()
+        torch.testing.assert_close(x.grad.cpu(), xs[rank].grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(p.grad.cpu(), probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.grad.cpu(), w.grad[local], atol=1e-4, rtol=1e-4)
+    _other_weights(op, x.detach(), chosen, p.detach())
+    # What torch.compile sees must have the shapes and types of what the operators give, and equal calls equal results.
+    operators, key = torch.ops.tilescale_net, op.key
+    check = functools.partial(torch.library.opcheck, test_utils=CHECKS[layout])
+    x, p = x.detach().requires_grad_(), p.detach().requires_grad_()
+    check(operators.moe_dispatch, (x, chosen, p, key))
+    given = operators.moe_dispatch(x.detach(), chosen, p.detach(), key)
+    rows, weights, tensors = given[0], given[1], [*given[2:], given[1]]
+    some = weights if layout == "expert" else weights[:0]
+    check(operators.moe_combine, (rows, some, tensors, len(x), key))
+    check(operators.moe_dispatch_backward, (rows, weights, tensors, len(x), key))
+    for given in (some, weights[:0]):
+        check(operators.moe_combine_backward, (x.detach(), rows.detach(), given.detach(), tensors, len(x), key))
 
 
-def _refusals() -> None:
+@ranks.on(1)
+def test_latency_mode_has_no_gradients():
     with without_kernels():
         op = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, mode="latency")
         layer = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K)
@@ -249,7 +247,3 @@ def _refusals() -> None:
     ):
         with pytest.raises(error, match=f"moe_combine: {words}"):
             ops.moe_combine(layer, x, received)
-
-
-def test_latency_mode_has_no_gradients():
-    ranks.run(1, _refusals)

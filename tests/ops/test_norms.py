@@ -25,7 +25,9 @@ def _reference(xs, weight, residual, bias):
     return torch.nn.functional.rms_norm(total, (HIDDEN,), weight, EPS), total
 
 
-def _against_torch(compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@ranks.on(timeout=300)
+def test_equals_torch(compiled):
     me, n, device = tsn.rank(), tsn.size(), tsn.device()
     call = torch.compile(ops.all_reduce_norm, fullgraph=True, backend="aot_eager") if compiled else ops.all_reduce_norm
     for case, (with_residual, with_bias) in enumerate([(True, True), (False, False), (True, False)]):
@@ -57,12 +59,8 @@ def _against_torch(compiled: bool) -> None:
             assert torch.equal(again, out), "of tensors that begin anywhere"
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_equals_torch(compiled):
-    ranks.run(2, _against_torch, compiled, timeout=300)
-
-
-def _gradient_is_summed() -> None:
+@ranks.on()
+def test_gradient_is_summed():
     """Where ranks' losses are added up, the gradient of x is the sum of those of all."""
     x = _drawn(tsn.rank()).to(tsn.device()).requires_grad_()
     weight = torch.ones(HIDDEN, device=tsn.device())
@@ -71,11 +69,8 @@ def _gradient_is_summed() -> None:
     assert x.grad.eq(sum(range(1, tsn.size() + 1))).all()
 
 
-def test_gradient_is_summed():
-    ranks.run(2, _gradient_is_summed)
-
-
-def _any_rows() -> None:
+@ranks.on()
+def test_any_rows():
     """As passes over a server's graphs call the operators: no later number of rows needs another kernel."""
     x, weight = (_drawn(tsn.rank(), k).to(tsn.device()) for k in (1, 2))
     wanted = ops.all_reduce_norm(x, weight[0], eps=EPS)
@@ -88,10 +83,6 @@ def _any_rows() -> None:
     assert torch.equal(total, wanted.total) and torch.equal(scales, wanted.scales)
     norm = norms.norm_of(group_objects.in_order(""), HIDDEN)
     assert norm._warm == {(x.dtype, ""), (x.dtype, "token")} and norm.shots is None
-
-
-def test_any_rows():
-    ranks.run(2, _any_rows)
 
 
 def _experts_of(rank: int, tokens=6, top_k=3) -> ExpertRows:

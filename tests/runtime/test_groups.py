@@ -61,7 +61,15 @@ def route(world, seed: int, case: str = "latency, fp8 with scales") -> None:
     op.free()
 
 
-def _overlapping(seed: int) -> None:
+def _launch_of(op: AllGather, world) -> tuple:
+    """The kernel of an all-gather and its arguments."""
+    kernel = all_gather(op.n_pes, in_place=False, **op._options)
+    flat = [tsn.zeros((world.size, 32), torch.uint8, group=world), tsn.zeros(32, torch.uint8, group=world)]
+    return kernel, [*flat, 0, op._agreement.status, op._calls, op._ready, op._arrived]
+
+
+@ranks.on(4, init=False, timeout=240)
+def test_worlds_that_overlap(seed):
     me = _join()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(tsn.ConfigurationError, match=r"2 dimensions is no group; give one of its dimensions dp, tp"):
@@ -124,18 +132,8 @@ def _overlapping(seed: int) -> None:
     dist.destroy_process_group()
 
 
-def _launch_of(op: AllGather, world) -> tuple:
-    """The kernel of an all-gather and its arguments."""
-    kernel = all_gather(op.n_pes, in_place=False, **op._options)
-    flat = [tsn.zeros((world.size, 32), torch.uint8, group=world), tsn.zeros(32, torch.uint8, group=world)]
-    return kernel, [*flat, 0, op._agreement.status, op._calls, op._ready, op._arrived]
-
-
-def test_worlds_that_overlap():
-    ranks.run(4, _overlapping, random.randrange(1 << 20), init=False, timeout=240)
-
-
-def _defaults() -> None:
+@ranks.on(3, init=False, timeout=240)
+def test_defaults_of_the_user():
     """What a user makes torch's defaults to be changes nothing."""
     me = _join()
     torch.set_default_device("meta")
@@ -149,10 +147,6 @@ def _defaults() -> None:
     torch.set_default_device("cpu")
     y.fill_(1)  # memory made under inference mode is ordinary memory
     tsn.finalize()
-
-
-def test_defaults_of_the_user():
-    ranks.run(3, _defaults, init=False, timeout=240)
 
 
 def _lose_some(lost: int) -> str:
@@ -231,7 +225,13 @@ def test_a_rank_that_cannot_map_keeps_its_heap_until_all_have_tried():
     assert said[1].startswith("HeapError"), said
 
 
-def _across_nodes(seed: int) -> None:
+def _groups_of(me: int) -> list:
+    known = dist.distributed_c10d._world.pg_map
+    return [g for g in known if g is not dist.group.WORLD and me in groups.ranks(g)]
+
+
+@ranks.on(4, VIRTUAL_NODES="2", init=False, timeout=240)
+def test_groups_across_nodes(seed):
     me = _join()
     for members in ([0, 2], [1, 3], [0, 1, 2]):
         group = dist.new_group(members)
@@ -247,15 +247,6 @@ def _across_nodes(seed: int) -> None:
         if world.size == 2:
             route(world, seed)
     tsn.finalize()
-
-
-def _groups_of(me: int) -> list:
-    known = dist.distributed_c10d._world.pg_map
-    return [g for g in known if g is not dist.group.WORLD and me in groups.ranks(g)]
-
-
-def test_groups_across_nodes():
-    ranks.run(4, _across_nodes, random.randrange(1 << 20), env={"VIRTUAL_NODES": "2"}, init=False, timeout=240)
 
 
 def _walk(seed: int) -> None:

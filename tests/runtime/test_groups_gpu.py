@@ -1,7 +1,6 @@
 """Worlds of groups that nccl made, beside nccl's own traffic."""
 
 import os
-import random
 
 import pytest
 import torch
@@ -19,7 +18,9 @@ pytestmark = [
 ]
 
 
-def _beside(seed: int, backend: str, bound: bool) -> None:
+@pytest.mark.parametrize("backend, bound", [("nccl", True), ("nccl", False), ("cpu:gloo,cuda:nccl", True)])
+@ranks.on(init=False, timeout=240)
+def test_groups_of_nccl(backend, bound, seed):
     """Collectives of nccl on one stream, ours of two worlds with the ranks in both orders on another."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if bound:
@@ -53,8 +54,3 @@ def _beside(seed: int, backend: str, bound: bool) -> None:
     dist.all_reduce(y)
     assert y[0].item() == 3.0
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("backend, bound", [("nccl", True), ("nccl", False), ("cpu:gloo,cuda:nccl", True)])
-def test_groups_of_nccl(backend, bound):
-    ranks.run(2, _beside, random.randrange(1 << 20), backend, bound, init=False, timeout=240)

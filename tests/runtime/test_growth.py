@@ -143,7 +143,8 @@ def test_a_rank_is_lost_while_it_grows(turn, nodes):
     assert outcomes[0].ok and outcomes[1].ok, (outcomes[0].error, outcomes[1].error)
 
 
-def _few_addresses() -> None:
+@ranks.on(init=False)
+def test_a_rank_without_addresses():
     if os.environ["RANK"] == "1":  # which has no addresses for more than its heap
         now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + (8 << 30), resource.RLIM_INFINITY))
@@ -152,10 +153,6 @@ def _few_addresses() -> None:
     with pytest.raises(tsn.HeapError, match="TSN_HEAP_SIZE"):
         tsn.empty((20 * MIB,), torch.uint8)
     tsn.finalize()
-
-
-def test_a_rank_without_addresses():
-    ranks.run(2, _few_addresses, init=False)
 
 
 def _beyond() -> None:

@@ -38,7 +38,8 @@ def test_blocks_never_overlap_and_all_memory_returns(actions):
     assert heap.allocate(END - GAP) == 0, "freed neighbours must become one hole"
 
 
-def _free_anew():
+@ranks.on()
+def test_what_shrink_has_restored_can_be_freed():
     a, before = tsn.empty(16, torch.float32), tsn.empty(16, torch.float32)
     tsn.free(before)
     heap = tsn.world().heap
@@ -54,10 +55,6 @@ def _free_anew():
             tsn.free(freed)
     for live in after:
         tsn.free(live)
-
-
-def test_what_shrink_has_restored_can_be_freed():
-    ranks.run(2, _free_anew)
 
 
 class _Elsewhere(Exception):

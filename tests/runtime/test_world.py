@@ -52,7 +52,8 @@ def test_wrong_free(case, words):
         assert o.error[0] == "HeapError" and words in o.error[1]
 
 
-def _different_calls():
+@ranks.on()
+def test_different_calls_are_named():
     world = tsn.world()
     mine, other = 8 + world.rank, 9 - world.rank
     with pytest.raises(tsn.RankMismatch, match=rf"empty\(\[{mine}\].* while .*empty\(\[{other}\]"):
@@ -65,10 +66,6 @@ def _different_calls():
         with pytest.raises(tsn.RankMismatch, match=f"{names[mine]}.* while .*{names[other]}"):
             calls[mine]()
         tsn.barrier()
-
-
-def test_different_calls_are_named():
-    ranks.run(2, _different_calls)
 
 
 def _aborted(says_why: bool):
@@ -188,7 +185,8 @@ def test_what_users_set_in_torch_changes_nothing():
     assert ranks.run(2, _as_users_set_torch, init=False) == [([[0, b"\0"], [1, b"\0"]], ones)] * 2
 
 
-def _use_after_the_end():
+@ranks.on(init=False)
+def test_tensors_outlive_the_heap():
     """Tensors outlive the heap; nothing else does."""
     tsn.init("8M")
     x, world = tsn.zeros(1000, torch.float32), tsn.world()
@@ -223,11 +221,8 @@ def _use_after_the_end():
     tsn.finalize()
 
 
-def test_tensors_outlive_the_heap():
-    ranks.run(2, _use_after_the_end, init=False)
-
-
-def _wrong_arguments():
+@ranks.on()
+def test_wrong_arguments():
     for args, kind, words in (
         ((4, "float32"), TypeError, "dtype='float32' is not a torch dtype"),
         ((4, torch.qint8), TypeError, "dtype is torch.qint8; a quantized tensor is more than its memory"),
@@ -253,10 +248,6 @@ def _wrong_arguments():
         finally:
             tsn.runtime.job_store.encode = kept
     tsn.barrier()
-
-
-def test_wrong_arguments():
-    ranks.run(2, _wrong_arguments)
 
 
 def _of_another_version():

@@ -59,17 +59,14 @@ def test_a_wait_with_the_wrong_parity_is_reported_at_once():
     assert time.monotonic() - begin < 60
 
 
-def _stand_still():
+@ranks.on(1)
+def test_warps_that_stand_still_behind_a_wait_are_not_stuck():
+    """Nor those that wait for them at an mbarrier, or have not looked since it was their turn again."""
     x, flag = torch.empty(32, dtype=torch.int32), tsn.zeros((1,), torch.uint64)
     kernel = tsn.compile(specialised.hands_over_after_a_signal())
     for seed in range(40):
         with simulator.schedule(seed):
             kernel(x, flag, seed + 1)
-
-
-def test_warps_that_stand_still_behind_a_wait_are_not_stuck():
-    """Nor those that wait for them at an mbarrier, or have not looked since it was their turn again."""
-    ranks.run(1, _stand_still)
 
 
 def test_a_wait_that_is_missing_shows():

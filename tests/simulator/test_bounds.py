@@ -49,7 +49,8 @@ def test_outside_of_a_tensor(operation, name, place, count, size):
     assert kind == "PeerLost" and "rank 1 failed" in text and f"{size} bytes" in text, (kind, text)
 
 
-def _inside():
+@ranks.on()
+def test_the_last_element_and_nothing():
     import tilescale_net as tsn
     from tilescale_net.runtime import simulator
 
@@ -60,10 +61,6 @@ def _inside():
                 litmus.transfer_range(operation, N)(a, b, sig, N - 4, 4, 1 - tsn.rank())
                 litmus.transfer_range(operation, N)(a, b, sig, N, 0, 1 - tsn.rank())
     tsn.barrier()
-
-
-def test_the_last_element_and_nothing():
-    ranks.run(2, _inside)
 
 
 def _unequal(way, k, m, clamped=False):
@@ -104,7 +101,8 @@ def test_errors_name_the_line_and_the_kernel(statement):
     assert line in told and f" [{place}kernel failing (simulated, seed 0, visibility random)" in told, told
 
 
-def _clamped():
+@ranks.on(1)
+def test_on_gpus_no_copy_leaves_a_region():
     """The code that GPUs run moves what leaves neither region, and its signal comes."""
     for way, (_, to, source) in extents.WAYS.items():
         for k, m in ((1, 30), (4, 8), (4, 2), (2, 0)):
@@ -116,10 +114,6 @@ def _clamped():
             moved, inside, signal = _unequal(way, k, m, clamped=True)
             assert moved == wanted and inside in (0, wanted), (way, k, m, moved, inside, wanted)
             assert signal == (way in ("put_signal", "rows")), (way, k, m)
-
-
-def test_on_gpus_no_copy_leaves_a_region():
-    ranks.run(1, _clamped)
 
 
 def _freed(operation):

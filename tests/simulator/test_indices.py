@@ -60,7 +60,8 @@ def tiles():
     return kernel
 
 
-def _outside():
+@ranks.on(1)
+def test_indices_outside_of_a_tensor():
     errors = recorded_errors()
     kernel = tsn.compile(accesses(), target="simulator")
     y, words = tsn.zeros((SIZE,), torch.int32), tsn.zeros((SIZE,), torch.uint64)
@@ -75,10 +76,6 @@ def _outside():
             else:
                 assert len(errors) == 1 and "OutOfBounds" in errors[0] and named in errors[0], (how, at, errors)
                 assert "thread (3, 0, 0)" in errors[0]
-
-
-def test_indices_outside_of_a_tensor():
-    ranks.run(1, _outside)
 
 
 ROWS, COLUMNS = 4, 25
@@ -130,7 +127,8 @@ def elements():
     return kernel
 
 
-def _outside_of_a_row():
+@ranks.on(1)
+def test_indices_outside_of_a_row():
     errors = recorded_errors()
     kernel = tsn.compile(elements(), target="simulator")
     y = tsn.zeros((ROWS, COLUMNS), torch.int32)
@@ -151,10 +149,6 @@ def _outside_of_a_row():
         if how == 9:  # an arm that is not taken is no access
             kernel(y, out, how, -2)
             assert not errors
-
-
-def test_indices_outside_of_a_row():
-    ranks.run(1, _outside_of_a_row)
 
 
 def partial_tiles():
@@ -185,7 +179,8 @@ def partial_tiles():
     return kernel
 
 
-def _partial_tiles():
+@ranks.on(1, TSN_DEVICE="simulator")
+def test_partial_tiles_inside_of_a_tensor():
     kernel = tsn.compile(partial_tiles(), target="simulator")
     for at in (-3, 36):
         y, c, z = (tsn.zeros((12, 40), torch.int32) for _ in range(3))
@@ -206,10 +201,6 @@ def _partial_tiles():
                 if i < 8:
                     expected[7, i + at] = expected[10, i + at] = i + 1
         assert torch.equal(y, expected) and torch.equal(c, sums) and torch.equal(z, read), (at, y, c, z)
-
-
-def test_partial_tiles_inside_of_a_tensor():
-    ranks.run(1, _partial_tiles, env={"TSN_DEVICE": "simulator"})
 
 
 def test_partial_tiles():

@@ -17,6 +17,7 @@ from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
 
 WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT, SAME, HINT = range(11)
+RACES = {"TSN_SIM_RACES": "1"}
 
 
 # Without this tilelang puts a barrier between any two accesses to shared memory by itself.
@@ -193,7 +194,8 @@ def told_by_words():
     return main
 
 
-def _words():
+@ranks.on(1)
+def test_an_order_counts_within_its_scope():
     said = recorded_errors()
     kernel, plain = told_by_words(), torch.zeros(128)
     for number, (how, wrong) in enumerate(WORDS.items()):
@@ -204,10 +206,6 @@ def _words():
                 kernel(number, plain, word)
             assert bool(said) == bool(wrong), (how, seed, said)
             assert all('an acquire of scope "gpu"' in s for s in said), said
-
-
-def test_an_order_counts_within_its_scope():
-    ranks.run(1, _words)
 
 
 @tsn.jit
@@ -397,7 +395,9 @@ class _Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _beside_modes_of_the_user():
+@ranks.on(**RACES)
+def test_modes_of_the_user_are_left_alone():
+    """Those of torch's dispatcher, which the check uses itself: init and finalize may stand in any, and in any thread."""
     x = torch.ones(4)
     assert torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(x).tolist() == [2] * 4
     _elsewhere(tsn.finalize)
@@ -415,16 +415,8 @@ def _beside_modes_of_the_user():
     tsn.init("32M")
 
 
-def test_modes_of_the_user_are_left_alone():
-    """Those of torch's dispatcher, which the check uses itself: init and finalize may stand in any, and in any thread."""
-    ranks.run(2, _beside_modes_of_the_user, env=RACES)
-
-
+@ranks.on(**RACES)
 def test_right_forms_are_not_accused():
-    ranks.run(2, _accepts, env=RACES)
-
-
-def _accepts():
     for case in [*(c[0] for c in CASES), HALVES]:
         for seed in range(3):
             where, said = _run(case, 1, seed)
@@ -447,14 +439,8 @@ def overtaken():
     return main
 
 
-def _overtaken():
+@ranks.on(**RACES)
+def test_a_wait_for_the_async_proxy_may_be_overtaken():
     flag = tsn.zeros((2,), torch.uint64)
     with simulator.schedule(0, races=True):
         overtaken()(flag)
-
-
-def test_a_wait_for_the_async_proxy_may_be_overtaken():
-    ranks.run(2, _overtaken, env=RACES)
-
-
-RACES = {"TSN_SIM_RACES": "1"}

@@ -158,7 +158,8 @@ def send_to_both():
     return main
 
 
-def _quiet_for_some():
+@ranks.on(3, TSN_SIM_RACES="1")
+def test_puts_from_one_source_are_each_waited_for():
     reports = recorded_errors()
     x, y, kernel, me = tsn.zeros((64,)), tsn.zeros((3, 64)), send_to_both(), tsn.rank()
     for first in (1, 2):
@@ -171,11 +172,9 @@ def _quiet_for_some():
             assert all(f"thread 0 to PE {(me + 3 - done) % 3} reads" in said for said in reports), reports
 
 
-def test_puts_from_one_source_are_each_waited_for():
-    ranks.run(3, _quiet_for_some, env={"TSN_SIM_RACES": "1"})
-
-
-def _late_behind_two_meetings():
+@ranks.on(TSN_SIM_RACES="1")
+def test_a_meeting_by_torch_orders_nothing_behind_a_later_one():
+    """A kernel that another rank runs behind `tsn.barrier` is not ordered by a torch.distributed.barrier before that."""
     reports = recorded_errors()
     x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
     kernel, reader = step(), copy()
@@ -192,11 +191,6 @@ def _late_behind_two_meetings():
             kernel(PUT, x, y, flag, 1, out)
             assert len(reports) == 1, reports
         tsn.barrier()
-
-
-def test_a_meeting_by_torch_orders_nothing_behind_a_later_one():
-    """A kernel that another rank runs behind `tsn.barrier` is not ordered by a torch.distributed.barrier before that."""
-    ranks.run(2, _late_behind_two_meetings, env={"TSN_SIM_RACES": "1"})
 
 
 def _word_set_anew(host_first, right):

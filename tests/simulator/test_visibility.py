@@ -57,7 +57,8 @@ def test_it_is_the_visibility_that_catches_them():
     assert ranks.run(2, _rounds, names, "eager", 8)[0] == dict.fromkeys(names)
 
 
-def _signals():
+@ranks.on()
+def test_signals_to_one_word_keep_their_order():
     import tilescale_net as tsn
     from tilescale_net.runtime import simulator
 
@@ -74,10 +75,6 @@ def _signals():
         assert values == sorted(values) and all(v > i for i, v in enumerate(values)), values
         tsn.barrier()
         assert sig.tolist() == [n, n]
-
-
-def test_signals_to_one_word_keep_their_order():
-    ranks.run(2, _signals)
 
 
 def _outlives_the_kernel():

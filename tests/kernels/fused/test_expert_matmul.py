@@ -121,7 +121,8 @@ def test_equals_torch(size, nodes, transposed):
     ranks.run(size, layers, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
 
 
-def _sent_behind(seed):
+@ranks.on(timeout=300)
+def test_all_sms_send_what_is_left(seed):
     """The blocks beside the product send all or nothing, as when they are slow; the kernel that sums finds the rest."""
     pace = random.Random(f"{seed} {tsn.rank()}")
 
@@ -139,11 +140,9 @@ def _sent_behind(seed):
         layers(seed, dict(tuning=TUNING), False, ("random", "twice", "one expert"))
 
 
-def test_all_sms_send_what_is_left():
-    ranks.run(2, _sent_behind, random.randrange(1 << 30), timeout=300)
-
-
-def eight_bits(seed):
+@pytest.mark.nightly
+@ranks.on(timeout=300)
+def test_eight_bits(seed):
     """Rows of 8 bits with a scale each; the second product takes the rows that came, too."""
     moe = AllToAll(**MOE, dtype=SCALED, scale_words=1, tuning=TUNING)
     pace, device, c, n = random.Random(f"{seed} {moe.rank}"), moe.device, moe.config, INNER
@@ -191,11 +190,6 @@ def eight_bits(seed):
         _check_sums(moe, everyone, outputs, out, what)
     for thing in (up, down, moe):
         thing.free()
-
-
-@pytest.mark.nightly
-def test_eight_bits():
-    ranks.run(2, eight_bits, random.randrange(1 << 30), timeout=300)
 
 
 @tsn.jit

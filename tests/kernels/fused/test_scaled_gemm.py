@@ -70,7 +70,8 @@ def test_equals_torch(by_block, tiling):
     ranks.run(1, gemms, random.randrange(1 << 30), by_block, tiling, 100, 264, 272, 3, alone)
 
 
-def of_low_tiles(seed):
+@ranks.on(1)
+def test_low_tiles(seed):
     """Experts of random numbers of rows, most of which end in a low tile, next to whole tiles in panels of any height."""
     pace = random.Random(seed)
     rows = 128 if ranks.gpus() else 32
@@ -99,10 +100,6 @@ def of_low_tiles(seed):
         scaled_matmul(*given, out=out, counts=ends[0], offsets=ends[1], tiling=tiling)
         tsn.synchronize()
         assert_same(out.cpu(), wanted, f"seed {seed}, {tiling}, {counts} of {n} x {k}")
-
-
-def test_low_tiles():
-    ranks.run(1, of_low_tiles, random.randrange(1 << 30))
 
 
 def beside(seed, lates=(0, 0.5), hidden=512, inner=272, experts=4, top_k=2, tokens=20):
@@ -187,7 +184,8 @@ def test_gemms_beside_communication(seed, nodes):
     ranks.run(2, beside, seed, env={"VIRTUAL_NODES": str(nodes)}, timeout=280)
 
 
-def _of_random_numbers():
+@ranks.on(1)
+def test_quantised_numbers():
     """As a layer has them: the error is that of the numbers, not of the sums."""
     generator = torch.Generator().manual_seed(5)
     x, w = (torch.randn(shape, generator=generator) for shape in ((40, 512), (64, 512)))
@@ -201,11 +199,8 @@ def _of_random_numbers():
     assert (found - x @ w.t()).abs().mean() < 0.05 * (x @ w.t()).abs().mean()
 
 
-def test_quantised_numbers():
-    ranks.run(1, _of_random_numbers)
-
-
-def _misuse():
+@ranks.on(1, TSN_DEVICE="simulator")
+def test_misuse():
     x, w = torch.zeros((8, 128), dtype=FP8), torch.zeros((2, 64, 128), dtype=FP8)
     of_x, of_w = torch.ones((8, 1)), torch.ones((2, 1, 1))
     counts, offsets = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
@@ -239,10 +234,6 @@ def _misuse():
     ):
         with pytest.raises(ValueError, match=words):
             ScaledTiling(**wrong)
-
-
-def test_misuse():
-    ranks.run(1, _misuse, env={"TSN_DEVICE": "simulator"})
 
 
 def test_clusters_need_a_newer_tilelang(monkeypatch):

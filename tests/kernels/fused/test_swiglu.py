@@ -25,7 +25,8 @@ from tilescale_net.kernels.moe.row_ops import dequantise, quantise, weight_rows,
 KINDS = SwiGLU(clamp=7.0, alpha=1.702, shift=1.0), SwiGLU()
 
 
-def _rows() -> None:
+@ranks.on(1)
+def test_equals_torch():
     device, generator = tsn.device(), torch.Generator().manual_seed(3)
     for rows, inner, kind in ((37, 272, KINDS[0]), (5, 48, KINDS[1])):
         h = (4 * torch.randn((rows, 2 * inner), generator=generator)).bfloat16()
@@ -52,11 +53,8 @@ def _rows() -> None:
         swiglu_quantised(torch.zeros((2, 32)), KINDS[0])
 
 
-def test_equals_torch():
-    ranks.run(1, _rows)
-
-
-def _gradients() -> None:
+@ranks.on(1)
+def test_gradients():
     device, generator = tsn.device(), torch.Generator().manual_seed(5)
     for rows, inner, kind, weighted in ((9, 272, KINDS[0], True), (5, 48, KINDS[1], True), (3, 16, KINDS[0], False)):
         h = (4 * torch.randn((rows, 2 * inner), generator=generator)).bfloat16()
@@ -84,7 +82,8 @@ def _gradients() -> None:
         swiglu_gradient(h.to(device), grad[:2].to(device), kind)
 
 
-def _between_padding() -> None:
+@ranks.on(1)
+def test_padding_is_left_out():
     """Rows of experts have the bits that they have by themselves, whatever is in padding; more experts than warps."""
     device, generator, kind = tsn.device(), torch.Generator().manual_seed(9), KINDS[1]
     room = torch.randint(0, 5, (40,), generator=generator)
@@ -108,29 +107,8 @@ def _between_padding() -> None:
             assert not some.float().any()
 
 
-def test_gradients():
-    ranks.run(1, _gradients)
-
-
-def test_padding_is_left_out():
-    ranks.run(1, _between_padding)
-
-
-def _widened() -> None:
-    device, generator = tsn.device(), torch.Generator().manual_seed(7)
-    w = torch.randn((3, 200, 272), generator=generator)
-    q, scales = quantise_weights(w)
-    assert_same(widened(q.to(device), scales.to(device)).cpu(), dequantise_weights(q, scales) + 0)
-    q, scales = quantise(w[0])
-    padded = torch.nn.functional.pad(scales, (0, 1))
-    for of_rows in (scales, padded):
-        assert_same(widened(q.to(device), of_rows.to(device)).cpu(), dequantise(q, scales).bfloat16() + 0)
-    assert widened(q[:0].to(device), scales[:0].to(device)).shape == (0, 272)
-    with pytest.raises(ValueError, match=r"widened: q is \[200, 272\] and scales \[2, 3\]; .* scales \[200, 3\]"):
-        widened(q, scales[:2])
-
-
-def _matrices() -> None:
+@ranks.on(1)
+def test_matrices():
     device, generator = tsn.device(), torch.Generator().manual_seed(8)
     for shape, dtype in (((2, 200, 272), torch.bfloat16), ((1, 8, 128), torch.float16)):
         w = torch.randn(shape, generator=generator).to(dtype) * 3
@@ -144,15 +122,23 @@ def _matrices() -> None:
         quantise_matrices(w[..., :12])
 
 
-def test_matrices():
-    ranks.run(1, _matrices)
-
-
+@ranks.on(1)
 def test_widened():
-    ranks.run(1, _widened)
+    device, generator = tsn.device(), torch.Generator().manual_seed(7)
+    w = torch.randn((3, 200, 272), generator=generator)
+    q, scales = quantise_weights(w)
+    assert_same(widened(q.to(device), scales.to(device)).cpu(), dequantise_weights(q, scales) + 0)
+    q, scales = quantise(w[0])
+    padded = torch.nn.functional.pad(scales, (0, 1))
+    for of_rows in (scales, padded):
+        assert_same(widened(q.to(device), of_rows.to(device)).cpu(), dequantise(q, scales).bfloat16() + 0)
+    assert widened(q[:0].to(device), scales[:0].to(device)).shape == (0, 272)
+    with pytest.raises(ValueError, match=r"widened: q is \[200, 272\] and scales \[2, 3\]; .* scales \[200, 3\]"):
+        widened(q, scales[:2])
 
 
-def _padding() -> None:
+@ranks.on(1)
+def test_padding_becomes_zero():
     device, generator = tsn.device(), torch.Generator().manual_seed(3)
     for experts, columns, dtype in ((5, 16, torch.bfloat16), (1, 3, torch.float32), (3, 272, torch.uint8)):
         room = torch.randint(0, 9, (experts,), generator=generator, dtype=torch.int32)
@@ -181,10 +167,6 @@ def _padding() -> None:
     given = rows.to(device)
     assert torch.equal(zero_padding(given, counts[:1].to(device) * 0 + 2).cpu()[2:], torch.zeros_like(rows[2:]))
     assert torch.equal(given[:2].cpu(), rows[:2]) and zero_padding(given[:0], *ends).shape == (0, 272)
-
-
-def test_padding_becomes_zero():
-    ranks.run(1, _padding)
 
 
 def test_a_clamp_is_positive():
