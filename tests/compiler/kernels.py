@@ -3,15 +3,14 @@
 import tilelang.language as T
 
 import tilescale_net.language as N
+from tests.shorthand import f16, f32, u64
 
 
 def reader(n=1024, threads=128):
     """Reads a tensor before and after waiting for a peer that writes it."""
 
     @T.prim_func
-    def read(
-        ctx: N.Context(), x: T.Tensor((n,), "float32"), y: T.Tensor((n,), "float32"), flag: T.Tensor((1,), "uint64")
-    ):
+    def read(ctx: N.Context(), x: f32(n), y: f32(n), flag: u64(1)):
         with T.Kernel(1, threads=threads):
             tx = T.get_thread_binding()
             before = T.alloc_local((1,), "float32")
@@ -26,13 +25,7 @@ def pusher(n=1024, threads=128, **options):
     """Puts a tensor and signals."""
 
     @T.prim_func
-    def push(
-        x: T.Tensor((n,), "float32"),
-        y: T.Tensor((n,), "float32"),
-        ctx: N.Context(),
-        flag: T.Tensor((1,), "uint64"),
-        pe: T.int32,
-    ):
+    def push(x: f32(n), y: f32(n), ctx: N.Context(), flag: u64(1), pe: T.int32):
         with T.Kernel(1, threads=threads):
             N.put_signal_block(y, x, pe, flag[0], 1, **options)
 
@@ -43,12 +36,7 @@ def staged(n=4096, threads=128):
     """Copies through shared memory, as kernels do whose stores tilelang would turn into TMA stores."""
 
     @T.prim_func
-    def stage(
-        ctx: N.Context(),
-        x: T.Tensor((64, n), "float16"),
-        y: T.Tensor((64, n), "float16"),
-        flag: T.Tensor((1,), "uint64"),
-    ):
+    def stage(ctx: N.Context(), x: f16(64, n), y: f16(64, n), flag: u64(1)):
         with T.Kernel(n // 64, threads=threads) as bx:
             tile = T.alloc_shared((64, 64), "float16")
             N.wait_block(flag[0], "ge", 1)
@@ -68,13 +56,7 @@ def matmul(size=256, threads=128, proxy="generic", first=lambda flag: None, last
     """
 
     @T.prim_func
-    def product(
-        ctx: N.Context(),
-        a: T.Tensor((size, size), "float16"),
-        b: T.Tensor((size, size), "float16"),
-        c: T.Tensor((size, size), "float16"),
-        flag: T.Tensor((1,), "uint64"),
-    ):
+    def product(ctx: N.Context(), a: f16(size, size), b: f16(size, size), c: f16(size, size), flag: u64(1)):
         with T.Kernel(size // 128, size // 128, threads=threads) as (bx, by):
             left = T.alloc_shared((128, 32), "float16")
             right = T.alloc_shared((32, 128), "float16")

@@ -11,6 +11,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.shorthand import f32, i32
 from tilescale_net.compiler import inspect
 from tilescale_net.errors import KernelError
 
@@ -26,14 +27,7 @@ def scaled(n):
     rows = T.dynamic("rows")
 
     @T.prim_func
-    def main(
-        x: T.Tensor((n,), "float32"),
-        ctx: N.Context(),
-        m: T.Tensor((rows, 4), "int32"),
-        k: T.Tensor((rows,), "int32"),
-        factor: T.float32,
-        times: T.int32,
-    ):
+    def main(x: f32(n), ctx: N.Context(), m: i32(rows, 4), k: i32(rows), factor: T.float32, times: T.int32):
         with T.Kernel(1, threads=32):
             N.put_value(x[0], x[1] * factor, N.my_pe())
             _store(k, m[0, 0], times)

@@ -11,6 +11,7 @@ import tilescale_net.language as N
 from tests.generated import Traced, factory_of
 from tests.kernels.moe import test_generated_code as moe
 from tests.kernels.test_generated_code import KERNELS, tools  # noqa: F401 (a fixture)
+from tests.shorthand import f32, u64
 from tilescale_net.compiler import inspect
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800), pytest.mark.usefixtures("tools")]
@@ -86,13 +87,7 @@ def ten_copies(threads=256):
     """One of each way to copy: by threads, warps and blocks, by loads and stores and in bulk, and rows of boxes."""
 
     @T.prim_func
-    def main(
-        ctx: N.Context(),
-        x: T.Tensor((1 << 20,), "float32"),
-        y: T.Tensor((1 << 20,), "float32"),
-        signal: T.Tensor((4,), "uint64"),
-        n: T.int32,
-    ):
+    def main(ctx: N.Context(), x: f32(1 << 20), y: f32(1 << 20), signal: u64(4), n: T.int32):
         with T.Kernel(1, threads=threads):
             pe = (N.my_pe() + 1) % N.n_pes()
             N.put_block(y[0], x[0], pe, count=n, engine="ldst")

@@ -14,6 +14,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.compiler import kernels
 from tests.ptx import read_only_loads
+from tests.shorthand import f16, f32, i32, traced, u64
 from tilescale_net.compiler import inspect, jit, lowering, toolchain
 from tilescale_net.compiler.passes import hazards, prepare
 from tilescale_net.errors import ConfigurationError, KernelError
@@ -97,7 +98,7 @@ def test_explicit_tma_is_refused(tma, named):
 
 def _tells_of_tma(tma, proxy, settle=lambda: None):
     @T.prim_func
-    def kernel(ctx: N.Context(), x: T.Tensor((64, 64), "float32"), flag: T.Tensor((1,), "uint64")):
+    def kernel(ctx: N.Context(), x: f32(64, 64), flag: u64(1)):
         with T.Kernel(1, threads=128):
             tile = T.alloc_shared((64, 64), "float32")
             N.wait_block(flag[0], "ge", 1, proxy=proxy)
@@ -174,12 +175,7 @@ def test_the_fixes_cannot_be_switched_off(key):
 
 def pipelined(waits_inside=True):
     @T.prim_func
-    def kernel(
-        ctx: N.Context(),
-        x: T.Tensor((256, 64), "float16"),
-        y: T.Tensor((64,), "float16"),
-        flags: T.Tensor((4,), "uint64"),
-    ):
+    def kernel(ctx: N.Context(), x: f16(256, 64), y: f16(64), flags: u64(4)):
         with T.Kernel(1, threads=128):
             tile = T.alloc_shared((64, 64), "float16")
             total = T.alloc_fragment((64,), "float16")
@@ -215,28 +211,22 @@ def test_primitives_in_a_pipelined_loop_are_refused():
     assert in_order(kernel_body(inspect.cuda_source(pipelined(waits_inside=False))), "tsn::wait", "x +")
 
 
-def rereader():
+@traced
+def rereader(ctx: N.Context(), x: i32(16), y: i32(16), flags: u64(8)):
     """Reads memory that peers write in conditions, in trip counts and into names, with waits in between."""
-
-    @T.prim_func
-    def kernel(
-        ctx: N.Context(), x: T.Tensor((16,), "int32"), y: T.Tensor((16,), "int32"), flags: T.Tensor((8,), "uint64")
-    ):
-        with T.Kernel(2, threads=64) as bx:
-            if x[1] > 0:  # evaluated once, not before each statement
-                N.wait_block(flags[1], "ge", 1)
-                N.wait_block(flags[2], "ge", 1)
-            for i in T.serial(4):  # evaluated in each round, not once before the loop
-                if x[2] > 0:
-                    N.wait_block(flags[3], "ge", 1)
-            for i in T.serial(x[3]):  # evaluated once, not in each round
-                N.wait_block(flags[4], "ge", 1)
-            if bx == 0:  # read where the name is bound, not where it is used
-                value = x[4]
-                N.wait_block(flags[5], "ge", 1)
-                y[0] = value
-
-    return kernel
+    with T.Kernel(2, threads=64) as bx:
+        if x[1] > 0:  # evaluated once, not before each statement
+            N.wait_block(flags[1], "ge", 1)
+            N.wait_block(flags[2], "ge", 1)
+        for i in T.serial(4):  # evaluated in each round, not once before the loop
+            if x[2] > 0:
+                N.wait_block(flags[3], "ge", 1)
+        for i in T.serial(x[3]):  # evaluated once, not in each round
+            N.wait_block(flags[4], "ge", 1)
+        if bx == 0:  # read where the name is bound, not where it is used
+            value = x[4]
+            N.wait_block(flags[5], "ge", 1)
+            y[0] = value
 
 
 def test_without_the_fix_reads_are_repeated_and_moved(monkeypatch):
@@ -371,7 +361,7 @@ def test_tilelang_alone_refuses_our_kernels(make):
 
 def test_tilelang_alone_refuses_loads_and_stores():
     @T.prim_func
-    def kernel(x: T.Tensor((64,), "float32")):
+    def kernel(x: f32(64)):
         with T.Kernel(1, threads=64):
             N.st(x[0], N.ld(x[1]))
 

@@ -35,13 +35,9 @@ def atomic_all_ways(dtype):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        word: T.Tensor((1,), dtype),
-        values: T.Tensor((THREADS,), dtype),
-        old: T.Tensor((THREADS,), dtype),
-        operation: T.int32,
-        to: T.int32,
-    ):
+        ctx: N.Context(), word: T.Tensor((1,), dtype), values: T.Tensor((THREADS,), dtype),
+        old: T.Tensor((THREADS,), dtype), operation: T.int32, to: T.int32,
+    ):  # fmt: skip
         with T.Kernel(1, threads=THREADS):
             thread = T.get_thread_binding()
             for index, name in enumerate(names):

@@ -13,6 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.integration.pool import pool_fixture
 from tests.kernels.support import assert_same, random_tensor
+from tests.shorthand import u64
 
 # Parts of a warp- or thread-scope copy share a signal word, so that they can only add.
 WAYS = [
@@ -66,18 +67,10 @@ def copy_all_ways(dtype, threads, capacity, engine, unroll, ring):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        dst: T.Tensor((capacity,), dtype),
-        src: T.Tensor((capacity,), dtype),
-        seen: T.Tensor((capacity,), dtype),
-        flags: T.Tensor((2,), "uint64"),
-        mode: T.int32,
-        to: T.int32,
-        first_dst: T.int64,
-        first_src: T.int64,
-        count: T.int64,
-        expected: T.int64,
-    ):
+        ctx: N.Context(), dst: T.Tensor((capacity,), dtype), src: T.Tensor((capacity,), dtype),
+        seen: T.Tensor((capacity,), dtype), flags: u64(2), mode: T.int32, to: T.int32, first_dst: T.int64,
+        first_src: T.int64, count: T.int64, expected: T.int64,
+    ):  # fmt: skip
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
             for index, (primitive, scope, sharers, copy, flag) in enumerate(ways):

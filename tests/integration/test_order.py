@@ -12,6 +12,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 import tilescale_net.runtime.settings as settings
 from tests.integration.pool import pool_fixture
+from tests.shorthand import f32, i32, jitted, u64
 
 COUNT = 700  # elements of a message: several pieces
 THREADS = 64
@@ -29,13 +30,7 @@ def message(order="fence", wait=True):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        dst: T.Tensor((COUNT,), "float32"),
-        src: T.Tensor((COUNT,), "float32"),
-        seen: T.Tensor((COUNT,), "float32"),
-        flag: T.Tensor((1,), "uint64"),
-        turn: T.int64,
-        to: T.int32,
+        ctx: N.Context(), dst: f32(COUNT), src: f32(COUNT), seen: f32(COUNT), flag: u64(1), turn: T.int64, to: T.int32
     ):
         with T.Kernel(1, threads=THREADS):
             thread = T.get_thread_binding()
@@ -101,16 +96,9 @@ def fresh_source(engine="bulk", threads=128, order="put_signal", crowd=0):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        dst: T.Tensor((FRESH,), "int32"),
-        src: T.Tensor((FRESH,), "int32"),
-        flags: T.Tensor((2,), "uint64"),
-        wrong: T.Tensor((threads,), "int32"),
-        noise: T.Tensor((max(crowd, 1), CROWD), "int32"),
-        stop: T.Tensor((1,), "int32"),
-        turns: T.int32,
-        to: T.int32,
-    ):
+        ctx: N.Context(), dst: i32(FRESH), src: i32(FRESH), flags: u64(2), wrong: i32(threads),
+        noise: i32(max(crowd, 1), CROWD), stop: i32(1), turns: T.int32, to: T.int32,
+    ):  # fmt: skip
         with T.Kernel(1 + crowd, threads=threads) as block:
             stopped = T.alloc_shared((1,), "int32")
             thread = T.get_thread_binding()
@@ -162,7 +150,7 @@ def source_again(how="quiet"):
     """
 
     @T.prim_func
-    def main(ctx: N.Context(), dst: T.Tensor((COUNT,), "float32"), src: T.Tensor((COUNT,), "float32"), to: T.int32):
+    def main(ctx: N.Context(), dst: f32(COUNT), src: f32(COUNT), to: T.int32):
         with T.Kernel(1, threads=THREADS):
             thread = T.get_thread_binding()
             N.put_block(dst, src, to)
@@ -197,12 +185,7 @@ def all_to_one_barrier(kind="all", complete=True):
     n = T.dynamic("n")
 
     @T.prim_func
-    def main(
-        ctx: N.Context(),
-        board: T.Tensor((n, COUNT), "float32"),
-        mine: T.Tensor((COUNT,), "float32"),
-        seen: T.Tensor((n, COUNT), "float32"),
-    ):
+    def main(ctx: N.Context(), board: f32(n, COUNT), mine: f32(COUNT), seen: f32(n, COUNT)):
         with T.Kernel(1, threads=THREADS):
             thread = T.get_thread_binding()
             for pe in T.serial(N.n_pes()):
@@ -235,13 +218,7 @@ def through_views(kind="parallel"):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        x: T.Tensor((COUNT,), "float32"),
-        y: T.Tensor((COUNT,), "float32"),
-        seen: T.Tensor((COUNT,), "float32"),
-        flag: T.Tensor((1,), "uint64"),
-        turn: T.int64,
-        to: T.int32,
+        ctx: N.Context(), x: f32(COUNT), y: f32(COUNT), seen: f32(COUNT), flag: u64(1), turn: T.int64, to: T.int32
     ):
         with T.Kernel(1, threads=THREADS):
             thread = T.get_thread_binding()
@@ -271,22 +248,17 @@ def through_views(kind="parallel"):
     return main
 
 
-@tsn.jit
-def places():
+@jitted
+def places(ctx: N.Context(), numbers: i32(4), direct: i32(8)):
     """Kernel `(numbers, direct)`: what the topology primitives say."""
-
-    @T.prim_func
-    def main(ctx: N.Context(), numbers: T.Tensor((4,), "int32"), direct: T.Tensor((8,), "int32")):
-        with T.Kernel(1, threads=32):
-            if T.get_thread_binding() == 0:
-                numbers[0] = N.my_pe()
-                numbers[1] = N.n_pes()
-                numbers[2] = N.node_pe()
-                numbers[3] = N.n_node_pes()
-                for pe in T.serial(N.n_pes()):
-                    direct[pe] = T.if_then_else(N.is_direct(pe), 1, 0)
-
-    return main
+    with T.Kernel(1, threads=32):
+        if T.get_thread_binding() == 0:
+            numbers[0] = N.my_pe()
+            numbers[1] = N.n_pes()
+            numbers[2] = N.node_pe()
+            numbers[3] = N.n_node_pes()
+            for pe in T.serial(N.n_pes()):
+                direct[pe] = T.if_then_else(N.is_direct(pe), 1, 0)
 
 
 _state: dict = {}

@@ -13,6 +13,7 @@ import tilescale_net.runtime.settings as settings
 from tests import ranks
 from tests.integration.pool import pool_fixture
 from tests.kernels.support import assert_same, random_tensor
+from tests.shorthand import f32, u64
 
 SCOPES = ("block", "warp", "thread")
 # What is copied to what: a box to a box, a box to contiguous memory (packed), and back (unpacked), a column to a column.
@@ -47,22 +48,10 @@ def copy_rows_all_ways(dtype, threads=64):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        dst: T.Tensor((HEIGHT, WIDTH), dtype),
-        src: T.Tensor((HEIGHT, WIDTH), dtype),
-        flat_dst: T.Tensor((FLAT,), dtype),
-        flat_src: T.Tensor((FLAT,), dtype),
-        flag: T.Tensor((1,), "uint64"),
-        way: T.int32,
-        to: T.int32,
-        dr: T.int32,
-        dc: T.int32,
-        sr: T.int32,
-        sc: T.int32,
-        rows: T.int32,
-        columns: T.int32,
-        turn: T.int32,
-    ):
+        ctx: N.Context(), dst: T.Tensor((HEIGHT, WIDTH), dtype), src: T.Tensor((HEIGHT, WIDTH), dtype),
+        flat_dst: T.Tensor((FLAT,), dtype), flat_src: T.Tensor((FLAT,), dtype), flag: u64(1), way: T.int32, to: T.int32,
+        dr: T.int32, dc: T.int32, sr: T.int32, sc: T.int32, rows: T.int32, columns: T.int32, turn: T.int32,
+    ):  # fmt: skip
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
             for index, (primitive, scope, shape) in enumerate(WAYS):
@@ -137,15 +126,10 @@ def through_views(m=4, w=32, pitch=48, planes=2):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        x: T.StridedTensor((m, w), (pitch, 1), "float32"),
-        cube: T.StridedTensor((planes, m, w), (apart, pitch, 1), "float32"),
-        tiles: T.Tensor((m, w), "float32"),
-        packed: T.Tensor((m, w), "float32"),
-        pulled: T.Tensor((m, w), "float32"),
-        back: T.StridedTensor((m, w), (pitch, 1), "float32"),
-        peer: T.int32,
-    ):
+        ctx: N.Context(), x: T.StridedTensor((m, w), (pitch, 1), "float32"),
+        cube: T.StridedTensor((planes, m, w), (apart, pitch, 1), "float32"), tiles: f32(m, w), packed: f32(m, w),
+        pulled: f32(m, w), back: T.StridedTensor((m, w), (pitch, 1), "float32"), peer: T.int32,
+    ):  # fmt: skip
         with T.Kernel(1, threads=64):
             view = N.remote(x, peer)
             theirs = N.remote(cube, peer)

@@ -15,6 +15,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.integration.pool import pool_fixture
+from tests.shorthand import i32, jitted, u64
 
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 WAITERS = ("thread", "warp", "block", "test")
@@ -33,37 +34,26 @@ HOLDS = {name: _compare(getattr(operator, name)) for name in COMPARISONS}
 THREADS = 96
 
 
-@tsn.jit
-def wait_all_ways():
+@jitted
+def wait_all_ways(ctx: N.Context(), word: u64(1), value: u64(1), way: T.int32, seen: u64(THREADS)):
     """Kernel `(word, value, way, seen, seconds)`: waits for the word; `seen[t]` is what thread t found then.
 
     `way` is an index into WAITERS x COMPARISONS.
     """
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        word: T.Tensor((1,), "uint64"),
-        value: T.Tensor((1,), "uint64"),
-        way: T.int32,
-        seen: T.Tensor((THREADS,), "uint64"),
-    ):
-        with T.Kernel(1, threads=THREADS):
-            thread = T.get_thread_binding()
-            wanted = value[0]
-            for c, compare in enumerate(COMPARISONS):
-                if way == c:
-                    seen[thread] = N.wait(word[0], compare, wanted)
-                if way == len(COMPARISONS) + c:
-                    seen[thread] = N.wait_warp(word[0], compare, wanted)
-                if way == 2 * len(COMPARISONS) + c:
-                    seen[thread] = N.wait_block(word[0], compare, wanted)
-                if way == 3 * len(COMPARISONS) + c:
-                    while not N.test(word[0], compare, wanted):
-                        pass
-                    seen[thread] = N.ld(word[0], sem="acquire")
-
-    return main
+    with T.Kernel(1, threads=THREADS):
+        thread = T.get_thread_binding()
+        wanted = value[0]
+        for c, compare in enumerate(COMPARISONS):
+            if way == c:
+                seen[thread] = N.wait(word[0], compare, wanted)
+            if way == len(COMPARISONS) + c:
+                seen[thread] = N.wait_warp(word[0], compare, wanted)
+            if way == 2 * len(COMPARISONS) + c:
+                seen[thread] = N.wait_block(word[0], compare, wanted)
+            if way == 3 * len(COMPARISONS) + c:
+                while not N.test(word[0], compare, wanted):
+                    pass
+                seen[thread] = N.ld(word[0], sem="acquire")
 
 
 @tsn.jit
@@ -72,9 +62,7 @@ def send():
     n = T.dynamic("n")
 
     @T.prim_func
-    def main(
-        ctx: N.Context(), word: T.Tensor((1,), "uint64"), values: T.Tensor((n,), "uint64"), op: T.int32, to: T.int32
-    ):
+    def main(ctx: N.Context(), word: u64(1), values: u64(n), op: T.int32, to: T.int32):
         with T.Kernel(1, threads=32):
             if T.get_thread_binding() == 0:
                 for i in T.serial(n):
@@ -132,12 +120,7 @@ def count_everywhere(how):
     n = T.dynamic("n")
 
     @T.prim_func
-    def main(
-        ctx: N.Context(),
-        word: T.Tensor((1,), "uint64"),
-        flags: T.Tensor((n,), "uint64"),
-        seen: T.Tensor((3,), "uint64"),
-    ):
+    def main(ctx: N.Context(), word: u64(1), flags: u64(n), seen: u64(3)):
         with T.Kernel(1, threads=THREADS):
             thread = T.get_thread_binding()
             total = N.n_pes() * THREADS
@@ -193,15 +176,9 @@ def rounds(threads=64):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        data: T.Tensor((threads,), "int32"),
-        source: T.Tensor((threads,), "int32"),
-        flag: T.Tensor((1,), "uint64"),
-        done: T.Tensor((1,), "uint64"),
-        wrong: T.Tensor((threads,), "int32"),
-        n: T.int32,
-        to: T.int32,
-    ):
+        ctx: N.Context(), data: i32(threads), source: i32(threads), flag: u64(1), done: u64(1), wrong: i32(threads),
+        n: T.int32, to: T.int32,
+    ):  # fmt: skip
         with T.Kernel(2, threads=threads) as side:
             thread = T.get_thread_binding()
             for i in T.serial(n):

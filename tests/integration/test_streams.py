@@ -11,6 +11,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.integration.pool import pool_fixture
+from tests.shorthand import f32, i32, jitted, u64
 
 WIDTH, THREADS = 96, 64
 
@@ -30,17 +31,9 @@ def streams(scope, slots):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        source: T.Tensor((sharers, slots, WIDTH), "int32"),
-        ring: T.Tensor((sharers, slots, WIDTH), "int32"),
-        arrived: T.Tensor((sharers,), "uint64"),
-        credit: T.Tensor((sharers,), "uint64"),
-        wrong: T.Tensor((THREADS,), "int32"),
-        first: T.int32,
-        n: T.int32,
-        to: T.int32,
-        from_pe: T.int32,
-    ):
+        ctx: N.Context(), source: i32(sharers, slots, WIDTH), ring: i32(sharers, slots, WIDTH), arrived: u64(sharers),
+        credit: u64(sharers), wrong: i32(THREADS), first: T.int32, n: T.int32, to: T.int32, from_pe: T.int32,
+    ):  # fmt: skip
         with T.Kernel(2, threads=THREADS) as side:
             thread = T.get_thread_binding()
             s = thread // lanes
@@ -95,15 +88,9 @@ def from_tiles(dtype):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        dst: T.Tensor((2, TILE), dtype),
-        flag: T.Tensor((2,), "uint64"),
-        out: T.Tensor((2, TILE), dtype),
-        first: T.int32,
-        count: T.int32,
-        turn: T.int32,
-        to: T.int32,
-    ):
+        ctx: N.Context(), dst: T.Tensor((2, TILE), dtype), flag: u64(2), out: T.Tensor((2, TILE), dtype),
+        first: T.int32, count: T.int32, turn: T.int32, to: T.int32,
+    ):  # fmt: skip
         with T.Kernel(1, threads=THREADS):
             thread = T.get_thread_binding()
             tile = T.alloc_shared((TILE,), dtype)
@@ -149,18 +136,13 @@ def put_tiles(dtype: str, seed: int, turns: int) -> None:
         tsn.free(tensor)
 
 
-@tsn.jit
-def one_tile():
+@jitted
+def one_tile(ctx: N.Context(), dst: f32(TILE), at: T.int32):
     """Kernel `(dst, at)`: puts a tile to this PE's own `dst`, from element `at` on."""
-
-    @T.prim_func
-    def main(ctx: N.Context(), dst: T.Tensor((TILE,), "float32"), at: T.int32):
-        with T.Kernel(1, threads=THREADS):
-            tile = T.alloc_shared((TILE,), "float32")
-            T.clear(tile)
-            N.put_block(dst[at], tile, N.my_pe())
-
-    return main
+    with T.Kernel(1, threads=THREADS):
+        tile = T.alloc_shared((TILE,), "float32")
+        T.clear(tile)
+        N.put_block(dst[at], tile, N.my_pe())
 
 
 def leave_the_tensor() -> None:

@@ -20,12 +20,9 @@ def to_all(n_pes, dtype, at_once=0):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        out: T.Tensor((n_pes, VECTORS, vector), dtype),
-        x: T.Tensor((VECTORS, vector), dtype),
-        inbox: T.Tensor((2, n_pes, VECTORS, vector), dtype),
-        call: T.int32,
-    ):
+        ctx: N.Context(), out: T.Tensor((n_pes, VECTORS, vector), dtype), x: T.Tensor((VECTORS, vector), dtype),
+        inbox: T.Tensor((2, n_pes, VECTORS, vector), dtype), call: T.int32,
+    ):  # fmt: skip
         with T.Kernel(1, threads=VECTORS):
             i = T.get_thread_binding()
             mine, theirs = T.alloc_local((1 + n_pes, vector), dtype), T.alloc_local((n_pes, vector), dtype)

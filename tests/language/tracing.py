@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 import tilescale_net.language as N
+from tests.shorthand import f16, f32, f64, i32, i64, u64
 from tilescale_net.compiler import inspect
 
 # tilelang logs the whole rewritten source of every kernel that fails to trace.
@@ -24,20 +25,9 @@ def trace(call, threads=128, blocks=4, condition=None, named=False):
 
     @T.prim_func
     def kernel(
-        ctx: N.Context(),
-        a: T.Tensor((4096,), "float32"),
-        b: T.Tensor((4096,), "float32"),
-        m: T.Tensor((64, 100), "float32"),
-        d: T.Tensor((rows, 100), "float32"),
-        h: T.Tensor((64,), "float16"),
-        i32: T.Tensor((64,), "int32"),
-        i64: T.Tensor((64,), "int64"),
-        f64: T.Tensor((64,), "float64"),
-        flags: T.Tensor((8,), "uint64"),
-        words: T.Tensor((8,), "int64"),
-        n: T.int64,
-        r: T.int32,
-    ):
+        ctx: N.Context(), a: f32(4096), b: f32(4096), m: f32(64, 100), d: f32(rows, 100), h: f16(64), i32: i32(64),
+        i64: i64(64), f64: f64(64), flags: u64(8), words: i64(8), n: T.int64, r: T.int32,
+    ):  # fmt: skip
         with T.Kernel(blocks, threads=threads) as bx:
             tx = T.get_thread_binding()
             shared = T.alloc_shared((128,), "float32")

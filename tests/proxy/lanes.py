@@ -5,45 +5,38 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tests.shorthand import i32, jitted, u64
 
 THREADS, ROUNDS, PES = 96, 6, 4
 
 
-@tsn.jit
-def scatter():
+@jitted
+def scatter(
+    ctx: N.Context(), out: i32(PES, THREADS, ROUNDS, 5), x: i32(THREADS, ROUNDS, 5), values: i32(PES, THREADS, ROUNDS),
+    arrived: u64(PES),
+):  # fmt: skip
     """Kernel `(out, x, values, arrived)` for 4 PEs on 2 nodes: thread t sends to PE t % 2 of the other node.
 
     `out` [PES, THREADS, ROUNDS, 5] and `values` [PES, THREADS, ROUNDS] get what thread t of PE p sent in each round;
     `arrived` [PES] counts the signals of PE p.
     """
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        out: T.Tensor((PES, THREADS, ROUNDS, 5), "int32"),
-        x: T.Tensor((THREADS, ROUNDS, 5), "int32"),
-        values: T.Tensor((PES, THREADS, ROUNDS), "int32"),
-        arrived: T.Tensor((PES,), "uint64"),
-    ):
-        with T.Kernel(1, threads=THREADS):
-            thread = T.get_thread_binding()
-            me = N.my_pe()
-            to = (me // 2 * 2 + 2) % PES + thread % 2
-            for i in T.serial(ROUNDS):
-                N.put_thread(out[me, thread, i, 0], x[thread, i, 0], to, count=5)
-                N.put_value(values[me, thread, i], me * 1000000 + thread * 1000 + i, to)
-                # Some lanes only: the others must not be waited for.
-                if thread % 3 == i % 3:
-                    N.fence(to)
-                    N.signal(arrived[me], T.uint64(1), to, op="add")
-            N.fence(to)
-            N.signal(arrived[me], T.uint64(1000), to, op="add")
-            if thread < PES and thread // 2 != me // 2:
-                N.wait(arrived[thread], "eq", T.uint64(THREADS // 2 * (ROUNDS // 3 + 1000)))
-            T.sync_threads()
-            N.quiet()
-
-    return main
+    with T.Kernel(1, threads=THREADS):
+        thread = T.get_thread_binding()
+        me = N.my_pe()
+        to = (me // 2 * 2 + 2) % PES + thread % 2
+        for i in T.serial(ROUNDS):
+            N.put_thread(out[me, thread, i, 0], x[thread, i, 0], to, count=5)
+            N.put_value(values[me, thread, i], me * 1000000 + thread * 1000 + i, to)
+            # Some lanes only: the others must not be waited for.
+            if thread % 3 == i % 3:
+                N.fence(to)
+                N.signal(arrived[me], T.uint64(1), to, op="add")
+        N.fence(to)
+        N.signal(arrived[me], T.uint64(1000), to, op="add")
+        if thread < PES and thread // 2 != me // 2:
+            N.wait(arrived[thread], "eq", T.uint64(THREADS // 2 * (ROUNDS // 3 + 1000)))
+        T.sync_threads()
+        N.quiet()
 
 
 def run_scatter(seed: int):
@@ -71,32 +64,21 @@ def run_scatter(seed: int):
 COUNT = 6000
 
 
-@tsn.jit
-def relay():
+@jitted
+def relay(ctx: N.Context(), out: i32(ROUNDS, COUNT), x: i32(ROUNDS, COUNT), seen: i32(ROUNDS, COUNT), arrived: u64(1)):
     """Kernel `(out, x, seen, arrived)` for 2 PEs: each round sends `x[i]` and reads what came as soon as its signal does.
 
     `out` [ROUNDS, COUNT] symmetric, `x` and `seen` [ROUNDS, COUNT] local, `arrived` [1] symmetric.
     """
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        out: T.Tensor((ROUNDS, COUNT), "int32"),
-        x: T.Tensor((ROUNDS, COUNT), "int32"),
-        seen: T.Tensor((ROUNDS, COUNT), "int32"),
-        arrived: T.Tensor((1,), "uint64"),
-    ):
-        with T.Kernel(1, threads=THREADS):
-            to = 1 - N.my_pe()
-            for i in T.serial(ROUNDS):
-                N.put_signal_block(out[i, 0], x[i, 0], to, arrived[0], T.Cast("uint64", i + 1), count=COUNT)
-                N.wait_block(arrived[0], "ge", T.Cast("uint64", i + 1))
-                for j in T.Parallel(COUNT):
-                    seen[i, j] = out[i, j]
-            T.sync_threads()
-            N.quiet()
-
-    return main
+    with T.Kernel(1, threads=THREADS):
+        to = 1 - N.my_pe()
+        for i in T.serial(ROUNDS):
+            N.put_signal_block(out[i, 0], x[i, 0], to, arrived[0], T.Cast("uint64", i + 1), count=COUNT)
+            N.wait_block(arrived[0], "ge", T.Cast("uint64", i + 1))
+            for j in T.Parallel(COUNT):
+                seen[i, j] = out[i, j]
+        T.sync_threads()
+        N.quiet()
 
 
 def run_relay():

@@ -4,6 +4,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tests.shorthand import f32, traced, u64
 
 # How many elements there are to copy to and from, of k and m, by name; and what the error says of each.
 WAYS = {
@@ -32,56 +33,43 @@ def copy(clamped=False):
     return (_clamped if clamped else _reported)()
 
 
-def _kernel():
-    @T.prim_func
-    def copy_unequal(
-        ctx: N.Context(),
-        x: T.Tensor((64,), "float32"),
-        y: T.Tensor((64,), "float32"),
-        box: T.Tensor((8, 8), "float32"),
-        other: T.Tensor((8, 8), "float32"),
-        cube: T.Tensor((4, 4, 4), "float32"),
-        part: T.Tensor((20,), "float32"),
-        whole: T.Tensor((T.dynamic("w"),), "float32"),
-        flag: T.Tensor((1,), "uint64"),
-        way: T.int32,
-        k: T.int32,
-        m: T.int32,
-    ):
-        with T.Kernel(1, threads=64):
-            tx = T.get_thread_binding()
-            tile = T.alloc_shared((64,), "float32")
-            tile[tx] = x[tx]
-            T.sync_threads()
-            if way == 0:
-                N.put_block(y[0:k], x[0:m], 0)
-            if way == 1:
-                N.put_block(y[0:k], x[0:m], 0, engine="bulk", ring=(2, 128))
-            if way == 2 and tx < 32:
-                N.get_warp(y[0:k], x[0:m], 0)
-            if way == 3 and tx == 0:
-                N.put_signal_thread(y[0:k], x[0:m], 0, flag[0], 1)
-            if way == 4 and tx < 32:
-                N.put_warp(y[0:k], tile[0:m], 0)
-            if way == 5:
-                N.put_signal_block(box[0:k, 0:4], other[0:m, 0:4], 0, flag[0], 1)
-            if way == 6:
-                N.get_block(box[0:4, 0:k], other[0:4, 0:m], 0)
-            if way == 7 and tx < 32:
-                N.put_warp(y[0:k], other[0:m, 0:4], 0)
-            if way == 8 and tx == 0:
-                N.get_thread(box[0:k, 0:4], x[0:m], 0)
-            if way == 9:
-                N.put_block(cube[0:k, 0:4, 0:4], x[0:m], 0)
-            if way == 10:
-                N.put_block(y[0:k], x, 0, count=m)
-            if way == 11:
-                N.get_block(y, x[0:m], 0, count=k)
-            if way == 12:
-                N.put_block(part, whole, 0)
-            N.quiet_block()
-
-    return copy_unequal
+@traced
+def _kernel(
+    ctx: N.Context(), x: f32(64), y: f32(64), box: f32(8, 8), other: f32(8, 8), cube: f32(4, 4, 4), part: f32(20),
+    whole: f32(T.dynamic("w")), flag: u64(1), way: T.int32, k: T.int32, m: T.int32,
+):  # fmt: skip
+    with T.Kernel(1, threads=64):
+        tx = T.get_thread_binding()
+        tile = T.alloc_shared((64,), "float32")
+        tile[tx] = x[tx]
+        T.sync_threads()
+        if way == 0:
+            N.put_block(y[0:k], x[0:m], 0)
+        if way == 1:
+            N.put_block(y[0:k], x[0:m], 0, engine="bulk", ring=(2, 128))
+        if way == 2 and tx < 32:
+            N.get_warp(y[0:k], x[0:m], 0)
+        if way == 3 and tx == 0:
+            N.put_signal_thread(y[0:k], x[0:m], 0, flag[0], 1)
+        if way == 4 and tx < 32:
+            N.put_warp(y[0:k], tile[0:m], 0)
+        if way == 5:
+            N.put_signal_block(box[0:k, 0:4], other[0:m, 0:4], 0, flag[0], 1)
+        if way == 6:
+            N.get_block(box[0:4, 0:k], other[0:4, 0:m], 0)
+        if way == 7 and tx < 32:
+            N.put_warp(y[0:k], other[0:m, 0:4], 0)
+        if way == 8 and tx == 0:
+            N.get_thread(box[0:k, 0:4], x[0:m], 0)
+        if way == 9:
+            N.put_block(cube[0:k, 0:4, 0:4], x[0:m], 0)
+        if way == 10:
+            N.put_block(y[0:k], x, 0, count=m)
+        if way == 11:
+            N.get_block(y, x[0:m], 0, count=k)
+        if way == 12:
+            N.put_block(part, whole, 0)
+        N.quiet_block()
 
 
 _reported = tsn.jit(_kernel)

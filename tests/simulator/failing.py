@@ -7,6 +7,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tests.shorthand import f32, jitted, u64
 
 # The statement that fails, the error, and what it says.
 WAYS = {
@@ -27,58 +28,45 @@ WAYS = {
 }
 
 
-@tsn.jit
-def failing():
+@jitted
+def failing(ctx: N.Context(), x: f32(64), y: f32(64), word: u64(1), local: f32(64), way: T.int32, k: T.int32):
     """Kernel `(x, y, word, local, way, k)`; k is 60."""
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        x: T.Tensor((64,), "float32"),
-        y: T.Tensor((64,), "float32"),
-        word: T.Tensor((1,), "uint64"),
-        local: T.Tensor((64,), "float32"),
-        way: T.int32,
-        k: T.int32,
-    ):
-        with T.Kernel(3, threads=32) as block:
-            tx = T.get_thread_binding()
-            tile = T.alloc_shared((64,), "float32")
-            if way == 12:
-                N.barrier_node()
-            if block == 0:
-                N.put_block(y[0:4], x[0:4], N.my_pe())
-                if way == 0:
-                    N.put_block(y[0:4], x[0:4], 7)
-                if way == 1:
-                    view = N.remote(x, 5)
-                    y[tx] = view[tx]
-                if way == 2:
-                    N.put_block(local[0:4], x[0:4], 0)
-                if way == 3:
-                    N.put_signal_block(y[0:4], x[0:4], 0, word[0], 1)
-                if way == 4:
-                    N.put_block(y[k], x[0], 0, count=8)
-                if way == 5:
-                    N.atomic_add(y[k + 10], 1.0, 0)
-                if way == 6:
-                    N.st(y[k + 11], N.ld(x[k + 12]))
-                if way == 7:
-                    y[k + 13] = 1.0
-                if way == 8:
-                    tile[k + 14] = 1.0
-                if way == 9:
-                    y[tx] = T.__ldg(x[tx])
-                if way == 10:
-                    y[tx] = T.cast((k + 15) // (k - 60), "float32")
-                if way == 11:
-                    T.device_assert(k < 60)
-            if way == 13:
-                if block > 0:
-                    N.barrier_grid()
-            y[0] = tile[0]
-
-    return main
+    with T.Kernel(3, threads=32) as block:
+        tx = T.get_thread_binding()
+        tile = T.alloc_shared((64,), "float32")
+        if way == 12:
+            N.barrier_node()
+        if block == 0:
+            N.put_block(y[0:4], x[0:4], N.my_pe())
+            if way == 0:
+                N.put_block(y[0:4], x[0:4], 7)
+            if way == 1:
+                view = N.remote(x, 5)
+                y[tx] = view[tx]
+            if way == 2:
+                N.put_block(local[0:4], x[0:4], 0)
+            if way == 3:
+                N.put_signal_block(y[0:4], x[0:4], 0, word[0], 1)
+            if way == 4:
+                N.put_block(y[k], x[0], 0, count=8)
+            if way == 5:
+                N.atomic_add(y[k + 10], 1.0, 0)
+            if way == 6:
+                N.st(y[k + 11], N.ld(x[k + 12]))
+            if way == 7:
+                y[k + 13] = 1.0
+            if way == 8:
+                tile[k + 14] = 1.0
+            if way == 9:
+                y[tx] = T.__ldg(x[tx])
+            if way == 10:
+                y[tx] = T.cast((k + 15) // (k - 60), "float32")
+            if way == 11:
+                T.device_assert(k < 60)
+        if way == 13:
+            if block > 0:
+                N.barrier_grid()
+        y[0] = tile[0]
 
 
 def fail(statement: str) -> None:

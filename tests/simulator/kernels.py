@@ -6,6 +6,7 @@ import tilelang
 import tilelang.language as T
 from tilelang import tvm
 
+from tests.shorthand import bf16, f16, f32, i32, i64, traced
 from tilescale_net.compiler.simulator.cache import Lowered
 from tilescale_net.compiler.simulator.kernel import SimulatedFunction
 
@@ -25,22 +26,14 @@ def simulate(build, *args, guarded=True) -> SimulatedFunction:
     return SimulatedFunction(build.__name__, Lowered.from_artifact(build.__name__, artifact))
 
 
-def traced(kernel):
-    """Decorator of a kernel without compile-time arguments: `name()` is the T.prim_func."""
-    return functools.wraps(kernel)(lambda: T.prim_func(kernel))
-
-
 def gather_scale_scatter(columns, dtype):
     rows = T.dynamic("rows")
 
     @T.prim_func
     def kernel(
-        x: T.Tensor((rows, columns), dtype),
-        source: T.Tensor((rows,), "int32"),
-        target: T.Tensor((rows,), "int32"),
-        weight: T.Tensor((rows,), "float32"),
+        x: T.Tensor((rows, columns), dtype), source: i32(rows), target: i32(rows), weight: f32(rows),
         out: T.Tensor((rows, columns), dtype),
-    ):
+    ):  # fmt: skip
         with T.Kernel(rows, threads=128) as row:
             staged = T.alloc_shared((columns,), dtype)
             wide = T.alloc_fragment((columns,), "float32")
@@ -58,12 +51,9 @@ def row_reductions(rows, columns, threads, dtype):
 
     @T.prim_func
     def kernel(
-        x: T.Tensor((rows, columns), dtype),
-        total: T.Tensor((rows,), dtype),
-        high: T.Tensor((rows,), dtype),
-        low: T.Tensor((rows,), dtype),
-        extent: T.Tensor((rows,), dtype),
-    ):
+        x: T.Tensor((rows, columns), dtype), total: T.Tensor((rows,), dtype), high: T.Tensor((rows,), dtype),
+        low: T.Tensor((rows,), dtype), extent: T.Tensor((rows,), dtype),
+    ):  # fmt: skip
         with T.Kernel(rows // block, threads=threads) as b:
             tile = T.alloc_fragment((block, columns), dtype)
             result = T.alloc_fragment((block,), dtype)
@@ -82,7 +72,7 @@ def row_reductions(rows, columns, threads, dtype):
 
 def lanes(threads):
     @T.prim_func
-    def kernel(x: T.Tensor((threads,), "int32"), out: T.Tensor((8, threads), "int32")):
+    def kernel(x: i32(threads), out: i32(8, threads)):
         with T.Kernel(1, threads=threads):
             i = T.get_thread_binding()
             v = x[i]
@@ -101,17 +91,9 @@ def lanes(threads):
 def atomics(n, bins):
     @T.prim_func
     def kernel(
-        key: T.Tensor((n,), "int32"),
-        count: T.Tensor((bins,), "int32"),
-        weight: T.Tensor((bins,), "float32"),
-        half: T.Tensor((bins,), "float16"),
-        brain: T.Tensor((bins,), "bfloat16"),
-        wide: T.Tensor((bins,), "int64"),
-        edge: T.Tensor((2,), "int32"),
-        unit: T.Tensor((2,), "float32"),
-        pair: T.Tensor((2,), "float32"),
-        place: T.Tensor((n,), "int32"),
-    ):
+        key: i32(n), count: i32(bins), weight: f32(bins), half: f16(bins), brain: bf16(bins), wide: i64(bins),
+        edge: i32(2), unit: f32(2), pair: f32(2), place: i32(n),
+    ):  # fmt: skip
         with T.Kernel(n // 128, threads=128) as b:
             i = b * 128 + T.get_thread_binding()
             place[i] = T.atomic_add(count[key[i]], 1, return_prev=True)
@@ -129,15 +111,9 @@ def atomics(n, bins):
 def casts(n):
     @T.prim_func
     def kernel(
-        x: T.Tensor((n,), "float32"),
-        e4: T.Tensor((n,), "float8_e4m3fn"),
-        e5: T.Tensor((n,), "float8_e5m2"),
-        half: T.Tensor((n,), "float16"),
-        brain: T.Tensor((n,), "bfloat16"),
-        back4: T.Tensor((n,), "bfloat16"),
-        back5: T.Tensor((n,), "float16"),
-        small: T.Tensor((n,), "int8"),
-    ):
+        x: f32(n), e4: T.Tensor((n,), "float8_e4m3fn"), e5: T.Tensor((n,), "float8_e5m2"), half: f16(n), brain: bf16(n),
+        back4: bf16(n), back5: f16(n), small: T.Tensor((n,), "int8"),
+    ):  # fmt: skip
         with T.Kernel(n // 1024, threads=128) as b:
             wide = T.alloc_fragment((1024,), "float32")
             f4 = T.alloc_fragment((1024,), "float8_e4m3fn")
@@ -181,7 +157,7 @@ def pipelined_sum(rows, columns, dtype):
 
 def prefix_sum(n):
     @T.prim_func
-    def kernel(x: T.Tensor((n,), "int32"), out: T.Tensor((n,), "int32")):
+    def kernel(x: i32(n), out: i32(n)):
         with T.Kernel(1, threads=128):
             line = T.alloc_shared((n,), "int32")
             T.copy(x, line)
@@ -197,11 +173,9 @@ def strided(columns):
 
     @T.prim_func
     def kernel(
-        x: T.StridedTensor((rows, columns), (pitch, 1), "float32"),
-        out: T.Tensor((rows * 2, columns), "float32"),
-        n: T.int64,
+        x: T.StridedTensor((rows, columns), (pitch, 1), "float32"), out: f32(rows * 2, columns), n: T.int64,
         a: T.float32,
-    ):
+    ):  # fmt: skip
         with T.Kernel(T.ceildiv(rows, 2), columns // 32, threads=(32, 2)) as (bx, by):
             tx = T.get_thread_binding(0)
             ty = T.get_thread_binding(1)
@@ -218,7 +192,7 @@ def producer_consumer(blocks):
     """Block 0 waits for every other block, in a grid that runs in waves."""
 
     @T.prim_func
-    def kernel(flag: T.Tensor((1,), "int32"), seen: T.Tensor((1,), "int32")):
+    def kernel(flag: i32(1), seen: i32(1)):
         with T.Kernel(blocks, threads=32) as b:
             if T.get_thread_binding() == 0:
                 if b == 0:
@@ -233,7 +207,7 @@ def producer_consumer(blocks):
 
 def grid_phases(blocks):
     @T.prim_func
-    def kernel(x: T.Tensor((blocks,), "int32"), out: T.Tensor((blocks,), "int32")):
+    def kernel(x: i32(blocks), out: i32(blocks)):
         with T.Kernel(blocks, threads=32) as b:
             if T.get_thread_binding() == 0:
                 x[b] = b + 1
@@ -248,7 +222,7 @@ def order_of_blocks(blocks):
     """Which place each block takes when all draw a ticket: distinguishes schedules."""
 
     @T.prim_func
-    def kernel(ticket: T.Tensor((1,), "int32"), place: T.Tensor((blocks,), "int32")):
+    def kernel(ticket: i32(1), place: i32(blocks)):
         with T.Kernel(blocks, threads=64) as b:
             if T.get_thread_binding() == 0:
                 place[b] = T.atomic_add(ticket[0], 1, return_prev=True)
@@ -260,7 +234,7 @@ def last_block_first(blocks):
     """Every block waits for the last one: runs only where all blocks are resident."""
 
     @T.prim_func
-    def kernel(flag: T.Tensor((1,), "int32")):
+    def kernel(flag: i32(1)):
         with T.Kernel(blocks, threads=32) as b:
             if T.get_thread_binding() == 0:
                 if b == blocks - 1:
@@ -286,7 +260,7 @@ def static_shared(x: T.Tensor((4, 96), "float32"), out: T.Tensor((4, 96), "float
 
 def nothing(n):
     @T.prim_func
-    def main(x: T.Tensor((n,), "int32")):
+    def main(x: i32(n)):
         with T.Kernel(2, threads=32):
             if T.get_thread_binding() == 0:
                 pass

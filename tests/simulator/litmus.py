@@ -8,6 +8,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tests.shorthand import f32, jitted, u64
 
 COUNT = 5000  # float32; several pieces of a put
 
@@ -17,13 +18,7 @@ def _kernel(sender, blocks=1):
 
     @T.prim_func
     def kernel(
-        ctx: N.Context(),
-        src: T.Tensor((COUNT,), "float32"),
-        dst: T.Tensor((COUNT,), "float32"),
-        sig: T.Tensor((4,), "uint64"),
-        out: T.Tensor((COUNT,), "float32"),
-        pe: T.int32,
-        turn: T.int64,
+        ctx: N.Context(), src: f32(COUNT), dst: f32(COUNT), sig: u64(4), out: f32(COUNT), pe: T.int32, turn: T.int64
     ):
         with T.Kernel(1, threads=128):
             tx = T.get_thread_binding()
@@ -120,7 +115,7 @@ def signals_in_order(n):
     """n signals to one word: a waiter sees them in order, and the last value stays."""
 
     @T.prim_func
-    def kernel(ctx: N.Context(), sig: T.Tensor((2,), "uint64"), seen: T.Tensor((n,), "uint64"), pe: T.int32):
+    def kernel(ctx: N.Context(), sig: u64(2), seen: u64(n), pe: T.int32):
         with T.Kernel(1, threads=32):
             if T.get_thread_binding() == 0:
                 for i in T.serial(n):
@@ -133,14 +128,10 @@ def signals_in_order(n):
     return kernel
 
 
-@tsn.jit
-def put_only():
-    @T.prim_func
-    def kernel(ctx: N.Context(), src: T.Tensor((COUNT,), "float32"), dst: T.Tensor((COUNT,), "float32"), pe: T.int32):
-        with T.Kernel(1, threads=128):
-            N.put_block(dst, src, pe)
-
-    return kernel
+@jitted
+def put_only(ctx: N.Context(), src: f32(COUNT), dst: f32(COUNT), pe: T.int32):
+    with T.Kernel(1, threads=128):
+        N.put_block(dst, src, pe)
 
 
 def _transfer(call):
@@ -192,15 +183,7 @@ def transfer_range(operation, n):
     transfer = TRANSFERS[operation]
 
     @T.prim_func
-    def kernel(
-        ctx: N.Context(),
-        a: T.Tensor((n,), "float32"),
-        b: T.Tensor((n,), "float32"),
-        sig: T.Tensor((1,), "uint64"),
-        place: T.int64,
-        count: T.int64,
-        pe: T.int32,
-    ):
+    def kernel(ctx: N.Context(), a: f32(n), b: f32(n), sig: u64(1), place: T.int64, count: T.int64, pe: T.int32):
         with T.Kernel(1, threads=64):
             transfer(a, b, sig, place, count, pe, T.get_thread_binding())
 
@@ -212,7 +195,7 @@ def wait_for_the_last_block(blocks):
     """Runs only where all blocks are resident."""
 
     @T.prim_func
-    def kernel(ctx: N.Context(), sig: T.Tensor((1,), "uint64"), pe: T.int32):
+    def kernel(ctx: N.Context(), sig: u64(1), pe: T.int32):
         with T.Kernel(blocks, threads=32) as b:
             if T.get_thread_binding() == 0:
                 if b == blocks - 1:

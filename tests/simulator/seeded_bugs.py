@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 import tilescale_net.language as N
+from tests.shorthand import f32, u64
 
 M = 1000  # float32
 ROUNDS = 4
@@ -35,14 +36,7 @@ def kernel(case):
     body, right = case.body, case.right
 
     @T.prim_func
-    def main(
-        ctx: N.Context(),
-        x: T.Tensor((ROUNDS, M), "float32"),
-        y: T.Tensor((ROUNDS, M), "float32"),
-        flag: T.Tensor((8,), "uint64"),
-        out: T.Tensor((ROUNDS, M), "float32"),
-        n: T.int32,
-    ):
+    def main(ctx: N.Context(), x: f32(ROUNDS, M), y: f32(ROUNDS, M), flag: u64(8), out: f32(ROUNDS, M), n: T.int32):
         with T.Kernel(case.blocks, threads=128) as block:
             tx = T.get_thread_binding()
             body(right, x, y, flag, out, 1 - N.my_pe(), block, tx, n)

@@ -9,6 +9,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tests.shorthand import f32, u64
 
 M = 32  # float32 of a message, one for each thread
 
@@ -292,13 +293,7 @@ def kernel(name, what):
     body = BODIES[name]
 
     @T.prim_func
-    def main(
-        ctx: N.Context(),
-        x: T.Tensor((M,), "float32"),
-        y: T.Tensor((M,), "float32"),
-        flag: T.Tensor((3,), "uint64"),
-        out: T.Tensor((M,), "float32"),
-    ):
+    def main(ctx: N.Context(), x: f32(M), y: f32(M), flag: u64(3), out: f32(M)):
         with T.Kernel(1, threads=M):
             body(x, y, flag, out, T.get_thread_binding(), what)
 

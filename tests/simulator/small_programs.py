@@ -5,6 +5,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tests.shorthand import i32, i64, u64
 
 STEPS = 5
 SET, ADD, WAIT, WAIT_EXACTLY, TEST, ATOMIC, PUT, FENCE, QUIET, LOAD, WAIT_VALUE = range(1, 12)
@@ -13,13 +14,7 @@ SET, ADD, WAIT, WAIT_EXACTLY, TEST, ATOMIC, PUT, FENCE, QUIET, LOAD, WAIT_VALUE 
 @tsn.jit
 def interpreter(blocks):
     @T.prim_func
-    def main(
-        ctx: N.Context(),
-        program: T.Tensor((blocks, STEPS, 4), "int32"),
-        words: T.Tensor((2,), "uint64"),
-        data: T.Tensor((2,), "int64"),
-        out: T.Tensor((blocks, STEPS), "int64"),
-    ):
+    def main(ctx: N.Context(), program: i32(blocks, STEPS, 4), words: u64(2), data: i64(2), out: i64(blocks, STEPS)):
         with T.Kernel(blocks, threads=32) as b:
             if T.get_thread_binding() == 0:
                 for i in T.serial(STEPS):

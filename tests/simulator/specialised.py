@@ -5,6 +5,7 @@ import inspect
 import tilelang.language as T
 
 import tilescale_net.language as N
+from tests.shorthand import f32, i32, traced, u64
 
 ROWS, COLUMNS, DEPTH, STAGES = 64, 32, 32, 2  # of a tile
 
@@ -89,7 +90,7 @@ def reads_without_waiting(waits):
     """One warp writes a line of shared memory, the other one reads it."""
 
     @T.prim_func
-    def kernel(x: T.Tensor((32,), "int32")):
+    def kernel(x: i32(32)):
         with T.Kernel(1, threads=64):
             line = T.alloc_shared((32,), "int32")
             full = T.alloc_barrier(32)
@@ -105,52 +106,44 @@ def reads_without_waiting(waits):
     return kernel
 
 
-def waits_for_a_second_phase():
+@traced
+def waits_for_a_second_phase(x: i32(32)):
     """One warp arrives once, the other one waits for that and once more."""
-
-    @T.prim_func
-    def kernel(x: T.Tensor((32,), "int32")):
-        with T.Kernel(1, threads=64):
-            full = T.alloc_barrier(32)
-            thread = T.get_thread_binding()
-            if thread < 32:
-                T.barrier_arrive(full)
-            else:
-                T.barrier_wait(full, 0)
-                T.barrier_wait(full, 1)
-                x[thread - 32] = 1
-
-    return kernel
+    with T.Kernel(1, threads=64):
+        full = T.alloc_barrier(32)
+        thread = T.get_thread_binding()
+        if thread < 32:
+            T.barrier_arrive(full)
+        else:
+            T.barrier_wait(full, 0)
+            T.barrier_wait(full, 1)
+            x[thread - 32] = 1
 
 
-def hands_over_after_a_signal():
+@traced
+def hands_over_after_a_signal(ctx: N.Context(), x: i32(32), flag: u64(1), call: T.int64):
     """One warp hands lines to the other one, behind a signal of the rank to itself."""
-
-    @T.prim_func
-    def kernel(ctx: N.Context(), x: T.Tensor((32,), "int32"), flag: T.Tensor((1,), "uint64"), call: T.int64):
-        with T.Kernel(1, threads=64):
-            full, empty = T.alloc_barrier(32), T.alloc_barrier(32)
-            thread = T.get_thread_binding()
-            N.signal_block(flag, call, N.my_pe())
-            N.wait_block(flag, "ge", call)
-            if thread < 32:
-                for i in T.serial(4):
-                    T.barrier_wait(empty, i % 2 ^ 1)
-                    T.barrier_arrive(full)
-            else:
-                for i in T.serial(4):
-                    T.barrier_wait(full, i % 2)
-                    T.barrier_arrive(empty)
-                x[thread - 32] = 1
-
-    return kernel
+    with T.Kernel(1, threads=64):
+        full, empty = T.alloc_barrier(32), T.alloc_barrier(32)
+        thread = T.get_thread_binding()
+        N.signal_block(flag, call, N.my_pe())
+        N.wait_block(flag, "ge", call)
+        if thread < 32:
+            for i in T.serial(4):
+                T.barrier_wait(empty, i % 2 ^ 1)
+                T.barrier_arrive(full)
+        else:
+            for i in T.serial(4):
+                T.barrier_wait(full, i % 2)
+                T.barrier_arrive(empty)
+            x[thread - 32] = 1
 
 
 def reads_behind_its_own_arrival(waits):
     """One warp writes a line of shared memory and arrives; the other one arrives as the last, and reads it."""
 
     @T.prim_func
-    def kernel(x: T.Tensor((32,), "int32"), there: T.Tensor((1,), "int32")):
+    def kernel(x: i32(32), there: i32(1)):
         with T.Kernel(1, threads=64):
             line = T.alloc_shared((32,), "int32")
             both = T.alloc_barrier(64)
@@ -219,7 +212,7 @@ def with_body(name):
     body = BODIES[name]
 
     @T.prim_func
-    def kernel(x: T.Tensor((128, 64), "float32"), y: T.Tensor((128, 64), "float32")):
+    def kernel(x: f32(128, 64), y: f32(128, 64)):
         with T.Kernel(1, threads=128):
             tile = T.alloc_shared((128, 64), "float32")
             barrier = T.alloc_barrier(128)

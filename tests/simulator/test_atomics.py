@@ -8,6 +8,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.shorthand import f32, i32, jitted, u64
 from tests.simulator.recorded import recorded_errors
 from tests.simulator.small_programs import ATOMIC, FENCE, LOAD, PUT, TEST, job
 from tests.simulator.test_explore import _every
@@ -19,51 +20,45 @@ THREADS = 64
 PUT_ADD, PUT_ADD_RESULT, PUT_STORE, SUM, BESIDE, NO_WAIT, SAME_PLACE = CASES = range(7)
 
 
-@tsn.jit
-def one_of_many():
+@jitted
+def one_of_many(
+    ctx: N.Context(), case: T.int32, right: T.int32, x: f32(THREADS), y: f32(THREADS), word: i32(1), flag: u64(1),
+    out: f32(THREADS), old: i32(1),
+):  # fmt: skip
     """Kernel `(case, right, x, y, word, flag, out)`: sends x to the other rank's y in one of the ways above; out is y then."""
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(), case: T.int32, right: T.int32, x: T.Tensor((THREADS,), "float32"),
-        y: T.Tensor((THREADS,), "float32"), word: T.Tensor((1,), "int32"), flag: T.Tensor((1,), "uint64"),
-        out: T.Tensor((THREADS,), "float32"), old: T.Tensor((1,), "int32"),
-    ):  # fmt: skip
-        with T.Kernel(1, threads=THREADS):
-            tx, pe = T.get_thread_binding(), 1 - N.my_pe()
-            if case <= PUT_STORE:
-                N.put_block(y, x, pe)
+    with T.Kernel(1, threads=THREADS):
+        tx, pe = T.get_thread_binding(), 1 - N.my_pe()
+        if case <= PUT_STORE:
+            N.put_block(y, x, pe)
+            T.sync_threads()
+            if tx == 0:
+                if right != 0:
+                    N.fence(pe)
+                if case == PUT_ADD:
+                    N.atomic_add(word[0], 1, pe)
+                if case == PUT_ADD_RESULT:
+                    old[0] = N.atomic_add(word[0], 1, pe)
+                if case == PUT_STORE:
+                    there = N.remote(word, pe)
+                    N.st(there[0], 1, sem="release", scope="sys")
+                while N.ld(word[0], sem="acquire", scope="sys") == 0:
+                    T.evaluate(0)
+            T.sync_threads()
+        else:
+            if case == SAME_PLACE:
+                N.put_value(y[tx], T.float32(0), pe)
+                if right != 0:
+                    N.fence(pe)
+            N.atomic_exch(y[tx], x[tx], pe)
+            if case != BESIDE or right != 0:
                 T.sync_threads()
-                if tx == 0:
-                    if right != 0:
-                        N.fence(pe)
-                    if case == PUT_ADD:
-                        N.atomic_add(word[0], 1, pe)
-                    if case == PUT_ADD_RESULT:
-                        old[0] = N.atomic_add(word[0], 1, pe)
-                    if case == PUT_STORE:
-                        there = N.remote(word, pe)
-                        N.st(there[0], 1, sem="release", scope="sys")
-                    while N.ld(word[0], sem="acquire", scope="sys") == 0:
-                        T.evaluate(0)
-                T.sync_threads()
-            else:
-                if case == SAME_PLACE:
-                    N.put_value(y[tx], T.float32(0), pe)
-                    if right != 0:
-                        N.fence(pe)
-                N.atomic_exch(y[tx], x[tx], pe)
-                if case != BESIDE or right != 0:
-                    T.sync_threads()
-                if tx == 0:
-                    if case != SUM or right != 0:
-                        N.fence(pe)
-                    N.signal(flag[0], 1, pe)
-                if case != NO_WAIT or right != 0:
-                    N.wait_block(flag[0], "ge", 1)
-            out[tx] = y[tx]
-
-    return main
+            if tx == 0:
+                if case != SUM or right != 0:
+                    N.fence(pe)
+                N.signal(flag[0], 1, pe)
+            if case != NO_WAIT or right != 0:
+                N.wait_block(flag[0], "ge", 1)
+        out[tx] = y[tx]
 
 
 def _run(cases, seeds, races):
@@ -118,39 +113,33 @@ def test_races():
         )
 
 
-@tsn.jit
-def values_as_flags():
+@jitted
+def values_as_flags(
+    ctx: N.Context(), part: T.int32, wrong: T.int32, data: i32(2, 32), own: i32(2, 32), word: i32(1), turn: T.int32
+):
     """Kernel `(part, wrong, data, own, word, turn)`: values that are their own flags, of the peer and of the other block.
 
     Part 0 sends them and finds them, part 1 empties the places of the peer's and says so; those of the other block are
     emptied at once. Wrong: 1 and 2 look for the former or the latter in vain.
     """
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(), part: T.int32, wrong: T.int32, data: T.Tensor((2, 32), "int32"), own: T.Tensor((2, 32), "int32"),
-        word: T.Tensor((1,), "int32"), turn: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(2, threads=32) as block:
-            tx, pe = T.get_thread_binding(), 1 - N.my_pe()
-            if part == 0:
-                N.st(N.remote(data, pe)[block, tx], 1)
-                N.st(own[1 - block, tx], 1, scope="gpu")
-                while N.ld(data[block, tx]) == 0 and wrong != 1:
+    with T.Kernel(2, threads=32) as block:
+        tx, pe = T.get_thread_binding(), 1 - N.my_pe()
+        if part == 0:
+            N.st(N.remote(data, pe)[block, tx], 1)
+            N.st(own[1 - block, tx], 1, scope="gpu")
+            while N.ld(data[block, tx]) == 0 and wrong != 1:
+                T.evaluate(0)
+            while N.ld(own[block, tx], scope="gpu") == 0 and wrong != 2:
+                T.evaluate(0)
+            own[block, tx] = 0
+        else:
+            data[block, tx] = 0
+            T.sync_warp()
+            if tx == 0:
+                N.fence(pe)
+                N.atomic_add(word[0], 1, pe)  # announces: no fence need follow, whatever the other block does
+                while N.ld(word[0], sem="acquire") < 2 * turn:
                     T.evaluate(0)
-                while N.ld(own[block, tx], scope="gpu") == 0 and wrong != 2:
-                    T.evaluate(0)
-                own[block, tx] = 0
-            else:
-                data[block, tx] = 0
-                T.sync_warp()
-                if tx == 0:
-                    N.fence(pe)
-                    N.atomic_add(word[0], 1, pe)  # announces: no fence need follow, whatever the other block does
-                    while N.ld(word[0], sem="acquire") < 2 * turn:
-                        T.evaluate(0)
-
-    return main
 
 
 def _values_as_flags(wrong):

@@ -7,57 +7,43 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.shorthand import f32, i32, traced, u64
 from tests.simulator.recorded import recorded_errors
 
 SIZE, TILE = 100, 64
 
 
-def accesses():
+@traced
+def accesses(ctx: N.Context(), y: i32(SIZE), words: u64(SIZE), out: i32(SIZE), how: T.int32, at: T.int32):
     """`how` decides at run time which access uses `at`."""
-
-    @T.prim_func
-    def kernel(
-        ctx: N.Context(),
-        y: T.Tensor((SIZE,), "int32"),
-        words: T.Tensor((SIZE,), "uint64"),
-        out: T.Tensor((SIZE,), "int32"),
-        how: T.int32,
-        at: T.int32,
-    ):
-        with T.Kernel(1, threads=32):
-            if T.get_thread_binding() == 3:
-                me = N.my_pe()
-                if how == 0:
-                    y[at] = 7
-                if how == 1:
-                    out[0] = y[at]
-                if how == 2:
-                    N.put_value(y[at], 7, me)
-                if how == 3:
-                    N.atomic_add(y[at], 7, me)
-                if how == 4:
-                    N.st(y[at], 7, sem="relaxed", scope="sys")
-                if how == 5:
-                    out[0] = N.ld(y[at], sem="relaxed", scope="sys")
-                if how == 6:
-                    N.signal(words[at], 1, me)
-
-    return kernel
+    with T.Kernel(1, threads=32):
+        if T.get_thread_binding() == 3:
+            me = N.my_pe()
+            if how == 0:
+                y[at] = 7
+            if how == 1:
+                out[0] = y[at]
+            if how == 2:
+                N.put_value(y[at], 7, me)
+            if how == 3:
+                N.atomic_add(y[at], 7, me)
+            if how == 4:
+                N.st(y[at], 7, sem="relaxed", scope="sys")
+            if how == 5:
+                out[0] = N.ld(y[at], sem="relaxed", scope="sys")
+            if how == 6:
+                N.signal(words[at], 1, me)
 
 
-def tiles():
+@traced
+def tiles(x: f32(SIZE), y: f32(SIZE), z: f32(SIZE)):
     """Doubles `x` tile by tile; the last tile is a part of one."""
-
-    @T.prim_func
-    def kernel(x: T.Tensor((SIZE,), "float32"), y: T.Tensor((SIZE,), "float32"), z: T.Tensor((SIZE,), "float32")):
-        with T.Kernel(T.ceildiv(SIZE, TILE), threads=32) as block:
-            tile = T.alloc_shared((TILE,), "float32")
-            T.copy(x[block * TILE : (block + 1) * TILE], tile)
-            T.copy(tile, z[block * TILE : (block + 1) * TILE])
-            for i in T.Parallel(TILE):
-                y[block * TILE + i] = x[block * TILE + i] + tile[i]
-
-    return kernel
+    with T.Kernel(T.ceildiv(SIZE, TILE), threads=32) as block:
+        tile = T.alloc_shared((TILE,), "float32")
+        T.copy(x[block * TILE : (block + 1) * TILE], tile)
+        T.copy(tile, z[block * TILE : (block + 1) * TILE])
+        for i in T.Parallel(TILE):
+            y[block * TILE + i] = x[block * TILE + i] + tile[i]
 
 
 @ranks.on(1)
@@ -81,50 +67,40 @@ def test_indices_outside_of_a_tensor():
 ROWS, COLUMNS = 4, 25
 
 
-def elements():
+@traced
+def elements(ctx: N.Context(), y: i32(ROWS, COLUMNS), out: i32(SIZE), how: T.int32, at: T.int32):
     """`how` decides which access uses column `at` of row 1: some columns outside of the row are inside of the tensor."""
-
-    @T.prim_func
-    def kernel(
-        ctx: N.Context(),
-        y: T.Tensor((ROWS, COLUMNS), "int32"),
-        out: T.Tensor((SIZE,), "int32"),
-        how: T.int32,
-        at: T.int32,
-    ):
-        with T.Kernel(1, threads=32):
-            tile = T.alloc_shared((ROWS, COLUMNS), "int32")
-            flat = T.alloc_shared((SIZE,), "int32")
-            if T.get_thread_binding() == 3:
-                me = N.my_pe()
-                if how == 0:
-                    y[1, at] = 7
-                if how == 1:
-                    out[0] = y[1, at]
-                if how == 2:
-                    N.put_value(y[1, at], 7, me)
-                if how == 3:
-                    out[0] = N.atomic_add(y[1, at], 7, me)
-                if how == 4:
-                    N.st(y[1, at], 7, sem="relaxed", scope="sys")
-                if how == 5:
-                    out[0] = N.ld(y[1, at], sem="relaxed", scope="sys")
-                if how == 6:
-                    out[y[1, at]] = 1
-                if how == 7:
-                    T.atomic_add(y[1, at], 7)
-                if how == 8:
-                    out[0] = T.atomic_add(y[1, at], 7, return_prev=True)
-                if how == 9:
-                    out[0] = T.if_then_else(at == -2, 0, y[1, at])
-                if how == 10:
-                    tile[1, at] = 7
-                    flat[0] = tile[1, 0]
-                if how == 11:
-                    flat[at + SIZE - COLUMNS] = 7
-                    tile[0, 0] = flat[0]
-
-    return kernel
+    with T.Kernel(1, threads=32):
+        tile = T.alloc_shared((ROWS, COLUMNS), "int32")
+        flat = T.alloc_shared((SIZE,), "int32")
+        if T.get_thread_binding() == 3:
+            me = N.my_pe()
+            if how == 0:
+                y[1, at] = 7
+            if how == 1:
+                out[0] = y[1, at]
+            if how == 2:
+                N.put_value(y[1, at], 7, me)
+            if how == 3:
+                out[0] = N.atomic_add(y[1, at], 7, me)
+            if how == 4:
+                N.st(y[1, at], 7, sem="relaxed", scope="sys")
+            if how == 5:
+                out[0] = N.ld(y[1, at], sem="relaxed", scope="sys")
+            if how == 6:
+                out[y[1, at]] = 1
+            if how == 7:
+                T.atomic_add(y[1, at], 7)
+            if how == 8:
+                out[0] = T.atomic_add(y[1, at], 7, return_prev=True)
+            if how == 9:
+                out[0] = T.if_then_else(at == -2, 0, y[1, at])
+            if how == 10:
+                tile[1, at] = 7
+                flat[0] = tile[1, 0]
+            if how == 11:
+                flat[at + SIZE - COLUMNS] = 7
+                tile[0, 0] = flat[0]
 
 
 @ranks.on(1)
@@ -151,32 +127,25 @@ def test_indices_outside_of_a_row():
             assert not errors
 
 
-def partial_tiles():
+@traced
+def partial_tiles(ctx: N.Context(), y: i32(12, 40), c: i32(12, 40), z: i32(12, 40), at: T.int32):
     """Rows whose tiles begin at column `at` of row 1 or end beyond it, with every access that tilelang guards."""
-
-    @T.prim_func
-    def kernel(
-        ctx: N.Context(), y: T.Tensor((12, 40), "int32"), c: T.Tensor((12, 40), "int32"), z: T.Tensor((12, 40), "int32"),
-        at: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(1, threads=32):
-            tx = T.get_thread_binding()
-            me = N.my_pe()
-            for i in T.Parallel(40):
-                y[1, i + at] = i + 1
-            for i in T.Parallel(40):
-                T.atomic_add(y[4, i + at], i + 1)
-            for i in T.Parallel(40):
-                z[4, i] = T.atomic_add(c[4, i + at], i + 1, return_prev=True)
-            for i in T.Parallel(40):
-                z[7, i] = y[1, i + at]
-            if tx == 0:
-                for i in T.vectorized(8):
-                    y[7, i + at] = i + 1
-                for i in T.vectorized(8):
-                    y[10, i + at] = N.atomic_add(c[10, i], 1, me) + i + 1
-
-    return kernel
+    with T.Kernel(1, threads=32):
+        tx = T.get_thread_binding()
+        me = N.my_pe()
+        for i in T.Parallel(40):
+            y[1, i + at] = i + 1
+        for i in T.Parallel(40):
+            T.atomic_add(y[4, i + at], i + 1)
+        for i in T.Parallel(40):
+            z[4, i] = T.atomic_add(c[4, i + at], i + 1, return_prev=True)
+        for i in T.Parallel(40):
+            z[7, i] = y[1, i + at]
+        if tx == 0:
+            for i in T.vectorized(8):
+                y[7, i + at] = i + 1
+            for i in T.vectorized(8):
+                y[10, i + at] = N.atomic_add(c[10, i], 1, me) + i + 1
 
 
 @ranks.on(1, TSN_DEVICE="simulator")
@@ -212,7 +181,7 @@ def test_partial_tiles():
 
 def test_the_guard_of_tilelang_when_asked_for():
     @T.prim_func
-    def kernel(y: T.Tensor((SIZE,), "int32"), at: T.int32):
+    def kernel(y: i32(SIZE), at: T.int32):
         with T.Kernel(1, threads=32):
             y[at] = 7
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.shorthand import f32, jitted, u64
 from tests.simulator.recorded import recorded_errors
 from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
@@ -21,106 +22,94 @@ RACES = {"TSN_SIM_RACES": "1"}
 
 
 # Without this tilelang puts a barrier between any two accesses to shared memory by itself.
-@tsn.jit(pass_configs={"tl.disable_thread_storage_sync": True})
-def one_of_many():
+@jitted(pass_configs={"tl.disable_thread_storage_sync": True})
+def one_of_many(
+    ctx: N.Context(), case: T.int32, right: T.int32, plain: f32(128), word: u64(2), flag: u64(2), x: f32(64), y: f32(64)
+):
     """Kernel `(case, right)`: one of the cases, with what orders it or without."""
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        case: T.int32,
-        right: T.int32,
-        plain: T.Tensor((128,), "float32"),
-        word: T.Tensor((2,), "uint64"),
-        flag: T.Tensor((2,), "uint64"),
-        x: T.Tensor((64,), "float32"),
-        y: T.Tensor((64,), "float32"),
-    ):
-        with T.Kernel(2, threads=64) as block:
-            tx = T.get_thread_binding()
-            pe = 1 - N.my_pe()
-            shared = T.alloc_shared((64,), "float32")
-            halves = T.alloc_shared((64,), "float16")
-            count = T.alloc_shared((1,), "int32")
-            if case == WARPS:
-                shared[tx] = 1.0
-                if right != 0:
-                    T.sync_threads()
-                plain[block * 64 + tx] = shared[63 - tx]
-            if case == WARP and tx < 32:
-                shared[tx] = 1.0
-                if right != 0:
-                    T.sync_warp()
-                plain[block * 64 + tx] = shared[31 - tx]
-            if case == BLOCKS:
-                if block == 1 and tx == 0:
-                    plain[0] = 1.0
-                    if right != 0:
-                        N.st(word[0], T.uint64(1), sem="release", scope="gpu")
-                if block == 0 and tx == 0:
-                    if right != 0:
-                        while N.ld(word[0], sem="acquire", scope="gpu") == T.uint64(0):
-                            T.evaluate(0)
-                    plain[1] = plain[0] + 1.0
-            if case == HALVES:  # two threads share each 4 bytes, and race in the wrong form only
-                halves[(tx % 2) * 32 + tx // 2 if right == 0 else tx] = T.float16(1)
-                if right == 0:
-                    plain[block * 64 + tx] = T.cast(halves[(63 - tx)], "float32")
-            if case == ATOMIC:
-                if tx == 0:
-                    count[0] = 0
-                if right != 0:
-                    T.sync_threads()
-                T.atomic_add(count[0], 1)
-            if case == LAST_READ:  # written again before all have read
-                if tx == 0:
-                    shared[0] = 1.0
+    with T.Kernel(2, threads=64) as block:
+        tx = T.get_thread_binding()
+        pe = 1 - N.my_pe()
+        shared = T.alloc_shared((64,), "float32")
+        halves = T.alloc_shared((64,), "float16")
+        count = T.alloc_shared((1,), "int32")
+        if case == WARPS:
+            shared[tx] = 1.0
+            if right != 0:
                 T.sync_threads()
-                plain[block * 64 + tx] = shared[0]
+            plain[block * 64 + tx] = shared[63 - tx]
+        if case == WARP and tx < 32:
+            shared[tx] = 1.0
+            if right != 0:
+                T.sync_warp()
+            plain[block * 64 + tx] = shared[31 - tx]
+        if case == BLOCKS:
+            if block == 1 and tx == 0:
+                plain[0] = 1.0
                 if right != 0:
-                    T.sync_threads()
-                if tx == 0:
-                    shared[0] = 2.0
-            if case == SAME:  # stored by all threads of a block, or of both
-                if right == 0:
-                    shared[0] = T.cast(tx, "float32")
-                else:
-                    shared[0] = 3.0
-                    plain[0] = 3.0
-            if case == VIEW and block == 0:
-                view = N.remote(y, pe)
-                view[tx] = x[tx]
+                    N.st(word[0], T.uint64(1), sem="release", scope="gpu")
+            if block == 0 and tx == 0:
+                if right != 0:
+                    while N.ld(word[0], sem="acquire", scope="gpu") == T.uint64(0):
+                        T.evaluate(0)
+                plain[1] = plain[0] + 1.0
+        if case == HALVES:  # two threads share each 4 bytes, and race in the wrong form only
+            halves[(tx % 2) * 32 + tx // 2 if right == 0 else tx] = T.float16(1)
+            if right == 0:
+                plain[block * 64 + tx] = T.cast(halves[(63 - tx)], "float32")
+        if case == ATOMIC:
+            if tx == 0:
+                count[0] = 0
+            if right != 0:
                 T.sync_threads()
-                if tx == 0:
-                    if right != 0:
-                        N.fence(pe)
-                    N.signal(flag[0], 1, pe)
-                N.wait_block(flag[0], "ge", 1)
-                x[tx] = y[tx]
-            if case == LANES and block == 0 and tx < 32:
-                view = N.remote(y, pe)
-                view[tx] = x[tx]
+            T.atomic_add(count[0], 1)
+        if case == LAST_READ:  # written again before all have read
+            if tx == 0:
+                shared[0] = 1.0
+            T.sync_threads()
+            plain[block * 64 + tx] = shared[0]
+            if right != 0:
+                T.sync_threads()
+            if tx == 0:
+                shared[0] = 2.0
+        if case == SAME:  # stored by all threads of a block, or of both
+            if right == 0:
+                shared[0] = T.cast(tx, "float32")
+            else:
+                shared[0] = 3.0
+                plain[0] = 3.0
+        if case == VIEW and block == 0:
+            view = N.remote(y, pe)
+            view[tx] = x[tx]
+            T.sync_threads()
+            if tx == 0:
                 if right != 0:
-                    T.sync_warp()
-                if tx == 0:
                     N.fence(pe)
-                    N.signal(flag[0], 1, pe)
-                N.wait_warp(flag[0], "ge", 1)
-                x[tx] = y[tx]
-            if case == HINT and block == 0:
-                N.put_signal_block(y, x, pe, flag[0], 1)
-                if right != 0:
-                    N.wait_block(flag[0], "ge", 1)
-                plain[tx] = T.call_extern("float32", "__ldcg", T.address_of(y[tx]))
+                N.signal(flag[0], 1, pe)
+            N.wait_block(flag[0], "ge", 1)
+            x[tx] = y[tx]
+        if case == LANES and block == 0 and tx < 32:
+            view = N.remote(y, pe)
+            view[tx] = x[tx]
+            if right != 0:
+                T.sync_warp()
+            if tx == 0:
+                N.fence(pe)
+                N.signal(flag[0], 1, pe)
+            N.wait_warp(flag[0], "ge", 1)
+            x[tx] = y[tx]
+        if case == HINT and block == 0:
+            N.put_signal_block(y, x, pe, flag[0], 1)
+            if right != 0:
+                N.wait_block(flag[0], "ge", 1)
+            plain[tx] = T.call_extern("float32", "__ldcg", T.address_of(y[tx]))
+            N.wait_block(flag[0], "ge", 1)
+            N.quiet_block(pe)
+        if case == PUT and block == 0:
+            N.put_signal_block(y, x, pe, flag[0], 1)
+            if right != 0:
                 N.wait_block(flag[0], "ge", 1)
                 N.quiet_block(pe)
-            if case == PUT and block == 0:
-                N.put_signal_block(y, x, pe, flag[0], 1)
-                if right != 0:
-                    N.wait_block(flag[0], "ge", 1)
-                    N.quiet_block(pe)
-
-    return main
 
 
 @T.macro
@@ -168,30 +157,21 @@ WORDS = {
 }
 
 
-@tsn.jit
-def told_by_words():
+@jitted
+def told_by_words(ctx: N.Context(), case: T.int32, plain: f32(128), word: u64(2)):
     """Kernel `(case, plain, word)`: one of WORDS."""
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(), case: T.int32, plain: T.Tensor((128,), "float32"), word: T.Tensor((2,), "uint64"),
-    ):  # fmt: skip
-        with T.Kernel(2, threads=32) as block:
-            first = T.get_thread_binding() == 0
-            for number, how in enumerate(WORDS):
-                if case == number:
-                    if how == "barrier":
-                        plain[block * 32 + T.get_thread_binding()] = 1.0
-                        N.barrier_grid()
-                        plain[64 + block * 32 + T.get_thread_binding()] = plain[
-                            63 - block * 32 - T.get_thread_binding()
-                        ]
-                    elif isinstance(how, str):
-                        _count(word, plain, first, how)
-                    else:
-                        _tell(word, plain, block, first, *how)
-
-    return main
+    with T.Kernel(2, threads=32) as block:
+        first = T.get_thread_binding() == 0
+        for number, how in enumerate(WORDS):
+            if case == number:
+                if how == "barrier":
+                    plain[block * 32 + T.get_thread_binding()] = 1.0
+                    N.barrier_grid()
+                    plain[64 + block * 32 + T.get_thread_binding()] = plain[63 - block * 32 - T.get_thread_binding()]
+                elif isinstance(how, str):
+                    _count(word, plain, first, how)
+                else:
+                    _tell(word, plain, block, first, *how)
 
 
 @ranks.on(1)
@@ -208,17 +188,12 @@ def test_an_order_counts_within_its_scope():
             assert all('an acquire of scope "gpu"' in s for s in said), said
 
 
-@tsn.jit
-def of_many_warps():
+@jitted
+def of_many_warps(plain: f32(64), warps: T.int32):
     """Kernel `(plain, warps)`."""
-
-    @T.prim_func
-    def main(plain: T.Tensor((64,), "float32"), warps: T.int32):
-        with T.Kernel(warps, threads=1) as block:
-            if block < 2:
-                plain[0] = T.cast(block, "float32")
-
-    return main
+    with T.Kernel(warps, threads=1) as block:
+        if block < 2:
+            plain[0] = T.cast(block, "float32")
 
 
 def test_what_is_too_large_is_said(caplog):
@@ -238,30 +213,22 @@ def test_what_is_too_large_is_said(caplog):
     assert "64 GiB" in simulator._race_limit(["a"], 1 << 36) and not simulator._race_limit(hosts[:64], 1 << 20)
 
 
-@tsn.jit
-def told_by_peer():
+@jitted
+def told_by_peer(ctx: N.Context(), right: T.int32, x: f32(64), y: f32(64), word: u64(2), out: f32(64)):
     """Kernel `(right, x, y, word, out)`: a put, and a word of the peer that announces it without an order."""
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(), right: T.int32, x: T.Tensor((64,), "float32"), y: T.Tensor((64,), "float32"),
-        word: T.Tensor((2,), "uint64"), out: T.Tensor((64,), "float32"),
-    ):  # fmt: skip
-        with T.Kernel(1, threads=64):
-            tx, pe = T.get_thread_binding(), 1 - N.my_pe()
-            N.put_block(y, x, pe)
+    with T.Kernel(1, threads=64):
+        tx, pe = T.get_thread_binding(), 1 - N.my_pe()
+        N.put_block(y, x, pe)
+        if right != 0:
+            N.quiet_block(pe)
+        if tx == 0:
+            N.atomic_add(word[0], T.uint64(1), pe)
+            while N.ld(word[0], sem="relaxed", scope="sys") == T.uint64(0):
+                T.evaluate(0)
             if right != 0:
-                N.quiet_block(pe)
-            if tx == 0:
-                N.atomic_add(word[0], T.uint64(1), pe)
-                while N.ld(word[0], sem="relaxed", scope="sys") == T.uint64(0):
-                    T.evaluate(0)
-                if right != 0:
-                    T.evaluate(T.call_extern("void", "__threadfence_system"))
-            T.sync_threads()
-            out[tx] = y[tx]
-
-    return main
+                T.evaluate(T.call_extern("void", "__threadfence_system"))
+        T.sync_threads()
+        out[tx] = y[tx]
 
 
 def _told_by_peer(seeds):
@@ -424,19 +391,14 @@ def test_right_forms_are_not_accused():
             tsn.barrier()
 
 
-@tsn.jit
-def overtaken():
+@jitted
+def overtaken(ctx: N.Context(), flag: u64(2)):
     """Kernel `(flag)`: a wait for the async proxy, for at least what the word may have passed already."""
-
-    @T.prim_func
-    def main(ctx: N.Context(), flag: T.Tensor((2,), "uint64")):
-        with T.Kernel(1, threads=32):
-            if T.get_thread_binding() == 0:
-                N.signal(flag[0], 1, 1 - N.my_pe())
-                N.signal(flag[0], 2, 1 - N.my_pe())
-                N.wait(flag[0], "ge", 1, proxy="async")
-
-    return main
+    with T.Kernel(1, threads=32):
+        if T.get_thread_binding() == 0:
+            N.signal(flag[0], 1, 1 - N.my_pe())
+            N.signal(flag[0], 2, 1 - N.my_pe())
+            N.wait(flag[0], "ge", 1, proxy="async")
 
 
 @ranks.on(**RACES)

@@ -11,58 +11,46 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.shorthand import f32, jitted, u64
 from tests.simulator.recorded import recorded_errors
 from tilescale_net.runtime import simulator
 
 PUT, PUT_SIGNAL, VIEW, FENCE, QUIET, TELL, TELL_AFTER_FENCE, TAKE, TAKE_TOLD, READ, WRITE, HOST_READ = range(12)
 
 
-@tsn.jit
-def step():
+@jitted
+def step(ctx: N.Context(), what: T.int32, x: f32(64), y: f32(64), flag: u64(2), count: T.int32, out: f32(64)):
     """Kernel `(what, x, y, flag, count, out)`: one step of a message to the other rank, or its receipt."""
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(), what: T.int32, x: T.Tensor((64,), "float32"), y: T.Tensor((64,), "float32"),
-        flag: T.Tensor((2,), "uint64"), count: T.int32, out: T.Tensor((64,), "float32"),
-    ):  # fmt: skip
-        with T.Kernel(1, threads=64):
-            tx = T.get_thread_binding()
-            pe, call = 1 - N.my_pe(), T.cast(count, "uint64")
-            if what == PUT:
-                N.put_block(y, x, pe)
-            if what == PUT_SIGNAL:
-                N.put_signal_block(y, x, pe, flag[1], call)
-            if what == VIEW:
-                view = N.remote(y, pe)
-                view[tx] = x[tx]
-            if what == FENCE and tx == 0:
-                N.fence(pe)
-            if what == QUIET and tx == 0:
-                N.quiet(pe)
-            if what == TELL and tx == 0:
-                N.signal(flag[0], call, pe)
-            if what == TELL_AFTER_FENCE and tx == 0:
-                N.signal(flag[0], call, pe, fence=True)
-            if what >= TAKE:
-                N.wait_block(flag[0], "ge", call)
-                if what == TAKE_TOLD:
-                    N.wait_block(flag[1], "ge", call)
-                out[tx] = y[tx]
-
-    return main
+    with T.Kernel(1, threads=64):
+        tx = T.get_thread_binding()
+        pe, call = 1 - N.my_pe(), T.cast(count, "uint64")
+        if what == PUT:
+            N.put_block(y, x, pe)
+        if what == PUT_SIGNAL:
+            N.put_signal_block(y, x, pe, flag[1], call)
+        if what == VIEW:
+            view = N.remote(y, pe)
+            view[tx] = x[tx]
+        if what == FENCE and tx == 0:
+            N.fence(pe)
+        if what == QUIET and tx == 0:
+            N.quiet(pe)
+        if what == TELL and tx == 0:
+            N.signal(flag[0], call, pe)
+        if what == TELL_AFTER_FENCE and tx == 0:
+            N.signal(flag[0], call, pe, fence=True)
+        if what >= TAKE:
+            N.wait_block(flag[0], "ge", call)
+            if what == TAKE_TOLD:
+                N.wait_block(flag[1], "ge", call)
+            out[tx] = y[tx]
 
 
-@tsn.jit
-def copy():
+@jitted
+def copy(dst: f32(64), src: f32(64)):
     """Kernel `(dst, src)`, which calls no primitive."""
-
-    @T.prim_func
-    def main(dst: T.Tensor((64,), "float32"), src: T.Tensor((64,), "float32")):
-        with T.Kernel(1, threads=64):
-            dst[T.get_thread_binding()] = src[T.get_thread_binding()]
-
-    return main
+    with T.Kernel(1, threads=64):
+        dst[T.get_thread_binding()] = src[T.get_thread_binding()]
 
 
 WRONG = [(PUT, TELL, TAKE), (PUT_SIGNAL, TELL, TAKE), (VIEW, TELL, TAKE), (PUT, TELL, TELL, TAKE)]
@@ -136,26 +124,19 @@ def test_kernels_that_call_no_primitive_take_part():
             assert all("kernel copy" in text and "a store to " in text for text in said), said
 
 
-@tsn.jit
-def send_to_both():
+@jitted
+def send_to_both(ctx: N.Context(), first: T.int32, done: T.int32, x: f32(64), y: f32(3, 64)):
     """Kernel `(first, done, x, y)`: puts `x` to both other PEs, to PE my_pe + `first` first; writes it again after a quiet for
     one, or for all where `done` is 0."""
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(), first: T.int32, done: T.int32, x: T.Tensor((64,), "float32"), y: T.Tensor((3, 64), "float32")
-    ):  # fmt: skip
-        with T.Kernel(1, threads=64):
-            me, tx = N.my_pe(), T.get_thread_binding()
-            N.put_block(y[me, :], x, (me + first) % 3)
-            N.put_block(y[me, :], x, (me + 3 - first) % 3)
-            if done == 0:
-                N.quiet_block()
-            else:
-                N.quiet_block((me + done) % 3)
-            x[tx] = 1.0
-
-    return main
+    with T.Kernel(1, threads=64):
+        me, tx = N.my_pe(), T.get_thread_binding()
+        N.put_block(y[me, :], x, (me + first) % 3)
+        N.put_block(y[me, :], x, (me + 3 - first) % 3)
+        if done == 0:
+            N.quiet_block()
+        else:
+            N.quiet_block((me + done) % 3)
+        x[tx] = 1.0
 
 
 @ranks.on(3, TSN_SIM_RACES="1")

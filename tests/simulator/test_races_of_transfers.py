@@ -9,6 +9,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.shorthand import f32, jitted, u64
 from tests.simulator.recorded import first_reports
 
 SEEDS = range(3)
@@ -25,7 +26,7 @@ def copies(dtype="float32"):
     @T.prim_func
     def main(
         ctx: N.Context(), case: T.int32, right: T.int32, m: T.Tensor((16, 16), dtype), y: T.Tensor((128,), dtype),
-        plain: T.Tensor((64,), dtype), flag: T.Tensor((2,), "uint64"), out: T.Tensor((64,), dtype),
+        plain: T.Tensor((64,), dtype), flag: u64(2), out: T.Tensor((64,), dtype),
     ):  # fmt: skip
         with T.Kernel(1, threads=64):
             tx, pe = T.get_thread_binding(), 1 - N.my_pe()
@@ -174,234 +175,228 @@ GET_OF_OTHER_BLOCK, OVERLAP, WINDOW, COUNT_SHORT, ROWS_OF_OTHER_WARP, CHAIN, STA
 BARRIER_OF_ONE_BLOCK, RELAXED_GRID, ZEROED_LATE, REMOTE_STORES, PREFETCH, HANGS = range(15, 21)
 
 
-@tsn.jit
-def protocols():
+@jitted
+def protocols(
+    ctx: N.Context(), case: T.int32, right: T.int32, turn: T.int64, x: f32(8, WIDTH), y: f32(8, WIDTH), flag: u64(8),
+    count: u64(1), word: u64(1), out: f32(8, WIDTH),
+):  # fmt: skip
     """Kernel `(case, right, turn, x, y, flag, count, word, out)`: a protocol, right or with its mistake."""
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(), case: T.int32, right: T.int32, turn: T.int64, x: T.Tensor((8, WIDTH), "float32"),
-        y: T.Tensor((8, WIDTH), "float32"), flag: T.Tensor((8,), "uint64"), count: T.Tensor((1,), "uint64"),
-        word: T.Tensor((1,), "uint64"), out: T.Tensor((8, WIDTH), "float32"),
-    ):  # fmt: skip
-        with T.Kernel(2, threads=WIDTH) as block:
-            tx, me, n = T.get_thread_binding(), N.my_pe(), N.n_pes()
-            to, source = (me + 1) % n, (me + n - 1) % n
-            if case == RING and block == 0:
-                N.put_signal_block(y[0, :], x[0, :], to, flag[0], 1)
-                for s in T.serial(3):
-                    N.wait_block(flag[0], "ge", s + right)
-                    out[s, tx] = y[s % 2, tx]
-                    if s < 2:
-                        N.wait_block(flag[1], "ge", s)
-                        N.put_signal_block(y[(s + 1) % 2, :], y[s % 2, :], to, flag[0], s + 2)
-                        N.quiet_block(to)
+    with T.Kernel(2, threads=WIDTH) as block:
+        tx, me, n = T.get_thread_binding(), N.my_pe(), N.n_pes()
+        to, source = (me + 1) % n, (me + n - 1) % n
+        if case == RING and block == 0:
+            N.put_signal_block(y[0, :], x[0, :], to, flag[0], 1)
+            for s in T.serial(3):
+                N.wait_block(flag[0], "ge", s + right)
+                out[s, tx] = y[s % 2, tx]
+                if s < 2:
+                    N.wait_block(flag[1], "ge", s)
+                    N.put_signal_block(y[(s + 1) % 2, :], y[s % 2, :], to, flag[0], s + 2)
+                    N.quiet_block(to)
+                N.signal_block(flag[1], s + 1, source, fence=False)
+        if case == FORWARDED_SOURCE and block == 0:
+            N.put_signal_block(y[0, :], x[0, :], to, flag[0], 1)
+            for s in T.serial(4):
+                N.wait_block(flag[0], "ge", s + 1)
+                out[s, tx] = y[s % 2, tx]
+                if right == 0:
                     N.signal_block(flag[1], s + 1, source, fence=False)
-            if case == FORWARDED_SOURCE and block == 0:
-                N.put_signal_block(y[0, :], x[0, :], to, flag[0], 1)
-                for s in T.serial(4):
-                    N.wait_block(flag[0], "ge", s + 1)
-                    out[s, tx] = y[s % 2, tx]
-                    if right == 0:
-                        N.signal_block(flag[1], s + 1, source, fence=False)
-                    if s < 3:
-                        N.wait_block(flag[1], "ge", s)
-                        N.put_signal_block(y[(s + 1) % 2, :], y[s % 2, :], to, flag[0], s + 2)
-                    if right != 0:
-                        N.quiet_block(to)
-                        N.signal_block(flag[1], s + 1, source, fence=False)
-            if case == PARITY and block == 0:
-                for s in T.serial(4):
-                    N.wait_block(flag[2 + s % 2], "ge", s // 2)
-                    N.put_signal_block(y[s % 2, :], x[s, :], to, flag[s % 2], s // 2 + 1)
-                    if right != 0:
-                        N.wait_block(flag[s % 2], "ge", s // 2 + 1)
-                    else:
-                        N.wait_block(flag[s % 2], "ge", (s + 1) // 2)
-                    out[s, tx] = y[s % 2, tx]
-                    N.signal_block(flag[2 + s % 2], s // 2 + 1, source, fence=False)
-            if case == FENCE_OTHER and block == 0:
+                if s < 3:
+                    N.wait_block(flag[1], "ge", s)
+                    N.put_signal_block(y[(s + 1) % 2, :], y[s % 2, :], to, flag[0], s + 2)
+                if right != 0:
+                    N.quiet_block(to)
+                    N.signal_block(flag[1], s + 1, source, fence=False)
+        if case == PARITY and block == 0:
+            for s in T.serial(4):
+                N.wait_block(flag[2 + s % 2], "ge", s // 2)
+                N.put_signal_block(y[s % 2, :], x[s, :], to, flag[s % 2], s // 2 + 1)
+                if right != 0:
+                    N.wait_block(flag[s % 2], "ge", s // 2 + 1)
+                else:
+                    N.wait_block(flag[s % 2], "ge", (s + 1) // 2)
+                out[s, tx] = y[s % 2, tx]
+                N.signal_block(flag[2 + s % 2], s // 2 + 1, source, fence=False)
+        if case == FENCE_OTHER and block == 0:
+            N.put_block(y[0, :], x[0, :], to)
+            T.sync_threads()
+            if tx == 0:
+                if right != 0:
+                    N.fence(to)
+                else:
+                    N.fence(source)
+                N.signal(flag[0], 1, to)
+            N.wait_block(flag[0], "ge", 1)
+            out[0, tx] = y[0, tx]
+        if case == TWO_SIGNALS:
+            N.put_signal_block(
+                y[0, 32 * block : 32 * block + 32], x[0, 32 * block : 32 * block + 32], to, flag[block], 1
+            )
+            if block == 0:
+                N.wait_block(flag[0], "ge", 1)
+                if right != 0:
+                    N.wait_block(flag[1], "ge", 1)
+                out[0, tx] = y[0, tx]
+        if case == BARRIER_MISSING and block == 0:
+            for i in T.serial(1, n):
+                N.put_block(y[me, :], x[0, :], (me + i) % n)
+            N.quiet_block()
+            if tx == 0:
+                for i in T.serial(1, n):
+                    N.signal(flag[me], 1, (me + i) % n)
+            for i in T.serial(1, n - 1 + right):
+                N.wait_block(flag[(me + i) % n], "ge", 1)
+            for i in T.serial(1, n):
+                out[i, tx] = y[(me + i) % n, tx]
+        if case == TICKET and block == 0:
+            if right != 0:
                 N.put_block(y[0, :], x[0, :], to)
                 T.sync_threads()
                 if tx == 0:
-                    if right != 0:
-                        N.fence(to)
-                    else:
-                        N.fence(source)
-                    N.signal(flag[0], 1, to)
+                    late = N.flush_async(to)
+                    N.flush_wait(late)
+            else:
+                if tx == 0:
+                    early = N.flush_async(to)
+                    N.put_thread(y[0, :], x[0, :], to)
+                    N.flush_wait(early)
+            T.sync_threads()
+            x[0, tx] = 2.0
+        if case == COUNTER_RESET and block == 0:
+            if tx == 0:
+                N.atomic_add(count[0], T.uint64(1), to)
+                while N.ld(count[0], sem="acquire", scope="sys") == T.uint64(0):
+                    T.evaluate(0)
+                if right != 0:
+                    N.st(count[0], T.uint64(0), sem="relaxed", scope="sys")
+            N.barrier_all()
+            if tx == 0:
+                if right == 0:
+                    count[0] = T.uint64(0)
+                N.atomic_add(count[0], T.uint64(1), to)
+        if case == GET_OF_OTHER_BLOCK:
+            if block == 1:
+                x[0, tx] = 3.0
+            if right != 0:
+                N.barrier_grid()
+            if block == 0:
+                N.signal_block(flag[0], 1, to)
                 N.wait_block(flag[0], "ge", 1)
-                out[0, tx] = y[0, tx]
-            if case == TWO_SIGNALS:
-                N.put_signal_block(
-                    y[0, 32 * block : 32 * block + 32], x[0, 32 * block : 32 * block + 32], to, flag[block], 1
-                )
-                if block == 0:
-                    N.wait_block(flag[0], "ge", 1)
-                    if right != 0:
-                        N.wait_block(flag[1], "ge", 1)
-                    out[0, tx] = y[0, tx]
-            if case == BARRIER_MISSING and block == 0:
-                for i in T.serial(1, n):
-                    N.put_block(y[me, :], x[0, :], (me + i) % n)
-                N.quiet_block()
-                if tx == 0:
-                    for i in T.serial(1, n):
-                        N.signal(flag[me], 1, (me + i) % n)
-                for i in T.serial(1, n - 1 + right):
-                    N.wait_block(flag[(me + i) % n], "ge", 1)
-                for i in T.serial(1, n):
-                    out[i, tx] = y[(me + i) % n, tx]
-            if case == TICKET and block == 0:
-                if right != 0:
-                    N.put_block(y[0, :], x[0, :], to)
-                    T.sync_threads()
-                    if tx == 0:
-                        late = N.flush_async(to)
-                        N.flush_wait(late)
-                else:
-                    if tx == 0:
-                        early = N.flush_async(to)
-                        N.put_thread(y[0, :], x[0, :], to)
-                        N.flush_wait(early)
+                N.get_block(y[0, :], x[0, :], source)
+        if case == OVERLAP and block == 0:
+            N.put_block(y[0:4, 0:WIDTH], x[0:4, 0:WIDTH], to)
+            if right != 0:
+                N.put_block(y[4:8, 0:WIDTH], x[4:8, 0:WIDTH], source)
+            else:
+                N.put_block(y[3:7, 0:WIDTH], x[4:8, 0:WIDTH], source)
+            N.quiet_block()
+            N.barrier_all()
+            for i in T.serial(8):
+                out[i, tx] = y[i, tx]
+        if case == WINDOW:
+            if block == 0:
+                for i in T.serial(5):
+                    N.wait_block(flag[1], "ge", i - 2 + right)
+                    N.put_signal_block(y[i % 2, :], x[i, :], to, flag[0], i + 1)
+            else:
+                for i in T.serial(5):
+                    N.wait_block(flag[0], "ge", i + 1)
+                    out[i, tx] = y[i % 2, tx]
+                    N.signal_block(flag[1], i + 1, source, fence=False)
+        if case == COUNT_SHORT and block == 0:
+            for i in T.serial(1, n):
+                N.put_signal_block(y[me, :], x[0, :], (me + i) % n, flag[0], 1, op="add")
+            N.wait_block(flag[0], "ge", n - 2 + right)
+            for i in T.serial(1, n):
+                out[i, tx] = y[(me + i) % n, tx]
+        if case == ROWS_OF_OTHER_WARP and block == 0:
+            N.put_thread(y[0, tx], x[0, tx], to, count=1)
+            if right != 0:
                 T.sync_threads()
-                x[0, tx] = 2.0
-            if case == COUNTER_RESET and block == 0:
+            else:
+                T.sync_warp()
+            if tx == 0:
+                N.fence(to)
+                N.signal(flag[0], 1, to)
+            N.wait_block(flag[0], "ge", 1)
+            out[0, tx] = y[0, tx]
+        if case == CHAIN and block == 0:
+            x[0, tx] = 4.0
+            N.signal_block(flag[0], 1, to, fence=False)
+            if right != 0:
+                N.wait_block(flag[0], "ge", 1)
+                N.signal_block(flag[1], 1, to, fence=False)
+            else:
+                N.signal_block(flag[1], 1, to, fence=False)
+                N.wait_block(flag[0], "ge", 1)
+            N.wait_block(flag[1], "ge", 1)
+            N.get_block(y[0, :], x[0, :], to)
+        if case == STALE_FLAG and block == 0:
+            N.put_signal_block(y[0, :], x[0, :], to, flag[0], turn)
+            if right != 0:
+                N.wait_block(flag[0], "ge", turn)
+            else:
+                N.wait_block(flag[0], "ge", 1)
+            out[0, tx] = y[0, tx]
+            N.quiet_block(to)
+        if case == BARRIER_OF_ONE_BLOCK:
+            if block == 0:
+                N.put_block(y[0, :], x[0, :], to)
+                N.quiet_block(to)
+            if right != 0:
+                N.barrier_all(scope="grid")
+            elif block == 0:
+                N.barrier_all()
+            if block == 1:
+                out[0, tx] = y[0, tx]
+        if case == RELAXED_GRID:
+            N.put_block(y[0, 32 * block : 32 * block + 32], x[0, 32 * block : 32 * block + 32], to)
+            T.sync_threads()
+            if tx == 0:
+                if right != 0:
+                    T.atomic_add(word[0], T.uint64(1), memory_order="release")
+                else:
+                    T.atomic_add(word[0], T.uint64(1), memory_order="relaxed")
+            if block == 0:
                 if tx == 0:
-                    N.atomic_add(count[0], T.uint64(1), to)
-                    while N.ld(count[0], sem="acquire", scope="sys") == T.uint64(0):
+                    while N.ld(word[0], sem="acquire", scope="gpu") < T.uint64(2):
                         T.evaluate(0)
-                    if right != 0:
-                        N.st(count[0], T.uint64(0), sem="relaxed", scope="sys")
-                N.barrier_all()
-                if tx == 0:
-                    if right == 0:
-                        count[0] = T.uint64(0)
-                    N.atomic_add(count[0], T.uint64(1), to)
-            if case == GET_OF_OTHER_BLOCK:
-                if block == 1:
-                    x[0, tx] = 3.0
-                if right != 0:
-                    N.barrier_grid()
-                if block == 0:
-                    N.signal_block(flag[0], 1, to)
-                    N.wait_block(flag[0], "ge", 1)
-                    N.get_block(y[0, :], x[0, :], source)
-            if case == OVERLAP and block == 0:
-                N.put_block(y[0:4, 0:WIDTH], x[0:4, 0:WIDTH], to)
-                if right != 0:
-                    N.put_block(y[4:8, 0:WIDTH], x[4:8, 0:WIDTH], source)
-                else:
-                    N.put_block(y[3:7, 0:WIDTH], x[4:8, 0:WIDTH], source)
-                N.quiet_block()
-                N.barrier_all()
-                for i in T.serial(8):
-                    out[i, tx] = y[i, tx]
-            if case == WINDOW:
-                if block == 0:
-                    for i in T.serial(5):
-                        N.wait_block(flag[1], "ge", i - 2 + right)
-                        N.put_signal_block(y[i % 2, :], x[i, :], to, flag[0], i + 1)
-                else:
-                    for i in T.serial(5):
-                        N.wait_block(flag[0], "ge", i + 1)
-                        out[i, tx] = y[i % 2, tx]
-                        N.signal_block(flag[1], i + 1, source, fence=False)
-            if case == COUNT_SHORT and block == 0:
-                for i in T.serial(1, n):
-                    N.put_signal_block(y[me, :], x[0, :], (me + i) % n, flag[0], 1, op="add")
-                N.wait_block(flag[0], "ge", n - 2 + right)
-                for i in T.serial(1, n):
-                    out[i, tx] = y[(me + i) % n, tx]
-            if case == ROWS_OF_OTHER_WARP and block == 0:
-                N.put_thread(y[0, tx], x[0, tx], to, count=1)
-                if right != 0:
-                    T.sync_threads()
-                else:
-                    T.sync_warp()
-                if tx == 0:
                     N.fence(to)
                     N.signal(flag[0], 1, to)
                 N.wait_block(flag[0], "ge", 1)
                 out[0, tx] = y[0, tx]
-            if case == CHAIN and block == 0:
-                x[0, tx] = 4.0
-                N.signal_block(flag[0], 1, to, fence=False)
-                if right != 0:
-                    N.wait_block(flag[0], "ge", 1)
-                    N.signal_block(flag[1], 1, to, fence=False)
-                else:
-                    N.signal_block(flag[1], 1, to, fence=False)
-                    N.wait_block(flag[0], "ge", 1)
-                N.wait_block(flag[1], "ge", 1)
-                N.get_block(y[0, :], x[0, :], to)
-            if case == STALE_FLAG and block == 0:
-                N.put_signal_block(y[0, :], x[0, :], to, flag[0], turn)
-                if right != 0:
-                    N.wait_block(flag[0], "ge", turn)
-                else:
-                    N.wait_block(flag[0], "ge", 1)
-                out[0, tx] = y[0, tx]
+        if case == ZEROED_LATE and block == 0:
+            y[0, tx] = 0.0
+            if right != 0:
+                N.barrier_all()
+            N.atomic_add(y[0, tx], 1.0, to)
+            N.quiet_block()
+            N.barrier_all()
+            out[0, tx] = y[0, tx]
+        if case == REMOTE_STORES and block == 0:
+            N.remote(y, to)[0, tx] = 1.0
+            if right != 0:
                 N.quiet_block(to)
-            if case == BARRIER_OF_ONE_BLOCK:
-                if block == 0:
-                    N.put_block(y[0, :], x[0, :], to)
-                    N.quiet_block(to)
-                if right != 0:
-                    N.barrier_all(scope="grid")
-                elif block == 0:
-                    N.barrier_all()
-                if block == 1:
-                    out[0, tx] = y[0, tx]
-            if case == RELAXED_GRID:
-                N.put_block(y[0, 32 * block : 32 * block + 32], x[0, 32 * block : 32 * block + 32], to)
-                T.sync_threads()
-                if tx == 0:
+            N.barrier_all()
+            out[0, tx] = y[0, tx]
+        if case == PREFETCH and block == 0:
+            for c in T.serial(3):
+                N.put_signal_block(y[c, :], x[c, :], to, flag[c], 1)
+            ahead = T.alloc_local((1,), "float32")
+            N.wait_block(flag[0], "ge", 1)
+            ahead[0] = y[0, tx]
+            for c in T.serial(3):
+                out[c, tx] = ahead[0]
+                if c < 2:
                     if right != 0:
-                        T.atomic_add(word[0], T.uint64(1), memory_order="release")
-                    else:
-                        T.atomic_add(word[0], T.uint64(1), memory_order="relaxed")
-                if block == 0:
-                    if tx == 0:
-                        while N.ld(word[0], sem="acquire", scope="gpu") < T.uint64(2):
-                            T.evaluate(0)
-                        N.fence(to)
-                        N.signal(flag[0], 1, to)
-                    N.wait_block(flag[0], "ge", 1)
-                    out[0, tx] = y[0, tx]
-            if case == ZEROED_LATE and block == 0:
-                y[0, tx] = 0.0
-                if right != 0:
-                    N.barrier_all()
-                N.atomic_add(y[0, tx], 1.0, to)
-                N.quiet_block()
-                N.barrier_all()
-                out[0, tx] = y[0, tx]
-            if case == REMOTE_STORES and block == 0:
-                N.remote(y, to)[0, tx] = 1.0
-                if right != 0:
-                    N.quiet_block(to)
-                N.barrier_all()
-                out[0, tx] = y[0, tx]
-            if case == PREFETCH and block == 0:
-                for c in T.serial(3):
-                    N.put_signal_block(y[c, :], x[c, :], to, flag[c], 1)
-                ahead = T.alloc_local((1,), "float32")
-                N.wait_block(flag[0], "ge", 1)
-                ahead[0] = y[0, tx]
-                for c in T.serial(3):
-                    out[c, tx] = ahead[0]
-                    if c < 2:
-                        if right != 0:
-                            N.wait_block(flag[c + 1], "ge", 1)
-                        ahead[0] = y[c + 1, tx]
-                        if right == 0:
-                            N.wait_block(flag[c + 1], "ge", 1)
-            if case == HANGS and block == 0:  # nobody sends the second signal
-                N.put_signal_block(y[0, :], x[0, :], to, flag[0], 1)
-                out[0, tx] = y[0, tx]
-                N.wait_block(flag[1], "ge", 1)
-
-    return main
+                        N.wait_block(flag[c + 1], "ge", 1)
+                    ahead[0] = y[c + 1, tx]
+                    if right == 0:
+                        N.wait_block(flag[c + 1], "ge", 1)
+        if case == HANGS and block == 0:  # nobody sends the second signal
+            N.put_signal_block(y[0, :], x[0, :], to, flag[0], 1)
+            out[0, tx] = y[0, tx]
+            N.wait_block(flag[1], "ge", 1)
 
 
 def _launch(case, right, seed):

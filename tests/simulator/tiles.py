@@ -9,10 +9,9 @@ def matmul(m, n, k, tile, dtype, out="float32", total="float32", kind="ss", tran
 
     @T.prim_func
     def kernel(
-        a: T.Tensor((k, m) if ta else (m, k), dtype),
-        b: T.Tensor((n, k) if tb else (k, n), dtype),
+        a: T.Tensor((k, m) if ta else (m, k), dtype), b: T.Tensor((n, k) if tb else (k, n), dtype),
         c: T.Tensor((m, n), out),
-    ):
+    ):  # fmt: skip
         with T.Kernel(T.ceildiv(n, bn), T.ceildiv(m, bm), threads=128) as (x, y):
             left = T.alloc_shared((bk, bm) if ta else (bm, bk), dtype)
             right = T.alloc_shared((bn, bk) if tb else (bk, bn), dtype)
@@ -71,11 +70,9 @@ def attention(length, dim, bm, bn, dtype):
 
     @T.prim_func
     def kernel(
-        q: T.Tensor((length, dim), dtype),
-        k: T.Tensor((length, dim), dtype),
-        v: T.Tensor((length, dim), dtype),
+        q: T.Tensor((length, dim), dtype), k: T.Tensor((length, dim), dtype), v: T.Tensor((length, dim), dtype),
         o: T.Tensor((length, dim), dtype),
-    ):
+    ):  # fmt: skip
         with T.Kernel(T.ceildiv(length, bm), threads=128) as x:
             queries = T.alloc_shared((bm, dim), dtype)
             keys = T.alloc_shared((bn, dim), dtype)

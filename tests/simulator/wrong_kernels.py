@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from tests.simulator.kernels import traced
+from tests.shorthand import traced
 
 
 def read_at(n):

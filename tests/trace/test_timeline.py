@@ -15,6 +15,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.shorthand import f32, u64
 from tests.trace import chrome_format
 from tilescale_net import cli
 from tilescale_net.errors import ConfigurationError
@@ -29,13 +30,7 @@ QUICK = {"VIRTUAL_NODES": "2", "TSN_DEVICE": "simulator"}
 @tsn.jit
 def swap(n, threads=64):
     @T.prim_func
-    def main(
-        ctx: N.Context(),
-        x: T.Tensor((n,), "float32"),
-        y: T.Tensor((n,), "float32"),
-        flag: T.Tensor((1,), "uint64"),
-        turn: T.int64,
-    ):
+    def main(ctx: N.Context(), x: f32(n), y: f32(n), flag: u64(1), turn: T.int64):
         with T.Kernel(1, threads=threads):
             with N.range("swap data"):
                 N.put_signal_block(y, x, (N.my_pe() + 1) % N.n_pes(), flag[0], turn)

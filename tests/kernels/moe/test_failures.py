@@ -14,6 +14,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.kernels.moe.support import make_inputs, run_round, without_kernels
+from tests.shorthand import jitted, u64
 from tilescale_net.kernels.moe import AllToAll
 
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
@@ -84,29 +85,19 @@ def test_a_rank_that_never_takes_part():
     op.free()
 
 
-@tsn.jit
-def _signal_wait_quiet():
+@jitted
+def _signal_wait_quiet(
+    ctx: N.Context(), flags: u64(2), target: T.int32, word: T.int32, wanted: T.int32, quiet: T.int32
+):
     """Three steps of one thread; a target or a number of signals below 0 leaves its step out."""
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        flags: T.Tensor((2,), "uint64"),
-        target: T.int32,
-        word: T.int32,
-        wanted: T.int32,
-        quiet: T.int32,
-    ):
-        with T.Kernel(1, threads=32):
-            if T.get_thread_binding() == 0:
-                if target >= 0:
-                    N.signal(flags[word], 1, target)
-                if wanted >= 0:
-                    N.wait(flags[wanted], "ge", 1)
-                if quiet != 0:
-                    N.quiet()
-
-    return main
+    with T.Kernel(1, threads=32):
+        if T.get_thread_binding() == 0:
+            if target >= 0:
+                N.signal(flags[word], 1, target)
+            if wanted >= 0:
+                N.wait(flags[wanted], "ge", 1)
+            if quiet != 0:
+                N.quiet()
 
 
 # Rank 0 has a node of its own: its proxy waits for answers of the others'.
