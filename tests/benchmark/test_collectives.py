@@ -2,10 +2,23 @@
 
 import argparse
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import tilescale_net as tsn
+from benchmark import operators
+from benchmark.all_gather import AllGatherCase
+from benchmark.all_reduce import PEERS, AllReduceCase
+from benchmark.all_to_all import AllToAllCase
+from benchmark.common.collectives import _of_peers, measure
+from benchmark.common.measuring import Timer
+from benchmark.common.peers import Made, Peer
+from benchmark.decode_context import MergeCase
+from benchmark.reduce_scatter import ReduceScatterCase
+from benchmark.ulysses import WAYS, UlyssesCase
 from tests import ranks
 from tests.benchmark.test_runs import launch, run
 
@@ -48,8 +61,6 @@ def test_operators(tmp_path):
 
 @ranks.on()
 def test_wrong_results_of_operators_are_found():
-    from benchmark import operators
-
     for name in operators.OPERATORS:
         case = operators.Case(name, 4096, torch.bfloat16, seed=5)
         for peer in case.peers(torch.distributed.group.WORLD).values():
@@ -78,10 +89,6 @@ def test_ulysses(tmp_path, env):
 @ranks.on()
 def test_peers_of_ulysses():
     """Torch's way, through gloo, which is compared as ours is."""
-    from benchmark.common.collectives import measure
-    from benchmark.common.measuring import Timer
-    from benchmark.ulysses import WAYS, UlyssesCase
-
     for uneven, batch, way in itertools.product((False, True), (1, 2), WAYS):
         args = argparse.Namespace(uneven=uneven, batch=batch, heads=4, dim=8, dtype="float32", chunks=1)
         case = UlyssesCase(args, way, 12)
@@ -92,10 +99,6 @@ def test_peers_of_ulysses():
 @ranks.on()
 def test_peers_of_decode_context():
     """The peer's calls, through gloo, which are compared as ours are."""
-    from benchmark.common.collectives import measure
-    from benchmark.common.measuring import Timer
-    from benchmark.decode_context import MergeCase
-
     for all_heads in (False, True):
         case = MergeCase(argparse.Namespace(dtype="float32", heads=4, dim=16, all_heads=all_heads), 3)
         sequence, calls = case.nccl(None)
@@ -112,12 +115,6 @@ def test_wrong_arguments():
 
 
 def _wrong(name):
-    from benchmark.all_gather import AllGatherCase
-    from benchmark.all_to_all import AllToAllCase
-    from benchmark.common.collectives import measure
-    from benchmark.common.measuring import Timer
-    from benchmark.reduce_scatter import ReduceScatterCase
-
     case = {
         "all_gather": lambda: AllGatherCase(4096),
         "all_to_all": lambda: AllToAllCase(4096, False),
@@ -128,8 +125,6 @@ def _wrong(name):
 
     def spoil():
         call()
-        import tilescale_net as tsn
-
         tsn.synchronize()
         case._out.view(-1)[-1] += 3
 
@@ -148,15 +143,6 @@ def test_wrong_data_is_found(name):
 
 @ranks.on()
 def test_peers_that_are_missing_or_wrong_have_no_figure():
-    from types import SimpleNamespace
-
-    import torch.distributed as dist
-
-    from benchmark.all_reduce import PEERS, AllReduceCase
-    from benchmark.common.collectives import _of_peers, measure
-    from benchmark.common.measuring import Timer
-    from benchmark.common.peers import Made, Peer
-
     case, report = AllReduceCase(65536, "float32", True), SimpleNamespace(environment={})
     timer = Timer("launch", 0, 1, on_gpu=case._out.is_cuda)
 

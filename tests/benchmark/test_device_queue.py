@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import tilescale_net as tsn
+from benchmark.common.queue import Probe, QueueBench
 from tests import ranks
 from tests.benchmark.test_runs import launch
 from tests.launch.conftest import ROOT
@@ -73,9 +75,6 @@ def test_the_standard_librarys_queue_is_still_found(tmp_path, how):
 
 
 def _counts() -> dict[str, list[int]]:
-    import tilescale_net as tsn
-    from benchmark.common.queue import Probe, QueueBench
-
     bench = QueueBench(tsn.world(), -1)
     with bench.null(64, queues=2) as proxies:
         proxies.run(Probe.PUSH, 5, pes=2, lanes=3, warps=2, blocks=4)  # 120 puts through rings of 64
@@ -108,9 +107,6 @@ def test_probes_push_what_they_say():
 
 
 def _lost_answer() -> None:
-    import tilescale_net as tsn
-    from benchmark.common.queue import Probe, QueueBench
-
     bench = QueueBench(tsn.world(), -1)
     with bench.null(16) as proxies:
         proxies.run(Probe.FLAG_TRIP, 1, out=proxies.signal, into=proxies.signal + 8)  # no proxy answers

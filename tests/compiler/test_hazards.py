@@ -7,6 +7,7 @@ import unittest.mock
 import pytest
 import tilelang
 import tilelang.language as T
+import torch
 import tvm_ffi
 from tilelang import tvm
 
@@ -341,8 +342,6 @@ def test_targets_without_an_architecture_are_refused(target):
 
 
 def test_cuda_without_a_gpu():
-    import torch
-
     if torch.cuda.is_available():
         assert toolchain.gpu_arch().startswith("sm_")
         return

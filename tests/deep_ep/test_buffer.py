@@ -16,8 +16,11 @@ from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, plain_rows
 from tests.kernels.moe import reference
 from tests.kernels.support import nothing_launched
+from tilescale_net.deep_ep import Buffer, Config, groups
 from tilescale_net.kernels.moe import AllToAll
-from tilescale_net.runtime import worlds
+from tilescale_net.kernels.moe.latency_combine import combine_latency, exchange_weights
+from tilescale_net.kernels.moe.latency_dispatch import dispatch_latency
+from tilescale_net.runtime import this_host, worlds
 
 
 def _high_throughput(buffer, group, config) -> None:
@@ -471,8 +474,6 @@ class _Communicator:
 
 
 def _of_communicator(port: int) -> None:
-    from tilescale_net.deep_ep import Buffer
-
     comm = _Communicator(port)
     buffers = [Buffer(comm=comm, num_nvl_bytes=1 << 20) for _ in range(2)]
     assert not dist.is_initialized() and len(worlds.alive()) == 1
@@ -495,9 +496,6 @@ def test_a_communicator():
 
 
 def test_where_the_ranks_of_a_communicator_meet(monkeypatch):
-    from tilescale_net.deep_ep import groups
-    from tilescale_net.runtime import this_host
-
     assert groups._meeting_place([]) == this_host.address_towards("127.0.0.1") == "127.0.0.1"
     known = {"two": "10.0.0.5", "three": "127.0.0.1"}
 
@@ -516,8 +514,6 @@ def test_where_the_ranks_of_a_communicator_meet(monkeypatch):
 
 
 def test_size_hints():
-    from tilescale_net.deep_ep import Buffer, Config
-
     assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 288) > 8 * 128 * 7168 * 2
     assert Config(24, 8, 256).get_nvl_buffer_size_hint(7168 * 2, 8) > 8 * 4096 * 7168 * 2
     assert Config(24, 8, 256).get_rdma_buffer_size_hint(7168 * 2, 8) == 0
@@ -535,9 +531,6 @@ def test_size_hints():
 
 def _kernels_of_low_latency() -> int:
     """How many kernels the calls of DeepEP's low-latency test take: rows of both dtypes, rounded scales, hooks."""
-    from tilescale_net.kernels.moe.latency_combine import combine_latency, exchange_weights
-    from tilescale_net.kernels.moe.latency_dispatch import dispatch_latency
-
     with nothing_launched():
         buffer, hidden = tilescale_net.deep_ep.Buffer(), 512
         x, idx = torch.ones((4, hidden), dtype=torch.bfloat16), torch.tensor([[0, 1]] * 4)

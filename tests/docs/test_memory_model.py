@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.docs.test_blocks import SIDE_BY_SIDE, blocks_of
+from tilescale_net.compiler import inspect
 
 EXAMPLES = [b for b in blocks_of(SIDE_BY_SIDE) if b.language == "python"]
 HEAD = re.compile(r"# (?:every )?([ABC])\b")
@@ -70,8 +71,6 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("block", EXAMPLES, ids=[b.where for b in EXAMPLES])
 def test_example_compiles(tmp_path, block):
-    from tilescale_net.compiler import inspect
-
     path = tmp_path / "example.py"
     path.write_text(program(block.text))
     spec = importlib.util.spec_from_file_location("example", path)

@@ -13,6 +13,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.integration.pool import pool_fixture
+from tests.kernels.support import assert_same, random_tensor
 
 THREADS = 64
 OPERATIONS = ("add", "and", "or", "xor", "min", "max", "exch", "cas")
@@ -89,8 +90,6 @@ def atomic(dtype: str, name: str, first: int, values: list[list[int]], seed: int
 
 def put_each(dtype: str, n: int, seed: int) -> None:
     """Every rank puts random values to its right neighbour."""
-    from tests.kernels.support import assert_same, random_tensor
-
     torch_dtype = getattr(torch, dtype)
     key = (dtype, n)
     if key not in _words:

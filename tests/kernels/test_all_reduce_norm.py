@@ -61,9 +61,10 @@ def _layers(seed, dtype, hidden, calls=12):
 
 @pytest.mark.parametrize("size, dtype, hidden", [(2, torch.bfloat16, 520), (3, torch.float32, 96)])
 @pytest.mark.sample(1)
+@ranks.on(timeout=400)
 def test_equals_torch(size, dtype, hidden, seed):
-    found = ranks.run(size, _layers, seed, dtype, hidden, timeout=400)
-    assert all(bits == found[0] for bits in found), "ranks have results with different bits"
+    everyone = tsn.world().control.gather("bits", _layers(seed, dtype, hidden))
+    assert all(bits == everyone[0] for bits in everyone), "ranks have results with different bits"
 
 
 SCALES = ("tensor", "token", "block", "ue8m0", "ue8m0_packed")

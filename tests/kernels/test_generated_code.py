@@ -7,6 +7,7 @@ import pytest
 
 from tests import sass
 from tests.generated import Code, Generated, Traced, factory_of, kernels_of
+from tests.integration.test_order import fresh_source
 from tests.kernels.registry import SM_90
 from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
 from tilescale_net import kernels
@@ -101,8 +102,6 @@ def _generated(ships: bool = False) -> Generated:
 
 @functools.cache
 def _small() -> Generated:
-    from tests.integration.test_order import fresh_source
-
     return Generated([*SMALL, *((fresh_source, dict(engine=engine, threads=128)) for engine in ("ldst", "bulk"))])
 
 
@@ -238,8 +237,6 @@ def test_polls_of_a_ticket_load_nothing_else(tools):
 @pytest.mark.parametrize("engine", ["ldst", "bulk"])
 def test_nothing_is_read_of_queues_before_it_is_known_that_there_are_some(tools, engine):
     """This kernel once read address 0 before its loop began, in jobs without a proxy."""
-    from tests.integration.test_order import fresh_source
-
     assert not loads_behind_loads(_small().code(fresh_source, engine=engine, threads=128).ptx)
 
 

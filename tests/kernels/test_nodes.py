@@ -9,7 +9,9 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels import test_all_gather, test_all_to_all, test_reduce_scatter
 from tests.kernels.support import rejected
-from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_gather import AllGather, all_gather
+from tilescale_net.kernels.all_to_all import all_to_all, all_to_all_uneven
+from tilescale_net.kernels.reduce_scatter import reduce_scatter
 
 GATHER = [((1,), torch.uint8, 0, 0), ((1000,), torch.float32, 4, 12), ((40_000,), torch.bfloat16, 0, 2)]
 EQUAL = [(3, (5,), torch.bfloat16, 2, 0), (1000, (9,), torch.float32, 4, 4)]
@@ -45,10 +47,6 @@ def test_staged_slots_fit_a_narrow_network():
 
 
 def _sources() -> dict[str, str]:
-    from tilescale_net.kernels.all_gather import all_gather
-    from tilescale_net.kernels.all_to_all import all_to_all, all_to_all_uneven
-    from tilescale_net.kernels.reduce_scatter import reduce_scatter
-
     made = {
         f.__name__: f(2, **extra, **GEOMETRY)
         for f, extra in (

@@ -1,5 +1,8 @@
 """Collectives over nodes of several PEs: what crosses the network, and that it does so once per node."""
 
+import os
+import time
+
 import pytest
 import torch
 
@@ -14,14 +17,14 @@ from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.collective import Nodes
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
-GEOMETRY = dict(threads=64, blocks=2)
+GEOMETRY, CHAOS = dict(threads=64, blocks=2), "seed=1,reorder=0.5,split=0.3"
 
 
 @pytest.mark.parametrize(
     "size, nodes, visibility", [(4, 2, "late"), pytest.param(6, 3, "random", marks=pytest.mark.nightly)]
 )
 @pytest.mark.sample(0)
-@ranks.on(TSN_SIM_RACES="1", TSN_CHAOS="seed=1,reorder=0.5,split=0.3", timeout=280)
+@ranks.on(TSN_SIM_RACES="1", TSN_CHAOS=CHAOS, timeout=280)
 def test_pieces(size, nodes, visibility, seed):
     """Many pieces a block, in place and not, through few slots; tensors that cannot be summed where they lie as well."""
     gather = [((40_000,), torch.uint8, 0, 4), ((7,), torch.bfloat16, 2, 0), ((9_001,), torch.float32, 0, 0)]
@@ -105,56 +108,38 @@ def test_nodes_of_any_size():
         assert max(map(len, served.values()), default=1) <= of.turns
 
 
-def _uneven(seed, gathered=20_000, summed=9_000, calls=2):
-    geometry = dict(**GEOMETRY, chunk_bytes=2048)
-    gather = [((gathered,), torch.uint8, 0, 4), ((7,), torch.bfloat16, 2, 0)]
-    test_all_gather._gather(seed, gather, dict(geometry, algorithm="puts"), calls)
-    reduce = [((summed,), torch.bfloat16, 0, 0), ((40,), torch.int32, 0, 0)]
-    test_reduce_scatter._reduce(seed, reduce, dict(geometry, slots=2, algorithm="pull"), calls)
-    test_reduce_scatter._reduce(
-        seed, [((501,), torch.bfloat16, 2, 0)], dict(geometry, slots=2, algorithm="push"), calls
-    )
-    test_reduce_scatter._reduce(seed, [((501,), torch.bfloat16, 2, 0)], geometry, calls)
-    sums = [((1000,), torch.bfloat16, 0, 0, True), ((3001,), torch.bfloat16, 0, 0, True)]
-    test_all_reduce._reduce(seed, sums, dict(GEOMETRY, staging_bytes=4096), calls)
-    test_broadcast._broadcast(seed, 4)
-
-
 @pytest.mark.parametrize(
     "size, nodes", [UNEVEN[0], *(pytest.param(*row, marks=pytest.mark.nightly) for row in UNEVEN[1:])]
 )
 @pytest.mark.sample(0)
-def test_nodes_of_different_sizes(size, nodes):
-    chaos = "seed=1,reorder=0.5,split=0.3"
-    ranks.run(size, _uneven, 1, env={"VIRTUAL_NODES": nodes, "TSN_SIM_RACES": "1", "TSN_CHAOS": chaos}, timeout=280)
+@ranks.on(TSN_SIM_RACES="1", TSN_CHAOS=CHAOS, timeout=280)
+def test_nodes_of_different_sizes(size, nodes, seed):
+    geometry = dict(**GEOMETRY, chunk_bytes=2048)
+    gather = [((20_000,), torch.uint8, 0, 4), ((7,), torch.bfloat16, 2, 0)]
+    test_all_gather._gather(seed, gather, dict(geometry, algorithm="puts"))
+    reduce, odd = [((9_000,), torch.bfloat16, 0, 0), ((40,), torch.int32, 0, 0)], [((501,), torch.bfloat16, 2, 0)]
+    test_reduce_scatter._reduce(seed, reduce, dict(geometry, slots=2, algorithm="pull"))
+    test_reduce_scatter._reduce(seed, odd, dict(geometry, slots=2, algorithm="push"))
+    test_reduce_scatter._reduce(seed, odd, geometry)
+    sums = [((1000,), torch.bfloat16, 0, 0, True), ((3001,), torch.bfloat16, 0, 0, True)]
+    test_all_reduce._reduce(seed, sums, dict(GEOMETRY, staging_bytes=4096))
+    test_broadcast._broadcast(seed, 4)
 
 
-def _bytes_of_uneven():
-    """Payload of each collective."""
+@pytest.mark.sample(0)
+@ranks.on(5, VIRTUAL_NODES="3+2")
+def test_bytes_of_nodes_of_different_sizes():
+    """Once per other node, as between equal ones."""
     n, part = tsn.size(), 40_960
     x, out = tsn.zeros(part, torch.uint8), tsn.zeros((n, part), torch.uint8)
     parts, total = tsn.zeros((n, part // 2), torch.bfloat16), tsn.zeros(part // 2, torch.bfloat16)
     gather, spread, scatter = AllGather(**GEOMETRY), Broadcast(**GEOMETRY), ReduceScatter(**GEOMETRY)
-    found = [
-        _bytes_of(call) for call in (lambda: gather(out, x), lambda: scatter(total, parts), lambda: spread(out, 1))
-    ]
-    for op in (gather, spread, scatter):
-        op.free()
-    return found, n * part
-
-
-@pytest.mark.sample(0)
-def test_bytes_of_nodes_of_different_sizes():
-    """Once per other node, as between equal ones."""
-    for found, everything in ranks.run(5, _bytes_of_uneven, env={"VIRTUAL_NODES": "3+2"}):
-        assert found == [everything] * 3
+    for call in (lambda: gather(out, x), lambda: scatter(total, parts), lambda: spread(out, 1)):
+        assert _bytes_of(call) == n * part
 
 
 def _dies(name: str) -> str:
     """What rank 0 learns when rank 1 ends during a call; calls before it went well."""
-    import os
-    import time
-
     n, rank = tsn.size(), tsn.rank()
     x, out = tsn.zeros((n, 8), torch.int32), tsn.zeros(8, torch.int32)
     op = ReduceScatter(threads=32, blocks=1, algorithm=name)

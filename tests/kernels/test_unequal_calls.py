@@ -43,7 +43,8 @@ def _says(text, mine, theirs) -> bool:
     return all(word in own for word in mine) and (GONE in other or all(word in other for word in theirs))
 
 
-def _gather():
+@ranks.on(3)
+def test_all_gather():
     """Rank 0 is one buffer, later one shape, away from the others."""
     rank, n = tsn.rank(), tsn.size()
     op = AllGather(threads=32, blocks=2)
@@ -56,30 +57,22 @@ def _gather():
     for out in outs:
         out.zero_()
     tsn.barrier()
-    said = [_message(op, lambda: op(outs[rank > 0], x))]
+    messages = [_message(op, lambda: op(outs[rank > 0], x))]
     moved = [out[:, 0].tolist() for out in outs]
-    said.append(_message(op, lambda: op(small, x[:3]) if rank == 2 else op(outs[0], x)))
+    messages.append(_message(op, lambda: op(small, x[:3]) if rank == 2 else op(outs[0], x)))
     op(outs[0], x)  # the object still works
     tsn.synchronize()
-    places = [out.data_ptr() - tsn.world().heap.base for out in outs]
-    return said, moved, outs[0][:, 0].tolist(), places
+    assert outs[0][:, 0].tolist() == [1, 2, 3]
+    assert all(messages) and all(f"rank {0 if rank else 1}" in m or "rank 2" in m for m in messages), messages
+    places = [[f"out at heap offset {out.data_ptr() - tsn.world().heap.base}"] for out in outs]
+    assert _says(messages[0], *(places[::-1] if rank else places)), messages
+    # Ranks 1 and 2 agree, so that their parts have arrived; nothing went astray.
+    assert moved == ([[0, 0, 0], [0, 2, 3]] if rank else [[1, 0, 0], [0, 0, 0]]), moved
+    assert _says(messages[1], *([["[3]"], ["[500]"]] if rank == 2 else [["[500]"], ["[3]"]])), messages
 
 
-def test_all_gather():
-    found = ranks.run(3, _gather)
-    first, second = found[0][3]
-    mine, theirs = f"out at heap offset {first}", f"out at heap offset {second}"
-    for rank, (said, moved, after, _) in enumerate(found):
-        other = 0 if rank else 1
-        assert all(said) and all(f"rank {other}" in text or "rank 2" in text for text in said), said
-        assert _says(said[0], *([[mine], [theirs]] if rank == 0 else [[theirs], [mine]])), said
-        # Ranks 1 and 2 agree, so that their parts have arrived; nothing went astray.
-        assert moved == ([[1, 0, 0], [0, 0, 0]] if rank == 0 else [[0, 0, 0], [0, 2, 3]]), (rank, moved)
-        assert _says(said[1], *([["[3]"], ["[500]"]] if rank == 2 else [["[500]"], ["[3]"]])), said
-        assert after == [1, 2, 3]
-
-
-def _exchange():
+@ranks.on(3)
+def test_all_to_all():
     """Another buffer, another kind of call, another row shape."""
     rank, n = tsn.rank(), tsn.size()
     op = AllToAll(threads=32, blocks=2)
@@ -97,34 +90,27 @@ def _exchange():
         op(narrow(out), narrow(x), even, even)
         out.zero_()
     tsn.barrier()
-    said = [_message(op, lambda: op(outs[rank > 0], x))]
+    messages = [_message(op, lambda: op(outs[rank > 0], x))]
     moved = [out[:, 0].tolist() for out in outs]
     for out in outs:
         out.zero_()
     tsn.barrier()
-    said.append(_message(op, lambda: op(outs[0], x, even, even) if rank == 0 else op(outs[0], x)))
+    messages.append(_message(op, lambda: op(outs[0], x, even, even) if rank == 0 else op(outs[0], x)))
     moved.append(outs[0][:, 0].tolist())
     outs[0].zero_()
     tsn.barrier()
-    said.append(
-        _message(op, lambda: op(outs[0], x, even, even) if rank == 0 else op(narrow(outs[0]), narrow(x), even, even))
-    )
+    out, source = (narrow(outs[0]), narrow(x)) if rank else (outs[0], x)
+    messages.append(_message(op, lambda: op(out, source, even, even)))
     op(outs[0], x)
     tsn.synchronize()
-    return said, moved, outs[0][:, 0].tolist()
-
-
-def test_all_to_all():
-    for rank, (said, moved, after) in enumerate(ranks.run(3, _exchange)):
-        assert all(said), (rank, said)
-        assert all(f"rank {0 if rank else 1}" in text or "rank 2" in text for text in said), said
-        assert _says(said[0], ["heap offset"], ["heap offset"])
-        kinds, sizes = (["with splits"], ["heap offset"]), (["[500]"], ["[100]"])
-        assert _says(said[1], *(kinds if rank == 0 else kinds[::-1])), said
-        assert _says(said[2], *(sizes if rank == 0 else sizes[::-1])), said
-        own = [1, 0, 0] if rank == 0 else [0, 2, 3]
-        assert moved[:2] == ([own, [0, 0, 0]] if rank == 0 else [[0, 0, 0], own]), (rank, moved)
-        assert moved[2] == own and after == [1, 2, 3], (rank, moved, after)
+    assert all(messages) and all(f"rank {0 if rank else 1}" in m or "rank 2" in m for m in messages), messages
+    assert _says(messages[0], ["heap offset"], ["heap offset"])
+    pairs = (["with splits"], ["heap offset"]), (["[500]"], ["[100]"])
+    for message, pair in zip(messages[1:], pairs):
+        assert _says(message, *(pair[::-1] if rank else pair)), messages
+    own = [0, 2, 3] if rank else [1, 0, 0]
+    assert moved == ([[0, 0, 0], own, own] if rank else [own, [0, 0, 0], own]), moved
+    assert outs[0][:, 0].tolist() == [1, 2, 3]
 
 
 def _reduce(rows):
@@ -149,10 +135,10 @@ def test_reduce_scatter(rows):
         assert _says(outcome.error[1], mine, theirs), outcome
 
 
-def _sum():
+@ranks.on()
+def test_mapped_memory():
     """Rank 0 is one buffer away from the other: nothing is read, and both learn of it."""
-    rank = tsn.rank()
-    said = []
+    rank, messages = tsn.rank(), []
     reduce = AllReduce(threads=64, blocks=2, algorithm="two_shot")
     tensors = [tsn.zeros(4096, torch.float32) for _ in range(2)]
     for x in tensors:
@@ -161,7 +147,7 @@ def _sum():
     for x in tensors:
         x.fill_(7)
     tsn.barrier()
-    said.append(_message(reduce, lambda: reduce(tensors[rank])))
+    messages.append(_message(reduce, lambda: reduce(tensors[rank])))
     untouched = [x.unique().tolist() for x in tensors]
     total = torch.zeros(4096, device=tsn.device())
     for x in tensors:
@@ -169,7 +155,7 @@ def _sum():
     for x in (*tensors, total):
         x.fill_(7)
     tsn.barrier()
-    said.append(_message(reduce, lambda: reduce(total, tensors[rank], overwrite_x=True)))
+    messages.append(_message(reduce, lambda: reduce(total, tensors[rank], overwrite_x=True)))
     untouched += [x.unique().tolist() for x in (*tensors, total)]
     scatter = ReduceScatter(threads=64, blocks=2, algorithm="pull")
     inputs, out = [tsn.zeros((2, 4096), torch.float32) for _ in range(2)], tsn.zeros(4096)
@@ -177,7 +163,7 @@ def _sum():
         scatter(out, x)
     out.fill_(7)
     tsn.barrier()
-    said.append(_message(scatter, lambda: scatter(out, inputs[rank])))
+    messages.append(_message(scatter, lambda: scatter(out, inputs[rank])))
     untouched.append(out.unique().tolist())
     gather = AllGather(threads=64, blocks=2, stores_from=16)
     outs = [tsn.zeros((2, 1024)) for _ in range(2)]
@@ -188,15 +174,10 @@ def _sum():
     for o in outs:
         o.fill_(7)
     tsn.barrier()
-    said.append(_message(gather, lambda: gather(outs[rank], x)))
+    messages.append(_message(gather, lambda: gather(outs[rank], x)))
     untouched.append(outs[rank][1 - rank].unique().tolist())
-    return said, untouched
-
-
-def test_mapped_memory():
-    for said, untouched in ranks.run(2, _sum):
-        assert all(text and "at heap offset" in text for text in said), said
-        assert untouched == [[7.0]] * 7
+    assert all(text and "at heap offset" in text for text in messages), messages
+    assert untouched == [[7.0]] * 7
 
 
 def _overwritten_by_one():
@@ -214,7 +195,8 @@ def test_overwritten_by_one():
         assert "x of shape [4096] and torch.float32, which may be overwritten" in outcome.error[1], outcome
 
 
-def _one_exchange():
+@ranks.on()
+def test_one_exchange():
     """Collectives whose ranks meet once: nothing is written where they differ, and the objects still work."""
     rank, geometry = tsn.rank(), dict(threads=64, blocks=2)
     x = [tsn.zeros(64, torch.bfloat16) for _ in range(2)]
@@ -229,25 +211,17 @@ def _one_exchange():
         (one_shot, lambda other: one_shot(x[other][: 64 - other])),
         (packets, lambda other: packets(x[other][: 64 - other])),
     )
-    said = []
     for op, call in calls:
         for other in (0, 1):
             call(other)
         for tensor in (*x, *out):
             tensor.fill_(rank + 7)
         tsn.barrier()
-        said.append(_message(op, lambda: call(rank)))
-        left = all(bool((tensor == rank + 7).all()) for tensor in (*x, *out))
+        message = _message(op, lambda: call(rank))
+        assert message and "was called with" in message
+        assert all(bool((tensor == rank + 7).all()) for tensor in (*x, *out))
         tsn.barrier()
         call(0)
-        said.append("written" if not left else None)
-    return said
-
-
-def test_one_exchange():
-    for said in ranks.run(2, _one_exchange):
-        assert all(text and "was called with" in text for text in said[::2]), said
-        assert said[1::2] == [None] * 5, said
 
 
 def _waits(case):
@@ -311,24 +285,19 @@ def test_ranks_that_wait_for_each_other(case, words):
         assert all(word in outcome.error[1] for word in words), outcome
 
 
-def _places():
+@ranks.on()
+def test_places_of_small_tensors():
     """Views of a symmetric tensor that begin elsewhere on every rank, some of them new: sums are right all the same."""
     rank, reduce = tsn.rank(), AllReduce(threads=64, blocks=2)
     scatter = ReduceScatter(threads=64, blocks=2)
     pool, x, room = tsn.zeros(1024), tsn.zeros((2, 64)), torch.zeros(65, device=tsn.device())
-    found = []
     for first in (0, 64 * rank, 128, 64):
         part = pool[first : first + 64].fill_(rank + 1)
-        found.append(reduce(part).unique().tolist())
+        assert reduce(part).eq(3).all()
         x.fill_(rank + 1)
         # Where `out` lies is each rank's own business.
         start = int(first == 64)
-        found.append(scatter(room[start : start + 64], x).unique().tolist())
-    return found
-
-
-def test_places_of_small_tensors():
-    assert ranks.run(2, _places) == [[[3.0]] * 8] * 2
+        assert scatter(room[start : start + 64], x).eq(3).all()
 
 
 class _Hook(Exception):

@@ -8,6 +8,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.proxy import lanes
+from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.runtime import fabric
 
 CASES = {
@@ -53,8 +54,6 @@ def test_threads_of_software():
 
 
 def _share_by_default(wanted: list[int]) -> tuple[int, int, bool]:
-    from tilescale_net.kernels.all_gather import AllGather
-
     rank = int(os.environ["RANK"])
     fabric.threads_of_software = lambda *_: wanted[rank]
     tsn.init()

@@ -1,6 +1,9 @@
 """init, heap, teams, barrier, and what happens when ranks disagree or die."""
 
+import ctypes
 import os
+import subprocess
+import sys
 import time
 import types
 
@@ -10,7 +13,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net.compiler import toolchain
-from tilescale_net.runtime import settings, worlds
+from tilescale_net.runtime import cuda_memory, settings, worlds
 
 
 def _allocate_and_read_peers():
@@ -70,8 +73,6 @@ def test_different_calls_are_named():
 
 def _aborted(says_why: bool):
     """The device side was stopped: nothing may look as if it had worked."""
-    import ctypes
-
     world = tsn.world()
     ctypes.c_uint32.from_address(world.page.address).value = 1
     if says_why:
@@ -147,8 +148,6 @@ class _Driver:
 
 
 def test_device_memory_lives_as_long_as_what_refers_to_it():
-    from tilescale_net.runtime import cuda_memory
-
     driver = _Driver()
     heap = cuda_memory._Allocation(driver, 100)
     view = cuda_memory._Bytes(heap.address + 16, 8, heap)
@@ -286,9 +285,6 @@ def test_kernels_are_told_before_their_memory_goes():
 
 
 def test_single_rank_needs_no_launcher(tmp_path):
-    import subprocess
-    import sys
-
     code = "import tilescale_net as tsn; tsn.init(); x = tsn.zeros(4); tsn.barrier(); print(tsn.size(), x.sum().item())"
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env)

@@ -15,17 +15,24 @@ def recorded_errors() -> list[str]:
     return errors
 
 
-def first_reports(keys: Iterable[tuple], launch: Callable) -> dict[tuple, str]:
-    """What this rank reports first of each key, or "": of `launch(*key)` under the seed that is the key's last part.
+def first_reports(keys: Iterable[tuple], launch: Callable) -> dict[tuple, list[str]]:
+    """The first report of each rank that has one, by key: of `launch(*key)` under the seed that is the key's last part.
 
-    All ranks call it together. `launch` makes what it needs; it may yield between launches that all ranks are to end.
+    All ranks call it together. `launch` may yield between launches that all ranks must end.
     """
-    errors, told = recorded_errors(), {}
+    errors, reports = recorded_errors(), {}
     for key in keys:
         errors.clear()
         with simulator.schedule(key[-1]):
             for _ in launch(*key):
                 tsn.barrier()
         tsn.barrier()
-        told[key] = errors[0] if errors else ""
-    return told
+        reports[key] = errors[0] if errors else ""
+    everyone = tsn.world().control.gather("reports", list(reports.values()))
+    return {key: list(filter(None, of_key)) for key, *of_key in zip(reports, *everyone)}
+
+
+def all_reports(reports: Iterable[str]) -> list[str]:
+    """The reports of all ranks, which call it together."""
+    everyone = tsn.world().control.gather("reports", "\0".join(reports))
+    return [report for joined in everyone for report in joined.split("\0") if report]

@@ -9,7 +9,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.shorthand import f32, i32, jitted, u64
-from tests.simulator.recorded import recorded_errors
+from tests.simulator.recorded import all_reports, recorded_errors
 from tests.simulator.small_programs import ATOMIC, FENCE, LOAD, PUT, TEST, job
 from tests.simulator.test_explore import _every
 from tilescale_net.runtime import simulator
@@ -142,8 +142,10 @@ def values_as_flags(
                     T.evaluate(0)
 
 
-def _values_as_flags(wrong):
-    said = recorded_errors()
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+@ranks.on(TSN_SIM_RACES="1")
+def test_what_an_atomic_load_finds_comes_before_what_follows_it(wrong):
+    reports = recorded_errors()
     for seed in range(3):
         data, own, word = (
             tsn.zeros((2, 32), torch.int32),
@@ -155,15 +157,9 @@ def _values_as_flags(wrong):
                 for part in (0, 1):
                     values_as_flags()(part, wrong, data, own, word, turn)
         tsn.barrier()
-    return said
-
-
-@pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_what_an_atomic_load_finds_comes_before_what_follows_it(wrong):
-    said = sum(ranks.run(2, _values_as_flags, wrong, env={"TSN_SIM_RACES": "1"}), [])
-    assert bool(said) == bool(wrong) and all(
-        ("", "of zeros([2, 32]", "a store to own")[wrong] in text for text in said
-    ), said
+    everyone = all_reports(reports)
+    said = ("", "of zeros([2, 32]", "a store to own")[wrong]
+    assert bool(everyone) == bool(wrong) and all(said in text for text in everyone), everyone
 
 
 @pytest.mark.parametrize("order", [(), (FENCE,)])

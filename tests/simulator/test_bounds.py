@@ -5,16 +5,15 @@ import re
 import pytest
 import torch
 
+import tilescale_net as tsn
 from tests import ranks
 from tests.simulator import extents, failing, litmus
+from tilescale_net.runtime import simulator
 
 N = 256
 
 
 def _touch(operation, place, count, visibility):
-    import tilescale_net as tsn
-    from tilescale_net.runtime import simulator
-
     a, b, sig = tsn.zeros(N), tsn.zeros(N), tsn.zeros((1,), torch.uint64)
     kernel = litmus.transfer_range(operation, N)
     with simulator.schedule(3, visibility):
@@ -51,9 +50,6 @@ def test_outside_of_a_tensor(operation, name, place, count, size):
 
 @ranks.on()
 def test_the_last_element_and_nothing():
-    import tilescale_net as tsn
-    from tilescale_net.runtime import simulator
-
     a, b, sig = tsn.zeros(N), tsn.zeros(N), tsn.zeros((1,), torch.uint64)
     for operation in ("put to", "put from", "get from", "get to", "put_signal"):
         for visibility in ("eager", "late"):
@@ -65,8 +61,6 @@ def test_the_last_element_and_nothing():
 
 def _unequal(way, k, m, clamped=False):
     """What a copy to `k` from `m` elements or rows of ones has written, and whether its signal has come."""
-    import tilescale_net as tsn
-
     if way == "dynamic":
         k = 20
     x, y, box, other = tsn.zeros(64), tsn.zeros(64), tsn.zeros((8, 8)), tsn.zeros((8, 8))
@@ -117,8 +111,6 @@ def test_on_gpus_no_copy_leaves_a_region():
 
 
 def _freed(operation):
-    import tilescale_net as tsn
-
     a, b, sig = tsn.zeros(N), tsn.zeros(N), tsn.zeros((1,), torch.uint64)
     kernel = litmus.transfer_range(operation, N)
     kernel(a, b, sig, 0, N, 1 - tsn.rank())
@@ -142,8 +134,6 @@ def test_freed_tensor(operation):
 
 
 def _too_many_blocks():
-    import tilescale_net as tsn
-
     litmus.wait_for_the_last_block(40)(tsn.zeros((1,), torch.uint64), tsn.rank())
 
 

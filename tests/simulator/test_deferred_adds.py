@@ -35,7 +35,10 @@ def adds(tests: bool):
     return kernel
 
 
-def _deferred(tests: bool):
+@pytest.mark.parametrize("tests", [False, True], ids=["wait", "test"])
+@pytest.mark.sample(1)
+@ranks.on(3, init=False, **WORLD)
+def test_adds_wait_for_a_kernel(tests):
     tsn.init()
     me, total = tsn.rank(), 0
     kernel = tsn.compile(adds(tests))
@@ -82,9 +85,3 @@ def _deferred(tests: bool):
     send(ADDS)
     take()
     tsn.finalize()
-
-
-@pytest.mark.parametrize("how", ["wait", "test"])
-@pytest.mark.sample(1)
-def test_adds_wait_for_a_kernel(how):
-    ranks.run(3, _deferred, how == "test", init=False, env=WORLD)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+import tilescale_net as tsn
 from tests.simulator import small_calls, small_jobs
 from tests.simulator.small_programs import (
     ADD,
@@ -288,8 +289,6 @@ def test_functions_that_are_none(tmp_path, text, said, capsys):
 
 def test_unequal_calls_of_ranks_are_told():
     def unequal():
-        import tilescale_net as tsn
-
         tsn.zeros((tsn.rank() + 1,))
         return _message(FENCE)()
 

@@ -1,5 +1,7 @@
 """What tilelang generates without tensor cores runs on the CPU, with the results that a GPU gives."""
 
+import time
+
 import pytest
 import torch
 
@@ -161,8 +163,6 @@ def test_a_body_that_does_nothing():
 
 
 def test_big_launch_is_fast():
-    import time
-
     x = torch.randn(132, 256)
     source = torch.arange(132, dtype=torch.int32)
     out = torch.empty_like(x)

@@ -1,5 +1,6 @@
 """Races that are not between a transfer and a kernel: threads of a rank, remote views, the host between launches."""
 
+import itertools
 import re
 import threading
 from concurrent import futures
@@ -13,7 +14,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.shorthand import f32, jitted, u64
-from tests.simulator.recorded import recorded_errors
+from tests.simulator.recorded import all_reports, recorded_errors
 from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
 
@@ -231,26 +232,17 @@ def told_by_peer(ctx: N.Context(), right: T.int32, x: f32(64), y: f32(64), word:
         out[tx] = y[tx]
 
 
-def _told_by_peer(seeds):
-    said = recorded_errors()
-    x, y, out = tsn.zeros((64,)), tsn.zeros((64,)), torch.zeros(64)
-    told = []
-    for seed in seeds:
-        for right in (0, 1):
-            word = tsn.zeros((2,), torch.uint64)
-            tsn.barrier()
-            said.clear()
-            with simulator.schedule(seed, races=True):
-                told_by_peer()(right, x, y, word, out)
-            tsn.barrier()
-            told.append((right, list(said)))
-    return told
-
-
-def test_a_relaxed_word_of_a_peer_tells_nothing():
-    told = [t for of_rank in ranks.run(2, _told_by_peer, range(3), env=RACES) for t in of_rank]
-    assert not any(said for right, said in told if right), told
-    assert all("a load of y (test_races_of_a_rank.py:" in said[0] for right, said in told if not right), told
+@ranks.on(**RACES)
+def test_a_relaxed_word_of_a_peer_orders_nothing():
+    reports, x, y, out = recorded_errors(), tsn.zeros((64,)), tsn.zeros((64,)), torch.zeros(64)
+    for seed, right in itertools.product(range(3), (0, 1)):
+        word = tsn.zeros((2,), torch.uint64)
+        tsn.barrier()
+        reports.clear()
+        with simulator.schedule(seed, races=True):
+            told_by_peer()(right, x, y, word, out)
+        tsn.barrier()
+        assert not reports if right else "a load of y (test_races_of_a_rank.py:" in reports[0], (seed, reports)
 
 
 def _run(case, right, seed):
@@ -317,39 +309,32 @@ RIGHT_HOSTS = [
 ]
 
 
-def _host_after_a_put():
-    said = recorded_errors()
-    simulator.on_race = lambda base, error: said.append(str(error))
+@ranks.on(**RACES)
+def test_what_the_host_does_by_other_means_than_operators():
+    """Its arrays and lists, torch.distributed, threads that never call the package, and `free`."""
+    reports = recorded_errors()
+    simulator.on_race = lambda base, error: reports.append(str(error))
     plain, word = torch.zeros(128), torch.zeros(2, dtype=torch.int64).view(torch.uint64)
-    told = []
-    for act in [*HOSTS.values(), *RIGHT_HOSTS]:
+    for name, act in [*HOSTS.items(), *(("", act) for act in RIGHT_HOSTS)]:
         flag, x, y = tsn.zeros((2,), torch.uint64), tsn.zeros((64,)), tsn.zeros((64,))
         tsn.barrier()
-        said.clear()
+        reports.clear()
         with simulator.schedule(0):
             one_of_many()(PUT, 0, plain, word, flag, x, y)
         act(x, y)
         tsn.barrier()
-        told.append(list(said))
-    tsn.finalize()
-    assert torch.Tensor.numpy is torch._C.TensorBase.numpy and threading.getprofile() is None
-    return told
-
-
-def test_what_the_host_does_by_other_means_than_operators():
-    """Its arrays and lists, torch.distributed, threads that never call the package, and `free`."""
-    outcomes = ranks.run(2, _host_after_a_put, env=RACES)
-    for i, name in enumerate(HOSTS):
-        said = [text for told in outcomes for text in told[i]]
+        everyone = all_reports(reports)
+        if not name:
+            assert not everyone
+            continue
         # The rank that comes second finds it: the host, or a kernel that puts what a host has touched.
         # With the line of the host's program, but where a thread of the library's runs C++ alone.
-        place = re.escape(
-            "" if name == "fill_" else f" (test_races_of_a_rank.py:{HOSTS[name].__code__.co_firstlineno})"
-        )
-        found = re.compile(rf"({name}( on the host)?|the host of rank \d){place} (reads|writes)")
-        assert any(found.search(text) for text in said), (name, said)
-        assert all("N.put_signal_block" in text for text in said), (name, said)
-    assert not any(text for told in outcomes for text in told[len(HOSTS) :]), outcomes
+        place = "" if name == "fill_" else f" (test_races_of_a_rank.py:{act.__code__.co_firstlineno})"
+        report = re.compile(rf"({name}( on the host)?|the host of rank \d){re.escape(place)} (reads|writes)")
+        assert any(report.search(text) for text in everyone), (name, everyone)
+        assert all("N.put_signal_block" in text for text in everyone), (name, everyone)
+    tsn.finalize()
+    assert torch.Tensor.numpy is torch._C.TensorBase.numpy and threading.getprofile() is None
 
 
 class _Counts(TorchDispatchMode):

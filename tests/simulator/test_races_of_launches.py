@@ -12,7 +12,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.shorthand import f32, jitted, u64
-from tests.simulator.recorded import recorded_errors
+from tests.simulator.recorded import all_reports, recorded_errors
 from tilescale_net.runtime import simulator
 
 PUT, PUT_SIGNAL, VIEW, FENCE, QUIET, TELL, TELL_AFTER_FENCE, TAKE, TAKE_TOLD, READ, WRITE, HOST_READ = range(12)
@@ -65,13 +65,13 @@ RIGHT = [
 ]
 
 
-def _reported(cases, seeds):
-    """For each case: in how many of `seeds` this rank reported a race."""
+def _reports(cases, seeds) -> list[list[str]]:
+    """The reports of all ranks of each case: of each seed the first of a rank."""
     reports = recorded_errors()
     x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
     kernel, call, found = step(), 0, []
     for case in cases:
-        said = []
+        first = []
         for seed in seeds:
             call += 1
             tsn.barrier()
@@ -83,23 +83,24 @@ def _reported(cases, seeds):
                         x.sum()
                     else:
                         kernel(what, x, y, flag, call, out)
-            said += reports[:1]
+            first += reports[:1]
             reports.clear()
-        found.append(said)
+        found.append(all_reports(first))
     return found
 
 
+@ranks.on(TSN_SIM_RACES="1")
 def test_a_put_of_the_launch_before_is_not_ordered_by_a_signal_without_a_fence():
+    # `twice` stores again while the other rank reads: after the store of the launch before, by the same thread.
     seeds, twice = range(3), (VIEW, TELL_AFTER_FENCE, TAKE, VIEW)
-    outcomes = ranks.run(2, _reported, [*WRONG, *RIGHT, twice], seeds, env={"TSN_SIM_RACES": "1"})
-    # Stored again while the other rank reads: after the store of the launch before, which is the same thread's.
-    for i, case in enumerate([*WRONG, *RIGHT, twice]):
+    cases = [*WRONG, *RIGHT, twice]
+    for case, reports in zip(cases, _reports(cases, seeds)):
         # The rank that comes second finds it: one rank may find what both do.
-        said = [text for outcome in outcomes for text in outcome[i]]
-        assert len(said) >= len(seeds) if case in WRONG or case is twice else not said, (case, said)
-        assert all("a load of " in text for text in said), said
+        assert len(reports) >= len(seeds) if case in WRONG or case is twice else not reports, (case, reports)
+        assert all("a load of " in text for text in reports), reports
 
 
+@ranks.on(TSN_SIM_RACES="1")
 def test_kernels_that_call_no_primitive_take_part():
     """What a plain kernel reads may not have come yet, and what it writes may not have been sent."""
     wrong = [
@@ -116,12 +117,10 @@ def test_kernels_that_call_no_primitive_take_part():
         (READ, WRITE),
     ]
     seeds = range(3)
-    outcomes = ranks.run(2, _reported, [*wrong, *right], seeds, env={"TSN_SIM_RACES": "1"})
-    for i, case in enumerate([*wrong, *right]):
-        said = [text for outcome in outcomes for text in outcome[i]]
-        assert len(said) >= len(seeds) if case in wrong else not said, (case, said)
+    for case, reports in zip([*wrong, *right], _reports([*wrong, *right], seeds)):
+        assert len(reports) >= len(seeds) if case in wrong else not reports, (case, reports)
         if case in wrong[1:]:
-            assert all("kernel copy" in text and "a store to " in text for text in said), said
+            assert all("kernel copy" in text and "a store to " in text for text in reports), reports
 
 
 @jitted
@@ -174,30 +173,27 @@ def test_a_meeting_by_torch_orders_nothing_behind_a_later_one():
         tsn.barrier()
 
 
-def _word_set_anew(host_first, right):
-    """What this rank reports of a host that zeroes a word to which the other rank's kernel signals."""
+@pytest.mark.parametrize("host_first", [True, False])
+@ranks.on(TSN_SIM_RACES="1")
+def test_a_word_that_a_host_sets_anew_beside_signals(host_first):
+    """Rank 1's host zeroes a word to which rank 0's kernel signals."""
     reports = recorded_errors()
     simulator.on_race = lambda base, error: reports.append(str(error))
-    x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
-    kernel = step()
-    kernel(QUIET, x, y, flag, 0, out)  # nothing is left to compile
-    tsn.barrier()
-    for of_host in (host_first, not host_first):
-        if of_host and tsn.rank() == 1:
-            flag.zero_()
-        if not of_host and tsn.rank() == 0:
-            kernel(TELL, x, y, flag, 1, out)
-        torch.distributed.barrier() if right else time.sleep(0.3)
-    tsn.barrier()
-    return list(reports)
-
-
-@pytest.mark.parametrize("host_first", [True, False])
-def test_a_word_that_a_host_sets_anew_beside_signals(host_first):
+    x, y, out, kernel = tsn.zeros((64,)), tsn.zeros((64,)), torch.zeros(64), step()
     for right in (True, False):
-        told = sum(ranks.run(2, _word_set_anew, host_first, right, env={"TSN_SIM_RACES": "1"}), [])
-        assert bool(told) == (not right), told
-        assert all("tsn.barrier() is missing" in text for text in told), told
+        flag = tsn.zeros((2,), torch.uint64)
+        kernel(QUIET, x, y, flag, 0, out)  # nothing is left to compile
+        tsn.barrier()
+        reports.clear()
+        for of_host in (host_first, not host_first):
+            if of_host and tsn.rank() == 1:
+                flag.zero_()
+            if not of_host and tsn.rank() == 0:
+                kernel(TELL, x, y, flag, 1, out)
+            torch.distributed.barrier() if right else time.sleep(0.3)
+        tsn.barrier()
+        everyone = all_reports(reports)
+        assert bool(everyone) != right and all("tsn.barrier() is missing" in text for text in everyone), everyone
 
 
 def _element(array, value):
@@ -234,28 +230,20 @@ THROUGH_ARRAYS = {
 THROUGH = re.compile(r"the host, through an array \(test_races_of_launches.py:\d+\) writes")
 
 
-def _through_arrays():
+@ranks.on(TSN_SIM_RACES="1")
+def test_what_a_host_writes_through_arrays():
+    """No operator shows it: the bytes of a source have changed."""
     reports, kernel = recorded_errors(), step()
     simulator.on_race = lambda base, error: reports.append(str(error))
-    told, call = {}, 0
-    for name, (_, act) in THROUGH_ARRAYS.items():
+    for call, (name, (wrong, act)) in enumerate(THROUGH_ARRAYS.items(), 1):
         x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
         x.fill_(1.0)
         a, b = x.numpy(), y.numpy()
-        call += 1
         tsn.barrier()
         reports.clear()
         with simulator.schedule(call):
             act(x, y, a, b, lambda what, x=x, y=y: kernel(what, x, y, flag, 1, out))
         tsn.barrier()
-        told[name] = list(reports)
-    return told
-
-
-def test_what_a_host_writes_through_arrays():
-    """Of which no operator tells: the bytes of a source have changed."""
-    outcomes = ranks.run(2, _through_arrays, env={"TSN_SIM_RACES": "1"})
-    for name, (wrong, _) in THROUGH_ARRAYS.items():
-        told = [text for outcome in outcomes for text in outcome[name]]
-        assert bool(told) == wrong, (name, told)
-        assert all(THROUGH.search(t) and "N.put_block" in t for t in told), (name, told)
+        everyone = all_reports(reports)
+        assert bool(everyone) == wrong, (name, everyone)
+        assert all(THROUGH.search(text) and "N.put_block" in text for text in everyone), (name, everyone)

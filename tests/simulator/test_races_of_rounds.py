@@ -213,20 +213,12 @@ def _launch(case, right, seed):
     yield
 
 
-def _told(cases):
-    return first_reports(itertools.product(cases, (0, 1), SEEDS), _launch)
-
-
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.sample(1)
+@ranks.on(3, TSN_SIM_RACES="1")
 def test_mistakes_of_rounds_are_reported(nodes):
     # Flushes of one node are not told apart; see docs/simulator.md.
     cases = range(VIEW_OF_OTHER_WARP) if nodes > 1 else set(range(VECTOR_FOR_A_SIGNAL + 1)) - {FLUSHED_BEFORE}
-    outcomes = ranks.run(3, _told, cases, env={"TSN_SIM_RACES": "1", "VIRTUAL_NODES": str(nodes)})
-    wrong = []
-    for key in outcomes[0]:
-        said = [told[key] for told in outcomes if told[key]]
-        case, right, _ = key
-        if bool(said) == bool(right) or not all(text.count("test_races_of_rounds.py:") >= 2 for text in said):
-            wrong.append((key, said))
-    assert not wrong, wrong
+    for key, reports in first_reports(itertools.product(cases, (0, 1), SEEDS), _launch).items():
+        assert bool(reports) != bool(key[1]), (key, reports)
+        assert all(text.count("test_races_of_rounds.py:") >= 2 for text in reports), (key, reports)

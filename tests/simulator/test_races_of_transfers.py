@@ -142,15 +142,17 @@ def copies(dtype="float32"):
     return main
 
 
-def _judge(told_by_ranks):
-    for key in told_by_ranks[0]:
-        said = [told[key] for told in told_by_ranks if told[key]]
-        case, right, _ = key
-        assert bool(said) == (not right), (key, said)
-        assert all(text.count("test_races_of_transfers.py:") >= 2 for text in said), (key, said)
+def _judge(cases, launch):
+    for key, reports in first_reports(itertools.product(cases, (0, 1), SEEDS), launch).items():
+        _, right, _ = key
+        assert bool(reports) == (not right), (key, reports)
+        assert all(text.count("test_races_of_transfers.py:") >= 2 for text in reports), (key, reports)
 
 
-def _copies(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.sample(2)
+@ranks.on(TSN_SIM_RACES="1")
+def test_every_byte_of_a_copy_is_followed(dtype):
     cases = (*range(COLUMN), FLUSHED) if dtype == torch.float32 else range(ROWS_GOT_BY_A_WARP, ONTO_ITSELF + 1)
     kernel, m, y = copies(str(dtype).split(".")[1]), tsn.zeros((16, 16), dtype), tsn.zeros((128,), dtype)
     plain, out = torch.zeros((2, 64), dtype=dtype)
@@ -159,13 +161,7 @@ def _copies(dtype):
         flag = tsn.zeros((2,), torch.uint64)
         yield kernel(case, right, m, y, plain, flag, out)
 
-    return first_reports(itertools.product(cases, (0, 1), SEEDS), launch)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-@pytest.mark.sample(2)
-def test_every_byte_of_a_copy_is_followed(dtype):
-    _judge(ranks.run(2, _copies, dtype, env={"TSN_SIM_RACES": "1"}))
+    _judge(cases, launch)
 
 
 WIDTH = 64
@@ -412,12 +408,9 @@ def _launch(case, right, seed):
         yield protocols()(case, right, turn, x, y, flag, count, word, out)
 
 
-def _protocols():
-    return first_reports(itertools.product(range(PREFETCH + 1), (0, 1), SEEDS), _launch)
-
-
+@ranks.on(3, TSN_SIM_RACES="1")
 def test_mistakes_of_protocols_are_reported():
-    _judge(ranks.run(3, _protocols, env={"TSN_SIM_RACES": "1"}))
+    _judge(range(PREFETCH + 1), _launch)
 
 
 def _hangs():

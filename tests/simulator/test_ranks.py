@@ -2,12 +2,11 @@
 
 import os
 
+import tilescale_net as tsn
 from tests import ranks
 
 
 def _device():
-    import tilescale_net as tsn
-
     return os.environ["TSN_DEVICE"], tsn.world().device_kind
 
 

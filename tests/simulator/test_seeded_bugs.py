@@ -1,14 +1,17 @@
 """Which bugs the simulator finds in how many of its schedules, and that it accuses no right kernel."""
 
+import os
 import time
 
 import pytest
 import torch
 
+import tilescale_net as tsn
 from tests import ranks
 from tests.simulator import seeded_bugs as bugs
 from tests.simulator import seeded_errors, seeded_lanes
 from tests.simulator.recorded import recorded_errors
+from tilescale_net.runtime import simulator
 
 SEEDS = 20
 ENOUGH = 15
@@ -20,10 +23,6 @@ def _case(name, right):
 
 def _compile(cases):
     """The ranks share the work, and none waits for another: a kernel is found again by the ranks that run it."""
-    import os
-
-    import tilescale_net as tsn
-
     for name, right in cases[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
         tsn.compile(bugs.kernel(_case(name, right)), target="simulator")
 
@@ -35,9 +34,6 @@ def _found(size, cases, seeds, timeout=120):
 
 def _run(cases, seeds):
     """For each (name, right): in how many of `seeds` a rank received wrong data or a report of a race; and a report."""
-    import tilescale_net as tsn
-    from tilescale_net.runtime import simulator
-
     reports = recorded_errors()
     me, n = tsn.rank(), tsn.size()
     x, y = tsn.empty((bugs.ROUNDS, bugs.M)), tsn.empty((bugs.ROUNDS, bugs.M))
@@ -99,9 +95,6 @@ def test_rules():
 
 
 def _ends(name, right, seeds):
-    import tilescale_net as tsn
-    from tilescale_net.runtime import simulator
-
     x, y, after = (tsn.zeros((bugs.ROUNDS, bugs.M)) for _ in range(3))
     flag, out = tsn.zeros((8,), torch.uint64), torch.zeros((bugs.ROUNDS, bugs.M))
     kernel = tsn.compile(bugs.kernel(_case(name, right)), target="simulator")

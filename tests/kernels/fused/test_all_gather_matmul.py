@@ -88,10 +88,10 @@ def _refusals(op, x, w, x_scales, w_scales):
 
 @pytest.mark.parametrize("size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, SCALED), (1, 1, torch.float16)])
 @pytest.mark.sample(1)
-def test_pipelined_equals_torch(size, nodes, dtype):
+@ranks.on(timeout=200)
+def test_pipelined_equals_torch(size, nodes, dtype, seed):
     n, transposed = (48, True) if dtype == SCALED else (40, size == 1)
-    args = random.randrange(1 << 30), 72, 48, n, dtype, transposed, 3, None
-    ranks.run(size, _products, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
+    _products(seed, 72, 48, n, dtype, transposed, 3, None)
 
 
 NIGHTLY = pytest.param(2, 1, SCALED, marks=pytest.mark.nightly)
@@ -102,7 +102,7 @@ NIGHTLY = pytest.param(2, 1, SCALED, marks=pytest.mark.nightly)
     "size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 2, SCALED), NIGHTLY]
 )
 @pytest.mark.sample(1)
-def test_equals_torch(size, nodes, dtype):
+@ranks.on(timeout=200)
+def test_equals_torch(size, nodes, dtype, seed):
     n, transposed = (48, True) if dtype == SCALED else (40, nodes == 2)
-    args = random.randrange(1 << 30), 72, 48, n, dtype, transposed, 3, 4 if nodes == 1 else 2
-    ranks.run(size, _products, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
+    _products(seed, 72, 48, n, dtype, transposed, 3, 4 if nodes == 1 else 2)

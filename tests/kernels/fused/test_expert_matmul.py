@@ -116,9 +116,9 @@ def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
     "size, nodes, transposed", [(4, 1, False), pytest.param(2, 2, True, marks=pytest.mark.nightly)]
 )
 @pytest.mark.sample(0)
-def test_equals_torch(size, nodes, transposed):
-    args = random.randrange(1 << 30), dict(tuning=TUNING), transposed
-    ranks.run(size, layers, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
+@ranks.on(timeout=300)
+def test_equals_torch(size, nodes, transposed, seed):
+    layers(seed, dict(tuning=TUNING), transposed)
 
 
 @ranks.on(timeout=300)
@@ -254,8 +254,9 @@ def fed(seed, k=MOE["hidden"], tiling=SMALL, workers=3):
         tsn.free(tensor)
 
 
-def test_a_product_waits_for_tiles():
-    ranks.run(2, fed, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
+@ranks.on(TSN_SIM_VISIBILITY="late", timeout=200)
+def test_a_product_waits_for_tiles(seed):
+    fed(seed)
 
 
 def fed_combine(seed):
@@ -292,8 +293,9 @@ def fed_combine(seed):
     moe.free()
 
 
-def test_a_combine_waits_for_tiles():
-    ranks.run(2, fed_combine, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
+@ranks.on(TSN_SIM_VISIBILITY="late", timeout=200)
+def test_a_combine_waits_for_tiles(seed):
+    fed_combine(seed)
 
 
 def _refused_when_made(moe, plain):

@@ -13,8 +13,11 @@ from tilescale_net.kernels.fused.gemm import Tiling
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 
 
-def _scaled_sums(seed, rows, k, n, blocks):
-    rank, size, device = tsn.rank(), tsn.size(), tsn.device()
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.sample(0)
+@ranks.on(timeout=200)
+def test_fp8_products(nodes, seed):
+    rank, size, device, rows, k, n, blocks = tsn.rank(), tsn.size(), tsn.device(), 144, 48, 48, 4 if nodes == 1 else 2
     op = MatmulAllReduce(rows, k, n, dtype=SCALED, tiling=SMALL_SCALED, threads=64, blocks=blocks)
     xs, ws = ([whole_numbers(shape, SCALED, seed, p) for p in range(size)] for shape in ((rows, k), (n, k)))
     row_scales, column_scales = (
@@ -65,14 +68,7 @@ def _sums(seed, rows, k, n, transposed, calls, blocks):
 # Rows and columns that tiles do not divide; calls enough that both halves of the buffers are used again.
 @pytest.mark.parametrize("size, nodes", [(4, 1), (2, 2)])
 @pytest.mark.sample(1)
-def test_equals_torch_and_is_equal_on_all_ranks(size, nodes):
-    args = random.randrange(1 << 30), 72 * size, 48, 40, nodes == 2, 3, 4 if nodes == 1 else 2
-    found = ranks.run(size, _sums, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
-    assert len({o.value if hasattr(o, "value") else o for o in found}) == 1
-
-
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
-@pytest.mark.sample(0)
-def test_products_of_eight_bits(nodes):
-    args = random.randrange(1 << 30), 144, 48, 48, 4 if nodes == 1 else 2
-    ranks.run(2, _scaled_sums, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
+@ranks.on(timeout=200)
+def test_equals_torch_and_is_equal_on_all_ranks(size, nodes, seed):
+    found = _sums(seed, 72 * size, 48, 40, nodes == 2, 3, 4 if nodes == 1 else 2)
+    assert len(set(tsn.world().control.gather("sums", found))) == 1

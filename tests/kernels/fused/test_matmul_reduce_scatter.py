@@ -42,7 +42,7 @@ def _sums(seed, rows, k, n, dtype, transposed, calls, blocks):
 # Rows and columns that tiles do not divide; three calls, so that both halves of the buffer are used again.
 @pytest.mark.parametrize("size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 1, SCALED)])
 @pytest.mark.sample(1)
-def test_equals_torch(size, nodes, dtype):
+@ranks.on(timeout=200)
+def test_equals_torch(size, nodes, dtype, seed):
     n, transposed = (48, True) if dtype == SCALED else (40, nodes == 2)
-    args = random.randrange(1 << 30), 72, 48, n, dtype, transposed, 3, 4 if nodes == 1 else 2
-    ranks.run(size, _sums, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
+    _sums(seed, 72, 48, n, dtype, transposed, 3, 4 if nodes == 1 else 2)

@@ -16,6 +16,7 @@ from tests import ranks
 from tests.kernels.moe.support import make_inputs
 from tests.kernels.moe.test_metadata import SHAPE
 from tests.kernels.support import nothing_launched
+from tilescale_net.kernels.launches import Launch
 from tilescale_net.kernels.moe import AllToAll, metadata
 from tilescale_net.kernels.moe.handle import CACHED_PLANS, Plans, ReceivedRows
 from tilescale_net.kernels.moe.mode import DeferredStream
@@ -179,8 +180,6 @@ def test_order_of_streams(in_order):
 
 
 def test_launches_take_what_is_left():
-    from tilescale_net.kernels.launches import Launch
-
     class Twice:
         name, parameters = "twice", ("a", "b", "c")
         launcher = staticmethod(lambda world: lambda *args: seen.append(args))
