@@ -1,4 +1,4 @@
-"""What every test needs: a check that nothing is left behind, and an account of what the machine lacked."""
+"""For every test: a check that nothing is left behind, and an account of programs that the machine lacked."""
 
 import gc
 import os
@@ -54,7 +54,7 @@ def pytest_configure_node(node):
 
 
 def left_to_a_thorough_run(items: list) -> list:
-    """What the whole suite leaves to a thorough run: all but n variants of each test marked `sample(n)`, from first to last."""
+    """Tests that the whole suite leaves to a thorough run: all but n variants of each test marked `sample(n)`, from first to last."""
     variants = {}
     for item in items:
         if (mark := item.get_closest_marker("sample")) and not item.get_closest_marker("nightly"):
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What is there by now stays: the collector of garbage need not look through it again and again."""
+    """Objects that exist by now stay: the garbage collector need not scan them again."""
     gc.freeze()
 
 
@@ -106,7 +106,7 @@ TOGETHER = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests go to workers one by one, but those of TOGETHER."""
+    """Tests go to workers one by one, but for files of TOGETHER."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -126,14 +126,14 @@ def _skipped(reporter) -> list:
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """One line on what the machine lacks, with the packages: `tests.lacking` makes the reasons."""
+    """One line on the programs that the machine lacks, with their packages: `tests.lacking` makes the reasons."""
     skipped = _skipped(terminalreporter)
     lacking = [r for r in skipped if _reason(r).startswith("lacks ")]
     if lacking:
         found = [re.match(r"lacks (.*?)(?: \((.*)\))?$", _reason(r)).groups() for r in lacking]
-        what, packages = (", ".join(sorted(set(filter(None, column)))) for column in zip(*found))
+        missing, packages = (", ".join(sorted(set(filter(None, column)))) for column in zip(*found))
         terminalreporter.write_line(
-            f"{len(lacking)} tests were skipped, as this machine lacks {what}: install {packages}"
+            f"{len(lacking)} tests were skipped, as this machine lacks {missing}: install {packages}"
         )
     if config.option.list_lacking:
         with open(config.option.list_lacking, "a") as f:

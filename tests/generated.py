@@ -86,11 +86,11 @@ def kernels_of(package) -> set[str]:
 
 
 class Generated:
-    """Code of kernels, compiled when a test needs one: it, and those of `cases` whose blocks and flags are the same.
+    """Code of kernels, compiled when a test needs one: it, and all of `cases` with the same blocks and flags.
 
     Args:
         cases: factories with the arguments that most tests ask for.
-        target: what they are compiled for.
+        target: of the compiler.
         ships: the code that `tsn.jit` makes; without it, kernels are simplified once.
     """
 

@@ -19,7 +19,7 @@ def program(name: str, package: str, *others: str) -> str:
     pytest.skip(f"lacks {others[-1] if others else name} ({package})")
 
 
-def module(name: str, what: str):
+def module(name: str, label: str):
     """A Python module; skips the test when it is not installed.
 
     Args:
@@ -29,4 +29,4 @@ def module(name: str, what: str):
     try:
         return importlib.import_module(name)
     except ImportError:
-        pytest.skip(f"lacks {what} ({name} with pip)")
+        pytest.skip(f"lacks {label} ({name} with pip)")

@@ -1,4 +1,4 @@
-"""`pytest --outcomes=FILE`: what became of each test, as a line of JSON that is written when the test has ended.
+"""`pytest --outcomes=FILE`: each test's outcome, a line of JSON that is written when the test has ended.
 
 A run that was cut short goes on where it stood: tests that have passed according to FILE are not run again.
 

@@ -1,4 +1,4 @@
-"""Imported last by the servers that ranks fork from, after what the launcher preloads too.
+"""Imported last by the servers that ranks fork from, after the modules that the launcher preloads.
 
 The kernels for mixture of experts are imported and their macros translated, and the collector of garbage leaves alone what
 is there: it would look through all of it in every fork, and copy the pages.

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks, each a process of its own, and collects what they return or raise.
+"""Runs a function on several ranks, each a process of its own, and collects their results and errors.
 
 Ranks fork from a server that has imported torch and tilelang, so that a test with fresh processes costs a fraction of a
 second. On a machine with enough GPUs the ranks use them; elsewhere, and where a test has set TSN_DEVICE=simulator, they
@@ -49,7 +49,7 @@ def _heap_for(size: int) -> str:
 
 
 def _preload() -> None:
-    """Import what is slow before ranks fork. tilelang looks for GPUs when imported, after which a fork could not use one.
+    """Import slow modules before ranks fork. tilelang looks for GPUs when imported, after which a fork could not use one.
 
     All tests share one server: a test in the simulator may start it, and one that needs a GPU may be next.
     """
@@ -142,7 +142,7 @@ def launch(
     with reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
         base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        base["TSN_JOB"] = secrets.token_hex(8)  # as launch.sh names its jobs, so that ranks sign what they say
+        base["TSN_JOB"] = secrets.token_hex(8)  # as launch.sh names its jobs, so that ranks sign their messages
         # Always said, because ranks have the environment of the test that happened to start their server.
         base["TSN_DEVICE"] = "simulator" if gpus() < size else os.environ.get("TSN_DEVICE", "auto")
         base.update(env or {})
@@ -202,7 +202,7 @@ _VARIABLES = {"nodes": "VIRTUAL_NODES", "visibility": "TSN_SIM_VISIBILITY", "rac
 def on(size: int = 2, *, heap: str | None = None, init: bool = True, timeout: float = 240.0, **env: str) -> Callable:
     """A test whose body runs on each of `size` ranks, as `run` runs a function.
 
-    Its own arguments `size`, `nodes`, `visibility` and `races` say how many ranks there are, and what they are told; a
+    Its own arguments `size`, `nodes`, `visibility` and `races` set the number of ranks and their environment; a
     fixture `seed` is the same on all of them.
 
     Args:

@@ -1,6 +1,6 @@
 """Machine code with its schedule: which instruction waits for which.
 
-The upper bits of an instruction say what the hardware does not find out itself: the counter ("scoreboard", 0 to 5) that
+The upper bits of an instruction hold what the hardware does not detect: the counter ("scoreboard", 0 to 5) that
 the instruction raises until its result is there, another until its operands have been read, and the counters that must be
 zero before it is issued. The encoding, the same since Volta, is from Jia, Maggioni, Staiger and Scarpazza, "Dissecting the
 NVIDIA Volta GPU Architecture via Microbenchmarking" (arXiv:1804.06826), section 2.1.

@@ -13,7 +13,7 @@ from tests.conftest import left_to_a_thorough_run
 from tests.native.builder import ROOT
 from tests.outcomes import Outcomes, read
 
-# -- outcomes: what is written of tests, and what a second run leaves out ----------------------------------------------
+# -- outcomes: the records of tests, and the tests that a second run leaves out ----------------------------------------
 
 
 def _report(test, when, outcome="passed", said=""):

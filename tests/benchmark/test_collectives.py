@@ -153,8 +153,12 @@ def test_peers_that_are_missing_or_wrong_have_no_figure():
     case.peers = [PEERS["flashinfer_one"], wrong, Peer("right_us", "gloo", in_place)]
     group = dist.new_group(backend="gloo")
     found = _of_peers(
-        case, group, lambda call, what: measure(case, call, timer, lambda: None, True, what, alone=True), report
+        case, group, lambda call, label: measure(case, call, timer, lambda: None, True, label, alone=True), report
     )
     assert list(found) == ["right_us"] and len(found["right_us"]) == 1
-    told = report.environment
-    assert "flashinfer" in told["FlashInfer one-shot"] and "sums are wrong" in told["copies"] and "gloo" not in told
+    environment = report.environment
+    assert (
+        "flashinfer" in environment["FlashInfer one-shot"]
+        and "sums are wrong" in environment["copies"]
+        and "gloo" not in environment
+    )

@@ -1,4 +1,4 @@
-"""The benchmark of the device queue: what it counts is what was pushed, and its name does no harm."""
+"""The benchmark of the device queue: it counts every push, and its name does no harm."""
 
 import ctypes
 import json

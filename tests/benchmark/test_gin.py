@@ -1,4 +1,4 @@
-"""The GIN baseline without a GPU: what it is made of, and what it says where it cannot run."""
+"""The GIN baseline without a GPU: its sources, and its message where it cannot run."""
 
 import pytest
 import torch

@@ -105,9 +105,7 @@ def test_figures_of_the_tables():
     first, second = bandwidth.rows
     assert first["ProxySingle_us"] == 4.0 and first["ProxySingle"] == pytest.approx(2.0)
     assert first["ProxySingleNBI"] == pytest.approx(4.0)
-    assert second["ProxySingleNBI_busbw"] == pytest.approx(
-        50.0
-    )  # of the bare writer's best, which is that of 1000 bytes
+    assert second["ProxySingleNBI_busbw"] == pytest.approx(50.0)  # of the bare writer's best, at 1000 bytes
     assert limit.rows[0]["BareSingle"] == pytest.approx(8.0)
     # Ratios are taken turn by turn, so a slow moment of the machine that both met does not count.
     assert limit.rows[0]["ProxySingle_bare"] == pytest.approx(0.25)

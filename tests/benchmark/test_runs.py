@@ -24,7 +24,7 @@ def rows_of(path):
 
 
 def run(tmp_path, name, *arguments, **env):
-    """The rows of a run that succeeds, and what it prints."""
+    """The rows of a run that succeeds, and its output."""
     path = tmp_path / "run.json"
     done = launch(name, *arguments, "--json", str(path), **env)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The table of ways that is written from measurements, and the run of all tables: limits, failures, and what is kept."""
+"""The table of ways that is written from measurements, and the run of all tables: limits, failures, and kept results."""
 
 import json
 import sys

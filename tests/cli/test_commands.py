@@ -1,4 +1,4 @@
-"""`tilescale_net info`, `doctor`, `settings`, `precompile`: what they print here, and what they would on machines that a test makes up."""
+"""`tilescale_net info`, `doctor`, `settings`, `precompile`: their output here, and on machines that a test makes up."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "check, what, state, remedy",
+    "check, name, state, remedy",
     [
         ("memlock", "memory that may be locked", doctor.MISSING, "ulimit -l unlimited"),
         ("open_files", "open files", doctor.WARNING, "ulimit -n"),
@@ -105,10 +105,10 @@ def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
         ("gpu_network_memory", "GPU memory for NICs (DMABUF, peermem)", doctor.WARNING, "modprobe nvidia_peermem"),
     ],
 )
-def test_what_is_missing_has_a_remedy(efa_machine, monkeypatch, check, what, state, remedy):
+def test_what_is_missing_has_a_remedy(efa_machine, monkeypatch, check, name, state, remedy):
     monkeypatch.setattr(doctor, "_dmabuf", lambda: False)
     found = {f.what: f for f in getattr(doctor.Doctor(), check)()}
-    assert found[what].state == state and remedy in found[what].remedy, found
+    assert found[name].state == state and remedy in found[name].remedy, found
 
 
 def test_a_home_that_cannot_be_written(monkeypatch, tmp_path):
@@ -150,8 +150,8 @@ def test_doctor_on_this_machine(capsys, monkeypatch):
     assert cli.main(["doctor", "--json"]) == 0
     found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
     assert found["native part: simulator"]["state"] == doctor.GOOD and found["/dev/shm"]["found"]
-    for what in ("Python", "torch", "tilelang"):
-        assert found[what]["state"] == doctor.GOOD and ">=" in found[what]["found"] or "==" in found[what]["found"]
+    for name in ("Python", "torch", "tilelang"):
+        assert found[name]["state"] == doctor.GOOD and ">=" in found[name]["found"] or "==" in found[name]["found"]
     # A check that fails is the exit code, and its remedy is printed.
     monkeypatch.setenv("CXX", "no-such-compiler")
     from tilescale_net.compiler.simulator import host_compiler
@@ -224,16 +224,16 @@ def test_bench_writes_a_page(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "arguments, said",
     [
         (("--output", "/nonexistent/page.md"), "'/nonexistent/page.md' cannot be written"),
         (("-n", "0"), "0 is not a whole number of 1 or more"),
         (("--qiuck",), "tilescale_net bench: error: unrecognized arguments: --qiuck; did you mean --quick?"),
     ],
 )
-def test_bench_refuses_before_it_measures(given, said, capsys):
+def test_bench_refuses_before_it_measures(arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", *given])
+        cli.main(["bench", *arguments])
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 

@@ -54,16 +54,16 @@ def rows_of(name: str) -> list[dict]:
     return json.loads((RESULTS / f"{name}.json").read_text())["tables"][0]["rows"]
 
 
-def compare(what: str, expected: float, found: float) -> None:
-    print(f"{what:60} model {expected:9.1f}  measured {found:9.1f}  {expected / found:5.3f}", flush=True)
-    assert expected == pytest.approx(found, rel=0.15), what
+def compare(label: str, expected: float, found: float) -> None:
+    print(f"{label:60} model {expected:9.1f}  measured {found:9.1f}  {expected / found:5.3f}", flush=True)
+    assert expected == pytest.approx(found, rel=0.15), label
 
 
 def measured():
     """Kernel times of the raw results of 2 GPUs, and of 4 GPUs as docs/results/moe.md has them."""
     for name in ("moe_throughput", "moe_latency"):
         for row in rows_of(name):
-            # New dispatches of moe_throughput are of an earlier plan of the layout, those of moe_calls of today's.
+            # New dispatches of moe_throughput have an earlier plan of the layout, dispatches of moe_calls today's.
             if (name, row["operation"]) == ("moe_throughput", "dispatch"):
                 continue
             if row["system"] == "tilescale_net" and "+" not in row["operation"]:

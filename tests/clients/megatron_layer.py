@@ -73,12 +73,12 @@ def same_as_all_gather(tp: int, ep: int, top_k: int = 2, replaces: bool = False)
         found = []
         for each in (flex, gathering):
             each.zero_grad()
-            given = x.clone().requires_grad_()
-            out, _ = each(given)
+            copy = x.clone().requires_grad_()
+            out, _ = each(copy)
             if replaces and step == 0 and each is flex:
                 another_buffer(ep)
             out.backward(gradient)
-            found.append([out, given.grad, *(p.grad for p in each.parameters())])
+            found.append([out, copy.grad, *(p.grad for p in each.parameters())])
         for ours, theirs in zip(*found):
             if ours is not None or theirs is not None:
                 assert stand_ins.difference(ours, theirs) < 3e-2, stand_ins.difference(ours, theirs)

@@ -32,7 +32,7 @@ FIRST = experts.first
 extends = [True]  # whether the batch is of prefill
 general = module("sglang.srt.utils")
 for name in ("is_npu", "is_hip", "is_blackwell", "is_flashinfer_available", "is_cuda", "get_bool_env_var"):
-    setattr(general, name, lambda *given: False)
+    setattr(general, name, lambda *args: False)
 general.get_cuda_version = lambda: (13, 0)
 context, resources = module("sglang.srt.runtime_context"), types.SimpleNamespace(buffers={})
 context.get_resources, context.get_server_args = lambda: resources, lambda: None

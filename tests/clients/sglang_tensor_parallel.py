@@ -37,7 +37,7 @@ for name in (
     *("is_" + each for each in ("npu", "cpu", "xpu", "musa", "hip", "cuda", "shm_available", "flashinfer_available")),
     *("is_gfx95_supported", "is_gfx1250_supported", "cpu_has_amx_support", "get_bool_env_var", "get_int_env_var"),
 ):
-    setattr(utils, name, lambda *given, **named: False)
+    setattr(utils, name, lambda *args, **named: False)
 utils.is_cuda_alike = lambda: stand_ins.GPU
 module(SRT + "platforms").current_platform.is_out_of_tree = lambda: False
 context = module(SRT + "runtime_context")

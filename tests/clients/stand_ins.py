@@ -55,7 +55,7 @@ class _OnCpu(TorchFunctionMode):
 class _Stream:
     device, cuda_stream, stream_id, device_index, device_type = torch.device("cpu"), 0, 0, 0, 1
 
-    def __init__(self, *given, **named): ...
+    def __init__(self, *rest, **named): ...
     def wait_stream(self, other): ...
     def wait_event(self, event): ...
     def synchronize(self): ...
@@ -64,7 +64,7 @@ class _Stream:
 
 
 class _Event:
-    def __init__(self, *given, **named): ...
+    def __init__(self, *rest, **named): ...
     def record(self, stream=None): ...
     def wait(self, stream=None): ...
     def synchronize(self): ...
@@ -95,23 +95,23 @@ def torch_cuda() -> None:
                                                     gcnArchName="", total_memory=80 << 30),
     )  # fmt: skip
     for name, answer in answers.items():
-        setattr(cuda, name, lambda *given, answer=answer, **named: answer)
+        setattr(cuda, name, lambda *rest, answer=answer, **named: answer)
     cuda.get_rng_state, cuda.set_rng_state = (
-        lambda *given: torch.get_rng_state(),
-        lambda state, *given: torch.set_rng_state(state),
+        lambda *rest: torch.get_rng_state(),
+        lambda state, *rest: torch.set_rng_state(state),
     )
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *given, **named: 0
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *rest, **named: 0
     for kind in ("Float", "Half", "BFloat16", "Int", "Long", "Byte"):
         of_cpu = getattr(torch, f"{kind}Tensor")
-        setattr(cuda, f"{kind}Tensor", lambda *given, of_cpu=of_cpu: of_cpu(*given))
-    same = lambda self, *given, **named: self  # noqa: E731
+        setattr(cuda, f"{kind}Tensor", lambda *rest, of_cpu=of_cpu: of_cpu(*rest))
+    same = lambda self, *rest, **named: self  # noqa: E731
     torch.Tensor.cuda = torch.Tensor.pin_memory = torch.nn.Module.cuda = same
     torch.Tensor.record_stream = lambda self, stream: None
     torch.set_default_device = lambda device: None
     # A mode is off while it handles a call, and backward runs functions that name a GPU.
     torch.Tensor.backward = lambda self, gradient=None, **named: torch.autograd.backward(self, gradient, **named)
     to = torch.nn.Module.to
-    torch.nn.Module.to = lambda self, *given, **named: to(self, *map(_on_cpu, given), **named)
+    torch.nn.Module.to = lambda self, *rest, **named: to(self, *map(_on_cpu, rest), **named)
     run = threading.Thread.run
 
     def run_on_cpu(self):  # a mode is of one thread
@@ -128,8 +128,8 @@ def _gloo() -> None:
     init, new, gather, barrier = dist.init_process_group, dist.new_group, dist.all_gather_into_tensor, dist.barrier
     exchange = dist.all_to_all_single
 
-    def init_process_group(backend=None, *given, **named):
-        return init("gloo", *given, **{k: v for k, v in named.items() if k not in ("device_id", "pg_options")})
+    def init_process_group(backend=None, *rest, **named):
+        return init("gloo", *rest, **{k: v for k, v in named.items() if k not in ("device_id", "pg_options")})
 
     init_process_group.__signature__ = inspect.signature(init)
 
@@ -139,10 +139,10 @@ def _gloo() -> None:
     def all_gather_into_tensor(out, x, group=None, async_op=False):
         return gather(out.view(-1, *x.shape[1:]) if x.dim() else out, x, group, async_op)
 
-    def all_to_all_single(out, x, *given, **named):
+    def all_to_all_single(out, x, *rest, **named):
         if x.dtype in (torch.bfloat16, torch.float8_e4m3fn) and x.dim() > 1:  # bytes; splits count rows
             out, x = out.view(torch.uint8), x.contiguous().view(torch.uint8)
-        return exchange(out, x, *given, **named)
+        return exchange(out, x, *rest, **named)
 
     for module in (dist, dist.distributed_c10d):
         module.init_process_group, module.new_group = init_process_group, new_group
@@ -208,7 +208,7 @@ def install_modules(root: str, folder: str, real: list[str]) -> None:
     sys.meta_path.insert(0, _Finder(root, Path(folder), real))
 
 
-# -- what the programs share ------------------------------------------------------------------------------------------
+# -- shared by the programs -------------------------------------------------------------------------------------------
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -268,7 +268,7 @@ class Experts:
     def check(
         self, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor, most: float
     ) -> None:
-        """Compare a layer's result with that of plain torch."""
+        """Compare a layer's result with plain torch's."""
         found = difference(out, x.float() * (weights * self.factor[choices]).sum(1, keepdim=True))
         assert found < most, f"the largest difference is {found} of the largest element"
 

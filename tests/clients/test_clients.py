@@ -1,4 +1,4 @@
-"""Published modules of frameworks, unmodified, over tilescale_net.deep_ep; see wheels.py for what is downloaded.
+"""Published modules of frameworks, unmodified, over tilescale_net.deep_ep; wheels.py downloads them.
 
 The programs run on GPUs as they are: `GPUS=2 MODULES=FOLDER bash launch.sh tests/clients/vllm_layers.py`.
 """

@@ -34,8 +34,8 @@ def step(count: int, most: int, trains: bool) -> None:
     x, weights = x.requires_grad_(trains), weights.requires_grad_(trains)
     titan.get_buffer(group, hidden=experts.hidden, num_max_tokens_per_rank=MOST, num_topk=experts.top_k)
     with torch.set_grad_enabled(trains):
-        given = dict(num_tokens_per_rank=most, cudagraphable=not trains)
-        rows, counts, state = titan.dispatch_tokens(x, choices, weights, experts.of_rank, experts.number, **given)
+        options = dict(num_tokens_per_rank=most, cudagraphable=not trains)
+        rows, counts, state = titan.dispatch_tokens(x, choices, weights, experts.of_rank, experts.number, **options)
         if not trains:  # rows behind those that arrived are anything
             rows = torch.nan_to_num(rows)
             scores = torch.nan_to_num(state.recv_scores.reshape(len(rows), -1).sum(1))

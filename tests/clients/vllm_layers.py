@@ -60,7 +60,7 @@ group = dist.new_group(list(range(stand_ins.SIZE)))
 
 
 def manager(name: str):
-    """One of vLLM's managers, without what it asks of a server."""
+    """One of vLLM's managers, without the parts that need a server."""
     kind = getattr(module(COMMUNICATORS + "all2all"), name)
     made = kind.__new__(kind)
     made.cpu_group, made.world_size, made.num_sms, made._num_sms = group, stand_ins.SIZE, 20, None
@@ -85,20 +85,20 @@ def high_throughput(blocks: bool, asynchronous: bool) -> None:
     made.set_num_sms(20)
     for step, count in enumerate([9, 40, 0 if stand_ins.RANK else 4]):
         x, weights, choices = experts.tokens(count, step)
-        given = (x, weights, choices, experts.number, None, False, config(blocks))
+        arguments = (x, weights, choices, experts.number, None, False, config(blocks))
         rows, scales, counts, ids, row_weights = (
-            steps.prepare_async(*given)() if asynchronous else steps.prepare(*given)
+            steps.prepare_async(*arguments)() if asynchronous else steps.prepare(*arguments)
         )
         here = (ids >= FIRST) & (ids < FIRST + LOCAL)
         expected = [int(((ids == FIRST + e) & (row_weights != 0)).sum()) for e in range(LOCAL)]
         assert counts.expert_num_tokens_cpu.tolist() == expected
         factors = torch.where(here, row_weights * experts.factor[ids], 0.0).sum(1, keepdim=True)
         y, out = (stand_ins.plain(rows, scales) * factors).to(torch.bfloat16), torch.empty_like(x)
-        given = (out, y, row_weights, ids, False, reduce.TopKWeightAndReduceNoOP())
+        arguments = (out, y, row_weights, ids, False, reduce.TopKWeightAndReduceNoOP())
         if asynchronous:
-            steps.finalize_async(*given)()
+            steps.finalize_async(*arguments)()
         else:
-            steps.finalize(*given)
+            steps.finalize(*arguments)
         experts.check(out, x, weights, choices, 8e-2 if blocks else 2e-2)
 
 
@@ -118,12 +118,12 @@ def low_latency(blocks: bool, packed: bool = False, most: int = 8) -> None:
         y, out = torch.full(rows.shape, float("nan"), device=DEVICE), torch.empty_like(x)
         for e, here in enumerate(counts.expert_num_tokens.tolist()):
             y[e, :here] = rows[e, :here] * experts.factor[FIRST + e]
-        given = (out, y.to(torch.bfloat16), weights, choices, False, reduce.TopKWeightAndReduceDelegate())
+        arguments = (out, y.to(torch.bfloat16), weights, choices, False, reduce.TopKWeightAndReduceDelegate())
         if step == 1:
-            for phase in steps.finalize_async(*given):
+            for phase in steps.finalize_async(*arguments):
                 phase()
         else:
-            steps.finalize(*given)
+            steps.finalize(*arguments)
         experts.check(out, x, weights, choices, 8e-2)
 
 
@@ -146,8 +146,8 @@ def second_version(decodes: bool, several_reductions: bool, blocks: bool = False
         x, weights, choices = experts.tokens(count, 20 + step)
         across = types.SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([count] * n))
         v2.get_forward_context = lambda across=across: types.SimpleNamespace(dp_metadata=across)
-        given = (x, weights, choices, experts.number, None, False, config(blocks))
-        rows, scales, _, ids, row_weights = steps.prepare(*given)
+        arguments = (x, weights, choices, experts.number, None, False, config(blocks))
+        rows, scales, _, ids, row_weights = steps.prepare(*arguments)
         y = torch.nan_to_num(stand_ins.plain(rows, scales))
         if decodes:
             factors = torch.where(ids >= 0, row_weights * experts.factor[ids.clamp(min=0)], 0.0).sum(1, keepdim=True)

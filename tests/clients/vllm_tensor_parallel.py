@@ -51,7 +51,7 @@ class Platform:
         return COMMUNICATORS + "cuda_communicator.CudaCommunicator"
 
     def __getattr__(self, name: str):
-        return lambda *given: GPU if name == "is_cuda_alike" else name == "use_custom_op_collectives"
+        return lambda *args: GPU if name == "is_cuda_alike" else name == "use_custom_op_collectives"
 
     def is_fp8_fnuz(self) -> bool:
         return False
@@ -118,7 +118,7 @@ def all_reduce() -> None:
 
 
 def passes() -> object:
-    """vLLM's manager of passes for a model of a hidden size, with what the plug-in has added."""
+    """vLLM's manager of passes for a model of a hidden size, with the plug-in's passes."""
     config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(
             splitting_ops=None,
@@ -152,7 +152,7 @@ def norm() -> None:
         out, residual = ops.fused_add_rms_norm(total, first, scale, 1e-6)
         kept = tp.all_reduce(out)
         last, residual = ops.fused_add_rms_norm(kept, residual, weight, 1e-6)
-        return last, residual, kept  # what is read elsewhere is not replaced
+        return last, residual, kept  # values read elsewhere are not replaced
 
     x, y, (weight, scale) = values(7, 512, seed=1), values(7, 512, seed=2), values(2, 512, seed=3).unbind()
     for each in (weight, scale):
@@ -199,7 +199,7 @@ def dynamic_per_token_scaled_fp8_quant(result, input, scale, scale_ub):
     result.copy_((input.float() / scale).to(result.dtype))
 
 
-def per_token_group_fp8_quant(input, output_q, output_s, group_size, *given):
+def per_token_group_fp8_quant(input, output_q, output_s, group_size, *args):
     calls.append("block")
     blocks = input.float().unflatten(-1, (-1, group_size))
     output_s.copy_(blocks.abs().amax(-1) / 448)
@@ -208,7 +208,7 @@ def per_token_group_fp8_quant(input, output_q, output_s, group_size, *given):
 
 for each in (static_scaled_fp8_quant, dynamic_per_token_scaled_fp8_quant, per_token_group_fp8_quant):
     _c.impl(each.__name__, each, "CUDA" if GPU else "CPU")
-    torch.library.register_fake(f"_C::{each.__name__}", lambda *given: None)
+    torch.library.register_fake(f"_C::{each.__name__}", lambda *rest: None)
 
 
 def quantised() -> None:
@@ -246,13 +246,13 @@ def quantised() -> None:
     for each in (weight, gemma):
         dist.broadcast(each, 0, group=tp.device_group)
     scale = torch.full((1,), 0.02, device=stand_ins.DEVICE)
-    given = x, y, weight.clone(), gemma.clone(), scale
+    inputs = x, y, weight.clone(), gemma.clone(), scale
     added = [each for each in passes().passes if type(each) is vllm_communicator.FuseNorm] if one_node else []
-    wanted = block(*given)
+    wanted = block(*inputs)
     calls.clear()
     settings = dict(force_disable_caches=True, enable_auto_functionalized_v2=False)  # the second as vLLM sets it
     with torch._inductor.config.patch(post_grad_custom_post_pass=added[0] if added else None, **settings):
-        found = torch.compile(block, fullgraph=True, dynamic=False)(*given)
+        found = torch.compile(block, fullgraph=True, dynamic=False)(*inputs)
     if added:
         assert (added[0].replaced, added[0].quantized, calls) == (6, 5, ["block"])
     for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
@@ -288,10 +288,10 @@ def no_peer_access() -> None:
     errors = tilescale_net.errors
 
     def fails(kind):
-        def map_peer(self, *given):
+        def map_peer(self, *args):
             if dist.get_rank() == last:
                 raise kind("as a test wants it")
-            return whole(self, *given)
+            return whole(self, *args)
 
         memory.map_peer = map_peer
 

@@ -39,8 +39,8 @@ def _keep(found: Path, folder: Path) -> None:
 
 def deep_ep(revision: str) -> Path:
     """A checkout of DeepEP, one of REVISIONS: of the folder DEEPEP where that is set. Skips the test where it cannot be had."""
-    if given := os.environ.get("DEEPEP"):
-        return Path(given) / revision
+    if path := os.environ.get("DEEPEP"):
+        return Path(path) / revision
     folder = _kept(f"DeepEP-{REVISIONS[revision]}")
     if folder.is_dir():
         return folder

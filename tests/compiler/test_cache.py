@@ -69,7 +69,7 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
     first = host_compiler.build("kernel", "int x;")
     assert not old.exists() and not abandoned.exists()
     assert recent.exists() and other.exists() and working.exists() and first.exists()
-    # What is used is young again, and what is too much goes, the longest unused first.
+    # Use makes an entry young; entries beyond the limit go, the longest unused first.
     os.utime(first, (time.time() - 20 * 86400,) * 2)
     assert host_compiler.build("kernel", "int x;") == first
     monkeypatch.setattr(cache, "MAX_BYTES", 2 * first.stat().st_size + 5)
@@ -109,7 +109,7 @@ def test_a_folder_below_one_of_another_user_is_not_used(monkeypatch, tmp_path, b
     assert private_folder.make(folder) and (tmp_path / base).stat().st_mode & 0o777 == 0o700
     if os.getuid() == 0:
         os.chown(tmp_path / base, 65534, 65534)
-    else:  # the same seen from the other side: what is below belongs to the caller, and the folder above does not
+    else:  # the reverse: the folder's contents belong to the caller, and the folder above does not
         real = os.lstat
 
         def lstat(path, **how):

@@ -1,4 +1,4 @@
-"""Every primitive compiles for sm_90 with nvcc, and the code is what it should be where that matters."""
+"""Every primitive compiles for sm_90 with nvcc, and has the expected instructions where they matter."""
 
 import re
 
@@ -20,7 +20,7 @@ def everything(
     u64: T.Tensor((64,), "uint64"), words: T.Tensor((8,), "int64"), box: T.Tensor((64, 64), "float32"), n: T.int64,
     pe: T.int32,
 ):  # fmt: skip
-    """Calls every primitive but those of OTHERS."""
+    """Calls every primitive that is not in OTHERS."""
     with T.Kernel(2, threads=128) as bx:
         tx = T.get_thread_binding()
         N.put_block(box[0:4, 0:8], box[8:12, 8:16], pe)

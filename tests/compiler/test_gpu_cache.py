@@ -35,7 +35,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture
 def traced(monkeypatch, compiled):
-    """A new process, as it were, that compiles for a GPU and has its own cache; the names of the kernels that it traces."""
+    """As a new process that compiles for a GPU and has its own cache; the names of the kernels that it traces."""
     folder, _ = compiled
     names, trace = [], KernelFactory.trace
 
@@ -61,7 +61,7 @@ def test_a_shipped_kernel_is_the_one_that_was_compiled(compiled, traced, monkeyp
     assert found._function() is not None, "its library is loaded"
     with pytest.raises(tsn.KernelError, match="argument dst: expected uint8"):
         found._explain((torch.empty(64, dtype=torch.uint8), None, 1, 0, 1), RuntimeError())
-    assert traced == ["push"], "what is wrong is found by tracing it"
+    assert traced == ["push"], "errors are found by tracing the kernel"
     assert folder.stat().st_mode & 0o777 == 0o755
     assert [(p.suffix, p.stat().st_mode & 0o777) for p in folder.iterdir()] == [(".so", 0o644)], "nothing else"
 
@@ -140,7 +140,7 @@ def _as_listed(nodes: int) -> None:
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_the_kernels_of_an_object_are_known_without_it(nodes):
-    """What `precompile` compiles is what the object asks for."""
+    """`precompile` compiles the kernels that the object asks for."""
     ranks.run(2 * nodes, _as_listed, nodes, env={"TSN_DEVICE": "simulator", "VIRTUAL_NODES": str(nodes)})
 
 

@@ -34,7 +34,7 @@ MINE = torch.zeros(HEADER_WORDS, dtype=torch.int64)  # a context that a caller p
 
 
 class Recorder(Kernel):
-    """A kernel that notes what its function is called with."""
+    """A kernel that notes the arguments of its function."""
 
     def __init__(self, func):
         prepared = prepare(func)

@@ -1,7 +1,7 @@
 """How serving and training frameworks call deep_ep: stand-ins of their MoE layers, with experts that multiply by a number.
 
 Written from what vLLM's deepep_ht and deepep_ll prepare and finalize, SGLang's DeepEP dispatcher and Megatron-LM's fused_a2a
-call, in which order, with which arguments, and what they do with what comes back.
+call, in which order, with which arguments, and how they use the results.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Tokens of a rank in a group, and what all ranks of it have chosen."""
+"""Tokens of a rank in a group, and the choices of all its ranks."""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ def gathered(x: torch.Tensor, group) -> list[torch.Tensor]:
 
 
 class Inputs:
-    """One rank's tokens: rows that say whose they are, random rows, choices, weights; and what all ranks chose."""
+    """One rank's tokens: rows that say whose they are, random rows, choices, weights; and all ranks' choices."""
 
     def __init__(self, group, tokens: int, seed: int):
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)

@@ -50,11 +50,11 @@ def _high_throughput(buffer, group, config) -> None:
 def _round(buffer, inputs, x, layout, with_choices: bool, config) -> None:
     """Dispatch with choices or a mask, again with the handle, combine twice."""
     per_rank, _, per_expert, in_rank, _ = layout
-    given = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+    routing = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
     choices = dict(topk_idx=inputs.topk_idx, topk_weights=inputs.weights) if with_choices else {}
     asked = dict(previous_event=buffer.capture(), async_finish=True, allocate_on_comm_stream=True)
     rows, idx, weights, counts, handle, event = buffer.dispatch(
-        x, **given, **choices, config=config, expert_alignment=4, **asked
+        x, **routing, **choices, config=config, expert_alignment=4, **asked
     )
     event.current_stream_wait()
     assert counts == [-(-n // 4) * 4 for n in inputs.counts]
@@ -156,7 +156,7 @@ def _low_latency(buffer, group) -> None:
 
 
 def _misuse(buffer, group) -> None:
-    """Mistakes of low-latency calls that all ranks make: what they are told names them, and later calls work."""
+    """Mistakes of low-latency calls that all ranks make: errors name them, and later calls work."""
     inputs, error = Inputs(group, 5, 3), pytest.raises
     x, idx, weights = inputs.random, inputs.topk_idx, inputs.weights
     sizes: dict = dict(num_max_dispatch_tokens_per_rank=12, num_experts=EXPERTS, use_fp8=False)
@@ -181,12 +181,12 @@ def _misuse(buffer, group) -> None:
     with error(ValueError, match="received once"):
         calls[0][-1]()
     rows, _, handle, *_ = calls[1]
-    for wrong, given, word in (
+    for wrong, arguments, word in (
         (TypeError, (rows, rows), "y must be a tensor, not tuple"),
         (TypeError, rows.float(), "y has dtype"),
     ):
         with error(wrong, match=word):
-            buffer.low_latency_combine(given, idx, weights, handle)
+            buffer.low_latency_combine(arguments, idx, weights, handle)
     with error(TypeError, match="topk_weights must be a tensor"):
         buffer.low_latency_combine(rows, idx, None, handle)
     with error(TypeError, match="weights has dtype torch.int64"):
@@ -239,7 +239,7 @@ def _waiting(buffer, group) -> None:
     late, other = buffer.group_size - 1, 0
     stats = [torch.zeros(buffer.group_size, dtype=torch.int64, device=tsn.device(group)) for _ in range(2)]
     for turn in range(3):
-        given = [None, None] if turn == 2 else stats
+        waited = [None, None] if turn == 2 else stats
         before = [s.clone() for s in stats]
         for call in range(2):
             dist.barrier(group)
@@ -247,11 +247,11 @@ def _waiting(buffer, group) -> None:
                 time.sleep(0.4 if turn == 1 else 0)
             if call == 0:
                 rows, _, handle, *_ = buffer.low_latency_dispatch(
-                    inputs.named, inputs.topk_idx, 12, EXPERTS, dispatch_wait_recv_cost_stats=given[0], use_fp8=False
+                    inputs.named, inputs.topk_idx, 12, EXPERTS, dispatch_wait_recv_cost_stats=waited[0], use_fp8=False
                 )
             else:
                 out, *_ = buffer.low_latency_combine(
-                    rows, inputs.topk_idx, inputs.weights, handle, combine_wait_recv_cost_stats=given[1]
+                    rows, inputs.topk_idx, inputs.weights, handle, combine_wait_recv_cost_stats=waited[1]
                 )
             tsn.world(group).synchronize()
         for now, then in zip(stats, before):
@@ -285,15 +285,15 @@ def _refusals(buffer, inputs) -> None:
         )  # fmt: skip
     # What kernels do not see.
     *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS)
-    given: dict = dict(is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=inputs.topk_idx)
+    routing: dict = dict(is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=inputs.topk_idx)
     for wrong, word in (
         (dict(x=inputs.random[0]), "x has shape"), (dict(topk_weights=inputs.weights[:, :1]), "but topk_idx is of"),
         (dict(expert_alignment=0), "expert_alignment is 0"), (dict(num_tokens_per_expert=6), "must be a tensor, not int"),
         (dict(is_token_in_rank=None), "give is_token_in_rank"), (dict(handle=(1, 2)), "handle is a tuple of 2"),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=f"Buffer.dispatch on rank {buffer.rank}: .*{word}"):
-            buffer.dispatch(**dict(given, x=inputs.random) | wrong)
-    rows, _, _, _, handle, _ = buffer.dispatch(inputs.random, **given)
+            buffer.dispatch(**dict(routing, x=inputs.random) | wrong)
+    rows, _, _, _, handle, _ = buffer.dispatch(inputs.random, **routing)
     for arguments, word in (
         ((rows, (1, 2)), "handle is a tuple of 2"), (((rows, rows), handle), "x must be a tensor, not tuple"),
         ((rows, handle, torch.ones((len(rows), 7), device=rows.device)), "have 3 choices"),

@@ -13,7 +13,7 @@ from tests.kernels.moe import reference
 from tilescale_net import deep_ep
 from tilescale_net.kernels.moe import AllToAll
 
-MOST = 64  # tokens, as in test_buffer.py, whose kernels those of one layout are
+MOST = 64  # tokens, as in test_buffer.py, which shares the kernels of one layout
 ALIGNMENT = 4
 
 
@@ -54,9 +54,9 @@ def _expected(inputs, x, group) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _expanded(buffer, inputs, x, group) -> None:
-    given = dict(num_experts=EXPERTS, expert_alignment=ALIGNMENT, do_expand=True)
+    options = dict(num_experts=EXPERTS, expert_alignment=ALIGNMENT, do_expand=True)
     out, idx, weights, handle, event = buffer.dispatch(
-        x, inputs.topk_idx, inputs.weights, **given, do_zero_padding=True, use_tma_aligned_col_major_sf=True
+        x, inputs.topk_idx, inputs.weights, **options, do_zero_padding=True, use_tma_aligned_col_major_sf=True
     )
     assert idx is None and event.event is None
     _source(inputs, handle, True)
@@ -114,9 +114,9 @@ def _other_strides(buffer, inputs) -> None:
     made, live = dict(buffer._objects._made), buffer._world.heap.live
     for most in (11, 13, MOST - 1):
         for expand in (False, True):
-            given = dict(num_experts=EXPERTS, expert_alignment=ALIGNMENT if expand else 1, do_expand=expand)
+            options = dict(num_experts=EXPERTS, expert_alignment=ALIGNMENT if expand else 1, do_expand=expand)
             out, _, _, handle, _ = buffer.dispatch(
-                inputs.random, inputs.topk_idx, num_max_tokens_per_rank=most, do_cpu_sync=False, **given
+                inputs.random, inputs.topk_idx, num_max_tokens_per_rank=most, do_cpu_sync=False, **options
             )
             assert handle.num_max_tokens_per_rank == most
             assert expand or len(out) == handle.num_recv_tokens == most * inputs.ranks

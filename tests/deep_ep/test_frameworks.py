@@ -48,11 +48,11 @@ def _vllm(deep_ep, frameworks, group) -> None:
     ht = frameworks.VllmHighThroughput(high, rank, 2)
     for form, asynchronous in (("bfloat16", True), ("per block", False), ("per token", False), ("of one column", True)):
         # Two micro-batches of which the second is dispatched before the first is combined.
-        given = [_payloads(b.random)[form] for b in batches]
+        payloads = [_payloads(b.random)[form] for b in batches]
         receivers = [
-            ht.prepare(i, x, b.topk_idx, b.weights, asynchronous) for i, (x, b) in enumerate(zip(given, batches))
+            ht.prepare(i, x, b.topk_idx, b.weights, asynchronous) for i, (x, b) in enumerate(zip(payloads, batches))
         ]
-        for which, (receive, x, b) in enumerate(zip(receivers, given, batches)):
+        for which, (receive, x, b) in enumerate(zip(receivers, payloads, batches)):
             rows, ids, weights, counts = receive()
             assert counts == b.counts and int((ids < 0).sum()) == 0
             output = torch.empty_like(b.random)
@@ -91,13 +91,13 @@ def _sglang(deep_ep, frameworks, group) -> None:
     buffer.clean_low_latency_buffer(MOST, HIDDEN, EXPERTS)  # from prefill to decoding
     eight_bits = dict(use_fp8=True, round_scale=True, use_ue8m0=True)
     for hooks, how in ((False, dict(use_fp8=True)), (True, eight_bits), (True, dict(use_fp8=False))):
-        # Two batches, each step of one between those of the other: two dispatches are in flight, then two combines.
+        # Two batches whose steps alternate: two dispatches are in flight, then two combines.
         two = [frameworks.SglangLowLatency(buffer, rank, 2, MOST, hooks, how) for _ in range(2)]
         sent = [one.dispatch_a(x, b.topk_idx) for one, x in zip(two, (b.random, b.named))]
-        received = [one.dispatch_b(*what) for one, what in zip(two, sent)]
+        received = [one.dispatch_b(*state) for one, state in zip(two, sent)]
         sent = [one.combine_a(one.experts(rows), b.topk_idx, b.weights) for one, rows in zip(two, received)]
-        for one, what, x in reversed([*zip(two, sent, (b.random, b.named))]):
-            out = one.combine_b(*what)
+        for one, state, x in reversed([*zip(two, sent, (b.random, b.named))]):
+            out = one.combine_b(*state)
             assert difference(out.float(), frameworks.layer(x, b.topk_idx, b.weights)) < 2e-3, (hooks, how)
     buffer.destroy()
 

@@ -17,7 +17,7 @@ from tilescale_net import deep_ep
 from tilescale_net.deep_ep import high_throughput, low_latency
 from tilescale_net.runtime import settings
 
-# The kernels of tests/kernels/moe/test_failures.py, and that of weights.
+# Shares its kernels with tests/kernels/moe/test_failures.py, but for the kernel of weights.
 RANKS, EXPERTS, MOST, HIDDEN, TOP_K = 3, 6, 5, 32, 3
 
 
@@ -34,8 +34,8 @@ def _step(
     masked while the combine is in flight."""
     device, topk_idx = tsn.device(), _choices(seed)[rank]
     x = torch.full((len(topk_idx), HIDDEN), float(rank + 1), dtype=torch.bfloat16, device=device)
-    given = x, topk_idx.to(device), MOST, EXPERTS
-    rows, counts, handle, _, hook = buffer.low_latency_dispatch(*given, use_fp8=False, return_recv_hook=hooks)
+    arguments = x, topk_idx.to(device), MOST, EXPERTS
+    rows, counts, handle, _, hook = buffer.low_latency_dispatch(*arguments, use_fp8=False, return_recv_hook=hooks)
     hook() if hooks else None
     local = EXPERTS // RANKS
     y = rows * torch.arange(rank * local, (rank + 1) * local, device=device)[:, None, None].to(rows.dtype)
@@ -124,7 +124,7 @@ def test_a_dispatch_that_ranks_were_lost_in_has_a_whole_handle():
 
 
 def test_counts_of_a_mask_where_a_rank_is_lost():
-    """Ranks that are left add up what a collective of all would."""
+    """The remaining ranks add up their counts as a collective of all ranks would."""
     everyone = torch.arange(3 * EXPERTS, dtype=torch.int32).view(3, EXPERTS)
     told = []
     control = SimpleNamespace(members=[0, 2], gather=lambda call, mine: told.append(mine) or [others, mine])

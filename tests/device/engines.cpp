@@ -67,7 +67,7 @@ void in_bulk(size_t bytes, bool cancel) {
   else bulk.finish(target.begin());
   CHECK(target.all() == expected, "%zu bytes in bulk, %d stages", bytes, Stages);
   if (cancel || bytes <= Stages * 128) return;
-  bool found = false; // what the second stage held last begins with a segment of the target
+  bool found = false; // the second stage's last contents begin with a segment of the target
   for (size_t at = (0 - to) % 128; at + 16 <= bytes; at += 128)
     found |= std::equal(stages + kStageBytes, stages + kStageBytes + 16, source.begin() + at);
   CHECK(found, "%zu bytes to +%zu, %d stages", bytes, to, Stages);

@@ -78,7 +78,7 @@ def nvcc(folder, kernels, arch, *flags):
 
 
 class Instructions(dict):
-    """By kernel; those of block sizes that are not in every run are made when the first is requested."""
+    """By kernel; block sizes that are not in every run are compiled when the first is requested."""
 
     def __init__(self, folder, known):
         super().__init__(known)

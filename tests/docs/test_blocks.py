@@ -1,4 +1,4 @@
-"""The code in README and docs is what a reader pastes: every block runs, and prints what stands below it.
+"""A reader pastes the code of README and docs: every block runs, and prints the text below it.
 
 A `python` block is saved as the file that the `text` block below it runs (`$ GPUS=2 bash launch.sh NAME.py`, then the
 output). A block that is no program is marked in the line above it, `<!-- part of a program: WHY -->`; it is parsed.
@@ -115,9 +115,9 @@ def test_pages_have_blocks():
 def test_program_prints_what_the_page_shows(tmp_path, block, env, name, output):
     (tmp_path / name).write_text(block.text)
     known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "VIRTUAL_NODES")}
-    given = dict(pair.split("=", 1) for pair in env.split())
-    known |= given | {"TSN_PYTHON": sys.executable, "TSN_BUILD": "0"}
-    if ranks.gpus() < int(given["GPUS"]):
+    variables = dict(pair.split("=", 1) for pair in env.split())
+    known |= variables | {"TSN_PYTHON": sys.executable, "TSN_BUILD": "0"}
+    if ranks.gpus() < int(variables["GPUS"]):
         known |= {"TSN_DEVICE": "simulator", "TSN_SIM_RACES": "1"}
     done = jobs.launch(name, env=known, cwd=str(tmp_path))
     assert done.returncode == 0, f"{block.where}\n{done.stderr}"

@@ -1,4 +1,4 @@
-"""Commands of README and docs, in blocks and in sentences: what they name exists, and takes the words that they give.
+"""Commands of README and docs, in blocks and in sentences: the programs exist, and take these arguments.
 
 Benchmarks and `python -m tilescale_net` parse them with their own parsers. Programs are run in test_blocks.py and in
 tests/tutorials.
@@ -101,7 +101,7 @@ def check(where: str, words: list[str], monkeypatch) -> None:
 
 
 def check_module(where: str, words: list[str]) -> None:
-    """`python -m` of this package is parsed; a command that is named alone stands for what it does."""
+    """`python -m` of this package is parsed; a command without arguments is a mention."""
     if words[0] != "tilescale_net":
         if words[0] not in OTHERS:
             assert (ROOT / words[0].replace(".", "/")).with_suffix(".py").exists(), f"{where}: there is no {words[0]}"
@@ -133,8 +133,8 @@ def test_the_launcher_takes_the_variables_of_a_page(page, tmp_path):
     found = [m for line in lines if (m := re.match(r"((?:[A-Z_]+=\S+ )+)bash launch\.sh (\S+\.py)", line))]
     assert found
     for m in found:
-        given = dict(pair.split("=", 1) for pair in m[1].split())
-        given = {name: "0" if value.startswith("$") else value for name, value in given.items()}
+        variables = dict(pair.split("=", 1) for pair in m[1].split())
+        variables = {name: "0" if value.startswith("$") else value for name, value in variables.items()}
         script = ROOT / m[2] if (ROOT / m[2]).exists() else tmp_path / m[2]
         script.touch()
         env = {
@@ -144,7 +144,7 @@ def test_the_launcher_takes_the_variables_of_a_page(page, tmp_path):
         }
         command = [sys.executable, str(ROOT / "tilescale_net" / "launch"), "--check", str(script)]
         done = subprocess.run(
-            command, env=env | {"TSN_DEVICE": "simulator"} | given, capture_output=True, text=True, timeout=60
+            command, env=env | {"TSN_DEVICE": "simulator"} | variables, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, f"{page.name}: {m[0]}\n{done.stderr}"
 
@@ -157,8 +157,8 @@ def refusal(path: Path, words: list[str], monkeypatch) -> str | None:
     """What a benchmark prints for these words; None when it takes them."""
     real, said = argparse.ArgumentParser.parse_args, io.StringIO()
 
-    def parse_and_end(self, *given, **named):
-        real(self, *given, **named)
+    def parse_and_end(self, *args, **named):
+        real(self, *args, **named)
         raise Parsed
 
     with monkeypatch.context() as m, contextlib.redirect_stderr(said):

@@ -36,7 +36,7 @@ def _block(first: str) -> str:
 
 
 def _stream(path: str) -> None:
-    """Run the page's example from a file, as tilelang reads the source of what it traces."""
+    """Run the page's example from a file, as tilelang reads the source of kernels that it traces."""
     space = {"tsn": tsn, "T": T, "N": N}
     exec(compile(Path(path).read_text(), path, "exec"), space)
     n, width = 7, 200

@@ -14,7 +14,7 @@ import tilescale_net.language as N
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-# Classes that others derive from; what a user makes is one of those.
+# Base classes; a user makes objects of their subclasses.
 BASES = {"Collective", "DistributedMatmul", "Exchange", "FusedMatmul", "Parted", "Participant", "PreparedMatmul"}
 
 
@@ -84,7 +84,7 @@ def documented() -> set[str]:
     for page in sorted((DOCS / "reference").glob("*.md")):
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
             found.add(defined(name))
-            if source(name):  # of a module, what its `__all__` names, wherever that is defined
+            if source(name):  # of a module, the names of its `__all__`, wherever they are defined
                 found |= {defined(f"{name}.{last}") for last in all_of(source(name)) or names(name)}
     return found
 

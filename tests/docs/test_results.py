@@ -1,4 +1,4 @@
-"""The tables of docs/results hold what the reports hold: which side is ahead is not chosen by hand."""
+"""The tables of docs/results follow from the reports: which side is ahead is not chosen by hand."""
 
 import sys
 from pathlib import Path

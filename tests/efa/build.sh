@@ -2,7 +2,7 @@
 # build.sh [FOLDER [LIBFABRIC]]: builds FOLDER/libfabric-efa.so, which is LIBFABRIC over the stand-in for EFA's libraries,
 # with the part of /sys that the provider reads. FOLDER is build/efa by default, where launch.sh finds it for
 # TSN_PROVIDER=efa and efa-direct; elsewhere name it: TSN_LIBFABRIC=FOLDER/libfabric-efa.so.
-# LIBFABRIC: by default that of the `mpich` wheel (2.x), else the system's libfabric.so.1; `system` takes the latter.
+# LIBFABRIC: by default the library of the `mpich` wheel (2.x), else the system's libfabric.so.1; `system` takes the latter.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$here/../..

@@ -1,5 +1,5 @@
 // record LIBFABRIC DEVICE: prints what libfabric's efa provider answers to requests like the package's, as rows of
-// tests/native/efa_answers.h; record.sh runs it over the stand-in. DEVICE is that of EFA_STANDIN.
+// tests/native/efa_answers.h; record.sh runs it over the stand-in. DEVICE as in EFA_STANDIN.
 #include <dlfcn.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>

@@ -1,7 +1,7 @@
 // libefa and libibverbs without a device: SRD between processes of one host, so that libfabric's own efa provider runs.
 //
 // libfabric's efa provider reaches a device through these functions and the tables of functions that they return. Here
-// a thread per process stands for the NIC. It carries out what the process has posted: it copies into and out of the
+// a thread per process stands for the NIC. It carries out the posted work requests: it copies into and out of the
 // target process with process_vm_writev and process_vm_readv, takes receives from the target's queue, and appends
 // completions to the target's completion queue. Queues and memory registrations lie in a memory file of each process,
 // which others map through /proc/PID/fd/N. A GID holds both numbers, so addresses need no directory, and a process that
@@ -141,7 +141,7 @@ constexpr uint32_t kMaxQps = 32, kMaxCqs = 32, kMaxMrs = 8192, kCqDepth = 65536;
 
 struct Lock {
   explicit Lock(pthread_mutex_t& m) : m(m) {
-    // The process that held it was killed between two words of a queue: what it had begun never happened.
+    // The process that held it was killed between two words of a queue: its unfinished work never happened.
     if (pthread_mutex_lock(&m) == EOWNERDEAD) pthread_mutex_consistent(&m);
   }
   ~Lock() { pthread_mutex_unlock(&m); }

@@ -12,7 +12,7 @@ from tests.native.builder import CACHE
 from tilescale_net.runtime import fabric, private_folder
 
 HERE = Path(__file__).parent
-# (libfabric, provider, device) of what is to be tested: 1.17 emulates writes, by reads of a p5 and by messages of a p4d.
+# (libfabric, provider, device) under test: 1.17 emulates writes, by reads of a p5 and by messages of a p4d.
 WAYS = {
     "1.17-efa-p4d": ("system", "efa", "p4d"),
     "2.x-efa-p5": ("bundled", "efa", "p5"),
@@ -39,7 +39,7 @@ def library(which: str) -> str:
 
 
 def environment(way: str, **options: object) -> dict[str, str]:
-    """What ranks, or programs, need to run over a way of WAYS; `options` are those of EFA_STANDIN."""
+    """Variables of ranks or programs that run over a way of WAYS; `options` go to EFA_STANDIN."""
     which, provider, device = WAYS[way]
     options = {"device": device, **options}
     return {

@@ -14,7 +14,7 @@ SYSTEM, BUNDLED = "libfabric.so.1", fabric.bundled_library()
 
 
 def _providers() -> list[tuple[str, str, str]]:
-    """(test id, library, provider) of everything that can talk to itself on this machine, or of what the user chose."""
+    """(test id, library, provider) of every provider that works on this machine alone, or of the user's choice."""
     chosen, library = settings.PROVIDER.get(), settings.LIBFABRIC.get()
     if chosen and library:
         return [(f"chosen-{chosen}", library, chosen)]
@@ -111,11 +111,11 @@ class RemoteEnd:
         process.start()
         atexit.register(process.kill)
 
-    def _ask(self, what: str, args=(), kwargs=None):
+    def _ask(self, method: str, args=(), kwargs=None):
         if self._pipe is None:
             self._start()
-        self._pipe.send((getattr(self, "number", None), what, args, kwargs or {}))
-        assert self._pipe.poll(60), f"the second process did not answer {what}"
+        self._pipe.send((getattr(self, "number", None), method, args, kwargs or {}))
+        assert self._pipe.poll(60), f"the second process did not answer {method}"
         good, value = self._pipe.recv()
         if not good:
             raise value
@@ -148,28 +148,28 @@ def _serve(pipe) -> None:
         if not pipe.poll(0 if ends else None):  # with nothing to poll it sleeps: other tests want the processor
             os.sched_yield()
             continue
-        number, what, args, kwargs = pipe.recv()
+        number, method, args, kwargs = pipe.recv()
         try:
-            if what == "new":
+            if method == "new":
                 made += 1
                 ends[made] = End(*args, **kwargs)
                 answer = made
-            elif what == "drop":
+            elif method == "drop":
                 end = answer = None  # the loop's variable would keep it alive
                 del ends[number]
-            elif what == "take":
+            elif method == "take":
                 answer, ends[number].events = ends[number].events, []
-            elif what == "region":
+            elif method == "region":
                 answer = ends[number].region
             else:
-                answer = getattr(ends[number], what)(*args, **kwargs)
+                answer = getattr(ends[number], method)(*args, **kwargs)
             pipe.send((True, answer))
         except Exception as err:
             pipe.send((False, err))
 
 
 def pair(library: str = "", provider: str = "", bytes: int = 1 << 20, options=({}, {}), **common):
-    """Two connected ends with ranks 0 and 1. Options are those of `fabric.transport_options`.
+    """Two connected ends with ranks 0 and 1. Options as for `fabric.transport_options`.
 
     Both live in this process, which makes tests quick and repeatable; the second one lives in another process when they
     share memory, because libfabric 2.5's shm provider crashes on two of its endpoints in one process.

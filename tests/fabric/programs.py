@@ -1,4 +1,4 @@
-"""The C++ programs and libraries of these tests and what they are made of."""
+"""The C++ programs and libraries of these tests, and their sources."""
 
 import functools
 import runpy

@@ -1,4 +1,4 @@
-"""The chaos transport does what its settings state, and still delivers everything exactly once."""
+"""The chaos transport follows its settings, and still delivers everything exactly once."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""A process that has addresses but neither a token nor a key: what it sends is dropped, counted and harmless."""
+"""A process that has addresses but neither a token nor a key: its messages are dropped and counted, and do no harm."""
 
 import struct
 

@@ -194,7 +194,7 @@ def _serve_until_killed(library: str, pipe):
 
 @pytest.mark.parametrize("library", [p[1] for p in PROVIDERS if p[2] == "shm"])
 def test_the_shared_memory_of_a_killed_peer_goes(library):
-    """conftest.py looks for what is left in /dev/shm."""
+    """conftest.py looks for files left in /dev/shm."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=_serve_until_killed, args=(library, theirs), daemon=True)
@@ -214,7 +214,7 @@ def test_what_a_killed_job_has_left_goes_with_the_next(library):
     """Objects go whose process does not hold their lock, by the next endpoint or by the launcher; others stay.
 
     Those of living processes stay whatever their numbers are here, as with processes of another PID namespace, and so do
-    those of other programs, whose processes may live there.
+    endpoints of other programs, whose processes may live there.
     """
     number = subprocess.Popen(["true"])
     number.wait()

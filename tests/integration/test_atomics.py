@@ -53,7 +53,7 @@ def atomic_all_ways(dtype):
 
 @tsn.jit
 def put_values(dtype, n):
-    """Kernel `(dst, values, to)`: each thread puts one value; a signal is not needed for what a barrier follows."""
+    """Kernel `(dst, values, to)`: each thread puts one value; before a barrier no signal is needed."""
 
     @T.prim_func
     def main(ctx: N.Context(), dst: T.Tensor((n,), dtype), values: T.Tensor((n,), dtype), to: T.int32):
@@ -121,9 +121,9 @@ def _random(dtype: str, pace: random.Random) -> int:
     return pace.randrange(1 << min(width, 63)) if dtype.startswith("u") else _wrap(pace.getrandbits(width), dtype)
 
 
-def _chain(first, end, old, given, step) -> bool:
-    """Whether the operations happened one after the other: each found what another left, from the first to the end."""
-    left = dict(zip(old, given))
+def _chain(first, end, old, operands, step) -> bool:
+    """Whether the operations happened one after the other: each found another's result, from the first to the end."""
+    left = dict(zip(old, operands))
     if len(left) != len(old):
         return False  # two found the same state; random values make every state another
     state = first
@@ -143,19 +143,19 @@ def test_integers(pool, dtype):
             # Both ranks hand the word on from i to i + 1; exactly one of the two threads i does it.
             first, values = 0, [[i + 1 for i in range(THREADS)]] * 2
         (end, old_0), (_, old_1) = pool(atomic, dtype, name, first, values, seed + turn)
-        given, old = values[0] + values[1], old_0 + old_1
-        what = f"seed {seed}, {name}, {dtype}"
+        operands, old = values[0] + values[1], old_0 + old_1
+        label = f"seed {seed}, {name}, {dtype}"
         if name == "add":
-            assert end == _wrap(first + sum(given), dtype), what
-            assert _chain(first, end, old, given, lambda state, value: _wrap(state + value, dtype)), what
+            assert end == _wrap(first + sum(operands), dtype), label
+            assert _chain(first, end, old, operands, lambda state, value: _wrap(state + value, dtype)), label
         elif name in FOLDS:
-            assert end == _wrap(functools.reduce(FOLDS[name], given, first), dtype), what
+            assert end == _wrap(functools.reduce(FOLDS[name], operands, first), dtype), label
         elif name == "exch":
-            assert _chain(first, end, old, given, lambda state, value: value), what
+            assert _chain(first, end, old, operands, lambda state, value: value), label
         else:
             done = [old_0[i] == i or old_1[i] == i for i in range(THREADS)]
             reached = done.index(False) if False in done else THREADS
-            assert end == reached and not any(old_0[i] == old_1[i] == i for i in range(THREADS)), what
+            assert end == reached and not any(old_0[i] == old_1[i] == i for i in range(THREADS)), label
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -41,7 +41,7 @@ def _signalling(primitive, op, options):
 def copy_all_ways(dtype, threads, capacity, engine, unroll, ring):
     """Kernel `(dst, src, seen, flags, mode, to, first_dst, first_src, count, expected)`.
 
-    `mode` is an index into WAYS; warps and threads each copy a share. `seen` gets what the receiver reads
+    `mode` is an index into WAYS; warps and threads each copy a share. `seen` gets the values that the receiver reads
     from `dst` after its wait. flags[0] is set, flags[1] is added to; the wait is for `expected`.
     """
     block = dict(unroll=unroll, engine=engine, ring=ring)
@@ -127,12 +127,12 @@ class Exchange:
             self.expected[word],
         )  # fmt: skip
         tsn.barrier()
-        what = f"{primitive} {scope} {self.dtype} dst+{first_dst} src+{first_src} count {count} seed {seed}"
+        label = f"{primitive} {scope} {self.dtype} dst+{first_dst} src+{first_src} count {count} seed {seed}"
         expected = before.clone()
         expected[first_dst : first_dst + count] = data[1][first_src : first_src + count]
-        assert_same(self.dst.cpu(), expected, what)
-        assert_same(self.seen[:count].cpu(), expected[first_dst : first_dst + count], what + " (in the kernel)")
-        assert_same(self.src.cpu(), data[0], what + " (source)")
+        assert_same(self.dst.cpu(), expected, label)
+        assert_same(self.seen[:count].cpu(), expected[first_dst : first_dst + count], label + " (in the kernel)")
+        assert_same(self.src.cpu(), data[0], label + " (source)")
 
 
 _exchanges: dict = {}

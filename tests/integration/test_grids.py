@@ -18,8 +18,8 @@ THREADS = 64
 
 @tsn.jit
 def rounds_of_a_grid(blocks, scope="all"):
-    """Kernel `(local, mine, board, wrong, rounds)`: in each round blocks look at what the next block of this PE wrote, and
-    at what the next block of the next PE put here. `wrong` counts, by block and thread, what was not as in that round.
+    """Kernel `(local, mine, board, wrong, rounds)`: in each round blocks look at the data that the next block of this PE wrote, and
+    at the data that the next block of the next PE put here. `wrong` counts wrong values by block and thread.
 
     Args:
         scope: "all" or "node": which PEs meet.

@@ -86,7 +86,7 @@ def fresh_source(engine="bulk", threads=128, order="put_signal", crowd=0):
     compares what came.
 
     `flags[0]` signals that the data of a turn has come, `flags[1]` that the peer has compared its own. `wrong` counts,
-    by thread, the elements that differ from what the peer wrote in that turn.
+    by thread, the elements that differ from the peer's data of that turn.
 
     Args:
         order: "put_signal", or "other warp": a put, and a fence and a signal by a thread of the last warp.
@@ -250,7 +250,7 @@ def through_views(kind="parallel"):
 
 @jitted
 def places(ctx: N.Context(), numbers: i32(4), direct: i32(8)):
-    """Kernel `(numbers, direct)`: what the topology primitives say."""
+    """Kernel `(numbers, direct)`: results of the topology primitives."""
     with T.Kernel(1, threads=32):
         if T.get_thread_binding() == 0:
             numbers[0] = N.my_pe()

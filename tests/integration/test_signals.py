@@ -153,7 +153,7 @@ _counts: list[torch.Tensor] = []
 
 
 def count(how: str, seed: int) -> list[int]:
-    """By how much what this rank saw in its word, by each way, differs from what all have added."""
+    """The difference between this rank's word, read in each way, and the sum of all adds."""
     os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
     if not _counts:
         _counts.extend((tsn.zeros(1, torch.uint64), tsn.zeros(tsn.size(), torch.uint64)))
@@ -226,7 +226,7 @@ def wait_in_vain() -> None:
 pool = pool_fixture(2)
 TOP = (1 << 64) - 1
 
-# What a word holds first, what is waited for, what arrives: the first does not satisfy the comparison, the last does.
+# A word's first value, the awaited value, the value that arrives: only the last satisfies the comparison.
 STEPS = {
     "eq": (3, 7, [5, 7]),
     "ne": (7, 7, [9]),

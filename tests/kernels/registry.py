@@ -426,7 +426,7 @@ MUTANTS = {
 # -- code for sm_90 ---------------------------------------------------------------------------------------------------
 
 NODES = [(8, 8), (8, 8, 7)]
-# By file and kernel of tilescale_net/kernels; those of kernels/moe and kernels/fused are in test_generated_code.py there.
+# By file and kernel of tilescale_net/kernels; kernels/moe and kernels/fused have theirs in test_generated_code.py there.
 SM_90 = {
     "all_gather.all_gather": [dict(n_pes=4), dict(n_pes=8, in_place=True, engine="bulk", threads=128)],
     "all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, in_place=True), dict(n_pes=4, staged=True)],

@@ -29,7 +29,7 @@ _RTOL = {torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
 
 
 def random_bytes(nbytes: int, *key) -> torch.Tensor:
-    """Bytes that depend on the key only, so that a rank knows what its peers have; uint8 on the CPU."""
+    """Bytes that depend on the key only, so that a rank knows its peers' data; uint8 on the CPU."""
     # torch.randint would take longer than the copies that the bytes are for.
     generator = numpy.random.default_rng(random.Random(repr(key)).getrandbits(60))
     return torch.from_numpy(numpy.frombuffer(bytearray(generator.bytes(nbytes)), numpy.uint8))
@@ -52,15 +52,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).clone()
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+def assert_same(found: torch.Tensor, expected: torch.Tensor, label: str = "") -> None:
     """Equal shape, dtype and bits; the message names the first difference."""
-    assert found.shape == expected.shape and found.dtype == expected.dtype, (what, found.shape, expected.shape)
+    assert found.shape == expected.shape and found.dtype == expected.dtype, (label, found.shape, expected.shape)
     a, b = bits(found), bits(expected)
     if not torch.equal(a, b):
         wrong = torch.nonzero(a != b).flatten()
         at = int(wrong[0])
         raise AssertionError(
-            f"{what}: {len(wrong)} of {len(a)} bytes differ, the first at byte {at}: {int(a[at])} instead of {int(b[at])}"
+            f"{label}: {len(wrong)} of {len(a)} bytes differ, the first at byte {at}: {int(a[at])} instead of {int(b[at])}"
         )
 
 
@@ -96,10 +96,10 @@ class Guarded:
         inside = self._raw[self._begin : self._end]
         self.tensor = (inside.view(dtype) if nbytes else torch.empty(0, dtype=dtype, device=tsn.device())).view(shape)
 
-    def check(self, what: str = "") -> None:
+    def check(self, label: str = "") -> None:
         before, after = self._raw[: self._begin], self._raw[self._end :]
-        assert bool((before == GUARD).all()), f"{what}: bytes before the tensor were written"
-        assert bool((after == GUARD).all()), f"{what}: bytes behind the tensor were written"
+        assert bool((before == GUARD).all()), f"{label}: bytes before the tensor were written"
+        assert bool((after == GUARD).all()), f"{label}: bytes behind the tensor were written"
 
     def free(self) -> None:
         tsn.free(self._raw)
@@ -135,7 +135,7 @@ def zeroed(count):
 
 @contextlib.contextmanager
 def nothing_launched() -> Iterator[None]:
-    """A context in which kernels of the simulator are launched as those of a GPU are, and do nothing: they are traced, but neither
+    """A context in which kernels of the simulator are launched as on a GPU, and do nothing: they are traced, but neither
     lowered nor compiled."""
 
     def lowered(func: PrimFunc, configs: dict[str, Any], lower: object) -> cache.CachedKernel:

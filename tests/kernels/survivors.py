@@ -1,6 +1,6 @@
 """Mutants that one run with the race detector does not show, and why; see test_sweep.py.
 
-By file: what was changed, the how manieth of its kind in the file, and the reason.
+By file: the change, its index among changes of its kind in the file, and the reason.
 """
 
 # Harmless.
@@ -13,15 +13,11 @@ COUNTED = "all ranks have added in the call before, and so are done with this ha
 NEXT_CALL = "the source is written again after the target has begun the next call, and so has the data of this one"
 WAITED = "wait_block synchronises the block where it ends, after the put"
 STARTS = "orders no data: it leaves SMs to other blocks, or tensor cores to other warps"
-CALL_BEFORE = (
-    "the product of the call before has waited for rows of every PE, sent when it had read those of the one before that"
-)
+CALL_BEFORE = "the product of the call before has waited for rows of every PE, sent when it had read the rows of the call before it"
 RECEIVED = "the receive phase of the call before, without which none is sent, has waited for the same word"
 MET = "the block has met since, and what follows touches nothing that was touched since then"
 NUMBERED = "numbering the choices begins with counts of its own, and the block meets before it reads a choice"
-BINS = (
-    "rows of keys have bins of their own, and the warp meets in the next row before it comes to those of this one again"
-)
+BINS = "rows of keys have bins of their own, and the warp meets in the next row before it uses this row's bins again"
 TIMED = "the wait behind it is the one that orders; this one tells how long it takes"
 OWN = "it tells of what this PE has stored to its own memory, not put: a signal without a fence orders that, too"
 

@@ -7,7 +7,7 @@ What a call becomes:
 - put_signal: a put, and a signal that nothing orders after it;
 - an order (`sem=`, `memory_order=`): relaxed.
 
-Not what the simulator does not have: asynchronous copies and products (`T.tma_store_wait`, `T.wait_wgmma`,
+Not operations that the simulator lacks: asynchronous copies and products (`T.tma_store_wait`, `T.wait_wgmma`,
 `T.fence_proxy_async`), which it carries out at once. Nor `wait_block` by each thread for itself, which orders the same
 accesses and leaves out the barrier behind it alone: that is the mutant "no sync_threads" where the author wrote one.
 """
@@ -35,7 +35,7 @@ ALONE = re.compile(
 )
 
 
-# Options that say an order or its scope, values that are weakened, and what they become.
+# Options that say an order or its scope, values that are weakened, and their replacements.
 _WEAKER = (
     ("sem", ("acquire", "release"), "relaxed"),
     ("memory_order", ("acquire", "release", "acq_rel", "seq_cst"), "relaxed"),
@@ -47,7 +47,7 @@ class Swept:
     """A mutant: the text of the whole file, and where it differs from the original."""
 
     line: int
-    what: str
+    change: str
     text: str
 
 
@@ -108,7 +108,7 @@ def mutants(source: str) -> list[Swept]:
             begin, end = _segment(encoded, node)
             text = encoded[:begin] + change[0].encode() + encoded[end:]
             found.append(Swept(node.lineno, change[1], text.decode()))
-    return sorted(found, key=lambda m: (m.line, m.what))
+    return sorted(found, key=lambda m: (m.line, m.change))
 
 
 class Replace:
@@ -122,7 +122,7 @@ class Replace:
 
 
 class Shown(AssertionError):
-    """How a mutant has shown: what the check for races said, and which error ended the run, under which seed."""
+    """How a mutant has shown: the race detector's report, and the error that ended the run, under which seed."""
 
 
 def _reports() -> list[str]:
@@ -195,7 +195,7 @@ def _modules() -> frozenset[str]:
 def _cache_kernels(module: str, path: str) -> None:
     """Let this rank cache kernels from now on, under names that no other program looks for.
 
-    Those of files that do not use the mutated one are the same for all mutants, and a rank need not build what another
+    Those of files that do not use the mutated one are the same for all mutants, and a rank need not build kernels that another
     has built: tracing kernels is most of what a mutant costs.
     """
     from tilescale_net.compiler.simulator import cache
@@ -243,10 +243,10 @@ def explore(file: str, path: str, calls: tuple[str, ...]) -> str:
 def run(file: str, path: str, names: list[str], seeds: list[int], checked: bool = True) -> tuple[str, list[str]]:
     """The small runs `names` on this rank, with the file at `path` in the place of `file` of the registry: once with the race detector (`checked`), then under `seeds` without it.
 
-    Returns: what the detector reported, and digests of the programs that ran.
+    Returns: the detector's report, and digests of the programs that ran.
 
     Raises:
-        Shown: a run failed; what the detector reported first, a line, and the error.
+        Shown: a run failed; the detector's first report, a line, and the error.
     """
     module = _replace(file, path)
     reports, programs = _reports(), _programs()

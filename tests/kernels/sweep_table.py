@@ -5,14 +5,14 @@ from collections import Counter
 
 from tests.kernels import survivors
 
-_TEST = re.compile(r"\[(?P<name>[\w/]+), (?P<what>.+), (?P<number>\d+)\]$")
+_TEST = re.compile(r"\[(?P<name>[\w/]+), (?P<change>.+), (?P<number>\d+)\]$")
 _ROW = re.compile(r"^\| .* \| [^|]+ \| (?P<checked>[^|]+) \| (?P<seeds>[^|]+) \| (?P<explored>[^|]+) \|$", re.MULTILINE)
 _STANDS_STILL = {"SimulatorDeadlock", "WaitTimeout"}
 _COLUMNS = ("a race", "wrong data", "stands still", "another error", "harmless", "not shown", "not run")
 
 
-def _became(checked: str, reason: str | None, what: str) -> str:
-    """The column of a mutant: what the run with the check reports, or why it survives.
+def _became(checked: str, reason: str | None, change: str) -> str:
+    """The column of a mutant: the report of the run with the check, or why it survives.
 
     A `take_vectors` that is missing leaves its data unread, which no order could mend.
     """
@@ -20,7 +20,7 @@ def _became(checked: str, reason: str | None, what: str) -> str:
         return "a race"
     if checked in ("-", "the same program"):
         return "harmless" if reason in survivors.HARMLESS else "not run" if reason in survivors.NOT_RUN else "not shown"
-    if checked == "wrong data" and (reason == survivors.VALUE or what == "no take_vectors"):
+    if checked == "wrong data" and (reason == survivors.VALUE or change == "no take_vectors"):
         return "another error"
     return checked if checked == "wrong data" else "stands still" if checked in _STANDS_STILL else "another error"
 
@@ -31,9 +31,9 @@ def _counts(outcomes: dict[str, dict]) -> dict[str, Counter]:
         place, row = _TEST.search(test), _ROW.search(outcome["said"])
         if "test_sweep" not in test or place is None or row is None:
             continue
-        reason = survivors.KNOWN.get(place["name"], {}).get((place["what"], int(place["number"])))
+        reason = survivors.KNOWN.get(place["name"], {}).get((place["change"], int(place["number"])))
         of_file = counts.setdefault(place["name"], Counter())
-        of_file[_became(row["checked"], reason, place["what"])] += 1
+        of_file[_became(row["checked"], reason, place["change"])] += 1
         of_file["mutants"] += 1
         of_file["seeds"] += row["seeds"] != "-"
         of_file["explored"] += row["explored"] not in ("-", "none wrong")
@@ -45,7 +45,7 @@ def table(outcomes: dict[str, dict]) -> str:
     """Of outcomes by test, as Markdown, with the share of mutants that the check reports of those that it should.
 
     Those are the ones that change an order which the memory model needs: without those that are harmless or not run, and
-    without those that no order could save, because the job stands still (no rank sends what is waited for) or the
+    without those that no order could save, because the job stands still (no rank sends the awaited data) or the
     program is no longer valid (another error).
     """
     counts = _counts(outcomes)

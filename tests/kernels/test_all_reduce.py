@@ -72,10 +72,10 @@ def _reduce(seed, cases, options, calls=2, algorithms=("auto",)):
                         assert_same(x, data[rank], f"x of seed {seed}, case {number}")
                     x.zero_()  # the call is over with x
                 tsn.synchronize()
-                what = f"{algorithm}, seed {seed}, case {number} {case}, call {call}, rank {rank}"
+                label = f"{algorithm}, seed {seed}, case {number} {case}, call {call}, rank {rank}"
                 by_nodes = tsn.world().topology.sizes if tsn.world().topology.nodes > 1 else ()
                 expected = reference_of_nodes(data, by_nodes) if by_nodes else reference_of(algorithm, data)
-                assert_same(out, expected, what)
+                assert_same(out, expected, label)
             if guards[0] is not None:
                 tsn.barrier()
                 guards[0].check()
@@ -140,7 +140,7 @@ def test_places_that_differ(nodes):
         scatter(out, parts)
         tsn.synchronize()
         assert x.eq(n * (n + 1) // 2).all() and out.eq(n * (n + 1) // 2).all()
-    # What is copied as a whole, wherever one of its tensors lies; and what is where it can be overwritten on one rank alone.
+    # Tensors that are copied as a whole, wherever they lie; and a tensor that only one rank lets be overwritten.
     for symmetric, overwritten in ((n, False), (0, False), (1, False), (0, True), (1, True), (n, True)):
         x, total = all_symmetric[0] if rank == symmetric else others[0], torch.empty_like(others[0])
         x.fill_(rank + 1)

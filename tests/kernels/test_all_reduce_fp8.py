@@ -1,4 +1,4 @@
-"""All-reduce by FP8: bit by bit what its rounding in torch gives, within the bound that it states, on every rank alike."""
+"""All-reduce by FP8: equal bits to its rounding in torch, within its stated bound, the same on every rank."""
 
 import pytest
 import torch

@@ -43,17 +43,19 @@ def _layers(seed, dtype, hidden, calls=12):
         out = x if call % 4 == 0 else torch.empty_like(x)
         op.shots = [None, 1, 2][(call + call // 3) % 3]
         op.spread = turns.choice([None, *(s for s in SPREADS if n % s == 0)])
-        given = {k: v.to(tsn.device(), copy=True) for k, v in (("bias", bias), ("residual", residual)) if v is not None}
+        options = {
+            k: v.to(tsn.device(), copy=True) for k, v in (("bias", bias), ("residual", residual)) if v is not None
+        }
         unsettle(pace, 0.1)
-        assert op(out, x, weight, eps=EPS, **given) is out
+        assert op(out, x, weight, eps=EPS, **options) is out
         tsn.synchronize()
         sums = reference_of_nodes(data, tsn.world().topology.node_size)
         total, norm = expected(sums, bias, residual, weight.cpu())
-        what = f"seed {seed}, call {call}, {shape}, rank {rank}"
+        label = f"seed {seed}, call {call}, {shape}, rank {rank}"
         if residual is not None:
-            assert_same(given["residual"].cpu(), total, what)
+            assert_same(options["residual"].cpu(), total, label)
         tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-5}[dtype]
-        assert torch.allclose(out.cpu().double(), norm, rtol=tolerance, atol=1e-6), what
+        assert torch.allclose(out.cpu().double(), norm, rtol=tolerance, atol=1e-6), label
         bits.append(out.cpu().view(torch.uint8).tolist())
     op.free()
     return bits
@@ -129,7 +131,7 @@ def _forms(seed, dtype, hidden, combinations=FEW, calls=2):
     for call, (by, shots, top_k) in enumerate(combinations * calls):
         rows, op.shots = turns.choice([1, 5, 8]), shots
         op.spread = turns.choice([None, *(s for s in SPREADS if n % s == 0)])
-        what = f"seed {seed}, call {call}, {rows} rows, {by}, top_k {top_k}, rank {rank}"
+        label = f"seed {seed}, call {call}, {rows} rows, {by}, top_k {top_k}, rank {rank}"
         residual = values((rows, hidden), dtype, seed, call, "residual") if call % 2 else None
         if top_k:
             data = [_experts((seed, call, p), rows, top_k, dtype, hidden, turns.random() < 0.5) for p in range(n)]
@@ -143,40 +145,40 @@ def _forms(seed, dtype, hidden, combinations=FEW, calls=2):
         # Kept apart, in the residual's memory, or not at all.
         kept = turns.choice([True, residual is not None, False])
         before, scale = _on_device(residual, torch.tensor([2.0 ** turns.randrange(-6, 3)]))
-        given: dict = dict(residual=before, eps=EPS, weight_bias=weight_bias)
-        given["total"] = torch.empty((rows, hidden), dtype=dtype, device=tsn.device()) if kept else None
+        options: dict = dict(residual=before, eps=EPS, weight_bias=weight_bias)
+        options["total"] = torch.empty((rows, hidden), dtype=dtype, device=tsn.device()) if kept else None
         out = torch.empty((rows, hidden), dtype=dtype, device=tsn.device())
         unsettle(pace, 0.1)
-        assert op(out, x, *_on_device(weight), **given) is out
+        assert op(out, x, *_on_device(weight), **options) is out
         tsn.synchronize()
         if kept:
-            assert_same(given["total"].cpu(), total, what)
+            assert_same(options["total"].cpu(), total, label)
         if residual is not None:
-            assert_same(before.cpu(), residual if kept else total, what)
+            assert_same(before.cpu(), residual if kept else total, label)
         tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
-        assert torch.allclose(out.cpu().double(), wanted, rtol=tolerance, atol=1e-5), what
+        assert torch.allclose(out.cpu().double(), wanted, rtol=tolerance, atol=1e-5), label
         if not by:
             continue
         q, scales = _quantised(out.cpu(), by, scale.cpu())
         for layout in ("row", "column", "tma"):
             alone = layout == "column"
-            given["quantized"] = torch.empty((rows, hidden), dtype=FP8, device=tsn.device())
+            options["quantized"] = torch.empty((rows, hidden), dtype=FP8, device=tsn.device())
             if by == "tensor":
-                given["scale"] = scale
+                options["scale"] = scale
             else:
-                given["scales"] = op.new_scales(rows, by, layout)
-                given["ue8m0"] = by == "ue8m0"
-            (given["residual"],) = _on_device(residual)
+                options["scales"] = op.new_scales(rows, by, layout)
+                options["ue8m0"] = by == "ue8m0"
+            (options["residual"],) = _on_device(residual)
             again = torch.empty_like(out)
-            found = op(None if alone else again, x, *_on_device(weight), **given)
-            assert found is (given["quantized"] if alone else again)
+            found = op(None if alone else again, x, *_on_device(weight), **options)
+            assert found is (options["quantized"] if alone else again)
             tsn.synchronize()
             if not alone:
-                assert_same(again.cpu(), out.cpu(), what)
-            assert_same(given["quantized"].cpu(), q, f"{what}, {layout}")
+                assert_same(again.cpu(), out.cpu(), label)
+            assert_same(options["quantized"].cpu(), q, f"{label}, {layout}")
             if by != "tensor":
-                found = given["scales"].cpu().clone(memory_format=torch.contiguous_format)
-                assert_same(found, scales, f"{what}, scales, {layout}")
+                found = options["scales"].cpu().clone(memory_format=torch.contiguous_format)
+                assert_same(found, scales, f"{label}, scales, {layout}")
     op.free()
 
 

@@ -101,9 +101,9 @@ def _uneven(seed, calls, options, row, dtype, as_tensors):
         x_heap.tensor.zero_()
         op.check()
         expected = torch.cat([d.split(splits[p])[rank] for p, d in enumerate(data)])
-        what = f"seed {seed}, call {call}, rank {rank}, splits {splits}"
-        assert_same(out, expected, what)
-        assert_same(out_heap.tensor[sum(receives) :], before[sum(receives) :], what + ", rows behind out")
+        label = f"seed {seed}, call {call}, rank {rank}, splits {splits}"
+        assert_same(out, expected, label)
+        assert_same(out_heap.tensor[sum(receives) :], before[sum(receives) :], label + ", rows behind out")
     x_heap.check()
     out_heap.check()
 

@@ -63,10 +63,10 @@ def merges(seed, all_heads, base_2, calls=6):
             x.zero_()  # the call is over with x
         tsn.synchronize()
         wanted, wanted_lse = (t[:, own] for t in merged(partials, base_2))
-        what = f"seed {seed}, call {call}, {shape}, {dtype}, rank {rank}"
+        label = f"seed {seed}, call {call}, {shape}, {dtype}, rank {rank}"
         tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-        assert torch.allclose(out.cpu().double(), wanted, rtol=tolerance, atol=tolerance), what
-        assert torch.allclose(out_lse.cpu().double(), wanted_lse, rtol=1e-5, atol=1e-5), what
+        assert torch.allclose(out.cpu().double(), wanted, rtol=tolerance, atol=tolerance), label
+        assert torch.allclose(out_lse.cpu().double(), wanted_lse, rtol=1e-5, atol=1e-5), label
         bits.append(out.cpu().view(torch.uint8).tolist() if all_heads else None)
     op.free()
     return bits

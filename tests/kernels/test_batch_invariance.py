@@ -26,7 +26,7 @@ SMALL = dict(threads=64, blocks=2)
 
 
 def _rows(pool: torch.Tensor, index: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """These rows of it on this rank's device, and what is to be freed."""
+    """These rows of it on this rank's device, and tensors to free."""
     picked = pool[index]
     if not symmetric:
         return picked.to(tsn.device()), []
@@ -52,12 +52,12 @@ def _all_reduce(seed, dtype, hidden, counts) -> None:
     ops = [AllReduce(**options), AllReduce(**options, once_per_node=False)]
     if tsn.world().topology.nodes == 1:
         ops += [AllReduce(**options, algorithm=name) for name, row in ALGORITHMS.items() if row.is_exact]
-    for index, symmetric, what in _calls(seed, counts):
+    for index, symmetric, label in _calls(seed, counts):
         x, made = _rows(pools[rank], index, symmetric)
         for op in ops:
-            assert_same(op(torch.empty_like(x), x).cpu(), expected[index], f"{op._algorithm}, {what}")
+            assert_same(op(torch.empty_like(x), x).cpu(), expected[index], f"{op._algorithm}, {label}")
         if made:  # in place
-            assert_same(ops[0](x).cpu(), expected[index], what)
+            assert_same(ops[0](x).cpu(), expected[index], label)
         tsn.barrier()
         for tensor in made:
             tsn.free(tensor)
@@ -72,9 +72,9 @@ def _fp8(seed, dtype, hidden, counts) -> None:
     op = AllReduce(**SMALL, algorithm="fp8")
     x = pool.to(tsn.device())
     expected = op(torch.empty_like(x), x).cpu()
-    for index, symmetric, what in _calls(seed, counts):
+    for index, symmetric, label in _calls(seed, counts):
         x, made = _rows(pool, index, symmetric)
-        assert_same(op(torch.empty_like(x), x).cpu(), expected[index], what)
+        assert_same(op(torch.empty_like(x), x).cpu(), expected[index], label)
         tsn.barrier()
         for tensor in made:
             tsn.free(tensor)
@@ -87,11 +87,11 @@ def _reduce_scatter(seed, dtype, hidden, counts) -> None:
     expected = reference_of_nodes(pools, node_size)
     ops = [ReduceScatter(**SMALL, chunk_bytes=2048, algorithm=way) for way in ("auto", "push")]
     nodes = tsn.world().topology.nodes
-    for index, symmetric, what in _calls(seed, counts):
+    for index, symmetric, label in _calls(seed, counts):
         x, made = _rows(pools[rank], torch.cat([index.roll(r) for r in range(n)]), symmetric or nodes > 1)
         for op in ops:
             out = torch.empty((len(index), hidden), dtype=dtype, device=tsn.device())
-            assert_same(op(out, x).cpu(), expected[index.roll(rank)], f"{op._algorithm}, {what}")
+            assert_same(op(out, x).cpu(), expected[index.roll(rank)], f"{op._algorithm}, {label}")
         for tensor in made:
             tsn.barrier()
             tsn.free(tensor)
@@ -116,11 +116,11 @@ def _norm(seed, dtype, hidden, counts) -> None:
         return out, residual.cpu()
 
     expected = normed(torch.arange(POOL), False)
-    for index, symmetric, what in _calls(seed, counts):
+    for index, symmetric, label in _calls(seed, counts):
         # Of many rows a call takes the simulator long.
         for op.shots in (None, 1, 2) if len(index) < 1000 else (1,) if symmetric else (2,):
             for found, all_rows in zip(normed(index, symmetric), expected):
-                assert_same(found, all_rows[index], f"shots {op.shots}, {what}")
+                assert_same(found, all_rows[index], f"shots {op.shots}, {label}")
     op.free()
 
 
@@ -149,8 +149,8 @@ def _combine(seed, dtype, hidden, counts) -> None:
 
         if expected is None:
             expected = combined(torch.arange(POOL))
-        for index, _, what in _calls(f"{seed} {rank}", batches):
-            assert_same(combined(index), expected[index], f"{mode}, {what}")
+        for index, _, label in _calls(f"{seed} {rank}", batches):
+            assert_same(combined(index), expected[index], f"{mode}, {label}")
         op.free()
 
 

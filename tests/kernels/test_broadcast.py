@@ -69,19 +69,19 @@ def _transposed(seed, cases=8, largest=5):
             x.tensor.copy_(data[rank])
             unsettle(pace, 0.1)
             assert op(out.tensor, x.tensor, cut - 4 if call else cut, join) is out.tensor
-            expected, what = (
+            expected, label = (
                 torch.cat([d.chunk(n, cut)[rank] for d in data], join).contiguous(),
                 f"seed {seed}, {shape}",
             )
             tsn.synchronize()
-            assert_same(out.tensor, expected, f"{what}, cut {cut}, join {join}, rank {rank}")
+            assert_same(out.tensor, expected, f"{label}, cut {cut}, join {join}, rank {rank}")
             # To a tensor of this rank's own, by turns in pieces as large ones are and in one as small ones are.
             with in_pieces(case % 2 == 1):
                 result = torch.empty(made, dtype=dtype, device=tsn.device())
                 assert op(out.tensor, x.tensor, cut, join, result=result) is result
             x.tensor.zero_()  # the call is over with x
             tsn.synchronize()
-            assert_same(result, expected, f"{what}, cut {cut}, join {join}, rank {rank}, copied")
+            assert_same(result, expected, f"{label}, cut {cut}, join {join}, rank {rank}, copied")
         tsn.barrier()
         out.check()
         for tensor in (out, x):
@@ -123,12 +123,12 @@ def _uneven(seed, cases=6):
             if count == 1:
                 assert_same(copies[0], whole.chunk(n, 2)[rank].contiguous(), "copied")
                 assert_same(copies[1], whole[:, mine].contiguous(), "copied back")
-            what = f"seed {seed}, {part}, lengths {lengths}, {count} chunks, rank {rank}"
-            assert_same(torch.cat(list(y.tensor.cpu()), 2), whole.chunk(n, 2)[rank].contiguous(), what)
-            assert_same(result, whole[:, mine].contiguous(), what)
+            label = f"seed {seed}, {part}, lengths {lengths}, {count} chunks, rank {rank}"
+            assert_same(torch.cat(list(y.tensor.cpu()), 2), whole.chunk(n, 2)[rank].contiguous(), label)
+            assert_same(result, whole[:, mine].contiguous(), label)
             tsn.barrier()
         beyond = back.tensor[result.numel() :].contiguous().view(torch.uint8)
-        assert bool((beyond == GUARD).all()), f"{what}: rows of longer ranks were written here"
+        assert bool((beyond == GUARD).all()), f"{label}: rows of longer ranks were written here"
         for tensor in (x, y, back):
             tensor.check()
             tensor.free()

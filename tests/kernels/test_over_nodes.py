@@ -57,7 +57,7 @@ def _bytes_of(call) -> int:
 @ranks.on(4, VIRTUAL_NODES="2", timeout=280)
 def test_bytes_on_the_network():
     """Once per node, and once per rank."""
-    n, part = tsn.size(), 40_960  # more than what is sent once per rank anyway
+    n, part = tsn.size(), 40_960  # more than the bytes up to which data go once per rank
     x, out = tsn.zeros(part, torch.uint8), tsn.zeros((n, part), torch.uint8)
     parts, total = tsn.zeros((n, part // 2), torch.bfloat16), tsn.zeros(part // 2, torch.bfloat16)
     whole = tsn.zeros(n * part // 2, torch.bfloat16)

@@ -45,11 +45,11 @@ def _copies(seed, direction, way, cases):
         tsn.barrier()
         expected = random_bytes(CAPACITY, seed, number, "before")
         expected[:count] = random_bytes(CAPACITY, seed, number, source)[:count]
-        what = f"seed {seed}, {direction} {way}, count {count}, loops {loops}, offsets {dst_offset} and {src_offset}"
-        assert_same(dst.tensor, expected.to(dst.tensor.device), what)
+        label = f"seed {seed}, {direction} {way}, count {count}, loops {loops}, offsets {dst_offset} and {src_offset}"
+        assert_same(dst.tensor, expected.to(dst.tensor.device), label)
         assert not dynamic or work[0].tolist() == [0, 0], "the next launch needs fresh counters"
         for place in (dst, src):
-            place.check(what)
+            place.check(label)
             place.free()
 
 

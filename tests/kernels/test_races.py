@@ -26,7 +26,7 @@ ACROSS_NODES = [name for name, run in RUNS.items() if not run.one_node]
 
 
 def chaos_of(seed: int) -> str:
-    """A network: what it does, and how badly, depends on the seed."""
+    """A network whose faults, and their rates, depend on the seed."""
     pace = random.Random(seed)
     faults = {
         "reorder": f"{pace.uniform(0.1, 0.9):.2f}",

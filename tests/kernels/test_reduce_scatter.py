@@ -70,9 +70,9 @@ def _reduce(seed, cases, options, calls=2, through=False):
             assert op(out.tensor, x.tensor, **way) is out.tensor
             x.tensor.zero_()  # the call is over with x
             tsn.synchronize()
-            what = f"seed {seed}, case {number}, call {call}, rank {rank}"
+            label = f"seed {seed}, case {number}, call {call}, rank {rank}"
             parts = [d[rank] for d in data]
-            assert_same(out.tensor, reference_of_nodes(parts, sizes), what)
+            assert_same(out.tensor, reference_of_nodes(parts, sizes), label)
         for tensor in (x, out, between):
             tensor.check()
             tensor.free()

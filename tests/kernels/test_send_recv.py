@@ -96,7 +96,7 @@ def _operators_and_refusals() -> None:
 
 
 def _gradients() -> None:
-    """Two stages of a pipeline, two micro-batches: what the second one's loss gives for the first one's weights."""
+    """Two stages of a pipeline, two micro-batches: the gradient of the second stage's loss reaches the first stage's weights."""
     rank, device = tsn.rank(), tsn.device()
     first, second = (torch.full((4, 4), value, device=device, requires_grad=True) for value in (2.0, 3.0))
     parts = [torch.arange(12.0, device=device).view(3, 4), torch.ones((5, 4), device=device)]
@@ -129,12 +129,12 @@ def _gradients() -> None:
             assert not ops.recv(torch.empty_like(second), 0, requires_grad=True).requires_grad
     factor, out = torch.ones(4, device=device, requires_grad=True), torch.ones(4, device=device)
     used = (factor * out).sum()
-    for given in (out, out.view(2, 2).t()):
+    for target in (out, out.view(2, 2).t()):
         before = out._version
         if rank == 0:
             ops.send(first.detach().view(-1)[:4].clone(), 1)
         else:
-            ops.recv(given, 0)
+            ops.recv(target, 0)
             assert out._version == before + 1
     if rank == 1:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

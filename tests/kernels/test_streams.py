@@ -159,7 +159,7 @@ def test_two_streams():
     outs = [tsn.empty((n, count)) for _ in range(turns)]
     tsn.barrier()
     with torch.cuda.stream(streams[0]):
-        torch.cuda._sleep(200_000_000)  # what the constructors write waits for it
+        torch.cuda._sleep(200_000_000)  # the constructors' writes wait for it
         gather, scatter, reduce = AllGather(blocks=8), ReduceScatter(blocks=8), AllReduce(blocks=8)
         layer = moe.AllToAll(8, 64, 1024, 4)
     xs = [random_tensor((count,), torch.float32, turn, rank, "x").to(device) for turn in range(turns)]

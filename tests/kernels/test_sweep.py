@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks
 FOLDER = Path(next(iter(kernels.__path__)))
 SEEDS = 20  # of runs without the check
 ATTEMPTS = 36  # of mutants of the registry: a right schedule may hide a missing line, and most show at once
-# The sample of the ordinary suite: of a file, what was changed, the how manieth of its kind, and what shows it.
+# The sample of the ordinary suite: file, change, index among changes of its kind, and the error that shows it.
 SAMPLE = [("exchange", "no sync_threads", 1, "DataRace")]
 
 
@@ -34,7 +34,7 @@ def _runs_of(file: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What shows a mutant, "" for nothing, and digests of the programs that ran."""
+    """The errors that show a mutant, "" for none, and digests of the programs that ran."""
 
     checked: str  # in one run with the check
     random: str  # under which of the seeds without it
@@ -50,9 +50,9 @@ def _worlds(file: str) -> list[tuple[int, int]]:
 
 
 def outcome(file: str, text: str, folder: Path, seeds: list[int], world: tuple[int, int] = (2, 1)) -> Outcome:
-    """What shows that the text of a kernel's file is wrong.
+    """Errors that show that the text of a kernel's file is wrong.
 
-    What fails in the run with the check would have failed without it, too: it has the first seed. SWEEP_TIMEOUT, in
+    A failure in the run with the check would have occurred without it, too: it has the first seed. SWEEP_TIMEOUT, in
     seconds, replaces TSN_TIMEOUT on machines that have more to do.
 
     Args:
@@ -123,7 +123,7 @@ def test_every_call_is_changed_once():
     source += "    N.st(a[0], 1, sem='release', scope='gpu')\n"
     source += "    N.put_signal_thread(y, x, pe, a, 1, 'add', count=n)\n"
     found = sweep.mutants(source)
-    assert [m.what for m in found] == [
+    assert [m.change for m in found] == [
         "no sync_threads", "no wait", "no fence of signal", "put_signal_warp in two, no fence", "no fence of signal_block",
         "sem of st", "put_signal_thread in two, no fence",
     ]  # fmt: skip
@@ -137,13 +137,13 @@ def test_every_call_is_changed_once():
     assert all(len(sweep.mutants((FOLDER / f"{file}.py").read_text())) for file in ("exchange", "moe/handshake"))
 
 
-# -- the registry's, which must show without the race detector: that is what makes the runs worth passing -------------
+# -- the registry's, which must show without the race detector: else the runs would prove nothing -----------------------
 
 
 def _data_shows(mutant: Mutant, path: Path, seeds: list[int], seconds: int = 3) -> str | None:
     """What went wrong in one of the runs: wrong data or a wait that did not end within `seconds`; None when all was right."""
     env = {"TSN_TIMEOUT": str(seconds)}
-    if mutant.nodes > 1:  # what is not waited for comes late
+    if mutant.nodes > 1:  # data that nobody waits for come late
         env |= {"VIRTUAL_NODES": str(mutant.nodes), "TSN_CHAOS": f"seed={seeds[0]},reorder=0.5,delay_us=3000"}
     arguments = mutant.file, str(path), [mutant.run], seeds, False
     outcomes = ranks.launch(2 * mutant.nodes, sweep.run, *arguments, env=env, timeout=150)
@@ -188,23 +188,23 @@ def test_mutants_fail(name, tmp_path):
 # -- all that a machine makes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file, what, number, shown", SAMPLE)
-def test_a_sample_is_found(file, what, number, shown, tmp_path):
-    of_its_kind = [m for m in sweep.mutants((FOLDER / f"{file}.py").read_text()) if m.what == what]
+@pytest.mark.parametrize("file, change, number, shown", SAMPLE)
+def test_a_sample_is_found(file, change, number, shown, tmp_path):
+    of_its_kind = [m for m in sweep.mutants((FOLDER / f"{file}.py").read_text()) if m.change == change]
     mutant = of_its_kind[number]
-    assert outcome(file, mutant.text, tmp_path, []).checked == shown, (file, mutant.line, what)
+    assert outcome(file, mutant.text, tmp_path, []).checked == shown, (file, mutant.line, change)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a mutant is: what was changed, the how manieth of its kind in a kernel's file or the tutorial of a number."""
+    """Where a mutant is: the change and its index among changes of its kind, in a kernel's file or a numbered tutorial."""
 
     name: str
-    what: str
+    change: str
     number: int
 
     def __str__(self):
-        return f"{self.name}, {self.what}, {self.number}"
+        return f"{self.name}, {self.change}, {self.number}"
 
 
 def _tutorial(name: str) -> Path | None:
@@ -221,8 +221,8 @@ def _original(name: str) -> str:
 def _mutants(name: str) -> dict[Place, sweep.Swept]:
     kinds, found = Counter(), {}
     for mutant in sweep.mutants(_original(name)):
-        found[Place(name, mutant.what, kinds[mutant.what])] = mutant
-        kinds[mutant.what] += 1
+        found[Place(name, mutant.change, kinds[mutant.change])] = mutant
+        kinds[mutant.change] += 1
     return found
 
 
@@ -248,7 +248,7 @@ def exploration(file: str, text: str, folder: Path) -> str:
 
 
 def row(place: Place, folder: Path, seeds: list[int]) -> str:
-    """Print a row for a mutant, and return what the run with the check reports: "" where it shows nothing.
+    """Print a row for a mutant, and return the report of the run with the check: "" for none.
 
     Args:
         folder: for the mutant's file.
@@ -261,7 +261,7 @@ def row(place: Place, folder: Path, seeds: list[int]) -> str:
         checked, random = kernel_outcome(place.name, mutant, folder, seeds)
     explored = "-" if program else exploration(place.name, mutant.text, folder)
     line = _original(place.name).splitlines()[mutant.line - 1].strip()
-    shown = f"{mutant.what} | {checked or '-'} | {random or '-'} | {explored}"
+    shown = f"{mutant.change} | {checked or '-'} | {random or '-'} | {explored}"
     print(f"| {place.name}:{mutant.line} | `{line}` | {shown} |", flush=True)
     return "" if checked == "the same program" else checked
 
@@ -293,7 +293,7 @@ def test_a_file_as_it_is_is_not_accused(name):
 def test_one_run_with_the_check_shows_all_but_known_survivors(place, tmp_path):
     """SWEEP_SEEDS is the number of runs without the check, SEEDS by default; `python -m tests.outcomes` makes the table."""
     shown = row(place, tmp_path, list(range(int(os.environ.get("SWEEP_SEEDS", str(SEEDS))))))
-    known = survivors.KNOWN.get(place.name, {}).get((place.what, place.number))
+    known = survivors.KNOWN.get(place.name, {}).get((place.change, place.number))
     assert shown or known, f"{place}: nothing shows it"
 
 

@@ -18,7 +18,7 @@ from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 
 def _ended(op, call) -> None:
-    """Make a call of `op`. On a GPU its kernel runs on behind it, and `check` raises what the kernel finds."""
+    """Make a call of `op`. On a GPU its kernel runs on behind it, and `check` raises the kernel's error."""
     call()
     if tsn.device().type == "cuda":
         op.check()
@@ -126,7 +126,7 @@ def _reduce(rows):
 @pytest.mark.parametrize("rows", [(64, 63), (64, 1000)], ids=["as many chunks", "more chunks"])
 @pytest.mark.sample(1)
 def test_reduce_scatter(rows):
-    """Where numbers of chunks differ the call cannot end by itself; the error names the mismatch instead of the timeout."""
+    """Where numbers of chunks differ the call cannot end; the error names the mismatch instead of the timeout."""
     # What a rank compiles for a GPU the other one waits for in its kernel.
     timeout = "20" if ranks.gpus() else "3"
     for outcome in ranks.launch(2, _reduce, rows, env={"TSN_TIMEOUT": timeout}):

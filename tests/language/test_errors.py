@@ -324,7 +324,7 @@ def test_factory_arguments_of_a_wrong_kind(n):
     ) as error:
         zeroed(n)
     own = [f.name for f in traceback.extract_tb(error.value.__traceback__) if "tilescale_net/compiler" in f.filename]
-    assert own == ["__call__"]  # what is above is the author's
+    assert own == ["__call__"]  # frames above are the author's
     with pytest.raises(TypeError, match="not a number that I like"):
         broken(64.0)
 

@@ -58,8 +58,8 @@ def test_bad_script():
 def test_a_checkout_that_python_cannot_be_told_of(script, tmp_path, monkeypatch, capsys):
     path = tmp_path / "a:b"
     path.symlink_to(ROOT)
-    for what in (script(""), "pytest", "--setup-only"):
-        done = subprocess.run(["bash", str(path / "launch.sh"), what], capture_output=True, text=True, timeout=30)
+    for argument in (script(""), "pytest", "--setup-only"):
+        done = subprocess.run(["bash", str(path / "launch.sh"), argument], capture_output=True, text=True, timeout=30)
         assert done.returncode == 2 and "has ':' in its name" in done.stderr and not script.pids()
     monkeypatch.setattr(run, "PACKAGE", path / "tilescale_net")
     with pytest.raises(SystemExit) as ended:

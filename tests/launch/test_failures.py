@@ -99,9 +99,9 @@ sys.exit(1 if rank else time.sleep(1000))
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REPORTS)
-def test_reports(script, what):
-    ranks, text, code, last, *others = REPORTS[what]
+@pytest.mark.parametrize("output", REPORTS)
+def test_reports(script, output):
+    ranks, text, code, last, *others = REPORTS[output]
     done = launch(script(text), GPUS=str(ranks))
     assert done.returncode == code, done.stderr
     assert last_line(done).startswith(f"launch.sh: {last}"), done.stderr
@@ -188,7 +188,7 @@ def test_wrong_arguments_are_told_once(script):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_an_interrupted_or_killed_launcher_ends_everything(script, number, code):
-    """Ranks that only force ends, and what they have started."""
+    """Ranks that only SIGKILL ends, and processes that they have started."""
     process = start(script(STUBBORN + "time.sleep(1000)"), GPUS="2")
     assert wait_until(lambda: len(script.pids()) == 4)
     begin = time.monotonic()
@@ -223,7 +223,7 @@ def test_what_ranks_leave_running_is_ended(script):
 
 
 def test_objects_in_shared_memory_are_removed_for_a_killed_rank(script):
-    """Those whose process held their lock; not those of other programs, which may run in another container."""
+    """Files whose process held their lock; not files of other programs, which may run in another container."""
     other = f"/dev/shm/1:{os.geteuid()}:0-of-another-job"
     text = """
         import fcntl, signal
@@ -262,7 +262,7 @@ def test_closed_stderr_does_not_break_the_job(script):
 
 
 def _in(prefix: list[str], code: str, path: str) -> subprocess.CompletedProcess:
-    """The launcher alone, behind a command and some lines of Python that change what it finds."""
+    """The launcher alone, behind a command and some lines of Python that change its surroundings."""
     start = f"import os, sys; {code}; from tilescale_net.launch import run; sys.exit(run.start([{path!r}]))"
     env = clean_environment(GPUS="2", PYTHONPATH=ROOT)
     return subprocess.run([*prefix, sys.executable, "-c", start], env=env, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What scripts that launch.sh starts can import: the package, what is installed, and nothing of the checkout's top level."""
+"""Scripts that launch.sh starts can import the package, installed packages, and nothing of the checkout's top level."""
 
 import os
 import shutil
@@ -51,8 +51,8 @@ def test_a_checkout_without_its_link_and_not_built(tmp_path):
 
 def test_ranks_can_import_tilelang_without_a_home(script, tmp_path):
     (tmp_path / "home").touch()
-    given = {"HOME": str(tmp_path / "home"), "TILELANG_CACHE_DIR": "", "GPUS": "1"}
-    done = launch(script("print(os.environ['TILELANG_CACHE_DIR'])"), **given)
+    env = {"HOME": str(tmp_path / "home"), "TILELANG_CACHE_DIR": "", "GPUS": "1"}
+    done = launch(script("print(os.environ['TILELANG_CACHE_DIR'])"), **env)
     assert done.stdout.endswith(f"/tilescale_net-{os.getuid()}/tilelang\n"), done.stderr
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(tempfile.gettempdir()) / f"tilescale_net-tests-{os.getuid()}"
 BASE = [
     "-std=c++17",
-    "-O0",  # compiled in half the time; what they run is short
+    "-O0",  # compiled in half the time; runs are short
     "-g1",
     "-Wall",
     "-Wextra",
@@ -90,8 +90,8 @@ def build(
 ) -> Path:
     """Path of the program (or shared library) `name` made from `sources`, which are relative to the repository.
 
-    Those in a tuple are compiled as one file, which takes a third of the time: what they have in unnamed namespaces has
-    different names. `apart` are some of them and flags for these alone: the others are compiled once for programs with and without.
+    Those in a tuple are compiled as one file, which takes a third of the time: names in unnamed namespaces are
+    distinct. `apart` are some of them and flags for these alone: the others are compiled once for programs with and without.
 
     Fails the test when something does not compile; skips it when there is no compiler for the sanitizer.
     """

@@ -15,7 +15,7 @@ using tsn::explore::Setup;
 namespace {
 
 Thread* self = nullptr;
-// Of rank 0, rank 1, and what they share.
+// Of rank 0, of rank 1, and shared.
 alignas(64) uint64_t memory[3][64];
 const uint64_t numbers[2] = {0, 1};
 bool fenced = false;

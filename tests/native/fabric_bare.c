@@ -1,4 +1,4 @@
-/* The least that libfabric can be used with: what the package's own loops are measured against.
+/* A minimal user of libfabric, the baseline of the package's own loops.
  *
  *   fabric_bare write PROVIDER BYTES ITERATIONS WINDOW      MB/s of writes, WINDOW outstanding, like fi_rma_bw
  *   fabric_bare send PROVIDER BYTES ITERATIONS WINDOW       MB/s of messages, like fi_rdm_tagged_bw

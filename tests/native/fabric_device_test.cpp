@@ -99,7 +99,7 @@ void run(const char* library, int seed) {
   CHECK(faulty ? a.failed.size() > 0 : a.failed.empty());
   for (int i = 0; i < kCopies; i++) CHECK(b.immediates.count(i) == (a.failed.count(i) ? 0u : 1u), "immediate %d", i);
   if (!faulty) CHECK(b.messages == sent);
-  // An early end: what is outstanding is forgotten, nothing is touched afterwards.
+  // An early end: outstanding operations are forgotten, nothing is touched afterwards.
   Transport::Copy last = {0, 1, a.region, 0, 0, 0, 400, 7, true, false, 1};
   for (int i = 0; i < 10; i++) (void)a.transport->post_write(last);
 }

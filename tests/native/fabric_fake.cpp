@@ -1,8 +1,8 @@
 // A libfabric whose only provider behaves like an EFA device, strictly: built as libfabric.so.1 and named in
 // TSN_LIBFABRIC, it connects endpoints within one process. It delivers in random order, keeps small queues, wants real
 // memory behind every operation, descriptors of the right memory, known initiators, receives for immediates and rung
-// doorbells; what breaks a rule is recorded in fake_violations(). With the driver of fake_cuda.cpp, what is written to
-// a GPU's memory is seen there after a flush.
+// doorbells; broken rules are recorded in fake_violations(). With the driver of fake_cuda.cpp, data written to
+// a GPU's memory are seen there after a flush.
 //
 // Attributes, limits and what options return are the answers of the real provider in efa_answers.h. FAKE_FABRIC
 // configures it: "nics=4,name=efa-direct,device=p5,library=2.5,tx=16,rx=64,mr_endpoint=1,cuda_calls=0,dmabuf=1,
@@ -165,7 +165,7 @@ ssize_t cq_read(fid_cq* c, void* out, size_t count) {
   cq->domain->thread = pthread_self();
   progress(cq);
   if (!cq->errors.empty()) return -FI_EAVAIL;
-  auto& all = cq->entries; // those of injected messages are not reported
+  auto& all = cq->entries; // injected messages are not reported
   all.erase(std::remove_if(all.begin(), all.end(), [](const fi_cq_data_entry& e) { return !e.flags; }), all.end());
   const size_t n = std::min(count, cq->entries.size());
   if (!n) return -FI_EAGAIN;
@@ -385,7 +385,7 @@ EXPORT int fi_getinfo(uint32_t, const char*, const char*, uint64_t, const struct
   fill_tables();
   if (hints->fabric_attr->prov_name && strcmp(hints->fabric_attr->prov_name, "efa")) return -FI_ENODATA;
   if ((hints->caps & FI_HMEM) && !option("hmem", 1)) return -FI_ENODATA;
-  // What it cannot do, and what the caller must be ready for.
+  // Features that it lacks, and modes that the caller must support.
   if (hints->caps & (FI_RMA_EVENT | FI_FENCE | FI_TRIGGER | (direct() ? FI_ATOMIC : 0))) return -FI_ENODATA;
   const uint64_t order = hints->tx_attr->msg_order | hints->rx_attr->msg_order;
   if (order & ~(direct() ? 0 : FI_ORDER_SAS)) return -FI_ENODATA;

@@ -152,7 +152,7 @@ Endpoint* find(uint64_t address) {
   return nullptr;
 }
 
-// `access`: what the region must have been registered for.
+// `access`: rights that the region must have been registered with.
 void check_local(const void* p, size_t bytes, void* desc, uint64_t access, const char* what) {
   for (Mr* mr : regions)
     if (mr == desc) {
@@ -295,7 +295,7 @@ bool gives_up(Packet& p) {
   return true;
 }
 
-// Some of what is in flight arrives, in random order: on a poll of any endpoint, since a NIC needs no processor; but
+// Some of the packets in flight arrive, in random order: on a poll of any endpoint, since a NIC needs no processor; but
 // where writes are emulated, only of the target's.
 void progress(Cq* cq) {
   for (Endpoint* e : cq->endpoints) {

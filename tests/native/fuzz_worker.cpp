@@ -1,5 +1,5 @@
 // A fuzzer of a whole proxy: a false peer sends messages, immediates, credits, acknowledgements and staging slots over
-// the loopback transport, or the address that a proxy connects to is what a stranger made of it. Under AddressSanitizer
+// the loopback transport, or a proxy connects to an address that a stranger has changed. Under AddressSanitizer
 // and UndefinedBehaviorSanitizer; the proxy goes on, or ends with an error that can be printed.
 //
 // usage: fuzz_worker [libFuzzer's options]

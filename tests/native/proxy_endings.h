@@ -15,7 +15,7 @@ constexpr uint64_t kLargePut = 800000;
 inline uint64_t ending_landing(int from) { return kSystemBytes + 65536 + (uint64_t)from * (1 << 20); }
 inline uint64_t ending_word(int from) { return kSystemBytes + 8ull * (uint64_t)from; }
 
-// Every PE has large puts in flight to all others when one of them gives up. Each must end by itself, with a reason.
+// Every PE has large puts in flight to all others when one of them gives up. Each must end without help, with a reason.
 inline void end_by_failure(const WorldOptions& o, int round) {
   World w(o);
   w.disorderly();

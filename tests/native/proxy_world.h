@@ -119,7 +119,7 @@ private:
 
 class World {
 public:
-  std::vector<std::unique_ptr<Pe>> pes; // those of this process
+  std::vector<std::unique_ptr<Pe>> pes; // PEs of this process
 
   explicit World(WorldOptions o) : options_(o) {
     o.make = transports_of(o);
@@ -167,7 +167,7 @@ public:
   void disorderly() { orderly_ = false; } // the others need not be waited for
 
 private:
-  // Fills in what the other processes pass in this same call.
+  // Fills in the other processes' arguments of the same call.
   void exchange(std::vector<std::string>* each) {
     static int calls = 0; // of all worlds of the process, which come in one order everywhere
     const int call = calls++;

@@ -91,7 +91,7 @@ struct Gpu {
     CUDA(cudaMemcpy(device_context, &c, sizeof c, cudaMemcpyHostToDevice));
   }
 
-  // Runs the kernel beside a consumer that checks what it pops; nanoseconds per push of the whole grid.
+  // Runs the kernel beside a consumer that checks each popped descriptor; nanoseconds per push of the whole grid.
   double run(int kind, int blocks, int threads, int pushes, uint64_t start) {
     reset(start);
     const int64_t total = (int64_t)blocks * threads * pushes;

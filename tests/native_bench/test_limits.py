@@ -18,7 +18,7 @@ from tests.fabric.pair import PROVIDERS
 from tests.native.builder import ROOT
 from tilescale_net import _native
 
-# These measure, and other tests at the same time would be what they see: .ci/run starts them by themselves.
+# These measure, and other tests would disturb them: .ci/run starts them alone.
 pytestmark = pytest.mark.nightly
 ROUNDS = 25
 CROWDED = 0.25  # share of the processors' time, used by others, from which on even large differences say little

@@ -18,7 +18,7 @@ def launch(name, *arguments, gpus="2", **env):
 
 
 def alone(name, *arguments, **env):
-    """Rank 0 of a job whose other ranks never start: enough for what is refused before ranks meet."""
+    """Rank 0 of a job whose other ranks never start: enough for errors that come before ranks meet."""
     env = clean_environment(**{"RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join([ROOT, *sys.path]), **env})
     script = os.path.join(ROOT, "benchmark", name)
     return subprocess.run([sys.executable, script, *arguments], env=env, capture_output=True, text=True, timeout=60)

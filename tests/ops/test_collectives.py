@@ -245,7 +245,7 @@ def test_views():
 
 @ranks.on()
 def test_a_call_is_one_launch():
-    """Of 1 MiB, past packets: neither torch nor another kernel copies what a collective takes or makes."""
+    """Of 1 MiB, past packets: neither torch nor another kernel copies a collective's input or output."""
     x = torch.ones((1 << 20) // 4, device=tsn.device())
     calls = {"AllGather": lambda: ops.all_gather(x[: len(x) // 2]), "AllToAll": lambda: ops.all_to_all(x)}
     calls["ReduceScatter"] = lambda: ops.reduce_scatter(x)

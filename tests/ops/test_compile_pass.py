@@ -1,4 +1,4 @@
-"""The pass of torch.compile: what it replaces, what it leaves alone, and that results are the same."""
+"""The pass of torch.compile: the calls that it replaces, the calls that it leaves alone, equal results."""
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,12 @@ def test_layers():
         left[:] = [name for name in names if "c10d" in name or name in ("aten.mm.default", "aten.addmm.default")]
         return module
 
-    def compiled(layer, *given):
+    def compiled(layer, *inputs):
         fuse.replaced.clear()
         torch._dynamo.reset()
         with torch.no_grad():
-            found = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=passed))(*given)
-            torch.testing.assert_close(found, layer(*given), rtol=2e-2, atol=0.5)
+            found = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=passed))(*inputs)
+            torch.testing.assert_close(found, layer(*inputs), rtol=2e-2, atol=0.5)
         return list(fuse.replaced)
 
     torch.manual_seed(tsn.rank())

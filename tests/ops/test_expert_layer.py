@@ -22,7 +22,7 @@ CLAMPED = ops.SwiGLU(clamp=1.0, alpha=1.702, shift=1.0)
 
 
 def _as_if(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """Rounded numbers whose gradients are those of the exact ones."""
+    """Rounded numbers with the gradients of the exact ones."""
     return exact + (rounded - exact).detach()
 
 
@@ -31,8 +31,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _matrices(w: torch.Tensor) -> torch.Tensor:
-    held = w.detach().transpose(-1, -2)
-    return _as_if(w, dequantise_weights(*quantise_weights(held), torch.float32).transpose(-1, -2))
+    transposed = w.detach().transpose(-1, -2)
+    return _as_if(w, dequantise_weights(*quantise_weights(transposed), torch.float32).transpose(-1, -2))
 
 
 def _as_bf16(h: torch.Tensor) -> torch.Tensor:
@@ -66,17 +66,17 @@ def _data(seed: int, size: int):
     return xs, choices, weights, matrices, upstream
 
 
-def _close(found, wanted, what, rounding=0.02):
+def _close(found, wanted, label, rounding=0.02):
     """By the norm: a number of eight bits near the middle of two may go to the other one."""
     error = (found.detach().float().cpu() - wanted.detach()).norm()
-    assert error <= rounding * wanted.detach().norm() + 1e-6, (what, float(error), float(wanted.norm()))
+    assert error <= rounding * wanted.detach().norm() + 1e-6, (label, float(error), float(wanted.norm()))
 
 
-def _in_a_graph(layer, *given) -> None:
+def _in_a_graph(layer, *inputs) -> None:
     """On GPUs: captured, and replayed with other tokens."""
     if layer.device.type != "cuda":
         return
-    x, *others = (t.detach().clone() for t in given)
+    x, *others = (t.detach().clone() for t in inputs)
     with torch.no_grad():
         ops.moe_experts(layer, x, *others)
         graph = torch.cuda.CUDAGraph()
@@ -90,11 +90,11 @@ def _in_a_graph(layer, *given) -> None:
 def _given_in_eight_bits(layer, x, idx, p, w_up, w_down) -> None:
     """Matrices that were quantised before: the same bits, and gradients of all but them."""
     with torch.no_grad():
-        held = [quantise_weights(w.transpose(1, 2)) for w in (w_up, w_down)]
-    given = [w.transpose(1, 2) for w, _ in held]
+        quantised = [quantise_weights(w.transpose(1, 2)) for w in (w_up, w_down)]
+    matrices = [w.transpose(1, 2) for w, _ in quantised]
     wanted = ops.moe_experts(layer, x, idx, p, w_up, w_down)
     gradients = torch.autograd.grad(wanted.float().sum(), (x, p))
-    found = ops.moe_experts(layer, x, idx, p, *given, scales=tuple(scales for _, scales in held))
+    found = ops.moe_experts(layer, x, idx, p, *matrices, scales=tuple(scales for _, scales in quantised))
     again = torch.autograd.grad(found.float().sum(), (x, p))
     assert torch.equal(found, wanted) and all(map(torch.equal, again, gradients))
     with torch.no_grad():
@@ -119,8 +119,8 @@ def _operators(layer, x, idx, p, w_up, w_down) -> None:
     h, of_rows, up, down = (t.detach() for t in (h, of_rows, up, down))
     check(operators.moe_experts_up_backward, (h, of_rows, up, none, plan, len(x), layer.key))
     for keeps in (False, True):
-        given = x.detach(), h, down, none, of_rows, plan, len(x), False, *constants, keeps, layer.key
-        check(operators.moe_experts_down_backward, given)
+        arguments = x.detach(), h, down, none, of_rows, plan, len(x), False, *constants, keeps, layer.key
+        check(operators.moe_experts_down_backward, arguments)
     check(operators.moe_widened, (torch.ones((3, HIDDEN), dtype=torch.uint8), torch.ones((3, HIDDEN // 128))))
 
 
@@ -181,7 +181,7 @@ def test_equals_torch(dtype, size, nodes, compiles):
 @ranks.on(1)
 def test_misuse():
     x, idx = torch.zeros((1, HIDDEN), dtype=torch.bfloat16), torch.zeros((1, TOP_K), dtype=torch.int64)
-    given = x, idx, torch.ones((1, TOP_K))
+    inputs = x, idx, torch.ones((1, TOP_K))
     up = torch.zeros((EXPERTS, HIDDEN, 2 * INNER), dtype=torch.bfloat16)
     down = torch.zeros((EXPERTS, INNER, HIDDEN), dtype=torch.bfloat16)
     with without_kernels():
@@ -206,6 +206,6 @@ def test_misuse():
         (layer, (up.to(FP8), down.to(FP8)), dict(scales=(scales[0][:2], scales[1])), ValueError, "the scales of w_up are"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
-            ops.moe_experts(of, *given, *matrices, **options)
+            ops.moe_experts(of, *inputs, *matrices, **options)
     with pytest.raises(TypeError, match="x has dtype torch.float32; of a layer of torch.float8_e4m3fn it must be"):
-        ops.moe_experts(layer, x.float(), *given[1:], up, down)
+        ops.moe_experts(layer, x.float(), *inputs[1:], up, down)

@@ -33,7 +33,7 @@ def _dense(x, idx, p, w_gate, w_up, w_down):
 
 
 def _data(seed: int, size: int, dtype):
-    """Whole numbers, so that 16 bits hold what is summed; a rank without tokens, and choices that are none."""
+    """Whole numbers, whose sums 16 bits hold; a rank without tokens, and choices that are none."""
     g = torch.Generator().manual_seed(seed)
     tokens = [TOKENS - 2 * r if r + 1 < size else 0 for r in range(size)] if seed % 2 else [TOKENS] * size
     numbers = lambda *shape: torch.randint(-1, 2, shape, generator=g).float().requires_grad_()  # noqa: E731
@@ -47,22 +47,22 @@ def _data(seed: int, size: int, dtype):
     return xs, choices, weights, matrices, upstream
 
 
-def _in_other_surroundings(layer, *given) -> None:
+def _in_other_surroundings(layer, *tensors) -> None:
     """Computed again in backward, in inference mode, under another default device and in another thread: the same."""
-    inputs = [t for t in given if t.requires_grad]
-    wanted = _layer(layer, *given)
+    inputs = [t for t in tensors if t.requires_grad]
+    wanted = _layer(layer, *tensors)
     gradients = torch.autograd.grad(wanted.float().sum(), inputs)
     one_after_the_other = functools.partial(_layer, fused=False)
-    for again in (checkpoint(_layer, layer, *given, use_reentrant=False), one_after_the_other(layer, *given)):
+    for again in (checkpoint(_layer, layer, *tensors, use_reentrant=False), one_after_the_other(layer, *tensors)):
         found = torch.autograd.grad(again.float().sum(), inputs)
         assert torch.equal(again, wanted) and all(map(torch.equal, found, gradients))
 
     def elsewhere() -> torch.Tensor:
         with torch.inference_mode(), torch.device("meta"):
-            return _layer(layer, *given)
+            return _layer(layer, *tensors)
 
     with torch.autocast(layer.device.type, layer.config.dtype):
-        found = _layer(layer, *(t.float() if t.is_floating_point() else t for t in given))
+        found = _layer(layer, *(t.float() if t.is_floating_point() else t for t in tensors))
     assert found.dtype == wanted.dtype and torch.equal(found, wanted)
     with ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(elsewhere).result(), wanted)
@@ -76,9 +76,9 @@ def _operators(layer, x, idx, p, matrices) -> None:
     plan, n = [*others, weights], len(x)
     check(operators.expert_matmul, (rows.requires_grad_(), matrices[0], plan, n, layer.key))
     check(operators.moe_matmul_combine, (h.requires_grad_(), matrices[2], weights, plan, n, True, layer.key))
-    for given in (weights, weights[:0]):
-        given = x.detach(), h.detach(), matrices[2].detach(), given, plan, n, True, layer.key
-        check(operators.moe_matmul_combine_backward, given)
+    for arguments in (weights, weights[:0]):
+        arguments = x.detach(), h.detach(), matrices[2].detach(), arguments, plan, n, True, layer.key
+        check(operators.moe_matmul_combine_backward, arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
@@ -117,13 +117,13 @@ def test_gradients(dtype):
 @ranks.on(1)
 def test_refusals():
     x, idx = torch.zeros((1, HIDDEN), dtype=torch.bfloat16), torch.zeros((1, TOP_K), dtype=torch.int64)
-    given = x, idx, torch.ones((1, TOP_K))
+    inputs = x, idx, torch.ones((1, TOP_K))
     w = torch.zeros((EXPERTS, HIDDEN, INNER), dtype=torch.bfloat16)
     with without_kernels():
         plain = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K)
         layer = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, **MOE)
     with pytest.raises(ValueError, match="make it with tile_rows"):
-        ops.moe_dispatch_matmul(plain, *given, w)
+        ops.moe_dispatch_matmul(plain, *inputs, w)
     for wrong, error, words in (
         (w[1:], ValueError, r"w has shape \[3, 48, 48\]; it must be \[4, 48, n\]"),
         (w.float(), TypeError, "w has dtype torch.float32; it must be torch.bfloat16"),
@@ -132,4 +132,4 @@ def test_refusals():
         (w.tolist(), TypeError, "w must be a tensor, not list"),
     ):
         with pytest.raises(error, match=words):
-            ops.moe_dispatch_matmul(layer, *given, wrong)
+            ops.moe_dispatch_matmul(layer, *inputs, wrong)

@@ -76,9 +76,9 @@ def _compiled() -> None:
     group, device, me = dist.group.WORLD, tsn.device(), tsn.rank()
     up, down = _numbers(N, K)[me].to(device), _numbers(K, N)[me].to(device)
     x = _numbers(ROWS, K)[me].to(device).requires_grad_()
-    for operator, given in (("all_gather_matmul", ()), ("matmul_reduce_scatter", ()), ("matmul_all_reduce", (False,))):
+    for operator, rest in (("all_gather_matmul", ()), ("matmul_reduce_scatter", ()), ("matmul_all_reduce", (False,))):
         rows = x if operator == "all_gather_matmul" else _numbers(tsn.size() * ROWS, K)[me].to(device).requires_grad_()
-        arguments = (rows, down if given else up.t(), *given, True, group.group_name)
+        arguments = (rows, down if rest else up.t(), *rest, True, group.group_name)
         torch.library.opcheck(getattr(operators, operator), arguments, test_utils=("test_schema", "test_faketensor"))
 
     def layer(x, up, down):
@@ -131,7 +131,7 @@ def _refusals() -> None:
 
 
 def _eight_bits() -> None:
-    """Products of torch.float8_e4m3fn with scales, both ways; what they refuse."""
+    """Products of torch.float8_e4m3fn with scales, both ways; the arguments they refuse."""
     n, me, device, group = tsn.size(), tsn.rank(), tsn.device(), dist.group.WORLD.group_name
     eight = torch.float8_e4m3fn
     for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
@@ -150,8 +150,8 @@ def _eight_bits() -> None:
         call = getattr(ops, name)
         for fused in (True, False):
             assert torch.equal(call(x, w, fused=fused, **scales).cpu(), want.bfloat16()), (name, fused)
-        given = (False, True) if name == "matmul_all_reduce" else (True,)
-        arguments = (x, w, *given, group, *scales.values())
+        rest = (False, True) if name == "matmul_all_reduce" else (True,)
+        arguments = (x, w, *rest, group, *scales.values())
         # test_schema compares arguments by torch.allclose, which CPUs lack for eight bits.
         torch.library.opcheck(getattr(operators, name), arguments, test_utils="test_faketensor")
         with pytest.raises(TypeError, match=f"{name}: w_scales is None; torch.float8_e4m3fn takes a float32 tensor"):
@@ -210,11 +210,11 @@ def _few_are_kept() -> None:
     objects._products, objects._captured = kept
     # Memory of operators that a graph of one rank holds stays when more is needed; without a graph it is given back.
     assert objects._memory_in_graph
-    objects._memory_in_graph, held = tsn.rank() == 1, objects._memory
+    objects._memory_in_graph, memory = tsn.rank() == 1, objects._memory
     for grown in (2, 4):
-        objects.symmetric(((grown * held.numel(),), torch.uint8))
-        assert objects._of_graphs[-1] is held and len(objects._of_graphs) == 1 and not objects._memory_in_graph
-    assert handed_out.data_ptr() == held.data_ptr()
+        objects.symmetric(((grown * memory.numel(),), torch.uint8))
+        assert objects._of_graphs[-1] is memory and len(objects._of_graphs) == 1 and not objects._memory_in_graph
+    assert handed_out.data_ptr() == memory.data_ptr()
     tsn.free(objects._of_graphs.pop())  # as of memory that is live
 
 

@@ -49,15 +49,15 @@ def _layer(op, layout, received, w):
 def _other_weights(op, x, chosen, p) -> None:
     """Routers give weights in the dtype of their logits, also by autocast; their gradients are of that dtype."""
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        given = p.to(dtype).requires_grad_()
-        received = ops.moe_dispatch(op, x, chosen, given)
+        weights = p.to(dtype).requires_grad_()
+        received = ops.moe_dispatch(op, x, chosen, weights)
         assert received.row_weight.dtype == torch.float32
         ops.moe_combine(op, received.x * received.row_weight[:1], received).sum().backward()
-        same = given.detach().float().requires_grad_()
+        same = weights.detach().float().requires_grad_()
         known = ops.moe_dispatch(op, x, chosen, same)
         ops.moe_combine(op, known.x * known.row_weight[:1], known).sum().backward()
-        assert torch.equal(received.row_weight, known.row_weight) and torch.equal(given.grad, same.grad.to(dtype))
-        plain = op.dispatch(x, chosen, given.detach())
+        assert torch.equal(received.row_weight, known.row_weight) and torch.equal(weights.grad, same.grad.to(dtype))
+        plain = op.dispatch(x, chosen, weights.detach())
         found = op.combine(
             plain.x, plain.handle, weights=plain.row_weight.to(dtype) if op.config.layout == "expert" else None
         )
@@ -65,8 +65,8 @@ def _other_weights(op, x, chosen, p) -> None:
             wanted = op.combine(plain.x, plain.handle, weights=plain.row_weight.to(dtype).float())
             assert torch.equal(found, wanted)
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
-        given = torch.softmax((x @ x.new_ones((HIDDEN, TOP_K))), -1)
-        ops.moe_dispatch(op, x, chosen, given.bfloat16())
+        weights = torch.softmax((x @ x.new_ones((HIDDEN, TOP_K))), -1)
+        ops.moe_dispatch(op, x, chosen, weights.bfloat16())
 
 
 # What is traced does not depend on the layout; shapes do.
@@ -136,7 +136,7 @@ def _inputs() -> tuple[torch.Tensor, ...]:
 
 
 def _saved() -> tuple[bytes, bytes]:
-    module, given = _Doubled().to(tsn.device()), [t.to(tsn.device()) for t in _inputs()]
+    module, inputs = _Doubled().to(tsn.device()), [t.to(tsn.device()) for t in _inputs()]
     copied = copy.deepcopy(module)
     assert copied.layer is module.layer and copied.gather is module.gather and copied.scale is not module.scale
     whole, program = io.BytesIO(), io.BytesIO()
@@ -144,7 +144,7 @@ def _saved() -> tuple[bytes, bytes]:
     whole.seek(0)
     loaded = torch.load(whole, weights_only=False)
     assert loaded.layer is module.layer and loaded.gather is module.gather  # which are alive
-    torch.export.save(torch.export.export(module, tuple(given)), program)
+    torch.export.save(torch.export.export(module, tuple(inputs)), program)
     module.gather.free()
     with pytest.raises(tsn.TileScaleError, match=r"AllGather: saved after free\(\)"):
         torch.save(module, io.BytesIO())
@@ -158,18 +158,18 @@ def _loaded(saved: list[tuple[bytes, bytes]]) -> None:
     ):
         torch.load(whole, weights_only=False)
     tsn.init()
-    given = [t.to(tsn.device()) for t in _inputs()]
+    inputs = [t.to(tsn.device()) for t in _inputs()]
     alike = ops.moe_layer(*SIZES, layout="rank"), AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K + 1, torch.float32)
     run = torch.export.load(program).module()
     with pytest.raises(
         tsn.TileScaleError, match=r"with the layer AllToAll\(num_experts=4, max_tokens=6, .* of 2 ranks, which"
     ):
-        run(*given)
+        run(*inputs)
     whole.seek(0)
     module = torch.load(whole, weights_only=False)
     assert module.layer is ops.moe_layer(*SIZES) and module.layer not in alike and module.gather.alive
-    for found in (module(*given), run(*given)):
-        torch.testing.assert_close(found, 2 * given[0])
+    for found in (module(*inputs), run(*inputs)):
+        torch.testing.assert_close(found, 2 * inputs[0])
 
 
 @pytest.mark.sample(1)
@@ -216,18 +216,18 @@ def test_gradients(layout):
         torch.testing.assert_close(p.grad.cpu(), probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.grad.cpu(), w.grad[local], atol=1e-4, rtol=1e-4)
     _other_weights(op, x.detach(), chosen, p.detach())
-    # What torch.compile sees must have the shapes and types of what the operators give, and equal calls equal results.
+    # Fake results must have the shapes and types of the operators' results, and equal calls equal results.
     operators, key = torch.ops.tilescale_net, op.key
     check = functools.partial(torch.library.opcheck, test_utils=CHECKS[layout])
     x, p = x.detach().requires_grad_(), p.detach().requires_grad_()
     check(operators.moe_dispatch, (x, chosen, p, key))
-    given = operators.moe_dispatch(x.detach(), chosen, p.detach(), key)
-    rows, weights, tensors = given[0], given[1], [*given[2:], given[1]]
+    dispatched = operators.moe_dispatch(x.detach(), chosen, p.detach(), key)
+    rows, weights, tensors = dispatched[0], dispatched[1], [*dispatched[2:], dispatched[1]]
     some = weights if layout == "expert" else weights[:0]
     check(operators.moe_combine, (rows, some, tensors, len(x), key))
     check(operators.moe_dispatch_backward, (rows, weights, tensors, len(x), key))
-    for given in (some, weights[:0]):
-        check(operators.moe_combine_backward, (x.detach(), rows.detach(), given.detach(), tensors, len(x), key))
+    for dispatched in (some, weights[:0]):
+        check(operators.moe_combine_backward, (x.detach(), rows.detach(), dispatched.detach(), tensors, len(x), key))
 
 
 @ranks.on(1)

@@ -42,8 +42,8 @@ def test_equals_torch(compiled):
             None if t is None else t.detach().to(device).requires_grad_() for t in (xs[me], weight, residual, bias)
         ]
         x, *others = leaves
-        given = dict(zip(("residual", "bias"), others[1:]))
-        out, new = call(x, others[0], eps=EPS, replicated=True, **given)
+        options = dict(zip(("residual", "bias"), others[1:]))
+        out, new = call(x, others[0], eps=EPS, replicated=True, **options)
         assert torch.allclose(out.cpu(), wanted, rtol=1e-4, atol=1e-5) and torch.allclose(
             new.cpu(), total, rtol=1e-5, atol=1e-6
         )
@@ -52,16 +52,16 @@ def test_equals_torch(compiled):
             if mine is not None:
                 assert torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-4), case
         with torch.no_grad():
-            again, _ = ops.all_reduce_norm(x, others[0], eps=EPS, **given)
+            again, _ = ops.all_reduce_norm(x, others[0], eps=EPS, **options)
             assert torch.equal(again, out), "with and without gradients"
             moved, *others = (None if t is None else unaligned(t) for t in (x, *others))
-            again, _ = ops.all_reduce_norm(moved, others[0], eps=EPS, **dict(zip(given, others[1:])))
+            again, _ = ops.all_reduce_norm(moved, others[0], eps=EPS, **dict(zip(options, others[1:])))
             assert torch.equal(again, out), "of tensors that begin anywhere"
 
 
 @ranks.on()
 def test_gradient_is_summed():
-    """Where ranks' losses are added up, the gradient of x is the sum of those of all."""
+    """Where ranks' losses are added up, the gradient of x is the sum over all ranks."""
     x = _drawn(tsn.rank()).to(tsn.device()).requires_grad_()
     weight = torch.ones(HIDDEN, device=tsn.device())
     _, total = ops.all_reduce_norm(x, weight)
@@ -77,8 +77,8 @@ def test_any_rows():
     found = torch.ops.tilescale_net.all_reduce_norm(x, weight[0], None, None, EPS, True, "", any_rows=True)
     assert all(map(torch.equal, found, wanted))
     wanted = ops.all_reduce_norm_quantized(x, weight[0], by="token", eps=EPS)
-    given = (x, weight[0], *[None] * 6, "token", "row", False, EPS, 0.0, "")
-    quantized, total, scales = torch.ops.tilescale_net.all_reduce_norm_quantized(*given, any_rows=True)
+    arguments = (x, weight[0], *[None] * 6, "token", "row", False, EPS, 0.0, "")
+    quantized, total, scales = torch.ops.tilescale_net.all_reduce_norm_quantized(*arguments, any_rows=True)
     assert torch.equal(quantized.view(torch.uint8), wanted.quantized.view(torch.uint8))
     assert torch.equal(total, wanted.total) and torch.equal(scales, wanted.scales)
     norm = norms.norm_of(group_objects.in_order(""), HIDDEN)
@@ -103,16 +103,16 @@ def _end_of_moe_layer(compiled: bool) -> None:
     sums[me] = sum_of_experts(ExpertRows(*parts))
     wanted, total = _reference(sums, weight + 1, None, None)
     (wanted * _drawn(1, shape=wanted.shape)).sum().backward()
-    given = [t.detach().to(device).requires_grad_(t.is_floating_point()) for t in parts]
-    out, new = call(ExpertRows(*given), weight.to(device), eps=EPS, weight_bias=1.0, replicated=True)
+    tensors = [t.detach().to(device).requires_grad_(t.is_floating_point()) for t in parts]
+    out, new = call(ExpertRows(*tensors), weight.to(device), eps=EPS, weight_bias=1.0, replicated=True)
     assert torch.allclose(out.cpu(), wanted, rtol=1e-4, atol=1e-5)
     assert torch.allclose(new.cpu(), total, rtol=1e-5, atol=1e-6)
     (out * _drawn(1, shape=wanted.shape).to(device)).sum().backward()
-    for mine, theirs in zip(given, parts):
+    for mine, theirs in zip(tensors, parts):
         if theirs.grad is not None:
             assert torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-4)
     with torch.no_grad():
-        again, _ = call(ExpertRows(*given), weight.to(device), eps=EPS, weight_bias=1.0)
+        again, _ = call(ExpertRows(*tensors), weight.to(device), eps=EPS, weight_bias=1.0)
     assert_same(again.cpu(), out.detach().cpu())
 
 

@@ -23,7 +23,7 @@ def tracked() -> list[str]:
 
 
 def run(*command, **options) -> subprocess.CompletedProcess:
-    """Run a program that must succeed, without what an outer launcher or pytest has set."""
+    """Run a program that must succeed, without the variables of an outer launcher or pytest."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "NODE", "GPUS", "VIRTUAL_", "PYTHON", "TSN_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)} | options.pop("env", {})
     done = subprocess.run(
@@ -87,7 +87,7 @@ def new_environment(folder: Path) -> Path:
     return python
 
 
-def install(python: Path, *what) -> None:
+def install(python: Path, *packages) -> None:
     """Install into an environment of `new_environment`, without its dependencies."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-    run(*pip, "install", "-q", "--no-deps", "--no-build-isolation", *what)
+    run(*pip, "install", "-q", "--no-deps", "--no-build-isolation", *packages)

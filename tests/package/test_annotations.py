@@ -30,17 +30,17 @@ def lacking(function: Callable) -> list[str]:
     return found if says else [*found, "return"]
 
 
-def functions_of(what: object) -> Iterator[Callable]:
+def functions_of(thing: object) -> Iterator[Callable]:
     """A function, or the public methods and properties of a class."""
-    if inspect.isclass(what):
-        for cls in what.__mro__:
+    if inspect.isclass(thing):
+        for cls in thing.__mro__:
             if cls.__module__.startswith("tilescale_net"):
                 for name, value in vars(cls).items():
                     value = getattr(value, "__func__", value.fget if isinstance(value, property) else value)
                     if inspect.isfunction(value) and (name == "__init__" or not name.startswith("_")):
                         yield value
-    elif inspect.isfunction(what):
-        yield what
+    elif inspect.isfunction(thing):
+        yield thing
 
 
 def host_classes(base: type = Collective) -> Iterator[type]:
@@ -60,10 +60,10 @@ def test_every_public_signature_is_annotated():
         importlib.import_module(module.name)
     public = [getattr(module, name) for module in map(importlib.import_module, MODULES) for name in module.__all__]
     public += [*host_classes(), Kernel, World, *(value for value in vars(errors).values() if inspect.isclass(value))]
-    functions = {function for what in public for function in functions_of(what)}
+    functions = {function for thing in public for function in functions_of(thing)}
     assert len(functions) > 150
     found = {f"{f.__module__}.{f.__qualname__}": lacking(f) for f in functions}
-    assert {name: what for name, what in found.items() if what} == {}
+    assert {name: missing for name, missing in found.items() if missing} == {}
 
 
 def test_what_is_not_annotated_is_noticed():

@@ -22,7 +22,7 @@ ELSEWHERE = {
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Top-level names of what is imported anywhere in a file, absolutely."""
+    """Top-level names of all absolute imports of a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)

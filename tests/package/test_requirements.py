@@ -1,6 +1,6 @@
 """The package can be installed beside servers: one set of versions satisfies its requirements, tilelang's and theirs.
 
-Recorded here is what the published wheels' metadata say about the distributions that this package and tilelang need. Servers
+Recorded here are the published wheels' metadata about the distributions that this package and tilelang need. Servers
 are not downloaded: their wheels and torch's are gigabytes.
 """
 
@@ -34,7 +34,7 @@ TORCH = {
     "2.14.1": "typing-extensions>=4.10.0 cuda-bindings<14,>=13.0.3 nvidia-cuda-runtime==13.0.96.*",
     "2.15.0": "typing-extensions>=4.13.0 cuda-bindings<14,>=13.0.3 nvidia-cuda-runtime==13.2.86.*",
 }
-# Of the servers, and of what they pin: flashinfer-python, quack-kernels, nvidia-cutlass-dsl, nvshmem4py-cu13, cuda-python.
+# Of the servers, and of their pinned packages: flashinfer-python, quack-kernels, nvidia-cutlass-dsl, nvshmem4py-cu13, cuda-python.
 SERVERS = {
     "vllm==0.33.0": "torch==2.14.0 tilelang==0.1.12 apache-tvm-ffi==0.1.11 numpy numba==0.65.0 psutil tqdm cloudpickle "
     "typing-extensions>=4.10 apache-tvm-ffi<0.2,>=0.1.11 cuda-bindings>=12.8 torch-c-dlpack-ext",

@@ -50,7 +50,7 @@ def absolute(tree: ast.Module, package: str) -> ast.Module:
 
 @functools.cache
 def imported(tree: ast.Module) -> list[tuple[str, str | None]]:
-    """Names of the modules that a module imports, wherever it does so; and what it imports from them."""
+    """Names of the modules that a module imports, wherever it does so; and the names it imports from them."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -79,9 +79,9 @@ def test_folders_are_imported_by_those_that_they_name(room):
         if name == room or name.startswith(room + "."):
             continue
         user = name.removeprefix("tilescale_net.").partition(".")[0]
-        for module, what in imported(tree):
-            if f"{module}.{what}.".startswith(room + "."):
-                # The package's face imports what it shows.
+        for module, attribute in imported(tree):
+            if f"{module}.{attribute}.".startswith(room + "."):
+                # The package's __init__ imports its public names.
                 assert user in allowed or name == "tilescale_net", f"{path} imports {module}"
 
 
@@ -93,7 +93,8 @@ def test_no_imports_go_in_circles():
     found = {name: tree for name, _, tree in modules() if name != "tilescale_net"}
     uses = {
         name: {
-            module if f"{module}.{what}" not in found else f"{module}.{what}" for module, what in imported(runs(tree))
+            module if f"{module}.{attribute}" not in found else f"{module}.{attribute}"
+            for module, attribute in imported(runs(tree))
         }
         for name, tree in found.items()
     }
@@ -108,14 +109,14 @@ def test_no_two_folders_import_each_other():
     found = {name: (path.name == "__init__.py", tree) for name, path, tree in modules()}
 
     def floor(name: str) -> str:
-        """The folder of a module; one of the package's root is a floor by itself."""
+        """The folder of a module; each file of the package's root is a floor of its own."""
         folder = name if found[name][0] else name.rpartition(".")[0]
         return name if folder == "tilescale_net" else folder
 
     edges = set()
     for name, (is_face, tree) in found.items():
-        for module, what in imported(tree):
-            used = f"{module}.{what}" if f"{module}.{what}" in found else module
+        for module, attribute in imported(tree):
+            used = f"{module}.{attribute}" if f"{module}.{attribute}" in found else module
             if used in found and not is_face and floor(used) != floor(name):
                 edges.add((floor(name), floor(used)))
     mutual = {(a, b) for a, b in edges if a < b and (b, a) in edges and not b.startswith(f"{a}.")}
@@ -140,7 +141,7 @@ def test_native_folders_are_included_by_those_that_they_name():
             if room == "device":
                 assert rest in device and user in ("proxy", "simulator", "explore"), f"{path} includes {included}"
             elif rest.partition("/")[0] != user:
-                # bindings.cpp in csrc itself declares what the folders add to the modules.
+                # bindings.cpp in csrc itself declares the functions by which folders add to the modules.
                 assert user in allowed[rest.partition("/")[0]] | {"bindings.cpp"}, f"{path} includes {included}"
 
 

@@ -1,4 +1,4 @@
-"""The C++ programs of these tests and what they are made of."""
+"""The C++ programs of these tests, and their sources."""
 
 from pathlib import Path
 
@@ -38,13 +38,13 @@ def fabric_test() -> Path:
 
 
 def fuzz_peer() -> Path:
-    """libFuzzer's program over what is read from a peer."""
+    """libFuzzer's program over data read from a peer."""
     sources = ["tests/native/fuzz_peer.cpp", _PROXY + "wire.cpp", _PROXY + "ordering.cpp"]
     return build("fuzz_peer", sources, "fuzzer")
 
 
 def fuzz_worker() -> Path:
-    """libFuzzer's program over a whole proxy and what a foreign process sends it."""
+    """libFuzzer's program over a whole proxy and a foreign process's messages."""
     return build("fuzz_worker", ["tests/native/fuzz_worker.cpp", _WORKER, _CHAOS], "fuzzer")
 
 

@@ -32,7 +32,7 @@ def test_endings(tmp_path, how, threads):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("library, provider", [p[1:] for p in PROVIDERS], ids=IDS)
 def test_many_endings(tmp_path, library, provider, how, threads):
-    """200, of which a process goes through some: what a failed proxy had open stays open, with 85 MB of tcp;ofi_rxm."""
+    """200, of which a process goes through some: a failed proxy's resources stay open, 85 MB of them with tcp;ofi_rxm."""
     for batch in range(10):
         folder = tmp_path / str(batch)
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Fuzzers of what a proxy reads from a peer; see tests/native/fuzz_peer.cpp and, for whole proxies, fuzz_worker.cpp."""
+"""Fuzzers of the data that a proxy reads from a peer; see tests/native/fuzz_peer.cpp and, for whole proxies, fuzz_worker.cpp."""
 
 import os
 

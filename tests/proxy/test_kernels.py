@@ -71,6 +71,6 @@ def _share_by_default(wanted: list[int]) -> tuple[int, int, bool]:
 
 
 def test_default_number_of_threads():
-    """The least that any rank has processors for, and they share what is large."""
+    """The least number that any rank has processors for; ranks share the larger counts."""
     env = {"VIRTUAL_NODES": "2", "TSN_DEVICE": "simulator"}
     assert ranks.run(2, _share_by_default, [3, 2], env=env, init=False) == [(2, 2, True)] * 2

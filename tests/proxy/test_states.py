@@ -40,9 +40,9 @@ class Walker:
         self.half_connected = False  # a connect has raised: only close is of use
 
     def call(self, name: str, *arguments):
-        given = {"drain": (10.0,), "apply_adds": (10.0,), "explain": ("a test",), "exclude": ([],)}
+        rest = {"drain": (10.0,), "apply_adds": (10.0,), "explain": ("a test",), "exclude": ([],)}
         attribute = getattr(self.pe.proxy, name)
-        return attribute(*arguments, *given.get(name, ()))
+        return attribute(*arguments, *rest.get(name, ()))
 
 
 class Walk(RuleBasedStateMachine):

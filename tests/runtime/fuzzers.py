@@ -106,7 +106,7 @@ def words_in_store(dice: random.Random) -> None:
     assert isinstance(calls, int) and isinstance(call, str)
     assert control.failed_rank(said) is None or control.announced(said, 0) != ""
     reporter._read(said)
-    everybody = SimpleNamespace(gather=lambda what, value: [said])
+    everybody = SimpleNamespace(gather=lambda name, value: [said])
     for read in (lambda: world._parse_members(said, [0, 1, 2]), lambda: world.live_everywhere(everybody, {})):
         try:
             assert read() is not None
@@ -181,11 +181,11 @@ def kept_kernel(dice: random.Random) -> None:
         data = whole[:at] + bytes(len(whole[at : at + 1 + dice.randrange(512)]))
         data += whole[len(data) :]
     try:
-        held = cache.unseal(data)
+        entry = cache.unseal(data)
     except ValueError:
         assert data != whole
     else:
-        assert data == whole and held == whole[: len(held)]
+        assert data == whole and entry == whole[: len(entry)]
 
 
 _PLACE: dict[str, object] = {"gpu": "a", "ranks": 2, "nodes": 1, "package": "1"}
@@ -229,11 +229,11 @@ def trace(dice: random.Random) -> None:
         word = dice.choice((0, 1, 2, 255, 0x7FFFFFFF, 0xFFFFFFFF, dice.randrange(1 << 32), dice.randrange(16)))
         raw[at : at + 4] = word.to_bytes(4, "little")
     data = bytes(raw) if dice.random() < 0.7 else damaged(dice, bytes(raw))
-    what = dice.choice(("host", "kernels", "proxy0", "proxy", "proxy-1", "proxy²", "", "x", "proxy99999999999"))
+    source = dice.choice(("host", "kernels", "proxy0", "proxy", "proxy-1", "proxy²", "", "x", "proxy99999999999"))
     try:
         if dice.random() < 0.3:
             data = events.unpacked(damaged(dice, events.packed(data)), "a trace")
-        part = events.read_part(data, "a trace", what)
+        part = events.read_part(data, "a trace", source)
     except ValueError as err:
         assert str(err).startswith("a trace ")
         return
@@ -265,19 +265,19 @@ def offered_memory(dice: random.Random) -> None:
     with socket.socket(socket.AF_UNIX) as listener:  # one that answers in another way
         listener.bind("")
         listener.listen(1)
-        given = [offers._fds[0]] * dice.randrange(3)
-        answer = threading.Thread(target=_answer, args=(listener, bytes(dice.randrange(3)), given))
+        descriptors = [offers._fds[0]] * dice.randrange(3)
+        answer = threading.Thread(target=_answer, args=(listener, bytes(dice.randrange(3)), descriptors))
         answer.start()
         try:
             fds.append(cuda_memory.take_descriptor(listener.getsockname(), os.getpid(), 0))
-            assert given
+            assert descriptors
         except TileScaleError:
             pass
         answer.join()
     for fd in fds:
         os.close(fd)
     os.close(cuda_memory.take_descriptor(offers.name, os.getpid(), dice.randrange(2)))
-    # Nothing of it stays, but for what the other thread is about to close.
+    # No file stays open but those that the other thread is about to close.
     assert len(os.listdir("/proc/self/fd")) <= before + 2 and offers._thread.is_alive()
 
 

@@ -85,7 +85,7 @@ def _come(keys, size, ranks, timeout=20.0):
 
 
 def test_a_store_that_outlives_attempts():
-    """As that of torchrun's agent: other processes with the same ranks have met there, or have waited in vain."""
+    """As torchrun's agent has: other processes with the same ranks have met there, or have waited in vain."""
     keys, names = SignedStore(dist.HashStore(), "job", b"secret"), set()
     for size in (3, 3, 2, 4, 3):
         said = _come(keys, size, reversed(range(size)))
@@ -151,7 +151,7 @@ def _of_another_job():
 def test_ranks_of_two_jobs_at_one_port_do_not_meet():
     first, second = ranks.launch(2, _of_another_job, env=QUICK, init=False)
     assert first.error[0] == "PeerLost" and "Missing: rank 1 (did not come)" in first.error[1], first.error
-    # Rank 0 of its own job never came; that of the other one may have taken the store with it.
+    # Rank 0 of its own job never came; rank 0 of the other job may have taken the store with it.
     assert second.error[0] == "PeerLost" and "rank 0" in second.error[1].partition(": ")[2], second.error
 
 
@@ -169,10 +169,10 @@ def test_the_name_of_a_job(monkeypatch):
     assert named(RANK="1", WORLD_SIZE="8").name == named(RANK="0", WORLD_SIZE="4").name == ""
     assert named(SLURM_HET_SIZE="2").name == named(SLURM_STEP_ID="").name == ""
     assert named(TORCHELASTIC_RUN_ID="run").name == "run" and named(TORCHELASTIC_RUN_ID="run").secret is None
-    given = named(TSN_JOB="hidden", TORCHELASTIC_RUN_ID="run")
+    job = named(TSN_JOB="hidden", TORCHELASTIC_RUN_ID="run")
     store = {"TSN_STORE": "5/hidden/localhost:9", "MASTER_ADDR": "localhost", "MASTER_PORT": "9"}
-    assert given == named(**store) and "hidden" not in given.name and given != named(TSN_JOB="other")
-    assert given.secret not in (None, bytes.fromhex(given.name)) and len(given.secret) == 32
+    assert job == named(**store) and "hidden" not in job.name and job != named(TSN_JOB="other")
+    assert job.secret not in (None, bytes.fromhex(job.name)) and len(job.secret) == 32
 
 
 def _foreign():

@@ -1,4 +1,4 @@
-"""Ranks in containers and sandboxes: of one machine in several, without memory to share or loopback; and what a rank takes
+"""Ranks in containers and sandboxes: of one machine in several, without shared memory or loopback; and the addresses that a rank takes
 for the heap of another."""
 
 import ctypes
@@ -77,7 +77,7 @@ def test_loopback_that_is_down_is_named(launched):
 
 
 class _Runtime:
-    """Stands for CUDA's runtime: "GPU memory" is that of the host, and a handle holds its address."""
+    """Stands for CUDA's runtime: "GPU memory" is host memory, and a handle holds its address."""
 
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
     cudaIpcMemLazyEnablePeerAccess = 1

@@ -102,7 +102,7 @@ def test_a_wait_names_its_comparison(compare):
 
 
 WORD = dict(address=BASE + 512, expected=1)
-# Kind, operation, fields of the record; what its message has, and has not.
+# Kind, operation, fields of the record; words that its message has, and words that it has not.
 MESSAGES = [
     ("wait timeout", "wait", dict(WORD, comparison=3, name_of=lambda at: f"word of {at}"),
      ["on the signal word of 512 (heap offset 512); last seen 0"], []),

@@ -19,7 +19,7 @@ GROUP = SimpleNamespace(bound_device_id=None)
 
 
 def _machine(monkeypatch, count: int, current: int | None, local_rank: int | None) -> None:
-    """GPUs, the current one of a program that uses CUDA already, and what the launcher has set."""
+    """GPUs, the current GPU of a program that uses CUDA already, and the launcher's variables."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)

@@ -100,8 +100,8 @@ def _methods(obj) -> dict:
         if not inspect.isfunction(value) or name in local or (name.startswith("_") and name != "__call__"):
             continue
         needed = [p for p in inspect.signature(value).parameters.values() if p.default is p.empty]
-        given = [None for p in needed[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-        calls[f"{cls.__name__}.{name}"] = lambda name=name, given=given: getattr(obj, name)(*given)
+        arguments = [None for p in needed[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        calls[f"{cls.__name__}.{name}"] = lambda name=name, arguments=arguments: getattr(obj, name)(*arguments)
     return calls
 
 

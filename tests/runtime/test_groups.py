@@ -52,7 +52,7 @@ def gather(world, op: AllGather, turn: int = 0) -> None:
 
 
 def route(world, seed: int, case: str = "latency, fp8 with scales") -> None:
-    """A round of dispatch and combine on two ranks whose every bit is checked; its kernels are those of test_rounds.py."""
+    """A round of dispatch and combine on two ranks whose every bit is checked; test_rounds.py has the same kernels."""
     size, shape, options, how = CASES[case]
     assert world.size == size
     op = moe.AllToAll(**shape, **options, group=world)
@@ -203,11 +203,11 @@ def _without_room_on_one() -> str:
     me = _join()
     whole = SimulatorMemory.map_peer
 
-    def map_peer(self, *given):
+    def map_peer(self, *args):
         if me == 1:
             raise tsn.HeapError("no room here")
         time.sleep(1)
-        return whole(self, *given)
+        return whole(self, *args)
 
     SimulatorMemory.map_peer = map_peer
     with pytest.raises(tsn.TileScaleError) as caught:

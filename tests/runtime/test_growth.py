@@ -18,7 +18,7 @@ from tilescale_net.kernels.moe import AllToAll
 from tilescale_net.runtime import heap
 
 MIB = 1 << 20
-# The kernels are those of tests/kernels/moe/test_failures.py and test_rounds.py.
+# Shares its kernels with tests/kernels/moe/test_failures.py and test_rounds.py.
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
 
 
@@ -65,7 +65,7 @@ def test_it_grows(nodes):
 def _refused() -> None:
     world, kept = tsn.world(), tsn.zeros((MIB,)).fill_(7.0)
     size = world.heap.size
-    if world.device.type == "cuda" and world.topology.nodes > 1:  # what a NIC has registered stays as it is
+    if world.device.type == "cuda" and world.topology.nodes > 1:  # a NIC's registrations stay as they are
         assert world.heap.limit == size
         with pytest.raises(tsn.HeapError, match=r"exhausted.*set TSN_HEAP_SIZE=\d+"):
             tsn.empty((20 * MIB,), torch.uint8)

@@ -66,12 +66,12 @@ def _end_at(world, count: int) -> None:
 
     def on_allocate(*args):
         nonlocal count
-        given(*args)
+        earlier(*args)
         count -= 1
         if count == 0:
             raise _Elsewhere
 
-    given, world.memory.on_allocate = world.memory.on_allocate, on_allocate
+    earlier, world.memory.on_allocate = world.memory.on_allocate, on_allocate
 
 
 def _compile(op, everything: bool) -> None:

@@ -44,7 +44,7 @@ class Said:
     """A control whose ranks all say the same."""
 
     def __init__(self, text):
-        self.gather = lambda what, value: [text]
+        self.gather = lambda name, value: [text]
 
 
 @pytest.mark.parametrize("said", ["[" * 100_000, '{"a":' * 100_000, "[1e999, 1e999, [1e999]]", "[[1e999, 1]]"])

@@ -70,21 +70,21 @@ def _started_in(begun):
     return found
 
 
-def _check_outcomes(outcomes, fault: str, lost: int, what: str) -> None:
+def _check_outcomes(outcomes, fault: str, lost: int, label: str) -> None:
     """Every rank that lives names the lost one, and a rank whose disk is full reports it."""
     for o in outcomes:
         if o.rank == lost and fault in ("kill", "stop"):
             continue
-        assert o.error is not None and o.error[0] not in ("Timeout", "Died"), (what, o)
+        assert o.error is not None and o.error[0] not in ("Timeout", "Died"), (label, o)
         kind, said, _ = o.error
         if o.rank != lost:
-            assert kind == "PeerLost" and f"rank {lost}" in said.partition(": ")[2], (what, o.rank, kind, said)
+            assert kind == "PeerLost" and f"rank {lost}" in said.partition(": ")[2], (label, o.rank, kind, said)
         elif fault == "disk":
-            assert kind == "OSError" and f"Errno {errno.ENOSPC}" in said, (what, kind, said)
+            assert kind == "OSError" and f"Errno {errno.ENOSPC}" in said, (label, kind, said)
         else:  # it sees all others go
-            assert kind == "PeerLost", (what, kind, said)
+            assert kind == "PeerLost", (label, kind, said)
         if o.rank != lost and fault == "disk":
-            assert "OSError" in said, (what, o.rank, said)
+            assert "OSError" in said, (label, o.rank, said)
 
 
 def _round(folder, fault, seed):
@@ -136,11 +136,11 @@ def _round(folder, fault, seed):
 
         outcomes = ranks.launch(SIZE, _traffic, begun, env=env, heap="16M", timeout=2 * LIMIT, on_start=on_start)
     where = name if env.get("VIRTUAL_NODES") != "1" else "one node"
-    what = f"{fault} {seed}: rank {lost} after {moment:.2f} s{', early' if early else ''}, {where}"
-    _check_outcomes(outcomes, fault, lost, what)
+    label = f"{fault} {seed}: rank {lost} after {moment:.2f} s{', early' if early else ''}, {where}"
+    _check_outcomes(outcomes, fault, lost, label)
     end = time.monotonic() + 10
     while left := _started_in(begun):
-        assert time.monotonic() < end, (what, "left behind", left)
+        assert time.monotonic() < end, (label, "left behind", left)
         time.sleep(0.1)
 
 

@@ -33,10 +33,10 @@ def test_what_a_call_gives_meets_what_never_changes():
     function = tvm_ffi.convert(lambda *arguments: seen.append([*map(_seen, arguments)]))
     x, few = torch.arange(6).reshape(2, 3), torch.zeros((1, 4), dtype=torch.int32)
     slow: list = []
-    given = [
+    rules = [
         (1, (), None, None, False), (3, (-1, 4), torch.int32, few, False), (4, (-1, 2), None, None, False)
     ]  # fmt: skip
-    launch = launch_args.native_launch([(0, x), (2, 5)], given, lambda: function, lambda *args: slow.append(args))
+    launch = launch_args.native_launch([(0, x), (2, 5)], rules, lambda: function, lambda *args: slow.append(args))
     rows, pairs = torch.zeros((2, 2, 4), dtype=torch.bfloat16), torch.zeros((3, 4))
     for value in (rows, None, rows[:0]):
         launch(7, value, pairs)
@@ -55,9 +55,9 @@ def test_a_tensor_is_taken_as_the_dtype_that_the_kernel_has(dtype):
     """Another dtype of as many bits would fail in the kernel's host function, and each call be made again by the slow way."""
     seen, slow = [], []
     function = tvm_ffi.convert(lambda *arguments: seen.extend(map(_seen, arguments)))
-    given = [(0, (2, -1), dtype, None, False)]
+    rules = [(0, (2, -1), dtype, None, False)]
     with torch.device("meta"):  # a caller's default device is none of the launch's business
-        launch = launch_args.native_launch([], given, lambda: function, lambda *args: slow.append(args))
+        launch = launch_args.native_launch([], rules, lambda: function, lambda *args: slow.append(args))
     for value in (torch.zeros((4, 8), dtype=dtype), torch.zeros(32 * dtype.itemsize, dtype=torch.uint8)):
         launch(value)
     assert seen == 2 * [((2, 16), str(dtype).removeprefix("torch."))] and not slow
@@ -67,8 +67,8 @@ def test_a_tensor_whose_last_two_axes_are_exchanged():
     seen, slow = [], []
     function = tvm_ffi.convert(lambda *arguments: seen.extend(map(_seen, arguments)))
     few = torch.zeros((1, 3), dtype=torch.int32)
-    given = [(0, (-1, 3), torch.int32, few, True)]
-    launch = launch_args.native_launch([], given, lambda: function, lambda *args: slow.append(args))
+    rules = [(0, (-1, 3), torch.int32, few, True)]
+    launch = launch_args.native_launch([], rules, lambda: function, lambda *args: slow.append(args))
     by_column = torch.zeros((2, 2, 3)).transpose(1, 2)
     for value in (by_column, None, by_column[:0]):
         launch(value)
@@ -81,8 +81,8 @@ def test_a_tensor_whose_last_two_axes_are_exchanged():
 def test_integers_beyond_their_range_go_the_other_way():
     seen: list = []
     function, slow = tvm_ffi.convert(lambda *arguments: seen.append(arguments)), []
-    given, ranges = [(0, (), None, None, False), (1, (), None, None, False)], {0: (-(2**31), 2**31 - 1)}
-    launch = launch_args.native_launch([(2, 1)], given, lambda: function, lambda *args: slow.append(args), ranges)
+    rules, ranges = [(0, (), None, None, False), (1, (), None, None, False)], {0: (-(2**31), 2**31 - 1)}
+    launch = launch_args.native_launch([(2, 1)], rules, lambda: function, lambda *args: slow.append(args), ranges)
     for value in (-(2**31), 2**31 - 1, 2**31, -(2**31) - 1, 2**32 + 7):
         launch(value, 2**40)
     assert [value for value, *_ in seen] == [-(2**31), 2**31 - 1]
@@ -104,7 +104,7 @@ def test_the_default_device_of_a_user_changes_nothing():
     "decorate", [launch_args.without_default_device, profiling.named("tilescale_net.test")], ids=["plain", "named"]
 )
 def test_calls_run_without_the_mode_of_the_default_device(decorate):
-    """The mode is there again behind them, also where they fail; what another mode looks at stays in its sight."""
+    """The mode is there again behind them, also where they fail; another mode still sees its operators."""
 
     @decorate
     def made(fails: bool = False) -> str:
@@ -236,11 +236,11 @@ def test_new_tensors():
         assert LikeFactory((2,), torch.int32, torch.device("cpu"))(2).is_inference()
     for length in (8, 3):
         vectors = TensorPool(length, torch.device("cpu"))
-        given = [vectors.next(stream) for stream in ("a", "b", None) for _ in range(POOL_SIZE + 1)]
-        for number, vector in enumerate(given):
+        tensors = [vectors.next(stream) for stream in ("a", "b", None) for _ in range(POOL_SIZE + 1)]
+        for number, vector in enumerate(tensors):
             assert vector.shape == (length,) and vector.is_contiguous()
             vector.fill_(number)
-        assert [int(v[0]) for v in given] == [*range(len(given))]
+        assert [int(v[0]) for v in tensors] == [*range(len(tensors))]
 
 
 class _Stream:
@@ -271,7 +271,7 @@ def test_calls_on_different_streams(monkeypatch):
         current[0] = key
         order.follow()
     assert [s.waited for s in streams] == [[1], [0], []]
-    streams[2].captured = True  # cannot wait for what is not captured, nor is waited for
+    streams[2].captured = True  # neither waits for streams that are not captured, nor is waited for
     for key in (2, 2, 1):
         current[0] = key
         order.follow()

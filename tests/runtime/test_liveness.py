@@ -1,4 +1,4 @@
-"""What ranks ask of the store, with as many of them as a cluster has; and what a watchdog makes of a process that has ended."""
+"""Requests of ranks to the store, with as many ranks as a cluster has; and how a watchdog reports a process that has ended."""
 
 import datetime
 import json
@@ -207,7 +207,7 @@ def test_what_others_say_does_not_steer_the_terminal():
 
 
 class Posts:
-    """The part of a job's store that calls are compared through; what is posted is done at once."""
+    """The part of a job's store that calls are compared through; posts complete at once."""
 
     def __init__(self, store):
         self._store = store
@@ -220,7 +220,7 @@ class Posts:
 
 @pytest.mark.parametrize("size", [256, pytest.param(512, marks=pytest.mark.nightly)])
 def test_requests_of_a_large_job_whose_calls_wait(size):
-    """With those of the heartbeats: ranks that are quiet after a call ask what another one was called with."""
+    """With heartbeats: ranks that are idle after a call ask for the arguments of another rank's call."""
     job = Job(size)
     posts, members, logs = Posts(job.store), list(range(size)), []
     for rank in members:

@@ -194,7 +194,7 @@ def test_a_rank_that_fails_and_lives_on_holds_nobody():
 
 # -- ends of the program itself ---------------------------------------------------------------------------------------
 
-# Each job's ranks are forks of one program that has imported what init does; what they run ends as a program does.
+# Each job's ranks are forks of one program that has imported the modules of init; they end as a program does.
 DRIVER = """
 import gc, json, os, sys, time, traceback
 import torch, tilescale_net.compiler.toolchain
@@ -242,7 +242,7 @@ tsn.barrier()
 print("the rank goes on", file=sys.stderr)
 """
 
-# Rank 1 fails and takes the world down by itself, while the others wait for it.
+# Rank 1 fails and finalizes the world alone, while the others wait for it.
 FINALIZE = """
 import time
 from tilescale_net.runtime import worlds
@@ -253,7 +253,7 @@ if rank == 1:
 {others}
 """
 
-# What rank 1 does, its exit code, that of rank 0 and what rank 0 prints.
+# Statements of rank 1, its exit code, rank 0's exit code and output.
 ENDS = [
     ("if rank == 1: raise ZeroDivisionError('mine')", 1, 1, "rank 1 failed: ZeroDivisionError: mine"),
     ("if rank == 1: sys.exit(3)", 3, 1, "rank 1 failed: it ended (exit code 3)"),
@@ -267,7 +267,7 @@ ENDS = [
         "rank 1 failed: KeyError: 'late'",
     ),
     ("try: sys.exit(3)\nexcept SystemExit: pass\nprint('caught', file=sys.stderr)", 0, 0, "caught"),
-    # Python shows the exception by a hook that is not ours, as those of debuggers and loggers.
+    # Python shows the exception by a hook of a debugger or logger.
     (
         "if rank == 1:\n  sys.excepthook = lambda *error: None\n  raise ValueError('unheard')",
         1,

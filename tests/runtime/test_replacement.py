@@ -14,7 +14,7 @@ from tests.kernels.moe.support import make_inputs, run_round
 from tilescale_net import ops
 from tilescale_net.kernels.moe import AllToAll
 
-# The kernels are those of tests/kernels/moe/test_failures.py.
+# Shares its kernels with tests/kernels/moe/test_failures.py.
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
 RANKS, LOST = 3, 1
 

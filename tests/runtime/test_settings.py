@@ -21,7 +21,7 @@ def sources(*patterns: str):
 
 
 def test_the_page_is_that_of_the_table():
-    said = "docs/settings.md is not that of the table; run python -m tilescale_net settings > docs/settings.md"
+    said = "docs/settings.md differs from the table; run python -m tilescale_net settings > docs/settings.md"
     assert (ROOT / "docs" / "settings.md").read_text() == settings.page(), said
 
 
@@ -34,7 +34,7 @@ def test_the_page_lists_the_fields_of_chaos():
 def test_variables_are_read_through_the_table_alone():
     reading = re.compile(r"(?:environ\.get\(|environ\[|getenv\()\s*\"(TSN_\w+)\"")
     found = {(str(path), name) for path, text in sources("*.py", "*.cpp", "*.h") for name in reading.findall(text)}
-    # Loaded before, or without, Python; and what is asked before the package can be imported.
+    # Read before Python starts or without it, or before the package can be imported.
     assert found == {
         ("tilescale_net/csrc/fabric/provider.cpp", "TSN_LIBFABRIC"),
         ("tilescale_net/csrc/cuda/driver.cpp", "TSN_LIBCUDA"),
@@ -98,12 +98,12 @@ def test_a_name_of_no_setting_is_an_error(monkeypatch):
 
 
 def test_names_that_are_nearly_the_launchers(monkeypatch):
-    given = {"VIRTUAL_NODE": "2", "GPU": "4", "NODE": "worker-3", "MASTER_ADDRESS": "a", "NODE_NAME": "1"}
-    for name, value in given.items():
+    variables = {"VIRTUAL_NODE": "2", "GPU": "4", "NODE": "worker-3", "MASTER_ADDRESS": "a", "NODE_NAME": "1"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for row in settings.LAUNCHER:
         monkeypatch.delenv(row, raising=False)
-    found = [pair for pair in settings.misspelt_launch() if pair[0] in given]
+    found = [pair for pair in settings.misspelt_launch() if pair[0] in variables]
     assert found == [("GPU", "GPUS"), ("MASTER_ADDRESS", "MASTER_ADDR"), ("VIRTUAL_NODE", "VIRTUAL_NODES")]
     monkeypatch.setenv("GPUS", "2")
     assert ("GPU", "GPUS") not in settings.misspelt_launch()
@@ -135,11 +135,11 @@ def test_good_values(monkeypatch):
 
 
 def test_the_heaps_size_is_named_as_it_was_given():
-    for given, words in (
+    for size, words in (
         ("4 apples", "heap_bytes='4 apples'"),
         (4, "heap_bytes: a heap of 4"),
         (1.5, "heap_bytes=1.5"),
         (1 << 63, "heap_bytes: a heap of 9223372036854775808 bytes is more than any memory holds"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            settings.heap_bytes(given, on_gpu=False)
+            settings.heap_bytes(size, on_gpu=False)

@@ -42,7 +42,7 @@ def _go_on(left: list[int], step: int = 0) -> None:
 
 
 def _memory(kept: torch.Tensor, left: list[int]) -> None:
-    """Collective host calls are made by the ranks that are left; what there was is there."""
+    """The remaining ranks make collective host calls; their memory is unchanged."""
     assert torch.equal(kept.cpu(), torch.full((5,), float(tsn.rank())))
     tensors = [tsn.zeros((n,)) for n in (3, 700)]
     offsets = tsn.world().control.gather("offsets", [tsn.world().heap.offset_of(t) for t in (kept, *tensors)])

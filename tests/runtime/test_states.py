@@ -20,7 +20,7 @@ STATES = ("none", "running", "failed")
 
 
 def _tables() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """The page's two tables: call -> state -> its cell, and misuse -> what it raises."""
+    """The page's two tables: call -> state -> its cell, and misuse -> its error."""
     page = (Path(__file__).resolve().parents[2] / "docs/states.md").read_text()
     section = page.split("\n## World\n")[1].split("\n### ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
@@ -160,7 +160,7 @@ class Job:
 
 
 class Walk(RuleBasedStateMachine):
-    """`size` ranks; `state` is that of the table."""
+    """`size` ranks; `state` is a state of the table."""
 
     size, kills, nodes = 2, False, 1
     job = None
@@ -236,12 +236,12 @@ class Walk(RuleBasedStateMachine):
         self.misused("barrier", self.tell("mismatch"), "ranks make different calls", "tilescale_net.zeros")
 
     @rule(
-        what=st.sampled_from([(4, "float32", "dtype"), ([2, -1], None, "negative size"), ("4", None, "whole number")])
+        case=st.sampled_from([(4, "float32", "dtype"), ([2, -1], None, "negative size"), ("4", None, "whole number")])
     )
-    def no_shape(self, what):
+    def no_shape(self, case):
         """On one rank alone: the others do not learn of it, so they must not have to wait."""
-        answers = Walk.job.tell("no_shape", *what[:2], without=range(1, self.size))
-        self.misused("zeros", answers, "an invalid shape or dtype", what[2])
+        answers = Walk.job.tell("no_shape", *case[:2], without=range(1, self.size))
+        self.misused("zeros", answers, "an invalid shape or dtype", case[2])
 
     @rule(call=st.sampled_from(["barrier", "check"]))
     def call(self, call):

@@ -6,7 +6,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.shorthand import f32, traced, u64
 
-# How many elements there are to copy to and from, of k and m, by name; and what the error says of each.
+# How many elements there are to copy to and from, of k and m, by name; and the error's message.
 WAYS = {
     "put": ("N.put_block: dst (y) spans {} elements, src (x) {}; make them equal", 1, 1),
     "bulk": ("N.put_block: dst (y) spans {} elements, src (x) {}; make them equal", 1, 1),
@@ -28,7 +28,7 @@ def copy(clamped=False):
     """Kernel `(x, y, box, other, cube, part, whole, flag, way, k, m)`: one copy to `k` from `m` elements or rows.
 
     Args:
-        clamped: as code for GPUs has it, without reports of what is outside.
+        clamped: as in code for GPUs, without reports of accesses outside.
     """
     return (_clamped if clamped else _reported)()
 

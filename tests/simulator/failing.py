@@ -9,7 +9,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.shorthand import f32, jitted, u64
 
-# The statement that fails, the error, and what it says.
+# The statement that fails, the error, and words of its message.
 WAYS = {
     "N.put_block(y[0:4], x[0:4], 7)": ("PeOutOfRange", "put in block 0 named PE 7, but there are 1"),
     "N.remote(x, 5)": ("PeOutOfRange", "remote in block 0 named PE 5"),

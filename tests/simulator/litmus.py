@@ -1,6 +1,6 @@
 """Small communicating kernels, each in a right form and in forms that leave one thing out.
 
-Both ranks run the same kernel towards each other. `out` receives what the target saw; the right form always sees what
+Both ranks run the same kernel towards each other. `out` receives the data that the target saw; the right form always sees the data that
 was sent. On real hardware the wrong forms pass nearly always.
 """
 

@@ -22,10 +22,10 @@ class Kind:
         gsan: what Triton's GSan does with it, from its tests and its proposal; on GPUs.
         racecheck: what compute-sanitizer's racecheck does with it, from the manual and release notes of its version 2026.4; on
             GPUs.
-        ours: what the race detector says of the wrong form; "" where it finds nothing. The right form is silent.
+        ours: words of the race detector's report of the wrong form; "" for no report. The right form is silent.
     """
 
-    what: str
+    name: str
     gsan: str
     racecheck: str
     ours: str
@@ -71,7 +71,7 @@ KINDS = {
 CASES = {name: number for number, name in enumerate(KINDS)}
 
 
-# Without this tilelang puts a barrier between any two accesses to shared memory by itself.
+# Without this tilelang puts a barrier between any two accesses to shared memory.
 @tsn.jit(pass_configs={"tl.disable_thread_storage_sync": True})
 def races(right):
     """Kernel `(case, data, word, x, y, flag, out)`: one of the kinds, with what orders it or without.
@@ -266,7 +266,7 @@ def races(right):
 
 def table() -> str:
     """Who finds which, as Markdown."""
-    rows = [f"| {kind.what} | {kind.gsan} | {kind.racecheck} | {kind.how} |" for kind in KINDS.values()]
+    rows = [f"| {kind.name} | {kind.gsan} | {kind.racecheck} | {kind.how} |" for kind in KINDS.values()]
     titles = ["| kind of race | GSan, on a GPU | racecheck, on a GPU | the race detector, without one |"]
     return "\n".join([BEGIN, *titles, "| --- | --- | --- | --- |", *rows, END])
 

@@ -1,4 +1,4 @@
-"""Kernels as those of seeded_bugs.py, whose bugs lie between lanes of a warp, or behind a word that orders nothing."""
+"""Kernels as in seeded_bugs.py, whose bugs lie between lanes of a warp, or behind a word that orders nothing."""
 
 import tilelang.language as T
 

@@ -1,6 +1,6 @@
 """Calls of shipped kernels with tiny shapes, as `python -m tilescale_net check` takes them.
 
-Every object is called twice, with other data, so that the second call meets what the first one has left.
+Every object is called twice, with other data, so that the second call meets leftovers of the first.
 """
 
 import functools

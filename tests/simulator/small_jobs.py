@@ -15,31 +15,31 @@ M = 32  # float32 of a message, one for each thread
 
 
 @T.macro
-def _ring(x, y, flag, out, tx, what):
+def _ring(x, y, flag, out, tx, without):
     N.put_signal_block(y, x, (N.my_pe() + 1) % N.n_pes(), flag[0], 1)
-    if what != "wait":
+    if without != "wait":
         N.wait_block(flag[0], "ge", 1)
     out[tx] = y[tx]
 
 
 @T.macro
-def _put_and_signal(x, y, flag, out, tx, what):
+def _put_and_signal(x, y, flag, out, tx, without):
     right = (N.my_pe() + 1) % N.n_pes()
     N.put_block(y, x, right)
     T.sync_threads()
     if tx == 0:
-        N.signal(flag[0], 1, right, fence=what != "fence")
+        N.signal(flag[0], 1, right, fence=without != "fence")
     N.wait_block(flag[0], "ge", 1)
     out[tx] = y[tx]
 
 
 @T.macro
-def _stream(x, y, flag, out, tx, what):
+def _stream(x, y, flag, out, tx, without):
     """Three rounds through one place: the data go to the right, credits to the left."""
     right, left = (N.my_pe() + 1) % N.n_pes(), (N.my_pe() + N.n_pes() - 1) % N.n_pes()
     out[tx] = T.float32(0)
     for r in T.serial(3):
-        if what != "credit":
+        if without != "credit":
             if r > 0:
                 N.wait_block(flag[1], "ge", r)
         N.put_signal_block(y, x, right, flag[0], r + 1)
@@ -51,36 +51,36 @@ def _stream(x, y, flag, out, tx, what):
 
 
 @T.macro
-def _barrier(x, y, flag, out, tx, what):
+def _barrier(x, y, flag, out, tx, without):
     """Twice a put to the right, and a barrier between it and the read, and between the read and the next put."""
     right = (N.my_pe() + 1) % N.n_pes()
     for r in T.serial(2):
         N.put_block(y, x, right)
-        if what == "quiet":
+        if without == "quiet":
             T.sync_threads()
         else:
             N.quiet_block(right)
         N.barrier_all()
         out[tx] = y[tx]
         T.sync_threads()
-        if what != "barrier":
+        if without != "barrier":
             N.barrier_all()
 
 
 @T.macro
-def _count(x, y, flag, out, tx, what):
+def _count(x, y, flag, out, tx, without):
     """Everyone adds to one word of rank 0, which waits for all of them, or for one too few."""
     if tx == 0:
         N.signal(flag[0], 1, 0, op="add")
         if N.my_pe() == 0:
-            if what == "number":
+            if without == "number":
                 out[0] = T.cast(N.wait(flag[0], "ge", N.n_pes() - 1), "float32")
             else:
                 out[0] = T.cast(N.wait(flag[0], "ge", N.n_pes()), "float32")
 
 
 @T.macro
-def _turns(x, y, flag, out, tx, what):
+def _turns(x, y, flag, out, tx, without):
     """Ranks draw numbers of a counter at rank 0 by atomic operations; they add up to the same in any order."""
     if tx == 0:
         out[0] = T.cast(N.atomic_add(flag[0], T.uint64(1), 0), "float32")
@@ -88,32 +88,32 @@ def _turns(x, y, flag, out, tx, what):
 
 
 @T.macro
-def _both_wait(x, y, flag, out, tx, what):
+def _both_wait(x, y, flag, out, tx, without):
     """Each signals the other, and waits for it; or the other way round."""
     right = (N.my_pe() + 1) % N.n_pes()
     if tx == 0:
-        if what == "order":
+        if without == "order":
             N.wait(flag[0], "ge", 1)
         N.signal(flag[0], 1, right)
-        if what != "order":
+        if without != "order":
             N.wait(flag[0], "ge", 1)
 
 
 @T.macro
-def _passes(x, y, flag, out, tx, what):
+def _passes(x, y, flag, out, tx, without):
     """Rank 1 signals twice; rank 0 waits for the first value, which may have gone by where it waits for it exactly."""
     if tx == 0:
         if N.my_pe() == 1:
             N.signal(flag[0], 1, 0)
             N.signal(flag[0], 2, 0)
-        elif what == "comparison":
+        elif without == "comparison":
             N.wait(flag[0], "eq", 1)
         else:
             N.wait(flag[0], "ge", 1)
 
 
 @T.macro
-def _polls(x, y, flag, out, tx, what):
+def _polls(x, y, flag, out, tx, without):
     """A loop of tests instead of a wait, of two words in turn."""
     right = (N.my_pe() + 1) % N.n_pes()
     N.put_signal_block(y, x, right, flag[1], 1)
@@ -130,39 +130,39 @@ def _polls(x, y, flag, out, tx, what):
 
 
 @T.macro
-def _loads(x, y, flag, out, tx, what):
+def _loads(x, y, flag, out, tx, without):
     """A loop of N.ld with an order, or without one, of a word that the peer stores to."""
     right, left = (N.my_pe() + 1) % N.n_pes(), (N.my_pe() + N.n_pes() - 1) % N.n_pes()
     if tx == 0:
         y[0] = x[0]
         N.st(N.remote(flag, right)[0], T.uint64(1), sem="release", scope="sys")
-        if what == "relaxed":
+        if without == "relaxed":
             while N.ld(flag[0]) == T.uint64(0):
                 pass
             N.fence()
         else:
             while N.ld(flag[0], sem="acquire", scope="sys") == T.uint64(0):
                 pass
-        if what != "relaxed":
+        if without != "relaxed":
             out[0] = N.remote(y, left)[0]
 
 
 @T.macro
-def _counter(x, y, flag, out, tx, what):
+def _counter(x, y, flag, out, tx, without):
     """A barrier by a counter at rank 0, which everyone adds to and looks at."""
     if tx == 0:
         y[0] = x[0]
         N.fence()
         N.atomic_add(flag[0], T.uint64(1), 0)
         while N.ld(N.remote(flag, 0)[0], sem="acquire", scope="sys") < T.cast(
-            N.n_pes() - (1 if what == "number" else 0), "uint64"
+            N.n_pes() - (1 if without == "number" else 0), "uint64"
         ):
             pass
         out[0] = N.remote(y, (N.my_pe() + N.n_pes() - 1) % N.n_pes())[0]
 
 
 @T.macro
-def _seqlock(x, y, flag, out, tx, what):
+def _seqlock(x, y, flag, out, tx, without):
     """Rank 0 writes two numbers between an odd and an even count; the others read until the count is the same before and
     after, and even."""
     if tx == 0:
@@ -182,15 +182,15 @@ def _seqlock(x, y, flag, out, tx, what):
                 out[0] = N.ld(N.remote(y, 0)[0], sem="acquire", scope="sys")
                 out[1] = N.ld(N.remote(y, 0)[1], sem="acquire", scope="sys")
                 after = N.ld(N.remote(flag, 0)[0], sem="acquire", scope="sys")
-                if what == "again":
+                if without == "again":
                     after = before
 
 
 @T.macro
-def _spins(x, y, flag, out, tx, what):
-    """A loop of plain loads, which never sees what another thread writes; or very many decisions."""
+def _spins(x, y, flag, out, tx, without):
+    """A loop of plain loads, which never sees another thread's write; or very many decisions."""
     if tx == 0:
-        if what == "long":
+        if without == "long":
             for _ in T.serial(1 << 30):
                 N.atomic_add(flag[0], T.uint64(1), N.my_pe())
         else:
@@ -199,11 +199,11 @@ def _spins(x, y, flag, out, tx, what):
 
 
 @T.macro
-def _stuck(x, y, flag, out, tx, what):
+def _stuck(x, y, flag, out, tx, without):
     """A thread polls for what nobody stores, or waits for a phase of an mbarrier to which nobody arrives."""
     full = T.alloc_barrier(1)
     if tx == 0:
-        if what == "parity":
+        if without == "parity":
             T.barrier_arrive(full)
             T.barrier_wait(full, 0)
             T.barrier_wait(full, 1)
@@ -213,39 +213,39 @@ def _stuck(x, y, flag, out, tx, what):
 
 
 @T.macro
-def _packed(x, y, flag, out, tx, what):
+def _packed(x, y, flag, out, tx, without):
     """Data and flag are words of the peer, stored one after the other."""
     right = (N.my_pe() + 1) % N.n_pes()
     if tx == 0:
         N.st(N.remote(flag, right)[1], T.uint64(7))
-        N.st(N.remote(flag, right)[0], T.uint64(1), sem="relaxed" if what == "release" else "release")
-        while N.ld(flag[0], sem="relaxed" if what == "acquire" else "acquire") == T.uint64(0):
+        N.st(N.remote(flag, right)[0], T.uint64(1), sem="relaxed" if without == "release" else "release")
+        while N.ld(flag[0], sem="relaxed" if without == "acquire" else "acquire") == T.uint64(0):
             pass
         out[0] = T.cast(N.ld(flag[1]), "float32")
 
 
 @T.macro
-def _dekker(x, y, flag, out, tx, what):
+def _dekker(x, y, flag, out, tx, without):
     """Each raises its flag at the peer, and goes on alone if the peer's is down; `fence`: what keeps the load back."""
     right = (N.my_pe() + 1) % N.n_pes()
     if tx == 0:
         N.st(N.remote(flag, right)[0], T.uint64(1), sem="release")
-        if what == "fence":
+        if without == "fence":
             N.fence()
-        if what != "bare" and what != "fence":
+        if without != "bare" and without != "fence":
             T.evaluate(T.call_extern("void", "__threadfence_system"))
         out[0] = T.cast(N.ld(flag[0], sem="acquire"), "float32")
 
 
 @T.macro
-def _peterson(x, y, flag, out, tx, what):
+def _peterson(x, y, flag, out, tx, without):
     """A lock of two ranks whose words are at rank 0: the flags, and who came last."""
     words = N.remote(flag, 0)
     me, other = N.my_pe(), 1 - N.my_pe()
     if tx == 0:
         N.st(words[me], T.uint64(1), sem="release")
         N.st(words[2], T.cast(me, "uint64"), sem="release")
-        if what != "bare":
+        if without != "bare":
             T.evaluate(T.call_extern("void", "__threadfence_system"))
         while N.ld(words[other], sem="acquire") == T.uint64(1) and N.ld(words[2], sem="acquire") == T.cast(
             me, "uint64"
@@ -256,7 +256,7 @@ def _peterson(x, y, flag, out, tx, what):
 
 
 @T.macro
-def _replies(x, y, flag, out, tx, what):
+def _replies(x, y, flag, out, tx, without):
     """Rank 0 stores a word, looks once at another one, and then tells rank 1, which stores to that one and reads the
     first."""
     words = N.remote(flag, 0)
@@ -273,7 +273,7 @@ def _replies(x, y, flag, out, tx, what):
 
 
 @T.macro
-def _extern(x, y, flag, out, tx, what):
+def _extern(x, y, flag, out, tx, without):
     """A function that is given pointers."""
     if tx == 0:
         T.evaluate(T.call_extern("handle", "memcpy", T.address_of(y[0]), T.address_of(x[0]), 4))
@@ -289,13 +289,13 @@ BODIES = {
 
 
 @tsn.jit
-def kernel(name, what):
+def kernel(name, without):
     body = BODIES[name]
 
     @T.prim_func
     def main(ctx: N.Context(), x: f32(M), y: f32(M), flag: u64(3), out: f32(M)):
         with T.Kernel(1, threads=M):
-            body(x, y, flag, out, T.get_thread_binding(), what)
+            body(x, y, flag, out, T.get_thread_binding(), without)
 
     return main
 
@@ -327,14 +327,14 @@ RIGHT = {
 }  # fmt: skip
 
 
-def job(name, what=""):
+def job(name, without=""):
     """The function that sets up a rank for a kernel, whole or without something."""
 
     def set_up():
         x, y, flag, out = tsn.empty((M,)), tsn.empty((M,)), tsn.zeros((3,), torch.uint64), torch.zeros(M)
         x.fill_(tsn.rank() + 1)
-        made = kernel(name, what)
-        right = RIGHT.get(name, lambda out: True) if what != "relaxed" else lambda out: True
+        made = kernel(name, without)
+        right = RIGHT.get(name, lambda out: True) if without != "relaxed" else lambda out: True
         return lambda: made(x, y, flag, out), lambda: right(out)
 
     set_up.__name__ = name

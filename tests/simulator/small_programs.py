@@ -49,7 +49,7 @@ def job(programs, blocks=1, right=lambda out: True):
     """The function that sets up a rank.
 
     Args:
-        programs: steps (operation, index, pe, value) of each block, those of rank 0 first.
+        programs: steps (operation, index, pe, value) of each block, rank 0's blocks first.
         right: whether the results of a rank are, int64 [blocks, STEPS].
     """
 

@@ -11,7 +11,7 @@ ROWS, COLUMNS, DEPTH, STAGES = 64, 32, 32, 2  # of a tile
 
 
 def matmul(m, n, k, dtype, frees=True):
-    """`c = a @ b.T` by one warp that copies and a warpgroup that multiplies and `frees` what it has read."""
+    """`c = a @ b.T` by one warp that copies and a warpgroup that multiplies and `frees` the stages that it has read."""
 
     @T.prim_func
     def kernel(a: T.Tensor((m, k), dtype), b: T.Tensor((n, k), dtype), c: T.Tensor((m, n), dtype)):

@@ -1,4 +1,4 @@
-"""Remote atomic operations: what a fence orders before them and after them is there, what none does goes wrong when
+"""Remote atomic operations: a fence orders data before and after them; without one data are wrong when
 writes come late, and the race detector names it."""
 
 import pytest
@@ -119,7 +119,7 @@ def values_as_flags(
 ):
     """Kernel `(part, wrong, data, own, word, turn)`: values that are their own flags, of the peer and of the other block.
 
-    Part 0 sends them and finds them, part 1 empties the places of the peer's and says so; those of the other block are
+    Part 0 sends them and finds them, part 1 empties the places of the peer's and says so; the other block's are
     emptied at once. Wrong: 1 and 2 look for the former or the latter in vain.
     """
     with T.Kernel(2, threads=32) as block:
@@ -165,7 +165,7 @@ def test_what_an_atomic_load_finds_comes_before_what_follows_it(wrong):
 @pytest.mark.parametrize("order", [(), (FENCE,)])
 def test_every_schedule(order):
     """A rank that finds the word of an atomic operation changed finds what was fenced before it."""
-    sender = [(PUT, 0, 1, 5), *((what, 0, 1, 0) for what in order), (ATOMIC, 0, 1, 1)]
+    sender = [(PUT, 0, 1, 5), *((operation, 0, 1, 0) for operation in order), (ATOMIC, 0, 1, 1)]
     report = _every(
         job([sender, [(TEST, 0, 0, 1), (LOAD, 0, 0, 0)]], right=lambda out: out[0, 0] != 1 or out[0, 1] == 5),
         races=False,

@@ -1,4 +1,4 @@
-"""Kernels whose warps have roles: mbarriers, TMA copies and T.ws as reference semantics, and what is refused."""
+"""Kernels whose warps have roles: mbarriers, TMA copies and T.ws as reference semantics, and refused constructs."""
 
 import contextlib
 import math

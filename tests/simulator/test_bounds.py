@@ -78,9 +78,9 @@ def test_extents_that_differ_at_run_time(way):
     """Copies went by the extent of the source, beyond the region that dst named."""
     text, to, source = extents.WAYS[way]
     k, m = (3, 2) if way == "count of src" else (2, 3) if way in ("rows", "columns", "count") else (3, 30)
-    given = ((20 if way == "dynamic" else k) * to, m * source) if "rows" not in text else (k, m)
+    extents_ = ((20 if way == "dynamic" else k) * to, m * source) if "rows" not in text else (k, m)
     kind, told, _ = ranks.launch(1, _unequal, way, k, m)[0].error
-    assert kind == "KernelError" and text.format(*given) in told, (kind, told)
+    assert kind == "KernelError" and text.format(*extents_) in told, (kind, told)
     assert re.search(r" \[extents\.py:\d+, kernel _kernel \(simulated, seed 0, visibility random\)\]$", told), told
 
 

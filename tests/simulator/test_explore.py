@@ -36,8 +36,10 @@ def _every(function, ranks=2, races=True, **limits):
 
 
 def _message(*order):
-    """Data to the other rank, then what is given, then its signal; each rank returns what it has got."""
-    steps = [[(PUT, 0, 1 - r, 5), *((what, 0, 1 - r, 0) for what in order), (SET, 0, 1 - r, 1)] for r in range(2)]
+    """Data to the other rank, the operations of `order`, then its signal; each rank returns the data that it received."""
+    steps = [
+        [(PUT, 0, 1 - r, 5), *((operation, 0, 1 - r, 0) for operation in order), (SET, 0, 1 - r, 1)] for r in range(2)
+    ]
     programs = [mine + [(WAIT, 0, 0, 1), (LOAD, 0, 0, 0)] for mine in steps]
     last = len(programs[0]) - 1
     return job(programs, right=lambda out: out[0, last] == 5)
@@ -137,7 +139,7 @@ def test_accesses_that_a_gpu_may_reorder_are_named():
 
 
 def test_loads_that_a_gpu_may_carry_out_before_a_store_are_named():
-    """N.fence is no fence for them. Polls make up for what they have missed, and what a thread has learnt is there."""
+    """N.fence does not order them. Polls repeat until the value is new, and a thread sees what it has acquired."""
     for right in (small_jobs.dekker, small_jobs.peterson, small_jobs.replies, small_jobs.loads, small_jobs.counter):
         report = _every(right)
         assert (report.failure, report.complete) == ("", True), (right.__name__, report)
@@ -236,7 +238,7 @@ def _equal(programs, ranks, blocks, most):
 
 
 def test_an_event_that_two_others_may_come_before():
-    """An atomic operation and a load in one event: what arrives before the load may do so before the operation, too."""
+    """An atomic operation and a load in one event: a write that arrives before the load may arrive before the operation, too."""
     assert _equal([[(ATOMIC, 0, 0, 1), (LOAD, 0, 0, 0)], [(PUT, 0, 0, 1), (ATOMIC, 0, 0, 2)]], 2, 1, 1000)
 
 

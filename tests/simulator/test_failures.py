@@ -1,4 +1,4 @@
-"""What is wrong with a kernel comes back as an exception that names it, and the process goes on."""
+"""A kernel's error comes back as an exception that names it, and the process goes on."""
 
 import os
 import re
@@ -50,11 +50,11 @@ def test_slice_is_the_bound_and_not_the_storage():
         simulate(wrong_kernels.read_at, 100, guarded=False)(whole[:100], index, torch.empty(64))
 
 
-@pytest.mark.parametrize("bad,what", [(64, "past its end"), (-1, "before its start")])
-def test_shared_memory_out_of_bounds(bad, what):
+@pytest.mark.parametrize("bad,text", [(64, "past its end"), (-1, "before its start")])
+def test_shared_memory_out_of_bounds(bad, text):
     index = torch.zeros(64, dtype=torch.int32)
     index[3] = bad
-    with pytest.raises(tsn.OutOfBounds, match=rf"outside its shared memory.*{what}.*256 bytes"):
+    with pytest.raises(tsn.OutOfBounds, match=rf"outside its shared memory.*{text}.*256 bytes"):
         simulate(wrong_kernels.write_shared_at, 64, guarded=False)(index, torch.empty(64))
 
 
@@ -195,7 +195,7 @@ def test_print(capfd):
 
 
 @pytest.mark.parametrize(
-    "args,what",
+    "args,text",
     [
         (lambda x, i, o: (x.double(), i, o), "x dtype mismatch, expected float32"),
         (lambda x, i, o: (x[:99], i, o), r"x shape\[0\].*float32\[99\]"),
@@ -206,10 +206,10 @@ def test_print(capfd):
         (lambda x, i, o: (x, i, 3), "out expected pointer or tensor"),
     ],
 )
-def test_arguments_are_checked(args, what):
-    given = args(torch.zeros(100), torch.zeros(64, dtype=torch.int32), torch.zeros(64))
-    with pytest.raises(tsn.KernelError, match=what):
-        simulate(wrong_kernels.read_at, 100)(*given)
+def test_arguments_are_checked(args, text):
+    arguments = args(torch.zeros(100), torch.zeros(64, dtype=torch.int32), torch.zeros(64))
+    with pytest.raises(tsn.KernelError, match=text):
+        simulate(wrong_kernels.read_at, 100)(*arguments)
 
 
 def test_scalars_are_checked():

@@ -1,4 +1,4 @@
-"""What tilelang generates without tensor cores runs on the CPU, with the results that a GPU gives."""
+"""Code that tilelang generates without tensor cores runs on the CPU, with a GPU's results."""
 
 import time
 

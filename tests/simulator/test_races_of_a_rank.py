@@ -22,7 +22,7 @@ WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT, SAME, HINT = r
 RACES = {"TSN_SIM_RACES": "1"}
 
 
-# Without this tilelang puts a barrier between any two accesses to shared memory by itself.
+# Without this tilelang puts a barrier between any two accesses to shared memory.
 @jitted(pass_configs={"tl.disable_thread_storage_sync": True})
 def one_of_many(
     ctx: N.Context(), case: T.int32, right: T.int32, plain: f32(128), word: u64(2), flag: u64(2), x: f32(64), y: f32(64)
@@ -131,7 +131,7 @@ def _tell(word, plain, block, first, store, load, scope, fence):
 
 @T.macro
 def _count(word, plain, first, order):
-    """Of two blocks the one that comes last reads what the other has written."""
+    """The last of two blocks reads the data that the other has written."""
     if first:
         plain[T.get_block_binding() % 2] = 1.0
         if T.atomic_add(word[1], T.uint64(1), memory_order=order, return_prev=True) % T.uint64(2) == T.uint64(1):
@@ -275,11 +275,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case, what, advice", CASES)
+@pytest.mark.parametrize("case, report, advice", CASES)
 @pytest.mark.sample(3)
-def test_found_in_any_schedule(case, what, advice):
+def test_found_in_any_schedule(case, report, advice):
     said = [o.error[1] if o.error else o.value[1] for o in ranks.launch(2, _run, case, 0, case, env=RACES)]
-    assert any(what in s and advice in s for s in said), said
+    assert any(report in s and advice in s for s in said), said
 
 
 def _elsewhere(function, *args):
@@ -327,7 +327,7 @@ def test_what_the_host_does_by_other_means_than_operators():
         if not name:
             assert not everyone
             continue
-        # The rank that comes second finds it: the host, or a kernel that puts what a host has touched.
+        # The rank that comes second finds it: the host, or a kernel that puts data that a host has touched.
         # With the line of the host's program, but where a thread of the library's runs C++ alone.
         place = "" if name == "fill_" else f" (test_races_of_a_rank.py:{act.__code__.co_firstlineno})"
         report = re.compile(rf"({name}( on the host)?|the host of rank \d){re.escape(place)} (reads|writes)")
@@ -378,7 +378,7 @@ def test_right_forms_are_not_accused():
 
 @jitted
 def overtaken(ctx: N.Context(), flag: u64(2)):
-    """Kernel `(flag)`: a wait for the async proxy, for at least what the word may have passed already."""
+    """Kernel `(flag)`: a wait for the async proxy, for at least a value that the word may have passed already."""
     with T.Kernel(1, threads=32):
         if T.get_thread_binding() == 0:
             N.signal(flag[0], 1, 1 - N.my_pe())

@@ -19,29 +19,29 @@ PUT, PUT_SIGNAL, VIEW, FENCE, QUIET, TELL, TELL_AFTER_FENCE, TAKE, TAKE_TOLD, RE
 
 
 @jitted
-def step(ctx: N.Context(), what: T.int32, x: f32(64), y: f32(64), flag: u64(2), count: T.int32, out: f32(64)):
+def step(ctx: N.Context(), action: T.int32, x: f32(64), y: f32(64), flag: u64(2), count: T.int32, out: f32(64)):
     """Kernel `(what, x, y, flag, count, out)`: one step of a message to the other rank, or its receipt."""
     with T.Kernel(1, threads=64):
         tx = T.get_thread_binding()
         pe, call = 1 - N.my_pe(), T.cast(count, "uint64")
-        if what == PUT:
+        if action == PUT:
             N.put_block(y, x, pe)
-        if what == PUT_SIGNAL:
+        if action == PUT_SIGNAL:
             N.put_signal_block(y, x, pe, flag[1], call)
-        if what == VIEW:
+        if action == VIEW:
             view = N.remote(y, pe)
             view[tx] = x[tx]
-        if what == FENCE and tx == 0:
+        if action == FENCE and tx == 0:
             N.fence(pe)
-        if what == QUIET and tx == 0:
+        if action == QUIET and tx == 0:
             N.quiet(pe)
-        if what == TELL and tx == 0:
+        if action == TELL and tx == 0:
             N.signal(flag[0], call, pe)
-        if what == TELL_AFTER_FENCE and tx == 0:
+        if action == TELL_AFTER_FENCE and tx == 0:
             N.signal(flag[0], call, pe, fence=True)
-        if what >= TAKE:
+        if action >= TAKE:
             N.wait_block(flag[0], "ge", call)
-            if what == TAKE_TOLD:
+            if action == TAKE_TOLD:
                 N.wait_block(flag[1], "ge", call)
             out[tx] = y[tx]
 
@@ -76,13 +76,13 @@ def _reports(cases, seeds) -> list[list[str]]:
             call += 1
             tsn.barrier()
             with simulator.schedule(seed):
-                for what in case:
-                    if what in (READ, WRITE):
-                        copy()(*((out, y) if what == READ else (x, out)))
-                    elif what == HOST_READ:
+                for action in case:
+                    if action in (READ, WRITE):
+                        copy()(*((out, y) if action == READ else (x, out)))
+                    elif action == HOST_READ:
                         x.sum()
                     else:
-                        kernel(what, x, y, flag, call, out)
+                        kernel(action, x, y, flag, call, out)
             first += reports[:1]
             reports.clear()
         found.append(all_reports(first))
@@ -102,7 +102,7 @@ def test_a_put_of_the_launch_before_is_not_ordered_by_a_signal_without_a_fence()
 
 @ranks.on(TSN_SIM_RACES="1")
 def test_kernels_that_call_no_primitive_take_part():
-    """What a plain kernel reads may not have come yet, and what it writes may not have been sent."""
+    """Data that a plain kernel reads may not have arrived yet, and data that it overwrites may not have been sent."""
     wrong = [
         (PUT, TELL_AFTER_FENCE, READ),
         (PUT_SIGNAL, WRITE),
@@ -242,7 +242,7 @@ def test_what_a_host_writes_through_arrays():
         tsn.barrier()
         reports.clear()
         with simulator.schedule(call):
-            act(x, y, a, b, lambda what, x=x, y=y: kernel(what, x, y, flag, 1, out))
+            act(x, y, a, b, lambda action, x=x, y=y: kernel(action, x, y, flag, 1, out))
         tsn.barrier()
         everyone = all_reports(reports)
         assert bool(everyone) == wrong, (name, everyone)

@@ -188,7 +188,7 @@ def rounds(
                 N.signal(flag[0], 1, to, fence=True)
             N.wait_block(flag[0], "ge", 1)
             out[0, tx] = y[0, tx]
-        # A vector arrives by itself; what was put before it has no order with it.
+        # A vector arrives on its own; nothing orders earlier puts before it.
         if case == VECTOR_FOR_A_SIGNAL:
             N.put_block(y[0, :], x[0, :], to)
             if right != 0:

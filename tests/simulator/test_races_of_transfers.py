@@ -18,7 +18,7 @@ GOT_BY_A_WARP, SENT_BY_A_WARP, REUSED, REUSED_FOR_ALL, TILE_REUSED = range(4, 9)
 COLUMN, VALUES, ODD, NEIGHBOURS, ONTO_ITSELF, FLUSHED = range(9, 15)
 
 
-# Without this tilelang puts a barrier between any two accesses to shared memory by itself.
+# Without this tilelang puts a barrier between any two accesses to shared memory.
 @tsn.jit(pass_configs={"tl.disable_thread_storage_sync": True})
 def copies(dtype="float32"):
     """Kernel `(case, right, m, y, plain, flag, out)`: one of the cases, with what orders it or without."""
@@ -117,7 +117,7 @@ def copies(dtype="float32"):
                 N.wait_block(flag[0], "ge", 1)
                 if tx == 0:
                     out[0] = y[60]
-            if case == NEIGHBOURS:  # no other's bytes are touched, or those of the odd columns
+            if case == NEIGHBOURS:  # touches only its own bytes, or those in odd columns
                 N.put_block(m[0:16, N.my_pe()], m[0:16, 2 + N.my_pe()], pe)
                 if tx < 16:
                     m[tx, 4 + tx % 2] = T.cast(1, dtype)

@@ -1,4 +1,4 @@
-"""Kernels that fail, hang, or print: what the simulator must tell of."""
+"""Kernels that fail, hang, or print, which the simulator must report."""
 
 import tilelang.language as T
 

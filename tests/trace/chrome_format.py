@@ -1,7 +1,7 @@
 """What the documentation of Chrome's trace-event format, which Perfetto reads too, requires of a file of JSON.
 
 By phase: which fields an event has and of what types; what belongs together (B and E, b and e, s and f) and nests; that
-times, ids and names are such as a reader takes without guessing. Stricter than the readers, which drop what they cannot
+times, ids and names can be read without guessing. Stricter than the readers, which drop what they cannot
 place without a word.
 """
 
@@ -106,7 +106,9 @@ def _nesting(events):
             while ends and ends[-1] <= begin:
                 ends.pop()
             wrong += (
-                [f"{track}: {e['name']} at {e['ts']} ends after what it begins in"] if ends and end > ends[-1] else []
+                [f"{track}: {e['name']} at {e['ts']} ends after the slice it begins in"]
+                if ends and end > ends[-1]
+                else []
             )
             ends.append(end)
     return wrong

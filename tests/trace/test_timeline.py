@@ -1,4 +1,4 @@
-"""TSN_TRACE writes one timeline of all ranks: what is in it, how it is bounded, and what a rank leaves that is killed."""
+"""TSN_TRACE writes one timeline of all ranks: its contents, its bounds, and the trace of a killed rank."""
 
 import errno
 import json
@@ -78,7 +78,7 @@ def test_a_timeline_of_two_nodes(tmp_path, capsys):
             assert len(drawn) == 2 * ROUNDS  # a block of two warps
             assert all(e["args"]["line"].startswith("test_timeline.py:") for e in drawn)
             assert len({e["tid"] for e in drawn}) == 2
-        # The proxy: what it took, posted and saw completed, and what it applied.
+        # The proxy: descriptors taken, posted and completed, and operations applied.
         assert len(of(events, pid=timeline.process_of(rank), cat="proxy", ph="i", name="put_signal")) == ROUNDS
         assert len(of(events, pid=timeline.process_of(rank), name="signal delivered")) >= ROUNDS
         begun, ended = (of(events, pid=timeline.process_of(rank), cat="proxy", ph=ph) for ph in "be")
@@ -167,14 +167,14 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys):
         assert cli.main(["trace", str(path)]) == 2 and "no trace" in capsys.readouterr().err
 
 
-def made(tmp_path, rank, events, capacity=64, what="kernels"):
+def made(tmp_path, rank, events, capacity=64, part="kernels"):
     """The part of a rank with these events, by way of its file."""
-    path = timeline.part_path(str(tmp_path / "t"), rank, what)
+    path = timeline.part_path(str(tmp_path / "t"), rank, part)
     one = trace_events.Ring(path, rank, 4, capacity)
     for event in events:
         one.add(Event(name=one.name("N.call"), **event))
     one.close()
-    return trace_events.read_file(path, what)
+    return trace_events.read_file(path, part)
 
 
 def test_times_can_be_corrected(tmp_path):
@@ -267,8 +267,8 @@ def test_clocks_of_hosts(seed):
 
 def test_parts_of_another_host_are_not_believed(caplog):
     """What they are of, and kinds of events that do not fit it; one that is damaged is left out."""
-    for what in ("host", "proxy²", "proxy", "proxy-1", ""):
-        part = trace_events.Part(1, 2, what, [Event(begin_ns=1, end_ns=2, kind=Kind.ENTRY, pe=-1, word=NO_WORD)])
+    for source in ("host", "proxy²", "proxy", "proxy-1", ""):
+        part = trace_events.Part(1, 2, source, [Event(begin_ns=1, end_ns=2, kind=Kind.ENTRY, pe=-1, word=NO_WORD)])
         assert timeline.merged([part])["otherData"]["ranks"] == 2
     store = SimpleNamespace(
         get=lambda key: b"host\n" + trace_events.packed(b"nonsense") if key == "trace/1/0" else None

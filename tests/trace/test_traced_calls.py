@@ -1,4 +1,4 @@
-"""Calls of primitives by kernels for GPUs in the trace: how kernels note them, and what is read from it."""
+"""Calls of primitives by kernels for GPUs in the trace: how kernels record them, and how the trace is read."""
 
 import contextlib
 import json
@@ -117,7 +117,7 @@ def test_calls_are_read_as_they_were_made(program, tmp_path):
     assert (first[2].call.pe, first[2].call.bytes) == (1, 3 * 16)
     times = [time for known in calls for time in (known.call.begin_ns, known.call.end_ns)]
     assert times == sorted(times)
-    # The wait in vain was cut short; what its thread has called afterwards does not count.
+    # The wait in vain was cut short; later calls of its thread do not count.
     (waits,) = found.waits
     assert waits.call.word == word + 16 and waits.call.value == 5 and waits.site.compare == "ge"
     assert [known.call.value for known in reader.signals(calls)] == [1, 2, 3]

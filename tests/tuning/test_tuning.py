@@ -94,15 +94,15 @@ def _moe() -> None:
     other = found.best.choice | {"blocks": blocks + 2, "dispatch_senders": 3}
     tuned.keep(tsn.world(), "test", found.key, other, 1.0)
     with without_kernels():
-        op, given = AllToAll(**MOE), AllToAll(**MOE, tuning=Tuning())
-        assert {name: getattr(op.tuning, name) for name in other} == other and given.tuning.blocks == blocks
+        op, explicit = AllToAll(**MOE), AllToAll(**MOE, tuning=Tuning())
+        assert {name: getattr(op.tuning, name) for name in other} == other and explicit.tuning.blocks == blocks
         op.free()
-        given.free()
+        explicit.free()
         # What makes no sense is ignored by all ranks.
         for wrong in ({"chunk": 1}, {"blocks": "many"}, {"blocks": 1}):
             tuned.of(tsn.world(), "test")[found.key] = wrong
             op = AllToAll(**MOE)
-            assert op.tuning == given.tuning and found.key not in tuned.of(tsn.world(), "test")
+            assert op.tuning == explicit.tuning and found.key not in tuned.of(tsn.world(), "test")
             op.free()
     assert found.key == moe_choice.key_of(op.config)
     tuned.keep(tsn.world(), "test", found.key, other, 1.0)

@@ -1,4 +1,4 @@
-"""Every tutorial prints what the file beside it holds, under the commands that are written there."""
+"""Every tutorial prints the text of the file beside it, under the commands that are written there."""
 
 import os
 import re

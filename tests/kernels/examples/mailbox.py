@@ -31,7 +31,7 @@ def mailbox():
                         ticket[0] = T.cast(N.atomic_add(tickets[0], T.uint64(1), 0), "int64")
                     T.sync_threads()
                     mine = T.cast(ticket[0], "int32")
-                    # The slot of this ticket has been emptied as often as that of tickets SLOTS before it.
+                    # The slot of this ticket has been emptied as often as there were tickets for it.
                     N.wait_block(free[0], "ge", mine - SLOTS + 1)
                     N.put_signal_block(
                         box[mine % SLOTS, 0:WIDTH], mail[block, 0:WIDTH], 0, there[mine % SLOTS], mine + 1

@@ -1,4 +1,4 @@
-"""A sum over all ranks by nodes: views of memory in the node, leaders exchange what their node has."""
+"""A sum over all ranks by nodes: views of memory in the node, leaders exchange their nodes' sums."""
 
 import tilelang.language as T
 import torch
@@ -57,8 +57,8 @@ def small_run(seed):
     x, of_node, out = (tsn.empty((WIDTH,)) for _ in range(3))
     of_nodes, arrived = tsn.empty((nodes, WIDTH)), tsn.zeros((nodes,), torch.uint64)
     for call in (1, 2):
-        given = torch.randint(99, (n, WIDTH), generator=random).float()
-        x.copy_(given[me])
+        inputs = torch.randint(99, (n, WIDTH), generator=random).float()
+        x.copy_(inputs[me])
         kernel(x, of_node, of_nodes, arrived, out, call)
-        check(x, (given + 1).sum(0))
+        check(x, (inputs + 1).sum(0))
         tsn.barrier()

@@ -66,11 +66,11 @@ def small_run(seed):
     tasks, results = tsn.empty((TASKS, WIDTH), torch.int32), tsn.empty((TASKS, WIDTH), torch.int32)
     head, ready, done = tsn.zeros((1,), torch.int32), tsn.zeros((n,), torch.uint64), tsn.zeros((1,), torch.uint64)
     for call in (1, 2):
-        given = torch.arange(TASKS * WIDTH, dtype=torch.int32).reshape(TASKS, WIDTH) % 97 + me
-        tasks.copy_(given)
+        numbers = torch.arange(TASKS * WIDTH, dtype=torch.int32).reshape(TASKS, WIDTH) % 97 + me
+        tasks.copy_(numbers)
         head.zero_()
         tsn.barrier()
         kernel(tasks, head, ready, torch.zeros(WIDTH, dtype=torch.int32), results, done, call)
-        given += call
-        check(results, given * given)
+        numbers += call
+        check(results, numbers * numbers)
         tsn.barrier()

@@ -1,4 +1,4 @@
-"""What the examples share on the host."""
+"""Helpers of the examples on the host."""
 
 import torch
 

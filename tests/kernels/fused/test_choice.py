@@ -1,4 +1,4 @@
-"""Which way a call takes, by the table of measured points; geometry; and what the fused kernels do not take."""
+"""Which way a call takes, by the table of measured points; geometry; and shapes that the fused kernels refuse."""
 
 import dataclasses
 import json

@@ -53,7 +53,7 @@ def _product(rows, w):
     return (rows.float() @ w.float()).to(torch.bfloat16)
 
 
-def _check(moe, everyone, matrices, received, h, out, what):
+def _check(moe, everyone, matrices, received, h, out, label):
     """Everything against torch: rows, first products, sums."""
     c, rank = moe.config, moe.rank
     choices, outputs = [e.topk_idx for e in everyone], []
@@ -63,19 +63,19 @@ def _check(moe, everyone, matrices, received, h, out, what):
         inner = [_product(r, up[e]) for e, r in enumerate(rows)]
         outputs.append([_product(r, down[e]) for e, r in enumerate(inner)])
         if host == rank:
-            assert received.counts.tolist() == [len(r) for r in rows], what
+            assert received.counts.tolist() == [len(r) for r in rows], label
             for e, begin in enumerate(received.offsets.tolist()[:-1]):
-                assert_same(received.x[begin : begin + len(rows[e])].cpu(), rows[e], f"{what}: rows of expert {e}")
-                assert_same(h[begin : begin + len(rows[e])].cpu(), inner[e], f"{what}: products of expert {e}")
-    _check_sums(moe, everyone, outputs, out, what)
+                assert_same(received.x[begin : begin + len(rows[e])].cpu(), rows[e], f"{label}: rows of expert {e}")
+                assert_same(h[begin : begin + len(rows[e])].cpu(), inner[e], f"{label}: products of expert {e}")
+    _check_sums(moe, everyone, outputs, out, label)
 
 
-def _check_sums(moe, everyone, outputs, out, what):
+def _check_sums(moe, everyone, outputs, out, label):
     c, choices, weights = moe.config, [e.topk_idx for e in everyone], [e.weights for e in everyone]
     expected = reference.combine(
         outputs, choices, weights, c.num_experts, moe.rank, c.combine_dtype, False, None, True, 1
     )
-    assert_same(out.cpu(), expected, f"{what}: sums")
+    assert_same(out.cpu(), expected, f"{label}: sums")
 
 
 def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
@@ -90,7 +90,7 @@ def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
         w_up, w_down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w_up, w_down))
     for call, kind in enumerate(kinds):
         everyone = _everyone(seed, call, c, kind)
-        mine, what = everyone[moe.rank], f"seed {seed}, call {call}, {kind}, rank {moe.rank}"
+        mine, label = everyone[moe.rank], f"seed {seed}, call {call}, {kind}, rank {moe.rank}"
         choices = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
         unsettle(pace)
         pending = moe.dispatch_send(*choices)
@@ -99,13 +99,13 @@ def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
         unsettle(pace)
         out = down.combined(h, w_down, received.handle, blocks=2)
         moe.check()
-        _check(moe, everyone, matrices, received, h, out, what)
+        _check(moe, everyone, matrices, received, h, out, label)
         # The same, one after the other; with the choices of before, and with them.
         received = moe.dispatch(choices[0], handle=received.handle) if call % 2 else moe.dispatch(*choices)
         h = up(received.x, w_up, received.handle)
         out = moe.combine(down(h, w_down, received.handle), received.handle)
         moe.check()
-        _check(moe, everyone, matrices, received, h, out, f"{what}, one after the other")
+        _check(moe, everyone, matrices, received, h, out, f"{label}, one after the other")
     up.free()
     down.free()
     moe.free()
@@ -154,7 +154,7 @@ def test_eight_bits(seed):
     for call in range(2):
         everyone = _everyone(seed, call, c, "random")
         scales = [powers_of_two(len(e.x), seed, call, r).view(-1, 1) for r, e in enumerate(everyone)]
-        mine, what = everyone[moe.rank], f"seed {seed}, call {call}, rank {moe.rank}"
+        mine, label = everyone[moe.rank], f"seed {seed}, call {call}, rank {moe.rank}"
         rows = mine.x.to(device, SCALED), scales[moe.rank].to(device)
         unsettle(pace)
         pending = moe.dispatch_send(rows, mine.topk_idx.to(device), mine.weights.to(device))
@@ -169,8 +169,8 @@ def test_eight_bits(seed):
                 up.arriving(pending, w_up.contiguous(), w_scales=mine_scales)
         h = up.arriving(pending, w_up, w_scales=mine_scales)
         received = moe.dispatch_recv(pending)
-        given = dict(x_scales=received.scales, w_scales=mine_scales)
-        out = down.combined(received.x, w_down, received.handle, **given)
+        scale_options = dict(x_scales=received.scales, w_scales=mine_scales)
+        out = down.combined(received.x, w_down, received.handle, **scale_options)
         moe.check()
         choices, outputs = [e.topk_idx for e in everyone], []
         for host in range(c.ranks):
@@ -186,8 +186,8 @@ def test_eight_bits(seed):
             outputs.append(second)
             if host == moe.rank:
                 for e, begin in enumerate(received.offsets.tolist()[:-1]):
-                    assert_same(h[begin : begin + len(first[e])].cpu(), first[e], f"{what}: products of expert {e}")
-        _check_sums(moe, everyone, outputs, out, what)
+                    assert_same(h[begin : begin + len(first[e])].cpu(), first[e], f"{label}: products of expert {e}")
+        _check_sums(moe, everyone, outputs, out, label)
     for thing in (up, down, moe):
         thing.free()
 
@@ -276,7 +276,7 @@ def fed_combine(seed):
         feed(c.capacity, c.hidden, "bfloat16", ROWS)(y, source, words, 5)
         tiles.next_call()
         pending = moe.combine_send(y, received.handle, tiles=tiles, blocks=2)
-        if device.type == "cuda":  # the second half sends what is left, when the current stream has finished the tiles
+        if device.type == "cuda":  # the second half sends the rest, when the current stream has finished the tiles
             torch.cuda.current_stream().synchronize()
             tsn.barrier()
         out = moe.combine_recv(pending)
@@ -359,11 +359,11 @@ def _misuse():
     choices = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
     _refused_calls(moe, plain, up, choices, w_up)
 
-    def everything_works(what):
+    def everything_works(label):
         pending = moe.dispatch_send(*choices)
         h = up.arriving(pending, w_up)
         received = moe.dispatch_recv(pending)
-        _check(moe, everyone, matrices, received, h, down.combined(h, w_down, received.handle), what)
+        _check(moe, everyone, matrices, received, h, down.combined(h, w_down, received.handle), label)
         return h, received
 
     for compile_one in (*up.kernels(w_up), *down.kernels(w_down), *moe.kernels_of_tiles()):

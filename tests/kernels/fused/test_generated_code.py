@@ -73,7 +73,7 @@ def _generated() -> Generated:
 
 
 def _code(name: str) -> Code:
-    factory, arguments = (CASES | LONG | {name: (scaled_gemm, given) for name, given in SCALES.items()})[name]
+    factory, arguments = (CASES | LONG | {name: (scaled_gemm, options) for name, options in SCALES.items()})[name]
     return _generated().code(factory, **arguments)
 
 
@@ -95,8 +95,8 @@ def test_tensor_cores_have_registers_and_run_on(tools, name):  # noqa: F811
     code = _code(name)
     assert not read_only_loads(code.ptx)
     of_dtype = "QGMMA.64x256x32.F32.E4M3.E4M3" if name.endswith("-8") else "HGMMA"
-    steps = [i for i, what in enumerate(code.instructions) if what.startswith(of_dtype)]
-    assert len(steps) == 16, "four for each step of two warpgroups, the first of a tile by itself"
+    steps = [i for i, instruction in enumerate(code.instructions) if instruction.startswith(of_dtype)]
+    assert len(steps) == 16, "four for each step of two warpgroups, the first of a tile on its own"
     for four in zip(*[iter(steps)] * 4):
         together = code.instructions[four[0] : four[-1]]
         assert not [i for i in together if i.startswith(("STL", "LDL", "WARPGROUP.DEPBAR"))]
@@ -107,9 +107,11 @@ def test_tensor_cores_have_registers_and_run_on(tools, name):  # noqa: F811
 @pytest.mark.parametrize("name", ["scales", *(pytest.param(n, marks=pytest.mark.nightly) for n in [*SCALES][1:])])
 @pytest.mark.sample(0)
 def test_scaled_sums_stay_in_registers(tools, name):  # noqa: F811
-    """Two sums of a warpgroup's rows: what the tensor cores add up, and what is promoted."""
+    """Two sums of a warpgroup's rows: the tensor cores' sum, and the promoted one."""
     code, parts = _code(name), 2 - (SCALES[name].get("tile", (0, 256))[1] == 128)
-    steps = [i for i, what in enumerate(code.instructions) if what.startswith("QGMMA.64x128x32.F32.E4M3.E4M3")]
+    steps = [
+        i for i, instruction in enumerate(code.instructions) if instruction.startswith("QGMMA.64x128x32.F32.E4M3.E4M3")
+    ]
     # Signals are calls, around which a few numbers are kept in memory; between steps there are none.
     looked_at = slice(steps[0], steps[-1]) if "tiles" in SCALES[name] else slice(None)
     assert not [i for i in code.instructions[looked_at] if i.startswith(("STL", "LDL"))]
@@ -142,10 +144,10 @@ def test_threads_write_what_leaves_by_tma_when_it_has_left(tools, name):  # noqa
     tilelang places that barrier. Before a branch that holds both wait and writes it came too early: an eighth of a GEMM was
     wrong on GPUs. The simulator, where stores end at once, cannot show it.
     """
-    what = r"tl::tma_store_wait<0, true>|tl::__sync_thread_partial\(\d, 128\)|tl::tma_store\("
+    pattern = r"tl::tma_store_wait<0, true>|tl::__sync_thread_partial\(\d, 128\)|tl::tma_store\("
     steps = [
         ("wait" if "wait" in m[0] else "store" if "store" in m[0] else "barrier")
-        for m in re.finditer(what, _code(name).source)
+        for m in re.finditer(pattern, _code(name).source)
     ]
     stores = [i for i, step in enumerate(steps) if step == "store"]
     assert len(stores) >= 2

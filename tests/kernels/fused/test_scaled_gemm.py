@@ -45,9 +45,9 @@ def gemms(seed, by_block, tiling, rows=100, n=264, k=272, experts=3, alone=True)
     else:
         wide, exact = w.float() * of_w[..., None], x.float() * of_x[:, None]
     products = (exact @ wide.transpose(1, 2)).bfloat16()
-    given = [t.to(device) for t in (x, w, of_x, of_w)]
+    operands = [t.to(device) for t in (x, w, of_x, of_w)]
     if alone:
-        found = scaled_matmul(given[0], given[1][0], given[2], given[3][0], tiling=tiling)
+        found = scaled_matmul(operands[0], operands[1][0], operands[2], operands[3][0], tiling=tiling)
         assert_same(found.cpu(), products[0], f"seed {seed}, one matrix")
     counts, offsets = (
         torch.tensor([rows // 3, 0, 13], dtype=torch.int32),
@@ -58,7 +58,7 @@ def gemms(seed, by_block, tiling, rows=100, n=264, k=272, experts=3, alone=True)
     out = wanted.to(device, copy=True)
     for e, (begin, count) in enumerate(zip(offsets.tolist(), counts.tolist())):
         wanted[begin : begin + count] = products[e, begin : begin + count]
-    scaled_matmul(*given, out=out, counts=counts.to(device), offsets=offsets.to(device), tiling=tiling)
+    scaled_matmul(*operands, out=out, counts=counts.to(device), offsets=offsets.to(device), tiling=tiling)
     tsn.synchronize()
     assert_same(out.cpu(), wanted, f"seed {seed}, experts")
 
@@ -95,9 +95,9 @@ def test_low_tiles(seed):
         for e, (begin, count) in enumerate(zip(begins, counts)):
             here = slice(begin, begin + count)
             wanted[here] = (dequantise(x[here], of_x[here]) @ wide[e].t()).bfloat16()
-        given = [t.to(tsn.device()) for t in (x, w, of_x, of_w)]
+        operands = [t.to(tsn.device()) for t in (x, w, of_x, of_w)]
         ends = [torch.tensor(t, dtype=torch.int32, device=tsn.device()) for t in (counts, begins)]
-        scaled_matmul(*given, out=out, counts=ends[0], offsets=ends[1], tiling=tiling)
+        scaled_matmul(*operands, out=out, counts=ends[0], offsets=ends[1], tiling=tiling)
         tsn.synchronize()
         assert_same(out.cpu(), wanted, f"seed {seed}, {tiling}, {counts} of {n} x {k}")
 
@@ -111,11 +111,11 @@ def beside(seed, lates=(0, 0.5), hidden=512, inner=272, experts=4, top_k=2, toke
     up = ScaledExpertMatmul(moe, hidden, inner, tiling=tiling)
     down = ScaledExpertMatmul(moe, inner, hidden, tiling=tiling)
     g = torch.Generator().manual_seed(seed + tsn.rank())
-    held = [
+    weights = [
         scaled_gemm.quantise_weights(torch.randn(shape, generator=g).to(device))
         for shape in ((local, inner, hidden), (local, hidden, inner))
     ]
-    (w_up, of_up), (w_down, of_down) = ((w.transpose(1, 2), scales) for w, scales in held)
+    (w_up, of_up), (w_down, of_down) = ((w.transpose(1, 2), scales) for w, scales in weights)
     for late in lates:
         x = torch.randn((tokens - 3 * tsn.rank(), hidden), generator=g).bfloat16().to(device)
         chosen = torch.rand((len(x), experts), generator=g).topk(top_k)[1].to(device)
@@ -156,7 +156,7 @@ def fed(seed, k=272, n=48):
     of_x = _scales((capacity, -(-words_of_k // 4) * 4), seed, "of x")
     wide = scaled_gemm.dequantise_weights(w, of_w, torch.float32)
     kernel = scaled_gemm.scaled_gemm(4, n, k, **vars(tiling), workers=3, tiles=8, waits=True)
-    given = [t.to(device) for t in (w, of_x, of_w, counts, offsets)]
+    operands = [t.to(device) for t in (w, of_x, of_w, counts, offsets)]
     calls, tickets = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
     for call in range(1, 3):
         source.copy_(whole_numbers((capacity, k), FP8, seed, call, tsn.rank()))
@@ -164,7 +164,7 @@ def fed(seed, k=272, n=48):
         of.feed(capacity, k, "float8_e4m3fn", rows)(target, source, words, rows)
         calls.add_(1)
         out = torch.zeros((capacity, n), dtype=torch.bfloat16, device=device)
-        kernel(out, target, *given, calls, tickets, calls, words)
+        kernel(out, target, *operands, calls, tickets, calls, words)
         tsn.synchronize()
         exact = dequantise(whole_numbers((capacity, k), FP8, seed, call, tsn.rank() ^ 1), of_x)
         for e, (begin, count) in enumerate(zip(offsets.tolist(), counts.tolist())):
@@ -186,14 +186,14 @@ def test_gemms_beside_communication(seed, nodes):
 
 @ranks.on(1)
 def test_quantised_numbers():
-    """As a layer has them: the error is that of the numbers, not of the sums."""
+    """As a layer has them: the error comes from rounding the numbers, not from the sums."""
     generator = torch.Generator().manual_seed(5)
     x, w = (torch.randn(shape, generator=generator) for shape in ((40, 512), (64, 512)))
-    (q, of_x), (held, of_w) = quantise(x), scaled_gemm.quantise_weights(w)
-    for found, wanted in zip(scaled_gemm.quantise_weights(w.t().contiguous().t()), (held, of_w)):  # other strides
+    (q, of_x), (quantised, of_w) = quantise(x), scaled_gemm.quantise_weights(w)
+    for found, wanted in zip(scaled_gemm.quantise_weights(w.t().contiguous().t()), (quantised, of_w)):  # other strides
         assert_same(found, wanted)
-    found = scaled_matmul(*(t.to(tsn.device()) for t in (q, held, of_x, of_w))).float().cpu()
-    exact = dequantise(q, of_x) @ scaled_gemm.dequantise_weights(held, of_w, torch.float32).t()
+    found = scaled_matmul(*(t.to(tsn.device()) for t in (q, quantised, of_x, of_w))).float().cpu()
+    exact = dequantise(q, of_x) @ scaled_gemm.dequantise_weights(quantised, of_w, torch.float32).t()
     # Tensor cores keep about 14 bits of a step's sums, whose terms are as large as 16 here; the simulator keeps float32.
     assert torch.allclose(found, exact, rtol=2**-8, atol=0.02 if ranks.gpus() else 1e-3)
     assert (found - x @ w.t()).abs().mean() < 0.05 * (x @ w.t()).abs().mean()
@@ -205,7 +205,7 @@ def test_misuse():
     of_x, of_w = torch.ones((8, 1)), torch.ones((2, 1, 1))
     counts, offsets = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     experts = dict(counts=counts, offsets=offsets)
-    for given, options, error, words in (
+    for operands, options, error, words in (
         ((x, w, of_x, of_w), {}, TypeError, "counts is None; it must be a tensor of torch.int32"),
         ((x.float(), w, of_x, of_w), experts, TypeError, "x is of torch.float32 .* must be of torch.float8_e4m3fn"),
         (
@@ -222,7 +222,7 @@ def test_misuse():
         ((x, w[0], of_x, of_w[0]), dict(tiling=ScaledTiling(cluster=2)), ValueError, "the simulator has no clusters"),
     ):
         with pytest.raises(error, match=words):
-            scaled_matmul(*given, **options)
+            scaled_matmul(*operands, **options)
     assert scaled_matmul(x[:0], w[0], of_x[:0], of_w[0]).shape == (0, 64)
     for wrong, words in (
         (dict(tile=(128, 192, 128)), "256 columns or a divisor of 128"),
@@ -237,7 +237,7 @@ def test_misuse():
 
 
 def test_clusters_need_a_newer_tilelang(monkeypatch):
-    """Also where a kernel is made by itself."""
+    """Also where a kernel is made without an object."""
     monkeypatch.setattr(versions, "CLUSTERS", False)
     with pytest.raises(tsn.ConfigurationError, match=r"cluster 2 needs tilelang 0\.1\.14 or newer; give cluster 1"):
         scaled_gemm.scaled_gemm.trace(1, 256, 256, cluster=2)

@@ -33,10 +33,10 @@ def test_equals_torch():
         weights, end = torch.rand(rows, generator=generator), torch.tensor([rows - 3], dtype=torch.int32)
         wanted = kind(h.float()) * weights[:, None]
         wanted[rows - 3 :] = 0
-        given = dict(counts=end.to(device), weights=weights.to(device))
-        found = swiglu(h.to(device), kind, **given).float().cpu()
+        options = dict(counts=end.to(device), weights=weights.to(device))
+        found = swiglu(h.to(device), kind, **options).float().cpu()
         assert torch.allclose(found, wanted, rtol=2**-7, atol=1e-5)
-        q, scales = (t.cpu() for t in swiglu_quantised(h.to(device), kind, **given))
+        q, scales = (t.cpu() for t in swiglu_quantised(h.to(device), kind, **options))
         assert scales.shape[1] % 4 == 0 and not scales[rows - 3 :].any()
         blocks = -(-inner // 128)
         largest = torch.nn.functional.pad(wanted, (0, blocks * 128 - inner)).view(rows, blocks, 128).abs().amax(-1)
@@ -68,8 +68,8 @@ def test_gradients():
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
         wanted = (up + kind.shift) * gate * torch.sigmoid(kind.alpha * gate) * p[:, None]
         wanted[: rows - 2].backward(grad[: rows - 2].double())
-        given = dict(counts=end.to(device), weights=weights.to(device) if weighted else None)
-        of_h, of_weights, kept = swiglu_gradient(h.to(device), grad.to(device), kind, **given, keeps=weighted)
+        options = dict(counts=end.to(device), weights=weights.to(device) if weighted else None)
+        of_h, of_weights, kept = swiglu_gradient(h.to(device), grad.to(device), kind, **options, keeps=weighted)
         assert torch.allclose(of_h.cpu().double(), exact.grad, rtol=2**-7, atol=1e-4)
         assert not of_h[rows - 2 :].any()
         if not weighted:
@@ -148,10 +148,10 @@ def test_padding_becomes_zero():
         wanted = torch.zeros_like(rows)
         for first, count in zip(offsets.tolist(), counts.tolist()):
             wanted[first : first + count] = rows[first : first + count]
-        given = rows.to(device)
+        x = rows.to(device)
         ends = counts.to(device), offsets.to(device)
-        assert torch.equal(zero_padding(given, *ends, copied=True).cpu(), wanted) and torch.equal(given.cpu(), rows)
-        assert zero_padding(given, *ends) is given and torch.equal(given.cpu(), wanted)
+        assert torch.equal(zero_padding(x, *ends, copied=True).cpu(), wanted) and torch.equal(x.cpu(), rows)
+        assert zero_padding(x, *ends) is x and torch.equal(x.cpu(), wanted)
     for dtype in (torch.bfloat16, torch.float32):
         rows, y = (torch.randn((len(wanted), 344), generator=generator).to(dtype) for _ in range(2))
         weights, padding = torch.rand(len(rows), generator=generator), (wanted == 0).all(1)
@@ -164,9 +164,9 @@ def test_padding_becomes_zero():
         assert_same(alone.cpu(), exact)
         assert none.shape == (0,)
     rows = torch.ones((9, 272), dtype=torch.uint8)
-    given = rows.to(device)
-    assert torch.equal(zero_padding(given, counts[:1].to(device) * 0 + 2).cpu()[2:], torch.zeros_like(rows[2:]))
-    assert torch.equal(given[:2].cpu(), rows[:2]) and zero_padding(given[:0], *ends).shape == (0, 272)
+    x = rows.to(device)
+    assert torch.equal(zero_padding(x, counts[:1].to(device) * 0 + 2).cpu()[2:], torch.zeros_like(rows[2:]))
+    assert torch.equal(x[:2].cpu(), rows[:2]) and zero_padding(x[:0], *ends).shape == (0, 272)
 
 
 def test_a_clamp_is_positive():

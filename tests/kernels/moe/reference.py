@@ -1,4 +1,4 @@
-"""The all-to-all in plain PyTorch, from all ranks' inputs at once: what the kernels must give, bit by bit."""
+"""The all-to-all in plain PyTorch, from all ranks' inputs at once: the kernels' results must have the same bits."""
 
 from dataclasses import dataclass
 

@@ -38,7 +38,7 @@ def choose(kind: str, pace: random.Random, tokens: int, top_k: int, experts: int
 
 @dataclass
 class Inputs:
-    """One rank's inputs; `rows` is what arrives: `x`, or its FP8 form with `scales`."""
+    """One rank's inputs; `rows` arrive: `x`, or its FP8 form with `scales`."""
 
     x: torch.Tensor
     rows: torch.Tensor
@@ -64,34 +64,34 @@ def expert(number: int, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (rows.float() * ((number * 7 % 13 - 6) / 4)).to(dtype)
 
 
-def _check_received(received, c, everyone: list[Inputs], routing, wanted: list, what: str) -> list:
+def _check_received(received, c, everyone: list[Inputs], routing, wanted: list, label: str) -> list:
     """Compare what dispatch gave with the reference; the places of each expert's rows.
 
     Args:
         wanted: rows of each expert.
     """
-    assert received.counts.tolist() == [len(w) for w in wanted], what
+    assert received.counts.tolist() == [len(w) for w in wanted], label
     places = _places(received, c, [len(w) for w in wanted])
     flat = received.x.reshape(-1, c.hidden)
     for e, place in enumerate(places):
-        assert_same(flat[place].cpu(), wanted[e], f"{what}: rows of expert {e}")
+        assert_same(flat[place].cpu(), wanted[e], f"{label}: rows of expert {e}")
     if c.dtype == FP8:
-        assert received.scales.stride()[-2:] == ((1, flat.shape[0]) if c.column_scales else (c.scale_words, 1)), what
+        assert received.scales.stride()[-2:] == ((1, flat.shape[0]) if c.column_scales else (c.scale_words, 1)), label
         scales = received.scales.reshape(-1, received.scales.shape[-1])
         for e, rows in enumerate(reference.expert_rows(routing, [e.scales for e in everyone])):
-            assert_same(scales[places[e]].cpu(), rows, f"{what}: scales of expert {e}")
+            assert_same(scales[places[e]].cpu(), rows, f"{label}: scales of expert {e}")
     if c.mode == "throughput":
         weights = [torch.tensor([everyone[s].weights[t, k] for s, t, k in rows]) for rows in routing.order]
         for e, values in enumerate(weights):
             begin = int(received.offsets[e])
             assert begin % c.alignment == 0
             assert_same(
-                received.row_weight[begin : begin + len(values)].cpu(), values, f"{what}: weights of expert {e}"
+                received.row_weight[begin : begin + len(values)].cpu(), values, f"{label}: weights of expert {e}"
             )
     return places
 
 
-def run_round(op, everyone: list[Inputs], pace: random.Random, what: str, active=None, **how) -> None:
+def run_round(op, everyone: list[Inputs], pace: random.Random, label: str, active=None, **how) -> None:
     """Dispatch, experts, combine on this rank; every result is compared with the reference, bit by bit.
 
     Args:
@@ -124,7 +124,7 @@ def run_round(op, everyone: list[Inputs], pace: random.Random, what: str, active
     op.check()
     for tensor in x if isinstance(x, tuple) else (x,):
         tensor.view(torch.uint8).fill_(0xFF)  # the call is done with it
-    places = _check_received(received, c, everyone, routing, wanted, what)
+    places = _check_received(received, c, everyone, routing, wanted, label)
     outputs = [_outputs(c, h, choices, everyone, active) for h in range(c.ranks)]
     weighted = sum(len(e.x) for e in everyone) % 3 != 0  # the same on all ranks
     y = torch.full(received.x.shape, float("nan"), dtype=c.combine_dtype, device=device)
@@ -148,7 +148,7 @@ def run_round(op, everyone: list[Inputs], pace: random.Random, what: str, active
         out = op.combine(y, received.handle, weighted=weighted)
     op.check()
     y.fill_(float("nan"))
-    assert_same(out.cpu(), expected, f"{what}: sums")
+    assert_same(out.cpu(), expected, f"{label}: sums")
     return received
 
 

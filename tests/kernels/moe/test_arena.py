@@ -38,7 +38,7 @@ def _by_turns(seed: int, turns: int, halves: bool) -> None:
     pending = first.dispatch_send(*mine)
     with raises(ValueError, "has sent a dispatch that is not received"):
         second.dispatch(*mine)
-    # A half that another stream receives reads what the next call of another object writes.
+    # A half that another stream receives reads memory that the next call of another object writes.
     with mock.patch.object(StreamOrder, "follow", autospec=True) as follow:
         first.dispatch_recv(pending)
     assert [call.args[0] for call in follow.call_args_list] == [arena.order]

@@ -30,21 +30,21 @@ def test_blocks_of_a_call(size, nodes, options, least):
     op, rank, device = AllToAll(**SHAPE, **options), tsn.rank(), tsn.device()
     for turn in range(4):
         mine = make_inputs((turn, rank), op.config, 4, "random")
-        given = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
+        inputs = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
         few = dict(blocks=least) if (rank + turn) % 2 else {}
-        received = op.dispatch(*given)
+        received = op.dispatch(*inputs)
         wanted = op.combine(received.x, received.handle)
         rows, counts = received.x.clone(), received.counts.clone()
         if turn == 2:  # a refused call counts for all blocks
             many = op.blocks + 1
             with raises(ValueError, f"blocks is {many}; .* from" if rank == 1 else "rank 1 .* wrong blocks"):
-                op.dispatch(*given, **(dict(blocks=many) if rank == 1 else few))
+                op.dispatch(*inputs, **(dict(blocks=many) if rank == 1 else few))
                 op.check()
         if turn == 3:
-            received = op.dispatch_recv(op.dispatch_send(*given, **few))
+            received = op.dispatch_recv(op.dispatch_send(*inputs, **few))
             found = op.combine_recv(op.combine_send(received.x, received.handle, **few))
         else:
-            received = op.dispatch(*given, **few)
+            received = op.dispatch(*inputs, **few)
             found = op.combine(received.x, received.handle, **few)
         assert torch.equal(received.counts, counts)
         if op.config.mode == "throughput":

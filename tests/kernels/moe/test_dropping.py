@@ -1,4 +1,4 @@
-"""Choices beyond what an expert takes: which are dropped, and that all else goes on as if they had not been made."""
+"""Choices beyond an expert's capacity: which are dropped; all else goes on as if they had not been made."""
 
 import random
 
@@ -71,7 +71,7 @@ def test_dropping():
             assert wanted.dropped is None and torch.equal(received.counts, wanted.counts)
             sums = op.combine(received.x, received.handle)
             assert_same(sums.cpu(), plain.combine(wanted.x, wanted.handle).cpu(), f"{mode}, {drop}")
-            if mode == "throughput":  # the routing is that of the handle
+            if mode == "throughput":  # the routing comes from the handle
                 again = op.dispatch(2 * x, handle=received.handle)
                 assert torch.equal(again.dropped, received.dropped) and torch.equal(again.counts, received.counts)
                 traced = ops.moe_dispatch(op, x, idx, weights)

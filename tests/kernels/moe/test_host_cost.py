@@ -1,4 +1,4 @@
-"""What calls cost the host: how often they call torch, and that plans which are used again belong to nobody else."""
+"""The host's cost of calls: how often they call torch; plans that are used again belong to nobody else."""
 
 import contextlib
 import copy
@@ -95,19 +95,19 @@ def hold(seed: int, options: dict, shape=SHAPE, calls: int = 6 * CACHED_PLANS) -
     """Handles and parts of plans are held at random; what they tell never changes, and they combine as at first."""
     op = AllToAll(**shape, **options)
     pace = random.Random(seed)  # the same on all ranks
-    held, numbers = [], []
+    handles, numbers = [], []
     for call in range(calls):
         mine = make_inputs((seed, call, op.rank), op.config, pace.randrange(op.config.max_tokens + 1), "random")
         received = op.dispatch(mine.x.to(op.device), mine.topk_idx.to(op.device), mine.weights.to(op.device))
         out = op.combine(received.x, received.handle)
         if pace.random() < 0.6:
-            held.append((received.handle, received.x.clone(), out, metadata(received.handle).source_token.clone()))
+            handles.append((received.handle, received.x.clone(), out, metadata(received.handle).source_token.clone()))
         if pace.random() < 0.3:
             part = received.handle.plan.token_slot
             numbers.append((part, part.clone()))
         del received
-        while len(held) > pace.choice([0, 2, 2 * CACHED_PLANS]):
-            handle, x, expected, source = held.pop(pace.randrange(len(held)))
+        while len(handles) > pace.choice([0, 2, 2 * CACHED_PLANS]):
+            handle, x, expected, source = handles.pop(pace.randrange(len(handles)))
             assert torch.equal(op.combine(x, handle), expected)
             assert torch.equal(metadata(handle).source_token, source)
     assert all(torch.equal(part, before) for part, before in numbers)
@@ -143,8 +143,8 @@ def test_plans():
     stream[0] = None
     captured = plans.next(1)
     stream[0] = "a"
-    held = [plans.next(1) for _ in range(3 * CACHED_PLANS)] + [captured]
-    assert len({place for plan in held for place in places(plan)}) == len(held) * len(names)
+    alive = [plans.next(1) for _ in range(3 * CACHED_PLANS)] + [captured]
+    assert len({place for plan in alive for place in places(plan)}) == len(alive) * len(names)
     with torch.inference_mode():
         inference = plans.next(1).counts
     assert not inference.is_inference()

@@ -136,8 +136,8 @@ def test_a_heap_that_grows():
         op.free()
         assert made.closed and worlds.alive() == [tsn.world()]
     layer = ops.moe_layer(**SHAPE, grow=True)
-    given = torch.ones((3, 2), device=tsn.device())
-    received = ops.moe_dispatch(layer, x, idx, given)
+    weights = torch.ones((3, 2), device=tsn.device())
+    received = ops.moe_dispatch(layer, x, idx, weights)
     assert layer.world is not tsn.world() and torch.equal(ops.moe_combine(layer, received.x, received), 2 * x)
     layer.free()
     tsn.free(filler)
@@ -151,7 +151,7 @@ def test_a_heap_that_grows():
 @ranks.on(timeout=240)
 def test_outputs():
     """Ranks give different outputs: noticed in every call, also where both were used before."""
-    with torch.inference_mode():  # as servers do; what is made here is used outside
+    with torch.inference_mode():  # as servers do; the objects are used outside
         op = AllToAll(**SHAPE)
         first, second = op.empty_output(), op.empty_output()
     device, rank = tsn.device(), tsn.rank()

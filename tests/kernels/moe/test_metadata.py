@@ -1,4 +1,4 @@
-"""What comes with rows and goes back with them: metadata, weights, bias, masks, short inputs, handles used again."""
+"""Values that travel with rows and back: metadata, weights, bias, masks, short inputs, handles used again."""
 
 import pytest
 import torch
@@ -61,12 +61,12 @@ def _by_rank(op, everyone) -> None:
     assert torch.equal(plain.cpu(), (mine.x.float() * hosts.sum(1, keepdim=True)).to(c.combine_dtype))
     values = torch.arange(rows * c.top_k, dtype=torch.float32, device=device).view(rows, c.top_k) + 100 * op.rank
     bias = [torch.full_like(plain, number) for number in (0.5, 3.0)]
-    for given in ((), bias[:1], bias):
-        out, back = op.combine_values(y, values, received.handle, bias=given)
-        more = sum((b.float().cpu() for b in given), torch.zeros(()))
+    for biases in ((), bias[:1], bias):
+        out, back = op.combine_values(y, values, received.handle, bias=biases)
+        more = sum((b.float().cpu() for b in biases), torch.zeros(()))
         total = mine.x.float() * hosts.sum(1, keepdim=True) + more
         assert torch.equal(out.cpu(), total.to(c.combine_dtype))
-        assert torch.equal(op.combine(y, received.handle, bias=given), out)
+        assert torch.equal(op.combine(y, received.handle, bias=biases), out)
     expected = torch.zeros(mine.topk_idx.shape)
     for r in range(c.ranks):
         tokens = reference.route([e.topk_idx for e in everyone], c.num_experts, r).tokens

@@ -22,7 +22,7 @@ def raises(kind, *words):
 
 
 def fake(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for it where torch asks for shapes alone."""
+    """The stand-in that torch uses where it asks for shapes alone."""
     return FakeTensorMode().from_tensor(tensor)
 
 
@@ -32,10 +32,10 @@ def _arguments(device):
     return x, idx, torch.ones((3, 2), device=device)
 
 
-def _one_is_wrong(op, given: tuple, mistakes: list) -> None:
+def _one_is_wrong(op, inputs: tuple, mistakes: list) -> None:
     """Each call is made wrongly by rank 1 alone, whole or in halves: rank 0's fails with it, and the calls after it are right."""
     for turn, (argument, kind, word, wrong, right) in enumerate(mistakes):
-        received = op.dispatch(*given)
+        received = op.dispatch(*inputs)
         torch.set_default_dtype(torch.float64)  # which stand-ins of a rejected call do not take
         if tsn.rank() == 1:
             with raises(kind, "rank 1", argument, word):
@@ -136,8 +136,8 @@ def test_wrong_calls(mode):
     op.combine(received.x, received.handle)
     op.combine(received.x, received.handle)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        given = weights.to(dtype)
-        rounds = [op.dispatch(x, idx, kind) for kind in (given, given.float())]
+        narrow = weights.to(dtype)
+        rounds = [op.dispatch(x, idx, kind) for kind in (narrow, narrow.float())]
         found, wanted = (op.combine(r.x.clone(), r.handle).clone() for r in rounds)
         assert torch.equal(found, wanted), dtype
 

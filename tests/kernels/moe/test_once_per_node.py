@@ -149,8 +149,8 @@ def without_a_forwarder(seed: int, gone: int, options: dict, halves: tuple[bool,
         op.free()
         return
     for turn, in_halves in enumerate(halves):
-        what = f"seed {seed}, without {gone}, turn {turn}"
-        run_round(op, everyone, pace, what, active=active, halves=in_halves)
+        label = f"seed {seed}, without {gone}, turn {turn}"
+        run_round(op, everyone, pace, label, active=active, halves=in_halves)
     new = AllToAll(**shape, **options)
     run_round(new, everyone, pace, f"seed {seed}, new, without {gone}", active=active)
     new.free()
@@ -261,7 +261,7 @@ def test_who_is_waited_for(seed):
     """A rank that comes late is waited for: by its own node and, for what it forwards, by the other one's."""
     op, rank, late = AllToAll(**SHAPE, **LATENCY), tsn.rank(), 3
     mine = make_inputs((seed, rank), op.config, 12, "random")
-    given = mine.x.to(op.device), mine.topk_idx.to(op.device), mine.weights.to(op.device)
+    inputs = mine.x.to(op.device), mine.topk_idx.to(op.device), mine.weights.to(op.device)
     waited = torch.zeros((4, 4), dtype=torch.int64, device=op.device)
     for turn in range(2):  # the first one compiles
         waited.zero_()
@@ -272,7 +272,7 @@ def test_who_is_waited_for(seed):
             if half:
                 out = op.combine(received.x, received.handle, waited=waited[1])  # noqa: F821 (of the half before)
             else:
-                received = op.dispatch_recv(op.dispatch_send(*given, waited=waited[0]))
+                received = op.dispatch_recv(op.dispatch_send(*inputs, waited=waited[0]))
             tsn.world().synchronize()
     assert torch.equal(out, op.combine(received.x, received.handle))
     if rank != late and op.device.type == "cpu":

@@ -149,7 +149,7 @@ def rejected(seed: int, shape: dict, options: dict) -> None:
             t.to(tsn.device()) for t in (everyone[rank].x, everyone[rank].topk_idx, everyone[rank].weights)
         )
         wrong = rank == number % tsn.size()
-        what = f"seed {seed}, after the rejected calls of rank {number % tsn.size()}"
+        label = f"seed {seed}, after the rejected calls of rank {number % tsn.size()}"
         received = op.dispatch(x, idx, weights)
         calls = [lambda x=x: op.dispatch(x, idx, weights)]
         if op.config.mode == "throughput":
@@ -161,8 +161,8 @@ def rejected(seed: int, shape: dict, options: dict) -> None:
         wanted = op.combine(received.x, received.handle).cpu()
         for _ in range(2):
             _reject(op, lambda x=received.x: op.combine(x, received.handle), wrong, number % tsn.size(), pace)
-        assert_same(op.combine(received.x, received.handle).cpu(), wanted, what)
-        run_round(op, everyone, pace, what)
+        assert_same(op.combine(received.x, received.handle).cpu(), wanted, label)
+        run_round(op, everyone, pace, label)
     op.free()
 
 

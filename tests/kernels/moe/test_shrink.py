@@ -27,8 +27,8 @@ OPTIONS = [(dict(alignment=4), dict()), (dict(mode="latency", dtype=torch.float3
 def _traffic(op, inputs, halves: bool) -> None:
     """A call in flight, and one after the other."""
     device = tsn.device()
-    given = [t.to(device) for t in (inputs.x, inputs.topk_idx, inputs.weights)]
-    received = op.dispatch_recv(op.dispatch_send(*given)) if halves else op.dispatch(*given)
+    arguments = [t.to(device) for t in (inputs.x, inputs.topk_idx, inputs.weights)]
+    received = op.dispatch_recv(op.dispatch_send(*arguments)) if halves else op.dispatch(*arguments)
     y = received.x.to(op.config.combine_dtype)
     op.combine_recv(op.combine_send(y, received.handle)) if halves else op.combine(y, received.handle)
 

@@ -141,8 +141,8 @@ class Walk(stateful.RuleBasedStateMachine):
         self.objects: list[Object] = []
         self.steps: list[str] = []
 
-    def _note(self, *what) -> None:
-        self.steps.append(" ".join(map(str, what)))
+    def _note(self, *words) -> None:
+        self.steps.append(" ".join(map(str, words)))
 
     @stateful.rule(
         mode=st.sampled_from(["throughput", "throughput", "latency"]), layout=st.sampled_from(["expert", "rank"])
@@ -185,15 +185,15 @@ class Walk(stateful.RuleBasedStateMachine):
         """A call that the table refuses, with arguments that would be right."""
         x, idx = thing.inputs()
         dispatched = thing.received[0] if thing.received else None
-        given = {
+        arguments = {
             "dispatch": (x, idx),
             "dispatch_send": (x, idx),
             "dispatch_recv": (thing.pending.get("dispatch"),),
             "combine_recv": (thing.pending.get("combine"),),
         }
         handle = dispatched.handle if dispatched else None
-        given.update({call: (x, handle) for call in ("combine", "combine_send")}, combine_values=(x, x, handle))
-        getattr(thing.op, call)(*given.get(call, ()))
+        arguments.update({call: (x, handle) for call in ("combine", "combine_send")}, combine_values=(x, x, handle))
+        getattr(thing.op, call)(*arguments.get(call, ()))
 
     def _follow(self, thing: Object, call: str) -> None:
         if call == "free":
