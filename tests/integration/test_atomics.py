@@ -3,7 +3,6 @@
 import functools
 import itertools
 import operator
-import os
 import random
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.integration.pool import pool_fixture
-from tests.kernels.support import assert_same, random_tensor
+from tests.kernels.support import assert_same, random_tensor, schedule
 
 THREADS = 64
 OPERATIONS = ("add", "and", "or", "xor", "min", "max", "exch", "cas")
@@ -68,16 +67,12 @@ def put_values(dtype, n):
 _words: dict = {}
 
 
-def _schedule(seed) -> None:
-    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
-
-
 def atomic(dtype: str, name: str, first: int, values: list[list[int]], seed: int) -> tuple[int, list[int]]:
     """Every rank applies its values to rank 0's word. Returns the word at the end (on rank 0) and the old values."""
     torch_dtype = getattr(torch, dtype)
     if dtype not in _words:
         _words[dtype] = tsn.zeros(1, torch_dtype)
-    _schedule(seed)
+    schedule(seed)
     word = _words[dtype]
     word.copy_(torch.tensor([first], dtype=torch_dtype))
     tsn.barrier()
@@ -94,7 +89,7 @@ def put_each(dtype: str, n: int, seed: int) -> None:
     key = (dtype, n)
     if key not in _words:
         _words[key] = tsn.zeros(n, torch_dtype)
-    _schedule(seed)
+    schedule(seed)
     rank, size = tsn.rank(), tsn.size()
     tsn.barrier()
     values = random_tensor((n,), torch_dtype, seed, rank).to(tsn.device())

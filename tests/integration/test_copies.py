@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.integration.pool import pool_fixture
-from tests.kernels.support import assert_same, random_tensor
+from tests.kernels.support import assert_same, random_tensor, schedule
 from tests.shorthand import u64
 
 # Parts of a warp- or thread-scope copy share a signal word, so that they can only add.
@@ -121,7 +121,7 @@ class Exchange:
         word = int(primitive == "put_signal_add")
         self.expected[word] += {"block": 1, "warp": self.threads // 32, "thread": self.threads}[scope] if word else 1
         tsn.barrier()
-        os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {rank} {self.calls}").randrange(1 << 30))
+        schedule(seed, self.calls)
         self.kernel(
             self.dst, self.src, self.seen, self.flags, WAYS.index(way), peer, first_dst, first_src, count,
             self.expected[word],

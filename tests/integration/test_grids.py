@@ -1,8 +1,5 @@
 """Barriers of whole grids: of one PE, of all, of a node; used again and again, and wrongly."""
 
-import os
-import random
-
 import pytest
 import tilelang.language as T
 import torch
@@ -12,6 +9,7 @@ import tilescale_net.language as N
 import tilescale_net.runtime.settings as settings
 from tests import ranks
 from tests.integration.pool import pool_fixture
+from tests.kernels.support import schedule
 
 THREADS = 64
 
@@ -88,7 +86,7 @@ def meet_in_grids(blocks: int, rounds: int, scope: str, seeds: list[int]) -> int
     tensors = [tsn.zeros(shape, torch.int32) for shape in ((blocks, THREADS), (tsn.size(), blocks, THREADS))]
     local, wrong = (torch.zeros((blocks, THREADS), dtype=torch.int32, device=tsn.device()) for _ in range(2))
     for seed in seeds:
-        os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+        schedule(seed)
         rounds_of_a_grid(blocks, scope)(local, *tensors, wrong, rounds)
     tsn.barrier()
     count = int(wrong.sum())

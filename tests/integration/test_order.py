@@ -1,7 +1,6 @@
 """The memory model end to end: with the right primitive nothing is ever missing; without it the simulator shows it."""
 
 import os
-import random
 import time
 
 import pytest
@@ -12,6 +11,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 import tilescale_net.runtime.settings as settings
 from tests.integration.pool import pool_fixture
+from tests.kernels.support import schedule
 from tests.shorthand import f32, i32, jitted, u64
 
 COUNT = 700  # elements of a message: several pieces
@@ -271,7 +271,7 @@ def _memory(name: str, shape, dtype=torch.float32) -> torch.Tensor:
 
 
 def _schedule(seed, visibility="random") -> None:
-    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    schedule(seed)
     os.environ["TSN_SIM_VISIBILITY"] = visibility
 
 

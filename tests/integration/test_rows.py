@@ -12,7 +12,7 @@ import tilescale_net.language as N
 import tilescale_net.runtime.settings as settings
 from tests import ranks
 from tests.integration.pool import pool_fixture
-from tests.kernels.support import assert_same, random_tensor
+from tests.kernels.support import assert_same, random_tensor, schedule
 from tests.shorthand import f32, u64
 
 SCOPES = ("block", "warp", "thread")
@@ -98,7 +98,7 @@ class Boxes:
         for name in ("src", "flat_src", "dst", "flat_dst"):
             getattr(self, name).copy_(made(name, getattr(self, name), rank))
         tsn.barrier()
-        os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {rank} {self.turn}").randrange(1 << 30))
+        schedule(seed, self.turn)
         self.kernel(
             self.dst, self.src, self.flat_dst, self.flat_src, self.flag, WAYS.index(way), (rank + 1) % n, dr, dc, sr, sc,
             rows, columns, self.turn,

@@ -1,8 +1,6 @@
 """signal, wait and test: every comparison at every scope, set and add, values up to 2^64 - 1, which waits see as signed."""
 
 import operator
-import os
-import random
 import time
 
 import pytest
@@ -15,6 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.integration.pool import pool_fixture
+from tests.kernels.support import schedule
 from tests.shorthand import i32, jitted, u64
 
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
@@ -91,7 +90,7 @@ def _u64(*numbers: int) -> torch.Tensor:
 
 def wait_for(waiter: str, compare: str, first: int, wanted: int, values: list[int], op: str, delay: float, seed: int):
     """Rank 0 sends `values`; rank 1, whose word is `first`, waits. Returns what rank 1's threads saw, and the word."""
-    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    schedule(seed)
     flag = word()
     flag.copy_(_u64(first))
     tsn.barrier()
@@ -154,7 +153,7 @@ _counts: list[torch.Tensor] = []
 
 def count(how: str, seed: int) -> list[int]:
     """The difference between this rank's word, read in each way, and the sum of all adds."""
-    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    schedule(seed)
     if not _counts:
         _counts.extend((tsn.zeros(1, torch.uint64), tsn.zeros(tsn.size(), torch.uint64)))
     for words in _counts:
@@ -199,7 +198,7 @@ def rounds(threads=64):
 
 def count_from_zero(n: int, seed: int) -> int:
     """Wrong elements of `rounds`."""
-    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    schedule(seed)
     data, source = tsn.zeros(64, torch.int32), tsn.zeros(64, torch.int32)
     flag, done = tsn.zeros(1, torch.uint64), tsn.zeros(1, torch.uint64)
     wrong = torch.zeros(64, dtype=torch.int32, device=tsn.device())

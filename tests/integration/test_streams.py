@@ -1,6 +1,5 @@
 """Streams with credits and puts from shared memory, on one node and on two that only talk through the fabric."""
 
-import os
 import random
 
 import pytest
@@ -11,6 +10,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.integration.pool import pool_fixture
+from tests.kernels.support import schedule
 from tests.shorthand import f32, i32, jitted, u64
 
 WIDTH, THREADS = 96, 64
@@ -66,7 +66,7 @@ def stream(scope: str, slots: int, launches: int, n: int, seed: int) -> int:
     wrong = torch.zeros(THREADS, dtype=torch.int32, device=tsn.device())
     right, left = (tsn.rank() + 1) % tsn.size(), (tsn.rank() - 1) % tsn.size()
     for launch in range(launches):
-        os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()} {launch}").randrange(1 << 30))
+        schedule(seed, launch)
         streams(scope, slots)(*memory, *words, wrong, launch * n, n, right, left)
     tsn.barrier()
     count = int(wrong.sum())
@@ -122,7 +122,7 @@ def put_tiles(dtype: str, seed: int, turns: int) -> None:
     pace = random.Random(seed)
     i = torch.arange(TILE)
     for turn in range(1, turns + 1):
-        os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()} {turn}").randrange(1 << 30))
+        schedule(seed, turn)
         first, count = pace.choice([(0, TILE), (pace.randrange(20), pace.randrange(150)), (16, 128), (3, 0)])
         dst.zero_()
         tsn.barrier()

@@ -120,6 +120,11 @@ def unsettle(pace: random.Random, chance: float = 0.3, seconds: float = 0.02) ->
     os.environ["TSN_SIM_SEED"] = str(pace.randrange(1 << 30))
 
 
+def schedule(*key) -> None:
+    """Choose the simulator's schedule for this rank's next kernels."""
+    os.environ["TSN_SIM_SEED"] = str(random.Random(repr((*key, tsn.rank()))).randrange(1 << 30))
+
+
 @tsn.jit
 def zeroed(count):
     """Kernel `(x)` that writes bytes, uint8 [count]: the race detector compares it with transfers, whatever wrote before."""
