@@ -21,11 +21,13 @@ from benchmark.reduce_scatter import ReduceScatterCase
 from benchmark.ulysses import WAYS, UlyssesCase
 from tests import ranks
 from tests.benchmark.test_runs import launch, run
+from tests.variants import variants
 
 QUICK = ("--threads", "64", "--repeat", "1", "--warmup", "0")
 
 
-@pytest.mark.parametrize(
+@variants(
+    2,
     "name, arguments, env",
     [
         ("all_gather", ["--blocks", "1,2"], {}),
@@ -35,7 +37,6 @@ QUICK = ("--threads", "64", "--repeat", "1", "--warmup", "0")
         ("all_reduce", ["--dtype", "float16", "--staged", "--algorithm", "auto,fp8"], {}),
     ],
 )
-@pytest.mark.sample(2)
 def test_runs(tmp_path, name, arguments, env):
     rows, said = run(tmp_path, f"{name}.py", *QUICK, "--sizes", "16K,64K", *arguments, **env)
     assert "- data: verified" in said and "Bus BW (GB/s)" in said
@@ -77,8 +78,7 @@ def test_decode_context(tmp_path):
     assert [(row["batch"], row["blocks"]) for row in rows] == [(1, 1), (1, 2), (3, 1), (3, 2)]
 
 
-@pytest.mark.parametrize("env", [{}, {"VIRTUAL_NODES": "2"}], ids=["even", "uneven"])
-@pytest.mark.sample(1)
+@variants(1, "env", [{}, {"VIRTUAL_NODES": "2"}], ids=["even", "uneven"])
 def test_ulysses(tmp_path, env):
     uneven = ("--uneven", "--batch", "2") if env else ()
     rows, said = run(tmp_path, "ulysses.py", *QUICK[2:], "--sequence", "18", *uneven, **env)
@@ -133,8 +133,7 @@ def _wrong(name):
     measure(case, spoil, timer, None, True, name)
 
 
-@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "uneven", "reduce_scatter"])
-@pytest.mark.sample(2)
+@variants(2, "name", ["all_gather", "all_to_all", "uneven", "reduce_scatter"])
 def test_wrong_data_is_found(name):
     for outcome in ranks.launch(2, _wrong, name):
         assert outcome.error is not None and outcome.error[0] == "WrongData", outcome

@@ -13,6 +13,7 @@ from benchmark.common.queue import Probe, QueueBench
 from tests import ranks
 from tests.benchmark.test_runs import launch
 from tests.launch.conftest import ROOT
+from tests.variants import variants
 
 
 def test_every_part(tmp_path):
@@ -37,14 +38,14 @@ def test_every_part(tmp_path):
     assert "device simulated: times mean nothing but order" in done.stdout
 
 
-@pytest.mark.parametrize(
+@variants(
+    1,
     "arguments, env, said",
     [
         (["--capacity", "100"], {"GPUS": "1"}, "must be a power of two"),
         (["--parts", "push,pull"], {"GPUS": "1"}, "'pull' is not one of"),
     ],
 )
-@pytest.mark.sample(1)
 def test_wrong_arguments(arguments, env, said):
     done = launch("device_queue.py", *arguments, **env)
     assert done.returncode == 2 and done.stderr.count(said) == 1 and done.stdout == ""

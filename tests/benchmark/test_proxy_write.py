@@ -7,6 +7,7 @@ import pytest
 from benchmark import proxy_write
 from benchmark.common import BenchmarkParser, Report
 from tests.benchmark.test_runs import launch
+from tests.variants import variants
 
 NAMES = ["ProxySingle", "ProxyMulti", "ProxySingleNBI", "ProxyMultiNBI"]
 
@@ -62,8 +63,7 @@ proxy_write.main()
 """
 
 
-@pytest.mark.parametrize("method", ["write", "bare_write"])
-@pytest.mark.sample(1)
+@variants(1, "method", ["write", "bare_write"])
 def test_writes_that_do_not_arrive_are_noticed(tmp_path, method):
     script = tmp_path / "idle.py"
     script.write_text(IDLE)

@@ -8,6 +8,7 @@ import pytest
 from tests import jobs
 from tests.launch.conftest import ROOT, clean_environment
 from tests.launch.conftest import launch as launch_sh
+from tests.variants import variants
 
 # As tests/conftest.py chooses; a clean environment lacks it.
 FLAGS = {name: os.environ[name] for name in ("TSN_SIM_CXXFLAGS",) if name in os.environ}
@@ -76,8 +77,7 @@ def test_start_up(tmp_path):
     assert min(row[key] for key in ("files", "queue", "window", "endpoints")) > 0
 
 
-@pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])
-@pytest.mark.sample(0)
+@variants(0, "name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])
 def test_fused_gemms(tmp_path, name):
     shape = ["--m", "72", "--k", "40", "--n", "48", "--blocks", "2", "--warmup", "0", "--repeat", "1"]
     (row,), said = run(tmp_path, name, *shape)

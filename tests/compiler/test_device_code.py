@@ -90,7 +90,7 @@ def test_every_primitive_is_called():
 
 
 def test_every_primitive_compiles(everything_ptx):
-    assert ".entry kernel_kernel" in everything_ptx
+    assert ".entry everything_kernel" in everything_ptx
     assert not read_only_loads(everything_ptx)
 
 
@@ -133,4 +133,4 @@ def test_values_of_every_type_compile():
                 N.atomic_add(tensor[0], tensor[1], pe)
                 N.atomic_exch(tensor[0], 2.5, pe)
 
-    assert ".entry kernel_kernel" in inspect.ptx(kernel)
+    assert ".entry everything_kernel" in inspect.ptx(kernel)

@@ -12,6 +12,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.registry import FP8, MOE, TUNING
+from tests.variants import nightly
 from tilescale_net.compiler import gpu_cache, jit
 from tilescale_net.compiler.jit import KernelFactory, compile_together
 from tilescale_net.compiler.simulator import cache
@@ -138,7 +139,7 @@ def _as_listed(nodes: int) -> None:
         op.free()
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("nodes", [1, nightly(2)])
 def test_the_kernels_of_an_object_are_known_without_it(nodes):
     """`precompile` compiles the kernels that the object asks for."""
     ranks.run(2 * nodes, _as_listed, nodes, env={"TSN_DEVICE": "simulator", "VIRTUAL_NODES": str(nodes)})

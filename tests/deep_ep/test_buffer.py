@@ -16,6 +16,7 @@ from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, plain_rows
 from tests.kernels.moe import reference
 from tests.kernels.support import nothing_launched
+from tests.variants import nightly, variants
 from tilescale_net.deep_ep import Buffer, Config, groups
 from tilescale_net.kernels.moe import AllToAll
 from tilescale_net.kernels.moe.latency_combine import combine_latency, exchange_weights
@@ -374,9 +375,8 @@ def _destroyed(make, group, which: str) -> None:
         assert buffer._world.heap.live == live
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("which", ["high throughput", "low latency"])
-@pytest.mark.sample(1)
+@pytest.mark.parametrize("nodes", [1, nightly(3)])
+@variants(1, "which", ["high throughput", "low latency"])
 def test_buffer(which, nodes):
     # The heap is too small for most of what comes; it grows, or cannot and others join it.
     env = {
@@ -443,7 +443,7 @@ def _differ() -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("nodes", [1, nightly(2)])
 def test_calls_that_differ(nodes):
     for sizes, dtypes, kinds in ranks.run(2, _differ, init=False, env={"VIRTUAL_NODES": str(nodes)}):
         assert "low_latency_dispatch: 6 experts, 12 tokens" in sizes and "6 experts, 16 tokens" in sizes

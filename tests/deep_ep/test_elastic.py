@@ -10,6 +10,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, gathered, plain_rows
 from tests.kernels.moe import reference
+from tests.variants import nightly, variants
 from tilescale_net import deep_ep
 from tilescale_net.kernels.moe import AllToAll
 
@@ -149,8 +150,7 @@ def _rounded_once(group, inputs) -> None:
     buffer.destroy()
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
-@pytest.mark.sample(0)
+@variants(0, "nodes", [1, nightly(2)])
 @ranks.on(timeout=280)
 def test_elastic_buffer(nodes):
     group = dist.group.WORLD

@@ -12,6 +12,7 @@ import tilescale_net.deep_ep
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, Inputs, difference
 from tests.kernels.moe import reference
+from tests.variants import nightly
 from tilescale_net.deep_ep import low_latency
 
 MOST = 12  # tokens of a rank in low-latency calls
@@ -139,7 +140,7 @@ def _program() -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize("nodes", [nightly(1), 2])
 @pytest.mark.timeout(600)
 @pytest.mark.sample(0)
 def test_frameworks(nodes):

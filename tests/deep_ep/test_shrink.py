@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.variants import nightly
 from tilescale_net import deep_ep
 from tilescale_net.deep_ep import high_throughput, low_latency
 from tilescale_net.runtime import settings
@@ -108,7 +109,7 @@ def _program(seed: int) -> None:
         one.destroy()
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(RANKS, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("nodes", [1, nightly(RANKS)])
 def test_a_rank_is_lost(nodes):
     seed = random.randrange(1 << 20)
     env = {"TSN_TIMEOUT": "60", "VIRTUAL_NODES": str(nodes)}

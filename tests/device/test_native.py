@@ -2,14 +2,12 @@
 
 import subprocess
 
-import pytest
-
 from tests.native.builder import build, run
+from tests.variants import variants
 from tilescale_net.launch import set_up
 
 
-@pytest.mark.parametrize("name", ["engines", "semantics"])
-@pytest.mark.sample(0)
+@variants(0, "name", ["engines", "semantics"])
 def test_program(name):
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     assert run(build(name, [f"tests/device/{name}.cpp"], flags=flags)) == "ok\n"

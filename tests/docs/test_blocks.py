@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import jobs, ranks
+from tests.variants import variants
 
 ROOT = Path(__file__).resolve().parents[2]
 # Its examples are two PEs side by side; test_memory_model.py makes kernels of them and runs those.
@@ -110,8 +111,7 @@ def test_pages_have_blocks():
     assert len(BLOCKS) >= 10 and len(PROGRAMS) >= 2
 
 
-@pytest.mark.parametrize("block, env, name, output", PROGRAMS, ids=[p[0].where for p in PROGRAMS])
-@pytest.mark.sample(4)
+@variants(4, "block, env, name, output", PROGRAMS, ids=[p[0].where for p in PROGRAMS])
 def test_program_prints_what_the_page_shows(tmp_path, block, env, name, output):
     (tmp_path / name).write_text(block.text)
     known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "VIRTUAL_NODES")}

@@ -13,6 +13,7 @@ from tests import jobs
 from tests.efa.standin import HERE, WAYS, environment, library
 from tests.native.builder import ROOT
 from tests.proxy.test_fabric import finish, start
+from tests.variants import variants
 
 NIGHTLY = pytest.mark.nightly
 KILL_ROUNDS, PARTS = "tests/runtime/test_kill_rounds.py", 5
@@ -29,7 +30,8 @@ def programs(monkeypatch, tmp_path, way: str, scenario: str, pes: int, *argument
     return start(tmp_path, scenario, pes, env["TSN_LIBFABRIC"], env["TSN_PROVIDER"], *arguments)
 
 
-@pytest.mark.parametrize(
+@variants(
+    1,
     "script, way",
     [
         ("01_put_signal", "1.17-efa-p4d"),
@@ -37,7 +39,6 @@ def programs(monkeypatch, tmp_path, way: str, scenario: str, pes: int, *argument
         *(pytest.param("08_collectives", way, marks=NIGHTLY) for way in WAYS),
     ],
 )
-@pytest.mark.sample(1)
 def test_tutorials(script, way):
     env = {**os.environ, "TSN_DEVICE": "simulator", "GPUS": "2", "VIRTUAL_NODES": "2", **environment(way)}
     done = jobs.launch(f"docs/tutorials/{script}.py", env=env)

@@ -3,9 +3,8 @@
 import os
 from pathlib import Path
 
-import pytest
-
 from tests import jobs, ranks
+from tests.variants import variants
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py"))
@@ -17,8 +16,7 @@ def test_every_example_is_listed():
     assert len(PROGRAMS) == 6 and all(f"[{name}]({name})" in text for name in PROGRAMS)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.sample(2)
+@variants(2, "name", PROGRAMS)
 def test_runs_and_is_right(name):
     size = RANKS.get(name, 2)
     device = {"TSN_DEVICE": "simulator"} if ranks.gpus() < size else {}

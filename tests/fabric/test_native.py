@@ -4,6 +4,7 @@ import pytest
 
 from tests.fabric import programs
 from tests.native.builder import run
+from tests.variants import variants
 
 DEVICES = [
     "nics=3,tx=8,rx=16,seed=1",
@@ -13,8 +14,7 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sanitizer,seeds", [("", "60"), ("address", "12")])
-@pytest.mark.sample(2)
+@variants(2, "sanitizer,seeds", [("", "60"), ("address", "12")])
 def test_everything_arrives_once_and_intact(device, sanitizer, seeds):
     out = run(programs.device_test(sanitizer), str(programs.fake_device()), seeds, env={"FAKE_FABRIC": device})
     assert out == "good\n"

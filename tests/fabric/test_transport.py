@@ -14,6 +14,7 @@ import pytest
 from tests import hosts
 from tests.fabric.pair import IDS, PROVIDERS, End, pair, until
 from tests.fabric.programs import small_shm
+from tests.variants import variants
 from tilescale_net import _native
 from tilescale_net.errors import FabricError
 from tilescale_net.launch import job
@@ -93,8 +94,7 @@ def test_reads(library, provider):
 
 
 @every_provider
-@pytest.mark.parametrize("rails", [1, 3])
-@pytest.mark.sample(5)
+@variants(5, "rails", [1, 3])
 def test_messages_in_both_directions(library, provider, rails):
     """Small ones are injected, large ones use bounce buffers; more are sent than there are buffers."""
     a, b = pair(library, provider, rails=rails, message_buffers=16, message_bytes=400)

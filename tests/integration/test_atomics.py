@@ -13,6 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.integration.pool import pool_fixture
 from tests.kernels.support import assert_same, random_tensor, schedule
+from tests.variants import variants
 
 THREADS = 64
 OPERATIONS = ("add", "and", "or", "xor", "min", "max", "exch", "cas")
@@ -164,11 +165,11 @@ def test_floats(pool, dtype):
     assert sorted([*values[0], *values[1], 5.0]) == sorted([*old_0, *old_1, end]), "every value is found once"
 
 
-@pytest.mark.parametrize(
+@variants(
+    4,
     "dtype",
     ["int8", "uint8", "int16", "float16", "bfloat16", "int32", "uint32", "float32", "int64", "uint64", "float64"],
 )
-@pytest.mark.sample(4)
 def test_put_value(pool, dtype):
     for turn in range(3):
         pool(put_each, dtype, 64, random.randrange(1 << 30))

@@ -14,6 +14,7 @@ import tilescale_net.language as N
 from tests.integration.pool import pool_fixture
 from tests.kernels.support import assert_same, random_tensor, schedule
 from tests.shorthand import u64
+from tests.variants import variants
 
 # Parts of a warp- or thread-scope copy share a signal word, so that they can only add.
 WAYS = [
@@ -164,8 +165,7 @@ NAMES = [f"{str(c[0]).removeprefix('torch.')}-{c[1]}-{c[2]}" for c in CONFIGURAT
 COUNTS = [0, 1, 2, 3, 15, 16, 17, 31, 33, 127, 128, 129, 1000, 1024, 4097]
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=NAMES)
-@pytest.mark.sample(2)
+@variants(2, "configuration", CONFIGURATIONS, ids=NAMES)
 def test_sizes_around_units(pool, configuration):
     pace = random.Random(str(configuration))
     seed = random.randrange(1 << 30)

@@ -13,6 +13,7 @@ from tests.integration.test_atomics import atomic, put_each
 from tests.integration.test_copies import CAPACITY, SLACK, WAYS, example
 from tests.integration.test_order import meet, pass_message, write_source_again, write_through_view
 from tests.integration.test_signals import COMPARISONS, HOLDS, STEPS, count, wait_for
+from tests.variants import variants
 
 CHAOS = "seed=11,reorder=0.5,split=0.6,delay_us=300,eagain=0.2,imm_bits=20"
 orderly = pool_fixture(2, env={"VIRTUAL_NODES": "2"})
@@ -46,8 +47,7 @@ def test_mapped_peers_and_others_in_one_kernel(mixed):
     mixed(example, CONFIGURATION, cases, "random")
 
 
-@pytest.mark.parametrize("order", ["fence", "fence one", "quiet", "put_signal"])
-@pytest.mark.sample(3)
+@variants(3, "order", ["fence", "fence one", "quiet", "put_signal"])
 def test_data_comes_before_its_signal(pool, order):
     for seed in SEEDS:
         assert pool(pass_message, order, True, seed) == [0, 0], seed

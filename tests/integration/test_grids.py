@@ -10,6 +10,7 @@ import tilescale_net.runtime.settings as settings
 from tests import ranks
 from tests.integration.pool import pool_fixture
 from tests.kernels.support import schedule
+from tests.variants import variants
 
 THREADS = 64
 
@@ -108,8 +109,7 @@ two = pool_fixture(2)
 nodes = pool_fixture(4, env={"VIRTUAL_NODES": "2", "TSN_CHAOS": "on"})
 
 
-@pytest.mark.parametrize("blocks", [1, 7])
-@pytest.mark.sample(1)
+@variants(1, "blocks", [1, 7])
 def test_one_pe(one, blocks):
     assert one(meet_in_grids, blocks, 4, "all", [0, 1, 2]) == [0]
 

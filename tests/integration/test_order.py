@@ -13,6 +13,7 @@ import tilescale_net.runtime.settings as settings
 from tests.integration.pool import pool_fixture
 from tests.kernels.support import schedule
 from tests.shorthand import f32, i32, jitted, u64
+from tests.variants import variants
 
 COUNT = 700  # elements of a message: several pieces
 THREADS = 64
@@ -373,8 +374,7 @@ on_simulator = pytest.mark.skipif(settings.device_kind() == "cuda", reason="the 
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])
-@pytest.mark.parametrize("order", ["fence", "fence one", "quiet", "put_signal"])
-@pytest.mark.sample(6)
+@variants(6, "order", ["fence", "fence one", "quiet", "put_signal"])
 def test_data_comes_before_its_signal(pool, order, visibility):
     for seed in SEEDS:
         assert pool(pass_message, order, True, seed, visibility) == [0, 0], seed
@@ -420,7 +420,8 @@ def test_source_written_too_early_shows(pool, visibility):
 
 
 # Each is a kernel of its own: every second one in every run, each engine with each order.
-@pytest.mark.parametrize(
+@variants(
+    2,
     "engine, threads, order, crowd",
     [
         pytest.param(*way, order, crowd, marks=pytest.mark.nightly if (i + k + crowd) % 2 else [])
@@ -429,7 +430,6 @@ def test_source_written_too_early_shows(pool, visibility):
         for crowd in (False, True)
     ],
 )
-@pytest.mark.sample(2)
 def test_what_was_just_written_is_sent(pool, engine, threads, order, crowd):
     turns, blocks = (1000, 60) if settings.device_kind() == "cuda" else (3, 1)
     assert pool(write_and_send, engine, threads, turns, order, blocks if crowd else 0) == [0, 0]

@@ -14,6 +14,7 @@ from tests import ranks
 from tests.integration.pool import pool_fixture
 from tests.kernels.support import assert_same, random_tensor, schedule
 from tests.shorthand import f32, u64
+from tests.variants import variants
 
 SCOPES = ("block", "warp", "thread")
 # What is copied to what: a box to a box, a box to contiguous memory (packed), and back (unpacked), a column to a column.
@@ -211,8 +212,7 @@ far = pool_fixture(2, env={"VIRTUAL_NODES": "2", "TSN_CHAOS": "on"})
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
-@pytest.mark.sample(3)
+@variants(3, "dtype", [torch.float32, torch.uint8])
 def test_mapped_memory(near, dtype, visibility):
     near(boxes, dtype, random_cases(2 * len(WAYS), 11), visibility)
 

@@ -10,6 +10,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, random_tensor, rejected, unsettle
+from tests.variants import nightly, variants
 from tilescale_net.kernels.all_gather import AllGather
 
 # shape of a part, dtype, misalignment of x and of out in bytes
@@ -63,21 +64,14 @@ def _gather(seed, cases, options, calls=2, through=False):
     op.free()
 
 
-@pytest.mark.parametrize(
-    "size, visibility", [(1, "eager"), (2, "random"), (3, "late"), pytest.param(4, "random", marks=pytest.mark.nightly)]
-)
-@pytest.mark.sample(2)
+@variants(2, "size, visibility", [(1, "eager"), (2, "random"), (3, "late"), nightly(4, "random")])
 @ranks.on()
 def test_equals_stacked_parts(size, visibility, seed):
     _gather(seed, CASES, dict(threads=64, blocks=3))
 
 
 # Also where some ranks choose puts, and between calls without other memory.
-@pytest.mark.parametrize(
-    "size, visibility, races",
-    [(1, "eager", 0), (2, "late", 1), (3, "random", 0), pytest.param(4, "late", 1, marks=pytest.mark.nightly)],
-)
-@pytest.mark.sample(2)
+@variants(2, "size, visibility, races", [(1, "eager", 0), (2, "late", 1), (3, "random", 0), nightly(4, "late", 1)])
 @ranks.on()
 def test_through_other_memory(size, visibility, races, seed):
     stores_from = 1 << 40 if tsn.rank() == 2 else 16

@@ -9,6 +9,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, rejected, unsettle
 from tests.kernels.test_reduce_scatter import reference, reference_of_nodes, values
+from tests.variants import variants
 from tilescale_net.kernels.all_reduce import ALGORITHMS, AllReduce
 from tilescale_net.kernels.all_reduce_fp8 import rounded_to_fp8, shots_of
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
@@ -99,15 +100,13 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("size, visibility, algorithms, dtype", RUNS)
-@pytest.mark.sample(2)
+@variants(2, "size, visibility, algorithms, dtype", RUNS)
 @ranks.on(timeout=400)
 def test_equals_sum_in_order(size, visibility, algorithms, dtype, seed):
     _reduce(seed, random_cases(seed, 12, 6000, (dtype,)), GEOMETRY, 2, algorithms)
 
 
-@pytest.mark.parametrize("size, algorithms", [(4, ("auto", "two_shot")), (2, ("auto",))])
-@pytest.mark.sample(1)
+@variants(1, "size, algorithms", [(4, ("auto", "two_shot")), (2, ("auto",))])
 @ranks.on(VIRTUAL_NODES="2", timeout=400)
 def test_nodes(size, algorithms, seed):
     cases = random_cases(seed, 5, 3000, (torch.bfloat16,))
@@ -120,8 +119,7 @@ def test_nodes(size, algorithms, seed):
     _reduce(seed, cases, GEOMETRY, 2, algorithms)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, 2])
 @ranks.on(timeout=200)
 def test_places_that_differ(nodes):
     """A tensor that is symmetric on one rank and not on another."""

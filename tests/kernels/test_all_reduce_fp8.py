@@ -8,6 +8,7 @@ from tests import ranks
 from tests.kernels.support import assert_same, rejected
 from tests.kernels.test_all_reduce import _reduce, reference_of
 from tests.kernels.test_reduce_scatter import values
+from tests.variants import variants
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_reduce_fp8 import BLOCK, CHUNK, LANES, TURNS, rounded_to_fp8, shots_of
 
@@ -79,8 +80,7 @@ def _within_bound(seed, dtype):
         assert not wrong.any(), (call, wrong.nonzero()[:4], error[wrong][:4])
 
 
-@pytest.mark.parametrize("size, dtype", [(2, torch.bfloat16), (3, torch.float32), (4, torch.float16)])
-@pytest.mark.sample(2)
+@variants(2, "size, dtype", [(2, torch.bfloat16), (3, torch.float32), (4, torch.float16)])
 @ranks.on(timeout=200)
 def test_sums_are_within_the_bound(size, dtype, seed):
     _within_bound(seed, dtype)

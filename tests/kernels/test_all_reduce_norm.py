@@ -10,6 +10,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import assert_same, rejected, unsettle
 from tests.kernels.test_reduce_scatter import reference_of_nodes, values
+from tests.variants import nightly, variants
 from tilescale_net.kernels.all_reduce_norm import SPREADS, AllReduceNorm, ExpertRows
 from tilescale_net.kernels.moe.row_ops import quantise
 
@@ -61,8 +62,7 @@ def _layers(seed, dtype, hidden, calls=12):
     return bits
 
 
-@pytest.mark.parametrize("size, dtype, hidden", [(2, torch.bfloat16, 520), (3, torch.float32, 96)])
-@pytest.mark.sample(1)
+@variants(1, "size, dtype, hidden", [(2, torch.bfloat16, 520), (3, torch.float32, 96)])
 @ranks.on(timeout=400)
 def test_equals_torch(size, dtype, hidden, seed):
     everyone = tsn.world().control.gather("bits", _layers(seed, dtype, hidden))
@@ -182,8 +182,7 @@ def _forms(seed, dtype, hidden, combinations=FEW, calls=2):
     op.free()
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, nightly(2)])
 @ranks.on(timeout=400)
 def test_what_surrounds_the_sum(nodes, seed):
     _forms(seed, torch.bfloat16, 384)

@@ -8,6 +8,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, random_tensor, rejected, unsettle
+from tests.variants import nightly, variants
 from tilescale_net.kernels.all_to_all import AllToAll
 
 # rows per PE, shape of a row, dtype, misalignment of x and of out in bytes
@@ -44,20 +45,13 @@ def _equal(seed, cases, options, calls=2, through=False):
             tensor.free()
 
 
-@pytest.mark.parametrize(
-    "size, visibility", [(1, "eager"), (2, "random"), (3, "late"), pytest.param(4, "random", marks=pytest.mark.nightly)]
-)
-@pytest.mark.sample(2)
+@variants(2, "size, visibility", [(1, "eager"), (2, "random"), (3, "late"), nightly(4, "random")])
 @ranks.on()
 def test_equal_splits(size, visibility, seed):
     _equal(seed, EQUAL, dict(threads=64, blocks=3))
 
 
-@pytest.mark.parametrize(
-    "size, visibility, races",
-    [(1, "eager", 0), (2, "late", 1), (3, "random", 0), pytest.param(4, "late", 1, marks=pytest.mark.nightly)],
-)
-@pytest.mark.sample(2)
+@variants(2, "size, visibility, races", [(1, "eager", 0), (2, "late", 1), (3, "random", 0), nightly(4, "late", 1)])
 @ranks.on()
 def test_through_other_memory(size, visibility, races, seed):
     stores_from = 1 << 40 if tsn.rank() == 2 else 16
@@ -108,10 +102,7 @@ def _uneven(seed, calls, options, row, dtype, as_tensors):
     out_heap.check()
 
 
-@pytest.mark.parametrize(
-    "size, visibility", [(2, "random"), (3, "late"), pytest.param(4, "eager", marks=pytest.mark.nightly)]
-)
-@pytest.mark.sample(1)
+@variants(1, "size, visibility", [(2, "random"), (3, "late"), nightly(4, "eager")])
 @ranks.on()
 def test_uneven_splits(size, visibility, seed):
     for row, dtype in (((3,), torch.bfloat16), ((), torch.float32), ((129,), torch.uint8)):

@@ -3,12 +3,12 @@
 import math
 import random
 
-import pytest
 import torch
 
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import assert_same, rejected, unsettle
+from tests.variants import nightly, variants
 from tilescale_net.kernels.attention_merge import AttentionMerge
 
 SMALL = dict(threads=64, blocks=2, call_bytes=32 * 1024)
@@ -72,8 +72,7 @@ def merges(seed, all_heads, base_2, calls=6):
     return bits
 
 
-@pytest.mark.parametrize("size, nodes", [(2, 1), (1, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.nightly), (4, 2)])
-@pytest.mark.sample(1)
+@variants(1, "size, nodes", [(2, 1), (1, 1), (2, 2), nightly(4, 1), (4, 2)])
 @ranks.on(timeout=400)
 def test_equals_one_rank(size, nodes, seed):
     merges(seed, False, False)
@@ -111,8 +110,7 @@ def test_equals_attention_to_the_whole_cache():
         assert_same(found[:, own].contiguous().cpu(), part.contiguous().cpu(), "all heads, and a part of them")
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, 2])
 @ranks.on()
 def test_rows_do_not_depend_on_others(nodes):
     """Rows do not depend on the rest of the batch: each has the bits that it has alone, in any number of shots."""

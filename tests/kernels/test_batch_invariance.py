@@ -15,6 +15,7 @@ from tests.kernels.moe.support import choose, without_kernels
 from tests.kernels.moe.support import expert as expert_of
 from tests.kernels.support import assert_same
 from tests.kernels.test_reduce_scatter import reference_of_nodes, values
+from tests.variants import nightly, variants
 from tilescale_net.kernels.all_reduce import ALGORITHMS, AllReduce
 from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 from tilescale_net.kernels.moe import AllToAll
@@ -158,12 +159,11 @@ CALLS = {"all-reduce": _all_reduce, "reduce-scatter": _reduce_scatter, "norm": _
 
 
 # With 66 elements of 16 bits some numbers of rows are whole vectors and some are not, so that algorithms change.
-@pytest.mark.parametrize(
-    "call, size, nodes, hidden",
+@variants(
+    2, "call, size, nodes, hidden",
     [("all-reduce", 3, 1, 64), ("all-reduce", 4, 2, 64), ("reduce-scatter", 4, 2, 66), ("norm", 3, 1, 64), ("combine", 2, 1, 64),
-     pytest.param("fp8", 3, 1, 128, marks=pytest.mark.nightly)],
+     nightly("fp8", 3, 1, 128)],
 )  # fmt: skip
-@pytest.mark.sample(2)
 @ranks.on(timeout=400)
 def test_rows_do_not_see_each_other(call, size, nodes, hidden, seed):
     CALLS[call](seed, torch.bfloat16, hidden, FEW)

@@ -4,12 +4,12 @@ import contextlib
 import itertools
 import random
 
-import pytest
 import torch
 
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import GUARD, Guarded, assert_same, random_tensor, rejected, unsettle, zeroed
+from tests.variants import nightly, variants
 from tilescale_net.kernels import all_to_all_transposed
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
@@ -135,8 +135,7 @@ def _uneven(seed, cases=6):
     op.free()
 
 
-@pytest.mark.parametrize("size, nodes", [(2, 1), (1, 1), pytest.param(4, 1, marks=pytest.mark.nightly), (4, 2)])
-@pytest.mark.sample(1)
+@variants(1, "size, nodes", [(2, 1), (1, 1), nightly(4, 1), (4, 2)])
 @ranks.on(timeout=400)
 def test_equals_torch(size, nodes, seed):
     _broadcast(seed)

@@ -10,6 +10,7 @@ from tests.generated import Code, Generated, Traced, factory_of, kernels_of
 from tests.integration.test_order import fresh_source
 from tests.kernels.registry import SM_90
 from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
+from tests.variants import nightly, variants
 from tilescale_net import kernels
 from tilescale_net.compiler import inspect, toolchain
 from tilescale_net.errors import ConfigurationError
@@ -191,8 +192,7 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
     assert not [way for way in ways if any(name.startswith("SHFL") for name in way)]
 
 
-@pytest.mark.parametrize("threads", [128, pytest.param(512, marks=pytest.mark.nightly), 1024])
-@pytest.mark.sample(0)
+@variants(0, "threads", [128, nightly(512), 1024])
 def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
     """What large copies need in registers once made small pushes by 1024 threads 0.2 us slower."""
     instructions = _small().code(factory_of(PUSH), capacity=1 << 20, threads=threads).instructions

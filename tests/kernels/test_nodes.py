@@ -9,6 +9,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels import test_all_gather, test_all_to_all, test_reduce_scatter
 from tests.kernels.support import rejected
+from tests.variants import variants
 from tilescale_net.kernels.all_gather import AllGather, all_gather
 from tilescale_net.kernels.all_to_all import all_to_all, all_to_all_uneven
 from tilescale_net.kernels.reduce_scatter import reduce_scatter
@@ -18,8 +19,7 @@ EQUAL = [(3, (5,), torch.bfloat16, 2, 0), (1000, (9,), torch.float32, 4, 4)]
 GEOMETRY = dict(threads=32, blocks=2)
 
 
-@pytest.mark.parametrize("size, nodes", [(2, 2), (4, 2)])
-@pytest.mark.sample(1)
+@variants(1, "size, nodes", [(2, 2), (4, 2)])
 @ranks.on(timeout=200)
 def test_nodes(size, nodes, seed):
     test_all_gather._gather(seed, GATHER, GEOMETRY)
@@ -28,8 +28,7 @@ def test_nodes(size, nodes, seed):
     test_reduce_scatter._reduce(seed, [((5001,), torch.bfloat16, 2, 0)], dict(**GEOMETRY, chunk_bytes=2048))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.sample(1)
+@variants(1, "size", [2, 3])
 @ranks.on(TSN_SIM_VISIBILITY="random", timeout=400)
 def test_stores(size, seed):
     """What they do is what puts do, also where a rank chooses puts."""

@@ -10,6 +10,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels import test_all_gather, test_all_reduce, test_broadcast, test_reduce_scatter
 from tests.kernels.test_reduce_scatter import values
+from tests.variants import nightly, variants
 from tilescale_net.cli.model import sent
 from tilescale_net.kernels.all_gather import AllGather, node_all_gather
 from tilescale_net.kernels.all_reduce import AllReduce
@@ -20,10 +21,7 @@ from tilescale_net.kernels.reduce_scatter import ReduceScatter
 GEOMETRY, CHAOS = dict(threads=64, blocks=2), "seed=1,reorder=0.5,split=0.3"
 
 
-@pytest.mark.parametrize(
-    "size, nodes, visibility", [(4, 2, "late"), pytest.param(6, 3, "random", marks=pytest.mark.nightly)]
-)
-@pytest.mark.sample(0)
+@variants(0, "size, nodes, visibility", [(4, 2, "late"), nightly(6, 3, "random")])
 @ranks.on(TSN_SIM_RACES="1", TSN_CHAOS=CHAOS, timeout=280)
 def test_pieces(size, nodes, visibility, seed):
     """Many pieces a block, in place and not, through few slots; tensors that cannot be summed where they lie as well."""
@@ -108,10 +106,7 @@ def test_nodes_of_any_size():
         assert max(map(len, served.values()), default=1) <= of.turns
 
 
-@pytest.mark.parametrize(
-    "size, nodes", [UNEVEN[0], *(pytest.param(*row, marks=pytest.mark.nightly) for row in UNEVEN[1:])]
-)
-@pytest.mark.sample(0)
+@variants(0, "size, nodes", [UNEVEN[0], *(nightly(*row) for row in UNEVEN[1:])])
 @ranks.on(TSN_SIM_RACES="1", TSN_CHAOS=CHAOS, timeout=280)
 def test_nodes_of_different_sizes(size, nodes, seed):
     geometry = dict(**GEOMETRY, chunk_bytes=2048)
@@ -154,8 +149,7 @@ def _dies(name: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("algorithm", ["push", "pull"])
-@pytest.mark.sample(1)
+@variants(1, "algorithm", ["push", "pull"])
 def test_a_lost_peer_is_not_taken_for_one_that_makes_another_call(algorithm):
     lost = ranks.launch(2, _dies, algorithm, timeout=100)[0]
     assert lost.error is not None and lost.error[0] == "PeerLost", lost

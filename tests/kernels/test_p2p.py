@@ -10,6 +10,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, random_bytes, unsettle
+from tests.variants import nightly, variants
 from tilescale_net.kernels import p2p, proxy_write
 
 CAPACITY = 70_000
@@ -57,14 +58,14 @@ def _name(way) -> str:
     return ",".join(f"{k}={v}" for k, v in way.items()) or "default"
 
 
-@pytest.mark.parametrize(
+@variants(
+    2,
     "direction, way",
     # Pulling shares its copying code with pushing: the ways that differ most suffice.
     [pytest.param("push", way, id="push-" + _name(way)) for way in WAYS]
     + [pytest.param("pull", way, id="pull-" + _name(way)) for way in (WAYS[0], WAYS[5])]
-    + [pytest.param("pull", way, id="pull-" + _name(way), marks=pytest.mark.nightly) for way in (WAYS[2], WAYS[7])],
+    + [nightly("pull", way, id="pull-" + _name(way)) for way in (WAYS[2], WAYS[7])],
 )
-@pytest.mark.sample(2)
 @ranks.on()
 def test_delivers_exactly_what_was_asked(direction, way, seed):
     pace = random.Random(seed)

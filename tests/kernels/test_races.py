@@ -17,6 +17,7 @@ from tests import jobs, ranks
 from tests.kernels.registry import RUNS
 from tests.kernels.support import alive_objects
 from tests.tutorials.test_tutorials import PROGRAMS, expected_runs
+from tests.variants import variants
 
 in_the_simulator = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
 SEEDS = 50  # of each run with the race detector
@@ -93,8 +94,7 @@ def _check_networks(names, seeds, races, timeout=7000):
 
 @in_the_simulator
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", range(0, len(RUNS), IN_A_ROW))
-@pytest.mark.sample(2)
+@variants(2, "first", range(0, len(RUNS), IN_A_ROW))
 def test_nothing_is_accused_under_a_seed(first):
     """Several runs on the same two ranks: starting those takes longer than a run."""
     seed = random.randrange(1 << 20)
@@ -103,8 +103,7 @@ def test_nothing_is_accused_under_a_seed(first):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", range(0, len(ACROSS_NODES), IN_A_ROW))
-@pytest.mark.sample(1)
+@variants(1, "first", range(0, len(ACROSS_NODES), IN_A_ROW))
 def test_data_are_right_on_some_networks(first):
     seed = random.randrange(1 << 20)
     _check_networks(ACROSS_NODES[first : first + IN_A_ROW], [seed, seed + 1], races=False, timeout=280)

@@ -9,6 +9,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, rejected, unsettle
+from tests.variants import nightly, variants
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 # shape of a part, dtype, misalignment of x and of out in bytes
@@ -80,10 +81,7 @@ def _reduce(seed, cases, options, calls=2, through=False):
 
 
 # The number of PEs and the dtype are compiled in: every case is tried with two.
-@pytest.mark.parametrize(
-    "size, visibility", [(1, "eager"), (2, "random"), pytest.param(3, "late", marks=pytest.mark.nightly), (4, "eager")]
-)
-@pytest.mark.sample(1)
+@variants(1, "size, visibility", [(1, "eager"), (2, "random"), nightly(3, "late"), (4, "eager")])
 @ranks.on()
 def test_equals_sum_in_order(size, visibility, seed):
     _reduce(seed, CASES if size == 2 else CASES[1:3], dict(threads=64, blocks=2, chunk_bytes=4096, **PUSH))
@@ -97,11 +95,7 @@ def test_pull_equals_sum_in_order(size, visibility, seed):
     _reduce(seed, cases, dict(threads=64, blocks=2, chunk_bytes=4096))
 
 
-@pytest.mark.parametrize(
-    "size, visibility, races",
-    [(1, "eager", 0), (2, "late", 1), pytest.param(4, "random", 0, marks=pytest.mark.nightly)],
-)
-@pytest.mark.sample(1)
+@variants(1, "size, visibility, races", [(1, "eager", 0), (2, "late", 1), nightly(4, "random", 0)])
 @ranks.on(timeout=400)
 def test_through_other_memory(size, visibility, races, seed):
     """By stores, wherever tensors begin, and in packets; between calls that pull."""
@@ -110,8 +104,7 @@ def test_through_other_memory(size, visibility, races, seed):
     _reduce(seed, cases, dict(threads=64, blocks=2, chunk_bytes=4096), calls=4, through=True)
 
 
-@pytest.mark.parametrize("visibility, slots", [("late", 2), ("random", 3)])
-@pytest.mark.sample(1)
+@variants(1, "visibility, slots", [("late", 2), ("random", 3)])
 @ranks.on(3)
 def test_slots_are_used_again(visibility, slots, seed):
     cases = [CASES[1], CASES[1], ((9_000,), torch.bfloat16, 0, 0)]
@@ -120,8 +113,7 @@ def test_slots_are_used_again(visibility, slots, seed):
         _reduce(seed, cases, options, 3)
 
 
-@pytest.mark.parametrize("algorithm", ["push", "pull"])
-@pytest.mark.sample(1)
+@variants(1, "algorithm", ["push", "pull"])
 @ranks.on()
 def test_in_place_hundreds_of_calls(algorithm, seed):
     rank, n = tsn.rank(), tsn.size()

@@ -8,6 +8,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import assert_same, random_tensor, unsettle
+from tests.variants import variants
 from tilescale_net import ops
 from tilescale_net.kernels import send_recv
 from tilescale_net.kernels.send_recv import SendRecv
@@ -145,8 +146,7 @@ def _gradients() -> None:
         ops.recv(torch.empty(4, dtype=torch.int32, device=device), 1 - rank, requires_grad=True)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, 2])
 @ranks.on()
 def test_messages(nodes, seed):
     _messages(seed)

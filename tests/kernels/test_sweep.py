@@ -18,6 +18,7 @@ from tests.kernels import registry, survivors, sweep
 from tests.kernels.registry import MUTANTS, RUNS, Mutant
 from tests.simulator import small_calls
 from tests.tutorials.test_tutorials import PROGRAMS, expected_runs
+from tests.variants import nightly, variants
 from tilescale_net import kernels
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
@@ -160,19 +161,16 @@ ORIGINALS = sorted({(mutant.run, mutant.nodes) for mutant in MUTANTS.values()})
 
 
 # test_races.py makes the same runs of the kernels as they are.
-@pytest.mark.parametrize(
-    "run, nodes", [ORIGINALS[0], *(pytest.param(*where, marks=pytest.mark.nightly) for where in ORIGINALS[1:])]
-)
+@pytest.mark.parametrize("run, nodes", [ORIGINALS[0], *(nightly(*where) for where in ORIGINALS[1:])])
 def test_the_originals_pass(run, nodes):
     mutant = next(m for m in MUTANTS.values() if (m.run, m.nodes) == (run, nodes))
     # A rank may wait for one that still compiles.
     assert _data_shows(mutant, FOLDER / f"{mutant.file}.py", [random.randrange(1 << 20)], seconds=60) is None
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.nightly if mutant.nightly else []) for n, mutant in MUTANTS.items()]
+@variants(
+    3, "name", [pytest.param(n, marks=pytest.mark.nightly if mutant.nightly else []) for n, mutant in MUTANTS.items()]
 )
-@pytest.mark.sample(3)
 def test_mutants_fail(name, tmp_path):
     mutant, path = MUTANTS[name], tmp_path / "mutant.py"
     original = (FOLDER / f"{mutant.file}.py").read_text()

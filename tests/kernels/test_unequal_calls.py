@@ -2,11 +2,11 @@
 
 import time
 
-import pytest
 import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.variants import variants
 from tilescale_net import ops
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
@@ -123,8 +123,7 @@ def _reduce(rows):
     op(out, x)  # raises it again
 
 
-@pytest.mark.parametrize("rows", [(64, 63), (64, 1000)], ids=["as many chunks", "more chunks"])
-@pytest.mark.sample(1)
+@variants(1, "rows", [(64, 63), (64, 1000)], ids=["as many chunks", "more chunks"])
 def test_reduce_scatter(rows):
     """Where numbers of chunks differ the call cannot end; the error names the mismatch instead of the timeout."""
     # What a rank compiles for a GPU the other one waits for in its kernel.
@@ -266,7 +265,8 @@ def _experts(case) -> dict:
     return {case: (op, lambda other: again[case]() if other else op.dispatch(rows, choices, weights))}
 
 
-@pytest.mark.parametrize(
+@variants(
+    3,
     "case, words",
     [
         ("new shape", ("[500]", "[3]")),
@@ -278,7 +278,6 @@ def _experts(case) -> dict:
         ("experts: sizes", ("dispatch: 4 experts, 8 tokens", "max_tokens=16")),
     ],
 )
-@pytest.mark.sample(3)
 def test_ranks_that_wait_for_each_other(case, words):
     for outcome in ranks.launch(2, _waits, case):
         assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome

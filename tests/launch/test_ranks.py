@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.launch.conftest import LAUNCH, ROOT, clean_environment, launch, start, wait_until
+from tests.variants import variants
 from tilescale_net.runtime import placement
 
 SHOW = """
@@ -143,8 +144,7 @@ SHELLS = [
 ]
 
 
-@pytest.mark.parametrize("step", SHELLS)
-@pytest.mark.sample(1)
+@variants(1, "step", SHELLS)
 def test_a_shell_in_an_allocation_is_no_task(script, step):
     done = launch(script(SHOW), GPUS="2", TSN_OUTPUT="all", **ALLOCATED, **step)
     ranks = shown(done.stdout) + shown(done.stderr)

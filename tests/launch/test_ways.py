@@ -4,10 +4,9 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from tests import lacking
 from tests.launch.conftest import ROOT, clean_environment
+from tests.variants import variants
 from tilescale_net.launch.run import reserve_port
 
 # As tests/conftest.py chooses; a clean environment lacks it.
@@ -59,8 +58,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
-@pytest.mark.parametrize("place", ["--standalone", "--master-port"])
-@pytest.mark.sample(1)
+@variants(1, "place", ["--standalone", "--master-port"])
 def test_torchrun(tmp_path, place):
     (tmp_path / "script.py").write_text(DIES + SUM + GROUPS)
     if place == "--master-port":

@@ -13,6 +13,7 @@ from tests.fabric import programs
 from tests.fabric.pair import PROVIDERS
 from tests.native.builder import ROOT
 from tests.ranks import launch
+from tests.variants import variants
 from tilescale_net.errors import FabricError
 from tilescale_net.runtime import fabric
 
@@ -61,8 +62,7 @@ def bandwidth(ends, operation, size, both=False, **options):
 
 @pytest.mark.parametrize("operation", ["send", "write", "read"])
 @pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("rails", [1, 3])
-@pytest.mark.sample(4)
+@variants(4, "rails", [1, 3])
 def test_counts_and_data(operation, both, rails):
     ends = sessions(rails=rails, message_buffers=0 if operation == "send" else 16)
     for size, lists in ((1, 1), (63, 4), (4096, 16), (70_000, 8)):
@@ -83,8 +83,7 @@ def test_counts_and_data(operation, both, rails):
         assert not ends[1].holds(size, 55)
 
 
-@pytest.mark.parametrize("library,provider", [pytest.param(*p[1:], id=p[0]) for p in PROVIDERS if "tcp" in p[2]])
-@pytest.mark.sample(1)
+@variants(1, "library,provider", [pytest.param(*p[1:], id=p[0]) for p in PROVIDERS if "tcp" in p[2]])
 def test_more_messages_than_receives(library, provider):
     """Some providers stop a connection at a message without a receive: acknowledgements behind it wait for one too."""
     for turn in range(20):

@@ -9,6 +9,7 @@ import pytest
 
 from tests import jobs, ranks
 from tests.launch.conftest import ROOT, clean_environment
+from tests.variants import variants
 
 
 def launch(name, *arguments, gpus="2", **env):
@@ -119,7 +120,8 @@ def test_endpoint_sharing(tmp_path):
         assert "cannot be told from these figures" in sweep.stdout
 
 
-@pytest.mark.parametrize(
+@variants(
+    2,
     "name,arguments,words",
     [
         ("fabric_bw.py", ["-n", "7", "-l", "2"], "-n 7 is not a multiple of -l 2"),
@@ -136,7 +138,6 @@ def test_endpoint_sharing(tmp_path):
         ("endpoint_sharing.py", ["--num-endpoints", "5000"], "5000 is more than 1024"),
     ],
 )
-@pytest.mark.sample(2)
 def test_wrong_arguments_end_with_code_2(name, arguments, words):
     done = alone(name, *arguments)
     assert done.returncode == 2 and words in done.stderr, (done.returncode, done.stderr)

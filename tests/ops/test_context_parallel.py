@@ -9,6 +9,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import rejected
 from tests.kernels.test_attention_merge import merged, partial_of
+from tests.variants import nightly
 from tilescale_net import ops
 
 
@@ -100,7 +101,7 @@ def _by_heads() -> None:
             assert torch.allclose(x.grad.cpu(), reference.grad[:, own], rtol=1e-3, atol=1e-4), case
 
 
-@pytest.mark.parametrize("size, nodes", [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("size, nodes", [(2, 1), (2, 2), nightly(4, 2)])
 @ranks.on(timeout=300)
 def test_heads_for_sequence_and_back(size, nodes):
     _there_and_back(_two_ways)

@@ -8,6 +8,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import without_kernels
+from tests.variants import nightly, variants
 from tilescale_net import ops
 from tilescale_net.kernels.fused.scaled_gemm import dequantise_weights, quantise_weights
 from tilescale_net.kernels.moe import AllToAll, Tuning
@@ -124,16 +125,11 @@ def _operators(layer, x, idx, p, w_up, w_down) -> None:
     check(operators.moe_widened, (torch.ones((3, HIDDEN), dtype=torch.uint8), torch.ones((3, HIDDEN // 128))))
 
 
-@pytest.mark.parametrize(
+@variants(
+    0,
     "dtype, size, nodes, compiles",
-    [
-        (FP8, 2, 1, True),
-        (torch.bfloat16, 2, 2, False),
-        pytest.param(FP8, 4, 2, False, marks=pytest.mark.nightly),
-        pytest.param(torch.bfloat16, 4, 1, True, marks=pytest.mark.nightly),
-    ],
+    [(FP8, 2, 1, True), (torch.bfloat16, 2, 2, False), nightly(FP8, 4, 2, False), nightly(torch.bfloat16, 4, 1, True)],
 )
-@pytest.mark.sample(0)
 @ranks.on(timeout=280)
 def test_equals_torch(dtype, size, nodes, compiles):
     size, rank, device, eight = tsn.size(), tsn.rank(), tsn.device(), dtype == FP8

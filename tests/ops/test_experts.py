@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import without_kernels
+from tests.variants import nightly, variants
 from tilescale_net import ops
 from tilescale_net.kernels.moe import AllToAll
 
@@ -81,8 +82,7 @@ def _operators(layer, x, idx, p, matrices) -> None:
         check(operators.moe_matmul_combine_backward, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
-@pytest.mark.sample(0)
+@variants(0, "dtype", [torch.bfloat16, nightly(torch.float16)])
 @ranks.on(timeout=250)
 def test_gradients(dtype):
     size, rank, device = tsn.size(), tsn.rank(), tsn.device()

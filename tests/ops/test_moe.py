@@ -13,6 +13,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import without_kernels
 from tests.kernels.support import unaligned
+from tests.variants import nightly, variants
 from tilescale_net import ops
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle
@@ -108,8 +109,7 @@ def _compiled(dynamic) -> None:
 
 
 # By default torch first compiles for the numbers it sees, then for any.
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.sample(0)
+@variants(0, "dynamic", [None, nightly(True)])
 def test_compiled(dynamic):
     ranks.run(2, _compiled, dynamic, timeout=200)
 
@@ -178,8 +178,7 @@ def test_modules_and_programs_in_another_process():
     ranks.run(2, _loaded, saved, init=False, timeout=200)
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.sample(1)
+@variants(1, "layout", ["expert", "rank"])
 @ranks.on(timeout=120)
 def test_gradients(layout):
     ranks_, rank = tsn.size(), tsn.rank()

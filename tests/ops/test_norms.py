@@ -7,6 +7,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import assert_same, rejected, unaligned
 from tests.kernels.test_all_reduce_norm import _quantised, sum_of_experts
+from tests.variants import variants
 from tilescale_net import ops
 from tilescale_net.kernels.all_reduce_norm import ExpertRows
 from tilescale_net.ops import group_objects, norms
@@ -152,8 +153,7 @@ def _fp8(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("body", [_end_of_moe_layer, _fp8], ids=lambda f: f.__name__[1:])
-@pytest.mark.sample(1)
+@variants(1, "body", [_end_of_moe_layer, _fp8], ids=lambda f: f.__name__[1:])
 def test_forms(body, compiled):
     ranks.run(2, body, compiled, timeout=300)
 

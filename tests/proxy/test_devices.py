@@ -10,6 +10,7 @@ from tests.native.builder import run
 from tests.proxy import programs
 from tests.proxy.test_failures import SHARED
 from tests.proxy.test_traffic import SHAPES
+from tests.variants import variants
 
 DEVICES = {"efa": "tx=16,rx=16", "efa-direct": "name=efa-direct,tx=4,rx=24"}
 # Without RDMA writes, which efa-direct always has: the library copies at the target, when that polls.
@@ -25,15 +26,13 @@ def over(device: str, *arguments: str, seed: int = 1, more: str = "nics=2", **en
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.sample(10)
+@variants(10, "device", DEVICES)
 def test_traffic(device, shape):
     over(device, "traffic", "rounds=10", *SHAPES[shape])
 
 
 @pytest.mark.parametrize("shape", [[], SHARED, ["staging=1"]], ids=["plain", "shared", "staging"])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.sample(3)
+@variants(3, "device", DEVICES)
 def test_chaos(device, shape):
     over(device, "traffic", "rounds=10", CHAOS, "seeds=1:4", *shape)
 
@@ -94,8 +93,7 @@ def test_refusals_adds_and_reasons(device):
 
 
 @pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.sample(2)
+@variants(2, "device", DEVICES)
 def test_peers_that_lie(device, staging):
     """Nonsense, and messages, slots and addresses with one field that lies."""
     over(device, "garbage", "seeds=20", staging, more="nics=2,revoke=1")

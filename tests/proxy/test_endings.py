@@ -7,6 +7,7 @@ import pytest
 from tests.fabric.pair import IDS, PROVIDERS
 from tests.proxy import programs
 from tests.proxy.test_fabric import finish, start
+from tests.variants import variants
 
 HOW = ["failed=1", "failed=0"]
 SHARED = ["threads=2", "peer_threads=2"]
@@ -18,8 +19,7 @@ def end(folder, library, provider, how, rounds, timeout, threads=()):
 
 
 @pytest.mark.parametrize("threads", [[], SHARED], ids=["one", "shared"])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.sample(2)
+@variants(2, "how", HOW)
 def test_endings(tmp_path, how, threads):
     """A PE gives up while large puts are in flight; or finalize comes while put_signals are that no PE waits for."""
     _, library, provider = PROVIDERS[0]

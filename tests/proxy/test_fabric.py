@@ -9,6 +9,7 @@ import pytest
 
 from tests.fabric.pair import IDS, PROVIDERS
 from tests.proxy import programs
+from tests.variants import variants
 
 
 def start(tmp_path, scenario, pes, library, provider, *arguments):
@@ -48,7 +49,8 @@ def finish(processes, timeout=120):
 MODES = ("plain", "staging", "chaos", "shared")
 
 
-@pytest.mark.parametrize(
+@variants(
+    3,
     "library, provider, mode",
     [
         pytest.param(*p[1:], mode, id=f"{name}-{mode}", marks=pytest.mark.nightly if (i + k) % len(MODES) else [])
@@ -56,7 +58,6 @@ MODES = ("plain", "staging", "chaos", "shared")
         for k, mode in enumerate(MODES)
     ],
 )
-@pytest.mark.sample(3)
 def test_traffic(tmp_path, library, provider, mode):
     arguments = {
         "plain": ["rails=2"],
@@ -68,8 +69,7 @@ def test_traffic(tmp_path, library, provider, mode):
         assert status == 0, output
 
 
-@pytest.mark.parametrize("library, provider", [p[1:] for p in PROVIDERS], ids=IDS)
-@pytest.mark.sample(3)
+@variants(3, "library, provider", [p[1:] for p in PROVIDERS], ids=IDS)
 def test_killed_peer(tmp_path, library, provider):
     """The others report within the deadline which PE is lost; none hangs, and none leaves anything behind."""
     processes = start(tmp_path, "failure", 3, library, provider, "timeout_ms=2000")

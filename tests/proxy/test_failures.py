@@ -11,6 +11,7 @@ from tests import ranks
 from tests.fabric.programs import fake_cuda
 from tests.native.builder import run
 from tests.proxy import programs
+from tests.variants import variants
 from tilescale_net.errors import WaitTimeout
 from tilescale_net.kernels import proxy_write
 from tilescale_net.runtime.fabric import RunningProxy
@@ -26,14 +27,12 @@ def test_bad_descriptors_are_refused(shape):
     run(programs.proxy_test(), "refusals", *shape)
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
-@pytest.mark.sample(1)
+@variants(1, "sanitizer", ["thread", "address"])
 def test_bad_descriptors_under_sanitizers(sanitizer):
     run(programs.proxy_test(sanitizer), "refusals", "queues=2", "threads=2")
 
 
-@pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
-@pytest.mark.sample(1)
+@variants(1, "staging", ["staging=0", "staging=1"])
 def test_nonsense_from_a_peer(staging):
     """Random messages and immediates end in an error, under AddressSanitizer."""
     run(programs.proxy_test("address"), "garbage", "seeds=80", staging, "queues=1")

@@ -2,12 +2,12 @@
 
 import os
 
-import pytest
 import torch
 
 import tilescale_net as tsn
 from tests import ranks
 from tests.proxy import lanes
+from tests.variants import variants
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.runtime import fabric
 
@@ -21,8 +21,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.sample(2)
+@variants(2, "case", CASES)
 def test_lanes(case):
     for stats in ranks.run(4, lanes.run_scatter, 7, env={"VIRTUAL_NODES": "2", **CASES[case]}):
         assert stats["puts"] == lanes.THREADS * lanes.ROUNDS and stats["put_values"] == stats["puts"]

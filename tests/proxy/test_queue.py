@@ -4,14 +4,14 @@ import pytest
 
 from tests.native.builder import run
 from tests.proxy import programs
+from tests.variants import nightly, variants
 
 # As many turns in every run, and nightly.
-TURNS = pytest.mark.parametrize("turns", [1, pytest.param(10, marks=pytest.mark.nightly)])
+TURNS = pytest.mark.parametrize("turns", [1, nightly(10)])
 
 
 @TURNS
-@pytest.mark.parametrize("sanitizer", ["", "thread", "address"])
-@pytest.mark.sample(2)
+@variants(2, "sanitizer", ["", "thread", "address"])
 def test_queue(sanitizer, turns):
     """Layout, every push, full rings, aborts, and contention at starts near every wrap-around."""
     run(programs.queue_test(sanitizer), "8", str((1000 if sanitizer else 2000) * turns))

@@ -8,6 +8,7 @@ import pytest
 from tests.fabric.programs import fake_cuda
 from tests.native.builder import run
 from tests.proxy import programs
+from tests.variants import nightly, variants
 
 CHAOS = "chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50"
 
@@ -27,15 +28,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.sample(5)
+@variants(5, "shape", SHAPES)
 def test_orderly_network(shape):
     run(programs.proxy_test(), "traffic", *SHAPES[shape])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("first, count", [(1, 5), pytest.param(6, 20, marks=pytest.mark.nightly)])
-@pytest.mark.sample(4)
+@variants(4, "first, count", [(1, 5), nightly(6, 20)])
 def test_chaos(shape, first, count):
     if shape == "two_rails":
         count = count // 2
@@ -47,8 +46,7 @@ def test_chaos_with_narrow_immediates():
 
 
 @pytest.mark.parametrize("rdma", ["staged", "device_memory"])
-@pytest.mark.parametrize("chaos", [[], [CHAOS, "seeds=1:6"]], ids=["orderly", "chaos"])
-@pytest.mark.sample(2)
+@variants(2, "chaos", [[], [CHAOS, "seeds=1:6"]], ids=["orderly", "chaos"])
 def test_gpu_heap(rdma, chaos):
     """The driver's streams are threads that work late and in order; adds are carried out by the waiting kernels."""
     env = {"TSN_LIBCUDA": str(fake_cuda())}
@@ -76,10 +74,7 @@ def test_many_adds_for_kernels(heap):
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-@pytest.mark.parametrize(
-    "shape", ["three_pes_two_threads", "staging_small", "no_delivery_complete", "shared", "shared_staging"]
-)
-@pytest.mark.sample(3)
+@variants(3, "shape", ["three_pes_two_threads", "staging_small", "no_delivery_complete", "shared", "shared_staging"])
 def test_sanitizers(sanitizer, shape):
     run(programs.proxy_test(sanitizer), "traffic", CHAOS, "seeds=1:3", *(["rounds=10"] + SHAPES[shape]))
 

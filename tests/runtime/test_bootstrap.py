@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.variants import variants
 from tilescale_net.errors import PeerLost
 from tilescale_net.runtime import bootstrap, placement, settings
 from tilescale_net.runtime.bootstrap import ArrivalTracker, Rendezvous
@@ -128,8 +129,7 @@ def _one_is_lost(lost, step):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("step", [None, "init_process_group", "connect_gloo"])
-@pytest.mark.sample(3)
+@variants(3, "step", [None, "init_process_group", "connect_gloo"])
 def test_whoever_is_missing_is_named(step, lost):
     begin = time.monotonic()
     outcomes = ranks.launch(3, _one_is_lost, lost, step, env=QUICK, init=False, timeout=40)

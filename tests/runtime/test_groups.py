@@ -16,6 +16,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import make_inputs, run_round
 from tests.kernels.moe.test_rounds import CASES
+from tests.variants import variants
 from tilescale_net.kernels import moe
 from tilescale_net.kernels.all_gather import AllGather, all_gather
 from tilescale_net.kernels.all_to_all import AllToAll
@@ -184,8 +185,7 @@ def _lose_some(lost: int) -> str:
     return " | ".join(said)
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-@pytest.mark.sample(1)
+@variants(1, "lost", [0, 2])
 def test_failures_stay_within_the_group(lost):
     """Also where the job's store was with the rank that dies."""
     outcomes = ranks.launch(4, _lose_some, lost, env=QUICK, init=False, timeout=120)
@@ -286,8 +286,7 @@ def _walk(seed: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, 3])
 def test_walk(nodes):
     seed = random.randrange(1 << 20)
     outcomes = ranks.launch(3, _walk, seed, env={"VIRTUAL_NODES": str(nodes)}, init=False, timeout=240)

@@ -13,6 +13,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import make_inputs, run_round, without_kernels
 from tests.runtime.test_groups import gather
+from tests.variants import nightly, variants
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.moe import AllToAll
 from tilescale_net.runtime import heap
@@ -55,8 +56,7 @@ def _grows(seed: int) -> None:
     tsn.barrier()
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, 3])
 def test_it_grows(nodes):
     env = {"VIRTUAL_NODES": str(nodes)}
     ranks.run(3, _grows, random.randrange(1 << 20), env=env, heap="4M")
@@ -135,7 +135,7 @@ def _lost_while_it_grows(turn: int) -> None:
     tsn.barrier()
 
 
-@pytest.mark.parametrize("turn, nodes", [(0, 3), pytest.param(0, 1, marks=pytest.mark.nightly), (1, 1)])
+@pytest.mark.parametrize("turn, nodes", [(0, 3), nightly(0, 1), (1, 1)])
 def test_a_rank_is_lost_while_it_grows(turn, nodes):
     env = {"VIRTUAL_NODES": str(nodes), "TSN_TIMEOUT": "20"}
     outcomes = ranks.launch(3, _lost_while_it_grows, turn, env=env, heap="8M")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from tests.variants import nightly
 from tilescale_net.errors import PeerLost, WaitTimeout
 from tilescale_net.runtime import control, liveness, this_host
 from tilescale_net.runtime.job_store import SignedStore
@@ -218,7 +219,7 @@ class Posts:
         return done
 
 
-@pytest.mark.parametrize("size", [256, pytest.param(512, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("size", [256, nightly(512)])
 def test_requests_of_a_large_job_whose_calls_wait(size):
     """With heartbeats: ranks that are idle after a call ask for the arguments of another rank's call."""
     job = Job(size)

@@ -14,6 +14,7 @@ import pytest
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.variants import variants
 from tilescale_net.launch.run import reserve_port
 from tilescale_net.runtime import bootstrap, control
 
@@ -51,8 +52,7 @@ def _stopped(lost, where):
     tsn.barrier()
 
 
-@pytest.mark.parametrize("lost, where", [(0, "heap"), (0, "init"), (1, "heap")])
-@pytest.mark.sample(1)
+@variants(1, "lost, where", [(0, "heap"), (0, "init"), (1, "heap")])
 def test_a_stopped_rank_stops_nobody_else(lost, where):
     begin = time.monotonic()
     outcomes = ranks.launch(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import make_inputs, run_round
+from tests.variants import variants
 from tilescale_net import ops
 from tilescale_net.kernels.moe import AllToAll
 
@@ -71,8 +72,7 @@ def _start(port: int, seed: int) -> tuple[int, ...]:
     return _life(int(os.environ["RANK"]), port, seed)
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, 3])
 def test_a_new_process_takes_the_place_of_a_dead_one(nodes):
     """With nodes of one rank each, and on one node."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.variants import nightly
 from tilescale_net.runtime import world
 
 RANKS, TIMEOUT = 7, 6.0
@@ -92,7 +93,7 @@ def _losses() -> None:
     tsn.free(kept)
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(RANKS, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("nodes", [1, nightly(RANKS)])
 def test_ranks_are_lost_one_after_the_other(nodes):
     """With a store that a launcher keeps."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -8,6 +8,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.simulator import extents, failing, litmus
+from tests.variants import variants
 from tilescale_net.runtime import simulator
 
 N = 256
@@ -22,7 +23,8 @@ def _touch(operation, place, count, visibility):
     tsn.barrier()
 
 
-@pytest.mark.parametrize(
+@variants(
+    4,
     "operation,name,place,count,size",
     [
         ("put to", "put", N - 10, 20, 80),
@@ -34,7 +36,6 @@ def _touch(operation, place, count, visibility):
         ("view", "there", N, 1, 4),
     ],
 )
-@pytest.mark.sample(4)
 def test_outside_of_a_tensor(operation, name, place, count, size):
     visibility = "eager" if place % 2 else "late"
     outcomes = ranks.launch(2, _touch, operation, place, count, visibility)
@@ -72,8 +73,7 @@ def _unequal(way, k, m, clamped=False):
     return int(y.sum() + box.sum() + cube.sum() + part.sum()), int(y[:k].sum() + part[:k].sum()), int(flag[0])
 
 
-@pytest.mark.parametrize("way", extents.WAYS)
-@pytest.mark.sample(4)
+@variants(4, "way", extents.WAYS)
 def test_extents_that_differ_at_run_time(way):
     """Copies went by the extent of the source, beyond the region that dst named."""
     text, to, source = extents.WAYS[way]
@@ -84,8 +84,7 @@ def test_extents_that_differ_at_run_time(way):
     assert re.search(r" \[extents\.py:\d+, kernel _kernel \(simulated, seed 0, visibility random\)\]$", told), told
 
 
-@pytest.mark.parametrize("statement", failing.WAYS)
-@pytest.mark.sample(5)
+@variants(5, "statement", failing.WAYS)
 def test_errors_name_the_line_and_the_kernel(statement):
     error, text = failing.WAYS[statement]
     kind, told, _ = ranks.launch(1, failing.fail, statement, env={"TSN_TIMEOUT": "2"})[0].error

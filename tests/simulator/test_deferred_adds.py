@@ -1,12 +1,12 @@
 """Adds to signal words that come through the proxy wait for a kernel that waits, as on GPUs, or for a barrier or free."""
 
-import pytest
 import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
+from tests.variants import variants
 
 ADDS = 5
 MANY = 700  # more than a mailbox holds
@@ -35,8 +35,7 @@ def adds(tests: bool):
     return kernel
 
 
-@pytest.mark.parametrize("tests", [False, True], ids=["wait", "test"])
-@pytest.mark.sample(1)
+@variants(1, "tests", [False, True], ids=["wait", "test"])
 @ranks.on(3, init=False, **WORLD)
 def test_adds_wait_for_a_kernel(tests):
     tsn.init()

@@ -8,6 +8,7 @@ import torch
 from tests.kernels.support import assert_close
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
+from tests.variants import variants
 from tilescale_net.compiler.simulator.host_source import Parameter
 from tilescale_net.compiler.simulator.kernel import SimulatedFunction
 from tilescale_net.runtime import simulator
@@ -31,8 +32,7 @@ def test_gather_scale_scatter(dtype, rows):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-@pytest.mark.parametrize("threads", [32, 128, 256])
-@pytest.mark.sample(4)
+@variants(4, "threads", [32, 128, 256])
 def test_reductions(dtype, threads):
     torch_type = getattr(torch, dtype)
     # Small whole numbers: every order of additions gives the same sum, in every type.

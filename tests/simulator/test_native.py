@@ -1,17 +1,13 @@
 """The simulator's native part as a plain program: under sanitizers, and with POSIX contexts instead of its own switch."""
 
-import pytest
-
 from tests.native.builder import ROOT, build, run
+from tests.variants import nightly, variants
 
 PARTS = [ROOT / "tilescale_net" / "csrc" / part for part in ("simulator", "explore")]
 
 
 # gcc's sanitizers for both: with clang's the test would say nothing of the compiler that the package is built with.
-@pytest.mark.parametrize(
-    "name, flags", [("own", ()), pytest.param("portable", ("-DTSN_SIM_PORTABLE_FIBERS",), marks=pytest.mark.nightly)]
-)
-@pytest.mark.sample(0)
+@variants(0, "name, flags", [("own", ()), nightly("portable", ("-DTSN_SIM_PORTABLE_FIBERS",))])
 def test_program(name, flags):
     found = [[str(p.relative_to(ROOT)) for p in sorted(part.glob("*.cpp"))] for part in PARTS]
     parts = [[s for s in part if not s.endswith(("module.cpp", "bindings.cpp"))] for part in found]

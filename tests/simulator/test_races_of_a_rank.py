@@ -15,6 +15,7 @@ import tilescale_net.language as N
 from tests import ranks
 from tests.shorthand import f32, jitted, u64
 from tests.simulator.recorded import all_reports, recorded_errors
+from tests.variants import variants
 from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
 
@@ -275,8 +276,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case, report, advice", CASES)
-@pytest.mark.sample(3)
+@variants(3, "case, report, advice", CASES)
 def test_found_in_any_schedule(case, report, advice):
     said = [o.error[1] if o.error else o.value[1] for o in ranks.launch(2, _run, case, 0, case, env=RACES)]
     assert any(report in s and advice in s for s in said), said

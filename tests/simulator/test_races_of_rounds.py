@@ -3,7 +3,6 @@ on one node and each on a node of its own."""
 
 import itertools
 
-import pytest
 import tilelang.language as T
 import torch
 
@@ -12,6 +11,7 @@ import tilescale_net.language as N
 from tests import ranks
 from tests.shorthand import f32, jitted, u64
 from tests.simulator.recorded import first_reports
+from tests.variants import variants
 
 WIDTH, LAUNCHES, SEEDS = 64, 4, range(2)
 EARLY_EPOCH, HALF_ROW, IN_PLACE, FLUSHED_BEFORE, RELAY, MIXED_COUNT, CREDIT_BESIDE_GET, GET_BESIDE_PUT, IN_TURN = range(
@@ -213,8 +213,7 @@ def _launch(case, right, seed):
     yield
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, 3])
 @ranks.on(3, TSN_SIM_RACES="1")
 def test_mistakes_of_rounds_are_reported(nodes):
     # Flushes of one node are not told apart; see docs/simulator.md.

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import tilelang.language as T
 import torch
 
@@ -11,6 +10,7 @@ import tilescale_net.language as N
 from tests import ranks
 from tests.shorthand import f32, jitted, u64
 from tests.simulator.recorded import first_reports
+from tests.variants import variants
 
 SEEDS = range(3)
 ROWS_READ_EARLY, ROWS_REUSED, ROWS_GOT_EARLY, ROWS_GOT_BY_A_WARP = range(4)
@@ -149,8 +149,7 @@ def _judge(cases, launch):
         assert all(text.count("test_races_of_transfers.py:") >= 2 for text in reports), (key, reports)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-@pytest.mark.sample(2)
+@variants(2, "dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @ranks.on(TSN_SIM_RACES="1")
 def test_every_byte_of_a_copy_is_followed(dtype):
     cases = (*range(COLUMN), FLUSHED) if dtype == torch.float32 else range(ROWS_GOT_BY_A_WARP, ONTO_ITSELF + 1)

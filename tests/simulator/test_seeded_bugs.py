@@ -11,6 +11,7 @@ from tests import ranks
 from tests.simulator import seeded_bugs as bugs
 from tests.simulator import seeded_errors, seeded_lanes
 from tests.simulator.recorded import recorded_errors
+from tests.variants import variants
 from tilescale_net.runtime import simulator
 
 SEEDS = 20
@@ -119,8 +120,7 @@ def _report_of(function, seed: int) -> str:
     return told[0] if told else ""
 
 
-@pytest.mark.parametrize("function", seeded_errors.ENDS, ids=lambda f: f.__name__)
-@pytest.mark.sample(3)
+@variants(3, "function", seeded_errors.ENDS, ids=lambda f: f.__name__)
 def test_reported_where_it_happens(function):
     assert _report_of(function, 0), ranks.launch(2, _ends, function.__name__, False, [0], env={"TSN_TIMEOUT": "2"})
 

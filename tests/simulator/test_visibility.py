@@ -9,6 +9,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.simulator import litmus
+from tests.variants import variants
 from tilescale_net import _simulator
 from tilescale_net.runtime import simulator
 
@@ -46,8 +47,7 @@ def test_right_kernels_pass(visibility, seeds):
     assert ranks.run(2, _rounds, names, visibility, seeds)[0] == dict.fromkeys(names)
 
 
-@pytest.mark.parametrize("visibility,seeds", [("late", 16), ("random", 60)])
-@pytest.mark.sample(1)
+@variants(1, "visibility,seeds", [("late", 16), ("random", 60)])
 def test_wrong_kernels_are_caught(visibility, seeds):
     caught = ranks.run(2, _rounds, tuple(litmus.WRONG), visibility, seeds)[0]
     assert all(caught.values()), caught

@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests import jobs, ranks
+from tests.variants import variants
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
@@ -33,8 +32,7 @@ def test_every_tutorial_is_listed():
         assert f"[{program.name}]({program.name})" in index and f"({program.stem}.expected.txt)" in index
 
 
-@pytest.mark.parametrize("program, command, output", RUNS, ids=[f"{run[0]}-{i}" for i, run in enumerate(RUNS)])
-@pytest.mark.sample(4)
+@variants(4, "program, command, output", RUNS, ids=[f"{run[0]}-{i}" for i, run in enumerate(RUNS)])
 def test_prints_what_it_promises(program, command, output):
     assert f"bash launch.sh docs/tutorials/{program}.py" in command
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "VIRTUAL_NODES")}

@@ -9,6 +9,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import unsettle, zeroed
+from tests.variants import nightly, variants
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, PipelinedAllGatherMatmul
 from tilescale_net.kernels.fused.gemm import Tiling
 
@@ -86,22 +87,18 @@ def _refusals(op, x, w, x_scales, w_scales):
         AllGatherMatmul(len(x), 40, n, dtype=SCALED)
 
 
-@pytest.mark.parametrize("size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, SCALED), (1, 1, torch.float16)])
-@pytest.mark.sample(1)
+@variants(1, "size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, SCALED), (1, 1, torch.float16)])
 @ranks.on(timeout=200)
 def test_pipelined_equals_torch(size, nodes, dtype, seed):
     n, transposed = (48, True) if dtype == SCALED else (40, size == 1)
     _products(seed, 72, 48, n, dtype, transposed, 3, None)
 
 
-NIGHTLY = pytest.param(2, 1, SCALED, marks=pytest.mark.nightly)
+NIGHTLY = nightly(2, 1, SCALED)
 
 
 # Rows and columns that tiles do not divide; three calls, so that both halves of the buffer are used again.
-@pytest.mark.parametrize(
-    "size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 2, SCALED), NIGHTLY]
-)
-@pytest.mark.sample(1)
+@variants(1, "size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 2, SCALED), NIGHTLY])
 @ranks.on(timeout=200)
 def test_equals_torch(size, nodes, dtype, seed):
     n, transposed = (48, True) if dtype == SCALED else (40, nodes == 2)

@@ -254,10 +254,7 @@ def test_all_geometries_run_on_tensor_cores(dtype, out_dtype):
         (Tiling(tile=(32, 32, 16), stages=2, columns=16), "128 rows and of 16 columns"),
         (Tiling(tile=(192, 32, 16), stages=2, columns=16), "128 rows and of 16 columns"),
         (Tiling(tile=(128, 40, 16), stages=2, columns=8), "128 rows and of 16 columns"),
-        (
-            Tiling(tile=(128, 256, 128), stages=4),
-            "393216 bytes for operands of torch.bfloat16 and 32768 for results",
-        ),
+        (Tiling(tile=(128, 256, 128), stages=4), "393216 bytes for operands of torch.bfloat16 and 32768 for results"),
     ],
 )
 def test_what_tensor_cores_do_not_take_is_refused(tiling, said):

@@ -14,6 +14,7 @@ from tests.kernels.fused.test_all_gather_matmul import SCALED, SMALL, SMALL_SCAL
 from tests.kernels.moe import reference
 from tests.kernels.moe.support import make_inputs
 from tests.kernels.support import assert_same, unsettle
+from tests.variants import nightly, variants
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, matmul_experts
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.buffers import crosses_once
@@ -112,10 +113,7 @@ def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
 
 
 # Between two ranks of a node: test_all_sms_send_what_is_left.
-@pytest.mark.parametrize(
-    "size, nodes, transposed", [(4, 1, False), pytest.param(2, 2, True, marks=pytest.mark.nightly)]
-)
-@pytest.mark.sample(0)
+@variants(0, "size, nodes, transposed", [(4, 1, False), nightly(2, 2, True)])
 @ranks.on(timeout=300)
 def test_equals_torch(size, nodes, transposed, seed):
     layers(seed, dict(tuning=TUNING), transposed)

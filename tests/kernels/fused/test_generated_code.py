@@ -11,6 +11,7 @@ import tilescale_net.kernels.fused
 from tests.generated import Code, Generated
 from tests.kernels.test_generated_code import FUSED, tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
+from tests.variants import nightly, variants
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.compiler.versions import CLUSTERS
 from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
@@ -64,7 +65,7 @@ SCALES = {
     "scales-waiting": dict(DEEP, tiles=512, waits=True),
     "scales-telling": DEEP | vars(TELLING) | dict(tiles=512),
 }
-ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in LONG)]
+ALL = [*CASES, *(nightly(name) for name in LONG)]
 
 
 @functools.cache
@@ -89,8 +90,7 @@ def test_every_kernel_is_compiled():
     assert found == here | FUSED.keys() | {f"{scaled_gemm.__module__}.scaled_gemm"}
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.sample(0)
+@variants(0, "name", ALL)
 def test_tensor_cores_have_registers_and_run_on(tools, name):  # noqa: F811
     code = _code(name)
     assert not read_only_loads(code.ptx)
@@ -104,8 +104,7 @@ def test_tensor_cores_have_registers_and_run_on(tools, name):  # noqa: F811
     assert sum(i.startswith("UTMASTG") for i in code.instructions) >= 2, "results leave by TMA"
 
 
-@pytest.mark.parametrize("name", ["scales", *(pytest.param(n, marks=pytest.mark.nightly) for n in [*SCALES][1:])])
-@pytest.mark.sample(0)
+@variants(0, "name", ["scales", *(nightly(n) for n in [*SCALES][1:])])
 def test_scaled_sums_stay_in_registers(tools, name):  # noqa: F811
     """Two sums of a warpgroup's rows: the tensor cores' sum, and the promoted one."""
     code, parts = _code(name), 2 - (SCALES[name].get("tile", (0, 256))[1] == 128)

@@ -9,12 +9,12 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import SCALED, SMALL, SMALL_SCALED, powers_of_two, whole_numbers
 from tests.kernels.support import unsettle
+from tests.variants import nightly, variants
 from tilescale_net.kernels.fused.gemm import Tiling
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
-@pytest.mark.sample(0)
+@variants(0, "nodes", [1, nightly(2)])
 @ranks.on(timeout=200)
 def test_fp8_products(nodes, seed):
     rank, size, device, rows, k, n, blocks = tsn.rank(), tsn.size(), tsn.device(), 144, 48, 48, 4 if nodes == 1 else 2
@@ -66,8 +66,7 @@ def _sums(seed, rows, k, n, transposed, calls, blocks):
 
 
 # Rows and columns that tiles do not divide; calls enough that both halves of the buffers are used again.
-@pytest.mark.parametrize("size, nodes", [(4, 1), (2, 2)])
-@pytest.mark.sample(1)
+@variants(1, "size, nodes", [(4, 1), (2, 2)])
 @ranks.on(timeout=200)
 def test_equals_torch_and_is_equal_on_all_ranks(size, nodes, seed):
     found = _sums(seed, 72 * size, 48, 40, nodes == 2, 3, 4 if nodes == 1 else 2)

@@ -2,13 +2,13 @@
 
 import random
 
-import pytest
 import torch
 
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import SCALED, SMALL, SMALL_SCALED, powers_of_two, whole_numbers
 from tests.kernels.support import unsettle
+from tests.variants import variants
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 
 
@@ -40,8 +40,7 @@ def _sums(seed, rows, k, n, dtype, transposed, calls, blocks):
 
 
 # Rows and columns that tiles do not divide; three calls, so that both halves of the buffer are used again.
-@pytest.mark.parametrize("size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 1, SCALED)])
-@pytest.mark.sample(1)
+@variants(1, "size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 1, SCALED)])
 @ranks.on(timeout=200)
 def test_equals_torch(size, nodes, dtype, seed):
     n, transposed = (48, True) if dtype == SCALED else (40, nodes == 2)

@@ -11,6 +11,7 @@ from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import powers_of_two, whole_numbers
 from tests.kernels.registry import file_of_tests
 from tests.kernels.support import assert_same, unsettle
+from tests.variants import nightly, variants
 from tilescale_net.compiler import versions
 from tilescale_net.kernels.fused import scaled_gemm
 from tilescale_net.kernels.fused.expert_matmul import ScaledExpertMatmul
@@ -63,8 +64,7 @@ def gemms(seed, by_block, tiling, rows=100, n=264, k=272, experts=3, alone=True)
     assert_same(out.cpu(), wanted, f"seed {seed}, experts")
 
 
-@pytest.mark.parametrize("by_block, tiling", [(True, TILINGS[0]), (True, TILINGS[1]), (False, TILINGS[0])])
-@pytest.mark.sample(1)
+@variants(1, "by_block, tiling", [(True, TILINGS[0]), (True, TILINGS[1]), (False, TILINGS[0])])
 def test_equals_torch(by_block, tiling):
     alone = by_block and tiling is TILINGS[0]
     ranks.run(1, gemms, random.randrange(1 << 30), by_block, tiling, 100, 264, 272, 3, alone)
@@ -179,7 +179,7 @@ def test_a_gemm_waits_for_tiles():
     ranks.run(2, fed, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("nodes", [1, nightly(2)])
 def test_gemms_beside_communication(seed, nodes):
     ranks.run(2, beside, seed, env={"VIRTUAL_NODES": str(nodes)}, timeout=280)
 

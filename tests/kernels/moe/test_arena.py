@@ -3,13 +3,13 @@
 import random
 from unittest import mock
 
-import pytest
 import torch
 
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import make_inputs, run_round, without_kernels
 from tests.kernels.moe.test_misuse import SHAPE, raises
+from tests.variants import nightly, variants
 from tilescale_net.kernels.moe import AllToAll, Arena
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.launch_args import StreamOrder
@@ -53,8 +53,7 @@ def _by_turns(seed: int, turns: int, halves: bool) -> None:
     _wrongly()
 
 
-@pytest.mark.parametrize("nodes, races", [(1, 0), *(pytest.param(n, 1, marks=pytest.mark.nightly) for n in (1, 2))])
-@pytest.mark.sample(0)
+@variants(0, "nodes, races", [(1, 0), *(nightly(n, 1) for n in (1, 2))])
 @ranks.on()
 def test_objects_by_turns(nodes, races, seed):
     _by_turns(seed, 10, not races)

@@ -10,21 +10,22 @@ from tests import ranks
 from tests.kernels.moe.support import make_inputs
 from tests.kernels.moe.test_misuse import SHAPE, raises
 from tests.kernels.support import assert_same
+from tests.variants import nightly, variants
 from tilescale_net.kernels.moe import AllToAll
 from tilescale_net.kernels.moe.config import most_tokens
 from tilescale_net.kernels.moe.routing import BLOCK_SHARED, PlanConfig, bytes_of_choice, fixed_bytes
 
 
-@pytest.mark.parametrize(
+@variants(
+    0,
     "size, nodes, options, least",
     [
         (2, 1, {}, 2),
-        pytest.param(2, 1, dict(layout="rank"), 2, marks=pytest.mark.nightly),
-        pytest.param(2, 1, dict(mode="latency"), 1, marks=pytest.mark.nightly),
-        pytest.param(4, 2, {}, 2, marks=pytest.mark.nightly),
+        nightly(2, 1, dict(layout="rank"), 2),
+        nightly(2, 1, dict(mode="latency"), 1),
+        nightly(4, 2, {}, 2),
     ],
 )
-@pytest.mark.sample(0)
 @ranks.on(timeout=180)
 def test_blocks_of_a_call(size, nodes, options, least):
     op, rank, device = AllToAll(**SHAPE, **options), tsn.rank(), tsn.device()

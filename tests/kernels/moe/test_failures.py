@@ -15,14 +15,14 @@ import tilescale_net.language as N
 from tests import ranks
 from tests.kernels.moe.support import make_inputs, run_round, without_kernels
 from tests.shorthand import jitted, u64
+from tests.variants import variants
 from tilescale_net.kernels.moe import AllToAll
 
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
 
 
 # Rank 0 keeps the store of the job.
-@pytest.mark.parametrize("mode, gone", [("throughput", 0), ("latency", 1)])
-@pytest.mark.sample(1)
+@variants(1, "mode, gone", [("throughput", 0), ("latency", 1)])
 @ranks.on(3, timeout=120)
 def test_a_rank_that_is_left_out(mode, gone, seed):
     """Rank `gone` takes part in the first rounds and then never again; its process ends long before the others."""
@@ -157,8 +157,7 @@ def _endless(mode: str, warm: int) -> None:
         call += 1
 
 
-@pytest.mark.parametrize("mode", ["throughput", "latency"])
-@pytest.mark.sample(1)
+@variants(1, "mode", ["throughput", "latency"])
 def test_a_rank_that_dies(mode):
     """The others raise, soon, and nothing is left behind."""
     begin = time.monotonic()
@@ -182,8 +181,7 @@ def _silent(mode: str) -> None:
         tsn.barrier()
 
 
-@pytest.mark.parametrize("mode", ["throughput", "latency"])
-@pytest.mark.sample(1)
+@variants(1, "mode", ["throughput", "latency"])
 def test_a_rank_that_never_calls(mode):
     """A wait ends at its deadline, with an error."""
     outcomes = ranks.launch(2, _silent, mode, env={"TSN_TIMEOUT": "2"}, timeout=200)

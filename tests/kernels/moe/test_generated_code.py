@@ -9,6 +9,7 @@ from tests import sass
 from tests.generated import Code, Generated, factory_of, kernels_of
 from tests.kernels.test_generated_code import MOE, tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
+from tests.variants import nightly, variants
 from tilescale_net.compiler.jit import KernelFactory
 
 PACKAGE = "tilescale_net.kernels.moe"
@@ -115,8 +116,7 @@ def _ids(cases: list) -> list[str]:
     return [f"{name.split('.')[-1]}-{i}" for i, (name, _) in enumerate(cases)]
 
 
-@pytest.mark.parametrize("name, arguments", SHORT, ids=_ids(SHORT))
-@pytest.mark.sample(0)
+@variants(0, "name, arguments", SHORT, ids=_ids(SHORT))
 def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
     check(_generated().code(_factory(name), **arguments), name, arguments)
 
@@ -142,8 +142,7 @@ def check(code: Code, name: str, arguments: dict) -> None:
     assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"
 
 
-@pytest.mark.parametrize("ranks, by_rank", [pytest.param(2, True, marks=pytest.mark.nightly), (4, True), (4, False)])
-@pytest.mark.sample(1)
+@variants(1, "ranks, by_rank", [nightly(2, True), (4, True), (4, False)])
 def test_rows_that_are_summed_are_loaded_together(tools, ranks, by_rank):  # noqa: F811
     """The reducers' loads of a batch wait for none of each other: sums took twice as long when a comparison between
     them shared a counter with them. (Only schedules that were assembled tell: the order of the instructions is fine.)"""

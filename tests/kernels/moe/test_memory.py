@@ -10,6 +10,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import check_compiled_ahead, without_kernels
 from tests.kernels.moe.test_misuse import SHAPE, raises
+from tests.variants import variants
 from tilescale_net import ops
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.moe import AllToAll, Tuning
@@ -31,8 +32,7 @@ def _live() -> int:
     return sum(tsn.world().heap._allocator.live.values())
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, 2])
 @ranks.on(heap="16M", TSN_HEAP_LIMIT="0")
 def test_heap_bytes(nodes):
     for options in CONFIGURATIONS:
@@ -219,8 +219,7 @@ def _kept() -> tuple[int, ...]:
     return mappings, len(world.calls._tracks), len(world.heap.live), alive, len(world.records._unused)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.sample(1)
+@variants(1, "nodes", [1, 2])
 @ranks.on(timeout=200)
 def test_objects_that_are_freed_leave_nothing(nodes):
     """The last of many costs what the first did."""

@@ -7,6 +7,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe import reference
 from tests.kernels.moe.support import make_inputs
+from tests.variants import nightly, variants
 from tilescale_net.kernels.moe import AllToAll, metadata
 
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)  # as test_states.py has it, which saves compiling
@@ -134,11 +135,10 @@ CASES = {
 }
 
 
-NIGHTLY = pytest.param("latency", 1, marks=pytest.mark.nightly)  # the same on two nodes is in every run
+NIGHTLY = nightly("latency", 1)  # the same on two nodes is in every run
 
 
-@pytest.mark.parametrize("case, nodes", [*((c, 1) for c in CASES if c != "latency"), NIGHTLY, ("latency", 2)])
-@pytest.mark.sample(0)
+@variants(0, "case, nodes", [*((c, 1) for c in CASES if c != "latency"), NIGHTLY, ("latency", 2)])
 @ranks.on(timeout=280)
 def test_metadata(case, nodes, seed):
     options, test = CASES[case]

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import FP8, make_inputs, run_round
+from tests.variants import nightly, variants
 from tilescale_net.kernels.moe import AllToAll, Tuning
 
 SHAPE = dict(num_experts=4, max_tokens=4, hidden=32, top_k=2)
@@ -88,8 +89,7 @@ def _wrong_combines(op, x, weights) -> list:
     return [*mistakes[:6], ("y", TypeError, "", wrong, right)]
 
 
-@pytest.mark.parametrize("mode", ["throughput", "latency"])
-@pytest.mark.sample(1)
+@variants(1, "mode", ["throughput", "latency"])
 @ranks.on()
 def test_wrong_calls(mode):
     op = AllToAll(**SHAPE, mode=mode)
@@ -183,8 +183,7 @@ def _wrong_handle(mode: str, call: str) -> None:
         op.check()
 
 
-@pytest.mark.parametrize("mode, call", [("throughput", "combine"), ("throughput", "dispatch"), ("latency", "combine")])
-@pytest.mark.sample(1)
+@variants(1, "mode, call", [("throughput", "combine"), ("throughput", "dispatch"), ("latency", "combine")])
 def test_a_wrong_handle_of_one_rank(mode, call):
     for outcome in ranks.launch(2, _wrong_handle, mode, call, timeout=120):
         assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
@@ -264,10 +263,7 @@ def test_wrong_constructions():
                 AllToAll(**SHAPE, layout=layout, quantize_combine=True)
 
 
-@pytest.mark.parametrize(
-    "top_k, choices", [pytest.param(2, [[0, 0]] * 3 + [[1, -1]], marks=pytest.mark.nightly), (4, [[0, 1, 2, 0]] * 4)]
-)
-@pytest.mark.sample(0)
+@variants(0, "top_k, choices", [nightly(2, [[0, 0]] * 3 + [[1, -1]]), (4, [[0, 1, 2, 0]] * 4)])
 @ranks.on()
 def test_crowded_expert(top_k, choices):
     """Rank 1 names an expert more often than there is room for: all ranks learn of it, nothing runs out of bounds."""

@@ -7,6 +7,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import FP8
 from tests.kernels.moe.test_rounds import rounds
+from tests.variants import nightly
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.moe import AllToAll, Tuning
@@ -49,7 +50,7 @@ def test_rows_by_rank(seed):
 
 
 # Halves across nodes are in every run in test_metadata.py and tests/deep_ep.
-@pytest.mark.parametrize("halves", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("halves", [False, nightly(True)])
 @ranks.on(4, VIRTUAL_NODES="2", timeout=280)
 def test_four_ranks_on_two_nodes(halves, seed):
     rounds(seed, SHAPE, dict(alignment=2, tuning=Tuning(once_per_node=False)), dict(again=True), KINDS)

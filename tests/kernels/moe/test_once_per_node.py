@@ -13,6 +13,7 @@ from tests.kernels.moe.test_host_cost import CACHED_PLANS, CALLS, count, hold
 from tests.kernels.moe.test_misuse import raises
 from tests.kernels.moe.test_rounds import LATENCY, NODES, SHAPE, rejected, rounds, weights_at_combine
 from tests.kernels.support import assert_close
+from tests.variants import nightly, variants
 from tilescale_net.kernels.collective import Nodes, sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.buffers import symmetric_buffers
@@ -47,12 +48,12 @@ def rows_that_cross(choices: list[torch.Tensor], of: Nodes, once: bool) -> int:
     return rows
 
 
-@pytest.mark.parametrize(
+@variants(
+    0,
     "options, nodes",
     [(dict(alignment=2), "2"), (LATENCY, "2"), (dict(alignment=2), "1+3"), pytest.param(LATENCY, "1+3", marks=NIGHTLY)],
     ids=["throughput", "latency", "throughput, uneven", "latency, uneven"],
 )
-@pytest.mark.sample(0)
 @ranks.on(4, timeout=280)
 def test_bytes_on_the_network(options, nodes, seed):
     """What crosses the network is what the routing says; both ways give the same rows, and the same sums but for rounding."""
@@ -84,7 +85,7 @@ def test_bytes_on_the_network(options, nodes, seed):
     assert_close(found[True][1], found[False][1])
 
 
-@pytest.mark.parametrize("layout", ["expert", pytest.param("rank", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("layout", ["expert", nightly("rank")])
 @ranks.on(4, VIRTUAL_NODES="2", timeout=280)
 def test_values_and_rejected_calls(layout, seed):
     """Numbers of rows come back to their choices, bias is added; a rejected call ends everywhere."""
@@ -157,10 +158,9 @@ def without_a_forwarder(seed: int, gone: int, options: dict, halves: tuple[bool,
     op.free()
 
 
-@pytest.mark.parametrize(
-    "options, halves", [(dict(alignment=2), (False, False)), (LATENCY, (False, True))], ids=["throughput", "latency"]
+@variants(
+    0, "options, halves", [(dict(alignment=2), (False, False)), (LATENCY, (False, True))], ids=["throughput", "latency"]
 )
-@pytest.mark.sample(0)
 @ranks.on(4, VIRTUAL_NODES="2", timeout=280)
 def test_a_forwarder_is_left_out(options, halves, seed):
     # Rank 0 keeps the job's store.
@@ -184,7 +184,8 @@ def of_uneven_nodes(seed: int, options: dict, how: dict, kinds: tuple, gone: int
     without_a_forwarder(seed, gone, options, (False, bool(how.get("halves"))), shape)
 
 
-@pytest.mark.parametrize(
+@variants(
+    0,
     "size, nodes, gone, case",
     [
         (*UNEVEN[0], "nodes"),
@@ -192,7 +193,6 @@ def of_uneven_nodes(seed: int, options: dict, how: dict, kinds: tuple, gone: int
         *(pytest.param(*row, case, marks=NIGHTLY) for row in UNEVEN for case in NODES),
     ],
 )
-@pytest.mark.sample(0)
 @ranks.on(TSN_SIM_RACES="1", TSN_CHAOS="seed=1,reorder=0.5,split=0.3", timeout=280)
 def test_nodes_of_different_sizes(size, nodes, gone, case, seed):
     options, how, kinds = NODES[case]
@@ -207,7 +207,8 @@ def test_the_host(seed):
     hold(seed, dict(alignment=2), SHAPE, 2 * CACHED_PLANS)
 
 
-@pytest.mark.parametrize(
+@variants(
+    1,
     "cases",
     [
         [dict(), dict(layout="rank", dtype=FP8, quantize_combine="always"), dict(zero_copy=False)],
@@ -215,7 +216,6 @@ def test_the_host(seed):
     ],
     ids=["throughput", "latency"],
 )
-@pytest.mark.sample(1)
 @ranks.on(4, VIRTUAL_NODES="2")
 def test_heap_bytes(cases):
     with without_kernels():

@@ -12,6 +12,7 @@ from tests import ranks
 from tests.kernels.moe.reference import expert_rows, route
 from tests.kernels.moe.support import FP8, ROUTES, make_inputs, run_round, without_kernels
 from tests.kernels.support import assert_same, unsettle
+from tests.variants import nightly, variants
 from tilescale_net.kernels.moe import AllToAll, Tuning
 
 SMALL = dict(num_experts=8, max_tokens=9, hidden=64, top_k=3)
@@ -82,17 +83,17 @@ LONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in LONG)])
-@pytest.mark.sample(2)
+@variants(2, "case", [*CASES, *(nightly(case) for case in LONG)])
 def test_rounds(case, seed):
     size, shape, options, how = (CASES | LONG)[case]
     ranks.run(size, rounds, seed, shape, options, how, timeout=180)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.nightly if c.endswith(("elsewhere", "scales")) else []) for c in NODES]
+@variants(
+    1,
+    "case",
+    [pytest.param(c, marks=pytest.mark.nightly if c.endswith(("elsewhere", "scales")) else []) for c in NODES],
 )
-@pytest.mark.sample(1)
 @ranks.on(4, VIRTUAL_NODES="2", timeout=280)
 def test_rounds_once_per_node(case, seed):
     rounds(seed, SHAPE, *NODES[case])
@@ -172,9 +173,8 @@ def test_dispatches_in_a_row(seed):
     in_a_row(seed, dict(num_experts=6, max_tokens=5, hidden=32, top_k=3), dict())
 
 
-@pytest.mark.parametrize("calls", [300, pytest.param(3000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("options", [dict(), dict(mode="latency")], ids=["throughput", "latency"])
-@pytest.mark.sample(1)
+@pytest.mark.parametrize("calls", [300, nightly(3000)])
+@variants(1, "options", [dict(), dict(mode="latency")], ids=["throughput", "latency"])
 @ranks.on(timeout=180)
 def test_hundreds_of_calls(options, calls, seed):
     """No call may leave anything that a later one trips over; results of equal inputs are equal bits."""

@@ -17,6 +17,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import check_compiled_ahead
 from tests.kernels.support import unsettle
+from tests.variants import nightly
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll
 from tilescale_net.kernels.moe.all_to_all import ALLOWED, State
@@ -345,7 +346,7 @@ def _walk_and_lose(seed: int) -> None:
 
 
 # With three ranks one can leave, and everything else happens too.
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("size", [nightly(2), 3])
 @ranks.on(timeout=280)
 def test_walk(size, seed):
     _walk(seed, 5, 25)
