@@ -182,9 +182,7 @@ def _collect(pipes: list, procs: list, timeout: float) -> list[Outcome]:
     return outcomes
 
 
-def run(size: int, fn: Callable, *args, **kwargs) -> list:
-    """As `launch`, but every rank must succeed; returns their values in rank order."""
-    outcomes = launch(size, fn, *args, **kwargs)
+def _values(outcomes: list[Outcome]) -> list:
     bad = [o for o in outcomes if not o.ok]
     if bad:
         lines = []
@@ -195,8 +193,30 @@ def run(size: int, fn: Callable, *args, **kwargs) -> list:
     return [o.value for o in outcomes]
 
 
+def run(size: int, fn: Callable, *args, **kwargs) -> list:
+    """As `launch`, but every rank must succeed; returns their values in rank order."""
+    return _values(launch(size, fn, *args, **kwargs))
+
+
 # Arguments of tests that say where they run, and the variables of their ranks.
 _VARIABLES = {"nodes": "VIRTUAL_NODES", "visibility": "TSN_SIM_VISIBILITY", "races": "TSN_SIM_RACES"}
+
+
+def _on_ranks(
+    judge: Callable[[dict, list[Outcome]], object], size: int, env: dict[str, str], options: dict
+) -> Callable:
+    def decorate(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def test(**arguments) -> None:
+            if _is_rank:
+                return body(**arguments)
+            variables = {_VARIABLES[name]: str(value) for name, value in arguments.items() if name in _VARIABLES}
+            started = functools.partial(test, **arguments)
+            judge(arguments, launch(arguments.get("size", size), started, env=env | variables, **options))
+
+        return test
+
+    return decorate
 
 
 def on(size: int = 2, *, heap: str | None = None, init: bool = True, timeout: float = 240.0, **env: str) -> Callable:
@@ -208,16 +228,26 @@ def on(size: int = 2, *, heap: str | None = None, init: bool = True, timeout: fl
     Args:
         env: environment of the ranks.
     """
+    return _on_ranks(
+        lambda arguments, outcomes: _values(outcomes), size, env, dict(heap=heap, init=init, timeout=timeout)
+    )
 
-    def decorate(body: Callable) -> Callable:
-        @functools.wraps(body)
-        def test(**arguments) -> None:
-            if _is_rank:
-                return body(**arguments)
-            told = {_VARIABLES[name]: str(value) for name, value in arguments.items() if name in _VARIABLES}
-            how = dict(env=env | told, heap=heap, init=init, timeout=timeout)
-            run(arguments.get("size", size), functools.partial(test, **arguments), **how)
 
-        return test
+def fails(
+    error: str, *words: str, size: int = 2, rank: int | None = None, init: bool = True, timeout: float = 240.0, **env: str
+) -> Callable:  # fmt: skip
+    """A test whose body, run as by `on`, must end every rank, or one, with an error.
 
-    return decorate
+    Args:
+        error: name of its class.
+        words: of its message; so is the test's own argument `words`, one or several.
+        rank: the only rank that must raise.
+    """
+
+    def judge(arguments: dict, outcomes: list[Outcome]) -> None:
+        more = arguments.get("words", ())
+        for o in outcomes if rank is None else [outcomes[rank]]:
+            assert o.error and o.error[0] == error, o
+            assert all(word in o.error[1] for word in (*words, *([more] if isinstance(more, str) else more))), o
+
+    return _on_ranks(judge, size, env, dict(init=init, timeout=timeout))

@@ -10,6 +10,7 @@ from tests.launch.conftest import ROOT, clean_environment
 from tests.launch.conftest import launch as launch_sh
 from tests.variants import variants
 
+ONCE = ("--warmup", "0", "--repeat", "1")
 # As tests/conftest.py chooses; a clean environment lacks it.
 FLAGS = {name: os.environ[name] for name in ("TSN_SIM_CXXFLAGS",) if name in os.environ}
 
@@ -51,13 +52,11 @@ def test_unrolledcp_p2p(tmp_path):
 
 @pytest.mark.sample(0)
 def test_geometries_and_baseline(tmp_path):
-    path = tmp_path / "run.json"
     arguments = ["--sizes", "1,3000", "--threads", "32,64", "--bidirectional", "--repeat", "1", "--no-nvshmem"]
     arguments += ["--offset", "0,48"]
-    first = launch("unrolledcp_p2p.py", *arguments, "--json", str(path))
-    assert first.returncode == 0, first.stderr
-    assert [(r["threads"], r["bytes"]) for r in rows_of(path)] == [(32, 1), (32, 3000), (64, 1), (64, 3000)]
-    second = launch("unrolledcp_p2p.py", *arguments, "--baseline", str(path))
+    rows, _ = run(tmp_path, "unrolledcp_p2p.py", *arguments)
+    assert [(r["threads"], r["bytes"]) for r in rows] == [(32, 1), (32, 3000), (64, 1), (64, 3000)]
+    second = launch("unrolledcp_p2p.py", *arguments, "--baseline", str(tmp_path / "run.json"))
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("x base") == 5  # four columns and the note
     assert "- offset: destination 0, source 48 bytes beyond" in second.stdout
@@ -79,19 +78,16 @@ def test_start_up(tmp_path):
 
 @variants(0, "name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])
 def test_fused_gemms(tmp_path, name):
-    shape = ["--m", "72", "--k", "40", "--n", "48", "--blocks", "2", "--warmup", "0", "--repeat", "1"]
-    (row,), said = run(tmp_path, name, *shape)
+    (row,), said = run(tmp_path, name, "--m", "72", "--k", "40", "--n", "48", "--blocks", "2", *ONCE)
     assert row["m"] == 72 and row["ours"] > 0 and row["over"] == pytest.approx(row["ours"] / row["matmul"])
     assert "normal random data, verified" in said
 
 
 def test_gemm_ways(tmp_path):
     """The ways of one call, and the table that is written from them."""
-    path, table = tmp_path / "run.json", tmp_path / "table.json"
-    shape = ["--kinds", "matmul_reduce_scatter", "--m", "64", "--warmup", "0", "--repeat", "1", "--limit", "1000"]
-    done = launch("gemm_ways.py", *shape, "--json", str(path), "--table", str(table))
-    assert done.returncode == 0, done.stderr
-    (row,) = rows_of(path)
+    table = tmp_path / "table.json"
+    shape = ["--kinds", "matmul_reduce_scatter", "--m", "64", *ONCE, "--limit", "1000"]
+    (row,), _ = run(tmp_path, "gemm_ways.py", *shape, "--table", str(table))
     assert row["fused"] > 0 < row["unfused"] and row["takes"] in ("fused", "unfused")
     group = json.loads(table.read_text())["groups"][-1]
     assert (group["operator"], group["gpu"], group["ranks"]) == ("matmul_reduce_scatter", "simulator", 2)
@@ -100,7 +96,7 @@ def test_gemm_ways(tmp_path):
 
 @pytest.mark.nightly
 def test_all_reduce_norm(tmp_path):
-    rows, said = run(tmp_path, "all_reduce_norm.py", "--rows", "3", "--warmup", "0", "--repeat", "1")
+    rows, said = run(tmp_path, "all_reduce_norm.py", "--rows", "3", *ONCE)
     assert {row["form"] for row in rows} >= {"bf16", "fp8 by token", "fp8 by 128, tma", "MoE, fp8 by 128"}
     base = next(row["us"] for row in rows if row["form"] == "bf16")
     assert all(row["more_us"] == pytest.approx(row["us"] - base) for row in rows)
@@ -109,14 +105,13 @@ def test_all_reduce_norm(tmp_path):
 
 @pytest.mark.nightly
 def test_gemm_alone(tmp_path):
-    (row,), _ = run(tmp_path, "matmul.py", "--m", "72", "--warmup", "0", "--repeat", "1", GPUS="1")
+    (row,), _ = run(tmp_path, "matmul.py", "--m", "72", *ONCE, GPUS="1")
     assert row["m"] == 72 and row["over"] == pytest.approx(row["ours"] / row["matmul"])
 
 
 @pytest.mark.nightly
 def test_fp8_gemm(tmp_path):
-    few = ("--turns", "0", "--steps", "1", "--warmup", "0", "--repeat", "1")
-    rows, _ = run(tmp_path, "fp8_gemm.py", *few, GPUS="1")
+    rows, _ = run(tmp_path, "fp8_gemm.py", "--turns", "0", "--steps", "1", *ONCE, GPUS="1")
     assert [(row["form"], row["part"]) for row in rows] == [
         (form, part) for form in ("block", "row") for part in ("plain", "grouped")
     ]
@@ -125,7 +120,7 @@ def test_fp8_gemm(tmp_path):
 
 @pytest.mark.nightly
 def test_moe_layer(tmp_path):
-    rows, said = run(tmp_path, "moe_layer.py", "--warmup", "0", "--repeat", "1")
+    rows, said = run(tmp_path, "moe_layer.py", *ONCE)
     parts = ["dispatch, product", *("product, combine",) * 3, *("layer",) * 3]
     assert [row["part"] for row in rows] == parts and [row["late"] for row in rows] == [0, 0, 50, 75, 0, 50, 75]
     for row in rows:
@@ -137,7 +132,7 @@ def test_moe_layer(tmp_path):
 
 @pytest.mark.nightly
 def test_moe_experts(tmp_path):
-    rows, _ = run(tmp_path, "moe_experts.py", "--training", "--warmup", "0", "--repeat", "1")
+    rows, _ = run(tmp_path, "moe_experts.py", "--training", *ONCE)
     assert [row["dtype"] for row in rows] == ["fp8", "bf16"]
     assert all(row["ours_backward"] > 0 < row["fused_backward"] for row in rows) and rows[1]["torch_layer_backward"] > 0
     assert all(row["over"] == pytest.approx(row["fused"] / row["ours"]) for row in rows)
@@ -145,15 +140,13 @@ def test_moe_experts(tmp_path):
 
 @pytest.mark.nightly
 def test_moe_decode(tmp_path):
-    path = tmp_path / "run.json"
-    done = launch("moe_decode.py", "--warmup", "0", "--repeat", "1", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    assert all(row["ours_rate"] == pytest.approx(6e6 / row["ours"]) for row in rows_of(path))  # tokens of two ranks
+    rows, _ = run(tmp_path, "moe_decode.py", *ONCE)
+    assert all(row["ours_rate"] == pytest.approx(6e6 / row["ours"]) for row in rows)  # tokens of two ranks
 
 
 @pytest.mark.nightly
 def test_moe_host(tmp_path):
-    rows, _ = run(tmp_path, "moe_host.py", "--calls", "2", "--warmup", "0", "--repeat", "1", GPUS="1")
+    rows, _ = run(tmp_path, "moe_host.py", "--calls", "2", *ONCE, GPUS="1")
     assert len(rows) == 6 and all(row["both_us"] > 0 for row in rows)
 
 
@@ -172,11 +165,8 @@ def test_large_copy(tmp_path):
 
 
 def test_put_signal(tmp_path):
-    path = tmp_path / "run.json"
-    arguments = ["--sizes", "8,1K", "--threads", "32", "--repeat", "2", "--engine", "auto,ldst", "--json", str(path)]
-    done = launch("put_signal.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    rows = rows_of(path)
+    arguments = ["--sizes", "8,1K", "--threads", "32", "--repeat", "2", "--engine", "auto,ldst"]
+    rows, _ = run(tmp_path, "put_signal.py", *arguments)
     assert [r["bytes"] for r in rows] == [8, 1024]
     assert all(r["auto_p99"] >= r["auto"] > 0 and r["ldst"] > 0 for r in rows)
     assert rows[0]["line"] > 0 and rows[1].get("line") is None
@@ -212,29 +202,20 @@ SMALL += ["--warmup", "1"]
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_rows(tmp_path, nodes):
-    path = tmp_path / "run.json"
-    done = launch("moe_all_to_all.py", *SMALL, "--mode", "latency", "--json", str(path), VIRTUAL_NODES=nodes)
-    assert done.returncode == 0, done.stderr
-    (table,) = json.loads(path.read_text())["tables"]
-    rows = {(row["system"], row["operation"]): row for row in table["rows"]}
-    ours = {("tilescale_net", name) for name in ("dispatch", "combine", "dispatch + combine")}
-    assert set(rows) == ours
+    found, output = run(tmp_path, "moe_all_to_all.py", *SMALL, "--mode", "latency", VIRTUAL_NODES=nodes)
+    rows = {(row["system"], row["operation"]): row for row in found}
+    assert set(rows) == {("tilescale_net", name) for name in ("dispatch", "combine", "dispatch + combine")}
     for row in rows.values():
         assert row["kernel"] > 0
         assert all((key in row) == (nodes == "2") for key in ("fabric", "bare", "of_bare"))
         if nodes == "2":
             assert row["of_bare"] == pytest.approx(100 * row["bare"] / row["kernel"]) and row["bare"] > 0
-    assert "verified, every byte" in done.stdout
+    assert "verified, every byte" in output
 
 
 def test_calls(tmp_path):
-    path = tmp_path / "run.json"
-    done = launch("moe_calls.py", *SMALL, "--layout", "expert", "--blocks", "2", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    (table,) = json.loads(path.read_text())["tables"]
-    assert [(row["mode"], row["layout"], row["blocks"]) for row in table["rows"]] == [
-        ("throughput", "expert", 2), ("latency", "expert", 0),
-    ]  # fmt: skip
-    fast, slow = table["rows"]
+    (fast, slow), output = run(tmp_path, "moe_calls.py", *SMALL, "--layout", "expert", "--blocks", "2")
+    calls = [(row["mode"], row["layout"], row["blocks"]) for row in (fast, slow)]
+    assert calls == [("throughput", "expert", 2), ("latency", "expert", 0)]
     assert fast["agreeing"] == fast["dispatch"] - fast["cached"] and slow["combine"] > 0 and "cached" not in slow
-    assert "verified, every byte" in done.stdout
+    assert "verified, every byte" in output

@@ -94,7 +94,8 @@ WRONG = {
 }
 
 
-def _messages():
+@ranks.on(1, TSN_DEVICE="simulator")
+def test_messages_of_the_simulator():
     kernel = scaled(64)
     good = {name: tsn.zeros(v.shape, dtype=v.dtype) if hasattr(v, "shape") else v for name, v in _good().items()}
     kernel(**good)
@@ -126,23 +127,16 @@ def _messages():
     kernel(**good | {"x": reused})
     with pytest.raises(KernelError, match="^kernel scaled: argument x was freed by tilescale_net.free$"):
         kernel(**good | {"x": view})
-    return found, repr(kernel)
-
-
-def test_messages_of_the_simulator():
-    ((found, text),) = ranks.run(1, _messages, env={"TSN_DEVICE": "simulator"})
     for case, (_, _, expected) in WRONG.items():
         assert found[case].startswith("kernel scaled: argument ") and expected in found[case], found[case]
         assert "int64[" not in found[case] and "ABI" not in found[case]
     assert found["missing"] == "kernel scaled takes 5 arguments (x, m, k, factor, times); m, factor, times missing"
-    assert (
-        found["unknown"]
-        == "kernel scaled got argument y which it does not take; its arguments are x, m, k, factor, times"
-    )
+    unknown = "kernel scaled got argument y which it does not take; its arguments are x, m, k, factor, times"
+    assert found["unknown"] == unknown
     assert found["twice"].startswith("kernel scaled got argument x twice")
     assert found["too many"] == "kernel scaled takes 5 arguments (x, m, k, factor, times), got 6"
     assert found["context and another size"].startswith("kernel scaled: argument x: expected float32[64]")
-    assert text == "<kernel scaled(x, m, k, factor, times) for simulator>"
+    assert repr(kernel) == "<kernel scaled(x, m, k, factor, times) for simulator>"
     assert repr(scaled) == "<kernel factory scaled(n)>"
 
 

@@ -65,39 +65,31 @@ def test_random_expressions(tmp_path, seed):
     assert _in_source(statements, tmp_path / f"expressions_of_a_gpu_{seed}.py") <= sum(map(calls, statements))
 
 
-def _loops():
-    @T.prim_func
-    def kernel(ctx: N.Context(), c: T.Tensor((6, 256), "int32"), out: T.Tensor((6, 256), "int32")):
-        with T.Kernel(1, threads=32):
-            me = N.my_pe()
-            tx = T.get_thread_binding()
-            for i in T.Parallel(256):
-                out[0, i] = N.atomic_add(c[0, i], 2, me) % 3 + i
-            for i in T.Parallel(256):
-                out[1, i] = N.atomic_add(c[1, i], 2, me) // 2 if i % 4 == 1 else N.ld(c[0, i])
-            for i in T.Parallel(256):
-                out[2, i] = T.atomic_add(c[2, i], 2, return_prev=True) % 3 + i
-            if tx == 0:
-                for i in T.vectorized(256):
-                    out[3, i] = N.atomic_add(c[3, i], 2, me) % 3
-                for i in T.vectorized(256):
-                    out[4, i] = N.atomic_add(c[4, i], 2, me) if i % 2 == 0 and N.ld(c[3, i]) == 2 else 9
-                for i in T.vectorized(64):  # some columns are negative: cut off at the row's edge, as on a GPU
-                    out[5, i % 4 + N.atomic_add(c[5, i], 2, me)] = N.atomic_add(c[5, i % 8 + 8], 1, me) % 5
-
-    return kernel
+@T.prim_func
+def _loops(ctx: N.Context(), c: T.Tensor((6, 256), "int32"), out: T.Tensor((6, 256), "int32")):
+    with T.Kernel(1, threads=32):
+        me = N.my_pe()
+        tx = T.get_thread_binding()
+        for i in T.Parallel(256):
+            out[0, i] = N.atomic_add(c[0, i], 2, me) % 3 + i
+        for i in T.Parallel(256):
+            out[1, i] = N.atomic_add(c[1, i], 2, me) // 2 if i % 4 == 1 else N.ld(c[0, i])
+        for i in T.Parallel(256):
+            out[2, i] = T.atomic_add(c[2, i], 2, return_prev=True) % 3 + i
+        if tx == 0:
+            for i in T.vectorized(256):
+                out[3, i] = N.atomic_add(c[3, i], 2, me) % 3
+            for i in T.vectorized(256):
+                out[4, i] = N.atomic_add(c[4, i], 2, me) if i % 2 == 0 and N.ld(c[3, i]) == 2 else 9
+            for i in T.vectorized(64):  # some columns are negative: cut off at the row's edge, as on a GPU
+                out[5, i % 4 + N.atomic_add(c[5, i], 2, me)] = N.atomic_add(c[5, i % 8 + 8], 1, me) % 5
 
 
-def _loop_results():
+@ranks.on(1, TSN_DEVICE="simulator")
+def test_loops_over_threads_and_vectors():
     c, out = tsn.zeros((6, 256), dtype=torch.int32), tsn.zeros((6, 256), dtype=torch.int32)
     c[5, 8:16] = -8
-    tsn.compile(_loops())(c, out)
-    return c.tolist(), out.tolist()
-
-
-def test_loops_over_threads_and_vectors():
-    (rows,) = ranks.run(1, _loop_results, env={"TSN_DEVICE": "simulator"})
-    c, out = map(torch.IntTensor, rows)
+    tsn.compile(_loops)(c, out)
     i = torch.arange(256, dtype=torch.int32)
     assert c[0].eq(2).all() and c[2].eq(2).all() and c[3].eq(2).all()
     assert torch.equal(out[0], i) and torch.equal(out[2], i) and out[3].eq(0).all()

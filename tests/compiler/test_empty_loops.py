@@ -41,15 +41,11 @@ def turns(x: T.Tensor((8,), "int32"), out: T.Tensor((BLOCKS, 12), "int32")):
                 out[bx, 10] = out[bx, 10] + 1
 
 
-def _turns():
+@ranks.on(1, TSN_DEVICE="simulator")
+def test_empty_loops_do_not_run():
     x, out = torch.tensor([3, 2, 0, 7, 0, 0, 0, 0], dtype=torch.int32), tsn.zeros((BLOCKS, 12), dtype=torch.int32)
     tsn.compile(turns)(x, out)
-    return out.tolist()
-
-
-def test_empty_loops_do_not_run():
-    (found,) = ranks.run(1, _turns, env={"TSN_DEVICE": "simulator"})
-    for bx, row in enumerate(found):
+    for bx, row in enumerate(out.tolist()):
         wanted = [(5 - bx) // 4, (bx + 2) // 4, (5 - bx) // 4, sum((i + 1) // 3 for i in range(4)), [1, 0, 0, 1][bx]]
         wanted += [(bx + 3) // 4 if bx < 2 else 0, max((9 - bx) // 4 - 1, 0), bx % 2, min(bx, 1), 2 * ((5 - bx) // 4)]
         wanted += [max(-(-(6 - 2 * bx) // 6), 0), 0]

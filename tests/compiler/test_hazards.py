@@ -60,28 +60,23 @@ def test_loads_are_neither_hoisted_above_a_wait_nor_reused_after_it(reader_ptx):
 # -- warp specialisation ------------------------------------------------------------------------------------------------
 
 
-def test_without_the_fix_the_block_grows(monkeypatch):
+def test_the_block_keeps_its_size(monkeypatch):
+    """Without the fix it grows."""
+    assert "__launch_bounds__(128," in inspect.cuda_source(kernels.matmul(), SM_90A)
     monkeypatch.setattr(hazards, "_without_tma", lambda copy: copy)
     grown = lowered(prepare(kernels.matmul()).func, SM_90A)
     assert int(re.search(r"__launch_bounds__\((\d+)", grown)[1]) > 128
 
 
-def test_the_block_keeps_its_size():
-    source = inspect.cuda_source(kernels.matmul(), SM_90A)
-    assert "__launch_bounds__(128," in source
-
-
 # -- TMA ----------------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_fix_copies_become_tma(monkeypatch):
-    monkeypatch.setattr(hazards, "_without_tma", lambda copy: copy)
-    assert "tma_store" in lowered(prepare(kernels.staged()).func, configs={"tl.disable_warp_specialized": True})
-
-
-def test_copies_stay_ordinary_accesses():
+def test_copies_stay_ordinary_accesses(monkeypatch):
+    """Without the fix they become TMA."""
     assert "tma" not in inspect.cuda_source(kernels.staged())
     assert "tma" not in inspect.cuda_source(kernels.matmul(), SM_90A)
+    monkeypatch.setattr(hazards, "_without_tma", lambda copy: copy)
+    assert "tma_store" in lowered(prepare(kernels.staged()).func, configs={"tl.disable_warp_specialized": True})
 
 
 @pytest.mark.parametrize(
@@ -199,17 +194,15 @@ def kernel_body(source: str) -> str:
     return source[source.index("{", source.index("__launch_bounds__")) :]
 
 
-def test_without_the_fix_pipelined_copies_pass_the_wait(monkeypatch):
-    monkeypatch.setattr(hazards, "check", lambda func: None)
-    assert in_order(kernel_body(inspect.cuda_source(pipelined())), "cp_async_gs", "tsn::wait")
-
-
-def test_primitives_in_a_pipelined_loop_are_refused():
+def test_primitives_in_a_pipelined_loop_are_refused(monkeypatch):
+    """Without the check copies pass the wait."""
     with pytest.raises(
         KernelError, match=r"N.wait_block is called inside T.Pipelined, which moves.*\n  at .*test_hazards.py:"
     ):
         inspect.cuda_source(pipelined())
     assert in_order(kernel_body(inspect.cuda_source(pipelined(waits_inside=False))), "tsn::wait", "x +")
+    monkeypatch.setattr(hazards, "check", lambda func: None)
+    assert in_order(kernel_body(inspect.cuda_source(pipelined())), "cp_async_gs", "tsn::wait")
 
 
 @traced

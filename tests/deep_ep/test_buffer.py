@@ -387,8 +387,9 @@ def test_buffer(which, nodes):
     ranks.run(3, _program, which, init=False, env=env, timeout=280)
 
 
-def _rejects_alone() -> str:
-    """What rank 0 is told that waits for a call whose arguments rank 1 gives wrongly, of which it is told by name."""
+@ranks.on(init=False)
+def test_a_call_that_one_rank_rejects():
+    """Rank 0 waits for a call to which rank 1 gives wrong arguments, and learns of it by name."""
     dist.init_process_group("gloo")
     buffer = tilescale_net.deep_ep.Buffer(dist.group.WORLD, 1 << 20, low_latency_mode=True)
     x, idx = torch.ones((4, HIDDEN), dtype=torch.bfloat16), torch.tensor([[0, 5, -1]] * 4)
@@ -402,19 +403,16 @@ def _rejects_alone() -> str:
     dist.barrier()
     with pytest.raises(tsn.RankMismatch):
         tsn.finalize()
-    return str(raised.value)
+    waits = "rank 1 with Buffer.low_latency_dispatch: rejected"
+    assert (waits, "Buffer.low_latency_dispatch on rank 1: x has shape [512]")[buffer.rank] in str(raised.value)
 
 
-def test_a_call_that_one_rank_rejects():
-    waits, rejects = ranks.run(2, _rejects_alone, init=False)
-    assert "rank 1 with Buffer.low_latency_dispatch: rejected" in waits
-    assert "Buffer.low_latency_dispatch on rank 1: x has shape [512]" in rejects
-
-
-def _differ() -> list[str]:
-    """What rank 0 is told where the other one gives an argument otherwise, or makes another call; all are known before."""
+@pytest.mark.parametrize("nodes", [1, nightly(2)])
+@ranks.on(init=False)
+def test_calls_that_differ(nodes):
+    """Rank 1 gives an argument otherwise, or makes another call; all are known before."""
     dist.init_process_group("gloo")
-    group, said, rank = dist.group.WORLD, [], dist.get_rank()
+    group, messages, rank = dist.group.WORLD, [], dist.get_rank()
     x, idx = torch.ones((4, HIDDEN), dtype=torch.bfloat16), torch.tensor([[0, 5, -1]] * 4)
 
     def dispatch(buffer):
@@ -429,26 +427,21 @@ def _differ() -> list[str]:
         buffer = tilescale_net.deep_ep.Buffer(group, 1 << 20, low_latency_mode=True)
         x, idx = x.to(tsn.device()), idx.to(tsn.device())
         calls[0](buffer)
-        if len(said) != 0:
+        if messages:
             calls[1](buffer)
         dist.barrier()
         begin = time.monotonic()
         with pytest.raises(tsn.RankMismatch) as raised:
             calls[rank](buffer)
         assert time.monotonic() - begin < 30, "this rank has waited for its timeout"
-        said.append(str(raised.value))
+        messages.append(str(raised.value))
         with pytest.raises(tsn.RankMismatch):
             tsn.finalize()
         dist.barrier()
-    return said
-
-
-@pytest.mark.parametrize("nodes", [1, nightly(2)])
-def test_calls_that_differ(nodes):
-    for sizes, dtypes, kinds in ranks.run(2, _differ, init=False, env={"VIRTUAL_NODES": str(nodes)}):
-        assert "low_latency_dispatch: 6 experts, 12 tokens" in sizes and "6 experts, 16 tokens" in sizes
-        assert "bfloat16" in dtypes and "float8_e4m3fn" in dtypes
-        assert "dispatch: 6 experts, hidden" in kinds and "low_latency_dispatch: 6 experts" in kinds
+    sizes, dtypes, kinds = messages
+    assert "low_latency_dispatch: 6 experts, 12 tokens" in sizes and "6 experts, 16 tokens" in sizes
+    assert "bfloat16" in dtypes and "float8_e4m3fn" in dtypes
+    assert "dispatch: 6 experts, hidden" in kinds and "low_latency_dispatch: 6 experts" in kinds
 
 
 class _Communicator:
@@ -529,8 +522,9 @@ def test_size_hints():
         assert Buffer.get_dispatch_config(ranks_) == Buffer.get_combine_config(ranks_) == Config(Buffer.num_sms)
 
 
-def _kernels_of_low_latency() -> int:
-    """How many kernels the calls of DeepEP's low-latency test take: rows of both dtypes, rounded scales, hooks."""
+@ranks.on(1, TSN_DEVICE="simulator")
+def test_low_latency_calls_take_few_kernels():
+    """Of the calls of DeepEP's low-latency test: rows of both dtypes, rounded scales, hooks."""
     with nothing_launched():
         buffer, hidden = tilescale_net.deep_ep.Buffer(), 512
         x, idx = torch.ones((4, hidden), dtype=torch.bfloat16), torch.tensor([[0, 1]] * 4)
@@ -547,8 +541,4 @@ def _kernels_of_low_latency() -> int:
             if hooked:
                 hook()
         buffer.destroy()
-    return sum(len(factory._kernels) for factory in (dispatch_latency, combine_latency, exchange_weights))
-
-
-def test_low_latency_calls_take_few_kernels():
-    assert ranks.run(1, _kernels_of_low_latency, env={"TSN_DEVICE": "simulator"}) == [5]
+    assert sum(len(factory._kernels) for factory in (dispatch_latency, combine_latency, exchange_weights)) == 5

@@ -210,7 +210,11 @@ def count_from_zero(n: int, seed: int) -> int:
     return count
 
 
-def wait_in_vain() -> None:
+@ranks.fails(
+    "WaitTimeout", "waited 0.5 s for eq 1 on the signal [1, 2] of zeros([2, 3], torch.uint64)",
+    "last seen 4; the word went past that value", size=1, TSN_TIMEOUT="0.5",
+)  # fmt: skip
+def test_a_timeout_names_the_word_and_the_comparison():
     """Waits for `eq` 1 of a word that holds 4."""
     words = tsn.zeros((2, 3), torch.uint64)
     words[1, 2] = 4
@@ -278,12 +282,6 @@ def test_messages_are_counted_from_zero(pool):
     """A wait for a number below zero is over at once."""
     for seed in range(3):
         assert pool(count_from_zero, 6, seed) == [0, 0]
-
-
-def test_a_timeout_names_the_word_and_the_comparison():
-    kind, text, _ = ranks.launch(1, wait_in_vain, env={"TSN_TIMEOUT": "0.5"})[0].error
-    assert kind == "WaitTimeout" and "waited 0.5 s for eq 1 on the signal [1, 2] of zeros([2, 3], torch.uint64)" in text
-    assert "last seen 4; the word went past that value" in text, text
 
 
 def test_ordered_adds_are_in_the_word(pool):

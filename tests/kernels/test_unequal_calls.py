@@ -179,19 +179,14 @@ def test_mapped_memory():
     assert untouched == [[7.0]] * 7
 
 
-def _overwritten_by_one():
+@ranks.fails("RankMismatch", "x of shape [4096] and torch.float32, which may be overwritten")
+def test_overwritten_by_one():
     """Rank 0 lets its tensor be overwritten, rank 1 does not."""
     reduce, x = AllReduce(threads=64, blocks=2, algorithm="two_shot"), tsn.zeros(4096)
     total = torch.empty_like(x)
     for overwrite_x in (True, False):
         reduce(total, x, overwrite_x=overwrite_x)
     _ended(reduce, lambda: reduce(total, x, overwrite_x=tsn.rank() == 0))
-
-
-def test_overwritten_by_one():
-    for outcome in ranks.launch(2, _overwritten_by_one):
-        assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
-        assert "x of shape [4096] and torch.float32, which may be overwritten" in outcome.error[1], outcome
 
 
 @ranks.on()
@@ -223,35 +218,6 @@ def test_one_exchange():
         call(0)
 
 
-def _waits(case):
-    """Rank 1 waits in the call of a host, or in another kernel, and rank 0 in its kernel."""
-    rank, n = tsn.rank(), tsn.size()
-    gather, scatter = AllGather(threads=32, blocks=2), ReduceScatter(threads=64, blocks=2)
-    outs = [tsn.zeros((n, count), torch.int32) for count in (500, 3)]
-    parts = [torch.zeros(out.shape[1], dtype=torch.int32, device=tsn.device()) for out in outs]
-    # More than goes in packets.
-    x, out = tsn.zeros((2, 16384)), torch.zeros(16384, device=tsn.device())
-    calls = {
-        "new shape": (gather, lambda other: gather(outs[other], parts[other])),
-        "pull and push": (scatter, lambda other: scatter(out, x.clone() if other else x)),
-        "free": (gather, lambda other: gather.free() if other else gather(outs[0], parts[0])),
-        "another object": (gather, lambda other: scatter(out, x) if other else gather(outs[0], parts[0])),
-        "barrier": (gather, lambda other: tsn.barrier() if other else gather(outs[0], parts[0])),
-    }
-    if case.startswith("experts"):
-        calls |= _experts(case)
-    op, call = calls[case]
-    call(0)
-    if case in ("pull and push", "another object", "experts: halves"):
-        call(1)
-    tsn.barrier()
-    begin = time.monotonic()  # kernels are compiled by now, which takes long on a GPU
-    try:
-        _ended(op, lambda: call(rank))
-    finally:
-        assert time.monotonic() - begin < 30, "this rank has waited for its timeout"
-
-
 def _experts(case) -> dict:
     """Rank 1 combines, or makes an object of another size, while rank 0 dispatches."""
     op = Experts(4, 8, 64, 2, mode="latency")
@@ -278,10 +244,34 @@ def _experts(case) -> dict:
         ("experts: sizes", ("dispatch: 4 experts, 8 tokens", "max_tokens=16")),
     ],
 )
+@ranks.fails("RankMismatch")
 def test_ranks_that_wait_for_each_other(case, words):
-    for outcome in ranks.launch(2, _waits, case):
-        assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
-        assert all(word in outcome.error[1] for word in words), outcome
+    """Rank 1 waits in the call of a host, or in another kernel, and rank 0 in its kernel."""
+    rank, n = tsn.rank(), tsn.size()
+    gather, scatter = AllGather(threads=32, blocks=2), ReduceScatter(threads=64, blocks=2)
+    outs = [tsn.zeros((n, count), torch.int32) for count in (500, 3)]
+    parts = [torch.zeros(out.shape[1], dtype=torch.int32, device=tsn.device()) for out in outs]
+    # More than goes in packets.
+    x, out = tsn.zeros((2, 16384)), torch.zeros(16384, device=tsn.device())
+    calls = {
+        "new shape": (gather, lambda other: gather(outs[other], parts[other])),
+        "pull and push": (scatter, lambda other: scatter(out, x.clone() if other else x)),
+        "free": (gather, lambda other: gather.free() if other else gather(outs[0], parts[0])),
+        "another object": (gather, lambda other: scatter(out, x) if other else gather(outs[0], parts[0])),
+        "barrier": (gather, lambda other: tsn.barrier() if other else gather(outs[0], parts[0])),
+    }
+    if case.startswith("experts"):
+        calls |= _experts(case)
+    op, call = calls[case]
+    call(0)
+    if case in ("pull and push", "another object", "experts: halves"):
+        call(1)
+    tsn.barrier()
+    begin = time.monotonic()  # kernels are compiled by now, which takes long on a GPU
+    try:
+        _ended(op, lambda: call(rank))
+    finally:
+        assert time.monotonic() - begin < 30, "this rank has waited for its timeout"
 
 
 @ranks.on()

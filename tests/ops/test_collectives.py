@@ -199,20 +199,15 @@ def test_the_default_backend_keeps_the_order_of_calls():
         assert all(torch.equal(a, b) for a, b in zip(results, step(x, y)))
 
 
-def _different() -> None:
+@ranks.fails("RankMismatch", "all_gather of x", "moe_dispatch of a layer of 4 experts", timeout=50, TSN_TIMEOUT="60")
+def test_ranks_whose_operators_differ():
+    """They wait for each other in different kernels, and learn in which calls they differ long before these give up."""
     layer = ops.moe_layer(4, 8, 16, 2, torch.float32)
     x, idx = torch.ones((2, 16), device=tsn.device()), torch.zeros((2, 2), dtype=torch.int64, device=tsn.device())
     ops.all_gather(x)
     ops.moe_dispatch(layer, x, idx, torch.ones((2, 2), device=tsn.device()))
     ops.moe_dispatch(layer, x, idx, torch.ones((2, 2), device=tsn.device())) if tsn.rank() else ops.all_gather(x)
     ops.check()
-
-
-def test_ranks_whose_operators_differ():
-    """They wait for each other in different kernels, and learn in which calls they differ long before these give up."""
-    for outcome in ranks.launch(2, _different, env={"TSN_TIMEOUT": "60"}, timeout=50):
-        assert outcome.error and outcome.error[0] == "RankMismatch", outcome
-        assert "all_gather of x" in outcome.error[1] and "moe_dispatch of a layer of 4 experts" in outcome.error[1]
 
 
 @pytest.mark.sample(0)

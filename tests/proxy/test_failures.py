@@ -11,7 +11,7 @@ from tests import ranks
 from tests.fabric.programs import fake_cuda
 from tests.native.builder import run
 from tests.proxy import programs
-from tests.variants import variants
+from tests.variants import nightly, variants
 from tilescale_net.errors import WaitTimeout
 from tilescale_net.kernels import proxy_write
 from tilescale_net.runtime.fabric import RunningProxy
@@ -130,11 +130,7 @@ def test_failing_network_where_threads_share_peers(staging):
         run(program, "failure", f"chaos={chaos}", "timeout_ms=500", "pes=3", staging, *SHARED)
 
 
-def test_memory_does_not_grow():
+@pytest.mark.parametrize("scale", ["2", nightly("10")])
+def test_memory_does_not_grow(scale):
     """Millions of operations of all kinds through small windows."""
-    assert "ok" in run(programs.null_test(), "2", timeout=280)
-
-
-@pytest.mark.nightly
-def test_memory_does_not_grow_for_long():
-    assert "ok" in run(programs.null_test(), "10", timeout=280)
+    assert "ok" in run(programs.null_test(), scale, timeout=280)

@@ -52,9 +52,11 @@ def test_threads_of_software():
     assert fabric.threads_of_software("efa", "cuda", 128, 1) == fabric.threads_of_software("tcp", "host", 128, 1) == 1
 
 
-def _share_by_default(wanted: list[int]) -> tuple[int, int, bool]:
+@ranks.on(VIRTUAL_NODES="2", TSN_DEVICE="simulator", init=False)
+def test_default_number_of_threads():
+    """The least number that any rank has processors for; ranks share the larger counts."""
     rank = int(os.environ["RANK"])
-    fabric.threads_of_software = lambda *_: wanted[rank]
+    fabric.threads_of_software = lambda *_: (3, 2)[rank]
     tsn.init()
     proxy = tsn.world().proxy
     out = tsn.zeros((2, 1 << 19), dtype=torch.uint8)
@@ -64,12 +66,5 @@ def _share_by_default(wanted: list[int]) -> tuple[int, int, bool]:
     gather(out, out[rank])
     assert (out[0] == 1).all() and (out[1] == 2).all()
     gather.free()
-    found = proxy.threads, proxy.peer_threads, proxy.stats()["delegated"] > 0
+    assert (proxy.threads, proxy.peer_threads) == (2, 2) and proxy.stats()["delegated"] > 0
     tsn.finalize()
-    return found
-
-
-def test_default_number_of_threads():
-    """The least number that any rank has processors for; ranks share the larger counts."""
-    env = {"VIRTUAL_NODES": "2", "TSN_DEVICE": "simulator"}
-    assert ranks.run(2, _share_by_default, [3, 2], env=env, init=False) == [(2, 2, True)] * 2

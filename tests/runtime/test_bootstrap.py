@@ -223,7 +223,8 @@ def test_a_foreign_process_does_not_speak_for_a_rank():
     assert [o.value for o in outcomes] == [((True, False), None), ((True, False), 0)], [o.error for o in outcomes]
 
 
-def _take_the_port():
+@ranks.fails("ConfigurationError", "cannot listen at 127.0.0.1:", "MASTER_PORT", size=1, init=False)
+def test_a_port_that_is_taken():
     if os.environ["RANK"] == "0":
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -232,21 +233,14 @@ def _take_the_port():
             tsn.init("4M")
 
 
-def test_a_port_that_is_taken():
-    (outcome,) = ranks.launch(1, _take_the_port, init=False)
-    kind, text, _ = outcome.error
-    assert kind == "ConfigurationError" and "cannot listen at 127.0.0.1:" in text and "MASTER_PORT" in text
-
-
 def _init_with(env):
     os.environ.update(env)
     tsn.init("4M")
 
 
+@ranks.fails("ConfigurationError", "nonesuch0", "GLOO_SOCKET_IFNAME", init=False, **QUICK)
 def test_an_interface_that_does_not_exist():
-    for o in ranks.launch(2, _init_with, {"GLOO_SOCKET_IFNAME": "nonesuch0"}, env=QUICK, init=False):
-        kind, text, _ = o.error
-        assert kind == "ConfigurationError" and "nonesuch0" in text and "GLOO_SOCKET_IFNAME" in text, o.error
+    _init_with({"GLOO_SOCKET_IFNAME": "nonesuch0"})
 
 
 OF_SRUN = {"RANK": None, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": None}
@@ -351,7 +345,8 @@ def test_an_unknown_host_is_told_at_once(capfd):
     assert time.monotonic() - begin < 20 and "frame #" not in capfd.readouterr().err
 
 
-def _gives_up_and_tries_again():
+@ranks.on(init=False, **QUICK)
+def test_a_second_try_finds_the_others():
     """A rank whose patience ends before the others come meets them the second time."""
     if os.environ["RANK"] == "0":
         os.environ["TSN_TIMEOUT"] = "20"
@@ -366,8 +361,3 @@ def _gives_up_and_tries_again():
     tsn.init("4M")
     tsn.barrier()
     tsn.finalize()
-
-
-def test_a_second_try_finds_the_others():
-    outcomes = ranks.launch(2, _gives_up_and_tries_again, env=QUICK, init=False)
-    assert all(o.ok for o in outcomes), [o.error for o in outcomes]

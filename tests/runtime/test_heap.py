@@ -81,7 +81,8 @@ def _compile(op, everything: bool) -> None:
     op.world.control.gather("AllToAll: kernels compiled", "")
 
 
-def _apart():
+@ranks.on(TSN_DEVICE="simulator")
+def test_ranks_that_do_not_agree_keep_nothing():
     """Rank 1 leaves a construction by an exception, and meets rank 0 in another call."""
     world, found = tsn.world(), []
     kept, gives, AllToAll._compile = tsn.zeros(3), world.memory.on_allocate, _compile
@@ -103,19 +104,11 @@ def _apart():
         with pytest.raises(tsn.RankMismatch, match="barrier"):
             make()
         assert world.heap.live == before
-    return world.heap.offset_of(tsn.zeros(3)) == kept.data_ptr() - world.heap.base
+    assert world.heap.offset_of(tsn.zeros(3)) == kept.data_ptr() - world.heap.base
 
 
-def test_ranks_that_do_not_agree_keep_nothing():
-    assert ranks.run(2, _apart, env={"TSN_DEVICE": "simulator"}) == [True, True]
-
-
-def _skewed():
+@ranks.fails("RankMismatch", "initialised at heap offset")
+def test_heaps_that_differ_are_noticed():
     if tsn.rank() == 0:
         tsn.world().heap._allocator.allocate(1)
     tsn.zeros(4)
-
-
-def test_heaps_that_differ_are_noticed():
-    for outcome in ranks.launch(2, _skewed):
-        assert outcome.error[0] == "RankMismatch" and "initialised at heap offset" in outcome.error[1], outcome

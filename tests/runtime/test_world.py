@@ -16,7 +16,8 @@ from tilescale_net.compiler import toolchain
 from tilescale_net.runtime import cuda_memory, settings, worlds
 
 
-def _allocate_and_read_peers():
+@ranks.on(3)
+def test_heap_is_symmetric_and_reusable():
     a = tsn.zeros((5, 7), torch.float32)
     b = tsn.empty(3, torch.bfloat16)
     w = tsn.world()
@@ -28,16 +29,13 @@ def _allocate_and_read_peers():
     c = tsn.zeros(2, torch.int64)
     assert w.heap.offset_of(c) == offsets[0], "freed memory is used again"
     tsn.barrier()
-    return offsets, list(tsn.team()), list(tsn.team("node")), [bool(p) for p in w.peer_base]
+    assert w.control.gather("offsets", list(offsets)) == [list(offsets)] * 3
+    assert list(tsn.team()) == list(tsn.team("node")) == [0, 1, 2] and all(w.peer_base)
 
 
-def test_heap_is_symmetric_and_reusable():
-    values = ranks.run(3, _allocate_and_read_peers)
-    assert len({v[0] for v in values}) == 1
-    assert all(v[1] == [0, 1, 2] and v[2] == [0, 1, 2] and v[3] == [True] * 3 for v in values)
-
-
-def _misuse_free(case):
+@pytest.mark.parametrize("case, words", [("twice", "freed already"), ("view", "is a view"), ("foreign", "not in the")])
+@ranks.fails("HeapError")
+def test_wrong_free(case, words):
     a = tsn.empty(16, torch.float32)
     if case == "twice":
         tsn.free(a)
@@ -47,12 +45,6 @@ def _misuse_free(case):
         tsn.free(a[4:])
     else:
         tsn.free(torch.zeros(4, device=tsn.device()))
-
-
-@pytest.mark.parametrize("case, words", [("twice", "freed already"), ("view", "is a view"), ("foreign", "not in the")])
-def test_wrong_free(case, words):
-    for o in ranks.launch(2, _misuse_free, case):
-        assert o.error[0] == "HeapError" and words in o.error[1]
 
 
 @ranks.on()
@@ -104,15 +96,11 @@ def test_an_aborted_job_is_not_a_success(says_why):
     assert "in synchronize" in trace
 
 
-def _late_rank():
+@ranks.fails("PeerLost", "rank 1", rank=0, TSN_TIMEOUT="2")
+def test_missing_rank_is_named_after_the_timeout():
     if tsn.rank() == 1:
         time.sleep(14)
     tsn.barrier()
-
-
-def test_missing_rank_is_named_after_the_timeout():
-    outcomes = ranks.launch(2, _late_rank, env={"TSN_TIMEOUT": "2"})
-    assert outcomes[0].error[0] == "PeerLost" and "rank 1" in outcomes[0].error[1]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +147,8 @@ def test_device_memory_lives_as_long_as_what_refers_to_it():
     assert driver.freed == [4096] and cuda_memory._Allocation.held() == ""
 
 
-def _as_users_set_torch():
+@ranks.on(init=False)
+def test_what_users_set_in_torch_changes_nothing():
     """The user's default device, dtype and inference mode are the user's alone."""
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.bfloat16)
@@ -176,12 +165,7 @@ def _as_users_set_torch():
     tsn.init("8M")
     tsn.finalize()
     assert torch.empty(1).device.type == "meta" and torch.empty(1).dtype == torch.bfloat16
-    return values, made[0].tolist()
-
-
-def test_what_users_set_in_torch_changes_nothing():
-    ones = [[1.0] * 3] * 2
-    assert ranks.run(2, _as_users_set_torch, init=False) == [([[0, b"\0"], [1, b"\0"]], ones)] * 2
+    assert values == [[0, b"\0"], [1, b"\0"]] and made[0].tolist() == [[1.0] * 3] * 2
 
 
 @ranks.on(init=False)
@@ -249,20 +233,16 @@ def test_wrong_arguments():
     tsn.barrier()
 
 
-def _of_another_version():
+@ranks.fails("RankMismatch", "tilescale_net 0.0, device code abc", tsn.__version__, init=False)
+def test_ranks_of_different_versions_do_not_meet():
     if os.environ["RANK"] == "1":
         tsn.__version__ = "0.0"
         toolchain.sources_hash = lambda: "abc"
     tsn.init("8M")
 
 
-def test_ranks_of_different_versions_do_not_meet():
-    for outcome in ranks.launch(2, _of_another_version, init=False):
-        kind, text, _ = outcome.error
-        assert kind == "RankMismatch" and "tilescale_net 0.0, device code abc" in text and tsn.__version__ in text
-
-
-def _ends_in_disorder():
+@ranks.on(1)
+def test_kernels_are_told_before_their_memory_goes():
     world = tsn.world()
     seen, release = [], world._release
 
@@ -276,12 +256,7 @@ def _ends_in_disorder():
     # The watchdog's thread waits for the store at times, and may come back when the pages are unmapped.
     world._on_loss()
     world.abort()
-    assert world._device_error() is None
-    return seen
-
-
-def test_kernels_are_told_before_their_memory_goes():
-    assert ranks.run(1, _ends_in_disorder) == [[True]]
+    assert world._device_error() is None and seen == [True]
 
 
 def test_single_rank_needs_no_launcher(tmp_path):
