@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <unordered_map>
 
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 
@@ -25,8 +26,7 @@ constexpr int kLingeringPolls = 300;
 
 char* map_pages(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-  if (p == MAP_FAILED)
-    throw FabricError("no memory for a buffer of " + std::to_string(bytes) + " bytes: choose smaller sizes");
+  if (p == MAP_FAILED) throw FabricError(concat("no memory for a buffer of ", bytes, " bytes: choose smaller sizes"));
   return static_cast<char*>(p);
 }
 
@@ -65,7 +65,7 @@ std::string Session::address() const {
 }
 
 void Session::connect(int peer, const std::string& address) {
-  BlobReader blob(address, kMagic, "the address of rank " + std::to_string(peer));
+  BlobReader blob(address, kMagic, concat("the address of rank ", peer));
   transport_->connect(peer, blob.text());
   remotes_.at(peer) = transport_->add_remote(peer, blob.text());
   controls_.at(peer) = transport_->add_remote(peer, blob.text());
@@ -86,10 +86,10 @@ void Session::check_timeout(const char* doing, int peer, bool passive) {
   if (!idle || (passive && life != heard_life_)) last_event_ = now;
   heard_life_ = life;
   if (idle && std::chrono::duration<double>(now - last_event_).count() > timeout_s_)
-    throw FabricError("rank " + std::to_string(self_) + ", " + doing + " with rank " + std::to_string(peer) +
-                      " over provider '" + transport_->properties().provider + "': nothing has happened for " +
-                      std::to_string(static_cast<int>(timeout_s_)) +
-                      " s; that rank has ended, or the network between the two is broken");
+    throw FabricError(concat("rank ", self_, ", ", doing, " with rank ", peer, " over provider '",
+                             transport_->properties().provider, "': nothing has happened for ",
+                             static_cast<int>(timeout_s_),
+                             " s; that rank has ended, or the network between the two is broken"));
 }
 
 int Session::fetch(Event* events, int capacity, const char* doing, int peer, bool passive) {
@@ -100,8 +100,7 @@ int Session::fetch(Event* events, int capacity, const char* doing, int peer, boo
   int n = 0;
   for (int i = 0; i < got; ++i) {
     if (events[i].kind == Event::failed)
-      throw FabricError("rank " + std::to_string(self_) + ", " + doing + " with rank " + std::to_string(peer) + ": " +
-                        events[i].text);
+      throw FabricError(concat("rank ", self_, ", ", doing, " with rank ", peer, ": ", events[i].text));
     if (events[i].cookie == kWord) word_sent_ = true;
     else if (events[i].cookie == kLife) sending_life_ = false;
     else if (n++ != i) events[n - 1] = events[i];
@@ -271,8 +270,7 @@ private:
         continue;
       }
       if (events[i].bytes != o_.bytes)
-        throw FabricError("received " + std::to_string(events[i].bytes) + " bytes instead of " +
-                          std::to_string(o_.bytes));
+        throw FabricError(concat("received ", events[i].bytes, " bytes instead of ", o_.bytes));
       ++received_;
       --session_.receives_posted[events[i].rail];
     }
@@ -439,7 +437,7 @@ public:
     for (uint64_t left : session.receives_posted)
       if (left) throw FabricError("a ping-pong needs a session without receives left over from another benchmark");
     if (3 * part_ > session.bytes())
-      throw FabricError("a ping-pong of " + std::to_string(o_.bytes) + " bytes needs a larger buffer");
+      throw FabricError(concat("a ping-pong of ", o_.bytes, " bytes needs a larger buffer"));
     if (o_.device_address) {
       staged_ = session.data() != nullptr;
       if (!staged_) mirror_.resize(session.bytes());
@@ -572,8 +570,8 @@ private:
       auto found = sent.find(key(at, lengths_[i]));
       if (found == sent.end() || whole_[found->second] != lengths_[i] ||
           std::memcmp(host_ + found->second * chunk_, host_ + at, lengths_[i]))
-        throw FabricError("wrong data: chunk " + std::to_string(i) + " of a message of " + std::to_string(o_.bytes) +
-                          " bytes came back from rank " + std::to_string(peer_) + " as something else");
+        throw FabricError(concat("wrong data: chunk ", i, " of a message of ", o_.bytes, " bytes came back from rank ",
+                                 peer_, " as something else"));
       sent.erase(found);
     }
   }

@@ -5,6 +5,7 @@
 #include "benchmark/native/instruments.h"
 #include "benchmark/native/loops.h"
 #include "tilescale_net/csrc/common/python.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/bindings.h"
 
@@ -26,18 +27,12 @@ py::dict bandwidth(Session& session, int peer, const std::string& operation, uin
   o.operation = operation_from(operation);
   o.bytes = bytes;
   KeywordFields("bandwidth")
-      .add("iterations", o.iterations)
-      .add("duration_s", o.duration_s)
-      .add("tx_depth", o.tx_depth)
-      .add("rx_depth", o.rx_depth)
-      .add("post_list", o.post_list)
-      .add("recv_post_list", o.recv_post_list)
-      .add("initiator", o.initiator)
-      .add("stamps", o.stamps)
+      .add(TSN_NAMED(o.iterations, o.duration_s, o.tx_depth, o.rx_depth, o.post_list, o.recv_post_list, o.initiator,
+                     o.stamps))
       .set(kwargs);
   if (bytes == 0 || bytes > session.bytes() / 2)
-    throw py::value_error("bytes=" + std::to_string(bytes) + " is outside 1 to half of the session's buffer, " +
-                          std::to_string(session.bytes() / 2));
+    throw py::value_error(
+        concat("bytes=", bytes, " is outside 1 to half of the session's buffer, ", session.bytes() / 2));
   if (o.post_list == 0 || o.recv_post_list == 0 || o.tx_depth == 0 || o.rx_depth == 0)
     throw py::value_error("depths and lists are 1 or more");
   BandwidthResult result;
@@ -45,22 +40,14 @@ py::dict bandwidth(Session& session, int peer, const std::string& operation, uin
     py::gil_scoped_release release;
     result = run_bandwidth(session, peer, o);
   }
-  return py::dict("iterations"_a = result.iterations, "seconds"_a = result.seconds,
-                  "least_s_per_message"_a = result.least_s_per_message);
+  return dict_of(TSN_NAMED(result.iterations, result.seconds, result.least_s_per_message));
 }
 
 std::vector<double> ping_pong(Session& session, int peer, uint64_t bytes, const py::kwargs& kwargs) {
   PingPongOptions o;
   o.bytes = bytes;
   KeywordFields("ping_pong")
-      .add("iterations", o.iterations)
-      .add("warmup", o.warmup)
-      .add("chunk", o.chunk)
-      .add("window", o.window)
-      .add("starter", o.starter)
-      .add("verify", o.verify)
-      .add("device_address", o.device_address)
-      .add("device", o.device)
+      .add(TSN_NAMED(o.iterations, o.warmup, o.chunk, o.window, o.starter, o.verify, o.device_address, o.device))
       .set(kwargs);
   if (bytes == 0 || o.chunk == 0 || o.window == 0 || o.iterations == 0)
     throw py::value_error("bytes, chunk, window and iterations are 1 or more");

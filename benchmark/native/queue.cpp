@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "benchmark/native/instruments.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
 #include "tilescale_net/csrc/testing/null_transport.h"
@@ -28,7 +29,17 @@ using namespace proxy;
 class FlagEcho {
 public:
   // `cpu`: where the thread runs; -1: anywhere. Throws std::invalid_argument when it may not run there.
-  FlagEcho(bool cuda, int cpu);
+  FlagEcho(bool cuda, int cpu) : memory_(2 * kPage, cuda), shares_core_(!cuda), thread_([this] { run(); }) {
+    if (cpu < 0) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+    if (pthread_setaffinity_np(thread_.native_handle(), sizeof set, &set) == 0) return;
+    stopping_ = true;
+    thread_.join();
+    throw std::invalid_argument(
+        concat("flag echo: the thread cannot run on CPU ", cpu, ", which this process may not use"));
+  }
   ~FlagEcho() {
     stopping_ = true;
     thread_.join();
@@ -59,18 +70,6 @@ private:
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };
-
-FlagEcho::FlagEcho(bool cuda, int cpu) : memory_(2 * kPage, cuda), shares_core_(!cuda), thread_([this] { run(); }) {
-  if (cpu < 0) return;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-  if (pthread_setaffinity_np(thread_.native_handle(), sizeof set, &set) == 0) return;
-  stopping_ = true;
-  thread_.join();
-  throw std::invalid_argument("flag echo: the thread cannot run on CPU " + std::to_string(cpu) +
-                              ", which this process may not use");
-}
 
 // Writes descriptors as a device would, from the host and alone.
 class HostProducer {

@@ -18,6 +18,7 @@
 #include "benchmark/native/instruments.h"
 #include "tilescale_net/csrc/common/clock.h"
 #include "tilescale_net/csrc/common/python.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 #include "tilescale_net/csrc/fabric/rail.h"
 
@@ -145,8 +146,7 @@ public:
     provider_ = provider_name(info);
     if (info->mode & (FI_CONTEXT | FI_CONTEXT2))
       throw FabricError("provider '" + provider_name(info) +
-                        "' wants memory behind every operation, which this "
-                        "benchmark does not give");
+                        "' wants memory behind every operation, which this benchmark does not give");
     void* p = mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
     if (p == MAP_FAILED) throw FabricError("no memory for the benchmark's buffer");
     buffer_ = static_cast<char*>(p);
@@ -217,9 +217,8 @@ public:
       if (n) continue;
       sched_yield();
       if (seconds_since(start) > timeout_s)
-        throw FabricError("the initiator has not ended its round within " +
-                          std::to_string(static_cast<int>(timeout_s)) +
-                          " s; it has ended, or the network between the two is broken");
+        throw FabricError(concat("the initiator has not ended its round within ", static_cast<int>(timeout_s),
+                                 " s; it has ended, or the network between the two is broken"));
     }
   }
 
@@ -283,8 +282,8 @@ private:
         cycles += ticks() - before;
         if (rc == 0) return;
         if (rc != -FI_EAGAIN)
-          throw FabricError("thread " + std::to_string(thread_) + ", endpoint " + std::to_string(endpoint) +
-                            ": an operation was refused: " + block.text(rc));
+          throw FabricError(
+              concat("thread ", thread_, ", endpoint ", endpoint, ": an operation was refused: ", block.text(rc)));
         // The queue is full: a completion taken now is kept for the thread that awaits it.
         if (block.take()) block.spare.fetch_add(1, std::memory_order_relaxed);
         else deadline.check();
@@ -309,9 +308,9 @@ private:
         if (turns == 1000) start = Clock::now();
         sched_yield();
         if (seconds_since(start) > worker.timeout_s_)
-          throw FabricError("thread " + std::to_string(worker.thread_) + ", endpoint " + std::to_string(endpoint) +
-                            ": nothing has completed for " + std::to_string(static_cast<int>(worker.timeout_s_)) +
-                            " s; the target has ended, or the network between the two is broken");
+          throw FabricError(concat("thread ", worker.thread_, ", endpoint ", endpoint, ": nothing has completed for ",
+                                   static_cast<int>(worker.timeout_s_),
+                                   " s; the target has ended, or the network between the two is broken"));
       }
       Worker& worker;
       int endpoint;
@@ -338,13 +337,7 @@ private:
 py::dict run_sharing(SharingBench& bench, const py::kwargs& kwargs) {
   SharingOptions o;
   KeywordFields("SharingBench.run")
-      .add("threads", o.threads)
-      .add("window", o.window)
-      .add("bytes", o.bytes)
-      .add("write", o.write)
-      .add("shared", o.shared)
-      .add("duration_s", o.duration_s)
-      .add("timeout_s", o.timeout_s)
+      .add(TSN_NAMED(o.threads, o.window, o.bytes, o.write, o.shared, o.duration_s, o.timeout_s))
       .set(kwargs);
   if (o.threads < 1 || o.window < 1 || o.bytes < 1 || o.bytes > SharingBench::kBufferBytes ||
       (!o.shared && bench.endpoints() < o.threads))
@@ -354,7 +347,7 @@ py::dict run_sharing(SharingBench& bench, const py::kwargs& kwargs) {
     py::gil_scoped_release release;
     result = bench.run(o);
   }
-  return py::dict("operations_per_s"_a = result.operations_per_s, "cycles_per_post"_a = result.cycles_per_post);
+  return dict_of(TSN_NAMED(result.operations_per_s, result.cycles_per_post));
 }
 
 } // namespace

@@ -7,7 +7,7 @@ from tests.native.builder import build
 
 _PROXY = "tilescale_net/csrc/proxy/"
 _WORKER_FILES = (
-    "queue", "ordering", "wire", "stats", "staging", "heap_memory", "worker", "worker_send", "worker_receive", "proxy",
+    "ordering", "wire", "heap_memory", "worker", "worker_send", "worker_receive", "proxy",
 )  # fmt: skip
 # Each compiled as one file, and once for all programs of a sanitizer.
 _WORKER = (*(_PROXY + f"{name}.cpp" for name in _WORKER_FILES), "tilescale_net/csrc/cuda/driver.cpp")
@@ -16,7 +16,7 @@ _NULL = "tilescale_net/csrc/testing/null_transport.cpp"
 
 
 def queue_test(sanitizer: str = "") -> Path:
-    return build("queue_test", ["tests/native/queue_test.cpp", _PROXY + "queue.cpp"], sanitizer)
+    return build("queue_test", ["tests/native/queue_test.cpp"], sanitizer)
 
 
 def ordering_test(sanitizer: str = "") -> Path:

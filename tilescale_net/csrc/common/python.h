@@ -1,5 +1,7 @@
-// Shared parts of bindings: struct fields as keyword arguments, and exceptions by name.
+// Shared parts of bindings: struct fields as keyword arguments and as dicts, and exceptions by name.
 #pragma once
+
+#include "tilescale_net/csrc/common/text.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -24,14 +26,22 @@ void translate(const char* name) {
   });
 }
 
+// TSN_NAMED values by their names.
+template <class... Values>
+pybind11::dict dict_of(const char* names, const Values&... values) {
+  pybind11::dict d;
+  ((d[next_name(&names).c_str()] = values), ...);
+  return d;
+}
+
 class KeywordFields {
 public:
   // `owner`: the struct's name in messages.
   explicit KeywordFields(std::string owner) : owner_(std::move(owner)) {}
 
-  template <typename T>
-  KeywordFields& add(const char* name, T& field) {
-    setters_[name] = [&field](pybind11::handle value) { field = value.cast<T>(); };
+  template <class... Fields>
+  KeywordFields& add(const char* names, Fields&... fields) {
+    ((setters_[next_name(&names)] = [&fields](pybind11::handle value) { fields = value.cast<Fields>(); }), ...);
     return *this;
   }
 

@@ -1,5 +1,6 @@
 
 #include "tilescale_net/csrc/cuda/driver.h"
+#include "tilescale_net/csrc/common/text.h"
 #include <cctype>
 #include <cstdlib>
 #include <dlfcn.h>
@@ -18,6 +19,12 @@ void resolve(void* library, const char* file, F** slot, const char* name) {
     throw CudaError(std::string(file) + " has no function " + name + "; the NVIDIA driver is older than CUDA 12.0");
 }
 
+std::string text_of(const Driver& d, Result error) {
+  const char* text = nullptr;
+  d.cuGetErrorString(error, &text);
+  return text ? text : "unknown error";
+}
+
 Driver load() {
   const char* file = std::getenv("TSN_LIBCUDA");
   if (!file || !*file) file = "libcuda.so.1";
@@ -26,36 +33,10 @@ Driver load() {
     throw CudaError(std::string("cannot open the CUDA driver: ") + dlerror() +
                     "; install the NVIDIA driver, or keep the heap in host memory (TSN_DEVICE=simulator)");
   Driver d = {};
-  // The _v2 names are the ones that cuda.h maps the plain ones to.
-#define TSN_RESOLVE(field, name) resolve(library, file, &d.field, name)
-  TSN_RESOLVE(cuInit, "cuInit");
-  TSN_RESOLVE(cuGetErrorString, "cuGetErrorString");
-  TSN_RESOLVE(cuDeviceGet, "cuDeviceGet");
-  TSN_RESOLVE(cuDeviceGetAttribute, "cuDeviceGetAttribute");
-  TSN_RESOLVE(cuDeviceGetPCIBusId, "cuDeviceGetPCIBusId");
-  TSN_RESOLVE(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
-  TSN_RESOLVE(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2");
-  TSN_RESOLVE(cuCtxSetCurrent, "cuCtxSetCurrent");
-  TSN_RESOLVE(cuMemHostRegister, "cuMemHostRegister_v2");
-  TSN_RESOLVE(cuMemHostUnregister, "cuMemHostUnregister");
-  TSN_RESOLVE(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2");
-  TSN_RESOLVE(cuStreamCreate, "cuStreamCreate");
-  TSN_RESOLVE(cuStreamDestroy, "cuStreamDestroy_v2");
-  TSN_RESOLVE(cuStreamSynchronize, "cuStreamSynchronize");
-  TSN_RESOLVE(cuStreamQuery, "cuStreamQuery");
-  TSN_RESOLVE(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
-  TSN_RESOLVE(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");
-  TSN_RESOLVE(cuStreamWriteValue32, "cuStreamWriteValue32_v2");
-  TSN_RESOLVE(cuStreamWriteValue64, "cuStreamWriteValue64_v2");
-  TSN_RESOLVE(cuMemGetHandleForAddressRange, "cuMemGetHandleForAddressRange");
-  TSN_RESOLVE(cuFlushGPUDirectRDMAWrites, "cuFlushGPUDirectRDMAWrites");
+#define TSN_RESOLVE(name, suffix, ...) resolve(library, file, &d.name, #name suffix);
+  TSN_CUDA_FUNCTIONS(TSN_RESOLVE)
 #undef TSN_RESOLVE
-  const Result result = d.cuInit(0);
-  if (result != kSuccess) {
-    const char* text = nullptr;
-    d.cuGetErrorString(result, &text);
-    throw CudaError(std::string("cuInit failed: ") + (text ? text : "unknown error"));
-  }
+  if (const Result result = d.cuInit(0)) throw CudaError("cuInit failed: " + text_of(d, result));
   return d;
 }
 
@@ -77,10 +58,7 @@ bool available() {
 
 void check(Result result, const char* what) {
   if (result == kSuccess) return;
-  const char* text = nullptr;
-  driver().cuGetErrorString(result, &text);
-  throw CudaError(std::string(what) + " failed: " + (text ? text : "unknown error") + " (" + std::to_string(result) +
-                  ")");
+  throw CudaError(concat(what, " failed: ", text_of(driver(), result), " (", result, ")"));
 }
 
 PrimaryContext::PrimaryContext(int ordinal) {
@@ -110,9 +88,7 @@ int export_dmabuf(uint64_t base, uint64_t bytes, std::string* why) {
   int fd = -1;
   const Result result = driver().cuMemGetHandleForAddressRange(&fd, base, bytes, kHandleTypeDmaBufFd, 0);
   if (result == kSuccess) return fd;
-  const char* text = nullptr;
-  driver().cuGetErrorString(result, &text);
-  *why = std::string("cuMemGetHandleForAddressRange: ") + (text ? text : "unknown error");
+  *why = "cuMemGetHandleForAddressRange: " + text_of(driver(), result);
   return -1;
 }
 

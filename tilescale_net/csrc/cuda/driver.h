@@ -34,28 +34,36 @@ constexpr int kHandleTypeDmaBufFd = 1;
 constexpr int kFlushTargetCurrentContext = 0;
 constexpr int kFlushToOwner = 100;
 
+// X(function, suffix of its exported name, parameters): the _v2 names are the ones that cuda.h maps the plain ones to.
+// clang-format off
+#define TSN_CUDA_FUNCTIONS(X) \
+  X(cuInit, "", unsigned flags) \
+  X(cuGetErrorString, "", Result error, const char** text) \
+  X(cuDeviceGet, "", Device* device, int ordinal) \
+  X(cuDeviceGetAttribute, "", int* value, int attribute, Device device) \
+  X(cuDeviceGetPCIBusId, "", char* text, int bytes, Device device) \
+  X(cuDevicePrimaryCtxRetain, "", Context* context, Device device) \
+  X(cuDevicePrimaryCtxRelease, "_v2", Device device) \
+  X(cuCtxSetCurrent, "", Context context) \
+  X(cuMemHostRegister, "_v2", void* p, size_t bytes, unsigned flags) \
+  X(cuMemHostUnregister, "", void* p) \
+  X(cuMemHostGetDevicePointer, "_v2", Pointer* device, void* host, unsigned flags) \
+  X(cuStreamCreate, "", Stream* stream, unsigned flags) \
+  X(cuStreamDestroy, "_v2", Stream stream) \
+  X(cuStreamSynchronize, "", Stream stream) \
+  X(cuStreamQuery, "", Stream stream) \
+  X(cuMemcpyHtoDAsync, "_v2", Pointer to, const void* from, size_t bytes, Stream stream) \
+  X(cuMemcpyDtoHAsync, "_v2", void* to, Pointer from, size_t bytes, Stream stream) \
+  X(cuStreamWriteValue32, "_v2", Stream stream, Pointer to, uint32_t value, unsigned flags) \
+  X(cuStreamWriteValue64, "_v2", Stream stream, Pointer to, uint64_t value, unsigned flags) \
+  X(cuMemGetHandleForAddressRange, "", void* handle, Pointer p, size_t bytes, int type, unsigned long long flags) \
+  X(cuFlushGPUDirectRDMAWrites, "", int target, int scope)
+// clang-format on
+
 struct Driver {
-  Result (*cuInit)(unsigned flags);
-  Result (*cuGetErrorString)(Result error, const char** text);
-  Result (*cuDeviceGet)(Device* device, int ordinal);
-  Result (*cuDeviceGetAttribute)(int* value, int attribute, Device device);
-  Result (*cuDeviceGetPCIBusId)(char* text, int bytes, Device device);
-  Result (*cuDevicePrimaryCtxRetain)(Context* context, Device device);
-  Result (*cuDevicePrimaryCtxRelease)(Device device);
-  Result (*cuCtxSetCurrent)(Context context);
-  Result (*cuMemHostRegister)(void* p, size_t bytes, unsigned flags);
-  Result (*cuMemHostUnregister)(void* p);
-  Result (*cuMemHostGetDevicePointer)(Pointer* device, void* host, unsigned flags);
-  Result (*cuStreamCreate)(Stream* stream, unsigned flags);
-  Result (*cuStreamDestroy)(Stream stream);
-  Result (*cuStreamSynchronize)(Stream stream);
-  Result (*cuStreamQuery)(Stream stream);
-  Result (*cuMemcpyHtoDAsync)(Pointer to, const void* from, size_t bytes, Stream stream);
-  Result (*cuMemcpyDtoHAsync)(void* to, Pointer from, size_t bytes, Stream stream);
-  Result (*cuStreamWriteValue32)(Stream stream, Pointer to, uint32_t value, unsigned flags);
-  Result (*cuStreamWriteValue64)(Stream stream, Pointer to, uint64_t value, unsigned flags);
-  Result (*cuMemGetHandleForAddressRange)(void* handle, Pointer p, size_t bytes, int type, unsigned long long flags);
-  Result (*cuFlushGPUDirectRDMAWrites)(int target, int scope);
+#define TSN_CUDA_FIELD(name, suffix, ...) Result (*name)(__VA_ARGS__);
+  TSN_CUDA_FUNCTIONS(TSN_CUDA_FIELD)
+#undef TSN_CUDA_FIELD
 };
 
 // The driver, loaded from TSN_LIBCUDA or libcuda.so.1 and initialised on the first call. Throws CudaError that names

@@ -1,5 +1,6 @@
 #include "tilescale_net/csrc/simulator/bindings.h"
 #include "explorer.h"
+#include "tilescale_net/csrc/common/python.h"
 
 #include <pybind11/stl.h>
 
@@ -40,20 +41,8 @@ struct Ranks {
 
 py::dict as_dict(const explore::Result& r) {
   if (PyErr_Occurred()) throw py::error_already_set();
-  py::dict d;
-  d["schedules"] = r.schedules;
-  d["cut"] = r.cut;
-  d["states"] = r.states;
-  d["events"] = r.events;
-  d["complete"] = r.complete;
-  d["failure"] = r.failure;
-  d["not_followed"] = r.not_followed;
-  d["gave_up"] = r.gave_up;
-  d["seed"] = r.seed;
-  d["preemptions"] = r.preemptions;
-  d["schedule"] = r.schedule;
-  d["texts"] = r.texts;
-  return d;
+  return dict_of(TSN_NAMED(r.schedules, r.cut, r.states, r.events, r.complete, r.failure, r.not_followed, r.gave_up,
+                           r.seed, r.preemptions, r.schedule, r.texts));
 }
 
 template <typename F>

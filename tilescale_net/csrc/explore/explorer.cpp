@@ -1,5 +1,6 @@
 #include "explorer.h"
 
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/simulator/random.h"
 #include "tilescale_net/csrc/simulator/rules.h"
 
@@ -115,7 +116,7 @@ void Explorer::add_for(const Race& race, int event) {
     while (at && path_[at].block == path_[at - 1].block) --at;
     path_[at].wanted.insert(path_[at].enabled.begin(), path_[at].enabled.end());
   }
-  Node& node = path_[static_cast<size_t>(race.first)];
+  Node& node = path_[race.first];
   const History& history = job_.history();
   const int first_process = history.process_of(race.first);
   std::vector<int> between;
@@ -262,8 +263,8 @@ Result Explorer::repeat(const std::vector<int>& schedule, double seconds) {
     follow(node);
     node.chosen = depth < schedule.size() ? schedule[depth] : usual(node);
     if (!has(node.enabled, node.chosen))
-      throw std::invalid_argument("decision " + std::to_string(depth) + " of the schedule is for process " +
-                                  std::to_string(node.chosen) + ", which cannot go on there");
+      throw std::invalid_argument(
+          concat("decision ", depth, " of the schedule is for process ", node.chosen, ", which cannot go on there"));
     path_.push_back(node);
     job_.step(node.chosen);
   }

@@ -63,7 +63,7 @@ public:
   // Whether the next accesses are by a thread that the event has released.
   void learn(const Past& past) { past_ = joined(past_, past); }
   void set_apart(bool apart) { apart_ = apart; }
-  int process_of(int event) const { return processes_[static_cast<size_t>(event)]; }
+  int process_of(int event) const { return processes_[event]; }
 
   // An actor that knows `past` touches the bytes, or one place, and learns from that.
   void touch(uint64_t address, uint64_t bytes, Use use, Past& past);

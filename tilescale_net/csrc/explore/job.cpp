@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string.h>
 
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/simulator/rules.h"
 #include "tilescale_net/device/context.h"
 
@@ -75,8 +76,8 @@ void Job::end() {
 }
 
 void Job::launch(int rank, const Past& past) {
-  Running& r = ranks_[static_cast<size_t>(rank)];
-  const Rank& made_of = setup_.ranks[static_cast<size_t>(rank)];
+  Running& r = ranks_[rank];
+  const Rank& made_of = setup_.ranks[rank];
   note_gaps(r);
   r.fibers.clear();
   r.grid.reset();
@@ -97,12 +98,12 @@ void Job::launch(int rank, const Past& past) {
 }
 
 bool Job::may_arrive(const Process& p) const {
-  const Running& r = ranks_[static_cast<size_t>(p.rank)];
+  const Running& r = ranks_[p.rank];
   const Operation& o = *p.operation;
   if (!o.late.operation.peer_signal) return true;
   const auto list = r.on_the_way.find(o.late.operation.pe);
   for (int number : list->second) {
-    const Operation& other = *processes_[static_cast<size_t>(number)].operation;
+    const Operation& other = *processes_[number].operation;
     if (other.sequence >= o.sequence) break;
     if (other.fences < o.fences || other.late.operation.peer_signal == o.late.operation.peer_signal) return false;
   }
@@ -111,10 +112,10 @@ bool Job::may_arrive(const Process& p) const {
 
 // Whether all operations that must precede the thread's next access have arrived.
 bool Job::has_reached(const Process& p) const {
-  const Running& r = ranks_[static_cast<size_t>(p.rank)];
+  const Running& r = ranks_[p.rank];
   const auto list = r.on_the_way.find(p.pe);
   return list == r.on_the_way.end() || std::none_of(list->second.begin(), list->second.end(), [&](int number) {
-           const Operation& o = *processes_[static_cast<size_t>(number)].operation;
+           const Operation& o = *processes_[number].operation;
            return o.fences < p.fences || o.late.operation.peer_signal == p.word;
          });
 }
@@ -127,7 +128,7 @@ bool Job::has_changed(const Process& p) {
 
 bool Job::may_go(const Process& p) const {
   if (p.done || (p.fiber && p.fiber->state != sim::State::paused)) return false;
-  const Running& r = ranks_[static_cast<size_t>(p.rank)];
+  const Running& r = ranks_[p.rank];
   switch (p.next) {
   case Next::wait:
     return Condition{p.subject.comparison - 1, p.subject.wanted}.holds(*p.subject.word);
@@ -139,7 +140,7 @@ bool Job::may_go(const Process& p) const {
     for (const auto& [pe, list] : r.on_the_way)
       if (p.pe == -1 || p.pe == pe)
         for (int number : list)
-          if (processes_[static_cast<size_t>(number)].operation->sequence < p.sequence) return false;
+          if (processes_[number].operation->sequence < p.sequence) return false;
     return true;
   case Next::reach:
     return has_reached(p);
@@ -165,12 +166,12 @@ std::vector<int> Job::enabled() const {
 }
 
 int64_t Job::block_of(int process) const {
-  const Process& p = processes_[static_cast<size_t>(process)];
+  const Process& p = processes_[process];
   return p.operation ? -1 : p.block;
 }
 
 void Job::step(int process) {
-  Process& p = processes_[static_cast<size_t>(process)];
+  Process& p = processes_[process];
   Past& known = p.fiber ? p.fiber->past : p.past;
   history_.begin(process, known);
   known = history_.past();
@@ -189,13 +190,13 @@ void Job::step(int process) {
     for (sim::Fiber* fiber : threads) fiber->past = p.past;
     describe("begins");
   }
-  ranks_[static_cast<size_t>(p.rank)].grid->go_on(threads);
+  ranks_[p.rank].grid->go_on(threads);
   pasts_.push_back(history_.past());
   after(p.rank);
 }
 
 void Job::poll_in_vain(const Loop& loop) {
-  const Process& p = processes_[static_cast<size_t>(loop.process)];
+  const Process& p = processes_[loop.process];
   int before = p.in_vain;
   while (!p.done && p.fiber && p.fiber->state == sim::State::paused && failure_.empty()) {
     if (p.in_vain >= kMostInVain) return;
@@ -208,12 +209,12 @@ void Job::poll_in_vain(const Loop& loop) {
 
 // Effects of the event beyond the threads that ran.
 void Job::after(int rank) {
-  Running& r = ranks_[static_cast<size_t>(rank)];
+  Running& r = ranks_[rank];
   for (size_t i = 0; i < setup_.ranks.size(); ++i)
     if (setup_.ranks[i].error && *reinterpret_cast<const uint32_t*>(setup_.ranks[i].error))
       gave_up_ = static_cast<int>(i);
-  if (gave_up_ >= 0) failure_ = "rank " + std::to_string(gave_up_) + " gave up";
-  const std::string name = "rank " + std::to_string(rank) + ": kernel " + r.grid->launch().kernel + ": ";
+  if (gave_up_ >= 0) failure_ = concat("rank ", gave_up_, " gave up");
+  const std::string name = concat("rank ", rank, ": kernel ", r.grid->launch().kernel, ": ");
   stalled_ = r.grid->failure() == sim::Failure::deadlock;
   if (r.grid->failure() != sim::Failure::none)
     failure_ = name + r.grid->message() + (r.grid->line().empty() ? "" : " [" + r.grid->line() + "]");
@@ -235,7 +236,7 @@ bool Job::ended() const {
 }
 
 void Job::arrive(Process& p, int number) {
-  Running& r = ranks_[static_cast<size_t>(p.rank)];
+  Running& r = ranks_[p.rank];
   const Operation& o = *p.operation;
   const sim::RemoteOperation& made = o.late.operation;
   std::vector<Arrived>& earlier = r.arrived[made.pe];
@@ -263,7 +264,7 @@ void Job::arrive(Process& p, int number) {
   list.erase(std::find(list.begin(), list.end(), number));
   p.done = true;
   for (Running& rank : ranks_) ++rank.moves;
-  describe("has arrived at PE " + std::to_string(made.pe));
+  describe(concat("has arrived at PE ", made.pe));
 }
 
 uint64_t Job::digest() const {
@@ -283,19 +284,15 @@ bool Job::is_seen(uint64_t at) const {
 }
 
 std::string Job::place(const Process& p) {
-  const std::string rank = "rank " + std::to_string(p.rank);
-  if (!p.fiber) return rank + " block " + std::to_string(p.block & 0xffffffff);
-  return rank + " block " + std::to_string(p.fiber->view.linear_block) + " thread " +
-         std::to_string(p.fiber->view.linear);
+  const std::string rank = concat("rank ", p.rank);
+  if (!p.fiber) return concat(rank, " block ", p.block & 0xffffffff);
+  return concat(rank, " block ", p.fiber->view.linear_block, " thread ", p.fiber->view.linear);
 }
 
 // Place of a thread that is in no wait for a signal.
 static std::string place_of(const sim::Fiber& fiber, const sim::Grid& grid) {
-  const auto at = [&](const std::vector<std::string>& of) {
-    const int site = fiber.view.site;
-    return site >= 0 && static_cast<size_t>(site) < of.size() ? of[static_cast<size_t>(site)] : std::string();
-  };
-  const std::string line = at(grid.launch().lines), name = at(grid.launch().names);
+  const int site = fiber.view.site;
+  const std::string line = sim::entry_at(grid.launch().lines, site), name = sim::entry_at(grid.launch().names, site);
   if (line.empty()) return grid.latest_call(fiber);
   return (fiber.view.at_mbarrier ? "T.barrier_wait" : name.empty() ? "a loop" : name) + " (" + line + ")";
 }
@@ -306,24 +303,22 @@ std::string Job::waits() const {
   for (const Process& p : processes_) {
     if (p.done || !p.fiber || p.fiber->state != sim::State::paused) continue;
     if (++shown == 9) return out + "; …";
-    const sim::Grid& grid = *ranks_[static_cast<size_t>(p.rank)].grid;
+    const sim::Grid& grid = *ranks_[p.rank].grid;
     const bool waits = p.waits && p.subject.word;
     out +=
         (out.empty() ? "" : "; ") + place(p) + " in " + (waits ? grid.latest_call(*p.fiber) : place_of(*p.fiber, grid));
-    if (waits)
-      out +=
-          " for " + std::to_string(p.subject.wanted) + ", has " + std::to_string(static_cast<int64_t>(*p.subject.word));
+    if (waits) out += concat(" for ", p.subject.wanted, ", has ", static_cast<int64_t>(*p.subject.word));
   }
   for (size_t r = 0; r < ranks_.size() && !shown; ++r)
-    if (ranks_[r].grid) out += (out.empty() ? "" : "; ") + ("rank " + std::to_string(r) + ": threads at a barrier");
+    if (ranks_[r].grid) out += (out.empty() ? "" : "; ") + (concat("rank ", r, ": threads at a barrier"));
   return out;
 }
 
 void Job::describe(const std::string& what) {
   if (!describes_ || texts_.empty()) return;
-  const Process& p = processes_[static_cast<size_t>(history_.process_of(static_cast<int>(texts_.size()) - 1))];
-  texts_.back() = p.operation ? "what rank " + std::to_string(p.rank) + " sent by " + p.operation->name + " " + what
-                              : place(p) + " " + what;
+  const Process& p = processes_[history_.process_of(static_cast<int>(texts_.size()) - 1)];
+  texts_.back() =
+      p.operation ? concat("what rank ", p.rank, " sent by ", p.operation->name, " ", what) : place(p) + " " + what;
 }
 
 // --- reports of the running thread to a job: points where it can be overtaken, and its accesses there
@@ -338,13 +333,13 @@ Job::Process& Job::self() {
     made.fiber = fiber;
     made.block = static_cast<int64_t>(rank_) << 32 | fiber->view.linear_block;
   }
-  return processes_[static_cast<size_t>(fiber->process)];
+  return processes_[fiber->process];
 }
 
 void Job::pause(Next next) {
   Process& p = self();
   p.next = next;
-  uint64_t& moves = ranks_[static_cast<size_t>(rank_)].moves;
+  uint64_t& moves = ranks_[rank_].moves;
   if (next == Next::stirred) p.moves = moves;
   else ++moves;
   sim::current_grid->pause();
@@ -417,10 +412,7 @@ void Job::does(Process& p) {
 }
 
 std::string Job::line() const {
-  const sim::Grid& grid = *sim::current_grid;
-  const int site = grid.running()->view.site;
-  const std::vector<std::string>& lines = grid.launch().lines;
-  return site >= 0 && static_cast<size_t>(site) < lines.size() ? " (" + lines[static_cast<size_t>(site)] + ")" : "";
+  return sim::in_brackets(sim::current_grid->launch().lines, sim::current_grid->running()->view.site);
 }
 
 void Job::polls() {
@@ -466,14 +458,13 @@ void Job::meet(const std::vector<sim::Fiber*>& fibers) {
     for (const sim::Fiber* fiber : fibers) threads_[fiber].learnt = learnt;
     threads_[sim::current_grid->running()].learnt = std::move(learnt);
   }
-  ++ranks_[static_cast<size_t>(rank_)].moves;
+  ++ranks_[rank_].moves;
 }
 
 // A get reads and writes immediately, like loads and stores.
 void Job::begin(const sim::Call& call) {
   if (call.operation != kOpGet || call.bytes <= 0 || call.pe < 0 || call.pe >= static_cast<int>(ranks_.size())) return;
-  const uint64_t distance =
-      setup_.ranks[static_cast<size_t>(call.pe)].heap - setup_.ranks[static_cast<size_t>(rank_)].heap;
+  const uint64_t distance = setup_.ranks[call.pe].heap - setup_.ranks[rank_].heap;
   call.each_row([&](const void* to, const void* from) {
     touch(reinterpret_cast<const void*>(address_of(from) + distance), static_cast<uint64_t>(call.bytes), false);
     touch(to, static_cast<uint64_t>(call.bytes), true);
@@ -481,7 +472,7 @@ void Job::begin(const sim::Call& call) {
 }
 
 void Job::touch(const void* at, uint64_t bytes, bool store) {
-  ++ranks_[static_cast<size_t>(rank_)].moves;
+  ++ranks_[rank_].moves;
   if (!bytes) return;
   if (!is_seen(address_of(at))) {
     if (!setup_.races) not_followed_.insert(sim::gap_text(sim::Gap::shared, line()));
@@ -504,7 +495,7 @@ void Job::before_sending(const sim::RemoteOperation& operation) {
 }
 
 void Job::send(sim::Late&& late) {
-  Running& r = ranks_[static_cast<size_t>(rank_)];
+  Running& r = ranks_[rank_];
   const int pe = late.operation.pe;
   const std::string name = describes_ ? sim::current_grid->latest_call(*sim::current_grid->running()) : "";
   auto operation = std::make_shared<Operation>(Operation{std::move(late), sequence_++, r.fences[pe], name});
@@ -524,10 +515,10 @@ void Job::send(sim::Late&& late) {
 }
 
 void Job::reach(const void* word, bool changes) {
-  const sim::RaceMemory* memory = sim::race_memory(setup_.ranks[static_cast<size_t>(rank_)].heap);
+  const sim::RaceMemory* memory = sim::race_memory(setup_.ranks[rank_].heap);
   const int pe = memory ? memory->owner(word) : -1;
   if (pe < 0) return;
-  Running& r = ranks_[static_cast<size_t>(rank_)];
+  Running& r = ranks_[rank_];
   Process& p = self();
   p.pe = pe;
   p.word = word;
@@ -614,7 +605,7 @@ void Job::fence(int pe) {
   pause(Next::access);
   for (int to = 0; to < static_cast<int>(ranks_.size()); ++to) {
     if (pe != -1 && pe != to) continue;
-    ++ranks_[static_cast<size_t>(rank_)].fences[to];
+    ++ranks_[rank_].fences[to];
     history_.touch(fences_of(rank_, to), Use::add, current_past());
   }
 }
@@ -629,7 +620,7 @@ void Job::quiet(int pe) {
   for (int to = 0; to < static_cast<int>(ranks_.size()); ++to) {
     if (pe != -1 && pe != to) continue;
     history_.touch(fences_of(rank_, to), Use::add, current_past());
-    for (const Arrived& a : ranks_[static_cast<size_t>(rank_)].arrived[to])
+    for (const Arrived& a : ranks_[rank_].arrived[to])
       if (a.sequence < p.sequence) current_past() = joined(current_past(), a.past);
     history_.learn(current_past());
   }

@@ -76,7 +76,7 @@ public:
   std::string waits() const;
   uint64_t digest() const; // of the memory
   History& history() { return history_; }
-  const Past& past_of(int event) const { return pasts_[static_cast<size_t>(event)]; }
+  const Past& past_of(int event) const { return pasts_[event]; }
   const std::vector<std::string>& texts() const { return texts_; }
   // Ends the execution.
   void end();

@@ -17,23 +17,9 @@ namespace {
 TransportOptions options_from(const py::kwargs& kwargs) {
   TransportOptions o;
   KeywordFields("TransportOptions")
-      .add("rank", o.rank)
-      .add("provider", o.provider)
-      .add("interface", o.interface)
-      .add("multi_host", o.multi_host)
-      .add("address", o.address)
-      .add("one_sided", o.one_sided)
-      .add("device_memory", o.device_memory)
-      .add("gpu_pci", o.gpu_pci)
-      .add("rails", o.rails)
-      .add("max_rails", o.max_rails)
-      .add("depth", o.depth)
-      .add("message_bytes", o.message_bytes)
-      .add("message_buffers", o.message_buffers)
-      .add("delivery_complete", o.delivery_complete)
-      .add("library", o.library)
-      .add("library_fallback", o.library_fallback)
-      .add("chaos", o.chaos)
+      .add(TSN_NAMED(o.rank, o.provider, o.interface, o.multi_host, o.address, o.one_sided, o.device_memory, o.gpu_pci,
+                     o.rails, o.max_rails, o.depth, o.message_bytes, o.message_buffers, o.delivery_complete, o.library,
+                     o.library_fallback, o.chaos))
       .set(kwargs);
   return o;
 }
@@ -57,15 +43,10 @@ py::list poll(Transport& transport, int capacity) {
   py::list list;
   for (int i = 0; i < n; ++i) {
     const Event& e = events[i];
-    py::dict d;
+    py::dict d = dict_of(TSN_NAMED(e.peer, e.rail, e.imm, e.bytes, e.code));
     d["kind"] = kinds[e.kind];
-    d["peer"] = e.peer;
-    d["rail"] = e.rail;
-    d["imm"] = e.imm;
     d["cookie"] = e.cookie == kSilent ? py::object(py::none()) : py::int_(e.cookie);
     d["data"] = e.data ? py::object(py::bytes(static_cast<const char*>(e.data), e.bytes)) : py::none();
-    d["bytes"] = e.bytes;
-    d["code"] = e.code;
     d["text"] = e.text ? py::object(py::str(e.text)) : py::none();
     list.append(d);
   }
@@ -145,9 +126,7 @@ void bind(py::module_& m) {
       .def(
           "register_memory",
           [](Transport& t, uint64_t base, uint64_t bytes, const std::string& kind, int device) {
-            if (kind != "host" && kind != "cuda") throw py::value_error("kind is 'host' or 'cuda', not '" + kind + "'");
-            return t.register_memory(
-                {reinterpret_cast<void*>(base), bytes, kind == "cuda" ? Memory::cuda : Memory::host, device});
+            return t.register_memory({reinterpret_cast<void*>(base), bytes, memory_kind("kind", kind), device});
           },
           py::arg("base"), py::arg("bytes"), py::arg("kind") = "host", py::arg("device") = 0)
       .def("release_memory", &Transport::release_memory)

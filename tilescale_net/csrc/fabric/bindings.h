@@ -3,33 +3,25 @@
 
 #include <pybind11/pybind11.h>
 
+#include "tilescale_net/csrc/common/python.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/fabric/transport.h"
 
 namespace tsn::fabric {
 
 // All of Properties as a dict.
 inline pybind11::dict properties_of(const Properties& p) {
-  pybind11::dict d;
-  d["provider"] = p.provider;
-  d["version"] = p.version;
-  d["library"] = p.library;
-  d["interface"] = p.interface;
-  d["rails"] = p.rails;
-  d["max_write"] = p.max_write;
-  d["max_send"] = p.max_send;
-  d["max_message"] = p.max_message;
-  d["inject_bytes"] = p.inject_bytes;
-  d["depth"] = p.depth;
-  d["link_gbps"] = p.link_gbps;
-  d["imm_bits"] = p.imm_bits;
-  d["immediates"] = p.immediates;
-  d["device_memory"] = p.device_memory;
-  d["delivery_complete"] = p.delivery_complete;
-  d["ordered_messages"] = p.ordered_messages;
-  d["emulated_write"] = p.emulated_write;
-  d["remote_progress"] = p.remote_progress;
-  d["doorbells"] = p.doorbells;
-  return d;
+  return dict_of(TSN_NAMED(p.provider, p.version, p.library, p.interface, p.rails, p.max_write, p.max_send,
+                           p.max_message, p.inject_bytes, p.depth, p.link_gbps, p.imm_bits, p.immediates,
+                           p.device_memory, p.delivery_complete, p.ordered_messages, p.emulated_write,
+                           p.remote_progress, p.doorbells));
+}
+
+// Raises ValueError with the argument's name.
+inline Memory::Kind memory_kind(const char* argument, const std::string& kind) {
+  if (kind == "cuda") return Memory::cuda;
+  if (kind == "host") return Memory::host;
+  throw pybind11::value_error(concat(argument, " is 'host' or 'cuda', not '", kind, "'"));
 }
 
 // Bindings compiled against libfabric's headers; without them, functions that raise ConfigurationError.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "tilescale_net/csrc/common/text.h"
 #include "transport.h"
 
 namespace tsn::fabric {
@@ -45,8 +46,8 @@ public:
 
 private:
   [[noreturn]] void fail() const {
-    throw FabricError(what_ + " is not one (" + std::to_string(bytes_.size()) +
-                      " bytes): do all processes run the same version of this package?");
+    throw FabricError(concat(what_, " is not one (", bytes_.size(),
+                             " bytes): do all processes run the same version of this package?"));
   }
   const std::string& bytes_;
   std::string what_;

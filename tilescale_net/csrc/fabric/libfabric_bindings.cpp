@@ -4,6 +4,7 @@
 
 #include "bindings.h"
 #include "provider.h"
+#include "tilescale_net/csrc/common/text.h"
 
 namespace py = pybind11;
 
@@ -17,8 +18,8 @@ void bind_libfabric(py::module_& m) {
         py::dict d;
         d["path"] = lib.path;
         d["version"] = lib.version_text;
-        d["api"] = std::to_string(FI_MAJOR(lib.api)) + "." + std::to_string(FI_MINOR(lib.api));
-        d["headers"] = std::to_string(FI_MAJOR_VERSION) + "." + std::to_string(FI_MINOR_VERSION);
+        d["api"] = concat(FI_MAJOR(lib.api), ".", FI_MINOR(lib.api));
+        d["headers"] = concat(FI_MAJOR_VERSION, ".", FI_MINOR_VERSION);
         return d;
       },
       py::arg("library") = "", py::arg("fallback") = "",
@@ -27,17 +28,9 @@ void bind_libfabric(py::module_& m) {
       "fabric_offers",
       [](const std::string& library, const std::string& fallback) {
         py::list list;
-        for (const Offer& o : list_offers(load_library(library, fallback))) {
-          py::dict d;
-          d["provider"] = o.provider;
-          d["domain"] = o.domain;
-          d["address"] = o.address;
-          d["loopback"] = o.loopback;
-          d["hardware"] = o.hardware;
-          d["immediates"] = o.immediates;
-          d["device_memory"] = o.device_memory;
-          list.append(d);
-        }
+        for (const Offer& o : list_offers(load_library(library, fallback)))
+          list.append(dict_of(
+              TSN_NAMED(o.provider, o.domain, o.address, o.loopback, o.hardware, o.immediates, o.device_memory)));
         return list;
       },
       py::arg("library") = "", py::arg("fallback") = "",

@@ -1,6 +1,6 @@
 
 #include "tilescale_net/csrc/fabric/provider.h"
-#include "tilescale_net/csrc/common/secret.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/fabric/transport.h"
 #include <algorithm>
 #include <arpa/inet.h>
@@ -40,7 +40,7 @@ std::string version_text(const Library& lib) {
   // "fi_version" has major and minor only; the string that libfabric prints has the patch level too.
   const char* text = lib.tostr(&lib, FI_TYPE_VERSION); // ignores its argument, but needs one
   if (text && *text) return text;
-  return std::to_string(FI_MAJOR(lib.version)) + "." + std::to_string(FI_MINOR(lib.version));
+  return concat(FI_MAJOR(lib.version), ".", FI_MINOR(lib.version));
 }
 
 // Returns "" and fills `lib`, or the reason why the file is unusable.
@@ -78,8 +78,7 @@ std::string open_library(const std::string& file, Library& lib) {
 
 std::string Library::error(int64_t rc) const {
   const int code = static_cast<int>(rc < 0 ? -rc : rc);
-  return std::string(strerror(code)) + " (" + std::to_string(rc) + ")" +
-         (code == EMFILE ? "; raise the limit of open files (ulimit -n)" : "");
+  return concat(strerror(code), " (", rc, ")", code == EMFILE ? "; raise the limit of open files (ulimit -n)" : "");
 }
 
 const Library& load_library(const std::string& explicit_file, const std::string& fallback) {
@@ -173,7 +172,7 @@ SharedMemoryName::SharedMemoryName() {
   remove_all_of_ended_processes();
   while (lock_ < 0) {
     uint64_t secret = random_secret(); // as letters: numbers in such names are process ids
-    name_ = kBeginning + (std::to_string(getpid()) + "-");
+    name_ = kBeginning + (concat(getpid(), "-"));
     for (int i = 0; i < 16; ++i, secret >>= 4) name_ += static_cast<char>('a' + (secret & 15));
     lock_ = open((kFolder + ("/" + name_)).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (lock_ < 0 || !lock(lock_, F_SETLKW)) {
@@ -214,10 +213,9 @@ std::string no_room_for_shared_memory() {
   if (statvfs("/dev/shm", &room)) return "; there is no /dev/shm, which it needs";
   const uint64_t free = (uint64_t)room.f_bsize * room.f_bavail, processors = (uint64_t)sysconf(_SC_NPROCESSORS_ONLN);
   if (free >= kRegion * processors) return "";
-  return "; libfabric offers it only while /dev/shm has room for an endpoint on each of the host's " +
-         std::to_string(processors) + " processors, " + std::to_string(kRegion * processors / 1000000) +
-         " MB, and now " + std::to_string(free / 1000000) +
-         " MB are free: make it larger (docker run --shm-size=…), or end what fills it";
+  return concat("; libfabric offers it only while /dev/shm has room for an endpoint on each of the host's ", processors,
+                " processors, ", kRegion * processors / 1000000, " MB, and now ", free / 1000000,
+                " MB are free: make it larger (docker run --shm-size=…), or end what fills it");
 }
 
 namespace {

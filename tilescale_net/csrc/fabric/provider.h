@@ -2,13 +2,25 @@
 #pragma once
 
 #include "tilescale_net/csrc/fabric/transport.h"
+#include <cerrno>
 #include <cstdint>
 #include <memory>
 #include <rdma/fabric.h>
+#include <stdexcept>
 #include <string>
+#include <sys/random.h>
 #include <vector>
 
 namespace tsn::fabric {
+
+// An unpredictable number, from the kernel's generator. Throws std::runtime_error on an error, which Linux does not
+// return.
+inline uint64_t random_secret() {
+  uint64_t value;
+  while (getrandom(&value, sizeof value, 0) != (ssize_t)sizeof value)
+    if (errno != EINTR) throw std::runtime_error("getrandom failed");
+  return value;
+}
 
 // libfabric opened at run time: its few exported functions, found with dlsym. The data path needs none of them:
 // libfabric's inline functions go through tables in its objects.

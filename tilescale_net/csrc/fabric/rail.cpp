@@ -1,5 +1,6 @@
 // Set-up of a rail, its memory, and the out-of-line part of its data path.
 #include "tilescale_net/csrc/fabric/rail.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/provider.h"
 #include <algorithm>
@@ -282,15 +283,15 @@ Fid<fid_mr> Rail::register_memory(const Memory& memory) {
 #endif
   if (rc) rc = fi_mr_regattr(domain_.get(), &attr, 0, &mr); // host memory, or GPU memory by the peer-memory module
   if (rc)
-    throw FabricError(
-        "registering " + std::to_string(memory.bytes) + " bytes of " +
-        (memory.kind == Memory::cuda ? "GPU memory failed on " : "host memory failed on ") + where() + ": " + tried +
-        library_.error(rc) +
-        (memory.kind == Memory::cuda ? ". Load the nvidia_peermem module or use a libfabric and driver with DMABUF."
-                                     : ". Raise the locked-memory limit (ulimit -l).") +
-        (rc == -FI_EINVAL || rc == -FI_ENOMEM
-             ? " Devices bound the size and the number of regions, too: try a smaller heap (TSN_HEAP_SIZE)."
-             : ""));
+    throw FabricError(concat(
+        "registering ", memory.bytes, " bytes of ",
+        memory.kind == Memory::cuda ? "GPU memory failed on " : "host memory failed on ", where(), ": ", tried,
+        library_.error(rc),
+        memory.kind == Memory::cuda ? ". Load the nvidia_peermem module or use a libfabric and driver with DMABUF."
+                                    : ". Raise the locked-memory limit (ulimit -l).",
+        rc == -FI_EINVAL || rc == -FI_ENOMEM
+            ? " Devices bound the size and the number of regions, too: try a smaller heap (TSN_HEAP_SIZE)."
+            : ""));
   Fid<fid_mr> owned(mr);
   if (mr_endpoint_) {
     check(fi_mr_bind(mr, &ep_->fid, 0), "fi_mr_bind");
@@ -303,8 +304,8 @@ Fid<fid_mr> Rail::register_memory(const Memory& memory) {
 
 // Off the fast path: messages, receives, failures, and completions of neither writes nor reads.
 Post Rail::post_error(ssize_t rc, const char* operation, int peer) {
-  error = std::string(operation) + (peer >= 0 ? " to peer " + std::to_string(peer) : "") + " over rail " +
-          std::to_string(index_) + " was refused: " + library_.error(rc);
+  error = concat(operation, peer >= 0 ? concat(" to peer ", peer) : "", " over rail ", index_,
+                 " was refused: ", library_.error(rc));
   return Post::error;
 }
 
@@ -314,40 +315,25 @@ Post Rail::on_post_failed(ssize_t rc, uint32_t slot, const char* operation) {
   return rc == -FI_EAGAIN ? Post::again : post_error(rc, operation, peer);
 }
 
-// A write with flags of its own.
-Post Rail::write_message(const Target& to, const void* source, void* desc, const Transport::Copy& copy, bool more) {
+Post Rail::post_message(bool read, const Target& target, const void* local, void* desc, const Transport::Copy& copy,
+                        bool more) {
   uint32_t slot;
-  if (!take(free_, slot, kCopy, to.peer, copy.cookie)) return Post::again;
-  iovec iov = {const_cast<void*>(source), copy.bytes};
-  fi_rma_iov target = {to.remote, copy.bytes, to.key};
+  if (!take(free_, slot, kCopy, target.peer, copy.cookie)) return Post::again;
+  iovec iov = {const_cast<void*>(local), copy.bytes};
+  fi_rma_iov remote = {target.remote, copy.bytes, target.key};
   fi_msg_rma message = {};
   message.msg_iov = &iov;
   message.desc = &desc;
   message.iov_count = 1;
-  message.addr = to.address;
-  message.rma_iov = &target;
+  message.addr = target.address;
+  message.rma_iov = &remote;
   message.rma_iov_count = 1;
   message.context = context(slot);
   message.data = copy.imm;
-  const uint64_t flags = FI_COMPLETION | (copy.source_only ? 0 : op_flags_) | (more ? FI_MORE : 0) |
-                         (copy.has_imm ? FI_REMOTE_CQ_DATA : 0);
-  return post_result(fi_writemsg(ep_.get(), &message, flags), slot, "a write");
-}
-
-Post Rail::read_more(const Target& from, void* destination, void* desc, const Transport::Copy& copy) {
-  uint32_t slot;
-  if (!take(free_, slot, kCopy, from.peer, copy.cookie)) return Post::again;
-  iovec iov = {destination, copy.bytes};
-  fi_rma_iov source = {from.remote, copy.bytes, from.key};
-  fi_msg_rma message = {};
-  message.msg_iov = &iov;
-  message.desc = &desc;
-  message.iov_count = 1;
-  message.addr = from.address;
-  message.rma_iov = &source;
-  message.rma_iov_count = 1;
-  message.context = context(slot);
-  return post_result(fi_readmsg(ep_.get(), &message, FI_COMPLETION | FI_MORE), slot, "a read");
+  const uint64_t flags = FI_COMPLETION | (more ? FI_MORE : 0);
+  if (read) return post_result(fi_readmsg(ep_.get(), &message, flags), slot, "a read");
+  const uint64_t delivery = copy.source_only ? 0 : op_flags_, immediate = copy.has_imm ? FI_REMOTE_CQ_DATA : 0;
+  return post_result(fi_writemsg(ep_.get(), &message, flags | delivery | immediate), slot, "a write");
 }
 
 // Sends by copy, without a slot; the next poll reports the completion, which the provider does not.
@@ -411,7 +397,7 @@ void Rail::post_buffers() {
       slots_[slot] = Slot{kSilent, -1, kBuffer};
       continue;
     }
-    error = "posting a receive over rail " + std::to_string(index_) + " failed: " + library_.error(rc);
+    error = concat("posting a receive over rail ", index_, " failed: ", library_.error(rc));
     Event event;
     fail(event, -1, kSilent, static_cast<int>(-rc), error);
     ready_.push_back(event);
@@ -441,7 +427,7 @@ bool Rail::other_completion(const fi_cq_data_entry& entry, Event& event) {
   }
   if (slot >= slots_.size() || slots_[slot].kind == kFree) {
     if (!entry.op_context) return false; // an injected message of a provider that reports those
-    fail(event, -1, kSilent, FI_EOTHER, "rail " + std::to_string(index_) + " completed an operation never posted");
+    fail(event, -1, kSilent, FI_EOTHER, concat("rail ", index_, " completed an operation never posted"));
     return true;
   }
   const Slot done = slots_[slot];
@@ -497,8 +483,8 @@ bool Rail::read_cq_error(Event& event) {
   // EFA gives everything of ours its context: the others are the provider's own packets, and packets of a lost peer's
   // message. Their peer is unknown; operations that wait for that peer fail separately.
   if (peer < 0 && is_efa() && pool_) return note_internal_failure(u.entry.err, provider_text), false;
-  std::string text = std::string(what) + (peer >= 0 ? " to peer " + std::to_string(peer) : "") + " over rail " +
-                     std::to_string(index_) + " failed: " + library_.error(-static_cast<int64_t>(u.entry.err));
+  std::string text = concat(what, peer >= 0 ? concat(" to peer ", peer) : "", " over rail ", index_,
+                            " failed: ", library_.error(-static_cast<int64_t>(u.entry.err)));
   if (provider_text && *provider_text) text += std::string(", ") + provider_text;
   // Some providers return a general error, with the system's own beside it.
   const bool hidden = (u.entry.err == FI_EIO || u.entry.err == FI_EOTHER) && is_peer_lost(std::abs(u.entry.prov_errno));
@@ -508,8 +494,8 @@ bool Rail::read_cq_error(Event& event) {
 
 void Rail::note_internal_failure(int code, const char* reason) {
   ++internal_failures_;
-  internal_failure_ = "rail " + std::to_string(index_) + ": " + library_.error(-static_cast<int64_t>(code)) +
-                      (reason && *reason ? std::string(", ") + reason : "");
+  internal_failure_ = concat("rail ", index_, ": ", library_.error(-static_cast<int64_t>(code)),
+                             reason && *reason ? std::string(", ") + reason : "");
 }
 
 uint64_t Rail::internal_failures(std::string* last) {
@@ -532,7 +518,7 @@ uint64_t Rail::internal_failures(std::string* last) {
 bool Rail::on_cq_error(ssize_t code, Event& event) {
   if (code == -FI_EAVAIL) return read_cq_error(event);
   fail(event, -1, kSilent, static_cast<int>(-code),
-       "reading completions of rail " + std::to_string(index_) + " failed: " + library_.error(code));
+       concat("reading completions of rail ", index_, " failed: ", library_.error(code)));
   return true;
 }
 

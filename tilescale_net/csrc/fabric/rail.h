@@ -6,7 +6,6 @@
 // their senders must not exceed. One thread at a time uses a rail.
 #pragma once
 
-#include "tilescale_net/csrc/common/secret.h"
 #include "tilescale_net/csrc/fabric/provider.h"
 #include "tilescale_net/csrc/fabric/transport.h"
 #include <algorithm>
@@ -196,9 +195,9 @@ private:
   [[gnu::cold]] Post post_error(ssize_t rc, const char* operation, int peer);
   Post post_result(ssize_t rc, uint32_t slot, const char* operation);
   [[gnu::noinline]] Post on_post_failed(ssize_t rc, uint32_t slot, const char* operation);
-  [[gnu::noinline]] Post write_message(const Target& to, const void* source, void* desc, const Transport::Copy& copy,
-                                       bool more);
-  [[gnu::noinline]] Post read_more(const Target& from, void* destination, void* desc, const Transport::Copy& copy);
+  // A write or a read with flags of its own.
+  [[gnu::noinline]] Post post_message(bool read, const Target& target, const void* local, void* desc,
+                                      const Transport::Copy& copy, bool more);
   int completions(const fi_cq_data_entry* entries, int count, Event* events);
   bool other_completion(const fi_cq_data_entry& entry, Event& event);
   [[gnu::cold]] bool on_cq_error(ssize_t code, Event& event);
@@ -274,7 +273,7 @@ TSN_HOT Post Rail::post_result(ssize_t rc, uint32_t slot, const char* operation)
 TSN_HOT Post Rail::write(const Target& to, const void* source, void* desc, const Transport::Copy& copy) {
   // A doorbell may only wait when the post that will ring it has a slot.
   const bool more = copy.more && free_.given - free_.taken > 1;
-  if (more || copy.source_only) return write_message(to, source, desc, copy, more);
+  if (more || copy.source_only) return post_message(false, to, source, desc, copy, more);
   uint32_t slot;
   if (!take(free_, slot, kCopy, to.peer, copy.cookie)) return Post::again;
   const ssize_t rc =
@@ -285,7 +284,7 @@ TSN_HOT Post Rail::write(const Target& to, const void* source, void* desc, const
 }
 
 TSN_HOT Post Rail::read(const Target& from, void* destination, void* desc, const Transport::Copy& copy) {
-  if (copy.more && free_.given - free_.taken > 1) return read_more(from, destination, desc, copy);
+  if (copy.more && free_.given - free_.taken > 1) return post_message(true, from, destination, desc, copy, true);
   uint32_t slot;
   if (!take(free_, slot, kCopy, from.peer, copy.cookie)) return Post::again;
   return post_result(

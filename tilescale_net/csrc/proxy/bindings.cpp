@@ -19,45 +19,21 @@ namespace {
 ProxyOptions options_from(const TransportOptions& transport, const py::kwargs& kwargs) {
   ProxyOptions o;
   o.transport = transport;
-  std::string kind = "host";
-  uint64_t base = 0;
+  std::string heap_kind = "host";
+  uint64_t heap_base = 0;
   std::optional<bool> dedicated;
   KeywordFields("Proxy")
-      .add("rank", o.rank)
-      .add("n_pes", o.n_pes)
-      .add("peers", o.peers)
-      .add("heap_base", base)
-      .add("heap_bytes", o.heap.bytes)
-      .add("heap_kind", kind)
-      .add("device", o.heap.device)
-      .add("defers_adds", o.defers_adds)
-      .add("abort_word", o.abort_word)
-      .add("queues", o.queues)
-      .add("threads", o.threads)
-      .add("peer_threads", o.peer_threads)
-      .add("shared_bytes", o.shared_bytes)
-      .add("capacity", o.capacity)
-      .add("cpus", o.cpus)
-      .add("chunk_bytes", o.chunk_bytes)
-      .add("inline_bytes", o.inline_bytes)
-      .add("force_staging", o.force_staging)
-      .add("staging_bytes", o.staging_bytes)
-      .add("group_window", o.window.groups)
-      .add("mark_window", o.window.marks)
-      .add("timeout", o.timeout)
-      .add("first_position", o.first_position)
-      .add("trace", o.trace)
-      .add("print_stats", o.print_stats)
-      .add("trust_last_chunk", o.trust_last_chunk)
-      .add("dedicated", dedicated)
+      .add(TSN_NAMED(o.rank, o.n_pes, o.peers, heap_base, heap_kind, o.heap.device, o.defers_adds, o.abort_word,
+                     o.queues, o.threads, o.peer_threads, o.shared_bytes, o.capacity, o.cpus, o.chunk_bytes,
+                     o.inline_bytes, o.force_staging, o.staging_bytes, o.timeout, o.first_position, o.trace,
+                     o.print_stats, o.trust_last_chunk, dedicated))
+      .add("heap_bytes, group_window, mark_window", o.heap.bytes, o.window.groups, o.window.marks)
       .set(kwargs);
-  if (kind != "host" && kind != "cuda")
-    throw py::value_error("Proxy: heap_kind is 'host' or 'cuda', not '" + kind + "'");
-  o.heap.base = reinterpret_cast<void*>(base);
-  o.heap.kind = kind == "cuda" ? Memory::cuda : Memory::host;
+  o.heap.base = reinterpret_cast<void*>(heap_base);
+  o.heap.kind = fabric::memory_kind("Proxy: heap_kind", heap_kind);
   o.transport.rank = o.rank;
-  o.transport.device_memory = kind == "cuda";
-  o.dedicated = dedicated.value_or(kind == "cuda"); // machines with GPUs have cores to spare
+  o.transport.device_memory = o.heap.kind == Memory::cuda;
+  o.dedicated = dedicated.value_or(o.heap.kind == Memory::cuda); // machines with GPUs have cores to spare
   return o;
 }
 
@@ -69,14 +45,10 @@ py::object whole(double v) {
 py::object error_of(Proxy& proxy) {
   Failure f;
   if (!proxy.failure(&f)) return py::none();
-  py::dict d;
-  d["kind"] = f.kind;
+  py::dict d = dict_of(TSN_NAMED(f.kind, f.pe, f.operation, f.offset));
   // It may contain a peer's text.
   d["text"] =
       py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(f.text.data(), (Py_ssize_t)f.text.size(), "replace"));
-  d["pe"] = f.pe;
-  d["operation"] = f.operation;
-  d["offset"] = f.offset;
   return d;
 }
 

@@ -1,4 +1,5 @@
 #include "tilescale_net/csrc/proxy/ordering.h"
+#include "tilescale_net/csrc/common/text.h"
 
 #include <stdexcept>
 #include <string>
@@ -16,8 +17,8 @@ uint64_t expand(uint32_t low, uint64_t base) { return base + (uint32_t)(low - (u
 void check(OrderWindow w) {
   for (uint32_t n : {w.groups, w.marks})
     if (n < 4 || (n & (n - 1)))
-      throw std::invalid_argument("an ordering window of " + std::to_string(n) +
-                                  " is not a power of two of at least 4; the immediates may be too narrow");
+      throw std::invalid_argument(concat("an ordering window of ", n,
+                                         " is not a power of two of at least 4; the immediates may be too narrow"));
 }
 
 } // namespace

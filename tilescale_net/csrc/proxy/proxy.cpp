@@ -1,4 +1,5 @@
 #include "tilescale_net/csrc/proxy/proxy.h"
+#include "tilescale_net/csrc/common/text.h"
 
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/blob.h"
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
+#include <map>
 #include <optional>
 #include <pthread.h>
 
@@ -44,6 +46,54 @@ void check(const ProxyOptions& o) {
     if (pe < 0 || pe >= o.n_pes || pe == o.rank) refuse("PE " + number(pe) + " cannot be a peer");
 }
 
+void add_stage(std::map<std::string, double>* out, const std::string& name,
+               const std::vector<const ProxyStats*>& threads, StageStats ProxyStats::* stage) {
+  double count = 0, sum = 0, max = 0, bucket[48] = {};
+  for (const ProxyStats* thread : threads) {
+    const StageStats& s = thread->*stage;
+    count += (double)s.count.get();
+    sum += (double)s.sum.get();
+    max = std::max(max, (double)s.max.get());
+    for (int b = 0; b < 48; b++) bucket[b] += (double)s.bucket[b].get();
+  }
+  const double us = 1e-3 / ticks_per_ns();
+  // Percentiles are upper ends of their buckets, so within a factor of two.
+  auto percentile = [&](double share) {
+    double seen = 0;
+    for (int b = 0; b < 48; b++)
+      if ((seen += bucket[b]) >= share * count) return std::min(max, (double)(2ull << b)) * us;
+    return max * us;
+  };
+  (*out)[name + "_count"] = count;
+  (*out)[name + "_us_mean"] = count > 0 ? sum / count * us : 0;
+  (*out)[name + "_us_p50"] = count > 0 ? percentile(0.5) : 0;
+  (*out)[name + "_us_p99"] = count > 0 ? percentile(0.99) : 0;
+  (*out)[name + "_us_max"] = max * us;
+}
+
+// By name, times in microseconds; sums over the threads.
+std::map<std::string, double> summarise(const std::vector<const ProxyStats*>& threads) {
+  std::map<std::string, double> out;
+  const auto sum = [&](const char* names, const auto&... counters) {
+    ((out[next_name(&names)] += (double)counters.get()), ...);
+  };
+  for (const ProxyStats* thread : threads) {
+    const ProxyStats& t = *thread;
+    sum(TSN_NAMED(t.puts, t.put_signals, t.put_values, t.signals, t.gets, t.fences, t.flushes, t.bytes_put, t.bytes_got,
+                  t.chunks, t.messages, t.records, t.inlined, t.delegated, t.unrung, t.retries, t.held,
+                  t.nameless_failures, t.rejected_messages, t.chunks_in, t.records_in, t.signals_applied, t.acks_sent));
+    sum("rejected_messages", t.rejected_at_fabric);
+    double &depth = out["queue_depth_max"], &in_flight = out["in_flight_max"];
+    depth = std::max(depth, (double)t.queue_depth_max.get());
+    in_flight = std::max(in_flight, (double)t.in_flight_max.get());
+  }
+  using S = ProxyStats;
+  for (const auto& [name, stage] :
+       {std::pair{"pop", &S::pop}, {"post", &S::post}, {"completion", &S::completion}, {"flush", &S::flush}})
+    add_stage(&out, name, threads, stage);
+  return out;
+}
+
 } // namespace
 
 Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : options_(options), proxy_state_(options_) {
@@ -70,8 +120,8 @@ Proxy::~Proxy() { close(); }
 void Proxy::require(State state, const char* call) const {
   static const char* const names[] = {"created", "connected", "running", "stopped", "closed"};
   if (state_ != state)
-    throw std::logic_error("proxy of rank " + std::to_string(options_.rank) + ": " + call +
-                           "() needs a proxy that is " + names[(int)state] + "; this one is " + names[(int)state_]);
+    throw std::logic_error(concat("proxy of rank ", options_.rank, ": ", call, "() needs a proxy that is ",
+                                  names[(int)state], "; this one is ", names[(int)state_]));
 }
 
 std::vector<QueueView> Proxy::views() const {
@@ -79,8 +129,7 @@ std::vector<QueueView> Proxy::views() const {
   for (int q = 0; q < options_.queues; q++) {
     const uint64_t words =
         reinterpret_cast<uint64_t>(options_.heap.base) + 8ull * (uint64_t)(kQueueWords + q * kQueueWordsStride);
-    out.push_back(
-        proxy_state_.queues[(size_t)q]->host.view(memory_[(size_t)q]->device(), words, words + 8 * kTailCacheWord));
+    out.push_back(proxy_state_.queues[q]->host.view(memory_[q]->device(), words, words + 8 * kTailCacheWord));
   }
   return out;
 }
@@ -126,18 +175,17 @@ std::string Proxy::address() const {
 
 void Proxy::connect(const std::vector<std::string>& addresses) {
   require(State::created, "connect");
-  const std::string us = "rank " + std::to_string(options_.rank);
+  const std::string us = concat("rank ", options_.rank);
   if (addresses.size() != (size_t)options_.n_pes)
-    throw FabricError(us + ": " + std::to_string(addresses.size()) + " proxy addresses for " +
-                      std::to_string(options_.n_pes) + " PEs");
+    throw FabricError(concat(us, ": ", addresses.size(), " proxy addresses for ", options_.n_pes, " PEs"));
   for (int pe : options_.peers) {
-    const std::string them = "rank " + std::to_string(pe);
-    BlobReader r(addresses[(size_t)pe], kBlobMagic, us + ": the proxy address of " + them);
+    const std::string them = concat("rank ", pe);
+    BlobReader r(addresses[pe], kBlobMagic, us + ": the proxy address of " + them);
     auto agree = [&](const char* what, uint64_t ours) {
       const uint64_t theirs = r.number();
       if (theirs != ours)
-        throw FabricError(us + " has " + what + " " + std::to_string(ours) + ", " + them + " has " +
-                          std::to_string(theirs) + "; start all ranks with the same options");
+        throw FabricError(concat(us, " has ", what, " ", ours, ", ", them, " has ", theirs,
+                                 "; start all ranks with the same options"));
     };
     agree("number of queues", (uint64_t)options_.queues);
     agree("number of proxy threads", (uint64_t)options_.threads);
@@ -148,11 +196,11 @@ void Proxy::connect(const std::vector<std::string>& addresses) {
     std::vector<std::string> theirs;
     for (int t = 0; t < options_.threads; t++) theirs.push_back(r.text());
     for (int i = 0; i < options_.peer_threads; i++)
-      workers_[(size_t)thread_of(options_, pe, i)]->connect(pe, theirs[(size_t)thread_of(options_, options_.rank, i)]);
+      workers_[thread_of(options_, pe, i)]->connect(pe, theirs[thread_of(options_, options_.rank, i)]);
     uint64_t chunk = ~0ull;
     for (int i = 0; i < options_.peer_threads; i++)
-      chunk = std::min(chunk, workers_[(size_t)thread_of(options_, pe, i)]->chunk_of(pe));
-    workers_[(size_t)thread_of(options_, pe)]->limit_chunk(pe, chunk);
+      chunk = std::min(chunk, workers_[thread_of(options_, pe, i)]->chunk_of(pe));
+    workers_[thread_of(options_, pe)]->limit_chunk(pe, chunk);
   }
   state_ = State::connected;
 }
@@ -162,7 +210,7 @@ void Proxy::start() {
   state_ = State::running;
   for (size_t t = 0; t < workers_.size(); t++) {
     threads_.emplace_back([this, t] {
-      const std::string name = "tsn-proxy-" + std::to_string(t);
+      const std::string name = concat("tsn-proxy-", t);
       pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
       workers_[t]->run();
     });
@@ -173,8 +221,8 @@ void Proxy::start() {
     if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
     if (pthread_setaffinity_np(threads_.back().native_handle(), sizeof set, &set) != 0) {
       stop();
-      throw std::invalid_argument("proxy: thread " + std::to_string(t) + " cannot run on CPU " + std::to_string(cpu) +
-                                  ", which this process may not use");
+      throw std::invalid_argument(
+          concat("proxy: thread ", t, " cannot run on CPU ", cpu, ", which this process may not use"));
     }
   }
 }
@@ -204,8 +252,7 @@ bool Proxy::apply_adds(double seconds) {
 
 void Proxy::exclude(const std::vector<int>& peers) {
   for (int pe : peers)
-    if (pe < 0 || pe >= options_.n_pes)
-      throw std::invalid_argument("proxy: PE " + std::to_string(pe) + " cannot be excluded");
+    if (pe < 0 || pe >= options_.n_pes) throw std::invalid_argument(concat("proxy: PE ", pe, " cannot be excluded"));
   for (int pe : peers) proxy_state_.exclude(pe);
 }
 
@@ -230,7 +277,7 @@ void Proxy::stop() {
   for (std::thread& t : threads_) t.join();
   threads_.clear();
   if (!ran || !options_.print_stats) return;
-  std::string line = "tilescale_net proxy of rank " + std::to_string(options_.rank) + ":";
+  std::string line = concat("tilescale_net proxy of rank ", options_.rank, ":");
   for (const auto& [name, value] : stats()) {
     char text[96];
     std::snprintf(text, sizeof text, " %s=%.6g", name.c_str(), value);
@@ -242,7 +289,7 @@ void Proxy::stop() {
 std::map<std::string, double> Proxy::stats() const {
   std::vector<const ProxyStats*> each;
   for (const auto& e : workers_) each.push_back(&e->stats());
-  return summarise(each.data(), (int)each.size());
+  return summarise(each);
 }
 
 } // namespace tsn::proxy

@@ -4,8 +4,6 @@
 #include "tilescale_net/csrc/common/clock.h"
 
 #include <cstdint>
-#include <map>
-#include <string>
 
 namespace tsn::proxy {
 
@@ -53,8 +51,5 @@ struct ProxyStats {
   StageStats completion; // post of a chunk until its completion
   StageStats flush;      // pop of a flush until its ticket is written
 };
-
-// name -> value, times in microseconds; sums over the given threads.
-std::map<std::string, double> summarise(const ProxyStats* const* threads, int count);
 
 } // namespace tsn::proxy

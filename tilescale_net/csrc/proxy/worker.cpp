@@ -1,4 +1,5 @@
 #include "tilescale_net/csrc/proxy/worker.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 #include <algorithm>
@@ -42,8 +43,8 @@ uint64_t read_position(BlobReader* r, uint64_t n_pes, uint64_t pe, const std::st
   const auto bounded = [&](const char* what, uint64_t least, uint64_t most) {
     const uint64_t number = r->number();
     if (number >= least && number <= most) return number;
-    throw FabricError(whose + " is damaged: " + std::to_string(number) + " " + what + ", where " +
-                      std::to_string(least) + " to " + std::to_string(most) + " are possible");
+    throw FabricError(
+        concat(whose, " is damaged: ", number, " ", what, ", where ", least, " to ", most, " are possible"));
   };
   uint64_t position = 0, before = 0;
   for (uint64_t runs = bounded("runs of PEs", 0, n_pes); runs > 0; runs--) {
@@ -54,7 +55,7 @@ uint64_t read_position(BlobReader* r, uint64_t n_pes, uint64_t pe, const std::st
     before += count;
   }
   if (position <= n_pes) return position;
-  throw FabricError(whose + " is damaged: it lists more than " + std::to_string(n_pes) + " PEs");
+  throw FabricError(concat(whose, " is damaged: it lists more than ", n_pes, " PEs"));
 }
 
 } // namespace
@@ -62,15 +63,14 @@ uint64_t read_position(BlobReader* r, uint64_t n_pes, uint64_t pe, const std::st
 Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> transport)
     : proxy_state_(proxy_state), options_(proxy_state->options), index_(index), transport_(std::move(transport)),
       properties_(transport_->properties()), peers_((size_t)options_.n_pes), peer_index_((size_t)options_.n_pes, -1),
-      inbox_(proxy_state->inboxes.empty() ? nullptr : proxy_state->inboxes[(size_t)index].get()),
-      bounds_{options_.heap.bytes}, events_(128) {
-  if ((size_t)index < options_.trace.size()) trace_ = std::make_unique<WorkerTrace>(options_.trace[(size_t)index]);
+      inbox_(proxy_state->inboxes.empty() ? nullptr : proxy_state->inboxes[index].get()), bounds_{options_.heap.bytes},
+      events_(128) {
+  if ((size_t)index < options_.trace.size()) trace_ = std::make_unique<WorkerTrace>(options_.trace[index]);
   const Properties& p = transport_->properties();
   group_bits_ = std::min(p.imm_bits, 32) - bits_for(options_.n_pes);
   if (group_bits_ < 2)
-    throw FabricError("rank " + std::to_string(options_.rank) + ": immediates of " + std::to_string(p.imm_bits) +
-                      " bits are too narrow for " + std::to_string(options_.n_pes) +
-                      " PEs; at least two bits more than the PEs need must be left");
+    throw FabricError(concat("rank ", options_.rank, ": immediates of ", p.imm_bits, " bits are too narrow for ",
+                             options_.n_pes, " PEs; at least two bits more than the PEs need must be left"));
   OrderWindow window = options_.window;
   const bool cuda = options_.heap.kind == Memory::cuda;
   const auto visibility = cuda ? cuda::rdma_visibility(options_.heap.device) : cuda::RdmaVisibility::in_order;
@@ -82,12 +82,12 @@ Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> tr
   for (int pe : options_.peers) {
     const int number = (index_ - thread_of(options_, pe) + options_.threads) % options_.threads;
     if (number >= options_.peer_threads) continue;
-    auto& s = peers_[(size_t)pe];
+    auto& s = peers_[pe];
     s = std::make_unique<PeerState>(pe, window, number > 0);
     s->shared = !s->owned_elsewhere && options_.peer_threads > 1 && !options_.trust_last_chunk;
     if (s->shared) s->delegated.resize((size_t)options_.peer_threads - 1);
     s->outbox.set_limit(p.max_message);
-    peer_index_[(size_t)pe] = peers++;
+    peer_index_[pe] = peers++;
   }
   for (uint32_t q = 0; q < proxy_state->queues.size(); q++) {
     if ((int)q % options_.threads != index_) continue;
@@ -101,10 +101,9 @@ Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> tr
   // All peers together must fit into the completion queue of one rail.
   immediate_limit_ = p.immediates / (uint32_t)std::max(peers, 1);
   if (immediate_limit_ < kLeastImmediates)
-    throw FabricError("rank " + std::to_string(options_.rank) + ": the network's completion queue has room for " +
-                      std::to_string(p.immediates) + " immediates, too few for " + std::to_string(peers) +
-                      " PEs, which need " + std::to_string(kLeastImmediates) +
-                      " each; spread the PEs over more threads (TSN_PROXY_QUEUES and TSN_PROXY_THREADS)");
+    throw FabricError(concat("rank ", options_.rank, ": the network's completion queue has room for ", p.immediates,
+                             " immediates, too few for ", peers, " PEs, which need ", kLeastImmediates,
+                             " each; spread the PEs over more threads (TSN_PROXY_QUEUES and TSN_PROXY_THREADS)"));
   if (stage) {
     const StagingShape shape = staging_shape(options_, peers, group_bits_, p.max_write, immediate_limit_);
     staging_ = std::make_unique<Staging>(shape, peers, cuda);
@@ -163,15 +162,15 @@ std::string Worker::address() const {
   std::vector<int> served(
       (size_t)std::count_if(peers_.begin(), peers_.end(), [](const auto& s) { return s != nullptr; }));
   for (int pe = 0; pe < options_.n_pes; pe++)
-    if (peer_index_[(size_t)pe] >= 0) served[(size_t)peer_index_[(size_t)pe]] = pe;
+    if (peer_index_[pe] >= 0) served[(size_t)peer_index_[pe]] = pe;
   write_positions(&w, served);
   w.number(immediate_limit_);
   return w.take();
 }
 
 void Worker::connect(int peer, const std::string& address) {
-  PeerState* s = peers_[(size_t)peer].get();
-  const std::string us = "rank " + std::to_string(options_.rank), them = "rank " + std::to_string(peer);
+  PeerState* s = peers_[peer].get();
+  const std::string us = concat("rank ", options_.rank), them = concat("rank ", peer);
   BlobReader r(address, kAddressMagic, us + ": the proxy address of " + them);
   transport_->connect(peer, r.text());
   const uint64_t bits = r.number();
@@ -179,9 +178,10 @@ void Worker::connect(int peer, const std::string& address) {
   const bool flushes = r.number() != 0;
   s->confirms = confirms_ && !flushes;
   if (bits != (uint64_t)group_bits_ || staged != (staging_ != nullptr))
-    throw FabricError(us + " has immediates with " + std::to_string(group_bits_) + " free bits and " +
-                      (staging_ ? "staging" : "no staging") + ", " + them + " has " + std::to_string(bits) + " and " +
-                      (staged ? "staging" : "no staging") + "; start all ranks with the same provider and options");
+    throw FabricError(concat(us, " has immediates with ", group_bits_, " free bits and ",
+                             staging_ ? "staging" : "no staging", ", ", them, " has ", bits, " and ",
+                             staged ? "staging" : "no staging",
+                             "; start all ranks with the same provider and options"));
   const RemoteRegion region = transport_->add_remote(peer, r.text());
   (staged ? s->staging : s->heap) = region;
   s->chunk = chunk_;
@@ -192,15 +192,15 @@ void Worker::connect(int peer, const std::string& address) {
   if (mine == 0) throw FabricError(them + " does not serve " + us + ": do all ranks see the same topology?");
   s->immediate_limit = r.number();
   if (s->immediate_limit < 1 || s->immediate_limit > UINT32_MAX)
-    throw FabricError(us + ": " + them + " takes " + std::to_string(s->immediate_limit) +
-                      " immediates at a time; 1 to 4294967295 are possible");
+    throw FabricError(
+        concat(us, ": ", them, " takes ", s->immediate_limit, " immediates at a time; 1 to 4294967295 are possible"));
   if (!staged) return;
   if (slot_bytes < kLeastSlot || slot_bytes > UINT32_MAX)
-    throw FabricError(us + ": " + them + " has staging slots of " + std::to_string(slot_bytes) + " bytes; " +
-                      std::to_string(kLeastSlot) + " to 4 GiB are possible");
+    throw FabricError(
+        concat(us, ": ", them, " has staging slots of ", slot_bytes, " bytes; ", kLeastSlot, " to 4 GiB are possible"));
   if (slots < 1 || slots > most_slots(group_bits_))
-    throw FabricError(us + ": " + them + " has " + std::to_string(slots) +
-                      " staging slots for it; immediates can name " + std::to_string(most_slots(group_bits_)));
+    throw FabricError(
+        concat(us, ": ", them, " has ", slots, " staging slots for it; immediates can name ", most_slots(group_bits_)));
   s->their_slot_bytes = (uint32_t)slot_bytes;
   s->slot_bytes = std::min(s->their_slot_bytes, staging_->shape().slot_bytes);
   s->chunk = std::min<uint64_t>(chunk_, s->slot_bytes - kSlotOverhead);
@@ -221,7 +221,7 @@ void Worker::fail(const std::string& kind, const std::string& text, int pe, cons
                   uint64_t offset) {
   Failure f;
   f.kind = kind;
-  f.text = "rank " + std::to_string(options_.rank) + ": " + text;
+  f.text = concat("rank ", options_.rank, ": ", text);
   f.pe = pe;
   f.operation = operation;
   f.offset = offset;
@@ -287,19 +287,19 @@ void Worker::check_timeouts(uint64_t now) {
     const std::string what = op ? name_of(s->ops.front().command) : "operation";
     if (s->backpressured)
       fail("FabricError",
-           "the network took nothing for PE " + std::to_string(s->pe) + " for " + seconds +
-               " s: every post was answered with \"try again\" (" + std::to_string(s->in_flight) +
-               " operations are out); check the link and that the PE's process is alive",
+           concat("the network took nothing for PE ", s->pe, " for ", seconds,
+                  " s: every post was answered with \"try again\" (", s->in_flight,
+                  " operations are out); check the link and that the PE's process is alive"),
            s->pe, what, op ? s->ops.front().remote : 0);
     else
-      fail("PeerLost",
-           "PE " + std::to_string(s->pe) + " has shown no sign of life for " + seconds + " s while " +
-               std::to_string(s->in_flight + s->given_pieces() + s->pending_gets) + " operations and " +
-               std::to_string(s->intervals.size() - 1 + (draining && s->out.unsettled())) +
-               " flushes wait for it; look at that rank's output, or raise "
-               "TSN_TIMEOUT if it is only slow" +
-               (internal_failure_.empty() ? "" : " (a packet of the network's own failed: " + internal_failure_ + ")"),
-           s->pe, what, op ? s->ops.front().remote : 0);
+      fail(
+          "PeerLost",
+          concat("PE ", s->pe, " has shown no sign of life for ", seconds, " s while ",
+                 s->in_flight + s->given_pieces() + s->pending_gets, " operations and ",
+                 s->intervals.size() - 1 + (draining && s->out.unsettled()),
+                 " flushes wait for it; look at that rank's output, or raise TSN_TIMEOUT if it is only slow",
+                 internal_failure_.empty() ? "" : " (a packet of the network's own failed: " + internal_failure_ + ")"),
+          s->pe, what, op ? s->ops.front().remote : 0);
     return;
   }
 }
@@ -483,7 +483,7 @@ bool Worker::post_shared(PeerState* s) {
 void Worker::notify_arrival(PeerState* s, uint32_t group) {
   WorkTransfer h = {WorkTransfer::arrived, s->pe, 0, 1, {}};
   h.op.group = group;
-  proxy_state_->inboxes[(size_t)thread_of(options_, s->pe)]->push(h);
+  proxy_state_->inboxes[thread_of(options_, s->pe)]->push(h);
 }
 
 // To the peer's owner: chunks that it gave are posted and complete.
@@ -495,21 +495,21 @@ void Worker::notify_completion(PeerState* s, const InFlightOp& f) {
   h.op.interval = f.interval;
   h.op.get = f.index;
   h.op.bytes = f.bytes;
-  proxy_state_->inboxes[(size_t)owner]->push(h);
+  proxy_state_->inboxes[owner]->push(h);
 }
 
 // Takes work that other threads have transferred.
 void Worker::drain_inbox() {
   inbox_->take(&transfers_);
   for (const WorkTransfer& h : transfers_) {
-    PeerState* s = peers_[(size_t)h.pe].get();
+    PeerState* s = peers_[h.pe].get();
     switch (h.kind) {
     case WorkTransfer::piece:
       s->ops.push(h.op);
       activate(s);
       break;
     case WorkTransfer::complete:
-      s->delegated[(size_t)h.worker] -= h.pieces;
+      s->delegated[h.worker] -= h.pieces;
       s->progress++;
       s->settle(h.op.interval, h.pieces);
       if (h.op.command == Command::get) finish_get(h.op.get, h.op.bytes);
@@ -517,7 +517,7 @@ void Worker::drain_inbox() {
       break;
     case WorkTransfer::arrived:
       if (!s->in.chunk(h.op.group))
-        return protocol_error(s->pe, "more data than announced for group " + std::to_string(h.op.group));
+        return protocol_error(s->pe, concat("more data than announced for group ", h.op.group));
       apply(s);
       break;
     }

@@ -81,15 +81,15 @@ public:
 
   // Excludes the PE, which may end at any time: see Proxy::exclude(). Any thread.
   void exclude(int pe) {
-    excluded_[(size_t)pe].store(true, std::memory_order_release);
+    excluded_[pe].store(true, std::memory_order_release);
     any_excluded_.store(true, std::memory_order_release);
   }
   bool any_excluded() const { return any_excluded_.load(std::memory_order_acquire); }
-  bool excluded(int pe) const { return excluded_[(size_t)pe].load(std::memory_order_acquire); }
+  bool excluded(int pe) const { return excluded_[pe].load(std::memory_order_acquire); }
 
   // Whether a flush waits for the PE. Written by its owner thread, read by any.
-  void set_awaited(int pe, bool awaited) { awaited_[(size_t)pe].store(awaited, std::memory_order_relaxed); }
-  bool awaited(int pe) const { return awaited_[(size_t)pe].load(std::memory_order_relaxed); }
+  void set_awaited(int pe, bool awaited) { awaited_[pe].store(awaited, std::memory_order_relaxed); }
+  bool awaited(int pe) const { return awaited_[pe].load(std::memory_order_relaxed); }
 
   // The reason of the owner's abort, for threads without their own failure; see Proxy::explain().
   void explain(const std::string& reason) {
@@ -194,8 +194,8 @@ public:
   // `address`: of the peer's worker that serves this PE. Throws FabricError.
   void connect(int peer, const std::string& address);
   // Bytes of the largest chunk to the peer; after connect(). Equal in all threads that serve a peer.
-  uint64_t chunk_of(int peer) const { return peers_[(size_t)peer]->chunk; }
-  void limit_chunk(int peer, uint64_t bytes) { peers_[(size_t)peer]->chunk = bytes; }
+  uint64_t chunk_of(int peer) const { return peers_[peer]->chunk; }
+  void limit_chunk(int peer, uint64_t bytes) { peers_[peer]->chunk = bytes; }
 
   // The loop; returns after stopping or failure.
   void run();

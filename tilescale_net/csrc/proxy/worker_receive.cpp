@@ -1,4 +1,5 @@
 // Peers' traffic: data to count, records to apply, acknowledgements of our own.
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/proxy/worker.h"
 #include <algorithm>
 
@@ -6,8 +7,7 @@ namespace tsn::proxy {
 
 void Worker::protocol_error(int pe, const std::string& what) {
   fail("FabricError",
-       "PE " + std::to_string(pe) + " broke the protocol: " + what +
-           "; do all ranks run the same version with the same options?",
+       concat("PE ", pe, " broke the protocol: ", what, "; do all ranks run the same version with the same options?"),
        pe, "", 0);
 }
 
@@ -20,7 +20,7 @@ bool Worker::poll_transport() {
   }
   for (Rail& r : rails_) r.full = false;
   for (int i = 0; i < n; i++) {
-    const Event& e = events_[(size_t)i];
+    const Event& e = events_[i];
     switch (e.kind) {
     case Event::done:
       on_completion((uint32_t)e.cookie);
@@ -51,13 +51,12 @@ void Worker::on_immediate(uint32_t imm) {
   PeerState* s = peers_[pe].get();
   const uint32_t low = imm & ((1u << group_bits_) - 1);
   if (staging_) {
-    if (!on_slot(s, low)) return protocol_error(s->pe, "staging slot " + std::to_string(low) + " holds no valid data");
+    if (!on_slot(s, low)) return protocol_error(s->pe, concat("staging slot ", low, " holds no valid data"));
   } else {
     s->immediates_seen++;
     stats_.chunks_in.add();
     if (s->owned_elsewhere) notify_arrival(s, low);
-    else if (!s->in.chunk(low))
-      return protocol_error(s->pe, "more data than announced for group " + std::to_string(low));
+    else if (!s->in.chunk(low)) return protocol_error(s->pe, concat("more data than announced for group ", low));
   }
   apply(s);
 }
@@ -67,7 +66,7 @@ void Worker::on_immediate(uint32_t imm) {
 // the network reports the immediate after all of the write has arrived.
 bool Worker::on_slot(PeerState* s, uint32_t slot) {
   if (slot >= s->slot_full.size() || s->slot_full[slot]) return false;
-  SlotReader pieces(staging_->slot(peer_index_[(size_t)s->pe], slot), staging_->shape().slot_bytes, bounds_);
+  SlotReader pieces(staging_->slot(peer_index_[s->pe], slot), staging_->shape().slot_bytes, bounds_);
   PieceHeader piece;
   const char* data;
   while (pieces.next(&piece, &data)) {
@@ -85,8 +84,8 @@ bool Worker::on_slot(PeerState* s, uint32_t slot) {
 }
 
 void Worker::on_message(const Event& e) {
-  if (e.peer < 0 || (size_t)e.peer >= peers_.size() || !peers_[(size_t)e.peer]) return stats_.rejected_messages.add();
-  PeerState* s = peers_[(size_t)e.peer].get();
+  if (e.peer < 0 || (size_t)e.peer >= peers_.size() || !peers_[e.peer]) return stats_.rejected_messages.add();
+  PeerState* s = peers_[e.peer].get();
   if (on_records(s, static_cast<const char*>(e.data), e.bytes)) apply(s);
 }
 
@@ -96,8 +95,7 @@ bool Worker::on_records(PeerState* s, const char* data, uint64_t bytes) {
     Record record;
     stats_.records_in.add();
     if (!read_record(data + at, bytes - at, bounds_, &record) || !on_record(s, record)) {
-      protocol_error(s->pe,
-                     "record of type " + std::to_string((int)(uint8_t)data[at]) + " is malformed or out of its window");
+      protocol_error(s->pe, concat("record of type ", (int)(uint8_t)data[at], " is malformed or out of its window"));
       return false;
     }
     if (record.type == RecordType::abort) return false;
@@ -170,7 +168,7 @@ bool Worker::on_credit(PeerState* s, const CreditRecord& credit) {
 
 void Worker::on_abort(PeerState* s, const Record& record) {
   if (proxy_state_->excluded(s->pe)) return;
-  const std::string pe = "PE " + std::to_string(s->pe);
+  const std::string pe = concat("PE ", s->pe);
   const std::string reason = printable(record.payload, record.abort.bytes);
   fail("PeerLost",
        pe + (reason.empty() ? " was aborted; look at the ranks' output for the reason"

@@ -1,4 +1,5 @@
 // From the queues to the peers: checking and numbering.
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/proxy/worker.h"
 #include <algorithm>
 
@@ -26,9 +27,9 @@ bool Worker::drain_queue(QueueState* q) {
   for (;;) {
     if (!valid(r, &why)) {
       fail("InvalidDescriptor",
-           "the proxy refused a " + std::string(name_of(r.command)) + " to PE " + std::to_string(r.pe) + ": " + why +
-               "; nothing was sent. Symmetric memory comes from tilescale_net.empty or zeros, and sizes are in "
-               "elements",
+           concat("the proxy refused a ", name_of(r.command), " to PE ", r.pe, ": ", why,
+                  "; nothing was sent. Symmetric memory comes from tilescale_net.empty or zeros, and sizes are in "
+                  "elements"),
            (int)r.pe, name_of(r.command), r.first);
       return false;
     }
@@ -51,9 +52,7 @@ bool Worker::drain_queue(QueueState* q) {
 }
 
 bool Worker::valid(const Request& r, std::string* why) const {
-  auto range = [](uint64_t offset, uint64_t bytes) {
-    return " [" + std::to_string(offset) + ", " + std::to_string(offset + bytes) + ")";
-  };
+  auto range = [](uint64_t offset, uint64_t bytes) { return concat(" [", offset, ", ", offset + bytes, ")"); };
   auto inside = [&](uint64_t offset, uint64_t bytes, const char* which) {
     if (bounds_.data(offset, bytes)) return true;
     if (offset >= kMaxOffset) // the device's code for an address outside of the heaps
@@ -62,36 +61,32 @@ bool Worker::valid(const Request& r, std::string* why) const {
                     "with tilescale_net.empty or zeros",
              false;
     *why = std::string(which) + range(offset, bytes) +
-           (offset < kSystemBytes ? " lies in the first " + std::to_string(kSystemBytes) +
-                                        " bytes of the heap, which "
-                                        "are the package's own"
-                                  : " lies outside the heap of " + std::to_string(bounds_.bytes) + " bytes");
+           (offset < kSystemBytes
+                ? concat(" lies in the first ", kSystemBytes, " bytes of the heap, which are the package's own")
+                : concat(" lies outside the heap of ", bounds_.bytes, " bytes"));
     return false;
   };
   auto word = [&](uint64_t offset) {
     if (bounds_.word(offset)) return true;
     // A descriptor holds a word's number: one that is not aligned comes as the last number there is.
     if (offset % 8 || offset == (kMaxOffset & ~7ull))
-      return *why = "the signal word" + (offset % 8 ? " at offset " + std::to_string(offset) : "") +
-                    " is not aligned to 8",
+      return *why = "the signal word" + (offset % 8 ? concat(" at offset ", offset) : "") + " is not aligned to 8",
              false;
     return inside(offset, 8, "the signal word");
   };
   const Command c = r.command;
   if (c == Command::none || (uint32_t)c >= kCommandCount)
-    return *why = "kind " + std::to_string((uint32_t)c) + " is unknown", false;
+    return *why = concat("kind ", (uint32_t)c, " is unknown"), false;
   const bool to_all = r.pe == kAllPes && (c == Command::fence || c == Command::flush || c == Command::flush_part);
   if (!to_all && (r.pe >= (uint32_t)options_.n_pes || !peers_[r.pe]))
-    return *why = r.pe >= (uint32_t)options_.n_pes ? "there are " + std::to_string(options_.n_pes) + " PEs"
+    return *why = r.pe >= (uint32_t)options_.n_pes ? concat("there are ", options_.n_pes, " PEs")
                                                    : "the PE is not reached through this queue",
            false;
   if (is_value(c)) {
     const uint64_t bytes = value_bytes(c);
     if (!inside(r.first, bytes, "the destination")) return false;
     if (r.first % bytes)
-      return *why = "a value of " + std::to_string(bytes) + " bytes at offset " + std::to_string(r.first) +
-                    " is not aligned",
-             false;
+      return *why = concat("a value of ", bytes, " bytes at offset ", r.first, " is not aligned"), false;
     return !is_value_signal(c) || word(r.signal);
   }
   switch (c) {
@@ -173,17 +168,9 @@ void Worker::enqueue_write(PeerState* s, Command command, uint64_t remote, uint6
     append_value(s, remote, memory_->host() + local, (uint32_t)bytes, group);
     stats_.inlined.add();
   } else {
-    Op& o = s->ops.add();
-    o.command = command;
-    o.group = (uint32_t)group;
-    o.interval = s->open_interval();
-    o.remote = remote;
-    o.local = local;
-    o.bytes = bytes;
-    o.chunk = chunk;
+    s->ops.add() = {command, (uint32_t)group, s->open_interval(), 0, remote, local, bytes, chunk, false};
     s->intervals.back().outstanding += pieces;
     if (!s->confirms) s->needs_flush_mark = true;
-    o.marked = false;
     activate(s);
   }
   if (marked) append_mark(s, s->out.signal(op, word, value, group, counted), true);
@@ -256,15 +243,9 @@ bool Worker::enqueue_get(QueueState* q, PeerState* s, const Request& r, uint64_t
     mark_has_messages(s);
     return true;
   }
-  Op& o = s->ops.add();
-  o.command = Command::get;
-  o.interval = s->open_interval();
-  o.get = index;
-  o.remote = r.second;
-  o.local = r.first;
-  o.bytes = r.bytes;
-  o.marked = false;
-  s->intervals.back().outstanding += pieces_of(*s, r.bytes, &o.chunk);
+  uint64_t chunk;
+  s->intervals.back().outstanding += pieces_of(*s, r.bytes, &chunk);
+  s->ops.add() = {Command::get, 0, s->open_interval(), index, r.second, r.first, r.bytes, chunk, false};
   activate(s);
   return true;
 }
@@ -277,7 +258,7 @@ int Worker::pick_rail() {
   for (uint32_t i = 0; i < n; i++) {
     const uint32_t r = next_rail_ + i < n ? next_rail_ + i : next_rail_ + i - n;
     if (rails_[r].full || rails_[r].ops >= rail_limit_) continue;
-    if (best < 0 || rails_[r].bytes < rails_[(size_t)best].bytes) best = (int)r;
+    if (best < 0 || rails_[r].bytes < rails_[best].bytes) best = (int)r;
   }
   if (best >= 0) next_rail_ = (uint32_t)best + 1 < n ? (uint32_t)best + 1 : 0;
   return best;
@@ -294,7 +275,7 @@ Worker::InFlightOp& Worker::begin_op(PeerState* s, Command command, int rail, ui
 }
 
 void Worker::commit_op(const InFlightOp& f) {
-  Rail& rail = rails_[(size_t)f.rail];
+  Rail& rail = rails_[f.rail];
   rail.ops++;
   rail.bytes += f.bytes;
   f.peer->in_flight++;
@@ -311,8 +292,8 @@ void Worker::on_post_failed(PeerState* s, Post post, Command command, uint64_t o
   }
   if (proxy_state_->excluded(s->pe)) return;
   fail("FabricError",
-       std::string(name_of(command)) + " of " + std::to_string(bytes) + " bytes to PE " + std::to_string(s->pe) +
-           " at heap offset " + std::to_string(offset) + " was refused: " + transport_->last_error(),
+       concat(name_of(command), " of ", bytes, " bytes to PE ", s->pe, " at heap offset ", offset,
+              " was refused: ", transport_->last_error()),
        s->pe, name_of(command), offset);
 }
 
@@ -326,7 +307,7 @@ bool Worker::post_next(PeerState* s, bool more) {
   if (has_imm && immediates >= s->immediate_limit) return false;
   // A doorbell that waits is rung before another rail's turn comes.
   const int rail = unrung_ >= 0 ? unrung_ : pick_rail();
-  if (rail < 0 || rails_[(size_t)rail].full) return false;
+  if (rail < 0 || rails_[rail].full) return false;
   uint32_t index;
   InFlightOp& f = begin_op(s, op.command, rail, &index);
   f.interval = op.interval;
@@ -348,12 +329,12 @@ bool Worker::post_next(PeerState* s, bool more) {
   // The doorbell waits for a chunk that only the network can delay; a delayed chunk is posted again.
   copy.more = more && properties_.doorbells && f.bytes <= kMostUnrung && (op.bytes > f.bytes || s->ops.size() > 1) &&
               immediates + 1 < s->immediate_limit && s->in_flight + 1 < peer_limit_ &&
-              rails_[(size_t)rail].ops + 1 < rail_limit_;
+              rails_[rail].ops + 1 < rail_limit_;
   const Post post = read ? transport_->post_read(copy) : transport_->post_write(copy);
   if (post != Post::ok) {
     f.peer = nullptr;
     in_flight_ops_.release(index);
-    rails_[(size_t)rail].full = true;
+    rails_[rail].full = true;
     on_post_failed(s, post, op.command, op.remote, f.bytes);
     return false;
   }
@@ -429,7 +410,7 @@ bool Worker::post_slots() {
     if (post != Post::ok) {
       f.peer = nullptr;
       in_flight_ops_.release(index);
-      rails_[(size_t)rail].full = true;
+      rails_[rail].full = true;
       on_post_failed(s, post, Command::put, 0, slot->bytes);
       break;
     }
@@ -470,7 +451,7 @@ void Worker::on_completion(uint32_t index) {
   PeerState* s = f.peer;
   f.peer = nullptr;
   in_flight_ops_.release(index);
-  Rail& rail = rails_[(size_t)f.rail];
+  Rail& rail = rails_[f.rail];
   rail.ops--;
   rail.bytes -= f.bytes;
   s->in_flight--;
@@ -515,13 +496,12 @@ void Worker::failed_event(const Event& event) {
     return;
   }
   const std::string operation = f ? name_of(f->command) : "message";
-  std::string text = operation + (pe >= 0 ? " to PE " + std::to_string(pe) : "");
-  if (f) text += " (" + std::to_string(f->bytes) + " bytes at heap offset " + std::to_string(f->offset) + ")";
-  text +=
-      " failed: " + std::string(event.text ? event.text : "no reason given") + " (" + std::to_string(event.code) + ")";
+  std::string text = operation + (pe >= 0 ? concat(" to PE ", pe) : "");
+  if (f) text += concat(" (", f->bytes, " bytes at heap offset ", f->offset, ")");
+  text += concat(" failed: ", event.text ? event.text : "no reason given", " (", event.code, ")");
   if (gone)
     text += pe < 0 ? "; the process of a PE that the network does not name seems to be gone: look at the ranks' output"
-                   : "; PE " + std::to_string(pe) + "'s process seems to be gone: look at that rank's output";
+                   : concat("; PE ", pe, "'s process seems to be gone: look at that rank's output");
   else text += "; check the link, and the provider's limits and log (FI_LOG_LEVEL=warn)";
   fail(gone ? "PeerLost" : "FabricError", text, pe, operation, f ? f->offset : 0);
 }

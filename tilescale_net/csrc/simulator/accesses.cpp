@@ -5,6 +5,7 @@
 #include "happens_before.h"
 
 #include "memory.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/device/context.h"
 
 #include <algorithm>
@@ -12,12 +13,9 @@
 
 namespace tsn::sim {
 
-namespace {
-
-std::string text(uint64_t n) { return std::to_string(n); }
-std::string pe_text(int pe) { return "PE " + std::to_string(pe); }
-
-} // namespace
+std::string HappensBefore::who(const Actor& actor) const {
+  return concat("rank ", memory_->me, " block ", actor.block, " thread ", actor.thread);
+}
 
 Stamp HappensBefore::unordered(Stamp stamp, uint32_t warp, unsigned lane) {
   if (!comes_before(stamp, warp, lane)) return stamp;
@@ -142,7 +140,7 @@ std::string HappensBefore::viewed(const Actor& actor, const void* address, uint6
                                   const char* name) {
   const int pe = memory_ && follows_ranks_ ? memory_->owner(address) : -1;
   if (pe < 0 || pe == memory_->me) return "";
-  const uint64_t offset = reinterpret_cast<uint64_t>(address) - memory_->heaps[static_cast<size_t>(pe)];
+  const uint64_t offset = reinterpret_cast<uint64_t>(address) - memory_->heaps[pe];
   Stamp mark = stamp(actor.warp, actor.lane());
   if (store) {
     const unsigned lane = actor.thread % 32;
@@ -169,9 +167,8 @@ std::string HappensBefore::viewed(const Actor& actor, const void* address, uint6
 }
 
 std::string HappensBefore::plain_access(const Actor& actor, bool store, const char* name) const {
-  return std::string(store ? "a store to " : "a load of ") + name + line(actor.line) + " by rank " +
-         std::to_string(memory_->me) + " block " + text(actor.block) + " thread " + text(actor.thread) +
-         (store ? " writes" : " reads");
+  return concat(store ? "a store to " : "a load of ", name, line(actor.line), " by ", who(actor),
+                store ? " writes" : " reads");
 }
 
 // Whether the heap holds all rows of a copy.
@@ -208,7 +205,7 @@ std::string HappensBefore::changed_word(const Actor& actor, const Event& event, 
   look(call.pe, false, offset, 8, actor, 0, found.stamp ? nullptr : &found, false, mark);
   if (!found.stamp || touch_of(found.stamp) != Touch::access) return "";
   if (!found.stores && of_host()) return ""; // the host may look at words
-  const std::string what = name(event) + " of rank " + std::to_string(memory_->me) + " to " + pe_text(call.pe);
+  const std::string what = concat(name(event), " of rank ", memory_->me, " to PE ", call.pe);
   return race(actor, what + " changes", found, call.pe, Change::signal);
 }
 
@@ -224,7 +221,7 @@ bool HappensBefore::source_is_free(uint32_t number, uint32_t warp, unsigned lane
 std::string HappensBefore::thread_of_transfer(uint32_t number) const {
   Transfer t;
   if (!memory_->find(memory_->me, whole_number(number), &t)) return "this rank";
-  return "block " + text(t.block) + " thread " + text(t.thread) + " to " + pe_text(t.pe);
+  return concat("block ", t.block, " thread ", t.thread, " to PE ", t.pe);
 }
 
 void HappensBefore::replaces(uint64_t put, uint32_t before, uint32_t warp, unsigned lane) {
@@ -234,9 +231,8 @@ void HappensBefore::replaces(uint64_t put, uint32_t before, uint32_t warp, unsig
 
 std::string HappensBefore::put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target) {
   const uint64_t bytes = static_cast<uint64_t>(call.bytes);
-  const std::string what = primitive_name(event.operation, event.scope, names_, event.line) + line(event.line) +
-                           " of rank " + std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
-                           text(actor.thread) + " to " + pe_text(call.pe);
+  const std::string what = concat(primitive_name(event.operation, event.scope, names_, event.line), line(event.line),
+                                  " of ", who(actor), " to PE ", call.pe);
   std::string wrong;
   if (all_held(call.source, call.source_pitch, call)) {
     Found found;
@@ -289,10 +285,7 @@ std::string HappensBefore::atomic(const Actor& actor, const Event& event, const 
   behind_fences_ = false;
   const bool own = touch_of(found.stamp) == Touch::access && rank_of_stamp(found.stamp) == memory_->me;
   if (!found.stamp || (own && call.pe == memory_->me)) return ""; // plain accesses of one rank are compared elsewhere
-  return race(actor,
-              name + " of rank " + std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
-                  text(actor.thread) + " to " + pe_text(call.pe) + " changes",
-              found, call.pe, Change::put);
+  return race(actor, concat(name, " of ", who(actor), " to PE ", call.pe, " changes"), found, call.pe, Change::put);
 }
 
 // Plain accesses and atomic ones of one rank to its heap are compared elsewhere.
@@ -318,10 +311,7 @@ std::string HappensBefore::compared(const Actor& actor, int rank, uint64_t offse
     const char* what = loads                         ? "an atomic load"
                        : access == WordAccess::write ? "an atomic store"
                                                      : "an atomic operation";
-    return race(actor,
-                what + line(actor.line) + " by rank " + std::to_string(memory_->me) + " block " + text(actor.block) +
-                    " thread " + text(actor.thread) + (loads ? " reads" : " changes"),
-                found, rank,
+    return race(actor, concat(what, line(actor.line), " by ", who(actor), loads ? " reads" : " changes"), found, rank,
                 loads                 ? Change::none
                 : rank == memory_->me ? Change::own
                                       : Change::store);
@@ -344,9 +334,8 @@ void HappensBefore::note_replaced(Stamp source, Stamp before) {
 
 std::string HappensBefore::got(const Actor& actor, const Event& event, const Call& call, Stamp source) {
   const uint64_t bytes = static_cast<uint64_t>(call.bytes);
-  const std::string what = primitive_name(event.operation, event.scope, names_, event.line) + line(event.line) +
-                           " of rank " + std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
-                           text(actor.thread) + " from " + pe_text(call.pe);
+  const std::string what = concat(primitive_name(event.operation, event.scope, names_, event.line), line(event.line),
+                                  " of ", who(actor), " from PE ", call.pe);
   Found found;
   call.each_row([&](const void*, const void* row) {
     look(call.pe, true, memory_->offset(row), bytes, actor, 0, &found);
@@ -421,7 +410,7 @@ std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uin
     const uint64_t offset = address - base;
     if (offset >= memory->bytes || bytes > memory->bytes - offset) continue;
     const std::string found = order.host(offset, bytes, store, name);
-    if (wrong.empty() && !found.empty()) wrong = "rank " + std::to_string(memory->me) + ": " + found;
+    if (wrong.empty() && !found.empty()) wrong = concat("rank ", memory->me, ": ", found);
   }
   return wrong;
 }
@@ -499,7 +488,7 @@ std::string alias_access(uint64_t base, const std::string& name) {
         for (to = from; to < size && is_written(to, step); to += step) {
         }
         const std::string found = to > from ? order.host(offset + from, to - from, true, name) : "";
-        if (wrong.empty() && !found.empty()) wrong = "rank " + std::to_string(memory->me) + ": " + found;
+        if (wrong.empty() && !found.empty()) wrong = concat("rank ", memory->me, ": ", found);
       }
       before += size;
     }
@@ -509,25 +498,24 @@ std::string alias_access(uint64_t base, const std::string& name) {
 
 std::string HappensBefore::name_of(const Found& found) const {
   const int rank = rank_of_stamp(found.stamp);
-  const Page& page = *memory_->pages[static_cast<size_t>(rank)];
-  const std::string of = " of rank " + std::to_string(rank) + " block ";
+  const Page& page = *memory_->pages[rank];
+  const std::string of = concat(" of rank ", rank, " block ");
   if (touch_of(found.stamp) == Touch::access) {
     const uint32_t warp = static_cast<uint32_t>(found.stamp >> 8 & 0xffff);
     const std::string site = found.site ? std::string(" ") + page.names[found.site - 1] : "";
-    if (warp == kHostWarp) return "the host of rank " + std::to_string(rank) + site;
+    if (warp == kHostWarp) return concat("the host of rank ", rank, site);
     const uint32_t per_block = page.warps_per_block ? page.warps_per_block : 1;
-    return (is_signal(found.stamp)       ? "a signal"
-            : found.stamp & kAtomicStamp ? found.stores ? "an atomic operation" : "an atomic load"
-            : found.stores               ? "a store"
-                                         : "a load") +
-           of + text(warp / per_block) + " thread " + text(warp % per_block * 32 + lane_of_access(found.stamp) % 32) +
-           site;
+    const char* what = is_signal(found.stamp)       ? "a signal"
+                       : found.stamp & kAtomicStamp ? found.stores ? "an atomic operation" : "an atomic load"
+                       : found.stores               ? "a store"
+                                                    : "a load";
+    return concat(what, of, warp / per_block, " thread ", warp % per_block * 32 + lane_of_access(found.stamp) % 32,
+                  site);
   }
   Transfer t;
-  if (!memory_->find(rank, found.stamp >> 8, &t)) return "a transfer of rank " + std::to_string(rank);
-  const std::string name = t.site < kSites ? page.names[t.site] : "a transfer";
-  return name + of + text(t.block) + " thread " + text(t.thread) +
-         (touch_of(found.stamp) == Touch::get ? " from " : " to ") + pe_text(t.pe);
+  if (!memory_->find(rank, found.stamp >> 8, &t)) return concat("a transfer of rank ", rank);
+  return concat(t.site < kSites ? page.names[t.site] : "a transfer", of, t.block, " thread ", t.thread,
+                touch_of(found.stamp) == Touch::get ? " from PE " : " to PE ", t.pe);
 }
 
 Site HappensBefore::site_of(const Actor& actor) const {
@@ -537,12 +525,11 @@ Site HappensBefore::site_of(const Actor& actor) const {
 
 std::string HappensBefore::advice(const Actor& actor, const Found& found, int owner, Change change) {
   const int rank = rank_of_stamp(found.stamp);
-  const std::string quiet = "N.quiet, or a signal of the target that it has the data and a wait for it, is missing "
-                            "between them";
+  const std::string quiet =
+      "N.quiet, or a signal of the target that it has the data and a wait for it, is missing between them";
   if (found.narrow)
     return "the scope of one does not hold the other: between ranks N.atomic_*, or N.ld and N.st with scope=\"sys\", "
-           "are "
-           "needed on both sides (T.atomic_* have the scope of the GPU)";
+           "are needed on both sides (T.atomic_* have the scope of the GPU)";
   const bool words = is_signal(found.stamp) || change == Change::signal;
   const bool of_host = touch_of(found.stamp) == Touch::access && (found.stamp >> 8 & 0xffff) == kHostWarp;
   if (words && (of_host || actor.warp == kHostWarp))
@@ -552,19 +539,19 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
   const bool to_owner = rank == owner && (change == Change::put || change == Change::store);
   const std::string changes = change == Change::put ? "put" : "store";
   const auto too_early = [&](const std::string& what) {
-    return to_owner ? "; or " + pe_text(rank) + " " + what + "s before it has waited for the " + changes +
-                          ": a wait before that " + what + " is missing"
+    return to_owner ? concat("; or PE ", rank, " ", what, "s before it has waited for the ", changes,
+                             ": a wait before that ", what, " is missing")
                     : "";
   };
   Transfer t;
   const bool transfer = touch_of(found.stamp) != Touch::access && memory_->find(rank, found.stamp >> 8, &t);
-  if (!transfer && rank == memory_->me) return "T.sync_threads() or another synchronisation is missing between them";
   if (!transfer || touch_of(found.stamp) == Touch::get) {
     if (rank == memory_->me) return "T.sync_threads() or another synchronisation is missing between them";
     const std::string what = transfer ? "get" : found.stores ? "store" : "load";
-    return "a signal of " + pe_text(rank) + " after the " + what +
-           ", sent after all of its threads are there (T.sync_threads), and a wait for it are missing between them" +
-           too_early(what);
+    return concat(
+        "a signal of PE ", rank, " after the ", what,
+        ", sent after all of its threads are there (T.sync_threads), and a wait for it are missing between them",
+        too_early(what));
   }
   if (rank == memory_->me && found.stores)
     return "N.quiet, or a signal after a fence (or of N.put_signal) and a wait for it, is missing between them";
@@ -573,24 +560,25 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
   if (rank == memory_->me) return quiet;
   if (t.pe != owner) return quiet + too_early("put");
   // The reverse: the put may belong to a later round than the access.
-  const std::string early_put = owner == memory_->me ? "; or the put comes too early: a signal of " + pe_text(owner) +
-                                                           " when it is done with these bytes, and a wait for it "
-                                                           "before the put, are missing"
-                                                     : "";
+  const std::string early_put =
+      owner == memory_->me ? concat("; or the put comes too early: a signal of PE ", owner,
+                                    " when it is done with these bytes, and a wait for it before the put, are missing")
+                           : "";
   const Known& known = known_to(at(actor.warp), actor.lane());
   if (t.word != kNoWord) {
     const Key key = clock_key(Part::carried, rank, t.warp, t.pe, t.word);
     const State& own = at(actor.warp);
     for (unsigned lane = 0; own.lanes && owner == memory_->me && lane < kEveryLane; ++lane)
       if (epoch_of(known_to(own, lane), key) >= t.epoch)
-        return "lane " + text(lane) + " has waited for its signal, this one has not: N.wait_warp, or T.sync_warp() " +
-               "after the wait, is missing";
+        return concat(
+            "lane ", lane,
+            " has waited for its signal, this one has not: N.wait_warp, or T.sync_warp() after the wait, is missing");
     for (const auto& entry : warps_)
       if (owner == memory_->me && epoch_of(entry.second.known, key) >= t.epoch)
-        return place(entry.first) + " has waited for its signal, this thread has not: N.wait_block, or " +
-               "T.sync_threads() after the wait, is missing";
-    return "a wait for its signal, the word at heap offset " + text(t.word * 8) + ", is missing between them" +
-           early_put;
+        return place(entry.first) + " has waited for its signal, this thread has not: N.wait_block, or "
+                                    "T.sync_threads() after the wait, is missing";
+    return concat("a wait for its signal, the word at heap offset ", t.word * 8, ", is missing between them",
+                  early_put);
   }
   for (uint64_t lane = 1; t.lane && lane < kAllLanes; ++lane)
     if (epoch_of(known, clock_key(Part::done, rank, t.warp, t.pe, lane)) >= t.epoch)
@@ -601,18 +589,18 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
   if (fenced && !t.lane && steps_known(known, rank, t.warp, t.thread % 32) >= t.epoch)
     return "T.sync_warp() or T.sync_threads() is missing between the put, which all lanes make, and N.fence or N.quiet";
   if (steps_known(known, rank, t.warp, t.lane ? t.lane - 1 : kEveryLane) >= t.epoch)
-    return "N.fence(" + std::to_string(t.pe) + ") is missing after the " +
-           (t.atomic ? "atomic operation and before the signal" : "put and before the signal (or use N.put_signal)");
+    return concat("N.fence(", t.pe, ") is missing after the ",
+                  t.atomic ? "atomic operation and before the signal"
+                           : "put and before the signal (or use N.put_signal)");
   return "a signal after the put and a fence, and a wait for it, are missing between them" + early_put;
 }
 
 std::string HappensBefore::race(const Actor& actor, const std::string& what, const Found& found, int owner,
                                 Change change) {
   const bool writes = change != Change::none, other_writes = found.stores;
-  return what + " " + describe_range(memory_->base + found.begin, found.end - found.begin) + " of rank " +
-         std::to_string(owner) + ", which " + name_of(found) + (other_writes ? " writes" : " reads") +
-         (writes && other_writes ? " too" : "") +
-         ", and nothing orders the two: " + advice(actor, found, owner, change);
+  return concat(what, " ", describe_range(memory_->base + found.begin, found.end - found.begin), " of rank ", owner,
+                ", which ", name_of(found), other_writes ? " writes" : " reads", writes && other_writes ? " too" : "",
+                ", and nothing orders the two: ", advice(actor, found, owner, change));
 }
 
 } // namespace tsn::sim

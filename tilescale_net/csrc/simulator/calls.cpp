@@ -3,6 +3,7 @@
 #include <stdio.h>
 
 #include "grid.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/device/context.h"
 #include "tilescale_net/device/types.h"
 
@@ -51,8 +52,7 @@ void Grid::compare_calls(const Fiber& other) {
   const Fiber& caller = self.announced ? self : other;
   const Fiber& partner = self.announced ? other : self;
   const char* who = caller.call.scope == 1 ? "warp" : "block";
-  const std::string threads =
-      " thread " + std::to_string(caller.view.linear) + " and thread " + std::to_string(partner.view.linear);
+  const std::string threads = concat(" thread ", caller.view.linear, " and thread ", partner.view.linear);
   if (partner.announced && partner.call.operation == caller.call.operation)
     fail(Failure::kernel, call_of(caller) + " is called with unequal arguments by threads of one " + who + ":" +
                               threads + " give " + difference(caller.call, partner.call));
@@ -62,9 +62,8 @@ void Grid::compare_calls(const Fiber& other) {
 
 std::string Grid::latest_call(const Fiber& fiber) const {
   if (!fiber.call.operation) return "its beginning";
-  const std::string line = line_of(fiber.call_line);
   return primitive_name(fiber.call.operation, fiber.call.scope, launch_.names, fiber.call_line) +
-         (line.empty() ? "" : " (" + line + ")");
+         in_brackets(launch_.lines, fiber.call_line);
 }
 
 void Grid::announce(const Call& call) {
@@ -129,7 +128,7 @@ void Grid::note_unfollowed(const Call& call) {
   RaceMemory* memory = heap_;
   if (!memory) return;
   for (int pe = 0; pe < memory->ranks(); ++pe) {
-    const bool mapped = memory->heaps[static_cast<size_t>(pe)];
+    const bool mapped = memory->heaps[pe];
     const bool sends = call.operation == kOpSignal || call.operation == kOpPutSignal;
     if (mapped || !((sends && pe == call.pe) || call.operation == kOpBarrier)) continue;
     Message message{};
@@ -288,12 +287,12 @@ void Grid::meet_block(int id, int count, bool arrive_only, bool orders) {
   Fiber& self = *running_;
   const bool puts = self.announced && (self.call.operation == kOpPut || self.call.operation == kOpPutSignal);
   if (count <= 0) count = static_cast<int>(threads_per_block_);
-  if (id < 0 || id > 15) fail(Failure::kernel, "barrier " + std::to_string(id) + " does not exist; there are 16");
+  if (id < 0 || id > 15) fail(Failure::kernel, concat("barrier ", id, " does not exist; there are 16"));
   Barrier& barrier = self.block->barriers[id];
   if (barrier.arrived == 0) barrier.expected = count;
   if (barrier.expected != count)
-    fail(Failure::kernel, "barrier " + std::to_string(id) + " is used with " + std::to_string(count) +
-                              " threads while others wait there for " + std::to_string(barrier.expected));
+    fail(Failure::kernel,
+         concat("barrier ", id, " is used with ", count, " threads while others wait there for ", barrier.expected));
   if (id == 0 && !barrier.waiting.empty()) compare_calls(*barrier.waiting.front());
   ++barrier.arrived;
   if (arrive_only && order_) barrier.passed.push_back(warp_number(self));
@@ -339,9 +338,9 @@ uint64_t Grid::block_vote(VoteOp op, uint64_t value) {
 
 void Grid::grid_barrier() {
   if (blocks_ > launch_.resident_blocks)
-    fail(Failure::kernel, "a grid barrier needs all " + std::to_string(blocks_) +
-                              " blocks to be resident, but the simulated GPU holds " +
-                              std::to_string(launch_.resident_blocks) + " (TSN_SIM_SMS sets its size)");
+    fail(Failure::kernel,
+         concat("a grid barrier needs all ", blocks_, " blocks to be resident, but the simulated GPU holds ",
+                launch_.resident_blocks, " (TSN_SIM_SMS sets its size)"));
   if (++grid_arrived_ == blocks_ * threads_per_block_) {
     grid_arrived_ = 0;
     meet(grid_waiting_, {});

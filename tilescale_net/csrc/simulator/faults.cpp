@@ -1,4 +1,5 @@
 #include "fiber.h"
+#include "tilescale_net/csrc/common/text.h"
 
 #include "grid.h"
 
@@ -107,17 +108,10 @@ FaultGuard::~FaultGuard() {
 }
 
 namespace {
-std::string text(const Index3& i) {
-  return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
-}
+std::string text(const Index3& i) { return concat("(", i.x, ", ", i.y, ", ", i.z, ")"); }
 } // namespace
 
 std::string Grid::block_name(const Block& block) const { return "block " + text(block.threads[0].view.block_idx); }
-
-std::string Grid::line_of(int number) const {
-  const bool known = number >= 0 && static_cast<size_t>(number) < launch_.lines.size();
-  return known ? launch_.lines[static_cast<size_t>(number)] : "";
-}
 
 std::string Grid::where(const Fiber& fiber) const {
   return "block " + text(fiber.view.block_idx) + " thread " + text(fiber.view.thread_idx);
@@ -169,9 +163,8 @@ void Grid::describe_fault() {
 std::string Grid::never_started() const {
   const uint64_t blocks = std::max(starved_, blocks_ - started_);
   if (!blocks) return "";
-  return std::to_string(blocks) + " of " + std::to_string(blocks_) + " blocks never started, because only " +
-         std::to_string(launch_.resident_blocks) +
-         " are resident at a time on the simulated GPU (TSN_SIM_SMS sets its size)";
+  return concat(blocks, " of ", blocks_, " blocks never started, because only ", launch_.resident_blocks,
+                " are resident at a time on the simulated GPU (TSN_SIM_SMS sets its size)");
 }
 
 std::string Grid::describe_deadlock() const {
@@ -189,8 +182,8 @@ std::string Grid::describe_deadlock() const {
     for (const Fiber& fiber : block->threads) {
       ended += fiber.state == State::done;
       if (fiber.state == State::yielded) {
-        const std::string line = line_of(fiber.view.site);
-        ++polling[(fiber.view.at_mbarrier ? "at T.barrier_wait" : "polling") + (line.empty() ? "" : " (" + line + ")")];
+        ++polling[(fiber.view.at_mbarrier ? "at T.barrier_wait" : "polling") +
+                  in_brackets(launch_.lines, fiber.view.site)];
         at_mbarrier = at_mbarrier || fiber.view.at_mbarrier;
       }
       at_grid += fiber.state == State::grid_barrier;
@@ -203,9 +196,9 @@ std::string Grid::describe_deadlock() const {
       const Barrier& barrier = block->barriers[id];
       if (!barrier.arrived) continue;
       const bool called = id == 0 && !barrier.waiting.empty() && barrier.waiting.front()->announced;
-      const std::string plain = id ? "named barrier " + std::to_string(id) : "__syncthreads";
-      add(std::to_string(barrier.arrived) + " of " + std::to_string(barrier.expected) + " threads at " +
-          (called ? call_of(*barrier.waiting.front()) : plain));
+      const std::string plain = id ? concat("named barrier ", id) : "__syncthreads";
+      add(concat(barrier.arrived, " of ", barrier.expected, " threads at ",
+                 called ? call_of(*barrier.waiting.front()) : plain));
     }
     if (in_warp) {
       char mask[96];
@@ -213,16 +206,15 @@ std::string Grid::describe_deadlock() const {
                lane->mask);
       add(mask + (lane->announced ? ", at " + call_of(*lane) : std::string()) + ")");
     }
-    if (at_grid) add(std::to_string(at_grid) + " at the grid barrier");
-    for (const auto& [where, threads] : polling) add(std::to_string(threads) + " " + where);
-    if (ended) add(std::to_string(ended) + " ended");
+    if (at_grid) add(concat(at_grid, " at the grid barrier"));
+    for (const auto& [where, threads] : polling) add(concat(threads, " ", where));
+    if (ended) add(concat(ended, " ended"));
     out += parts;
   }
   if (!never_started().empty()) out += "; " + never_started();
   if (at_mbarrier)
-    out +=
-        "; a T.barrier_arrive is missing, or a wait has the wrong parity: T.barrier_wait(b, k % 2) waits for phase k "
-        "of b, counted from 0";
+    out += "; a T.barrier_arrive is missing, or a wait has the wrong parity: T.barrier_wait(b, k % 2) waits for phase "
+           "k of b, counted from 0";
   return out;
 }
 

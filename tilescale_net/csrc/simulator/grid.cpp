@@ -1,4 +1,6 @@
 #include "grid.h"
+#include "tilescale_net/csrc/common/clock.h"
+#include "tilescale_net/csrc/common/text.h"
 
 #include "fiber.h"
 #include "live_state.h"
@@ -27,12 +29,6 @@ constexpr uint64_t kLagLimitNs = 20'000'000; // longest lag if others never stop
 constexpr uint64_t kCheckNs = 50'000'000;    // between two checks for an interrupt
 // Threads in flight unless more are needed: their stacks and states then stay in the cache.
 constexpr uint64_t kThreadsInFlight = 2048;
-
-uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1000000000ull + static_cast<uint64_t>(t.tv_nsec);
-}
 
 char* aligned(char* p, size_t alignment) {
   return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + alignment - 1) & ~(alignment - 1));
@@ -70,10 +66,7 @@ std::set<std::string> Grid::gaps() const {
   return gaps;
 }
 
-void Grid::note_gap(Gap gap) {
-  const std::string line = line_of(running_->view.site);
-  gaps_.insert(gap_text(gap, line.empty() ? "" : " (" + line + ")"));
-}
+void Grid::note_gap(Gap gap) { gaps_.insert(gap_text(gap, in_brackets(launch_.lines, running_->view.site))); }
 
 Grid::~Grid() {
   report_stall(false);
@@ -344,9 +337,8 @@ void Grid::check_shared(Block& block) {
     const bool before = shared[-static_cast<ptrdiff_t>(i) - 1] != kStripByte;
     if (!before && shared[launch_.shared_bytes + i] == kStripByte) continue;
     failure_ = Failure::out_of_bounds;
-    message_ = block_name(block) + " wrote outside its shared memory: " + std::to_string(i) + " bytes " +
-               (before ? "before its start" : "past its end") + " (it has " + std::to_string(launch_.shared_bytes) +
-               " bytes)";
+    message_ = concat(block_name(block), " wrote outside its shared memory: ", i, " bytes ",
+                      before ? "before its start" : "past its end", " (it has ", launch_.shared_bytes, " bytes)");
     return;
   }
 }
@@ -372,9 +364,8 @@ void Grid::report_stall(bool waits) {
   stall_began_ns_ = one.since_ns;
   waits = waits && same;
   if (waits && !page.stalled) {
-    const bool known = one.line >= 0 && static_cast<size_t>(one.line) < launch_.lines.size();
-    const std::string line = known ? " (" + launch_.lines[static_cast<size_t>(one.line)] + ")" : "";
-    page.stalled_site = heap_->site(primitive_name(one.subject.operation, 0, launch_.names, one.line) + line);
+    page.stalled_site = heap_->site(primitive_name(one.subject.operation, 0, launch_.names, one.line) +
+                                    in_brackets(launch_.lines, one.line));
     page.stalled_word = heap_->offset(one.subject.word);
   }
   if (waits || page.stalled) __atomic_store_n(&page.stalled, waits ? page.stalled + 1 : 0, __ATOMIC_RELEASE);

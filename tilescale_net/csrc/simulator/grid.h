@@ -130,7 +130,7 @@ public:
   Failure failure() const { return failure_; }
   const std::string& message() const { return message_; }
   // The line of the author's code that failed in a thread, or empty.
-  std::string line() const { return line_of(failed_at_); }
+  std::string line() const { return entry_at(launch_.lines, failed_at_); }
   // All ranks wait for each other, as a remark for the error of a wait; else empty.
   std::string deadlock() const { return heap_ ? heap_->deadlock() : ""; }
   // Blocks that could not start while all others waited, as a remark for errors; empty without any.
@@ -211,7 +211,6 @@ private:
   void report_stall(bool waits);
   void check_shared(Block& block);
   void describe_fault();
-  std::string line_of(int number) const;
   std::string block_name(const Block& block) const;
   std::string describe_deadlock() const;
 

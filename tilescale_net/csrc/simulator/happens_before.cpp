@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "rules.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/device/add_mailbox.h"
 #include "tilescale_net/device/context.h"
 
@@ -18,8 +19,8 @@ std::string primitive_name(uint32_t operation, uint32_t scope) {
 }
 
 std::string primitive_name(uint32_t operation, uint32_t scope, const std::vector<std::string>& names, int line) {
-  const bool typed = line >= 0 && static_cast<size_t>(line) < names.size() && !names[static_cast<size_t>(line)].empty();
-  return typed ? names[static_cast<size_t>(line)] : primitive_name(operation, scope);
+  const std::string typed = entry_at(names, line);
+  return typed.empty() ? primitive_name(operation, scope) : typed;
 }
 
 HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines,
@@ -33,8 +34,7 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
   const size_t me = static_cast<size_t>(memory_->me);
   memory_->ended[me] = first_epoch_ - 1;
   for (int r = 0; r < memory_->ranks(); ++r)
-    start->emplace_back(clock_key(Part::all, r),
-                        r == memory_->me ? memory_->flushed : memory_->ended[static_cast<size_t>(r)]);
+    start->emplace_back(clock_key(Part::all, r), r == memory_->me ? memory_->flushed : memory_->ended[r]);
   start->emplace_back(clock_key(Part::ended, memory_->me), memory_->ended[me]);
   if (follows_ranks_)
     memory_->receive(memory_->me,
@@ -204,9 +204,9 @@ std::string HappensBefore::use(const Event& event, const Call& call) {
   const auto made = uses_.try_emplace({call.signal, call.pe}, Use{event, call.add});
   const Use& first = made.first->second;
   if (first.add == call.add) return "";
-  return name(event) + (call.add ? " adds to" : " sets") + " the signal word at heap offset " +
-         std::to_string(memory_ ? memory_->offset(call.signal) : 0) + " of PE " + std::to_string(call.pe) + ", which " +
-         name(first.event) + (first.add ? " adds to" : " sets") + ": one word is either set or added to; use two words";
+  return concat(name(event), call.add ? " adds to" : " sets", " the signal word at heap offset ",
+                memory_ ? memory_->offset(call.signal) : 0, " of PE ", call.pe, ", which ", name(first.event),
+                first.add ? " adds to" : " sets", ": one word is either set or added to; use two words");
 }
 
 std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* word) const {
@@ -217,9 +217,9 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
     const bool own = stamp < kParting && touch_of(stamp) == Touch::access && rank_of_stamp(stamp) == memory_->me &&
                      !is_signal(stamp) && !(stamp & kAtomicStamp);
     if (own && stamp >> 32 >= first_epoch_)
-      return name(event) + " waits for the signal word at heap offset " + std::to_string(offset) + ", to which " +
-             place(static_cast<uint32_t>(stamp >> 8 & 0xffff)) +
-             " stores in the same kernel: signal words are changed by signals only; zero them on the host";
+      return concat(name(event), " waits for the signal word at heap offset ", offset, ", to which ",
+                    place(static_cast<uint32_t>(stamp >> 8 & 0xffff)),
+                    " stores in the same kernel: signal words are changed by signals only; zero them on the host");
   }
   return "";
 }
@@ -228,8 +228,7 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
 void HappensBefore::enter_barrier(const Actor& actor, unsigned lane) {
   if (!follows_ranks_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp), lane));
   for (int pe = 0; follows_ranks_ && pe < memory_->ranks(); ++pe)
-    if (!memory_->heaps[static_cast<size_t>(pe)])
-      memory_->send(pe, message(actor.warp, actor.lane(), pe, nullptr, false, 0));
+    if (!memory_->heaps[pe]) memory_->send(pe, message(actor.warp, actor.lane(), pe, nullptr, false, 0));
   turn(at(actor.warp), at(actor.warp).known);
 }
 
@@ -241,8 +240,8 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call, bool done
   const auto together = puts ? block_puts_.find(actor.warp) : block_puts_.end();
   const bool of_block = together != block_puts_.end();
   if (of_block) event.epoch = together->second;
-  const bool far = memory_ && call.pe >= 0 && call.pe < memory_->ranks() &&
-                   !memory_->heaps[static_cast<size_t>(call.pe)]; // reached by the proxy
+  const bool far =
+      memory_ && call.pe >= 0 && call.pe < memory_->ranks() && !memory_->heaps[call.pe]; // reached by the proxy
   std::string wrong;
   switch (call.operation) {
   case kOpPut:
@@ -326,10 +325,9 @@ std::string HappensBefore::passed() const {
     const bool has_signals = it != inbox.words.end();
     if (!has_signals || !it->second.passes(value, reached, now[i], memory_->me, event.warp, event.lane, event.epoch))
       continue;
-    return name(event) + " waits until the signal word at heap offset " + std::to_string(memory_->offset(signal)) +
-           " is " + std::to_string(value) +
-           " exactly, and nothing orders the wait before a signal by which it may go on to another value: then it "
-           "never ends; wait for at least (\"ge\") the value";
+    return concat(name(event), " waits until the signal word at heap offset ", memory_->offset(signal), " is ", value,
+                  " exactly, and nothing orders the wait before a signal by which it may go on to another value: then "
+                  "it never ends; wait for at least (\"ge\") the value");
   }
   return "";
 }
@@ -339,9 +337,9 @@ std::string HappensBefore::end() const {
   for (const auto& entry : puts_)
     for (const Put& put : entry.second)
       if (put.beside)
-        return name(put.event) + " to PE " + std::to_string(put.event.pe) +
-               " comes before no fence or quiet: nothing orders it before " + name(put.fence) +
-               "; T.sync_threads() or another synchronisation is missing between them";
+        return concat(name(put.event), " to PE ", put.event.pe,
+                      " comes before no fence or quiet: nothing orders it before ", name(put.fence),
+                      "; T.sync_threads() or another synchronisation is missing between them");
   for (const auto& entry : waits_) {
     const std::string wrong = stored_plainly(entry.second, entry.first);
     if (!wrong.empty()) return wrong;
@@ -355,12 +353,7 @@ void HappensBefore::add_gaps(std::set<std::string>& gaps) const {
 }
 
 std::string HappensBefore::place(uint32_t warp) const {
-  return "block " + std::to_string(warp / warps_per_block_) + " warp " + std::to_string(warp % warps_per_block_);
-}
-
-std::string HappensBefore::line(int number) const {
-  if (number < 0 || static_cast<size_t>(number) >= lines_.size()) return "";
-  return " (" + lines_[static_cast<size_t>(number)] + ")";
+  return concat("block ", warp / warps_per_block_, " warp ", warp % warps_per_block_);
 }
 
 std::string HappensBefore::name(const Event& event) const {
@@ -551,7 +544,7 @@ std::string HappensBefore::word(const Actor& actor, const void* address, uint64_
     owner = memory_->holds(address) ? memory_->me : memory_->owner(address);
     shared = owner >= 0 && (owner != memory_->me || offset >= kSystemBytes);
     if (shared) {
-      const uint64_t base = owner == memory_->me ? memory_->base : memory_->heaps[static_cast<size_t>(owner)];
+      const uint64_t base = owner == memory_->me ? memory_->base : memory_->heaps[owner];
       const uint64_t at = reinterpret_cast<uint64_t>(address) - base;
       if (writes && !follows_ranks_) memory_->leave_unknown(address);
       if (follows_ranks_ && bytes) wrong = compared(actor, owner, at, bytes, access, scope);
@@ -692,7 +685,7 @@ Message HappensBefore::left_in(uint32_t warp, unsigned lane, int owner, const vo
     left = {known, join(join(known, stores), std::make_shared<Clock>(fenced_puts(known, owner)))};
   }
   Message out{};
-  const uint64_t base = owner == memory_->me ? memory_->base : memory_->heaps[static_cast<size_t>(owner)];
+  const uint64_t base = owner == memory_->me ? memory_->base : memory_->heaps[owner];
   out.word = (reinterpret_cast<uint64_t>(address) - base) / 8;
   out.byte = static_cast<uint8_t>((reinterpret_cast<uint64_t>(address) - base) % 8);
   out.rank = memory_->me;
@@ -723,7 +716,7 @@ Known HappensBefore::acquired_by_word(int rank, uint64_t offset) {
 }
 
 Known HappensBefore::polled_by_word(int rank, const Polled& load, const Ends& ends, const Known& before) {
-  const uint64_t base = rank == memory_->me ? memory_->base : memory_->heaps[static_cast<size_t>(rank)];
+  const uint64_t base = rank == memory_->me ? memory_->base : memory_->heaps[rank];
   const uint64_t offset = address_of(load.address) - base;
   if (!follows_ranks_) return acquired_by_word(rank, offset);
   int64_t now = load.value(ends);

@@ -48,6 +48,15 @@ struct Polled {
 constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more warp
 constexpr size_t kMaxCarried = 1 << 14;       // entries of a clock that a signal carries
 
+// An entry of a launch's lines or names, and the same in brackets behind a text; "" if unknown.
+inline std::string entry_at(const std::vector<std::string>& table, int line) {
+  return line >= 0 && static_cast<size_t>(line) < table.size() ? table[line] : "";
+}
+inline std::string in_brackets(const std::vector<std::string>& table, int line) {
+  const std::string entry = entry_at(table, line);
+  return entry.empty() ? "" : " (" + entry + ")";
+}
+
 // The author's name: put_block, fence, …
 std::string primitive_name(uint32_t operation, uint32_t scope);
 // The name that the author typed at a line, if known.
@@ -259,12 +268,13 @@ private:
             bool keep_unordered = false, Stamp own = 0);
   std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, Change change);
   Site site_of(const Actor& actor) const;
-  // Text of a plain access.
+  // Text of an acting thread of this rank, and of a plain access.
+  std::string who(const Actor& actor) const;
   std::string plain_access(const Actor& actor, bool store, const char* name) const;
   std::string name_of(const Found& found) const;
   std::string advice(const Actor& actor, const Found& found, int owner, Change change);
   std::string name(const Event& event) const;
-  std::string line(int number) const;
+  std::string line(int number) const { return in_brackets(lines_, number); }
   std::string place(uint32_t warp) const;
 
   unsigned warps_per_block_;

@@ -1,4 +1,5 @@
 #include "kernel.h"
+#include "tilescale_net/csrc/common/text.h"
 
 #include "live_state.h"
 #include "remote.h"
@@ -28,14 +29,12 @@ const Api kApi = {
     [] { grid().grid_barrier(); },
     [](int id, size_t bytes) { return grid().static_shared(id, bytes); },
     [](const char* name, int64_t offset, uint64_t bytes, uint64_t extent) {
-      grid().fail(Failure::out_of_bounds, std::string(name) + ": access to " + std::to_string(bytes) +
-                                              " bytes at byte offset " + std::to_string(offset) + ", but it has " +
-                                              std::to_string(extent) + " bytes");
+      grid().fail(Failure::out_of_bounds, concat(name, ": access to ", bytes, " bytes at byte offset ", offset,
+                                                 ", but it has ", extent, " bytes"));
     },
     [](const char* name, int axis, int64_t index, int64_t extent) {
-      grid().fail(Failure::out_of_bounds, std::string(name) + ": index " + std::to_string(index) + " on axis " +
-                                              std::to_string(axis) + " is outside of its extent of " +
-                                              std::to_string(extent));
+      grid().fail(Failure::out_of_bounds,
+                  concat(name, ": index ", index, " on axis ", axis, " is outside of its extent of ", extent));
     },
     [](const char* message) { grid().fail(Failure::kernel, message); },
     [](const char* text) {

@@ -140,9 +140,7 @@ std::vector<SentSignal> sent_signals(size_t most) {
   std::lock_guard<std::mutex> lock(l.mutex);
   std::vector<SentSignal> out;
   for (const auto& [key, s] : l.sent) {
-    const bool known = s.lines && s.line >= 0 && static_cast<size_t>(s.line) < s.lines->size();
-    out.push_back({key.first, key.second, s.count, s.value, s.at_ns,
-                   known ? (*s.lines)[static_cast<size_t>(s.line)] : std::string()});
+    out.push_back({key.first, key.second, s.count, s.value, s.at_ns, s.lines ? entry_at(*s.lines, s.line) : ""});
   }
   std::sort(out.begin(), out.end(), [](const SentSignal& a, const SentSignal& b) { return a.at_ns < b.at_ns; });
   if (out.size() > most) out.erase(out.begin(), out.end() - static_cast<ptrdiff_t>(most));
@@ -176,7 +174,7 @@ std::unique_ptr<Tracer> the_tracer;
 
 // A launch table's entry for a thread's current line.
 uint32_t here(const Thread& t, const std::vector<uint32_t>& table) {
-  return t.site >= 0 && static_cast<size_t>(t.site) < table.size() ? table[static_cast<size_t>(t.site)] : 0;
+  return t.site >= 0 && static_cast<size_t>(t.site) < table.size() ? table[t.site] : 0;
 }
 
 TraceEvent event_here(TraceKind kind) {

@@ -1,4 +1,5 @@
 #include "local_accesses.h"
+#include "tilescale_net/csrc/common/text.h"
 
 #include "rules.h"
 
@@ -166,14 +167,11 @@ std::string LocalAccesses::stored() {
   return same ? "" : text(race);
 }
 
-std::string LocalAccesses::line(unsigned site) const {
-  return site && site <= lines_.size() && !lines_[site - 1].empty() ? " (" + lines_[site - 1] + ")" : "";
-}
+std::string LocalAccesses::line(unsigned site) const { return in_brackets(lines_, static_cast<int>(site) - 1); }
 
 std::string LocalAccesses::thread_of(uint64_t stamp) const {
   const uint32_t warp = warp_of_stamp(stamp);
-  return "block " + std::to_string(warp / warps_per_block_) + " thread " +
-         std::to_string(warp % warps_per_block_ * 32 + lane_of_stamp(stamp));
+  return concat("block ", warp / warps_per_block_, " thread ", warp % warps_per_block_ * 32 + lane_of_stamp(stamp));
 }
 
 std::string LocalAccesses::text(const Race& race) const {
@@ -201,18 +199,18 @@ std::string LocalAccesses::text(const Race& race) const {
                            : "a barrier of the grid, or another synchronisation of the two blocks (a release and an "
                              "acquire of scope \"gpu\"; relaxed accesses order nothing), is missing";
   const std::string second = verb(other & kLocalAtomic, stored, other_name);
-  return verb(access >= LocalAccess::atomic, access == LocalAccess::store || access == LocalAccess::atomic, name) +
-         where + line(static_cast<unsigned>(info >> 48)) + " by " + thread_of(own) + " touches bytes " +
-         std::to_string(base ? begin - address_of(base) : 0) + " to " +
-         std::to_string((base ? begin - address_of(base) : 0) +
-                        static_cast<uint64_t>(__builtin_popcountll(other & kLocalMask))) +
-         (is_call(name) ? access == LocalAccess::store ? " of its destination" : " of its source" : " of it") +
-         ", and so does " + second + line(static_cast<unsigned>(other_info >> 48)) + " by " +
-         (is_local_put(other) ? order_.thread_of_transfer(epoch_of_stamp(other)) : thread_of(other)) +
-         ", and nothing orders the two: " + advice + " between them" +
-         (all_store ? "; or, where they all store at a time, one thread is to store (if tx == 0), or N.benign_race "
-                      "declares that any of the values will do"
-                    : "");
+  return concat(
+      verb(access >= LocalAccess::atomic, access == LocalAccess::store || access == LocalAccess::atomic, name), where,
+      line(static_cast<unsigned>(info >> 48)), " by ", thread_of(own), " touches bytes ",
+      base ? begin - address_of(base) : 0, " to ",
+      (base ? begin - address_of(base) : 0) + static_cast<uint64_t>(__builtin_popcountll(other & kLocalMask)),
+      is_call(name) ? access == LocalAccess::store ? " of its destination" : " of its source" : " of it",
+      ", and so does ", second, line(static_cast<unsigned>(other_info >> 48)), " by ",
+      is_local_put(other) ? order_.thread_of_transfer(epoch_of_stamp(other)) : thread_of(other),
+      ", and nothing orders the two: ", advice, " between them",
+      all_store ? "; or, where they all store at a time, one thread is to store (if tx == 0), or N.benign_race "
+                  "declares that any of the values will do"
+                : "");
 }
 
 } // namespace tsn::sim

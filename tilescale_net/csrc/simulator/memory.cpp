@@ -1,4 +1,5 @@
 #include "memory.h"
+#include "tilescale_net/csrc/common/text.h"
 
 #include <map>
 #include <mutex>
@@ -60,22 +61,22 @@ std::string check_range(uint64_t address, uint64_t bytes) {
   const auto heap = find(heaps, address);
   if (heap == heaps.end() || bytes == 0) return "";
   const uint64_t offset = address - heap->first;
-  const std::string range = std::to_string(bytes) + " bytes at heap offset " + std::to_string(offset);
+  const std::string range = concat(bytes, " bytes at heap offset ", offset);
   const auto allocation = find(allocations, address);
   if (allocation == allocations.end()) {
     auto before = allocations.upper_bound(address);
     if (before == allocations.begin() || (--before)->first < heap->first)
       return range + " lie in no live allocation of the symmetric heap";
     const uint64_t past = address - before->first - before->second.bytes;
-    return range + " lie in no live allocation of the symmetric heap; they begin " + std::to_string(past) +
-           " bytes past the end of " + before->second.name + " (" + std::to_string(before->second.bytes) +
-           " bytes at heap offset " + std::to_string(before->first - heap->first) + ")";
+    return concat(range, " lie in no live allocation of the symmetric heap; they begin ", past,
+                  " bytes past the end of ", before->second.name, " (", before->second.bytes, " bytes at heap offset ",
+                  before->first - heap->first, ")");
   }
   const uint64_t inside = address - allocation->first;
   if (bytes <= allocation->second.bytes - inside) return "";
-  return range + " run " + std::to_string(inside + bytes - allocation->second.bytes) + " bytes past the end of " +
-         allocation->second.name + " (" + std::to_string(allocation->second.bytes) + " bytes at heap offset " +
-         std::to_string(allocation->first - heap->first) + ")";
+  return concat(range, " run ", inside + bytes - allocation->second.bytes, " bytes past the end of ",
+                allocation->second.name, " (", allocation->second.bytes, " bytes at heap offset ",
+                allocation->first - heap->first, ")");
 }
 
 std::string describe_range(uint64_t address, uint64_t bytes) {
@@ -83,11 +84,10 @@ std::string describe_range(uint64_t address, uint64_t bytes) {
   const auto heap = find(heaps, address);
   const uint64_t offset = heap == heaps.end() ? 0 : address - heap->first;
   const auto allocation = find(allocations, address);
-  if (allocation == allocations.end())
-    return "bytes " + std::to_string(offset) + " to " + std::to_string(offset + bytes) + " of the heap";
+  if (allocation == allocations.end()) return concat("bytes ", offset, " to ", offset + bytes, " of the heap");
   const uint64_t inside = address - allocation->first;
-  return "bytes " + std::to_string(inside) + " to " + std::to_string(inside + bytes) + " of " +
-         allocation->second.name + " (heap offset " + std::to_string(offset) + ")";
+  return concat("bytes ", inside, " to ", inside + bytes, " of ", allocation->second.name, " (heap offset ", offset,
+                ")");
 }
 
 } // namespace tsn::sim

@@ -7,6 +7,7 @@
 #include "race_memory.h"
 #include "remote.h"
 #include "rules.h"
+#include "tilescale_net/csrc/common/python.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -19,29 +20,17 @@ namespace tsn {
 
 namespace {
 
-std::string line_of(const sim::LiveState& state, int line) {
-  return line >= 0 && static_cast<size_t>(line) < state.lines.size() ? state.lines[static_cast<size_t>(line)] : "";
-}
-
 py::dict state_now() {
   const sim::LiveState s = sim::live_state();
-  py::dict d;
-  d["kernel"] = s.kernel;
-  d["began_ns"] = s.began_ns;
-  d["deadlock"] = s.deadlock;
+  py::dict d = dict_of(TSN_NAMED(s.kernel, s.began_ns, s.deadlock));
   py::list waits;
   for (const sim::LiveWait& w : s.waits) {
-    py::dict e;
-    e["block"] = w.block;
+    const sim::WaitSubject& of = w.subject;
+    py::dict e = dict_of(TSN_NAMED(w.block, of.operation, of.pe, of.wanted, of.comparison, w.since_ns));
     e["thread"] = w.linear;
-    e["line"] = line_of(s, w.line);
-    e["operation"] = w.subject.operation;
-    e["pe"] = w.subject.pe;
-    e["word"] = reinterpret_cast<uint64_t>(w.subject.word);
-    e["wanted"] = w.subject.wanted;
-    e["comparison"] = w.subject.comparison;
+    e["line"] = sim::entry_at(s.lines, w.line);
+    e["word"] = reinterpret_cast<uint64_t>(of.word);
     e["has"] = static_cast<int64_t>(w.has);
-    e["since_ns"] = w.since_ns;
     waits.append(e);
   }
   d["waits"] = waits;
@@ -127,12 +116,7 @@ void bind_simulator(py::module_& m) {
       [] {
         py::list out;
         for (const sim::Rule& rule : sim::rules()) {
-          py::dict d;
-          d["of_schedules"] = rule.of_schedules;
-          d["what"] = rule.what;
-          d["followed"] = rule.followed;
-          d["not_followed"] = rule.not_followed;
-          d["where"] = rule.where;
+          py::dict d = dict_of(TSN_NAMED(rule.of_schedules, rule.what, rule.followed, rule.not_followed, rule.where));
           d["named"] = rule.gap != sim::Gap::none;
           out.append(d);
         }

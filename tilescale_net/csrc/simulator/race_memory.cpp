@@ -1,4 +1,5 @@
 #include "race_memory.h"
+#include "tilescale_net/csrc/common/text.h"
 
 #include <algorithm>
 #include <chrono>
@@ -39,7 +40,7 @@ uint64_t race_memory_bytes(uint64_t heap_bytes) {
 // allocates only touched pages.
 Shadow RaceMemory::stores(int rank) const {
   Shadow s;
-  s.words = reinterpret_cast<Stamp*>(pages[static_cast<size_t>(rank)] + 1);
+  s.words = reinterpret_cast<Stamp*>(pages[rank] + 1);
   s.word_sites = reinterpret_cast<Site*>(s.words + bytes / 4 * 2);
   s.bytes = reinterpret_cast<Stamp*>(s.word_sites + bytes / 4 * 2);
   s.byte_sites = reinterpret_cast<Site*>(s.bytes + bytes * 2);
@@ -84,7 +85,7 @@ void RaceMemory::peer_range(uint64_t* begin, uint64_t* size) const {
 Known RaceMemory::everything() const {
   auto out = std::make_shared<Clock>();
   for (int r = 0; r < ranks(); ++r)
-    if (r != me) out->emplace_back(clock_key(Part::all, r), seen(pages[static_cast<size_t>(r)]->latest));
+    if (r != me) out->emplace_back(clock_key(Part::all, r), seen(pages[r]->latest));
   out->emplace_back(all_done(), seen(own().latest));
   return out;
 }
@@ -115,7 +116,7 @@ uint32_t RaceMemory::site(const std::string& name) {
 }
 
 bool RaceMemory::find(int rank, uint64_t number, Transfer* out) const {
-  const Transfer& there = pages[static_cast<size_t>(rank)]->transfer[number % kTransfers];
+  const Transfer& there = pages[rank]->transfer[number % kTransfers];
   if (seen(there.number) != number) return false;
   *out = there;
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
@@ -129,7 +130,7 @@ bool RaceMemory::is_atomic(Stamp stamp) const {
 }
 
 void RaceMemory::send(int pe, Message message) {
-  Page& page = *pages[static_cast<size_t>(pe)];
+  Page& page = *pages[pe];
   const uint64_t turn = __atomic_fetch_add(&page.messages, 1, __ATOMIC_ACQ_REL);
   Message& to = page.message[turn % kMessages];
   __atomic_store_n(&to.turn, 0, __ATOMIC_RELEASE);
@@ -143,7 +144,7 @@ void RaceMemory::leave_unknown(const void* word) {
   const int rank = owner(word);
   if (rank < 0 || rank == me) return;
   Message message{};
-  message.word = (reinterpret_cast<uint64_t>(word) - heaps[static_cast<size_t>(rank)]) / 8;
+  message.word = (reinterpret_cast<uint64_t>(word) - heaps[rank]) / 8;
   message.rank = me;
   message.pe = rank;
   message.left = message.everything = true;
@@ -155,7 +156,7 @@ Known RaceMemory::fetch(const Message& m) {
   if (fetched.size() > kMaxCached) fetched.clear();
   Known& there = fetched[{m.rank, m.at}];
   if (there) return there;
-  const Page& page = *pages[static_cast<size_t>(m.rank)];
+  const Page& page = *pages[m.rank];
   auto read = std::make_shared<Clock>();
   for (uint64_t i = 0; i < m.entries; ++i) {
     const Entry& entry = page.known[(m.at + i) % kEntries];
@@ -167,9 +168,9 @@ Known RaceMemory::fetch(const Message& m) {
 }
 
 Inbox& RaceMemory::receive(int rank, const Known& own_signals) {
-  Inbox& inbox = inboxes[static_cast<size_t>(rank)];
+  Inbox& inbox = inboxes[rank];
   auto& [read, words, left, any] = inbox;
-  const Page& page = *pages[static_cast<size_t>(rank)];
+  const Page& page = *pages[rank];
   const uint64_t end = seen(page.messages);
   const auto learn_all = [&](Known& known) { known = join(join(known, everything()), own_signals); };
   if (end - read > kMessages / 2) {
@@ -214,13 +215,12 @@ std::string RaceMemory::deadlock() const {
   constexpr uint64_t kRounds = 16; // a rank that has just been signalled is not among them
   std::string others;
   for (int r = 0; r < ranks(); ++r) {
-    const Page& page = *pages[static_cast<size_t>(r)];
-    if (!heaps[static_cast<size_t>(r)] || seen(page.stalled) < kRounds)
-      return ""; // the proxy may still bring something
+    const Page& page = *pages[r];
+    if (!heaps[r] || seen(page.stalled) < kRounds) return ""; // the proxy may still bring something
     if (r == me) continue;
-    others += (others.empty() ? "rank " : ", rank ") + std::to_string(r);
+    others += concat(others.empty() ? "rank " : ", rank ", r);
     if (page.stalled_site < kSites) others += std::string(" in ") + page.names[page.stalled_site];
-    others += " for the word at heap offset " + std::to_string(page.stalled_word);
+    others += concat(" for the word at heap offset ", page.stalled_word);
   }
   if (others.empty()) return "";
   return "a deadlock: every thread of every rank waits, and no signal is on its way: " + others;
@@ -232,7 +232,7 @@ Known RaceMemory::beyond_ended(const Known& known) const {
     // The end of a kernel completes no put of this rank, and adds no knowledge of them.
     const Part part = part_of(key);
     const bool own_put = rank_of(key) == me && part >= Part::fenced && part <= Part::carried && epoch > flushed;
-    if (own_put || epoch > ended[static_cast<size_t>(rank_of(key))]) rest->emplace_back(key, epoch);
+    if (own_put || epoch > ended[rank_of(key)]) rest->emplace_back(key, epoch);
   }
   return rest;
 }
@@ -251,7 +251,7 @@ void RaceMemory::forget_finished() {
   }
   for (auto it = observed.begin(); it != observed.end();) {
     const Stamp store = it->second.first;
-    if (store >> 32 > ended[static_cast<size_t>(rank_of_stamp(store))]) ++it;
+    if (store >> 32 > ended[rank_of_stamp(store)]) ++it;
     else it = observed.erase(it);
   }
   learnt = beyond_ended(learnt);
@@ -283,8 +283,7 @@ RaceMemory* race_memory(uint64_t base) {
 void note_ended_launches(uint64_t base) {
   RaceMemory* memory = race_memory(base);
   if (!memory) return;
-  for (int r = 0; r < memory->ranks(); ++r)
-    memory->ended[static_cast<size_t>(r)] = seen(memory->pages[static_cast<size_t>(r)]->finished);
+  for (int r = 0; r < memory->ranks(); ++r) memory->ended[r] = seen(memory->pages[r]->finished);
   memory->flushed = next_epoch - 1;
   memory->put_epochs.clear();
 }
@@ -445,7 +444,7 @@ bool SignalHistory::forget(const RaceMemory& memory) {
   const std::vector<uint32_t>& ended = memory.ended;
   all_ = memory.beyond_ended(all_);
   // The host may have changed the word since.
-  const auto old = [&](const Step& step) { return step.epoch <= ended[static_cast<size_t>(step.rank)]; };
+  const auto old = [&](const Step& step) { return step.epoch <= ended[step.rank]; };
   steps_.erase(std::remove_if(steps_.begin(), steps_.end(), old), steps_.end());
   return !all_->empty() || !steps_.empty();
 }

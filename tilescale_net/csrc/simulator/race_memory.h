@@ -235,7 +235,7 @@ struct RaceMemory {
 
   int ranks() const { return static_cast<int>(pages.size()); }
   static uint64_t word_key(int rank, uint64_t offset) { return static_cast<uint64_t>(rank) << 48 | offset / 4; }
-  Page& own() const { return *pages[static_cast<size_t>(me)]; }
+  Page& own() const { return *pages[me]; }
   Shadow stores(int rank) const;
   Shadow loads(int rank) const;
   uint64_t offset(const void* p) const { return reinterpret_cast<uint64_t>(p) - base; }

@@ -4,6 +4,7 @@
 #include "live_state.h"
 #include "memory.h"
 #include "rules.h"
+#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/device/types.h"
 
 #include <algorithm>
@@ -227,7 +228,7 @@ void cut(Pending& p, Random& random) {
 void fail_if(const std::string& wrong, const char* name, int pe) {
   if (wrong.empty() || !current_grid || !current_grid->running()) return;
   current_grid->fail(Failure::out_of_bounds,
-                     std::string(name) + (pe >= 0 ? " to PE " + std::to_string(pe) : std::string()) + ": " + wrong);
+                     std::string(name) + (pe >= 0 ? concat(" to PE ", pe) : std::string()) + ": " + wrong);
 }
 
 // Whether the signal of a launch's operation is followed, then with its contents.
@@ -344,7 +345,7 @@ void background() {
 void Late::keep_source() {
   const RemoteOperation& o = operation;
   if (!o.destination || o.bytes == 0 || (o.source && in_heap(address_of(o.source)))) return;
-  copy.reset(new char[static_cast<size_t>(o.bytes)]);
+  copy.reset(new char[o.bytes]);
   const char* source = o.source ? static_cast<const char*>(o.source) : reinterpret_cast<const char*>(&o.value);
   char* end = copy.get();
   each_run(0, static_cast<uint64_t>(o.bytes), [&](uint64_t, uint64_t from, uint64_t bytes) {

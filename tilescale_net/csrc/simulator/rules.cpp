@@ -27,19 +27,19 @@ const std::vector<Rule>& rules() {
        "of a tensor",
        "happens_before.cpp"},
       {false, "signals", "the certain result of a wait or test by its value, whichever signals came first",
-       "smaller values than the one that a kernel reads, which other schedules show (a check tries them); "
-       "words with more than 1,024 signals in a launch: a wait has then seen all that came; with more than 256, "
-       "other orders of adds by warps of one rank; an order between adds of different ranks to one word: a wait for "
-       "the first of them may be reported (use a word for each rank)",
+       "smaller values than the one that a kernel reads, which other schedules show (a check tries them); words with "
+       "more than 1,024 signals in a launch: a wait has then seen all that came; with more than 256, other orders of "
+       "adds by warps of one rank; an order between adds of different ranks to one word: a wait for the first of them "
+       "may be reported (use a word for each rank)",
        "race_memory.cpp"},
       {false, "barriers and warp operations", "of blocks, of named barriers, of the grid, mbarriers, T.sync_warp",
        "a put_signal of a block or warp: its threads may meet at its end, which no GPU promises", "happens_before.cpp"},
       {false, "remote views", "stores as puts, loads as gets, atomic accesses as such", "", "accesses.cpp"},
       {false, "the host",
-       "torch's operators, torch.distributed, numpy(), DLPack, tolist() and tsn.free on symmetric tensors; "
-       "writes between launches through an array of numpy() or DLPack, by the changed bytes",
-       "reads through such an array, writes through it while a kernel runs or to bytes from another rank's put that "
-       "no put sends on, arrays beyond 256 MiB, pointers, threads older than tsn.init, code of torch.compile",
+       "torch's operators, torch.distributed, numpy(), DLPack, tolist() and tsn.free on symmetric tensors; writes "
+       "between launches through an array of numpy() or DLPack, by the changed bytes",
+       "reads through such an array, writes through it while a kernel runs or to bytes from another rank's put that no "
+       "put sends on, arrays beyond 256 MiB, pointers, threads older than tsn.init, code of torch.compile",
        "accesses.cpp"},
       {false, "the async proxy", "missing fences and waits for TMA when the kernel is compiled",
        "TMA and wgmma in flight: they complete before the call returns", "compiler/passes/hazards.py"},
@@ -64,14 +64,14 @@ const std::vector<Rule>& rules() {
        "a loop that ends after a number of polls without a change", "explore/job.cpp", Gap::polls},
       {true, "order of a thread",
        "words accessed at once (N.ld, N.st, N.atomic_* with a result, T.atomic_*) in program order",
-       "a thread's accesses to two words that a GPU may reorder: two loads or a store after "
-       "either, without a fence between them, an acquire by the first or a release by the second",
+       "a thread's accesses to two words that a GPU may reorder: two loads or a store after either, without a fence "
+       "between them, an acquire by the first or a release by the second",
        "explore/job.cpp", Gap::reordered},
       {true, "loads behind stores",
        "in program order; a polling loop, or synchronisation between the threads, covers the other order",
-       "a load that a GPU may execute before the thread's own earlier store to a word that another thread loads "
-       "after a store to this one (locks by flags, such as Dekker's): with any orders, also behind N.fence, "
-       "except behind __threadfence_system() or for a T.atomic_load with \"seq_cst\"",
+       "a load that a GPU may execute before the thread's own earlier store to a word that another thread loads after "
+       "a store to this one (locks by flags, such as Dekker's): with any orders, also behind N.fence, except behind "
+       "__threadfence_system() or for a T.atomic_load with \"seq_cst\"",
        "explore/job.cpp", Gap::late_stores},
       {true, "shared memory", "with the race detector: a race there ends the check", "with --no-races: shared memory",
        "explore/job.cpp", Gap::shared},

@@ -1,5 +1,6 @@
 // The text that configures the chaos transport.
 #include "tilescale_net/csrc/testing/chaos.h"
+#include "tilescale_net/csrc/common/text.h"
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -60,10 +61,9 @@ ChaosOptions parse_chaos(const std::string& text) {
                         (field->probability ? "a probability between 0 and 1" : "a whole number") + " in '" + text +
                         "'");
   }
-  if (imm_bits < 8 || imm_bits > 32)
-    throw FabricError("chaos: imm_bits=" + std::to_string(imm_bits) + " is outside 8 to 32");
+  if (imm_bits < 8 || imm_bits > 32) throw FabricError(concat("chaos: imm_bits=", imm_bits, " is outside 8 to 32"));
   if (options.error_code < 1 || options.error_code > 4095)
-    throw FabricError("chaos: error_code=" + std::to_string(options.error_code) + " is outside 1 to 4095");
+    throw FabricError(concat("chaos: error_code=", options.error_code, " is outside 1 to 4095"));
   options.imm_bits = static_cast<int>(imm_bits);
   return options;
 }
@@ -96,8 +96,7 @@ public:
 
   Post post_write(const Copy& copy) override {
     if (copy.has_imm && properties_.imm_bits < 32 && copy.imm >> properties_.imm_bits)
-      return refuse("immediate " + std::to_string(copy.imm) + " does not fit " + std::to_string(properties_.imm_bits) +
-                    " bits");
+      return refuse(concat("immediate ", copy.imm, " does not fit ", properties_.imm_bits, " bits"));
     return post_copy(Op::write, copy);
   }
 
@@ -105,8 +104,7 @@ public:
 
   Post post_message(int rail, int peer, const void* data, uint32_t bytes, uint64_t cookie) override {
     if (bytes > properties_.max_message)
-      return refuse("a message of " + std::to_string(bytes) + " bytes exceeds the limit of " +
-                    std::to_string(properties_.max_message));
+      return refuse(concat("a message of ", bytes, " bytes exceeds the limit of ", properties_.max_message));
     Op op;
     op.kind = Op::message;
     op.copy.rail = rail;
@@ -225,8 +223,7 @@ private:
 
   Post post_copy(Op::Kind kind, const Copy& copy) {
     if (copy.bytes > properties_.max_write)
-      return refuse(std::to_string(copy.bytes) + " bytes exceed the largest transfer, " +
-                    std::to_string(properties_.max_write));
+      return refuse(concat(copy.bytes, " bytes exceed the largest transfer, ", properties_.max_write));
     Op op;
     op.kind = kind;
     op.copy = copy;
@@ -238,7 +235,7 @@ private:
   Post start(Op op) {
     const int rail = op.copy.rail;
     if (rail < 0 || rail >= properties_.rails)
-      return refuse("rail " + std::to_string(rail) + " does not exist; there are " + std::to_string(properties_.rails));
+      return refuse(concat("rail ", rail, " does not exist; there are ", properties_.rails));
     if (roll(options_.eagain) || outstanding_[rail] >= properties_.depth) return Post::again;
     ++outstanding_[rail];
     ++count_;
@@ -251,8 +248,7 @@ private:
       Op& failed = ops_[id];
       failed.failed = true;
       failed.code = static_cast<int>(options_.error_code);
-      failed.text = "chaos: operation " + std::to_string(count_) + " to peer " + std::to_string(failed.copy.peer) +
-                    " fails on purpose";
+      failed.text = concat("chaos: operation ", count_, " to peer ", failed.copy.peer, " fails on purpose");
       Event event = {};
       finish_op(id, event);
       hold(event);
