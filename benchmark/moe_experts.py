@@ -137,10 +137,12 @@ def compile_all(layer: Any, experts: Experts, dtype: str, fused: bool) -> None:
     compiled.together(calls)
 
 
-def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str, Callable[[], Any]]:
+def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str, training: bool) -> dict[str, Callable[[], Any]]:
     """Each step alone, with its rows in the layer."""
+    from tilescale_net.kernels.fused.expert_gradient import gradient_of_experts
     from tilescale_net.kernels.fused.scaled_gemm import scaled_matmul
     from tilescale_net.kernels.fused.swiglu import SwiGLU, quantise_rows, swiglu, swiglu_quantised
+    from tilescale_net.kernels.moe.row_ops import zero_padding
     from tilescale_net.ops import experts as operators
 
     choices, kind = (inputs.topk_idx, inputs.topk_weights), SwiGLU()
@@ -170,6 +172,18 @@ def steps_of(layer: Any, inputs: Any, experts: Experts, dtype: str) -> dict[str,
     dispatch = lambda: layer.dispatch(quantise_rows(rows) if eight else rows, *choices)  # noqa: E731
     combine = lambda: layer.combine(y, handle)  # noqa: E731
     steps = dict(zip(STEPS, (dispatch, gemm_up, activation, gemm_down, combine)))
+    if training and not eight:
+        rows_of_up, of_h, inner_rows, of_y = (zero_padding(t, **ends, copied=True) for t in (taken, h, inner, y))
+        steps["gradients"] = lambda: (  # in the memory order of matrices as torch.nn.Linear holds them
+            gradient_of_experts(of_h, rows_of_up, **ends),
+            gradient_of_experts(of_y, inner_rows, **ends),
+        )
+        if on_gpu():
+            last = received.offsets[1:].clone()
+            steps["torch_gradients"] = lambda: (
+                torch._grouped_mm(of_h.t(), rows_of_up, offs=last),
+                torch._grouped_mm(of_y.t(), inner_rows, offs=last),
+            )
     if on_gpu() and not eight:
         offs = received.offsets[1:].clone()
         of_torch = lambda: (torch._grouped_mm(taken, up, offs=offs), torch._grouped_mm(inner, down, offs=offs))  # noqa: E731
@@ -247,7 +261,7 @@ def measure(
         if "fused" in ways:
             same = torch.equal(forward(True), in_turn)
             raise_if_wrong(label, None if same else "sums at once differ from those one after the other")
-        steps = steps_of(layer, mine, experts, dtype)
+        steps = steps_of(layer, mine, experts, dtype, args.training)
     runs: dict[str, Callable[[], Any]] = {name: functools.partial(forward, fused) for name, fused in ways.items()}
     backwards: dict[str, Callable[[], Any]] = {}
     if args.training:
@@ -301,6 +315,7 @@ def main() -> None:
     if args.training:
         columns += [us("torch_layer", "torch between dispatch and combine"), us("ours_backward", "backward")]
         columns += [us("fused_backward", "at once"), us("torch_layer_backward", "torch")]
+        columns += [us("gradients", "gradients of matrices"), us("torch_gradients", "torch")]
     columns += [us("total", "steps together"), *(us(k, title) for k, title in STEPS.items())]
     columns += [us("torch", "torch grouped_mm, both"), Column("tflops", "TFLOP/s of the faster", ".0f")]
     table = report.table("moe_experts", keys, [*columns, Column("gemm_tflops", "TFLOP/s of GEMMs", ".0f")])

@@ -123,8 +123,10 @@ def _scaled(seed: int) -> None:
     of = file_of_tests("fused/scaled_gemm")
     of.gemms(seed, True, dataclasses.replace(of.TILINGS[0], steps=2), k=400, alone=False)
     # The copying warp is stages ahead, and tiles have several steps.
-    of.gemms(seed, True, dataclasses.replace(of.TILINGS[0], stages=3, in_turn=True), 40, 72, 400, alone=False)
+    in_turn = dataclasses.replace(of.TILINGS[0], stages=3, in_turn=True, low_tiles=False)
+    of.gemms(seed, True, in_turn, 40, 72, 400, alone=False)
     file_of_tests("fused/swiglu").test_equals_torch()
+    file_of_tests("fused/expert_gradient").of_random_experts(seed, torch.bfloat16)
     of.fed(seed)
     # Beside a dispatch, and before a combine that begins late.
     of.beside(seed, lates=(0.5,), inner=80, tokens=12)
@@ -259,7 +261,7 @@ RUNS = {
         ("fused/matmul_all_reduce", "fused/gemm"), _of("fused/matmul_all_reduce", "_sums", 72, 48, 40, False, 3, 4)
     ),
     "MoE and its products": Run(("fused/expert_matmul", "moe/tiles", "moe/routing", "moe/combine"), _experts),
-    "scaled GEMMs": Run(("fused/scaled_gemm", "fused/swiglu"), _scaled, two_ranks=True),
+    "scaled GEMMs": Run(("fused/scaled_gemm", "fused/swiglu", "fused/expert_gradient"), _scaled, two_ranks=True),
     "send and receive": Run(("send_recv",), _messages, two_ranks=True),
     "MoE by expert": Run(THROUGHPUT[1:], _moe("rounds", dict(alignment=2), {}, ROUTINGS)),
     # Across nodes each row to each of its ranks.

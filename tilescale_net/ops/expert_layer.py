@@ -188,8 +188,8 @@ def _up_gradient(ctx, grads):
     x, topk_weights = _ops.moe_experts_up_backward(dh, of_weights, w, w_scales, plan, ctx.tokens, ctx.key)
     of_w = None
     if ctx.needs_input_grad[3]:
-        rows, held = _ops.moe_widened(rows, scales) if scales.numel() else rows, RoutingPlan(ctx.tokens, *plan)
-        of_w = experts.gradient_of_matrices(ctx.key, held, rows, dh, w.transpose(1, 2)).transpose(1, 2)
+        rows = _ops.moe_widened(rows, scales) if scales.numel() else rows
+        of_w = experts.gradient_of_matrices(ctx.key, plan, ctx.tokens, rows, dh, w.transpose(1, 2)).transpose(1, 2)
     return x, None, topk_weights, of_w, None, None, None, None
 
 
@@ -271,8 +271,8 @@ def _down_gradient(ctx, grad):
     )
     of_w = None
     if keeps:
-        routing = RoutingPlan(ctx.tokens, *plan)
-        of_w = experts.gradient_of_matrices(ctx.key, routing, inner, rows, w.transpose(1, 2)).transpose(1, 2)
+        columns = w.transpose(1, 2)
+        of_w = experts.gradient_of_matrices(ctx.key, plan, ctx.tokens, inner, rows, columns).transpose(1, 2)
     return of_h, of_w, None, of_weights, [None] * len(plan), None, None, None, None, None, None, None
 
 
