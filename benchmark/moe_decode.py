@@ -177,7 +177,9 @@ def measure(
         results["nccl"] = loop.nccl(group, loop.routed)
     tsn.synchronize()
     label = f"moe_decode, {tokens} tokens"
-    raise_if_wrong(label, None if torch.equal(results["fused"], results["ours"]) else "tokens at once differ")
+    raise_if_wrong(
+        label, None if torch.equal(results["fused"], results["ours"]) else "overlapped calls choose other tokens"
+    )
     if "nccl" in results:
         raise_if_wrong(label, wrong(results["nccl"], results["ours"]))
 
@@ -201,7 +203,7 @@ def main() -> None:
         need = max(need, moe.AllToAll.heap_bytes(*sizes, ranks=world_size(), **options))
     timer = begin_layers(args, report, need, f"{args.layers} layers, FP8", 5)
     group = nccl_group(report, args)
-    titles = {"ours": "ours", "fused": "ours at once"} | ({"nccl": "NCCL"} if group is not None else {})
+    titles = {"ours": "ours", "fused": "ours overlapped"} | ({"nccl": "NCCL"} if group is not None else {})
     columns = [us(name, f"step, {title}") for name, title in titles.items()]
     columns += [Column(f"{name}_rate", title, ",.0f", unit="tokens/s", plotted=False) for name, title in titles.items()]
     columns += [Column("over", "x NCCL", ".2f")] if group is not None else []

@@ -260,7 +260,7 @@ def measure(
             raise_if_wrong(label, difference(in_turn[token], wanted, f"token {token}", 0.08))
         if "fused" in ways:
             same = torch.equal(forward(True), in_turn)
-            raise_if_wrong(label, None if same else "sums at once differ from those one after the other")
+            raise_if_wrong(label, None if same else "sums of overlapped and sequential calls differ")
         steps = steps_of(layer, mine, experts, dtype, args.training)
     runs: dict[str, Callable[[], Any]] = {name: functools.partial(forward, fused) for name, fused in ways.items()}
     backwards: dict[str, Callable[[], Any]] = {}
@@ -311,10 +311,10 @@ def main() -> None:
     timer = begin_layers(args, report, need, f"{passes}, normal random data", 3)
     keys = [Column("dtype", "Dtype"), Column("tokens", "Tokens", ",d")]
     keys.append(Column("blocks", "Blocks", ",d", plotted=False))
-    columns = [us("ours", "one after the other"), us("fused", "at once"), Column("over", "at once, x", ".3f")]
+    columns = [us("ours", "sequential"), us("fused", "overlapped"), Column("over", "overlapped, x", ".3f")]
     if args.training:
         columns += [us("torch_layer", "torch between dispatch and combine"), us("ours_backward", "backward")]
-        columns += [us("fused_backward", "at once"), us("torch_layer_backward", "torch")]
+        columns += [us("fused_backward", "overlapped"), us("torch_layer_backward", "torch")]
         columns += [us("gradients", "gradients of matrices"), us("torch_gradients", "torch")]
     columns += [us("total", "steps together"), *(us(k, title) for k, title in STEPS.items())]
     columns += [us("torch", "torch grouped_mm, both"), Column("tflops", "TFLOP/s of the faster", ".0f")]

@@ -27,7 +27,7 @@ BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
 ON_GPU = dict(tokens=[1024, 2048, 4096, 8192], hidden=7168, inner=2048, experts=256, topk=8)
 SIMULATED = dict(tokens=[40], hidden=48, inner=40, experts=4, topk=2)
 TITLES = {
-    "ours": "at once", "sequence": "one after the other", "matmul": "GEMMs alone", "torch": "torch grouped_mm alone",
+    "ours": "overlapped", "sequence": "sequential", "matmul": "GEMMs alone", "torch": "torch grouped_mm alone",
     "communication": "communication alone",
 }  # fmt: skip
 
@@ -119,15 +119,15 @@ class Layer:
         return self.plain.combine(self.down(h, self.w_down, handle), handle)
 
     def implementations(self, lates: list[int]) -> dict[str, dict[str, Any]]:
-        """Calls by part of the layer and by the name of the column; those at once behind "ours" by when combines begin."""
+        """Calls by part of the layer and by the name of the column; overlapped ones begin with "ours", followed by when combines begin."""
         h, handle, rows_in = self.h, self.handle, self.rows_in
         up, down = (lambda: self.up(rows_in, self.w_up, handle)), (lambda: self.down(h, self.w_down, handle))
         dispatch, combine = ((lambda: self.plain.dispatch(*self.choices)), (lambda: self.plain.combine(self.y, handle)))
         parts: dict[str, dict[str, Any]] = {
-            "dispatch, product": dict(
+            "dispatch, GEMM": dict(
                 ours0=self.first, sequence=self.first_in_turn, matmul=up, communication=dispatch
             ),
-            "product, combine": dict(
+            "GEMM, combine": dict(
                 sequence=lambda: self.second_in_turn(h, handle), matmul=down,
                 communication=combine,
             ),
@@ -137,7 +137,7 @@ class Layer:
             ),
         }  # fmt: skip
         for late in lates:
-            parts["product, combine"][f"ours{late}"] = functools.partial(self.second, h, handle, late)
+            parts["GEMM, combine"][f"ours{late}"] = functools.partial(self.second, h, handle, late)
             parts["layer"][f"ours{late}"] = functools.partial(self.whole, late)
         for part, call in zip(parts, self.torchs()):
             parts[part]["torch"] = call
@@ -168,7 +168,7 @@ class Layer:
                 wanted = self.rows_in[here].float() @ self.w_up[e].float()
                 if complaint := difference(h[here], wanted, f"the GEMM of expert {e}"):
                     return complaint
-        return None if torch.equal(out, self.tokens_out) else "sums differ from those one after the other"
+        return None if torch.equal(out, self.tokens_out) else "sums of overlapped and sequential calls differ"
 
     def free(self) -> None:
         for thing in (self.up, self.down, self.overlapping, self.plain):
@@ -207,7 +207,7 @@ def main() -> None:
     keys = [Column("part", "Part"), Column("tokens", "Tokens", ",d"), Column("blocks", "Blocks", ",d", plotted=False)]
     keys.append(Column("late", "Combine begins at", ",d", unit="%", plotted=False))
     columns = [us(key, title) for key, title in TITLES.items()]
-    columns += [Column("over", "x one after the other", ".3f"), Column("share", "share of the bound", ".0f", unit="%")]
+    columns += [Column("over", "x sequential", ".3f"), Column("share", "share of the bound", ".0f", unit="%")]
     table = report.table("moe_layer", keys, columns)
     for tokens in args.tokens:
         for blocks in args.blocks:

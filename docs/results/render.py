@@ -187,8 +187,8 @@ def moe_layers() -> str:
         "choices of a token",
         "blocks",
         "combine begins at (%)",
-        "at once (us)",
-        "one after the other (us)",
+        "overlapped (us)",
+        "sequential (us)",
         "ratio",
     ]
     head += ["GEMMs alone (us)", "torch grouped_mm alone (us)", "communication alone (us)"]
