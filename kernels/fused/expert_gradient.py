@@ -1,9 +1,9 @@
-"""Gradients of experts' matrices: each expert's rows, transposed, times the gradients of its products.
+"""Weight gradients of experts: a grouped GEMM of each expert's rows, transposed, and the gradients of its outputs.
 
-The depth of these GEMMs is the number of an expert's rows, often a few hundred, so that their limit is the memory that
-takes the results, unless the L2 cache has to read operands more than once a tile. Therefore a block takes all tiles of an
-expert that share columns: their right operand stays in shared memory if it fits there. Threads are as in `gemm`: one warp
-copies by TMA, two warpgroups multiply and store.
+The depth of these GEMMs is an expert's number of rows, often few hundred, so writing the results takes longer than
+multiplying, and reading both operands of each tile from the L2 cache would take as long again. Therefore a block computes a
+whole column of an expert's tiles and keeps their right operand in shared memory if it fits. Warp roles are as in `gemm`: one
+warp copies by TMA, two warpgroups multiply and store.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class GradientTiling:
 
     Args:
         tile: rows, columns and depth of a tile.
-        stages: of the ring of the left operand.
-        slots: of the ring of the right operand, which stays there for an expert of at most `slots` times the depth rows.
+        stages: depth of the left operand's ring in shared memory.
+        slots: depth of the right operand's ring. An expert's right operand stays there if it takes at most `slots` steps.
     """
 
     tile: tuple[int, int, int] = (128, 256, 32)
@@ -35,7 +35,7 @@ class GradientTiling:
 
 
 DEFAULT = GradientTiling()
-FEW_ROWS = DEFAULT.slots * DEFAULT.tile[2]  # of an expert, whose right operand stays in shared memory
+FEW_ROWS = DEFAULT.slots * DEFAULT.tile[2]  # of an expert; the right operand of so many stays in shared memory
 SIMULATED = GradientTiling((32, 32, 16), stages=2, slots=2)
 
 
@@ -45,12 +45,12 @@ def expert_gradient(experts, m, n, dtype, tile=(128, 256, 32), stages=8, slots=6
 
     Args:
         experts, m, n: of `out` [experts, m, n], `left` [capacity, m] and `right` [capacity, n].
-        dtype: of all three; sums are made in float32.
+        dtype: dtype of all three; accumulation is in float32.
         tile, stages, slots: see `GradientTiling`.
-        workers: blocks.
+        workers: number of blocks.
 
-    `counts` (int32 [experts]) and `offsets` (int32 [experts + 1]) hold how many rows an expert has and where they begin, at a
-    multiple of the depth of a tile; rows up to the next multiple are zero.
+    `counts` (int32 [experts]) and `offsets` (int32 [experts + 1]) hold the number of rows of each expert and its first row, a
+    multiple of the tile's depth. Rows between an expert's last row and the next multiple are zero.
     """
     (bm, bn, bk), half = tile, tile[0] // 2
     shape = gemm.Shape(experts, m, n, 0, tile, stages, 1, bn, workers, False)
@@ -119,7 +119,7 @@ def expert_gradient(experts, m, n, dtype, tile=(128, 256, 32), stages=8, slots=6
                 e = i * gemm.THREADS + thread
                 if e < experts:
                     rows = rows_of_expert(counts, offsets, e)
-                    # An expert without rows has one step of rows behind the last, which TMA copies as zeros.
+                    # An expert without rows has one step, of rows out of bounds, which TMA reads as zeros.
                     depths[e] = T.max(1, T.ceildiv(rows, bk))
                     firsts[e] = T.if_then_else(rows > 0, offsets[e], capacity)
             T.sync_threads()
@@ -184,7 +184,7 @@ def gradient_of_experts(
     *,
     tiling: GradientTiling | None = None,
 ) -> torch.Tensor:
-    """The transpose of each expert's rows of `left` times its rows of `right`, summed in float32.
+    """The transpose of each expert's rows of `left` times its rows of `right`, accumulated in float32.
 
     Args:
         left, right: [capacity, m] and [capacity, n], contiguous, torch.bfloat16 or torch.float16; zero in padding.
@@ -193,7 +193,7 @@ def gradient_of_experts(
         tiling: geometry; default `DEFAULT`.
 
     Returns:
-        [experts, m, n] of the dtype of `left`; zeros of an expert without rows.
+        [experts, m, n] of the dtype of `left`; zeros for an expert without rows.
 
     Raises:
         TypeError, ValueError: a wrong argument, by name.
