@@ -133,4 +133,4 @@ def test_values_of_every_type_compile():
                 N.atomic_add(tensor[0], tensor[1], pe)
                 N.atomic_exch(tensor[0], 2.5, pe)
 
-    assert ".entry everything_kernel" in inspect.ptx(kernel)
+    assert ".entry kernel_kernel" in inspect.ptx(kernel)
