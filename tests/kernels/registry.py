@@ -215,10 +215,7 @@ RUNS = {
         one_node=True,
     ),
     "all-reduce across nodes": Run((), _of("all_reduce", "_reduce", SUMS, dict(GEOMETRY, staging_bytes=4096))),
-    "reduce-scatter across nodes": Run(
-        ("reduce_scatter",),
-        _over_nodes,
-    ),
+    "reduce-scatter across nodes": Run(("reduce_scatter",), _over_nodes),
     "broadcast": Run(("broadcast",), _of("broadcast", "small_run")),
     "all-reduce and norm": Run(
         ("all_reduce_norm",),
@@ -323,55 +320,53 @@ def _unfenced(file: str, signal: str, run: str, nodes: int = 1) -> Mutant:
     return Mutant(file, signal, run, signal.removesuffix(")") + ", fence=False)", nodes)
 
 
+# A mutant that runs with every change, not in the nightly run alone.
+_often = functools.partial(Mutant, nightly=False)
+
 # A wait whose answer is used, and what takes its place.
-READY = (
-    'N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))',
-    '(call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")',
-)
+CALL = "call << T.uint64(TAG_BITS)"
+READY = f'N.wait(ready[thread], "ge", {CALL})', f'({CALL}) | T.cast(tag, "uint64")'
 ARRIVED = 'N.wait(arrived[thread, block], "ge", call)'
 # A fence too few of kernels by stores shows in no data of the simulator, whose plain stores arrive at once.
 MUTANTS = {
-    "gather without wait for room": Mutant("exchange", READY[0], "all-gather", READY[1], nightly=False),
+    "gather without wait for room": _often("exchange", READY[0], "all-gather", READY[1]),
     "gather without wait for data": Mutant("exchange", ARRIVED, "all-gather"),
     "gather without fence": Mutant("exchange", ", fence=True", "all-gather", ""),
     "gather without quiet": Mutant("exchange", "N.quiet(thread)", "all-gather, many calls"),
-    "gather that does not count its calls": Mutant("exchange", "calls[block] = call", "all-gather", nightly=False),
+    "gather that does not count its calls": _often("exchange", "calls[block] = call", "all-gather"),
     "stores without wait for room": Mutant("exchange", READY[0], "all-gather by stores", READY[1]),
-    "stores without wait for data": Mutant("exchange", ARRIVED, "all-gather by stores", nightly=False),
-    "few bytes without wait for data": Mutant("buffered", ARRIVED, "few bytes", nodes=2, nightly=False),
+    "stores without wait for data": _often("exchange", ARRIVED, "all-gather by stores"),
+    "few bytes without wait for data": _often("buffered", ARRIVED, "few bytes", nodes=2),
     "few bytes with one inbox": Mutant("buffered", 'T.cast(call % T.uint64(2), "int32")', "few bytes", "T.int32(0)", 2),
     "few bytes that does not count its calls": Mutant("buffered", "calls[block] = call", "few bytes", nodes=2),
-    "all-to-all without wait for data": Mutant("exchange", ARRIVED, "all-to-all", nightly=False),
+    "all-to-all without wait for data": _often("exchange", ARRIVED, "all-to-all"),
     "uneven without wait for data": Mutant("all_to_all", ARRIVED, "all-to-all, uneven, many calls"),
-    "uneven without fence": Mutant("all_to_all", ", fence=True", "all-to-all, uneven, many calls", "", nightly=False),
-    "uneven without quiet": Mutant("all_to_all", "N.quiet(thread)", "all-to-all, uneven, many calls", nightly=False),
+    "uneven without fence": _often("all_to_all", ", fence=True", "all-to-all, uneven, many calls", ""),
+    "uneven without quiet": _often("all_to_all", "N.quiet(thread)", "all-to-all, uneven, many calls"),
     "merge without wait for lse": Mutant(
         "attention_merge", "T.sync_threads()\n                all_agree", "attention merge", "all_agree"
     ),
-    "reduce without wait for data": Mutant(
-        "reduce_scatter", "N.wait_slot(arrived[thread, block], done + step - 1, slots)", "reduce-scatter", nightly=False
+    "reduce without wait for data": _often(
+        "reduce_scatter", "N.wait_slot(arrived[thread, block], done + step - 1, slots)", "reduce-scatter"
     ),
-    "reduce without wait for a slot": Mutant(
-        "reduce_scatter", "N.take_slot(consumed[thread, block], done + step, slots)", "reduce-scatter", nightly=False
+    "reduce without wait for a slot": _often(
+        "reduce_scatter", "N.take_slot(consumed[thread, block], done + step, slots)", "reduce-scatter"
     ),
     "reduce without fence": Mutant("reduce_scatter", ", fence=True", "reduce-scatter", ""),
     "reduce without quiet": Mutant("reduce_scatter", "N.quiet(thread)", "reduce-scatter"),
     "send overwrites a slot": Mutant(
         "send_recv", 'N.wait_block(taken[pe, block], "ge", number + 1 - slots)', "send and receive"
     ),
-    "plan without wait for records": Mutant(
-        "moe/routing",
-        'N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))',
-        "MoE by expert",
-        nightly=False,
+    "plan without wait for records": _often(
+        "moe/routing", 'N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))', "MoE by expert"
     ),
     "dispatch without wait for room": Mutant(
         "moe/dispatch",
         "handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)",
         "MoE, dispatches in a row",
     ),
-    "dispatch without wait for rows": Mutant(
-        "moe/dispatch", 'N.wait_warp(arrived[peer, c], "ge", call)', "MoE by expert", nightly=False
+    "dispatch without wait for rows": _often(
+        "moe/dispatch", 'N.wait_warp(arrived[peer, c], "ge", call)', "MoE by expert"
     ),
     "dispatch without fence": _unfenced(
         "moe/dispatch", "N.signal_warp(mem.arrived[me, chunk.c], call, chunk.peer)", "MoE by expert"
@@ -380,21 +375,14 @@ MUTANTS = {
         "moe/combine", 'N.wait(mem.arrived[peer, slot // size], "ge", now.call)', "MoE by expert"
     ),
     "combine without fence": _unfenced("moe/combine", "N.signal_warp(arrived[me, c], call, peer)", "MoE by rank"),
-    "weights without wait": Mutant(
-        "moe/latency_combine",
-        'N.wait_block(sent[parity * R + peer], "ge", call)',
-        "MoE latency, weights at combine",
-        nightly=False,
+    "weights without wait": _often(
+        "moe/latency_combine", 'N.wait_block(sent[parity * R + peer], "ge", call)', "MoE latency, weights at combine"
     ),
-    "latency without wait for messages": Mutant(
-        "moe/latency_dispatch", 'N.wait_warp(arrived[index], "ge", call)', "MoE latency", nightly=False
+    "latency without wait for messages": _often(
+        "moe/latency_dispatch", 'N.wait_warp(arrived[index], "ge", call)', "MoE latency"
     ),
-    "forwarder without wait for rows": Mutant(
-        "moe/dispatch",
-        'N.wait_warp(mem.forward_arrived[chunk.k, slot], "ge", call)',
-        "MoE by rank",
-        nodes=2,
-        nightly=False,
+    "forwarder without wait for rows": _often(
+        "moe/dispatch", 'N.wait_warp(mem.forward_arrived[chunk.k, slot], "ge", call)', "MoE by rank", nodes=2
     ),
     "forwarder without wait for sums": Mutant(
         "moe/combine",
@@ -409,12 +397,8 @@ MUTANTS = {
     "forwarder without what sources said": Mutant(
         "moe/routing", 'N.wait_block(heads_arrived[b], "ge", call)', "MoE by rank", nodes=2
     ),
-    "latency forwarder without wait for messages": Mutant(
-        "moe/latency_dispatch",
-        'N.wait_warp(mem.forward_arrived[row], "ge", now.call)',
-        "MoE latency",
-        nodes=2,
-        nightly=False,
+    "latency forwarder without wait for messages": _often(
+        "moe/latency_dispatch", 'N.wait_warp(mem.forward_arrived[row], "ge", now.call)', "MoE latency", nodes=2
     ),
     "latency forwarder without wait for sums": Mutant(
         "moe/latency_combine",
@@ -428,6 +412,12 @@ MUTANTS = {
 # -- code for sm_90 ---------------------------------------------------------------------------------------------------
 
 NODES = [(8, 8), (8, 8, 7)]
+
+
+def _norm(hidden: int, shots: int, **options) -> dict:
+    return dict(n_pes=4, dtype="bfloat16", hidden=hidden, capacity=32, shots=shots, threads=544) | options
+
+
 # By file and kernel of tilescale_net/kernels; kernels/moe and kernels/fused have theirs in test_generated_code.py there.
 SM_90 = {
     "all_gather.all_gather": [dict(n_pes=4), dict(n_pes=8, in_place=True, engine="bulk", threads=128)],
@@ -439,25 +429,15 @@ SM_90 = {
         dict(n_pes=2, dtype="float32", capacity=4096, aligned=False),
     ],
     "all_reduce_norm.all_reduce_norm": [
-        dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=shots, threads=544) for shots in (0, 1, 2)
-    ]
-    + [dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, shots=1, threads=544, dependent=True)]
-    + [
-        dict(n_pes=4, dtype="bfloat16", hidden=7168, capacity=32, shots=shots, threads=928, top_k=top_k, scaled_by=by)
-        for shots, top_k, by in (
-            (1, 0, "token"),
-            (2, 0, "block"),
-            (1, 8, "block"),
-            (2, 8, ""),
-            (1, 0, "tensor"),
-            (1, 0, "ue8m0_packed"),
-        )
-    ]
-    + [
-        dict(
-            n_pes=4, dtype="bfloat16", hidden=8192, capacity=136, shots=2, threads=544, scaled_by="block", spread=spread
-        )
-        for spread in (2, 4)
+        *(_norm(8192, shots) for shots in (0, 1, 2)),
+        _norm(8192, 1, dependent=True),
+        *(
+            _norm(7168, shots, threads=928, top_k=top_k, scaled_by=by)
+            for shots, top_k, by in zip(
+                (1, 2, 1, 2, 1, 1), (0, 0, 8, 8, 0, 0), ("token", "block", "block", "", "tensor", "ue8m0_packed")
+            )
+        ),
+        *(_norm(8192, 2, capacity=136, scaled_by="block", spread=spread) for spread in (2, 4)),
     ],
     "all_reduce_norm.sum_of_experts": [dict(dtype="bfloat16", hidden=7168, top_k=8)],
     "packets.packets": [
@@ -482,10 +462,7 @@ SM_90 = {
     "all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
     "all_to_all.all_to_all_mapped": [dict(n_pes=4), dict(n_pes=8, staged=True)],
     "all_to_all.all_to_all_uneven": [dict(n_pes=4)],
-    "all_to_all_transposed.all_to_all_transposed": [
-        dict(n_pes=4, joins_rows=True),
-        dict(n_pes=2, joins_rows=False),
-    ],
+    "all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True), dict(n_pes=2, joins_rows=False)],
     "all_to_all_transposed.all_to_all_transposed_mapped": [
         dict(n_pes=4, joins_rows=True, copies=True),
         dict(n_pes=4, joins_rows=False, copies=True),

@@ -18,155 +18,115 @@ from tilescale_net.compiler import inspect as inspect_code
 from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import KernelError
 
-WRONG = {
-    "dtype mismatch": (lambda k: N.put_block(k.h, k.a, 1), "N.put_block: dst (h) has dtype float16, src (a)"),
-    "not a tensor": (lambda k: N.put_block(3, k.a, 1), "N.put_block: dst must be a tensor, an element"),
-    "expression": (lambda k: N.get_warp(k.a, k.n + 1, 1), "N.get_warp: src must be a tensor"),
-    "get into shared memory": (
-        lambda k: N.get_block(k.shared, k.a, 1),
-        "dst (shared) lives in shared; it must be in global",
-    ),
-    "get from shared memory": (
-        lambda k: N.get_block(k.a, k.shared, 1),
-        "src (shared) lives in shared; it must be in global",
-    ),
-    "shared memory in bulk": (
-        lambda k: N.put_block(k.a[0], k.shared, 1, engine="bulk"),
-        "shared memory is not copied in",
-    ),
-    "more than shared memory": (lambda k: N.put_warp(k.a, k.shared, 1, count=129), "src (shared) holds 128 elements"),
-    "fragment": (
+WRONG = [
+    (lambda k: N.put_block(k.h, k.a, 1), "N.put_block: dst (h) has dtype float16, src (a)"),
+    (lambda k: N.put_block(3, k.a, 1), "N.put_block: dst must be a tensor, an element"),
+    (lambda k: N.get_warp(k.a, k.n + 1, 1), "N.get_warp: src must be a tensor"),
+    (lambda k: N.get_block(k.shared, k.a, 1), "dst (shared) lives in shared; it must be in global"),
+    (lambda k: N.get_block(k.a, k.shared, 1), "src (shared) lives in shared; it must be in global"),
+    (lambda k: N.put_block(k.a[0], k.shared, 1, engine="bulk"), "shared memory is not copied in"),
+    (lambda k: N.put_warp(k.a, k.shared, 1, count=129), "src (shared) holds 128 elements"),
+    (
         lambda k: N.put_block(k.a, k.fragment, 1),
         "src (fragment) lives in fragment; it must be in global or shared memory",
     ),
-    "count too large": (lambda k: N.put_block(k.a, k.b, 1, count=4097), "count is 4097, but dst (a) holds 4096"),
-    "count beyond element": (lambda k: N.put_warp(k.a[4090], k.b, 1, count=7), "dst (a) holds 6 elements from there"),
-    "count beyond region": (lambda k: N.put_warp(k.a, k.b[0:8], 1, count=9), "src (b) holds 8 elements"),
-    "negative count": (lambda k: N.put_thread(k.a, k.b, 1, count=-1), "count is -1; it must be at least 0"),
-    "float count": (lambda k: N.put_block(k.a, k.b, 1, count=1.5), "count must be an integer, not 1.5"),
-    "extents differ": (lambda k: N.put_block(k.a[0:8], k.b[0:9], 1), "dst (a) spans 8 elements, src (b) 9"),
-    "extents differ by names": (lambda k: N.put_block(k.a[0 : k.r], k.b[0 : k.r + 1], 1), "dst (a) spans"),
-    "value into a region": (
-        lambda k: N.put_value(k.a[0:8], 1, 1),
-        "N.put_value: dst names 8 elements of a; name one, such as a[0]",
-    ),
-    "vector of integers": (
+    (lambda k: N.put_block(k.a, k.b, 1, count=4097), "count is 4097, but dst (a) holds 4096"),
+    (lambda k: N.put_warp(k.a[4090], k.b, 1, count=7), "dst (a) holds 6 elements from there"),
+    (lambda k: N.put_warp(k.a, k.b[0:8], 1, count=9), "src (b) holds 8 elements"),
+    (lambda k: N.put_thread(k.a, k.b, 1, count=-1), "count is -1; it must be at least 0"),
+    (lambda k: N.put_block(k.a, k.b, 1, count=1.5), "count must be an integer, not 1.5"),
+    (lambda k: N.put_block(k.a[0:8], k.b[0:9], 1), "dst (a) spans 8 elements, src (b) 9"),
+    (lambda k: N.put_block(k.a[0 : k.r], k.b[0 : k.r + 1], 1), "dst (a) spans"),
+    (lambda k: N.put_value(k.a[0:8], 1, 1), "N.put_value: dst names 8 elements of a; name one, such as a[0]"),
+    (
         lambda k: N.put_vector(k.i32[0:4], T.alloc_local((4,), "int32"), 1),
         "dst (i32) has dtype int32; it must be one of float32, float16, bfloat16",
     ),
-    "vector from memory": (
-        lambda k: N.put_vector(k.a[0:4], k.b[0:4], 1),
-        "src (b) lives in global; it must be an array of",
-    ),
-    "vectors for fewer PEs": (
+    (lambda k: N.put_vector(k.a[0:4], k.b[0:4], 1), "src (b) lives in global; it must be an array of"),
+    (
         lambda k: N.put_vectors(k.a[0:4], T.alloc_local((2, 4), "float32"), 3, 0),
         "spans 2 vectors of 16 bytes; name one or 3",
     ),
-    "vectors for too many PEs": (
+    (
         lambda k: N.put_vectors(k.a[0:4], T.alloc_local((4,), "float32"), 129, 0),
         "n_pes must be an integer from 1 to 128",
     ),
-    "vectors from a PE beyond them": (
-        lambda k: N.put_vectors(k.a[0:4], T.alloc_local((4,), "float32"), 2, 2),
-        "first is 2",
-    ),
-    "part of a vector": (
-        lambda k: N.put_vector(k.a[0:3], T.alloc_local((4,), "float32"), 1),
-        "name whole vectors of 16 bytes",
-    ),
-    "vectors of a run-time number": (
+    (lambda k: N.put_vectors(k.a[0:4], T.alloc_local((4,), "float32"), 2, 2), "first is 2"),
+    (lambda k: N.put_vector(k.a[0:3], T.alloc_local((4,), "float32"), 1), "name whole vectors of 16 bytes"),
+    (
         lambda k: N.take_vectors(T.alloc_local((4, 4), "float32"), k.m[0 : k.r, 0:4]),
         "name whole vectors of 16 bytes, whose number is known when the kernel is built",
     ),
-    "more vectors than registers": (
+    (
         lambda k: N.take_vectors(T.alloc_local((2, 4), "float32"), k.a[0:16]),
         "holds 2 vectors, src (a) 4; make them equal",
     ),
-    "atomic on a tensor": (lambda k: N.atomic_add(k.i32, 1, 1), "dst names 64 elements of i32; name one"),
-    "load of a region": (lambda k: N.ld(k.a[0 : k.r]), "elements of a; name one, such as a[0]"),
-    "rows of another size": (
-        lambda k: N.put_block(k.m[0:4, 0:50], k.a, 1),
-        "src (a) spans 4096 elements, the other end 200",
-    ),
-    "other rows": (
+    (lambda k: N.atomic_add(k.i32, 1, 1), "dst names 64 elements of i32; name one"),
+    (lambda k: N.ld(k.a[0 : k.r]), "elements of a; name one, such as a[0]"),
+    (lambda k: N.put_block(k.m[0:4, 0:50], k.a, 1), "src (a) spans 4096 elements, the other end 200"),
+    (
         lambda k: N.get_warp(k.m[0:4, 0:50], k.m[0:5, 0:40], 1),
         "dst has 4 rows of 50 elements, src 5 of 40; make them equal",
     ),
-    "rows and a count": (
-        lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, count=5),
-        "count= belongs to contiguous memory",
-    ),
-    "rows in bulk": (
-        lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, engine="bulk"),
-        "a strided region is not copied in bulk",
-    ),
-    "rows beyond an axis": (lambda k: N.put_block(k.m[0:4, 60:110], k.a[0], 1), "ends at 110 on an axis of 100"),
-    "column of signals": (
-        lambda k: N.signal(k.m[0:4, 0], 1, 1),
-        "sig (m[0:0+4, 0]) is not contiguous in memory; move it",
-    ),
-    "index outside": (lambda k: N.put_thread(k.a[4096], k.b[0], 1), "dst: index 4096 is outside a, whose extent"),
-    "region outside": (lambda k: N.put_block(k.a[4090:4100], k.b, 1), "spans 10 elements, but a holds 6"),
-    "pe negative": (lambda k: N.put_block(k.a, k.b, -1), "pe is -1; it must be between 0 and"),
-    "pe of a float": (lambda k: N.put_block(k.a, k.b, 1.0), "pe must be an integer, not 1.0"),
-    "pe a tensor": (lambda k: N.put_block(k.a, k.b, k.i32), "pe must be an integer"),
-    "engine": (lambda k: N.put_block(k.a, k.b, 1, engine="tma"), "engine is 'tma'; it must be one of 'auto', 'ldst'"),
-    "unroll zero": (lambda k: N.put_block(k.a, k.b, 1, unroll=0), "unroll is 0; it must be a compile-time integer"),
-    "unroll large": (lambda k: N.put_block(k.a, k.b, 1, unroll=65), "from 1 to 64"),
-    "unroll at run time": (lambda k: N.put_block(k.a, k.b, 1, unroll=k.r), "compile-time integer"),
-    "bulk by a warp": (lambda k: N.put_warp(k.a, k.b, 1, engine="bulk"), "N.put_warp: bulk copies need shared memory"),
-    "ring of a thread": (lambda k: N.get_thread(k.a, k.b, 1, ring=(2, 128)), "which only block scope has"),
-    "ring with ldst": (lambda k: N.put_block(k.a, k.b, 1, engine="ldst", ring=(2, 128)), "does not use shared memory"),
-    "ring of one stage": (lambda k: N.put_block(k.a, k.b, 1, ring=(1, 128)), "it takes 2 to 32 stages"),
-    "ring unaligned": (lambda k: N.put_block(k.a, k.b, 1, ring=(2, 100)), "multiple of 128 bytes"),
-    "ring too large": (lambda k: N.put_block(k.a, k.b, 1, ring=(16, 16384)), "takes 262144 bytes; shared memory"),
-    "ring no pair": (lambda k: N.put_block(k.a, k.b, 1, ring=4), "it must be a pair"),
-    "signal of floats": (lambda k: N.signal(k.a[0], 1, 1), "N.signal: sig (a) has dtype float32; signals are uint64"),
-    "signal of many words": (lambda k: N.wait(k.flags, "eq", 1), "sig names 8 words of flags; name one, such as"),
-    "signal op": (lambda k: N.signal(k.flags[0], 1, 1, op="max"), "op is 'max'; it must be one of 'set', 'add'"),
-    "signal value": (lambda k: N.signal(k.flags[0], -1, 1), "value is -1; it must be between 0 and"),
-    "signal fence": (lambda k: N.signal_block(k.flags[0], 1, 1, fence=2), "fence is 2; it must be True or False"),
-    "signal fence by place": (lambda k: N.signal(k.flags[0], 1, 1, "set", True), "N.signal: too many positional"),
-    "barrier scope": (lambda k: N.barrier_all(scope="world"), "scope is 'world'; it must be one of 'block', 'grid'"),
-    "put_signal op": (lambda k: N.put_signal_block(k.a, k.b, 1, k.flags[0], 1, op=3), "op is 3; it must be one of"),
-    "comparison": (lambda k: N.wait_block(k.flags[0], ">=", 1), "N.wait_block: cmp is '>='; it must be one of 'eq'"),
-    "wait value": (lambda k: N.wait(k.flags[0], "eq", 2**64), "value is 18446744073709551616; it must be between"),
-    "ordered wait": (lambda k: N.wait(k.flags[0], "ge", 2**63), "value is 9223372036854775808; it must be between -"),
-    "float into integers": (lambda k: N.put_value(k.i32[0], 1.5, 1), "value has a floating-point type, but the tensor"),
-    "value too large": (lambda k: N.put_value(k.i32[0], 2**31, 1), "value is 2147483648, which int32 cannot hold"),
-    "value no number": (lambda k: N.st(k.a[0], "x"), "value must be a number, not 'x'"),
-    "atomic on halves": (lambda k: N.atomic_add(k.h[0], 1.0, 1), "N.atomic_add: dst (h) has dtype float16; atomic_add"),
-    "bits of floats": (lambda k: N.atomic_or(k.a[0], 1, 1), "atomic_or takes int32"),
-    "memory order": (lambda k: N.ld(k.a[0], sem="release"), "sem is 'release'; it must be one of 'weak', 'relaxed'"),
-    "store order": (lambda k: N.st(k.a[0], 0.0, sem="acquire"), "sem is 'acquire'"),
-    "memory scope": (
-        lambda k: N.ld(k.a[0], scope="system"),
-        "scope is 'system'; it must be one of 'cta', 'gpu', 'sys'",
-    ),
-    "remote of an element": (lambda k: N.remote(k.a[0], 1), "N.remote: buf must be a whole tensor"),
-    "signal forgotten": (
+    (lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, count=5), "count= belongs to contiguous memory"),
+    (lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, engine="bulk"), "a strided region is not copied in bulk"),
+    (lambda k: N.put_block(k.m[0:4, 60:110], k.a[0], 1), "ends at 110 on an axis of 100"),
+    (lambda k: N.signal(k.m[0:4, 0], 1, 1), "sig (m[0:0+4, 0]) is not contiguous in memory; move it"),
+    (lambda k: N.put_thread(k.a[4096], k.b[0], 1), "dst: index 4096 is outside a, whose extent"),
+    (lambda k: N.put_block(k.a[4090:4100], k.b, 1), "spans 10 elements, but a holds 6"),
+    (lambda k: N.put_block(k.a, k.b, -1), "pe is -1; it must be between 0 and"),
+    (lambda k: N.put_block(k.a, k.b, 1.0), "pe must be an integer, not 1.0"),
+    (lambda k: N.put_block(k.a, k.b, k.i32), "pe must be an integer"),
+    (lambda k: N.put_block(k.a, k.b, 1, engine="tma"), "engine is 'tma'; it must be one of 'auto', 'ldst'"),
+    (lambda k: N.put_block(k.a, k.b, 1, unroll=0), "unroll is 0; it must be a compile-time integer"),
+    (lambda k: N.put_block(k.a, k.b, 1, unroll=65), "from 1 to 64"),
+    (lambda k: N.put_block(k.a, k.b, 1, unroll=k.r), "compile-time integer"),
+    (lambda k: N.put_warp(k.a, k.b, 1, engine="bulk"), "N.put_warp: bulk copies need shared memory"),
+    (lambda k: N.get_thread(k.a, k.b, 1, ring=(2, 128)), "which only block scope has"),
+    (lambda k: N.put_block(k.a, k.b, 1, engine="ldst", ring=(2, 128)), "does not use shared memory"),
+    (lambda k: N.put_block(k.a, k.b, 1, ring=(1, 128)), "it takes 2 to 32 stages"),
+    (lambda k: N.put_block(k.a, k.b, 1, ring=(2, 100)), "multiple of 128 bytes"),
+    (lambda k: N.put_block(k.a, k.b, 1, ring=(16, 16384)), "takes 262144 bytes; shared memory"),
+    (lambda k: N.put_block(k.a, k.b, 1, ring=4), "it must be a pair"),
+    (lambda k: N.signal(k.a[0], 1, 1), "N.signal: sig (a) has dtype float32; signals are uint64"),
+    (lambda k: N.wait(k.flags, "eq", 1), "sig names 8 words of flags; name one, such as"),
+    (lambda k: N.signal(k.flags[0], 1, 1, op="max"), "op is 'max'; it must be one of 'set', 'add'"),
+    (lambda k: N.signal(k.flags[0], -1, 1), "value is -1; it must be between 0 and"),
+    (lambda k: N.signal_block(k.flags[0], 1, 1, fence=2), "fence is 2; it must be True or False"),
+    (lambda k: N.signal(k.flags[0], 1, 1, "set", True), "N.signal: too many positional"),
+    (lambda k: N.barrier_all(scope="world"), "scope is 'world'; it must be one of 'block', 'grid'"),
+    (lambda k: N.put_signal_block(k.a, k.b, 1, k.flags[0], 1, op=3), "op is 3; it must be one of"),
+    (lambda k: N.wait_block(k.flags[0], ">=", 1), "N.wait_block: cmp is '>='; it must be one of 'eq'"),
+    (lambda k: N.wait(k.flags[0], "eq", 2**64), "value is 18446744073709551616; it must be between"),
+    (lambda k: N.wait(k.flags[0], "ge", 2**63), "value is 9223372036854775808; it must be between -"),
+    (lambda k: N.put_value(k.i32[0], 1.5, 1), "value has a floating-point type, but the tensor"),
+    (lambda k: N.put_value(k.i32[0], 2**31, 1), "value is 2147483648, which int32 cannot hold"),
+    (lambda k: N.st(k.a[0], "x"), "value must be a number, not 'x'"),
+    (lambda k: N.atomic_add(k.h[0], 1.0, 1), "N.atomic_add: dst (h) has dtype float16; atomic_add"),
+    (lambda k: N.atomic_or(k.a[0], 1, 1), "atomic_or takes int32"),
+    (lambda k: N.ld(k.a[0], sem="release"), "sem is 'release'; it must be one of 'weak', 'relaxed'"),
+    (lambda k: N.st(k.a[0], 0.0, sem="acquire"), "sem is 'acquire'"),
+    (lambda k: N.ld(k.a[0], scope="system"), "scope is 'system'; it must be one of 'cta', 'gpu', 'sys'"),
+    (lambda k: N.remote(k.a[0], 1), "N.remote: buf must be a whole tensor"),
+    (
         lambda k: N.put_block(k.a, k.b, 1, k.flags[0], 1),
         "N.put_block: too many positional arguments; it takes dst, src, pe in this order, and count, unroll, engine, ring by",
     ),
-    "option without a name": (
+    (
         lambda k: N.put_signal_warp(k.a, k.b, 1, k.flags[0], 1, "add", 64),
         "it takes dst, src, pe, sig, value, op in this order, and count, unroll, engine, ring by name only",
     ),
-    "no scope": (lambda k: N.put(k.a, k.b, 1), "N.put; did you mean N.put_block or N.put_signal_block or"),
-    "misspelt": (
-        lambda k: N.wait_blok(k.flags[0], "ge", 1),
-        "there is no primitive N.wait_blok; did you mean N.wait_block",
-    ),
-    "negative constant": (lambda k: N.put_block(k.a, k.b, 1, count=3 - 8), "count is -5; it must be at least 0"),
-    "missing argument": (lambda k: N.put_block(k.a, k.b), "N.put_block: missing a required argument: 'pe'"),
-    "unknown argument": (lambda k: N.quiet(peer=1), "N.quiet: got an unexpected keyword argument 'peer'"),
-    "ticket": (lambda k: N.flush_wait(None), "ticket must be an integer, not None"),
-}
+    (lambda k: N.put(k.a, k.b, 1), "N.put; did you mean N.put_block or N.put_signal_block or"),
+    (lambda k: N.wait_blok(k.flags[0], "ge", 1), "there is no primitive N.wait_blok; did you mean N.wait_block"),
+    (lambda k: N.put_block(k.a, k.b, 1, count=3 - 8), "count is -5; it must be at least 0"),
+    (lambda k: N.put_block(k.a, k.b), "N.put_block: missing a required argument: 'pe'"),
+    (lambda k: N.quiet(peer=1), "N.quiet: got an unexpected keyword argument 'peer'"),
+    (lambda k: N.flush_wait(None), "ticket must be an integer, not None"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_message_and_line(name):
-    call, expected = WRONG[name]
+@pytest.mark.parametrize("call, expected", WRONG, ids=[expected for _, expected in WRONG])
+def test_message_and_line(call, expected):
     with pytest.raises(KernelError) as caught:
         trace(call)
     message = str(caught.value)
@@ -329,7 +289,7 @@ def test_factory_arguments_of_a_wrong_kind(n):
         broken(64.0)
 
 
-def test_what_tilelang_refuses():
+def test_errors_of_tilelang():
     """Its message and the author's line, not the frames of tilelang and TVM between them."""
     line = inspect.getsourcelines(of_no_dtype.__wrapped__)[1] + 3
     with pytest.raises(KernelError) as error:
