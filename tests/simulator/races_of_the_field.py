@@ -10,6 +10,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tests.shorthand import f32, u64
 
 THREADS = 64
 
@@ -34,12 +35,10 @@ class Kind:
 
 YES, RULES, NO, MANUAL = "yes, a test of its own", "yes, by its rules", "no", "yes"
 WARNING, NOTES, ASYNC = "yes, as a warning", "yes, by its release notes", "yes, of copies in a group or pipeline"
-GLOBAL, SHARED, ONE, BLOCK = (
-    "no: shared memory only",
-    "no: global memory only",
-    "no: one GPU",
-    "no: a block is one thread",
-)
+GLOBAL = "no: shared memory only"
+SHARED = "no: global memory only"
+ONE = "no: one GPU"
+BLOCK = "no: a block is one thread"
 KINDS = {
     "raw": Kind("global memory: read after write, a relaxed counter between", YES, GLOBAL, "a load of data"),
     "war": Kind("global memory: write after read, a relaxed counter between", YES, GLOBAL, "a store to data"),
@@ -71,6 +70,12 @@ KINDS = {
 CASES = {name: number for number, name in enumerate(KINDS)}
 
 
+@T.macro
+def _spin(words, index, order, scope, least=1):
+    while N.ld(words[index], sem=order, scope=scope) < T.uint64(least):
+        T.evaluate(0)
+
+
 # Without this tilelang puts a barrier between any two accesses to shared memory.
 @tsn.jit(pass_configs={"tl.disable_thread_storage_sync": True})
 def races(right):
@@ -83,39 +88,28 @@ def races(right):
 
     @T.prim_func
     def main(
-        ctx: N.Context(), case: T.int32, data: T.Tensor((THREADS,), "float32"), word: T.Tensor((2,), "uint64"),
-        x: T.Tensor((THREADS,), "float32"), y: T.Tensor((THREADS,), "float32"), flag: T.Tensor((2,), "uint64"),
-        out: T.Tensor((4, THREADS), "float32"),
+        ctx: N.Context(), case: T.int32, data: f32(THREADS), word: u64(2), x: f32(THREADS), y: f32(THREADS), flag: u64(2),
+        out: f32(4, THREADS),
     ):  # fmt: skip
         with T.Kernel(3, threads=THREADS) as block:
             tx, pe = T.get_thread_binding(), 1 - N.my_pe()
             tile = T.alloc_shared((THREADS,), "float32")
             full = T.alloc_barrier(32)
             first = tx == 0
-            if case == CASES["raw"]:
-                if block == 0 and first:
-                    data[0] = 1.0
-                    T.atomic_add(word[0], T.uint64(1), memory_order=release)
-                if block == 1 and first:
-                    while N.ld(word[0], sem=acquire, scope="gpu") == T.uint64(0):
-                        T.evaluate(0)
-                    out[0, 0] = data[0]
-            if case == CASES["war"]:
-                if block == 0 and first:
-                    out[0, 0] = data[0]
-                    T.atomic_add(word[0], T.uint64(1), memory_order=release)
-                if block == 1 and first:
-                    while N.ld(word[0], sem=acquire, scope="gpu") == T.uint64(0):
-                        T.evaluate(0)
-                    data[0] = 2.0
-            if case == CASES["waw"]:
-                if block == 0 and first:
-                    data[0] = 1.0
-                    T.atomic_add(word[0], T.uint64(1), memory_order=release)
-                if block == 1 and first:
-                    while N.ld(word[0], sem=acquire, scope="gpu") == T.uint64(0):
-                        T.evaluate(0)
-                    data[0] = 2.0
+            for name in ("raw", "war", "waw"):
+                if case == CASES[name]:
+                    if block == 0 and first:
+                        if name == "war":
+                            out[0, 0] = data[0]
+                        else:
+                            data[0] = 1.0
+                        T.atomic_add(word[0], T.uint64(1), memory_order=release)
+                    if block == 1 and first:
+                        _spin(word, 0, acquire, "gpu")
+                        if name == "raw":
+                            out[0, 0] = data[0]
+                        else:
+                            data[0] = 2.0
             if case == CASES["tile_raw"]:
                 if block == 0:
                     tile[tx] = 1.0
@@ -125,8 +119,7 @@ def races(right):
                     if first:
                         T.atomic_add(word[0], T.uint64(1), memory_order=release)
                 if block == 1 and first:
-                    while N.ld(word[0], sem=acquire, scope="gpu") == T.uint64(0):
-                        T.evaluate(0)
+                    _spin(word, 0, acquire, "gpu")
                     out[0, 0] = data[5]
             if case == CASES["tile_war"]:
                 if block == 0:
@@ -136,28 +129,24 @@ def races(right):
                     if first:
                         T.atomic_add(word[0], T.uint64(1), memory_order=release)
                 if block == 1 and first:
-                    while N.ld(word[0], sem=acquire, scope="gpu") == T.uint64(0):
-                        T.evaluate(0)
+                    _spin(word, 0, acquire, "gpu")
                     data[5] = 2.0
             if case == CASES["scope"]:
                 if block == 0 and first:
                     data[0] = 1.0
                     N.st(word[0], T.uint64(1), sem="release", scope=scope)
                 if block == 1 and first:
-                    while N.ld(word[0], sem="acquire", scope=scope) == T.uint64(0):
-                        T.evaluate(0)
+                    _spin(word, 0, "acquire", scope)
                     out[0, 0] = data[0]
             if case == CASES["transitive"]:
                 if block == 0 and first:
                     data[0] = 1.0
                     N.st(word[0], T.uint64(1), sem="release", scope="gpu")
                 if block == 1 and first:
-                    while N.ld(word[0], sem=acquire, scope="gpu") == T.uint64(0):
-                        T.evaluate(0)
+                    _spin(word, 0, acquire, "gpu")
                     N.st(word[1], T.uint64(1), sem="release", scope="gpu")
                 if block == 2 and first:
-                    while N.ld(word[1], sem="acquire", scope="gpu") == T.uint64(0):
-                        T.evaluate(0)
+                    _spin(word, 1, "acquire", "gpu")
                     out[0, 0] = data[0]
             if case == CASES["count"]:
                 if block == 0 and first:
@@ -167,8 +156,7 @@ def races(right):
                     data[1] = 1.0
                     T.atomic_add(word[0], T.uint64(1), memory_order=release)
                 if block == 2 and first:
-                    while N.ld(word[0], sem="acquire", scope="gpu") < T.uint64(2):
-                        T.evaluate(0)
+                    _spin(word, 0, "acquire", "gpu", 2)
                     out[0, 0] = data[0] + data[1]
             if case == CASES["block"] and block == 0:
                 data[tx] = 1.0
@@ -183,22 +171,19 @@ def races(right):
             if case == CASES["peer_word"] and block == 0 and first:
                 y[0] = 1.0
                 N.st(N.remote(flag, pe)[0], T.uint64(1), sem=release, scope="sys")
-                while N.ld(flag[0], sem="acquire", scope="sys") == T.uint64(0):
-                    T.evaluate(0)
+                _spin(flag, 0, "acquire", "sys")
                 out[0, 0] = N.remote(y, pe)[0]
             if case == CASES["pulled"] and block == 0 and first:
                 y[0] = 1.0
                 N.st(flag[0], T.uint64(1), sem=release, scope="sys")
-                while N.ld(N.remote(flag, pe)[0], sem="acquire", scope="sys") == T.uint64(0):
-                    T.evaluate(0)
+                _spin(N.remote(flag, pe), 0, "acquire", "sys")
                 out[0, 0] = N.remote(y, pe)[0]
             if case == CASES["peer_scope"] and block == 0 and first:
                 if right:
                     N.atomic_add(flag[0], T.uint64(1), pe)
                 else:
                     T.atomic_add(N.remote(flag, pe)[0], T.uint64(1), memory_order="release")
-                while N.ld(flag[0], sem="acquire", scope="sys") == T.uint64(0):
-                    T.evaluate(0)
+                _spin(flag, 0, "acquire", "sys")
             if case == CASES["plain"] and block == 0 and first:
                 N.st(N.remote(flag, pe)[0], T.uint64(1), sem="release", scope="sys")
                 if right:

@@ -51,6 +51,12 @@ def take(out, row, y, slot, tx):
             out[row, i * 128 + tx] = y[slot, i * 128 + tx]
 
 
+@T.macro
+def receive(out, y, flag, tx):
+    N.wait_block(flag[0], "ge", 1)
+    take(out, 0, y, 0, tx)
+
+
 @bug()
 def missing_wait(right, x, y, flag, out, pe, block, tx, n):
     N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
@@ -76,8 +82,7 @@ def missing_fence(right, x, y, flag, out, pe, block, tx, n):
         if right:
             N.fence(pe)
         N.signal(flag[0], 1, pe)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
@@ -89,8 +94,7 @@ def source_reused(right, x, y, flag, out, pe, block, tx, n):
     for i in T.serial(T.ceildiv(M, 128)):
         if i * 128 + tx < M:
             x[0, i * 128 + tx] = -1.0
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @T.macro
@@ -209,8 +213,7 @@ def fence_of_another_warp(right, x, y, flag, out, pe, block, tx, n):
     if tx == 32:
         N.fence(pe)
         N.signal(flag[0], 1, pe)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
@@ -224,8 +227,7 @@ def fence_of_thread_0(right, x, y, flag, out, pe, block, tx, n):
     if tx == 0:
         N.fence(pe)
         N.signal(flag[0], 1, pe)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
@@ -236,8 +238,7 @@ def fence_beside_the_block(right, x, y, flag, out, pe, block, tx, n):
         T.sync_threads()
     if tx == 0:
         N.signal(flag[0], 1, pe, fence=True)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug(blocks=2)
@@ -250,8 +251,7 @@ def signal_of_another_block(right, x, y, flag, out, pe, block, tx, n):
             N.fence(pe)
             N.signal(flag[0], 1, pe)
     if block == 0:
-        N.wait_block(flag[0], "ge", 1)
-        take(out, 0, y, 0, tx)
+        receive(out, y, flag, tx)
 
 
 @bug()
@@ -264,15 +264,12 @@ def sends_what_another_warp_writes(right, x, y, flag, out, pe, block, tx, n):
         T.sync_threads()
     if tx < 32:
         N.put_signal_warp(y[0, :], x[1, :], pe, flag[0], 1)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
 def get_without_a_wait(right, x, y, flag, out, pe, block, tx, n):
-    for i in T.serial(T.ceildiv(M, 128)):
-        if i * 128 + tx < M:
-            y[1, i * 128 + tx] = x[0, i * 128 + tx]
+    take(y, 1, x, 0, tx)
     T.sync_threads()
     if tx == 0:
         N.signal(flag[0], 1, pe)
@@ -287,15 +284,13 @@ def set_and_add(right, x, y, flag, out, pe, block, tx, n):
     N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1, op="set")
     if tx == 0:
         N.signal(flag[1 if right else 0], 1, pe, op="add")
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
 def store_to_a_signal_word(right, x, y, flag, out, pe, block, tx, n):
     N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
     if tx == 0:
         flag[1 if right else 0] = T.uint64(0)
 

@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 import tilescale_net.language as N
-from tests.simulator.seeded_bugs import ROUNDS, M, bug, take
+from tests.simulator.seeded_bugs import ROUNDS, M, bug, receive, take
 
 
 @bug()
@@ -19,22 +19,19 @@ def load_through_the_read_only_cache(right, x, y, flag, out, pe, block, tx, n):
 def range_in_the_next_tensor(right, x, y, flag, out, pe, block, tx, n):
     """`n` is M: M elements from element M of the last row on lie in the tensor allocated after y."""
     N.put_signal_block(y[0, 0] if right else y[ROUNDS - 1, n - 500], x[0, 0], pe, flag[0], 1, count=n)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
 def range_past_the_end(right, x, y, flag, out, pe, block, tx, n):
     N.put_signal_block(y[0, 0] if right else y[ROUNDS - 1, 0], x[0, 0], pe, flag[0], 1, count=n if right else n + 1)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
 def range_far_outside(right, x, y, flag, out, pe, block, tx, n):
     N.put_signal_block(y[0, 0] if right else y[n * 1000, 0], x[0, 0], pe, flag[0], 1, count=n)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
@@ -91,8 +88,7 @@ def part_of_a_block_by_thread(right, x, y, flag, out, pe, block, tx, n):
     """What distinguishes the threads is known when the kernel is built."""
     if right or tx < 40:
         N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
@@ -101,15 +97,13 @@ def part_of_a_warp(right, x, y, flag, out, pe, block, tx, n):
         if right or x[0, 0] + tx < x[0, 0] + n - M + 16:
             N.put_signal_warp(y[0, :], x[0, :], pe, flag[0], 1)
     T.sync_threads()
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
 def peers_that_differ(right, x, y, flag, out, pe, block, tx, n):
     N.put_signal_block(y[0, :], x[0, :], pe if right else T.if_then_else(tx < 64, pe, 1 - pe), flag[0], 1)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()
@@ -117,8 +111,7 @@ def part_of_the_block(right, x, y, flag, out, pe, block, tx, n):
     """A condition on data, which is unknown when the kernel is built."""
     if right or x[0, 0] + tx < x[0, 0] + n - M + 64:
         N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
-        N.wait_block(flag[0], "ge", 1)
-        take(out, 0, y, 0, tx)
+        receive(out, y, flag, tx)
 
 
 # The row of the table, and kinds and text of what some rank raises. A report of the

@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 import tilescale_net.language as N
-from tests.simulator.seeded_bugs import M, bug, take
+from tests.simulator.seeded_bugs import M, bug, receive, take
 
 
 @bug()
@@ -15,8 +15,7 @@ def fence_of_one_lane(right, x, y, flag, out, pe, block, tx, n):
         if tx == 0:
             N.fence(pe)
             N.signal(flag[0], 1, pe)
-    N.wait_block(flag[0], "ge", 1)
-    take(out, 0, y, 0, tx)
+    receive(out, y, flag, tx)
 
 
 @bug()

@@ -107,10 +107,8 @@ def test_races():
     for case in CASES:
         right, wrong = ([text for of_rank in found for text in of_rank[case, form][1]] for form in (1, 0))
         assert not right, (case, right)
-        assert wrong and all(MISSING.get(case, "N.") in text and "test_atomics.py:" in text for text in wrong), (
-            case,
-            wrong,
-        )
+        words = MISSING.get(case, "N."), "test_atomics.py:"
+        assert wrong and all(word in text for text in wrong for word in words), (case, wrong)
 
 
 @jitted
@@ -144,14 +142,12 @@ def values_as_flags(
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 @ranks.on(TSN_SIM_RACES="1")
-def test_what_an_atomic_load_finds_comes_before_what_follows_it(wrong):
+def test_an_atomic_load_orders_the_write_before_later_accesses(wrong):
     reports = recorded_errors()
     for seed in range(3):
-        data, own, word = (
-            tsn.zeros((2, 32), torch.int32),
-            torch.zeros((2, 32), dtype=torch.int32),
-            tsn.zeros((1,), torch.int32),
-        )
+        data = tsn.zeros((2, 32), torch.int32)
+        own = torch.zeros((2, 32), dtype=torch.int32)
+        word = tsn.zeros((1,), torch.int32)
         with simulator.schedule(seed, "late"):
             for turn in (1, 2):
                 for part in (0, 1):

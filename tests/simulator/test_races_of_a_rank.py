@@ -19,7 +19,7 @@ from tests.variants import variants
 from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
 
-WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT, SAME, HINT = range(11)
+BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT, SAME, HINT = range(9)
 RACES = {"TSN_SIM_RACES": "1"}
 
 
@@ -35,16 +35,6 @@ def one_of_many(
         shared = T.alloc_shared((64,), "float32")
         halves = T.alloc_shared((64,), "float16")
         count = T.alloc_shared((1,), "int32")
-        if case == WARPS:
-            shared[tx] = 1.0
-            if right != 0:
-                T.sync_threads()
-            plain[block * 64 + tx] = shared[63 - tx]
-        if case == WARP and tx < 32:
-            shared[tx] = 1.0
-            if right != 0:
-                T.sync_warp()
-            plain[block * 64 + tx] = shared[31 - tx]
         if case == BLOCKS:
             if block == 1 and tx == 0:
                 plain[0] = 1.0
@@ -198,7 +188,7 @@ def of_many_warps(plain: f32(64), warps: T.int32):
             plain[0] = T.cast(block, "float32")
 
 
-def test_what_is_too_large_is_said(caplog):
+def test_launches_beyond_the_limits_are_reported(caplog):
     with simulator.schedule(0, races=True), caplog.at_level("WARNING", "tilescale_net"):
         for _ in range(2):
             of_many_warps()(torch.zeros(64), 1 << 16)
@@ -263,8 +253,6 @@ def _run(case, right, seed):
 
 
 CASES = [
-    (WARPS, "shared memory", "T.sync_threads() is missing"),
-    (WARP, "shared memory", "T.sync_warp()"),
     (BLOCKS, "memory of this rank", "two blocks"),
     (ATOMIC, "an atomic operation", "T.sync_threads() is missing"),
     (LAST_READ, "a store to shared (shared memory)", "a load of shared"),
@@ -310,7 +298,7 @@ RIGHT_HOSTS = [
 
 
 @ranks.on(**RACES)
-def test_what_the_host_does_by_other_means_than_operators():
+def test_accesses_of_the_host_without_operators():
     """Its arrays and lists, torch.distributed, threads that never call the package, and `free`."""
     reports = recorded_errors()
     simulator.on_race = lambda base, error: reports.append(str(error))

@@ -231,7 +231,7 @@ THROUGH = re.compile(r"the host, through an array \(test_races_of_launches.py:\d
 
 
 @ranks.on(TSN_SIM_RACES="1")
-def test_what_a_host_writes_through_arrays():
+def test_writes_of_the_host_through_arrays():
     """No operator shows it: the bytes of a source have changed."""
     reports, kernel = recorded_errors(), step()
     simulator.on_race = lambda base, error: reports.append(str(error))

@@ -106,13 +106,9 @@ def rounds(
         # Two warps count on one word what each has put: one of them is there, but which?
         if case == MIXED_COUNT:
             N.put_signal_warp(
-                y[0, tx // 32 * 32 : tx // 32 * 32 + 32],
-                x[0, tx // 32 * 32 : tx // 32 * 32 + 32],
-                to,
-                flag[0],
-                1,
+                y[0, tx // 32 * 32 : tx // 32 * 32 + 32], x[0, tx // 32 * 32 : tx // 32 * 32 + 32], to, flag[0], 1,
                 op="add",
-            )
+            )  # fmt: skip
             N.wait_block(flag[0], "ge", 1 + right)
             if tx < 32:
                 out[0, tx] = y[0, tx]

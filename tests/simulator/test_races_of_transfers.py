@@ -396,11 +396,9 @@ def protocols(
 
 def _launch(case, right, seed):
     x, y, out = tsn.zeros((8, WIDTH)), tsn.zeros((8, WIDTH)), torch.zeros((8, WIDTH))
-    flag, count, word = (
-        tsn.zeros((8,), torch.uint64),
-        tsn.zeros((1,), torch.uint64),
-        torch.zeros((1,), dtype=torch.uint64),
-    )
+    flag = tsn.zeros((8,), torch.uint64)
+    count = tsn.zeros((1,), torch.uint64)
+    word = torch.zeros((1,), dtype=torch.uint64)
     x.fill_(tsn.rank() + 1)
     yield  # all ranks have filled theirs
     for turn in (1, 2) if case == STALE_FLAG else (1,):

@@ -88,11 +88,8 @@ def test_rules():
     _, said = found.pop((bugs.declared_race.__name__, True))
     assert not said, said
     for (name, _), (caught, said) in found.items():
-        assert caught == 2 and said.startswith("DataRace") and "seeded_" in said and ".py:" in said, (
-            name,
-            caught,
-            said,
-        )
+        assert caught == 2 and said.startswith("DataRace"), (name, caught, said)
+        assert "seeded_" in said and ".py:" in said, (name, said)
 
 
 def _ends(name, right, seeds):
