@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 
-def nightly(*values: Any, id: str | None = None) -> Any:
-    """The values of a variant that the nightly run alone has."""
-    return pytest.param(*values, marks=pytest.mark.nightly, id=id)
+def nightly(*values: Any, id: str | None = None, when: bool = True) -> Any:
+    """The values of a variant that the nightly run alone has; of an ordinary one unless `when` holds."""
+    return pytest.param(*values, marks=[pytest.mark.nightly] * when, id=id)
 
 
 def variants(sample: int, names: str, values: Any, **options: Any) -> Callable[[Callable], Callable]:

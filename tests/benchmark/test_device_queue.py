@@ -75,7 +75,8 @@ def test_the_standard_librarys_queue_is_still_found(tmp_path, how):
     assert module == "queue" and not os.path.realpath(file).startswith(folder)
 
 
-def _counts() -> dict[str, list[int]]:
+@ranks.on(1)
+def test_probes_push_as_documented():
     bench = QueueBench(tsn.world(), -1)
     with bench.null(64, queues=2) as proxies:
         proxies.run(Probe.PUSH, 5, pes=2, lanes=3, warps=2, blocks=4)  # 120 puts through rings of 64
@@ -94,26 +95,15 @@ def _counts() -> dict[str, list[int]]:
         word = ctypes.c_uint64.from_address(proxies.there).value if not bench.on_gpu else 16
         same = bool((bench.heaps[0][65536:65792] == bench.heaps[1][65536:65792]).all())
     names = ("puts", "put_signals", "flushes", "bytes_put")
-    return [{n: s[n] for n in names} for s in (one, two, three)], word, same
-
-
-def test_probes_push_what_they_say():
-    (outcome,) = ranks.launch(1, _counts)
-    assert outcome.ok, outcome.error
-    (one, two, three), word, same = outcome.value
+    one, two, three = ({n: s[n] for n in names} for s in (one, two, three))
     assert one == {"puts": 579, "put_signals": 0, "flushes": 2, "bytes_put": 579 * 64}
     assert two == {"puts": 9, "put_signals": 0, "flushes": 49, "bytes_put": 9 * 64}
     assert three == {"puts": 0, "put_signals": 6, "flushes": 1, "bytes_put": 6 * 256}
     assert word == 16 and same
 
 
-def _lost_answer() -> None:
+@ranks.fails("WaitTimeout", "for 1 on the signal", "last seen 0", size=1, TSN_TIMEOUT="0.5")
+def test_a_flag_that_nobody_answers_ends_in_an_error():
     bench = QueueBench(tsn.world(), -1)
     with bench.null(16) as proxies:
         proxies.run(Probe.FLAG_TRIP, 1, out=proxies.signal, into=proxies.signal + 8)  # no proxy answers
-
-
-def test_a_flag_that_nobody_answers_ends_in_an_error():
-    (outcome,) = ranks.launch(1, _lost_answer, env={"TSN_TIMEOUT": "0.5"})
-    kind, text, _ = outcome.error
-    assert kind == "WaitTimeout" and "for 1 on the signal" in text and "last seen 0" in text, (kind, text)

@@ -37,7 +37,7 @@ def test_headers_that_are_too_old_are_passed_over(home):
     assert home(32) == gin.headers()
 
 
-def test_says_what_is_missing(monkeypatch, home):
+def test_names_the_missing_requirement(monkeypatch, home):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "it needs GPUs" in gin.missing()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -57,7 +57,7 @@ def test_failed_compilation_shows_the_compilers_words(fake):
     assert os.path.exists(nvshmem.build(folder, compiler, "sm_90"))  # a failure is not kept
 
 
-def test_says_what_is_missing(monkeypatch, tmp_path, fake):
+def test_names_the_missing_requirement(monkeypatch, tmp_path, fake):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "it needs GPUs" in nvshmem.missing()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -83,7 +83,7 @@ def test_writes_that_do_not_arrive_are_noticed(tmp_path, method):
         (["--sizes", "4", "--provider", "carrier-pigeon"], {}, 1, "carrier-pigeon"),
     ],
 )
-def test_what_cannot_be_measured_is_told(arguments, env, code, said):
+def test_unmeasurable_cases_are_reported(arguments, env, code, said):
     done = run(*arguments, **env)
     assert done.returncode == code, done.stderr
     assert said in done.stderr and done.stdout == ""

@@ -171,7 +171,7 @@ def test_plot_errors(filled, tmp_path, capsys):
     assert "nothing was measured" in str(ended.value.code)
 
 
-def test_tables_are_told_apart(filled, capsys):
+def test_tables_are_distinguished(filled, capsys):
     report = filled()
     with pytest.raises(ValueError, match="already has a table"):
         report.table("bandwidth", [], [])

@@ -172,7 +172,7 @@ def test_put_signal(tmp_path):
     assert rows[0]["line"] > 0 and rows[1].get("line") is None
 
 
-def test_what_needs_a_gpu_says_so_in_one_line(tmp_path):
+def test_benchmarks_without_their_gpu_end_with_one_line(tmp_path):
     done = launch("launch_cost.py", "--json", str(tmp_path / "run.json"))
     assert done.returncode == 3, done.stderr
     assert done.stdout.count("\n") == 1 and "not measured; it needs" in done.stdout and "failed" not in done.stderr
@@ -189,7 +189,7 @@ def test_what_needs_a_gpu_says_so_in_one_line(tmp_path):
         ([], {"GPUS": "1"}, "copies need two ranks"),
     ],
 )
-def test_wrong_arguments_are_told_once(arguments, env, said):
+def test_wrong_arguments_are_reported_once(arguments, env, said):
     done = launch("unrolledcp_p2p.py", *arguments, **env)
     assert done.returncode == 2
     assert done.stderr.count(said) == 1

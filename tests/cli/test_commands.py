@@ -105,7 +105,7 @@ def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
         ("gpu_network_memory", "GPU memory for NICs (DMABUF, peermem)", doctor.WARNING, "modprobe nvidia_peermem"),
     ],
 )
-def test_what_is_missing_has_a_remedy(efa_machine, monkeypatch, check, name, state, remedy):
+def test_missing_requirements_have_a_remedy(efa_machine, monkeypatch, check, name, state, remedy):
     monkeypatch.setattr(doctor, "_dmabuf", lambda: False)
     found = {f.what: f for f in getattr(doctor.Doctor(), check)()}
     assert found[name].state == state and remedy in found[name].remedy, found
@@ -136,7 +136,7 @@ def test_a_home_that_cannot_be_written(monkeypatch, tmp_path):
     assert own.startswith(f"{tempfile.gettempdir()}/tilescale_net-") and not os.path.exists(own), done.stderr
 
 
-def test_what_there_is_needs_none(efa_machine, monkeypatch):
+def test_met_requirements_need_no_remedy(efa_machine, monkeypatch):
     (efa_machine / "modules").write_text("nvidia_peermem 16384 0 - Live\n")
     (efa_machine / "meminfo").write_text("HugePages_Total: 8\nHugePages_Free: 5\n")
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (doctor.resource.RLIM_INFINITY,) * 2)
@@ -181,7 +181,7 @@ def test_info_on_this_machine(capsys, monkeypatch):
     assert "device: simulator (TSN_DEVICE=simulator)" in text and "between nodes of one host: " in text
 
 
-def test_wrong_settings_are_told(capsys, monkeypatch):
+def test_wrong_settings_are_reported(capsys, monkeypatch):
     monkeypatch.setenv("TSN_HEAPSIZE", "1G")
     assert cli.main(["info"]) == 2
     assert "did you mean TSN_HEAP_SIZE?" in capsys.readouterr().err
@@ -238,7 +238,7 @@ def test_bench_refuses_before_it_measures(arguments, said, capsys):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_bench_that_is_ended_keeps_what_there_is(tmp_path, monkeypatch, number, code):
+def test_an_interrupted_bench_keeps_its_results(tmp_path, monkeypatch, number, code):
     from benchmark.common import suite
 
     row = {"schema": 1, "command": ["slow.py"], "environment": {}, "notes": []}
@@ -331,12 +331,12 @@ def test_precompile_asks_for_every_kernel_once(asked, tmp_path, capsys):
         ([dict(LAYER, tuning={"speed": 1})], "speed"),
     ],
 )
-def test_precompile_names_what_is_wrong_with_a_list(asked, tmp_path, capsys, listed, said):
+def test_precompile_names_mistakes_in_a_list(asked, tmp_path, capsys, listed, said):
     assert _precompile(tmp_path, listed) == 2
     assert said in capsys.readouterr().err and not asked
 
 
-def test_precompile_compiles_what_a_folder_holds(asked, tmp_path, capsys):
+def test_precompile_compiles_the_kernels_of_a_folder(asked, tmp_path, capsys):
     def file(name, made_by):
         text = json.dumps({"made_by": made_by}).encode()
         (tmp_path / name).write_bytes(b"library" + text + len(text).to_bytes(8, "little"))

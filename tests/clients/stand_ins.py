@@ -96,10 +96,8 @@ def torch_cuda() -> None:
     )  # fmt: skip
     for name, answer in answers.items():
         setattr(cuda, name, lambda *rest, answer=answer, **named: answer)
-    cuda.get_rng_state, cuda.set_rng_state = (
-        lambda *rest: torch.get_rng_state(),
-        lambda state, *rest: torch.set_rng_state(state),
-    )
+    cuda.get_rng_state = lambda *rest: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *rest: torch.set_rng_state(state)
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *rest, **named: 0
     for kind in ("Float", "Half", "BFloat16", "Int", "Long", "Byte"):
         of_cpu = getattr(torch, f"{kind}Tensor")

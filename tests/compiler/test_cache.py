@@ -151,7 +151,7 @@ def test_a_damaged_library_is_made_again(monkeypatch, tmp_path):
         assert made.stat().st_size == len(whole)
 
 
-def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
+def test_a_full_disk_is_reported_with_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def full(_):
@@ -259,7 +259,7 @@ def test_lowered_once(lowerings):
 
 
 @pytest.mark.parametrize("other", [dict(n=41), dict(factor=3.0), dict(name="other"), dict(guard=True)])
-def test_what_differs_is_lowered(lowerings, other):
+def test_different_kernels_are_lowered(lowerings, other):
     scale(40, 2.0)
     made = dict(n=40, factor=2.0) | other
     assert works(scale(**made), made["n"], made["factor"])

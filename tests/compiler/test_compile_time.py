@@ -76,7 +76,7 @@ def measured(name: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_primitives_at_most_double_what_a_kernel_takes(name):
+def test_primitives_at_most_double_the_compile_time_of_a_kernel(name):
     whole, rest, most = measured(name)
     print(f"{name}: {whole:.2f} / {rest:.2f} s = {whole / rest:.2f}, at most {most:.1f}", flush=True)
     assert whole <= most * rest, (name, whole, rest)

@@ -115,7 +115,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_carried_out_once_is_refused(tmp_path, name):
+def test_effects_that_would_be_repeated_are_refused(tmp_path, name):
     statement, expected = REFUSED[name]
     path = tmp_path / "refused.py"
     with pytest.raises(KernelError, match=rf"kernel kernel: {expected}.*\n  at {re.escape(str(path))}:\d+$"):

@@ -68,7 +68,7 @@ def test_a_shipped_kernel_is_the_one_that_was_compiled(compiled, traced, monkeyp
 
 
 @pytest.mark.parametrize("fault", ["folder", "file", "damaged"])
-def test_what_others_may_write_and_what_is_damaged_is_not_loaded(compiled, traced, monkeypatch, caplog, fault):
+def test_damaged_files_and_files_that_others_may_write_are_not_loaded(compiled, traced, monkeypatch, caplog, fault):
     folder, _ = compiled
     (path,) = folder.glob("*.so")
     whole = path.read_bytes()
@@ -173,20 +173,16 @@ def _written(work, made):
 
 
 def test_a_folder_of_another_user_is_not_written(tmp_path, monkeypatch):
+    def refused(folder, said):
+        with pytest.raises(tsn.ConfigurationError, match=said), gpu_cache.writing_to(folder):
+            pass
+
     monkeypatch.setattr(gpu_cache.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
     for mode in (0o777, 0o755):  # the latter of root's can be read, but not written
         tmp_path.chmod(mode)
-        with (
-            pytest.raises(tsn.ConfigurationError, match=f"{tmp_path} belongs to another user"),
-            gpu_cache.writing_to(tmp_path),
-        ):
-            pass
+        refused(tmp_path, f"{tmp_path} belongs to another user")
     (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(tsn.ConfigurationError, match="kernels cannot be written"),
-        gpu_cache.writing_to(tmp_path / "file"),
-    ):
-        pass
+    refused(tmp_path / "file", "kernels cannot be written")
 
 
 # -- compiled together ------------------------------------------------------------------------------------------------

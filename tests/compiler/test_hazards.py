@@ -108,7 +108,7 @@ def _tells_of_tma(tma, proxy, settle=lambda: None):
 @pytest.mark.parametrize(
     "tma", [lambda tile, x: T.tma_copy(tile, x), lambda tile, x: T.atomic_add(x, tile, use_tma=True)]
 )
-def test_a_signal_does_not_tell_of_a_tma_write_that_is_under_way(tma):
+def test_a_signal_does_not_cover_a_tma_write_in_flight(tma):
     # The second waits for reads of the tile only, the third leaves a write in flight.
     for settle in (lambda: None, lambda: T.tma_store_wait(0), lambda: T.tma_store_wait(1, read=False)):
         with pytest.raises(KernelError, match="tsn.signal after it orders only ordinary writes.*\n  at .*hazards.py"):
@@ -143,7 +143,7 @@ def test_the_fence_stands_between_the_acquire_and_tma():
 
 
 @pytest.mark.parametrize("call", [lambda flag: N.barrier_all(), lambda flag: N.ld(flag[0], sem="acquire", scope="sys")])
-def test_what_does_not_order_tma_is_refused_beside_it(call):
+def test_waits_that_do_not_order_tma_are_refused_beside_it(call):
     with pytest.raises(
         KernelError, match=r'has a wait with proxy="async".*does not order TMA.*\n  at .*test_hazards.py'
     ):

@@ -60,7 +60,7 @@ def world(monkeypatch):
     return fake
 
 
-def test_the_context_comes_first_whatever_the_author_wrote(world):
+def test_the_context_comes_first_in_any_signature(world):
     kernel = Recorder(kernels.pusher())  # x, y, ctx, flag, pe
     assert kernel.parameters == ("x", "y", "flag", "pe")
     assert kernel.prim_func.buffer_map[kernel.prim_func.params[0]].name == "ctx"
@@ -121,16 +121,9 @@ NARROW = {
 def test_integers_that_do_not_fit_are_refused(world, context):
     @T.prim_func
     def take(
-        ctx: N.Context() if context else None,
-        a: T.bool,
-        b: T.int8,
-        c: T.uint8,
-        d: T.int16,
-        e: T.uint32,
-        f: T.int32,
-        g: T.int64,
-        h: T.float32,
-    ):
+        ctx: N.Context() if context else None, a: T.bool, b: T.int8, c: T.uint8, d: T.int16, e: T.uint32, f: T.int32,
+        g: T.int64, h: T.float32,
+    ):  # fmt: skip
         with T.Kernel(1, threads=32):
             T.evaluate(a & (b + c + d + e + f + g > T.cast(h, "int64")))
 
@@ -246,7 +239,7 @@ def _after_another_choice():
     assert torch.equal(x.cpu(), torch.arange(64.0))
 
 
-def test_factories_say_what_is_wrong():
+def test_factories_name_mistakes():
     with pytest.raises(KernelError, match="arguments of a kernel factory must be hashable"):
         tsn.jit(kernels.pusher)([1])
     with pytest.raises(KernelError, match="<lambda> must return a T.prim_func, but returned int"):
@@ -407,7 +400,7 @@ def test_a_block_of_known_size_computes_with_no_other_dimension():
     assert "%tid.y" in inspect.ptx(_launches((32, 4)))
 
 
-def test_a_long_chain_of_elif_says_what_to_do(tmp_path, monkeypatch):
+def test_a_long_chain_of_elif_names_a_remedy(tmp_path, monkeypatch):
     chain = [f"            {'elif' if i else 'if'} which == {i}:\n                out[{i}] = {i}" for i in range(24)]
     text = f"""
 import tilelang.language as T
@@ -434,7 +427,7 @@ def long_chain(which):
     assert text.splitlines()[int(said[2]) - 1].lstrip().startswith(("elif", "out["))
 
 
-def test_what_nvcc_rejects_is_named():
+def test_errors_of_nvcc_name_the_kernel():
     @tsn.jit(target={"kind": "cuda", "arch": "sm_90"})
     def unknown_function(dtype):
         @T.prim_func

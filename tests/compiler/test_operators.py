@@ -21,7 +21,7 @@ def test_registration(name):
     assert op.has_attr("cuda.FLowerIntrinsic")
 
 
-def test_what_waits_or_touches_memory_is_opaque():
+def test_only_topology_primitives_are_pure():
     pure = {name for name, operator in OPERATORS.items() if operator.effect == PURE}
     assert pure == {"my_pe", "n_pes", "node_pe", "n_node_pes", "is_direct"}
 

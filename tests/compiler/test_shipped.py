@@ -139,7 +139,7 @@ def _rejecting(code: str) -> bytes:
     return b"code"
 
 
-def test_a_library_holds_what_tvm_would_write(tmp_path):
+def test_a_library_is_as_tvm_writes_it(tmp_path):
     """The launches and, byte for byte, the machine code."""
     func = prepare(p2p.push.trace(64, threads=32)).func
     with lowering.enabled():

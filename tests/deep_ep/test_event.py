@@ -5,7 +5,7 @@ import pytest
 from tilescale_net.deep_ep import EventHandle, EventOverlap
 
 
-def test_a_wait_and_what_comes_after_it():
+def test_work_after_a_wait():
     event, seen = EventOverlap(EventHandle()), []
     event.register_hook_after_wait(lambda: seen.append(event.event))
     with pytest.raises(ValueError, match="registered already"):

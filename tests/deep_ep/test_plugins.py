@@ -52,7 +52,7 @@ plugins.vllm()
     assert "TileScaleError: TSN_VLLM: vllm.model_executor" in done.stderr and "PYTHONPATH" in done.stderr
 
 
-def test_sglang_with_a_deep_ep_of_its_own():
+def test_sglang_with_its_own_deep_ep():
     """SGLang depends on one, and has imported it before it loads plug-ins."""
     program = """
 import sys, types

@@ -8,15 +8,14 @@ import pytest
 
 import tilescale_net
 from tests.ptx import read_only_loads
+from tests.variants import nightly
 from tilescale_net.compiler import inspect, toolchain
 from tilescale_net.language.copies import default_unroll
 
 DEVICE = Path(tilescale_net.__file__).parent / "device"
 BLOCKS = (32, 128, 256, 512, 1024)
 FEW = (128, 1024)  # in every run
-block_sizes = pytest.mark.parametrize(
-    "threads", [pytest.param(n, marks=[] if n in FEW else pytest.mark.nightly) for n in BLOCKS]
-)
+block_sizes = pytest.mark.parametrize("threads", [nightly(n, when=n not in FEW) for n in BLOCKS])
 ARGUMENTS = "const Context* c, char* d, const char* s, int64_t n, int pe, uint64_t* sig, uint64_t value"
 
 
@@ -155,7 +154,7 @@ def test_copies_do_not_spill_their_rows(sass, name, threads):
     assert not [n for n in own if n.startswith(("STL.128", "LDL.128"))]
 
 
-def test_loads_of_the_headers_are_told_from_the_compilers():
+def test_loads_of_the_headers_differ_from_the_compilers():
     inside = "// begin inline asm\nld.global.nc.b64 %rd1, [%rd2];\n// end inline asm\n"
     assert read_only_loads(inside) == []
     assert read_only_loads(inside + "ld.global.nc.f32 %f1, [%rd3];\n" + inside) == ["ld.global.nc.f32"]

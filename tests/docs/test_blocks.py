@@ -112,7 +112,7 @@ def test_pages_have_blocks():
 
 
 @variants(4, "block, env, name, output", PROGRAMS, ids=[p[0].where for p in PROGRAMS])
-def test_program_prints_what_the_page_shows(tmp_path, block, env, name, output):
+def test_program_prints_the_output_of_the_page(tmp_path, block, env, name, output):
     (tmp_path / name).write_text(block.text)
     known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "VIRTUAL_NODES")}
     variables = dict(pair.split("=", 1) for pair in env.split())

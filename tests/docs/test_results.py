@@ -16,7 +16,7 @@ def reports(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_rows_where_others_are_ahead_are_all_told(reports, monkeypatch):
+def test_all_rows_with_a_faster_peer_are_listed(reports, monkeypatch):
     report = "put_signal"
     found = [
         reports.Row(report, "slower", "8 B", 2.0, 1.0, "NCCL", "us"),

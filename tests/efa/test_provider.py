@@ -13,7 +13,7 @@ from tests import jobs
 from tests.efa.standin import HERE, WAYS, environment, library
 from tests.native.builder import ROOT
 from tests.proxy.test_fabric import finish, start
-from tests.variants import variants
+from tests.variants import nightly, variants
 
 NIGHTLY = pytest.mark.nightly
 KILL_ROUNDS, PARTS = "tests/runtime/test_kill_rounds.py", 5
@@ -36,7 +36,7 @@ def programs(monkeypatch, tmp_path, way: str, scenario: str, pes: int, *argument
     [
         ("01_put_signal", "1.17-efa-p4d"),
         ("01_put_signal", "2.x-efa-direct-p5en"),
-        *(pytest.param("08_collectives", way, marks=NIGHTLY) for way in WAYS),
+        *(nightly("08_collectives", way) for way in WAYS),
     ],
 )
 def test_tutorials(script, way):
@@ -47,7 +47,7 @@ def test_tutorials(script, way):
     assert ("provider efa emulates RDMA writes" in done.stderr) == ("1.17" in way)
 
 
-def test_what_the_provider_answers_is_recorded(tmp_path):
+def test_answers_of_the_provider_are_recorded(tmp_path):
     """The strict device of tests/native answers from this table; tests/efa/record.sh writes it anew."""
     command = [HERE / "record.sh", tmp_path / "answers.h", library("system"), library("bundled")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -66,11 +66,7 @@ ORDINARY = dict(zip(WAYS, ("staging", "shared", "plain")))
 
 @pytest.mark.parametrize(
     "way, mode",
-    [
-        pytest.param(way, mode, marks=() if ORDINARY[way] == mode else NIGHTLY, id=f"{way}-{mode}")
-        for way in WAYS
-        for mode in MODES
-    ],
+    [nightly(way, mode, id=f"{way}-{mode}", when=ORDINARY[way] != mode) for way in WAYS for mode in MODES],
 )
 def test_traffic(monkeypatch, tmp_path, way, mode):
     rounds = "rounds=5" if "1.17" in way else "rounds=10"

@@ -161,7 +161,7 @@ def test_an_offer_without_immediates_is_no_offer(fake):
         _native.Transport(fabric.transport_options(library=fake("imm_bytes=0")))
 
 
-def test_a_remote_error_is_told_with_its_reason(fake):
+def test_a_remote_error_is_reported_with_its_reason(fake):
     a, b = pair(fake("seed=9"))
     b.transport.release_memory(b.region)
     a.write(0, 64, cookie=5)
@@ -187,7 +187,7 @@ def test_nearest_nic_is_taken(fake):
     assert t.properties()["interface"] == "rdmap1s0,rdmap2s0,rdmap3s0,rdmap1s0"
 
 
-def test_emulated_writes_are_told(fake, capfd):
+def test_emulated_writes_are_reported(fake, capfd):
     for device in ("p5", "p4d", "p4d"):
         t = _native.Transport(fabric.transport_options(library=fake(f"device={device}")))
         assert t.properties()["emulated_write"] == (device == "p4d")

@@ -210,7 +210,7 @@ def test_the_shared_memory_of_a_killed_peer_goes(library):
 
 
 @pytest.mark.parametrize("library", [p[1] for p in PROVIDERS if p[2] == "shm"])
-def test_what_a_killed_job_has_left_goes_with_the_next(library):
+def test_objects_of_a_killed_job_are_removed_by_the_next(library):
     """Objects go whose process does not hold their lock, by the next endpoint or by the launcher; others stay.
 
     Those of living processes stay whatever their numbers are here, as with processes of another PID namespace, and so do
@@ -265,7 +265,7 @@ def _in_a_container(library: str) -> None:
     End(0, library=library, provider="shm")
 
 
-def test_refusals_name_what_was_wrong():
+def test_refusals_name_the_mistake():
     a, b = pair(*PROVIDERS[0][1:], bytes=4096)
     write = a.transport.write
     for args, words in [
@@ -314,7 +314,7 @@ def test_released_memory_is_refused():
         a.transport.release_memory(a.region)
 
 
-def test_ends_with_different_providers_are_told():
+def test_different_providers_are_reported():
     (library, first), (_, second) = PROVIDERS[0][1:], PROVIDERS[1][1:]
     assert first != second
     a, b = (End(r, library=library, provider=p) for r, p in ((0, first), (1, second)))
@@ -333,13 +333,13 @@ def test_ends_with_different_providers_are_told():
         ({"provider": "udp"}, "'udp' is unknown here or does not offer"),
     ],
 )
-def test_impossible_wishes_say_what_to_do(options, words):
+def test_impossible_options_name_a_remedy(options, words):
     with pytest.raises(FabricError, match=words):
         _native.Transport(fabric.transport_options(**options))
 
 
 @pytest.mark.parametrize("library", sorted({p[1] for p in PROVIDERS if p[2] == "shm"}))
-def test_shared_memory_without_room_is_told(library):
+def test_full_shared_memory_is_reported(library):
     """libfabric reckons with an endpoint for each processor, so that this comes and goes where others use /dev/shm."""
     script = (
         "from tilescale_net import _native\nfrom tilescale_net.runtime import fabric\n"

@@ -57,7 +57,7 @@ def test_a_missing_fence_shows_under_chaos(chaotic):
     assert any(sum(chaotic(pass_message, "nothing", True, seed)) for seed in range(30))
 
 
-def test_primitives_of_a_whole_scope_order_what_it_put(pool):
+def test_primitives_of_a_whole_scope_order_its_puts(pool):
     for order in ("signal", "signal_block", "signal_warp", "fence_block", "quiet_block"):
         for seed in SEEDS:
             assert pool(pass_message, order, True, seed) == [0, 0], (order, seed)
@@ -114,7 +114,7 @@ def _view():
 
 
 @pytest.mark.parametrize("fn, words", [(_atomic, ["atomic", "PE 0"]), (_view, ["remote", "not direct", "N.is_direct"])])
-def test_what_only_mapped_memory_can(fn, words):
+def test_operations_that_need_mapped_memory(fn, words):
     outcomes = ranks.launch(2, fn, env={"VIRTUAL_NODES": "2", "TSN_TIMEOUT": "5"})
     errors = [o.error for o in outcomes]
     assert all(errors), outcomes

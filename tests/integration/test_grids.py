@@ -28,13 +28,9 @@ def rounds_of_a_grid(blocks, scope="all"):
 
     @T.prim_func
     def main(
-        ctx: N.Context(),
-        local: T.Tensor((blocks, THREADS), "int32"),
-        mine: T.Tensor((blocks, THREADS), "int32"),
-        board: T.Tensor((n, blocks, THREADS), "int32"),
-        wrong: T.Tensor((blocks, THREADS), "int32"),
-        rounds: T.int32,
-    ):
+        ctx: N.Context(), local: T.Tensor((blocks, THREADS), "int32"), mine: T.Tensor((blocks, THREADS), "int32"),
+        board: T.Tensor((n, blocks, THREADS), "int32"), wrong: T.Tensor((blocks, THREADS), "int32"), rounds: T.int32,
+    ):  # fmt: skip
         with T.Kernel(blocks, threads=THREADS) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
@@ -125,9 +121,9 @@ def test_nodes(nodes, scope):
 
 
 @pytest.mark.skipif(settings.device_kind() == "cuda", reason="a GPU does not see blocks that share a barrier")
+@ranks.fails("KernelError", "barrier in block", "met another one in flight", size=1, TSN_TIMEOUT="5")
 def test_a_barrier_of_one_block_by_all():
-    kind, text, _ = ranks.launch(1, misuse, "all blocks", 8, env={"TSN_TIMEOUT": "5"})[0].error
-    assert kind == "KernelError" and "barrier in block" in text and "met another one in flight" in text, text
+    misuse("all blocks", 8)
 
 
 @pytest.mark.parametrize("how, come", [("not all", "3 of 4 have come"), ("grid", "32 of 40 have come")])

@@ -13,7 +13,7 @@ import tilescale_net.runtime.settings as settings
 from tests.integration.pool import pool_fixture
 from tests.kernels.support import schedule
 from tests.shorthand import f32, i32, jitted, u64
-from tests.variants import variants
+from tests.variants import nightly, variants
 
 COUNT = 700  # elements of a message: several pieces
 THREADS = 64
@@ -386,7 +386,7 @@ def test_data_comes_before_its_signal_in_a_ring(three):
             assert three(pass_message, order, True, seed) == [0, 0, 0], (order, seed)
 
 
-def test_primitives_of_a_whole_scope_order_what_it_put(pool):
+def test_primitives_of_a_whole_scope_order_its_puts(pool):
     for order in ("signal", "signal_block", "signal_warp", "fence_block", "quiet_block"):
         for seed in SEEDS:
             assert pool(pass_message, order, True, seed) == [0, 0], (order, seed)
@@ -424,13 +424,13 @@ def test_source_written_too_early_shows(pool, visibility):
     2,
     "engine, threads, order, crowd",
     [
-        pytest.param(*way, order, crowd, marks=pytest.mark.nightly if (i + k + crowd) % 2 else [])
+        nightly(*way, order, crowd, when=bool((i + k + crowd) % 2))
         for i, way in enumerate([("ldst", 128), ("bulk", 128), ("bulk", 1024)])
         for k, order in enumerate(["put_signal", "other warp"])
         for crowd in (False, True)
     ],
 )
-def test_what_was_just_written_is_sent(pool, engine, threads, order, crowd):
+def test_a_source_just_written_is_sent(pool, engine, threads, order, crowd):
     turns, blocks = (1000, 60) if settings.device_kind() == "cuda" else (3, 1)
     assert pool(write_and_send, engine, threads, turns, order, blocks if crowd else 0) == [0, 0]
 

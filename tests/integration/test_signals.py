@@ -15,6 +15,7 @@ from tests import ranks
 from tests.integration.pool import pool_fixture
 from tests.kernels.support import schedule
 from tests.shorthand import i32, jitted, u64
+from tests.variants import nightly
 
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 WAITERS = ("thread", "warp", "block", "test")
@@ -244,7 +245,7 @@ STEPS = {
 @pytest.mark.parametrize(
     "waiter, compare",
     [
-        pytest.param(waiter, compare, marks=pytest.mark.nightly if (i + k) % 2 else [])
+        nightly(waiter, compare, when=bool((i + k) % 2))
         for i, waiter in enumerate(WAITERS)
         for k, compare in enumerate(COMPARISONS)
     ],

@@ -184,7 +184,7 @@ def _forms(seed, dtype, hidden, combinations=FEW, calls=2):
 
 @variants(1, "nodes", [1, nightly(2)])
 @ranks.on(timeout=400)
-def test_what_surrounds_the_sum(nodes, seed):
+def test_operations_around_the_sum(nodes, seed):
     _forms(seed, torch.bfloat16, 384)
 
 

@@ -69,10 +69,8 @@ def _transposed(seed, cases=8, largest=5):
             x.tensor.copy_(data[rank])
             unsettle(pace, 0.1)
             assert op(out.tensor, x.tensor, cut - 4 if call else cut, join) is out.tensor
-            expected, label = (
-                torch.cat([d.chunk(n, cut)[rank] for d in data], join).contiguous(),
-                f"seed {seed}, {shape}",
-            )
+            expected = torch.cat([d.chunk(n, cut)[rank] for d in data], join).contiguous()
+            label = f"seed {seed}, {shape}"
             tsn.synchronize()
             assert_same(out.tensor, expected, f"{label}, cut {cut}, join {join}, rank {rank}")
             # To a tensor of this rank's own, by turns in pieces as large ones are and in one as small ones are.

@@ -178,7 +178,7 @@ def check(code: Code, name: str, arguments: dict) -> None:
     assert polls or arguments.get("shots") == 0, "system-scope polls"
 
 
-def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
+def test_a_single_push_fences_while_its_atomic_is_in_flight(tools):
     """The assembler turns an atomic that adds a constant into one of the whole warp, whose shuffles wait for the answer."""
     instructions = build(PROBE).instructions
     starts = [i for i, name in enumerate(instructions) if name.startswith("ATOMG") and ".ADD" in name]

@@ -98,10 +98,8 @@ def test_replay_of_operators():
     sequence = torch.empty((2, 2, 4 * n, 8), dtype=torch.bfloat16, device=device)
     hidden, weight, got = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in ((6, 512), 512, (3, 70)))
     x, w, rows = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in ((128, 256), (256, 512), (128 * n, 256)))
-    partial, lse = (
-        torch.empty((5, 2 * n, 64), dtype=torch.bfloat16, device=device),
-        torch.empty((5, 2 * n), device=device),
-    )
+    partial = torch.empty((5, 2 * n, 64), dtype=torch.bfloat16, device=device)
+    lse = torch.empty((5, 2 * n), device=device)
     everything = [shared, sequence, hidden, weight, got, x, w, rows, partial, lse]
 
     def calls():

@@ -68,11 +68,9 @@ def test_one_source_for_all_paths():
 @pytest.mark.parametrize("nodes", [1, 2])
 @ranks.on()
 def test_sources_must_be_symmetric_across_nodes(nodes):
-    out, x, gather = (
-        tsn.zeros((2, 8), torch.float32),
-        torch.zeros(8, device=tsn.device()),
-        AllGather(threads=32, blocks=1),
-    )
+    out = tsn.zeros((2, 8), torch.float32)
+    x = torch.zeros(8, device=tsn.device())
+    gather = AllGather(threads=32, blocks=1)
     if nodes == 1:
         gather(out, x)
     else:

@@ -67,7 +67,7 @@ def _name(way) -> str:
     + [nightly("pull", way, id="pull-" + _name(way)) for way in (WAYS[2], WAYS[7])],
 )
 @ranks.on()
-def test_delivers_exactly_what_was_asked(direction, way, seed):
+def test_delivers_exactly_the_requested_elements(direction, way, seed):
     pace = random.Random(seed)
     cases = [(count, 1 + number % 2, 0, 0) for number, count in enumerate(COUNTS)]
     cases += [(pace.choice(COUNTS), 1, pace.randrange(16), pace.randrange(16)) for _ in range(4)]

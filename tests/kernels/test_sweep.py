@@ -168,9 +168,7 @@ def test_the_originals_pass(run, nodes):
     assert _data_shows(mutant, FOLDER / f"{mutant.file}.py", [random.randrange(1 << 20)], seconds=60) is None
 
 
-@variants(
-    3, "name", [pytest.param(n, marks=pytest.mark.nightly if mutant.nightly else []) for n, mutant in MUTANTS.items()]
-)
+@variants(3, "name", [nightly(name, when=mutant.nightly) for name, mutant in MUTANTS.items()])
 def test_mutants_fail(name, tmp_path):
     mutant, path = MUTANTS[name], tmp_path / "mutant.py"
     original = (FOLDER / f"{mutant.file}.py").read_text()

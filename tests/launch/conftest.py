@@ -37,12 +37,9 @@ def script(tmp_path):
 
 def start(*arguments: str, **env: str) -> subprocess.Popen:
     return subprocess.Popen(
-        ["bash", LAUNCH, *arguments],
-        env=clean_environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        ["bash", LAUNCH, *arguments], env=clean_environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
-    )
+    )  # fmt: skip
 
 
 def launch(*arguments: str, timeout: float = 30, **env: str) -> subprocess.CompletedProcess:

@@ -55,7 +55,7 @@ def test_bad_script():
     assert launch("--help").returncode == 0
 
 
-def test_a_checkout_that_python_cannot_be_told_of(script, tmp_path, monkeypatch, capsys):
+def test_a_checkout_that_python_cannot_register(script, tmp_path, monkeypatch, capsys):
     path = tmp_path / "a:b"
     path.symlink_to(ROOT)
     for argument in (script(""), "pytest", "--setup-only"):

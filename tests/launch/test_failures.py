@@ -156,12 +156,9 @@ def test_signals_that_were_ignored_stay_so(script):
     """As nohup and shell scripts in the background start programs."""
     path = script("time.sleep(2)\nprint('done')")
     process = subprocess.Popen(
-        ["bash", "-c", f"trap '' HUP INT; exec bash {LAUNCH} {path}"],
-        env=clean_environment(GPUS="2"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        ["bash", "-c", f"trap '' HUP INT; exec bash {LAUNCH} {path}"], env=clean_environment(GPUS="2"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert wait_until(lambda: len(script.pids()) == 2)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
@@ -169,7 +166,7 @@ def test_signals_that_were_ignored_stay_so(script):
     assert (process.returncode, out) == (0, "done\n"), err
 
 
-def test_wrong_arguments_are_told_once(script):
+def test_wrong_arguments_are_reported_once(script):
     text = """
     import argparse
     parser = argparse.ArgumentParser()
@@ -215,7 +212,7 @@ def test_ctrl_c_lets_ranks_clean_up(script, tmp_path):
     assert all((tmp_path / f"cleaned{r}").exists() for r in range(2))
 
 
-def test_what_ranks_leave_running_is_ended(script):
+def test_processes_that_ranks_leave_running_are_ended(script):
     done = launch(script(STUBBORN), GPUS="2")
     assert done.returncode == 0
     assert len(script.pids()) == 4

@@ -106,7 +106,7 @@ def test_a_long_step_is_not_silent(checkout):
     assert "still" not in checkout("hello.py", GPUS="1").stderr
 
 
-def test_a_checkout_of_another_user_says_what_is_missing(checkout, tmp_path):
+def test_a_checkout_of_another_user_names_the_missing_parts(checkout, tmp_path):
     """Whose interpreter only its owner may start, and which nobody else can write."""
     (checkout.root / "build").write_text("a file where the folder would be")
     python = tmp_path / "venv" / "bin" / "python"
@@ -143,7 +143,7 @@ def test_complete_interpreter_installs_nothing(checkout, tmp_path):
 
 
 @pytest.mark.sample(0)
-def test_failed_installation_is_told_and_leaves_nothing(checkout, tmp_path):
+def test_a_failed_installation_is_reported_and_leaves_nothing(checkout, tmp_path):
     probe = "import importlib.util as u, sys; sys.exit(u.find_spec('tilelang') is None)"
     if subprocess.run(["python3", "-c", probe]).returncode == 0:
         pytest.skip("python3 has tilelang, so that nothing would be installed")
@@ -161,13 +161,13 @@ def test_failed_installation_is_told_and_leaves_nothing(checkout, tmp_path):
         ("hello.py", {"GPUS": "two"}, "GPUS='two' is not a whole number"),
     ],
 )
-def test_what_cannot_run_is_told_before_anything_is_installed(checkout, tmp_path, script, env, said):
+def test_errors_are_reported_before_installation(checkout, tmp_path, script, env, said):
     done = checkout(script, **without_network(tmp_path, **env), PATH=bare_python(tmp_path / "bin"))
     assert (done.returncode, done.stdout) == (2, "") and said in done.stderr
     assert "setting up" not in done.stderr and not (tmp_path / "venv").exists()
 
 
-def test_what_tsn_python_lacks_is_told(checkout, tmp_path):
+def test_missing_packages_of_tsn_python_are_reported(checkout, tmp_path):
     bare = bare_python(tmp_path / "bin").partition(":")[0] + "/python3"
     done = checkout("hello.py", TSN_PYTHON=bare)
     assert (done.returncode, done.stdout) == (2, "")
@@ -181,7 +181,7 @@ def test_what_tsn_python_lacks_is_told(checkout, tmp_path):
 
 
 @pytest.mark.sample(0)
-def test_tests_run_with_what_there_is_when_nothing_can_be_installed(checkout, tmp_path):
+def test_tests_run_with_installed_packages_when_none_can_be_added(checkout, tmp_path):
     if requirements["missing"]([]):
         pytest.skip("the running interpreter lacks packages that running needs")
     project = checkout.root / "pyproject.toml"

@@ -69,12 +69,9 @@ def machine(tmp_path):
         for name in ("CXX", "TSN_LIBFABRIC_INCLUDE", "VIRTUAL_ENV"):
             environment.pop(name, None)
         return subprocess.run(
-            [sys.executable, script, *(words or ("prepare", "headers"))],
-            env=environment | env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+            [sys.executable, script, *(words or ("prepare", "headers"))], env=environment | env, capture_output=True,
+            text=True, timeout=60,
+        )  # fmt: skip
 
     run.root, run.programs = tmp_path, programs
     return run
@@ -90,7 +87,7 @@ def test_without_root_headers_are_unpacked_beside_the_build(machine):
     assert (again.returncode, again.stderr) == (0, "")
 
 
-def test_everything_missing_is_told_at_once(machine):
+def test_all_missing_parts_are_reported_at_once(machine):
     done = machine(OFFLINE="1")
     assert done.returncode == 1
     assert "Python.h" in done.stderr and "rdma/fabric.h" in done.stderr
@@ -130,7 +127,7 @@ def test_pip_of_a_machine_without_ensurepip(machine):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_root_installs_what_venv_needs(machine):
+def test_root_installs_the_packages_of_venv(machine):
     done = machine("prepare", "venv", ROOT="1", OFFLINE="1")
     assert done.returncode == 1 and "installing python3-venv" in done.stderr
     (machine.root / "ensurepip").touch()

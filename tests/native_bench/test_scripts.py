@@ -150,7 +150,7 @@ def test_wrong_numbers_of_ranks_end_with_code_2(name, ranks):
     assert done.returncode == 2 and "start it with GPUS=2" in done.stderr, done.stderr
 
 
-def test_what_only_the_job_can_tell_ends_with_code_2():
+def test_errors_that_only_the_job_finds_end_with_code_2():
     done = launch("fabric_bw.py", "--op", "write", "-s", "8K", TSN_CHAOS="max_write=4096")
     assert done.returncode == 2 and "write: 8192 bytes exceed the largest message of provider chaos+" in done.stderr
     done = launch("send_recv.py", "--buffers", "device", **NO_GPUS)

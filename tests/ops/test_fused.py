@@ -267,14 +267,12 @@ def _pipelined() -> None:
     """By copies beside torch's product, where that was the fastest."""
     objects = group_objects.of("")
     objects.known_gemms.clear()
-    with mock.patch.object(
-        tsn.ops.fused,
-        "choose",
-        lambda problem, world, *_: (
-            "copy_engines" if problem.kind == "all_gather_matmul" else "fused",
-            usual_options(problem, world.device),
-        ),
-    ):
+
+    def choose(problem, world, *_):
+        way = "copy_engines" if problem.kind == "all_gather_matmul" else "fused"
+        return way, usual_options(problem, world.device)
+
+    with mock.patch.object(tsn.ops.fused, "choose", choose):
         _results_and_gradients(None, ["all_gather_matmul"])
         assert any(isinstance(product, PipelinedAllGatherMatmul) for product in objects._products.values())
     objects.known_gemms.clear()

@@ -77,7 +77,10 @@ CHECKS = {
 }
 
 
-def _compiled(dynamic) -> None:
+# By default torch first compiles for the numbers it sees, then for any.
+@variants(0, "dynamic", [None, nightly(True)])
+@ranks.on(timeout=200)
+def test_compiled(dynamic):
     """One compiled function for layers with objects of their own, and for numbers of tokens that change."""
     sizes = (EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32)
     layers = [ops.moe_layer(*sizes, layout=kind) for kind in ("expert", "rank")]
@@ -108,13 +111,7 @@ def _compiled(dynamic) -> None:
                 x.grad = None
 
 
-# By default torch first compiles for the numbers it sees, then for any.
-@variants(0, "dynamic", [None, nightly(True)])
-def test_compiled(dynamic):
-    ranks.run(2, _compiled, dynamic, timeout=200)
-
-
-SIZES = (EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32)  # kernels of _compiled
+SIZES = (EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32)  # kernels of test_compiled
 
 
 class _Doubled(torch.nn.Module):

@@ -136,14 +136,9 @@ def _fp8(compiled: bool) -> None:
         ("ue8m0_packed", "tma"),
     ):
         found = call(
-            x,
-            weight,
-            by=by,
-            layout=layout,
-            residual=residual,
-            scale=scale if by == "tensor" else None,
+            x, weight, by=by, layout=layout, residual=residual, scale=scale if by == "tensor" else None,
             keep_normed=by == "token",
-        )
+        )  # fmt: skip
         wanted, scales = _quantised(out.cpu().view(6, hidden), by, scale.cpu())
         assert_same(found.quantized.cpu().view(6, hidden), wanted, by)
         assert_same(found.scales.cpu().clone(memory_format=torch.contiguous_format), scales, by)

@@ -27,14 +27,9 @@ def run(*command, **options) -> subprocess.CompletedProcess:
     drop = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "NODE", "GPUS", "VIRTUAL_", "PYTHON", "TSN_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)} | options.pop("env", {})
     done = subprocess.run(
-        [str(c) for c in command],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        stdin=subprocess.DEVNULL,
+        [str(c) for c in command], env=env, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
         **options,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done
 

@@ -66,14 +66,14 @@ def test_every_public_signature_is_annotated():
     assert {name: missing for name, missing in found.items() if missing} == {}
 
 
-def test_what_is_not_annotated_is_noticed():
+def test_missing_annotations_are_found():
     def method(self, a: int, b, *rest): ...
 
     assert lacking(method) == ["b", "rest", "return"]
     assert [f.__name__ for f in functions_of(Collective)][0] == "__init__"
 
 
-def test_completion_offers_what_is_public():
+def test_completion_offers_public_names():
     offered = {name for name in dir(tilescale_net) if not name.startswith("__")}
     assert {"jit", "zeros", "StoreGroup", "errors", "kernels"} <= offered
     assert not offered & {"Any", "TYPE_CHECKING", "Sequence", "AbstractContextManager", "TypeAlias", "annotations"}

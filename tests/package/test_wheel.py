@@ -26,7 +26,7 @@ def installed_files() -> set[str]:
     return wanted | {"tilescale_net/py.typed"} | {f"tilescale_net/{name}{suffix}" for name in ("_native", "_simulator")}
 
 
-def test_a_wheel_holds_what_runs_need_and_nothing_else(wheel):
+def test_a_wheel_holds_the_files_of_a_run_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as content:
         names = set(content.namelist())
         tops = {name.split("/")[0] for name in names}
@@ -43,7 +43,7 @@ def test_a_wheel_holds_what_runs_need_and_nothing_else(wheel):
     assert "tilescale_net = tilescale_net.cli:main" in entry
 
 
-def test_a_source_distribution_holds_what_a_build_needs(source):
+def test_a_source_distribution_holds_the_files_of_a_build(source):
     found = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
     native = {n for n in tracked() if n.startswith("tilescale_net/csrc/") and n.endswith((".h", ".cpp"))}
     wanted = {n for n in tracked() if n.startswith("kernels/") and n.endswith(".py")}

@@ -10,13 +10,12 @@ from tests.native.builder import run
 from tests.proxy import programs
 from tests.proxy.test_failures import SHARED
 from tests.proxy.test_traffic import SHAPES
-from tests.variants import variants
+from tests.variants import nightly, variants
 
 DEVICES = {"efa": "tx=16,rx=16", "efa-direct": "name=efa-direct,tx=4,rx=24"}
 # Without RDMA writes, which efa-direct always has: the library copies at the target, when that polls.
 EMULATED = "manual=1,device=p4d"
 CHAOS = "chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50"
-NIGHTLY = pytest.mark.nightly
 
 
 def over(device: str, *arguments: str, seed: int = 1, more: str = "nics=2", **env: str) -> str:
@@ -53,7 +52,7 @@ def test_narrow_immediates(device):
     over(device, "traffic", "rounds=5", CHAOS + ",imm_bits=8", "seeds=1:3", "pes=3")
 
 
-@NIGHTLY
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("device", [*DEVICES, "emulated"])
 def test_chaos_of_many_kinds(device, shape):
@@ -79,7 +78,7 @@ def test_gpu_heap(device):
 
 
 @pytest.mark.parametrize("only", ["put_signal", "fence", "get", "quiet"])
-def test_what_a_nic_wrote_is_flushed_before_kernels_hear_of_it(only):
+def test_writes_of_a_nic_are_flushed_before_their_signals(only):
     """With flushes that do nothing, kernels read what was there before."""
     gpu = ["cuda=1", "device_memory=1", f"only={only}"]
     with pytest.raises(AssertionError, match="is wrong"):
@@ -100,7 +99,7 @@ def test_peers_that_lie(device, staging):
     over(device, "lies", staging, more="nics=2,revoke=1")
 
 
-@pytest.mark.parametrize("shape", [[], pytest.param(SHARED, marks=NIGHTLY)], ids=["plain", "shared"])
+@pytest.mark.parametrize("shape", [[], nightly(SHARED)], ids=["plain", "shared"])
 @pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_failing_network(device, staging, shape):
@@ -110,7 +109,7 @@ def test_failing_network(device, staging, shape):
         assert len(errors) == 3 and all(e.split(":")[0] in ("PeerLost", "FabricError") for e in errors), out
 
 
-@pytest.mark.parametrize("shape", [[], pytest.param(SHARED, marks=NIGHTLY)], ids=["plain", "shared"])
+@pytest.mark.parametrize("shape", [[], nightly(SHARED)], ids=["plain", "shared"])
 @pytest.mark.parametrize("how", ["failed=1", "failed=0"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_endings(device, how, shape):

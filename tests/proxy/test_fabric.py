@@ -5,11 +5,9 @@ import signal
 import subprocess
 import time
 
-import pytest
-
 from tests.fabric.pair import IDS, PROVIDERS
 from tests.proxy import programs
-from tests.variants import variants
+from tests.variants import nightly, variants
 
 
 def start(tmp_path, scenario, pes, library, provider, *arguments):
@@ -53,7 +51,7 @@ MODES = ("plain", "staging", "chaos", "shared")
     3,
     "library, provider, mode",
     [
-        pytest.param(*p[1:], mode, id=f"{name}-{mode}", marks=pytest.mark.nightly if (i + k) % len(MODES) else [])
+        nightly(*p[1:], mode, id=f"{name}-{mode}", when=bool((i + k) % len(MODES)))
         for i, (p, name) in enumerate(zip(PROVIDERS, IDS))
         for k, mode in enumerate(MODES)
     ],

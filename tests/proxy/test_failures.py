@@ -93,20 +93,20 @@ def _signals_to_all():
     tsn.barrier()
 
 
-def test_a_quiet_in_vain_names_the_pe_that_did_not_answer():
+def test_a_quiet_that_times_out_names_the_silent_pe():
     env = {"TSN_DEVICE": "simulator", "TSN_TIMEOUT": "3", "VIRTUAL_NODES": "3"}
     error = ranks.launch(3, _signals_to_all, env=env, init=False, timeout=90)[0].error
     assert error is not None and error[0] in ("WaitTimeout", "PeerLost"), error
     assert "all PEs, of which PE 2 did not answer" in error[1] or "PE 2 has shown no sign of life" in error[1], error
 
 
-def test_the_reason_of_whoever_gives_up_reaches_the_peers():
+def test_the_reason_of_a_failed_pe_reaches_its_peers():
     """Also when the host gives it only after it has set the abort word; without one none is made up."""
     run(programs.proxy_test(), "reasons")
 
 
 @pytest.mark.parametrize("call", ["drain", "settle"])
-def test_what_a_proxy_has_not_finished_is_an_error(call):
+def test_unfinished_work_of_a_proxy_is_an_error(call):
     """Both went on when their time was over, as if all had arrived."""
     proxy = object.__new__(RunningProxy)
     proxy.context_flags = 1 << 8  # adds are deferred

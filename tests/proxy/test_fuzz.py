@@ -14,13 +14,9 @@ def fuzz(folder, *options, timeout=120, target=None):
     whole = target == "worker"
     env = {"FUZZ_TARGET": target} if target and not whole else {}
     run(
-        programs.fuzz_worker() if whole else programs.fuzz_peer(),
-        "-max_len=4096",
-        f"-artifact_prefix={folder}/",
-        *options,
-        timeout=timeout,
-        env=env,
-    )
+        programs.fuzz_worker() if whole else programs.fuzz_peer(), "-max_len=4096", f"-artifact_prefix={folder}/",
+        *options, timeout=timeout, env=env,
+    )  # fmt: skip
 
 
 def test_fuzz_peer(tmp_path):

@@ -30,13 +30,9 @@ class Pe:
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.heap))
         self.abort = ctypes.c_uint32(0)
         settings = dict(
-            rank=rank,
-            n_pes=n_pes,
-            peers=[pe for pe in range(n_pes) if pe != rank],
-            heap_base=self.base,
-            heap_bytes=HEAP,
-            abort_word=ctypes.addressof(self.abort),
-        )
+            rank=rank, n_pes=n_pes, peers=[pe for pe in range(n_pes) if pe != rank], heap_base=self.base,
+            heap_bytes=HEAP, abort_word=ctypes.addressof(self.abort),
+        )  # fmt: skip
         self.proxy = _native.Proxy(fabric.transport_options(provider=provider), **{**settings, **options})
         self.position = 0
 
@@ -185,7 +181,7 @@ def test_ranks_must_agree():
         a.proxy.connect([b"", b"nonsense"])
 
 
-def test_what_ranks_tell_each_other_does_not_grow_with_them():
+def test_messages_between_ranks_do_not_grow_with_their_number():
     """Everyone hears it from everyone, so that it would grow with the square of the ranks."""
     shape = dict(queues=2, threads=2)
 

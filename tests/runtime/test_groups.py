@@ -249,7 +249,9 @@ def test_groups_across_nodes(seed):
     tsn.finalize()
 
 
-def _walk(seed: int) -> None:
+@variants(1, "nodes", [1, 3])
+@ranks.on(3, init=False, timeout=240)
+def test_walk(nodes, seed):
     """Worlds begin, work, fail to begin twice and end in an order that all ranks draw from one seed."""
     me, rng = _join(), random.Random(seed)
     members = [(0, 1), (1, 2), (2, 0), (0, 1, 2), (2, 1, 0), (1,)]
@@ -284,10 +286,3 @@ def _walk(seed: int) -> None:
     tsn.finalize()
     dist.barrier()  # rank 0 keeps the store, which others may still use to end a group
     dist.destroy_process_group()
-
-
-@variants(1, "nodes", [1, 3])
-def test_walk(nodes):
-    seed = random.randrange(1 << 20)
-    outcomes = ranks.launch(3, _walk, seed, env={"VIRTUAL_NODES": str(nodes)}, init=False, timeout=240)
-    assert all(o.ok for o in outcomes), (seed, [o.error for o in outcomes])

@@ -23,7 +23,9 @@ MIB = 1 << 20
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
 
 
-def _grows(seed: int) -> None:
+@variants(1, "nodes", [1, 3])
+@ranks.on(3, heap="4M")
+def test_it_grows(nodes, seed):
     heap.STEP = 2 * MIB
     world, rank = tsn.world(), tsn.rank()
     place = world.heap.base, list(world.peer_base), world.context_tensor.data_ptr()
@@ -56,13 +58,9 @@ def _grows(seed: int) -> None:
     tsn.barrier()
 
 
-@variants(1, "nodes", [1, 3])
-def test_it_grows(nodes):
-    env = {"VIRTUAL_NODES": str(nodes)}
-    ranks.run(3, _grows, random.randrange(1 << 20), env=env, heap="4M")
-
-
-def _refused() -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+@ranks.on(heap="8M", TSN_HEAP_LIMIT="256M")
+def test_all_ranks_or_none(nodes):
     world, kept = tsn.world(), tsn.zeros((MIB,)).fill_(7.0)
     size = world.heap.size
     if world.device.type == "cuda" and world.topology.nodes > 1:  # a NIC's registrations stay as they are
@@ -92,12 +90,6 @@ def _refused() -> None:
         layer = AllToAll(**dict(SHAPE, hidden=1 << 20))
         assert world.heap.size > before and layer.world is world
         layer.free()
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_all_ranks_or_none(nodes):
-    env = {"VIRTUAL_NODES": str(nodes), "TSN_HEAP_LIMIT": "256M"}
-    ranks.run(2, _refused, env=env, heap="8M")
 
 
 def _lost_while_it_grows(turn: int) -> None:
@@ -159,7 +151,7 @@ def _beyond() -> None:
     tsn.world().memory.bytes_tensor(0, tsn.world().heap.size + 4096)[-1] = 1
 
 
-def test_what_has_not_grown_cannot_be_touched():
+def test_memory_beyond_the_heap_cannot_be_touched():
     (outcome,) = ranks.launch(1, _beyond, heap="4M")
     if ranks.gpus():
         assert outcome.error[0] == "AcceleratorError", outcome

@@ -39,7 +39,7 @@ def test_blocks_never_overlap_and_all_memory_returns(actions):
 
 
 @ranks.on()
-def test_what_shrink_has_restored_can_be_freed():
+def test_tensors_that_shrink_restored_can_be_freed():
     a, before = tsn.empty(16, torch.float32), tsn.empty(16, torch.float32)
     tsn.free(before)
     heap = tsn.world().heap

@@ -28,7 +28,7 @@ def _seen(value):
     return tuple(value.shape), str(value.dtype)
 
 
-def test_what_a_call_gives_meets_what_never_changes():
+def test_arguments_of_a_call_join_the_constant_ones():
     seen: list = []
     function = tvm_ffi.convert(lambda *arguments: seen.append([*map(_seen, arguments)]))
     x, few = torch.arange(6).reshape(2, 3), torch.zeros((1, 4), dtype=torch.int32)
@@ -196,11 +196,9 @@ def test_rows_of_tensors_that_fit_together():
     device = torch.device("cpu")
     wanted = [((torch.bfloat16,), (None, 16), 16), ((torch.int64,), (None, 4), 1), ((torch.float32,), (None, 4), 1)]
     rows_of = launch_args.rows_check(wanted, device, 6)
-    x, ids, weights = (
-        torch.zeros((8, 16), dtype=torch.bfloat16),
-        torch.zeros((8, 4), dtype=torch.int64),
-        torch.zeros((8, 4)),
-    )
+    x = torch.zeros((8, 16), dtype=torch.bfloat16)
+    ids = torch.zeros((8, 4), dtype=torch.int64)
+    weights = torch.zeros((8, 4))
     for n in (0, 1, 6):
         assert rows_of(x[:n], ids[:n], weights[:n]) == rows_of(x[:n], ids[:n], None) == n
     wrong = [

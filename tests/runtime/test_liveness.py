@@ -86,7 +86,7 @@ def test_requests_of_a_large_job(size):
     assert job.found("failed", [3]) == {"rank 3 failed: it says why"}
 
 
-def test_every_rank_learns_of_what_befalls_another():
+def test_every_rank_learns_of_the_failure_of_another():
     job = Job(24, timeout=5.0)
     job.run(2)
     assert job.found("silent") == {None}
@@ -154,7 +154,7 @@ def test_a_rank_that_got_no_processor_itself_blames_nobody(where):
     assert job.found("silent") == {None}
 
 
-def test_what_a_foreign_process_writes_counts_for_nothing():
+def test_writes_of_a_foreign_process_are_ignored():
     """A process that reaches the port of the store can read the keys, and write."""
     job, word = Job(16, timeout=5.0), json.dumps([1, "failed: a foreign process says so"])
     job.run(1)
@@ -196,7 +196,7 @@ def test_garbage_in_the_store_is_survived(garbage):
     assert control.last_call(garbage)[0] == 0
 
 
-def test_what_others_say_does_not_steer_the_terminal():
+def test_messages_of_others_do_not_control_the_terminal():
     escape = "\x1b[2J\x9b1mx\r\u202e"
     assert control.announced(json.dumps([1, f"failed: {escape}\n  at a.py:3"]), 0) == (
         "rank 1 failed: ?[2J?1mx??\n  at a.py:3"
@@ -247,7 +247,7 @@ def test_requests_of_a_large_job_whose_calls_wait(size):
 
 
 @pytest.mark.parametrize("secret", [b"secret", None])
-def test_counters_survive_what_others_write(secret):
+def test_counters_survive_foreign_writes(secret):
     raw = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     first, second = (SignedStore(raw, "job", secret) for _ in range(2))
     assert first.count("alarms") == 0 and first.count_up("alarms") == 1 and second.count_up("alarms") == 2

@@ -38,7 +38,7 @@ def _compiles_for_long() -> list[str]:
     return said
 
 
-def test_ranks_that_give_up_waiting_say_what_the_other_one_does():
+def test_timeouts_name_the_activity_of_the_other_rank():
     (late, *others) = ranks.launch(3, _compiles_for_long, init=False, env={"TSN_TIMEOUT": "1"}, timeout=60)
     words = "did not finish (gave up after "
     for o in (late, *others):

@@ -166,7 +166,7 @@ def _learns_late():
     return str(raised.value)
 
 
-def test_whoever_keeps_the_store_stays_until_a_slow_rank_has_learned_why():
+def test_the_rank_with_the_store_stays_until_a_slow_rank_has_the_reason():
     late = ranks.launch(2, _learns_late, init=False, timeout=60)[1]
     assert late.ok and "rank 0 failed: mine" in late.value, late
 
@@ -308,9 +308,6 @@ def test_the_end_of_a_program_reaches_the_other_ranks(tmp_path):
     codes = [int(c) for c in done.stdout.split()]
     for job, (text, code, others, said) in enumerate(ENDS):
         words = [(tmp_path / f"{job}.{rank}").read_text() for rank in range(2)]
-        assert codes[2 * job : 2 * job + 2] == [others, code] and said in words[0], (
-            text,
-            codes[2 * job : 2 * job + 2],
-            words,
-        )
+        ended = codes[2 * job : 2 * job + 2]
+        assert ended == [others, code] and said in words[0], (text, ended, words)
     assert all("the rank goes on" in (tmp_path / f"{len(ENDS) - 1}.{rank}").read_text() for rank in range(2))

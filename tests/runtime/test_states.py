@@ -315,7 +315,7 @@ def _walk(size, examples, steps, kills, nodes=1):
         Walk.job = None
 
 
-def test_the_page_speaks_of_every_call():
+def test_the_page_documents_every_call():
     assert {expected(call, "none")[0] for call in ("init", "finalize")} == {"ok"}
     assert {expected(call, "none") for call in set(CALLS) - {"init", "finalize"} - {"exit"}} == {
         ("TileScaleError", "not initialised")

@@ -135,7 +135,7 @@ class _Driver:
         self.freed.append(address)
 
 
-def test_device_memory_lives_as_long_as_what_refers_to_it():
+def test_device_memory_lives_as_long_as_references_to_it():
     driver = _Driver()
     heap = cuda_memory._Allocation(driver, 100)
     view = cuda_memory._Bytes(heap.address + 16, 8, heap)
@@ -148,7 +148,7 @@ def test_device_memory_lives_as_long_as_what_refers_to_it():
 
 
 @ranks.on(init=False)
-def test_what_users_set_in_torch_changes_nothing():
+def test_torch_settings_of_users_change_nothing():
     """The user's default device, dtype and inference mode are the user's alone."""
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.bfloat16)
@@ -242,7 +242,7 @@ def test_ranks_of_different_versions_do_not_meet():
 
 
 @ranks.on(1)
-def test_kernels_are_told_before_their_memory_goes():
+def test_kernels_are_notified_before_their_memory_is_freed():
     world = tsn.world()
     seen, release = [], world._release
 

@@ -154,7 +154,7 @@ def test_a_killed_rank_leaves_its_part(tmp_path, capsys):
     )
 
 
-def test_what_is_no_trace_is_refused(tmp_path, capsys):
+def test_files_that_are_not_traces_are_refused(tmp_path, capsys):
     path = tmp_path / "t.json"
     assert cli.main(["trace", str(path)]) == 2 and "cannot be read" in capsys.readouterr().err
     path.write_text("[]")

@@ -176,7 +176,7 @@ def test_a_file_that_others_may_write(tmp_path, monkeypatch, caplog):
     assert "others" in caplog.text
 
 
-def test_what_is_tried_first(monkeypatch):
+def test_order_of_trials(monkeypatch):
     """On a GPU: one after the other, the usual fused call, copy engines where they reach, then one option after the other."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     gpu, problem = torch.device("cuda", 0), choice.GemmProblem("matmul_all_reduce", 4, 4096, 7168, 8192, torch.bfloat16)

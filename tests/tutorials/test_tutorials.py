@@ -33,7 +33,7 @@ def test_every_tutorial_is_listed():
 
 
 @variants(4, "program, command, output", RUNS, ids=[f"{run[0]}-{i}" for i, run in enumerate(RUNS)])
-def test_prints_what_it_promises(program, command, output):
+def test_prints_the_promised_output(program, command, output):
     assert f"bash launch.sh docs/tutorials/{program}.py" in command
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "VIRTUAL_NODES")}
     # The interpreter and the build that the suite itself runs with.
@@ -43,14 +43,9 @@ def test_prints_what_it_promises(program, command, output):
         env["TSN_DEVICE"] = "simulator"
     if program == PROGRAMS[0].stem:  # from nothing, as the reader
         done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=200,
+            ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200,
             stdin=subprocess.DEVNULL,
-        )
+        )  # fmt: skip
     else:
         variables, _, words = command.partition("bash launch.sh ")
         env |= dict(pair.split("=", 1) for pair in variables.split())

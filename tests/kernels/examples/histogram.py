@@ -57,11 +57,9 @@ def histogram(n):
 def small_run(seed):
     n, me = tsn.size(), tsn.rank()
     random, kernel = same_on_all(seed), histogram(n)
-    near, far, told = (
-        tsn.zeros((BINS,), torch.uint64),
-        tsn.zeros((n, BINS), torch.uint64),
-        tsn.zeros((n,), torch.uint64),
-    )
+    near = tsn.zeros((BINS,), torch.uint64)
+    far = tsn.zeros((n, BINS), torch.uint64)
+    told = tsn.zeros((n,), torch.uint64)
     expected = torch.zeros(BINS, dtype=torch.int64)
     for call in (1, 2):
         values = torch.randint(BINS, (n, VALUES), generator=random, dtype=torch.int32)

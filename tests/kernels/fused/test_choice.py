@@ -150,7 +150,7 @@ def test_points_are_of_the_gpu_first_and_never_of_one_that_is_unlike(gpu, earlie
     assert choose(problem, simulated) == ("fused", usual_options(problem, simulated.device))
 
 
-def test_what_this_machine_measured_counts(gpu, monkeypatch, caplog):
+def test_measurements_of_this_machine_count(gpu, monkeypatch, caplog):
     """Its ways, and the geometry of its fused call for calls of the same layer."""
     layer = _problem(KINDS[1], 8, 4096, 1024, 2048)
     options = {"tiling": GEOMETRIES[1][0], "blocks": 2, "engine": "bulk"}
@@ -194,7 +194,7 @@ def test_gpus_that_the_kernels_are_not_written_for_are_named(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_fit_is_named(kind):
+def test_shapes_that_do_not_fit_are_named(kind):
     product = _problem(kind, 2, 64, 32, 48)
     assert fits(product) is None
     for field, value, text in (
@@ -257,6 +257,6 @@ def test_all_geometries_run_on_tensor_cores(dtype, out_dtype):
         (Tiling(tile=(128, 256, 128), stages=4), "393216 bytes for operands of torch.bfloat16 and 32768 for results"),
     ],
 )
-def test_what_tensor_cores_do_not_take_is_refused(tiling, said):
+def test_tiles_that_tensor_cores_do_not_take_are_refused(tiling, said):
     with pytest.raises(ValueError, match=said):
         check_tensor_cores("product", tiling, torch.bfloat16, torch.bfloat16)

@@ -112,7 +112,7 @@ def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
     moe.free()
 
 
-# Between two ranks of a node: test_all_sms_send_what_is_left.
+# Between two ranks of a node: test_all_sms_send_the_rest.
 @variants(0, "size, nodes, transposed", [(4, 1, False), nightly(2, 2, True)])
 @ranks.on(timeout=300)
 def test_equals_torch(size, nodes, transposed, seed):
@@ -120,7 +120,7 @@ def test_equals_torch(size, nodes, transposed, seed):
 
 
 @ranks.on(timeout=300)
-def test_all_sms_send_what_is_left(seed):
+def test_all_sms_send_the_rest(seed):
     """The blocks beside the product send all or nothing, as when they are slow; the kernel that sums finds the rest."""
     pace = random.Random(f"{seed} {tsn.rank()}")
 

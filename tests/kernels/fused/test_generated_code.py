@@ -128,7 +128,7 @@ def test_scaled_sums_stay_in_registers(tools, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if "alone" not in str(name)])
-def test_what_peers_wrote_is_ordered_for_tma(tools, name):  # noqa: F811
+def test_writes_of_peers_are_ordered_for_tma(tools, name):  # noqa: F811
     """An acquire orders ordinary reads alone. Between a look at a flag and the next TMA load stands the proxies' fence."""
     ptx = _code(name).ptx
     ptx = ptx[: ptx.index(".func")] if ".func" in ptx else ptx
@@ -142,7 +142,7 @@ def test_what_peers_wrote_is_ordered_for_tma(tools, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", [*ALL, "scales"])
-def test_threads_write_what_leaves_by_tma_when_it_has_left(tools, name):  # noqa: F811
+def test_threads_overwrite_tiles_after_their_tma_stores(tools, name):  # noqa: F811
     """One thread of a warpgroup waits for the stores it has begun; the others learn of it by the barrier behind the wait.
 
     tilelang places that barrier. Before a branch that holds both wait and writes it came too early: an eighth of a GEMM was

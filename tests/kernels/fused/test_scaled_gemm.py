@@ -50,10 +50,8 @@ def gemms(seed, by_block, tiling, rows=100, n=264, k=272, experts=3, alone=True)
     if alone:
         found = scaled_matmul(operands[0], operands[1][0], operands[2], operands[3][0], tiling=tiling)
         assert_same(found.cpu(), products[0], f"seed {seed}, one matrix")
-    counts, offsets = (
-        torch.tensor([rows // 3, 0, 13], dtype=torch.int32),
-        torch.tensor([3, 20, 21, rows], dtype=torch.int32),
-    )
+    counts = torch.tensor([rows // 3, 0, 13], dtype=torch.int32)
+    offsets = torch.tensor([3, 20, 21, rows], dtype=torch.int32)
     offsets[1:3] += rows // 3
     wanted = torch.full((rows, n), 7, dtype=torch.bfloat16)
     out = wanted.to(device, copy=True)
@@ -87,10 +85,8 @@ def test_low_tiles(seed):
         x, w = whole_numbers((begins[-1] + 3, k), FP8, seed, "x"), whole_numbers((experts, n, k), FP8, seed, "w")
         blocks = lambda size: -(-size // 128)  # noqa: E731
         of_x, of_w = _scales((len(x), blocks(k)), seed, "x"), _scales((experts, blocks(n), blocks(k)), seed, "w")
-        wanted, wide = (
-            torch.full((len(x), n), 7, dtype=torch.bfloat16),
-            scaled_gemm.dequantise_weights(w, of_w, torch.float32),
-        )
+        wanted = torch.full((len(x), n), 7, dtype=torch.bfloat16)
+        wide = scaled_gemm.dequantise_weights(w, of_w, torch.float32)
         out = wanted.to(tsn.device(), copy=True)
         for e, (begin, count) in enumerate(zip(begins, counts)):
             here = slice(begin, begin + count)
@@ -175,13 +171,15 @@ def fed(seed, k=272, n=48):
         tsn.free(tensor)
 
 
-def test_a_gemm_waits_for_tiles():
-    ranks.run(2, fed, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
+@ranks.on(TSN_SIM_VISIBILITY="late", timeout=200)
+def test_a_gemm_waits_for_tiles(seed):
+    fed(seed)
 
 
 @pytest.mark.parametrize("nodes", [1, nightly(2)])
+@ranks.on(timeout=280)
 def test_gemms_beside_communication(seed, nodes):
-    ranks.run(2, beside, seed, env={"VIRTUAL_NODES": str(nodes)}, timeout=280)
+    beside(seed)
 
 
 @ranks.on(1)

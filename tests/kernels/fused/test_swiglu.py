@@ -58,10 +58,8 @@ def test_gradients():
     device, generator = tsn.device(), torch.Generator().manual_seed(5)
     for rows, inner, kind, weighted in ((9, 272, KINDS[0], True), (5, 48, KINDS[1], True), (3, 16, KINDS[0], False)):
         h = (4 * torch.randn((rows, 2 * inner), generator=generator)).bfloat16()
-        grad, weights = (
-            torch.randn((rows, inner), generator=generator).bfloat16(),
-            torch.rand(rows, generator=generator),
-        )
+        grad = torch.randn((rows, inner), generator=generator).bfloat16()
+        weights = torch.rand(rows, generator=generator)
         end = torch.tensor([rows - 2], dtype=torch.int32)
         exact, p = (t.double().requires_grad_() for t in (h, weights if weighted else torch.ones(rows)))
         gate, up = exact.chunk(2, -1)
@@ -97,10 +95,8 @@ def test_padding_is_left_out():
     ends: dict[str, torch.Tensor] = dict(counts=counts.int().to(device), offsets=offsets.int().to(device))
     for of in (swiglu, swiglu_quantised, functools.partial(swiglu_gradient, grad=grad, keeps=True)):
         alone = dict(grad=grad[mine]) if isinstance(of, functools.partial) else {}
-        found, wanted = (
-            of(h, activation=kind, weights=weights, **ends),
-            of(h[mine], activation=kind, weights=weights[mine], **alone),
-        )
+        found = of(h, activation=kind, weights=weights, **ends)
+        wanted = of(h[mine], activation=kind, weights=weights[mine], **alone)
         for some, exact in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (found, wanted))):
             assert_same(some[mine].cpu(), exact.cpu())
             some[mine] = 0

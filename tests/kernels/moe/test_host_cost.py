@@ -179,7 +179,7 @@ def test_order_of_streams(in_order):
     assert sorted(seen) == ["first half", "whole call"]
 
 
-def test_launches_take_what_is_left():
+def test_launches_take_the_other_arguments():
     class Twice:
         name, parameters = "twice", ("a", "b", "c")
         launcher = staticmethod(lambda world: lambda *args: seen.append(args))

@@ -81,12 +81,11 @@ def _wrong_combines(op, x, weights) -> list:
     ]
     if op.config.mode == "throughput":
         return mistakes
-    by_choice = dict(weights=weights.float())
-    wrong, right = (
-        lambda r: op.combine(r.x.float(), r.handle, **by_choice),
-        lambda r: op.combine(r.x, r.handle, **by_choice),
-    )
-    return [*mistakes[:6], ("y", TypeError, "", wrong, right)]
+
+    def weighted(r, rows):
+        op.combine(rows, r.handle, weights=weights.float())
+
+    return [*mistakes[:6], ("y", TypeError, "", lambda r: weighted(r, r.x.float()), lambda r: weighted(r, r.x))]
 
 
 @variants(1, "mode", ["throughput", "latency"])

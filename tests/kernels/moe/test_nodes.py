@@ -33,12 +33,9 @@ def test_rows_by_rank(seed):
         KernelFactory.__call__ = recorded
         try:
             options = dict(
-                layout="rank",
-                dtype=FP8,
-                column_scales=True,
-                quantize_combine="always",
+                layout="rank", dtype=FP8, column_scales=True, quantize_combine="always",
                 tuning=Tuning(once_per_node=once),
-            )
+            )  # fmt: skip
             rounds(seed, SHAPE, options, dict(), KINDS if once else KINDS[:1])
             parts = tsn.zeros((tsn.size(), 64), torch.uint8)
             AllGather(threads=32, blocks=1, once_per_node=once)(parts, parts[tsn.rank()])

@@ -20,8 +20,6 @@ from tilescale_net.kernels.moe.buffers import symmetric_buffers
 from tilescale_net.kernels.moe.layout import Forwarders, HeaderLayout, MessageLayout
 from tilescale_net.runtime import heap
 
-NIGHTLY = pytest.mark.nightly
-
 
 def bytes_put() -> int:
     """Payload that all ranks have given to the network so far."""
@@ -51,7 +49,7 @@ def rows_that_cross(choices: list[torch.Tensor], of: Nodes, once: bool) -> int:
 @variants(
     0,
     "options, nodes",
-    [(dict(alignment=2), "2"), (LATENCY, "2"), (dict(alignment=2), "1+3"), pytest.param(LATENCY, "1+3", marks=NIGHTLY)],
+    [(dict(alignment=2), "2"), (LATENCY, "2"), (dict(alignment=2), "1+3"), nightly(LATENCY, "1+3")],
     ids=["throughput", "latency", "throughput, uneven", "latency, uneven"],
 )
 @ranks.on(4, timeout=280)
@@ -190,7 +188,7 @@ def of_uneven_nodes(seed: int, options: dict, how: dict, kinds: tuple, gone: int
     [
         (*UNEVEN[0], "nodes"),
         (*UNEVEN[1], "nodes, latency"),
-        *(pytest.param(*row, case, marks=NIGHTLY) for row in UNEVEN for case in NODES),
+        *(nightly(*row, case) for row in UNEVEN for case in NODES),
     ],
 )
 @ranks.on(TSN_SIM_RACES="1", TSN_CHAOS="seed=1,reorder=0.5,split=0.3", timeout=280)

@@ -60,11 +60,9 @@ CASES = {
 
 
 # Rows that cross the network once per node: ranks of two nodes.
-SHAPE, KINDS, LATENCY = (
-    dict(num_experts=8, max_tokens=20, hidden=64, top_k=3),
-    ("random", "masked", "one rank"),
-    dict(mode="latency"),
-)
+SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
+KINDS = ("random", "masked", "one rank")
+LATENCY = dict(mode="latency")
 NODES = {
     "nodes": (dict(alignment=2), dict(again=True), ROUTES),
     "nodes, by rank": (dict(layout="rank", dtype=FP8, quantize_combine="always"), dict(again=True, halves=True), KINDS),
@@ -92,7 +90,7 @@ def test_rounds(case, seed):
 @variants(
     1,
     "case",
-    [pytest.param(c, marks=pytest.mark.nightly if c.endswith(("elsewhere", "scales")) else []) for c in NODES],
+    [nightly(case, when=case.endswith(("elsewhere", "scales"))) for case in NODES],
 )
 @ranks.on(4, VIRTUAL_NODES="2", timeout=280)
 def test_rounds_once_per_node(case, seed):
